@@ -1,0 +1,175 @@
+"""The project's own commands: makes `.venv` when it is missing or stale, then runs in it.
+
+Needs Python 3.11 to 3.13 with pip, and nothing else:
+
+    python3 dev.py recipes [PYTEST ARGS]   train and judge the workloads that this machine can run
+    python3 dev.py test [PYTEST ARGS]      the tests
+    python3 dev.py check                   format, lint, types, import layers, lock file
+    python3 dev.py setup                   the environment alone
+
+With an NVIDIA driver the environment gets torch's CUDA build as `uv.lock` has it; without one it
+gets the CPU build of the same release and none of the CUDA packages (`--torch cpu|cuda` decides
+by hand). Everything else comes from `uv.lock`, with hashes. Must not import anything but the
+standard library: it runs before anything is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+UV_VERSION = "0.13.8"
+EXTRAS = ("megatron",)
+LOWEST, ABOVE = (3, 11), (3, 14)
+
+
+def main() -> int:
+    """Parse the command, make the environment, run the command in it."""
+    parser = argparse.ArgumentParser(
+        prog="dev.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("command", choices=("recipes", "test", "check", "setup"))
+    parser.add_argument("--torch", choices=("auto", "cpu", "cuda"), default="auto")
+    arguments, rest = parser.parse_known_args()
+    if not LOWEST <= sys.version_info[:2] < ABOVE:
+        found = f"{sys.version_info[0]}.{sys.version_info[1]}"
+        print(f"dev.py: runs on Python 3.11 to 3.13, this is {found}; start it with one of those")
+        return 2
+    os.chdir(ROOT)
+    variant = (
+        ("cuda" if has_nvidia_driver() else "cpu") if arguments.torch == "auto" else arguments.torch
+    )
+    try:
+        set_up(variant)
+    except subprocess.CalledProcessError as error:
+        print(f"dev.py: setting up .venv failed at: {' '.join(map(str, error.cmd))}")
+        return 2
+    match arguments.command:
+        case "recipes":
+            return run_pytest("-p", "megatron", "recipes", *rest)
+        case "test":
+            return run_pytest(*rest)
+        case "check":
+            return check()
+        case _:
+            print(f"dev.py: {VENV.name} is ready ({variant} build of torch)")
+            return 0
+
+
+def has_nvidia_driver() -> bool:
+    """Whether this machine has an NVIDIA driver, loaded or in a container."""
+    return Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
+
+
+def set_up(variant: str) -> None:
+    """Make `.venv` what `uv.lock` says, unless its stamp says that it is."""
+    stamp = VENV / ".pytest-megatron-stamp"
+    recipe = [
+        variant,
+        sys.version,
+        UV_VERSION,
+        *(p.read_text() for p in (ROOT / "uv.lock", ROOT / "pyproject.toml")),
+    ]
+    wanted = hashlib.sha256("\0".join(recipe).encode()).hexdigest()
+    if stamp.exists() and stamp.read_text() == wanted:
+        return
+    print(f"dev.py: setting up {VENV.name} ({variant} build of torch)", flush=True)
+    run(sys.executable, "-m", "venv", "--clear", VENV)
+    run(PYTHON, "-m", "pip", "install", "--quiet", f"uv=={UV_VERSION}")
+    extras = [word for extra in EXTRAS for word in ("--extra", extra)]
+    if variant == "cuda":
+        run(VENV / "bin" / "uv", "sync", "--frozen", "--inexact", "--python", PYTHON, *extras)
+    else:
+        install_for_cpu(extras)
+    stamp.write_text(wanted)
+
+
+def install_for_cpu(extras: list[str]) -> None:
+    """Install what `uv.lock` says without the CUDA packages, and torch's CPU build."""
+    uv = VENV / "bin" / "uv"
+    pip = (uv, "pip", "install", "--no-config", "--quiet")  # pyproject.toml speaks of locking only
+    with (ROOT / "uv.lock").open("rb") as file:
+        locked = {
+            package["name"]: package.get("version", "") for package in tomllib.load(file)["package"]
+        }
+    is_cuda = re.compile(r"(nvidia-(?!ml-py)|cuda-|triton$).*").fullmatch
+    prunes = [word for name in sorted(locked) if is_cuda(name) for word in ("--prune", name)]
+    with tempfile.NamedTemporaryFile(suffix=".txt") as requirements:
+        run(
+            *(
+                uv,
+                "export",
+                "--frozen",
+                "--quiet",
+                "--no-emit-project",
+                "--no-emit-package",
+                "torch",
+            ),
+            *(*prunes, *extras, "--output-file", requirements.name),
+        )
+        run(*pip, "--no-deps", "--require-hashes", "-r", requirements.name)
+    torch = f"torch=={locked['torch']}"
+    choices = (
+        # A CPU wheel that pip is told of (find-links), then PyTorch's own index.
+        (PYTHON, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", torch),
+        (*pip, "--no-deps", "--torch-backend", "cpu", torch),
+    )
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    if not any(subprocess.run(choice, check=False, **quiet).returncode == 0 for choice in choices):
+        print(
+            "dev.py: no CPU build of torch is to be had here; installing the CUDA build (gigabytes)"
+        )
+        run(*pip, torch)
+    run(*pip, "--no-deps", "--editable", ".")
+
+
+def check() -> int:
+    """Run every check and print which failed."""
+    bin_dir = VENV / "bin"
+    checks: dict[str, list[str | Path]] = {
+        "ruff format": [bin_dir / "ruff", "format", "--check", "--quiet"],
+        "ruff check": [bin_dir / "ruff", "check", "--quiet"],
+        "mypy": [bin_dir / "mypy", "--no-error-summary"],
+        "import layers": [bin_dir / "lint-imports", "--no-logo"],
+    }
+    failed = [
+        name for name, command in checks.items() if subprocess.run(command, check=False).returncode
+    ]
+    if re.search(r'registry = "(/|\.\.)|file://', (ROOT / "uv.lock").read_text()):
+        print("uv.lock: holds a machine's path; lock again without UV_FIND_LINKS")
+        failed.append("lock file")
+    print(
+        f"checks: {', '.join(failed)} failed" if failed else f"checks: all {len(checks) + 1} passed"
+    )
+    return 1 if failed else 0
+
+
+def run_pytest(*arguments: str) -> int:
+    """Run pytest of `.venv` with its console scripts on the PATH, as in an activated shell."""
+    env = os.environ | {"PATH": f"{VENV / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"}
+    return subprocess.run([VENV / "bin" / "pytest", *arguments], env=env, check=False).returncode
+
+
+def run(*command: str | Path) -> None:
+    """Run one step of the set-up.
+
+    Raises:
+        subprocess.CalledProcessError: It did not end with 0.
+    """
+    env = os.environ | {"VIRTUAL_ENV": str(VENV), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    subprocess.run(command, check=True, env=env)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

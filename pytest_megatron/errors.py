@@ -1,0 +1,69 @@
+"""Every error of ours that a user can cause, each with the place and the way out in its text.
+
+The text of all of them is `<where>: <what is wrong>, <what was expected>; <what to do>`. The hooks
+turn them into pytest's usage errors or failures, the command line into one line on stderr; nobody
+else catches them. Must not import anything of ours: every layer may raise these.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CaseError",
+    "ConfigError",
+    "GoldenError",
+    "HostError",
+    "LaunchError",
+    "MegatronError",
+    "MetricsError",
+    "RecipeError",
+    "SelectionError",
+]
+
+
+class MegatronError(Exception):
+    """Something outside this package is wrong; the base of all our errors.
+
+    Attributes:
+        where: The file with its line, the option or the item that the user can go to.
+        problem: What is wrong there, what was expected, what to do; lower case, no final period.
+    """
+
+    def __init__(self, where: str, problem: str) -> None:
+        super().__init__(where, problem)  # both in `args`: the error survives pickling
+        self.where = where
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.problem}"
+
+
+class RecipeError(MegatronError):
+    """A recipe file cannot be read, or a row of it means nothing."""
+
+
+class SelectionError(MegatronError):
+    """The selection options match no workload, or name something unknown."""
+
+
+class CaseError(MegatronError):
+    """A test case's `model_config.yaml` cannot be read or cannot be turned into a command."""
+
+
+class ConfigError(MegatronError):
+    """A setting of the project (`[tool.pytest-megatron]`) or of this package is wrong."""
+
+
+class LaunchError(MegatronError):
+    """A workload cannot be started on this host, or its directories cannot be made."""
+
+
+class HostError(MegatronError):
+    """This host lacks what was asked for: GPUs, a program, a free directory."""
+
+
+class MetricsError(MegatronError):
+    """What a training wrote cannot be read as metrics, or there is nothing to read."""
+
+
+class GoldenError(MegatronError):
+    """A golden file is missing, cannot be read, or must not be written."""

@@ -1,0 +1,49 @@
+"""Whole-file reads and writes that are never seen half done.
+
+Knows nothing of what is in the files beyond JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import TypeAlias
+
+JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """Replace `path` by a file with `text`; a reader sees the old file or the new one, whole.
+
+    The bytes are on the disk before the name changes, so that a power cut leaves one of the two.
+
+    Raises:
+        OSError: The directory is not there, is read only, or the disk is full; `path` is as it was.
+    """
+    descriptor, temporary = tempfile.mkstemp(
+        dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"
+    )
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            os.fchmod(file.fileno(), 0o666 & ~_umask())
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def write_json_atomically(path: Path, value: JsonValue) -> None:
+    """Write `value` as indented JSON with a final newline, keys in the order given."""
+    write_text_atomically(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def _umask() -> int:
+    """Return the process's umask, which can only be read by setting it."""
+    current = os.umask(0)
+    os.umask(current)
+    return current

@@ -1,0 +1,58 @@
+"""Metrics as data: what a training measured at which step. Pure; knows no file format.
+
+A golden and an observed run have the same shape, a `MetricMap`; what differs is who wrote it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+# A number, nan and inf included, or text that stands where a number belongs (Megatron-LM's
+# goldens hold the string "nan" for a step without a value). Telling them apart is the point:
+# text, a real nan, inf and a missing step are four different things.
+Value: TypeAlias = float | str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """One metric of one run.
+
+    Attributes:
+        steps: (num_values,) training iterations, strictly ascending, counted from 1.
+        values: (num_values,) what was measured at each of them.
+    """
+
+    steps: tuple[int, ...]
+    values: tuple[Value, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.steps) == len(self.values)
+        assert all(a < b for a, b in zip(self.steps, self.steps[1:], strict=False))
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def items(self) -> Iterator[tuple[int, Value]]:
+        """Yield (step, value) in ascending order of step."""
+        return zip(self.steps, self.values, strict=True)
+
+    def at(self, step: int) -> Value | None:
+        """Return the value at `step`, or None where the run has none."""
+        return dict(self.items()).get(step)
+
+    def after(self, step: int) -> Series:
+        """Return the part with steps greater than `step`."""
+        kept = [(s, v) for s, v in self.items() if s > step]
+        return Series(steps=tuple(s for s, _ in kept), values=tuple(v for _, v in kept))
+
+
+# Metric name, as TensorBoard has it (`lm loss`, `iteration-time`), to its series.
+MetricMap: TypeAlias = Mapping[str, Series]
+
+
+def is_finite(value: Value | None) -> bool:
+    """Whether a value is a real number: not missing, not text, not nan, not inf."""
+    return isinstance(value, float) and math.isfinite(value)

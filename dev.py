@@ -125,8 +125,9 @@ def install_for_cpu(extras: list[str]) -> None:
         (PYTHON, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", torch),
         (*pip, "--no-deps", "--torch-backend", "cpu", torch),
     )
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    if not any(subprocess.run(choice, check=False, **quiet).returncode == 0 for choice in choices):
+    if not any(
+        subprocess.run(c, check=False, capture_output=True).returncode == 0 for c in choices
+    ):
         print(
             "dev.py: no CPU build of torch is to be had here; installing the CUDA build (gigabytes)"
         )

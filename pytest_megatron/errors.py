@@ -7,6 +7,8 @@ else catches them. Must not import anything of ours: every layer may raise these
 
 from __future__ import annotations
 
+from typing_extensions import override
+
 __all__ = [
     "CaseError",
     "ConfigError",
@@ -33,6 +35,7 @@ class MegatronError(Exception):
         self.where = where
         self.problem = problem
 
+    @override
     def __str__(self) -> str:
         return f"{self.where}: {self.problem}"
 

@@ -1,0 +1,73 @@
+"""`pytest-megatron expand`: the rows that recipes expand to."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from pytest_megatron.config import load_config
+from pytest_megatron.files import JsonValue
+from pytest_megatron.recipe.expand import Profile
+from pytest_megatron.recipe.findings import Finding
+from pytest_megatron.recipe.load import BUILT_IN_WORDS, Loaded, find_recipes, read_recipe
+
+EXIT_UNUSABLE = 2
+
+
+@click.command(name="expand")
+@click.argument("recipes", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--profile",
+    type=click.Choice([profile.value for profile in Profile]),
+    default=Profile.STRICT.value,
+    show_default=True,
+    help="strict reports what Megatron-LM's parser drops or mangles; compat does as it does.",
+)
+@click.option(
+    "--format",
+    "style",
+    type=click.Choice(["json", "text"]),
+    default="text",
+    show_default=True,
+    help="json holds every key of a row.",
+)
+def command(recipes: tuple[Path, ...], profile: str, style: str) -> None:
+    """Print the workloads of recipe files, and of the recipes in directories.
+
+    Exits with 2, one line for each problem and no rows if any recipe has an error.
+    """
+    config = load_config(Path.cwd())
+    words = BUILT_IN_WORDS.extended(
+        scopes=config.scopes, platforms=config.platforms, environments=config.environments
+    )
+    files = [file for path in recipes for file in (find_recipes([path]))]
+    loaded = [read_recipe(file, Profile(profile), words) for file in files]
+    errors: list[Finding] = [error for one in loaded for error in one.errors]
+    for error in errors:
+        click.echo(f"pytest-megatron: {error}", err=True)
+    if errors:
+        sys.exit(EXIT_UNUSABLE)
+    click.echo(_as_json(loaded) if style == "json" else _as_text(loaded), nl=False)
+
+
+def _as_json(loaded: list[Loaded]) -> str:
+    rows: list[JsonValue] = [
+        {"file": str(workload.file), "spec": dict(workload.spec)}
+        for one in loaded
+        for workload in one.workloads
+    ]
+    return json.dumps(rows, indent=1) + "\n"
+
+
+def _as_text(loaded: list[Loaded]) -> str:
+    lines = [
+        f"{workload.file}::{workload.item_name}  "
+        f"{workload.model} {workload.scope} {','.join(workload.cadence)} "
+        f"{workload.nodes}x{workload.gpus} GPUs"
+        for one in loaded
+        for workload in one.workloads
+    ]
+    return "".join(f"{line}\n" for line in lines) + f"{len(lines)} workloads\n"

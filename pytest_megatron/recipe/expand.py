@@ -1,0 +1,184 @@
+"""From a recipe file to its rows, as Megatron-LM's parser does it. Pure.
+
+`expand_compat` keeps every quirk of that parser, so that its recipes give the very rows its CI
+runs. `strict.py` builds on the same steps and reports what a quirk would drop or mangle.
+Source: Megatron-LM tests/test_utils/python_scripts/recipe_parser.py, d98e8a64dd
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from pytest_megatron.files import JsonValue
+from pytest_megatron.recipe.findings import Finding
+from pytest_megatron.recipe.model import Row, RowError, fill_in
+from pytest_megatron.recipe.vocabulary import (
+    CADENCES,
+    DEFAULT_CADENCE,
+    IMPLIED_CADENCE,
+    SCOPE_ALIASES,
+)
+from pytest_megatron.yamllines import Document, YamlPath
+
+
+class Profile(Enum):
+    """How to read a recipe: as Megatron-LM does, or with its quirks reported."""
+
+    COMPAT = "compat"
+    STRICT = "strict"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expansion:
+    """What a file gives: rows in file order, and what is wrong with it."""
+
+    rows: tuple[Row, ...]
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """One inner product with what it takes from around it.
+
+    Attributes:
+        spec: The file's `spec`.
+        test_case: The one to run.
+        axes: The product's own keys.
+        outer_cadence: The entry's, None where it has none.
+    """
+
+    spec: Mapping[str, JsonValue]
+    test_case: JsonValue
+    axes: Mapping[str, JsonValue]
+    outer_cadence: JsonValue
+    line: int
+
+
+def expand_compat(document: Document) -> Expansion:
+    """Expand as Megatron-LM does, quirks included.
+
+    An entry without `products` gives nothing; of `test_case` only element 0 counts, the first
+    character of a string; a bare string on an axis gives one row per character. What makes that
+    parser raise is a finding here, and all of them are collected.
+    """
+    rows: list[Row] = []
+    findings: list[Finding] = []
+    if document.value.get("type") == "build":
+        return Expansion(rows=(), findings=())
+    spec = document.value.get("spec")
+    entries = document.value.get("products")
+    if not isinstance(spec, dict) or not isinstance(entries, list):
+        key = "products" if isinstance(spec, dict) else "spec"
+        found = document.value.get(key)
+        finding = row_finding(document, (key,), f"{key}: found {found!r}, expected it filled in")
+        return Expansion(rows=(), findings=(finding,))
+    for index, entry in enumerate(entries):
+        path: YamlPath = ("products", index)
+        try:
+            for inner, product in _products_of(document, spec, entry, index):
+                path = inner
+                rows += expand_product(product)
+        except RowError as problem:
+            findings.append(row_finding(document, path, str(problem)))
+    return Expansion(rows=tuple(rows), findings=tuple(findings))
+
+
+def _products_of(
+    document: Document, spec: Mapping[str, JsonValue], entry: JsonValue, index: int
+) -> Iterator[tuple[YamlPath, Product]]:
+    """Yield the inner products of an entry with their paths, as Megatron-LM sees them."""
+    if not isinstance(entry, dict):
+        raise RowError(f"found {entry!r}, expected a mapping")
+    if "products" not in entry:
+        return
+    cases, products = entry.get("test_case"), entry["products"]
+    if not isinstance(cases, list | str) or not cases:
+        raise RowError(f"test_case: found {cases!r}, expected a list with one test case")
+    if not isinstance(products, list):
+        raise RowError(f"products: found {products!r}, expected a list")
+    for number, axes in enumerate(products):
+        path = ("products", index, "products", number)
+        if not isinstance(axes, dict):
+            raise RowError(f"products[{number}]: found {axes!r}, expected a mapping")
+        yield (
+            path,
+            Product(
+                spec=spec,
+                test_case=cases[0],
+                axes=axes,
+                outer_cadence=entry.get("cadence"),
+                line=document.line_of(path),
+            ),
+        )
+
+
+def expand_product(product: Product) -> list[Row]:
+    """Return the rows of one inner product.
+
+    Raises:
+        RowError: An axis is no list, a cadence is wrong, or `build` cannot be filled in.
+    """
+    axes = dict(product.axes)
+    inner = axes.pop("cadence", None)
+    explicit = check_cadence(product.outer_cadence if inner is None else inner)
+    if "test_case" in axes:
+        raise RowError("test_case: stands inside a product, expected it beside 'products'")
+    own = {*axes, "test_case", "cadence"}
+    base = {key: value for key, value in product.spec.items() if key not in own}
+    names = tuple(axes)
+    return [
+        _row(product, names, {**base, **dict(zip(names, values, strict=True))}, explicit)
+        for values in itertools.product(*(_elements(key, axes[key]) for key in names))
+    ]
+
+
+def _row(
+    product: Product, names: tuple[str, ...], spec: dict[str, JsonValue], explicit: list[str] | None
+) -> Row:
+    """Finish the spec of one row: alias, cadence, build."""
+    spec["test_case"] = product.test_case
+    implied = DEFAULT_CADENCE
+    scope = spec.get("scope") if "scope" in names else None
+    if isinstance(scope, str):
+        spec["scope"] = SCOPE_ALIASES.get(scope, scope)
+        implied = IMPLIED_CADENCE.get(scope, DEFAULT_CADENCE)
+    spec["cadence"] = list(implied if explicit is None else explicit)
+    build = spec.get("build")
+    if isinstance(build, str):
+        try:
+            spec["build"] = fill_in(build, spec)
+        except RowError as problem:
+            raise RowError(f"build: {problem}") from problem
+    return Row(line=product.line, spec=spec, axes=names)
+
+
+def check_cadence(value: JsonValue) -> list[str] | None:
+    """Return an explicit cadence, None where there is none.
+
+    Raises:
+        RowError: It is no list, or one of its words is not a cadence.
+    """
+    if value is None:
+        return None
+    expected = f"expected a list of {', '.join(CADENCES)}"
+    if not isinstance(value, list):
+        raise RowError(f"cadence: found {value!r}, {expected}")
+    for word in value:
+        if word not in CADENCES:
+            raise RowError(f"cadence: unknown word {word!r}, {expected}")
+    return [str(word) for word in value]
+
+
+def row_finding(document: Document, path: YamlPath, message: str) -> Finding:
+    """Return the finding for a row that cannot be built."""
+    return Finding(file=document.file, line=document.line_of(path), rule="row", message=message)
+
+
+def _elements(key: str, axis: JsonValue) -> list[JsonValue]:
+    """Return what iterating over an axis gives: a string's characters, a mapping's keys."""
+    if isinstance(axis, list | str | dict):
+        return list(axis)
+    raise RowError(f"{key}: found {axis!r}, expected a list")

@@ -1,0 +1,93 @@
+"""What is wrong in a recipe, a case or a golden directory, as data: file, line, rule, message."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from typing_extensions import override
+
+from pytest_megatron.errors import RecipeError
+
+
+class Severity(Enum):
+    """Whether a finding stops a recipe from being used."""
+
+    ERROR = "error"
+    WARNING = "warning"
+
+
+# Rule id -> what it says; the reference documentation has the same table, a test compares them.
+RULES = {
+    "bare-string": "A single value stands where a list belongs",
+    "case-duplicate-key": "A mapping of `model_config.yaml` has one key twice; the last one counts",
+    "case-unknown-key": "`model_config.yaml` has a top-level key that nothing reads",
+    "case-unknown-variable": "A name in `ENV_VARS` looks like one that the harness interprets",
+    "case-unknown-word": "TEST_TYPE, MODE, TEST_EVALUATION or LAUNCHER has an unknown value",
+    "case-unreadable": "`model_config.yaml` cannot be read",
+    "duplicate-key": "A mapping of a recipe has one key twice",
+    "duplicate-row": "Two rows of a file are the same",
+    "missing-case": "A row without a script has no `model_config.yaml`",
+    "missing-golden": "A row compares metrics and has no golden file",
+    "no-products": "An entry has no `products`, so it gives no rows",
+    "nothing-to-run": "A row has neither `script` nor `training_script_path`",
+    "one-test-case": "Megatron-LM would run only the first element of a `test_case` list",
+    "row": "A row cannot be built: a placeholder without a value, or a value of the wrong type",
+    "schema": "A key is unknown or missing, or its value is of the wrong type",
+    "similar-key": "An extra key of `spec` looks like a known one",
+    "unknown-word": "A scope, platform, cadence or environment is not in the vocabulary",
+    "unreachable-golden": "No row of the recipes reads a golden file",
+    "unreadable": "A recipe cannot be read as YAML",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that is wrong.
+
+    Attributes:
+        line: Counted from 1; None where the file as a whole is meant.
+        rule: A key of `RULES`.
+        message: What is wrong, what was expected, what to do; lower case, no final period.
+    """
+
+    file: Path
+    line: int | None
+    rule: str
+    message: str
+    severity: Severity = Severity.ERROR
+
+    def __post_init__(self) -> None:
+        assert self.rule in RULES, self.rule
+
+    @property
+    def where(self) -> str:
+        """`file:line`, or the file alone."""
+        return str(self.file) if self.line is None else f"{self.file}:{self.line}"
+
+    @property
+    def is_error(self) -> bool:
+        """Whether the recipe cannot be used as it is."""
+        return self.severity is Severity.ERROR
+
+    @override
+    def __str__(self) -> str:
+        return f"{self.where}: {self.message}"
+
+
+def errors_of(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """Return the findings that are errors."""
+    return tuple(finding for finding in findings if finding.is_error)
+
+
+def as_error(findings: Sequence[Finding]) -> RecipeError:
+    """Return one error for the first of several findings; it says how many there are.
+
+    Args:
+        findings: Errors of one file, at least one.
+    """
+    first, *others = findings
+    more = f" (and {len(others)} more in this file: see `pytest-megatron lint`)" if others else ""
+    return RecipeError(first.where, first.message + more)

@@ -1,0 +1,202 @@
+"""A workload: one row of a recipe, parsed once. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pytest_megatron.errors import RecipeError
+from pytest_megatron.files import JsonValue
+from pytest_megatron.recipe.vocabulary import disabled_reason
+
+MAX_SHOWN = 60  # characters of a template in a message
+DEFAULT_NAME = "{test_case}_{environment}_{platforms}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """One expanded row: a test case on a platform in an environment for a scope.
+
+    Attributes:
+        file: The recipe, as given by the caller.
+        line: Of the inner product that the row comes from, from 1.
+        spec: Every key of the row, as Megatron-LM's parser holds it: the file's `spec` without
+            the keys that the row overrides, then the row's, then `test_case` and `cadence`.
+        scope: After the alias table (`mr-github` is `L1`).
+        cadence: When CI runs it; explicit, implied by the scope, or the default.
+        nodes: Hosts.
+        gpus: GPUs per node; 0 for a row without any.
+        n_repeat: How often the recipe wants it run; None leaves that to the caller.
+        time_limit_s: Seconds; None leaves that to the caller.
+        script: Template of a bash script, None where we launch `training_script_path` ourselves.
+        name: The recipe's name template, filled in.
+        variant: What tells the row from others of its file with the same test case, environment
+            and platform; mostly empty.
+    """
+
+    file: Path
+    line: int
+    spec: Mapping[str, JsonValue]
+    model: str
+    test_case: str
+    environment: str
+    platform: str
+    scope: str
+    cadence: tuple[str, ...]
+    tag: str | None
+    nodes: int
+    gpus: int
+    n_repeat: int | None
+    time_limit_s: int | None
+    script: str | None
+    training_script_path: str | None
+    data_path: str | None
+    data_cache_path: str | None
+    checkpoint_load_path: str | None
+    name: str
+    variant: tuple[str, ...]
+
+    @property
+    def where(self) -> str:
+        """`file:line`, as our errors begin."""
+        return f"{self.file}:{self.line}"
+
+    @property
+    def item_name(self) -> str:
+        """The node id behind the `::`, such as `gpt3_tp2[dev-dgx_h100]`; unique in the file."""
+        return item_name(self.test_case, (self.environment, self.platform, *self.variant))
+
+    @property
+    def disabled_reason(self) -> str | None:
+        """Why no CI runs the row (`mr-broken`, `flaky`), None where one does."""
+        return disabled_reason(self.scope)
+
+    def render(self, template: str, **magic: JsonValue) -> str:
+        """Fill in a template with the row's keys and `magic`, which wins.
+
+        Source: Megatron-LM tests/test_utils/python_scripts/launch_nemo_run_workload.py, d98e8a64dd
+
+        Raises:
+            RecipeError: A placeholder has no value, or a brace is not doubled.
+        """
+        try:
+            return fill_in(template, {**self.spec, **magic})
+        except RowError as problem:
+            raise RecipeError(self.where, str(problem)) from problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A row before it is parsed: what expansion yields.
+
+    Attributes:
+        line: Of the inner product.
+        spec: As `Workload.spec`.
+        axes: Keys of the product in file order; they may tell rows apart.
+    """
+
+    line: int
+    spec: Mapping[str, JsonValue]
+    axes: tuple[str, ...]
+
+
+def item_name(test_case: str, parts: tuple[str, ...]) -> str:
+    """Return the name of a row in a node id."""
+    return f"{test_case}[{'-'.join(parts)}]"
+
+
+class RowError(Exception):
+    """A row cannot be built; the text says why and becomes a finding with file and line."""
+
+
+def fill_in(template: str, values: Mapping[str, JsonValue]) -> str:
+    """Fill in a `str.format` template.
+
+    Raises:
+        RowError: A placeholder has no value, or the braces do not match; says which.
+    """
+    shown = template if len(template) <= MAX_SHOWN else template[:MAX_SHOWN] + "..."
+    try:
+        return template.format_map(values)
+    except KeyError as problem:
+        raise RowError(
+            f"{shown!r} uses {{{problem.args[0]}}}, which the row does not have; "
+            "add the key, or double the braces"
+        ) from problem
+    except (ValueError, IndexError, AttributeError, TypeError) as problem:
+        raise RowError(f"{shown!r} is no template: {problem}; double the braces") from problem
+
+
+def parse_row(row: Row, *, file: Path, variant: tuple[str, ...]) -> Workload:
+    """Turn a row into a workload.
+
+    Raises:
+        RecipeError: A key is missing or has a value of the wrong type.
+    """
+    reader = _Reader(f"{file}:{row.line}", row.spec)
+    template = reader.text("name") or DEFAULT_NAME
+    try:
+        name = fill_in(template, row.spec)
+    except RowError as problem:
+        raise RecipeError(reader.where, f"name: {problem}") from problem
+    cadence = row.spec["cadence"]
+    return Workload(
+        file=file,
+        line=row.line,
+        spec=row.spec,
+        model=reader.required_text("model"),
+        test_case=reader.required_text("test_case"),
+        environment=reader.required_text("environment"),
+        platform=reader.required_text("platforms"),
+        scope=reader.required_text("scope"),
+        cadence=tuple(str(word) for word in cadence) if isinstance(cadence, list) else (),
+        tag=reader.text("tag"),
+        nodes=reader.number("nodes", 1) or 1,
+        gpus=reader.number("gpus", 0) or 0,
+        n_repeat=reader.number("n_repeat", None),
+        time_limit_s=reader.number("time_limit", None),
+        script=reader.text("script"),
+        training_script_path=reader.text("training_script_path"),
+        data_path=reader.text("data_path"),
+        data_cache_path=reader.text("data_cache_path"),
+        checkpoint_load_path=reader.text("checkpoint_load_path"),
+        name=name,
+        variant=variant,
+    )
+
+
+class _Reader:
+    """Reads typed values out of a row's spec; an error names the key."""
+
+    __slots__ = ("spec", "where")
+
+    def __init__(self, where: str, spec: Mapping[str, JsonValue]) -> None:
+        self.where = where
+        self.spec = spec
+
+    def text(self, key: str) -> str | None:
+        """Return a string or None."""
+        value = self.spec.get(key)
+        if value is not None and not isinstance(value, str):
+            raise RecipeError(self.where, f"{key}: found {value!r}, expected a string")
+        return value
+
+    def required_text(self, key: str) -> str:
+        """Return a string that must be there."""
+        value = self.text(key)
+        if not value:
+            raise RecipeError(
+                self.where,
+                f"{key}: the row has none, expected a string; add it to the product or to spec",
+            )
+        return value
+
+    def number(self, key: str, default: int | None) -> int | None:
+        """Return an integer, `default` where the key is missing or null."""
+        value = self.spec.get(key, default)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise RecipeError(self.where, f"{key}: found {value!r}, expected an integer")
+        return value

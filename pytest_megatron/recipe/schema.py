@@ -1,0 +1,226 @@
+"""The published schema of a recipe file: what keys it has and what they hold.
+
+`docs/reference/recipe.schema.json` is made from here. Only `load.py` imports this module, when a
+recipe is read: pydantic costs a quarter of a second that other pytest runs should not pay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal, NotRequired, TypeAlias, cast
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from pydantic_core import ErrorDetails
+from typing_extensions import TypedDict
+
+from pytest_megatron.files import JsonValue
+from pytest_megatron.recipe.vocabulary import nearest
+
+Count: TypeAlias = Annotated[int, Field(ge=0)]
+Positive: TypeAlias = Annotated[int, Field(ge=1)]
+Text: TypeAlias = Annotated[str, Field(min_length=1)]
+Texts: TypeAlias = Annotated[list[Text], Field(min_length=1)]
+Numbers: TypeAlias = Annotated[list[Positive | None], Field(min_length=1)]
+
+_CLOSED = ConfigDict(extra="forbid", strict=True)
+_OPEN = ConfigDict(extra="allow", strict=True)
+
+
+@with_config(_OPEN)
+class Spec(TypedDict):
+    """What all rows of the file share; any further key is a placeholder for the templates."""
+
+    model: Annotated[Text, Field(description="Directory of the test cases, such as gpt.")]
+    gpus: Annotated[Count, Field(description="GPUs per node.")]
+    nodes: NotRequired[Positive]
+    name: NotRequired[Annotated[Text, Field(description="Template, filled in from the row.")]]
+    build: NotRequired[Annotated[Text, Field(description="Template of the container build.")]]
+    platforms: NotRequired[Annotated[Text, Field(description="Where rows without their own run.")]]
+    environment: NotRequired[str | None]
+    scope: NotRequired[str | None]
+    tag: NotRequired[str | None]
+    test_case: NotRequired[str | None]
+    n_repeat: NotRequired[Positive | None]
+    time_limit: NotRequired[Annotated[Positive | None, Field(description="Seconds.")]]
+    script: NotRequired[Annotated[str | None, Field(description="Template, run under bash.")]]
+    script_setup: NotRequired[Annotated[str | None, Field(description="Never run by us.")]]
+    artifacts: NotRequired[dict[str, str] | None]
+    segment: NotRequired[int | None]
+    training_script_path: NotRequired[
+        Annotated[str | None, Field(description="Program to launch where there is no script.")]
+    ]
+    data_path: NotRequired[str | None]
+    data_cache_path: NotRequired[str | None]
+    checkpoint_load_path: NotRequired[str | None]
+
+
+@with_config(_OPEN)
+class Product(TypedDict):
+    """Lists whose cartesian product makes rows; a key of `spec` here overrides it."""
+
+    environment: NotRequired[Texts]
+    scope: NotRequired[Texts]
+    platforms: NotRequired[Texts]
+    tag: NotRequired[Texts]
+    cadence: NotRequired[Texts]
+    model: NotRequired[Texts]
+    n_repeat: NotRequired[Numbers]
+    time_limit: NotRequired[Numbers]
+    nodes: NotRequired[Annotated[list[Positive], Field(min_length=1)]]
+    gpus: NotRequired[Annotated[list[Count], Field(min_length=1)]]
+    allow_failure: NotRequired[list[bool]]
+
+
+@with_config(_CLOSED)
+class Entry(TypedDict):
+    """Some test cases and where they run."""
+
+    test_case: Texts
+    products: Annotated[list[Product], Field(min_length=1)]
+    cadence: NotRequired[Texts]
+
+
+@with_config(_CLOSED)
+class BasicRecipe(TypedDict):
+    """A recipe of workloads."""
+
+    type: Literal["basic"]
+    format_version: Literal[1]
+    maintainers: NotRequired[list[str]]
+    loggers: NotRequired[list[str]]
+    spec: Spec
+    products: Annotated[list[Entry], Field(min_length=1)]
+
+
+@with_config(_OPEN)
+class BuildSource(TypedDict):
+    """Where the image of a build comes from."""
+
+    image: str
+
+
+@with_config(_OPEN)
+class BuildSpec(TypedDict):
+    """A container build."""
+
+    name: Text
+    platforms: NotRequired[list[str]]
+    source: NotRequired[BuildSource]
+
+
+@with_config(_CLOSED)
+class BuildRecipe(TypedDict):
+    """A recipe of a container build; it gives no workloads."""
+
+    type: Literal["build"]
+    format_version: Literal[1]
+    maintainers: NotRequired[list[str]]
+    loggers: NotRequired[list[str]]
+    spec: BuildSpec
+
+
+Recipe: TypeAlias = Annotated[BasicRecipe | BuildRecipe, Field(discriminator="type")]
+
+MAX_SHOWN = 60  # characters of a value in a message
+
+_TYPES: dict[str, type[BasicRecipe | BuildRecipe]] = {
+    "basic": BasicRecipe,
+    "build": BuildRecipe,
+}
+_EXPECTED = {
+    "bool_type": "true or false",
+    "dict_type": "a mapping",
+    "int_type": "an integer",
+    "list_type": "a list",
+    "string_too_short": "a word",
+    "string_type": "a string",
+    "too_short": "a list with at least one element",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchemaProblem:
+    """One place where a file departs from the schema.
+
+    Attributes:
+        path: From the top of the document.
+        rule: A rule of `findings.RULES`.
+        message: Names the place by its keys.
+    """
+
+    path: tuple[str | int, ...]
+    rule: str
+    message: str
+
+
+def check(value: Mapping[str, JsonValue]) -> tuple[SchemaProblem, ...]:
+    """Return everything in a recipe file that the schema forbids."""
+    kind = value.get("type")
+    if not isinstance(kind, str) or kind not in _TYPES:
+        hint = nearest(str(kind), _TYPES)
+        message = f"type: found {kind!r}, expected one of {', '.join(_TYPES)}{hint}"
+        return (SchemaProblem(path=("type",), rule="schema", message=message),)
+    try:
+        TypeAdapter(_TYPES[kind]).validate_python(value)
+    except ValidationError as error:
+        return tuple(_problem(e, _TYPES[kind]) for e in error.errors(include_url=False))
+    return ()
+
+
+def json_schema() -> dict[str, JsonValue]:
+    """Return the JSON schema of a recipe file."""
+    schema = cast("dict[str, JsonValue]", TypeAdapter[Recipe](Recipe).json_schema())
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "pytest-megatron recipe",
+        **schema,
+    }
+
+
+def _problem(error: ErrorDetails, top: type[BasicRecipe | BuildRecipe]) -> SchemaProblem:
+    """Put one of pydantic's errors into our words."""
+    path, kind = tuple(error["loc"]), error["type"]
+    rule, where, found = "schema", _dotted(path), _shown(error["input"])
+    if kind in {"missing", "too_short"} and (path[0], path[2:]) == ("products", ("products",)):
+        rule = "no-products"
+    if kind == "missing":
+        message = f"{where}: is missing; add it"
+    elif kind == "extra_forbidden":
+        keys = sorted((Entry if path[0] == "products" else top).__annotations__)
+        message = f"{where}: unknown key, expected one of {', '.join(keys)}"
+        message += nearest(str(path[-1]), keys)
+    else:
+        message = f"{where}: found {found}, expected {_expected(error)}"
+        if kind == "list_type" and path[0] == "products" and len(path) > 1:
+            rule = "bare-string"
+            message += f"; write [{error['input']}]" if isinstance(error["input"], str) else ""
+    return SchemaProblem(path=path, rule=rule, message=message)
+
+
+def _shown(value: object) -> str:
+    """Return a value from the file, not too much of it."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
+
+
+def _expected(error: ErrorDetails) -> str:
+    """Return what pydantic expected, in our words."""
+    match error["type"]:
+        case "greater_than_equal":
+            return f"an integer >= {error['ctx']['ge']}"
+        case "literal_error":
+            return str(error["ctx"]["expected"])
+        case "int_type":
+            key = next(step for step in reversed(error["loc"]) if isinstance(step, str))
+            return f"an integer >= {0 if key == 'gpus' else 1}"
+        case kind:
+            return _EXPECTED.get(kind, error["msg"])
+
+
+def _dotted(path: Sequence[str | int]) -> str:
+    """Return `products[3].products[0].scope` for a path."""
+    text = ""
+    for step in path:
+        text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else step
+    return text

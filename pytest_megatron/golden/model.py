@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 # A number, nan and inf included, or text that stands where a number belongs (Megatron-LM's
@@ -23,10 +23,13 @@ class Series:
     Attributes:
         steps: (num_values,) training iterations, strictly ascending, counted from 1.
         values: (num_values,) what was measured at each of them.
+        is_full_precision: Whether the values are as the training wrote them. Megatron-LM's
+            own extraction rounds to five decimals, and its goldens hold such values.
     """
 
     steps: tuple[int, ...]
     values: tuple[Value, ...]
+    is_full_precision: bool = False
 
     def __post_init__(self) -> None:
         assert len(self.steps) == len(self.values)
@@ -46,7 +49,17 @@ class Series:
     def after(self, step: int) -> Series:
         """Return the part with steps greater than `step`."""
         kept = [(s, v) for s, v in self.items() if s > step]
-        return Series(steps=tuple(s for s, _ in kept), values=tuple(v for _, v in kept))
+        return replace(self, steps=tuple(s for s, _ in kept), values=tuple(v for _, v in kept))
+
+
+def series_of(values: Mapping[int, Value], *, is_full_precision: bool = False) -> Series:
+    """Return the series of step to value, in any order of steps."""
+    pairs = sorted(values.items())
+    return Series(
+        steps=tuple(step for step, _ in pairs),
+        values=tuple(value for _, value in pairs),
+        is_full_precision=is_full_precision,
+    )
 
 
 # Metric name, as TensorBoard has it (`lm loss`, `iteration-time`), to its series.
@@ -56,3 +69,31 @@ MetricMap: TypeAlias = Mapping[str, Series]
 def is_finite(value: Value | None) -> bool:
     """Whether a value is a real number: not missing, not text, not nan, not inf."""
     return isinstance(value, float) and math.isfinite(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsFile:
+    """One file that metrics were read from.
+
+    Attributes:
+        num_records: Whole records in it: events of TensorBoard, lines of a JSON-lines file.
+        torn_at: Byte offset of a last record that was not written to its end, or None.
+    """
+
+    path: str
+    num_records: int
+    torn_at: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """What one attempt measured, and where that was found.
+
+    Attributes:
+        files: In the order in which they were merged; a later one wins where steps overlap.
+        notes: What a reader of the verdict should know: torn files, overlapping steps.
+    """
+
+    metrics: MetricMap
+    files: tuple[MetricsFile, ...] = ()
+    notes: tuple[str, ...] = ()

@@ -1,0 +1,75 @@
+"""Reads metrics from a JSON-lines file, one object a step (effects: files).
+
+    {"step": 1, "lm loss": 4.8753, "grad-norm": 0.61}
+
+For programs that write no TensorBoard. `NaN` and `Infinity` may stand as numbers: a loss that is
+not finite must reach the comparison.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from pytest_megatron.errors import MetricsError
+from pytest_megatron.files import JsonValue
+from pytest_megatron.golden.model import MetricsFile, Observed, Value, series_of
+
+_STEP = "step"
+
+
+def read_json_lines(path: Path) -> Observed:
+    """Read the metrics of one file; a last line that was not written to its end is dropped.
+
+    Several lines may have the same step; where they have the same metric too, the later wins.
+
+    Raises:
+        MetricsError: The file cannot be read or holds no metric; a line is not a JSON object, has
+            no step, or has a value that is not a number (with the line).
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise MetricsError(str(path), f"cannot be read: {error.strerror}") from error
+    metrics: dict[str, dict[int, Value]] = {}
+    lines = data.split(b"\n")
+    torn_at = None
+    num_records = 0
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        is_unfinished = number == len(lines)
+        try:
+            record: JsonValue = json.loads(line)
+        except ValueError as error:
+            if is_unfinished:
+                torn_at = len(data) - len(line)
+                break
+            raise MetricsError(f"{path}:{number}", f"not JSON: {error}") from error
+        _add(metrics, record, f"{path}:{number}")
+        num_records += 1
+    if not metrics:
+        raise MetricsError(str(path), f"no metrics in {num_records} lines; did the training start")
+    note = f"{path}: the last line, at byte {torn_at}, is torn; dropped"
+    return Observed(
+        metrics={
+            name: series_of(values, is_full_precision=True)
+            for name, values in sorted(metrics.items())
+        },
+        files=(MetricsFile(path=str(path), num_records=num_records, torn_at=torn_at),),
+        notes=() if torn_at is None else (note,),
+    )
+
+
+def _add(metrics: dict[str, dict[int, Value]], record: JsonValue, where: str) -> None:
+    if not isinstance(record, dict):
+        raise MetricsError(where, f"a {type(record).__name__}, expected an object of metrics")
+    step = record.get(_STEP)
+    if isinstance(step, bool) or not isinstance(step, int):
+        raise MetricsError(where, f"{_STEP!r} is {step!r}, expected the training iteration")
+    for name, value in record.items():
+        if name == _STEP:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise MetricsError(where, f"{name!r} is {value!r}, expected a number")
+        metrics.setdefault(name, {})[step] = float(value)

@@ -1,0 +1,184 @@
+"""Where a golden came from: the `_provenance` key of a golden file, as data. Pure.
+
+Every field is optional: Megatron-LM's goldens have no provenance, and other tools may write less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import TypeAlias
+
+from pytest_megatron.errors import GoldenError
+from pytest_megatron.files import JsonValue
+from pytest_megatron.golden.model import Series, Value, series_of
+
+# The relative standard deviation of one metric over the repeats, |golden| = 1: one number for all
+# steps, or a series of its own.
+Spread: TypeAlias = float | Series
+
+_TEXTS = ("commit", "date", "driver", "gpu", "host_class", "image")
+_FLAGS = ("deterministic", "is_dirty")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """How the values of a golden were measured.
+
+    Attributes:
+        command: (num_arguments,) what was run.
+        commit: Of the repository that holds the golden.
+        is_dirty: Whether there were changes that the commit does not have.
+        image: The container image with its digest.
+        gpu: Model and count, as in `8x NVIDIA H100 80GB HBM3`.
+        host_class: Machines of one class are as fast as one another; time and memory are judged
+            only within one class.
+        versions: Package or tool to its version.
+        date: ISO 8601, UTC.
+        repeats: How many runs the spread was learned from.
+        deterministic: Whether the repeats agreed bit for bit.
+        spread: Metric to its spread over the repeats.
+        extra: Keys that this version does not know, kept when the golden is written again.
+    """
+
+    command: tuple[str, ...] | None = None
+    commit: str | None = None
+    is_dirty: bool | None = None
+    image: str | None = None
+    gpu: str | None = None
+    driver: str | None = None
+    host_class: str | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    date: str | None = None
+    repeats: int | None = None
+    deterministic: bool | None = None
+    spread: Mapping[str, Spread] = field(default_factory=dict)
+    extra: Mapping[str, JsonValue] = field(default_factory=dict)
+
+
+def parse_provenance(value: JsonValue, where: str) -> Provenance:
+    """Return the provenance that the JSON value of `_provenance` describes.
+
+    Raises:
+        GoldenError: The value or one of the known fields has another type than it must have.
+    """
+    if not isinstance(value, dict):
+        raise GoldenError(where, f"_provenance is {_kind(value)}, expected an object")
+    known = {f.name for f in fields(Provenance)} - {"extra"}
+    texts = {name: _text(value.get(name), name, where) for name in _TEXTS}
+    flags = {name: _flag(value.get(name), name, where) for name in _FLAGS}
+    return Provenance(
+        command=_command(value.get("command"), where),
+        versions=_versions(value.get("versions"), where),
+        repeats=_count(value.get("repeats"), where),
+        spread=_spread(value.get("spread"), where),
+        extra={key: kept for key, kept in value.items() if key not in known},
+        commit=texts["commit"],
+        date=texts["date"],
+        driver=texts["driver"],
+        gpu=texts["gpu"],
+        host_class=texts["host_class"],
+        image=texts["image"],
+        deterministic=flags["deterministic"],
+        is_dirty=flags["is_dirty"],
+    )
+
+
+def provenance_to_json(provenance: Provenance) -> dict[str, JsonValue]:
+    """Return the JSON form, keys sorted; what is not known is left out."""
+    values: dict[str, JsonValue] = dict(provenance.extra)
+    for name in (*_TEXTS, *_FLAGS, "repeats"):
+        value = getattr(provenance, name)
+        if value is not None:
+            values[name] = value
+    if provenance.command is not None:
+        values["command"] = list(provenance.command)
+    if provenance.versions:
+        values["versions"] = dict(sorted(provenance.versions.items()))
+    if provenance.spread:
+        values["spread"] = {
+            metric: _spread_to_json(spread) for metric, spread in sorted(provenance.spread.items())
+        }
+    return dict(sorted(values.items()))
+
+
+def _spread_to_json(spread: Spread) -> JsonValue:
+    if isinstance(spread, Series):
+        return {str(step): value for step, value in spread.items()}
+    return spread
+
+
+def _text(value: JsonValue, name: str, where: str) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise GoldenError(where, f"_provenance: {name!r} is {_kind(value)}, expected text")
+    return value
+
+
+def _flag(value: JsonValue, name: str, where: str) -> bool | None:
+    if value is not None and not isinstance(value, bool):
+        raise GoldenError(where, f"_provenance: {name!r} is {_kind(value)}, expected true or false")
+    return value
+
+
+def _count(value: JsonValue, where: str) -> int | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        raise GoldenError(where, f"_provenance: 'repeats' is {_kind(value)}, expected a count")
+    return value
+
+
+def _command(value: JsonValue, where: str) -> tuple[str, ...] | None:
+    """Return the command's words; a command given as one text is one word."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, list):
+        words = tuple(word for word in value if isinstance(word, str))
+        if len(words) == len(value):
+            return words
+    raise GoldenError(where, f"_provenance: 'command' is {_kind(value)}, expected a list of text")
+
+
+def _versions(value: JsonValue, where: str) -> dict[str, str]:
+    if value is None:
+        return {}
+    if isinstance(value, dict):
+        versions = {key: text for key, text in value.items() if isinstance(text, str)}
+        if len(versions) == len(value):
+            return versions
+    raise GoldenError(where, "_provenance: 'versions' is not an object of texts")
+
+
+def _spread(value: JsonValue, where: str) -> dict[str, Spread]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise GoldenError(where, f"_provenance: 'spread' is {_kind(value)}, expected an object")
+    return {metric: _spread_of(spread, metric, where) for metric, spread in value.items()}
+
+
+def _spread_of(value: JsonValue, metric: str, where: str) -> Spread:
+    number = _deviation(value)
+    if number is not None:
+        return number
+    if isinstance(value, dict) and all(step.isdecimal() for step in value):
+        deviations: dict[int, Value] = {
+            int(step): sd for step, text in value.items() if (sd := _deviation(text)) is not None
+        }
+        if len(deviations) == len(value):
+            return series_of(deviations, is_full_precision=True)
+    raise GoldenError(
+        where,
+        f"_provenance: the spread of {metric!r} is neither a number from 0 up nor an object of "
+        "step to such a number",
+    )
+
+
+def _deviation(value: JsonValue) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if 0 <= value < float("inf") else None
+
+
+def _kind(value: JsonValue) -> str:
+    return "null" if value is None else f"{type(value).__name__} {str(value)[:40]!r}"

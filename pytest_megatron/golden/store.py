@@ -1,0 +1,123 @@
+"""Golden files and the metrics files of runs: where they lie, reading, writing (effects: files).
+
+The formats are `document.py`'s; nothing is compared here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pytest_megatron.errors import GoldenError, MetricsError
+from pytest_megatron.files import JsonValue, write_json_atomically
+from pytest_megatron.golden.document import metrics_to_json, parse_document
+from pytest_megatron.golden.jsonlines import read_json_lines
+from pytest_megatron.golden.model import MetricMap, MetricsFile, Observed, is_finite
+from pytest_megatron.golden.provenance import Provenance, parse_provenance, provenance_to_json
+from pytest_megatron.golden.tensorboard import read_tensorboard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Golden:
+    """The committed series of one workload.
+
+    Attributes:
+        path: The file, as messages name it.
+        provenance: None in a golden that Megatron-LM wrote.
+        notes: What was unusual about the file and how it was read.
+    """
+
+    path: str
+    metrics: MetricMap
+    provenance: Provenance | None = None
+    notes: tuple[str, ...] = ()
+
+
+def golden_path(root: Path, *, model: str, test_case: str, environment: str, platform: str) -> Path:
+    """Return the golden of a workload under the repository `root`.
+
+    Our place is `golden_values/<model>/<test_case>/`; where nothing is there, a golden that lies
+    beside the case as Megatron-LM has it is taken. The path returned need not exist.
+    """
+    name = f"golden_values_{environment}_{platform}.json"
+    ours = root / "golden_values" / model / test_case / name
+    cases = root / "tests" / "functional_tests" / "test_cases"
+    megatrons = cases / model / test_case / name
+    return megatrons if megatrons.is_file() and not ours.is_file() else ours
+
+
+def read_golden(path: Path) -> Golden:
+    """Read a golden file in any of the forms that Megatron-LM's repository holds.
+
+    Raises:
+        GoldenError: There is no such file, or it is not a golden of a training; the text says what
+            it is instead, with line and column where the JSON is broken.
+    """
+    document = parse_document(_read_text(path), str(path))
+    provenance = document.provenance
+    return Golden(
+        path=str(path),
+        metrics=document.metrics,
+        provenance=None if provenance is None else parse_provenance(provenance, str(path)),
+        notes=document.notes,
+    )
+
+
+def write_golden(path: Path, metrics: MetricMap, provenance: Provenance) -> None:
+    """Write a golden: metrics sorted, steps ascending, full precision, `_provenance` last.
+
+    The directory must exist. A reader sees the old file or the new one, whole.
+
+    Raises:
+        GoldenError: There is no metric, a metric has no value, or a value is not a finite number.
+        OSError: As from `write_json_atomically`; the old file is as it was.
+    """
+    if not metrics:
+        raise GoldenError(str(path), "no metric to write")
+    for name, series in sorted(metrics.items()):
+        if not len(series):
+            raise GoldenError(str(path), f"{name} has no value; not written")
+        for step, value in series.items():
+            if not is_finite(value):
+                raise GoldenError(
+                    str(path), f"{name}, step {step}: {value!r} is not finite; not written"
+                )
+    document: dict[str, JsonValue] = metrics_to_json(metrics)
+    document["_provenance"] = provenance_to_json(provenance)
+    write_json_atomically(path, document)
+
+
+def write_metrics(path: Path, metrics: MetricMap) -> None:
+    """Write what a run measured (`metrics.json`); nan, inf, text and missing stay apart."""
+    write_json_atomically(path, metrics_to_json(metrics))
+
+
+def read_metrics(path: Path) -> Observed:
+    """Read what a run measured: TensorBoard files, a `.jsonl` file or a metric map.
+
+    A directory is read as TensorBoard's; it must belong to one attempt.
+
+    Raises:
+        MetricsError: There is nothing of the kind, nothing in it, or it is damaged.
+    """
+    if path.is_dir() or "tfevents" in path.name:
+        return read_tensorboard(path)
+    if path.suffix == ".jsonl":
+        return read_json_lines(path)
+    try:
+        document = parse_document(_read_text(path), str(path))
+    except GoldenError as error:
+        raise MetricsError(error.where, error.problem) from error
+    file = MetricsFile(path=str(path), num_records=len(document.metrics))
+    return Observed(metrics=document.metrics, files=(file,), notes=document.notes)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise GoldenError(str(path), "no such file") from None
+    except OSError as error:
+        raise GoldenError(str(path), f"cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise GoldenError(str(path), f"not UTF-8 text, at byte {error.start}") from error

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import click
 
-from pytest_megatron.config import load_config
 from pytest_megatron.files import JsonValue
 from pytest_megatron.recipe.expand import Profile
 from pytest_megatron.recipe.findings import Finding
-from pytest_megatron.recipe.load import BUILT_IN_WORDS, Loaded, find_recipes, read_recipe
+from pytest_megatron.recipe.load import Loaded, find_recipes, project_words, read_recipe
 
 EXIT_UNUSABLE = 2
 
@@ -39,11 +38,8 @@ def command(recipes: tuple[Path, ...], profile: str, style: str) -> None:
 
     Exits with 2, one line for each problem and no rows if any recipe has an error.
     """
-    config = load_config(Path.cwd())
-    words = BUILT_IN_WORDS.extended(
-        scopes=config.scopes, platforms=config.platforms, environments=config.environments
-    )
-    files = [file for path in recipes for file in (find_recipes([path]))]
+    words = project_words(Path.cwd())
+    files = [file for path in recipes for file in find_recipes([path])]
     loaded = [read_recipe(file, Profile(profile), words) for file in files]
     errors: list[Finding] = [error for one in loaded for error in one.errors]
     for error in errors:

@@ -76,13 +76,14 @@ def expand_compat(document: Document) -> Expansion:
         finding = row_finding(document, (key,), f"{key}: found {found!r}, expected it filled in")
         return Expansion(rows=(), findings=(finding,))
     for index, entry in enumerate(entries):
-        path: YamlPath = ("products", index)
         try:
-            for inner, product in _products_of(document, spec, entry, index):
-                path = inner
-                rows += expand_product(product)
-        except RowError as problem:
-            findings.append(row_finding(document, path, str(problem)))
+            for path, product in _products_of(document, spec, entry, index):
+                try:
+                    rows += expand_product(product)
+                except RowError as problem:
+                    findings.append(row_finding(document, path, str(problem)))
+        except RowError as problem:  # the entry's own
+            findings.append(row_finding(document, ("products", index), str(problem)))
     return Expansion(rows=tuple(rows), findings=tuple(findings))
 
 

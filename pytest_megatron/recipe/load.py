@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from pytest_megatron.config import load_config
 from pytest_megatron.errors import RecipeError
 from pytest_megatron.recipe.expand import Expansion, Profile, expand_compat
-from pytest_megatron.recipe.findings import Finding, as_error, errors_of
+from pytest_megatron.recipe.findings import Finding, Severity, as_error, errors_of
 from pytest_megatron.recipe.model import Row, Workload, parse_row
 from pytest_megatron.recipe.strict import expand_strict
 from pytest_megatron.recipe.variants import duplicates_of, variants_of
 from pytest_megatron.recipe.vocabulary import Vocabulary
 from pytest_megatron.yamllines import Document, YamlError, read_document
+
+if TYPE_CHECKING:
+    from pytest_megatron.recipe.schema import SchemaProblem
 
 BUILT_IN_WORDS = Vocabulary()
 
@@ -34,6 +39,18 @@ class Loaded:
     def errors(self) -> tuple[Finding, ...]:
         """The findings because of which the file should not be run as it is."""
         return errors_of(self.findings)
+
+
+def project_words(root: Path) -> Vocabulary:
+    """Return the vocabulary with the words of the project that `root` is in.
+
+    Raises:
+        ConfigError: The project's settings are wrong.
+    """
+    config = load_config(root)
+    return BUILT_IN_WORDS.extended(
+        scopes=config.scopes, platforms=config.platforms, environments=config.environments
+    )
 
 
 def find_recipes(paths: Iterable[Path]) -> list[Path]:
@@ -75,15 +92,24 @@ def read_recipe(
         document = read_document(path)
     except YamlError as problem:
         return Loaded(workloads=(), findings=(unreadable(path, problem),))
+    return load_document(document, profile, vocabulary)
+
+
+def load_document(
+    document: Document, profile: Profile, vocabulary: Vocabulary = BUILT_IN_WORDS
+) -> Loaded:
+    """Return the workloads of a recipe that has been read, as `read_recipe`. Pure."""
     expansion = expand(document, profile, vocabulary)
     findings = list(expansion.findings)
     variants = variants_of(expansion.rows)
     workloads: list[Workload] = []
     for row, variant in zip(expansion.rows, variants, strict=True):
         try:
-            workloads.append(parse_row(row, file=path, variant=variant))
+            workloads.append(parse_row(row, file=document.file, variant=variant))
         except RecipeError as error:
-            findings.append(Finding(file=path, line=row.line, rule="row", message=error.problem))
+            findings.append(
+                Finding(file=document.file, line=row.line, rule="row", message=error.problem)
+            )
     findings = sorted(dict.fromkeys(findings), key=lambda finding: finding.line or 0)
     return Loaded(workloads=tuple(workloads), findings=tuple(findings))
 
@@ -100,14 +126,10 @@ def expand(
     expansion = expand_strict(document, vocabulary, [problem.path for problem in problems])
     findings = [
         *_duplicate_keys(document),
+        *(_schema_finding(document, problem) for problem in problems),
         *(
-            Finding(
-                file=document.file,
-                line=document.line_of(problem.path),
-                rule=problem.rule,
-                message=problem.message,
-            )
-            for problem in problems
+            replace(_schema_finding(document, problem), severity=Severity.WARNING)
+            for problem in schema.similar_keys(document.value)
         ),
         *expansion.findings,
         *(_duplicate_row(document, a, b) for a, b in duplicates_of(expansion.rows)),
@@ -118,6 +140,15 @@ def expand(
 def unreadable(path: Path, problem: YamlError) -> Finding:
     """Return the finding for a file that is no YAML mapping."""
     return Finding(file=path, line=problem.line, rule="unreadable", message=problem.problem)
+
+
+def _schema_finding(document: Document, problem: SchemaProblem) -> Finding:
+    return Finding(
+        file=document.file,
+        line=document.line_of(problem.path),
+        rule=problem.rule,
+        message=problem.message,
+    )
 
 
 def _duplicate_keys(document: Document) -> Iterator[Finding]:

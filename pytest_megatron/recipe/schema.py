@@ -6,7 +6,8 @@ recipe is read: pydantic costs a quarter of a second that other pytest runs shou
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, NotRequired, TypeAlias, cast
 
@@ -122,6 +123,7 @@ class BuildRecipe(TypedDict):
 
 Recipe: TypeAlias = Annotated[BasicRecipe | BuildRecipe, Field(discriminator="type")]
 
+_SIMILAR = 0.8
 MAX_SHOWN = 60  # characters of a value in a message
 
 _TYPES: dict[str, type[BasicRecipe | BuildRecipe]] = {
@@ -166,6 +168,16 @@ def check(value: Mapping[str, JsonValue]) -> tuple[SchemaProblem, ...]:
     except ValidationError as error:
         return tuple(_problem(e, _TYPES[kind]) for e in error.errors(include_url=False))
     return ()
+
+
+def similar_keys(value: Mapping[str, JsonValue]) -> Iterator[SchemaProblem]:
+    """Yield the extra keys of `spec` that look like known ones; they may be meant so."""
+    spec = value.get("spec")
+    for key in spec if isinstance(spec, dict) and value.get("type") == "basic" else ():
+        close = difflib.get_close_matches(key, Spec.__annotations__, 1, _SIMILAR)
+        if close and key not in Spec.__annotations__:
+            message = f"spec.{key}: is a placeholder of its own; did you mean {close[0]!r}?"
+            yield SchemaProblem(path=("spec", key), rule="similar-key", message=message)
 
 
 def json_schema() -> dict[str, JsonValue]:

@@ -12,7 +12,7 @@ from pytest_megatron.files import JsonValue
 from pytest_megatron.recipe.expand import Expansion, Product, expand_product, row_finding
 from pytest_megatron.recipe.findings import Finding, Severity
 from pytest_megatron.recipe.model import Row, RowError
-from pytest_megatron.recipe.vocabulary import Vocabulary, nearest
+from pytest_megatron.recipe.vocabulary import CADENCES, Vocabulary, nearest
 from pytest_megatron.yamllines import Document, YamlPath
 
 _WORD_KEYS = ("scope", "platforms", "environment", "cadence")
@@ -50,6 +50,8 @@ def expand_strict(
             if inner in broken:
                 continue
             findings += _unknown_words(document, vocabulary, product.axes, inner)
+            if not _has_known_cadence(product):
+                continue
             try:
                 _check_axes(product)
                 rows += expand_product(product)
@@ -83,6 +85,12 @@ def _products_of(
                     line=document.line_of(inner),
                 ),
             )
+
+
+def _has_known_cadence(product: Product) -> bool:
+    """Whether the cadence that counts has known words only; others are reported as words."""
+    cadence = product.axes.get("cadence", product.outer_cadence)
+    return not isinstance(cadence, list) or all(word in CADENCES for word in cadence)
 
 
 def _check_axes(product: Product) -> None:

@@ -1,0 +1,105 @@
+"""What is wrong in a `model_config.yaml`, and whether it compares metrics at all. Pure.
+
+Reads only what lint needs; turning a case into a command is `launch`'s.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator
+
+from pytest_megatron.files import JsonValue
+from pytest_megatron.recipe.findings import Finding, Severity
+from pytest_megatron.recipe.vocabulary import nearest
+from pytest_megatron.yamllines import Document
+
+# Source: Megatron-LM tests/functional_tests/shell_test_utils/run_ci_test.sh, d98e8a64dd
+KNOWN_WORDS = {
+    "TEST_TYPE": (
+        *("checkpoint-consistency", "ckpt-resume", "frozen-resume"),
+        *("frozen-start", "regular", "release"),
+    ),
+    "MODE": ("inference", "pretraining", "rl"),
+    "TEST_EVALUATION": ("pass", "xpass"),
+    "LAUNCHER": ("ft_launcher", "torchrun"),
+}
+KNOWN_KEYS = (
+    *("AFTER_SCRIPT", "BASE_MODEL_ARGS", "BEFORE_SCRIPT", "ENV_VARS", "LAUNCHER", "METRICS"),
+    *("MODE", "MODEL_ARGS", "MODEL_ENV_VARS", "TEST_EVALUATION", "TEST_TYPE"),
+    "THROUGHPUT_TEST_PARAMS",
+)
+# Names in ENV_VARS that the harness itself reads; the second is misspelt there, for good.
+HARNESS_VARIABLES = (
+    *("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "NON_DETERMINSTIC_RESULTS", "SKIP_PYTEST", "N_REPEAT"),
+    *("ENABLE_LIGHTWEIGHT_MODE", "THROUGHPUT_START_STEP"),
+)
+_MODEL_ARGS = re.compile(r"MODEL_ARGS_\d+").fullmatch
+_SIMILAR = 0.85
+
+
+def check_case(document: Document) -> Iterator[Finding]:
+    """Yield what is wrong in a case."""
+    for twin in document.duplicates:
+        message = f"key {twin.key!r} is also on line {twin.first_line}, this one counts; remove one"
+        yield Finding(
+            file=document.file,
+            line=twin.second_line,
+            rule="case-duplicate-key",
+            message=message,
+            severity=Severity.WARNING,
+        )
+    yield from _unknown_keys(document)
+    yield from _unknown_words(document)
+    yield from _similar_variables(document)
+
+
+def compares_metrics(document: Document) -> bool:
+    """Whether a run of the case is compared with a golden file.
+
+    It is not where the case says SKIP_PYTEST, is always lightweight, checks gradients only, or is
+    one of the pairs of MODE and TEST_TYPE for which Megatron-LM compares nothing.
+    """
+    env = document.value.get("ENV_VARS")
+    env = env if isinstance(env, dict) else {}
+    if str(env.get("SKIP_PYTEST")) == "1":
+        return False
+    if str(env.get("ENABLE_LIGHTWEIGHT_MODE")).lower() == "true":
+        return False
+    test_type = document.value.get("TEST_TYPE")
+    if document.value.get("MODE", "pretraining") == "pretraining":
+        return test_type != "checkpoint-consistency"
+    return test_type == "frozen-start"
+
+
+def _finding(document: Document, path: tuple[str, ...], rule: str, message: str) -> Finding:
+    return Finding(file=document.file, line=document.line_of(path), rule=rule, message=message)
+
+
+def _unknown_keys(document: Document) -> Iterator[Finding]:
+    for key in document.value:
+        if key not in KNOWN_KEYS and not _MODEL_ARGS(key):
+            message = f"unknown key {key!r}, nothing reads it" + nearest(key, KNOWN_KEYS)
+            yield _finding(document, (key,), "case-unknown-key", message)
+
+
+def _unknown_words(document: Document) -> Iterator[Finding]:
+    for key, choices in KNOWN_WORDS.items():
+        value: JsonValue = document.value.get(key, choices[0])
+        if value not in choices:
+            message = f"{key}: unknown value {value!r}, expected one of {', '.join(choices)}"
+            message += nearest(str(value), choices)
+            yield _finding(document, (key,), "case-unknown-word", message)
+    if "TEST_TYPE" not in document.value:
+        choices = KNOWN_WORDS["TEST_TYPE"]
+        message = f"TEST_TYPE: is missing, expected one of {', '.join(choices)}"
+        yield _finding(document, (), "case-unknown-word", message)
+
+
+def _similar_variables(document: Document) -> Iterator[Finding]:
+    env = document.value.get("ENV_VARS")
+    for name in env if isinstance(env, dict) else ():
+        close = difflib.get_close_matches(name, HARNESS_VARIABLES, 1, _SIMILAR)
+        if close and name not in HARNESS_VARIABLES:
+            message = f"ENV_VARS: {name!r} has no effect on the harness; did you mean {close[0]!r}?"
+            yield _finding(document, ("ENV_VARS", name), "case-unknown-variable", message)

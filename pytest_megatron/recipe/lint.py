@@ -1,0 +1,131 @@
+"""Reports what is wrong in recipes, the cases that they name, and the goldens that these need.
+
+Reads files and changes none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from pytest_megatron.recipe.cases import check_case, compares_metrics
+from pytest_megatron.recipe.expand import Profile
+from pytest_megatron.recipe.findings import Finding, Severity
+from pytest_megatron.recipe.load import BUILT_IN_WORDS, find_recipes, read_recipe
+from pytest_megatron.recipe.model import Workload
+from pytest_megatron.recipe.places import CASES, GOLDENS, case_path, golden_paths
+from pytest_megatron.recipe.vocabulary import Vocabulary
+from pytest_megatron.yamllines import Document, YamlError, read_document
+
+
+def lint(
+    paths: Sequence[Path], *, root: Path, vocabulary: Vocabulary = BUILT_IN_WORDS
+) -> tuple[Finding, ...]:
+    """Return everything that is wrong in the recipes among and below `paths`.
+
+    Goldens that no row reaches are looked for only if `paths` holds a directory: a single file
+    does not say what other recipes run.
+
+    Args:
+        paths: Recipes, and directories of recipes.
+        root: The project's, which has the test cases and goldens.
+        vocabulary: The words that the recipes may use.
+
+    Raises:
+        RecipeError: A path does not exist.
+    """
+    findings: list[Finding] = []
+    workloads: list[Workload] = []
+    for file in find_recipes(paths):
+        loaded = read_recipe(file, Profile.STRICT, vocabulary)
+        findings += loaded.findings
+        workloads += loaded.workloads
+    findings += _check_rows(workloads, root)
+    if any(path.is_dir() for path in paths):
+        findings += _unreachable_goldens(workloads, root)
+    order = {severity: index for index, severity in enumerate(Severity)}
+    return tuple(
+        sorted(
+            dict.fromkeys(findings),
+            key=lambda found: (str(found.file), found.line or 0, order[found.severity]),
+        )
+    )
+
+
+def _check_rows(workloads: Iterable[Workload], root: Path) -> Iterator[Finding]:
+    """Yield what is wrong around the rows: programs, cases, goldens."""
+    cases: dict[Path, Document | None] = {}
+    for workload in workloads:
+        path = case_path(root, workload)
+        if path not in cases and path.is_file():
+            cases[path], findings = _read_case(path)
+            yield from findings
+        if workload.script is None:
+            yield from _check_program(workload, path)
+        case = cases.get(path)
+        if case is not None and compares_metrics(case):
+            yield from _check_golden(workload, root)
+
+
+def _read_case(path: Path) -> tuple[Document | None, tuple[Finding, ...]]:
+    """Return a case, None if it cannot be read, and what is wrong in it."""
+    try:
+        document = read_document(path)
+    except YamlError as problem:
+        finding = Finding(
+            file=path, line=problem.line, rule="case-unreadable", message=problem.problem
+        )
+        return None, (finding,)
+    return document, tuple(check_case(document))
+
+
+def _check_program(workload: Workload, case: Path) -> Iterator[Finding]:
+    """Yield what a row without a script lacks."""
+    if workload.training_script_path is None:
+        yield _row_finding(
+            workload,
+            "nothing-to-run",
+            f"{workload.test_case!r} has neither 'script' nor 'training_script_path'; add one",
+        )
+    if not case.is_file():
+        yield _row_finding(
+            workload, "missing-case", f"{workload.test_case!r} has no case, expected {case}"
+        )
+
+
+def _check_golden(workload: Workload, root: Path) -> Iterator[Finding]:
+    """Yield the golden that a row compares with and that is not there."""
+    if workload.script is not None and "GOLDEN_VALUES_PATH" not in workload.script:
+        return  # a script of its own judges the run
+    places = golden_paths(root, workload)
+    if not any(place.is_file() for place in places):
+        yield _row_finding(
+            workload,
+            "missing-golden",
+            f"{workload.test_case!r} has no golden in {workload.environment} on "
+            f"{workload.platform}, expected {places[0]}; run it with --golden record",
+            Severity.ERROR if workload.disabled_reason is None else Severity.WARNING,
+        )
+
+
+def _row_finding(
+    workload: Workload, rule: str, message: str, severity: Severity = Severity.ERROR
+) -> Finding:
+    return Finding(
+        file=workload.file, line=workload.line, rule=rule, message=message, severity=severity
+    )
+
+
+def _unreachable_goldens(workloads: Iterable[Workload], root: Path) -> Iterator[Finding]:
+    """Yield the golden files that no row reads."""
+    reached = {path for workload in workloads for path in golden_paths(root, workload)}
+    for directory in (root / GOLDENS, root / CASES):
+        for path in sorted(directory.rglob("golden_values*.json")):
+            if path not in reached:
+                yield Finding(
+                    file=path,
+                    line=None,
+                    rule="unreachable-golden",
+                    message="no row of the recipes reads this golden; remove it or add a row",
+                    severity=Severity.WARNING,
+                )

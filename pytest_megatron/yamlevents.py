@@ -1,0 +1,273 @@
+"""Builds data out of libyaml's events; `yamllines.py` is its face.
+
+One pass over the events: a fifth of the time of PyYAML's `safe_load`, and every rule about
+duplicate keys, aliases and merge keys is ours to state. Reads no file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias, cast
+
+import yaml
+from yaml.constructor import SafeConstructor
+from yaml.resolver import Resolver
+
+from pytest_megatron.files import JsonValue
+
+__all__ = ["Builder", "Duplicate", "Lines", "YamlError", "YamlPath"]
+
+# Where in a document: keys of mappings and indices of lists, from the top.
+YamlPath: TypeAlias = tuple[str | int, ...]
+# The lines of a container's elements.
+Lines: TypeAlias = dict[str, int] | list[int]
+_Container: TypeAlias = "dict[str, JsonValue] | list[JsonValue]"
+_TAG = "tag:yaml.org,2002:"
+MAX_NODES = 1_000_000  # with every alias written out; 10,000 recipe rows are 70,000
+MAX_DEPTH = 100
+
+
+class YamlError(Exception):
+    """A file cannot be read as data; becomes an error of the caller's kind.
+
+    Attributes:
+        line: Counted from 1; None where the file itself cannot be read.
+        problem: Lower case, no final period.
+    """
+
+    def __init__(self, line: int | None, problem: str) -> None:
+        super().__init__(line, problem)
+        self.line = line
+        self.problem = problem
+
+
+class _Resolver(Protocol):
+    """PyYAML's resolver, as far as we call it; its stubs lack the types."""
+
+    def resolve(self, kind: type[yaml.Node], value: str, implicit: tuple[bool, bool]) -> str: ...
+
+
+_RESOLVER: _Resolver = Resolver()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Duplicate:
+    """A key that one mapping has twice; the later value counts.
+
+    Attributes:
+        path: The mapping that has it.
+        first_line: Line of the occurrence that is overwritten, counted from 1.
+        second_line: Line of the occurrence that overwrites it.
+    """
+
+    path: YamlPath
+    key: str
+    first_line: int
+    second_line: int
+
+
+class _Frame:
+    """A mapping or list that is being read."""
+
+    __slots__ = ("anchor", "key", "key_line", "lines", "merged", "num_before", "value")
+
+    def __init__(self, value: _Container, anchor: str | None, num_before: int) -> None:
+        self.value = value
+        self.lines: Lines = {} if isinstance(value, dict) else []
+        self.anchor = anchor
+        self.num_before = num_before
+        self.key: str | None = None  # of a mapping, between the key and its value
+        self.key_line = 0
+        self.merged: list[JsonValue] = []  # the values of `<<`
+
+
+class Builder:
+    """Turns libyaml's events into data; one instance reads one document."""
+
+    def __init__(self) -> None:
+        self.top: JsonValue = None
+        self.lines: dict[int, Lines] = {}
+        self.texts: dict[tuple[int, str | int], str] = {}
+        self.duplicates: list[Duplicate] = []
+        self.num_nodes = 0
+        self.num_documents = 0
+        self.stack: list[_Frame] = []
+        self.anchors: dict[str, tuple[JsonValue, str | None, int]] = {}
+        self.plain: dict[str, JsonValue] = {}  # what a plain scalar means, by its text
+        self.kept: list[JsonValue] = []  # alive, so that no id() in `lines` is used twice
+
+    def build(self, loader: yaml.BaseLoader) -> None:
+        """Read all events of `loader` into `top`."""
+        for event in iter(loader.get_event, None):
+            kind = type(event)
+            if kind is yaml.ScalarEvent:
+                self.on_scalar(event)
+            elif kind is yaml.MappingStartEvent:
+                self.on_start(event, {})
+            elif kind is yaml.SequenceStartEvent:
+                self.on_start(event, [])
+            elif kind in {yaml.MappingEndEvent, yaml.SequenceEndEvent}:
+                self.on_end()
+            elif kind is yaml.AliasEvent:
+                self.on_alias(event)
+            elif kind is yaml.DocumentStartEvent:
+                self.num_documents += 1
+                if self.num_documents > 1:
+                    raise _wrong(event, "holds a second YAML document, expected one")
+
+    def on_scalar(self, event: yaml.ScalarEvent) -> None:
+        """Take a scalar: the next key of a mapping, or a value."""
+        text: str = event.value
+        frame = self.stack[-1] if self.stack else None
+        if frame is not None and frame.key is None and isinstance(frame.value, dict):
+            frame.key, frame.key_line = text, _line_of(event)
+            return
+        value: JsonValue = text
+        written = None
+        if event.implicit[0]:  # plain
+            if text not in self.plain:
+                self.plain[text] = self.resolve(event)
+            value = self.plain[text]
+        elif event.tag is not None:
+            value = self.resolve(event)
+        if not isinstance(value, str):
+            written = text
+        if event.anchor is not None:
+            self.anchors[event.anchor] = (value, written, 1)
+        self.attach(value, written, _line_of(event))
+
+    def resolve(self, event: yaml.ScalarEvent) -> JsonValue:
+        """Return what a plain or tagged scalar means."""
+        tag = event.tag
+        if tag is None or tag == "!":
+            tag = str(_RESOLVER.resolve(yaml.ScalarNode, event.value, (True, False)))
+        node = yaml.ScalarNode(tag, event.value)
+        try:
+            match tag.removeprefix(_TAG):
+                case "null":
+                    return None
+                case "bool":
+                    return bool(SafeConstructor().construct_yaml_bool(node))
+                case "int":
+                    return int(SafeConstructor().construct_yaml_int(node))
+                case "float":
+                    return float(SafeConstructor().construct_yaml_float(node))
+                case "str" | "timestamp" | "merge" | "value":
+                    return event.value
+                case _:
+                    raise _wrong(event, f"tag {tag!r} is unknown, expected none; remove it")
+        except (ValueError, KeyError) as problem:
+            raise _wrong(event, f"{event.value!r} is not a {tag}") from problem
+
+    def on_start(self, event: yaml.CollectionStartEvent, value: _Container) -> None:
+        """Open a mapping or list."""
+        frame = self.stack[-1] if self.stack else None
+        if frame is not None and frame.key is None and isinstance(frame.value, dict):
+            raise _wrong(event, "a key is a mapping or list, expected a string")
+        if event.tag not in {None, "!", _TAG + "map", _TAG + "seq"}:
+            raise _wrong(event, f"tag {event.tag!r} is unknown, expected none; remove it")
+        if len(self.stack) == MAX_DEPTH:
+            raise _wrong(event, f"is nested deeper than {MAX_DEPTH} levels")
+        if event.anchor is not None:  # known, but not to be used before its end
+            self.anchors[event.anchor] = (None, None, -1)
+        self.num_nodes += 1
+        line = _line_of(event)
+        if frame is not None and frame.key is None:
+            frame.key_line = line
+        self.stack.append(_Frame(value, event.anchor, self.num_nodes))
+
+    def on_end(self) -> None:
+        """Close a mapping or list and put it where it belongs."""
+        frame = self.stack.pop()
+        if frame.merged:
+            self.merge(frame)
+        self.lines[id(frame.value)] = frame.lines
+        if frame.anchor is not None:
+            size = self.num_nodes - frame.num_before + 1
+            self.anchors[frame.anchor] = (frame.value, None, size)
+        self.num_nodes -= 1  # `attach` counts it again
+        self.attach(frame.value, None, self.stack[-1].key_line if self.stack else 1)
+
+    def on_alias(self, event: yaml.AliasEvent) -> None:
+        """Put what an alias stands for where the alias is."""
+        if event.anchor not in self.anchors:
+            raise _wrong(event, f"alias {event.anchor!r} is unknown, expected an anchor above")
+        value, written, size = self.anchors[event.anchor]
+        if size < 0:
+            raise _wrong(event, f"alias {event.anchor!r} contains itself")
+        frame = self.stack[-1]
+        if frame.key is None and isinstance(frame.value, dict):
+            raise _wrong(event, "a key is an alias, expected a string")
+        self.num_nodes += size - 1
+        if self.num_nodes > MAX_NODES:
+            raise _wrong(event, f"aliases write out to more than {MAX_NODES} values")
+        self.attach(value, written, _line_of(event))
+
+    def attach(self, value: JsonValue, written: str | None, line: int) -> None:
+        """Add a finished value to the container that is open."""
+        self.num_nodes += 1
+        if not self.stack:
+            self.top = value
+            return
+        frame = self.stack[-1]
+        if isinstance(frame.value, list):
+            step: str | int = len(frame.value)
+            frame.value.append(value)
+            cast("list[int]", frame.lines).append(line)
+        else:
+            key = step = cast("str", frame.key)
+            frame.key = None
+            if key == "<<":
+                frame.merged.append(value)
+                return
+            lines = cast("dict[str, int]", frame.lines)
+            if key in lines:
+                self.repeat(frame, key, lines[key])
+            frame.value[key] = value
+            lines[key] = frame.key_line
+        if written is not None:
+            self.texts[id(frame.value), step] = written
+
+    def repeat(self, frame: _Frame, key: str, first_line: int) -> None:
+        """Note that `key` comes a second time; its value is replaced."""
+        assert isinstance(frame.value, dict)
+        self.kept.append(frame.value[key])
+        path: YamlPath = tuple(
+            len(f.value) if isinstance(f.value, list) else cast("str", f.key)
+            for f in self.stack[:-1]
+        )
+        self.duplicates.append(
+            Duplicate(path=path, key=key, first_line=first_line, second_line=frame.key_line)
+        )
+
+    def merge(self, frame: _Frame) -> None:
+        """Put the mappings of `<<` before the mapping's own keys, which win."""
+        assert isinstance(frame.value, dict)
+        sources: list[JsonValue] = []
+        for merged in frame.merged:  # of a list, the first wins
+            sources += reversed(merged) if isinstance(merged, list) else [merged]
+        own, own_lines = dict(frame.value), cast("dict[str, int]", frame.lines)
+        lines: dict[str, int] = {}
+        frame.value.clear()
+        for source in sources:
+            if not isinstance(source, dict):
+                raise YamlError(frame.key_line, "'<<' takes a mapping or a list of mappings")
+            frame.value.update(source)
+            lines.update(cast("dict[str, int]", self.lines[id(source)]))
+            for key in source:
+                if (id(source), key) in self.texts and key not in own:
+                    self.texts[id(frame.value), key] = self.texts[id(source), key]
+        self.kept += sources
+        frame.value.update(own)
+        frame.lines = lines | own_lines
+
+
+def _wrong(event: yaml.Event, problem: str) -> YamlError:
+    """Return the problem of something at an event's place."""
+    return YamlError(_line_of(event), problem)
+
+
+def _line_of(event: yaml.Event) -> int:
+    """Return the line on which an event starts, from 1."""
+    assert event.start_mark is not None
+    return event.start_mark.line + 1

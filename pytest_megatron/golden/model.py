@@ -34,6 +34,7 @@ class Series:
     def __post_init__(self) -> None:
         assert len(self.steps) == len(self.values)
         assert all(a < b for a, b in zip(self.steps, self.steps[1:], strict=False))
+        assert all(isinstance(v, float | str) for v in self.values), "an int is no value"
 
     def __len__(self) -> int:
         return len(self.steps)

@@ -1,4 +1,4 @@
-"""Where a golden came from: the `_provenance` key of a golden file, as data. Pure.
+"""A golden as data, and where it came from: the `_provenance` key of its file. Pure.
 
 Every field is optional: Megatron-LM's goldens have no provenance, and other tools may write less.
 """
@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.files import JsonValue
-from pytest_megatron.golden.model import Series, Value, series_of
+from pytest_megatron.golden.model import MetricMap, Series, Value, series_of
 
 # The relative standard deviation of one metric over the repeats, |golden| = 1: one number for all
 # steps, or a series of its own.
@@ -54,6 +54,22 @@ class Provenance:
     deterministic: bool | None = None
     spread: Mapping[str, Spread] = field(default_factory=dict)
     extra: Mapping[str, JsonValue] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Golden:
+    """The committed series of one workload.
+
+    Attributes:
+        path: The file, as messages name it.
+        provenance: None in a golden that Megatron-LM wrote.
+        notes: What was unusual about the file and how it was read.
+    """
+
+    path: str
+    metrics: MetricMap
+    provenance: Provenance | None = None
+    notes: tuple[str, ...] = ()
 
 
 def parse_provenance(value: JsonValue, where: str) -> Provenance:

@@ -5,7 +5,6 @@ The formats are `document.py`'s; nothing is compared here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from pytest_megatron.errors import GoldenError, MetricsError
@@ -13,24 +12,13 @@ from pytest_megatron.files import JsonValue, write_json_atomically
 from pytest_megatron.golden.document import metrics_to_json, parse_document
 from pytest_megatron.golden.jsonlines import read_json_lines
 from pytest_megatron.golden.model import MetricMap, MetricsFile, Observed, is_finite
-from pytest_megatron.golden.provenance import Provenance, parse_provenance, provenance_to_json
+from pytest_megatron.golden.provenance import (
+    Golden,
+    Provenance,
+    parse_provenance,
+    provenance_to_json,
+)
 from pytest_megatron.golden.tensorboard import read_tensorboard
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Golden:
-    """The committed series of one workload.
-
-    Attributes:
-        path: The file, as messages name it.
-        provenance: None in a golden that Megatron-LM wrote.
-        notes: What was unusual about the file and how it was read.
-    """
-
-    path: str
-    metrics: MetricMap
-    provenance: Provenance | None = None
-    notes: tuple[str, ...] = ()
 
 
 def golden_path(root: Path, *, model: str, test_case: str, environment: str, platform: str) -> Path:

@@ -1,0 +1,140 @@
+"""`pytest-megatron golden`: compare a run with a golden, and show one, outside pytest.
+
+Thin: reads, compares and prints. Errors go up to `main`, which ends with exit code 2.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from pytest_megatron.errors import GoldenError, MetricsError
+from pytest_megatron.files import JsonValue
+from pytest_megatron.golden.compare import Policy, compare, policy_named
+from pytest_megatron.golden.comparison import Comparison, comparisons_to_json, render
+from pytest_megatron.golden.model import Observed
+from pytest_megatron.golden.provenance import Golden, provenance_to_json
+from pytest_megatron.golden.store import read_golden, read_metrics
+
+EXIT_FAILED = 1
+
+
+@click.group("golden", context_settings={"help_option_names": ["-h", "--help"]})
+def command() -> None:
+    """Compare observed metrics with golden values."""
+
+
+@command.command("check")
+@click.option(
+    "--golden", "golden_file", type=click.Path(path_type=Path), required=True, metavar="FILE"
+)
+@click.option(
+    "--observed",
+    "observed_path",
+    type=click.Path(path_type=Path),
+    required=True,
+    metavar="PATH",
+    help="A metric-map JSON, a .jsonl file, a TensorBoard event file or directory.",
+)
+@click.option(
+    "--metric",
+    "metrics",
+    multiple=True,
+    metavar="NAME",
+    help="Compare this metric (repeatable).  [default: what the policy says]",
+)
+@click.option("--golden-policy", default=Policy.STRICT.value, show_default=True, metavar="NAME")
+@click.option("--nondeterministic", is_flag=True, help="Results vary from run to run.")
+@click.option("--host-class", metavar="NAME", help="Judge time and memory of this class of host.")
+@click.option(
+    "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True
+)
+def check(  # noqa: PLR0913 - click hands over one argument an option
+    *,
+    golden_file: Path,
+    observed_path: Path,
+    metrics: tuple[str, ...],
+    golden_policy: str,
+    nondeterministic: bool,
+    host_class: str | None,
+    form: str,
+) -> None:
+    """Compare a run's metrics with a golden.
+
+    Exit code 0: every metric passed. 1: at least one failed. 2: the input is unusable.
+    """
+    policy = policy_named(golden_policy)
+    golden = read_golden(golden_file)
+    observed = read_metrics(observed_path)
+    _require_common_metric(golden, observed, observed_path)
+    comparisons = compare(
+        golden,
+        observed.metrics,
+        metrics=metrics or None,
+        policy=policy,
+        nondeterministic=nondeterministic,
+        host_class=host_class,
+    )
+    if not comparisons:
+        raise GoldenError(
+            golden.path, f"has no metric that {policy.value} compares by default; give --metric"
+        )
+    notes = (*golden.notes, *observed.notes)
+    if form == "json":
+        answer: dict[str, JsonValue] = comparisons_to_json(comparisons, policy.value)
+        click.echo(json.dumps(answer | {"notes": list(notes)}, indent=2, allow_nan=False))
+    else:
+        click.echo(_as_text(comparisons, notes, policy))
+    if not all(comparison.passed for comparison in comparisons):
+        sys.exit(EXIT_FAILED)
+
+
+@command.command("show")
+@click.argument("golden_file", metavar="FILE", type=click.Path(path_type=Path))
+def show(*, golden_file: Path) -> None:
+    """Print what a golden holds, one line a metric."""
+    golden = read_golden(golden_file)
+    rows = [("metric", "values", "steps", "first", "last", "precision")]
+    for name, series in golden.metrics.items():
+        rows.append(
+            (
+                name,
+                str(len(series)),
+                f"{series.steps[0]}-{series.steps[-1]}" if len(series) else "-",
+                str(series.values[0]) if len(series) else "-",
+                str(series.values[-1]) if len(series) else "-",
+                "full" if series.is_full_precision else "5 decimals",
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        click.echo("  ".join(cells).rstrip())
+    for note in golden.notes:
+        click.echo(f"note: {note}")
+    if golden.provenance is not None:
+        for key, value in provenance_to_json(golden.provenance).items():
+            click.echo(f"{key}: {value if isinstance(value, str) else json.dumps(value)}")
+
+
+def _require_common_metric(golden: Golden, observed: Observed, path: Path) -> None:
+    if not golden.metrics.keys() & observed.metrics.keys():
+        have, want = sorted(observed.metrics), sorted(golden.metrics)
+        raise MetricsError(
+            str(path), f"no metric in common with {golden.path}: it has {have}, the golden {want}"
+        )
+
+
+def _as_text(comparisons: tuple[Comparison, ...], notes: tuple[str, ...], policy: Policy) -> str:
+    num_failed = sum(not comparison.passed for comparison in comparisons)
+    verdict = f"{num_failed} of {len(comparisons)} failed" if num_failed else "all passed"
+    return "\n".join(
+        [
+            *(render(comparison) for comparison in comparisons),
+            *(f"note: {note}" for note in notes),
+            f"{policy.value}: {verdict}",
+        ]
+    )

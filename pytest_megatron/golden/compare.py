@@ -1,0 +1,117 @@
+"""Compares a run with its golden under the policy that was asked for. Pure; the one way in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import assert_never
+
+from pytest_megatron.errors import GoldenError
+from pytest_megatron.golden.comparison import Comparison
+from pytest_megatron.golden.model import MetricMap
+from pytest_megatron.golden.policy_megatron import DEFAULT_METRICS, compare_like_megatron
+from pytest_megatron.golden.policy_strict import compare_strictly
+from pytest_megatron.golden.provenance import Golden, Provenance
+
+
+class Policy(Enum):
+    """How to compare; the value is what `--golden-policy` takes."""
+
+    STRICT = "strict"
+    MEGATRON = "megatron"
+
+
+def policy_named(text: str, where: str = "--golden-policy") -> Policy:
+    """Return the policy that a user named.
+
+    Raises:
+        GoldenError: It is none of ours; policies from files are not there yet.
+    """
+    for policy in Policy:
+        if policy.value == text:
+            return policy
+    names = ", ".join(sorted(policy.value for policy in Policy))
+    raise GoldenError(
+        where, f"unknown policy {text!r}, expected one of {names}; policy files cannot be read yet"
+    )
+
+
+def compare(
+    golden: Golden,
+    observed: MetricMap,
+    *,
+    metrics: Sequence[str] | None = None,
+    policy: Policy = Policy.STRICT,
+    nondeterministic: bool = False,
+    host_class: str | None = None,
+) -> tuple[Comparison, ...]:
+    """Compare a run with its golden; one answer a metric, in the order of `metrics`.
+
+    Args:
+        golden: What was committed.
+        observed: What this attempt measured.
+        metrics: The case's METRICS. None takes what the policy has as default: every metric of
+            the golden (strict), or `lm loss` and `num-zeros` where the golden has them (megatron).
+        policy: Who decides.
+        nondeterministic: The case's NON_DETERMINSTIC_RESULTS.
+        host_class: The class of host that the run was on, if known; only strict asks.
+    """
+    match policy:
+        case Policy.STRICT:
+            return compare_strictly(
+                golden,
+                observed,
+                metrics=metrics,
+                nondeterministic=nondeterministic,
+                host_class=host_class,
+            )
+        case Policy.MEGATRON:
+            if metrics is None:
+                metrics = [name for name in DEFAULT_METRICS if name in golden.metrics]
+            return compare_like_megatron(
+                golden, observed, metrics=metrics, nondeterministic=nondeterministic
+            )
+    assert_never(policy)
+
+
+def compare_resume(  # noqa: PLR0913 - two runs, and the case's settings by name
+    first: MetricMap,
+    second: MetricMap,
+    *,
+    train_iters: int,
+    metrics: Sequence[str] | None = None,
+    policy: Policy = Policy.STRICT,
+    nondeterministic: bool = False,
+    where: str = "the first run",
+) -> tuple[Comparison, ...]:
+    """Compare a run resumed from a checkpoint with the run that went through.
+
+    The first run is the golden, cut like the second to the steps after `train_iters // 2`; time
+    and memory are not judged by the strict policy, for the steps after a restart warm up again.
+
+    Args:
+        first: What the uninterrupted run measured.
+        second: What the resumed run measured.
+        train_iters: How many iterations the whole training has.
+        metrics: As for `compare`.
+        policy: As for `compare`.
+        nondeterministic: As for `compare`; if false, the strict policy allows what it allows
+            against a deterministic golden.
+        where: What messages call the first run.
+
+    Source: Megatron-LM tests/functional_tests/python_test_utils/
+    test_pretraining_resume_checkpoint_pipeline.py, d98e8a64dd.
+    """
+    middle = train_iters // 2
+    golden = Golden(
+        path=where,
+        metrics={name: series.after(middle) for name, series in first.items()},
+        provenance=Provenance(deterministic=not nondeterministic),
+    )
+    return compare(
+        golden,
+        {name: series.after(middle) for name, series in second.items()},
+        metrics=metrics,
+        policy=policy,
+        nondeterministic=nondeterministic,
+    )

@@ -1,0 +1,225 @@
+"""The answer for one metric, as data, as text for a person and as JSON. Pure; decides nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from pytest_megatron.files import JsonValue
+from pytest_megatron.golden.model import Value
+
+
+class Rule(Enum):
+    """What decided a comparison."""
+
+    # Both policies.
+    NO_GOLDEN = "metric not in the golden"
+    NO_METRIC = "metric not in the run"
+    # strict, in the order in which they are tried.
+    GOLDEN_UNUSABLE = "golden unusable"
+    TRUNCATED = "truncated"
+    MISSING = "missing"
+    NAN = "nan"
+    INF = "inf"
+    TEXT = "text"
+    NOT_JUDGED = "not judged"
+    BITWISE = "bitwise equal"
+    FROZEN = "frozen"
+    STEP_1 = "step 1"
+    BAND = "band"
+    BIAS = "mean"
+    TAIL = "tail mean"
+    MEDIAN = "median"
+    PEAK = "peak"
+    # megatron.
+    EXACT = "exact"
+    APPROXIMATE = "approximate"
+    UNKNOWN = "unknown metric"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One step at which run and golden differ.
+
+    Attributes:
+        observed: None if the run has no value there.
+        tolerance: What the rule allows there, relative to the golden; None if it names no amount.
+    """
+
+    step: int
+    observed: Value | None
+    golden: Value
+    tolerance: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """One number made of many steps, of the run and of the golden.
+
+    Attributes:
+        name: Which, as in `median of steps 11 to 100`.
+        tolerance: What the rule allows, relative to the golden.
+    """
+
+    name: str
+    observed: float
+    golden: float
+    tolerance: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deviation:
+    """How far a run is from the golden, over the steps at which both have a finite number.
+
+    Attributes:
+        num_compared: How many steps those are; the numbers below are 0 if there is none.
+        worst_step: Where the relative deviation is largest; None if nothing deviates.
+        largest_relative: |observed - golden| / |golden| there; inf over a golden of 0.
+        largest_absolute: The largest |observed - golden|, maybe of another step.
+        mean_signed_relative: Sum of (observed - golden) / sum of |golden|.
+    """
+
+    num_compared: int = 0
+    worst_step: int | None = None
+    largest_relative: float = 0.0
+    largest_absolute: float = 0.0
+    mean_signed_relative: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The answer for one metric.
+
+    Attributes:
+        rule: What decided it.
+        golden_path: The golden's file, for the message.
+        first: The first step outside the tolerance; if there is none, the first that differs.
+        summary: The number that decided, where it was no single step.
+        notes: What else to know, each a clause without a final period.
+    """
+
+    metric: str
+    passed: bool
+    rule: Rule
+    golden_path: str
+    first: Difference | None = None
+    summary: Summary | None = None
+    deviation: Deviation = Deviation()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether the values were judged, or only that they are there."""
+        return self.rule is not Rule.NOT_JUDGED
+
+
+def render(comparison: Comparison) -> str:
+    """Return one line for a person: what was seen, what was allowed, how far off, which file."""
+    parts = [_headline(comparison), *comparison.notes]
+    deviation = comparison.deviation
+    if deviation.worst_step is not None:
+        parts.append(
+            f"largest {deviation.largest_relative:.1e} at step {deviation.worst_step}, "
+            f"mean signed {deviation.mean_signed_relative:+.1e} over {deviation.num_compared} steps"
+        )
+    return "; ".join([*parts, comparison.golden_path])
+
+
+def comparisons_to_json(comparisons: Iterable[Comparison], policy: str) -> dict[str, JsonValue]:
+    """Return the content of `comparison.json`; numbers that are not finite are texts."""
+    answers = list(comparisons)
+    return {
+        "passed": all(c.passed for c in answers),
+        "policy": policy,
+        "comparisons": [comparison_to_json(c) for c in answers],
+    }
+
+
+def comparison_to_json(comparison: Comparison) -> dict[str, JsonValue]:
+    """Return one comparison, flat.
+
+    `observed`, `golden` and `tolerance` are those of the summary that decided, else of
+    `first_step`; an observed value that the run does not have is null.
+    """
+    first, summary = comparison.first, comparison.summary
+    deviation = comparison.deviation
+    decisive = first if summary is None else summary
+    return {
+        "metric": comparison.metric,
+        "passed": comparison.passed,
+        "rule": comparison.rule.value,
+        "judged": comparison.is_judged,
+        "first_step": None if first is None else first.step,
+        "summary": None if summary is None else summary.name,
+        "observed": _json_number(None if decisive is None else decisive.observed),
+        "golden": _json_number(None if decisive is None else decisive.golden),
+        "tolerance": _json_number(None if decisive is None else decisive.tolerance),
+        "num_compared": deviation.num_compared,
+        "worst_step": deviation.worst_step,
+        "largest_relative": _json_number(deviation.largest_relative),
+        "largest_absolute": _json_number(deviation.largest_absolute),
+        "mean_signed_relative": _json_number(deviation.mean_signed_relative),
+        "notes": list(comparison.notes),
+        "golden_path": comparison.golden_path,
+        "text": render(comparison),
+    }
+
+
+def relative(observed: float, golden: float) -> float:
+    """Return (observed - golden) / |golden|; over a golden of 0 it is 0 or infinite."""
+    if observed == golden:
+        return 0.0
+    if golden == 0:
+        return math.copysign(math.inf, observed)
+    return (observed - golden) / abs(golden)
+
+
+def _headline(comparison: Comparison) -> str:
+    metric, rule = comparison.metric, comparison.rule
+    if comparison.passed:
+        num_steps = comparison.deviation.num_compared
+        return f"{metric}: {'passed' if comparison.is_judged else rule.value}, {num_steps} steps"
+    if comparison.summary is not None:
+        s = comparison.summary
+        return (
+            f"{metric}, {s.name}: observed {s.observed:.6g}, golden {s.golden:.6g}, "
+            f"off by {relative(s.observed, s.golden):+.1e} relative, "
+            f"tolerance allows {s.tolerance:.1e}"
+        )
+    if comparison.first is not None:
+        return f"{metric}, step {comparison.first.step}: {_at_step(comparison.first, rule)}"
+    return f"{metric}: {rule.value}"
+
+
+def _at_step(first: Difference, rule: Rule) -> str:
+    observed, golden = first.observed, first.golden
+    expected = f"golden {_number(golden)}"
+    if rule is Rule.GOLDEN_UNUSABLE:
+        return f"golden unusable, it has {_number(golden)} here"
+    if observed is None:
+        return f"missing in the run, {expected}"
+    if isinstance(observed, str) or isinstance(golden, str):
+        return f"observed {_number(observed)}, {expected}"
+    off = relative(observed, golden)
+    amount = f", off by {abs(off):.1e} relative" if math.isfinite(off) else ""
+    allowed = ""
+    if first.tolerance is not None and math.isfinite(observed):
+        allowed = f", tolerance allows {first.tolerance:.1e}"
+    return f"observed {_number(observed)}, {expected}{amount}{allowed}"
+
+
+def _number(value: Value) -> str:
+    """Return a value for a person: six digits, or as many as five decimals need; text quoted."""
+    if isinstance(value, str):
+        return f"the text {value!r}"
+    if math.isfinite(value) and value.is_integer() and abs(value) < 1 << 53:
+        return str(int(value))
+    return f"{value:.7g}"
+
+
+def _json_number(value: Value | None) -> JsonValue:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

@@ -1,0 +1,91 @@
+"""Whether run and golden are whole: every step there, every value a finite number. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from itertools import pairwise
+
+from pytest_megatron.golden.comparison import Difference, Rule
+from pytest_megatron.golden.model import Series, Value, is_finite
+
+
+def find_unusable(golden: Series) -> Difference | None:
+    """Return the first golden step without a finite number."""
+    for step, value in golden.items():
+        if not is_finite(value):
+            return Difference(step=step, observed=None, golden=value)
+    return None
+
+
+def find_absent(
+    golden: Series, observed: Series
+) -> tuple[Rule, Difference, tuple[str, ...]] | None:
+    """Return what the run lacks, or None if it has a finite number at every golden step.
+
+    The rule is that of the first such step, or `truncated` if nothing is wrong but that the run
+    ends too early. The notes count the steps of each kind.
+    """
+    at = dict(observed.items())
+    absent = [
+        Difference(step=step, observed=at.get(step), golden=value)
+        for step, value in golden.items()
+        if not is_finite(at.get(step))
+    ]
+    if not absent:
+        return None
+    rules = [_rule_of(difference.observed) for difference in absent]
+    rule = rules[0]
+    counts = Counter(r.value for r in rules)
+    notes = [f"{n} of {len(golden)} golden steps {kind}" for kind, n in sorted(counts.items())]
+    last = observed.steps[-1] if observed.steps else 0
+    if set(rules) == {Rule.MISSING} and absent[0].step > last:
+        rule = Rule.TRUNCATED
+        notes.append(f"the run ends at step {last}, the golden at step {golden.steps[-1]}")
+    return rule, absent[0], tuple(notes)
+
+
+def describe_extra(golden: Series, observed: Series) -> tuple[str, ...]:
+    """Return a note on steps that only the run has, if the golden ends before it."""
+    if not len(golden):
+        return ()
+    extra = [step for step in observed.steps if step > golden.steps[-1]]
+    if not extra:
+        return ()
+    return (f"{len(extra)} steps after the golden's last, {golden.steps[-1]}, not compared",)
+
+
+def find_frozen(golden: Series, observed: Series, *, least_steps: int) -> tuple[int, int] | None:
+    """Return first and last step of a constant stretch of the run where the golden moves.
+
+    A stretch counts from `least_steps` golden steps on, and only if the golden's longest constant
+    stretch within it is less than half as long.
+    """
+    at = dict(observed.items())
+    pairs = [(step, at.get(step), value) for step, value in golden.items()]
+    start = 0
+    for end in range(1, len(pairs) + 1):
+        if end < len(pairs) and pairs[end][1] == pairs[start][1]:
+            continue
+        length = end - start
+        expected = [value for _, _, value in pairs[start:end]]
+        if length >= least_steps and 2 * _longest_constant(expected) < length:
+            return pairs[start][0], pairs[end - 1][0]
+        start = end
+    return None
+
+
+def _rule_of(value: Value | None) -> Rule:
+    if value is None:
+        return Rule.MISSING
+    if isinstance(value, str):
+        return Rule.TEXT
+    return Rule.NAN if math.isnan(value) else Rule.INF
+
+
+def _longest_constant(values: list[Value]) -> int:
+    longest = run = 1
+    for a, b in pairwise(values):
+        run = run + 1 if a == b else 1
+        longest = max(longest, run)
+    return longest

@@ -1,0 +1,256 @@
+"""The training program's flags: Megatron-LM's names, one field each.
+
+A field of `Arguments` is the flag of the same name (`num_layers` is `--num-layers`), and the
+parser is made from the fields: to add a flag, add a field. Booleans that are off by default are
+bare flags, as in Megatron-LM. Must not import torch: a wrong flag is reported at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from faults import Fault, parse_fault
+
+T = TypeVar("T")
+
+
+def flag(default: T, text: str, choices: tuple[str, ...] = ()) -> T:
+    """Describe one flag: its default, what it means, which words it takes."""
+    made: T = field(default=default, metadata={"help": text, "choices": choices or None})
+    return made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """What one training run is asked to do. The defaults train a tiny model in seconds."""
+
+    # Model
+    num_layers: int = flag(2, "transformer layers, over all pipeline stages")
+    hidden_size: int = flag(64, "width of the model")
+    ffn_hidden_size: int | None = flag(None, "width of the MLP (default: 4 times the hidden size)")
+    num_attention_heads: int = flag(4, "attention heads")
+    seq_length: int = flag(64, "tokens in a sample")
+    max_position_embeddings: int | None = flag(None, "positions (default: the sequence length)")
+    position_embedding_type: str = flag(
+        "learned_absolute", "how positions are told", ("learned_absolute", "rope")
+    )
+    vocab_size: int = flag(256, "tokens there are; a multiple of the tensor parallel size")
+    normalization: str = flag("LayerNorm", "kind of normalization", ("LayerNorm", "RMSNorm"))
+    untie_embeddings_and_output_weights: bool = flag(
+        default=False, text="give the output layer weights of its own"
+    )
+    disable_bias_linear: bool = flag(default=False, text="leave out the biases of linear layers")
+    hidden_dropout: float = flag(0.0, "dropout of hidden states")
+    attention_dropout: float = flag(0.0, "dropout of attention weights")
+    init_method_std: float = flag(0.02, "standard deviation of the initial weights")
+    transformer_impl: str = flag("local", "layer specification", ("local", "transformer_engine"))
+    # Mixture of experts
+    num_experts: int | None = flag(None, "experts per layer (default: a dense model)")
+    moe_router_topk: int = flag(2, "experts that a token is sent to")
+    moe_aux_loss_coeff: float = flag(0.01, "weight of the load balancing loss")
+    moe_token_dispatcher_type: str = flag(
+        "allgather", "how tokens travel to experts", ("allgather", "alltoall")
+    )
+    # Training
+    micro_batch_size: int = flag(2, "samples per forward pass of one rank")
+    global_batch_size: int = flag(8, "samples per iteration, over all ranks")
+    train_iters: int = flag(100, "iterations to train, counted from the first start")
+    exit_interval: int | None = flag(None, "end after an iteration that this divides")
+    lr: float = flag(1e-3, "highest learning rate")
+    min_lr: float = flag(0.0, "lowest learning rate")
+    lr_decay_style: str = flag("linear", "how it falls", ("constant", "cosine", "linear"))
+    lr_warmup_iters: int = flag(0, "iterations over which it rises")
+    weight_decay: float = flag(0.01, "decay of weights")
+    adam_beta1: float = flag(0.9, "decay of the gradient's mean")
+    adam_beta2: float = flag(0.999, "decay of the gradient's square")
+    adam_eps: float = flag(1e-8, "added to Adam's denominator")
+    clip_grad: float = flag(1.0, "largest norm of the gradient; 0 does not clip")
+    seed: int = flag(1234, "seed of data, weights and dropout")
+    bf16: bool = flag(default=False, text="train in bfloat16 with fp32 main weights")
+    deterministic_mode: bool = flag(default=False, text="only deterministic algorithms")
+    check_for_nan_in_loss_and_grad: bool = flag(
+        default=True, text="end when the loss is not finite"
+    )
+    # Parallel layout
+    tensor_model_parallel_size: int = flag(1, "ranks that share each layer")
+    pipeline_model_parallel_size: int = flag(1, "stages that the layers are cut into")
+    context_parallel_size: int = flag(1, "only 1: this program does not cut sequences")
+    expert_model_parallel_size: int = flag(1, "data-parallel ranks that share the experts")
+    sequence_parallel: bool = flag(default=False, text="cut activations along the sequence too")
+    use_distributed_optimizer: bool = flag(
+        default=False, text="share the optimizer state among data-parallel ranks"
+    )
+    overlap_grad_reduce: bool = flag(default=False, text="reduce gradients during backward")
+    distributed_backend: str = flag(
+        "auto", "auto is nccl where there is a GPU", ("nccl", "gloo", "auto")
+    )
+    # Checkpoints
+    save: Path | None = field(
+        default=None, metadata={"help": "directory to write checkpoints to", "choices": None}
+    )
+    load: Path | None = field(
+        default=None,
+        metadata={"help": "directory to resume from; without a checkpoint: start", "choices": None},
+    )
+    save_interval: int | None = flag(None, "iterations between checkpoints")
+    ckpt_format: str = flag("torch_dist", "format of checkpoints", ("torch_dist",))
+    # Logging
+    log_interval: int = flag(1, "iterations between log lines")
+    tensorboard_dir: Path | None = field(
+        default=None, metadata={"help": "directory to write TensorBoard events to", "choices": None}
+    )
+    log_num_zeros_in_grad: bool = flag(default=False, text="log num-zeros")
+    log_memory_to_tensorboard: bool = flag(default=False, text="log mem-allocated-bytes and others")
+    log_timers_to_tensorboard: bool = flag(default=False, text="log iteration-time")
+    # The harness's own tests
+    fault: str | None = flag(None, "misbehave: KIND@ITERATION[:RANK], see faults.py")
+
+    @property
+    def parsed_fault(self) -> Fault | None:
+        """The fault that `fault` spells."""
+        return None if self.fault is None else parse_fault(self.fault)
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one copy of the dense model."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Make the parser from the fields of `Arguments`."""
+    parser = argparse.ArgumentParser(
+        prog="train_gpt.py",
+        description="Train a small GPT on synthetic text with megatron-core.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    hints = typing.get_type_hints(Arguments)
+    for one in dataclasses.fields(Arguments):
+        name, text = "--" + one.name.replace("_", "-"), one.metadata["help"]
+        if hints[one.name] is bool:
+            action = argparse.BooleanOptionalAction if one.default else "store_true"
+            parser.add_argument(name, action=action, default=one.default, help=text)
+            continue
+        kinds = [kind for kind in typing.get_args(hints[one.name]) if kind is not type(None)]
+        kind = kinds[0] if kinds else hints[one.name]
+        parser.add_argument(
+            name, type=kind, default=one.default, choices=one.metadata["choices"], help=text
+        )
+    return parser
+
+
+def parse_arguments(argv: Sequence[str], world_size: int) -> Arguments:
+    """Read the command line.
+
+    Raises:
+        SystemExit: With code 2, after a message, when a flag is unknown or the values do not fit
+            together or the world.
+    """
+    parser = make_parser()
+    arguments = Arguments(**vars(parser.parse_args(argv)))
+    try:
+        check(arguments, world_size)
+    except ValueError as error:
+        parser.error(str(error))
+    return arguments
+
+
+def check(arguments: Arguments, world_size: int) -> None:
+    """Check that the values fit together and the world.
+
+    Raises:
+        ValueError: They do not; the message names the flag, the value and what was expected.
+    """
+    _check_layout(arguments, world_size)
+    _check_model(arguments)
+    _check_training(arguments, world_size)
+    _ = arguments.parsed_fault
+
+
+def _check_layout(arguments: Arguments, world_size: int) -> None:
+    """Check the parallel layout against the number of ranks."""
+    if arguments.context_parallel_size != 1:
+        raise ValueError(
+            f"--context-parallel-size: {arguments.context_parallel_size} is not supported by this"
+            " program, expected 1"
+        )
+    if world_size % arguments.model_parallel_size:
+        raise ValueError(
+            f"--tensor-model-parallel-size {arguments.tensor_model_parallel_size} times"
+            f" --pipeline-model-parallel-size {arguments.pipeline_model_parallel_size} does not"
+            f" divide the {world_size} ranks that were started; start a multiple of"
+            f" {arguments.model_parallel_size}"
+        )
+    experts, expert_ranks = arguments.num_experts, arguments.expert_model_parallel_size
+    if experts is None and expert_ranks > 1:
+        raise ValueError("--expert-model-parallel-size: needs --num-experts")
+    if experts is not None and experts % expert_ranks:
+        raise ValueError(
+            f"--expert-model-parallel-size: {expert_ranks} does not divide --num-experts {experts}"
+        )
+    if experts is not None and arguments.tensor_model_parallel_size > 1:
+        raise ValueError(
+            "--num-experts: megatron-core trains experts with tensor parallelism only together with"
+            " sequence parallelism, which this program leaves out; use"
+            " --tensor-model-parallel-size 1"
+        )
+    if experts is not None and not arguments.disable_bias_linear:
+        raise ValueError(
+            "--num-experts: megatron-core's local experts do not train with biases; add"
+            " --disable-bias-linear"
+        )
+    stage_size = world_size // arguments.pipeline_model_parallel_size
+    if stage_size % expert_ranks:
+        raise ValueError(
+            f"--expert-model-parallel-size: {expert_ranks} does not divide the {stage_size} ranks"
+            " of a pipeline stage"
+        )
+    if arguments.sequence_parallel and arguments.transformer_impl == "local":
+        raise ValueError(
+            "--sequence-parallel: the local layers cannot do it; use --transformer-impl"
+            " transformer_engine, or drop it"
+        )
+
+
+def _check_model(arguments: Arguments) -> None:
+    """Check that the model can be cut as asked."""
+    tensor, pipeline = arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size
+    for name, value, divisor in (
+        ("--num-layers", arguments.num_layers, pipeline),
+        ("--num-attention-heads", arguments.num_attention_heads, tensor),
+        ("--hidden-size", arguments.hidden_size, arguments.num_attention_heads),
+        ("--vocab-size", arguments.vocab_size, tensor),
+    ):
+        if value % divisor:
+            raise ValueError(
+                f"{name}: {value} is not a multiple of {divisor}, as this layout needs"
+            )
+    positions = arguments.max_position_embeddings
+    if positions is not None and positions < arguments.seq_length:
+        raise ValueError(
+            f"--max-position-embeddings: {positions} is less than --seq-length"
+            f" {arguments.seq_length}"
+        )
+
+
+def _check_training(arguments: Arguments, world_size: int) -> None:
+    """Check batches, schedule and checkpoints."""
+    per_step = arguments.micro_batch_size * (world_size // arguments.model_parallel_size)
+    if arguments.global_batch_size % per_step:
+        raise ValueError(
+            f"--global-batch-size: {arguments.global_batch_size} is not a multiple of {per_step},"
+            " the micro batch size times the data parallel size"
+        )
+    if arguments.lr_warmup_iters >= arguments.train_iters:
+        raise ValueError(
+            f"--lr-warmup-iters: {arguments.lr_warmup_iters} is not less than --train-iters"
+            f" {arguments.train_iters}"
+        )
+    if arguments.save_interval is not None and arguments.save is None:
+        raise ValueError("--save-interval: needs --save DIRECTORY")

@@ -1,0 +1,111 @@
+"""Save and resume a run in Megatron-LM's layout, with megatron-core's distributed checkpoints.
+
+A checkpoint directory holds `iter_0000025/` for each saved iteration, and
+`latest_checkpointed_iteration.txt` with the number of the one to resume from. Weights, optimizer
+state, schedule and generators are in it, so that a resumed run goes on as if it had not stopped.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypedDict
+
+import torch
+from gpt_model import Trained
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+class Generators(TypedDict):
+    """The states of one rank's generators, as a checkpoint holds them."""
+
+    torch: torch.Tensor
+    cuda: torch.Tensor
+    tracker: dict[str, torch.Tensor]
+
+
+def save_checkpoint(directory: Path, trained: Trained, iteration: int) -> None:
+    """Write `directory/iter_<iteration>` and then point the tracker at it. Called by every rank."""
+    target = directory / f"iter_{iteration:07d}"
+    if torch.distributed.get_rank() == 0:
+        target.mkdir(parents=True, exist_ok=True)
+    torch.distributed.barrier()
+    state = _state(trained, iteration, is_loading=False)
+    dist_checkpointing.save(state, str(target))
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        replacement = directory / f"{TRACKER}.tmp"
+        replacement.write_text(str(iteration))
+        replacement.replace(directory / TRACKER)
+        print(f"  successfully saved checkpoint from iteration {iteration:7d} to {directory}")
+    torch.distributed.barrier()
+
+
+def load_checkpoint(directory: Path, trained: Trained) -> int:
+    """Resume from the checkpoint that the tracker names. Called by every rank.
+
+    Returns:
+        The iteration that was saved, 0 when there is no checkpoint.
+    """
+    is_first = torch.distributed.get_rank() == 0
+    tracker = directory / TRACKER
+    if not tracker.exists():
+        if is_first:
+            print(f"WARNING: no checkpoint in {directory} ({TRACKER}): starting from scratch")
+        return 0
+    iteration = int(tracker.read_text())
+    source = directory / f"iter_{iteration:07d}"
+    wanted = _state(trained, iteration, is_loading=True)
+    found = dist_checkpointing.load(wanted, str(source))
+    trained.bare.load_state_dict(found["model"])
+    trained.optimizer.load_state_dict(found["optimizer"])
+    trained.scheduler.load_state_dict(found["scheduler"])
+    _restore_generators(found["rng_state"])
+    torch.distributed.barrier()
+    if is_first:
+        print(f"  successfully loaded checkpoint from {directory} at iteration {iteration}")
+    return int(found["iteration"])
+
+
+def _state(trained: Trained, iteration: int, *, is_loading: bool) -> dict[str, object]:
+    """Describe what a checkpoint holds, in the form that saving and loading share."""
+    metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
+    model = trained.bare.sharded_state_dict(metadata=metadata)
+    return {
+        "iteration": iteration,
+        "checkpoint_version": 3.0,
+        "model": model,
+        "optimizer": trained.optimizer.sharded_state_dict(
+            model, is_loading=is_loading, metadata=metadata
+        ),
+        "scheduler": trained.scheduler.state_dict(),
+        "rng_state": _sharded_generators(),
+    }
+
+
+def _sharded_generators() -> ShardedObject:
+    """Collect this rank's generators; one object per tensor- and pipeline-parallel rank."""
+    states: Generators = {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(),
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+    pipeline, tensor = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
+    shape = (
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    return ShardedObject("rng_state", states, shape, (pipeline, tensor), replica_id=replica)
+
+
+def _restore_generators(states: Generators) -> None:
+    """Set this rank's generators to what `_sharded_generators` collected."""
+    torch.set_rng_state(states["torch"])
+    torch.cuda.set_rng_state(states["cuda"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])

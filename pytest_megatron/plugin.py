@@ -1,7 +1,34 @@
-"""The `pytest11` entry point: registers the plugin's options and its role plugins.
+"""The `pytest11` entry point: registers the plugin's options and, where asked for, its roles.
 
 Runs at every pytest start, also of people who never use us: must import nothing heavy (no torch,
 no pydantic, no yaml) and change nothing while none of our options is given.
 """
 
 from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pytest_megatron.hooks import options, recipes
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Declare the options."""
+    options.add_options(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the role that runs workloads, if this session has any."""
+    chosen = options.read_options(config)
+    if chosen.asks_for_workloads or recipes.are_recipes_asked_for(config):
+        from pytest_megatron.hooks.workloads import WorkloadPlugin  # noqa: PLC0415 - not for all
+
+        config.pluginmanager.register(WorkloadPlugin(config, chosen), "megatron-workloads")
+
+
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    """Collect recipes, in a session that asked for them."""
+    if not parent.config.pluginmanager.has_plugin("megatron-workloads"):
+        return None
+    return recipes.collect_recipe(file_path, parent)

@@ -1,0 +1,128 @@
+"""A new golden from repeats of one clean run, and how it differs from the old one. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pytest_megatron.golden.model import MetricMap, Series, Value, is_finite, series_of
+from pytest_megatron.golden.provenance import Spread
+
+# What Megatron-LM keeps of a run; anything else is kept only where the case compares it.
+# Source: Megatron-LM tests/functional_tests/python_test_utils/
+# get_test_results_from_tensorboard_logs.py, d98e8a64dd.
+KEPT_METRICS = (
+    "iteration-time",
+    "lm loss",
+    "mem-allocated-bytes",
+    "mem-max-allocated-bytes",
+    "mtp_1 loss",
+    "mtp_2 loss",
+    "num-zeros",
+    "total loss",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """How one metric of a golden changes.
+
+    Attributes:
+        num_changed: Steps whose value differs, those that are new or gone among them.
+        largest_relative: |new - old| / |old|, the largest over the steps that both have.
+        mean_signed_relative: Their mean with the sign: positive means that the value grew.
+    """
+
+    metric: str
+    num_old: int
+    num_new: int
+    num_changed: int
+    largest_relative: float
+    mean_signed_relative: float
+
+
+def combine(repeats: Sequence[MetricMap], metrics: Sequence[str]) -> dict[str, Series]:
+    """Return the golden of several repeats: at each step the median of what they measured.
+
+    Args:
+        repeats: At least one; a step that not all of them have is left out.
+        metrics: Which metrics to keep beside `KEPT_METRICS`.
+    """
+    wanted = {*KEPT_METRICS, *metrics}
+    shared = wanted.intersection(*(repeat.keys() for repeat in repeats))
+    return {name: _median([repeat[name] for repeat in repeats]) for name in sorted(shared)}
+
+
+def spread_of(repeats: Sequence[MetricMap], golden: MetricMap) -> dict[str, Spread]:
+    """Return the standard deviation over the repeats at each step, relative to the golden.
+
+    One number, 0, where the repeats agree bit for bit.
+    """
+    found: dict[str, Spread] = {}
+    for name, series in golden.items():
+        values: dict[int, Value] = {}
+        for step, centre in series.items():
+            numbers = [v for r in repeats if isinstance(v := r[name].at(step), float)]
+            assert isinstance(centre, float)
+            deviation = statistics.stdev(numbers) if len(numbers) > 1 else 0.0
+            values[step] = float(f"{deviation / (abs(centre) or 1.0):.3g}")
+        is_exact = not any(values.values())
+        found[name] = 0.0 if is_exact else series_of(values, is_full_precision=True)
+    return found
+
+
+def changes(old: MetricMap, new: MetricMap) -> tuple[Change, ...]:
+    """Return what is different, metric by metric, the unchanged ones left out."""
+    found = [_change(name, old, new) for name in sorted({*old, *new})]
+    return tuple(change for change in found if change.num_changed)
+
+
+def markdown(files: Mapping[str, tuple[Change, ...] | None]) -> str:
+    """Return the changes as a table for a pull request; None stands for a new file."""
+    lines = [
+        "| golden | metric | steps | changed | largest | mean, signed |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for path, found in sorted(files.items()):
+        if found is None:
+            lines.append(f"| {path} | new | | | | |")
+        elif not found:
+            lines.append(f"| {path} | unchanged | | 0 | | |")
+        for change in found or ():
+            steps = f"{change.num_old} -> {change.num_new}"
+            lines.append(
+                f"| {path} | {change.metric} | {steps} | {change.num_changed} "
+                f"| {change.largest_relative:.1e} | {change.mean_signed_relative:+.1e} |"
+            )
+    return "\n".join(lines)
+
+
+def _median(series: Sequence[Series]) -> Series:
+    maps = [dict(one.items()) for one in series]
+    steps = sorted(set(maps[0]).intersection(*maps[1:]))
+    values: dict[int, Value] = {}
+    for step in steps:
+        numbers = [v for one in maps if isinstance(v := one[step], float) and is_finite(v)]
+        if len(numbers) == len(maps):
+            values[step] = statistics.median(numbers)
+    return series_of(values, is_full_precision=True)
+
+
+def _change(name: str, old: MetricMap, new: MetricMap) -> Change:
+    before = dict(old[name].items()) if name in old else {}
+    after = dict(new[name].items()) if name in new else {}
+    relative = []
+    for step in before.keys() & after.keys():
+        a, b = before[step], after[step]
+        if isinstance(a, float) and isinstance(b, float) and is_finite(a) and is_finite(b):
+            relative.append((b - a) / (abs(a) or 1.0))
+    num_changed = sum(before.get(step) != after.get(step) for step in before.keys() | after.keys())
+    return Change(
+        metric=name,
+        num_old=len(before),
+        num_new=len(after),
+        num_changed=num_changed,
+        largest_relative=max(map(abs, relative), default=0.0),
+        mean_signed_relative=statistics.fmean(relative) if relative else 0.0,
+    )

@@ -1,0 +1,157 @@
+"""Writes goldens at the end of a session: all that were asked for, or none.
+
+A workload only hands in a candidate; what it measured becomes a golden when every workload of the
+session passed cleanly.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import filelock
+import pytest
+
+from pytest_megatron.errors import GoldenError
+from pytest_megatron.files import JsonValue, write_text_atomically, write_texts_together
+from pytest_megatron.golden.compare import Policy
+from pytest_megatron.golden.model import MetricMap
+from pytest_megatron.golden.provenance import Provenance
+from pytest_megatron.golden.refresh import Change, changes, combine, markdown, spread_of
+from pytest_megatron.golden.store import read_golden, write_golden
+from pytest_megatron.hooks.options import Options
+from pytest_megatron.launch.facts import Facts, utc_now
+from pytest_megatron.report.text import mismatch
+from pytest_megatron.verdict.decide import Verdict
+from pytest_megatron.verdict.judge import compare_repeats
+from pytest_megatron.verdict.training import Job, Training
+
+_LOCK = Path(".pytest_megatron/goldens.lock")
+_CANDIDATE = "golden_candidate.json"
+
+
+class GoldenWriter:
+    """Collects candidates and writes them.
+
+    Attributes:
+        lines: What to tell the user at the end.
+    """
+
+    def __init__(self, root: Path, options: Options) -> None:
+        self._root = root
+        self._options = options
+        self.lines: list[str] = []
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether the session may write goldens at all."""
+        return self._options.golden in ("record", "refresh")
+
+    def wants(self, golden: Path) -> bool:
+        """Whether that golden is to be written."""
+        mode = self._options.golden
+        return mode == "refresh" or (mode == "record" and not golden.exists())
+
+    def refuse_early(self, job: Job, facts: Facts) -> None:
+        """Refuse what could never be written, before the training costs anything.
+
+        Raises:
+            GoldenError: The tree is not committed, or the case is never compared.
+        """
+        if not self.is_writing:
+            return
+        option = f"--golden {self._options.golden}"
+        if not job.is_compared:
+            raise GoldenError(job.node_id, f"{option}: this case is never compared; leave it out")
+        if facts.commit is None or (facts.is_dirty and not self._options.is_dirty_allowed):
+            state = "is no git checkout" if facts.commit is None else "has uncommitted changes"
+            raise GoldenError(
+                str(self._root),
+                f"{option}: the tree {state}, expected a commit that the golden can name; "
+                f"commit first, or give --allow-dirty, which the golden then says",
+            )
+
+    def take(
+        self, training: Training, target: Path, policy: Policy, facts: Facts
+    ) -> tuple[dict[str, JsonValue], str | None]:
+        """Make a candidate of a clean training; return it for the record, or why there is none."""
+        if training.verdict is not Verdict.PASSED:
+            return {}, f"{training.job.node_id}: needed another attempt, so it is no golden"
+        spread = compare_repeats(training, policy, facts)
+        if spread.failed:
+            text = mismatch(training, spread)
+            return {}, f"{text}\nthe repeats differ from one another, so there is no new golden"
+        repeats = [attempt.metrics[0] for attempt in training.clean]
+        names = training.job.metric_names
+        metrics = combine(repeats, names or ())
+        candidate = training.job.dirs.root / _CANDIDATE
+        write_golden(candidate, metrics, self._provenance(training, metrics, repeats, facts))
+        shown = target.relative_to(self._root)
+        return {"candidate": str(candidate), "target": str(shown)}, None
+
+    def finish(self, records: Sequence[JsonValue], exit_status: int) -> None:
+        """Write every candidate, if the session was clean; say what changed."""
+        found = [
+            c for r in records if isinstance(r, dict) if isinstance(c := r.get("golden"), dict)
+        ]
+        if not self.is_writing or not (found or records):
+            return
+        if exit_status != pytest.ExitCode.OK:
+            self.lines.append("goldens: none written, since not all of this run was clean")
+            return
+        if not found:
+            self.lines.append("goldens: none written, all that were selected are there already")
+            return
+        pairs = {self._root / str(c["target"]): Path(str(c["candidate"])) for c in found}
+        lock = self._root / _LOCK
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(lock):
+            difference = {str(t.relative_to(self._root)): _changes(t, c) for t, c in pairs.items()}
+            write_texts_together({t: c.read_text(encoding="utf-8") for t, c in pairs.items()})
+        table = markdown(difference)
+        page = next(iter(pairs.values())).parent.parent / "goldens.md"
+        write_text_atomically(page, table + "\n")
+        self.lines += [f"goldens: {len(pairs)} written; for the pull request ({page}):", table]
+
+    def _provenance(
+        self,
+        training: Training,
+        metrics: MetricMap,
+        repeats: Sequence[MetricMap],
+        facts: Facts,
+    ) -> Provenance:
+        """Say where the values come from."""
+        gpus = facts.host.gpus
+        num_gpus = training.job.workload.gpus
+        platform = training.job.workload.platform
+        is_gpu = platform != "cpu" and bool(gpus)
+        spread = spread_of(repeats, metrics)
+        return Provenance(
+            command=("pytest", *(shlex.quote(word) for word in sys.argv[1:])),
+            commit=facts.commit,
+            is_dirty=facts.is_dirty,
+            image=facts.image,
+            gpu=f"{num_gpus}x {gpus[0].name}" if is_gpu else None,
+            driver=facts.host.driver if is_gpu else None,
+            host_class=facts.host.platform_class(platform),
+            versions=facts.versions | {"python": facts.python},
+            date=utc_now(),
+            repeats=len(repeats),
+            deterministic=all(
+                spread[name] == 0.0 for name in training.job.metric_names or () if name in spread
+            ),
+            spread=spread,
+        )
+
+
+def _changes(target: Path, candidate: Path) -> tuple[Change, ...] | None:
+    """Return how a golden changes; None where it is new."""
+    if not target.exists():
+        return None
+    try:
+        old = read_golden(target).metrics
+    except GoldenError:
+        old = {}  # an unreadable golden is replaced whole
+    return changes(old, read_golden(candidate).metrics)

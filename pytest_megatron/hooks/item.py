@@ -1,0 +1,91 @@
+"""A workload as a pytest item: setup trains, call judges.
+
+What is the infrastructure's fault ends the setup, and so is an error to pytest; what is the code's
+fault fails the call.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from typing_extensions import override
+
+from pytest_megatron.errors import MegatronError
+from pytest_megatron.files import JsonValue
+from pytest_megatron.recipe.model import Workload
+from pytest_megatron.verdict.decide import Verdict
+
+if TYPE_CHECKING:
+    from pytest_megatron.hooks.workloads import WorkloadPlugin
+    from pytest_megatron.verdict.training import Training
+
+PLUGIN_NAME = "megatron-workloads"
+
+
+class WorkloadItem(pytest.Item):
+    """One row of a recipe.
+
+    Attributes:
+        workload: The row.
+        record: What `run.json` says of it; empty until it ran.
+    """
+
+    record: dict[str, JsonValue]
+
+    def __init__(self, *, workload: Workload, **kwargs: object) -> None:
+        super().__init__(**kwargs)  # type: ignore[arg-type]  # pytest's own keywords
+        self.workload = workload
+        self.record = {}
+        self._training: Training | None = None
+
+    @override
+    def setup(self) -> None:
+        """Train.
+
+        Raises:
+            pytest.fail.Exception: Nothing is known about the code: the workload cannot be
+                planned or started, or the infrastructure failed to the end.
+        """
+        plugin = self._plugin
+        try:
+            self._training = plugin.train(self)
+        except MegatronError as error:
+            plugin.record_broken(self, str(error))
+            pytest.fail(str(error), pytrace=False)
+        if self._training.verdict is Verdict.BROKEN:
+            pytest.fail(plugin.record_training(self, self._training), pytrace=False)
+
+    @override
+    def runtest(self) -> None:
+        """Judge what was trained.
+
+        Raises:
+            pytest.fail.Exception: The training failed, or a metric disagrees.
+        """
+        assert self._training is not None
+        plugin = self._plugin
+        if self._training.verdict is Verdict.FAILED:
+            pytest.fail(plugin.record_training(self, self._training), pytrace=False)
+        try:
+            problem = plugin.judge(self, self._training)
+        except MegatronError as error:
+            plugin.record_broken(self, str(error))
+            problem = str(error)
+        if problem is not None:
+            pytest.fail(problem, pytrace=False)
+
+    @override
+    def reportinfo(self) -> tuple[os.PathLike[str] | str, int | None, str]:
+        """Return the recipe's line, from 0, and the item's name."""
+        return Path(self.path), self.workload.line - 1, self.name
+
+    @property
+    def _plugin(self) -> WorkloadPlugin:
+        from pytest_megatron.hooks.workloads import WorkloadPlugin  # noqa: PLC0415 - a cycle
+
+        plugin = self.config.pluginmanager.get_plugin(PLUGIN_NAME)
+        assert isinstance(plugin, WorkloadPlugin)
+        return plugin

@@ -1,0 +1,187 @@
+"""The options of the plugin: declared here, read here, nowhere else.
+
+Runs at every pytest start, so it imports nothing but pytest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast
+
+import pytest
+
+GoldenMode = Literal["check", "record", "refresh", "off"]
+MIN_REFRESH_REPEATS = 2
+
+_LISTS = {
+    "scope": "cost tier (L0, L1, nightly, mr, ...)",
+    "cadence": "trigger (pr, nightly, mergegroup, weekly)",
+    "environment": "software stack (dev, lts)",
+    "platform": "hardware (cpu, dgx_h100, ...); by default what this host can run",
+    "model": "model family, the folder above a test case",
+    "test-case": "test case",
+    "tag": "tag of a row",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the user asked for.
+
+    Attributes:
+        selection: Option name without dashes in front -> words given; empty means no filter.
+        run_dir: Where logs and results go; None picks a new directory.
+        num_repeats: How often each workload runs; None leaves it to the recipe.
+        max_attempts: How often at most a repeat is started after transient failures.
+        tee_ranks: Ranks copied to the terminal; None is all of them.
+    """
+
+    selection: dict[str, tuple[str, ...]]
+    run_dir: Path | None
+    num_repeats: int | None
+    max_attempts: int
+    is_lightweight: bool
+    golden: GoldenMode
+    golden_policy: str
+    is_plan: bool
+    tee_ranks: tuple[int, ...] | None
+    is_empty_allowed: bool
+    is_dirty_allowed: bool
+
+    @property
+    def has_selection(self) -> bool:
+        """Whether any workload was selected by an option."""
+        return any(self.selection.values())
+
+    @property
+    def asks_for_workloads(self) -> bool:
+        """Whether an option was given that makes sense for workloads only."""
+        return self.has_selection or self.is_plan or self.golden in ("record", "refresh")
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """Declare every option, each also as the ini option `megatron_<name>`."""
+    group = parser.getgroup("megatron", "training workloads and distributed tests")
+
+    def add(name: str, help_text: str, **settings: object) -> None:
+        dest = f"megatron_{name.replace('-', '_')}"
+        group.addoption(f"--{name}", dest=dest, default=None, help=help_text, **settings)
+        parser.addini(dest, help=f"default of --{name}", default=None)
+
+    for name, meaning in _LISTS.items():
+        add(name, f"only workloads of this {meaning}", action="append", metavar="LIST")
+    add("run-dir", "where logs and results go", metavar="DIR")
+    add("n-repeat", "how often each workload runs", metavar="N")
+    add("max-attempts", "how often at most after a transient failure (3)", metavar="N")
+    add("lightweight", "4 iterations, not compared with a golden", action="store_true")
+    add(
+        "golden",
+        "check (default): compare; record: write missing ones; refresh: replace after a clean run; "
+        "off: do not compare",
+        metavar="check|record|refresh|off",
+    )
+    add("golden-policy", "how to compare: strict (default) or megatron", metavar="NAME")
+    add("plan", "print what would run and run nothing", action="store_true")
+    add("tee-ranks", "ranks copied live to the terminal (0,3; all; none)", metavar="LIST")
+    add("allow-empty", "a selection that matches nothing is no error", action="store_true")
+    add("allow-dirty", "write goldens from an uncommitted tree", action="store_true")
+
+
+def read_options(config: pytest.Config) -> Options:
+    """Read the options of a session.
+
+    Raises:
+        pytest.UsageError: A value is not one that the option takes.
+    """
+    golden = _text(config, "golden", "check")
+    if golden not in ("check", "record", "refresh", "off"):
+        raise pytest.UsageError(
+            f"--golden: {golden!r} is not a way to use goldens, "
+            f"expected one of check, off, record, refresh"
+        )
+    run_dir = _text(config, "run-dir", "")
+    options = Options(
+        selection={name: _words(config, name) for name in _LISTS},
+        run_dir=Path(run_dir) if run_dir else None,
+        num_repeats=_count(config, "n-repeat"),
+        max_attempts=_count(config, "max-attempts") or 3,
+        is_lightweight=_flag(config, "lightweight"),
+        golden=cast("GoldenMode", golden),
+        golden_policy=_text(config, "golden-policy", "strict"),
+        is_plan=_flag(config, "plan"),
+        tee_ranks=_ranks(_text(config, "tee-ranks", "0,3")),
+        is_empty_allowed=_flag(config, "allow-empty"),
+        is_dirty_allowed=_flag(config, "allow-dirty"),
+    )
+    _refuse_contradictions(options)
+    return options
+
+
+def _refuse_contradictions(options: Options) -> None:
+    is_writing = options.golden in ("record", "refresh")
+    if is_writing and options.is_lightweight:
+        raise pytest.UsageError(
+            f"--golden {options.golden}: a lightweight run measures nothing to keep; "
+            f"drop --lightweight"
+        )
+    if is_writing and options.num_repeats is not None and options.num_repeats < MIN_REFRESH_REPEATS:
+        raise pytest.UsageError(
+            f"--golden {options.golden}: needs at least {MIN_REFRESH_REPEATS} repeats to know "
+            f"their spread, --n-repeat is {options.num_repeats}; raise or drop it"
+        )
+
+
+def _given(config: pytest.Config, name: str) -> object:
+    """Return what the command line says, else what the ini file says, else None."""
+    dest = f"megatron_{name.replace('-', '_')}"
+    value: object = config.getoption(dest)
+    return config.getini(dest) if value is None or value is False else value
+
+
+def _text(config: pytest.Config, name: str, default: str) -> str:
+    value = _given(config, name)
+    return default if value is None else str(value)
+
+
+def _flag(config: pytest.Config, name: str) -> bool:
+    text = str(_given(config, name)).lower()
+    if text in ("true", "1", "yes"):
+        return True
+    if text in ("none", "", "false", "0", "no"):
+        return False
+    raise pytest.UsageError(f"megatron_{name}: {text!r} is neither true nor false")
+
+
+def _count(config: pytest.Config, name: str) -> int | None:
+    value = _given(config, name)
+    if value is None:
+        return None
+    if not str(value).isdecimal() or int(str(value)) < 1:
+        raise pytest.UsageError(f"--{name}: {value!r} is not a count, expected a number from 1 on")
+    return int(str(value))
+
+
+def _words(config: pytest.Config, name: str) -> tuple[str, ...]:
+    value = _given(config, name)
+    if value is None:
+        return ()
+    lists = value if isinstance(value, Sequence) and not isinstance(value, str) else [str(value)]
+    words = [word.strip() for text in lists for word in str(text).split(",")]
+    if not all(words):
+        raise pytest.UsageError(f"--{name}: {','.join(map(str, lists))!r} holds an empty word")
+    return tuple(words)
+
+
+def _ranks(text: str) -> tuple[int, ...] | None:
+    if text == "all":
+        return None
+    if text == "none":
+        return ()
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() for word in words):
+        raise pytest.UsageError(
+            f"--tee-ranks: {text!r} names no ranks, expected numbers with commas, all or none"
+        )
+    return tuple(sorted({int(word) for word in words}))

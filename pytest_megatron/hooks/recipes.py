@@ -1,0 +1,124 @@
+"""Recipes as pytest sees them: a YAML file is a collector, a row of it an item."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from typing_extensions import override
+
+from pytest_megatron.errors import MegatronError
+
+if TYPE_CHECKING:
+    from pytest_megatron.hooks.workloads import WorkloadItem
+    from pytest_megatron.recipe.model import Workload
+
+RECIPES_DIR = "recipes"
+_SUFFIXES = (".yaml", ".yml")
+_HAS_TYPE = re.compile(rb"^type\s*:", re.MULTILINE)
+_PLAIN_MARK = re.compile(r"[A-Za-z_]\w*").fullmatch
+
+
+class RecipeFile(pytest.File):
+    """One recipe; its items are the rows that the strict profile gives."""
+
+    @override
+    def collect(self) -> Iterable[WorkloadItem]:
+        """Expand the file.
+
+        Raises:
+            CollectError: The file is no sound recipe; the others are still collected.
+        """
+        from pytest_megatron.hooks.workloads import WorkloadItem  # noqa: PLC0415 - loads pydantic
+        from pytest_megatron.recipe.load import load_recipe  # noqa: PLC0415
+
+        try:
+            workloads = load_recipe(self._shown_path())
+        except MegatronError as error:
+            raise self.CollectError(str(error)) from None
+        marks = _Marks(self.config)
+        for workload in workloads:
+            item = WorkloadItem.from_parent(self, name=workload.item_name, workload=workload)
+            item.own_markers.extend(marks.of(workload))
+            yield item
+
+    def _shown_path(self) -> Path:
+        """Return the path as errors should name it."""
+        try:
+            return self.path.relative_to(Path.cwd())
+        except ValueError:
+            return self.path
+
+
+def collect_recipe(file_path: Path, parent: pytest.Collector) -> RecipeFile | None:
+    """Return a collector if the file is a recipe, None for any other file.
+
+    A file that is named on the command line is taken at its word; one that is found in a folder
+    must say `type:` at its top.
+    """
+    if file_path.suffix not in _SUFFIXES:
+        return None
+    is_named = parent.session.isinitpath(file_path)
+    if not is_named and (RECIPES_DIR not in file_path.parts or not _looks_like_one(file_path)):
+        return None
+    recipe: RecipeFile = RecipeFile.from_parent(parent, path=file_path)
+    return recipe
+
+
+def are_recipes_asked_for(config: pytest.Config) -> bool:
+    """Whether an argument names a recipe or a folder of recipes.
+
+    A plain `pytest` must not start trainings because a folder happens to hold recipes.
+    """
+    for argument in config.args:
+        path = Path(config.invocation_params.dir, argument.partition("::")[0])
+        if path.suffix in _SUFFIXES or RECIPES_DIR in path.parts:
+            return True
+    return False
+
+
+def _looks_like_one(path: Path) -> bool:
+    try:
+        return _HAS_TYPE.search(path.read_bytes()) is not None
+    except OSError:
+        return False
+
+
+class _Marks:
+    """Makes the marks of rows: `platform(name="cpu")`, and `cpu` for `-m cpu`."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._made: dict[tuple[str, str], tuple[pytest.Mark, ...]] = {}
+
+    def of(self, workload: Workload) -> list[pytest.Mark]:
+        """Return the marks of one row."""
+        kinds = {
+            "model": workload.model,
+            "scope": workload.scope,
+            "environment": workload.environment,
+            "platform": workload.platform,
+            "tag": workload.tag,
+        }
+        marks = [m for kind, name in kinds.items() if name for m in self._named(kind, name)]
+        if workload.disabled_reason is not None:
+            marks.append(pytest.mark.skip(reason=workload.disabled_reason).mark)
+        return marks
+
+    def _named(self, kind: str, name: str) -> tuple[pytest.Mark, ...]:
+        if (kind, name) not in self._made:
+            self._declare(f"{kind}(name): workloads by their {kind}")
+            made = [getattr(pytest.mark, kind)(name=name).mark]
+            if _PLAIN_MARK(name):
+                self._declare(f"{name}: workloads of this {kind}")
+                made.append(getattr(pytest.mark, name).mark)
+            self._made[kind, name] = tuple(made)
+        return self._made[kind, name]
+
+    def _declare(self, line: str) -> None:
+        """Tell pytest of a mark, so that `--strict-markers` lets it pass."""
+        if line not in self._config.getini("markers"):
+            self._config.addinivalue_line("markers", line)

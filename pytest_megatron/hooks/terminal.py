@@ -1,0 +1,140 @@
+"""What is printed while workloads run and when they have run; the words come from `report`."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import pytest
+
+from pytest_megatron.files import JsonValue
+from pytest_megatron.launch.follow import Progress, parse_progress
+from pytest_megatron.launch.plan import AttemptPlan
+from pytest_megatron.report.text import plan_text
+from pytest_megatron.verdict.training import Job
+
+_LINE_EVERY_S = 10.0  # where the terminal cannot rewrite a line
+
+
+class Quiet:
+    """Sees nothing: for workers, whose terminal nobody reads."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Do nothing."""
+
+    def on_lines(self, lines: list[str]) -> None:
+        """Drop the lines."""
+
+    def on_progress(self, phase: int, progress: Progress) -> None:
+        """Drop it."""
+
+
+class LiveTerminal:
+    """Copies the lines of tee'd ranks to the terminal and shows how far the training is.
+
+    The iteration lines of the training become the progress line; `-v` copies them as well.
+    """
+
+    def __init__(
+        self, config: pytest.Config, reporter: pytest.TerminalReporter, node_id: str
+    ) -> None:
+        capture = config.pluginmanager.get_plugin("capturemanager")
+        self._uncaptured = (
+            capture.global_and_fixture_disabled if capture else contextlib.nullcontext
+        )
+        self._writer = reporter._tw  # noqa: SLF001 - pytest's own plugins reach it this way
+        self._is_tty = reporter.isatty
+        self._copies_iterations = config.get_verbosity() > 0
+        self._name = node_id.rpartition("::")[2]
+        self._width = 0
+        self._has_line = False
+        self._next_line_at = time.monotonic() + _LINE_EVERY_S
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Take the progress line away."""
+        self._write([], "")
+
+    def on_lines(self, lines: list[str]) -> None:
+        """Copy lines, without those that the progress line stands for."""
+        shown = [x for x in lines if self._copies_iterations or parse_progress(x) is None]
+        if shown:
+            self._write(shown, None)
+
+    def on_progress(self, phase: int, progress: Progress) -> None:
+        """Show the progress, on a terminal always, elsewhere now and then."""
+        text = _progress_text(self._name, phase, progress)
+        if self._is_tty:
+            self._write([], text)
+        elif time.monotonic() >= self._next_line_at:
+            self._next_line_at = time.monotonic() + _LINE_EVERY_S
+            self._write([text], None)
+
+    def _write(self, lines: Sequence[str], status: str | None) -> None:
+        """Write whole lines, and on a terminal a line that the next write replaces."""
+        if not lines and not self._is_tty:
+            return
+        with self._uncaptured():
+            if self._width:
+                self._writer.write("\r" + " " * self._width + "\r")
+            elif not self._has_line and (lines or status):
+                self._writer.line()
+                self._has_line = True
+            for line in lines:
+                self._writer.line(line)
+            self._width = len(status) if status else 0
+            self._writer.write(status or "", flush=True)
+
+
+def print_plan(config: pytest.Config, job: Job, plan: AttemptPlan, golden: Path) -> None:
+    """Print what would run."""
+    writer = config.get_terminal_writer()
+    writer.line(plan_text(job, plan, golden))
+    writer.line()
+
+
+def print_summary(
+    reporter: pytest.TerminalReporter, records: Mapping[str, JsonValue], goldens: Sequence[str]
+) -> None:
+    """Print a line for each workload that ran, then what became of goldens."""
+    if records:
+        reporter.section("workloads", sep="-")
+    for node_id, record in records.items():
+        assert isinstance(record, dict)
+        verdict = str(record["verdict"])
+        colour = {"passed": "green", "flaky": "yellow"}.get(verdict, "red")
+        reporter.write(f"{verdict:<7}", **{colour: True})
+        reporter.write_line(f" {node_id}  {record.get('summary', '')}")
+    for line in goldens:
+        reporter.write_line(line)
+
+
+def _progress_text(name: str, phase: int, progress: Progress) -> str:
+    parts = [f"{name}: iteration {progress.iteration}/{progress.last}"]
+    if phase > 1:
+        parts[0] = f"{name}, phase {phase}: iteration {progress.iteration}/{progress.last}"
+    if progress.loss is not None:
+        parts.append(f"lm loss {progress.loss}")
+    left = progress.time_left_s
+    if left is not None:
+        parts.append(f"about {left:.0f} s left")
+    return ", ".join(parts)

@@ -1,0 +1,117 @@
+"""What this machine is: its GPUs, its processor, and which platform of the recipes that makes it.
+
+Asks NVML and the system, never torch: the controller must not load it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+CPU_PLATFORM = "cpu"
+# Platform of a recipe -> what NVML's name of its GPUs contains.
+PLATFORM_GPUS: Mapping[str, str] = {
+    "dgx_a100": "A100",
+    "dgx_gb200": "GB200",
+    "dgx_h100": "H100",
+    "dgx_h200": "H200",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One GPU as NVML sees it.
+
+    Attributes:
+        uuid: NVML's name for exactly this device, `GPU-...`.
+        memory_bytes: All of its memory.
+    """
+
+    index: int
+    name: str
+    uuid: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """This machine, as far as goldens and placement care.
+
+    Attributes:
+        gpus: In NVML's order; empty without an NVIDIA driver.
+        driver: Version of the NVIDIA driver, or None.
+        cpu: Model name of the processor.
+    """
+
+    gpus: tuple[Gpu, ...]
+    driver: str | None
+    cpu: str
+
+    def platform_class(self, platform_name: str) -> str:
+        """Return what decides whether times and memory of two runs may be compared."""
+        if platform_name == CPU_PLATFORM or not self.gpus:
+            return f"{self.cpu} x{os.cpu_count()}"
+        return self.gpus[0].name
+
+    def lacks(self, platform_name: str, num_gpus: int) -> str | None:
+        """Return why a workload of that platform cannot run here, or None if it can."""
+        if platform_name == CPU_PLATFORM:
+            return None
+        wanted = PLATFORM_GPUS.get(platform_name)
+        fitting = [g for g in self.gpus if wanted is None or wanted in g.name]
+        if len(fitting) >= num_gpus:
+            return None
+        here = f"{len(self.gpus)} x {self.gpus[0].name}" if self.gpus else "no GPU"
+        return f"{platform_name} needs {num_gpus} x {wanted or 'GPU'}, this host has {here}"
+
+
+@functools.cache
+def this_host() -> Host:
+    """Return this machine; asked once per process."""
+    gpus, driver = _nvml()
+    return Host(gpus=gpus, driver=driver, cpu=_cpu_model())
+
+
+def _nvml() -> tuple[tuple[Gpu, ...], str | None]:
+    """Return the GPUs and the driver's version; nothing where there is no driver."""
+    if not (Path("/dev/nvidiactl").exists() or Path("/proc/driver/nvidia").exists()):
+        return (), None  # saves the import on most machines
+    import pynvml  # noqa: PLC0415 - see above
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return (), None
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        gpus = tuple(
+            Gpu(
+                index=index,
+                name=_text(pynvml.nvmlDeviceGetName(handle)),
+                uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
+                memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+            )
+            for index, handle in enumerate(handles)
+        )
+        return gpus, _text(pynvml.nvmlSystemGetDriverVersion())
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _text(value: str | bytes) -> str:
+    """Return NVML's answer as text; older bindings give bytes."""
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

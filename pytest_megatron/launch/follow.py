@@ -1,0 +1,115 @@
+"""Reads logs while they are written: new lines, progress, a hang that NCCL reports."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pytest_megatron.launch.layout import PhaseDirs
+
+_CHUNK_BYTES = 1 << 20  # of one file in one poll: a rank that floods its log cannot starve the rest
+_ITERATION = re.compile(r"\biteration\s+(\d+)\s*/\s*(\d+)\s*\|")
+_TIME_MS = re.compile(r"elapsed time per iteration \(ms\):\s*([\d.]+)")
+_LOSS = re.compile(r"\blm loss:\s*([^\s|]+)")
+# torch prints it when a collective did not finish; what follows only takes minutes.
+_WATCHDOG = "Watchdog caught collective operation timeout"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """One `iteration N/M | ...` line of a training.
+
+    Attributes:
+        iteration: The one that just ended, counted from 1.
+        last: The one that the training was told to reach.
+        loss: As printed, or None where the line has none.
+        iteration_ms: Time of this iteration, or None.
+    """
+
+    iteration: int
+    last: int
+    loss: str | None = None
+    iteration_ms: float | None = None
+
+    @property
+    def time_left_s(self) -> float | None:
+        """Estimate from the latest iteration; None where its time is not known."""
+        if self.iteration_ms is None:
+            return None
+        return (self.last - self.iteration) * self.iteration_ms / 1000
+
+
+def parse_progress(line: str) -> Progress | None:
+    """Read Megatron-LM's training line; None for every other line.
+
+    Source: Megatron-LM megatron/training/training.py, training_log(), d98e8a64dd.
+    """
+    match = _ITERATION.search(line)
+    if match is None:
+        return None
+    time = _TIME_MS.search(line)
+    loss = _LOSS.search(line)
+    return Progress(
+        iteration=int(match[1]),
+        last=int(match[2]),
+        loss=None if loss is None else loss[1],
+        iteration_ms=None if time is None else float(time[1]),
+    )
+
+
+@dataclass(slots=True)
+class FollowedFile:
+    """A log that grows."""
+
+    path: Path
+    _position: int = 0
+    _rest: bytes = b""
+
+    def new_lines(self) -> Iterator[str]:
+        """Yield the lines completed since the last call."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._position)
+                chunk = file.read(_CHUNK_BYTES)
+        except OSError:  # not there yet
+            return
+        self._position += len(chunk)
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        for line in lines:
+            yield line.decode(errors="replace").rstrip("\r")
+
+
+@dataclass(slots=True)
+class LogWatch:
+    """Follows every log of one phase.
+
+    Attributes:
+        progress: The furthest that any rank printed, or None.
+        hung_rank: The rank whose watchdog reported a collective that did not finish, or None.
+    """
+
+    dirs: PhaseDirs
+    progress: Progress | None = None
+    hung_rank: int | None = None
+    _launcher: FollowedFile = field(init=False)
+    _ranks: dict[Path, FollowedFile] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._launcher = FollowedFile(self.dirs.launcher_log)
+
+    def poll(self) -> list[str]:
+        """Take in what is new; return the launcher's new lines, those of tee'd ranks among them."""
+        for path in self.dirs.logs.glob("*/attempt_*/*/std*.log"):
+            followed = self._ranks.setdefault(path, FollowedFile(path))
+            for line in followed.new_lines():
+                self._take(line, rank=int(path.parent.name))
+        return list(self._launcher.new_lines())
+
+    def _take(self, line: str, *, rank: int) -> None:
+        if _WATCHDOG in line and self.hung_rank is None:
+            self.hung_rank = rank
+        progress = parse_progress(line)
+        if progress is not None:
+            self.progress = progress

@@ -1,0 +1,134 @@
+"""Runs one command and leaves nothing of it behind, whatever happens to the controller.
+
+Started as a file, in a session of its own: `guard.py CONTROL RESULT GRACE COMMAND...`.
+CONTROL is the read end of a pipe that the controller holds: its end of file (the controller is
+gone, even by SIGKILL) or a byte `t` stops the command, a byte `k` kills it at once, a byte `a` asks
+every process for its Python stack first (SIGABRT with faulthandler). RESULT is the descriptor that
+gets one line of JSON when nothing is left. Ranks that start sessions of their own are found as
+well: the guard is their subreaper. Standard library only, so that it starts in milliseconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+PR_SET_CHILD_SUBREAPER = 36
+POLL_S = 0.05
+UNKILLABLE_S = 30.0  # a process stuck in the kernel (a dead file system) cannot be killed
+
+
+def main() -> None:
+    """Run the command of the command line under guard."""
+    control, result, grace_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # The controller decides, through the pipe. A handler, unlike SIG_IGN, is not inherited.
+        signal.signal(number, lambda *_: None)
+    try:
+        child = subprocess.Popen(sys.argv[4:], stdin=subprocess.DEVNULL, close_fds=True)
+    except OSError as error:
+        _answer(result, {"error": f"{sys.argv[4]}: {error.strerror}"})
+        return
+    returncode = _wait(child.pid, control, grace_s)
+    child.returncode = returncode  # collected here, not by Popen
+    _answer(result, {"returncode": returncode, "num_left": _kill_descendants()})
+
+
+def _wait(child: int, control: int, grace_s: float) -> int:
+    """Wait for the command's end and carry out orders; return its exit code, as Popen has it."""
+    kill_at = float("inf")
+    is_open = True
+    while True:
+        returncode = _collect(child)
+        if returncode is not None:
+            return returncode
+        if time.monotonic() >= kill_at:
+            for pid in _descendants():
+                _send(pid, signal.SIGKILL)
+        readable, _, _ = select.select([control] if is_open else [], [], [], POLL_S)
+        order = os.read(control, 1) if readable else None
+        match order:
+            case None:
+                continue
+            case b"a":
+                for pid in _descendants():
+                    if pid != child:
+                        _send(pid, signal.SIGABRT)
+            case _:  # t, k, or the controller is gone
+                is_open = order != b""
+                kill_at = min(kill_at, time.monotonic() + (0.0 if order == b"k" else grace_s))
+                _send(child, signal.SIGTERM)
+
+
+def _collect(child: int) -> int | None:
+    """Collect every ended process that is ours; return the command's exit code once it ended."""
+    returncode = None
+    try:
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return returncode
+            if pid == child:
+                returncode = os.waitstatus_to_exitcode(status)
+    except ChildProcessError:
+        return returncode
+
+
+def _kill_descendants() -> int:
+    """Kill what still descends from the guard until nothing does; return how many there were."""
+    seen: set[int] = set()
+    give_up_at = time.monotonic() + UNKILLABLE_S
+    while (pids := _descendants()) and time.monotonic() < give_up_at:
+        seen.update(pids)
+        for pid in pids:
+            _send(pid, signal.SIGKILL)
+        _collect(-1)
+        time.sleep(0.005)
+    return len(seen)
+
+
+def _descendants() -> list[int]:
+    """Return every living process below the guard."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:  # "pid (name) state parent ...", and a name may hold anything
+                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            except OSError:  # it ended while we looked
+                continue
+            if state != "Z":
+                children.setdefault(int(parent), []).append(int(entry.name))
+    found = []
+    todo = [os.getpid()]
+    while todo:
+        below = children.get(todo.pop(), [])
+        found += below
+        todo += below
+    return found
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
+
+
+def _answer(result: int, value: dict[str, object]) -> None:
+    """Tell the controller; it may be gone."""
+    try:
+        os.write(result, json.dumps(value).encode() + b"\n")
+    except OSError:
+        return
+
+
+if __name__ == "__main__":
+    main()

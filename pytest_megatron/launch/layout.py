@@ -1,0 +1,120 @@
+"""Where everything of a run lies: names only, nothing is created here. Pure.
+
+    <run-dir>/run.json
+    <run-dir>/<item>/repeat_<i>/attempt_<k>/plan.json
+    <run-dir>/<item>/repeat_<i>/attempt_<k>/phase_<n>/logs/<rank>/{stdout,stderr}.log
+    <run-dir>/<item>/repeat_<i>/attempt_<k>/phase_<n>/{tensorboard/, metrics.json}
+    <run-dir>/<item>/comparison.json
+
+Every attempt has directories of its own, so that nothing of another attempt can be read when it is
+judged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+_NAME_LENGTH = 150  # of a directory; file systems take 255 bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseDirs:
+    """The directories of one phase, which is one start of the training program."""
+
+    root: Path
+
+    @property
+    def logs(self) -> Path:
+        """`<rank>/stdout.log` and `<rank>/stderr.log` of every rank."""
+        return self.root / "logs"
+
+    @property
+    def launcher_log(self) -> Path:
+        """What the launcher itself printed, the lines of chosen ranks among it."""
+        return self.root / "launcher.log"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Event files that the training writes."""
+        return self.root / "tensorboard"
+
+    @property
+    def metrics_lines(self) -> Path:
+        """Where a training may write its metrics as JSON lines instead."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        """The metrics that were read, in the form of a golden."""
+        return self.root / "metrics.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptDirs:
+    """The directories of one attempt: one execution of a workload."""
+
+    root: Path
+
+    def phase(self, number: int) -> PhaseDirs:
+        """Return the directories of a phase, counted from 1."""
+        return PhaseDirs(root=self.root / f"phase_{number}")
+
+    @property
+    def plan(self) -> Path:
+        """What was started, word for word."""
+        return self.root / "plan.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the training saves; later phases of the attempt load from it."""
+        return self.root / "checkpoints"
+
+    @property
+    def data_cache(self) -> Path:
+        """What a dataset may cache, where the recipe names no other place."""
+        return self.root / "data_cache"
+
+    @property
+    def no_checkpoint(self) -> Path:
+        """A directory that stays empty: what a run loads from that has nothing to load."""
+        return self.root / "no_checkpoint"
+
+    @property
+    def assets(self) -> Path:
+        """`{assets_dir}` of a recipe's script."""
+        return self.root / "assets"
+
+    @property
+    def artifacts(self) -> Path:
+        """`{artifacts_dir}` of a recipe's script."""
+        return self.root / "artifacts"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ItemDirs:
+    """The directory of one workload in one run."""
+
+    root: Path
+
+    def attempt(self, *, repeat: int, attempt: int) -> AttemptDirs:
+        """Return the directories of an attempt; both numbers count from 1."""
+        return AttemptDirs(root=self.root / f"repeat_{repeat}" / f"attempt_{attempt}")
+
+    @property
+    def comparison(self) -> Path:
+        """The comparison of every repeat with the golden."""
+        return self.root / "comparison.json"
+
+
+def item_dirs(run_dir: Path, node_id: str) -> ItemDirs:
+    """Return the directory of an item: readable, good for every file system, its own.
+
+    A digest of the node id tells apart what looks alike once brackets and slashes are gone.
+    """
+    plain = node_id.removeprefix("recipes/").replace(".yaml::", "-")
+    readable = re.sub(r"[^A-Za-z0-9._+=]+", "-", plain).strip("-")[:_NAME_LENGTH]
+    digest = hashlib.sha256(node_id.encode()).hexdigest()[:6]
+    return ItemDirs(root=run_dir / f"{readable}-{digest}")

@@ -1,0 +1,203 @@
+"""Carries an attempt's plan out on this machine, and leaves its logs and nothing else behind."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Protocol
+
+from pytest_megatron.errors import LaunchError
+from pytest_megatron.files import JsonValue, write_json_atomically, write_text_atomically
+from pytest_megatron.launch.follow import LogWatch, Progress
+from pytest_megatron.launch.layout import PhaseDirs
+from pytest_megatron.launch.plan import AttemptPlan, PhasePlan, Rewind
+from pytest_megatron.launch.process import Ended, GuardedProcess
+
+_POLL_S = 0.1
+_STOP_GRACE_S = 10.0  # for the agent to end its ranks
+_STACKS_S = 3.0  # for aborted ranks to print their stacks
+_WATCHDOG_GRACE_S = 5.0  # for the other ranks to say which collective they wait in
+
+
+class Listener(Protocol):
+    """Who wants to see an attempt while it runs."""
+
+    def on_lines(self, lines: list[str]) -> None:
+        """Take lines of the launcher, those of tee'd ranks among them."""
+
+    def on_progress(self, phase: int, progress: Progress) -> None:
+        """Take how far the training of a phase is."""
+
+
+class End(Enum):
+    """Why a phase ended."""
+
+    EXITED = "exited"  # by itself, well or not
+    TIME_LIMIT = "time limit"  # stopped by us
+    HUNG_COLLECTIVE = "hung collective"  # stopped by us once a rank's watchdog said so
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseEnd:
+    """How one phase went.
+
+    Attributes:
+        returncode: The launcher's, negative for a signal.
+        num_left: Processes that outlived the launcher and were killed.
+        hung_rank: The rank whose watchdog reported, where `end` is HUNG_COLLECTIVE.
+        progress: The last iteration that was printed, or None.
+    """
+
+    plan: PhasePlan
+    end: End
+    returncode: int
+    num_left: int
+    duration_s: float
+    hung_rank: int | None
+    progress: Progress | None
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether it ran to its end and said so."""
+        return self.end is End.EXITED and self.returncode == 0
+
+
+def run_attempt(
+    plan: AttemptPlan, description: JsonValue, listener: Listener
+) -> tuple[PhaseEnd, ...]:
+    """Run the phases of an attempt one after the other, up to the first that is not clean.
+
+    Args:
+        plan: What to run; its directories must not be there yet.
+        description: Goes to `plan.json` before anything starts.
+        listener: Told about lines and progress while it runs.
+
+    Raises:
+        LaunchError: Directories cannot be made, or the launcher cannot be started.
+        KeyboardInterrupt: Ctrl-C; every process of the attempt is gone by then.
+    """
+    try:
+        for directory in (plan.dirs.root, plan.dirs.checkpoints, plan.dirs.no_checkpoint):
+            directory.mkdir(parents=True)
+        write_json_atomically(plan.dirs.plan, description)
+    except OSError as error:
+        raise _cannot_write(error, plan.dirs.root) from error
+    ends: list[PhaseEnd] = []
+    deadline = time.monotonic() + plan.time_limit_s
+    for phase in plan.phases:
+        _prepare(plan, phase)
+        ends.append(_run_phase(plan, phase, listener, deadline))
+        settle_logs(phase.dirs)
+        if not ends[-1].is_clean:
+            break
+    return tuple(ends)
+
+
+def rewind_checkpoints(rewind: Rewind) -> None:
+    """Make a finished training look as if it had stopped at `back_to`.
+
+    Raises:
+        LaunchError: The training saved no checkpoint there.
+        OSError: The checkpoints cannot be changed.
+    """
+    kept = rewind.checkpoints / f"iter_{rewind.back_to:07d}"
+    if not kept.is_dir():
+        found = sorted(p.name for p in rewind.checkpoints.glob("iter_*"))
+        raise LaunchError(
+            str(rewind.checkpoints),
+            f"has no {kept.name} to resume from, found {', '.join(found) or 'no checkpoint'}; "
+            f"set --save-interval to half of --train-iters",
+        )
+    shutil.rmtree(rewind.checkpoints / f"iter_{rewind.last:07d}", ignore_errors=True)
+    tracker = rewind.checkpoints / "latest_checkpointed_iteration.txt"
+    write_text_atomically(tracker, str(rewind.back_to))
+
+
+def settle_logs(dirs: PhaseDirs) -> None:
+    """Move torch's `logs/<run id>/attempt_0/<rank>/` to `logs/<rank>/`."""
+    for run in [path for path in dirs.logs.glob("*_*") if path.is_dir()]:
+        for rank in run.glob("attempt_*/*"):
+            target = dirs.logs / rank.name
+            if rank.is_dir() and not target.exists():
+                rank.rename(target)
+        for attempt in run.glob("attempt_*"):
+            if not any(attempt.iterdir()):
+                attempt.rmdir()
+        if not any(run.iterdir()):
+            run.rmdir()
+
+
+def _prepare(plan: AttemptPlan, phase: PhasePlan) -> None:
+    """Make what a phase expects to find."""
+    try:
+        if phase.rewind is not None:
+            rewind_checkpoints(phase.rewind)
+        phase.dirs.logs.mkdir(parents=True)
+        phase.dirs.tensorboard.mkdir()
+        if plan.script is not None:
+            plan.dirs.assets.mkdir()
+            plan.dirs.artifacts.mkdir()
+            write_text_atomically(Path(phase.argv[-1]), plan.script)
+    except OSError as error:
+        raise _cannot_write(error, phase.dirs.root) from error
+
+
+def _run_phase(
+    plan: AttemptPlan, phase: PhasePlan, listener: Listener, deadline: float
+) -> PhaseEnd:
+    """Start a phase and watch it to its end."""
+    watch = LogWatch(phase.dirs)
+    end = End.EXITED
+    with GuardedProcess(
+        phase.argv,
+        env=phase.env,
+        cwd=plan.cwd,
+        output=phase.dirs.launcher_log,
+        grace_s=_STOP_GRACE_S,
+    ) as process:
+        while (ended := process.poll(_POLL_S)) is None:
+            _tell(listener, phase, watch)
+            if watch.hung_rank is not None:
+                deadline = min(deadline, time.monotonic() + _WATCHDOG_GRACE_S)
+            if time.monotonic() >= deadline:
+                end = End.TIME_LIMIT if watch.hung_rank is None else End.HUNG_COLLECTIVE
+                ended = _stop(process)
+                break
+    _tell(listener, phase, watch)
+    return PhaseEnd(
+        plan=phase,
+        end=end,
+        returncode=ended.returncode,
+        num_left=ended.num_left,
+        duration_s=ended.duration_s,
+        hung_rank=watch.hung_rank,
+        progress=watch.progress,
+    )
+
+
+def _tell(listener: Listener, phase: PhasePlan, watch: LogWatch) -> None:
+    before = watch.progress
+    if lines := watch.poll():
+        listener.on_lines(lines)
+    if watch.progress is not None and watch.progress != before:
+        listener.on_progress(phase.number, watch.progress)
+
+
+def _stop(process: GuardedProcess) -> Ended:
+    """Get every rank's stack into its log, then end it all."""
+    process.dump_stacks()
+    ended = process.poll(_STACKS_S)
+    if ended is None:
+        process.stop()
+        ended = process.wait()
+    return ended
+
+
+def _cannot_write(error: OSError, directory: Path) -> LaunchError:
+    where = str(error.filename or directory)
+    return LaunchError(
+        where, f"{error.strerror}; give another --run-dir, or make room; nothing was run"
+    )

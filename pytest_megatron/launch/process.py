@@ -1,0 +1,157 @@
+"""The controller's side of a guarded process: starts it, orders it about, learns how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from pytest_megatron.errors import LaunchError
+
+_GUARD = Path(__file__).with_name("guard.py")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a guarded command ended.
+
+    Attributes:
+        returncode: As `Popen.returncode`: negative means killed by that signal.
+        num_left: Processes of it that outlived it and were killed.
+        duration_s: From start to end, by the monotonic clock.
+    """
+
+    returncode: int
+    num_left: int
+    duration_s: float
+
+
+class GuardedProcess:
+    """A command under `guard.py`; as a context manager it never leaves a process behind."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: Path,
+        output: Path,
+        grace_s: float,
+    ) -> None:
+        """Start `command` with stdout and stderr going to the file `output`.
+
+        Args:
+            command: Program and arguments, no shell.
+            env: The whole environment of the command.
+            cwd: Its working directory.
+            output: Created, or emptied.
+            grace_s: How long it may take to end once it is told to.
+
+        Raises:
+            LaunchError: The output or the working directory is not usable.
+        """
+        control_read, self._control = os.pipe()
+        self._result, result_write = os.pipe()
+        self._started = time.monotonic()
+        self._answer = b""
+        self._ended: Ended | None = None
+        own = [str(control_read), str(result_write), str(grace_s)]
+        try:
+            with output.open("wb") as file:
+                self._guard = subprocess.Popen(
+                    [sys.executable, "-I", "-S", str(_GUARD), *own, *command],
+                    env=dict(env),
+                    cwd=cwd,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(control_read, result_write),
+                    start_new_session=True,
+                )
+        except OSError as error:
+            os.close(self._control)
+            os.close(self._result)
+            raise LaunchError(
+                str(error.filename or output), f"{error.strerror}; nothing was run"
+            ) from error
+        finally:
+            os.close(control_read)
+            os.close(result_write)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._ended is None:
+            # Ctrl-C: first politely, so that the agent can end its ranks. A second Ctrl-C comes
+            # through the wait below and leaves it to the guard, which sees our pipe close.
+            self.stop()
+            with contextlib.suppress(LaunchError):
+                self.wait()
+        os.close(self._control)
+        os.close(self._result)
+        self._guard.wait()
+
+    def poll(self, timeout_s: float) -> Ended | None:
+        """Return how the command ended, or None if it runs for `timeout_s` more seconds.
+
+        Raises:
+            LaunchError: The command could not be started, or the guard itself was killed.
+        """
+        if self._ended is None and select.select([self._result], [], [], timeout_s)[0]:
+            chunk = os.read(self._result, 65536)
+            self._answer += chunk
+            if not chunk or self._answer.endswith(b"\n"):
+                self._ended = self._parse(self._answer)
+        return self._ended
+
+    def wait(self) -> Ended:
+        """Wait for the end, however long it takes."""
+        while (ended := self.poll(1.0)) is None:
+            pass
+        return ended
+
+    def stop(self) -> None:
+        """Tell the command to end; after its grace it is killed."""
+        self._order(b"t")
+
+    def kill(self) -> None:
+        """Kill the command and everything below it."""
+        self._order(b"k")
+
+    def dump_stacks(self) -> None:
+        """Abort every process below the command; with faulthandler on, each prints its stacks."""
+        self._order(b"a")
+
+    def _order(self, order: bytes) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._control, order)
+
+    def _parse(self, answer: bytes) -> Ended:
+        if not answer:
+            raise LaunchError(
+                f"process {self._guard.pid}",
+                "the guard of a training was killed, and maybe the training with it; run it again",
+            )
+        found = json.loads(answer)
+        if "error" in found:
+            raise LaunchError(found["error"], "cannot be started; is it installed and executable?")
+        return Ended(
+            returncode=found["returncode"],
+            num_left=found["num_left"],
+            duration_s=time.monotonic() - self._started,
+        )

@@ -1,0 +1,52 @@
+"""The record of a workload in `run.json`: verdict, attempts, where to look. Pure."""
+
+from __future__ import annotations
+
+from pytest_megatron.files import JsonValue
+from pytest_megatron.report.text import summary_line
+from pytest_megatron.verdict.attempt import Attempt
+from pytest_megatron.verdict.decide import Verdict
+from pytest_megatron.verdict.judge import Judgement
+from pytest_megatron.verdict.training import Training
+
+
+def item_record(
+    training: Training,
+    judgement: Judgement | None,
+    *,
+    verdict: Verdict | None = None,
+    problem: str | None = None,
+) -> dict[str, JsonValue]:
+    """Return what `run.json` says of a workload.
+
+    Args:
+        training: What ran.
+        judgement: The comparisons, or None where there were none.
+        verdict: The last word; None takes the training's own.
+        problem: Why it did not pass, as printed.
+    """
+    return {
+        "verdict": (verdict or training.verdict).value,
+        "problem": problem,
+        "summary": summary_line(training, judgement),
+        "duration_s": round(training.duration_s, 3),
+        "directory": str(training.job.dirs.root),
+        "attempts": [_attempt_record(attempt) for attempt in training.attempts],
+    }
+
+
+def _attempt_record(attempt: Attempt) -> dict[str, JsonValue]:
+    cause = attempt.cause
+    signature = None if cause is None else cause.signature
+    return {
+        "repeat": attempt.repeat,
+        "attempt": attempt.number,
+        "directory": str(attempt.dirs.root),
+        "duration_s": round(attempt.duration_s, 3),
+        "exit_codes": [end.returncode for end in attempt.ends],
+        "num_left": sum(end.num_left for end in attempt.ends),
+        "cause": None if cause is None else cause.text,
+        "root_rank": None if cause is None else cause.rank,
+        "signature": None if signature is None else signature.id,
+        "is_transient": cause is not None and cause.is_transient,
+    }

@@ -1,0 +1,204 @@
+"""Whether one attempt trained as it should, and if not, why: from its own files alone."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pytest_megatron.errors import MetricsError
+from pytest_megatron.golden.model import MetricMap, Series, is_finite
+from pytest_megatron.golden.store import read_metrics
+from pytest_megatron.launch.failure import RankFailure, first_failure, read_failures, tail
+from pytest_megatron.launch.layout import AttemptDirs, PhaseDirs
+from pytest_megatron.launch.local import End, PhaseEnd
+from pytest_megatron.verdict.signature import Signature, match_signature
+
+# Without a METRICS key these are compared, and so must be there.
+# Source: Megatron-LM tests/functional_tests/python_test_utils, d98e8a64dd.
+DEFAULT_METRICS = ("lm loss", "num-zeros")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """Why an attempt is no good.
+
+    Attributes:
+        text: One line for a person: who, what, when, which file to read.
+        evidence: Last lines of the log that `text` names.
+        rank: The rank that failed first, where one did.
+        signature: The row of the table that the evidence matches, or None.
+    """
+
+    text: str
+    evidence: tuple[str, ...] = ()
+    rank: int | None = None
+    signature: Signature | None = None
+
+    @property
+    def is_transient(self) -> bool:
+        """Whether an unchanged run is expected to pass."""
+        return self.signature is not None and self.signature.is_transient
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One execution of a workload.
+
+    Attributes:
+        repeat: Counted from 1, as `number` is.
+        metrics: What each phase measured; fewer than phases where one failed.
+        cause: None if it trained as it should.
+    """
+
+    repeat: int
+    number: int
+    dirs: AttemptDirs
+    ends: tuple[PhaseEnd, ...]
+    metrics: tuple[MetricMap, ...]
+    cause: Cause | None
+
+    @property
+    def duration_s(self) -> float:
+        """Time of all its phases."""
+        return sum(end.duration_s for end in self.ends)
+
+
+def judge_attempt(
+    ends: Sequence[PhaseEnd],
+    *,
+    metric_names: Sequence[str] | None,
+    world_size: int,
+    time_limit_s: float,
+) -> tuple[tuple[MetricMap, ...], Cause | None]:
+    """Return what the phases measured and what is wrong with them, if anything.
+
+    Args:
+        ends: The phases in order; at most the last of them is not clean.
+        metric_names: What must have been measured; None for a script that judges itself.
+        world_size: For the text.
+        time_limit_s: For the text.
+    """
+    measured: list[MetricMap] = []
+    for end in ends:
+        if not end.is_clean:
+            return tuple(measured), _why_it_failed(end, world_size, time_limit_s)
+        if metric_names is None:
+            continue
+        try:
+            metrics = _measured(end.plan.dirs)
+        except MetricsError as error:
+            return tuple(measured), Cause(text=f"the training ended with exit code 0, but {error}")
+        measured.append(metrics)
+        if problem := _incomplete(metrics, metric_names, end) or _non_finite(metrics, metric_names):
+            return tuple(measured), Cause(
+                text=f"{_phase(end)}{problem}; see {end.plan.dirs.launcher_log}",
+                evidence=tail(end.plan.dirs.launcher_log),
+            )
+    return tuple(measured), None
+
+
+def _measured(dirs: PhaseDirs) -> MetricMap:
+    """Return what a phase wrote: JSON lines where it wrote any, else TensorBoard files."""
+    lines = dirs.metrics_lines
+    return read_metrics(lines if lines.exists() else dirs.tensorboard).metrics
+
+
+def _incomplete(metrics: MetricMap, names: Sequence[str], end: PhaseEnd) -> str | None:
+    """Say which metric is missing, or that the training stopped early."""
+    last = end.plan.last_iteration
+    for name in names:
+        series = metrics.get(name)
+        if series is None or not len(series):
+            found = ", ".join(sorted(metrics))
+            return f"the training wrote no {name!r}, only {found}"
+        if last is not None and series.steps[-1] + _interval(series) <= last:
+            return (
+                f"the training ended with exit code 0, but {name} stops at step "
+                f"{series.steps[-1]}, expected it to go on to {last}"
+            )
+    return None
+
+
+def _non_finite(metrics: MetricMap, names: Sequence[str]) -> str | None:
+    """Say where a metric is not a number."""
+    for name in names:
+        for step, value in metrics[name].items():
+            if not is_finite(value) and "loss" in name:
+                return f"{name} is {value} at step {step}, the first that is not finite"
+    return None
+
+
+def _interval(series: Series) -> int:
+    """Return the smallest distance of two steps; 1 where there is only one."""
+    gaps = [b - a for a, b in zip(series.steps, series.steps[1:], strict=False)]
+    return min(gaps, default=1)
+
+
+def _why_it_failed(end: PhaseEnd, world_size: int, time_limit_s: float) -> Cause:
+    """Explain a phase that is not clean."""
+    dirs = end.plan.dirs
+    failures = read_failures(dirs)
+    when = _phase(end) + _when(end)
+    if end.end is End.TIME_LIMIT:
+        return Cause(
+            text=f"time limit of {time_limit_s:g} s reached {when}{_where_ranks_were(failures)}; "
+            f"see {dirs.logs}",
+            evidence=tail(dirs.launcher_log),
+        )
+    if end.end is End.HUNG_COLLECTIVE:
+        return Cause(
+            text=f"a collective did not finish {when}: rank {end.hung_rank} reported it"
+            f"{_where_ranks_were(failures)}; see {dirs.logs}",
+            rank=end.hung_rank,
+        )
+    first = first_failure(failures)
+    if first is None:
+        lines = tail(dirs.launcher_log)
+        return Cause(
+            text=f"the launcher {_ended(end.returncode)} {when} and no rank said why; "
+            f"see {dirs.launcher_log}",
+            evidence=lines,
+            signature=match_signature(lines),
+        )
+    lines = (first.message or "", *first.tail)
+    what = f"raised {first.message}" if first.message else _ended(first.exit_code)
+    # A port that is taken shows in the launcher's own log only.
+    known = match_signature(lines) or match_signature(tail(dirs.launcher_log))
+    return Cause(
+        text=f"rank {first.rank} of {world_size} {what} {when}; see {_readable(first, dirs.logs)}",
+        evidence=first.tail,
+        rank=first.rank,
+        signature=known,
+    )
+
+
+def _readable(failure: RankFailure, logs: Path) -> Path:
+    """Return the log that says most: stderr.log, or stdout.log where that is empty."""
+    stdout = logs / str(failure.rank) / "stdout.log"
+    return failure.log if failure.tail or not tail(stdout) else stdout
+
+
+def _where_ranks_were(failures: Sequence[RankFailure]) -> str:
+    """Return where each rank's Python was when it was stopped."""
+    frames = [f"rank {f.rank} was at {f.frame}" for f in failures if f.frame is not None]
+    return f"; {', '.join(frames)}" if frames else ""
+
+
+def _when(end: PhaseEnd) -> str:
+    if end.progress is None:
+        return "before the first iteration"
+    return f"after iteration {end.progress.iteration} of {end.progress.last}"
+
+
+def _phase(end: PhaseEnd) -> str:
+    return f"in phase {end.plan.number} " if end.plan.number > 1 else ""
+
+
+def _ended(exit_code: int | None) -> str:
+    if exit_code is None:
+        return "failed"
+    if exit_code < 0:
+        return f"was killed by {signal.Signals(-exit_code).name}"
+    return f"ended with exit code {exit_code}"

@@ -1,0 +1,180 @@
+"""Trains a workload: repeats, and attempts where one failed for a cause that is not the code's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from pytest_megatron.files import JsonValue
+from pytest_megatron.golden.store import write_metrics
+from pytest_megatron.launch.case import Case
+from pytest_megatron.launch.facts import Facts, utc_now
+from pytest_megatron.launch.layout import ItemDirs
+from pytest_megatron.launch.local import Listener, run_attempt
+from pytest_megatron.launch.plan import AttemptPlan, Setting, plan_attempt
+from pytest_megatron.launch.secrets import Redactor
+from pytest_megatron.recipe.model import Workload
+from pytest_megatron.verdict.attempt import DEFAULT_METRICS, Attempt, judge_attempt
+from pytest_megatron.verdict.decide import Verdict, decide_training
+
+_BACKOFF_S = 5.0  # before the second attempt; doubled for each further one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One workload as a run wants it executed.
+
+    Attributes:
+        node_id: What the user types to get exactly this workload.
+        case: None for a row with a script of its own.
+        num_repeats: How often it is trained.
+        max_attempts: How often at most a repeat is started.
+    """
+
+    node_id: str
+    workload: Workload
+    case: Case | None
+    dirs: ItemDirs
+    setting: Setting
+    num_repeats: int
+    max_attempts: int
+
+    @property
+    def metric_names(self) -> tuple[str, ...] | None:
+        """What is compared; None for a script that judges itself."""
+        if self.workload.script is not None or self.case is None:
+            return None
+        return DEFAULT_METRICS if self.case.metrics is None else self.case.metrics
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether the case has anything to be compared: not in lightweight mode, for one."""
+        case = self.case
+        if case is None or case.is_never_compared:
+            return False
+        return not (self.setting.is_lightweight or case.is_always_lightweight)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What came of a job, before any golden is looked at.
+
+    Attributes:
+        attempts: In the order they ran.
+        verdict: FAILED or BROKEN where a repeat never trained as it should.
+    """
+
+    job: Job
+    attempts: tuple[Attempt, ...]
+    verdict: Verdict
+
+    @property
+    def clean(self) -> tuple[Attempt, ...]:
+        """The attempt of each repeat that trained as it should."""
+        return tuple(attempt for attempt in self.attempts if attempt.cause is None)
+
+    @property
+    def duration_s(self) -> float:
+        """Time of all attempts."""
+        return sum(attempt.duration_s for attempt in self.attempts)
+
+
+def train(
+    job: Job, facts: Facts, listener: Listener, *, on_retry: Callable[[Attempt, float], None]
+) -> Training:
+    """Run a job.
+
+    Args:
+        job: What to run.
+        facts: Go into every `plan.json`.
+        listener: Sees lines and progress.
+        on_retry: Told of an attempt that failed for a transient cause, and how many seconds the
+            next one waits.
+
+    Raises:
+        MegatronError: It cannot be planned or started; nothing is left running.
+    """
+    attempts: list[Attempt] = []
+    for repeat in range(1, job.num_repeats + 1):
+        for number in range(1, job.max_attempts + 1):
+            attempts.append(_attempt(job, facts, listener, repeat=repeat, number=number))
+            cause = attempts[-1].cause
+            if cause is None or not cause.is_transient or number == job.max_attempts:
+                break
+            pause_s = _BACKOFF_S * 2 ** (number - 1)
+            on_retry(attempts[-1], pause_s)
+            time.sleep(pause_s)
+        if attempts[-1].cause is not None:
+            break
+    return Training(job=job, attempts=tuple(attempts), verdict=decide_training(attempts))
+
+
+def plan_job(job: Job, *, repeat: int = 1, number: int = 1) -> AttemptPlan:
+    """Plan one attempt of a job.
+
+    Raises:
+        MegatronError: The case or the row cannot be planned.
+    """
+    dirs = job.dirs.attempt(repeat=repeat, attempt=number)
+    return plan_attempt(job.workload, job.case, dirs, job.setting, repeat=repeat)
+
+
+def describe_plan(job: Job, plan: AttemptPlan, facts: Facts) -> dict[str, JsonValue]:
+    """Return a plan as `plan.json` keeps it: all that is needed to do it again, without secrets."""
+    redactor = Redactor.of(job.setting.env)
+    phases: list[JsonValue] = [
+        {
+            "number": phase.number,
+            "argv": list[JsonValue](redactor.words(phase.argv)),
+            "env": dict[str, JsonValue](redactor.env(_worth_keeping(phase.env, phase.own_env))),
+            "last_iteration": phase.last_iteration,
+            "rewind_to": None if phase.rewind is None else phase.rewind.back_to,
+        }
+        for phase in plan.phases
+    ]
+    case = job.case
+    return {
+        "schema": 1,
+        "node_id": job.node_id,
+        "recipe": job.workload.where,
+        "case": None if case is None else str(case.path),
+        "cwd": str(plan.cwd),
+        "phases": phases,
+        "script": None if plan.script is None else redactor.text(plan.script),
+        "world_size": plan.world_size,
+        "time_limit_s": plan.time_limit_s,
+        "seed": None if case is None else case.argument("--seed"),
+        "is_lightweight": job.setting.is_lightweight,
+        "planned": utc_now(),
+        **facts.as_json(),
+    }
+
+
+# Inherited variables that change what a training does; the rest of an environment is nobody's
+# business.
+_KEPT_PREFIXES = (
+    *("CUBLAS_", "CUDA_", "GLOO_", "HF_", "LD_", "MASTER_", "MEGATRON_", "MKL_", "NCCL_", "NVTE_"),
+    *("OMP_", "PYTHON", "PYTORCH_", "TORCH", "UCX_", "VIRTUAL_ENV", "WANDB_"),
+)
+
+
+def _worth_keeping(env: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
+    return {k: v for k, v in env.items() if k in own or k == "PATH" or k.startswith(_KEPT_PREFIXES)}
+
+
+def _attempt(job: Job, facts: Facts, listener: Listener, *, repeat: int, number: int) -> Attempt:
+    """Run and judge one attempt."""
+    plan = plan_job(job, repeat=repeat, number=number)
+    ends = run_attempt(plan, describe_plan(job, plan, facts), listener)
+    metrics, cause = judge_attempt(
+        ends,
+        metric_names=job.metric_names,
+        world_size=plan.world_size,
+        time_limit_s=plan.time_limit_s,
+    )
+    for end, measured in zip(ends, metrics, strict=False):
+        write_metrics(end.plan.dirs.metrics, measured)
+    return Attempt(
+        repeat=repeat, number=number, dirs=plan.dirs, ends=ends, metrics=metrics, cause=cause
+    )

@@ -1,0 +1,123 @@
+"""Real processes: each guest says that it is up by a line in its output."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pytest_megatron.errors import LaunchError
+from pytest_megatron.launch.process import Ended, GuardedProcess
+
+GUESTS = Path(__file__).parents[1] / "guests"
+DEADLINE_S = 30.0
+
+
+def start(tmp_path: Path, *command: str, grace_s: float = 20.0) -> GuardedProcess:
+    return GuardedProcess(
+        command, env=os.environ, cwd=tmp_path, output=tmp_path / "log", grace_s=grace_s
+    )
+
+
+def wait_for_line(log: Path, text: str, count: int = 1) -> list[str]:
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        lines = log.read_text().splitlines() if log.exists() else []
+        if sum(text in line for line in lines) >= count:
+            return lines
+        time.sleep(0.01)
+    raise AssertionError(f"no {text!r} in {log}")
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        if not any(psutil.pid_exists(pid) for pid in pids):
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"still there: {pids}")
+
+
+def outcome(ended: Ended) -> tuple[int, int]:
+    return ended.returncode, ended.num_left
+
+
+def test_the_exit_code_and_the_output_of_a_command_come_back(tmp_path: Path) -> None:
+    with start(tmp_path, sys.executable, "-c", "print('out'); raise SystemExit(3)") as process:
+        assert outcome(process.wait()) == (3, 0)
+    assert (tmp_path / "log").read_text() == "out\n"
+
+
+def test_a_signal_comes_back_as_a_negative_exit_code(tmp_path: Path) -> None:
+    with start(tmp_path, "sh", "-c", "kill -SEGV $$") as process:
+        assert outcome(process.wait()) == (-signal.SIGSEGV, 0)
+
+
+def test_a_program_that_is_not_there_is_one_clear_error(tmp_path: Path) -> None:
+    with start(tmp_path, "no-such-program") as process, pytest.raises(LaunchError) as caught:
+        process.wait()
+    assert "no-such-program: No such file or directory: cannot be started" in str(caught.value)
+
+
+def test_an_output_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="Is a directory; nothing was run"):
+        GuardedProcess(["true"], env={}, cwd=tmp_path, output=tmp_path, grace_s=1.0)
+
+
+def test_grandchildren_in_sessions_of_their_own_are_killed_with_the_command(tmp_path: Path) -> None:
+    with start(tmp_path, sys.executable, str(GUESTS / "leaves_grandchildren.py")) as process:
+        ended = process.wait()
+    pids = [int(line.split()[1]) for line in wait_for_line(tmp_path / "log", "up")]
+    assert (outcome(ended), len(pids)) == ((0, 2), 2)
+    wait_until_gone(pids)
+
+
+def test_leaving_the_context_stops_what_still_runs(tmp_path: Path) -> None:
+    with start(tmp_path, sys.executable, str(GUESTS / "ignores_term.py"), grace_s=0.2):
+        (line,) = wait_for_line(tmp_path / "log", "up")
+    wait_until_gone([int(line.split()[1])])
+
+
+def test_stop_is_polite_first(tmp_path: Path) -> None:
+    with start(tmp_path, sys.executable, str(GUESTS / "says_goodbye.py")) as process:
+        wait_for_line(tmp_path / "log", "up")
+        process.stop()
+        assert outcome(process.wait()) == (5, 0)
+    assert "goodbye" in (tmp_path / "log").read_text()
+
+
+def test_stacks_of_a_hanging_rank_land_in_its_output(tmp_path: Path) -> None:
+    with start(tmp_path, sys.executable, str(GUESTS / "hangs_in_a_child.py")) as process:
+        wait_for_line(tmp_path / "log", "up")
+        process.dump_stacks()
+        assert outcome(process.wait()) == (0, 0)
+    assert "in wait_forever" in (tmp_path / "log").read_text()
+
+
+def test_a_killed_controller_leaves_nothing_behind(tmp_path: Path) -> None:
+    controller = subprocess.Popen(
+        [sys.executable, str(GUESTS / "controller_of.py"), str(GUESTS / "leaves_grandchildren.py")],
+        cwd=tmp_path,
+    )
+    pids = [int(x.split()[1]) for x in wait_for_line(tmp_path / "log", "up", count=2)]
+    (guard,) = psutil.Process(controller.pid).children()
+    controller.kill()
+    controller.wait()
+    wait_until_gone([*pids, guard.pid])
+
+
+def test_a_killed_guard_is_one_clear_error(tmp_path: Path) -> None:
+    with start(tmp_path, sys.executable, str(GUESTS / "says_goodbye.py")) as process:
+        (line,) = wait_for_line(tmp_path / "log", "up")
+        guard = psutil.Process(int(line.split()[1])).parent()
+        assert guard is not None
+        guard.kill()
+        with pytest.raises(LaunchError, match="the guard of a training was killed"):
+            process.wait()
+        os.kill(int(line.split()[1]), signal.SIGKILL)

@@ -50,13 +50,16 @@ class WorkloadItem(pytest.Item):
                 planned or started, or the infrastructure failed to the end.
         """
         plugin = self._plugin
+        problem = None
         try:
             self._training = plugin.train(self)
         except MegatronError as error:
-            plugin.record_broken(self, str(error))
-            pytest.fail(str(error), pytrace=False)
-        if self._training.verdict is Verdict.BROKEN:
-            pytest.fail(plugin.record_training(self, self._training), pytrace=False)
+            problem = plugin.record_broken(self, error)
+        else:
+            if self._training.verdict is Verdict.BROKEN:
+                problem = plugin.record_training(self, self._training)
+        if problem is not None:  # outside of `except`: the user sees one error, not a chain
+            pytest.fail(problem, pytrace=False)
 
     @override
     def runtest(self) -> None:
@@ -72,8 +75,7 @@ class WorkloadItem(pytest.Item):
         try:
             problem = plugin.judge(self, self._training)
         except MegatronError as error:
-            plugin.record_broken(self, str(error))
-            problem = str(error)
+            problem = plugin.record_broken(self, error)
         if problem is not None:
             pytest.fail(problem, pytrace=False)
 

@@ -123,7 +123,7 @@ def print_summary(
         verdict = str(record["verdict"])
         colour = {"passed": "green", "flaky": "yellow"}.get(verdict, "red")
         reporter.write(f"{verdict:<7}", **{colour: True})
-        reporter.write_line(f" {node_id}  {record.get('summary', '')}")
+        reporter.write(f" {node_id}  {record.get('summary', '')}\n")
     for line in goldens:
         reporter.write_line(line)
 

@@ -184,9 +184,19 @@ class WorkloadPlugin:
         self._record(item, item_record(training, None, problem=problem))
         return problem
 
-    def record_broken(self, item: WorkloadItem, problem: str) -> None:
-        """Record a workload that could not be run or judged at all."""
-        self._record(item, {"verdict": Verdict.BROKEN.value, "problem": problem, "attempts": []})
+    def record_broken(self, item: WorkloadItem, error: MegatronError) -> str:
+        """Record a workload that could not be run or judged at all; return why."""
+        problem = str(error)
+        self._record(
+            item,
+            {
+                "verdict": Verdict.BROKEN.value,
+                "problem": problem,
+                "summary": problem,
+                "attempts": [],
+            },
+        )
+        return problem
 
     # results
 
@@ -196,7 +206,7 @@ class WorkloadPlugin:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Put a workload's record on its last report, on which it also crosses from a worker."""
         report = yield
-        if isinstance(item, WorkloadItem) and report.when == "teardown":
+        if isinstance(item, WorkloadItem) and report.when == "teardown" and item.record:
             report.__dict__["megatron_workload"] = item.record  # pytest carries it along
         return report
 

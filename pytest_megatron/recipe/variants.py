@@ -38,9 +38,10 @@ def duplicates_of(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
     pairs: list[tuple[Row, Row]] = []
     for members in _groups(rows):
         first: dict[str, Row] = {}
+        keys = {key for member in members for key in rows[member].axes} | {"cadence"}
         for member in members:
             row = rows[member]
-            same = first.setdefault(repr(sorted(row.spec.items())), row)
+            same = first.setdefault(repr([row.spec.get(key) for key in keys]), row)
             if same is not row:
                 pairs.append((same, row))
     return pairs

@@ -133,7 +133,9 @@ def parse_document(text: str, file: Path) -> Document:
         mark = getattr(problem, "problem_mark", None)
         line = mark.line + 1 if mark is not None else _line_at(text, problem)
         what = getattr(problem, "problem", None) or getattr(problem, "reason", None) or problem
-        raise YamlError(line, f"is not valid YAML: {what}") from problem
+        # The end of a file counts as a line after its last one.
+        last = max(1, text.count("\n") + (not text.endswith("\n")))
+        raise YamlError(min(line, last), f"is not valid YAML: {what}") from problem
     if not isinstance(builder.top, dict):
         found = "nothing" if builder.top is None else f"a {type(builder.top).__name__}"
         raise YamlError(1, f"holds {found} at its top, expected a mapping")

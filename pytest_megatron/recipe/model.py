@@ -135,11 +135,6 @@ def parse_row(row: Row, *, file: Path, variant: tuple[str, ...]) -> Workload:
         RecipeError: A key is missing or has a value of the wrong type.
     """
     reader = _Reader(f"{file}:{row.line}", row.spec)
-    template = reader.text("name") or DEFAULT_NAME
-    try:
-        name = fill_in(template, row.spec)
-    except RowError as problem:
-        raise RecipeError(reader.where, f"name: {problem}") from problem
     cadence = row.spec["cadence"]
     return Workload(
         file=file,
@@ -161,9 +156,18 @@ def parse_row(row: Row, *, file: Path, variant: tuple[str, ...]) -> Workload:
         data_path=reader.text("data_path"),
         data_cache_path=reader.text("data_cache_path"),
         checkpoint_load_path=reader.text("checkpoint_load_path"),
-        name=name,
+        name=_name(reader),
         variant=variant,
     )
+
+
+def _name(reader: _Reader) -> str:
+    """Return the row's name, filled in."""
+    template = reader.text("name") or DEFAULT_NAME
+    try:
+        return fill_in(template, reader.spec)
+    except RowError as problem:
+        raise RecipeError(reader.where, f"name: {problem}") from problem
 
 
 class _Reader:

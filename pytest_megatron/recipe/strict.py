@@ -47,10 +47,8 @@ def expand_strict(
             continue
         findings += _entry_findings(document, vocabulary, entry, path)
         for inner, product in _products_of(document, spec, entry, path):
-            if inner in broken:
-                continue
             findings += _unknown_words(document, vocabulary, product.axes, inner)
-            if not _has_known_cadence(product):
+            if inner in broken or not _has_known_cadence(product):
                 continue
             try:
                 _check_axes(product)

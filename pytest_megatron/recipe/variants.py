@@ -38,9 +38,10 @@ def duplicates_of(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
     pairs: list[tuple[Row, Row]] = []
     for members in _groups(rows):
         first: dict[str, Row] = {}
+        keys = {key for member in members for key in rows[member].axes} | {"cadence"}
         for member in members:
             row = rows[member]
-            same = first.setdefault(repr(sorted(row.spec.items())), row)
+            same = first.setdefault(repr([row.spec.get(key) for key in keys]), row)
             if same is not row:
                 pairs.append((same, row))
     return pairs
@@ -57,10 +58,16 @@ def _groups(rows: Sequence[Row]) -> list[list[int]]:
 def _differing_keys(rows: Sequence[Row]) -> list[str]:
     """Return the product keys, and the cadence if nothing else, whose values differ."""
     keys = dict.fromkeys(key for row in rows for key in row.axes if key not in _IN_EVERY_NAME)
-    differing = [key for key in keys if len({_word(row.spec.get(key)) for row in rows}) > 1]
-    if len({tuple(_word(row.spec.get(key)) for key in differing) for row in rows}) < len(rows):
-        differing.append("cadence")
+    differing = [key for key in keys if _num_values(rows, [key]) > 1]
+    with_cadence = [*differing, "cadence"]
+    if _num_values(rows, differing) < _num_values(rows, with_cadence):
+        return with_cadence
     return differing
+
+
+def _num_values(rows: Sequence[Row], keys: Sequence[str]) -> int:
+    """Return how many different values the rows have for some keys together."""
+    return len({tuple(_word(row.spec.get(key)) for key in keys) for row in rows})
 
 
 def _word(value: JsonValue) -> str:

@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from recipe_texts import HEAD
+
+from pytest_megatron.recipe.findings import RULES
+from pytest_megatron.recipe.lint import lint
+
+CASE = Path("tests/functional_tests/test_cases/gpt/a/model_config.yaml")
+GOLDEN = Path("golden_values/gpt/a/golden_values_dev_dgx_a100.json")
+ROWS = """products:
+  - test_case: [a]
+    products:
+      - {environment: [dev], scope: [mr, mr-github]}
+"""
+SCRIPT = '  script: "run GOLDEN_VALUES_PATH=x"\n'
+
+Lint = Callable[[dict[Path | str, str]], list[str]]
+
+
+@pytest.fixture
+def findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lint:
+    """Write files, lint `recipes` and return one line for each finding."""
+    monkeypatch.chdir(tmp_path)
+
+    def lint_files(files: dict[Path | str, str]) -> list[str]:
+        for path, text in files.items():
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(path).write_text(text)
+        found = lint([Path("recipes")], root=Path())
+        return [f"{one.where} {one.severity.value} {one.rule}: {one.message}" for one in found]
+
+    return lint_files
+
+
+def test_a_complete_tree_has_no_findings(findings: Lint) -> None:
+    files: dict[Path | str, str] = {
+        "recipes/h100/gpt.yaml": HEAD + ROWS,
+        CASE: "TEST_TYPE: regular\n",
+        GOLDEN: "{}",
+    }
+    assert findings(files) == []
+
+
+def test_a_golden_beside_the_case_is_found_too(findings: Lint) -> None:
+    beside = CASE.parent / GOLDEN.name
+    assert findings({"recipes/a.yaml": HEAD + ROWS, CASE: "TEST_TYPE: regular", beside: ""}) == []
+
+
+def test_a_row_that_compares_needs_a_golden(findings: Lint) -> None:
+    assert findings({"recipes/a.yaml": HEAD + ROWS, CASE: "TEST_TYPE: regular\n"}) == [
+        (
+            f"recipes/a.yaml:11 error missing-golden: 'a' has no golden in dev on dgx_a100, "
+            f"expected {GOLDEN}; run it with --golden record"
+        )
+    ]
+
+
+def test_a_disabled_row_without_golden_is_a_warning(findings: Lint) -> None:
+    rows = ROWS.replace("mr, mr-github", "mr-broken")
+    (finding,) = findings({"recipes/a.yaml": HEAD + rows, CASE: "TEST_TYPE: regular\n"})
+    assert finding.startswith("recipes/a.yaml:11 warning missing-golden: ")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "TEST_TYPE: regular\nENV_VARS: {SKIP_PYTEST: 1}",
+        "TEST_TYPE: regular\nENV_VARS: {ENABLE_LIGHTWEIGHT_MODE: true}",
+        "TEST_TYPE: checkpoint-consistency",
+        "TEST_TYPE: regular\nMODE: inference",
+        "TEST_TYPE: regular\nMODE: rl",
+    ],
+)
+def test_a_case_that_compares_nothing_needs_no_golden(findings: Lint, case: str) -> None:
+    assert findings({"recipes/a.yaml": HEAD + ROWS, CASE: case}) == []
+
+
+def test_a_script_may_do_without_case_and_golden(findings: Lint) -> None:
+    head = HEAD + "  script: run me\n"
+    assert findings({"recipes/a.yaml": head + ROWS}) == []
+    assert findings({"recipes/a.yaml": head + ROWS, CASE: "TEST_TYPE: regular"}) == []
+    (finding,) = findings({"recipes/a.yaml": HEAD + SCRIPT + ROWS})
+    assert "missing-golden" in finding
+
+
+def test_a_row_without_script_needs_a_case_and_a_program(findings: Lint) -> None:
+    head = HEAD.replace("  training_script_path: train.py\n", "")
+    assert findings({"recipes/a.yaml": head + ROWS}) == [
+        (
+            "recipes/a.yaml:10 error nothing-to-run: 'a' has neither 'script' nor "
+            "'training_script_path'; add one"
+        ),
+        f"recipes/a.yaml:10 error missing-case: 'a' has no case, expected {CASE}",
+    ]
+
+
+def test_a_golden_that_no_row_reads_is_a_warning(findings: Lint) -> None:
+    stray = CASE.parent / "golden_values_dev_dgx_a100_2nd.json"
+    files: dict[Path | str, str] = {
+        "recipes/a.yaml": HEAD + ROWS,
+        CASE: "TEST_TYPE: regular",
+        GOLDEN: "",
+        stray: "",
+    }
+    assert findings(files) == [
+        (
+            f"{stray} warning unreachable-golden: no row of the recipes reads this golden; "
+            "remove it or add a row"
+        )
+    ]
+    assert lint([Path("recipes/a.yaml")], root=Path()) == ()  # a file does not know of others
+
+
+@pytest.mark.parametrize(
+    ("case", "finding"),
+    [
+        pytest.param(
+            "TEST_TYPE: regular\nMODEL_ARGS:\n  --lr: 1\n  --lr: 2\n",
+            ":4 warning case-duplicate-key: key '--lr' is also on line 3, this one counts; "
+            "remove one",
+            id="duplicate key",
+        ),
+        pytest.param(
+            "TEST_TYPE: regular\nMODEL_ARG: {}\n",
+            ":2 error case-unknown-key: unknown key 'MODEL_ARG', nothing reads it; "
+            "did you mean 'MODEL_ARGS'?",
+            id="key",
+        ),
+        pytest.param(
+            "TEST_TYPE: frozen-start\nMODE: pretrainning\n",
+            ":2 error case-unknown-word: MODE: unknown value 'pretrainning', expected one of "
+            "inference, pretraining, rl; did you mean 'pretraining'?",
+            id="mode",
+        ),
+        pytest.param(
+            "TEST_TYPE: regular\nLAUNCHER: mpirun\n",
+            ":2 error case-unknown-word: LAUNCHER: unknown value 'mpirun', expected one of "
+            "ft_launcher, torchrun",
+            id="launcher",
+        ),
+        pytest.param(
+            "TEST_TYPE: regular\nTEST_EVALUATION: xfail\n",
+            ":2 error case-unknown-word: TEST_EVALUATION: unknown value 'xfail', expected one of "
+            "pass, xpass",
+            id="evaluation",
+        ),
+        pytest.param(
+            "MODEL_ARGS_2: {}\n",
+            ":1 error case-unknown-word: TEST_TYPE: is missing, expected one of "
+            "checkpoint-consistency, ckpt-resume, frozen-resume, frozen-start, regular, release",
+            id="type",
+        ),
+        pytest.param(
+            "TEST_TYPE: regular\nENV_VARS:\n  N_REPEATS: 5\n  NCCL_ALGO: Ring\n",
+            ":3 error case-unknown-variable: ENV_VARS: 'N_REPEATS' has no effect on the harness; "
+            "did you mean 'N_REPEAT'?",
+            id="variable",
+        ),
+        pytest.param(
+            "TEST_TYPE: [\n", ":1 error case-unreadable: is not valid YAML: ", id="unreadable"
+        ),
+    ],
+)
+def test_a_case_is_checked(findings: Lint, case: str, finding: str) -> None:
+    files: dict[Path | str, str] = {"recipes/a.yaml": HEAD + ROWS, CASE: case, GOLDEN: ""}
+    (found,) = findings(files)
+    assert found.startswith(f"{CASE}{finding}")
+
+
+def test_a_recipe_that_is_no_yaml_leaves_the_others(findings: Lint) -> None:
+    files: dict[Path | str, str] = {"recipes/a.yaml": "a: [", "recipes/b.yaml": HEAD + ROWS}
+    assert [line.split(": ")[0] for line in findings(files)] == [
+        "recipes/a.yaml:1 error unreadable",
+        "recipes/b.yaml:11 error missing-case",
+    ]
+
+
+def test_every_rule_is_documented() -> None:
+    text = (Path(__file__).parents[3] / "docs/reference/recipes.md").read_text()
+    for rule, meaning in RULES.items():
+        assert f"| `{rule}` | {meaning} |" in text

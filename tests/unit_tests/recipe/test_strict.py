@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import pytest
+from recipe_texts import HEAD, read
+
+
+def found(text: str) -> list[str]:
+    return [f"{finding} [{finding.rule}]" for finding in read(text).findings]
+
+
+GOOD = "{environment: [dev], scope: [mr]}"
+
+
+@pytest.mark.parametrize(
+    ("entry", "finding"),
+    [
+        pytest.param(
+            "{test_case: [a]}",
+            "r.yaml:9: products[0].products: is missing; add it [no-products]",
+            id="no products",
+        ),
+        pytest.param(
+            "{test_case: [a], products: []}",
+            "r.yaml:9: products[0].products: found [], expected a list with at least one element "
+            "[no-products]",
+            id="empty products",
+        ),
+        pytest.param(
+            f"{{test_case: abc, products: [{GOOD}]}}",
+            "r.yaml:9: products[0].test_case: found 'abc', expected a list; write [abc] "
+            "[bare-string]",
+            id="test case is no list",
+        ),
+        pytest.param(
+            "{test_case: [a], products: [{environment: [dev], scope: mr}]}",
+            "r.yaml:9: products[0].products[0].scope: found 'mr', expected a list; write [mr] "
+            "[bare-string]",
+            id="scope is no list",
+        ),
+        pytest.param(
+            "{test_case: [a], products: [{environment: [dev], scope: [mr], nemo_model: llama}]}",
+            "r.yaml:9: nemo_model: found 'llama', expected a list; write [llama] [row]",
+            id="extra key is no list",
+        ),
+        pytest.param(
+            "{test_case: [a], products: [{environment: [dev], scope: [mr], size: []}]}",
+            "r.yaml:9: size: found [], expected a list with at least one element [row]",
+            id="empty axis",
+        ),
+        pytest.param(
+            "{test_case: [a], products: [{environment: [dev], scope: [mr], gpus: [eight]}]}",
+            "r.yaml:9: products[0].products[0].gpus[0]: found 'eight', expected an integer >= 0 "
+            "[schema]",
+            id="row value of the wrong type",
+        ),
+        pytest.param(
+            f"{{test_case: [a], cadense: [pr], products: [{GOOD}]}}",
+            "r.yaml:9: products[0].cadense: unknown key, expected one of cadence, products, "
+            "test_case; did you mean 'cadence'? [schema]",
+            id="unknown key of an entry",
+        ),
+        pytest.param(
+            f"{{test_case: [a], products: [{GOOD}, {GOOD}]}}",
+            "r.yaml:9: a in dev on dgx_a100 for mr is also on line 9, expected it once; remove one "
+            "[duplicate-row]",
+            id="duplicate row",
+        ),
+        pytest.param(
+            "{test_case: [a], products: [{environment: [dev], scope: [mr], scope: [nightly]}]}",
+            "r.yaml:9: key 'scope' is also on line 9, expected it once; remove one [duplicate-key]",
+            id="duplicate key",
+        ),
+        pytest.param(
+            "{test_case: [a], products: [{scope: [mr]}]}",
+            "r.yaml:9: environment: the row has none, expected a string; add it to the product or "
+            "to spec [row]",
+            id="no environment",
+        ),
+        pytest.param(
+            "{test_case: [a, b], products: [{environment: [dev], scope: [mr], test_case: [c]}]}",
+            "r.yaml:9: test_case: stands inside a product, expected it beside 'products' [row]",
+            id="test case inside a product",
+        ),
+    ],
+)
+def test_what_would_drop_or_mangle_a_row_is_an_error(entry: str, finding: str) -> None:
+    assert finding in found(f"products:\n  - {entry}\n")
+
+
+@pytest.mark.parametrize(
+    ("product", "message"),
+    [
+        (
+            "{environment: [dev], scope: [mr], platforms: ['dg  x_h100']}",
+            (
+                "platforms: unknown word 'dg  x_h100', expected one of cpu, dgx_a100, dgx_gb200, "
+                "dgx_h100, dgx_h200; did you mean 'dgx_h100'?"
+            ),
+        ),
+        (
+            "{environment: [dve], scope: [mr]}",
+            "environment: unknown word 'dve', expected one of dev, lts; did you mean 'dev'?",
+        ),
+        (
+            "{environment: [dev], scope: [mr], cadence: [weeky]}",
+            (
+                "cadence: unknown word 'weeky', expected one of mergegroup, nightly, pr, weekly; "
+                "did you mean 'weekly'?"
+            ),
+        ),
+    ],
+)
+def test_an_unknown_word_is_an_error_with_the_nearest_one(product: str, message: str) -> None:
+    text = f"products:\n  - test_case: [a]\n    products:\n      - {product}\n"
+    assert found(text) == [f"r.yaml:11: {message} [unknown-word]"]
+
+
+def test_an_unknown_scope_is_named_a_disabled_one_is_known() -> None:
+    text = """products:
+  - test_case: [a]
+    products:
+      - environment: [dev]
+        scope: [mr-broken, mr-github-temp-disabled, flaky, L0-smoke,
+                nigthly]
+"""
+    (finding,) = read(text).findings
+    assert (finding.line, finding.rule) == (13, "unknown-word")
+    assert finding.message.startswith("scope: unknown word 'nigthly', expected one of L0, ")
+    assert finding.message.endswith("; did you mean 'nightly'?")
+
+
+def test_every_element_of_test_case_runs_with_a_warning() -> None:
+    loaded = read(f"products:\n  - test_case: [a, b]\n    products: [{GOOD}]\n")
+    assert [workload.test_case for workload in loaded.workloads] == ["a", "b"]
+    (warning,) = loaded.findings
+    assert (warning.is_error, str(warning)) == (
+        False,
+        "r.yaml:9: test_case: Megatron-LM runs only 'a' and drops b; give each an entry of its own",
+    )
+
+
+def test_one_bad_product_leaves_the_others_of_its_file() -> None:
+    text = f"""products:
+  - test_case: [a]
+    products: [{GOOD}, {{environment: dev}}]
+  - test_case: [b]
+  - test_case: [c]
+    products: [{GOOD}]
+"""
+    loaded = read(text)
+    assert [workload.test_case for workload in loaded.workloads] == ["a", "c"]
+    assert [error.line for error in loaded.errors] == [10, 11]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "finding"),
+    [
+        ("gpus: 8", "gpus: '8'", "r.yaml:5: spec.gpus: found '8', expected an integer >= 0"),
+        ("  gpus: 8\n", "", "r.yaml:3: spec.gpus: is missing; add it"),
+        (
+            "dgx_a100",
+            "[dgx_a100]",
+            "r.yaml:6: spec.platforms: found ['dgx_a100'], expected a string",
+        ),
+        ("version: 1", "version: 2", "r.yaml:2: format_version: found 2, expected 1"),
+        (
+            "type: basic",
+            "type: basics",
+            "r.yaml:1: type: found 'basics', expected one of basic, build; did you mean 'basic'?",
+        ),
+        (
+            "type: basic",
+            "type: basic\nspecs: {}",
+            (
+                "r.yaml:2: specs: unknown key, expected one of format_version, loggers, "
+                "maintainers, products, spec, type; did you mean 'spec'?"
+            ),
+        ),
+    ],
+)
+def test_a_wrong_head_leaves_no_rows(old: str, new: str, finding: str) -> None:
+    text = f"{HEAD.replace(old, new)}products:\n  - test_case: [a]\n    products: [{GOOD}]\n"
+    loaded = read(text)
+    assert (loaded.workloads, [str(error) for error in loaded.findings]) == ((), [finding])
+
+
+def test_an_extra_spec_key_is_a_placeholder_one_like_a_known_key_a_warning() -> None:
+    head = HEAD + "  nemo_model: llama\n  time_limits: 5\n"
+    loaded = read(f"{head}products:\n  - test_case: [a]\n    products: [{GOOD}]\n")
+    assert loaded.workloads[0].spec["nemo_model"] == "llama"
+    assert [(str(finding), finding.is_error) for finding in loaded.findings] == [
+        (
+            "r.yaml:9: spec.time_limits: is a placeholder of its own; did you mean 'time_limit'?",
+            False,
+        )
+    ]

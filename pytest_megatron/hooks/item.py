@@ -49,7 +49,7 @@ class WorkloadItem(pytest.Item):
             pytest.fail.Exception: Nothing is known about the code: the workload cannot be
                 planned or started, or the infrastructure failed to the end.
         """
-        plugin = self._plugin
+        plugin = plugin_of(self.config)
         problem = None
         try:
             self._training = plugin.train(self)
@@ -69,7 +69,7 @@ class WorkloadItem(pytest.Item):
             pytest.fail.Exception: The training failed, or a metric disagrees.
         """
         assert self._training is not None
-        plugin = self._plugin
+        plugin = plugin_of(self.config)
         if self._training.verdict is Verdict.FAILED:
             pytest.fail(plugin.record_training(self, self._training), pytrace=False)
         try:
@@ -84,10 +84,11 @@ class WorkloadItem(pytest.Item):
         """Return the recipe's line, from 0, and the item's name."""
         return Path(self.path), self.workload.line - 1, self.name
 
-    @property
-    def _plugin(self) -> WorkloadPlugin:
-        from pytest_megatron.hooks.workloads import WorkloadPlugin  # noqa: PLC0415 - a cycle
 
-        plugin = self.config.pluginmanager.get_plugin(PLUGIN_NAME)
-        assert isinstance(plugin, WorkloadPlugin)
-        return plugin
+def plugin_of(config: pytest.Config) -> WorkloadPlugin:
+    """Return the role that runs this session's workloads."""
+    from pytest_megatron.hooks.workloads import WorkloadPlugin  # noqa: PLC0415 - a cycle
+
+    plugin = config.pluginmanager.get_plugin(PLUGIN_NAME)
+    assert isinstance(plugin, WorkloadPlugin)
+    return plugin

@@ -13,7 +13,7 @@ from typing_extensions import override
 from pytest_megatron.errors import MegatronError
 
 if TYPE_CHECKING:
-    from pytest_megatron.hooks.workloads import WorkloadItem
+    from pytest_megatron.hooks.item import WorkloadItem
     from pytest_megatron.recipe.model import Workload
 
 RECIPES_DIR = "recipes"
@@ -32,16 +32,22 @@ class RecipeFile(pytest.File):
         Raises:
             CollectError: The file is no sound recipe; the others are still collected.
         """
-        from pytest_megatron.hooks.workloads import WorkloadItem  # noqa: PLC0415 - loads pydantic
+        from pytest_megatron.hooks.item import WorkloadItem, plugin_of  # noqa: PLC0415 - heavy
         from pytest_megatron.recipe.load import load_recipe  # noqa: PLC0415
 
         try:
-            workloads = load_recipe(self._shown_path())
+            workloads = load_recipe(
+                self._shown_path(), vocabulary=plugin_of(self.config).vocabulary
+            )
         except MegatronError as error:
             raise self.CollectError(str(error)) from None
         marks = _Marks(self.config)
         for workload in workloads:
-            item = WorkloadItem.from_parent(self, name=workload.item_name, workload=workload)
+            name = workload.item_name
+            # As text, pytest takes the brackets for parameters, as --lf does when it reads them.
+            item = WorkloadItem.from_parent(
+                self, name=name, nodeid=f"{self.nodeid}::{name}", workload=workload
+            )
             item.own_markers.extend(marks.of(workload))
             yield item
 

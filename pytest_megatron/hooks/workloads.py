@@ -27,7 +27,7 @@ from pytest_megatron.golden.compare import Policy, policy_named
 from pytest_megatron.golden.provenance import Golden
 from pytest_megatron.golden.store import golden_path, read_golden
 from pytest_megatron.hooks.goldens import GoldenWriter
-from pytest_megatron.hooks.item import PLUGIN_NAME, WorkloadItem
+from pytest_megatron.hooks.item import WorkloadItem
 from pytest_megatron.hooks.options import MIN_REFRESH_REPEATS, Options
 from pytest_megatron.hooks.terminal import LiveTerminal, Quiet, print_plan, print_summary
 from pytest_megatron.launch.case import Case, case_path, read_case
@@ -42,8 +42,6 @@ from pytest_megatron.verdict.attempt import Attempt
 from pytest_megatron.verdict.decide import Verdict
 from pytest_megatron.verdict.judge import judge
 from pytest_megatron.verdict.training import Job, Training, plan_job, train
-
-__all__ = ["PLUGIN_NAME", "WorkloadItem", "WorkloadPlugin"]
 
 _RUNS_DIR = Path(".pytest_megatron/runs")
 _RUN_DIR_KEY = "megatron_run_dir"
@@ -168,7 +166,7 @@ class WorkloadPlugin:
         golden = self._golden_of(item, job)
         judgement = judge(training, golden, self._policy, self._facts)
         write_json_atomically(job.dirs.comparison, judgement.as_json())
-        problem = mismatch(training, judgement) if judgement.failed else None
+        problem = self._shorten(mismatch(training, judgement)) if judgement.failed else None
         candidate: dict[str, JsonValue] = {}
         target = self._golden_path(job)
         if problem is None and self._goldens.wants(target):
@@ -180,13 +178,13 @@ class WorkloadPlugin:
 
     def record_training(self, item: WorkloadItem, training: Training) -> str:
         """Record a training that failed or broke; return why."""
-        problem = training_failure(training)
+        problem = self._shorten(training_failure(training))
         self._record(item, item_record(training, None, problem=problem))
         return problem
 
     def record_broken(self, item: WorkloadItem, error: MegatronError) -> str:
         """Record a workload that could not be run or judged at all; return why."""
-        problem = str(error)
+        problem = self._shorten(str(error))
         self._record(
             item,
             {
@@ -227,12 +225,13 @@ class WorkloadPlugin:
         """Say on what the workloads will run, and where their results go."""
         gpus = self._facts.host.gpus
         found = f"{len(gpus)} x {gpus[0].name}" if gpus else "no GPU"
-        where = self._shown(self.run_dir)
+        where = self._shorten(str(self.run_dir))
         return f"megatron: {found}, goldens: {self.options.golden}, results in {where}"
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print a line for each workload, and what became of goldens."""
-        print_summary(terminalreporter, self._records, self._goldens.lines)
+        lines = [self._shorten(line) for line in self._goldens.lines]
+        print_summary(terminalreporter, self._records, lines)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: object) -> None:
@@ -376,11 +375,9 @@ class WorkloadPlugin:
         }
         write_json_atomically(self.run_dir / "run.json", run)
 
-    def _shown(self, path: Path) -> Path:
-        try:
-            return path.relative_to(self._config.invocation_params.dir)
-        except ValueError:
-            return path
+    def _shorten(self, text: str) -> str:
+        """Name files as the user would type them here."""
+        return text.replace(f"{self._config.invocation_params.dir}{os.sep}", "")
 
 
 def _link_latest(run_dir: Path) -> None:

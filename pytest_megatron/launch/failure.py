@@ -14,7 +14,10 @@ from pathlib import Path
 from pytest_megatron.launch.layout import PhaseDirs
 
 _TAIL_BYTES = 1 << 16
-_TAIL_LINES = 20
+_TAIL_LINES = 10
+_TRACE_LINES = 30
+_TRACE_STARTS = ("Traceback (most recent call last)", "Fatal Python error:")
+_RANK_PREFIX = re.compile(r"^\[(?:rank|default)\d+\]: ?")
 _TABLE_ROW = re.compile(
     r"\brank\s*:\s*(?P<rank>\d+)\s*\(local_rank:.*?\bexitcode\s*:\s*(?P<code>-?\d+)", re.DOTALL
 )
@@ -83,7 +86,10 @@ def first_failure(failures: Sequence[RankFailure]) -> RankFailure | None:
 
 
 def tail(path: Path) -> tuple[str, ...]:
-    """Return the last lines of a log that say something; none where it cannot be read."""
+    """Return the last lines of a log that say something; none where it cannot be read.
+
+    Of a log that ends in a traceback, only that, without torch's `[rank0]:` in front.
+    """
     try:
         with path.open("rb") as file:
             file.seek(0, 2)
@@ -91,7 +97,12 @@ def tail(path: Path) -> tuple[str, ...]:
             text = file.read().decode(errors="replace")
     except OSError:
         return ()
-    return tuple([line.rstrip() for line in text.splitlines() if line.strip()][-_TAIL_LINES:])
+    lines = [_RANK_PREFIX.sub("", x).rstrip() for x in text.splitlines() if x.strip()]
+    starts = [index for index, line in enumerate(lines) if line.startswith(_TRACE_STARTS)]
+    kept = lines[starts[-1] :] if starts else lines[-_TAIL_LINES:]
+    if len(kept) > _TRACE_LINES:
+        kept = [*kept[:2], "  ...", *kept[3 - _TRACE_LINES :]]
+    return tuple(line for line in kept if not line.startswith("Extension modules:"))
 
 
 def _read_rank(directory: Path, exit_code: int | None) -> RankFailure:

@@ -13,6 +13,8 @@ _CHUNK_BYTES = 1 << 20  # of one file in one poll: a rank that floods its log ca
 _ITERATION = re.compile(r"\biteration\s+(\d+)\s*/\s*(\d+)\s*\|")
 _TIME_MS = re.compile(r"elapsed time per iteration \(ms\):\s*([\d.]+)")
 _LOSS = re.compile(r"\blm loss:\s*([^\s|]+)")
+# How torch.distributed.run marks a line that it copies from a rank.
+_TEED = re.compile(r"\[default(\d+)\]:(?:\[rank\d+\]: ?)?(.*)")
 # torch prints it when a collective did not finish; what follows only takes minutes.
 _WATCHDOG = "Watchdog caught collective operation timeout"
 
@@ -100,12 +102,13 @@ class LogWatch:
         self._launcher = FollowedFile(self.dirs.launcher_log)
 
     def poll(self) -> list[str]:
-        """Take in what is new; return the launcher's new lines, those of tee'd ranks among them."""
+        """Take in what is new; return the new lines of tee'd ranks, as `[rank0]: ...`."""
         for path in self.dirs.logs.glob("*/attempt_*/*/std*.log"):
             followed = self._ranks.setdefault(path, FollowedFile(path))
             for line in followed.new_lines():
                 self._take(line, rank=int(path.parent.name))
-        return list(self._launcher.new_lines())
+        tees = map(_TEED.match, self._launcher.new_lines())
+        return [f"[rank{tee[1]}]: {tee[2]}" for tee in tees if tee is not None]
 
     def _take(self, line: str, *, rank: int) -> None:
         if _WATCHDOG in line and self.hung_rank is None:

@@ -26,7 +26,7 @@ class Listener(Protocol):
     """Who wants to see an attempt while it runs."""
 
     def on_lines(self, lines: list[str]) -> None:
-        """Take lines of the launcher, those of tee'd ranks among them."""
+        """Take lines of tee'd ranks."""
 
     def on_progress(self, phase: int, progress: Progress) -> None:
         """Take how far the training of a phase is."""

@@ -28,7 +28,7 @@ def item_record(
     return {
         "verdict": (verdict or training.verdict).value,
         "problem": problem,
-        "summary": summary_line(training, judgement),
+        "summary": summary_line(training, judgement if problem is None else None, problem),
         "duration_s": round(training.duration_s, 3),
         "directory": str(training.job.dirs.root),
         "attempts": [_attempt_record(attempt) for attempt in training.attempts],

@@ -45,11 +45,16 @@ def mismatch(training: Training, judgement: Judgement) -> str:
     return "\n".join(lines)
 
 
-def summary_line(training: Training, judgement: Judgement | None) -> str:
+def summary_line(
+    training: Training, judgement: Judgement | None, problem: str | None = None
+) -> str:
     """Return one line for the end of the run: loss, time, how it compares, what was odd."""
     parts = [f"{training.duration_s:.1f} s"]
     if training.clean and training.clean[0].metrics:
         parts += _loss(training.clean[0].metrics[0])
+    if problem is not None:
+        cause = training.attempts[-1].cause
+        parts.append("metrics disagree" if cause is None else cause.text.partition("; ")[0])
     if judgement is not None:
         notes = [n for r in judgement.repeats for c in r.comparisons for n in c.notes]
         parts += list(dict.fromkeys(notes))

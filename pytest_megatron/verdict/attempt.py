@@ -93,8 +93,7 @@ def judge_attempt(
         measured.append(metrics)
         if problem := _incomplete(metrics, metric_names, end) or _non_finite(metrics, metric_names):
             return tuple(measured), Cause(
-                text=f"{_phase(end)}{problem}; see {end.plan.dirs.launcher_log}",
-                evidence=tail(end.plan.dirs.launcher_log),
+                text=f"{_phase(end)}{problem}; see {end.plan.dirs.launcher_log}"
             )
     return tuple(measured), None
 
@@ -145,7 +144,6 @@ def _why_it_failed(end: PhaseEnd, world_size: int, time_limit_s: float) -> Cause
         return Cause(
             text=f"time limit of {time_limit_s:g} s reached {when}{_where_ranks_were(failures)}; "
             f"see {dirs.logs}",
-            evidence=tail(dirs.launcher_log),
         )
     if end.end is End.HUNG_COLLECTIVE:
         return Cause(
@@ -168,7 +166,7 @@ def _why_it_failed(end: PhaseEnd, world_size: int, time_limit_s: float) -> Cause
     known = match_signature(lines) or match_signature(tail(dirs.launcher_log))
     return Cause(
         text=f"rank {first.rank} of {world_size} {what} {when}; see {_readable(first, dirs.logs)}",
-        evidence=first.tail,
+        evidence=first.tail if first.exit_code != -signal.SIGKILL else (),  # it had no last words
         rank=first.rank,
         signature=known,
     )

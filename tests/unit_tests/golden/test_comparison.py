@@ -42,8 +42,8 @@ def failed(rule: Rule, **fields: object) -> Comparison:
                 notes=("3 of 50 steps outside, 1 may be",),
             ),
             "lm loss, step 25: observed 10.7312, golden 10.6953, off by 3.4e-03 relative, "
-            "tolerance allows 1.0e-05; 3 of 50 steps outside, 1 may be; largest 5.1e-03 at step 30, mean "
-            "signed -1.2e-04 over 50 steps; g.json",
+            "tolerance allows 1.0e-05; 3 of 50 steps outside, 1 may be; "
+            "largest 5.1e-03 at step 30, mean signed -1.2e-04 over 50 steps; g.json",
             id="band",
         ),
         pytest.param(
@@ -55,7 +55,7 @@ def failed(rule: Rule, **fields: object) -> Comparison:
                 ),
             ),
             "lm loss, mean of steps 38 to 50: observed 4.04, golden 4, off by +1.0e-02 relative, "
-            "tolerance allows 5.0e-04; g.json",
+            "tolerance allows 5.0e-04; first differs at step 3; g.json",
             id="summary",
         ),
         pytest.param(

@@ -157,11 +157,13 @@ def _rest_of_varint(data: bytes, value: int, at: int) -> tuple[int, int]:
     Bytes that are no varint give some number here; decoding the event then says what is wrong.
     """
     value &= 0x7F
-    for shift, byte in zip(range(7, 70, 7), data[at : at + 9], strict=False):
+    shift = 7
+    for byte in data[at : at + 9]:
         at += 1
         value |= (byte & 0x7F) << shift
         if byte < VARINT_CONTINUES:
             break
+        shift += 7
     return value - (1 << 64) if value >> 63 else value, at
 
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import math
+import random
 import re
 import struct
 from pathlib import Path
@@ -196,3 +198,19 @@ def test_every_reader_of_tensorboard_agrees(tmp_path: Path) -> None:
     for name in names:
         theirs = [(e.step, e.value) for e in accumulator.Scalars(name)]
         assert list(ours[name].items()) == theirs
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_damaged_file_is_read_or_named_but_never_crashes(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    path = write_events(
+        tmp_path / "events.out.tfevents.1.h",
+        *(event(s, simple("lm loss", 1.0)) for s in range(120, 140)),
+    )
+    whole = path.read_bytes()
+    for _ in range(100):
+        data = bytearray(whole)
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        path.write_bytes(data)
+        with contextlib.suppress(MetricsError):
+            read_tensorboard(path)

@@ -118,6 +118,8 @@ class Comparison:
 def render(comparison: Comparison) -> str:
     """Return one line for a person: what was seen, what was allowed, how far off, which file."""
     parts = [_headline(comparison), *comparison.notes]
+    if comparison.first is not None and (comparison.passed or comparison.summary is not None):
+        parts.append(f"first differs at step {comparison.first.step}")
     deviation = comparison.deviation
     if deviation.worst_step is not None:
         parts.append(

@@ -25,11 +25,17 @@ from pytest_megatron.golden.layers import (
     judge_zeros,
 )
 from pytest_megatron.golden.model import MetricMap, Series, is_finite
-from pytest_megatron.golden.presence import describe_extra, find_absent, find_unusable
+from pytest_megatron.golden.presence import (
+    describe_extra,
+    describe_skipped,
+    find_absent,
+    find_unusable,
+)
 from pytest_megatron.golden.provenance import Golden
 
 _TIME = "iteration-time"
 _ZEROS = "num-zeros"
+_WITH_PLACEHOLDERS = (_TIME, _ZEROS)
 _MEMORY = ("mem-allocated-bytes", "mem-max-allocated-bytes")
 
 
@@ -85,8 +91,11 @@ def _compare(case: _Case, metric: str, observed: Series | None) -> Comparison:
     if observed is None:
         return replace(answer, rule=Rule.NO_METRIC)
     golden, observed = align(golden, observed)
+    num_steps = len(golden)
+    if metric in _WITH_PLACEHOLDERS:
+        golden = _without_placeholders(golden)
     if metric == _TIME:
-        golden = _without_placeholders(golden, observed)
+        golden = _without_untimed_start(golden, observed)
     first = first_difference(golden, observed)
     judgement = _find_hole(golden, observed)
     if judgement is None and first is None:
@@ -101,7 +110,11 @@ def _compare(case: _Case, metric: str, observed: Series | None) -> Comparison:
         first=judgement.first or first,
         summary=judgement.summary,
         deviation=measure(shared_points(golden, observed)),
-        notes=(*judgement.notes, *describe_extra(golden, observed)),
+        notes=(
+            *judgement.notes,
+            *describe_skipped(num_steps - len(golden)),
+            *describe_extra(golden, observed),
+        ),
     )
 
 
@@ -134,19 +147,24 @@ def _find_hole(golden: Series, observed: Series) -> Judgement | None:
     return None
 
 
-def _without_placeholders(golden: Series, observed: Series) -> Series:
-    """Return the steps of a time at which there is something to compare.
+def _without_placeholders(golden: Series) -> Series:
+    """Return the steps that the golden has a value for.
 
-    Megatron-LM writes "nan" for the steps that it did not time, and a restarted run does not time
-    its first step: those are no holes.
+    Megatron-LM writes "nan" where it measured nothing: a step that it did not time, or a step
+    without an update (fp16 loss scaling), which has no gradient to count zeros in. Neither is a
+    hole; in a loss it would be one.
     """
-    at = dict(observed.items())
-    kept = [
-        (step, value)
-        for step, value in golden.items()
-        if not isinstance(value, str) and (step != golden.steps[0] or is_finite(at.get(step)))
-    ]
+    if all(isinstance(value, str) for value in golden.values):
+        return golden
+    kept = [(step, value) for step, value in golden.items() if not isinstance(value, str)]
     return replace(golden, steps=tuple(s for s, _ in kept), values=tuple(v for _, v in kept))
+
+
+def _without_untimed_start(golden: Series, observed: Series) -> Series:
+    """Return the golden without its first step if the run has no time there, as after a restart."""
+    if len(golden) > 1 and not is_finite(observed.at(golden.steps[0])):
+        return golden.after(golden.steps[0])
+    return golden
 
 
 def _why_not_judged(golden: Golden, host_class: str | None) -> str | None:

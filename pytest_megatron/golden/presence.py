@@ -55,6 +55,11 @@ def describe_extra(golden: Series, observed: Series) -> tuple[str, ...]:
     return (f"{len(extra)} steps after the golden's last, {golden.steps[-1]}, not compared",)
 
 
+def describe_skipped(num_steps: int) -> tuple[str, ...]:
+    """Return a note on golden steps that were left out because nothing was measured there."""
+    return (f"{num_steps} steps not measured, not compared",) if num_steps else ()
+
+
 def find_frozen(golden: Series, observed: Series, *, least_steps: int) -> tuple[int, int] | None:
     """Return first and last step of a constant stretch of the run where the golden moves.
 

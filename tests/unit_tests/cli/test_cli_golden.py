@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from pytest_megatron.cli.main import main
+from pytest_megatron.golden.model import Value, series_of
+from pytest_megatron.golden.provenance import Provenance
+from pytest_megatron.golden.store import write_golden, write_metrics
+
+LOSS: dict[int, Value] = {s: 5.0 - s / 100 for s in range(1, 51)}
+
+
+@pytest.fixture
+def golden(tmp_path: Path) -> Path:
+    path = tmp_path / "golden.json"
+    metrics = {"lm loss": series_of(LOSS, is_full_precision=True)}
+    write_golden(path, metrics, Provenance(deterministic=True, repeats=2, gpu="1x H100"))
+    return path
+
+
+@pytest.fixture
+def observed(tmp_path: Path) -> Path:
+    path = tmp_path / "metrics.json"
+    write_metrics(path, {"lm loss": series_of(LOSS, is_full_precision=True)})
+    return path
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
+    """Run `pytest-megatron golden` in this process; return its exit code."""
+    monkeypatch.setattr(sys, "argv", ["pytest-megatron", "golden", *map(str, arguments)])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    code = caught.value.code
+    return code if isinstance(code, int) else 0
+
+
+def check(monkeypatch: pytest.MonkeyPatch, golden: Path, observed: Path, *more: str) -> int:
+    return run(monkeypatch, "check", "--golden", golden, "--observed", observed, *more)
+
+
+def test_an_equal_run_passes(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    golden: Path,
+    observed: Path,
+) -> None:
+    assert check(monkeypatch, golden, observed) == 0
+    assert capsys.readouterr().out == (
+        f"lm loss: passed, 50 steps; bitwise equal; {golden}\nstrict: all passed\n"
+    )
+
+
+def test_a_different_run_fails_and_says_where(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    golden: Path,
+    observed: Path,
+) -> None:
+    write_metrics(observed, {"lm loss": series_of({**LOSS, 7: 4.94})})
+    assert check(monkeypatch, golden, observed, "--format", "json") == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["passed"], answer["policy"], answer["notes"]) == (False, "strict", [])
+    (comparison,) = answer["comparisons"]
+    wanted = ("metric", "rule", "first_step", "worst_step")
+    assert [comparison[key] for key in wanted] == ["lm loss", "band", 7, 7]
+
+
+def test_the_policy_and_its_mode_can_be_chosen(
+    monkeypatch: pytest.MonkeyPatch, golden: Path, observed: Path
+) -> None:
+    write_metrics(observed, {"lm loss": series_of({**LOSS, 7: 99.0})})
+    megatron = ("--golden-policy", "megatron", "--metric", "lm loss")
+    assert check(monkeypatch, golden, observed, *megatron) == 1
+    assert check(monkeypatch, golden, observed, *megatron, "--nondeterministic") == 0
+
+
+@pytest.mark.parametrize(
+    ("texts", "more", "message"),
+    [
+        pytest.param({"golden": None}, (), "golden.json: no such file", id="no-golden"),
+        pytest.param({"golden": "{}"}, (), "golden.json: holds no metric", id="empty-golden"),
+        pytest.param({"metrics": None}, (), "metrics.json: no such file", id="no-metrics"),
+        pytest.param(
+            {"metrics": '{"a": {"values": {"1": 1}}}'},
+            (),
+            "no metric in common",
+            id="nothing-common",
+        ),
+        pytest.param(
+            {},
+            ("--golden-policy", "mine.toml"),
+            "--golden-policy: unknown policy 'mine.toml', expected one of megatron, strict",
+            id="policy",
+        ),
+        pytest.param({}, ("--format", "xml"), "--format", id="usage"),
+    ],
+)
+@pytest.mark.usefixtures("golden", "observed")
+def test_unusable_input_is_named_on_stderr_with_exit_code_2(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    texts: dict[str, str | None],
+    more: tuple[str, ...],
+    message: str,
+) -> None:
+    for name, text in texts.items():
+        path = tmp_path / f"{name}.json"
+        path.unlink() if text is None else path.write_text(text)
+    assert check(monkeypatch, tmp_path / "golden.json", tmp_path / "metrics.json", *more) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, message in captured.err) == ("", True)
+
+
+def test_megatron_without_its_default_metrics_compares_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    golden: Path,
+    observed: Path,
+) -> None:
+    for path in (golden, observed):
+        path.write_text('{"iteration-time": {"values": {"1": 1}}}')
+    assert check(monkeypatch, golden, observed, "--golden-policy", "megatron") == 2
+    assert "no metric that megatron compares by default" in capsys.readouterr().err
+
+
+def test_show_prints_one_line_a_metric_and_the_provenance(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], golden: Path
+) -> None:
+    assert run(monkeypatch, "show", golden) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "metric   values  steps  first  last  precision",
+        "lm loss  50      1-50   4.99   4.5   full",
+        "deterministic: true",
+        "gpu: 1x H100",
+        "repeats: 2",
+    ]

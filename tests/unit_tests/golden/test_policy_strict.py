@@ -1,0 +1,324 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from pytest_megatron.golden.compare import compare, compare_resume
+from pytest_megatron.golden.comparison import Comparison, Difference, Rule
+from pytest_megatron.golden.document import to_float32
+from pytest_megatron.golden.model import Value, series_of
+from pytest_megatron.golden.provenance import Golden, Provenance, Spread
+
+Values = dict[int, Value]
+HOST = "1x H100"
+
+
+def loss_curve(num_steps: int = 50) -> dict[int, float]:
+    return {s: 2.7 + 2.2 * math.exp(-s / 20) for s in range(1, num_steps + 1)}
+
+
+def judge(
+    golden: Values,
+    observed: Values,
+    *,
+    metric: str = "lm loss",
+    provenance: Provenance | None = None,
+    host_class: str | None = None,
+    is_full_precision: bool = True,
+) -> Comparison:
+    (comparison,) = compare(
+        Golden(
+            path="golden.json",
+            metrics={metric: series_of(golden, is_full_precision=is_full_precision)},
+            provenance=provenance,
+        ),
+        {metric: series_of(observed, is_full_precision=True)},
+        metrics=[metric],
+        host_class=host_class,
+    )
+    return comparison
+
+
+DETERMINISTIC = Provenance(deterministic=True, repeats=2)
+LOSS: Values = {**loss_curve()}
+
+
+def scaled(values: Values, factor: float) -> Values:
+    return {s: v * factor for s, v in values.items() if isinstance(v, float)}
+
+
+def test_an_equal_run_passes_and_is_called_bitwise_equal() -> None:
+    comparison = judge(LOSS, LOSS)
+    assert (comparison.passed, comparison.rule) == (True, Rule.BITWISE)
+    assert comparison.notes == ("bitwise equal",)
+
+
+def test_the_shortest_decimal_of_a_float32_is_bitwise_equal_to_it() -> None:
+    assert judge({1: 4.8753}, {1: 4.87529993057251}).rule is Rule.BITWISE
+
+
+def test_a_golden_of_five_decimals_is_equal_to_a_run_that_rounds_to_it() -> None:
+    comparison = judge({1: 4.8753}, {1: 4.8753012}, is_full_precision=False)
+    assert comparison.notes == ("equal to five decimals",)
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        pytest.param({25: math.nan}, Rule.NAN, id="nan"),
+        pytest.param({25: math.inf}, Rule.INF, id="inf"),
+        pytest.param({25: -math.inf}, Rule.INF, id="minus-inf"),
+        pytest.param({25: "nan"}, Rule.TEXT, id="text"),
+        pytest.param({25: None}, Rule.MISSING, id="missing"),
+        pytest.param({50: None}, Rule.TRUNCATED, id="truncated"),
+        pytest.param({1: None, 50: None}, Rule.MISSING, id="missing-first-and-last"),
+        pytest.param({3: None, 25: math.nan}, Rule.MISSING, id="first-decides"),
+    ],
+)
+def test_missing_nan_inf_and_text_are_different_failures(
+    change: dict[int, Value | None], rule: Rule
+) -> None:
+    observed: Values = {s: v for s, v in {**LOSS, **change}.items() if v is not None}
+    comparison = judge(LOSS, observed)
+    step = min(change)
+    assert (comparison.passed, comparison.rule) == (False, rule)
+    golden = to_float32(loss_curve()[step])
+    assert comparison.first == Difference(step=step, observed=observed.get(step), golden=golden)
+
+
+@pytest.mark.parametrize("bad", ["nan", math.nan, math.inf], ids=["text", "nan", "inf"])
+def test_a_golden_with_a_hole_is_unusable_for_a_loss(bad: Value) -> None:
+    golden: Values = {**LOSS, 40: bad}
+    assert judge(golden, golden).rule is Rule.GOLDEN_UNUSABLE
+
+
+def test_an_empty_golden_block_is_unusable() -> None:
+    assert judge({}, LOSS).rule is Rule.GOLDEN_UNUSABLE
+
+
+def test_steps_after_the_golden_are_reported_only() -> None:
+    comparison = judge(LOSS, {**LOSS, 51: 1.0, 52: 1.0})
+    assert comparison.passed
+    assert comparison.notes[-1] == "2 steps after the golden's last, 50, not compared"
+
+
+@pytest.mark.parametrize("step", [1, 2, 25, 50])
+@pytest.mark.parametrize("change", [1e-3, -1e-3])
+def test_one_value_off_by_a_thousandth_fails_a_deterministic_golden(
+    step: int, change: float
+) -> None:
+    observed: Values = {**LOSS, step: loss_curve()[step] + change}
+    comparison = judge(LOSS, observed, provenance=DETERMINISTIC)
+    assert not comparison.passed
+    assert comparison.first is not None
+    assert comparison.first.step == step
+
+
+def test_the_last_digits_of_another_instruction_set_pass_a_deterministic_golden() -> None:
+    comparison = judge(LOSS, scaled(LOSS, 1 + 3e-6), provenance=DETERMINISTIC)
+    assert comparison.passed
+    assert comparison.notes == ("differs only in the last digits (largest 3e-06)",)
+
+
+def test_without_provenance_a_few_steps_may_leave_the_band() -> None:
+    curve = loss_curve()
+    assert judge(LOSS, {**LOSS, 25: curve[25] * 1.005}).passed
+    assert judge(LOSS, {**LOSS, 25: curve[25] * 1.005, 9: curve[9] * 0.995}).rule is Rule.BAND
+    assert judge(LOSS, {**LOSS, 25: curve[25] * 1.03}).rule is Rule.BAND
+
+
+def test_a_shift_of_the_first_step_is_a_rule_of_its_own() -> None:
+    assert judge(LOSS, {**LOSS, 1: loss_curve()[1] * 1.0015}).rule is Rule.STEP_1
+
+
+def test_a_small_lasting_shift_fails_by_its_mean() -> None:
+    assert judge(LOSS, scaled(LOSS, 1.0005)).rule is Rule.BIAS
+
+
+def test_a_small_late_shift_fails_by_the_mean_of_the_tail() -> None:
+    late: Values = {s: v * (1.0008 if s > 38 else 1) for s, v in loss_curve().items()}
+    assert judge(LOSS, late).rule is Rule.TAIL
+
+
+def test_a_curve_that_stands_still_is_frozen() -> None:
+    curve = {s: 3.0 + 1e-5 * (s % 7) for s in range(1, 51)}
+    frozen: Values = {s: v if s < 40 else curve[40] for s, v in curve.items()}
+    comparison = judge({**curve}, frozen, provenance=DETERMINISTIC)
+    assert comparison.rule is Rule.FROZEN
+    assert comparison.notes == ("constant from step 40 to 50, where the golden moves",)
+
+
+def test_a_golden_that_stands_still_allows_a_run_that_does() -> None:
+    golden: Values = dict.fromkeys(range(1, 21), 0.0)
+    assert judge(golden, golden).passed
+    constant: Values = dict.fromkeys(range(1, 21), 3.0)
+    assert judge(constant, scaled(constant, 1 + 1e-6)).passed
+
+
+@pytest.mark.parametrize("spread", [1e-3, series_of({1: 0.0, 10: 1e-5, 20: 1e-3})])
+def test_a_spread_learned_from_repeats_widens_the_band(spread: Spread) -> None:
+    provenance = Provenance(repeats=8, deterministic=False, spread={"lm loss": spread})
+    noisy: Values = {
+        s: v * (1 + (4e-3 if s % 2 else -4e-3) * (s >= 20)) for s, v in loss_curve().items()
+    }
+    assert judge(LOSS, noisy, provenance=provenance).passed
+    assert not judge(LOSS, noisy).passed
+
+
+def test_a_learned_band_is_narrow_where_the_repeats_agreed() -> None:
+    spread = series_of({1: 0.0, 10: 1e-6, 40: 4e-3})
+    provenance = Provenance(repeats=8, deterministic=False, spread={"lm loss": spread})
+    early: Values = {**LOSS, 5: loss_curve()[5] * 1.001, 6: loss_curve()[6] * 1.001}
+    assert judge(LOSS, early, provenance=provenance).rule is Rule.BAND
+    assert judge(LOSS, early).passed
+
+
+def test_nondeterministic_takes_the_wider_band() -> None:
+    golden = Golden(
+        path="g",
+        metrics={"lm loss": series_of(LOSS, is_full_precision=True)},
+        provenance=DETERMINISTIC,
+    )
+    run = {"lm loss": series_of({**LOSS, 20: loss_curve()[20] * 1.0005}, is_full_precision=True)}
+    assert not compare(golden, run)[0].passed
+    assert compare(golden, run, nondeterministic=True)[0].passed
+
+
+ZEROS: Values = {s: 1500.0 + 100.0 * (s % 3) for s in range(1, 41)}
+
+
+def test_zeros_are_judged_by_mean_tail_and_median_not_by_step() -> None:
+    rules = {
+        "spike": judge(ZEROS, {**ZEROS, 7: 3000.0}, metric="num-zeros"),
+        "all": judge(ZEROS, scaled(ZEROS, 1.1), metric="num-zeros"),
+        "late": judge(
+            ZEROS,
+            {**ZEROS, **dict.fromkeys(range(31, 41), 1900.0)},
+            metric="num-zeros",
+        ),
+    }
+    assert {name: c.rule for name, c in rules.items()} == {
+        "spike": Rule.BIAS,
+        "all": Rule.BIAS,
+        "late": Rule.TAIL,
+    }
+    assert [c.passed for c in rules.values()] == [True, False, False]
+
+
+def test_zeros_over_a_golden_of_zeros() -> None:
+    golden: Values = dict.fromkeys(range(1, 21), 0.0)
+    assert judge(golden, {**golden, 3: 2.0}, metric="num-zeros").passed
+    assert not judge(golden, dict.fromkeys(golden, 50.0), metric="num-zeros").passed
+
+
+def test_steps_without_an_update_have_no_zeros_to_compare() -> None:
+    golden: Values = {**ZEROS, 1: "nan", 2: "nan"}
+    comparison = judge(golden, {**ZEROS, 5: 1501.0}, metric="num-zeros")
+    assert (comparison.passed, comparison.notes) == (True, ("2 steps not measured, not compared",))
+
+
+TIMES: Values = {s: 5.0 if s == 1 else 0.2 for s in range(1, 41)}
+FROM_HOST = Provenance(host_class=HOST)
+
+
+@pytest.mark.parametrize(
+    ("provenance", "host_class", "note"),
+    [
+        (None, HOST, "the golden does not say on which class of host it was measured"),
+        (FROM_HOST, None, "the golden is from '1x H100', the class of this host is not known"),
+        (FROM_HOST, "cpu", "the golden is from '1x H100', this host is 'cpu'"),
+    ],
+)
+@pytest.mark.parametrize("metric", ["iteration-time", "mem-allocated-bytes"])
+def test_time_and_memory_are_judged_within_one_class_of_host(
+    metric: str, provenance: Provenance | None, host_class: str | None, note: str
+) -> None:
+    comparison = judge(
+        TIMES, scaled(TIMES, 9.0), metric=metric, provenance=provenance, host_class=host_class
+    )
+    assert (comparison.passed, comparison.is_judged) == (True, False)
+    assert comparison.notes == (note,)
+
+
+@pytest.mark.parametrize(
+    ("factor", "passed"), [(1.09, True), (1.11, False), (0.2, True)], ids=["slow", "slower", "fast"]
+)
+def test_time_is_judged_by_its_steady_median_upwards_only(factor: float, *, passed: bool) -> None:
+    comparison = judge(
+        TIMES,
+        scaled(TIMES, factor),
+        metric="iteration-time",
+        provenance=FROM_HOST,
+        host_class=HOST,
+    )
+    assert (comparison.passed, comparison.rule) == (passed, Rule.MEDIAN)
+
+
+def test_a_slow_warm_up_does_not_count() -> None:
+    slow_start: Values = {**TIMES, 1: 50.0, 2: 50.0, 3: 50.0}
+    assert judge(
+        TIMES, slow_start, metric="iteration-time", provenance=FROM_HOST, host_class=HOST
+    ).passed
+
+
+def test_times_may_be_placeholders_and_miss_the_first_step() -> None:
+    golden: Values = {**TIMES, 1: "nan"}
+    observed: Values = {s: v for s, v in TIMES.items() if s > 2}
+    assert judge(golden, observed, metric="iteration-time").passed
+    assert judge(golden, {**observed, 9: math.nan}, metric="iteration-time").rule is Rule.NAN
+
+
+@pytest.mark.parametrize(
+    ("change", "rule", "passed"),
+    [
+        pytest.param({7: 12e9}, Rule.PEAK, False, id="peak"),
+        pytest.param(dict.fromkeys(range(1, 9), 4.05e9), Rule.MEDIAN, False, id="shift"),
+        pytest.param({7: 4.03e9}, Rule.PEAK, True, id="within"),
+        pytest.param({7: 1e9}, Rule.PEAK, True, id="less"),
+    ],
+)
+def test_memory_is_judged_by_peak_and_median_upwards_only(
+    change: Values, rule: Rule, *, passed: bool
+) -> None:
+    golden: Values = {**dict.fromkeys(range(1, 11), 4e9), 10: 4.05e9}
+    comparison = judge(
+        golden,
+        {**golden, **change},
+        metric="mem-max-allocated-bytes",
+        provenance=FROM_HOST,
+        host_class=HOST,
+    )
+    assert (comparison.passed, comparison.rule) == (passed, rule)
+
+
+def test_a_metric_that_vanished_fails() -> None:
+    golden = Golden(path="g", metrics={"lm loss": series_of(LOSS)})
+    assert [c.rule for c in compare(golden, {})] == [Rule.NO_METRIC]
+    assert [c.rule for c in compare(golden, {}, metrics=["x"])] == [Rule.NO_GOLDEN]
+
+
+def test_a_metric_never_measured_is_judged_only_when_asked_for() -> None:
+    golden = Golden(path="g", metrics={"num-zeros": series_of({1: "nan", 2: "nan"})})
+    run = {"num-zeros": series_of({1: 5.0, 2: 5.0})}
+    assert [c.rule for c in compare(golden, run)] == [Rule.NOT_JUDGED]
+    assert [c.rule for c in compare(golden, run, metrics=["num-zeros"])] == [Rule.GOLDEN_UNUSABLE]
+
+
+def test_a_resumed_run_is_compared_after_the_middle_only() -> None:
+    first = {
+        "lm loss": series_of(LOSS, is_full_precision=True),
+        "iteration-time": series_of({**TIMES}, is_full_precision=True),
+    }
+    late: Values = {s: v for s, v in LOSS.items() if s > 25}
+    second = {
+        "lm loss": series_of(late, is_full_precision=True),
+        "iteration-time": series_of(dict.fromkeys(range(26, 41), 3.0), is_full_precision=True),
+    }
+    comparisons = compare_resume(first, second, train_iters=50)
+    assert [(c.passed, c.rule) for c in comparisons] == [
+        (True, Rule.BITWISE),
+        (True, Rule.NOT_JUDGED),
+    ]
+    wrong = {**second, "lm loss": series_of({**late, 26: 9.0}, is_full_precision=True)}
+    assert not compare_resume(first, wrong, train_iters=50, metrics=["lm loss"])[0].passed

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from pytest_megatron.errors import GoldenError, MetricsError
+from pytest_megatron.golden.model import series_of
+from pytest_megatron.golden.provenance import Provenance
+from pytest_megatron.golden.store import (
+    golden_path,
+    read_golden,
+    read_metrics,
+    write_golden,
+    write_metrics,
+)
+
+LOSS = series_of({1: 4.875300407409668, 2: 4.5}, is_full_precision=True)
+
+
+def test_a_golden_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "golden.json"
+    provenance = Provenance(
+        command=("pretrain_gpt.py", "--bf16"),
+        commit="abc",
+        is_dirty=False,
+        versions={"torch": "2.9"},
+        repeats=3,
+        deterministic=True,
+        spread={"lm loss": 0.0, "iteration-time": series_of({1: 0.5}, is_full_precision=True)},
+        extra={"later": [1]},
+    )
+    write_golden(path, {"num-zeros": series_of({1: 5.0}), "lm loss": LOSS}, provenance)
+    golden = read_golden(path)
+    assert (golden.path, golden.provenance, golden.notes) == (str(path), provenance, ())
+    assert list(golden.metrics) == ["lm loss", "num-zeros"]
+    assert list(json.loads(path.read_text())) == ["lm loss", "num-zeros", "_provenance"]
+
+
+def test_writing_what_was_read_changes_nothing(tmp_path: Path) -> None:
+    first, second = tmp_path / "1.json", tmp_path / "2.json"
+    write_golden(first, {"lm loss": LOSS}, Provenance(commit="abc"))
+    golden = read_golden(first)
+    assert golden.provenance is not None
+    write_golden(second, golden.metrics, golden.provenance)
+    assert first.read_text() == second.read_text()
+
+
+@pytest.mark.parametrize(
+    ("metrics", "problem"),
+    [
+        pytest.param({}, "no metric to write", id="nothing"),
+        pytest.param({"a": series_of({})}, "a has no value; not written", id="empty"),
+        pytest.param(
+            {"a": series_of({3: math.nan})}, "a, step 3: nan is not finite; not written", id="nan"
+        ),
+        pytest.param(
+            {"a": series_of({3: "nan"})}, "a, step 3: 'nan' is not finite; not written", id="text"
+        ),
+    ],
+)
+def test_a_golden_with_a_hole_is_not_written(
+    tmp_path: Path, metrics: dict[str, object], problem: str
+) -> None:
+    path = tmp_path / "golden.json"
+    path.write_text("old")
+    with pytest.raises(GoldenError, match=problem):
+        write_golden(path, metrics, Provenance())  # type: ignore[arg-type] # parametrised
+    assert path.read_text() == "old"
+
+
+def test_a_golden_of_ours_comes_before_one_beside_the_case(tmp_path: Path) -> None:
+    name = "golden_values_dev_dgx_h100.json"
+    ours = tmp_path / "golden_values" / "gpt" / "tp2" / name
+    theirs = tmp_path / "tests" / "functional_tests" / "test_cases" / "gpt" / "tp2" / name
+
+    def find() -> Path:
+        return golden_path(
+            tmp_path, model="gpt", test_case="tp2", environment="dev", platform="dgx_h100"
+        )
+
+    assert find() == ours
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("{}")
+    assert find() == theirs
+    ours.parent.mkdir(parents=True)
+    ours.write_text("{}")
+    assert find() == ours
+
+
+def test_a_missing_or_binary_golden_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "golden.json"
+    with pytest.raises(GoldenError, match=r"golden\.json: no such file"):
+        read_golden(path)
+    path.write_bytes(b"{\xff}")
+    with pytest.raises(GoldenError, match="not UTF-8 text, at byte 1"):
+        read_golden(path)
+    with pytest.raises(GoldenError, match="cannot be read: Is a directory"):
+        read_golden(tmp_path)
+
+
+def test_the_metrics_of_a_run_are_read_as_they_were_written(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.json"
+    write_metrics(path, {"lm loss": series_of({1: math.inf, 2: 1.5}, is_full_precision=True)})
+    observed = read_metrics(path)
+    assert dict(observed.metrics["lm loss"].items()) == {1: math.inf, 2: 1.5}
+
+
+def test_json_lines_are_recognised_by_their_suffix(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "a": 2}\n')
+    assert list(read_metrics(path).metrics) == ["a"]
+
+
+def test_what_a_run_left_is_a_metrics_error_not_a_golden_error(tmp_path: Path) -> None:
+    with pytest.raises(MetricsError, match="no such file"):
+        read_metrics(tmp_path / "metrics.json")

@@ -14,6 +14,8 @@ import torch
 from gpt_model import Trained
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.optimizer import DistributedOptimizer, MegatronOptimizer
+from torch.optim import AdamW
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -57,10 +59,15 @@ def load_checkpoint(directory: Path, trained: Trained) -> int:
         return 0
     iteration = int(tracker.read_text())
     source = directory / f"iter_{iteration:07d}"
+    for adam in _sharded_adams(trained.optimizer):
+        _allocate_state(adam)
     wanted = _state(trained, iteration, is_loading=True)
     found = dist_checkpointing.load(wanted, str(source))
     trained.bare.load_state_dict(found["model"])
-    trained.optimizer.load_state_dict(found["optimizer"])
+    with torch.no_grad():  # it copies into fp32 weights in place
+        trained.optimizer.load_state_dict(found["optimizer"])
+    for adam in _sharded_adams(trained.optimizer):
+        _restore_step_counts(adam)
     trained.scheduler.load_state_dict(found["scheduler"])
     _restore_generators(found["rng_state"])
     torch.distributed.barrier()
@@ -69,9 +76,43 @@ def load_checkpoint(directory: Path, trained: Trained) -> int:
     return int(found["iteration"])
 
 
+def _sharded_adams(optimizer: MegatronOptimizer) -> list[AdamW]:
+    """Find torch's Adam inside the distributed optimizer (elsewhere, or with others: nothing).
+
+    megatron-core 0.16.1 loads the distributed optimizer with Transformer Engine's Adam in mind;
+    torch's, which it takes without Transformer Engine, needs the two functions below.
+    """
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    inner = [part.optimizer for part in parts if isinstance(part, DistributedOptimizer)]
+    return [one for one in inner if isinstance(one, AdamW)]
+
+
+def _allocate_state(adam: AdamW) -> None:
+    """Take a step without gradients: the loader reads a step count that Adam does not have yet.
+
+    What the step changes is then loaded over.
+    """
+    for group in adam.param_groups:
+        for weight in group["params"]:
+            weight.grad = torch.zeros_like(weight)
+    adam.step()
+    adam.zero_grad()
+
+
+def _restore_step_counts(adam: AdamW) -> None:
+    """Give each weight the step count that was loaded, in a tensor of its own.
+
+    The loader leaves it with the parameter groups; a tensor that all weights share would be
+    counted up once for each of them.
+    """
+    for group in adam.param_groups:
+        for weight in group["params"]:
+            adam.state[weight]["step"] = torch.tensor(float(group["step"]))
+
+
 def _state(trained: Trained, iteration: int, *, is_loading: bool) -> dict[str, object]:
     """Describe what a checkpoint holds, in the form that saving and loading share."""
-    metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
+    metadata = {"distrib_optim_sharding_type": "dp_reshardable"}
     model = trained.bare.sharded_state_dict(metadata=metadata)
     return {
         "iteration": iteration,

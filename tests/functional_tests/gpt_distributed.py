@@ -17,11 +17,6 @@ from gpt_arguments import Arguments
 from megatron.core import parallel_state, tensor_parallel
 
 
-def environment_world_size() -> int:
-    """How many ranks the launcher says it started; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 def choose_backend(arguments: Arguments) -> str:
     """Decide between NCCL on GPUs and gloo on the CPU.
 

@@ -11,6 +11,8 @@ import datetime as dt
 import math
 import resource
 from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
 
 import psutil
 import torch
@@ -68,8 +70,15 @@ class RunLog:
         self.num_skipped = 0
         self.num_nan = 0
 
-    def close(self) -> None:
-        """Close the event file."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self.writer is not None:
             self.writer.close()
 

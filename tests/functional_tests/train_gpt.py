@@ -6,172 +6,40 @@
 The flags have Megatron-LM's names (`--help`, docs/reference/training-program.md). The run is a
 function of its flags: text, weights and dropout follow from `--seed`, and the losses of all
 parallel layouts agree but for rounding. Nothing is written outside the directories that are given.
+
+To read on: gpt_training.py is the loop, gpt_model.py what is trained, gpt_data.py the text,
+gpt_checkpoint.py and gpt_logging.py what is written, gpt_distributed.py how a rank joins the
+others, cpu_device.py how megatron-core runs without a GPU, faults.py how a run fails on request.
 """
 
 from __future__ import annotations
 
-import functools
-import math
+import os
 import sys
-import time
-from collections.abc import Iterator
 
-import torch
-from faults import Kind, misbehave
-from gpt_arguments import Arguments, parse_arguments
-from gpt_checkpoint import load_checkpoint, save_checkpoint
-from gpt_data import Batch, Dataset, first_indices
-from gpt_distributed import environment_world_size, joined_world
-from gpt_logging import RunLog, Step
-from gpt_model import Trained, build
-from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.moe.moe_utils import (
-    clear_aux_losses_tracker,
-    get_moe_layer_wise_logging_tracker,
-    reduce_aux_losses_tracker_across_ranks,
-)
-from torch.distributed.elastic.multiprocessing.errors import record
+from gpt_arguments import parse_arguments
 
 
-@record
 def main() -> None:
     """Read the flags, join the other ranks, train."""
-    arguments = parse_arguments(sys.argv[1:], environment_world_size())
-    with joined_world(arguments) as device:
-        trained = build(arguments, device)
-        log = RunLog(arguments, device)
-        try:
-            train(arguments, trained, device, log)
-        finally:
-            log.close()
+    arguments = parse_arguments(sys.argv[1:], int(os.environ.get("WORLD_SIZE", "1")))
 
+    # Imported only now: a wrong flag is told before torch is loaded, and the helper process that
+    # megatron-core starts to save a checkpoint imports this file once more.
+    from gpt_distributed import joined_world
+    from gpt_logging import RunLog
+    from gpt_model import build
+    from gpt_training import train
+    from torch.distributed.elastic.multiprocessing.errors import record
 
-def train(arguments: Arguments, trained: Trained, device: torch.device, log: RunLog) -> None:
-    """Run the iterations from the resumed one, or the first, to the last."""
-    rank, fault = torch.distributed.get_rank(), arguments.parsed_fault
-    done = load_checkpoint(arguments.load, trained) if arguments.load else 0
-    saved = done
-    trained.model.train()
-    for iteration in range(done + 1, arguments.train_iters + 1):
-        misbehave(fault, iteration, rank)
-        log.tell(train_step(arguments, trained, device, iteration))
-        is_last = iteration == arguments.train_iters or (
-            arguments.exit_interval is not None and iteration % arguments.exit_interval == 0
-        )
-        is_due = arguments.save_interval is not None and iteration % arguments.save_interval == 0
-        if arguments.save is not None and (is_due or is_last) and saved < iteration:
-            save_checkpoint(arguments.save, trained, iteration)
-            saved = iteration
-        if is_last:
-            break
+    @record  # a launcher that asks for it gets the exception in a file
+    def run() -> None:
+        with joined_world(arguments) as device:
+            trained = build(arguments, device)
+            with RunLog(arguments, device) as log:
+                train(arguments, trained, device, log)
 
-
-def train_step(
-    arguments: Arguments, trained: Trained, device: torch.device, iteration: int
-) -> Step:
-    """Run one iteration: forward and backward over all microbatches, then the optimizer."""
-    start = time.perf_counter()
-    learning_rate = trained.optimizer.param_groups[0]["lr"]
-    trained.model.zero_grad_buffer()
-    trained.optimizer.zero_grad()
-    batches = microbatches(arguments, device, iteration)
-    losses = get_forward_backward_func()(
-        forward_step_func=functools.partial(forward_step, arguments, iteration),
-        data_iterator=iter(batches),
-        model=[trained.model],
-        num_microbatches=len(batches),
-        seq_length=arguments.seq_length,
-        micro_batch_size=arguments.micro_batch_size,
-        forward_only=False,
-    )
-    is_updated, grad_norm, num_zeros = trained.optimizer.step()
-    if is_updated:
-        trained.scheduler.step(increment=arguments.global_batch_size)
-    loss = mean_over_data_parallel_ranks(losses, device)
-    balance = load_balancing_loss(arguments, len(batches))
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return Step(
-        iteration=iteration,
-        loss=loss,
-        learning_rate=learning_rate,
-        grad_norm=0.0 if grad_norm is None else float(grad_norm),
-        num_zeros=None if num_zeros is None else int(num_zeros),
-        is_skipped=not is_updated,
-        time_s=time.perf_counter() - start,
-        load_balancing_loss=balance,
-    )
-
-
-def microbatches(arguments: Arguments, device: torch.device, iteration: int) -> list[Batch]:
-    """Make the microbatches of this data-parallel rank for one iteration."""
-    data = Dataset(
-        seed=arguments.seed, vocab_size=arguments.vocab_size, seq_length=arguments.seq_length
-    )
-    dp_rank = parallel_state.get_data_parallel_rank()
-    dp_size = parallel_state.get_data_parallel_world_size()
-    size = arguments.micro_batch_size
-    indices = first_indices(
-        (iteration - 1) * arguments.global_batch_size,
-        num_microbatches=arguments.global_batch_size // (size * dp_size),
-        micro_batch_size=size,
-        dp=(dp_rank, dp_size),
-    )
-    return [data.batch(index, size, device) for index in indices]
-
-
-def forward_step(
-    arguments: Arguments, iteration: int, batches: Iterator[Batch], model: GPTModel
-) -> tuple[torch.Tensor, functools.partial[tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
-    """Run the model on the next microbatch; called by megatron-core's schedule."""
-    batch = next(batches)
-    output = model(batch.tokens, batch.position_ids, None, labels=batch.labels)
-    return output, functools.partial(loss_of, arguments, iteration)
-
-
-def loss_of(
-    arguments: Arguments, iteration: int, token_losses: torch.Tensor
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Average the losses of a microbatch's tokens; called in the last pipeline stage only.
-
-    Raises:
-        RuntimeError: The loss is NaN or infinite and may not be.
-    """
-    loss = token_losses.float().mean()
-    rank, fault = torch.distributed.get_rank(), arguments.parsed_fault
-    if fault is not None and fault.is_at(Kind.NAN, iteration, rank):
-        loss = loss * math.nan
-    if arguments.check_for_nan_in_loss_and_grad and not torch.isfinite(loss):
-        found = "NaN" if torch.isnan(loss) else "Inf"
-        raise RuntimeError(
-            f"Rank {rank}, iteration {iteration}: Unexpected result {loss.item()}"
-            f" (message='found {found} in local forward loss calculation')"
-        )
-    return loss, {"lm loss": loss.detach().clone()}
-
-
-def mean_over_data_parallel_ranks(
-    losses: list[dict[str, torch.Tensor]], device: torch.device
-) -> float:
-    """Average the microbatches' losses over data-parallel ranks; NaN outside the last stage."""
-    if not losses:
-        return math.nan
-    mean = torch.stack([one["lm loss"] for one in losses]).mean().to(device)
-    torch.distributed.all_reduce(mean, group=parallel_state.get_data_parallel_group())
-    return float(mean) / int(parallel_state.get_data_parallel_world_size())
-
-
-def load_balancing_loss(arguments: Arguments, num_microbatches: int) -> float | None:
-    """Mean over layers and microbatches of the router's loss; None for a dense model."""
-    if arguments.num_experts is None:
-        return None
-    reduce_aux_losses_tracker_across_ranks()
-    values = get_moe_layer_wise_logging_tracker()["load_balancing_loss"]["values"]
-    mean = float(values.sum()) / (arguments.num_layers * num_microbatches)
-    clear_aux_losses_tracker()
-    return mean
+    run()
 
 
 if __name__ == "__main__":

@@ -30,10 +30,11 @@ from pytest_megatron.hooks.goldens import GoldenWriter
 from pytest_megatron.hooks.item import WorkloadItem
 from pytest_megatron.hooks.options import MIN_REFRESH_REPEATS, Options
 from pytest_megatron.hooks.terminal import LiveTerminal, Quiet, print_plan, print_summary
-from pytest_megatron.launch.case import Case, case_path, read_case
+from pytest_megatron.launch.case import Case, read_case
 from pytest_megatron.launch.facts import Facts, gather_facts, utc_now
 from pytest_megatron.launch.layout import item_dirs
 from pytest_megatron.launch.plan import Setting
+from pytest_megatron.recipe.places import case_path
 from pytest_megatron.recipe.select import Selection, select
 from pytest_megatron.recipe.vocabulary import Vocabulary
 from pytest_megatron.report.record import item_record
@@ -302,7 +303,7 @@ class WorkloadPlugin:
         workload = item.workload
         if workload.script is not None:
             return None
-        path = case_path(self._root, model=workload.model, test_case=workload.test_case)
+        path = case_path(self._root, workload)
         case = read_case(path)
         if case.metrics == ():
             raise CaseError(

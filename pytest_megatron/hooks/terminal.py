@@ -63,6 +63,8 @@ class LiveTerminal:
         self._next_line_at = time.monotonic() + _LINE_EVERY_S
 
     def __enter__(self) -> Self:
+        if self._is_tty:
+            self._write([], f"{self._name}: starting")
         return self
 
     def __exit__(
@@ -101,8 +103,9 @@ class LiveTerminal:
                 self._has_line = True
             for line in lines:
                 self._writer.line(line)
-            self._width = len(status) if status else 0
-            self._writer.write(status or "", flush=True)
+            status = (status or "")[: self._writer.fullwidth - 1]  # a wrapped line cannot be undone
+            self._width = len(status)
+            self._writer.write(status, flush=True)
 
 
 def print_plan(config: pytest.Config, job: Job, plan: AttemptPlan, golden: Path) -> None:

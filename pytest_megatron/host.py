@@ -42,7 +42,7 @@ class Host:
     """This machine, as far as goldens and placement care.
 
     Attributes:
-        gpus: In NVML's order; empty without an NVIDIA driver.
+        gpus: Those that CUDA_VISIBLE_DEVICES leaves; empty without an NVIDIA driver.
         driver: Version of the NVIDIA driver, or None.
         cpu: Model name of the processor.
     """
@@ -97,9 +97,25 @@ def _nvml() -> tuple[tuple[Gpu, ...], str | None]:
             )
             for index, handle in enumerate(handles)
         )
-        return gpus, _text(pynvml.nvmlSystemGetDriverVersion())
+        return _visible(gpus), _text(pynvml.nvmlSystemGetDriverVersion())
     finally:
         pynvml.nvmlShutdown()
+
+
+def _visible(gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves, in its order."""
+    words = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if words is None:
+        return gpus
+    chosen: list[Gpu] = []
+    for word in words.split(","):
+        found = [
+            g for g in gpus if word.strip() == str(g.index) or (word and g.uuid.startswith(word))
+        ]
+        if not found:
+            break  # CUDA itself stops at the first word that it does not know
+        chosen += found
+    return tuple(chosen)
 
 
 def _text(value: str | bytes) -> str:

@@ -29,6 +29,7 @@ _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _REQUEST_KEYS = {"generated_tokens", "generated_text", "input_prompt", "logprobs", "latency"}
 _BASELINE_KEYS = {"forward_ms", "backward_ms", "throughput_tok_per_sec", "avg_latency_ms"}
 _PROVENANCE_KEY = "_provenance"
+_MAX_STEP_DIGITS = 18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,20 +132,27 @@ def _load(text: str, where: str, notes: list[str]) -> JsonValue:
         value: JsonValue = json.loads(
             text, parse_constant=keep_literal, object_pairs_hook=refuse_duplicates
         )
-    except json.JSONDecodeError as error:
-        num_lines = _count_json_lines(text)
-        if num_lines is not None:
-            raise GoldenError(
-                where, f"JSON lines ({num_lines} values, one a line), expected one object"
-            ) from error
-        place = f"{where}:{error.lineno}:{error.colno}"
-        raise GoldenError(place, f"not JSON: {error.msg.lower()}") from error
+    except ValueError as error:
+        raise _explain_syntax(error, text, where) from error
     except RecursionError as error:
         raise GoldenError(where, "JSON nested too deeply, expected an object of metrics") from error
     if literals:
         names = ", ".join(sorted(set(literals)))
         notes.append(f"{len(literals)} bare {names} literal(s), which are not JSON")
     return value
+
+
+def _explain_syntax(error: ValueError, text: str, where: str) -> GoldenError:
+    if not isinstance(error, json.JSONDecodeError):  # a whole number of thousands of digits
+        return GoldenError(where, f"not JSON of numbers: {error}")
+    num_lines = _count_json_lines(text)
+    if num_lines is not None:
+        return GoldenError(
+            where, f"JSON lines ({num_lines} values, one a line), expected one object"
+        )
+    return GoldenError(
+        f"{where}:{error.lineno}:{error.colno}", f"not JSON: {error.msg[:1].lower()}{error.msg[1:]}"
+    )
 
 
 def _count_json_lines(text: str) -> int | None:
@@ -218,8 +226,10 @@ def _number(block: Mapping[str, JsonValue], key: str, name: str, where: str) -> 
 
 
 def _step(key: str, name: str, where: str) -> int:
-    if not (key.isascii() and key.isdecimal()):
-        raise GoldenError(where, f"{name}: step {key!r}, expected a decimal number")
+    if not (key.isascii() and key.isdecimal() and len(key) <= _MAX_STEP_DIGITS):
+        raise GoldenError(
+            where, f"{name}: step {key!r}, expected a decimal number of at most 18 digits"
+        )
     return int(key)
 
 
@@ -228,7 +238,10 @@ def _value(value: JsonValue, name: str, step: str, where: str) -> Value:
         return value
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise GoldenError(where, f"{name}, step {step}: {_kind(value)}, expected a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise GoldenError(where, f"{name}, step {step}: {error}") from error
 
 
 def _kind(value: JsonValue) -> str:

@@ -72,4 +72,7 @@ def _add(metrics: dict[str, dict[int, Value]], record: JsonValue, where: str) ->
             continue
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise MetricsError(where, f"{name!r} is {value!r}, expected a number")
-        metrics.setdefault(name, {})[step] = float(value)
+        try:
+            metrics.setdefault(name, {})[step] = float(value)
+        except OverflowError as error:
+            raise MetricsError(where, f"{name!r}: {error}") from error

@@ -118,10 +118,14 @@ def _judge_band(points: list[Point], band: Band) -> Judgement | None:
     pairs = list(zip(points, band.allowed, strict=True))
     outside = [(p, a) for p, a in pairs if abs(p.signed) > a]
     far = [(p, a) for p, a in outside if abs(p.signed) > THRESHOLDS.outside_factor * a]
-    if len(outside) <= band.num_outside and not far:
+    if len(outside) > band.num_outside:
+        point, allowed = outside[0]
+        note = f"{len(outside)} of {len(points)} steps outside, {band.num_outside} may be"
+    elif far:
+        point, allowed = far[0][0], THRESHOLDS.outside_factor * far[0][1]
+        note = f"{len(far)} of {len(points)} steps too far outside the band for any step"
+    else:
         return None
-    point, allowed = far[0] if len(outside) <= band.num_outside else outside[0]
-    note = f"{len(outside)} of {len(points)} steps outside, {band.num_outside} may be"
     return Judgement(
         passed=False, rule=Rule.BAND, first=_outside(point, allowed), notes=(note, band.note)
     )

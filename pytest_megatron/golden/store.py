@@ -19,6 +19,7 @@ from pytest_megatron.golden.provenance import (
     provenance_to_json,
 )
 from pytest_megatron.golden.tensorboard import read_tensorboard
+from pytest_megatron.recipe.places import golden_paths
 
 
 def golden_path(root: Path, *, model: str, test_case: str, environment: str, platform: str) -> Path:
@@ -27,10 +28,9 @@ def golden_path(root: Path, *, model: str, test_case: str, environment: str, pla
     Our place is `golden_values/<model>/<test_case>/`; where nothing is there, a golden that lies
     beside the case as Megatron-LM has it is taken. The path returned need not exist.
     """
-    name = f"golden_values_{environment}_{platform}.json"
-    ours = root / "golden_values" / model / test_case / name
-    cases = root / "tests" / "functional_tests" / "test_cases"
-    megatrons = cases / model / test_case / name
+    ours, megatrons = golden_paths(
+        root, model=model, test_case=test_case, environment=environment, platform=platform
+    )
     return megatrons if megatrons.is_file() and not ours.is_file() else ours
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import filelock
 import pytest
 
-from pytest_megatron.errors import GoldenError
+from pytest_megatron.errors import GoldenError, MegatronError
 from pytest_megatron.files import JsonValue, write_text_atomically, write_texts_together
 from pytest_megatron.golden.compare import Policy
 from pytest_megatron.golden.model import MetricMap
@@ -26,7 +26,7 @@ from pytest_megatron.launch.facts import Facts, utc_now
 from pytest_megatron.report.text import mismatch
 from pytest_megatron.verdict.decide import Verdict
 from pytest_megatron.verdict.judge import compare_repeats
-from pytest_megatron.verdict.training import Job, Training
+from pytest_megatron.verdict.training import Training
 
 _LOCK = Path(".pytest_megatron/goldens.lock")
 _CANDIDATE = "golden_candidate.json"
@@ -54,24 +54,21 @@ class GoldenWriter:
         mode = self._options.golden
         return mode == "refresh" or (mode == "record" and not golden.exists())
 
-    def refuse_early(self, job: Job, facts: Facts) -> None:
+    def refuse_early(self, facts: Facts) -> None:
         """Refuse what could never be written, before the training costs anything.
 
         Raises:
-            GoldenError: The tree is not committed, or the case is never compared.
+            GoldenError: The tree is not committed.
         """
-        if not self.is_writing:
+        is_committed = facts.commit is not None and not facts.is_dirty
+        if not self.is_writing or is_committed or self._options.is_dirty_allowed:
             return
-        option = f"--golden {self._options.golden}"
-        if not job.is_compared:
-            raise GoldenError(job.node_id, f"{option}: this case is never compared; leave it out")
-        if facts.commit is None or (facts.is_dirty and not self._options.is_dirty_allowed):
-            state = "is no git checkout" if facts.commit is None else "has uncommitted changes"
-            raise GoldenError(
-                str(self._root),
-                f"{option}: the tree {state}, expected a commit that the golden can name; "
-                f"commit first, or give --allow-dirty, which the golden then says",
-            )
+        state = "is no git checkout" if facts.commit is None else "has uncommitted changes"
+        raise GoldenError(
+            str(self._root),
+            f"--golden {self._options.golden}: the tree {state}, expected a commit that the golden "
+            f"can name; commit first, or give --allow-dirty, which the golden then says",
+        )
 
     def take(
         self, training: Training, target: Path, policy: Policy, facts: Facts
@@ -91,20 +88,30 @@ class GoldenWriter:
         shown = target.relative_to(self._root)
         return {"candidate": str(candidate), "target": str(shown)}, None
 
-    def finish(self, records: Sequence[JsonValue], exit_status: int) -> None:
-        """Write every candidate, if the session was clean; say what changed."""
+    def finish(self, records: Sequence[JsonValue], exit_status: int) -> bool:
+        """Write every candidate, if the session was clean; return False if that went wrong."""
         found = [
             c for r in records if isinstance(r, dict) if isinstance(c := r.get("golden"), dict)
         ]
-        if not self.is_writing or not (found or records):
-            return
+        pairs = {
+            self._root / str(c["target"]): Path(str(c["candidate"])) for c in found if "target" in c
+        }
+        if not self.is_writing or not records:
+            return True
         if exit_status != pytest.ExitCode.OK:
             self.lines.append("goldens: none written, since not all of this run was clean")
-            return
-        if not found:
-            self.lines.append("goldens: none written, all that were selected are there already")
-            return
-        pairs = {self._root / str(c["target"]): Path(str(c["candidate"])) for c in found}
+        elif not pairs:
+            self.lines.append("goldens: none written, none was missing")
+        else:
+            try:
+                self._write(pairs)
+            except (OSError, MegatronError) as error:
+                self.lines.append(f"goldens: none written: {error}")
+                return False
+        return True
+
+    def _write(self, pairs: Mapping[Path, Path]) -> None:
+        """Put candidates in the place of their goldens, all or none."""
         lock = self._root / _LOCK
         lock.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(lock):

@@ -30,10 +30,11 @@ from pytest_megatron.hooks.goldens import GoldenWriter
 from pytest_megatron.hooks.item import WorkloadItem
 from pytest_megatron.hooks.options import MIN_REFRESH_REPEATS, Options
 from pytest_megatron.hooks.terminal import LiveTerminal, Quiet, print_plan, print_summary
-from pytest_megatron.launch.case import Case, case_path, read_case
+from pytest_megatron.launch.case import Case, read_case
 from pytest_megatron.launch.facts import Facts, gather_facts, utc_now
 from pytest_megatron.launch.layout import item_dirs
 from pytest_megatron.launch.plan import Setting
+from pytest_megatron.recipe.places import case_path
 from pytest_megatron.recipe.select import Selection, select
 from pytest_megatron.recipe.vocabulary import Vocabulary
 from pytest_megatron.report.record import item_record
@@ -72,6 +73,8 @@ class WorkloadPlugin:
         self._goldens = GoldenWriter(self._root, options)
         self._records: dict[str, JsonValue] = {}
         self._started = utc_now()
+        # One malformed recipe is an error of this run and must not keep the others from running.
+        config.option.continue_on_collection_errors = True
         try:
             words = load_config(self._root)
             self.vocabulary = Vocabulary().extended(
@@ -83,7 +86,7 @@ class WorkloadPlugin:
 
     # selection
 
-    @pytest.hookimpl(trylast=True)
+    @pytest.hookimpl(tryfirst=True)  # before -k and -m: an empty selection is about ours alone
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
@@ -140,7 +143,7 @@ class WorkloadPlugin:
         if lacking is not None:
             raise LaunchError(job.node_id, f"{lacking}; nothing was run")
         self._golden_of(item, job)  # a missing golden is worth knowing before the training
-        self._goldens.refuse_early(job, self._facts)
+        self._goldens.refuse_early(self._facts)
         self._make_run_dir(job)
         live = self._listener(item)
 
@@ -169,7 +172,7 @@ class WorkloadPlugin:
         problem = self._shorten(mismatch(training, judgement)) if judgement.failed else None
         candidate: dict[str, JsonValue] = {}
         target = self._golden_path(job)
-        if problem is None and self._goldens.wants(target):
+        if problem is None and job.is_compared and self._goldens.wants(target):
             candidate, problem = self._goldens.take(training, target, self._policy, self._facts)
         verdict = training.verdict if problem is None else Verdict.FAILED
         record = item_record(training, judgement, verdict=verdict, problem=problem)
@@ -219,7 +222,9 @@ class WorkloadPlugin:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Write goldens, if all of the run was clean."""
         if not self._is_worker:
-            self._goldens.finish(list(self._records.values()), session.exitstatus)
+            is_written = self._goldens.finish(list(self._records.values()), session.exitstatus)
+            if not is_written and session.exitstatus == pytest.ExitCode.OK:
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_report_header(self) -> str:
         """Say on what the workloads will run, and where their results go."""
@@ -260,8 +265,6 @@ class WorkloadPlugin:
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             job.dirs.root.mkdir()
-            if self.options.run_dir is None and not self._is_worker:
-                _link_latest(self.run_dir)
         except FileExistsError as error:
             raise LaunchError(
                 str(error.filename), "holds an earlier run; give another --run-dir"
@@ -302,7 +305,7 @@ class WorkloadPlugin:
         workload = item.workload
         if workload.script is not None:
             return None
-        path = case_path(self._root, model=workload.model, test_case=workload.test_case)
+        path = case_path(self._root, workload)
         case = read_case(path)
         if case.metrics == ():
             raise CaseError(
@@ -364,7 +367,7 @@ class WorkloadPlugin:
 
     def _write_run(self) -> None:
         if not self.run_dir.is_dir():
-            return
+            return  # nothing could be started
         run: dict[str, JsonValue] = {
             "schema": 1,
             "started": self._started,
@@ -374,6 +377,8 @@ class WorkloadPlugin:
             "items": self._records,
         }
         write_json_atomically(self.run_dir / "run.json", run)
+        if self.options.run_dir is None:
+            _link_latest(self.run_dir)
 
     def _shorten(self, text: str) -> str:
         """Name files as the user would type them here."""

@@ -5,7 +5,6 @@ Source: Megatron-LM tests/functional_tests/test_cases/*/*/model_config.yaml, d98
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -15,28 +14,12 @@ from typing import TypeVar
 from pytest_megatron.errors import CaseError
 from pytest_megatron.files import JsonValue
 from pytest_megatron.launch.arguments import Argument
+from pytest_megatron.recipe.cases import unknown_keys
 from pytest_megatron.yamllines import Document, read_yaml
 
-CASES_DIR = Path("tests/functional_tests/test_cases")
 DEFAULT_TRAIN_ITERS = 100
 LIGHTWEIGHT_ITERS = 4
 LIGHTWEIGHT_SAVE_INTERVAL = 2
-
-_KEYS = (
-    "AFTER_SCRIPT",
-    "BASE_MODEL_ARGS",
-    "BEFORE_SCRIPT",
-    "ENV_VARS",
-    "LAUNCHER",
-    "METRICS",
-    "MODE",
-    "MODEL_ARGS",
-    "MODEL_ENV_VARS",
-    "TEST_EVALUATION",
-    "TEST_TYPE",
-    "THROUGHPUT_TEST_PARAMS",
-)
-_NUMBERED = "MODEL_ARGS_"  # MODEL_ARGS_2 and so on, one for each phase or variant
 
 
 class TestType(Enum):
@@ -139,11 +122,6 @@ class Case:
         return self.env.get("ENABLE_LIGHTWEIGHT_MODE", "").lower() == "true"
 
 
-def case_path(root: Path, *, model: str, test_case: str) -> Path:
-    """Return where the `model_config.yaml` of a test case belongs under the project's root."""
-    return root / CASES_DIR / model / test_case / "model_config.yaml"
-
-
 def read_case(path: Path) -> Case:
     """Read a test case.
 
@@ -170,12 +148,8 @@ class _Reader:
 
     def __init__(self, document: Document) -> None:
         self._document = document
-        known = {*_KEYS, *(k for k in document.value if k.startswith(_NUMBERED))}
-        for key in document.value:
-            if key not in known:
-                near = difflib.get_close_matches(key, sorted(known), n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(_KEYS)}"
-                raise self._error([key], f"unknown key {key!r}, expected one of Megatron's; {hint}")
+        for finding in unknown_keys(document):
+            raise CaseError(f"{finding.file}:{finding.line}", finding.message)
 
     def choice(self, key: str, choices: type[_Choice], *, default: _Choice | None) -> _Choice:
         value = self._document.value.get(key)

@@ -49,7 +49,7 @@ def check_case(document: Document) -> Iterator[Finding]:
             message=message,
             severity=Severity.WARNING,
         )
-    yield from _unknown_keys(document)
+    yield from unknown_keys(document)
     yield from _unknown_words(document)
     yield from _similar_variables(document)
 
@@ -76,7 +76,8 @@ def _finding(document: Document, path: tuple[str, ...], rule: str, message: str)
     return Finding(file=document.file, line=document.line_of(path), rule=rule, message=message)
 
 
-def _unknown_keys(document: Document) -> Iterator[Finding]:
+def unknown_keys(document: Document) -> Iterator[Finding]:
+    """Yield the top-level keys that nothing reads."""
     for key in document.value:
         if key not in KNOWN_KEYS and not _MODEL_ARGS(key):
             message = f"unknown key {key!r}, nothing reads it" + nearest(key, KNOWN_KEYS)

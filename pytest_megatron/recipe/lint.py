@@ -97,7 +97,7 @@ def _check_golden(workload: Workload, root: Path) -> Iterator[Finding]:
     """Yield the golden that a row compares with and that is not there."""
     if workload.script is not None and "GOLDEN_VALUES_PATH" not in workload.script:
         return  # a script of its own judges the run
-    places = golden_paths(root, workload)
+    places = _golden_paths(root, workload)
     if not any(place.is_file() for place in places):
         yield _row_finding(
             workload,
@@ -118,7 +118,7 @@ def _row_finding(
 
 def _unreachable_goldens(workloads: Iterable[Workload], root: Path) -> Iterator[Finding]:
     """Yield the golden files that no row reads."""
-    reached = {path for workload in workloads for path in golden_paths(root, workload)}
+    reached = {path for workload in workloads for path in _golden_paths(root, workload)}
     for directory in (root / GOLDENS, root / CASES):
         for path in sorted(directory.rglob("golden_values*.json")):
             if path not in reached:
@@ -129,3 +129,13 @@ def _unreachable_goldens(workloads: Iterable[Workload], root: Path) -> Iterator[
                     message="no row of the recipes reads this golden; remove it or add a row",
                     severity=Severity.WARNING,
                 )
+
+
+def _golden_paths(root: Path, workload: Workload) -> tuple[Path, Path]:
+    return golden_paths(
+        root,
+        model=workload.model,
+        test_case=workload.test_case,
+        environment=workload.environment,
+        platform=workload.platform,
+    )

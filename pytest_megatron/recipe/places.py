@@ -15,8 +15,9 @@ def case_path(root: Path, workload: Workload) -> Path:
     return root / CASES / workload.model / workload.test_case / "model_config.yaml"
 
 
-def golden_paths(root: Path, workload: Workload) -> tuple[Path, Path]:
+def golden_paths(
+    root: Path, *, model: str, test_case: str, environment: str, platform: str
+) -> tuple[Path, Path]:
     """Return where a workload's golden may be: our place, then Megatron-LM's beside the case."""
-    name = f"golden_values_{workload.environment}_{workload.platform}.json"
-    below = Path(workload.model) / workload.test_case / name
+    below = Path(model) / test_case / f"golden_values_{environment}_{platform}.json"
     return root / GOLDENS / below, root / CASES / below

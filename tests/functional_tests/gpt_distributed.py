@@ -53,14 +53,14 @@ def joined_world(arguments: Arguments) -> Iterator[torch.device]:
         else:
             device = torch.device("cpu")
             stack.enter_context(cpu_device())
-        _start_process_groups(arguments, backend, device)
+        _start_process_groups(arguments, backend)
         _seed(arguments)
         yield device
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
 
 
-def _start_process_groups(arguments: Arguments, backend: str, device: torch.device) -> None:
+def _start_process_groups(arguments: Arguments, backend: str) -> None:
     """Start torch's default group and megatron-core's groups in it."""
     hash_store = torch.distributed.HashStore  # type: ignore[attr-defined] # torch's stub lacks it
     is_launched = "MASTER_ADDR" in os.environ
@@ -69,7 +69,6 @@ def _start_process_groups(arguments: Arguments, backend: str, device: torch.devi
         store=None if is_launched else hash_store(),
         rank=-1 if is_launched else 0,
         world_size=-1 if is_launched else 1,
-        device_id=device if device.type == "cuda" else None,
     )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=arguments.tensor_model_parallel_size,

@@ -50,8 +50,9 @@ def memory_bytes(device: torch.device) -> tuple[int, int]:
     """
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return psutil.Process().memory_info().rss, peak_kib * 1024
+    now = psutil.Process().memory_info().rss
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # the kernel updates it late
+    return now, max(now, peak)
 
 
 class RunLog:

@@ -123,13 +123,18 @@ def test_bare_literals_are_read_and_noted() -> None:
         ),
         pytest.param(
             '{"a": {"values": {"1.5": 1}}}',
-            "g.json: a: step '1.5', expected a decimal number",
+            "g.json: a: step '1.5', expected a decimal number of at most 18 digits",
             id="step",
         ),
         pytest.param(
             '{"a": {"values": {"1": null}}}',
             "g.json: a, step 1: null, expected a number",
             id="null",
+        ),
+        pytest.param(
+            '{"a": {"values": {"1": 1' + "0" * 400 + "}}}",
+            "g.json: a, step 1: int too large to convert to float",
+            id="overflow",
         ),
         pytest.param(
             '{"a": {"values": {"1": true}}}',

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from gpt_arguments import Arguments, check, parse_arguments
+
+CASES = Path(__file__).resolve().parents[2] / "functional_tests" / "test_cases"
+
+
+def test_flags_have_megatrons_names_and_bare_booleans() -> None:
+    argv = [
+        "--num-layers",
+        "4",
+        "--bf16",
+        "--lr",
+        "3e-4",
+        "--save",
+        "ckpt",
+        "--no-check-for-nan-in-loss-and-grad",
+    ]
+    assert parse_arguments(argv, world_size=1) == Arguments(
+        num_layers=4,
+        bf16=True,
+        lr=3e-4,
+        save=Path("ckpt"),
+        check_for_nan_in_loss_and_grad=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        pytest.param(["--num-layer", "4"], id="abbreviation"),
+        pytest.param(["--swiglu"], id="flag-this-program-lacks"),
+        pytest.param(["--bf16", "true"], id="value-for-a-bare-flag"),
+        pytest.param(["--tensor-model-parallel-size", "2"], id="layout-larger-than-the-world"),
+    ],
+)
+def test_a_wrong_command_line_ends_with_code_2(argv: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_arguments(argv, world_size=1)
+    assert caught.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "world_size", "message"),
+    [
+        pytest.param(
+            Arguments(context_parallel_size=2), 2, "--context-parallel-size: 2 is not", id="cp"
+        ),
+        pytest.param(
+            Arguments(tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
+            6,
+            "does not divide the 6 ranks that were started; start a multiple of 4",
+            id="world",
+        ),
+        pytest.param(
+            Arguments(sequence_parallel=True, tensor_model_parallel_size=2),
+            2,
+            "--sequence-parallel: the local layers cannot do it",
+            id="sequence-parallel",
+        ),
+        pytest.param(
+            Arguments(num_layers=3, pipeline_model_parallel_size=2),
+            2,
+            "--num-layers: 3 is not a multiple of 2",
+            id="layers",
+        ),
+        pytest.param(
+            Arguments(num_experts=4, disable_bias_linear=True, expert_model_parallel_size=4),
+            2,
+            "--expert-model-parallel-size: 4 does not divide the 2 ranks",
+            id="experts",
+        ),
+        pytest.param(Arguments(num_experts=4), 1, "--disable-bias-linear", id="expert-biases"),
+        pytest.param(
+            Arguments(global_batch_size=6),
+            2,
+            "--global-batch-size: 6 is not a multiple of 4",
+            id="batch",
+        ),
+        pytest.param(Arguments(save_interval=2), 1, "needs --save DIRECTORY", id="save"),
+        pytest.param(Arguments(fault="melt@3"), 1, "KIND of crash, exit0, hang", id="fault"),
+    ],
+)
+def test_values_that_do_not_fit_are_named(
+    arguments: Arguments, world_size: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        check(arguments, world_size)
+
+
+@pytest.mark.parametrize(
+    "case", sorted(CASES.glob("*/*/model_config.yaml")), ids=lambda path: path.parts[-2]
+)
+def test_every_case_is_accepted_in_its_world(case: Path) -> None:
+    flags = yaml.safe_load(case.read_text())["MODEL_ARGS"]
+    argv = [
+        word
+        for name, value in flags.items()
+        for word in ([name] if value is True else [name, str(value)])
+    ]
+    sizes = {
+        axis: int(flags.get(f"--{axis}-model-parallel-size", 1))
+        for axis in ("tensor", "pipeline", "expert")
+    }
+    world_size = sizes["pipeline"] * max(sizes["tensor"], sizes["expert"])
+    assert parse_arguments(argv, world_size).deterministic_mode

@@ -46,6 +46,7 @@ from pytest_megatron.verdict.training import Job, Training, plan_job, train
 
 _RUNS_DIR = Path(".pytest_megatron/runs")
 _RUN_DIR_KEY = "megatron_run_dir"
+_USAGE_ERROR_KEY = "megatron_usage_error"
 
 
 class WorkloadPlugin:
@@ -73,6 +74,9 @@ class WorkloadPlugin:
         self._goldens = GoldenWriter(self._root, options)
         self._records: dict[str, JsonValue] = {}
         self._started = utc_now()
+        self._usage_error: str | None = None  # of a worker
+        if options.is_plan:
+            config.option.dist = "no"  # pytest-xdist's workers have no terminal to print to
         # One malformed recipe is an error of this run and must not keep the others from running.
         config.option.continue_on_collection_errors = True
         try:
@@ -95,7 +99,13 @@ class WorkloadPlugin:
         try:
             chosen = {id(w) for w in self._selected(workloads)}
         except MegatronError as error:
-            raise pytest.UsageError(str(error)) from None
+            if not self._is_worker:
+                raise pytest.UsageError(str(error)) from None
+            # pytest-xdist would take an exception for a crash; the controller says it instead.
+            workeroutput: dict[str, str] = config.workeroutput  # type: ignore[attr-defined]
+            workeroutput[_USAGE_ERROR_KEY] = str(error)
+            items.clear()
+            return
         dropped = [item for item in workloads if id(item.workload) not in chosen]
         if dropped:
             gone = set(dropped)
@@ -123,9 +133,21 @@ class WorkloadPlugin:
 
     # running
 
+    @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
-        """With `--plan`, print what would run instead of running it."""
-        if not self.options.is_plan or session.testsfailed:
+        """With `--plan`, print what would run instead of running it.
+
+        Raises:
+            pytest.UsageError: The run directory holds an earlier run.
+        """
+        if self._config.option.collectonly or self._is_worker:
+            return None
+        if not self.options.is_plan:
+            if (self.run_dir / "run.json").exists():
+                where = self._shorten(str(self.run_dir))
+                raise pytest.UsageError(f"--run-dir: {where} holds an earlier run; give another")
+            return None
+        if session.testsfailed:
             return None
         for item in session.items:
             if isinstance(item, WorkloadItem):
@@ -225,6 +247,8 @@ class WorkloadPlugin:
             is_written = self._goldens.finish(list(self._records.values()), session.exitstatus)
             if not is_written and session.exitstatus == pytest.ExitCode.OK:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
+            if self._usage_error is not None:
+                session.exitstatus = pytest.ExitCode.USAGE_ERROR
 
     def pytest_report_header(self) -> str:
         """Say on what the workloads will run, and where their results go."""
@@ -237,12 +261,20 @@ class WorkloadPlugin:
         """Print a line for each workload, and what became of goldens."""
         lines = [self._shorten(line) for line in self._goldens.lines]
         print_summary(terminalreporter, self._records, lines)
+        if self._usage_error is not None:
+            terminalreporter.write_line(f"ERROR: {self._usage_error}", red=True)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: object) -> None:
         """Tell a worker of pytest-xdist where the run's directory is."""
         workerinput: dict[str, str] = node.workerinput  # type: ignore[attr-defined]
         workerinput[_RUN_DIR_KEY] = str(self.run_dir)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: object) -> None:
+        """Learn from a worker of pytest-xdist what is wrong with the selection."""
+        workeroutput: dict[str, str] = getattr(node, "workeroutput", {})
+        self._usage_error = workeroutput.get(_USAGE_ERROR_KEY, self._usage_error)
 
     # inside
 
@@ -344,6 +376,11 @@ class WorkloadPlugin:
         return read_golden(path)
 
     def _print_plan(self, item: WorkloadItem) -> None:
+        if (skip := item.get_closest_marker("skip")) is not None:
+            self._config.get_terminal_writer().line(
+                f"{item.nodeid}\n  skipped: {skip.kwargs['reason']}\n"
+            )
+            return
         try:
             job = self._job(item)
             print_plan(self._config, job, plan_job(job), self._golden_path(job))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import psutil
 import pytest
 from tiny_project import ITERS, Project, Run, loss_of, read_object
@@ -165,3 +167,23 @@ def test_a_training_sees_nothing_of_the_launcher_around_pytest(project: Project)
     env = {"RANK": "7", "LOCAL_RANK": "7", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x"}
     run = project.run("recipes", "-k", "board", run_dir="nested", **env)
     assert run.verdict("board") == ("PASSED", "passed")
+
+
+@pytest.mark.parametrize("more", [(), ("-n", "2")], ids=["alone", "xdist"])
+def test_a_run_directory_with_an_earlier_run_is_refused_and_kept(
+    run: Run, project: Project, more: tuple[str, ...]
+) -> None:
+    before = sorted((path, path.stat().st_mtime_ns) for path in run.directory.rglob("*"))
+    again = project.run("recipes", "-k", "lines", *more)
+    assert again.returncode == pytest.ExitCode.USAGE_ERROR
+    assert again.stderr == "ERROR: --run-dir: run holds an earlier run; give another\n\n"
+    assert before == sorted((path, path.stat().st_mtime_ns) for path in run.directory.rglob("*"))
+
+
+def test_a_run_directory_of_our_own_has_a_link_to_the_latest(project: Project) -> None:
+    run = project.run("recipes", "-k", "lines or board", "-n", "2", run_dir="")
+    assert run.outcomes == {"board": "PASSED", "lines": "PASSED"}
+    latest = project.root / ".pytest_megatron" / "runs" / "latest"
+    assert latest.is_symlink()
+    assert (latest / "run.json").is_file()
+    assert latest.readlink().parent == Path()

@@ -6,8 +6,6 @@ session passed cleanly.
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -39,9 +37,10 @@ class GoldenWriter:
         lines: What to tell the user at the end.
     """
 
-    def __init__(self, root: Path, options: Options) -> None:
+    def __init__(self, root: Path, options: Options, arguments: Sequence[str]) -> None:
         self._root = root
         self._options = options
+        self._arguments = arguments
         self.lines: list[str] = []
 
     @property
@@ -136,7 +135,7 @@ class GoldenWriter:
         is_gpu = platform != "cpu" and bool(gpus)
         spread = spread_of(repeats, metrics)
         return Provenance(
-            command=("pytest", *(shlex.quote(word) for word in sys.argv[1:])),
+            command=("pytest", *self._arguments),
             commit=facts.commit,
             is_dirty=facts.is_dirty,
             image=facts.image,

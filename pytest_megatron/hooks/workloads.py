@@ -6,6 +6,7 @@ from the controller. Only the controller writes `run.json` and goldens.
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import time
@@ -45,6 +46,7 @@ from pytest_megatron.verdict.judge import judge
 from pytest_megatron.verdict.training import Job, Training, plan_job, train
 
 _RUNS_DIR = Path(".pytest_megatron/runs")
+_ARGUMENTS_KEY = "megatron_arguments"
 _RUN_DIR_KEY = "megatron_run_dir"
 _USAGE_ERROR_KEY = "megatron_usage_error"
 
@@ -71,7 +73,11 @@ class WorkloadPlugin:
         self._is_worker = worker is not None
         given = worker[_RUN_DIR_KEY] if worker is not None else None
         self.run_dir = Path(given) if given else self._new_run_dir()
-        self._goldens = GoldenWriter(self._root, options)
+        arguments = [str(a) for a in config.invocation_params.args]
+        self._arguments: list[str] = (
+            arguments if worker is None else json.loads(worker[_ARGUMENTS_KEY])
+        )
+        self._goldens = GoldenWriter(self._root, options, self._arguments)
         self._records: dict[str, JsonValue] = {}
         self._started = utc_now()
         self._usage_error: str | None = None  # of a worker
@@ -266,9 +272,10 @@ class WorkloadPlugin:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: object) -> None:
-        """Tell a worker of pytest-xdist where the run's directory is."""
+        """Tell a worker of pytest-xdist where the run's directory is and what the user typed."""
         workerinput: dict[str, str] = node.workerinput  # type: ignore[attr-defined]
         workerinput[_RUN_DIR_KEY] = str(self.run_dir)
+        workerinput[_ARGUMENTS_KEY] = json.dumps(self._arguments)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: object) -> None:
@@ -409,7 +416,7 @@ class WorkloadPlugin:
             "schema": 1,
             "started": self._started,
             "updated": utc_now(),
-            "arguments": [str(a) for a in self._config.invocation_params.args],
+            "arguments": list[JsonValue](self._arguments),
             **self._facts.as_json(),
             "items": self._records,
         }

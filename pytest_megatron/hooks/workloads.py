@@ -27,7 +27,7 @@ from pytest_megatron.files import JsonValue, write_json_atomically
 from pytest_megatron.golden.compare import Policy, policy_named
 from pytest_megatron.golden.provenance import Golden
 from pytest_megatron.golden.store import golden_path, read_golden
-from pytest_megatron.hooks.goldens import GoldenWriter
+from pytest_megatron.hooks.goldens import GoldenWriter, make_own_dir
 from pytest_megatron.hooks.item import WorkloadItem
 from pytest_megatron.hooks.options import MIN_REFRESH_REPEATS, Options
 from pytest_megatron.hooks.terminal import LiveTerminal, Quiet, print_plan, print_summary
@@ -303,6 +303,8 @@ class WorkloadPlugin:
         """
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
+            if self.options.run_dir is None:
+                make_own_dir(self._root)
             job.dirs.root.mkdir()
         except FileExistsError as error:
             raise LaunchError(

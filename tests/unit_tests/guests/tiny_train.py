@@ -4,7 +4,8 @@ Its loss is a function of seed and iteration. The ranks wait for one another at 
 collectives make them do; the last rank prints the iteration line and writes the metrics.
 `--fault KIND@ITERATION[:RANK] ...` makes one rank (without RANK: every rank) misbehave at the
 start of an iteration. The file that TINY_TRAIN_STATE names outlives an attempt: a transient fault
-happens only while it is not there, `hang` and `spawn` make it once they are up.
+happens only while it is not there, `spawn` writes the id of a process into it once that is up.
+`hang` makes a file of that name with `.up` behind it.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class Faults:
 
 
 def hang_for_ever() -> None:
-    STATE.touch()
+    STATE.with_name(f"{STATE.name}.up").touch()
     while True:
         signal.pause()
 

@@ -81,6 +81,7 @@ class WorkloadPlugin:
         self._records: dict[str, JsonValue] = {}
         self._started = utc_now()
         self._usage_error: str | None = None  # of a worker
+        self._record_problem: str | None = None  # why run.json lacks something
         if options.is_plan:
             config.option.dist = "no"  # pytest-xdist's workers have no terminal to print to
         # One malformed recipe is an error of this run and must not keep the others from running.
@@ -213,9 +214,10 @@ class WorkloadPlugin:
         self._record(item, item_record(training, None, problem=problem))
         return problem
 
-    def record_broken(self, item: WorkloadItem, error: MegatronError) -> str:
+    def record_broken(self, item: WorkloadItem, error: MegatronError | OSError) -> str:
         """Record a workload that could not be run or judged at all; return why."""
-        problem = self._shorten(str(error))
+        text = str(error) if isinstance(error, MegatronError) else self._cannot_write(error)
+        problem = self._shorten(text)
         self._record(
             item,
             {
@@ -245,12 +247,17 @@ class WorkloadPlugin:
         if record is None or self._is_worker:
             return
         self._records[report.nodeid] = record
-        self._write_run()
+        try:
+            self._write_run()
+            self._record_problem = None
+        except OSError as error:  # the disk is full; the terminal still says what it was
+            self._record_problem = self._cannot_write(error)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Write goldens, if all of the run was clean."""
         if not self._is_worker:
             is_written = self._goldens.finish(list(self._records.values()), session.exitstatus)
+            is_written = is_written and self._record_problem is None
             if not is_written and session.exitstatus == pytest.ExitCode.OK:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
             if self._usage_error is not None:
@@ -266,6 +273,8 @@ class WorkloadPlugin:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print a line for each workload, and what became of goldens."""
         lines = [self._shorten(line) for line in self._goldens.lines]
+        if self._record_problem is not None:
+            lines.append(f"run.json is not complete: {self._shorten(self._record_problem)}")
         print_summary(terminalreporter, self._records, lines)
         if self._usage_error is not None:
             terminalreporter.write_line(f"ERROR: {self._usage_error}", red=True)
@@ -425,6 +434,10 @@ class WorkloadPlugin:
         write_json_atomically(self.run_dir / "run.json", run)
         if self.options.run_dir is None:
             _link_latest(self.run_dir)
+
+    def _cannot_write(self, error: OSError) -> str:
+        where = error.filename or self.run_dir
+        return f"{where}: {error.strerror}; make room, or give another --run-dir"
 
     def _shorten(self, text: str) -> str:
         """Name files as the user would type them here."""

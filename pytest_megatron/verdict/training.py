@@ -48,6 +48,12 @@ class Job:
         return DEFAULT_METRICS if self.case.metrics is None else self.case.metrics
 
     @property
+    def redactor(self) -> Redactor:
+        """What knows the secrets of the controller's environment and of the case."""
+        own = {} if self.case is None else self.case.env
+        return Redactor.of({**self.setting.env, **own})
+
+    @property
     def is_compared(self) -> bool:
         """Whether the case has anything to be compared: not in lightweight mode, for one."""
         case = self.case
@@ -122,7 +128,7 @@ def plan_job(job: Job, *, repeat: int = 1, number: int = 1) -> AttemptPlan:
 
 def describe_plan(job: Job, plan: AttemptPlan, facts: Facts) -> dict[str, JsonValue]:
     """Return a plan as `plan.json` keeps it: all that is needed to do it again, without secrets."""
-    redactor = Redactor.of(job.setting.env)
+    redactor = job.redactor
     phases: list[JsonValue] = [
         {
             "number": phase.number,

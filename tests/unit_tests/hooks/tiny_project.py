@@ -112,6 +112,7 @@ class Project:
     def case(
         self,
         name: str,
+        /,
         *,
         config: Mapping[str, JsonValue] | None = None,
         env: Mapping[str, str] | None = None,

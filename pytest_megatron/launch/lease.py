@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.host import Gpu
@@ -25,7 +23,7 @@ _POLL_S = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """Devices that are ours until the context ends.
+    """Devices that are ours until `close`, for `contextlib.closing`.
 
     Attributes:
         gpus: In the order of the host; may be empty.
@@ -35,15 +33,8 @@ class Lease:
     gpus: tuple[Gpu, ...]
     descriptors: tuple[int, ...]
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Let go of the devices, unless a child process still holds them."""
         for descriptor in self.descriptors:
             os.close(descriptor)
 

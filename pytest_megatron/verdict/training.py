@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -177,7 +178,8 @@ def _attempt(job: Job, facts: Facts, listener: Listener, *, repeat: int, number:
     is_on_gpus = workload.platform != CPU_PLATFORM
     num_gpus = workload.gpus if is_on_gpus else 0
     fitting = facts.host.fitting(workload.platform)
-    with lease_gpus(fitting, num_gpus, lambda text: listener.on_lines([text])) as lease:
+    leased = lease_gpus(fitting, num_gpus, lambda text: listener.on_lines([text]))
+    with contextlib.closing(leased) as lease:
         if is_on_gpus:
             devices = tuple(gpu.uuid for gpu in lease.gpus)
             job = replace(job, setting=replace(job.setting, devices=devices))

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -42,22 +43,23 @@ def names(lease: Lease) -> list[str]:
 
 
 def test_leases_are_disjoint_and_end_with_their_context() -> None:
-    with lease_gpus(GPUS, 1, never) as first, lease_gpus(GPUS, 3, never) as second:
+    one, three = lease_gpus(GPUS, 1, never), lease_gpus(GPUS, 3, never)
+    with closing(one) as first, closing(three) as second:
         assert (names(first), names(second)) == (["GPU-0"], ["GPU-1", "GPU-2", "GPU-3"])
-    with lease_gpus(GPUS, 4, never) as all_again:
+    with closing(lease_gpus(GPUS, 4, never)) as all_again:
         assert len(all_again.gpus) == 4
 
 
 def test_no_gpu_is_no_wait() -> None:
-    with lease_gpus((), 0, never) as lease:
+    with closing(lease_gpus((), 0, never)) as lease:
         assert (lease.gpus, lease.descriptors) == ((), ())
 
 
 def test_a_run_that_waits_holds_nothing() -> None:
-    with lease_gpus(GPUS, 2, never):
+    with closing(lease_gpus(GPUS, 2, never)):
         with pytest.raises(_WouldWaitError, match="waiting for 3 of 4 GPUs"):
             lease_gpus(GPUS, 3, refuse_to_wait)
-        with lease_gpus(GPUS, 2, never) as rest:
+        with closing(lease_gpus(GPUS, 2, never)) as rest:
             assert names(rest) == ["GPU-2", "GPU-3"]
 
 
@@ -67,12 +69,12 @@ def test_a_killed_holder_holds_nothing() -> None:
     )
     assert holder.stdout is not None
     assert holder.stdout.readline() == "held GPU-0\n"
-    with lease_gpus(GPUS, 1, never) as lease:
+    with closing(lease_gpus(GPUS, 1, never)) as lease:
         assert names(lease) == ["GPU-1"]
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     holder.stdout.close()
-    with lease_gpus(GPUS, 1, never) as lease:
+    with closing(lease_gpus(GPUS, 1, never)) as lease:
         assert names(lease) == ["GPU-0"]
 
 
@@ -86,12 +88,12 @@ def test_the_guard_holds_on_until_the_command_is_gone(tmp_path: Path) -> None:
         grace_s=20.0,
         kept_open=lease.descriptors,
     ) as process:
-        lease.__exit__(None, None, None)  # what the death of the controller does
+        lease.close()  # what the death of the controller does
         with pytest.raises(_WouldWaitError):
             lease_gpus(GPUS, 1, refuse_to_wait)
         process.stop()
         process.wait()
-    with lease_gpus(GPUS, 4, never) as again:
+    with closing(lease_gpus(GPUS, 4, never)) as again:
         assert len(again.gpus) == 4
 
 

@@ -6,6 +6,7 @@ from the controller. Only the controller writes `run.json` and goldens.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -182,7 +183,7 @@ class WorkloadPlugin:
                 [f"attempt {attempt.number}: {attempt.cause.text}; again in {pause_s:g} s"]
             )
 
-        with live:
+        with contextlib.closing(live):
             return train(job, self._facts, live, on_retry=on_retry)
 
     def judge(self, item: WorkloadItem, training: Training) -> str | None:

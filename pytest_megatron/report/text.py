@@ -55,7 +55,12 @@ def summary_line(
         cause = training.attempts[-1].cause
         parts.append("metrics disagree" if cause is None else cause.text.partition("; ")[0])
     if judgement is not None:
-        notes = [n for r in judgement.repeats for c in r.comparisons for n in c.notes]
+        notes = [
+            note if repeat.against == "golden" else f"resumed: {note}"
+            for repeat in judgement.repeats
+            for comparison in repeat.comparisons
+            for note in comparison.notes
+        ]
         parts += list(dict.fromkeys(notes))
     parts += [_retried(a) for a in training.attempts[:-1] if a.cause is not None]
     return ", ".join(parts)

@@ -19,8 +19,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import Protocol, Self, TypeGuard
+from typing import Protocol, TypeGuard
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -78,52 +77,21 @@ def _names_cuda(value: object) -> TypeGuard[str | torch.device]:
     return isinstance(value, str) and value.partition(":")[0] == "cuda"
 
 
-class InertStream:
-    """Stands for a CUDA stream: work on the CPU is done in the order in which it is written."""
-
-    def __init__(self, *_: object, **__: object) -> None: ...
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
-
-    def wait_stream(self, stream: object) -> None:
-        """Do nothing: the other stream's work is done."""
-
-    def wait_event(self, event: object) -> None:
-        """Do nothing: the event has happened."""
-
-    def synchronize(self) -> None:
-        """Do nothing: all work is done."""
-
-    def record_event(self, event: InertEvent | None = None) -> InertEvent:
-        """Note the time in `event` or a new one."""
-        event = event or InertEvent()
-        event.record()
-        return event
+def _nothing(*_: object, **__: object) -> None:
+    """Stand for a call that has nothing to do on the CPU."""
 
 
 class InertEvent:
     """Stands for a CUDA event: a time of the host's clock."""
 
+    wait = synchronize = _nothing  # what comes before the event in the program has happened
+
     def __init__(self, *_: object, **__: object) -> None:
         self.time_s = 0.0
 
-    def record(self, stream: object = None) -> None:  # noqa: ARG002 - CUDA's signature
+    def record(self, *_: object) -> None:
         """Note the time."""
         self.time_s = time.perf_counter()
-
-    def wait(self, stream: object = None) -> None:
-        """Do nothing: the event has happened."""
-
-    def synchronize(self) -> None:
-        """Do nothing: the event has happened."""
 
     def query(self) -> bool:
         """Say that the event has happened."""
@@ -134,8 +102,18 @@ class InertEvent:
         return (end.time_s - self.time_s) * 1000
 
 
-def _nothing(*_: object, **__: object) -> None:
-    """Stand for a call that has nothing to do on the CPU."""
+class InertStream:
+    """Stands for a CUDA stream: work on the CPU is done in the order in which it is written."""
+
+    wait_stream = wait_event = synchronize = _nothing
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def record_event(self, event: InertEvent | None = None) -> InertEvent:
+        """Note the time in `event` or a new one."""
+        event = event or InertEvent()
+        event.record()
+        return event
 
 
 def _get_rng_state(*_: object, **__: object) -> torch.Tensor:
@@ -163,7 +141,7 @@ def answers() -> list[tuple[object, str, object]]:
     from megatron.core.tensor_parallel import random as megatron_random
 
     stream = InertStream()
-    generator_calls: list[tuple[object, str, object]] = [
+    return [
         (torch.cuda, "get_rng_state", _get_rng_state),
         (torch.cuda.random, "get_rng_state", _get_rng_state),
         (torch.cuda, "set_rng_state", _set_rng_state),
@@ -171,15 +149,12 @@ def answers() -> list[tuple[object, str, object]]:
         (megatron_random, "_set_cuda_rng_state", _set_rng_state),
         (torch.cuda, "manual_seed", _manual_seed),
         (torch.cuda, "manual_seed_all", _manual_seed),
-    ]
-    return [
-        *generator_calls,
         (torch.cuda, "current_device", lambda: CPU),
         (torch.cuda, "Stream", InertStream),
         (torch.cuda, "Event", InertEvent),
         (torch.cuda, "current_stream", lambda *_: stream),
         (torch.cuda, "default_stream", lambda *_: stream),
-        (torch.cuda, "stream", lambda stream: stream),
+        (torch.cuda, "stream", contextlib.nullcontext),
         (torch.Tensor, "record_stream", _nothing),
         (torch.cuda, "synchronize", _nothing),
         (torch.cuda, "empty_cache", _nothing),

@@ -126,6 +126,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Make the parser from the fields of `Arguments`."""
     parser = argparse.ArgumentParser(
         prog="train_gpt.py",
+        usage="%(prog)s [--flag value ...] (--help lists the flags)",
         description="Train a small GPT on synthetic text with megatron-core.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
@@ -167,10 +168,21 @@ def check(arguments: Arguments, world_size: int) -> None:
     Raises:
         ValueError: They do not; the message names the flag, the value and what was expected.
     """
+    _check_counts(arguments)
     _check_layout(arguments, world_size)
+    _check_experts(arguments, world_size)
     _check_model(arguments)
     _check_training(arguments, world_size)
     _ = arguments.parsed_fault
+
+
+def _check_counts(arguments: Arguments) -> None:
+    """Check that whatever is counted is at least 1."""
+    for one in dataclasses.fields(arguments):
+        value = getattr(arguments, one.name)
+        if type(value) is int and value < 1 and one.name not in ("seed", "lr_warmup_iters"):
+            name = one.name.replace("_", "-")
+            raise ValueError(f"--{name}: {value} is less than 1")
 
 
 def _check_layout(arguments: Arguments, world_size: int) -> None:
@@ -187,6 +199,15 @@ def _check_layout(arguments: Arguments, world_size: int) -> None:
             f" divide the {world_size} ranks that were started; start a multiple of"
             f" {arguments.model_parallel_size}"
         )
+    if arguments.sequence_parallel and arguments.transformer_impl == "local":
+        raise ValueError(
+            "--sequence-parallel: the local layers cannot do it; use --transformer-impl"
+            " transformer_engine, or drop it"
+        )
+
+
+def _check_experts(arguments: Arguments, world_size: int) -> None:
+    """Check that experts can be shared as asked."""
     experts, expert_ranks = arguments.num_experts, arguments.expert_model_parallel_size
     if experts is None and expert_ranks > 1:
         raise ValueError("--expert-model-parallel-size: needs --num-experts")
@@ -194,11 +215,11 @@ def _check_layout(arguments: Arguments, world_size: int) -> None:
         raise ValueError(
             f"--expert-model-parallel-size: {expert_ranks} does not divide --num-experts {experts}"
         )
-    if experts is not None and arguments.tensor_model_parallel_size > 1:
+    is_cut = arguments.tensor_model_parallel_size > 1
+    if experts is not None and is_cut and not arguments.sequence_parallel:
         raise ValueError(
             "--num-experts: megatron-core trains experts with tensor parallelism only together with"
-            " sequence parallelism, which this program leaves out; use"
-            " --tensor-model-parallel-size 1"
+            " --sequence-parallel; add it, or use --tensor-model-parallel-size 1"
         )
     if experts is not None and not arguments.disable_bias_linear:
         raise ValueError(
@@ -210,11 +231,6 @@ def _check_layout(arguments: Arguments, world_size: int) -> None:
         raise ValueError(
             f"--expert-model-parallel-size: {expert_ranks} does not divide the {stage_size} ranks"
             " of a pipeline stage"
-        )
-    if arguments.sequence_parallel and arguments.transformer_impl == "local":
-        raise ValueError(
-            "--sequence-parallel: the local layers cannot do it; use --transformer-impl"
-            " transformer_engine, or drop it"
         )
 
 

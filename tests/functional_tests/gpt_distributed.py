@@ -63,7 +63,7 @@ def joined_world(arguments: Arguments) -> Iterator[torch.device]:
 def _start_process_groups(arguments: Arguments, backend: str) -> None:
     """Start torch's default group and megatron-core's groups in it."""
     hash_store = torch.distributed.HashStore  # type: ignore[attr-defined] # torch's stub lacks it
-    is_launched = "MASTER_ADDR" in os.environ
+    is_launched = "RANK" in os.environ
     torch.distributed.init_process_group(
         backend,
         store=None if is_launched else hash_store(),

@@ -14,8 +14,10 @@ others, cpu_device.py how megatron-core runs without a GPU, faults.py how a run 
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+import warnings
 
 from gpt_arguments import parse_arguments
 
@@ -23,6 +25,7 @@ from gpt_arguments import parse_arguments
 def main() -> None:
     """Read the flags, join the other ranks, train."""
     arguments = parse_arguments(sys.argv[1:], int(os.environ.get("WORLD_SIZE", "1")))
+    _silence_what_was_chosen()
 
     # Imported only now: a wrong flag is told before torch is loaded, and the helper process that
     # megatron-core starts to save a checkpoint imports this file once more.
@@ -40,6 +43,18 @@ def main() -> None:
                 train(arguments, trained, device, log)
 
     run()
+
+
+def _silence_what_was_chosen() -> None:
+    """Keep out of the log what megatron-core says of choices that this program makes on purpose.
+
+    It takes the plain torch parts, leaves the rerun state machine off, and calls torch's older
+    names, which is megatron-core's affair.
+    """
+    warnings.filterwarnings("ignore", message=".*(?:Falling back to|full scope is deprecated)")
+    warnings.filterwarnings("ignore", message="moe_ffn_hidden_size is not set|The .grad attribute")
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
 
 
 if __name__ == "__main__":

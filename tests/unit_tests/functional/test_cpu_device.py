@@ -100,7 +100,8 @@ def test_streams_and_events_are_inert() -> None:
         cuda = vars(torch.cuda)
         start, end = cuda["Event"](enable_timing=True), cuda["Event"](enable_timing=True)
         start.record()
-        with torch.cuda.stream(cuda["Stream"]()) as stream:
+        stream = cuda["Stream"]()
+        with torch.cuda.stream(stream):
             stream.wait_stream(torch.cuda.current_stream())
             stream.record_event(end)
             torch.ones(1).record_stream(stream)

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import yaml
 from gpt_arguments import Arguments, check, parse_arguments
 
-CASES = Path(__file__).resolve().parents[2] / "functional_tests" / "test_cases"
+ROOT = Path(__file__).resolve().parents[3]
+CASES = ROOT / "tests" / "functional_tests" / "test_cases"
 
 
 def test_flags_have_megatrons_names_and_bare_booleans() -> None:
@@ -81,6 +83,7 @@ def test_a_wrong_command_line_ends_with_code_2(argv: list[str]) -> None:
             "--global-batch-size: 6 is not a multiple of 4",
             id="batch",
         ),
+        pytest.param(Arguments(log_interval=0), 1, "--log-interval: 0 is less than 1", id="count"),
         pytest.param(Arguments(save_interval=2), 1, "needs --save DIRECTORY", id="save"),
         pytest.param(Arguments(fault="melt@3"), 1, "KIND of crash, exit0, hang", id="fault"),
     ],
@@ -108,3 +111,9 @@ def test_every_case_is_accepted_in_its_world(case: Path) -> None:
     }
     world_size = sizes["pipeline"] * max(sizes["tensor"], sizes["expert"])
     assert parse_arguments(argv, world_size).deterministic_mode
+
+
+def test_every_flag_is_documented() -> None:
+    page = (ROOT / "docs" / "reference" / "training-program.md").read_text()
+    names = ["--" + one.name.replace("_", "-") for one in dataclasses.fields(Arguments)]
+    assert [name for name in names if f"`{name}" not in page] == []

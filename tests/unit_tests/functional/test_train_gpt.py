@@ -16,9 +16,10 @@ TINY = ("--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2"
 
 def train(*flags: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Run the training program on one rank, on the CPU."""
+    alone = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     return subprocess.run(
         [sys.executable, PROGRAM, *TINY, "--seq-length", "16", *flags],
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | env,
+        env=alone | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | env,
         capture_output=True,
         text=True,
         check=False,

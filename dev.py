@@ -63,7 +63,7 @@ def main() -> int:
         case "check":
             return check()
         case _:
-            print(f"dev.py: {VENV.name} is ready ({variant} build of torch)")
+            print(f"dev.py: {VENV.name} is ready")
             return 0
 
 

@@ -57,14 +57,16 @@ class Host:
             return f"{self.cpu} x{os.cpu_count()}"
         return self.gpus[0].name
 
+    def fitting(self, platform_name: str) -> tuple[Gpu, ...]:
+        """Return the GPUs that a workload of that platform may use."""
+        wanted = PLATFORM_GPUS.get(platform_name)
+        return tuple(g for g in self.gpus if wanted is None or wanted in g.name)
+
     def lacks(self, platform_name: str, num_gpus: int) -> str | None:
         """Return why a workload of that platform cannot run here, or None if it can."""
-        if platform_name == CPU_PLATFORM:
+        if platform_name == CPU_PLATFORM or len(self.fitting(platform_name)) >= num_gpus:
             return None
         wanted = PLATFORM_GPUS.get(platform_name)
-        fitting = [g for g in self.gpus if wanted is None or wanted in g.name]
-        if len(fitting) >= num_gpus:
-            return None
         here = f"{len(self.gpus)} x {self.gpus[0].name}" if self.gpus else "no GPU"
         return f"{platform_name} needs {num_gpus} x {wanted or 'GPU'}, this host has {here}"
 

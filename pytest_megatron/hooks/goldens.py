@@ -6,8 +6,6 @@ session passed cleanly.
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -28,7 +26,8 @@ from pytest_megatron.verdict.decide import Verdict
 from pytest_megatron.verdict.judge import compare_repeats
 from pytest_megatron.verdict.training import Training
 
-_LOCK = Path(".pytest_megatron/goldens.lock")
+_OWN_DIR = Path(".pytest_megatron")
+_LOCK = _OWN_DIR / "goldens.lock"
 _CANDIDATE = "golden_candidate.json"
 
 
@@ -39,9 +38,10 @@ class GoldenWriter:
         lines: What to tell the user at the end.
     """
 
-    def __init__(self, root: Path, options: Options) -> None:
+    def __init__(self, root: Path, options: Options, arguments: Sequence[str]) -> None:
         self._root = root
         self._options = options
+        self._arguments = arguments
         self.lines: list[str] = []
 
     @property
@@ -113,7 +113,7 @@ class GoldenWriter:
     def _write(self, pairs: Mapping[Path, Path]) -> None:
         """Put candidates in the place of their goldens, all or none."""
         lock = self._root / _LOCK
-        lock.parent.mkdir(parents=True, exist_ok=True)
+        make_own_dir(self._root)
         with filelock.FileLock(lock):
             difference = {str(t.relative_to(self._root)): _changes(t, c) for t, c in pairs.items()}
             write_texts_together({t: c.read_text(encoding="utf-8") for t, c in pairs.items()})
@@ -136,7 +136,7 @@ class GoldenWriter:
         is_gpu = platform != "cpu" and bool(gpus)
         spread = spread_of(repeats, metrics)
         return Provenance(
-            command=("pytest", *(shlex.quote(word) for word in sys.argv[1:])),
+            command=("pytest", *self._arguments),
             commit=facts.commit,
             is_dirty=facts.is_dirty,
             image=facts.image,
@@ -151,6 +151,14 @@ class GoldenWriter:
             ),
             spread=spread,
         )
+
+
+def make_own_dir(root: Path) -> None:
+    """Make our directory in a project, ignored by git: a run must not make the tree dirty."""
+    directory = root / _OWN_DIR
+    directory.mkdir(parents=True, exist_ok=True)
+    if not (directory / ".gitignore").exists():
+        write_text_atomically(directory / ".gitignore", "*\n")
 
 
 def _changes(target: Path, candidate: Path) -> tuple[Change, ...] | None:

@@ -53,7 +53,7 @@ class WorkloadItem(pytest.Item):
         problem = None
         try:
             self._training = plugin.train(self)
-        except MegatronError as error:
+        except (MegatronError, OSError) as error:
             problem = plugin.record_broken(self, error)
         else:
             if self._training.verdict is Verdict.BROKEN:
@@ -74,7 +74,7 @@ class WorkloadItem(pytest.Item):
             pytest.fail(plugin.record_training(self, self._training), pytrace=False)
         try:
             problem = plugin.judge(self, self._training)
-        except MegatronError as error:
+        except (MegatronError, OSError) as error:
             problem = plugin.record_broken(self, error)
         if problem is not None:
             pytest.fail(problem, pytrace=False)

@@ -36,6 +36,8 @@ class Options:
         num_repeats: How often each workload runs; None leaves it to the recipe.
         max_attempts: How often at most a repeat is started after transient failures.
         tee_ranks: Ranks copied to the terminal; None is all of them.
+        asks_for_workloads: Whether an option was typed that makes sense for workloads only; the
+            defaults of an ini file must not make a plain pytest train.
     """
 
     selection: dict[str, tuple[str, ...]]
@@ -49,16 +51,12 @@ class Options:
     tee_ranks: tuple[int, ...] | None
     is_empty_allowed: bool
     is_dirty_allowed: bool
+    asks_for_workloads: bool
 
     @property
     def has_selection(self) -> bool:
         """Whether any workload was selected by an option."""
         return any(self.selection.values())
-
-    @property
-    def asks_for_workloads(self) -> bool:
-        """Whether an option was given that makes sense for workloads only."""
-        return self.has_selection or self.is_plan or self.golden in ("record", "refresh")
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -66,7 +64,7 @@ def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("megatron", "training workloads and distributed tests")
 
     def add(name: str, help_text: str, **settings: object) -> None:
-        dest = f"megatron_{name.replace('-', '_')}"
+        dest = _dest(name)
         group.addoption(f"--{name}", dest=dest, default=None, help=help_text, **settings)
         parser.addini(dest, help=f"default of --{name}", default=None)
 
@@ -114,6 +112,10 @@ def read_options(config: pytest.Config) -> Options:
         tee_ranks=_ranks(_text(config, "tee-ranks", "0,3")),
         is_empty_allowed=_flag(config, "allow-empty"),
         is_dirty_allowed=_flag(config, "allow-dirty"),
+        asks_for_workloads=(
+            any(config.getoption(_dest(name)) for name in (*_LISTS, "plan"))
+            or config.getoption(_dest("golden")) in ("record", "refresh")
+        ),
     )
     _refuse_contradictions(options)
     return options
@@ -133,9 +135,14 @@ def _refuse_contradictions(options: Options) -> None:
         )
 
 
+def _dest(name: str) -> str:
+    """Return the name of an option in the ini file, and in pytest's namespace."""
+    return f"megatron_{name.replace('-', '_')}"
+
+
 def _given(config: pytest.Config, name: str) -> object:
     """Return what the command line says, else what the ini file says, else None."""
-    dest = f"megatron_{name.replace('-', '_')}"
+    dest = _dest(name)
     value: object = config.getoption(dest)
     return config.getini(dest) if value is None or value is False else value
 
@@ -151,7 +158,7 @@ def _flag(config: pytest.Config, name: str) -> bool:
         return True
     if text in ("none", "", "false", "0", "no"):
         return False
-    raise pytest.UsageError(f"megatron_{name}: {text!r} is neither true nor false")
+    raise pytest.UsageError(f"{_dest(name)}: {text!r} is neither true nor false")
 
 
 def _count(config: pytest.Config, name: str) -> int | None:

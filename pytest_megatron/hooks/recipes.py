@@ -68,7 +68,9 @@ def collect_recipe(file_path: Path, parent: pytest.Collector) -> RecipeFile | No
     if file_path.suffix not in _SUFFIXES:
         return None
     is_named = parent.session.isinitpath(file_path)
-    if not is_named and (RECIPES_DIR not in file_path.parts or not _looks_like_one(file_path)):
+    # The project itself may lie below a folder of that name.
+    parts = _parts_below(file_path, parent.config.rootpath.parent)
+    if not is_named and (RECIPES_DIR not in parts or not _looks_like_one(file_path)):
         return None
     recipe: RecipeFile = RecipeFile.from_parent(parent, path=file_path)
     return recipe
@@ -79,11 +81,19 @@ def are_recipes_asked_for(config: pytest.Config) -> bool:
 
     A plain `pytest` must not start trainings because a folder happens to hold recipes.
     """
+    is_typed = config.args_source is not config.ArgsSource.INVOCATION_DIR
     for argument in config.args:
         path = Path(config.invocation_params.dir, argument.partition("::")[0])
-        if path.suffix in _SUFFIXES or RECIPES_DIR in path.parts:
+        parts = _parts_below(path, config.rootpath)
+        is_folder = is_typed and path.name == RECIPES_DIR  # it may be the root itself
+        if path.suffix in _SUFFIXES or is_folder or RECIPES_DIR in parts:
             return True
     return False
+
+
+def _parts_below(path: Path, root: Path) -> tuple[str, ...]:
+    """Return the parts of a path under `root`; all of them where it is elsewhere."""
+    return path.relative_to(root).parts if path.is_relative_to(root) else path.parts
 
 
 def _looks_like_one(path: Path) -> bool:

@@ -6,8 +6,6 @@ import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import pytest
 
@@ -23,15 +21,7 @@ _LINE_EVERY_S = 10.0  # where the terminal cannot rewrite a line
 class Quiet:
     """Sees nothing: for workers, whose terminal nobody reads."""
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         """Do nothing."""
 
     def on_lines(self, lines: list[str]) -> None:
@@ -61,16 +51,10 @@ class LiveTerminal:
         self._width = 0
         self._has_line = False
         self._next_line_at = time.monotonic() + _LINE_EVERY_S
+        if self._is_tty:
+            self._write([], f"{self._name}: starting")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         """Take the progress line away."""
         self._write([], "")
 
@@ -101,8 +85,9 @@ class LiveTerminal:
                 self._has_line = True
             for line in lines:
                 self._writer.line(line)
-            self._width = len(status) if status else 0
-            self._writer.write(status or "", flush=True)
+            status = (status or "")[: self._writer.fullwidth - 1]  # a wrapped line cannot be undone
+            self._width = len(status)
+            self._writer.write(status, flush=True)
 
 
 def print_plan(config: pytest.Config, job: Job, plan: AttemptPlan, golden: Path) -> None:

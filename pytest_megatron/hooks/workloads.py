@@ -6,6 +6,8 @@ from the controller. Only the controller writes `run.json` and goldens.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import secrets
 import time
@@ -26,7 +28,7 @@ from pytest_megatron.files import JsonValue, write_json_atomically
 from pytest_megatron.golden.compare import Policy, policy_named
 from pytest_megatron.golden.provenance import Golden
 from pytest_megatron.golden.store import golden_path, read_golden
-from pytest_megatron.hooks.goldens import GoldenWriter
+from pytest_megatron.hooks.goldens import GoldenWriter, make_own_dir
 from pytest_megatron.hooks.item import WorkloadItem
 from pytest_megatron.hooks.options import MIN_REFRESH_REPEATS, Options
 from pytest_megatron.hooks.terminal import LiveTerminal, Quiet, print_plan, print_summary
@@ -45,7 +47,9 @@ from pytest_megatron.verdict.judge import judge
 from pytest_megatron.verdict.training import Job, Training, plan_job, train
 
 _RUNS_DIR = Path(".pytest_megatron/runs")
+_ARGUMENTS_KEY = "megatron_arguments"
 _RUN_DIR_KEY = "megatron_run_dir"
+_USAGE_ERROR_KEY = "megatron_usage_error"
 
 
 class WorkloadPlugin:
@@ -70,9 +74,17 @@ class WorkloadPlugin:
         self._is_worker = worker is not None
         given = worker[_RUN_DIR_KEY] if worker is not None else None
         self.run_dir = Path(given) if given else self._new_run_dir()
-        self._goldens = GoldenWriter(self._root, options)
+        arguments = [str(a) for a in config.invocation_params.args]
+        self._arguments: list[str] = (
+            arguments if worker is None else json.loads(worker[_ARGUMENTS_KEY])
+        )
+        self._goldens = GoldenWriter(self._root, options, self._arguments)
         self._records: dict[str, JsonValue] = {}
         self._started = utc_now()
+        self._usage_error: str | None = None  # of a worker
+        self._record_problem: str | None = None  # why run.json lacks something
+        if options.is_plan:
+            config.option.dist = "no"  # pytest-xdist's workers have no terminal to print to
         # One malformed recipe is an error of this run and must not keep the others from running.
         config.option.continue_on_collection_errors = True
         try:
@@ -95,7 +107,13 @@ class WorkloadPlugin:
         try:
             chosen = {id(w) for w in self._selected(workloads)}
         except MegatronError as error:
-            raise pytest.UsageError(str(error)) from None
+            if not self._is_worker:
+                raise pytest.UsageError(str(error)) from None
+            # pytest-xdist would take an exception for a crash; the controller says it instead.
+            workeroutput: dict[str, str] = config.workeroutput  # type: ignore[attr-defined]
+            workeroutput[_USAGE_ERROR_KEY] = str(error)
+            items.clear()
+            return
         dropped = [item for item in workloads if id(item.workload) not in chosen]
         if dropped:
             gone = set(dropped)
@@ -123,9 +141,21 @@ class WorkloadPlugin:
 
     # running
 
+    @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
-        """With `--plan`, print what would run instead of running it."""
-        if not self.options.is_plan or session.testsfailed:
+        """With `--plan`, print what would run instead of running it.
+
+        Raises:
+            pytest.UsageError: The run directory holds an earlier run.
+        """
+        if self._config.option.collectonly or self._is_worker:
+            return None
+        if not self.options.is_plan:
+            if (self.run_dir / "run.json").exists():
+                where = self._shorten(str(self.run_dir))
+                raise pytest.UsageError(f"--run-dir: {where} holds an earlier run; give another")
+            return None
+        if session.testsfailed:
             return None
         for item in session.items:
             if isinstance(item, WorkloadItem):
@@ -153,7 +183,7 @@ class WorkloadPlugin:
                 [f"attempt {attempt.number}: {attempt.cause.text}; again in {pause_s:g} s"]
             )
 
-        with live:
+        with contextlib.closing(live):
             return train(job, self._facts, live, on_retry=on_retry)
 
     def judge(self, item: WorkloadItem, training: Training) -> str | None:
@@ -185,9 +215,10 @@ class WorkloadPlugin:
         self._record(item, item_record(training, None, problem=problem))
         return problem
 
-    def record_broken(self, item: WorkloadItem, error: MegatronError) -> str:
+    def record_broken(self, item: WorkloadItem, error: MegatronError | OSError) -> str:
         """Record a workload that could not be run or judged at all; return why."""
-        problem = self._shorten(str(error))
+        text = str(error) if isinstance(error, MegatronError) else self._cannot_write(error)
+        problem = self._shorten(text)
         self._record(
             item,
             {
@@ -217,14 +248,21 @@ class WorkloadPlugin:
         if record is None or self._is_worker:
             return
         self._records[report.nodeid] = record
-        self._write_run()
+        try:
+            self._write_run()
+            self._record_problem = None
+        except OSError as error:  # the disk is full; the terminal still says what it was
+            self._record_problem = self._cannot_write(error)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Write goldens, if all of the run was clean."""
         if not self._is_worker:
             is_written = self._goldens.finish(list(self._records.values()), session.exitstatus)
+            is_written = is_written and self._record_problem is None
             if not is_written and session.exitstatus == pytest.ExitCode.OK:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
+            if self._usage_error is not None:
+                session.exitstatus = pytest.ExitCode.USAGE_ERROR
 
     def pytest_report_header(self) -> str:
         """Say on what the workloads will run, and where their results go."""
@@ -236,13 +274,24 @@ class WorkloadPlugin:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print a line for each workload, and what became of goldens."""
         lines = [self._shorten(line) for line in self._goldens.lines]
+        if self._record_problem is not None:
+            lines.append(f"run.json is not complete: {self._shorten(self._record_problem)}")
         print_summary(terminalreporter, self._records, lines)
+        if self._usage_error is not None:
+            terminalreporter.write_line(f"ERROR: {self._usage_error}", red=True)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: object) -> None:
-        """Tell a worker of pytest-xdist where the run's directory is."""
+        """Tell a worker of pytest-xdist where the run's directory is and what the user typed."""
         workerinput: dict[str, str] = node.workerinput  # type: ignore[attr-defined]
         workerinput[_RUN_DIR_KEY] = str(self.run_dir)
+        workerinput[_ARGUMENTS_KEY] = json.dumps(self._arguments)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: object) -> None:
+        """Learn from a worker of pytest-xdist what is wrong with the selection."""
+        workeroutput: dict[str, str] = getattr(node, "workeroutput", {})
+        self._usage_error = workeroutput.get(_USAGE_ERROR_KEY, self._usage_error)
 
     # inside
 
@@ -264,6 +313,8 @@ class WorkloadPlugin:
         """
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
+            if self.options.run_dir is None:
+                make_own_dir(self._root)
             job.dirs.root.mkdir()
         except FileExistsError as error:
             raise LaunchError(
@@ -344,6 +395,11 @@ class WorkloadPlugin:
         return read_golden(path)
 
     def _print_plan(self, item: WorkloadItem) -> None:
+        if (skip := item.get_closest_marker("skip")) is not None:
+            self._config.get_terminal_writer().line(
+                f"{item.nodeid}\n  skipped: {skip.kwargs['reason']}\n"
+            )
+            return
         try:
             job = self._job(item)
             print_plan(self._config, job, plan_job(job), self._golden_path(job))
@@ -372,13 +428,17 @@ class WorkloadPlugin:
             "schema": 1,
             "started": self._started,
             "updated": utc_now(),
-            "arguments": [str(a) for a in self._config.invocation_params.args],
+            "arguments": list[JsonValue](self._arguments),
             **self._facts.as_json(),
             "items": self._records,
         }
         write_json_atomically(self.run_dir / "run.json", run)
         if self.options.run_dir is None:
             _link_latest(self.run_dir)
+
+    def _cannot_write(self, error: OSError) -> str:
+        where = error.filename or self.run_dir
+        return f"{where}: {error.strerror}; make room, or give another --run-dir"
 
     def _shorten(self, text: str) -> str:
         """Name files as the user would type them here."""

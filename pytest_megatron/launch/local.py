@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -66,7 +67,7 @@ class PhaseEnd:
 
 
 def run_attempt(
-    plan: AttemptPlan, description: JsonValue, listener: Listener
+    plan: AttemptPlan, description: JsonValue, listener: Listener, kept_open: Sequence[int] = ()
 ) -> tuple[PhaseEnd, ...]:
     """Run the phases of an attempt one after the other, up to the first that is not clean.
 
@@ -74,6 +75,7 @@ def run_attempt(
         plan: What to run; its directories must not be there yet.
         description: Goes to `plan.json` before anything starts.
         listener: Told about lines and progress while it runs.
+        kept_open: Descriptors, of GPU locks, that must not close before the last rank is gone.
 
     Raises:
         LaunchError: Directories cannot be made, or the launcher cannot be started.
@@ -89,7 +91,7 @@ def run_attempt(
     deadline = time.monotonic() + plan.time_limit_s
     for phase in plan.phases:
         _prepare(plan, phase)
-        ends.append(_run_phase(plan, phase, listener, deadline))
+        ends.append(_run_phase(plan, phase, listener, deadline, kept_open))
         settle_logs(phase.dirs)
         if not ends[-1].is_clean:
             break
@@ -146,7 +148,11 @@ def _prepare(plan: AttemptPlan, phase: PhasePlan) -> None:
 
 
 def _run_phase(
-    plan: AttemptPlan, phase: PhasePlan, listener: Listener, deadline: float
+    plan: AttemptPlan,
+    phase: PhasePlan,
+    listener: Listener,
+    deadline: float,
+    kept_open: Sequence[int],
 ) -> PhaseEnd:
     """Start a phase and watch it to its end."""
     watch = LogWatch(phase.dirs)
@@ -157,6 +163,7 @@ def _run_phase(
         cwd=plan.cwd,
         output=phase.dirs.launcher_log,
         grace_s=_STOP_GRACE_S,
+        kept_open=kept_open,
     ) as process:
         while (ended := process.poll(_POLL_S)) is None:
             _tell(listener, phase, watch)

@@ -111,6 +111,7 @@ class Setting:
         tee_ranks: Ranks whose output is copied live; None is all of them.
         is_lightweight: Only `LIGHTWEIGHT_ITERS` iterations and no comparison.
         num_repeats: What a script is told about it.
+        devices: GPUs by UUID that a training may see; None leaves what the controller sees.
     """
 
     root: Path
@@ -118,6 +119,7 @@ class Setting:
     tee_ranks: tuple[int, ...] | None
     is_lightweight: bool
     num_repeats: int
+    devices: tuple[str, ...] | None = None
     python: str = sys.executable
 
 
@@ -212,8 +214,7 @@ def _plan_phase(
         **case.env,
         **_variables(workload, dirs, phase, setting, repeat=repeat, is_resume=number > 1),
     }
-    if workload.platform == CPU_PLATFORM:
-        own["CUDA_VISIBLE_DEVICES"] = ""
+    own |= _devices(workload, setting)
     env = {**inherited(setting.env), **own}
     arguments, last = _arguments(case, is_lightweight=setting.is_lightweight)
     argv = (
@@ -269,6 +270,13 @@ def _variables(
     return found if data_path is None else {**found, "DATA_PATH": data_path}
 
 
+def _devices(workload: Workload, setting: Setting) -> dict[str, str]:
+    """Return the variable that says which GPUs a training sees."""
+    if workload.platform == CPU_PLATFORM:
+        return {"CUDA_VISIBLE_DEVICES": ""}
+    return {} if setting.devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(setting.devices)}
+
+
 def _tee_words(ranks: tuple[int, ...] | None, world_size: int) -> list[str]:
     chosen = range(world_size) if ranks is None else [r for r in ranks if r < world_size]
     words = ",".join(f"{rank}:3" for rank in chosen)
@@ -278,7 +286,9 @@ def _tee_words(ranks: tuple[int, ...] | None, world_size: int) -> list[str]:
 def _plan_script(workload: Workload, dirs: AttemptDirs, setting: Setting) -> AttemptPlan:
     """Plan a row that brings its own shell script."""
     phase = dirs.phase(1)
-    own = {} if not setting.is_lightweight else {"ENABLE_LIGHTWEIGHT_MODE": "true"}
+    own = _devices(workload, setting)
+    if setting.is_lightweight:
+        own["ENABLE_LIGHTWEIGHT_MODE"] = "true"
     assert workload.script is not None
     script = workload.render(
         workload.script,

@@ -46,6 +46,7 @@ class GuardedProcess:
         cwd: Path,
         output: Path,
         grace_s: float,
+        kept_open: Sequence[int] = (),
     ) -> None:
         """Start `command` with stdout and stderr going to the file `output`.
 
@@ -55,6 +56,7 @@ class GuardedProcess:
             cwd: Its working directory.
             output: Created, or emptied.
             grace_s: How long it may take to end once it is told to.
+            kept_open: Descriptors that the guard, not the command, holds until all is over.
 
         Raises:
             LaunchError: The output or the working directory is not usable.
@@ -74,7 +76,7 @@ class GuardedProcess:
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=subprocess.STDOUT,
-                    pass_fds=(control_read, result_write),
+                    pass_fds=(control_read, result_write, *kept_open),
                     start_new_session=True,
                 )
         except OSError as error:

@@ -9,7 +9,6 @@ from pathlib import Path
 from pytest_megatron.golden.comparison import render
 from pytest_megatron.golden.model import MetricMap
 from pytest_megatron.launch.plan import AttemptPlan
-from pytest_megatron.launch.secrets import Redactor
 from pytest_megatron.verdict.attempt import Attempt
 from pytest_megatron.verdict.judge import Judgement
 from pytest_megatron.verdict.training import Job, Training
@@ -69,7 +68,7 @@ def summary_line(
 
 def plan_text(job: Job, plan: AttemptPlan, golden: Path | None) -> str:
     """Return what would run, for `--plan`: the words can be pasted into a shell."""
-    redactor = Redactor.of(job.setting.env)
+    redactor = job.redactor
     lines = [
         job.node_id,
         f"  golden: {golden if golden is not None else 'none'}",

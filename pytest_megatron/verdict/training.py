@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pytest_megatron.files import JsonValue
 from pytest_megatron.golden.store import write_metrics
+from pytest_megatron.host import CPU_PLATFORM
 from pytest_megatron.launch.case import Case
 from pytest_megatron.launch.facts import Facts, utc_now
 from pytest_megatron.launch.layout import ItemDirs
+from pytest_megatron.launch.lease import lease_gpus
 from pytest_megatron.launch.local import Listener, run_attempt
 from pytest_megatron.launch.plan import AttemptPlan, Setting, plan_attempt
 from pytest_megatron.launch.secrets import Redactor
@@ -46,6 +49,12 @@ class Job:
         if self.workload.script is not None or self.case is None:
             return None
         return DEFAULT_METRICS if self.case.metrics is None else self.case.metrics
+
+    @property
+    def redactor(self) -> Redactor:
+        """What knows the secrets of the controller's environment and of the case."""
+        own = {} if self.case is None else self.case.env
+        return Redactor.of({**self.setting.env, **own})
 
     @property
     def is_compared(self) -> bool:
@@ -122,7 +131,7 @@ def plan_job(job: Job, *, repeat: int = 1, number: int = 1) -> AttemptPlan:
 
 def describe_plan(job: Job, plan: AttemptPlan, facts: Facts) -> dict[str, JsonValue]:
     """Return a plan as `plan.json` keeps it: all that is needed to do it again, without secrets."""
-    redactor = Redactor.of(job.setting.env)
+    redactor = job.redactor
     phases: list[JsonValue] = [
         {
             "number": phase.number,
@@ -164,9 +173,19 @@ def _worth_keeping(env: Mapping[str, str], own: Mapping[str, str]) -> dict[str, 
 
 
 def _attempt(job: Job, facts: Facts, listener: Listener, *, repeat: int, number: int) -> Attempt:
-    """Run and judge one attempt."""
-    plan = plan_job(job, repeat=repeat, number=number)
-    ends = run_attempt(plan, describe_plan(job, plan, facts), listener)
+    """Run and judge one attempt, on GPUs of its own."""
+    workload = job.workload
+    is_on_gpus = workload.platform != CPU_PLATFORM
+    num_gpus = workload.gpus if is_on_gpus else 0
+    fitting = facts.host.fitting(workload.platform)
+    leased = lease_gpus(fitting, num_gpus, lambda text: listener.on_lines([text]))
+    with contextlib.closing(leased) as lease:
+        if is_on_gpus:
+            devices = tuple(gpu.uuid for gpu in lease.gpus)
+            job = replace(job, setting=replace(job.setting, devices=devices))
+        plan = plan_job(job, repeat=repeat, number=number)
+        description = describe_plan(job, plan, facts)
+        ends = run_attempt(plan, description, listener, lease.descriptors)
     metrics, cause = judge_attempt(
         ends,
         metric_names=job.metric_names,

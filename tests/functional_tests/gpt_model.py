@@ -170,9 +170,9 @@ def draw_weights(model: GPTModel, arguments: Arguments) -> None:
 def draw_whole_weight(name: str, shape: tuple[int, ...], arguments: Arguments) -> torch.Tensor:
     """Draw one weight as it is without parallelism: a function of seed, name and shape alone."""
     module, kind = name.split("/", maxsplit=1)[0].split(".")[-2:]
-    if kind == "bias":
+    if kind.endswith("bias"):
         return torch.zeros(shape)
-    if "norm" in module:
+    if "norm" in module or "norm" in kind:  # Transformer Engine fuses `layer_norm_weight` in
         return torch.ones(shape)
     std = arguments.init_method_std
     if module in ("linear_proj", "linear_fc2"):  # their outputs are summed over all layers

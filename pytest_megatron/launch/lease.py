@@ -1,0 +1,104 @@
+"""GPUs held by one attempt: two runs on a host never share a device by accident.
+
+A lock file per device, locked by the kernel: a process that dies in whatever way holds nothing any
+longer. The guard of a training inherits the locks, so that they last until its ranks are gone.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pytest_megatron.errors import LaunchError
+from pytest_megatron.host import Gpu
+
+_DIRECTORY_VARIABLE = "PYTEST_MEGATRON_LEASES"
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """Devices that are ours until `close`, for `contextlib.closing`.
+
+    Attributes:
+        gpus: In the order of the host; may be empty.
+        descriptors: Open lock files, for a child process to inherit.
+    """
+
+    gpus: tuple[Gpu, ...]
+    descriptors: tuple[int, ...]
+
+    def close(self) -> None:
+        """Let go of the devices, unless a child process still holds them."""
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+
+
+def lease_gpus(gpus: Sequence[Gpu], num_gpus: int, on_wait: Callable[[str], None]) -> Lease:
+    """Wait until `num_gpus` of `gpus` are free, and hold them.
+
+    All or none: a run that waits holds nothing, so that two that wait cannot block each other.
+
+    Args:
+        gpus: Any of these will do; at least `num_gpus` of them.
+        num_gpus: May be 0.
+        on_wait: Told once, if there is something to wait for.
+
+    Raises:
+        LaunchError: Lock files cannot be made.
+    """
+    assert len(gpus) >= num_gpus
+    has_told = False
+    while True:
+        held: list[tuple[Gpu, int]] = []
+        for gpu in gpus:
+            if len(held) < num_gpus and (descriptor := _try_lock(gpu)) is not None:
+                held.append((gpu, descriptor))
+        if len(held) == num_gpus:
+            return Lease(gpus=tuple(g for g, _ in held), descriptors=tuple(d for _, d in held))
+        for _, descriptor in held:
+            os.close(descriptor)
+        if not has_told:
+            on_wait(f"waiting for {num_gpus} of {len(gpus)} GPUs; other runs hold the rest")
+            has_told = True
+        time.sleep(_POLL_S)
+
+
+def lease_directory() -> Path:
+    """Return where the lock files are; `PYTEST_MEGATRON_LEASES` names another place."""
+    named = os.environ.get(_DIRECTORY_VARIABLE)
+    return Path(named) if named else Path(tempfile.gettempdir()) / "pytest-megatron-leases"
+
+
+def _try_lock(gpu: Gpu) -> int | None:
+    """Lock a device; return the open lock file, or None where another process has it."""
+    directory = lease_directory()
+    try:
+        if not directory.is_dir():
+            directory.mkdir(parents=True, exist_ok=True)
+            directory.chmod(0o1777)  # other users of the host lease the same devices
+        descriptor = _open(directory / f"{gpu.uuid}.lock")
+    except OSError as error:
+        raise LaunchError(
+            str(error.filename or directory),
+            f"{error.strerror}; set {_DIRECTORY_VARIABLE} to a directory for GPU locks",
+        ) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _open(path: Path) -> int:
+    """Open a lock file for locking; another user's can be read, but not written or made again."""
+    try:
+        return os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)

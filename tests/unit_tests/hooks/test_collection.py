@@ -1,0 +1,256 @@
+"""What is collected, selected, skipped and refused; no training is started here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_project import Project, Run
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    project = Project(root=tmp_path_factory.mktemp("collection"))
+    project.row(project.case("small"), scope=["L0", "nightly"])
+    project.row(project.case("large"), environment=["dev", "lts"], tag=["latest"])
+    project.row(project.case("far"), platforms=["dgx_a100"], gpus=[64])  # no host has as many
+    project.row(project.case("off"), scope=["mr-broken"])
+    (project.root / "test_python.py").write_text("def test_python():\n    pass\n")
+    return project
+
+
+def collected(run: Run) -> list[str]:
+    """Return the node ids of `--collect-only -q`."""
+    return [line for line in run.stdout.splitlines() if "::" in line]
+
+
+def collect(project: Project, *arguments: str) -> list[str]:
+    run = project.run("recipes", "--collect-only", "-q", *arguments)
+    assert run.stderr == ""
+    return [node.removeprefix("recipes/tiny.yaml::") for node in collected(run)]
+
+
+ALL = [
+    "small[dev-cpu-L0]",
+    "small[dev-cpu-L2]",
+    "large[dev-cpu]",
+    "large[lts-cpu]",
+    "far[dev-dgx_a100]",
+    "off[dev-cpu]",
+]
+
+
+def test_a_row_has_a_node_id_that_tells_it_apart(project: Project) -> None:
+    assert collect(project) == ALL
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        pytest.param(["-m", "lts"], ["large[lts-cpu]"], id="mark of the environment"),
+        pytest.param(["-m", "L2"], ["small[dev-cpu-L2]"], id="mark of the scope"),
+        pytest.param(["-m", "not gpt"], [], id="mark of the model"),
+        pytest.param(["-m", "latest and dev"], ["large[dev-cpu]"], id="mark of the tag"),
+        pytest.param(
+            ["-m", "platform(name='dgx_a100')"], ["far[dev-dgx_a100]"], id="mark with a name"
+        ),
+        pytest.param(["-k", "small and L2"], ["small[dev-cpu-L2]"], id="-k"),
+        pytest.param(["--scope", "nightly"], ["small[dev-cpu-L2]"], id="scope by its alias"),
+        pytest.param(["--scope", "L2"], ["small[dev-cpu-L2]"], id="scope by its tier"),
+        pytest.param(["--environment", "lts"], ["large[lts-cpu]"], id="environment"),
+        pytest.param(["--platform", "dgx_a100"], ["far[dev-dgx_a100]"], id="platform"),
+        pytest.param(["--tag", "latest", "--environment", "dev"], ["large[dev-cpu]"], id="two"),
+        pytest.param(["--test-case", "far,off"], ALL[-2:], id="comma list"),
+        pytest.param(["--test-case", "far", "--test-case", "off"], ALL[-2:], id="repeated"),
+        pytest.param(["--scope", "nightly", "-k", "dev"], ["small[dev-cpu-L2]"], id="with -k"),
+    ],
+)
+def test_workloads_are_selected(
+    project: Project, arguments: list[str], expected: list[str]
+) -> None:
+    assert collect(project, *arguments) == expected
+
+
+def test_a_node_id_selects_one_row(project: Project) -> None:
+    node = "recipes/tiny.yaml::large[lts-cpu]"
+    run = project.run(node, "--collect-only", "-q")
+    assert (run.returncode, collected(run)) == (0, [node])
+
+
+def test_a_plain_pytest_collects_no_workload(project: Project) -> None:
+    run = project.run("--collect-only", "-q", run_dir="")
+    assert collected(run) == ["test_python.py::test_python"]
+
+
+def test_a_selection_makes_a_plain_pytest_collect_workloads(project: Project) -> None:
+    run = project.run("--collect-only", "-q", "--scope", "L2", run_dir="")
+    assert collected(run) == [
+        "recipes/tiny.yaml::small[dev-cpu-L2]",
+        "test_python.py::test_python",
+    ]
+
+
+def test_a_project_below_a_folder_named_recipes_is_no_recipe(tmp_path: Path) -> None:
+    project = Project(root=tmp_path / "recipes" / "project")
+    project.row(project.case("small"))
+    (project.root / "test_python.py").write_text("def test_python():\n    pass\n")
+    run = project.run("--collect-only", "-q", run_dir="")
+    assert collected(run) == ["test_python.py::test_python"]
+
+
+def test_a_folder_of_recipes_is_taken_from_anywhere(tmp_path: Path) -> None:
+    project = Project(root=tmp_path / "elsewhere")
+    project.row(project.case("small"))
+    other = Project(root=tmp_path / "here")
+    run = other.run(str(project.root / "recipes"), "--collect-only", "-q")
+    assert [line.rpartition("::")[2] for line in collected(run)] == ["small[dev-cpu]"]
+
+
+def test_a_folder_of_recipes_may_hold_other_yaml(tmp_path: Path) -> None:
+    project = Project(root=tmp_path)
+    project.row(project.case("small"))
+    (tmp_path / "recipes" / "notes.yaml").write_text("some: thing\n")
+    assert collect(project) == ["small[dev-cpu]"]
+
+
+MALFORMED = """\
+type: basic
+format_version: 1
+spec: {model: gpt, gpus: 2, training_script_path: train.py}
+products:
+  - test_case: [small]
+    products:
+      - {environment: [dev], scope: [L0], platforms: [cpu]}
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error"),
+    [
+        pytest.param(
+            "scope: [L0]",
+            "scope: [L00]",
+            "recipes/bad.yaml:7: scope: unknown word 'L00', expected one of ",
+            id="scope",
+        ),
+        pytest.param(
+            "platforms: [cpu]",
+            "platforms: [cpuu]",
+            "recipes/bad.yaml:7: platforms: unknown word 'cpuu', expected one of cpu, dgx_a100, ",
+            id="platform",
+        ),
+        pytest.param(
+            "environment: [dev]",
+            "environment: [devel]",
+            "recipes/bad.yaml:7: environment: unknown word 'devel', expected one of dev, lts",
+            id="environment",
+        ),
+        pytest.param(
+            "scope: [L0]",
+            "scope: [L0], cadence: [daily]",
+            "recipes/bad.yaml:7: cadence: unknown word 'daily', expected one of mergegroup, ",
+            id="cadence",
+        ),
+        pytest.param(
+            "scope: [L0]",
+            "scope: L0",
+            "recipes/bad.yaml:7: products[0].products[0].scope: found 'L0', expected a list; "
+            "write [L0]",
+            id="bare string",
+        ),
+        pytest.param(
+            "    products:\n      - {",
+            "    product:\n      - {",
+            "recipes/bad.yaml:5: products[0].products: is missing; add it",
+            id="no products",
+        ),
+        pytest.param("type: basic", "type: [basic", "recipes/bad.yaml:", id="no YAML"),
+    ],
+)
+def test_a_malformed_recipe_is_one_error_and_the_others_are_collected(
+    tmp_path: Path, old: str, new: str, error: str
+) -> None:
+    assert MALFORMED.count(old) == 1
+    project = Project(root=tmp_path)
+    project.row(project.case("small"))
+    (tmp_path / "recipes" / "bad.yaml").write_text(MALFORMED.replace(old, new))
+    run = project.run("recipes", "--collect-only", "-q")
+    assert run.returncode == pytest.ExitCode.TESTS_FAILED
+    assert collected(run)[0] == "recipes/tiny.yaml::small[dev-cpu]"
+    assert "Traceback" not in run.text
+    (line,) = [x for x in run.stdout.splitlines() if x.startswith("recipes/bad.yaml:")]
+    assert line.startswith(error)
+
+
+def test_rows_that_are_switched_off_or_not_for_this_host_are_skipped_with_a_reason(
+    project: Project,
+) -> None:
+    run = project.run("recipes", "--test-case", "far,off", run_dir="skipped")
+    assert run.returncode == 0
+    skipped = sorted(x for x in run.stdout.splitlines() if x.startswith("SKIPPED"))
+    assert [x.partition(": ")[2].partition(", this host has")[0] for x in skipped] == [
+        "dgx_a100 needs 64 x A100",
+        "scope 'mr-broken' disables the row",
+    ]
+    assert not run.directory.exists()
+
+
+def test_a_platform_that_is_asked_for_and_not_here_is_an_error(project: Project) -> None:
+    run = project.run("recipes", "--platform", "dgx_a100", run_dir="asked")
+    assert run.outcomes == {"far": "ERROR"}
+    assert "dgx_a100 needs 64 x A100, this host has " in run.stdout
+    assert "; nothing was run" in run.stdout
+    assert not run.directory.exists()
+
+
+EMPTY = (
+    "--scope L1: matches none of 6 workloads; 6 workloads match without --scope L1: "
+    "small[dev-cpu-L0], small[dev-cpu-L2], large[dev-cpu], ..."
+)
+
+
+def test_an_empty_selection_is_a_usage_error_with_the_nearest_matches(project: Project) -> None:
+    run = project.run("recipes", "--scope", "L1", run_dir="empty")
+    assert (run.returncode, run.stderr) == (pytest.ExitCode.USAGE_ERROR, f"ERROR: {EMPTY}\n\n")
+    assert not run.directory.exists()
+
+
+def test_an_empty_selection_is_the_same_error_under_xdist(project: Project) -> None:
+    run = project.run("recipes", "--scope", "L1", "-n", "2", run_dir="empty")
+    assert run.returncode == pytest.ExitCode.USAGE_ERROR
+    assert f"ERROR: {EMPTY}" in run.stdout.splitlines()
+    assert "INTERNALERROR" not in run.text
+
+
+def test_an_empty_selection_may_be_allowed(project: Project) -> None:
+    run = project.run("recipes", "--scope", "L1", "--allow-empty", run_dir="empty")
+    assert (run.returncode, run.stderr) == (pytest.ExitCode.NO_TESTS_COLLECTED, "")
+
+
+UNKNOWN = "--environment: unknown environment 'dve', expected one of dev, lts; did you mean 'dev'?"
+
+
+def test_an_unknown_word_in_a_selection_lists_the_choices(project: Project) -> None:
+    run = project.run("recipes", "--environment", "dve", run_dir="empty")
+    assert (run.returncode, run.stderr) == (
+        pytest.ExitCode.USAGE_ERROR,
+        f"ERROR: {UNKNOWN}\n\n",
+    )
+
+
+def test_without_our_options_nothing_of_ours_is_seen_and_nothing_heavy_is_imported(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "test_python.py").write_text(
+        "import sys\n"
+        "def test_python(request):\n"
+        "    heavy = {'torch', 'pydantic', 'yaml', 'numpy', 'psutil', 'filelock'}\n"
+        "    assert not heavy & set(sys.modules)\n"
+        "    assert request.config.pluginmanager.has_plugin('megatron')\n"
+    )
+    project = Project(root=tmp_path)
+    run = project.run("-m", "not slow", run_dir="", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+    assert run.returncode == 0
+    lines = [x for x in run.stdout.splitlines() if not x.startswith("plugins: ")]
+    assert "megatron" not in "".join(lines)
+    assert not (tmp_path / ".pytest_megatron").exists()

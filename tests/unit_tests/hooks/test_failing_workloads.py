@@ -1,0 +1,208 @@
+"""One session of trainings that go wrong, each in its own way, under pytest-xdist.
+
+Megatron-LM's harness passed a run without logs, took NaN, inf and missing for equal, and named two
+comma lists of numbers where a metric failed.
+"""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+from tiny_project import Project, Run, read_object
+
+RESUME = {"TEST_TYPE": "ckpt-resume"}
+HANG_LIMIT_S = 25  # must cover the start of the ranks on a busy machine
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    project = Project(root=tmp_path_factory.mktemp("failing"))
+    project.row(project.case("hang", fault=["hang@5:1"]), time_limit=[HANG_LIMIT_S])
+    project.add("crash", "crash@4:0")
+    project.add("kill", "kill@5:1")
+    project.add("segfault", "segfault@5:0")
+    project.add("nan", "nan@3")
+    project.add("early", "exit0@6")
+    project.add("silent", "silent@0")
+    project.add("differs")
+    project.golden("differs", changes={7: 5.5 * 1e-3})
+    project.add("drift", "drift@0", save_interval=5, config=RESUME)
+    project.add("unsaved", save_interval=4, config=RESUME)
+    project.row(project.case("no_golden"), write_golden=False)
+    project.add("sound")
+    return project
+
+
+@pytest.fixture(scope="module")
+def run(project: Project) -> Run:
+    return project.run("recipes", "-n", "4", "--junitxml", "junit.xml")
+
+
+def log(run: Run, case: str, name: str, *, phase: int = 1) -> str:
+    """The path of a log as a message names it."""
+    root = run.item_dir(case).relative_to(run.directory.parent)
+    return f"{root}/repeat_1/attempt_1/phase_{phase}/{name}"
+
+
+@pytest.mark.parametrize(
+    ("case", "cause", "file"),
+    [
+        pytest.param(
+            "crash",
+            "rank 0 of 2 raised ValueError: the crash of rank 0 after iteration 3 of 10",
+            "logs/0/stderr.log",
+            id="exception",
+        ),
+        pytest.param(
+            "kill",
+            "rank 1 of 2 was killed by SIGKILL after iteration 4 of 10",
+            "logs/1/stdout.log",
+            id="SIGKILL",
+        ),
+        pytest.param(
+            "segfault",
+            "rank 0 of 2 was killed by SIGSEGV after iteration 4 of 10",
+            "logs/0/stderr.log",
+            id="SIGSEGV",
+        ),
+        pytest.param(
+            "nan",
+            "lm loss is nan at step 3, the first that is not finite",
+            "launcher.log",
+            id="NaN",
+        ),
+        pytest.param(
+            "early",
+            "the training ended with exit code 0, but lm loss stops at step 5, "
+            "expected it to go on to 10",
+            "launcher.log",
+            id="exit code 0 too early",
+        ),
+    ],
+)
+def test_a_failed_training_names_rank_cause_iteration_and_log(
+    run: Run, case: str, cause: str, file: str
+) -> None:
+    assert run.verdict(case) == ("FAILED", "failed")
+    first, *_ = run.problem(case).splitlines()
+    assert first == f"recipes/tiny.yaml::{case}[dev-cpu]: {cause}; see {log(run, case, file)}"
+    assert Path(run.directory.parent, log(run, case, file)).exists()
+
+
+def test_the_last_words_of_a_crashed_rank_are_shown(run: Run) -> None:
+    lines = run.problem("crash").splitlines()
+    assert lines[1] == "    Traceback (most recent call last):"
+    assert lines[-1] == "    ValueError: the crash of rank 0"
+
+
+def test_the_stack_of_a_segmentation_fault_is_shown(run: Run) -> None:
+    text = run.problem("segfault")
+    assert "    Fatal Python error: Segmentation fault" in text
+    assert "in misbehave" in text
+
+
+def test_a_hang_ends_at_its_time_limit_and_says_where_each_rank_was(run: Run) -> None:
+    assert run.verdict("hang") == ("FAILED", "failed")
+    problem = run.problem("hang")
+    assert f"time limit of {HANG_LIMIT_S} s reached after iteration 4 of 10; " in problem
+    (rank_0,) = [part for part in problem.split(", ") if "rank 0 was at train.py:" in part]
+    assert rank_0.endswith("in wait_for_others")
+    assert "rank 1 was at train.py:" in problem
+    assert "in hang_for_ever; see " in problem
+
+
+def test_a_training_without_metrics_fails_and_names_where_they_were_expected(run: Run) -> None:
+    assert run.verdict("silent") == ("FAILED", "failed")
+    where = log(run, "silent", "tensorboard")
+    assert f"ended with exit code 0, but {where}: no metrics: no file" in run.problem("silent")
+
+
+def test_one_step_off_by_a_thousandth_fails_with_metric_step_values_tolerance_and_file(
+    run: Run,
+) -> None:
+    assert run.verdict("differs") == ("FAILED", "failed")
+    line = run.problem("differs").splitlines()[1]
+    assert line.startswith(
+        "    lm loss, step 7: observed 5.534, golden 5.5395, off by 9.9e-04 relative, "
+        "tolerance allows 1.0e-04; 1 of 10 steps outside, 0 may be"
+    )
+    assert line.endswith("; golden_values/gpt/differs/golden_values_dev_cpu.json")
+
+
+def test_the_comparison_of_a_failed_workload_is_kept(run: Run) -> None:
+    comparison = read_object(run.item_dir("differs") / "comparison.json")
+    assert comparison["passed"] is False
+    repeats = comparison["repeats"]
+    assert isinstance(repeats, list)
+    (repeat,) = repeats
+    assert isinstance(repeat, dict)
+    assert (repeat["repeat"], repeat["against"]) == (1, "golden")
+
+
+def test_a_resume_that_diverges_fails_against_the_first_phase(run: Run) -> None:
+    assert run.verdict("drift") == ("FAILED", "failed")
+    _, against, line, *_ = run.problem("drift").splitlines()
+    assert against == "repeat 1 against the first phase:"
+    assert line.startswith("    lm loss, step 6: observed 5.644, golden 5.634, ")
+
+
+def test_a_resume_without_a_checkpoint_half_way_says_how_to_get_one(run: Run) -> None:
+    assert run.outcomes["unsaved"] == "ERROR"
+    assert run.problem("unsaved").endswith(
+        "checkpoints: has no iter_0000005 to resume from, found iter_0000004, iter_0000008; "
+        "set --save-interval to half of --train-iters"
+    )
+
+
+def test_a_missing_golden_is_an_error_before_anything_runs(run: Run) -> None:
+    assert run.verdict("no_golden") == ("ERROR", "broken")
+    assert run.problem("no_golden") == (
+        "golden_values/gpt/no_golden/golden_values_dev_cpu.json: there is no golden for "
+        "recipes/tiny.yaml::no_golden[dev-cpu], nothing was run; write one with `--golden record`, "
+        "or run without comparing with `--golden off`"
+    )
+    assert list(run.directory.glob("*no_golden*")) == []
+
+
+def test_the_others_do_not_suffer(run: Run) -> None:
+    assert run.verdict("sound") == ("PASSED", "passed")
+    assert run.returncode == pytest.ExitCode.TESTS_FAILED
+
+
+def test_nothing_genuine_is_run_again(run: Run) -> None:
+    cases = ("hang", "crash", "kill", "segfault", "nan", "early", "silent", "differs", "drift")
+    assert {case: len(run.attempts(case)) for case in cases} == dict.fromkeys(cases, 1)
+
+
+def test_the_record_of_a_failure_names_the_rank_and_every_exit_code(run: Run) -> None:
+    (attempt,) = run.attempts("kill")
+    kept = ("repeat", "attempt", "exit_codes", "root_rank", "signature", "is_transient")
+    assert [attempt[key] for key in kept] == [1, 1, [1], 1, None, False]
+
+
+def test_a_resume_records_both_phases(run: Run) -> None:
+    (attempt,) = run.attempts("drift")
+    assert attempt["exit_codes"] == [0, 0]
+
+
+def test_every_worker_reports_to_one_record(run: Run, project: Project) -> None:
+    items = run.json["items"]
+    assert isinstance(items, dict)
+    assert len(items) == len(project.entries)
+    assert [path.name for path in run.directory.glob("*.json")] == ["run.json"]
+
+
+@pytest.mark.usefixtures("run")
+def test_junit_tells_failed_from_broken_and_carries_verdicts(project: Project) -> None:
+    suite = ET.parse(project.root / "junit.xml").getroot()  # noqa: S314 - pytest wrote it
+    found = {}
+    for case in suite.iter("testcase"):
+        properties = {str(p.get("name")): p.get("value") for p in case.iter("property")}
+        kinds = {child.tag for child in case} - {"properties"}
+        name = case.attrib["name"].partition("[")[0]
+        found[name] = (kinds, properties["megatron.verdict"], properties["megatron.attempts"])
+    assert found["sound"] == (set(), "passed", "1")
+    assert found["crash"] == ({"failure"}, "failed", "1")
+    assert found["no_golden"] == ({"error"}, "broken", "0")

@@ -1,0 +1,50 @@
+"""Run directories that cannot be written: one clear error, and the session goes on to its end."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tiny_project import Project
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("may not mount a file system")
+    yield disk
+    umount = ["umount", str(disk)]
+    subprocess.run(umount, check=True)
+
+
+@pytest.mark.usefixtures("small_disk")
+def test_a_disk_that_fills_up_is_told_in_clear_lines(tmp_path: Path) -> None:
+    project = Project(root=tmp_path)
+    project.add("floods", "flood@3:1")
+    project.add("next")
+    run = project.run("recipes", run_dir="disk/run")
+    assert run.returncode == pytest.ExitCode.TESTS_FAILED
+    assert run.outcomes == {"floods": "FAILED", "next": "ERROR"}
+    assert "INTERNALERROR" not in run.text
+    assert (
+        "No space left on device; give another --run-dir, or make room; nothing was run"
+    ) in run.stdout
+    assert (
+        "run.json is not complete: disk/run: No space left on device; make room, "
+        "or give another --run-dir"
+    ) in run.stdout.splitlines()
+
+
+def test_a_run_directory_below_a_file_is_one_clear_error(tmp_path: Path) -> None:
+    project = Project(root=tmp_path)
+    project.add("sound")
+    run = project.run("recipes", run_dir="train.py/run")
+    assert run.outcomes == {"sound": "ERROR"}
+    error = "train.py/run: Not a directory; give another --run-dir; nothing was run"
+    assert error in run.stdout.splitlines()

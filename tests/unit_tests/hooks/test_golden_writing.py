@@ -1,0 +1,248 @@
+"""Goldens that a session writes: only from a clean run, all or none.
+
+Megatron-LM has no gate: its tool downloads what failed, from any run, without provenance.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_project import Project, Run, read_object, send, wait_until
+
+from pytest_megatron.golden.store import read_golden
+
+REFRESH = ("-k", "old or new", "--golden", "refresh", "-n", "2")
+
+
+def git(project: Project, *arguments: str) -> str:
+    identity = ("-c", "user.name=t", "-c", "user.email=t@example.org")
+    command = ["git", "-C", str(project.root), *identity, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def commit(project: Project) -> None:
+    """Commit the project; only what pytest and the trainings leave is ignored."""
+    (project.root / ".gitignore").write_text("/state/\n/run*/\n__pycache__/\n.pytest_cache/\n")
+    git(project, "init", "-q")
+    git(project, "add", "-A")
+    git(project, "commit", "-qm", "all")
+
+
+def goldens(project: Project) -> dict[str, str]:
+    """Every file below golden_values and its text."""
+    files = (project.root / "golden_values").rglob("*")
+    return {p.relative_to(project.root).as_posix(): p.read_text() for p in files if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    project = Project(root=tmp_path_factory.mktemp("goldens"))
+    project.add("old")
+    project.golden("old", changes={3: 0.5})
+    project.row(project.case("new"), write_golden=False)
+    project.add("good")
+    project.add("crash", "crash@2:0")
+    project.add("jitter", "jitter@1")
+    project.add("flaky", "transient@2:1")
+    commit(project)
+    return project
+
+
+@pytest.fixture(scope="module")
+def refreshed(recorded: tuple[dict[str, str], Run], project: Project) -> Run:
+    """A clean refresh of two goldens, under pytest-xdist and with a run directory of our own."""
+    assert recorded[1].returncode == 0
+    run = project.run("recipes", *REFRESH, run_dir="")
+    latest = project.root / ".pytest_megatron" / "runs" / "latest"
+    return Run(
+        returncode=run.returncode, stdout=run.stdout, stderr=run.stderr, directory=latest.resolve()
+    )
+
+
+@pytest.fixture(scope="module")
+def recorded(project: Project) -> tuple[dict[str, str], Run]:
+    """The goldens before, and a clean record of one that is missing beside one that is there."""
+    before = goldens(project)
+    run = project.run("recipes", "-k", "good or new", "--golden", "record", run_dir="run-record")
+    return before, run
+
+
+def test_workloads_that_are_not_clean_keep_every_golden_from_being_written(
+    project: Project,
+) -> None:
+    before = goldens(project)
+    arguments = ("-k", "not old and not good", "--golden", "refresh", "-n", "4")
+    run = project.run("recipes", *arguments, run_dir="run-unclean")
+    causes = {
+        "crash": "rank 0 of 2 raised ValueError",
+        "jitter": "the repeats differ from one another, so there is no new golden",
+        "flaky": "needed another attempt, so it is no golden",
+    }
+    assert run.outcomes == {"new": "PASSED", **dict.fromkeys(causes, "FAILED")}
+    assert {case: cause in run.problem(case) for case, cause in causes.items()} == dict.fromkeys(
+        causes, True
+    )
+    assert "goldens: none written, since not all of this run was clean" in run.stdout
+    assert goldens(project) == before
+
+
+def test_record_writes_only_what_is_missing(
+    recorded: tuple[dict[str, str], Run], project: Project
+) -> None:
+    before, run = recorded
+    assert run.outcomes == {"good": "PASSED", "new": "PASSED"}
+    new = project.golden_path("new").relative_to(project.root).as_posix()
+    now = goldens(project)
+    assert {path: text for path, text in now.items() if path != new} == before
+    assert f"| {new} | new | | | | |" in run.stdout.splitlines()
+
+
+def test_a_clean_refresh_writes_every_golden(refreshed: Run, project: Project) -> None:
+    assert refreshed.returncode == 0
+    assert refreshed.outcomes == {"old": "PASSED", "new": "PASSED"}
+    assert read_golden(project.golden_path("new")).metrics["lm loss"].values[2] == pytest.approx(
+        5.0 - 0.3 + 1.234
+    )
+    assert read_golden(project.golden_path("old")).metrics == (
+        read_golden(project.golden_path("new")).metrics
+    )
+
+
+@pytest.mark.usefixtures("refreshed")
+def test_a_new_golden_says_where_it_comes_from(project: Project) -> None:
+    provenance = read_golden(project.golden_path("new")).provenance
+    assert provenance is not None
+    assert (provenance.repeats, provenance.deterministic, provenance.is_dirty) == (2, True, False)
+    assert provenance.commit == git(project, "rev-parse", "HEAD")
+    assert provenance.spread == {"lm loss": 0.0, "num-zeros": 0.0}
+    typed = ("-rA", "-p", "megatron", "recipes", *REFRESH)
+    assert provenance.command == ("pytest", *typed)
+    assert (provenance.gpu, provenance.driver) == (None, None)
+    assert provenance.date is not None
+    assert "torch" in provenance.versions
+
+
+def test_a_refresh_prints_and_keeps_a_table_for_the_pull_request(
+    refreshed: Run, project: Project
+) -> None:
+    new, old = (f"golden_values/gpt/{c}/golden_values_dev_cpu.json" for c in ("new", "old"))
+    table = [
+        "| golden | metric | steps | changed | largest | mean, signed |",
+        "|---|---|---:|---:|---:|---:|",
+        f"| {new} | unchanged | | 0 | | |",
+    ]
+    lines = refreshed.stdout.splitlines()
+    start = lines.index(table[0])
+    assert lines[start : start + 3] == table
+    assert lines[start + 3].startswith(f"| {old} | lm loss | 10 -> 10 | 1 | 7.8e-02 | -7.8e-03 |")
+    page = (refreshed.directory / "goldens.md").read_text()
+    assert page.splitlines() == lines[start : start + 4]
+    assert f"for the pull request ({refreshed.directory.relative_to(project.root)}" in (
+        refreshed.stdout
+    )
+
+
+def test_the_written_golden_passes_in_pytest_and_on_the_command_line(
+    refreshed: Run, project: Project
+) -> None:
+    run = project.run("recipes", "--test-case", "new", run_dir="run-check")
+    assert run.verdict("new") == ("PASSED", "passed")
+    metrics = run.item_dir("new") / "repeat_1" / "attempt_1" / "phase_1" / "metrics.json"
+    check = [str(Path(sys.executable).with_name("pytest-megatron")), "golden", "check"]
+    files = ["--golden", str(project.golden_path("new")), "--observed", str(metrics)]
+    done = subprocess.run([*check, *files], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert refreshed.returncode == 0
+
+
+def test_our_own_directory_does_not_make_the_tree_dirty(refreshed: Run, project: Project) -> None:
+    assert refreshed.directory.is_relative_to(project.root / ".pytest_megatron")
+    assert git(project, "status", "--porcelain", "--", ".", ":(exclude)golden_values") == ""
+
+
+def test_a_dirty_tree_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    project = Project(root=tmp_path)
+    project.row(project.case("new"), write_golden=False)
+    commit(project)
+    (tmp_path / "notes.txt").write_text("not committed")
+    run = project.run("recipes", "--golden", "record")
+    assert run.outcomes == {"new": "ERROR"}
+    assert (
+        "--golden record: the tree has uncommitted changes, expected a commit that the golden can "
+        "name; commit first, or give --allow-dirty, which the golden then says"
+    ) in run.stdout
+    assert not project.golden_path("new").exists()
+    assert not run.directory.exists()
+
+
+def test_a_dirty_tree_may_be_allowed_and_is_recorded(tmp_path: Path) -> None:
+    project = Project(root=tmp_path)
+    project.row(project.case("new"), write_golden=False)
+    commit(project)
+    (tmp_path / "notes.txt").write_text("not committed")
+    run = project.run("recipes", "--golden", "record", "--allow-dirty")
+    assert run.verdict("new") == ("PASSED", "passed")
+    provenance = read_object(project.golden_path("new"))["_provenance"]
+    assert isinstance(provenance, dict)
+    assert provenance["is_dirty"] is True
+
+
+def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path) -> None:
+    project = Project(root=tmp_path)
+    project.row(project.case("new"), write_golden=False)
+    run = project.run("recipes", "--golden", "record", GIT_CEILING_DIRECTORIES=str(tmp_path.parent))
+    assert run.outcomes == {"new": "ERROR"}
+    assert "--golden record: the tree is no git checkout" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        pytest.param(
+            ("--golden", "refresh", "--n-repeat", "1"),
+            "--golden refresh: needs at least 2 repeats to know their spread, --n-repeat is 1; "
+            "raise or drop it",
+            id="one repeat",
+        ),
+        pytest.param(
+            ("--golden", "record", "--lightweight"),
+            "--golden record: a lightweight run measures nothing to keep; drop --lightweight",
+            id="lightweight",
+        ),
+    ],
+)
+def test_what_could_never_make_a_golden_is_refused(
+    project: Project, arguments: tuple[str, ...], error: str
+) -> None:
+    run = project.run("recipes", *arguments, run_dir="run-refused")
+    assert (run.returncode, run.stderr) == (4, f"ERROR: {error}\n\n")
+
+
+def test_ctrl_c_writes_no_golden(tmp_path: Path) -> None:
+    project = Project(root=tmp_path)
+    project.row(project.case("new"), write_golden=False)
+    project.add("hang", "hang@2:1")
+    commit(project)
+    process = project.start("recipes", "--golden", "refresh")
+    wait_until((tmp_path / "state" / "hang.up").exists, "the hang")
+    send(process, signal.SIGINT, to_group=True)
+    output, _ = process.communicate()
+    assert process.returncode == pytest.ExitCode.INTERRUPTED
+    assert "goldens: none written, since not all of this run was clean" in output
+    assert not project.golden_path("new").exists()
+
+
+def test_goldens_that_cannot_be_written_are_one_clear_line_and_a_failure(tmp_path: Path) -> None:
+    project = Project(root=tmp_path)
+    project.row(project.case("new"), write_golden=False)
+    (tmp_path / "golden_values").write_text("a file")
+    commit(project)
+    run = project.run("recipes", "--golden", "record")
+    assert run.returncode == pytest.ExitCode.TESTS_FAILED
+    (line,) = [x for x in run.stdout.splitlines() if x.startswith("goldens: ")]
+    assert line.startswith("goldens: none written: ")
+    assert "INTERNALERROR" not in run.text

@@ -1,0 +1,169 @@
+"""The options: their frozen list, their values from command line and ini, and their errors."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from tiny_project import Project
+
+CASE_SECRET, HOST_SECRET = "secretOfTheCase", "secretOfTheHost"
+OPTIONS = """\
+--allow-dirty
+--allow-empty
+--cadence
+--environment
+--golden
+--golden-policy
+--lightweight
+--max-attempts
+--model
+--n-repeat
+--plan
+--platform
+--run-dir
+--scope
+--tag
+--tee-ranks
+--test-case
+"""
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    project = Project(root=tmp_path_factory.mktemp("options"))
+    project.row(
+        project.case(
+            "resume",
+            save_interval=5,
+            name="${WANDB_API_KEY}",
+            host="${HF_TOKEN:-none}",
+            env={"WANDB_API_KEY": CASE_SECRET},
+            config={"TEST_TYPE": "ckpt-resume"},
+        ),
+        time_limit=[77],
+    )
+    project.row(project.case("off"), scope=["mr-broken"])
+    project.row("script", script=["echo {n_repeat} ${{HF_TOKEN}} secretOfTheHost"])
+    return project
+
+
+@pytest.fixture(scope="module")
+def help_text(project: Project) -> str:
+    return project.run("--help", run_dir="").stdout
+
+
+def test_the_options_are_these(help_text: str) -> None:
+    group = help_text.partition("\ntraining workloads and distributed tests:\n")[2]
+    names = re.findall(r"^  (--[\w-]+)", group.partition("\n\n")[0], re.MULTILINE)
+    assert sorted(names) == OPTIONS.splitlines()
+
+
+def test_each_option_is_an_ini_option_too(help_text: str) -> None:
+    expected = ["megatron_" + name[2:].replace("-", "_") for name in OPTIONS.splitlines()]
+    assert sorted(re.findall(r"^  (megatron_\w+) ", help_text, re.MULTILINE)) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--golden", "renew"], "--golden: 'renew' is not a way to use goldens, expected one of "),
+        (["--golden-policy", "lax"], "--golden-policy: unknown policy 'lax', expected one of "),
+        (["--n-repeat", "0"], "--n-repeat: '0' is not a count, expected a number from 1 on"),
+        (["--n-repeat", "two"], "--n-repeat: 'two' is not a count, expected a number from 1 on"),
+        (["--max-attempts", "-1"], "--max-attempts: '-1' is not a count, "),
+        (["--scope", "L0,,L1"], "--scope: 'L0,,L1' holds an empty word"),
+        (["--tee-ranks", "0,x"], "--tee-ranks: '0,x' names no ranks, expected numbers with "),
+        (
+            ["-o", "megatron_lightweight=maybe"],
+            "megatron_lightweight: 'maybe' is neither true nor false",
+        ),
+        (
+            ["-o", "megatron_allow_empty=maybe"],
+            "megatron_allow_empty: 'maybe' is neither true nor false",
+        ),
+        (["--plan", "--golden-policy", ""], "--golden-policy: unknown policy ''"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_bad_value_is_one_clear_line(project: Project, arguments: list[str], error: str) -> None:
+    run = project.run("recipes", *arguments, run_dir="bad")
+    assert run.returncode == pytest.ExitCode.USAGE_ERROR
+    (line,) = [x for x in run.stderr.splitlines() if x]
+    assert line.startswith(f"ERROR: {error}")
+    assert not run.directory.exists()
+
+
+def test_the_ini_file_gives_defaults_and_the_command_line_wins(tmp_path: Path) -> None:
+    project = Project(root=tmp_path)
+    project.row(project.case("sound"))
+    (tmp_path / "pytest.ini").write_text(
+        "[pytest]\nmegatron_n_repeat = 4\nmegatron_max_attempts = 7\nmegatron_run_dir = there\n"
+    )
+    run = project.run("recipes", "--plan", "--n-repeat", "3", run_dir="")
+    assert "  repeats: 3, each with up to 7 attempts" in run.stdout.splitlines()
+    assert f"OUTPUT_PATH={tmp_path}/there/tiny-sound-dev-cpu-" in run.stdout
+
+
+def test_a_selection_in_the_ini_file_leaves_a_plain_pytest_alone(tmp_path: Path) -> None:
+    project = Project(root=tmp_path)
+    project.row(project.case("sound"))
+    project.row(project.case("other"), scope=["L1"])
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmegatron_scope = L1\n")
+    (tmp_path / "test_python.py").write_text("def test_python():\n    pass\n")
+    plain = project.run("--collect-only", "-q", run_dir="")
+    asked = project.run("recipes", "--collect-only", "-q", run_dir="")
+    found = [[x for x in run.stdout.splitlines() if "::" in x] for run in (plain, asked)]
+    assert found == [["test_python.py::test_python"], ["recipes/tiny.yaml::other[dev-cpu]"]]
+
+
+@pytest.fixture(scope="module", params=[(), ("-n", "2")], ids=["alone", "xdist"])
+def plan(request: pytest.FixtureRequest, project: Project) -> list[str]:
+    more: tuple[str, ...] = request.param
+    run = project.run("recipes", "--plan", *more, run_dir="plan", HF_TOKEN=HOST_SECRET)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert not run.directory.exists()
+    return run.stdout.splitlines()
+
+
+def test_a_plan_says_what_would_run(plan: list[str], project: Project) -> None:
+    start = plan.index("recipes/tiny.yaml::resume[dev-cpu]")
+    golden = project.golden_path("resume")
+    assert plan[start + 1 : start + 6] == [
+        f"  golden: {golden}",
+        "  ranks: 2 on cpu",
+        "  time limit: 77 s",
+        "  repeats: 1, each with up to 3 attempts",
+        f"  directory: {project.root}",
+    ]
+    commands = [line for line in plan if " -m torch.distributed.run " in line]
+    assert len(commands) == 2
+    assert all(" --nproc-per-node 2 " in line for line in commands)
+    assert commands[0].endswith("--name '***' --host '***' --exit-interval 10")
+    assert "  then back to iteration 5, and" in plan
+    assert "  REPEAT=1 \\" in plan
+    assert "  WANDB_API_KEY='***' \\" in plan
+
+
+def test_a_plan_tells_no_secret(plan: list[str]) -> None:
+    assert "secretOf" not in "\n".join(plan)
+
+
+def test_a_plan_shows_the_script_of_a_row(plan: list[str]) -> None:
+    assert "  | echo 1 ${HF_TOKEN} ***" in plan
+
+
+def test_a_plan_says_what_is_skipped(plan: list[str]) -> None:
+    start = plan.index("recipes/tiny.yaml::off[dev-cpu]")
+    assert plan[start + 1 : start + 3] == ["  skipped: scope 'mr-broken' disables the row", ""]
+
+
+def test_a_case_that_cannot_be_planned_is_one_clear_error(tmp_path: Path) -> None:
+    project = Project(root=tmp_path)
+    project.row(project.case("data", data_path="${NO_SUCH_DATA}"))
+    run = project.run("recipes", "--plan")
+    assert run.returncode == pytest.ExitCode.USAGE_ERROR
+    where = project.config_path("data")
+    assert run.stderr.startswith(f"ERROR: {where}:")
+    assert ": ${NO_SUCH_DATA} is not set, expected it in ENV_VARS" in run.stderr

@@ -1,0 +1,88 @@
+"""The documentation says what is there: links resolve, and reference pages list everything."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from pytest_megatron.cli.main import group
+from pytest_megatron.verdict.signature import SIGNATURES
+
+ROOT = Path(__file__).parents[2]
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md")))
+REFERENCE = ROOT / "docs/reference"
+_CODE_BLOCK = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
+
+
+def prose(page: Path) -> str:
+    return _CODE_BLOCK.sub("", page.read_text(encoding="utf-8"))
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the fragments that GitHub makes of a page's headings."""
+    titles = _HEADING.findall(prose(page))
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def broken_links(page: Path) -> Iterator[str]:
+    for link in _LINK.findall(prose(page)):
+        if "://" in link:
+            continue
+        path, _, fragment = link.partition("#")
+        target = page.parent / path if path else page
+        if not target.exists() or (fragment and fragment not in anchors(target)):
+            yield link
+
+
+def commands(parent: click.Group, prefix: str = "") -> Iterator[str]:
+    """Yield the full name of every command that does something."""
+    context = click.Context(parent)
+    for name in parent.list_commands(context):
+        command = parent.get_command(context, name)
+        if isinstance(command, click.Group):
+            yield from commands(command, f"{prefix}{name} ")
+        else:
+            yield f"{prefix}{name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_relative_link_resolves(page: Path) -> None:
+    assert list(broken_links(page)) == []
+
+
+def test_the_index_links_every_page() -> None:
+    index = ROOT / "docs/index.md"
+    linked = {(index.parent / link).resolve() for link in _LINK.findall(prose(index))}
+    assert set(ROOT.glob("docs/**/*.md")) - linked == {index}
+
+
+def test_options_are_documented_with_their_ini_names(pytester: pytest.Pytester) -> None:
+    lines = pytester.runpytest_inprocess("--help").outlines
+    start = next(i for i, line in enumerate(lines) if line.startswith("training workloads"))
+    end = next(i for i, line in enumerate(lines) if i > start and line and line[0] != " ")
+    options = {m[1] for line in lines[start:end] if (m := re.match(r"  --([\w-]+)", line))}
+    ini_names = {m[1] for line in lines if (m := re.match(r"  (megatron_\w+)", line))}
+    text = (REFERENCE / "options.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `--([\w-]+)[^`]*` \| `(\w+)` \|", text, re.MULTILINE)
+    assert ({option for option, _ in rows}, {ini for _, ini in rows}) == (options, ini_names)
+    assert all(ini == f"megatron_{option.replace('-', '_')}" for option, ini in rows)
+
+
+def test_every_command_is_documented() -> None:
+    headings = _HEADING.findall((REFERENCE / "commands.md").read_text(encoding="utf-8"))
+    assert headings[1:] == sorted(commands(group))
+
+
+def test_every_signature_is_documented_in_the_order_in_which_it_is_tried() -> None:
+    text = (REFERENCE / "verdicts.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (\w+) \| (yes|no) \|.*\| (.+) \|$", text, re.MULTILINE)
+    assert [(id_, family, word == "yes") for id_, family, word, _ in rows] == [
+        (s.id, s.family, s.is_transient) for s in SIGNATURES
+    ]
+    assert [advice.replace("`", "") for *_, advice in rows] == [s.advice for s in SIGNATURES]

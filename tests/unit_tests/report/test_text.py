@@ -75,9 +75,9 @@ def test_a_failure_is_its_cause_and_the_last_words_of_the_rank() -> None:
 
 def test_a_known_cause_comes_with_advice_and_what_was_tried_before() -> None:
     known = replace(CRASH, evidence=(), signature=match_signature(["CUDA out of memory"]))
+    advice = "lower the micro batch or the model, or look for another process on the GPU"
     assert training_failure(training(NO_PORT, known)).splitlines()[1:] == [
-        "known as cuda_oom (not transient, so not run again): lower the micro batch or the model, "
-        "or look for another process on the GPU",
+        f"known as cuda_oom (not transient, so not run again): {advice}",
         "attempt 1: rank 0 of 2 raised E; see x",
     ]
 

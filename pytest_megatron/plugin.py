@@ -22,9 +22,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the role that runs workloads, if this session has any."""
     chosen = options.read_options(config)
     if chosen.asks_for_workloads or recipes.are_recipes_asked_for(config):
-        from pytest_megatron.hooks.workloads import WorkloadPlugin  # noqa: PLC0415 - not for all
+        from pytest_megatron.hooks.workloads import register_roles  # noqa: PLC0415 - not for all
 
-        config.pluginmanager.register(WorkloadPlugin(config, chosen), "megatron-workloads")
+        register_roles(config, chosen)
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:

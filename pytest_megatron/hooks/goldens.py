@@ -44,11 +44,6 @@ class GoldenWriter:
         self._arguments = arguments
         self.lines: list[str] = []
 
-    @property
-    def is_writing(self) -> bool:
-        """Whether the session may write goldens at all."""
-        return self._options.golden in ("record", "refresh")
-
     def wants(self, golden: Path) -> bool:
         """Whether that golden is to be written."""
         mode = self._options.golden
@@ -61,7 +56,7 @@ class GoldenWriter:
             GoldenError: The tree is not committed.
         """
         is_committed = facts.commit is not None and not facts.is_dirty
-        if not self.is_writing or is_committed or self._options.is_dirty_allowed:
+        if not self._options.is_writing_goldens or is_committed or self._options.is_dirty_allowed:
             return
         state = "is no git checkout" if facts.commit is None else "has uncommitted changes"
         raise GoldenError(
@@ -96,7 +91,7 @@ class GoldenWriter:
         pairs = {
             self._root / str(c["target"]): Path(str(c["candidate"])) for c in found if "target" in c
         }
-        if not self.is_writing or not records:
+        if not self._options.is_writing_goldens or not records:
             return True
         if exit_status != pytest.ExitCode.OK:
             self.lines.append("goldens: none written, since not all of this run was clean")

@@ -54,6 +54,11 @@ class Options:
     asks_for_workloads: bool
 
     @property
+    def is_writing_goldens(self) -> bool:
+        """Whether the session may write goldens at all."""
+        return self.golden in ("record", "refresh")
+
+    @property
     def has_selection(self) -> bool:
         """Whether any workload was selected by an option."""
         return any(self.selection.values())
@@ -122,7 +127,7 @@ def read_options(config: pytest.Config) -> Options:
 
 
 def _refuse_contradictions(options: Options) -> None:
-    is_writing = options.golden in ("record", "refresh")
+    is_writing = options.is_writing_goldens
     if is_writing and options.is_lightweight:
         raise pytest.UsageError(
             f"--golden {options.golden}: a lightweight run measures nothing to keep; "

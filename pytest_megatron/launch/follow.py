@@ -69,6 +69,11 @@ class FollowedFile:
     _position: int = 0
     _rest: bytes = b""
 
+    @property
+    def num_bytes_read(self) -> int:
+        """How much of the file was seen."""
+        return self._position
+
     def new_lines(self) -> Iterator[str]:
         """Yield the lines completed since the last call."""
         try:
@@ -109,6 +114,18 @@ class LogWatch:
                 self._take(line, rank=int(path.parent.name))
         tees = map(_TEED.match, self._launcher.new_lines())
         return [f"[rank{tee[1]}]: {tee[2]}" for tee in tees if tee is not None]
+
+    def drain(self) -> list[str]:
+        """Take in everything that is there: for the end, when nothing more is written."""
+        lines: list[str] = []
+        while True:
+            before = self._num_bytes_read()
+            lines += self.poll()
+            if self._num_bytes_read() == before:
+                return lines
+
+    def _num_bytes_read(self) -> int:
+        return sum(f.num_bytes_read for f in (self._launcher, *self._ranks.values()))
 
     def _take(self, line: str, *, rank: int) -> None:
         if _WATCHDOG in line and self.hung_rank is None:

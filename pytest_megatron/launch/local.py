@@ -173,7 +173,7 @@ def _run_phase(
                 end = End.TIME_LIMIT if watch.hung_rank is None else End.HUNG_COLLECTIVE
                 ended = _stop(process)
                 break
-    _tell(listener, phase, watch)
+    _tell(listener, phase, watch, is_ended=True)
     return PhaseEnd(
         plan=phase,
         end=end,
@@ -185,9 +185,9 @@ def _run_phase(
     )
 
 
-def _tell(listener: Listener, phase: PhasePlan, watch: LogWatch) -> None:
+def _tell(listener: Listener, phase: PhasePlan, watch: LogWatch, *, is_ended: bool = False) -> None:
     before = watch.progress
-    if lines := watch.poll():
+    if lines := (watch.drain() if is_ended else watch.poll()):
         listener.on_lines(lines)
     if watch.progress is not None and watch.progress != before:
         listener.on_progress(phase.number, watch.progress)

@@ -23,6 +23,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     project.add("crash", "crash@4:0")
     project.add("kill", "kill@5:1")
     project.add("segfault", "segfault@5:0")
+    project.add("drowned", "flood@3:1", "crash@5:1")
     project.add("nan", "nan@3")
     project.add("early", "exit0@6")
     project.add("silent", "silent@0")
@@ -66,6 +67,12 @@ def log(run: Run, case: str, name: str, *, phase: int = 1) -> str:
             "rank 0 of 2 was killed by SIGSEGV after iteration 4 of 10",
             "logs/0/stderr.log",
             id="SIGSEGV",
+        ),
+        pytest.param(
+            "drowned",
+            "rank 1 of 2 raised ValueError: the crash of rank 1 after iteration 4 of 10",
+            "logs/1/stderr.log",
+            id="exception after megabytes of output",
         ),
         pytest.param(
             "nan",

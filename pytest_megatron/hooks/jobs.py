@@ -1,0 +1,93 @@
+"""From an item and the options to a job: what exactly is trained, and what it is compared with."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pytest_megatron.errors import CaseError, GoldenError
+from pytest_megatron.golden.provenance import Golden
+from pytest_megatron.golden.store import golden_path, read_golden
+from pytest_megatron.hooks.options import MIN_REFRESH_REPEATS
+from pytest_megatron.hooks.session import RunSession
+from pytest_megatron.launch.case import Case, read_case
+from pytest_megatron.launch.layout import item_dirs
+from pytest_megatron.launch.plan import Setting
+from pytest_megatron.recipe.model import Workload
+from pytest_megatron.recipe.places import case_path
+from pytest_megatron.verdict.training import Job
+
+
+def make_job(session: RunSession, workload: Workload, node_id: str) -> Job:
+    """Put together what the options and the row say.
+
+    Raises:
+        CaseError: The case cannot be read, or names no metric.
+    """
+    options = session.options
+    num_repeats = options.num_repeats or workload.n_repeat or 1
+    if options.is_writing_goldens:
+        num_repeats = max(num_repeats, MIN_REFRESH_REPEATS)
+    setting = Setting(
+        root=session.root,
+        env=os.environ,
+        tee_ranks=options.tee_ranks,
+        is_lightweight=options.is_lightweight,
+        num_repeats=num_repeats,
+    )
+    return Job(
+        node_id=node_id,
+        workload=workload,
+        case=_read_case(session.root, workload),
+        dirs=item_dirs(session.run_dir, node_id),
+        setting=setting,
+        num_repeats=1 if options.is_lightweight else num_repeats,
+        max_attempts=options.max_attempts,
+    )
+
+
+def golden_path_of(job: Job) -> Path:
+    """Return where the golden of a job is, or would be written."""
+    workload = job.workload
+    return golden_path(
+        job.setting.root,
+        model=workload.model,
+        test_case=workload.test_case,
+        environment=workload.environment,
+        platform=workload.platform,
+    )
+
+
+def read_golden_of(session: RunSession, job: Job) -> Golden | None:
+    """Return the golden to compare with; None where nothing is to be compared.
+
+    Raises:
+        GoldenError: It should be there and is not, or cannot be read.
+    """
+    mode = session.options.golden
+    if not job.is_compared or mode in ("off", "refresh"):
+        return None
+    path = golden_path_of(job)
+    if not path.exists():
+        if mode == "record":
+            return None
+        raise GoldenError(
+            str(path),
+            f"there is no golden for {job.node_id}, nothing was run; write one with "
+            f"`--golden record`, or run without comparing with `--golden off`",
+        )
+    return read_golden(path)
+
+
+def _read_case(root: Path, workload: Workload) -> Case | None:
+    """Return the test case of a row; None for a row that brings its own script."""
+    if workload.script is not None:
+        return None
+    path = case_path(root, workload)
+    case = read_case(path)
+    if case.metrics == ():
+        raise CaseError(
+            str(path),
+            "METRICS is empty, so nothing would be compared; name metrics, or leave it out",
+        )
+    return case

@@ -1,0 +1,83 @@
+"""The role that keeps what workloads came to: `run.json`, goldens, the summary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pytest_megatron.files import JsonValue, write_json_atomically
+from pytest_megatron.hooks.goldens import GoldenWriter
+from pytest_megatron.hooks.session import RunSession
+from pytest_megatron.hooks.terminal import print_summary
+from pytest_megatron.launch.facts import utc_now
+
+
+class ResultsPlugin:
+    """Lives in the controller alone: a worker's records reach it on the reports."""
+
+    def __init__(self, session: RunSession, goldens: GoldenWriter) -> None:
+        self._session = session
+        self._goldens = goldens
+        self._records: dict[str, JsonValue] = {}
+        self._started = utc_now()
+        self._problem: str | None = None  # why run.json lacks something
+
+    def pytest_report_header(self) -> str:
+        """Say on what the workloads will run, and where their results go."""
+        gpus = self._session.facts.host.gpus
+        found = f"{len(gpus)} x {gpus[0].name}" if gpus else "no GPU"
+        where = self._session.shorten(str(self._session.run_dir))
+        return f"megatron: {found}, goldens: {self._session.options.golden}, results in {where}"
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keep `run.json` up to date, so that a run that is killed still says what it did."""
+        record: JsonValue = getattr(report, "megatron_workload", None)
+        if record is None:
+            return
+        self._records[report.nodeid] = record
+        try:
+            self._write_run()
+            self._problem = None
+        except OSError as error:  # the disk is full; the terminal still says what it was
+            self._problem = self._session.cannot_write(error)
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Write goldens, if all of the run was clean."""
+        is_written = self._goldens.finish(list(self._records.values()), session.exitstatus)
+        is_whole = is_written and self._problem is None
+        if not is_whole and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Print a line for each workload, and what became of goldens."""
+        lines = list(self._goldens.lines)
+        if self._problem is not None:
+            lines.append(f"run.json is not complete: {self._problem}")
+        print_summary(
+            terminalreporter, self._records, [self._session.shorten(line) for line in lines]
+        )
+
+    def _write_run(self) -> None:
+        run_dir = self._session.run_dir
+        if not run_dir.is_dir():
+            return  # nothing could be started
+        run: dict[str, JsonValue] = {
+            "schema": 1,
+            "started": self._started,
+            "updated": utc_now(),
+            "arguments": list[JsonValue](self._session.arguments),
+            **self._session.facts.as_json(),
+            "items": self._records,
+        }
+        write_json_atomically(run_dir / "run.json", run)
+        if self._session.options.run_dir is None:
+            _link_latest(run_dir)
+
+
+def _link_latest(run_dir: Path) -> None:
+    """Point `latest` beside the run at it; the link is replaced, never missing."""
+    new = run_dir.parent / f".latest-{run_dir.name}"
+    new.unlink(missing_ok=True)
+    new.symlink_to(run_dir.name)
+    new.replace(run_dir.parent / "latest")

@@ -1,0 +1,68 @@
+"""What every role of one pytest session shares: options, run directory, what the user typed."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from pathlib import Path
+
+import pytest
+
+from pytest_megatron.hooks.options import Options
+from pytest_megatron.launch.facts import Facts, gather_facts
+
+_RUNS_DIR = Path(".pytest_megatron/runs")
+_ARGUMENTS_KEY = "megatron_arguments"
+_RUN_DIR_KEY = "megatron_run_dir"
+
+
+class RunSession:
+    """One session, in the controller or in a worker of pytest-xdist.
+
+    Attributes:
+        root: The project: recipes, cases and goldens are found from here.
+        options: What the user asked for.
+        run_dir: Made when the first workload starts; a worker has the controller's.
+        arguments: What the user typed after `pytest`.
+        is_worker: Whether this is a worker of pytest-xdist.
+    """
+
+    def __init__(self, config: pytest.Config, options: Options) -> None:
+        """Read what the session is; starts and writes nothing."""
+        self._directory = config.invocation_params.dir
+        self.root = config.rootpath
+        self.options = options
+        worker: dict[str, str] | None = getattr(config, "workerinput", None)
+        self.is_worker = worker is not None
+        if worker is not None:
+            self.run_dir = Path(worker[_RUN_DIR_KEY])
+            self.arguments: list[str] = json.loads(worker[_ARGUMENTS_KEY])
+        else:
+            self.run_dir = self._new_run_dir()
+            self.arguments = [str(argument) for argument in config.invocation_params.args]
+
+    @property
+    def facts(self) -> Facts:
+        """Where and with what this session runs."""
+        return gather_facts(self.root)
+
+    def worker_input(self) -> dict[str, str]:
+        """Return what a worker of pytest-xdist has to be told."""
+        return {_RUN_DIR_KEY: str(self.run_dir), _ARGUMENTS_KEY: json.dumps(self.arguments)}
+
+    def shorten(self, text: str) -> str:
+        """Name files as the user would type them here."""
+        return text.replace(f"{self._directory}{os.sep}", "")
+
+    def cannot_write(self, error: OSError) -> str:
+        """Return what to say of a file that could not be written."""
+        where = error.filename or self.run_dir
+        return f"{where}: {error.strerror}; make room, or give another --run-dir"
+
+    def _new_run_dir(self) -> Path:
+        if self.options.run_dir is not None:
+            return Path(self._directory, self.options.run_dir).absolute()
+        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        return self.root / _RUNS_DIR / name

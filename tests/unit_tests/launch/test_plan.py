@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pytest_megatron.errors import CaseError, MegatronError, RecipeError
+from pytest_megatron.files import JsonValue
+from pytest_megatron.launch.case import read_case
+from pytest_megatron.launch.layout import AttemptDirs
+from pytest_megatron.launch.plan import AttemptPlan, Rewind, Setting, plan_attempt
+from pytest_megatron.recipe.model import Row, Workload, parse_row
+
+DIRS = AttemptDirs(root=Path("/run/item/repeat_1/attempt_1"))
+SETTING = Setting(
+    root=Path("/project"),
+    env={"PATH": "/bin"},
+    tee_ranks=(0, 3),
+    is_lightweight=False,
+    num_repeats=1,
+    python="python",
+)
+ROW: dict[str, JsonValue] = {
+    "model": "gpt",
+    "test_case": "tp1",
+    "environment": "dev",
+    "platforms": "cpu",
+    "scope": "L0",
+    "cadence": ["pr"],
+    "gpus": 2,
+    "training_script_path": "train.py",
+}
+
+
+def workload(**changes: str | int) -> Workload:
+    row = Row(line=7, spec={**ROW, **changes}, axes=())
+    return parse_row(row, file=Path("recipes/r.yaml"), variant=())
+
+
+def plan(tmp_path: Path, text: str, row: Workload, setting: Setting = SETTING) -> AttemptPlan:
+    path = tmp_path / "model_config.yaml"
+    path.write_text(text)
+    return plan_attempt(row, read_case(path), DIRS, setting, repeat=3)
+
+
+REGULAR = "TEST_TYPE: regular\nMODEL_ARGS: {--train-iters: 50, --seed: '${REPEAT}'}\n"
+RESUME = REGULAR.replace("regular", "ckpt-resume")
+
+
+def test_a_training_runs_under_torchrun_with_logs_of_its_own(tmp_path: Path) -> None:
+    (phase,) = plan(tmp_path, REGULAR, workload()).phases
+    assert phase.argv == (
+        *("python", "-m", "torch.distributed.run", "--standalone", "--max-restarts", "0"),
+        *("--nproc-per-node", "2", "--log-dir", f"{DIRS.root}/phase_1/logs", "--redirects", "3"),
+        *("--tee", "0:3", "train.py", "--train-iters", "50", "--seed", "3"),
+        *("--exit-interval", "50"),
+    )
+    assert phase.last_iteration == 50
+
+
+@pytest.mark.parametrize(
+    ("ranks", "gpus", "expected"),
+    [
+        pytest.param((0, 3), 8, "0:3,3:3", id="given"),
+        pytest.param((0, 3), 2, "0:3", id="clipped"),
+        pytest.param(None, 2, "0:3,1:3", id="all"),
+        pytest.param((), 2, None, id="none"),
+    ],
+)
+def test_chosen_ranks_are_copied(
+    tmp_path: Path, ranks: tuple[int, ...] | None, gpus: int, expected: str | None
+) -> None:
+    setting = replace(SETTING, tee_ranks=ranks)
+    argv = plan(tmp_path, REGULAR, workload(gpus=gpus), setting).phases[0].argv
+    assert (argv[argv.index("--tee") + 1] if "--tee" in argv else None) == expected
+
+
+def test_a_resume_goes_back_half_way_and_loads_what_it_saved(tmp_path: Path) -> None:
+    first, second = plan(tmp_path, RESUME, workload()).phases
+    assert (first.rewind, second.rewind) == (
+        None,
+        Rewind(checkpoints=DIRS.checkpoints, last=50, back_to=25),
+    )
+    assert first.env["CHECKPOINT_LOAD_PATH"] == str(DIRS.no_checkpoint)
+    assert second.env["CHECKPOINT_LOAD_PATH"] == str(DIRS.checkpoints)
+    assert first.env["TENSORBOARD_PATH"] != second.env["TENSORBOARD_PATH"]
+
+
+@pytest.mark.parametrize("text", [RESUME, RESUME + "ENV_VARS: {ENABLE_LIGHTWEIGHT_MODE: true}\n"])
+def test_a_lightweight_run_stops_after_four_iterations(tmp_path: Path, text: str) -> None:
+    setting = replace(SETTING, is_lightweight=text == RESUME)
+    first, second = plan(tmp_path, text, workload(), setting).phases
+    assert first.argv[-4:] == ("--exit-interval", "4", "--save-interval", "2")
+    assert second.rewind == Rewind(checkpoints=DIRS.checkpoints, last=4, back_to=2)
+    assert first.last_iteration == 4
+
+
+def test_the_environment_is_the_users_without_the_launchers_around_pytest(tmp_path: Path) -> None:
+    foreign = {"RANK": "1", "MASTER_ADDR": "x", "TORCHELASTIC_RUN_ID": "x", "PYTEST_ADDOPTS": "-x"}
+    own = {"HOME": "/home/me", "NCCL_ALGO": "Tree"}
+    setting = replace(SETTING, env={**foreign, **own})
+    (phase,) = plan(tmp_path, REGULAR + "ENV_VARS: {A: 1}\n", workload(), setting).phases
+    assert not foreign.keys() & phase.env.keys()
+    kept = {name: phase.env[name] for name in ("HOME", "NCCL_ALGO", "NCCL_PROTO", "A")}
+    assert kept == {**own, "NCCL_PROTO": "simple", "A": "1"}
+
+
+def test_a_cpu_workload_sees_no_gpu(tmp_path: Path) -> None:
+    cpu, gpu = (
+        plan(tmp_path, REGULAR, workload(platforms=p)).phases[0] for p in ("cpu", "dgx_h100")
+    )
+    assert cpu.env["CUDA_VISIBLE_DEVICES"] == ""
+    assert "CUDA_VISIBLE_DEVICES" not in gpu.env
+
+
+def test_the_row_says_how_long_it_may_take(tmp_path: Path) -> None:
+    limits = [plan(tmp_path, REGULAR, w).time_limit_s for w in (workload(), workload(time_limit=9))]
+    assert limits == [1800, 9]
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("TEST_TYPE: release\n", "TEST_TYPE 'release'"),
+        ("TEST_TYPE: frozen-start\n", "TEST_TYPE 'frozen-start'"),
+        ("TEST_TYPE: frozen-resume\n", "TEST_TYPE 'frozen-resume'"),
+        ("TEST_TYPE: checkpoint-consistency\n", "TEST_TYPE 'checkpoint-consistency'"),
+        ("TEST_TYPE: regular\nMODE: inference\n", "MODE 'inference'"),
+        ("TEST_TYPE: regular\nMODE: rl\n", "MODE 'rl'"),
+        ("TEST_TYPE: regular\nTEST_EVALUATION: xpass\n", "TEST_EVALUATION 'xpass'"),
+        ("TEST_TYPE: regular\nLAUNCHER: ft_launcher\n", "LAUNCHER 'ft_launcher'"),
+        ("TEST_TYPE: regular\nBEFORE_SCRIPT: ls\n", "BEFORE_SCRIPT"),
+        ("TEST_TYPE: regular\nAFTER_SCRIPT: ls\n", "AFTER_SCRIPT"),
+    ],
+)
+def test_what_is_not_there_yet_is_said_and_nothing_else_is_run(
+    tmp_path: Path, text: str, what: str
+) -> None:
+    with pytest.raises(CaseError) as caught:
+        plan(tmp_path, text, workload())
+    where = tmp_path / "model_config.yaml"
+    assert str(caught.value) == f"{where}: {what} is not supported yet; nothing was run"
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        pytest.param(
+            {"nodes": 2},
+            "recipes/r.yaml:7: nodes is 2, more than one is not supported yet; nothing was run",
+            id="two nodes",
+        ),
+        pytest.param(
+            {"script": "echo ${HOME}"},
+            "recipes/r.yaml:7: 'echo ${HOME}' uses {HOME}, which the row does not have; "
+            "add the key, or double the braces",
+            id="a brace that is not doubled",
+        ),
+        pytest.param(
+            {"script": "echo {"},
+            "recipes/r.yaml:7: 'echo {' is no template: ",
+            id="an open brace",
+        ),
+    ],
+)
+def test_a_row_that_cannot_be_run_is_named_with_its_line(
+    tmp_path: Path, changes: dict[str, str | int], error: str
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        plan(tmp_path, REGULAR, workload(**changes))
+    assert str(caught.value).startswith(error)
+
+
+def test_a_row_without_a_program_is_named(tmp_path: Path) -> None:
+    row = replace(workload(), training_script_path=None)
+    with pytest.raises(MegatronError, match="has neither `script` nor `training_script_path`"):
+        plan(tmp_path, REGULAR, row)
+
+
+def test_a_script_is_rendered_and_needs_no_case() -> None:
+    row = workload(script="echo {test_case} {assets_dir} {n_repeat} ${{HOME}}")
+    planned = plan_attempt(row, None, DIRS, SETTING, repeat=1)
+    assert planned.script == f"echo tp1 {DIRS.root}/assets 1 ${{HOME}}"
+    assert planned.phases[0].argv == ("bash", f"{DIRS.root}/phase_1/script.sh")
+
+
+def test_planning_twice_gives_the_same(tmp_path: Path) -> None:
+    assert plan(tmp_path, RESUME, workload()) == plan(tmp_path, RESUME, workload())

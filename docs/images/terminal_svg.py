@@ -17,6 +17,8 @@ from pathlib import Path
 
 WIDTH_PX, HEIGHT_PX, MARGIN_PX = 7.83, 18, 14  # of a letter of 13 px, of a line, around all
 COLOURS = {"31": "#ff7b72", "32": "#56d364", "33": "#e3b341", "36": "#79c0ff"}
+NAMESPACE = "http://www.w3.org/2000/svg"
+KEPT_BLANKS = 'xml:space="preserve"'
 STYLE = "text { font: 13px ui-monospace, Menlo, monospace; fill: #e6edf3; white-space: pre }"
 _SEQUENCE = re.compile(r"\x1b\[([\d;]*)m")
 _NOTES_OF_SCRIPT = ("Script started", "Script done")
@@ -42,7 +44,7 @@ def draw(lines: list[str], *, title: str) -> str:
     ]
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">',
+            f'<svg xmlns="{NAMESPACE}" {KEPT_BLANKS} viewBox="0 0 {width} {height}" role="img">',
             f"<title>{html.escape(title)}</title>",
             f"<style>{STYLE}</style>",
             f'<rect width="{width}" height="{height}" rx="8" fill="#0d1117"/>',

@@ -146,7 +146,7 @@ def test_a_lightweight_run_leaves_the_config_and_the_next_full_run_alone(
     assert run.verdict("sound") == ("FAILED", "failed")
     assert [a["repeat"] for a in run.attempts("sound")] == [1, 2]
     lines = run.problem("sound").splitlines()
-    assert lines[1::2][:2] == ["repeat 1 against the golden:", "repeat 2 against the golden:"]
+    assert lines[1::3][:2] == ["repeat 1 against the golden:", "repeat 2 against the golden:"]
 
 
 def test_the_first_failure_ends_the_repeats_and_with_x_the_session_and_lf_finds_it(

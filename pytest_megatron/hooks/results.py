@@ -54,9 +54,7 @@ class ResultsPlugin:
         lines = list(self._goldens.lines)
         if self._problem is not None:
             lines.append(f"run.json is not complete: {self._problem}")
-        print_summary(
-            terminalreporter, self._records, [self._session.shorten(line) for line in lines]
-        )
+        print_summary(terminalreporter, self._records, lines, self._session.shorten)
 
     def _write_run(self) -> None:
         run_dir = self._session.run_dir

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -98,7 +98,10 @@ def print_plan(config: pytest.Config, job: Job, plan: AttemptPlan, golden: Path)
 
 
 def print_summary(
-    reporter: pytest.TerminalReporter, records: Mapping[str, JsonValue], goldens: Sequence[str]
+    reporter: pytest.TerminalReporter,
+    records: Mapping[str, JsonValue],
+    goldens: Sequence[str],
+    shorten: Callable[[str], str],
 ) -> None:
     """Print a line for each workload that ran, then what became of goldens."""
     if records:
@@ -108,9 +111,9 @@ def print_summary(
         verdict = str(record["verdict"])
         colour = {"passed": "green", "flaky": "yellow"}.get(verdict, "red")
         reporter.write(f"{verdict:<7}", **{colour: True})
-        reporter.write(f" {node_id}  {record.get('summary', '')}\n")
+        reporter.write(shorten(f" {node_id}  {record.get('summary', '')}\n"))
     for line in goldens:
-        reporter.write_line(line)
+        reporter.write_line(shorten(line))
 
 
 def _progress_text(name: str, phase: int, progress: Progress) -> str:

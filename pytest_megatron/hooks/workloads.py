@@ -89,9 +89,12 @@ class WorkloadPlugin:
         if self._config.option.collectonly or self._session.is_worker:
             return None
         if not self._session.options.is_plan:
-            if (self._session.run_dir / "run.json").exists():
-                where = self._session.shorten(str(self._session.run_dir))
+            run_dir = self._session.run_dir
+            where = self._session.shorten(str(run_dir))
+            if (run_dir / "run.json").exists():
                 raise pytest.UsageError(f"--run-dir: {where} holds an earlier run; give another")
+            if run_dir.exists() and not run_dir.is_dir():
+                raise pytest.UsageError(f"--run-dir: {where} is no directory; give another")
             return None
         if session.testsfailed:
             return None

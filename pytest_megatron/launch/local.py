@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Protocol
@@ -39,6 +39,7 @@ class End(Enum):
     EXITED = "exited"  # by itself, well or not
     TIME_LIMIT = "time limit"  # stopped by us
     HUNG_COLLECTIVE = "hung collective"  # stopped by us once a rank's watchdog said so
+    NO_CHECKPOINT = "no checkpoint"  # by itself, without what the next phase resumes from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,7 @@ class PhaseEnd:
         num_left: Processes that outlived the launcher and were killed.
         hung_rank: The rank whose watchdog reported, where `end` is HUNG_COLLECTIVE.
         progress: The last iteration that was printed, or None.
+        problem: What is missing, where `end` is NO_CHECKPOINT.
     """
 
     plan: PhasePlan
@@ -59,6 +61,7 @@ class PhaseEnd:
     duration_s: float
     hung_rank: int | None
     progress: Progress | None
+    problem: str | None = None
 
     @property
     def is_clean(self) -> bool:
@@ -90,6 +93,9 @@ def run_attempt(
     ends: list[PhaseEnd] = []
     deadline = time.monotonic() + plan.time_limit_s
     for phase in plan.phases:
+        if phase.rewind is not None and (problem := find_no_checkpoint(phase.rewind)):
+            ends[-1] = replace(ends[-1], end=End.NO_CHECKPOINT, problem=problem)
+            break
         _prepare(plan, phase)
         ends.append(_run_phase(plan, phase, listener, deadline, kept_open))
         settle_logs(phase.dirs)
@@ -98,21 +104,24 @@ def run_attempt(
     return tuple(ends)
 
 
+def find_no_checkpoint(rewind: Rewind) -> str | None:
+    """Return what is wrong if the checkpoint to resume from is not there, None if it is."""
+    kept = rewind.checkpoints / f"iter_{rewind.back_to:07d}"
+    if kept.is_dir():
+        return None
+    found = sorted(path.name for path in rewind.checkpoints.glob("iter_*"))
+    return (
+        f"{rewind.checkpoints} has no {kept.name} to resume from, found "
+        f"{', '.join(found) or 'no checkpoint'}; set --save-interval to half of --train-iters"
+    )
+
+
 def rewind_checkpoints(rewind: Rewind) -> None:
     """Make a finished training look as if it had stopped at `back_to`.
 
     Raises:
-        LaunchError: The training saved no checkpoint there.
         OSError: The checkpoints cannot be changed.
     """
-    kept = rewind.checkpoints / f"iter_{rewind.back_to:07d}"
-    if not kept.is_dir():
-        found = sorted(p.name for p in rewind.checkpoints.glob("iter_*"))
-        raise LaunchError(
-            str(rewind.checkpoints),
-            f"has no {kept.name} to resume from, found {', '.join(found) or 'no checkpoint'}; "
-            f"set --save-interval to half of --train-iters",
-        )
     shutil.rmtree(rewind.checkpoints / f"iter_{rewind.last:07d}", ignore_errors=True)
     tracker = rewind.checkpoints / "latest_checkpointed_iteration.txt"
     write_text_atomically(tracker, str(rewind.back_to))

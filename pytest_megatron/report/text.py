@@ -10,7 +10,7 @@ from pytest_megatron.golden.comparison import render
 from pytest_megatron.golden.model import MetricMap
 from pytest_megatron.launch.plan import AttemptPlan
 from pytest_megatron.verdict.attempt import Attempt
-from pytest_megatron.verdict.judge import Judgement
+from pytest_megatron.verdict.judge import Judgement, RepeatComparison
 from pytest_megatron.verdict.training import Job, Training
 
 _INDENT = "    "
@@ -40,7 +40,7 @@ def mismatch(training: Training, judgement: Judgement) -> str:
         if job.num_repeats > 1 or repeat.against != "golden":
             lines.append(f"repeat {repeat.repeat} against the {repeat.against}:")
         lines += [f"{_INDENT}{render(c)}" for c in repeat.failed]
-    lines.append(f"measured: {training.clean[0].dirs.phase(1).metrics}")
+        lines.append(f"{_INDENT}measured: {_measured(training, repeat)}")
     return "\n".join(lines)
 
 
@@ -86,6 +86,12 @@ def plan_text(job: Job, plan: AttemptPlan, golden: Path | None) -> str:
     if plan.script is not None:
         lines += [f"  | {line}" for line in redactor.text(plan.script).splitlines()]
     return "\n".join(lines)
+
+
+def _measured(training: Training, repeat: RepeatComparison) -> Path:
+    """Return the file of what a repeat measured in the phase that was compared."""
+    (attempt,) = (a for a in training.clean if a.repeat == repeat.repeat)
+    return attempt.dirs.phase(1 if repeat.against == "golden" else 2).metrics
 
 
 def _loss(metrics: MetricMap) -> Sequence[str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import assert_never
 
 from pytest_megatron.errors import MetricsError
 from pytest_megatron.golden.model import MetricMap, Series, is_finite
@@ -18,6 +20,7 @@ from pytest_megatron.verdict.signature import Signature, match_signature
 # Without a METRICS key these are compared, and so must be there.
 # Source: Megatron-LM tests/functional_tests/python_test_utils, d98e8a64dd.
 DEFAULT_METRICS = ("lm loss", "num-zeros")
+_LEAST_FREE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,38 +141,51 @@ def _interval(series: Series) -> int:
 def _why_it_failed(end: PhaseEnd, world_size: int, time_limit_s: float) -> Cause:
     """Explain a phase that is not clean."""
     dirs = end.plan.dirs
-    failures = read_failures(dirs)
     when = _phase(end) + _when(end)
-    if end.end is End.TIME_LIMIT:
-        return Cause(
-            text=f"time limit of {time_limit_s:g} s reached {when}{_where_ranks_were(failures)}; "
-            f"see {dirs.logs}",
-        )
-    if end.end is End.HUNG_COLLECTIVE:
-        return Cause(
-            text=f"a collective did not finish {when}: rank {end.hung_rank} reported it"
-            f"{_where_ranks_were(failures)}; see {dirs.logs}",
-            rank=end.hung_rank,
-        )
-    first = first_failure(failures)
+    match end.end:
+        case End.NO_CHECKPOINT:
+            return Cause(text=f"the training ended with exit code 0, but {end.problem}")
+        case End.TIME_LIMIT:
+            where = _where_ranks_were(read_failures(dirs))
+            text = f"time limit of {time_limit_s:g} s reached {when}{where}; see {dirs.logs}"
+            return Cause(text=text)
+        case End.HUNG_COLLECTIVE:
+            where = _where_ranks_were(read_failures(dirs))
+            text = f"rank {end.hung_rank} reported it{where}; see {dirs.logs}"
+            return Cause(text=f"a collective did not finish {when}: {text}", rank=end.hung_rank)
+        case End.EXITED:
+            return _why_it_exited(end, world_size, when)
+    assert_never(end.end)
+
+
+def _why_it_exited(end: PhaseEnd, world_size: int, when: str) -> Cause:
+    """Explain an exit that was not a success."""
+    dirs = end.plan.dirs
+    first = first_failure(read_failures(dirs))
+    said = tail(dirs.launcher_log)
+    full = _full_disk(dirs.root)
     if first is None:
-        lines = tail(dirs.launcher_log)
+        who = "the script" if end.plan.last_iteration is None else "the launcher"
+        silence = "" if end.plan.last_iteration is None else f" {when} and no rank said why"
         return Cause(
-            text=f"the launcher {_ended(end.returncode)} {when} and no rank said why; "
-            f"see {dirs.launcher_log}",
-            evidence=lines,
-            signature=match_signature(lines),
+            text=f"{who} {_ended(end.returncode)}{silence}{full}; see {dirs.launcher_log}",
+            evidence=said,
+            signature=match_signature(said),
         )
-    lines = (first.message or "", *first.tail)
     what = f"raised {first.message}" if first.message else _ended(first.exit_code)
-    # A port that is taken shows in the launcher's own log only.
-    known = match_signature(lines) or match_signature(tail(dirs.launcher_log))
+    log = _readable(first, dirs.logs)
     return Cause(
-        text=f"rank {first.rank} of {world_size} {what} {when}; see {_readable(first, dirs.logs)}",
+        text=f"rank {first.rank} of {world_size} {what} {when}{full}; see {log}",
         evidence=first.tail if first.exit_code != -signal.SIGKILL else (),  # it had no last words
         rank=first.rank,
-        signature=known,
+        # A port that is taken shows in the launcher's own log only.
+        signature=match_signature((first.message or "", *first.tail)) or match_signature(said),
     )
+
+
+def _full_disk(directory: Path) -> str:
+    """Say that the disk is full, where it is: a rank that dies of it cannot even log it."""
+    return "; the disk is full" if shutil.disk_usage(directory).free < _LEAST_FREE_BYTES else ""
 
 
 def _readable(failure: RankFailure, logs: Path) -> Path:

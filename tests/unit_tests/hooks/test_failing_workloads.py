@@ -153,12 +153,14 @@ def test_a_resume_that_diverges_fails_against_the_first_phase(run: Run) -> None:
     _, against, line, *_ = run.problem("drift").splitlines()
     assert against == "repeat 1 against the first phase:"
     assert line.startswith("    lm loss, step 6: observed 5.644, golden 5.634, ")
+    assert run.problem("drift").endswith("attempt_1/phase_2/metrics.json")
 
 
 def test_a_resume_without_a_checkpoint_half_way_says_how_to_get_one(run: Run) -> None:
-    assert run.outcomes["unsaved"] == "ERROR"
+    assert run.verdict("unsaved") == ("FAILED", "failed")
+    assert "the training ended with exit code 0, but " in run.problem("unsaved")
     assert run.problem("unsaved").endswith(
-        "checkpoints: has no iter_0000005 to resume from, found iter_0000004, iter_0000008; "
+        "checkpoints has no iter_0000005 to resume from, found iter_0000004, iter_0000008; "
         "set --save-interval to half of --train-iters"
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import psutil
 import pytest
 from tiny_project import ITERS, Project, Run, loss_of, read_object
 
@@ -134,7 +133,7 @@ def test_a_grandchild_that_outlives_the_training_is_killed_and_counted(
 ) -> None:
     (attempt,) = run.attempts("spawn")
     assert attempt["num_left"] == 1
-    assert not psutil.pid_exists(int(project.state("spawn").read_text()))
+    assert (project.state("spawn").exists(), project.processes()) == (True, [])
 
 
 def test_a_script_runs_under_bash_with_the_words_of_its_row(run: Run) -> None:
@@ -148,7 +147,7 @@ def test_a_script_runs_under_bash_with_the_words_of_its_row(run: Run) -> None:
 def test_the_exit_code_of_a_script_decides(run: Run) -> None:
     assert run.verdict("bad_script") == ("FAILED", "failed")
     first, *evidence = run.problem("bad_script").splitlines()
-    assert "ended with exit code 3" in first
+    assert "tiny.yaml::bad_script[dev-cpu]: the script ended with exit code 3; see " in first
     assert first.endswith("phase_1/launcher.log")
     assert evidence[-1] == "    braces full"
 

@@ -17,12 +17,12 @@ from pytest_megatron.launch.process import Ended, GuardedProcess
 
 GUESTS = Path(__file__).parents[1] / "guests"
 DEADLINE_S = 30.0
+MARK = "PYTEST_MEGATRON_GUEST_OF"
 
 
 def start(tmp_path: Path, *command: str, grace_s: float = 20.0) -> GuardedProcess:
-    return GuardedProcess(
-        command, env=os.environ, cwd=tmp_path, output=tmp_path / "log", grace_s=grace_s
-    )
+    env = os.environ | {MARK: str(tmp_path)}
+    return GuardedProcess(command, env=env, cwd=tmp_path, output=tmp_path / "log", grace_s=grace_s)
 
 
 def wait_for_line(log: Path, text: str, count: int = 1) -> list[str]:
@@ -35,13 +35,25 @@ def wait_for_line(log: Path, text: str, count: int = 1) -> list[str]:
     raise AssertionError(f"no {text!r} in {log}")
 
 
-def wait_until_gone(pids: list[int]) -> None:
+def alive(mark: Path) -> list[int]:
+    """Processes that a test started, and all below them; a pid alone may be another's by now."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == str(mark) and process.pid != os.getpid():
+                found.append(process.pid)
+        except psutil.Error:
+            continue
+    return found
+
+
+def wait_until_gone(mark: Path) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
-        if not any(psutil.pid_exists(pid) for pid in pids):
+        if not alive(mark):
             return
         time.sleep(0.01)
-    raise AssertionError(f"still there: {pids}")
+    raise AssertionError(f"still there: {alive(mark)}")
 
 
 def outcome(ended: Ended) -> tuple[int, int]:
@@ -73,15 +85,15 @@ def test_an_output_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> 
 def test_grandchildren_in_sessions_of_their_own_are_killed_with_the_command(tmp_path: Path) -> None:
     with start(tmp_path, sys.executable, str(GUESTS / "leaves_grandchildren.py")) as process:
         ended = process.wait()
-    pids = [int(line.split()[1]) for line in wait_for_line(tmp_path / "log", "up")]
-    assert (outcome(ended), len(pids)) == ((0, 2), 2)
-    wait_until_gone(pids)
+    num_up = sum("up" in line for line in wait_for_line(tmp_path / "log", "up"))
+    assert (outcome(ended), num_up, alive(tmp_path)) == ((0, 2), 2, [])
 
 
 def test_leaving_the_context_stops_what_still_runs(tmp_path: Path) -> None:
     with start(tmp_path, sys.executable, str(GUESTS / "ignores_term.py"), grace_s=0.2):
-        (line,) = wait_for_line(tmp_path / "log", "up")
-    wait_until_gone([int(line.split()[1])])
+        wait_for_line(tmp_path / "log", "up")
+        assert len(alive(tmp_path)) == 2  # the guard and the command
+    assert alive(tmp_path) == []
 
 
 def test_stop_is_polite_first(tmp_path: Path) -> None:
@@ -104,12 +116,13 @@ def test_a_killed_controller_leaves_nothing_behind(tmp_path: Path) -> None:
     controller = subprocess.Popen(
         [sys.executable, str(GUESTS / "controller_of.py"), str(GUESTS / "leaves_grandchildren.py")],
         cwd=tmp_path,
+        env=os.environ | {MARK: str(tmp_path)},
     )
-    pids = [int(x.split()[1]) for x in wait_for_line(tmp_path / "log", "up", count=2)]
-    (guard,) = psutil.Process(controller.pid).children()
+    wait_for_line(tmp_path / "log", "up", count=2)
+    assert len(alive(tmp_path)) == 5  # controller, guard, command and its two
     controller.kill()
     controller.wait()
-    wait_until_gone([*pids, guard.pid])
+    wait_until_gone(tmp_path)
 
 
 def test_a_killed_guard_is_one_clear_error(tmp_path: Path) -> None:

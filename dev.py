@@ -57,7 +57,8 @@ def main() -> int:
         return 2
     match arguments.command:
         case "recipes":
-            return run_pytest("-p", "megatron", "recipes", *rest)
+            is_named = any(Path(word.partition("::")[0]).exists() for word in rest)
+            return run_pytest("-p", "megatron", *([] if is_named else ["recipes"]), *rest)
         case "test":
             return run_pytest(*rest)
         case "check":

@@ -62,8 +62,9 @@ def _as_text(loaded: list[Loaded]) -> str:
     lines = [
         f"{workload.file}::{workload.item_name}  "
         f"{workload.model} {workload.scope} {','.join(workload.cadence)} "
-        f"{workload.nodes}x{workload.gpus} GPUs"
+        f"{workload.nodes}x{workload.gpus} ranks"
         for one in loaded
         for workload in one.workloads
     ]
-    return "".join(f"{line}\n" for line in lines) + f"{len(lines)} workloads\n"
+    total = f"{len(lines)} workload{'' if len(lines) == 1 else 's'}\n"
+    return "".join(f"{line}\n" for line in lines) + total

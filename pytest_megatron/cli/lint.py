@@ -48,7 +48,8 @@ def _as_text(findings: Sequence[Finding]) -> str:
         for found in findings
     ]
     num_errors = sum(finding.is_error for finding in findings)
-    lines.append(f"{num_errors} errors, {len(findings) - num_errors} warnings")
+    num_warnings = len(findings) - num_errors
+    lines.append(f"{_counted(num_errors, 'error')}, {_counted(num_warnings, 'warning')}")
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -85,3 +86,7 @@ def _escaped(text: str, special: str = "") -> str:
 
 
 _FORMATS = {"text": _as_text, "json": _as_json, "github": _as_github}
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

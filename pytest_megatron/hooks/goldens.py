@@ -58,7 +58,7 @@ class GoldenWriter:
         is_committed = facts.commit is not None and not facts.is_dirty
         if not self._options.is_writing_goldens or is_committed or self._options.is_dirty_allowed:
             return
-        state = "is no git checkout" if facts.commit is None else "has uncommitted changes"
+        state = "has no git commit" if facts.commit is None else "has uncommitted changes"
         raise GoldenError(
             str(self._root),
             f"--golden {self._options.golden}: the tree {state}, expected a commit that the golden "

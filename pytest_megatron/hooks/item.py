@@ -75,7 +75,7 @@ class WorkloadItem(pytest.Item):
         try:
             problem = plugin.judge(self, self._training)
         except (MegatronError, OSError) as error:
-            problem = plugin.record_broken(self, error)
+            problem = plugin.record_broken(self, error, Verdict.FAILED)
         if problem is not None:
             pytest.fail(problem, pytrace=False)
 

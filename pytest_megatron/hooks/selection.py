@@ -57,9 +57,12 @@ class SelectionPlugin:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Give a worker's usage error the exit code that the controller would have given it."""
+        """Give a worker's usage error its exit code, and an allowed empty selection none."""
         if self._usage_error is not None:
             session.exitstatus = pytest.ExitCode.USAGE_ERROR
+        is_empty = session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED
+        if is_empty and self._session.options.is_empty_allowed:
+            session.exitstatus = pytest.ExitCode.OK
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Say what a worker could not say."""

@@ -90,7 +90,7 @@ class LiveTerminal:
             self._writer.write(status, flush=True)
 
 
-def print_plan(config: pytest.Config, job: Job, plan: AttemptPlan, golden: Path) -> None:
+def print_plan(config: pytest.Config, job: Job, plan: AttemptPlan, golden: Path | None) -> None:
     """Print what would run."""
     writer = config.get_terminal_writer()
     writer.line(plan_text(job, plan, golden))

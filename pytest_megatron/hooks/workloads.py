@@ -120,9 +120,8 @@ class WorkloadPlugin:
 
         def on_retry(attempt: Attempt, pause_s: float) -> None:
             assert attempt.cause is not None
-            live.on_lines(
-                [f"attempt {attempt.number}: {attempt.cause.text}; again in {pause_s:g} s"]
-            )
+            text = f"attempt {attempt.number}: {attempt.cause.text}; again in {pause_s:g} s"
+            live.on_lines([self._session.shorten(text)])
 
         with contextlib.closing(live):
             return train(job, self._session.facts, live, on_retry=on_retry)
@@ -158,16 +157,21 @@ class WorkloadPlugin:
         self._record(item, item_record(training, None, problem=problem))
         return problem
 
-    def record_broken(self, item: WorkloadItem, error: MegatronError | OSError) -> str:
+    def record_broken(
+        self,
+        item: WorkloadItem,
+        error: MegatronError | OSError,
+        verdict: Verdict = Verdict.BROKEN,
+    ) -> str:
         """Record a workload that could not be run or judged at all; return why."""
         text = str(error) if isinstance(error, MegatronError) else self._session.cannot_write(error)
         problem = self._session.shorten(text)
         self._record(
             item,
             {
-                "verdict": Verdict.BROKEN.value,
+                "verdict": verdict.value,
                 "problem": problem,
-                "summary": problem,
+                "summary": "not trained" if verdict is Verdict.BROKEN else "not judged",
                 "attempts": [],
             },
         )
@@ -217,7 +221,9 @@ class WorkloadPlugin:
             return
         try:
             job = make_job(self._session, item.workload, item.nodeid)
-            print_plan(self._config, job, plan_job(job), golden_path_of(job))
+            is_compared = job.is_compared and self._session.options.golden != "off"
+            golden = golden_path_of(job) if is_compared else None
+            print_plan(self._config, job, plan_job(job), golden)
         except MegatronError as error:
             raise pytest.UsageError(str(error)) from None
 

@@ -20,6 +20,7 @@ from pytest_megatron.yamllines import Document, read_yaml
 DEFAULT_TRAIN_ITERS = 100
 LIGHTWEIGHT_ITERS = 4
 LIGHTWEIGHT_SAVE_INTERVAL = 2
+LIGHTWEIGHT_NEMO_STEPS = 2
 
 
 class TestType(Enum):

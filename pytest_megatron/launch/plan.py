@@ -16,6 +16,7 @@ from pytest_megatron.host import CPU_PLATFORM
 from pytest_megatron.launch.arguments import Argument, command_words, with_argument
 from pytest_megatron.launch.case import (
     LIGHTWEIGHT_ITERS,
+    LIGHTWEIGHT_NEMO_STEPS,
     LIGHTWEIGHT_SAVE_INTERVAL,
     Case,
     Evaluation,
@@ -71,7 +72,8 @@ class PhasePlan:
         own_env: The part of it that comes from us or from the case, for people to read.
         dirs: Where it writes.
         rewind: What to do to the checkpoints before the start, or None.
-        last_iteration: Where the training stops by itself.
+        last_iteration: Where the training stops by itself; None where we do not know.
+        is_script: Whether a recipe's script runs instead of a launcher.
     """
 
     number: int
@@ -81,6 +83,7 @@ class PhasePlan:
     dirs: PhaseDirs
     rewind: Rewind | None = None
     last_iteration: int | None
+    is_script: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +211,12 @@ def _plan_phase(
             "has neither `script` nor `training_script_path`, expected one of them; "
             "name the training program in the recipe's spec",
         )
+    if workload.gpus < 1:
+        raise RecipeError(
+            workload.where,
+            f"gpus is {workload.gpus}, expected at least 1: it is the number of ranks on a node, "
+            f"on the platform cpu too",
+        )
     phase = dirs.phase(number)
     own = {
         **{k: v for k, v in NCCL_DEFAULTS.items() if k not in setting.env},
@@ -229,12 +238,21 @@ def _plan_phase(
     )
 
 
-def _arguments(case: Case, *, is_lightweight: bool) -> tuple[tuple[Argument, ...], int]:
+def _arguments(case: Case, *, is_lightweight: bool) -> tuple[tuple[Argument, ...], int | None]:
     """Return the case's arguments with the iteration to stop at, and that iteration.
 
-    Megatron-LM's driver writes both changes into the file; here the file stays as it is.
+    Megatron-LM's driver writes both changes into the file; here the file stays as it is. A program
+    that takes `key=value` only is told of no iteration unless it shall run a short time.
     """
-    if not (is_lightweight or case.is_always_lightweight):
+    is_lightweight = is_lightweight or case.is_always_lightweight
+    if case.arguments and not any(a.name.startswith("-") for a in case.arguments):
+        steps = str(LIGHTWEIGHT_NEMO_STEPS)
+        return (
+            with_argument(case.arguments, "trainer.max_steps", steps)
+            if is_lightweight
+            else case.arguments
+        ), None
+    if not is_lightweight:
         last = case.train_iters
         return with_argument(case.arguments, "--exit-interval", str(last)), last
     arguments = with_argument(case.arguments, "--exit-interval", str(LIGHTWEIGHT_ITERS))
@@ -253,9 +271,9 @@ def _variables(
     is_resume: bool,
 ) -> dict[str, str]:
     """Return the variables that a `model_config.yaml` may refer to, and our own."""
-    load = dirs.checkpoints if is_resume else dirs.no_checkpoint
+    load = workload.checkpoint_load_path or str(dirs.no_checkpoint)
     found = {
-        "CHECKPOINT_LOAD_PATH": str(load),
+        "CHECKPOINT_LOAD_PATH": str(dirs.checkpoints) if is_resume else load,
         "CHECKPOINT_SAVE_PATH": str(dirs.checkpoints),
         "DATA_CACHE_PATH": workload.data_cache_path or str(dirs.data_cache),
         "LOG_DIR": str(phase.logs),
@@ -306,6 +324,7 @@ def _plan_script(workload: Workload, dirs: AttemptDirs, setting: Setting) -> Att
                 own_env=own,
                 dirs=phase,
                 last_iteration=None,
+                is_script=True,
             ),
         ),
         dirs=dirs,

@@ -33,7 +33,9 @@ class Spec(TypedDict):
     """What all rows of the file share; any further key is a placeholder for the templates."""
 
     model: Annotated[Text, Field(description="Directory of the test cases, such as gpt.")]
-    gpus: Annotated[Count, Field(description="GPUs per node.")]
+    gpus: Annotated[
+        Count, Field(description="Ranks per node, each with a GPU except on platform cpu.")
+    ]
     nodes: NotRequired[Positive]
     name: NotRequired[Annotated[Text, Field(description="Template, filled in from the row.")]]
     build: NotRequired[Annotated[Text, Field(description="Template of the container build.")]]

@@ -165,8 +165,8 @@ def _why_it_exited(end: PhaseEnd, world_size: int, when: str) -> Cause:
     said = tail(dirs.launcher_log)
     full = _full_disk(dirs.root)
     if first is None:
-        who = "the script" if end.plan.last_iteration is None else "the launcher"
-        silence = "" if end.plan.last_iteration is None else f" {when} and no rank said why"
+        who = "the script" if end.plan.is_script else "the launcher"
+        silence = "" if end.plan.is_script else f" {when} and no rank said why"
         return Cause(
             text=f"{who} {_ended(end.returncode)}{silence}{full}; see {dirs.launcher_log}",
             evidence=said,

@@ -55,8 +55,8 @@ def test_expand_as_text_has_one_line_for_each_row(runner: CliRunner) -> None:
     assert (result.exit_code, result.stdout) == (
         0,
         (
-            "recipes/good.yaml::a[dev-cpu-L1]  gpt L1 pr,nightly,mergegroup 1x8 GPUs\n"
-            "recipes/good.yaml::a[dev-cpu-L2]  gpt L2 nightly 1x8 GPUs\n"
+            "recipes/good.yaml::a[dev-cpu-L1]  gpt L1 pr,nightly,mergegroup 1x8 ranks\n"
+            "recipes/good.yaml::a[dev-cpu-L2]  gpt L2 nightly 1x8 ranks\n"
             "2 workloads\n"
         ),
     )
@@ -74,10 +74,10 @@ def test_lint_exits_with_1_for_errors_and_0_for_warnings(runner: CliRunner) -> N
     result = runner.invoke(lint, [])
     assert (result.exit_code, result.stdout.count("\n")) == (1, 2)
     assert result.stdout.startswith("recipes/wrong.yaml:6: error: scope: unknown word 'nightlyy'")
-    assert result.stdout.endswith("did you mean 'nightly'? [unknown-word]\n1 errors, 0 warnings\n")
+    assert result.stdout.endswith("did you mean 'nightly'? [unknown-word]\n1 error, 0 warnings\n")
     Path("recipes/wrong.yaml").write_text(RECIPE.replace("[a]", "[a, b]"))
     result = runner.invoke(lint, [])
-    assert (result.exit_code, "0 errors, 1 warnings" in result.stdout) == (0, True)
+    assert (result.exit_code, "0 errors, 1 warning" in result.stdout) == (0, True)
 
 
 def test_lint_as_json_and_for_github(runner: CliRunner) -> None:

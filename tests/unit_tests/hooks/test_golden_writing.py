@@ -152,7 +152,8 @@ def test_the_written_golden_passes_in_pytest_and_on_the_command_line(
     run = project.run("recipes", "--test-case", "new", run_dir="run-check")
     assert run.verdict("new") == ("PASSED", "passed")
     metrics = run.item_dir("new") / "repeat_1" / "attempt_1" / "phase_1" / "metrics.json"
-    check = [str(Path(sys.executable).with_name("pytest-megatron")), "golden", "check"]
+    main = "from pytest_megatron.cli.main import main; main()"
+    check = [sys.executable, "-c", main, "golden", "check"]
     files = ["--golden", str(project.golden_path("new")), "--observed", str(metrics)]
     done = subprocess.run([*check, *files], check=False, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

@@ -187,3 +187,43 @@ def test_a_script_is_rendered_and_needs_no_case() -> None:
 
 def test_planning_twice_gives_the_same(tmp_path: Path) -> None:
     assert plan(tmp_path, RESUME, workload()) == plan(tmp_path, RESUME, workload())
+
+
+def test_leased_gpus_are_all_that_a_training_sees(tmp_path: Path) -> None:
+    setting = replace(SETTING, devices=("GPU-a", "GPU-b"), env={"CUDA_VISIBLE_DEVICES": "5,6,7"})
+    (phase,) = plan(tmp_path, REGULAR, workload(platforms="dgx_h100"), setting).phases
+    assert phase.env["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
+
+
+def test_the_first_phase_loads_what_the_recipe_names_and_the_second_what_was_saved(
+    tmp_path: Path,
+) -> None:
+    row = workload(checkpoint_load_path="/models/base")
+    first, second = plan(tmp_path, RESUME, row).phases
+    assert first.env["CHECKPOINT_LOAD_PATH"] == "/models/base"
+    assert second.env["CHECKPOINT_LOAD_PATH"] == str(DIRS.checkpoints)
+
+
+def test_no_rank_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError) as caught:
+        plan(tmp_path, REGULAR, workload(gpus=0))
+    assert str(caught.value) == (
+        "recipes/r.yaml:7: gpus is 0, expected at least 1: it is the number of ranks on a node, "
+        "on the platform cpu too"
+    )
+
+
+@pytest.mark.parametrize(
+    ("is_lightweight", "words"),
+    [
+        pytest.param(False, ["recipe=llama", "trainer.max_steps=50"], id="full"),
+        pytest.param(True, ["recipe=llama", "trainer.max_steps=2"], id="lightweight"),
+    ],
+)
+def test_a_key_value_program_gets_no_flags(
+    tmp_path: Path, words: list[str], *, is_lightweight: bool
+) -> None:
+    text = "TEST_TYPE: regular\nMODEL_ARGS: {recipe: llama, trainer.max_steps: 50}\n"
+    setting = replace(SETTING, is_lightweight=is_lightweight)
+    (phase,) = plan(tmp_path, text, workload(), setting).phases
+    assert (list(phase.argv[-2:]), phase.last_iteration) == (words, None)

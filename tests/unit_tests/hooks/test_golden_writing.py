@@ -197,7 +197,7 @@ def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path) -> None:
     project.row(project.case("new"), write_golden=False)
     run = project.run("recipes", "--golden", "record", GIT_CEILING_DIRECTORIES=str(tmp_path.parent))
     assert run.outcomes == {"new": "ERROR"}
-    assert "--golden record: the tree is no git checkout" in run.stdout
+    assert "--golden record: the tree has no git commit" in run.stdout
 
 
 @pytest.mark.parametrize(

@@ -62,18 +62,17 @@ class RecipeFile(pytest.File):
 def collect_recipe(file_path: Path, parent: pytest.Collector) -> RecipeFile | None:
     """Return a collector if the file is a recipe, None for any other file.
 
-    A recipe lies in a folder of recipes or is named on the command line, and says `type:` at its
-    top; one that does both need not, so that leaving it out is an error and not silence.
+    Every YAML file in a folder of recipes is one, so that a misspelt `type:` is an error and not
+    silence. Elsewhere it is one if it is named on the command line and says `type:` at its top;
+    without that it is another plugin's.
     """
     if file_path.suffix not in _SUFFIXES:
         return None
-    is_named = parent.session.isinitpath(file_path)
     # The project itself may lie below a folder of that name.
     is_in_folder = RECIPES_DIR in _parts_below(file_path, parent.config.rootpath.parent)
-    if not (is_named or is_in_folder):
+    is_named = parent.session.isinitpath(file_path) and _looks_like_one(file_path)
+    if not (is_in_folder or is_named):
         return None
-    if not (is_named and is_in_folder) and not _looks_like_one(file_path):
-        return None  # another plugin's YAML
     recipe: RecipeFile = RecipeFile.from_parent(parent, path=file_path)
     return recipe
 

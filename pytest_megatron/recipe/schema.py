@@ -162,8 +162,9 @@ def check(value: Mapping[str, JsonValue]) -> tuple[SchemaProblem, ...]:
     """Return everything in a recipe file that the schema forbids."""
     kind = value.get("type")
     if not isinstance(kind, str) or kind not in _TYPES:
+        found = f"found {kind!r}" if "type" in value else "is missing"
         hint = nearest(str(kind), _TYPES)
-        message = f"type: found {kind!r}, expected one of {', '.join(_TYPES)}{hint}"
+        message = f"type: {found}, expected one of {', '.join(_TYPES)}{hint}"
         return (SchemaProblem(path=("type",), rule="schema", message=message),)
     try:
         TypeAdapter(_TYPES[kind]).validate_python(value)

@@ -106,11 +106,39 @@ def test_a_folder_of_recipes_is_taken_from_anywhere(tmp_path: Path) -> None:
     assert [line.rpartition("::")[2] for line in collected(run)] == ["small[dev-cpu]"]
 
 
-def test_a_folder_of_recipes_may_hold_other_yaml(tmp_path: Path) -> None:
+def test_a_misspelt_type_in_a_folder_of_recipes_is_an_error_and_not_silence(tmp_path: Path) -> None:
     project = Project(root=tmp_path)
     project.row(project.case("small"))
-    (tmp_path / "recipes" / "notes.yaml").write_text("some: thing\n")
-    assert collect(project) == ["small[dev-cpu]"]
+    (tmp_path / "recipes" / "large.yaml").write_text("typ: basic\n")
+    run = project.run("recipes", "--collect-only", "-q")
+    assert [line.rpartition("::")[2] for line in collected(run)] == ["small[dev-cpu]"]
+    assert "recipes/large.yaml:1: type: is missing, expected one of basic, build" in run.stdout
+
+
+OTHER_PLUGIN = """\
+import pytest
+
+class Item(pytest.Item):
+    def runtest(self): pass
+
+class File(pytest.File):
+    def collect(self):
+        yield Item.from_parent(self, name="theirs")
+
+def pytest_collect_file(file_path, parent):
+    if file_path.name == "test_other.yaml":
+        return File.from_parent(parent, path=file_path)
+"""
+
+
+def test_a_yaml_file_elsewhere_that_is_no_recipe_is_left_to_others(tmp_path: Path) -> None:
+    project = Project(root=tmp_path)
+    project.row(project.case("small"))
+    (tmp_path / "test_other.yaml").write_text("stages: []\n")
+    (tmp_path / "conftest.py").write_text(OTHER_PLUGIN)
+    run = project.run("recipes", "test_other.yaml", "--collect-only", "-q")
+    names = [line.rpartition("::")[2] for line in collected(run)]
+    assert names == ["small[dev-cpu]", "theirs"]
 
 
 MALFORMED = """\

@@ -84,7 +84,9 @@ def test_missing_nan_inf_and_text_are_different_failures(
     step = min(change)
     assert (comparison.passed, comparison.rule) == (False, rule)
     golden = to_float32(loss_curve()[step])
-    assert comparison.first == Difference(step=step, observed=observed.get(step), golden=golden)
+    # As text: nan equals nan in a dataclass up to Python 3.12 only.
+    expected = Difference(step=step, observed=observed.get(step), golden=golden)
+    assert repr(comparison.first) == repr(expected)
 
 
 @pytest.mark.parametrize("bad", ["nan", math.nan, math.inf], ids=["text", "nan", "inf"])

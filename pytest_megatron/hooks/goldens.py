@@ -111,10 +111,10 @@ class GoldenWriter:
         make_own_dir(self._root)
         with filelock.FileLock(lock):
             difference = {str(t.relative_to(self._root)): _changes(t, c) for t, c in pairs.items()}
+            table = markdown(difference)
+            page = next(iter(pairs.values())).parent.parent / "goldens.md"
+            write_text_atomically(page, table + "\n")
             write_texts_together({t: c.read_text(encoding="utf-8") for t, c in pairs.items()})
-        table = markdown(difference)
-        page = next(iter(pairs.values())).parent.parent / "goldens.md"
-        write_text_atomically(page, table + "\n")
         self.lines += [f"goldens: {len(pairs)} written; for the pull request ({page}):", table]
 
     def _provenance(

@@ -66,7 +66,7 @@ def compare_strictly(
             number (Megatron-LM writes "nan" for what it did not measure) is not judged.
         nondeterministic: Whether the case says that its results vary from run to run.
         host_class: The class of host of the run; time and memory are judged only against a golden
-            of the same class.
+            of the same class, and a loss of reduced precision more loosely against one of another.
     """
     case = _Case(
         golden=golden,
@@ -128,7 +128,13 @@ def _judge(case: _Case, metric: str, golden: Series, observed: Series) -> Judgem
         if reason is not None:
             return Judgement(passed=True, rule=Rule.NOT_JUDGED, notes=(reason,))
         return judge_time(points) if metric == _TIME else judge_memory(points)
-    band = band_around(case.golden, metric, golden, nondeterministic=case.nondeterministic)
+    band = band_around(
+        case.golden,
+        metric,
+        golden,
+        nondeterministic=case.nondeterministic,
+        host_class=case.host_class,
+    )
     return judge_loss(golden, observed, points, band)
 
 

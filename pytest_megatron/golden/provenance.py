@@ -17,7 +17,7 @@ from pytest_megatron.golden.model import MetricMap, Series, Value, series_of
 # steps, or a series of its own.
 Spread: TypeAlias = float | Series
 
-_TEXTS = ("commit", "date", "driver", "gpu", "host_class", "image")
+_TEXTS = ("commit", "date", "driver", "gpu", "host_class", "image", "precision")
 _FLAGS = ("deterministic", "is_dirty")
 
 
@@ -33,6 +33,7 @@ class Provenance:
         gpu: Model and count, as in `8x NVIDIA H100 80GB HBM3`.
         host_class: Machines of one class are as fast as one another; time and memory are judged
             only within one class.
+        precision: What the model computed in: fp32, bf16 or fp16.
         versions: Package or tool to its version.
         date: ISO 8601, UTC.
         repeats: How many runs the spread was learned from.
@@ -48,6 +49,7 @@ class Provenance:
     gpu: str | None = None
     driver: str | None = None
     host_class: str | None = None
+    precision: str | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
     date: str | None = None
     repeats: int | None = None
@@ -94,6 +96,7 @@ def parse_provenance(value: JsonValue, where: str) -> Provenance:
         driver=texts["driver"],
         gpu=texts["gpu"],
         host_class=texts["host_class"],
+        precision=texts["precision"],
         image=texts["image"],
         deterministic=flags["deterministic"],
         is_dirty=flags["is_dirty"],

@@ -138,6 +138,7 @@ class GoldenWriter:
             gpu=f"{num_gpus}x {gpus[0].name}" if is_gpu else None,
             driver=facts.host.driver if is_gpu else None,
             host_class=facts.host.platform_class(platform),
+            precision=None if training.job.case is None else training.job.case.precision,
             versions=facts.versions | {"python": facts.python},
             date=utc_now(),
             repeats=len(repeats),

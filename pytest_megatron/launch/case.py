@@ -107,6 +107,12 @@ class Case:
         return int(text)
 
     @property
+    def precision(self) -> str:
+        """What the model computes in: `bf16`, `fp16` or `fp32`."""
+        reduced = ("bf16", "fp16")
+        return next((name for name in reduced if self.argument(f"--{name}") == "true"), "fp32")
+
+    @property
     def is_nondeterministic(self) -> bool:
         """Whether the case says that two runs of it may differ."""
         switches = ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "NON_DETERMINSTIC_RESULTS")

@@ -328,3 +328,21 @@ def test_a_resumed_run_is_compared_after_the_middle_only() -> None:
     ]
     wrong = {**second, "lm loss": series_of({**late, 26: 9.0}, is_full_precision=True)}
     assert not compare_resume(first, wrong, train_iters=50, metrics=["lm loss"])[0].passed
+
+
+@pytest.mark.parametrize(
+    ("precision", "host_class", "passed"),
+    [
+        pytest.param("bf16", "another CPU", True, id="bf16-elsewhere"),
+        pytest.param("bf16", HOST, False, id="bf16-here"),
+        pytest.param("bf16", None, False, id="bf16-somewhere"),
+        pytest.param("fp32", "another CPU", False, id="fp32-elsewhere"),
+    ],
+)
+def test_reduced_precision_rounds_otherwise_on_another_class_of_host(
+    precision: str, host_class: str | None, *, passed: bool
+) -> None:
+    made = Provenance(host_class=HOST, precision=precision, deterministic=True, repeats=5)
+    observed = {**LOSS, 23: loss_curve()[23] * (1 + 2e-4)}
+    comparison = judge(LOSS, observed, provenance=made, host_class=host_class)
+    assert comparison.passed is passed

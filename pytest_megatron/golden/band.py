@@ -101,7 +101,7 @@ def band_around(
     """Return the band of one metric, whose golden values must all be finite numbers.
 
     What repeats say holds for their class of host. Elsewhere other instructions round otherwise:
-    in fp32 by 3e-7 at most after 50 steps, which any band forgives; in bf16 by 2e-4 (two kinds of
+    in fp32 by 2e-7 at most in 50 steps, which any band forgives; in bf16 by 2e-4 (two kinds of
     CPU, one training), so that there the golden counts as one without repeats.
     """
     limits = THRESHOLDS

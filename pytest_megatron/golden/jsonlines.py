@@ -49,7 +49,7 @@ def read_json_lines(path: Path) -> Observed:
         _add(metrics, record, f"{path}:{number}")
         num_records += 1
     if not metrics:
-        raise MetricsError(str(path), f"no metrics in {num_records} lines; did the training start")
+        raise MetricsError(str(path), f"no metrics in {num_records} lines; did the training start?")
     note = f"{path}: the last line, at byte {torn_at}, is torn; dropped"
     return Observed(
         metrics={

@@ -64,7 +64,7 @@ def read_tensorboard(path: Path) -> Observed:
     paths = find_event_files(path)
     if not paths:
         raise MetricsError(
-            str(path), f"no metrics: no file {_PATTERN!r} here or below; did the training start"
+            str(path), f"no metrics: no file {_PATTERN!r} here or below; did the training start?"
         )
     merged: _SCALARS = {}
     files: list[MetricsFile] = []

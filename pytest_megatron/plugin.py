@@ -29,6 +29,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
     """Collect recipes, in a session that asked for them."""
-    if not parent.config.pluginmanager.has_plugin("megatron-workloads"):
+    if not parent.config.pluginmanager.has_plugin(recipes.PLUGIN_NAME):
         return None
     return recipes.collect_recipe(file_path, parent)

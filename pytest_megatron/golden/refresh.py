@@ -62,8 +62,9 @@ def spread_of(repeats: Sequence[MetricMap], golden: MetricMap) -> dict[str, Spre
     found: dict[str, Spread] = {}
     for name, series in golden.items():
         values: dict[int, Value] = {}
+        maps = [dict(repeat[name].items()) for repeat in repeats]
         for step, centre in series.items():
-            numbers = [v for r in repeats if isinstance(v := r[name].at(step), float)]
+            numbers = [v for one in maps if isinstance(v := one.get(step), float)]
             assert isinstance(centre, float)
             deviation = statistics.stdev(numbers) if len(numbers) > 1 else 0.0
             values[step] = float(f"{deviation / (abs(centre) or 1.0):.3g}")

@@ -20,6 +20,7 @@ from pytest_megatron.golden.provenance import Provenance
 from pytest_megatron.golden.refresh import Change, changes, combine, markdown, spread_of
 from pytest_megatron.golden.store import read_golden, write_golden
 from pytest_megatron.hooks.options import Options
+from pytest_megatron.host import CPU_PLATFORM
 from pytest_megatron.launch.facts import Facts, utc_now
 from pytest_megatron.report.text import mismatch
 from pytest_megatron.verdict.decide import Verdict
@@ -128,7 +129,7 @@ class GoldenWriter:
         gpus = facts.host.gpus
         num_gpus = training.job.workload.gpus
         platform = training.job.workload.platform
-        is_gpu = platform != "cpu" and bool(gpus)
+        is_gpu = platform != CPU_PLATFORM and bool(gpus)
         spread = spread_of(repeats, metrics)
         return Provenance(
             command=("pytest", *self._arguments),

@@ -15,14 +15,13 @@ from typing_extensions import override
 
 from pytest_megatron.errors import MegatronError
 from pytest_megatron.files import JsonValue
+from pytest_megatron.hooks.recipes import PLUGIN_NAME
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.verdict.decide import Verdict
 
 if TYPE_CHECKING:
     from pytest_megatron.hooks.workloads import WorkloadPlugin
     from pytest_megatron.verdict.training import Training
-
-PLUGIN_NAME = "megatron-workloads"
 
 
 class WorkloadItem(pytest.Item):

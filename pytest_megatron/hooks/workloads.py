@@ -10,18 +10,19 @@ from collections.abc import Generator
 
 import pytest
 
-from pytest_megatron.config import load_config
 from pytest_megatron.errors import LaunchError, MegatronError
 from pytest_megatron.files import JsonValue, write_json_atomically
 from pytest_megatron.golden.compare import Policy, policy_named
 from pytest_megatron.hooks.goldens import GoldenWriter, make_own_dir
-from pytest_megatron.hooks.item import PLUGIN_NAME, WorkloadItem
+from pytest_megatron.hooks.item import WorkloadItem
 from pytest_megatron.hooks.jobs import golden_path_of, make_job, read_golden_of
 from pytest_megatron.hooks.options import Options
+from pytest_megatron.hooks.recipes import PLUGIN_NAME
 from pytest_megatron.hooks.results import ResultsPlugin
 from pytest_megatron.hooks.selection import SelectionPlugin
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.hooks.terminal import LiveTerminal, Quiet, print_plan
+from pytest_megatron.recipe.load import project_words
 from pytest_megatron.recipe.vocabulary import Vocabulary
 from pytest_megatron.report.record import item_record
 from pytest_megatron.report.text import mismatch, training_failure
@@ -39,13 +40,10 @@ def register_roles(config: pytest.Config, options: Options) -> None:
     """
     session = RunSession(config, options)
     try:
-        words = load_config(session.root)
+        vocabulary = project_words(session.root)
         policy = policy_named(options.golden_policy)
     except MegatronError as error:
         raise pytest.UsageError(str(error)) from None
-    vocabulary = Vocabulary().extended(
-        scopes=words.scopes, platforms=words.platforms, environments=words.environments
-    )
     goldens = GoldenWriter(session.root, options, session.arguments)
     manager = config.pluginmanager
     manager.register(WorkloadPlugin(config, session, policy, vocabulary, goldens), PLUGIN_NAME)

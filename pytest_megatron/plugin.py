@@ -11,6 +11,17 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.hooks import options, recipes
+from pytest_megatron.hooks.markers import declare_marks, parametrise_sizes
+from pytest_megatron.hooks.fixtures import (  # noqa: F401 - pytest finds them here
+    _megatron_world_size,
+    device,
+    local_rank,
+    model_parallel,
+    process_group,
+    rank,
+    shared_tmp_path,
+    world_size,
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,6 +36,17 @@ def pytest_configure(config: pytest.Config) -> None:
         from pytest_megatron.hooks.workloads import register_roles  # noqa: PLC0415 - not for all
 
         register_roles(config, chosen)
+    declare_marks(config)
+    if chosen.asks_for_gangs:
+        from pytest_megatron.hooks.gangs import PLUGIN_NAME, GangPlugin  # noqa: PLC0415 - not for all
+        from pytest_megatron.hooks.session import RunSession  # noqa: PLC0415 - not for all
+
+        config.pluginmanager.register(GangPlugin(config, RunSession(config, chosen)), PLUGIN_NAME)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Parametrise tests whose mark names several world sizes."""
+    parametrise_sizes(metafunc)
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:

@@ -150,14 +150,6 @@ class GoldenWriter:
         )
 
 
-def make_own_dir(root: Path) -> None:
-    """Make our directory in a project, ignored by git: a run must not make the tree dirty."""
-    directory = root / _OWN_DIR
-    directory.mkdir(parents=True, exist_ok=True)
-    if not (directory / ".gitignore").exists():
-        write_text_atomically(directory / ".gitignore", "*\n")
-
-
 def _changes(target: Path, candidate: Path) -> tuple[Change, ...] | None:
     """Return how a golden changes; None where it is new."""
     if not target.exists():

@@ -13,6 +13,8 @@ from typing import Literal, cast
 import pytest
 
 GoldenMode = Literal["check", "record", "refresh", "off"]
+Device = Literal["auto", "cuda", "cpu"]
+GangStart = Literal["fork", "fresh"]
 MIN_REFRESH_REPEATS = 2
 
 _LISTS = {
@@ -36,6 +38,15 @@ class Options:
         num_repeats: How often each workload runs; None leaves it to the recipe.
         max_attempts: How often at most a repeat is started after transient failures.
         tee_ranks: Ranks copied to the terminal; None is all of them.
+        num_gpus: Ranks of a gang, one for each CUDA device; 0 is all of them; None if not asked.
+        num_ranks: Ranks of a gang on a node, on any device; None if not asked.
+        device: `auto`, `cuda` or `cpu`.
+        rdzv_endpoint: `HOST:PORT` of node 0, or "".
+        rank_timeout_s: Limit for one phase of a distributed test; 0 is none.
+        rank_grace_s: How long ranks may take after the first one failed.
+        num_transient_reruns: How often a distributed test is rerun after a transient failure.
+        pdb_rank: The rank whose failures open the debugger; None is the first that fails.
+        gang_start: `fork` or `fresh`.
         asks_for_workloads: Whether an option was typed that makes sense for workloads only; the
             defaults of an ini file must not make a plain pytest train.
     """
@@ -51,12 +62,28 @@ class Options:
     tee_ranks: tuple[int, ...] | None
     is_empty_allowed: bool
     is_dirty_allowed: bool
+    num_gpus: int | None
+    num_ranks: int | None
+    device: Device
+    num_nodes: int
+    node_rank: int
+    rdzv_endpoint: str
+    rank_timeout_s: float
+    rank_grace_s: float
+    num_transient_reruns: int
+    pdb_rank: int | None
+    gang_start: GangStart
     asks_for_workloads: bool
 
     @property
     def is_writing_goldens(self) -> bool:
         """Whether the session may write goldens at all."""
         return self.golden in ("record", "refresh")
+
+    @property
+    def asks_for_gangs(self) -> bool:
+        """Whether every python test runs on a gang."""
+        return self.num_gpus is not None or self.num_ranks is not None
 
     @property
     def has_selection(self) -> bool:
@@ -89,6 +116,17 @@ def add_options(parser: pytest.Parser) -> None:
     add("plan", "print what would run and run nothing", action="store_true")
     add("tee-ranks", "ranks copied live to the terminal (0,3; all; none)", metavar="LIST")
     add("allow-empty", "a selection that matches nothing is no error", action="store_true")
+    add("gpus", "run python tests on N ranks, one for each CUDA device", metavar="N|all")
+    add("ranks", "run python tests on N ranks, on any device", metavar="N")
+    add("device", "device of ranks: auto (default), cuda or cpu", metavar="auto|cuda|cpu")
+    add("nnodes", "nodes that a gang spans, each with --ranks or --gpus ranks (1)", metavar="N")
+    add("node-rank", "index of this node, 0 runs the session", metavar="N")
+    add("rdzv-endpoint", "address of node 0, where the others call", metavar="HOST:PORT")
+    add("rank-timeout", "limit for one phase of a distributed test, 0 is none (300)", metavar="S")
+    add("rank-grace", "how long ranks may take after the first failed (10)", metavar="S")
+    add("rerun-transient", "reruns of a test that failed for a transient cause (0)", metavar="N")
+    add("pdb-rank", "with --pdb, the rank to debug; by default the first to fail", metavar="RANK")
+    add("gang-start", "fork ranks (default), or fresh interpreters", metavar="fork|fresh")
     add("allow-dirty", "write goldens from an uncommitted tree", action="store_true")
 
 
@@ -117,6 +155,17 @@ def read_options(config: pytest.Config) -> Options:
         tee_ranks=_ranks(_text(config, "tee-ranks", "0,3")),
         is_empty_allowed=_flag(config, "allow-empty"),
         is_dirty_allowed=_flag(config, "allow-dirty"),
+        num_gpus=_gpus(config),
+        num_ranks=_count(config, "ranks"),
+        device=cast("Device", _choice(config, "device", ("auto", "cpu", "cuda"))),
+        num_nodes=_count(config, "nnodes") or 1,
+        node_rank=_index(config, "node-rank") or 0,
+        rdzv_endpoint=_text(config, "rdzv-endpoint", ""),
+        rank_timeout_s=_seconds(config, "rank-timeout", 300.0),
+        rank_grace_s=_seconds(config, "rank-grace", 10.0),
+        num_transient_reruns=_index(config, "rerun-transient") or 0,
+        pdb_rank=_index(config, "pdb-rank"),
+        gang_start=cast("GangStart", _choice(config, "gang-start", ("fork", "fresh"))),
         asks_for_workloads=(
             any(config.getoption(_dest(name)) for name in (*_LISTS, "plan"))
             or config.getoption(_dest("golden")) in ("record", "refresh")
@@ -127,6 +176,15 @@ def read_options(config: pytest.Config) -> Options:
 
 
 def _refuse_contradictions(options: Options) -> None:
+    if options.num_gpus is not None and options.num_ranks is not None:
+        raise pytest.UsageError("--gpus: --ranks is given as well; give one of them")
+    if options.num_gpus is not None and options.device == "cpu":
+        raise pytest.UsageError("--gpus: --device is cpu; use --ranks for ranks on the CPU")
+    if options.node_rank >= options.num_nodes:
+        raise pytest.UsageError(
+            f"--node-rank: {options.node_rank} of {options.num_nodes} nodes, "
+            f"expected 0 to {options.num_nodes - 1}; set --nnodes"
+        )
     is_writing = options.is_writing_goldens
     if is_writing and options.is_lightweight:
         raise pytest.UsageError(
@@ -173,6 +231,40 @@ def _count(config: pytest.Config, name: str) -> int | None:
     if not str(value).isdecimal() or int(str(value)) < 1:
         raise pytest.UsageError(f"--{name}: {value!r} is not a count, expected a number from 1 on")
     return int(str(value))
+
+
+def _index(config: pytest.Config, name: str) -> int | None:
+    value = _given(config, name)
+    if value is None:
+        return None
+    if not str(value).isdecimal():
+        raise pytest.UsageError(f"--{name}: {value!r} is not a number, expected one from 0 on")
+    return int(str(value))
+
+
+def _seconds(config: pytest.Config, name: str, default: float) -> float:
+    text = _text(config, name, str(default))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise pytest.UsageError(f"--{name}: {text!r} is not a time, expected seconds from 0 on")
+    return seconds
+
+
+def _choice(config: pytest.Config, name: str, choices: Sequence[str]) -> str:
+    """Return one of `choices`; the first is the default."""
+    text = _text(config, name, choices[0])
+    if text not in choices:
+        raise pytest.UsageError(
+            f"--{name}: {text!r} is unknown, expected one of {', '.join(sorted(choices))}"
+        )
+    return text
+
+
+def _gpus(config: pytest.Config) -> int | None:
+    return 0 if _given(config, "gpus") == "all" else _count(config, "gpus")
 
 
 def _words(config: pytest.Config, name: str) -> tuple[str, ...]:

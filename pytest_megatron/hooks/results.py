@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from pytest_megatron.files import JsonValue, write_json_atomically
 from pytest_megatron.hooks.goldens import GoldenWriter
-from pytest_megatron.hooks.session import RunSession
+from pytest_megatron.hooks.session import RunSession, link_latest
 from pytest_megatron.hooks.terminal import print_summary
 from pytest_megatron.launch.facts import utc_now
 
@@ -70,12 +68,4 @@ class ResultsPlugin:
         }
         write_json_atomically(run_dir / "run.json", run)
         if self._session.options.run_dir is None:
-            _link_latest(run_dir)
-
-
-def _link_latest(run_dir: Path) -> None:
-    """Point `latest` beside the run at it; the link is replaced, never missing."""
-    new = run_dir.parent / f".latest-{run_dir.name}"
-    new.unlink(missing_ok=True)
-    new.symlink_to(run_dir.name)
-    new.replace(run_dir.parent / "latest")
+            link_latest(run_dir)

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from pytest_megatron.files import write_text_atomically
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.launch.facts import Facts, gather_facts
 
-_RUNS_DIR = Path(".pytest_megatron/runs")
+_OWN_DIR = Path(".pytest_megatron")
+_RUNS_DIR = _OWN_DIR / "runs"
 _ARGUMENTS_KEY = "megatron_arguments"
 _RUN_DIR_KEY = "megatron_run_dir"
 
@@ -36,6 +38,8 @@ class RunSession:
         self.options = options
         worker: dict[str, str] | None = getattr(config, "workerinput", None)
         self.is_worker = worker is not None
+        self._worker_id = None if worker is None else worker["workerid"]
+        self._is_open = False
         if worker is not None:
             self.run_dir = Path(worker[_RUN_DIR_KEY])
             self.arguments: list[str] = json.loads(worker[_ARGUMENTS_KEY])
@@ -47,6 +51,28 @@ class RunSession:
     def facts(self) -> Facts:
         """Where and with what this session runs."""
         return gather_facts(self.root)
+
+    @property
+    def ranks_dir(self) -> str:
+        """Name of the directory in the run directory that holds logs of gangs."""
+        return "ranks" if self._worker_id is None else f"ranks-{self._worker_id}"
+
+    def open_run_dir(self) -> Path:
+        """Make the run directory if it is not there yet, and return it.
+
+        Raises:
+            pytest.UsageError: It cannot be made.
+        """
+        if not self._is_open:
+            try:
+                self.run_dir.mkdir(parents=True, exist_ok=True)
+                if self.options.run_dir is None:
+                    make_own_dir(self.root)
+                    link_latest(self.run_dir)
+            except OSError as error:
+                raise pytest.UsageError(self.cannot_write(error)) from None
+            self._is_open = True
+        return self.run_dir
 
     def worker_input(self) -> dict[str, str]:
         """Return what a worker of pytest-xdist has to be told."""
@@ -66,3 +92,19 @@ class RunSession:
             return Path(self._directory, self.options.run_dir).absolute()
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         return self.root / _RUNS_DIR / name
+
+
+def make_own_dir(root: Path) -> None:
+    """Make our directory in a project, ignored by git: a run must not make the tree dirty."""
+    directory = root / _OWN_DIR
+    directory.mkdir(parents=True, exist_ok=True)
+    if not (directory / ".gitignore").exists():
+        write_text_atomically(directory / ".gitignore", "*\n")
+
+
+def link_latest(run_dir: Path) -> None:
+    """Point `latest` beside the run at it; the link is replaced, never missing."""
+    new = run_dir.parent / f".latest-{run_dir.name}"
+    new.unlink(missing_ok=True)
+    new.symlink_to(run_dir.name)
+    new.replace(run_dir.parent / "latest")

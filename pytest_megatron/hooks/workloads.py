@@ -13,14 +13,14 @@ import pytest
 from pytest_megatron.errors import LaunchError, MegatronError
 from pytest_megatron.files import JsonValue, write_json_atomically
 from pytest_megatron.golden.compare import Policy, policy_named
-from pytest_megatron.hooks.goldens import GoldenWriter, make_own_dir
+from pytest_megatron.hooks.goldens import GoldenWriter
 from pytest_megatron.hooks.item import WorkloadItem
 from pytest_megatron.hooks.jobs import golden_path_of, make_job, read_golden_of
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.recipes import PLUGIN_NAME
 from pytest_megatron.hooks.results import ResultsPlugin
 from pytest_megatron.hooks.selection import SelectionPlugin
-from pytest_megatron.hooks.session import RunSession
+from pytest_megatron.hooks.session import RunSession, make_own_dir
 from pytest_megatron.hooks.terminal import LiveTerminal, Quiet, print_plan
 from pytest_megatron.recipe.load import project_words
 from pytest_megatron.recipe.vocabulary import Vocabulary

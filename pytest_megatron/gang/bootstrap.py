@@ -1,0 +1,198 @@
+"""Makes a forked or fresh process a rank: environment, random state, threads, stacks, torch.
+
+Runs in ranks only; the one place that touches torch, and only where a test has loaded it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import random
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+from pytest_megatron.gang.logs import FLIGHT_FILE, STACKS_FILE
+from pytest_megatron.gang.messages import RankOrder
+from pytest_megatron.gang.nursery import STACK_SIGNAL, RankEnds
+
+_RECORDED_COLLECTIVES = "2000"
+_is_wrapped = False
+_num_rendezvous = 0
+
+
+def rank_env(
+    *, rank: int, local_rank: int, world_size: int, local_world_size: int, node_rank: int
+) -> dict[str, str]:
+    """Return the variables that `torch.distributed.run` sets for a rank, but for the store's.
+
+    Source: torch/distributed/elastic/agent/server/local_elastic_agent.py, _start_workers(), 2.13.
+    """
+    num_nodes = world_size // local_world_size
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(local_world_size),
+        "GROUP_RANK": str(node_rank),
+        "GROUP_WORLD_SIZE": str(num_nodes),
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(world_size),
+        "ROLE_NAME": "default",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    }
+
+
+def become_rank(order: RankOrder, ends: RankEnds, *, random_before: object) -> None:
+    """Set this process up as the rank of `order`.
+
+    Args:
+        order: Which rank.
+        ends: What it shares with its nursery.
+        random_before: State of `random` when the session began; while nobody has touched it,
+            every rank gets numbers of its own, as processes of their own would.
+    """
+    os.environ.update(order.env)
+    directory = Path(order.log_dir)
+    faulthandler.enable(file=2)
+    try:
+        stacks = (directory / STACKS_FILE).open("w")
+    except OSError:  # a full disk: stacks go to the log, if anywhere
+        faulthandler.register(STACK_SIGNAL, file=2, all_threads=True)
+    else:
+        faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
+        _kept.append(stacks)
+    if random.getstate() == random_before:
+        random.seed()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy.random" in sys.modules:
+        _reseed_numpy(numpy)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(int(order.env.get("OMP_NUM_THREADS", "1")))
+        wrap_rendezvous()
+    if order.device == "cuda":
+        os.environ.setdefault(_recorder_variable(torch), _RECORDED_COLLECTIVES)
+        threading.Thread(
+            target=_serve_flight_recorder, args=(ends.trigger, directory / FLIGHT_FILE), daemon=True
+        ).start()
+
+
+_kept: list[object] = []
+_numpy_before: object = None
+
+
+def remember_numpy() -> None:
+    """Note the state of numpy's generator, where numpy is loaded; called before collection."""
+    global _numpy_before  # noqa: PLW0603 - one process, one generator
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        _numpy_before = _numpy_state(numpy)
+
+
+def wrap_rendezvous() -> None:
+    """Give each process group that a test sets up keys of its own in the gang's store.
+
+    Without it, a group that follows one that was destroyed may read addresses of the old one and
+    hang: seen with torch 2.13 under plain `torch.distributed.run`.
+    """
+    global _is_wrapped  # noqa: PLW0603 - one process, one torch
+    rendezvous = sys.modules.get("torch.distributed.rendezvous")
+    original = getattr(rendezvous, "_create_c10d_store", None)
+    if _is_wrapped or rendezvous is None or original is None:
+        return
+    _is_wrapped = True
+    torch = sys.modules["torch"]
+
+    def create(*args: object, **settings: object) -> object:
+        global _num_rendezvous  # noqa: PLW0603 - counted per process
+        store = original(*args, **settings)
+        _num_rendezvous += 1
+        return torch.distributed.PrefixStore(f"rendezvous/{_num_rendezvous}", store)
+
+    rendezvous._create_c10d_store = create  # type: ignore[attr-defined]  # noqa: SLF001 - see above
+
+
+def count_collectives() -> tuple[int, int]:
+    """Return the collectives of the default group so far, and the groups set up so far.
+
+    The first is -1 without a group, and for NCCL, which counts sends of some ranks as well.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return -1, _num_rendezvous
+    if distributed.get_backend() != "gloo":
+        return -1, _num_rendezvous
+    try:
+        number = distributed.group.WORLD._get_sequence_number_for_group()  # noqa: SLF001 - no other
+    except (RuntimeError, AttributeError):
+        return -1, _num_rendezvous
+    return int(number), _num_rendezvous
+
+
+def synchronize() -> None:
+    """Wait for the GPU, so that a collective that nobody answers hangs in the test it is of."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def find_poison() -> str:
+    """Return why this process can use its GPU no longer, or ""."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return ""
+    try:
+        torch.cuda.synchronize()
+        torch.zeros(1, device="cuda").add_(1).item()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return ""
+
+
+def _recorder_variable(torch: object) -> str:
+    """Return what turns the flight recorder on; older releases know it by another name."""
+    words = str(getattr(torch, "__version__", "0.0")).split(".")
+    is_new = tuple(int(word) for word in words[:2] if word.isdecimal()) >= (2, 10)
+    return "TORCH_FR_BUFFER_SIZE" if is_new else "TORCH_NCCL_TRACE_BUFFER_SIZE"
+
+
+def _serve_flight_recorder(trigger: int, path: Path) -> None:
+    """Write what NCCL recorded whenever it is asked for."""
+    while os.read(trigger, 1):
+        text = _flight_record()
+        with contextlib.suppress(OSError):
+            written = path.with_suffix(".part")
+            written.write_text(text or "{}")
+            written.replace(path)
+
+
+def _flight_record() -> str:
+    c10d = sys.modules.get("torch._C._distributed_c10d")
+    dump = cast(
+        "Callable[..., bytes | str] | None", getattr(c10d, "_dump_nccl_trace_json", None)
+    )
+    if dump is None:
+        return ""
+    try:
+        record = dump(includeCollectives=True, onlyActive=False)
+    except (RuntimeError, TypeError):
+        return ""
+    return record.decode(errors="replace") if isinstance(record, bytes) else str(record)
+
+
+def _numpy_state(numpy: object) -> object:
+    state = numpy.random.get_state()  # type: ignore[attr-defined]
+    return (state[0], state[1].tobytes(), *state[2:])
+
+
+def _reseed_numpy(numpy: object) -> None:
+    if _numpy_before is not None and _numpy_state(numpy) == _numpy_before:
+        numpy.random.seed()  # type: ignore[attr-defined]

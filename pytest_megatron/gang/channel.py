@@ -1,0 +1,285 @@
+"""Connections between controller, nurseries and ranks: frames, authentication, addresses.
+
+Each side proves that it knows the key of the session before any message is looked at (HMAC-SHA256
+over both sides' nonces). On one host the socket is a file in a directory of the user alone; over
+TCP frames are not encrypted, as everything else that ranks say to one another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+import socket
+import struct
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pytest_megatron.gang.messages import Hello, Message, decode, encode
+
+_LENGTH = struct.Struct("!I")
+_NONCE_BYTES = 32
+_PROOF_BYTES = 32
+_MAX_FRAME_BYTES = 1 << 28
+_MAX_FDS = 64
+_HANDSHAKE_S = 20.0
+
+
+class Channel:
+    """One authenticated connection.
+
+    The controller reads with `drain`, which never blocks; nurseries and ranks read with `receive`.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._buffer = bytearray()
+        self.is_closed = False
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 20_000)
+
+    def fileno(self) -> int:
+        """Return the descriptor, for `select`."""
+        return self._socket.fileno()
+
+    def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
+        """Send a message; one to a side that is gone is lost, as its death is told elsewhere.
+
+        Args:
+            message: What to say.
+            descriptors: Go along where the socket is a local one.
+        """
+        self.send_frame(encode(message), descriptors)
+
+    def send_frame(self, frame: bytes, descriptors: Sequence[int] = ()) -> None:
+        """Send an encoded message: encode once, send to many."""
+        if self.is_closed:
+            return
+        content = _LENGTH.pack(len(frame)) + frame
+        try:
+            if descriptors and self._socket.family == socket.AF_UNIX:
+                num_sent = socket.send_fds(self._socket, [content], list(descriptors))
+                content = content[num_sent:]
+            self._socket.sendall(content)
+        except OSError:
+            self.is_closed = True
+
+    def receive(self) -> Message | None:
+        """Wait for a message; None once the other side is gone."""
+        return self.receive_with_descriptors()[0]
+
+    def receive_with_descriptors(self) -> tuple[Message | None, list[int]]:
+        """Wait for a message and the descriptors that came with it."""
+        descriptors: list[int] = []
+        while (message := self._next()) is None:
+            try:
+                if self._socket.family == socket.AF_UNIX:
+                    chunk, fds, _, _ = socket.recv_fds(self._socket, 1 << 16, _MAX_FDS)
+                    descriptors += fds
+                else:
+                    chunk = self._socket.recv(1 << 16)
+            except OSError:
+                chunk = b""
+            if not chunk:
+                self.is_closed = True
+                return None, descriptors
+            self._buffer += chunk
+        return message, descriptors
+
+    @property
+    def has_message(self) -> bool:
+        """Whether a whole message was read already."""
+        return self._frame_end() is not None
+
+    def drain(self) -> list[Message]:
+        """Return the messages that are there; sets `is_closed` where no more can come."""
+        try:
+            while chunk := self._socket.recv(1 << 18, socket.MSG_DONTWAIT):
+                self._buffer += chunk
+            self.is_closed = True
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.is_closed = True
+        messages = []
+        while (message := self._next()) is not None:
+            messages.append(message)
+        return messages
+
+    def close(self) -> None:
+        """Close it; may be called again."""
+        self.is_closed = True
+        self._socket.close()
+
+    def _frame_end(self) -> int | None:
+        if len(self._buffer) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._buffer)
+        if length > _MAX_FRAME_BYTES:
+            raise ValueError(f"a frame of {length} bytes, at most {_MAX_FRAME_BYTES} were expected")
+        end = _LENGTH.size + int(length)
+        return end if len(self._buffer) >= end else None
+
+    def _next(self) -> Message | None:
+        end = self._frame_end()
+        if end is None:
+            return None
+        frame = bytes(self._buffer[_LENGTH.size : end])
+        del self._buffer[:end]
+        return decode(frame)
+
+
+@dataclass(slots=True)
+class _Knocking:
+    """A connection that has not proved anything yet."""
+
+    connection: socket.socket
+    nonce: bytes
+    until: float
+    received: bytes = b""
+
+
+@dataclass(slots=True)
+class Listener:
+    """Where nurseries and ranks call the controller; never blocks on a caller that says nothing.
+
+    Attributes:
+        address: What callers have to know: `unix:PATH` or `tcp:HOST:PORT`.
+        key: What callers have to prove.
+    """
+
+    address: str
+    key: bytes
+    _socket: socket.socket
+    _directory: Path | None = None
+    _knocking: dict[int, _Knocking] = field(default_factory=dict)
+
+    def fileno(self) -> int:
+        """Return the descriptor, for `select`."""
+        return self._socket.fileno()
+
+    def accept(self) -> socket.socket:
+        """Take a caller in; `prove` says when it can be trusted."""
+        connection, _ = self._socket.accept()
+        connection.setblocking(False)
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        connection.send(nonce)
+        until = time.monotonic() + _HANDSHAKE_S
+        self._knocking[connection.fileno()] = _Knocking(connection, nonce, until)
+        return connection
+
+    def prove(self, connection: socket.socket) -> Channel | None:
+        """Read on; return the channel once the caller has proved itself.
+
+        Raises:
+            PermissionError: It does not know the key, or went away.
+        """
+        caller = self._knocking[connection.fileno()]
+        wanted = _NONCE_BYTES + _PROOF_BYTES - len(caller.received)
+        try:
+            chunk = connection.recv(wanted)
+        except BlockingIOError:
+            chunk = None
+        except OSError:
+            chunk = b""
+        if chunk is None:
+            return None
+        caller.received += chunk
+        if chunk and len(caller.received) < _NONCE_BYTES + _PROOF_BYTES:
+            return None
+        del self._knocking[connection.fileno()]
+        their_nonce, proof = caller.received[:_NONCE_BYTES], caller.received[_NONCE_BYTES:]
+        if not hmac.compare_digest(proof, _prove(self.key, b"caller", caller.nonce, their_nonce)):
+            connection.close()
+            raise PermissionError("a caller does not know the key of this session")
+        connection.setblocking(True)
+        connection.sendall(_prove(self.key, b"controller", their_nonce, caller.nonce))
+        return Channel(connection)
+
+    def close(self) -> None:
+        """Take no more callers, and leave nothing on disk."""
+        for caller in self._knocking.values():
+            caller.connection.close()
+        self._socket.close()
+        if self._directory is not None:
+            with contextlib.suppress(OSError):
+                (self._directory / "wire").unlink()
+                self._directory.rmdir()
+
+
+def listen_locally() -> Listener:
+    """Listen on a socket that only this user can reach."""
+    directory = Path(tempfile.mkdtemp(prefix="ptm-", dir=_short_temp()))
+    listening = socket.socket(socket.AF_UNIX)
+    path = directory / "wire"
+    listening.bind(str(path))
+    listening.listen(512)
+    return Listener(f"unix:{path}", secrets.token_bytes(32), listening, directory)
+
+
+def listen_on(host: str, port: int, key: bytes) -> Listener:
+    """Listen on TCP, for several nodes.
+
+    Raises:
+        OSError: The port is taken, or the host is not this one.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    listening = socket.socket(family, kind, protocol)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening.bind(address)
+    listening.listen(512)
+    return Listener(f"tcp:{host}:{listening.getsockname()[1]}", key, listening)
+
+
+def connect(address: str, key: bytes, hello: Hello) -> Channel:
+    """Call the controller.
+
+    Raises:
+        OSError: It cannot be reached, or does not know the key.
+    """
+    scheme, _, rest = address.partition(":")
+    if scheme == "unix":
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(rest)
+    else:
+        host, _, port = rest.rpartition(":")
+        connection = socket.create_connection((host, int(port)), timeout=_HANDSHAKE_S)
+    connection.settimeout(_HANDSHAKE_S)
+    their_nonce = _read(connection, _NONCE_BYTES)
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    connection.sendall(nonce + _prove(key, b"caller", their_nonce, nonce))
+    proof = _read(connection, _PROOF_BYTES)
+    if not hmac.compare_digest(proof, _prove(key, b"controller", nonce, their_nonce)):
+        connection.close()
+        raise PermissionError(f"{address}: is no controller of this session")
+    connection.settimeout(None)
+    channel = Channel(connection)
+    channel.send(hello)
+    return channel
+
+
+def _read(connection: socket.socket, num_bytes: int) -> bytes:
+    content = b""
+    while len(content) < num_bytes:
+        chunk = connection.recv(num_bytes - len(content))
+        if not chunk:
+            raise ConnectionError("the other side hung up; is the key of both sides the same?")
+        content += chunk
+    return content
+
+
+def _prove(key: bytes, role: bytes, theirs: bytes, own: bytes) -> bytes:
+    return hmac.digest(key, role + theirs + own, "sha256")
+
+
+def _short_temp() -> str | None:
+    """Return a directory whose sockets have short names; the kernel takes 107 bytes."""
+    return "/tmp" if os.path.isdir("/tmp") else None  # noqa: S108, PTH112 - made private by mkdtemp

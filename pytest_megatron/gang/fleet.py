@@ -1,0 +1,381 @@
+"""All gangs of one controller: connections, deadlines, effects (nothing else here decides).
+
+Owned by the controller, which calls `pump` whenever it waits; there are no threads.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias, assert_never
+
+from pytest_megatron.errors import LaunchError
+from pytest_megatron.gang.channel import Channel, Listener
+from pytest_megatron.gang.lifecycle import (
+    Action,
+    AskForStacks,
+    Finish,
+    KillGang,
+    Lifecycle,
+    SendClose,
+    SendRun,
+    State,
+)
+from pytest_megatron.gang.messages import (
+    AskStacks,
+    Broken,
+    Close,
+    Died,
+    Fork,
+    Forked,
+    Hello,
+    Interrupt,
+    Kill,
+    Killed,
+    Message,
+    OpenStore,
+    RankOrder,
+    Run,
+    Stacks,
+    StoreOpened,
+    encode,
+)
+from pytest_megatron.gang.spec import GangSpec, RunEnd
+
+_LOST_S = 2.0  # between the end of a rank's connection and the news of its death
+_STORE_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
+
+
+class Held:
+    """Nothing is held: the lease of ranks without devices."""
+
+    descriptors: tuple[int, ...] = ()
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Gang:
+    """The ranks that run one test together, seen from the controller.
+
+    Attributes:
+        number: Counted from 1 in this session.
+        orders: What its ranks were told, by rank.
+        held: Descriptors of leased devices, for ranks to inherit.
+        ends: How its tests ended, until the controller takes them.
+        nurseries: Connections of nurseries that still hold something of it.
+        silent: Connections of nurseries that have not answered the last question for stacks.
+    """
+
+    number: int
+    spec: GangSpec
+    orders: tuple[RankOrder, ...]
+    lifecycle: Lifecycle
+    descriptors: tuple[int, ...] = ()
+    channels: dict[int, Channel] = field(default_factory=dict)
+    lost: dict[int, float] = field(default_factory=dict)
+    ends: list[RunEnd] = field(default_factory=list)
+    nurseries: set[int] = field(default_factory=set)
+    silent: set[int] = field(default_factory=set)
+    stacks: list[Stacks] = field(default_factory=list)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nothing of it is left."""
+        return self.lifecycle.state is State.GONE
+
+
+OnDebugger: TypeAlias = Callable[[Gang, int, Channel, Message], None]
+
+
+class Fleet:
+    """Starts gangs on nurseries and carries out what their lifecycles decide."""
+
+    def __init__(self, listener: Listener, *, grace_s: float, on_debugger: OnDebugger) -> None:
+        """Begin to listen.
+
+        Args:
+            listener: Where nurseries and ranks call.
+            grace_s: How long ranks may take after the first sign of trouble.
+            on_debugger: Told of messages of a rank's debugger.
+        """
+        self._listener = listener
+        self._grace_s = grace_s
+        self._on_debugger = on_debugger
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ, self._on_call)
+        self._nurseries: dict[tuple[int, int], Channel] = {}
+        self._gangs: dict[int, Gang] = {}
+        self._num_gangs = 0
+
+    def new_number(self) -> int:
+        """Return the number of the next gang."""
+        self._num_gangs += 1
+        return self._num_gangs
+
+    def has_nursery(self, node_rank: int, rank: int) -> bool:
+        """Whether the nursery of a rank, or of a whole node where `rank` is -1, has called."""
+        channel = self._nurseries.get((node_rank, rank))
+        return channel is not None and not channel.is_closed
+
+    def start(self, gang: Gang) -> None:
+        """Start the ranks of a gang; first its store, then they are forked."""
+        self._gangs[gang.number] = gang
+        gang.nurseries = set(self._nurseries_of(gang))
+        self._nursery(gang.orders[0]).send(OpenStore(gang=gang.number))
+
+    def assign(self, gang: Gang, run: Run, *, limit_s: float) -> None:
+        """Have a gang run a test, as soon as it can."""
+        is_isolated = gang.spec.is_isolated
+        now = time.monotonic()
+        self._carry_out(
+            gang, gang.lifecycle.assign(run, limit_s=limit_s, is_isolated=is_isolated, now=now)
+        )
+
+    def close(self, gang: Gang) -> None:
+        """End a gang: politely if it is idle."""
+        self._carry_out(gang, gang.lifecycle.close(time.monotonic()))
+
+    def kill(self, gang: Gang) -> None:
+        """Kill a gang; what it runs is not reported."""
+        self._carry_out(gang, gang.lifecycle.kill())
+
+    def interrupt(self, gang: Gang) -> None:
+        """Press Ctrl-C in every rank of a gang."""
+        for nursery in self._nurseries_of(gang).values():
+            nursery.send(Interrupt(gang=gang.number))
+
+    def pump(self, timeout_s: float) -> None:
+        """Take in what ranks and nurseries say, for at most `timeout_s` seconds of waiting."""
+        now = time.monotonic()
+        deadlines = [d for g in self._gangs.values() if (d := g.lifecycle.deadline) is not None]
+        deadlines += [at + _LOST_S for g in self._gangs.values() for at in g.lost.values()]
+        wait_s = max(0.0, min([timeout_s, *(d - now for d in deadlines)]))
+        for key, _ in self._selector.select(wait_s):
+            handler: Callable[[object], None] = key.data
+            handler(key.fileobj)
+        now = time.monotonic()
+        for gang in list(self._gangs.values()):
+            self._carry_out(gang, gang.lifecycle.tick(now))
+            for rank, at in list(gang.lost.items()):
+                if now >= at + _LOST_S:
+                    del gang.lost[rank]
+                    problem = f"rank {rank} closed its connection to the controller"
+                    self._tell(gang, rank, Broken(problem=problem))
+            if gang.is_gone:
+                self._forget(gang)
+
+    def stop(self) -> None:
+        """Let go of everything; nurseries kill what is left."""
+        for gang in list(self._gangs.values()):
+            self._forget(gang)
+        for channel in self._nurseries.values():
+            channel.close()
+        self._nurseries.clear()
+        self._selector.close()
+        self._listener.close()
+
+    def _nursery(self, order: RankOrder) -> Channel:
+        for key in ((order.node_rank, order.rank), (order.node_rank, -1)):
+            channel = self._nurseries.get(key)
+            if channel is not None and not channel.is_closed:
+                return channel
+        raise LaunchError(
+            f"rank {order.rank}", "the process that starts ranks is gone; was it killed?"
+        )
+
+    def _nurseries_of(self, gang: Gang) -> dict[int, Channel]:
+        found = {}
+        for order in gang.orders:
+            channel = self._nursery(order)
+            found[channel.fileno()] = channel
+        return found
+
+    def _on_call(self, _: object) -> None:
+        connection = self._listener.accept()
+        self._selector.register(connection, selectors.EVENT_READ, self._on_proof)
+
+    def _on_proof(self, source: object) -> None:
+        assert isinstance(source, socket.socket)
+        descriptor = source.fileno()
+        try:
+            channel = self._listener.prove(source)
+        except PermissionError:
+            self._selector.unregister(descriptor)
+            return
+        if channel is not None:
+            self._selector.unregister(descriptor)
+            self._selector.register(channel, selectors.EVENT_READ, self._on_hello)
+
+    def _on_hello(self, source: object) -> None:
+        assert isinstance(source, Channel)
+        messages = source.drain()
+        if not messages:
+            if source.is_closed:
+                self._drop(source)
+            return
+        hello, *rest = messages
+        if not isinstance(hello, Hello):
+            self._drop(source)
+            return
+        if hello.role == "nursery":
+            self._nurseries[hello.node_rank, hello.rank] = source
+            self._selector.modify(source, selectors.EVENT_READ, self._on_nursery)
+            for message in rest:
+                self._on_nursery_word(source, message)
+            return
+        gang = self._gangs.get(hello.gang)
+        if gang is None:
+            self._drop(source)
+            return
+        gang.channels[hello.rank] = source
+
+        def on_rank(_: object) -> None:
+            self._on_rank(gang, hello.rank, source)
+
+        self._selector.modify(source, selectors.EVENT_READ, on_rank)
+        for message in rest:
+            self._tell(gang, hello.rank, message)
+
+    def _on_nursery(self, source: object) -> None:
+        assert isinstance(source, Channel)
+        descriptor = source.fileno()
+        for message in source.drain():
+            self._on_nursery_word(source, message)
+        if source.is_closed:
+            self._drop(source)
+            for key in [k for k, c in self._nurseries.items() if c is source]:
+                del self._nurseries[key]
+            for gang in [g for g in self._gangs.values() if descriptor in g.nurseries]:
+                for order in gang.orders:
+                    died = Died(gang=gang.number, rank=order.rank, exit_code=-9)
+                    self._tell(gang, order.rank, died)
+                self._on_killed(gang, descriptor)
+
+    def _on_nursery_word(self, source: Channel, message: Message) -> None:
+        if isinstance(message, Forked):
+            return
+        assert isinstance(message, StoreOpened | Died | Stacks | Killed), message
+        gang = self._gangs.get(message.gang)
+        if gang is None:
+            return
+        match message:
+            case StoreOpened(port=port, problem=problem):
+                self._fork(gang, port, problem)
+            case Died(rank=rank):
+                self._drain_rank(gang, rank)
+                gang.lost.pop(rank, None)
+                self._tell(gang, rank, message)
+            case Stacks():
+                gang.stacks.append(message)
+                gang.silent.discard(source.fileno())
+                if not gang.silent:
+                    self._tell(gang, 0, _join_stacks(gang.stacks))
+            case Killed():
+                self._on_killed(gang, source.fileno())
+            case _:
+                assert_never(message)
+
+    def _on_killed(self, gang: Gang, nursery: int) -> None:
+        gang.nurseries.discard(nursery)
+        if not gang.nurseries:
+            self._tell(gang, 0, Killed(gang=gang.number))
+
+    def _fork(self, gang: Gang, port: int, problem: str) -> None:
+        if gang.lifecycle.state is not State.STARTING:
+            return
+        if problem:
+            raise LaunchError("gang", problem)
+        gang.orders = tuple(
+            replace(order, env={**order.env, "MASTER_PORT": str(port)}) for order in gang.orders
+        )
+        by_nursery: dict[int, list[RankOrder]] = {}
+        channels = {}
+        for order in gang.orders:
+            channel = self._nursery(order)
+            channels[channel.fileno()] = channel
+            by_nursery.setdefault(channel.fileno(), []).append(order)
+        for number, orders in by_nursery.items():
+            channels[number].send(Fork(orders=tuple(orders)), gang.descriptors)
+
+    def _on_rank(self, gang: Gang, rank: int, channel: Channel) -> None:
+        self._drain_rank(gang, rank)
+        if channel.is_closed:
+            self._drop(channel)
+            gang.channels.pop(rank, None)
+            gang.lost[rank] = time.monotonic()
+
+    def _drain_rank(self, gang: Gang, rank: int) -> None:
+        """Take what a rank said; before its death is told, also its last words."""
+        channel = gang.channels.get(rank)
+        if channel is not None:
+            for message in channel.drain():
+                self._tell(gang, rank, message)
+
+    def _tell(self, gang: Gang, rank: int, message: Message) -> None:
+        self._carry_out(gang, gang.lifecycle.handle(rank, message, time.monotonic()))
+        channel = gang.channels.get(rank)
+        if type(message).__name__.startswith("Debugger") and channel is not None:
+            self._on_debugger(gang, rank, channel, message)
+
+    def _carry_out(self, gang: Gang, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case SendRun(run=run):
+                    frame = encode(run)
+                    for channel in gang.channels.values():
+                        channel.send_frame(frame)
+                case SendClose():
+                    frame = encode(Close())
+                    for channel in gang.channels.values():
+                        channel.send_frame(frame)
+                case AskForStacks(ranks=ranks):
+                    gang.stacks.clear()
+                    for nursery in self._living_nurseries(gang):
+                        gang.silent.add(nursery.fileno())
+                        nursery.send(AskStacks(gang=gang.number, ranks=ranks))
+                case KillGang():
+                    for nursery in self._living_nurseries(gang):
+                        nursery.send(Kill(gang=gang.number))
+                case Finish(end=end):
+                    gang.ends.append(end)
+                case _:
+                    assert_never(action)
+
+    def _living_nurseries(self, gang: Gang) -> list[Channel]:
+        try:
+            return list(self._nurseries_of(gang).values())
+        except LaunchError:
+            return []
+
+    def _forget(self, gang: Gang) -> None:
+        for channel in gang.channels.values():
+            self._drop(channel)
+        gang.channels.clear()
+        self._gangs.pop(gang.number, None)
+
+    def _drop(self, channel: Channel) -> None:
+        try:
+            self._selector.unregister(channel)
+        except (KeyError, ValueError):
+            pass
+        channel.close()
+
+
+def store_env(host: str) -> Mapping[str, str]:
+    """Return what ranks have to know of the store, but for its port."""
+    return dict.fromkeys(_STORE_VARIABLES, host)
+
+
+def _join_stacks(answers: Sequence[Stacks]) -> Stacks:
+    """Return one answer of what several nurseries said."""
+    return Stacks(
+        gang=answers[0].gang,
+        stacks={rank: text for answer in answers for rank, text in answer.stacks.items()},
+        flights={rank: text for answer in answers for rank, text in answer.flights.items()},
+        phases={rank: phase for answer in answers for rank, phase in answer.phases.items()},
+    )

@@ -1,0 +1,169 @@
+"""Files of ranks, in torch's layout: `attempt_<k>/<rank>/{stdout,stderr}.log`.
+
+A rank writes to its files alone, whatever the terminal does; what a test printed is a piece of
+them. A full disk loses text, never a test.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import io
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+from typing_extensions import Buffer, override
+
+STACKS_FILE = "stacks.txt"
+FLIGHT_FILE = "nccl_flight_recorder.json"
+_STREAMS = ("stdout", "stderr")
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
+_MOST_BYTES = 1 << 18  # of one phase in a report; the whole is in the log
+_CHUNK_BYTES = 1 << 16
+
+
+class _Lossy(io.FileIO):
+    """A log that drops what the disk has no room for."""
+
+    @override
+    def write(self, data: Buffer, /) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            return memoryview(data).nbytes
+
+
+@dataclass(slots=True)
+class RankLogs:
+    """The standard streams of this process, written to files (effects)."""
+
+    directory: Path
+    _positions: dict[str, int] = field(default_factory=dict)
+
+    def redirect(self) -> None:
+        """Send stdout and stderr of this process to the log files, and stdin to nothing."""
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)
+        for number, stream in enumerate(_STREAMS, start=1):
+            descriptor = self._open(stream)
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        sys.stdin = open(0, closefd=False, encoding="utf-8")  # noqa: SIM115, PTH123 - lives on
+        sys.stdout = sys.__stdout__ = _text_stream(1)
+        sys.stderr = sys.__stderr__ = _text_stream(2)
+
+    def mark(self) -> None:
+        """Remember where a phase starts."""
+        flush_streams()
+        for number, stream in enumerate(_STREAMS, start=1):
+            self._positions[stream] = os.lseek(number, 0, os.SEEK_END) if _can_seek(number) else 0
+
+    def since_mark(self) -> Iterator[tuple[str, str]]:
+        """Yield stream and text of what was written since `mark`, if anything was."""
+        flush_streams()
+        for number, stream in enumerate(_STREAMS, start=1):
+            end = os.lseek(number, 0, os.SEEK_END) if _can_seek(number) else 0
+            start = self._positions.get(stream, 0)
+            if end > start:
+                yield stream, read_piece(self.directory / f"{stream}.log", start, end)
+
+    def _open(self, stream: str) -> int:
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            path = self.directory / f"{stream}.log"
+            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            return os.open(os.devnull, os.O_WRONLY)
+
+
+def read_piece(path: Path, start: int, end: int) -> str:
+    """Return a piece of a log; of a long one the end, and where the rest is."""
+    left_out = max(0, end - start - _MOST_BYTES)
+    try:
+        with path.open("rb") as file:
+            file.seek(start + left_out)
+            text = file.read(end - start - left_out).decode(errors="replace")
+    except OSError:
+        return ""
+    return f"[{left_out} bytes more are in {path}]\n{text}" if left_out else text
+
+
+def flush_streams() -> None:
+    """Write out what Python and C hold back."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # a test may have closed it
+            continue
+    _LIBC.fflush(None)
+
+
+_LIBC = ctypes.CDLL(None)
+
+
+@dataclass(slots=True)
+class Tail:
+    """Follows the logs of one rank, in the controller."""
+
+    directory: Path
+    rank: int
+    _positions: dict[str, int] = field(default_factory=dict)
+    _rests: dict[str, bytes] = field(default_factory=dict)
+
+    def new_lines(self, *, is_ended: bool = False) -> Iterator[str]:
+        """Yield lines written since the last call, as `[rank0]: ...`."""
+        for stream in _STREAMS:
+            position = self._positions.get(stream, 0)
+            try:
+                with (self.directory / f"{stream}.log").open("rb") as file:
+                    file.seek(position)
+                    chunk = file.read(_CHUNK_BYTES)
+            except OSError:
+                continue
+            self._positions[stream] = position + len(chunk)
+            *lines, rest = (self._rests.get(stream, b"") + chunk).split(b"\n")
+            if is_ended and rest:
+                lines, rest = [*lines, rest], b""
+            self._rests[stream] = rest
+            for line in lines:
+                yield f"[rank{self.rank}]: {line.decode(errors='replace')}"
+
+    def last_lines(self, num_lines: int) -> list[str]:
+        """Return the end of stderr: what a rank said before it died."""
+        return last_lines(self.directory / "stderr.log", num_lines)
+
+
+def last_lines(path: Path, num_lines: int) -> list[str]:
+    """Return the last lines of a log; none where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - _CHUNK_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []
+    return [line for line in text.splitlines() if line.strip()][-num_lines:]
+
+
+def _text_stream(descriptor: int) -> TextIO:
+    raw = _Lossy(descriptor, "w", closefd=False)
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw), encoding="utf-8", errors="backslashreplace", line_buffering=True
+    )
+
+
+def _can_seek(descriptor: int) -> bool:
+    try:
+        os.lseek(descriptor, 0, os.SEEK_CUR)
+    except OSError:
+        return False
+    return True

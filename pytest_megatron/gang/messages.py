@@ -1,0 +1,370 @@
+"""What goes over the wire between controller, nurseries and ranks, as frozen types.
+
+A frame is a JSON array: the name of the type, then its fields by name. Nothing here is executed or
+unpickled: whoever speaks on the wire can at most lie about outcomes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import TypeAlias, cast
+
+from pytest_megatron.files import JsonValue
+
+JsonObject: TypeAlias = dict[str, JsonValue]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """First message of every connection, to the controller.
+
+    Attributes:
+        role: `rank` or `nursery`.
+        gang: The gang of a rank; 0 for a nursery.
+        rank: The rank; for a nursery the one that it forks, or -1 for all of its node.
+        node_rank: Index of its host.
+    """
+
+    role: str
+    gang: int
+    rank: int
+    node_rank: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """A rank can take tests.
+
+    Attributes:
+        missing: Node id -> why this rank has no such test; the controller has it.
+        extra: Node ids that only this rank collected.
+        clock: `time.time()` of the rank when it sent this, to compare hosts.
+    """
+
+    missing: Mapping[str, str]
+    extra: tuple[str, ...]
+    clock: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseEnded:
+    """A phase of a test ended; sent at once where it did not pass or took long.
+
+    Attributes:
+        run: Which execution of which test.
+        when: setup, call or teardown.
+        outcome: passed, failed or skipped.
+        at: `time.time()` of its end.
+    """
+
+    run: int
+    when: str
+    outcome: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """A test ended on a rank, all phases.
+
+    Attributes:
+        reports: In order, subtests included, as pytest serialises them; `[when, start, stop]` for
+            a phase that passed and says nothing more.
+        warnings: What pytest recorded.
+        num_collectives: Collectives that the default group counted so far; -1 without a group.
+        num_rendezvous: Process groups that were set up so far.
+        poison: Why this rank cannot run another test (a CUDA error that sticks), or "".
+        stop: `[kind, reason, exit code]` if the test asked pytest itself to end, or empty.
+        printed: What pytest wrote to its terminal in this rank (`--setup-show`).
+    """
+
+    run: int
+    reports: tuple[JsonValue, ...]
+    warnings: tuple[JsonValue, ...] = ()
+    num_collectives: int = -1
+    num_rendezvous: int = 0
+    poison: str = ""
+    stop: tuple[JsonValue, ...] = ()
+    printed: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closed:
+    """A rank tore everything down and ends.
+
+    Attributes:
+        problem: Text of an error in a fixture's teardown, or "".
+    """
+
+    problem: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Broken:
+    """Pytest itself failed in a rank.
+
+    Attributes:
+        problem: The traceback.
+    """
+
+    problem: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DebuggerWanted:
+    """A rank would enter the debugger and waits for leave.
+
+    Attributes:
+        reason: `exception` or `breakpoint`.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DebuggerWrote:
+    """The debugger of a rank printed something."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DebuggerReads:
+    """The debugger of a rank wants a line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DebuggerLeft:
+    """The debugger of a rank ended; the test goes on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Run a test.
+
+    Attributes:
+        run: Number of this execution, unique in the session.
+        index: Place of the item in the controller's list.
+        next_index: Place of the item that comes next on this gang, or -1.
+        shared_dir: One directory for all ranks, for this execution.
+        is_last_if_failed: Whether a failure ends the session, so that everything is torn down.
+    """
+
+    run: int
+    index: int
+    node_id: str
+    next_index: int
+    next_node_id: str
+    shared_dir: str
+    is_last_if_failed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Close:
+    """Tear down every fixture and end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DebuggerAnswer:
+    """Whether a rank may enter the debugger."""
+
+    may_enter: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DebuggerLine:
+    """A line that the user typed; empty at the end of input."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankOrder:
+    """Everything that a new rank has to know.
+
+    Attributes:
+        node_rank: Index of its host.
+        device: `cuda` or `cpu`.
+        env: Variables to set; what `torch.distributed.run` would set, and more.
+        log_dir: Directory of its stdout.log and stderr.log.
+        base_temp: Where its `tmp_path`s go.
+        is_capturing: Whether what a test prints goes into its report.
+        is_debugging: Whether failures and breakpoints may open a debugger.
+        coverage: Settings of a running coverage.py, or empty.
+        coverage_file: Where it puts its data.
+    """
+
+    gang: int
+    rank: int
+    local_rank: int
+    world_size: int
+    node_rank: int
+    device: str
+    env: Mapping[str, str]
+    log_dir: str
+    base_temp: str
+    is_capturing: bool = True
+    is_debugging: bool = False
+    coverage: Mapping[str, JsonValue] = field(default_factory=dict)
+    coverage_file: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fork:
+    """Start ranks. File descriptors of GPU locks may come along."""
+
+    orders: tuple[RankOrder, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forked:
+    """A rank was started."""
+
+    gang: int
+    rank: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Died:
+    """The process of a rank is gone. Written by a nursery, never by a rank.
+
+    Attributes:
+        exit_code: As `Popen.returncode`: negative means killed by that signal.
+        phase: The phase of a test that it was in: setup, call, teardown, or "" between tests.
+    """
+
+    gang: int
+    rank: int
+    exit_code: int
+    phase: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenStore:
+    """Open a key-value store for a gang to meet in."""
+
+    gang: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreOpened:
+    """A store listens.
+
+    Attributes:
+        problem: Why there is none, or "".
+    """
+
+    gang: int
+    port: int
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """Kill the ranks of a gang and whatever descends from them."""
+
+    gang: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Killed:
+    """Nothing of a gang is left here."""
+
+    gang: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interrupt:
+    """Send SIGINT to the ranks of a gang, as Ctrl-C would."""
+
+    gang: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskStacks:
+    """Ask ranks of a gang for their Python stacks, and NCCL's flight recorder."""
+
+    gang: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stacks:
+    """What ranks answered; a rank that said nothing is not in it.
+
+    Attributes:
+        stacks: Rank -> text of faulthandler.
+        flights: Rank -> JSON of NCCL's flight recorder.
+        phases: Rank -> the phase of a test that it is in.
+    """
+
+    gang: int
+    stacks: Mapping[str, str]
+    flights: Mapping[str, str]
+    phases: Mapping[str, str]
+
+
+Message: TypeAlias = (
+    Hello
+    | Ready
+    | PhaseEnded
+    | Done
+    | Closed
+    | Broken
+    | DebuggerWanted
+    | DebuggerWrote
+    | DebuggerReads
+    | DebuggerLeft
+    | Run
+    | Close
+    | DebuggerAnswer
+    | DebuggerLine
+    | Fork
+    | Forked
+    | Died
+    | OpenStore
+    | StoreOpened
+    | Kill
+    | Killed
+    | Interrupt
+    | AskStacks
+    | Stacks
+)
+_TYPES: dict[str, type[Message]] = {kind.__name__: kind for kind in Message.__args__}
+_FIELDS = {kind: tuple(f.name for f in fields(kind)) for kind in _TYPES.values()}
+
+
+def encode(message: Message) -> bytes:
+    """Return the message as one frame, without its length."""
+    return json.dumps(_plain(message), separators=(",", ":"), default=_plain).encode()
+
+
+def decode(frame: bytes) -> Message:
+    """Return the message of a frame.
+
+    Raises:
+        ValueError: It is none of ours.
+    """
+    found = json.loads(frame)
+    try:
+        name, values = found
+        if name == Fork.__name__:
+            return Fork(orders=tuple(RankOrder(**order[1]) for order in values["orders"]))
+        kind = _TYPES[name]
+        frozen = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        return cast("Message", kind(**frozen))
+    except (TypeError, KeyError, ValueError) as error:
+        raise ValueError(f"not a message: {frame[:200]!r}") from error
+
+
+def _plain(value: object) -> list[object]:
+    if isinstance(value, RankOrder):
+        return ["RankOrder", {f.name: getattr(value, f.name) for f in fields(RankOrder)}]
+    names = _FIELDS.get(cast("type[Message]", type(value)))
+    if names is None:
+        raise TypeError(f"cannot be sent: {value!r}")
+    return [type(value).__name__, {name: getattr(value, name) for name in names}]

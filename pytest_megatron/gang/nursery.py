@@ -1,0 +1,371 @@
+"""Starts ranks, says when they die, and leaves nothing of them behind.
+
+A nursery is a process without work of its own, in a session of its own. It forks ranks from what it
+has loaded (or executes fresh interpreters), collects them, and kills whatever descends from them. If
+the controller goes away, even by SIGKILL, its connection closes, and the nursery kills all of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import select
+import signal
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+from pytest_megatron.errors import LaunchError
+from pytest_megatron.gang.channel import Channel
+from pytest_megatron.gang.logs import FLIGHT_FILE, STACKS_FILE
+from pytest_megatron.gang.messages import (
+    AskStacks,
+    Died,
+    Fork,
+    Forked,
+    Interrupt,
+    Kill,
+    Killed,
+    Message,
+    OpenStore,
+    RankOrder,
+    Stacks,
+    StoreOpened,
+)
+from pytest_megatron.gang.processes import (
+    Descendant,
+    become_subreaper,
+    descendants,
+    die_with,
+    send_signal,
+)
+
+STACK_SIGNAL = signal.SIGRTMIN + 9
+_POLL_S = 0.02
+_PHASE_BYTES = 16
+_STACKS_S = 1.0  # for a rank to write its stack
+_UNKILLABLE_S = 30.0  # a process stuck in the kernel (a dead file system) cannot be killed
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnds:
+    """Descriptors that a rank shares with its nursery.
+
+    Attributes:
+        trigger: Read end of a pipe; a byte in it asks for NCCL's flight recorder.
+        phase: A file in memory in which the rank notes the phase of a test that it is in.
+    """
+
+    trigger: int
+    phase: int
+
+    def note(self, when: str) -> None:
+        """Note the phase; costs a microsecond, and survives the rank."""
+        os.pwrite(self.phase, when.ljust(_PHASE_BYTES).encode(), 0)
+
+
+class Starter(Protocol):
+    """How ranks come into being."""
+
+    def start(self, order: RankOrder, ends: RankEnds, inherited: Sequence[int]) -> int:
+        """Start a rank; return its process.
+
+        Args:
+            order: What it has to know.
+            ends: What it shares with the nursery.
+            inherited: Descriptors that it holds as long as it lives.
+        """
+
+    def open_store(self) -> int:
+        """Return the port of a new key-value store.
+
+        Raises:
+            LaunchError: There can be none.
+        """
+
+    def is_own(self, pid: int) -> bool:
+        """Return whether a process belongs to the nursery itself and not to a gang."""
+
+
+@dataclass(slots=True)
+class _Child:
+    order: RankOrder
+    trigger: int
+    phase_file: int
+    is_alive: bool = True
+
+    @property
+    def phase(self) -> str:
+        return os.pread(self.phase_file, _PHASE_BYTES, 0).decode().strip("\0 ")
+
+    def close(self) -> None:
+        self.is_alive = False
+        os.close(self.trigger)
+        os.close(self.phase_file)
+
+
+@dataclass(slots=True)
+class _Asked:
+    """Stacks that are being written."""
+
+    gang: int
+    files: dict[int, Path]
+    phases: dict[str, str]
+    until: float
+    sizes: dict[int, int] = field(default_factory=dict)
+
+
+class Nursery:
+    """Serves one connection until it closes."""
+
+    def __init__(self, channel: Channel, starter: Starter) -> None:
+        self._channel = channel
+        self._starter = starter
+        self._children: dict[int, _Child] = {}
+        self._dying: dict[int, float] = {}
+        self._asked: list[_Asked] = []
+
+    def serve(self) -> None:
+        """Do what the controller says until it goes away, then kill everything."""
+        become_subreaper()
+        wakeup, wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+            signal.signal(number, lambda *_: None)
+        signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
+        gc.freeze()  # what is here now stays shared with the ranks
+        try:
+            while not self._channel.is_closed:
+                wait_s = _POLL_S if self._dying or self._asked else None
+                readable, _, _ = select.select([self._channel, wakeup], [], [], wait_s)
+                if wakeup in readable:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(wakeup, 4096)
+                self._collect()
+                if self._channel in readable:
+                    self._take()
+                self._finish_dying()
+                self._finish_stacks()
+        finally:
+            self._kill_all()
+
+    def _take(self) -> None:
+        while True:
+            message, descriptors = self._channel.receive_with_descriptors()
+            if message is not None:
+                self._handle(message, descriptors)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            if message is None or not self._channel.has_message:
+                return
+
+    def _handle(self, message: Message, descriptors: Sequence[int]) -> None:
+        match message:
+            case Fork(orders=orders):
+                for order in orders:
+                    self._start(order, descriptors)
+            case OpenStore(gang=gang):
+                try:
+                    opened = StoreOpened(gang=gang, port=self._starter.open_store())
+                except LaunchError as error:
+                    opened = StoreOpened(gang=gang, port=0, problem=str(error))
+                self._channel.send(opened)
+            case Kill(gang=gang):
+                self._dying.setdefault(gang, time.monotonic() + _UNKILLABLE_S)
+                send_signal(self._below(gang), signal.SIGKILL)
+                self._collect()
+            case Interrupt(gang=gang):
+                send_signal(self._living(gang), signal.SIGINT)
+            case AskStacks(gang=gang, ranks=ranks):
+                self._ask_stacks(gang, ranks)
+            case _:
+                raise AssertionError(f"not for a nursery: {message!r}")
+
+    def _start(self, order: RankOrder, descriptors: Sequence[int]) -> None:
+        trigger_read, trigger = os.pipe()
+        phase = os.memfd_create("phase")
+        pid = self._starter.start(order, RankEnds(trigger_read, phase), descriptors)
+        os.close(trigger_read)
+        self._children[pid] = _Child(order, trigger, phase)
+        self._channel.send(Forked(gang=order.gang, rank=order.rank, pid=pid))
+
+    def _collect(self) -> None:
+        """Collect what ended, and tell of ranks."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            child = self._children.get(pid)
+            if child is not None and child.is_alive:
+                phase = child.phase
+                child.close()
+                self._channel.send(
+                    Died(
+                        gang=child.order.gang,
+                        rank=child.order.rank,
+                        exit_code=os.waitstatus_to_exitcode(status),
+                        phase=phase,
+                    )
+                )
+
+    def _living(self, gang: int) -> list[int]:
+        return [p for p, c in self._children.items() if c.is_alive and c.order.gang == gang]
+
+    def _below(self, gang: int) -> list[int]:
+        """Return every process of a gang: its ranks, and what descends from them or did."""
+        ranks = {p for p, c in self._children.items() if c.order.gang == gang}
+        found: set[int] = set()
+        for process in descendants():
+            if (
+                process.pid in ranks
+                or process.parent in found
+                or process.session in ranks
+                or self._is_stray(process)
+            ):
+                found.add(process.pid)
+        return list(found)
+
+    def _is_stray(self, process: Descendant) -> bool:
+        """Whether it is an orphan that says of no rank that it came from it."""
+        return (
+            process.parent == os.getpid()
+            and process.pid not in self._children
+            and process.session not in self._children
+            and not self._starter.is_own(process.pid)
+        )
+
+    def _finish_dying(self) -> None:
+        for gang, until in list(self._dying.items()):
+            left = self._below(gang)
+            if left and time.monotonic() < until:
+                send_signal(left, signal.SIGKILL)
+                continue
+            del self._dying[gang]
+            self._children = {p: c for p, c in self._children.items() if c.order.gang != gang}
+            self._channel.send(Killed(gang=gang))
+
+    def _ask_stacks(self, gang: int, ranks: Sequence[int]) -> None:
+        files, phases = {}, {}
+        for pid in self._living(gang):
+            child = self._children[pid]
+            if child.order.rank in ranks:
+                phases[str(child.order.rank)] = child.phase
+                files[child.order.rank] = Path(child.order.log_dir)
+                send_signal([pid], STACK_SIGNAL)
+                with contextlib.suppress(OSError):
+                    os.write(child.trigger, b"d")
+        self._asked.append(_Asked(gang, files, phases, time.monotonic() + _STACKS_S))
+
+    def _finish_stacks(self) -> None:
+        for asked in list(self._asked):
+            sizes = {r: _size(d / STACKS_FILE) for r, d in asked.files.items()}
+            is_settled = sizes == asked.sizes and all(sizes.values())
+            asked.sizes = sizes
+            if not is_settled and time.monotonic() < asked.until:
+                continue
+            self._asked.remove(asked)
+            self._channel.send(
+                Stacks(
+                    gang=asked.gang,
+                    stacks=_texts(asked.files, STACKS_FILE),
+                    flights=_texts(asked.files, FLIGHT_FILE),
+                    phases=asked.phases,
+                )
+            )
+
+    def _kill_all(self) -> None:
+        until = time.monotonic() + _UNKILLABLE_S
+        while time.monotonic() < until:
+            left = [process.pid for process in descendants()]
+            if not left:
+                return
+            send_signal(left, signal.SIGKILL)
+            self._collect()
+            time.sleep(0.005)
+
+
+@dataclass(slots=True)
+class Forking:
+    """Starts ranks by forking this process, with everything that it has loaded.
+
+    Attributes:
+        channel: The connection of the nursery, which no rank may keep.
+        run_rank: What a rank does; never returns.
+        keeper: Opens stores, in a process of its own.
+    """
+
+    channel: Channel
+    run_rank: Callable[[RankOrder, RankEnds], NoReturn]
+    keeper: Keeper
+
+    def start(self, order: RankOrder, ends: RankEnds, inherited: Sequence[int]) -> int:
+        """Fork."""
+        del inherited  # a fork has them all
+        nursery = os.getpid()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # threads: see `gang.clean`
+            pid = os.fork()
+        if pid:
+            return pid
+        try:
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.setsid()
+            die_with(nursery)
+            self.channel.close()
+            self.keeper.forget()
+            self.run_rank(order, ends)
+        except BaseException:  # noqa: BLE001 - a rank must never go on as a nursery
+            traceback.print_exc()
+        finally:
+            os._exit(70)
+
+    def open_store(self) -> int:
+        """Ask the keeper."""
+        return self.keeper.open_store()
+
+    def is_own(self, pid: int) -> bool:
+        """Whether it is the keeper."""
+        return self.keeper.pid == pid
+
+
+class Keeper(Protocol):
+    """Opens stores that outlive ranks.
+
+    Attributes:
+        pid: Its process, or None before the first store.
+    """
+
+    pid: int | None
+
+    def open_store(self) -> int:
+        """Return the port of a new store."""
+
+    def forget(self) -> None:
+        """Let go of it in a forked child."""
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _texts(directories: dict[int, Path], name: str) -> dict[str, str]:
+    texts = {}
+    for rank, directory in directories.items():
+        try:
+            texts[str(rank)] = (directory / name).read_text(errors="replace")
+        except OSError:
+            continue
+    return {rank: text for rank, text in texts.items() if text}

@@ -1,0 +1,88 @@
+"""What Linux knows of processes: who descends from whom, who dies with whom (effects)."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_SET_PARENT_DEATH_SIGNAL = 1
+_SET_CHILD_SUBREAPER = 36
+# After the process called `setsid`, its own number is its session's.
+_FIELDS_AFTER_NAME = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Descendant:
+    """A living process below this one.
+
+    Attributes:
+        session: Session id; a rank leads a session of its own.
+    """
+
+    pid: int
+    parent: int
+    session: int
+
+
+def become_subreaper() -> None:
+    """Make orphans below this process its children, so that none gets away."""
+    _prctl(_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process once its parent is gone."""
+    _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:  # it went before the kernel knew
+        os._exit(1)
+
+
+def descendants() -> Iterator[Descendant]:
+    """Yield every living process below this one, parents first."""
+    children: dict[int, list[Descendant]] = {}
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit() and (found := _read(Path(entry.path))) is not None:
+            children.setdefault(found.parent, []).append(found)
+    todo = [os.getpid()]
+    while todo:
+        for child in children.get(todo.pop(), []):
+            yield child
+            todo.append(child.pid)
+
+
+def send_signal(pids: Iterable[int], number: int) -> None:
+    """Signal processes; one that is gone is no error."""
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
+
+
+def close_descriptors(kept: Iterable[int]) -> None:
+    """Close what this process inherited, but the standard streams and `kept`."""
+    wanted = {0, 1, 2, *kept}
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - its own descriptor is among them
+        if int(name) not in wanted:
+            try:
+                os.close(int(name))
+            except OSError:
+                continue
+
+
+def _read(entry: Path) -> Descendant | None:
+    try:  # "pid (name) state parent group session ...", and a name may hold anything
+        content = (entry / "stat").read_text(errors="replace")
+    except OSError:  # it ended while we looked
+        return None
+    state, parent, _, session = content.rpartition(")")[2].split()[:_FIELDS_AFTER_NAME]
+    if state in "ZX":
+        return None
+    return Descendant(pid=int(entry.name), parent=int(parent), session=int(session))
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)

@@ -1,0 +1,65 @@
+"""The process that ranks are forked from: the session as it was collected, before any test ran."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from dataclasses import dataclass
+from typing import NoReturn
+
+import pytest
+
+from pytest_megatron.gang.channel import connect
+from pytest_megatron.gang.messages import Hello, RankOrder
+from pytest_megatron.gang.nursery import Forking, Nursery, RankEnds
+from pytest_megatron.gang.stores import StoreKeeper
+from pytest_megatron.hooks.rank import run_forked_rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Template:
+    """What the template hands to every rank.
+
+    Attributes:
+        address: Of the controller.
+        key: Of the session.
+        random_before: State of `random` before collection.
+    """
+
+    session: pytest.Session
+    address: str
+    key: bytes
+    random_before: object
+
+    def fork(self) -> int:
+        """Fork the template off the controller; return its process."""
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        pid = os.fork()
+        if pid:
+            return pid
+        try:
+            self._serve()
+        except BaseException:  # noqa: BLE001 - must never go on as a second controller
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+
+    def _serve(self) -> None:
+        os.setsid()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        hello = Hello(role="nursery", gang=0, rank=-1, node_rank=0, pid=os.getpid())
+        channel = connect(self.address, self.key, hello)
+        Nursery(channel, Forking(channel, self._run_rank, StoreKeeper())).serve()
+
+    def _run_rank(self, order: RankOrder, ends: RankEnds) -> NoReturn:
+        run_forked_rank(
+            self.session,
+            order,
+            ends,
+            address=self.address,
+            key=self.key,
+            random_before=self.random_before,
+        )

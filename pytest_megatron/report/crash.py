@@ -1,0 +1,135 @@
+"""Texts about ranks that could not speak for themselves: stacks, and what NCCL recorded. Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+_FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)$')
+_LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen", "pytest_megatron/")
+_OURS = re.compile(r"/(?:_pytest|pluggy|pytest_megatron/(?:gang|hooks))/")
+_MOST_LISTED = 3
+
+
+def innermost_frame(stack: str) -> str | None:
+    """Return `test_moe.py:14 in test_dispatch`, the deepest own frame of the main thread.
+
+    Args:
+        stack: Text of faulthandler, most recent call first.
+    """
+    frames = [m for line in _main_thread(stack) if (m := _FRAME.match(line))]
+    own = [m for m in frames if not any(part in m["file"] for part in _LIBRARIES)]
+    chosen = (own or frames)[:1]
+    if not chosen:
+        return None
+    return f"{Path(chosen[0]['file']).name}:{chosen[0]['line']} in {chosen[0]['name']}"
+
+
+def shorten_stack(stack: str) -> str:
+    """Return a stack up to where pytest begins: below it is the same for every test."""
+    kept: list[str] = []
+    is_ours = False
+    for line in stack.splitlines():
+        if not line.startswith("  File"):
+            is_ours = False
+        elif _OURS.search(line):
+            if not is_ours:
+                kept.append("  ...")
+            is_ours = True
+        if not is_ours:
+            kept.append(line)
+    return "\n".join(kept).strip()
+
+
+def _main_thread(stack: str) -> list[str]:
+    """Return the frames of the last thread: faulthandler puts the main one there."""
+    blocks = re.split(r"(?m)^(?:Current thread|Thread) .*$", stack)
+    return blocks[-1].splitlines() if blocks else []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Collective:
+    """One collective as a rank's flight recorder has it."""
+
+    group: str
+    number: int
+    name: str
+    state: str
+    shapes: str
+
+
+def describe_flights(flights: Mapping[int, str], world_size: int) -> str:
+    """Say which collective is the first that not every rank took part in, and what ranks did last.
+
+    Args:
+        flights: Rank -> JSON of NCCL's flight recorder.
+        world_size: Ranks of the gang.
+
+    Source: the format is that of torch/csrc/distributed/c10d/FlightRecorder.hpp, torch 2.11.
+    """
+    records = {rank: _read(text) for rank, text in flights.items()}
+    lines = []
+    groups = {c.group for record in records.values() for c in record}
+    for group in sorted(groups):
+        lines += _compare(group, records, world_size)
+    for rank, record in sorted(records.items()):
+        for collective in record[-_MOST_LISTED:]:
+            lines.append(
+                f"rank {rank}: {collective.name} #{collective.number} of group {collective.group}, "
+                f"{collective.state}{collective.shapes}"
+            )
+    return "\n".join(lines)
+
+
+def _compare(
+    group: str, records: Mapping[int, list[_Collective]], world_size: int
+) -> list[str]:
+    """Name the first collective of a group that some rank is not in."""
+    by_rank = {
+        rank: {c.number: c for c in record if c.group == group} for rank, record in records.items()
+    }
+    members = [rank for rank, found in by_rank.items() if found] or list(by_rank)
+    if len(members) < min(2, world_size):
+        return []
+    for number in sorted({n for found in by_rank.values() for n in found}):
+        have = [rank for rank in records if number in by_rank[rank]]
+        lack = [rank for rank in records if number not in by_rank[rank]]
+        open_ = [rank for rank in have if by_rank[rank][number].state != "completed"]
+        if lack and open_:
+            name = by_rank[have[0]][number].name
+            return [
+                f"{name} #{number} of group {group}: called by rank {_join(have)}, "
+                f"not by rank {_join(lack)}"
+            ]
+    return []
+
+
+def _join(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _read(text: str) -> list[_Collective]:
+    try:
+        entries = json.loads(text).get("entries", [])
+    except (ValueError, AttributeError):
+        return []
+    found = []
+    for entry in entries:
+        if not isinstance(entry, dict):
+            continue
+        number = entry.get("collective_seq_id", entry.get("seq_id", 0))
+        group = entry.get("process_group") or ["?", "?"]
+        sizes = entry.get("input_sizes")
+        found.append(
+            _Collective(
+                group=str(group[0]) if isinstance(group, list) else str(group),
+                number=int(number or 0),
+                name=str(entry.get("profiling_name", "?")),
+                state=str(entry.get("state", "?")),
+                shapes=f", input {sizes}" if sizes else "",
+            )
+        )
+    return found

@@ -1,0 +1,491 @@
+"""From what N ranks reported to the one outcome of a test: pure.
+
+A test passed only if every rank passed it, and was skipped only if every rank skipped it. A rank
+that died, hung or said nothing fails the test. The first failure in time is the headline; ranks
+that failed or were stopped because of it are named, not reported as failures of their own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias, cast
+
+from pytest_megatron.files import JsonValue
+from pytest_megatron.gang.lifecycle import describe_exit, name_ranks
+from pytest_megatron.gang.spec import RankEnd, Reason, RunEnd
+from pytest_megatron.report.crash import describe_flights, innermost_frame, shorten_stack
+
+Outcome: TypeAlias = Literal["passed", "failed", "skipped"]
+JsonObject: TypeAlias = Mapping[str, JsonValue]
+PHASES = ("setup", "call", "teardown")
+# What ranks say when another rank died or was stopped under them.
+_CONSEQUENCE = re.compile(
+    r"Connection (?:closed|reset) by peer|Connection refused|Broken pipe|ncclRemoteError"
+    r"|NCCL communicator was aborted|Socket closed|Read error|Timed out waiting \d+ms for"
+)
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merged:
+    """One report for pytest.
+
+    Attributes:
+        when: The phase.
+        base: The report of the rank in the headline, as pytest serialised it; None where no rank
+            has one.
+        message: One line for a summary, if it failed.
+        blocks: Title and text of what the report shows beside `base`.
+        sections: Captured output, by name.
+        start: Earliest of all ranks, seconds since the epoch.
+        stop: Latest of all ranks.
+        ranks: What each rank did, for tools.
+    """
+
+    when: str
+    outcome: Outcome
+    base: JsonObject | None = None
+    message: str = ""
+    blocks: tuple[tuple[str, str], ...] = ()
+    sections: tuple[tuple[str, str], ...] = ()
+    properties: tuple[tuple[str, JsonValue], ...] = ()
+    start: float = 0.0
+    stop: float = 0.0
+    ranks: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Phase:
+    """One phase as one rank reported it."""
+
+    rank: int
+    outcome: Outcome
+    start: float
+    stop: float
+    full: JsonObject | None
+
+    @property
+    def is_xfail(self) -> bool:
+        return self.full is not None and "wasxfail" in self.full
+
+    @property
+    def text(self) -> str:
+        """The failure as text, for comparing and for telling consequences apart."""
+        return "" if self.full is None else longrepr_text(self.full.get("longrepr"))
+
+    @property
+    def message(self) -> str:
+        return "" if self.full is None else crash_message(self.full.get("longrepr"))
+
+
+def merge(end: RunEnd, world_size: int) -> tuple[Merged, ...]:
+    """Return the reports of one execution, in the order in which pytest reports them.
+
+    Subtests come before the call that they belong to.
+    """
+    if _is_plain(end):
+        return _merge_plain(end)
+    merged: list[Merged] = []
+    has_ended = False
+    for when in PHASES:
+        if has_ended and when == "call":
+            continue
+        phase = _merge_phase(end, when, world_size)
+        if phase is None:
+            continue
+        if when == "call":
+            merged += _merge_subtests(end, world_size)
+        merged.append(phase)
+        has_ended = has_ended or (when == "setup" and phase.outcome != "passed")
+    if not merged or merged[0].when != "setup":
+        merged.insert(0, Merged(when="setup", outcome="passed"))
+    if all(m.outcome == "passed" for m in merged) and _is_trouble(end):
+        merged = [merged[0], _fail(end, "call", (), world_size)]
+    if not any(m.when == "teardown" for m in merged):
+        stop = merged[-1].stop
+        merged.append(Merged(when="teardown", outcome="passed", start=stop, stop=stop))
+    return tuple(merged)
+
+
+def _is_plain(end: RunEnd) -> bool:
+    """Whether every rank passed every phase and said nothing: nearly all tests."""
+    return end.reason is Reason.DONE and all(
+        rank.done is not None
+        and len(rank.done.reports) == len(PHASES)
+        and all(isinstance(report, list) for report in rank.done.reports)
+        for rank in end.ranks
+    )
+
+
+def _merge_plain(end: RunEnd) -> tuple[Merged, ...]:
+    columns = zip(*(r.done.reports for r in end.ranks if r.done is not None), strict=True)
+    merged = []
+    for when, column in zip(PHASES, columns, strict=True):
+        rows = [cast("tuple[str, float, float]", tuple(cast("list[JsonValue]", c))) for c in column]
+        merged.append(
+            Merged(
+                when=when,
+                outcome="passed",
+                start=min(row[1] for row in rows),
+                stop=max(row[2] for row in rows),
+            )
+        )
+    return tuple(merged)
+
+
+def _is_trouble(end: RunEnd) -> bool:
+    """Whether it must not pass, whatever ranks reported."""
+    return end.reason is not Reason.DONE or any(r.done is None for r in end.ranks)
+
+
+def _reported(rank: RankEnd, when: str) -> _Phase | None:
+    """Return a phase of a rank, or None where it has not reported it."""
+    for report in () if rank.done is None else rank.done.reports:
+        if isinstance(report, list):
+            if report[0] == when:
+                _, start, stop = cast("tuple[str, float, float]", tuple(report))
+                return _Phase(rank=rank.rank, outcome="passed", start=start, stop=stop, full=None)
+        elif isinstance(report, Mapping) and not _is_subtest(report) and report["when"] == when:
+            return _phase_of(rank.rank, report)
+    return None
+
+
+def _phase_of(rank: int, report: JsonObject) -> _Phase:
+    return _Phase(
+        rank=rank,
+        outcome=cast("Outcome", report["outcome"]),
+        start=cast("float", report.get("start") or 0.0),
+        stop=cast("float", report.get("stop") or 0.0),
+        full=report,
+    )
+
+
+def _is_subtest(report: JsonObject) -> bool:
+    return report.get("$report_type", report.get("_report_type")) not in (None, "TestReport")
+
+
+def _merge_phase(end: RunEnd, when: str, world_size: int) -> Merged | None:
+    found = [p for rank in end.ranks if (p := _reported(rank, when)) is not None]
+    struck = [r for r in end.ranks if r.done is None and (r.phase or "call") == when]
+    if struck:
+        return _fail(end, when, found, world_size)
+    if not found:
+        return None
+    return _merge_reported(end, when, found, world_size)
+
+
+def _merge_reported(
+    end: RunEnd, when: str, found: Sequence[_Phase], world_size: int
+) -> Merged:
+    """Merge a phase in which no rank was struck; ranks that ended before it have none."""
+    failed = [p for p in found if p.outcome == "failed"]
+    skipped = [p for p in found if p.outcome == "skipped"]
+    xfailed = [p for p in skipped if p.is_xfail]
+    if xfailed and all(p.is_xfail or _is_strict_xpass(p) for p in found):
+        return _from_one(xfailed[0], when, found, "skipped")  # as a whole it failed, as expected
+    if failed:
+        return _fail(end, when, found, world_size)
+    if skipped:
+        if len(skipped) == len(found) == world_size:
+            return _from_one(skipped[0], when, found, "skipped")
+        if when == "setup":  # a split skip is a failure of the test, not an error of its set-up
+            return _passed(when, [p for p in found if p.outcome == "passed"] or found)
+        return _fail(end, when, found, world_size)
+    if when == "call" and len(found) < world_size:
+        return _fail(end, when, found, world_size)  # some rank skipped in set-up
+    xpassed = [p for p in found if p.is_xfail]
+    return _from_one(xpassed[0], when, found, "passed") if xpassed else _passed(when, found)
+
+
+def _is_strict_xpass(phase: _Phase) -> bool:
+    return phase.outcome == "failed" and phase.text.startswith("[XPASS(strict)]")
+
+
+def _passed(when: str, found: Sequence[_Phase]) -> Merged:
+    return Merged(
+        when=when,
+        outcome="passed",
+        sections=_sections(found),
+        properties=_properties(found),
+        start=min(p.start for p in found),
+        stop=max(p.stop for p in found),
+    )
+
+
+def _from_one(phase: _Phase, when: str, found: Sequence[_Phase], outcome: Outcome) -> Merged:
+    return Merged(
+        when=when,
+        outcome=outcome,
+        base=phase.full,
+        sections=_sections(found),
+        properties=_properties(found),
+        start=min(p.start for p in found),
+        stop=max(p.stop for p in found),
+    )
+
+
+def _fail(end: RunEnd, when: str, found: Sequence[_Phase], world_size: int) -> Merged:
+    """Say who failed first, who with it, who because of it."""
+    failed = {p.rank: p for p in found if p.outcome == "failed"}
+    struck = {r.rank: r for r in end.ranks if r.done is None}
+    first = _first(end, failed, struck)
+    words = _words(end, when, failed)
+    blocks: list[tuple[str, str]] = []
+    base = None
+    if first is None:
+        message = _split_message(end, words)
+    elif first in failed:
+        base = failed[first].full
+        message = f"[rank {first}] {failed[first].message}"
+    else:
+        message = f"rank {first} of {world_size} {words[first]}"
+    blocks.append(("ranks", _tell_ranks(words, first)))
+    blocks += _other_failures(failed, first, words)
+    blocks += _stacks(end)
+    blocks += _logs(end, first, struck)
+    shown = [p for p in found if p.rank == first] or list(found[:1])
+    starts = [p.start for p in found if p.start] or [0.0]
+    return Merged(
+        when=when,
+        outcome="failed",
+        base=base,
+        message=message,
+        blocks=tuple(blocks),
+        sections=_sections(shown),
+        properties=_properties(found),
+        start=min(starts),
+        stop=max([p.stop for p in found] + [min(starts) + end.duration_s]),
+        ranks={str(rank): text for rank, text in words.items()},
+    )
+
+
+def _first(
+    end: RunEnd, failed: Mapping[int, _Phase], struck: Mapping[int, RankEnd]
+) -> int | None:
+    """Return the rank that everything else follows from; None where no rank is to blame."""
+
+    def order(rank: RankEnd) -> tuple[bool, float, int]:
+        phase = failed.get(rank.rank)
+        is_consequence = phase is not None and _CONSEQUENCE.search(phase.text) is not None
+        return is_consequence, float("inf") if rank.at is None else rank.at, rank.rank
+
+    guilty = [
+        r
+        for r in end.ranks
+        if r.rank in failed or (r.rank in struck and (r.exit_code is not None or r.problem))
+    ]
+    return min(guilty, key=order).rank if guilty else None
+
+
+def _words(end: RunEnd, when: str, failed: Mapping[int, _Phase]) -> dict[int, str]:
+    """Return what each rank did, in a few words."""
+    return {rank.rank: _word(end, rank, when, failed.get(rank.rank)) for rank in end.ranks}
+
+
+def _word(end: RunEnd, rank: RankEnd, when: str, failure: _Phase | None) -> str:
+    if failure is not None:
+        text = f"failed: {failure.message}"
+        return f"{text} (a consequence)" if _CONSEQUENCE.search(failure.text) else text
+    if rank.exit_code is not None and rank.done is None:
+        where = f" in {rank.phase}" if rank.phase not in ("", "call") else ""
+        return f"{describe_exit(rank.exit_code)}{where}"
+    if rank.problem:
+        return rank.problem.strip().splitlines()[-1] if "\n" in rank.problem else rank.problem
+    if rank.done is None:
+        return _late_word(end, rank)
+    for phase in (p for name in PHASES if (p := _reported(rank, name)) is not None):
+        if phase.outcome == "skipped":
+            return f"skipped: {_skip_reason(phase)}"
+        if phase.outcome == "failed":
+            return f"failed: {phase.message}"
+    if end.reason is Reason.DESYNCHRONISED:
+        return f"passed after {rank.done.num_collectives} collectives"
+    return "passed"
+
+
+def _late_word(end: RunEnd, rank: RankEnd) -> str:
+    frame = innermost_frame(rank.stack)
+    where = f" at {frame}" if frame else ""
+    if end.reason is Reason.NOT_STARTED:
+        return "did not start" if end.limit_s else "was stopped before it started"
+    return f"was still in {rank.phase or 'the test'}{where}, and was stopped"
+
+
+def _split_message(end: RunEnd, words: Mapping[int, str]) -> str:
+    match end.reason:
+        case Reason.HUNG:
+            late = [r.rank for r in end.ranks if r.done is None]
+            return f"{name_ranks(late)} did not end in {end.limit_s:g} s"
+        case Reason.DESYNCHRONISED:
+            return (
+                "every rank passed, but they took part in different collectives of the default "
+                "process group; the next test would have met what is left"
+            )
+        case Reason.NOT_STARTED:
+            return f"the gang did not start in {end.limit_s:g} s"
+        case _:
+            skipped = [rank for rank, word in words.items() if word.startswith("skipped")]
+            others = [rank for rank in words if rank not in skipped]
+            if skipped and others:
+                return f"{name_ranks(skipped)} skipped, {name_ranks(others)} did not"
+            return end.reason.value
+
+
+def _tell_ranks(words: Mapping[int, str], first: int | None) -> str:
+    """Return a line for each thing that ranks did, the first failure on top."""
+    groups: dict[str, list[int]] = {}
+    for rank in sorted(words, key=lambda r: (r != first, r)):
+        groups.setdefault(words[rank], []).append(rank)
+    return "\n".join(f"{name_ranks(ranks)}: {word}" for word, ranks in groups.items())
+
+
+def _other_failures(
+    failed: Mapping[int, _Phase], first: int | None, words: Mapping[int, str]
+) -> list[tuple[str, str]]:
+    """Return tracebacks that differ from the headline's, each once."""
+    seen = {_normalise(failed[first].text)} if first in failed else set()
+    groups: dict[str, list[int]] = {}
+    for rank, phase in failed.items():
+        text = _normalise(phase.text)
+        if rank != first and text not in seen and not words[rank].endswith("(a consequence)"):
+            groups.setdefault(text, []).append(rank)
+    return [
+        (f"failure of {name_ranks(ranks)}", failed[ranks[0]].text) for ranks in groups.values()
+    ]
+
+
+def _normalise(text: str) -> str:
+    return _ADDRESS.sub("0x", text)
+
+
+def _stacks(end: RunEnd) -> list[tuple[str, str]]:
+    """Return the stacks of ranks that had to be stopped, equal ones once."""
+    groups: dict[str, list[int]] = {}
+    for rank in end.ranks:
+        if rank.stack:
+            groups.setdefault(_normalise_stack(rank.stack), []).append(rank.rank)
+    blocks = [(f"stack of {name_ranks(ranks)}", text) for text, ranks in groups.items()]
+    flights = {r.rank: r.flight for r in end.ranks if r.flight}
+    if flights and (text := describe_flights(flights, len(end.ranks))):
+        blocks.append(("collectives, by NCCL's flight recorder", text))
+    return blocks
+
+
+def _normalise_stack(stack: str) -> str:
+    return shorten_stack(re.sub(r"(?m)^((?:Current t|T)hread) 0x[0-9a-f]+", r"\1", stack))
+
+
+def _logs(
+    end: RunEnd, first: int | None, struck: Mapping[int, RankEnd]
+) -> list[tuple[str, str]]:
+    """Return what a dead rank said last, and where to read on."""
+    blocks = []
+    for rank in end.ranks:
+        if rank.rank in struck and rank.problem and "\n" in rank.problem:
+            blocks.append((f"rank {rank.rank}", rank.problem))
+    shown = [end.ranks[first]] if first is not None else [r for r in end.ranks if r.rank in struck]
+    files = [f"{rank.log_dir}/stderr.log" for rank in shown if rank.log_dir]
+    if files:
+        blocks.append(("logs", "\n".join(files)))
+    return blocks
+
+
+def _sections(found: Sequence[_Phase]) -> tuple[tuple[str, str], ...]:
+    """Return captured output, with the rank in the name where ranks differ."""
+    by_name: dict[str, dict[str, list[int]]] = {}
+    for phase in found:
+        if phase.full is None:
+            continue
+        for pair in cast("list[list[str]]", phase.full.get("sections") or []):
+            by_name.setdefault(pair[0], {}).setdefault(pair[1], []).append(phase.rank)
+    return tuple(
+        (f"{name} of {name_ranks(ranks)}", text)
+        for name, texts in by_name.items()
+        for text, ranks in texts.items()
+    )
+
+
+def _properties(found: Sequence[_Phase]) -> tuple[tuple[str, JsonValue], ...]:
+    """Return what tests recorded: of the lowest rank for each name and value once."""
+    kept: list[tuple[str, JsonValue]] = []
+    for phase in found:
+        if phase.full is None:
+            continue
+        for name, value in cast("list[list[JsonValue]]", phase.full.get("user_properties") or []):
+            if (str(name), value) not in kept:
+                kept.append((str(name), value))
+    return tuple(kept)
+
+
+def _merge_subtests(end: RunEnd, world_size: int) -> list[Merged]:
+    """Merge subtests of equal names over the ranks, in the order of the first rank with them."""
+    by_key: dict[str, list[_Phase]] = {}
+    for rank in end.ranks:
+        seen: dict[str, int] = {}
+        for report in () if rank.done is None else rank.done.reports:
+            if isinstance(report, Mapping) and _is_subtest(report):
+                key = str(report.get("_subtest.context"))
+                seen[key] = seen.get(key, 0) + 1
+                by_key.setdefault(f"{key} {seen[key]}", []).append(_phase_of(rank.rank, report))
+    merged = []
+    for found in by_key.values():
+        outcome: Outcome = "passed"
+        if any(p.outcome == "failed" for p in found):
+            outcome = "failed"
+        elif all(p.outcome == "skipped" for p in found):
+            outcome = "skipped"
+        chosen = next(p for p in found if p.outcome == outcome or outcome == "passed")
+        one = _from_one(chosen, "call", found, outcome)
+        merged.append(one)
+    return merged
+
+
+def _skip_reason(phase: _Phase) -> str:
+    longrepr = None if phase.full is None else phase.full.get("longrepr")
+    if isinstance(longrepr, list) and longrepr:
+        return str(longrepr[-1]).removeprefix("Skipped: ")
+    return "without a reason"
+
+
+def crash_message(longrepr: JsonValue) -> str:
+    """Return the line that says what was raised."""
+    if isinstance(longrepr, Mapping):
+        crash = longrepr.get("reprcrash")
+        if isinstance(crash, Mapping):
+            return str(crash.get("message", "")).strip().split("\n")[0]
+    lines = longrepr_text(longrepr).strip().splitlines()
+    return lines[-1].strip() if lines else "failed"
+
+
+def longrepr_text(longrepr: JsonValue) -> str:
+    """Return a serialised traceback as plain text, near to what pytest prints."""
+    if isinstance(longrepr, str):
+        return longrepr
+    if not isinstance(longrepr, Mapping):
+        return "" if longrepr is None else str(longrepr)
+    traces = [longrepr.get("reprtraceback")]
+    for link in cast("list[list[JsonValue]]", longrepr.get("chain") or []):
+        traces = [*traces, link[0]] if longrepr.get("chain") is None else [*traces[1:], link[0]]
+    lines: list[str] = []
+    for trace in traces:
+        for entry in _list(trace, "reprentries"):
+            data = entry.get("data") if isinstance(entry, Mapping) else None
+            if isinstance(data, Mapping):
+                lines += [str(line) for line in _list(data, "lines")]
+                place = data.get("reprfileloc")
+                if isinstance(place, Mapping):
+                    lines.append(f"{place.get('path')}:{place.get('lineno')}: {place.get('message')}")
+    return "\n".join(lines) or crash_only(longrepr)
+
+
+def crash_only(longrepr: JsonObject) -> str:
+    """Return what was raised, where there is no traceback."""
+    crash = longrepr.get("reprcrash")
+    return str(crash.get("message", "")) if isinstance(crash, Mapping) else ""
+
+
+def _list(value: JsonValue, key: str) -> list[JsonValue]:
+    found = value.get(key) if isinstance(value, Mapping) else None
+    return found if isinstance(found, list) else []

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.hooks import options, recipes
-from pytest_megatron.hooks.markers import declare_marks, parametrise_sizes
 from pytest_megatron.hooks.fixtures import (  # noqa: F401 - pytest finds them here
     _megatron_world_size,
     device,
@@ -22,6 +21,7 @@ from pytest_megatron.hooks.fixtures import (  # noqa: F401 - pytest finds them h
     shared_tmp_path,
     world_size,
 )
+from pytest_megatron.hooks.markers import declare_marks, parametrise_sizes
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

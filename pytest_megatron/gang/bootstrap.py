@@ -176,9 +176,7 @@ def _serve_flight_recorder(trigger: int, path: Path) -> None:
 
 def _flight_record() -> str:
     c10d = sys.modules.get("torch._C._distributed_c10d")
-    dump = cast(
-        "Callable[..., bytes | str] | None", getattr(c10d, "_dump_nccl_trace_json", None)
-    )
+    dump = cast("Callable[..., bytes | str] | None", getattr(c10d, "_dump_nccl_trace_json", None))
     if dump is None:
         return ""
     try:

@@ -207,7 +207,9 @@ class Lifecycle:
                 return self._finish(now)
             case State.CLOSING:
                 late = [r.rank for r in self._ranks if not r.is_closed and r.exit_code is None]
-                self.problems.append(f"{name_ranks(late)} did not end the teardown in {self._grace_s:g} s")
+                self.problems.append(
+                    f"{name_ranks(late)} did not end the teardown in {self._grace_s:g} s"
+                )
                 return self.kill()
             case State.STARTING:
                 return self._begin_stop(Reason.NOT_STARTED, START_LIMIT_S, now)
@@ -331,8 +333,7 @@ class Lifecycle:
             return self._end(self._kind_of_sign(), 0.0, now, is_kept=False)
         done = [r.done for r in self._ranks if r.done is not None]
         is_in_step = (
-            len({(d.num_collectives, d.num_rendezvous) for d in done}) == 1
-            or self._is_isolated
+            len({(d.num_collectives, d.num_rendezvous) for d in done}) == 1 or self._is_isolated
         )
         if not is_in_step and all(r.outcome == "passed" for r in self._ranks):
             return self._end(Reason.DESYNCHRONISED, 0.0, now, is_kept=False)
@@ -341,13 +342,15 @@ class Lifecycle:
 
     def _kind_of_sign(self) -> Reason:
         first = min((r for r in self._ranks if r.at is not None), key=lambda r: (r.at, r.rank))
-        return Reason.DIED if first.exit_code is not None and not first.failed_phase else Reason.FAILED
+        return (
+            Reason.DIED if first.exit_code is not None and not first.failed_phase else Reason.FAILED
+        )
 
     def _begin_stop(self, reason: Reason, limit_s: float, now: float) -> list[Action]:
         """Ask those that are still busy where they are; without any, end at once."""
         self._stop = (reason, limit_s)
         late = tuple(r.rank for r in self._ranks if not r.is_settled)
-        if not late or reason is Reason.NOT_STARTED and limit_s == 0.0:
+        if not late or (reason is Reason.NOT_STARTED and limit_s == 0.0):
             return self._end(reason, limit_s, now, is_kept=False)
         self.state = State.STOPPING
         self._stop_by = now + _STACKS_WAIT_S

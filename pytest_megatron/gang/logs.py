@@ -55,9 +55,9 @@ class RankLogs:
             descriptor = self._open(stream)
             os.dup2(descriptor, number)
             os.close(descriptor)
-        sys.stdin = open(0, closefd=False, encoding="utf-8")  # noqa: SIM115, PTH123 - lives on
-        sys.stdout = sys.__stdout__ = _text_stream(1)
-        sys.stderr = sys.__stderr__ = _text_stream(2)
+        sys.stdin = open(0, closefd=False, encoding="utf-8")  # noqa: SIM115 - lives on
+        sys.stdout = _text_stream(1)
+        sys.stderr = _text_stream(2)
 
     def mark(self) -> None:
         """Remember where a phase starts."""

@@ -7,7 +7,7 @@ unpickled: whoever speaks on the wire can at most lie about outcomes.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TypeAlias, cast
 
@@ -354,9 +354,8 @@ def decode(frame: bytes) -> Message:
         name, values = found
         if name == Fork.__name__:
             return Fork(orders=tuple(RankOrder(**order[1]) for order in values["orders"]))
-        kind = _TYPES[name]
-        frozen = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-        return cast("Message", kind(**frozen))
+        make: Callable[..., Message] = _TYPES[name]
+        return make(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
     except (TypeError, KeyError, ValueError) as error:
         raise ValueError(f"not a message: {frame[:200]!r}") from error
 

@@ -141,12 +141,13 @@ class Nursery:
         try:
             while not self._channel.is_closed:
                 wait_s = _POLL_S if self._dying or self._asked else None
-                readable, _, _ = select.select([self._channel, wakeup], [], [], wait_s)
+                channel = self._channel.fileno()
+                readable, _, _ = select.select([channel, wakeup], [], [], wait_s)
                 if wakeup in readable:
                     with contextlib.suppress(BlockingIOError):
                         os.read(wakeup, 4096)
                 self._collect()
-                if self._channel in readable:
+                if channel in readable:
                     self._take()
                 self._finish_dying()
                 self._finish_stacks()

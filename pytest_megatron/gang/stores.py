@@ -74,15 +74,15 @@ class StoreKeeper:
 def keep_stores(orders: int, answers: int) -> None:
     """Open a store for every byte of `orders` and write its port to `answers`."""
     try:
-        import torch.distributed as dist  # noqa: PLC0415 - in this process only
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415
     except ImportError:
-        dist = None
+        TCPStore = None  # noqa: N806 - a class that is not there
     stores = []
     while os.read(orders, 1):
         port = 0
         try:
-            if dist is not None:
-                store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+            if TCPStore is not None:
+                store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
                 stores.append(store)
                 port = store.port
         except RuntimeError as error:

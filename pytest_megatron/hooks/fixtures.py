@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import pytest
 
@@ -14,6 +14,23 @@ if TYPE_CHECKING:
     import torch
 
 _RANK_PLUGIN = "megatron-rank"
+
+
+class SetUp(Protocol):
+    """What `model_parallel` gives to a test."""
+
+    def __call__(
+        self,
+        *,
+        tp: int = 1,
+        pp: int = 1,
+        cp: int = 1,
+        ep: int = 1,
+        etp: int | None = None,
+        vpp: int | None = None,
+        **settings: object,
+    ) -> None:
+        """Set the parallel state up."""
 
 
 @pytest.fixture(scope="session")
@@ -57,11 +74,12 @@ def device(request: pytest.FixtureRequest, local_rank: int) -> torch.device:
 @pytest.fixture
 def process_group(
     device: torch.device, rank: int, world_size: int
-) -> Iterator[torch.distributed.ProcessGroup]:
-    """Yield the default process group: NCCL on GPUs, gloo elsewhere.
+) -> torch.distributed.ProcessGroup:
+    """Return the default process group: NCCL on GPUs, gloo elsewhere.
 
     It stays open for the next test of this gang, as setting it up takes longer than most tests.
     """
+    import torch  # noqa: PLC0415 - see `device`
     import torch.distributed as dist  # noqa: PLC0415 - see `device`
 
     if not dist.is_initialized():
@@ -69,8 +87,11 @@ def process_group(
         if "MASTER_PORT" in os.environ:
             dist.init_process_group(backend, rank=rank, world_size=world_size)
         else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
+            store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    group = dist.group.WORLD
+    assert group is not None
+    return group
 
 
 @pytest.fixture
@@ -85,7 +106,7 @@ def shared_tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def model_parallel(process_group: object) -> Generator[Callable[..., None]]:
+def model_parallel(process_group: object) -> Generator[SetUp]:
     """Yield a function that sets megatron-core's parallel state up; afterwards it is destroyed.
 
     It takes the sizes `tp`, `pp`, `cp`, `ep`, `etp`, `vpp` (all 1, `vpp` None), and what else
@@ -94,7 +115,7 @@ def model_parallel(process_group: object) -> Generator[Callable[..., None]]:
     del process_group  # it has to be there first
     from megatron.core import parallel_state  # noqa: PLC0415 - see `device`
 
-    def set_up(  # noqa: PLR0913 - one for each kind of parallelism
+    def set_up(
         *,
         tp: int = 1,
         pp: int = 1,

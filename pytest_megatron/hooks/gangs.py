@@ -151,9 +151,7 @@ class GangPlugin:
 
         session.gethookproxy = get_hooks  # type: ignore[method-assign]
         is_ordered = self._run.is_worker or _is_stepwise(session.config)
-        tests = [
-            (self._index[item], spec, str(item.path)) for item, spec in self._specs.items()
-        ]
+        tests = [(self._index[item], spec, str(item.path)) for item, spec in self._specs.items()]
         num_slots = max(self.default_size, *(spec.world_size for _, spec, _ in tests))
         self._schedule = Schedule(tests, num_slots=num_slots, is_ordered=is_ordered)
         self._num_slots = num_slots

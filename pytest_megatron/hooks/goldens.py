@@ -20,6 +20,7 @@ from pytest_megatron.golden.provenance import Provenance
 from pytest_megatron.golden.refresh import Change, changes, combine, markdown, spread_of
 from pytest_megatron.golden.store import read_golden, write_golden
 from pytest_megatron.hooks.options import Options
+from pytest_megatron.hooks.session import make_own_dir
 from pytest_megatron.host import CPU_PLATFORM
 from pytest_megatron.launch.facts import Facts, utc_now
 from pytest_megatron.report.text import mismatch

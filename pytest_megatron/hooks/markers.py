@@ -31,7 +31,9 @@ def parametrise_sizes(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(SIZE_FIXTURE, sizes, indirect=True, ids=[f"world{n}" for n in sizes])
 
 
-def spec_of(item: pytest.Item, options: Options, *, default_size: int, num_gpus: int) -> GangSpec | None:
+def spec_of(
+    item: pytest.Item, options: Options, *, default_size: int, num_gpus: int
+) -> GangSpec | None:
     """Return the gang that an item runs on, or None for the controller.
 
     Args:

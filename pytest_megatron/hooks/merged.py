@@ -24,7 +24,7 @@ def build_report(item: pytest.Item, merged: Merged) -> pytest.TestReport:
         report = pytest.TestReport(
             nodeid=item.nodeid,
             location=item.location,
-            keywords={name: 1 for name in item.keywords},
+            keywords=dict.fromkeys(item.keywords, 1),
             outcome=merged.outcome,
             longrepr=None,
             when=cast("pytest.TestReport", merged).when,  # type: ignore[arg-type]

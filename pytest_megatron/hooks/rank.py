@@ -22,7 +22,6 @@ from pytest_megatron.files import JsonValue
 from pytest_megatron.gang import bootstrap
 from pytest_megatron.gang.channel import Channel, connect
 from pytest_megatron.gang.logs import RankLogs
-from pytest_megatron.gang.nursery import RankEnds
 from pytest_megatron.gang.messages import (
     Broken,
     Close,
@@ -34,6 +33,7 @@ from pytest_megatron.gang.messages import (
     Ready,
     Run,
 )
+from pytest_megatron.gang.nursery import RankEnds
 
 _SLOW_S = 0.2  # a phase this long is told of at its end, not with the test
 # Plugins that act for the whole session; in a rank the controller does what they do.
@@ -47,9 +47,7 @@ class RankPlugin:
         shared_dir: One directory for all ranks of the running test.
     """
 
-    def __init__(
-        self, order: RankOrder, channel: Channel, logs: RankLogs, ends: RankEnds
-    ) -> None:
+    def __init__(self, order: RankOrder, channel: Channel, logs: RankLogs, ends: RankEnds) -> None:
         self.order = order
         self._ends = ends
         self.shared_dir = Path()
@@ -61,9 +59,7 @@ class RankPlugin:
         self._has_failed = False
         self.printed = _Printed()
 
-    def run_item(
-        self, run: Run, item: pytest.Item, nextitem: pytest.Item | None
-    ) -> Done | None:
+    def run_item(self, run: Run, item: pytest.Item, nextitem: pytest.Item | None) -> Done | None:
         """Run a test; return what to tell, or None if the user interrupted it."""
         self._run = run
         self._reports, self._warnings, self._has_failed = [], [], False
@@ -240,7 +236,11 @@ def run_forked_rank(
         address,
         key,
         Hello(
-            role="rank", gang=order.gang, rank=order.rank, node_rank=order.node_rank, pid=os.getpid()
+            role="rank",
+            gang=order.gang,
+            rank=order.rank,
+            node_rank=order.node_rank,
+            pid=os.getpid(),
         ),
     )
     plugin = RankPlugin(order, channel, logs, ends)

@@ -84,9 +84,7 @@ def describe_flights(flights: Mapping[int, str], world_size: int) -> str:
     return "\n".join(lines)
 
 
-def _compare(
-    group: str, records: Mapping[int, list[_Collective]], world_size: int
-) -> list[str]:
+def _compare(group: str, records: Mapping[int, list[_Collective]], world_size: int) -> list[str]:
     """Name the first collective of a group that some rank is not in."""
     by_rank = {
         rank: {c.number: c for c in record if c.group == group} for rank, record in records.items()

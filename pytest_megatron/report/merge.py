@@ -176,9 +176,7 @@ def _merge_phase(end: RunEnd, when: str, world_size: int) -> Merged | None:
     return _merge_reported(end, when, found, world_size)
 
 
-def _merge_reported(
-    end: RunEnd, when: str, found: Sequence[_Phase], world_size: int
-) -> Merged:
+def _merge_reported(end: RunEnd, when: str, found: Sequence[_Phase], world_size: int) -> Merged:
     """Merge a phase in which no rank was struck; ranks that ended before it have none."""
     failed = [p for p in found if p.outcome == "failed"]
     skipped = [p for p in found if p.outcome == "skipped"]
@@ -261,9 +259,7 @@ def _fail(end: RunEnd, when: str, found: Sequence[_Phase], world_size: int) -> M
     )
 
 
-def _first(
-    end: RunEnd, failed: Mapping[int, _Phase], struck: Mapping[int, RankEnd]
-) -> int | None:
+def _first(end: RunEnd, failed: Mapping[int, _Phase], struck: Mapping[int, RankEnd]) -> int | None:
     """Return the rank that everything else follows from; None where no rank is to blame."""
 
     def order(rank: RankEnd) -> tuple[bool, float, int]:
@@ -345,15 +341,13 @@ def _other_failures(
     failed: Mapping[int, _Phase], first: int | None, words: Mapping[int, str]
 ) -> list[tuple[str, str]]:
     """Return tracebacks that differ from the headline's, each once."""
-    seen = {_normalise(failed[first].text)} if first in failed else set()
+    seen = {_normalise(failed[first].text)} if first is not None and first in failed else set()
     groups: dict[str, list[int]] = {}
     for rank, phase in failed.items():
         text = _normalise(phase.text)
         if rank != first and text not in seen and not words[rank].endswith("(a consequence)"):
             groups.setdefault(text, []).append(rank)
-    return [
-        (f"failure of {name_ranks(ranks)}", failed[ranks[0]].text) for ranks in groups.values()
-    ]
+    return [(f"failure of {name_ranks(ranks)}", failed[ranks[0]].text) for ranks in groups.values()]
 
 
 def _normalise(text: str) -> str:
@@ -377,9 +371,7 @@ def _normalise_stack(stack: str) -> str:
     return shorten_stack(re.sub(r"(?m)^((?:Current t|T)hread) 0x[0-9a-f]+", r"\1", stack))
 
 
-def _logs(
-    end: RunEnd, first: int | None, struck: Mapping[int, RankEnd]
-) -> list[tuple[str, str]]:
+def _logs(end: RunEnd, first: int | None, struck: Mapping[int, RankEnd]) -> list[tuple[str, str]]:
     """Return what a dead rank said last, and where to read on."""
     blocks = []
     for rank in end.ranks:
@@ -476,7 +468,9 @@ def longrepr_text(longrepr: JsonValue) -> str:
                 lines += [str(line) for line in _list(data, "lines")]
                 place = data.get("reprfileloc")
                 if isinstance(place, Mapping):
-                    lines.append(f"{place.get('path')}:{place.get('lineno')}: {place.get('message')}")
+                    lines.append(
+                        f"{place.get('path')}:{place.get('lineno')}: {place.get('message')}"
+                    )
     return "\n".join(lines) or crash_only(longrepr)
 
 

@@ -13,10 +13,10 @@ from pytest_megatron.host import CPU_PLATFORM
 from pytest_megatron.launch.case import Case
 from pytest_megatron.launch.facts import Facts, utc_now
 from pytest_megatron.launch.layout import ItemDirs
-from pytest_megatron.lease import lease_gpus
 from pytest_megatron.launch.local import Listener, run_attempt
 from pytest_megatron.launch.plan import AttemptPlan, Setting, plan_attempt
 from pytest_megatron.launch.secrets import Redactor
+from pytest_megatron.lease import lease_gpus
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.verdict.attempt import DEFAULT_METRICS, Attempt, judge_attempt
 from pytest_megatron.verdict.decide import Verdict, decide_training

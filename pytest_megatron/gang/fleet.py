@@ -8,7 +8,7 @@ from __future__ import annotations
 import selectors
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias, assert_never
 
@@ -46,7 +46,6 @@ from pytest_megatron.gang.messages import (
 from pytest_megatron.gang.spec import GangSpec, RunEnd
 
 _LOST_S = 2.0  # between the end of a rank's connection and the news of its death
-_STORE_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 
 
 class Held:
@@ -127,7 +126,9 @@ class Fleet:
         """Start the ranks of a gang; first its store, then they are forked."""
         self._gangs[gang.number] = gang
         gang.nurseries = set(self._nurseries_of(gang))
-        self._nursery(gang.orders[0]).send(OpenStore(gang=gang.number))
+        self._nursery(gang.orders[0]).send(
+            OpenStore(gang=gang.number, host=gang.orders[0].env["MASTER_ADDR"])
+        )
 
     def assign(self, gang: Gang, run: Run, *, limit_s: float) -> None:
         """Have a gang run a test, as soon as it can."""
@@ -383,11 +384,6 @@ class Fleet:
         except (KeyError, ValueError):
             pass
         channel.close()
-
-
-def store_env(host: str) -> Mapping[str, str]:
-    """Return what ranks have to know of the store, but for its port."""
-    return dict.fromkeys(_STORE_VARIABLES, host)
 
 
 def _join_stacks(answers: Sequence[Stacks]) -> Stacks:

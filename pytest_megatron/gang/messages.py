@@ -245,9 +245,14 @@ class Died:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenStore:
-    """Open a key-value store for a gang to meet in."""
+    """Open a key-value store for a gang to meet in.
+
+    Attributes:
+        host: What its ranks call it by.
+    """
 
     gang: int
+    host: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

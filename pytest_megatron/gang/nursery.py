@@ -81,7 +81,7 @@ class Starter(Protocol):
             inherited: Descriptors that it holds as long as it lives.
         """
 
-    def open_store(self) -> int:
+    def open_store(self, host: str) -> int:
         """Return the port of a new key-value store.
 
         Raises:
@@ -170,9 +170,9 @@ class Nursery:
             case Fork(orders=orders):
                 for order in orders:
                     self._start(order, descriptors)
-            case OpenStore(gang=gang):
+            case OpenStore(gang=gang, host=host):
                 try:
-                    opened = StoreOpened(gang=gang, port=self._starter.open_store())
+                    opened = StoreOpened(gang=gang, port=self._starter.open_store(host))
                 except LaunchError as error:
                     opened = StoreOpened(gang=gang, port=0, problem=str(error))
                 self._channel.send(opened)
@@ -336,9 +336,9 @@ class Forking:
         finally:
             os._exit(70)
 
-    def open_store(self) -> int:
+    def open_store(self, host: str) -> int:
         """Ask the keeper."""
-        return self.keeper.open_store()
+        return self.keeper.open_store(host)
 
     def is_own(self, pid: int) -> bool:
         """Whether it is the keeper."""
@@ -354,7 +354,7 @@ class Keeper(Protocol):
 
     pid: int | None
 
-    def open_store(self) -> int:
+    def open_store(self, host: str) -> int:
         """Return the port of a new store."""
 
     def forget(self) -> None:

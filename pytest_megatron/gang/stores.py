@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang.processes import close_descriptors, die_with
 
+LOCAL_HOST = "127.0.0.1"
 _BACKLOG = 2048  # of ranks that call at once
 
 
@@ -30,14 +31,17 @@ class StoreKeeper:
     pid: int | None = None
     _connection: socket.socket | None = None
 
-    def open_store(self) -> int:
+    def open_store(self, host: str) -> int:
         """Return the port of a new store; it listens from now on, and answers when it is asked.
+
+        Args:
+            host: Where its callers look for it; one that is not LOCAL_HOST is open to all.
 
         Raises:
             LaunchError: No port can be had.
         """
         try:
-            listening = _listen()
+            listening = _listen(host)
         except OSError as error:
             raise LaunchError("store", f"{error.strerror}; no port can be listened on") from error
         if self._connection is None:
@@ -96,7 +100,7 @@ def _serve_store(descriptor: int) -> object:
     port = socket.socket(fileno=os.dup(descriptor)).getsockname()[1]
     try:
         return TCPStore(
-            "localhost",
+            LOCAL_HOST,
             port,
             is_master=True,
             wait_for_workers=False,
@@ -108,14 +112,16 @@ def _serve_store(descriptor: int) -> object:
         return None
 
 
-def _listen() -> socket.socket:
-    """Return a socket that listens on a free port of every interface."""
-    try:
-        listening = socket.socket(socket.AF_INET6)
-        listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        listening.bind(("::", 0))
-    except OSError:  # a host without IPv6
+def _listen(host: str) -> socket.socket:
+    """Return a socket that listens on a free port.
+
+    On one host it is an IPv4 one: torch looks up the name of whoever calls, and an address such as
+    `::ffff:127.0.0.1`, which is in no hosts file, costs seconds where no name server answers.
+    """
+    if host == LOCAL_HOST:
         listening = socket.socket(socket.AF_INET)
-        listening.bind(("", 0))
+        listening.bind((host, 0))
+    else:
+        listening = socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)
     listening.listen(_BACKLOG)
     return listening

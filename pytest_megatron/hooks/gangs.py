@@ -21,11 +21,12 @@ import pytest
 from pytest_megatron.errors import LaunchError, MegatronError
 from pytest_megatron.gang.bootstrap import rank_env
 from pytest_megatron.gang.channel import Channel, listen_locally
-from pytest_megatron.gang.fleet import Fleet, Gang, store_env
+from pytest_megatron.gang.fleet import Fleet, Gang
 from pytest_megatron.gang.lifecycle import Lifecycle, State
 from pytest_megatron.gang.messages import Message, RankOrder, Run
 from pytest_megatron.gang.placement import Schedule
 from pytest_megatron.gang.spec import GangSpec, RunEnd
+from pytest_megatron.gang.stores import LOCAL_HOST
 from pytest_megatron.hooks.markers import spec_of, timeout_of
 from pytest_megatron.hooks.merged import build_report, warn_again
 from pytest_megatron.hooks.options import Options
@@ -316,7 +317,7 @@ class GangPlugin:
         directory = self._run.open_run_dir() / self._run.ranks_dir / f"attempt_{number}"
         size = spec.world_size
         common = {
-            **store_env("localhost"),
+            "MASTER_ADDR": LOCAL_HOST,
             "TORCHELASTIC_RUN_ID": self._run.run_dir.name,
         }
         if lease is not None:

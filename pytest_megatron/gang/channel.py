@@ -167,7 +167,7 @@ class Listener:
     def accept(self) -> socket.socket:
         """Take a caller in; `prove` says when it can be trusted."""
         connection, _ = self._socket.accept()
-        connection.setblocking(False)
+        connection.settimeout(0.0)
         nonce = secrets.token_bytes(_NONCE_BYTES)
         connection.send(nonce)
         until = time.monotonic() + _HANDSHAKE_S
@@ -198,7 +198,7 @@ class Listener:
         if not hmac.compare_digest(proof, _prove(self.key, b"caller", caller.nonce, their_nonce)):
             connection.close()
             raise PermissionError("a caller does not know the key of this session")
-        connection.setblocking(True)
+        connection.settimeout(None)
         connection.sendall(_prove(self.key, b"controller", their_nonce, caller.nonce))
         return Channel(connection)
 

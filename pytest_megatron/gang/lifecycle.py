@@ -244,11 +244,7 @@ class Lifecycle:
         match message:
             case Ready(missing=missing):
                 rank.is_ready, rank.missing = True, dict(missing)
-                if self.state is State.STARTING and all(r.is_ready for r in self._ranks):
-                    self.state = State.IDLE
-                    if self._run is not None:
-                        self._started_at = self._phase_at = now
-                        return self._send()
+                return self._on_ready(now)
             case PhaseEnded(run=run) if self._is_current(run):
                 self._phase_at = now
                 self._note(rank, message.when, message.outcome, now)
@@ -263,8 +259,23 @@ class Lifecycle:
                 return self._settle(now)
             case Closed(problem=problem):
                 rank.is_closed = True
-                if problem:
-                    self.problems.append(f"rank {rank.rank}: {problem}")
+                self.problems += [f"rank {rank.rank}: {problem}"] if problem else []
+            case _:
+                self._on_debugger(rank, message, now)
+        return []
+
+    def _on_ready(self, now: float) -> list[Action]:
+        if self.state is not State.STARTING or not all(r.is_ready for r in self._ranks):
+            return []
+        self.state = State.IDLE
+        if self._run is None:
+            return []
+        self._started_at = self._phase_at = now
+        return self._send()
+
+    def _on_debugger(self, rank: _Rank, message: Message, now: float) -> None:
+        """Stop the clocks while a debugger is open; it starts them anew when it is left."""
+        match message:
             case DebuggerWanted() | DebuggerWrote() | DebuggerReads():
                 self._debugging.add(rank.rank)
             case DebuggerLeft():
@@ -274,7 +285,6 @@ class Lifecycle:
                     self._sign_at = now
             case _:
                 pass
-        return []
 
     def _is_current(self, run: int) -> bool:
         return self._run is not None and self._run.run == run and self.state is not State.KILLING
@@ -297,11 +307,7 @@ class Lifecycle:
         self._debugging.discard(rank.rank)
         match self.state:
             case State.CLOSING:
-                if not rank.is_closed:
-                    self.problems.append(f"rank {rank.rank} {describe_exit(exit_code)} in teardown")
-                if all(r.exit_code is not None for r in self._ranks):
-                    return self.kill()
-                return []
+                return self._on_death_in_closing(rank, exit_code)
             case State.KILLING | State.STOPPING:
                 return []
             case State.IDLE:
@@ -312,6 +318,11 @@ class Lifecycle:
             case _:
                 self._sign(rank, now)
                 return self._settle(now)
+
+    def _on_death_in_closing(self, rank: _Rank, exit_code: int) -> list[Action]:
+        if not rank.is_closed:
+            self.problems.append(f"rank {rank.rank} {describe_exit(exit_code)} in teardown")
+        return self.kill() if all(r.exit_code is not None for r in self._ranks) else []
 
     def _send(self) -> list[Action]:
         assert self._run is not None

@@ -11,6 +11,7 @@ import signal
 import struct
 import sys
 from dataclasses import dataclass
+from typing import Protocol
 
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang.processes import close_descriptors, die_with
@@ -73,18 +74,26 @@ class StoreKeeper:
 
 def keep_stores(orders: int, answers: int) -> None:
     """Open a store for every byte of `orders` and write its port to `answers`."""
-    try:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415
-    except ImportError:
-        TCPStore = None  # noqa: N806 - a class that is not there
     stores = []
     while os.read(orders, 1):
         port = 0
         try:
-            if TCPStore is not None:
-                store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-                stores.append(store)
-                port = store.port
-        except RuntimeError as error:
+            store = _listen()
+        except (ImportError, RuntimeError) as error:
             print(error, file=sys.stderr)  # noqa: T201 - the nursery's log
+        else:
+            stores.append(store)
+            port = store.port
         os.write(answers, _PORT.pack(port))
+
+
+class _Store(Protocol):
+    @property
+    def port(self) -> int: ...
+
+
+def _listen() -> _Store:
+    # torch does not declare what it exports, and its import takes a second.
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415
+
+    return TCPStore("localhost", 0, is_master=True, wait_for_workers=False)

@@ -98,10 +98,8 @@ def _compare(group: str, records: Mapping[int, list[_Collective]], world_size: i
         open_ = [rank for rank in have if by_rank[rank][number].state != "completed"]
         if lack and open_:
             name = by_rank[have[0]][number].name
-            return [
-                f"{name} #{number} of group {group}: called by rank {_join(have)}, "
-                f"not by rank {_join(lack)}"
-            ]
+            called = f"called by rank {_join(have)}, not by rank {_join(lack)}"
+            return [f"{name} #{number} of group {group}: {called}"]
     return []
 
 

@@ -255,8 +255,7 @@ class Lifecycle:
                 return self._settle(now)
             case Broken(problem=problem):
                 rank.problem = problem
-                self._sign(rank, now)
-                return self._settle(now)
+                return self._on_trouble(rank, now)
             case Closed(problem=problem):
                 rank.is_closed = True
                 self.problems += [f"rank {rank.rank}: {problem}"] if problem else []
@@ -308,16 +307,25 @@ class Lifecycle:
         match self.state:
             case State.CLOSING:
                 return self._on_death_in_closing(rank, exit_code)
-            case State.KILLING | State.STOPPING:
-                return []
+            case State.RUNNING if rank.outcome == "passed":
+                rank.done = None  # the others still run the test that it passed
+                return self._on_trouble(rank, now)
+            case _:
+                return self._on_trouble(rank, now)
+
+    def _on_trouble(self, rank: _Rank, now: float) -> list[Action]:
+        """Go on without a rank, whether its process is gone or only its pytest."""
+        match self.state:
             case State.IDLE:
                 return self.kill()
             case State.STARTING:
                 self._sign(rank, now)
                 return self._begin_stop(Reason.NOT_STARTED, 0.0, now)
-            case _:
+            case State.RUNNING:
                 self._sign(rank, now)
                 return self._settle(now)
+            case _:
+                return []
 
     def _on_death_in_closing(self, rank: _Rank, exit_code: int) -> list[Action]:
         if not rank.is_closed:
@@ -348,7 +356,8 @@ class Lifecycle:
         )
         if not is_in_step and all(r.outcome == "passed" for r in self._ranks):
             return self._end(Reason.DESYNCHRONISED, 0.0, now, is_kept=False)
-        is_kept = is_in_step and not any(d.poison for d in done)
+        is_dead = any(r.exit_code is not None for r in self._ranks)
+        is_kept = is_in_step and not is_dead and not any(d.poison for d in done)
         return self._end(Reason.DONE, 0.0, now, is_kept=is_kept)
 
     def _kind_of_sign(self) -> Reason:

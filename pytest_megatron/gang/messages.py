@@ -357,14 +357,13 @@ def decode(frame: bytes) -> Message:
     Raises:
         ValueError: It is none of ours.
     """
-    found = json.loads(frame)
     try:
-        name, values = found
+        name, values = json.loads(frame)
         if name == Fork.__name__:
             return Fork(orders=tuple(RankOrder(**order[1]) for order in values["orders"]))
         make = cast("_Make", _TYPES[name])
         return make(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
-    except (TypeError, KeyError, ValueError) as error:
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"not a message: {frame[:200]!r}") from error
 
 

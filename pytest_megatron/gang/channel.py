@@ -25,6 +25,7 @@ _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _MAX_FRAME_BYTES = 1 << 28
 _MAX_FDS = 64
+_CHUNK_BYTES = 1 << 18
 _HANDSHAKE_S = 20.0
 
 
@@ -99,9 +100,12 @@ class Channel:
     def drain(self) -> list[Message]:
         """Return the messages that are there; sets `is_closed` where no more can come."""
         try:
-            while chunk := self._socket.recv(1 << 18, socket.MSG_DONTWAIT):
+            while True:
+                chunk = self._socket.recv(_CHUNK_BYTES, socket.MSG_DONTWAIT)
                 self._buffer += chunk
-            self.is_closed = True
+                if len(chunk) < _CHUNK_BYTES:  # all there is for now
+                    self.is_closed = not chunk
+                    break
         except BlockingIOError:
             pass
         except OSError:

@@ -9,7 +9,7 @@ import contextlib
 import selectors
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias, assert_never
 
@@ -112,6 +112,7 @@ class Fleet:
         self._nurseries: dict[tuple[int, int], Channel] = {}
         self._gangs: dict[int, Gang] = {}
         self._num_gangs = 0
+        self._has_news = False
 
     def new_number(self) -> int:
         """Return the number of the next gang."""
@@ -151,14 +152,29 @@ class Fleet:
             nursery.send(Interrupt(gang=gang.number))
 
     def pump(self, timeout_s: float) -> None:
-        """Take in what ranks and nurseries say, for at most `timeout_s` seconds of waiting."""
-        now = time.monotonic()
-        deadlines = [d for g in self._gangs.values() if (d := g.lifecycle.deadline) is not None]
-        deadlines += [at + _LOST_S for g in self._gangs.values() for at in g.lost.values()]
-        wait_s = max(0.0, min([timeout_s, *(d - now for d in deadlines)]))
-        for key, _ in self._selector.select(wait_s):
-            handler: Callable[[object], None] = key.data
-            handler(key.fileobj)
+        """Take in what ranks and nurseries say, until there is news or `timeout_s` has passed."""
+        self._has_news = False
+        until = time.monotonic() + timeout_s
+        while not self._has_news:
+            wait_s = min([until, *self._deadlines()]) - time.monotonic()
+            ready = self._selector.select(max(0.0, wait_s))
+            for key, _ in ready:
+                handler: Callable[[object], None] = key.data
+                handler(key.fileobj)
+            if not ready or wait_s <= 0:
+                self._look_at_clock()
+                if time.monotonic() >= until:
+                    return
+
+    def _deadlines(self) -> Iterator[float]:
+        for gang in self._gangs.values():
+            deadline = gang.lifecycle.deadline
+            if deadline is not None:
+                yield deadline
+            for at in gang.lost.values():
+                yield at + _LOST_S
+
+    def _look_at_clock(self) -> None:
         now = time.monotonic()
         for gang in list(self._gangs.values()):
             self._carry_out(gang, gang.lifecycle.tick(now))
@@ -167,8 +183,6 @@ class Fleet:
                     del gang.lost[rank]
                     problem = f"rank {rank} closed its connection to the controller"
                     self._tell(gang, rank, Broken(problem=problem))
-            if gang.is_gone:
-                self._forget(gang)
 
     def stop(self) -> None:
         """Let go of everything; nurseries kill what is left."""
@@ -224,6 +238,7 @@ class Fleet:
             self._drop(source)
             return
         if hello.role == "nursery":
+            self._has_news = True
             self._nurseries[hello.node_rank, hello.rank] = source
             self._selector.modify(source, selectors.EVENT_READ, self._on_nursery)
             for message in rest:
@@ -319,6 +334,9 @@ class Fleet:
 
     def _tell(self, gang: Gang, rank: int, message: Message) -> None:
         self._carry_out(gang, gang.lifecycle.handle(rank, message, time.monotonic()))
+        if gang.is_gone:
+            self._has_news = True
+            self._forget(gang)
         channel = gang.channels.get(rank)
         if type(message).__name__.startswith("Debugger") and channel is not None:
             self._on_debugger(gang, rank, channel, message)
@@ -335,6 +353,7 @@ class Fleet:
                 case KillGang():
                     self._kill(gang)
                 case Finish(end=end):
+                    self._has_news = True
                     gang.ends.append(end)
                 case _:
                     assert_never(action)

@@ -116,6 +116,7 @@ class _Asked:
 
     gang: int
     files: dict[int, Path]
+    flights: dict[int, Path]
     phases: dict[str, str]
     until: float
     sizes: dict[int, int] = field(default_factory=dict)
@@ -254,21 +255,26 @@ class Nursery:
             self._channel.send(Killed(gang=gang))
 
     def _ask_stacks(self, gang: int, ranks: Sequence[int]) -> None:
-        files, phases = {}, {}
+        files: dict[int, Path] = {}
+        phases: dict[str, str] = {}
+        flights: dict[int, Path] = {}
         for pid in self._living(gang):
-            child = self._children[pid]
-            if child.order.rank in ranks:
-                phases[str(child.order.rank)] = child.phase
-                files[child.order.rank] = Path(child.order.log_dir)
-                send_signal([pid], STACK_SIGNAL)
+            order = self._children[pid].order
+            if order.device == "cuda":  # also those that wait for nothing: they may have missed it
+                flights[order.rank] = Path(order.log_dir)
                 with contextlib.suppress(OSError):
-                    os.write(child.trigger, b"d")
-        self._asked.append(_Asked(gang, files, phases, time.monotonic() + _STACKS_S))
+                    os.write(self._children[pid].trigger, b"d")
+            if order.rank in ranks:
+                phases[str(order.rank)] = self._children[pid].phase
+                files[order.rank] = Path(order.log_dir)
+                send_signal([pid], STACK_SIGNAL)
+        self._asked.append(_Asked(gang, files, flights, phases, time.monotonic() + _STACKS_S))
 
     def _finish_stacks(self) -> None:
         for asked in list(self._asked):
             sizes = {r: _size(d / STACKS_FILE) for r, d in asked.files.items()}
-            is_settled = sizes == asked.sizes and all(sizes.values())
+            has_flights = all((d / FLIGHT_FILE).exists() for d in asked.flights.values())
+            is_settled = sizes == asked.sizes and all(sizes.values()) and has_flights
             asked.sizes = sizes
             if not is_settled and time.monotonic() < asked.until:
                 continue
@@ -277,7 +283,7 @@ class Nursery:
                 Stacks(
                     gang=asked.gang,
                     stacks=_texts(asked.files, STACKS_FILE),
-                    flights=_texts(asked.files, FLIGHT_FILE),
+                    flights=_texts(asked.flights, FLIGHT_FILE),
                     phases=asked.phases,
                 )
             )

@@ -188,11 +188,10 @@ class RankPlugin:
         if not self.order.is_capturing:
             yield
             return
-        self._logs.mark()
         try:
             yield
         finally:
-            for stream, text in self._logs.since_mark():
+            for stream, text in self._logs.new_text():
                 item.add_report_section(when, stream, text)
 
 

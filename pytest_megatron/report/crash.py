@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)$')
-_LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen", "pytest_megatron/")
+_LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen")
 _OURS = re.compile(r"/(?:_pytest|pluggy|pytest_megatron/(?:gang|hooks))/")
+_IDLE_THREAD = r"(?m)^(?:Current thread|Thread)[^\n]*\n  \.\.\.\n*"  # one of ours
 _MOST_LISTED = 3
 
 
@@ -21,6 +22,7 @@ def innermost_frame(stack: str) -> str | None:
         stack: Text of faulthandler, most recent call first.
     """
     frames = [m for line in _main_thread(stack) if (m := _FRAME.match(line))]
+    frames = [m for m in frames if not _OURS.search(m[0])]
     own = [m for m in frames if not any(part in m["file"] for part in _LIBRARIES)]
     chosen = (own or frames)[:1]
     if not chosen:
@@ -41,7 +43,7 @@ def shorten_stack(stack: str) -> str:
             is_ours = True
         if not is_ours:
             kept.append(line)
-    return "\n".join(kept).strip()
+    return re.sub(_IDLE_THREAD, "", "\n".join(kept)).strip()
 
 
 def _main_thread(stack: str) -> list[str]:

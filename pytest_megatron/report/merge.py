@@ -168,12 +168,13 @@ def _is_subtest(report: JsonObject) -> bool:
 
 def _merge_phase(end: RunEnd, when: str, world_size: int) -> Merged | None:
     found = [p for rank in end.ranks if (p := _reported(rank, when)) is not None]
-    struck = [r for r in end.ranks if r.done is None and (r.phase or "call") == when]
-    if struck:
+    struck = [r.phase or "call" for r in end.ranks if r.done is None]
+    if when in struck:
         return _fail(end, when, found, world_size)
     if not found:
         return None
-    return _merge_reported(end, when, found, world_size)
+    num_later = sum(PHASES.index(phase) > PHASES.index(when) for phase in struck)
+    return _merge_reported(end, when, found, world_size - num_later)
 
 
 def _merge_reported(end: RunEnd, when: str, found: Sequence[_Phase], world_size: int) -> Merged:
@@ -369,7 +370,7 @@ def _stacks(end: RunEnd) -> list[tuple[str, str]]:
             groups.setdefault(_normalise_stack(rank.stack), []).append(rank.rank)
     blocks = [(f"stack of {name_ranks(ranks)}", text) for text, ranks in groups.items()]
     flights = {r.rank: r.flight for r in end.ranks if r.flight}
-    if flights and (text := describe_flights(flights, len(end.ranks))):
+    if flights and (text := describe_flights(flights)):
         blocks.append(("collectives, by NCCL's flight recorder", text))
     return blocks
 

@@ -14,13 +14,12 @@ from pytest_megatron.gang.logs import RankLogs
 logs = RankLogs(Path(sys.argv[1]))
 logs.redirect()
 print("before")
-logs.mark()
+assert logs.new_text() == [("stdout", "before\\n")]
 print("from python")
 os.write(1, b"from below\\n")
 sys.stderr.write("an error without an end")
-Path(sys.argv[1], "seen").write_text(repr(list(logs.since_mark())))
-logs.mark()
-assert list(logs.since_mark()) == []
+Path(sys.argv[1], "seen").write_text(repr(logs.new_text()))
+assert logs.new_text() == []
 assert sys.stdin.read() == ""
 """
 FULL = """
@@ -31,10 +30,9 @@ logs = RankLogs(Path(sys.argv[1]))
 logs.redirect()
 full = os.open("/dev/full", os.O_WRONLY)
 os.dup2(full, 1)
-logs.mark()
 print("lost")
 sys.stdout.flush()
-assert list(logs.since_mark()) == []
+assert logs.new_text() == []
 os._exit(7)
 """
 

@@ -5,6 +5,7 @@ Owned by the controller, which calls `pump` whenever it waits; there are no thre
 
 from __future__ import annotations
 
+import contextlib
 import selectors
 import socket
 import time
@@ -345,26 +346,28 @@ class Fleet:
         for action in actions:
             match action:
                 case SendRun(run=run):
-                    frame = encode(run)
-                    for channel in gang.channels.values():
-                        channel.send_frame(frame)
+                    _send_to_ranks(gang, run)
                 case SendClose():
-                    frame = encode(Close())
-                    for channel in gang.channels.values():
-                        channel.send_frame(frame)
+                    _send_to_ranks(gang, Close())
                 case AskForStacks(ranks=ranks):
-                    gang.stacks.clear()
-                    for nursery in self._living_nurseries(gang):
-                        gang.silent.add(nursery.fileno())
-                        nursery.send(AskStacks(gang=gang.number, ranks=ranks))
+                    self._ask_for_stacks(gang, ranks)
                 case KillGang():
-                    for nursery in self._living_nurseries(gang):
-                        nursery.send(Kill(gang=gang.number))
+                    self._kill(gang)
                 case Finish(end=end):
                     self._has_news = True
                     gang.ends.append(end)
                 case _:
                     assert_never(action)
+
+    def _ask_for_stacks(self, gang: Gang, ranks: tuple[int, ...]) -> None:
+        gang.stacks.clear()
+        for nursery in self._living_nurseries(gang):
+            gang.silent.add(nursery.fileno())
+            nursery.send(AskStacks(gang=gang.number, ranks=ranks))
+
+    def _kill(self, gang: Gang) -> None:
+        for nursery in self._living_nurseries(gang):
+            nursery.send(Kill(gang=gang.number))
 
     def _living_nurseries(self, gang: Gang) -> list[Channel]:
         try:
@@ -379,11 +382,15 @@ class Fleet:
         self._gangs.pop(gang.number, None)
 
     def _drop(self, channel: Channel) -> None:
-        try:
+        with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(channel)
-        except (KeyError, ValueError):
-            pass
         channel.close()
+
+
+def _send_to_ranks(gang: Gang, message: Message) -> None:
+    frame = encode(message)
+    for channel in gang.channels.values():
+        channel.send_frame(frame)
 
 
 def _join_stacks(answers: Sequence[Stacks]) -> Stacks:

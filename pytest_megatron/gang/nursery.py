@@ -1,8 +1,9 @@
 """Starts ranks, says when they die, and leaves nothing of them behind.
 
-A nursery is a process without work of its own, in a session of its own. It forks ranks from what it
-has loaded (or executes fresh interpreters), collects them, and kills whatever descends from them. If
-the controller goes away, even by SIGKILL, its connection closes, and the nursery kills all of it.
+A nursery is a process without work of its own, in a session of its own. It forks ranks from what
+it has loaded (or executes fresh interpreters), collects them, and kills whatever descends from
+them. If the controller goes away, even by SIGKILL, its connection closes, and the nursery kills all
+of it.
 """
 
 from __future__ import annotations

@@ -83,11 +83,11 @@ def keep_stores(orders: socket.socket) -> None:
     waiting: list[int] = []
     stores: list[object] = []
     while True:
-        readable, _, _ = select.select([orders, *waiting], [], [])
+        readable, _, _ = select.select([orders.fileno(), *waiting], [], [])
         for descriptor in [d for d in waiting if d in readable]:
             waiting.remove(descriptor)
             stores.append(_serve_store(descriptor))
-        if orders in readable:
+        if orders.fileno() in readable:
             content, descriptors, _, _ = socket.recv_fds(orders, 1, 1)
             if not content:
                 return

@@ -11,7 +11,7 @@ import contextlib
 import os
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -147,8 +147,8 @@ class GangPlugin:
         self._template = template.fork()
         original = session.gethookproxy
 
-        def get_hooks(path: os.PathLike[str]) -> pluggy.HookRelay:
-            return _Hooks(original(path), self)  # type: ignore[return-value]
+        def get_hooks(fspath: os.PathLike[str]) -> pluggy.HookRelay:
+            return _Hooks(original(fspath), self)  # type: ignore[return-value]
 
         session.gethookproxy = get_hooks  # type: ignore[method-assign]
         is_ordered = self._run.is_worker or _is_stepwise(session.config)
@@ -245,12 +245,12 @@ class GangPlugin:
                 else:
                     self._assign(gang, *taken)
         while (spec := schedule.wanted(self._num_free(), self._count_gangs())) is not None:
-            gang = self._start(spec)
-            if gang is None:
+            started = self._start(spec)
+            if started is None:
                 return
-            taken = schedule.take(gang.number, spec)
+            taken = schedule.take(started.number, spec)
             assert taken is not None
-            self._assign(gang, *taken)
+            self._assign(started, *taken)
 
     def _dispatch_one(self, spec: GangSpec, index: int, next_index: int) -> None:
         for gang in list(self._gangs.values()):
@@ -262,7 +262,7 @@ class GangPlugin:
                 self._open_fleet.close(gang)
         while self._num_free() < min(spec.world_size, self._num_slots):
             self._pump()
-        started = None
+        started: Gang | None = None
         while started is None:
             started = self._start(spec)
             if started is None:
@@ -467,23 +467,25 @@ class _Hooks:
         self._hooks = hooks
         self._gangs = gangs
 
-    def __getattr__(self, name: str) -> Callable[..., object]:
-        found: Callable[..., object] = getattr(self._hooks, name)
-        return found
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._hooks, name)
 
     def pytest_runtest_setup(self, *, item: pytest.Item) -> object:
         if self._gangs.is_ours(item):
-            return self._gangs.set_up(item)
+            self._gangs.set_up(item)
+            return None
         return self._hooks.pytest_runtest_setup(item=item)
 
     def pytest_runtest_call(self, *, item: pytest.Item) -> object:
         if self._gangs.is_ours(item):
-            return self._gangs.call(item)
+            self._gangs.call(item)
+            return None
         return self._hooks.pytest_runtest_call(item=item)
 
     def pytest_runtest_teardown(self, *, item: pytest.Item, nextitem: pytest.Item | None) -> object:
         if self._gangs.is_ours(item):
-            return self._gangs.tear_down(item)
+            self._gangs.tear_down(item)
+            return None
         return self._hooks.pytest_runtest_teardown(item=item, nextitem=nextitem)
 
     def pytest_runtest_makereport(

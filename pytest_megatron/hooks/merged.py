@@ -5,10 +5,16 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Sequence
-from typing import cast
+from typing import Literal, cast
 
 import pytest
-from _pytest._code.code import ExceptionChainRepr, ReprEntryNative, ReprFileLocation, ReprTraceback
+from _pytest._code.code import (
+    ExceptionChainRepr,
+    ExceptionRepr,
+    ReprEntryNative,
+    ReprFileLocation,
+    ReprTraceback,
+)
 from _pytest.reports import BaseReport
 
 from pytest_megatron.files import JsonValue
@@ -27,7 +33,7 @@ def build_report(item: pytest.Item, merged: Merged) -> pytest.TestReport:
             keywords=dict.fromkeys(item.keywords, 1),
             outcome=merged.outcome,
             longrepr=None,
-            when=cast("pytest.TestReport", merged).when,  # type: ignore[arg-type]
+            when=cast("Literal['setup', 'call', 'teardown']", merged.when),
         )
         if merged.outcome == "failed":
             report.longrepr = _crash(item, merged)
@@ -84,7 +90,7 @@ def _category(data: dict[str, JsonValue]) -> type[Warning]:
 
 
 def _from_base(item: pytest.Item, merged: Merged) -> pytest.TestReport:
-    data = cast("dict[str, object]", _with_tuples(dict(merged.base or {})))
+    data = _with_tuples(dict(merged.base or {}))
     data["nodeid"], data["location"] = item.nodeid, item.location
     found = item.config.hook.pytest_report_from_serializable(config=item.config, data=data)
     assert isinstance(found, BaseReport)
@@ -94,7 +100,7 @@ def _from_base(item: pytest.Item, merged: Merged) -> pytest.TestReport:
         crash = getattr(longrepr, "reprcrash", None)
         if crash is not None and merged.message:
             crash.message = merged.message
-        if hasattr(longrepr, "addsection"):
+        if isinstance(longrepr, ExceptionRepr):
             for title, text in merged.blocks:
                 longrepr.addsection(title, text)
         else:

@@ -59,8 +59,8 @@ class RankPlugin:
         self._has_failed = False
         self.printed = _Printed()
 
-    def run_item(self, run: Run, item: pytest.Item, nextitem: pytest.Item | None) -> Done | None:
-        """Run a test; return what to tell, or None if the user interrupted it."""
+    def run_item(self, run: Run, item: pytest.Item, nextitem: pytest.Item | None) -> Done:
+        """Run a test; return what to tell."""
         self._run = run
         self._reports, self._warnings, self._has_failed = [], [], False
         self.shared_dir = Path(run.shared_dir)
@@ -126,7 +126,7 @@ class RankPlugin:
             self._channel.send(
                 PhaseEnded(
                     run=run.run,
-                    when=report.when or "",
+                    when=report.when,
                     outcome=report.outcome,
                     at=time.time(),
                 )
@@ -258,7 +258,6 @@ def serve(
 ) -> NoReturn:
     """Run what the controller sends until it says close, or is gone."""
     channel.send(ready)
-    by_id: Mapping[str, pytest.Item] | None = None
     planned: pytest.Item | None = None
     exit_code = 0
     try:

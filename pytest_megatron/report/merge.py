@@ -96,7 +96,7 @@ def merge(end: RunEnd, world_size: int) -> tuple[Merged, ...]:
         if phase is None:
             continue
         if when == "call":
-            merged += _merge_subtests(end, world_size)
+            merged += _merge_subtests(end)
         merged.append(phase)
         has_ended = has_ended or (when == "setup" and phase.outcome != "passed")
     if not merged or merged[0].when != "setup":
@@ -168,12 +168,13 @@ def _is_subtest(report: JsonObject) -> bool:
 
 def _merge_phase(end: RunEnd, when: str, world_size: int) -> Merged | None:
     found = [p for rank in end.ranks if (p := _reported(rank, when)) is not None]
-    struck = [r for r in end.ranks if r.done is None and (r.phase or "call") == when]
-    if struck:
+    struck = [r.phase or "call" for r in end.ranks if r.done is None]
+    if when in struck:
         return _fail(end, when, found, world_size)
     if not found:
         return None
-    return _merge_reported(end, when, found, world_size)
+    num_later = sum(PHASES.index(phase) > PHASES.index(when) for phase in struck)
+    return _merge_reported(end, when, found, world_size - num_later)
 
 
 def _merge_reported(end: RunEnd, when: str, found: Sequence[_Phase], world_size: int) -> Merged:
@@ -183,18 +184,21 @@ def _merge_reported(end: RunEnd, when: str, found: Sequence[_Phase], world_size:
     xfailed = [p for p in skipped if p.is_xfail]
     if xfailed and all(p.is_xfail or _is_strict_xpass(p) for p in found):
         return _from_one(xfailed[0], when, found, "skipped")  # as a whole it failed, as expected
-    if failed:
-        return _fail(end, when, found, world_size)
+    is_unanimous = len(found) == world_size and len(skipped) in (0, world_size)
+    if failed or not (is_unanimous or when != "call"):
+        return _fail(end, when, found, world_size)  # a rank may also have skipped in set-up
+    if skipped and not is_unanimous:
+        return _skip_in_part(end, when, found, world_size)
     if skipped:
-        if len(skipped) == len(found) == world_size:
-            return _from_one(skipped[0], when, found, "skipped")
-        if when == "setup":  # a split skip is a failure of the test, not an error of its set-up
-            return _passed(when, [p for p in found if p.outcome == "passed"] or found)
-        return _fail(end, when, found, world_size)
-    if when == "call" and len(found) < world_size:
-        return _fail(end, when, found, world_size)  # some rank skipped in set-up
+        return _from_one(skipped[0], when, found, "skipped")
     xpassed = [p for p in found if p.is_xfail]
     return _from_one(xpassed[0], when, found, "passed") if xpassed else _passed(when, found)
+
+
+def _skip_in_part(end: RunEnd, when: str, found: Sequence[_Phase], world_size: int) -> Merged:
+    if when == "setup":  # a split skip is a failure of the test, not an error of its set-up
+        return _passed(when, [p for p in found if p.outcome == "passed"] or found)
+    return _fail(end, when, found, world_size)
 
 
 def _is_strict_xpass(phase: _Phase) -> bool:
@@ -229,7 +233,7 @@ def _fail(end: RunEnd, when: str, found: Sequence[_Phase], world_size: int) -> M
     failed = {p.rank: p for p in found if p.outcome == "failed"}
     struck = {r.rank: r for r in end.ranks if r.done is None}
     first = _first(end, failed, struck)
-    words = _words(end, when, failed)
+    words = _words(end, failed)
     blocks: list[tuple[str, str]] = []
     base = None
     if first is None:
@@ -275,12 +279,12 @@ def _first(end: RunEnd, failed: Mapping[int, _Phase], struck: Mapping[int, RankE
     return min(guilty, key=order).rank if guilty else None
 
 
-def _words(end: RunEnd, when: str, failed: Mapping[int, _Phase]) -> dict[int, str]:
+def _words(end: RunEnd, failed: Mapping[int, _Phase]) -> dict[int, str]:
     """Return what each rank did, in a few words."""
-    return {rank.rank: _word(end, rank, when, failed.get(rank.rank)) for rank in end.ranks}
+    return {rank.rank: _word(end, rank, failed.get(rank.rank)) for rank in end.ranks}
 
 
-def _word(end: RunEnd, rank: RankEnd, when: str, failure: _Phase | None) -> str:
+def _word(end: RunEnd, rank: RankEnd, failure: _Phase | None) -> str:
     if failure is not None:
         text = f"failed: {failure.message}"
         return f"{text} (a consequence)" if _CONSEQUENCE.search(failure.text) else text
@@ -288,16 +292,20 @@ def _word(end: RunEnd, rank: RankEnd, when: str, failure: _Phase | None) -> str:
         where = f" in {rank.phase}" if rank.phase not in ("", "call") else ""
         return f"{describe_exit(rank.exit_code)}{where}"
     if rank.problem:
-        return rank.problem.strip().splitlines()[-1] if "\n" in rank.problem else rank.problem
+        return rank.problem.strip().splitlines()[-1]
     if rank.done is None:
         return _late_word(end, rank)
+    return _done_word(end, rank, rank.done.num_collectives)
+
+
+def _done_word(end: RunEnd, rank: RankEnd, num_collectives: int) -> str:
     for phase in (p for name in PHASES if (p := _reported(rank, name)) is not None):
         if phase.outcome == "skipped":
             return f"skipped: {_skip_reason(phase)}"
         if phase.outcome == "failed":
             return f"failed: {phase.message}"
     if end.reason is Reason.DESYNCHRONISED:
-        return f"passed after {rank.done.num_collectives} collectives"
+        return f"passed after {num_collectives} collectives"
     return "passed"
 
 
@@ -326,7 +334,7 @@ def _split_message(end: RunEnd, words: Mapping[int, str]) -> str:
             others = [rank for rank in words if rank not in skipped]
             if skipped and others:
                 return f"{name_ranks(skipped)} skipped, {name_ranks(others)} did not"
-            return end.reason.value
+            return str(end.reason.value)
 
 
 def _tell_ranks(words: Mapping[int, str], first: int | None) -> str:
@@ -362,7 +370,7 @@ def _stacks(end: RunEnd) -> list[tuple[str, str]]:
             groups.setdefault(_normalise_stack(rank.stack), []).append(rank.rank)
     blocks = [(f"stack of {name_ranks(ranks)}", text) for text, ranks in groups.items()]
     flights = {r.rank: r.flight for r in end.ranks if r.flight}
-    if flights and (text := describe_flights(flights, len(end.ranks))):
+    if flights and (text := describe_flights(flights)):
         blocks.append(("collectives, by NCCL's flight recorder", text))
     return blocks
 
@@ -373,10 +381,9 @@ def _normalise_stack(stack: str) -> str:
 
 def _logs(end: RunEnd, first: int | None, struck: Mapping[int, RankEnd]) -> list[tuple[str, str]]:
     """Return what a dead rank said last, and where to read on."""
-    blocks = []
-    for rank in end.ranks:
-        if rank.rank in struck and rank.problem and "\n" in rank.problem:
-            blocks.append((f"rank {rank.rank}", rank.problem))
+    blocks = [
+        (f"rank {rank.rank}", rank.problem) for rank in struck.values() if "\n" in rank.problem
+    ]
     shown = [end.ranks[first]] if first is not None else [r for r in end.ranks if r.rank in struck]
     files = [f"{rank.log_dir}/stderr.log" for rank in shown if rank.log_dir]
     if files:
@@ -411,7 +418,7 @@ def _properties(found: Sequence[_Phase]) -> tuple[tuple[str, JsonValue], ...]:
     return tuple(kept)
 
 
-def _merge_subtests(end: RunEnd, world_size: int) -> list[Merged]:
+def _merge_subtests(end: RunEnd) -> list[Merged]:
     """Merge subtests of equal names over the ranks, in the order of the first rank with them."""
     by_key: dict[str, list[_Phase]] = {}
     for rank in end.ranks:
@@ -428,7 +435,7 @@ def _merge_subtests(end: RunEnd, world_size: int) -> list[Merged]:
             outcome = "failed"
         elif all(p.outcome == "skipped" for p in found):
             outcome = "skipped"
-        chosen = next(p for p in found if p.outcome == outcome or outcome == "passed")
+        chosen = next(p for p in found if outcome in (p.outcome, "passed"))
         one = _from_one(chosen, "call", found, outcome)
         merged.append(one)
     return merged

@@ -82,7 +82,7 @@ MESSAGES: tuple[Message, ...] = (
     Fork(orders=(ORDER, ORDER)),
     Forked(gang=1, rank=3, pid=9),
     Died(gang=1, rank=3, exit_code=-11, phase="setup"),
-    OpenStore(gang=1),
+    OpenStore(gang=1, host="127.0.0.1"),
     StoreOpened(gang=1, port=0, problem="no port"),
     Kill(gang=1),
     Killed(gang=1),

@@ -25,6 +25,7 @@ class Hello:
         gang: The gang of a rank; 0 for a nursery.
         rank: The rank; for a nursery the one that it forks, or -1 for all of its node.
         node_rank: Index of its host.
+        world_size: Of the gangs that a nursery of one rank forks for; 0 for a node's.
     """
 
     role: str
@@ -32,6 +33,24 @@ class Hello:
     rank: int
     node_rank: int
     pid: int
+    world_size: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected:
+    """The nursery of one rank has collected, and can start it.
+
+    Attributes:
+        is_same: Whether it found what the controller found.
+        node_ids: What it found, if that is something else.
+        problems: Node id of a collector -> why it could not be collected.
+        obstacle: Why it cannot fork ranks and has to become one itself, or "".
+    """
+
+    is_same: bool
+    node_ids: tuple[str, ...] = ()
+    problems: Mapping[str, str] = field(default_factory=dict)
+    obstacle: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,6 +248,22 @@ class Forked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Adopt:
+    """Take the nursery of one rank, which becomes that rank, for a rank of a gang.
+
+    Attributes:
+        template: The number that it was started under in place of a gang's.
+        log_dir: Directory of its logs from now on.
+    """
+
+    template: int
+    gang: int
+    rank: int
+    device: str
+    log_dir: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Died:
     """The process of a rank is gone. Written by a nursery, never by a rank.
 
@@ -315,6 +350,7 @@ class Stacks:
 
 Message: TypeAlias = (
     Hello
+    | Collected
     | Ready
     | PhaseEnded
     | Done
@@ -330,6 +366,7 @@ Message: TypeAlias = (
     | DebuggerLine
     | Fork
     | Forked
+    | Adopt
     | Died
     | OpenStore
     | StoreOpened

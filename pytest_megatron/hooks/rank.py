@@ -217,7 +217,7 @@ class _Printed:
         return text
 
 
-def run_forked_rank(
+def run_rank(
     session: pytest.Session,
     order: RankOrder,
     ends: RankEnds,
@@ -225,10 +225,22 @@ def run_forked_rank(
     address: str,
     key: bytes,
     random_before: object,
+    is_own_session: bool = False,
 ) -> NoReturn:
-    """Be a rank that was forked with the collected session in it; never returns."""
+    """Be a rank, with the collected session in it; never returns.
+
+    Args:
+        session: As it was collected.
+        order: Which rank.
+        ends: What it shares with its nursery.
+        address: Of the controller.
+        key: Of the session.
+        random_before: State of `random` before collection.
+        is_own_session: Whether this rank collected for itself, and not the controller for it.
+    """
     config = session.config
-    atexit._clear()  # noqa: SLF001 - what the controller wants to do at its end is not ours
+    if not is_own_session:
+        atexit._clear()  # noqa: SLF001 - what the controller wants to do at its end is not ours
     logs = _take_streams(config, order)
     bootstrap.become_rank(order, ends, random_before=random_before)
     channel = connect(

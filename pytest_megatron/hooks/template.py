@@ -16,7 +16,7 @@ from pytest_megatron.gang.channel import connect
 from pytest_megatron.gang.messages import Hello, RankOrder
 from pytest_megatron.gang.nursery import Forking, Nursery, RankEnds
 from pytest_megatron.gang.stores import StoreKeeper
-from pytest_megatron.hooks.rank import run_forked_rank
+from pytest_megatron.hooks.rank import run_rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Template:
         Nursery(channel, Forking(channel, self._run_rank, StoreKeeper())).serve()
 
     def _run_rank(self, order: RankOrder, ends: RankEnds) -> NoReturn:
-        run_forked_rank(
+        run_rank(
             self.session,
             order,
             ends,

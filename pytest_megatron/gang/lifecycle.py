@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
 
+from pytest_megatron.files import JsonValue
 from pytest_megatron.gang.messages import (
     Broken,
     Closed,
@@ -137,6 +138,7 @@ class Lifecycle:
         """
         self.state = State.STARTING
         self.problems: list[str] = []
+        self.late: dict[int, JsonValue] = {}
         self._ranks = [_Rank(rank=rank, log_dir=path) for rank, path in enumerate(log_dirs)]
         self._grace_s = grace_s
         self._run: Run | None = None
@@ -261,9 +263,11 @@ class Lifecycle:
                 rank.problem = problem
                 self._sign(rank, now)
                 return self._settle(now)
-            case Closed(problem=problem):
+            case Closed(problem=problem, late=late):
                 rank.is_closed = True
-                if problem:
+                if late is not None:
+                    self.late[rank.rank] = late
+                elif problem:
                     self.problems.append(f"rank {rank.rank}: {problem}")
             case DebuggerWanted() | DebuggerWrote() | DebuggerReads():
                 self._debugging.add(rank.rank)

@@ -60,17 +60,18 @@ class RankLogs:
         sys.stderr = _text_stream(2)
 
     def mark(self) -> None:
-        """Remember where a phase starts."""
+        """Remember where the first phase starts."""
         flush_streams()
         for number, stream in enumerate(_STREAMS, start=1):
             self._positions[stream] = os.lseek(number, 0, os.SEEK_END) if _can_seek(number) else 0
 
     def since_mark(self) -> Iterator[tuple[str, str]]:
-        """Yield stream and text of what was written since `mark`, if anything was."""
+        """Yield stream and text of what was written since `mark` or the last call, if any was."""
         flush_streams()
         for number, stream in enumerate(_STREAMS, start=1):
             end = os.lseek(number, 0, os.SEEK_END) if _can_seek(number) else 0
             start = self._positions.get(stream, 0)
+            self._positions[stream] = end
             if end > start:
                 yield stream, read_piece(self.directory / f"{stream}.log", start, end)
 

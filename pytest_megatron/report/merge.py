@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, cast
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias, assert_never, cast
 
 from pytest_megatron.files import JsonValue
 from pytest_megatron.gang.lifecycle import describe_exit, name_ranks
+from pytest_megatron.gang.messages import Done
 from pytest_megatron.gang.spec import RankEnd, Reason, RunEnd
 from pytest_megatron.report.crash import describe_flights, innermost_frame, shorten_stack
 
@@ -109,6 +110,26 @@ def merge(end: RunEnd, world_size: int) -> tuple[Merged, ...]:
     return tuple(merged)
 
 
+def merge_late(reports: Mapping[int, JsonValue], log_dirs: Sequence[str]) -> Merged:
+    """Return the report of a teardown that failed after the test was reported.
+
+    Args:
+        reports: Rank -> what it reported.
+        log_dirs: Of each rank of the gang.
+    """
+    ranks = tuple(
+        RankEnd(
+            rank=rank,
+            done=Done(run=0, reports=(reports[rank],) if rank in reports else ()),
+            log_dir=log_dir,
+        )
+        for rank, log_dir in enumerate(log_dirs)
+    )
+    end = RunEnd(run=0, reason=Reason.DONE, ranks=ranks, limit_s=0.0, duration_s=0.0, is_kept=False)
+    found = [p for rank in ranks if (p := _reported(rank, "teardown")) is not None]
+    return _fail(end, "teardown", found, len(ranks))
+
+
 def _is_plain(end: RunEnd) -> bool:
     """Whether every rank passed every phase and said nothing: nearly all tests."""
     return end.reason is Reason.DONE and all(
@@ -170,6 +191,9 @@ def _merge_phase(end: RunEnd, when: str, world_size: int) -> Merged | None:
     found = [p for rank in end.ranks if (p := _reported(rank, when)) is not None]
     struck = [r for r in end.ranks if r.done is None and (r.phase or "call") == when]
     if struck:
+        xfailed = [p for p in found if p.is_xfail and p.outcome == "skipped"]
+        if xfailed and _are_expected(found) and all(map(_is_late, struck)):
+            return _from_one(xfailed[0], when, found, "skipped")  # they waited for it
         return _fail(end, when, found, world_size)
     if not found:
         return None
@@ -181,7 +205,7 @@ def _merge_reported(end: RunEnd, when: str, found: Sequence[_Phase], world_size:
     failed = [p for p in found if p.outcome == "failed"]
     skipped = [p for p in found if p.outcome == "skipped"]
     xfailed = [p for p in skipped if p.is_xfail]
-    if xfailed and all(p.is_xfail or _is_strict_xpass(p) for p in found):
+    if xfailed and _are_expected(found):
         return _from_one(xfailed[0], when, found, "skipped")  # as a whole it failed, as expected
     if failed:
         return _fail(end, when, found, world_size)
@@ -195,6 +219,16 @@ def _merge_reported(end: RunEnd, when: str, found: Sequence[_Phase], world_size:
         return _fail(end, when, found, world_size)  # some rank skipped in set-up
     xpassed = [p for p in found if p.is_xfail]
     return _from_one(xpassed[0], when, found, "passed") if xpassed else _passed(when, found)
+
+
+def _are_expected(found: Sequence[_Phase]) -> bool:
+    """Whether no rank did what a test must not do that is expected to fail on some rank."""
+    return all(p.outcome == "passed" or p.is_xfail or _is_strict_xpass(p) for p in found)
+
+
+def _is_late(rank: RankEnd) -> bool:
+    """Whether a rank was stopped while it waited, and did not end by itself."""
+    return rank.exit_code is None and not rank.problem
 
 
 def _is_strict_xpass(phase: _Phase) -> bool:
@@ -421,17 +455,37 @@ def _merge_subtests(end: RunEnd, world_size: int) -> list[Merged]:
                 key = str(report.get("_subtest.context"))
                 seen[key] = seen.get(key, 0) + 1
                 by_key.setdefault(f"{key} {seen[key]}", []).append(_phase_of(rank.rank, report))
-    merged = []
-    for found in by_key.values():
-        outcome: Outcome = "passed"
-        if any(p.outcome == "failed" for p in found):
-            outcome = "failed"
-        elif all(p.outcome == "skipped" for p in found):
-            outcome = "skipped"
-        chosen = next(p for p in found if p.outcome == outcome or outcome == "passed")
-        one = _from_one(chosen, "call", found, outcome)
-        merged.append(one)
-    return merged
+    return [_merge_subtest(end, found, world_size) for found in by_key.values()]
+
+
+def _merge_subtest(end: RunEnd, found: Sequence[_Phase], world_size: int) -> Merged:
+    """Merge one subtest by the rules for tests; a rank that had no such subtest has no say."""
+    xfailed = [p for p in found if p.is_xfail]
+    if xfailed and not any(p.outcome == "failed" for p in found):
+        return _from_one(xfailed[0], "call", found, xfailed[0].outcome)
+    skipped = [p for p in found if p.outcome == "skipped"]
+    if any(p.outcome == "failed" for p in found) or 0 < len(skipped) < len(found):
+        failed = {p.rank: p for p in found if p.outcome == "failed"}
+        chosen = next(iter([*failed.values(), *skipped]))
+        words = {p.rank: _subtest_word(p) for p in found}
+        merged = _from_one(chosen, "call", found, "failed")
+        message = f"[rank {chosen.rank}] {chosen.message}" if failed else _split_message(end, words)
+        blocks = [("ranks", _tell_ranks(words, chosen.rank))] if world_size > 1 else []
+        blocks += _other_failures(failed, chosen.rank if failed else None, words)
+        return replace(merged, message=message, blocks=tuple(blocks))
+    return _from_one(found[0], "call", found, found[0].outcome)
+
+
+def _subtest_word(phase: _Phase) -> str:
+    match phase.outcome:
+        case "failed":
+            return f"failed: {phase.message}"
+        case "skipped":
+            return f"skipped: {_skip_reason(phase)}"
+        case "passed":
+            return "passed"
+        case _:
+            assert_never(phase.outcome)
 
 
 def _skip_reason(phase: _Phase) -> str:

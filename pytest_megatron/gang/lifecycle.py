@@ -246,11 +246,7 @@ class Lifecycle:
         match message:
             case Ready(missing=missing):
                 rank.is_ready, rank.missing = True, dict(missing)
-                if self.state is State.STARTING and all(r.is_ready for r in self._ranks):
-                    self.state = State.IDLE
-                    if self._run is not None:
-                        self._started_at = self._phase_at = now
-                        return self._send()
+                return self._on_ready(now)
             case PhaseEnded(run=run) if self._is_current(run):
                 self._phase_at = now
                 self._note(rank, message.when, message.outcome, now)
@@ -261,14 +257,28 @@ class Lifecycle:
                 return self._settle(now)
             case Broken(problem=problem):
                 rank.problem = problem
-                self._sign(rank, now)
-                return self._settle(now)
+                return self._on_trouble(rank, now)
             case Closed(problem=problem, late=late):
                 rank.is_closed = True
                 if late is not None:
                     self.late[rank.rank] = late
-                elif problem:
-                    self.problems.append(f"rank {rank.rank}: {problem}")
+                self.problems += [f"rank {rank.rank}: {problem}"] if problem else []
+            case _:
+                self._on_debugger(rank, message, now)
+        return []
+
+    def _on_ready(self, now: float) -> list[Action]:
+        if self.state is not State.STARTING or not all(r.is_ready for r in self._ranks):
+            return []
+        self.state = State.IDLE
+        if self._run is None:
+            return []
+        self._started_at = self._phase_at = now
+        return self._send()
+
+    def _on_debugger(self, rank: _Rank, message: Message, now: float) -> None:
+        """Stop the clocks while a debugger is open; it starts them anew when it is left."""
+        match message:
             case DebuggerWanted() | DebuggerWrote() | DebuggerReads():
                 self._debugging.add(rank.rank)
             case DebuggerLeft():
@@ -278,7 +288,6 @@ class Lifecycle:
                     self._sign_at = now
             case _:
                 pass
-        return []
 
     def _is_current(self, run: int) -> bool:
         return self._run is not None and self._run.run == run and self.state is not State.KILLING
@@ -301,21 +310,31 @@ class Lifecycle:
         self._debugging.discard(rank.rank)
         match self.state:
             case State.CLOSING:
-                if not rank.is_closed:
-                    self.problems.append(f"rank {rank.rank} {describe_exit(exit_code)} in teardown")
-                if all(r.exit_code is not None for r in self._ranks):
-                    return self.kill()
-                return []
-            case State.KILLING | State.STOPPING:
-                return []
+                return self._on_death_in_closing(rank, exit_code)
+            case State.RUNNING if rank.outcome == "passed":
+                rank.done = None  # the others still run the test that it passed
+                return self._on_trouble(rank, now)
+            case _:
+                return self._on_trouble(rank, now)
+
+    def _on_trouble(self, rank: _Rank, now: float) -> list[Action]:
+        """Go on without a rank, whether its process is gone or only its pytest."""
+        match self.state:
             case State.IDLE:
                 return self.kill()
             case State.STARTING:
                 self._sign(rank, now)
                 return self._begin_stop(Reason.NOT_STARTED, 0.0, now)
-            case _:
+            case State.RUNNING:
                 self._sign(rank, now)
                 return self._settle(now)
+            case _:
+                return []
+
+    def _on_death_in_closing(self, rank: _Rank, exit_code: int) -> list[Action]:
+        if not rank.is_closed:
+            self.problems.append(f"rank {rank.rank} {describe_exit(exit_code)} in teardown")
+        return self.kill() if all(r.exit_code is not None for r in self._ranks) else []
 
     def _send(self) -> list[Action]:
         assert self._run is not None
@@ -341,7 +360,8 @@ class Lifecycle:
         )
         if not is_in_step and all(r.outcome == "passed" for r in self._ranks):
             return self._end(Reason.DESYNCHRONISED, 0.0, now, is_kept=False)
-        is_kept = is_in_step and not any(d.poison for d in done)
+        is_dead = any(r.exit_code is not None for r in self._ranks)
+        is_kept = is_in_step and not is_dead and not any(d.poison for d in done)
         return self._end(Reason.DONE, 0.0, now, is_kept=is_kept)
 
     def _kind_of_sign(self) -> Reason:

@@ -7,9 +7,9 @@ unpickled: whoever speaks on the wire can at most lie about outcomes.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TypeAlias, cast
+from typing import Protocol, TypeAlias, cast
 
 from pytest_megatron.files import JsonValue
 
@@ -253,9 +253,14 @@ class Died:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenStore:
-    """Open a key-value store for a gang to meet in."""
+    """Open a key-value store for a gang to meet in.
+
+    Attributes:
+        host: What its ranks call it by.
+    """
 
     gang: int
+    host: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,6 +347,14 @@ Message: TypeAlias = (
     | AskStacks
     | Stacks
 )
+
+
+class _Make(Protocol):
+    """Makes a message of fields that may be anything."""
+
+    def __call__(self, **fields: object) -> Message: ...
+
+
 _TYPES: dict[str, type[Message]] = {kind.__name__: kind for kind in Message.__args__}
 _FIELDS = {kind: tuple(f.name for f in fields(kind)) for kind in _TYPES.values()}
 
@@ -357,14 +370,13 @@ def decode(frame: bytes) -> Message:
     Raises:
         ValueError: It is none of ours.
     """
-    found = json.loads(frame)
     try:
-        name, values = found
+        name, values = json.loads(frame)
         if name == Fork.__name__:
             return Fork(orders=tuple(RankOrder(**order[1]) for order in values["orders"]))
-        make: Callable[..., Message] = _TYPES[name]
+        make = cast("_Make", _TYPES[name])
         return make(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
-    except (TypeError, KeyError, ValueError) as error:
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"not a message: {frame[:200]!r}") from error
 
 

@@ -12,7 +12,7 @@ import copy
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,11 +23,12 @@ from pytest_megatron.errors import LaunchError
 from pytest_megatron.files import JsonValue
 from pytest_megatron.gang.bootstrap import rank_env
 from pytest_megatron.gang.channel import Channel, listen_locally
-from pytest_megatron.gang.fleet import Fleet, Gang, store_env
+from pytest_megatron.gang.fleet import Fleet, Gang
 from pytest_megatron.gang.lifecycle import Lifecycle, State
 from pytest_megatron.gang.messages import NOTHING, UNKNOWN, Message, RankOrder, Run
 from pytest_megatron.gang.placement import Schedule
 from pytest_megatron.gang.spec import GangSpec, RunEnd
+from pytest_megatron.gang.stores import LOCAL_HOST
 from pytest_megatron.hooks.markers import spec_of, timeout_of
 from pytest_megatron.hooks.merged import (
     build_report,
@@ -64,8 +65,10 @@ class _Execution:
     merged: tuple[Merged, ...] = ()
 
     @property
-    def has_failed(self) -> bool:
-        return any(m.outcome == "failed" for m in self.merged)
+    def may_end_session(self) -> bool:
+        """Whether it has to be reported before anything new starts."""
+        stops = [r.done.stop for r in self.end.ranks if r.done] if self.end else []
+        return any(stops) or any(m.outcome == "failed" for m in self.merged)
 
 
 class GangPlugin:
@@ -175,8 +178,8 @@ class GangPlugin:
         self._template = template.fork()
         original = session.gethookproxy
 
-        def get_hooks(path: os.PathLike[str]) -> pluggy.HookRelay:
-            return _Hooks(original(path), self)  # type: ignore[return-value]
+        def get_hooks(fspath: os.PathLike[str]) -> pluggy.HookRelay:
+            return _Hooks(original(fspath), self)  # type: ignore[return-value]
 
         session.gethookproxy = get_hooks  # type: ignore[method-assign]
         tests = [(self._index[item], spec, str(item.path)) for item, spec in self._specs.items()]
@@ -325,7 +328,7 @@ class GangPlugin:
     @property
     def _is_held(self) -> bool:
         """Whether nothing new may start, as a failure was not reported yet."""
-        return any(execution.has_failed for execution in self._ended.values())
+        return any(execution.may_end_session for execution in self._ended.values())
 
     # Gangs
 
@@ -343,12 +346,12 @@ class GangPlugin:
                 else:
                     self._assign(gang, *taken)
         while (spec := schedule.wanted(self._num_free(), self._count_gangs())) is not None:
-            gang = self._start(spec)
-            if gang is None:
+            started = self._start(spec)
+            if started is None:
                 return
-            taken = schedule.take(gang.number, spec)
+            taken = schedule.take(started.number, spec)
             assert taken is not None
-            self._assign(gang, *taken)
+            self._assign(started, *taken)
 
     def _start_by_hand(self, item: pytest.Item) -> None:
         """Start an item that the schedule does not have: a rerun, or one of pytest-xdist's."""
@@ -464,7 +467,7 @@ class GangPlugin:
         directory = self._run.open_run_dir() / self._run.ranks_dir / f"attempt_{number}"
         size = spec.world_size
         common = {
-            **store_env("localhost"),
+            "MASTER_ADDR": LOCAL_HOST,
             "TORCHELASTIC_RUN_ID": self._run.run_dir.name,
         }
         if lease is not None:
@@ -632,23 +635,25 @@ class _Hooks:
         self._hooks = hooks
         self._gangs = gangs
 
-    def __getattr__(self, name: str) -> Callable[..., object]:
-        found: Callable[..., object] = getattr(self._hooks, name)
-        return found
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._hooks, name)
 
     def pytest_runtest_setup(self, *, item: pytest.Item) -> object:
         if self._gangs.is_ours(item):
-            return self._gangs.set_up(item)
+            self._gangs.set_up(item)
+            return None
         return self._hooks.pytest_runtest_setup(item=item)
 
     def pytest_runtest_call(self, *, item: pytest.Item) -> object:
         if self._gangs.is_ours(item):
-            return self._gangs.call(item)
+            self._gangs.call(item)
+            return None
         return self._hooks.pytest_runtest_call(item=item)
 
     def pytest_runtest_teardown(self, *, item: pytest.Item, nextitem: pytest.Item | None) -> object:
         if self._gangs.is_ours(item):
-            return self._gangs.tear_down(item, nextitem)
+            self._gangs.tear_down(item, nextitem)
+            return None
         return self._hooks.pytest_runtest_teardown(item=item, nextitem=nextitem)
 
     def pytest_runtest_makereport(

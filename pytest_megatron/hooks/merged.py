@@ -9,10 +9,16 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Protocol, cast
+from typing import Literal, Protocol, cast
 
 import pytest
-from _pytest._code.code import ExceptionChainRepr, ReprEntryNative, ReprFileLocation, ReprTraceback
+from _pytest._code.code import (
+    ExceptionChainRepr,
+    ExceptionRepr,
+    ReprEntryNative,
+    ReprFileLocation,
+    ReprTraceback,
+)
 from _pytest.reports import BaseReport
 from _pytest.unittest import TestCaseFunction
 
@@ -38,7 +44,7 @@ def build_report(item: pytest.Item, merged: Merged) -> pytest.TestReport:
             keywords=dict.fromkeys(item.keywords, 1),
             outcome=merged.outcome,
             longrepr=None,
-            when=cast("pytest.TestReport", merged).when,  # type: ignore[arg-type]
+            when=cast("Literal['setup', 'call', 'teardown']", merged.when),
         )
         if merged.outcome == "failed":
             report.longrepr = _crash(item, merged)
@@ -127,7 +133,7 @@ def _category(data: dict[str, JsonValue]) -> type[Warning]:
 
 
 def _from_base(item: pytest.Item, merged: Merged) -> pytest.TestReport:
-    data = cast("dict[str, object]", _with_tuples(dict(merged.base or {})))
+    data = _with_tuples(dict(merged.base or {}))
     data["nodeid"], data["location"] = item.nodeid, item.location
     found = item.config.hook.pytest_report_from_serializable(config=item.config, data=data)
     assert isinstance(found, BaseReport)
@@ -138,7 +144,7 @@ def _from_base(item: pytest.Item, merged: Merged) -> pytest.TestReport:
         crash = getattr(longrepr, "reprcrash", None)
         if crash is not None and merged.message:
             crash.message = merged.message
-        if hasattr(longrepr, "addsection"):
+        if isinstance(longrepr, ExceptionRepr):
             for title, text in merged.blocks:
                 longrepr.addsection(title, text)
         else:
@@ -157,8 +163,8 @@ def _restore_context(report: pytest.TestReport, data: Mapping[str, object]) -> N
 
 def _raised(merged: Merged) -> tuple[str, str]:
     """Return name and text of the exception of a failed phase."""
-    crash = cast("dict[str, JsonValue]", (merged.base or {}).get("longrepr") or {})
-    place = crash.get("reprcrash") if isinstance(crash, dict) else None
+    longrepr = (merged.base or {}).get("longrepr")
+    place = longrepr.get("reprcrash") if isinstance(longrepr, dict) else None
     message = str(place.get("message", "")) if isinstance(place, dict) else merged.message
     head, colon, rest = message.partition(": ")
     name = head.rpartition(".")[2]

@@ -56,7 +56,6 @@ class RankPlugin:
         self.shared_dir = Path()
         self._channel = channel
         self._logs = logs
-        self._logs.mark()
         self._run: Run | None = None
         self._reports: list[JsonValue] = []
         self._warnings: list[JsonValue] = []
@@ -154,7 +153,7 @@ class RankPlugin:
             self._channel.send(
                 PhaseEnded(
                     run=run.run,
-                    when=report.when or "",
+                    when=report.when,
                     outcome="failed" if is_failed else report.outcome,
                     at=time.time(),
                 )
@@ -245,7 +244,7 @@ class RankPlugin:
         finally:
             self._is_in_phase = False
             if self.order.is_capturing:
-                for stream, text in self._logs.since_mark():
+                for stream, text in self._logs.new_text():
                     item.add_report_section(when, stream, text)
 
 
@@ -321,7 +320,6 @@ def serve(
 ) -> NoReturn:
     """Run what the controller sends until it says close, or is gone."""
     channel.send(ready)
-    by_id: Mapping[str, pytest.Item] | None = None
     planned: pytest.Item | None = None
     exit_code = 0
     try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias, assert_never, cast
+from typing import Literal, TypeAlias, cast
 
 from pytest_megatron.files import JsonValue
 from pytest_megatron.gang.lifecycle import describe_exit, name_ranks
@@ -97,7 +97,7 @@ def merge(end: RunEnd, world_size: int) -> tuple[Merged, ...]:
         if phase is None:
             continue
         if when == "call":
-            merged += _merge_subtests(end, world_size)
+            merged += _merge_subtests(end)
         merged.append(phase)
         has_ended = has_ended or (when == "setup" and phase.outcome != "passed")
     if not merged or merged[0].when != "setup":
@@ -189,15 +189,17 @@ def _is_subtest(report: JsonObject) -> bool:
 
 def _merge_phase(end: RunEnd, when: str, world_size: int) -> Merged | None:
     found = [p for rank in end.ranks if (p := _reported(rank, when)) is not None]
-    struck = [r for r in end.ranks if r.done is None and (r.phase or "call") == when]
-    if struck:
+    struck = [r.phase or "call" for r in end.ranks if r.done is None]
+    if when in struck:
         xfailed = [p for p in found if p.is_xfail and p.outcome == "skipped"]
-        if xfailed and _are_expected(found) and all(map(_is_late, struck)):
+        late = [r for r in end.ranks if r.done is not None or _is_late(r)]
+        if xfailed and _are_expected(found) and len(late) == len(end.ranks):
             return _from_one(xfailed[0], when, found, "skipped")  # they waited for it
         return _fail(end, when, found, world_size)
     if not found:
         return None
-    return _merge_reported(end, when, found, world_size)
+    num_later = sum(PHASES.index(phase) > PHASES.index(when) for phase in struck)
+    return _merge_reported(end, when, found, world_size - num_later)
 
 
 def _merge_reported(end: RunEnd, when: str, found: Sequence[_Phase], world_size: int) -> Merged:
@@ -207,16 +209,13 @@ def _merge_reported(end: RunEnd, when: str, found: Sequence[_Phase], world_size:
     xfailed = [p for p in skipped if p.is_xfail]
     if xfailed and _are_expected(found):
         return _from_one(xfailed[0], when, found, "skipped")  # as a whole it failed, as expected
-    if failed:
-        return _fail(end, when, found, world_size)
+    is_unanimous = len(found) == world_size and len(skipped) in (0, world_size)
+    if failed or not (is_unanimous or when != "call"):
+        return _fail(end, when, found, world_size)  # a rank may also have skipped in set-up
+    if skipped and not is_unanimous:
+        return _skip_in_part(end, when, found, world_size)
     if skipped:
-        if len(skipped) == len(found) == world_size:
-            return _from_one(skipped[0], when, found, "skipped")
-        if when == "setup":  # a split skip is a failure of the test, not an error of its set-up
-            return _passed(when, [p for p in found if p.outcome == "passed"] or found)
-        return _fail(end, when, found, world_size)
-    if when == "call" and len(found) < world_size:
-        return _fail(end, when, found, world_size)  # some rank skipped in set-up
+        return _from_one(skipped[0], when, found, "skipped")
     xpassed = [p for p in found if p.is_xfail]
     return _from_one(xpassed[0], when, found, "passed") if xpassed else _passed(when, found)
 
@@ -229,6 +228,12 @@ def _are_expected(found: Sequence[_Phase]) -> bool:
 def _is_late(rank: RankEnd) -> bool:
     """Whether a rank was stopped while it waited, and did not end by itself."""
     return rank.exit_code is None and not rank.problem
+
+
+def _skip_in_part(end: RunEnd, when: str, found: Sequence[_Phase], world_size: int) -> Merged:
+    if when == "setup":  # a split skip is a failure of the test, not an error of its set-up
+        return _passed(when, [p for p in found if p.outcome == "passed"] or found)
+    return _fail(end, when, found, world_size)
 
 
 def _is_strict_xpass(phase: _Phase) -> bool:
@@ -263,7 +268,7 @@ def _fail(end: RunEnd, when: str, found: Sequence[_Phase], world_size: int) -> M
     failed = {p.rank: p for p in found if p.outcome == "failed"}
     struck = {r.rank: r for r in end.ranks if r.done is None}
     first = _first(end, failed, struck)
-    words = _words(end, when, failed)
+    words = _words(end, failed)
     blocks: list[tuple[str, str]] = []
     base = None
     if first is None:
@@ -309,12 +314,12 @@ def _first(end: RunEnd, failed: Mapping[int, _Phase], struck: Mapping[int, RankE
     return min(guilty, key=order).rank if guilty else None
 
 
-def _words(end: RunEnd, when: str, failed: Mapping[int, _Phase]) -> dict[int, str]:
+def _words(end: RunEnd, failed: Mapping[int, _Phase]) -> dict[int, str]:
     """Return what each rank did, in a few words."""
-    return {rank.rank: _word(end, rank, when, failed.get(rank.rank)) for rank in end.ranks}
+    return {rank.rank: _word(end, rank, failed.get(rank.rank)) for rank in end.ranks}
 
 
-def _word(end: RunEnd, rank: RankEnd, when: str, failure: _Phase | None) -> str:
+def _word(end: RunEnd, rank: RankEnd, failure: _Phase | None) -> str:
     if failure is not None:
         text = f"failed: {failure.message}"
         return f"{text} (a consequence)" if _CONSEQUENCE.search(failure.text) else text
@@ -322,16 +327,20 @@ def _word(end: RunEnd, rank: RankEnd, when: str, failure: _Phase | None) -> str:
         where = f" in {rank.phase}" if rank.phase not in ("", "call") else ""
         return f"{describe_exit(rank.exit_code)}{where}"
     if rank.problem:
-        return rank.problem.strip().splitlines()[-1] if "\n" in rank.problem else rank.problem
+        return rank.problem.strip().splitlines()[-1]
     if rank.done is None:
         return _late_word(end, rank)
+    return _done_word(end, rank, rank.done.num_collectives)
+
+
+def _done_word(end: RunEnd, rank: RankEnd, num_collectives: int) -> str:
     for phase in (p for name in PHASES if (p := _reported(rank, name)) is not None):
         if phase.outcome == "skipped":
             return f"skipped: {_skip_reason(phase)}"
         if phase.outcome == "failed":
             return f"failed: {phase.message}"
     if end.reason is Reason.DESYNCHRONISED:
-        return f"passed after {rank.done.num_collectives} collectives"
+        return f"passed after {num_collectives} collectives"
     return "passed"
 
 
@@ -360,7 +369,7 @@ def _split_message(end: RunEnd, words: Mapping[int, str]) -> str:
             others = [rank for rank in words if rank not in skipped]
             if skipped and others:
                 return f"{name_ranks(skipped)} skipped, {name_ranks(others)} did not"
-            return end.reason.value
+            return str(end.reason.value)
 
 
 def _tell_ranks(words: Mapping[int, str], first: int | None) -> str:
@@ -396,7 +405,7 @@ def _stacks(end: RunEnd) -> list[tuple[str, str]]:
             groups.setdefault(_normalise_stack(rank.stack), []).append(rank.rank)
     blocks = [(f"stack of {name_ranks(ranks)}", text) for text, ranks in groups.items()]
     flights = {r.rank: r.flight for r in end.ranks if r.flight}
-    if flights and (text := describe_flights(flights, len(end.ranks))):
+    if flights and (text := describe_flights(flights)):
         blocks.append(("collectives, by NCCL's flight recorder", text))
     return blocks
 
@@ -407,10 +416,9 @@ def _normalise_stack(stack: str) -> str:
 
 def _logs(end: RunEnd, first: int | None, struck: Mapping[int, RankEnd]) -> list[tuple[str, str]]:
     """Return what a dead rank said last, and where to read on."""
-    blocks = []
-    for rank in end.ranks:
-        if rank.rank in struck and rank.problem and "\n" in rank.problem:
-            blocks.append((f"rank {rank.rank}", rank.problem))
+    blocks = [
+        (f"rank {rank.rank}", rank.problem) for rank in struck.values() if "\n" in rank.problem
+    ]
     shown = [end.ranks[first]] if first is not None else [r for r in end.ranks if r.rank in struck]
     files = [f"{rank.log_dir}/stderr.log" for rank in shown if rank.log_dir]
     if files:
@@ -445,7 +453,7 @@ def _properties(found: Sequence[_Phase]) -> tuple[tuple[str, JsonValue], ...]:
     return tuple(kept)
 
 
-def _merge_subtests(end: RunEnd, world_size: int) -> list[Merged]:
+def _merge_subtests(end: RunEnd) -> list[Merged]:
     """Merge subtests of equal names over the ranks, in the order of the first rank with them."""
     by_key: dict[str, list[_Phase]] = {}
     for rank in end.ranks:
@@ -455,37 +463,31 @@ def _merge_subtests(end: RunEnd, world_size: int) -> list[Merged]:
                 key = str(report.get("_subtest.context"))
                 seen[key] = seen.get(key, 0) + 1
                 by_key.setdefault(f"{key} {seen[key]}", []).append(_phase_of(rank.rank, report))
-    return [_merge_subtest(end, found, world_size) for found in by_key.values()]
+    return [_merge_subtest(end, found) for found in by_key.values()]
 
 
-def _merge_subtest(end: RunEnd, found: Sequence[_Phase], world_size: int) -> Merged:
+def _merge_subtest(end: RunEnd, found: Sequence[_Phase]) -> Merged:
     """Merge one subtest by the rules for tests; a rank that had no such subtest has no say."""
-    xfailed = [p for p in found if p.is_xfail]
-    if xfailed and not any(p.outcome == "failed" for p in found):
-        return _from_one(xfailed[0], "call", found, xfailed[0].outcome)
+    failed = {p.rank: p for p in found if p.outcome == "failed"}
     skipped = [p for p in found if p.outcome == "skipped"]
-    if any(p.outcome == "failed" for p in found) or 0 < len(skipped) < len(found):
-        failed = {p.rank: p for p in found if p.outcome == "failed"}
-        chosen = next(iter([*failed.values(), *skipped]))
-        words = {p.rank: _subtest_word(p) for p in found}
-        merged = _from_one(chosen, "call", found, "failed")
-        message = f"[rank {chosen.rank}] {chosen.message}" if failed else _split_message(end, words)
-        blocks = [("ranks", _tell_ranks(words, chosen.rank))] if world_size > 1 else []
-        blocks += _other_failures(failed, chosen.rank if failed else None, words)
-        return replace(merged, message=message, blocks=tuple(blocks))
-    return _from_one(found[0], "call", found, found[0].outcome)
+    xfailed = [p for p in found if p.is_xfail]
+    if xfailed and not failed:
+        return _from_one(xfailed[0], "call", found, xfailed[0].outcome)
+    if not failed and len(skipped) in (0, len(found)):
+        return _from_one(found[0], "call", found, found[0].outcome)
+    chosen = [*failed.values(), *skipped][0]
+    words = {p.rank: _subtest_word(p) for p in found}
+    message = f"[rank {chosen.rank}] {chosen.message}" if failed else _split_message(end, words)
+    blocks = [("ranks", _tell_ranks(words, chosen.rank))]
+    blocks += _other_failures(failed, chosen.rank if failed else None, words)
+    merged = _from_one(chosen, "call", found, "failed")
+    return replace(merged, message=message, blocks=tuple(blocks))
 
 
 def _subtest_word(phase: _Phase) -> str:
-    match phase.outcome:
-        case "failed":
-            return f"failed: {phase.message}"
-        case "skipped":
-            return f"skipped: {_skip_reason(phase)}"
-        case "passed":
-            return "passed"
-        case _:
-            assert_never(phase.outcome)
+    if phase.outcome == "skipped":
+        return f"skipped: {_skip_reason(phase)}"
+    return f"failed: {phase.message}" if phase.outcome == "failed" else "passed"
 
 
 def _skip_reason(phase: _Phase) -> str:

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import pytest
 
-from pytest_megatron.gang.channel import connect
+from pytest_megatron.gang.channel import connect, remove_socket
 from pytest_megatron.gang.messages import Hello, RankOrder
 from pytest_megatron.gang.nursery import Forking, Nursery, RankEnds
 from pytest_megatron.gang.stores import StoreKeeper
@@ -53,6 +53,7 @@ class Template:
         hello = Hello(role="nursery", gang=0, rank=-1, node_rank=0, pid=os.getpid())
         channel = connect(self.address, self.key, hello)
         Nursery(channel, Forking(channel, self._run_rank, StoreKeeper())).serve()
+        remove_socket(self.address)  # a controller that was killed leaves it
 
     def _run_rank(self, order: RankOrder, ends: RankEnds) -> NoReturn:
         run_forked_rank(

@@ -260,6 +260,7 @@ class Nursery:
                 phases[str(child.order.rank)] = child.phase
                 files[child.order.rank] = Path(child.order.log_dir)
                 send_signal([pid], STACK_SIGNAL)
+                send_signal([pid], signal.SIGCONT)  # one that was stopped says nothing
                 with contextlib.suppress(OSError):
                     os.write(child.trigger, b"d")
         self._asked.append(_Asked(gang, files, phases, time.monotonic() + _STACKS_S))

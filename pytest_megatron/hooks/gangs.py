@@ -27,7 +27,7 @@ from pytest_megatron.gang.messages import Message, RankOrder, Run
 from pytest_megatron.gang.placement import Schedule
 from pytest_megatron.gang.spec import GangSpec, RunEnd
 from pytest_megatron.hooks.markers import spec_of, timeout_of
-from pytest_megatron.hooks.merged import build_report, warn_again
+from pytest_megatron.hooks.merged import build_late_report, build_report, warn_again
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.hooks.template import Template
@@ -61,7 +61,10 @@ class GangPlugin:
         self._random_before = random.getstate()
         self._specs: dict[pytest.Item, GangSpec] = {}
         self._fleet: Fleet | None = None
+        self._make_template: Template | None = None
         self._template: int | None = None
+        self._late_problems: list[tuple[pytest.Item, str]] = []
+        self._last_items: dict[int, pytest.Item] = {}
         self._gangs: dict[int, Gang] = {}
         self._leases: dict[int, Lease] = {}
         self._running: dict[int, tuple[Gang, _Execution]] = {}
@@ -137,13 +140,13 @@ class GangPlugin:
         listener = listen_locally()
         grace_s = self._options.rank_grace_s
         self._fleet = Fleet(listener, grace_s=grace_s, on_debugger=self._on_debugger)
-        template = Template(
+        self._make_template = Template(
             session=session,
             address=listener.address,
             key=listener.key,
             random_before=self._random_before,
         )
-        self._template = template.fork()
+        self._template = self._make_template.fork()
         original = session.gethookproxy
 
         def get_hooks(path: os.PathLike[str]) -> pluggy.HookRelay:
@@ -179,6 +182,7 @@ class GangPlugin:
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=nextitem)
         self._ended.pop(item, None)
         self._is_held = False
+        self._report_late_problems()
         if session.shouldfail:
             self._is_stopping = True
             raise session.Failed(session.shouldfail)
@@ -204,7 +208,7 @@ class GangPlugin:
         assert execution.end is not None
         warn_again(self._config, execution.end)
         self._print(execution.end)
-        _stop_like(execution.end)
+        _stop_like(item, execution.end)
 
     def call(self, item: pytest.Item) -> None:
         """Report the subtests, which pytest reports before the test."""
@@ -285,11 +289,7 @@ class GangPlugin:
     def _start(self, spec: GangSpec) -> Gang | None:
         """Start a gang; None while its devices are not free."""
         fleet = self._open_fleet
-        deadline = time.monotonic() + _NURSERY_S
-        while not fleet.has_nursery(0, -1):
-            fleet.pump(_PUMP_S)
-            if time.monotonic() > deadline:
-                raise LaunchError("gang", "the process that starts ranks did not call")
+        self._wait_for_template()
         lease = None
         if spec.device == "cuda":
             lease = lease_gpus(this_host().gpus, spec.world_size, self._tell_user)
@@ -311,6 +311,29 @@ class GangPlugin:
             self._leases[number] = lease
         fleet.start(gang)
         return gang
+
+    def _wait_for_template(self) -> None:
+        """Wait until the template has called; one that was killed gets a successor, once."""
+        deadline = time.monotonic() + _NURSERY_S
+        num_left = 1
+        while not self._open_fleet.has_nursery(0, -1):
+            if self._has_template_ended() and num_left and self._make_template is not None:
+                num_left -= 1
+                self._template = self._make_template.fork()
+            self._open_fleet.pump(_PUMP_S)
+            if time.monotonic() > deadline:
+                raise LaunchError("gang", "the process that starts ranks did not call")
+
+    def _has_template_ended(self) -> bool:
+        if self._template is None:
+            return True
+        try:
+            pid, _ = os.waitpid(self._template, os.WNOHANG)
+        except ChildProcessError:  # somebody else collected it
+            pid = self._template
+        if pid:
+            self._template = None
+        return bool(pid)
 
     def _orders(self, number: int, spec: GangSpec, lease: Lease | None) -> tuple[RankOrder, ...]:
         directory = self._run.open_run_dir() / self._run.ranks_dir / f"attempt_{number}"
@@ -381,12 +404,14 @@ class GangPlugin:
             execution.end = end
             execution.merged = merge(end, gang.spec.world_size)
             self._ended[execution.item] = execution
+            self._last_items[gang.number] = execution.item
             if any(m.outcome == "failed" for m in execution.merged):
                 self._is_held = True
         gang.ends.clear()
 
     def _forget(self, gang: Gang) -> None:
         del self._gangs[gang.number]
+        self._note_problems(gang)
         if self._schedule is not None:
             self._schedule.forget(gang.number)
         lease = self._leases.pop(gang.number, None)
@@ -400,18 +425,31 @@ class GangPlugin:
 
     # The end
 
+    def _note_problems(self, gang: Gang) -> None:
+        """Keep what went wrong on a gang after its last test."""
+        item = self._last_items.pop(gang.number, None)
+        if item is not None:
+            self._late_problems += [(item, text) for text in gang.lifecycle.problems]
+
+    def _report_late_problems(self) -> None:
+        """Report what went wrong after a test was reported, as an error at its teardown."""
+        while self._late_problems:
+            item, text = self._late_problems.pop(0)
+            self._config.hook.pytest_runtest_logreport(report=build_late_report(item, text))
+
     def _interrupt(self) -> None:
         """Ctrl-C: ranks get it too and tear down; a second one does not wait for them."""
         fleet = self._open_fleet
         deadline = time.monotonic() + min(self._options.rank_grace_s, _CLOSING_S)
-        for gang in self._gangs.values():
+        busy = [gang for gang in self._gangs.values() if gang.lifecycle.state is State.RUNNING]
+        for gang in busy:
             fleet.interrupt(gang)
         with contextlib.suppress(KeyboardInterrupt):
-            while self._gangs and time.monotonic() < deadline:
+            while time.monotonic() < deadline and any(
+                gang.lifecycle.state is State.RUNNING for gang in busy
+            ):
                 fleet.pump(0.1)
-                for gang in list(self._gangs.values()):
-                    if gang.is_gone or not gang.channels:
-                        self._gangs.pop(gang.number)
+        self._is_stopping = True
 
     def _shut_down(self) -> None:
         """End every gang, politely where it is idle; then the template and what it started."""
@@ -423,6 +461,8 @@ class GangPlugin:
                 fleet.close(gang)
             while any(not gang.is_gone for gang in self._gangs.values()):
                 fleet.pump(_PUMP_S)
+            for gang in self._gangs.values():
+                self._note_problems(gang)
         finally:
             for lease in self._leases.values():
                 lease.close()
@@ -432,6 +472,7 @@ class GangPlugin:
             if self._template is not None:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(self._template, 0)
+        self._report_late_problems()
 
     # Small things
 
@@ -498,15 +539,16 @@ def _is_stepwise(config: pytest.Config) -> bool:
     return bool(getattr(config.option, "stepwise", False))
 
 
-def _stop_like(end: RunEnd) -> None:
+def _stop_like(item: pytest.Item, end: RunEnd) -> None:
     """End the session as the test asked pytest to, by `pytest.exit` or KeyboardInterrupt."""
     for rank in end.ranks:
         stop: Sequence[object] = () if rank.done is None else rank.done.stop
+        where = f"rank {rank.rank} of {len(end.ranks)} in {item.nodeid}"
         if stop and stop[0] == "exit":
-            code = stop[2]
-            raise pytest.exit.Exception(str(stop[1]), code if isinstance(code, int) else None)
+            code = stop[2] if isinstance(stop[2], int) else None
+            raise pytest.exit.Exception(f"{stop[1]} ({where})", code)
         if stop:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(where)
 
 
 __all__ = ["PLUGIN_NAME", "GangPlugin", "MegatronError"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -42,6 +43,15 @@ def build_report(item: pytest.Item, merged: Merged) -> pytest.TestReport:
     if merged.ranks:
         report.gang = {"ranks": dict(merged.ranks)}  # type: ignore[attr-defined]
     return report
+
+
+def build_late_report(item: pytest.Item, problem: str) -> pytest.TestReport:
+    """Return an error at the teardown of a test that was reported already."""
+    message = problem.strip().splitlines()[-1] if "\n" in problem else problem
+    merged = Merged(when="teardown", outcome="failed", message=message)
+    if message != problem:
+        merged = replace(merged, blocks=(("the last teardown", problem),))
+    return build_report(item, merged)
 
 
 def warn_again(config: pytest.Config, end: RunEnd) -> None:

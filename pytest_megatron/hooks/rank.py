@@ -129,6 +129,7 @@ class RankPlugin:
                     when=report.when or "",
                     outcome=report.outcome,
                     at=time.time(),
+                    report=None if report.outcome == "passed" else self._reports[-1],
                 )
             )
         if report.failed:

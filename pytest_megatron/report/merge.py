@@ -92,11 +92,14 @@ def merge(end: RunEnd, world_size: int) -> tuple[Merged, ...]:
     for when in PHASES:
         if has_ended and when == "call":
             continue
+        is_told = when == "teardown" and any(m.outcome == "failed" for m in merged)
+        if is_told and not any(_has_failed(rank, when) for rank in end.ranks):
+            continue  # who was stopped in teardown was so because of what is reported already
         phase = _merge_phase(end, when, world_size)
         if phase is None:
             continue
         if when == "call":
-            merged += _merge_subtests(end, world_size)
+            merged += _merge_subtests(end)
         merged.append(phase)
         has_ended = has_ended or (when == "setup" and phase.outcome != "passed")
     if not merged or merged[0].when != "setup":
@@ -141,15 +144,35 @@ def _is_trouble(end: RunEnd) -> bool:
 
 
 def _reported(rank: RankEnd, when: str) -> _Phase | None:
-    """Return a phase of a rank, or None where it has not reported it."""
-    for report in () if rank.done is None else rank.done.reports:
+    """Return a phase of a rank, or None where it did not end it.
+
+    A rank that did not end the test is known to have passed the phases before its last.
+    """
+    for report in rank.early if rank.done is None else rank.done.reports:
         if isinstance(report, list):
             if report[0] == when:
                 _, start, stop = cast("tuple[str, float, float]", tuple(report))
                 return _Phase(rank=rank.rank, outcome="passed", start=start, stop=stop, full=None)
         elif isinstance(report, Mapping) and not _is_subtest(report) and report["when"] == when:
             return _phase_of(rank.rank, report)
+    if rank.done is None and _last_phase(rank) in PHASES[PHASES.index(when) + 1 :]:
+        return _Phase(rank=rank.rank, outcome="passed", start=0.0, stop=0.0, full=None)
     return None
+
+
+def _last_phase(rank: RankEnd) -> str:
+    """Return the first phase that a rank did not pass, or the one that it was in; may be ""."""
+    for report in rank.early:
+        if isinstance(report, Mapping) and not _is_subtest(report):
+            return str(report["when"])
+    return rank.phase
+
+
+def _has_failed(rank: RankEnd, when: str) -> bool:
+    """Whether a rank failed a phase by itself."""
+    phase = _reported(rank, when)
+    is_failure = phase is not None and phase.outcome == "failed"
+    return is_failure and not (phase and _CONSEQUENCE.search(phase.text))
 
 
 def _phase_of(rank: int, report: JsonObject) -> _Phase:
@@ -207,7 +230,7 @@ def _passed(when: str, found: Sequence[_Phase]) -> Merged:
         outcome="passed",
         sections=_sections(found),
         properties=_properties(found),
-        start=min(p.start for p in found),
+        start=_start(found),
         stop=max(p.stop for p in found),
     )
 
@@ -219,9 +242,14 @@ def _from_one(phase: _Phase, when: str, found: Sequence[_Phase], outcome: Outcom
         base=phase.full,
         sections=_sections(found),
         properties=_properties(found),
-        start=min(p.start for p in found),
+        start=_start(found),
         stop=max(p.stop for p in found),
     )
+
+
+def _start(found: Sequence[_Phase]) -> float:
+    """Return when the first rank began, as far as any could say."""
+    return min([p.start for p in found if p.start], default=0.0)
 
 
 def _fail(end: RunEnd, when: str, found: Sequence[_Phase], world_size: int) -> Merged:
@@ -239,12 +267,14 @@ def _fail(end: RunEnd, when: str, found: Sequence[_Phase], world_size: int) -> M
         message = f"[rank {first}] {failed[first].message}"
     else:
         message = f"rank {first} of {world_size} {words[first]}"
+        if len(set(words.values())) == 1 and world_size > 1:
+            message = f"{name_ranks(list(words))} {words[first]}"
     blocks.append(("ranks", _tell_ranks(words, first)))
     blocks += _other_failures(failed, first, words)
     blocks += _stacks(end)
     blocks += _logs(end, first, struck)
     shown = [p for p in found if p.rank == first] or list(found[:1])
-    starts = [p.start for p in found if p.start] or [0.0]
+    start = _start(found)
     return Merged(
         when=when,
         outcome="failed",
@@ -253,8 +283,8 @@ def _fail(end: RunEnd, when: str, found: Sequence[_Phase], world_size: int) -> M
         blocks=tuple(blocks),
         sections=_sections(shown),
         properties=_properties(found),
-        start=min(starts),
-        stop=max([p.stop for p in found] + [min(starts) + end.duration_s]),
+        start=start,
+        stop=max([p.stop for p in found] + [start + end.duration_s]),
         ranks={str(rank): text for rank, text in words.items()},
     )
 
@@ -283,14 +313,11 @@ def _words(end: RunEnd, when: str, failed: Mapping[int, _Phase]) -> dict[int, st
 def _word(end: RunEnd, rank: RankEnd, when: str, failure: _Phase | None) -> str:
     if failure is not None:
         text = f"failed: {failure.message}"
+        if rank.done is None and rank.phase != when:
+            text += f", then {_end_word(end, rank)}"
         return f"{text} (a consequence)" if _CONSEQUENCE.search(failure.text) else text
-    if rank.exit_code is not None and rank.done is None:
-        where = f" in {rank.phase}" if rank.phase not in ("", "call") else ""
-        return f"{describe_exit(rank.exit_code)}{where}"
-    if rank.problem:
-        return rank.problem.strip().splitlines()[-1] if "\n" in rank.problem else rank.problem
     if rank.done is None:
-        return _late_word(end, rank)
+        return _end_word(end, rank)
     for phase in (p for name in PHASES if (p := _reported(rank, name)) is not None):
         if phase.outcome == "skipped":
             return f"skipped: {_skip_reason(phase)}"
@@ -299,6 +326,16 @@ def _word(end: RunEnd, rank: RankEnd, when: str, failure: _Phase | None) -> str:
     if end.reason is Reason.DESYNCHRONISED:
         return f"passed after {rank.done.num_collectives} collectives"
     return "passed"
+
+
+def _end_word(end: RunEnd, rank: RankEnd) -> str:
+    """Return how a rank ended that did not end the test."""
+    if rank.problem:
+        return rank.problem.strip().splitlines()[-1]
+    if rank.exit_code is not None:
+        where = f" in {rank.phase}" if rank.phase not in ("", "call") else ""
+        return f"{describe_exit(rank.exit_code)}{where}"
+    return _late_word(end, rank)
 
 
 def _late_word(end: RunEnd, rank: RankEnd) -> str:
@@ -411,7 +448,7 @@ def _properties(found: Sequence[_Phase]) -> tuple[tuple[str, JsonValue], ...]:
     return tuple(kept)
 
 
-def _merge_subtests(end: RunEnd, world_size: int) -> list[Merged]:
+def _merge_subtests(end: RunEnd) -> list[Merged]:
     """Merge subtests of equal names over the ranks, in the order of the first rank with them."""
     by_key: dict[str, list[_Phase]] = {}
     for rank in end.ranks:

@@ -7,15 +7,15 @@ when it starts and when a rank strikes; the controller tells when it reported a 
 from __future__ import annotations
 
 import ctypes
-import faulthandler
 import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import pytest
 import torch
@@ -114,6 +114,10 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def segv() -> None:
+    ctypes.string_at(0)
+
+
 def kill_template() -> None:
     os.kill(os.getppid(), signal.SIGKILL)
     sleep()
@@ -140,7 +144,7 @@ WAYS: dict[str, Callable[[], object]] = {
     "os_exit0": lambda: os._exit(0),
     "os_exit1": lambda: os._exit(1),
     "sigkill": kill,
-    "segv": faulthandler._sigsegv,
+    "segv": segv,
     "abort": os.abort,
     "sleep": sleep,
     "gil": hold_gil,
@@ -262,7 +266,7 @@ def two_die(gang: Gang) -> None:
         os._exit(1)
     if gang.is_last:
         gang.sign()
-        faulthandler._sigsegv()
+        segv()
     gang.reduce()
 
 
@@ -354,9 +358,25 @@ def closes_all_descriptors(gang: Gang) -> None:
 
 @body
 def ignores_interrupt(gang: Gang) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, lambda *_: tell("interrupt"))
     gang.sign()
     sleep()
+
+
+@body
+def dies_when_done(gang: Gang) -> None:
+    """Pass, and die while the others are still busy."""
+    pid = torch.tensor([os.getpid() if gang.is_last else 0])
+    pids = pid.to(gang.device)
+    dist.all_reduce(pids)
+    gang.reduce()
+    if gang.is_last:
+        gang.sign()
+        threading.Timer(0.5, kill).start()
+        return
+    deadline = time.monotonic() + 60
+    while os.path.exists(f"/proc/{int(pids.item())}") and time.monotonic() < deadline:  # noqa: PTH110 - cheap
+        time.sleep(0.01)
 
 
 @body
@@ -377,7 +397,8 @@ def stuck_in_collective(gang: Gang) -> None:
 def floods_full_disk(gang: Gang) -> None:
     if gang.is_last:
         gang.sign()
-        flood()
+        for _ in range(1000):
+            print("x" * 1023)
     gang.reduce()
 
 
@@ -448,6 +469,6 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         tell("report", test=name, when=report.when, outcome=report.outcome)
 
 
-def run(name: str, gang: Any) -> None:
+def run(name: str, gang: Gang) -> None:
     """Do what a test of that name does."""
     BODIES[name](gang)

@@ -37,6 +37,7 @@ from pytest_megatron.report.merge import Merged, merge
 
 PLUGIN_NAME = "megatron-gangs"
 _NURSERY_S = 60.0  # to call after it was forked
+_CALL_S = 0.02  # between looks at a template that has not called
 _CLOSING_S = 5.0  # for ranks to tear down after Ctrl-C
 _PUMP_S = 0.5
 
@@ -320,7 +321,7 @@ class GangPlugin:
             if self._has_template_ended() and num_left and self._make_template is not None:
                 num_left -= 1
                 self._template = self._make_template.fork()
-            self._open_fleet.pump(_PUMP_S)
+            self._open_fleet.pump(_CALL_S)
             if time.monotonic() > deadline:
                 raise LaunchError("gang", "the process that starts ranks did not call")
 

@@ -89,8 +89,8 @@ def _check_session(
         wanted = 1 if kinds & {"failure", "error"} else 0
     if seen.exit_code != wanted:
         yield f"exit code {seen.exit_code}, expected {wanted}"
-    if seen.num_left:
-        yield f"{seen.num_left} processes are left"
+    if seen.left:
+        yield f"processes are left: {'; '.join(seen.left)}"
     if seen.sockets:
         yield f"sockets are left: {seen.sockets}"
     for word in ("INTERNALERROR", "PytestUnraisable", "Exception ignored"):

@@ -13,7 +13,7 @@ import time
 import uuid
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,7 +92,7 @@ class Seen:
     output: str
     junit: dict[str, list[tuple[str, str, str]]]  # test -> kind, message and text of each element
     events: list[dict[str, str | float]]
-    num_left: int
+    left: list[str]  # processes: number, name, state, parent, group, session
     sockets: list[str]
     end_s: float  # from the last thing that was done to it from outside to its end
     duration_s: float
@@ -201,7 +201,7 @@ def run_session(session: Session, limits: Limits, temp: Path, extra: Sequence[st
                 except subprocess.TimeoutExpired:
                     exit_code = None
             ended = time.monotonic()
-            num_left = _count_left(tag, GONE_S if driver == "kill" else 1.0)
+            left = _wait_for_end(tag, GONE_S if driver == "kill" else 1.0)
             _kill_tagged(tag)
             process.wait()
         return Seen(
@@ -209,7 +209,7 @@ def run_session(session: Session, limits: Limits, temp: Path, extra: Sequence[st
             output=(directory / "output.txt").read_text(errors="replace"),
             junit=read_junit(directory / "junit.xml"),
             events=_read_events(directory),
-            num_left=num_left,
+            left=left,
             sockets=sorted(path.name for path in sockets.glob("ptm-*")),
             end_s=ended - (started if acted is None else acted),
             duration_s=ended - started,
@@ -302,11 +302,16 @@ def _tagged(tag: str) -> list[int]:
     return found
 
 
-def _count_left(tag: str, within_s: float) -> int:
+def _wait_for_end(tag: str, within_s: float) -> list[str]:
+    """Return what is left of a session after a moment."""
     deadline = time.monotonic() + within_s
     while (left := _tagged(tag)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return len(left)
+    found = []
+    for pid in left:
+        with suppress(OSError):
+            found.append(" ".join(Path(f"/proc/{pid}/stat").read_text().split()[:6]))
+    return found
 
 
 def _kill_tagged(tag: str) -> None:

@@ -61,12 +61,14 @@ class PhaseEnded:
         when: setup, call or teardown.
         outcome: passed, failed or skipped.
         at: `time.time()` of its end.
+        report: As in `Done`, where it did not pass: the rank may never come to say `Done`.
     """
 
     run: int
     when: str
     outcome: str
     at: float
+    report: JsonValue = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

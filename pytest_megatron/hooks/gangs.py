@@ -34,6 +34,7 @@ from pytest_megatron.hooks.merged import (
     build_report,
     count_failed_subtest,
     excinfo_of,
+    merge_problem,
     warn_again,
 )
 from pytest_megatron.hooks.options import Options
@@ -45,6 +46,7 @@ from pytest_megatron.report.merge import Merged, merge, merge_late
 
 PLUGIN_NAME = "megatron-gangs"
 _NURSERY_S = 60.0  # to call after it was forked
+_CALL_S = 0.02  # between looks at a template that has not called
 _CLOSING_S = 5.0  # for ranks to tear down after Ctrl-C
 _PUMP_S = 0.5
 _LEASE_PUMP_S = 0.2  # between two looks at devices that others hold
@@ -81,6 +83,7 @@ class GangPlugin:
         self._random_before = random_before
         self._specs: dict[pytest.Item, GangSpec] = {}
         self._fleet: Fleet | None = None
+        self._make_template: Template | None = None
         self._template: int | None = None
         self._gangs: dict[int, Gang] = {}
         self._leases: dict[int, Lease] = {}
@@ -169,13 +172,13 @@ class GangPlugin:
         listener = listen_locally()
         grace_s = self._options.rank_grace_s
         self._fleet = Fleet(listener, grace_s=grace_s, on_debugger=self._on_debugger)
-        template = Template(
+        self._make_template = Template(
             session=session,
             address=listener.address,
             key=listener.key,
             random_before=self._random_before,
         )
-        self._template = template.fork()
+        self._template = self._make_template.fork()
         original = session.gethookproxy
 
         def get_hooks(fspath: os.PathLike[str]) -> pluggy.HookRelay:
@@ -267,7 +270,7 @@ class GangPlugin:
         assert execution.end is not None
         warn_again(self._config, execution.end)
         self._print(execution.end)
-        _stop_like(execution.end)
+        _stop_like(item, execution.end)
 
     def call(self, item: pytest.Item) -> None:
         """Report the subtests, which pytest reports before the test."""
@@ -400,11 +403,7 @@ class GangPlugin:
     def _start(self, spec: GangSpec) -> Gang | None:
         """Start a gang; None while its devices are not free."""
         fleet = self._open_fleet
-        deadline = time.monotonic() + _NURSERY_S
-        while not fleet.has_nursery(0, -1):
-            fleet.pump(_PUMP_S)
-            if time.monotonic() > deadline:
-                raise LaunchError("gang", "the process that starts ranks did not call")
+        self._wait_for_template()
         lease = None
         if spec.device == "cuda" and (lease := self._lease(spec.world_size)) is None:
             return None
@@ -462,6 +461,29 @@ class GangPlugin:
             fleet.pump(_PUMP_S)
         for gang in list(self._gangs.values()):
             self._forget(gang)
+
+    def _wait_for_template(self) -> None:
+        """Wait until the template has called; one that was killed gets a successor, once."""
+        deadline = time.monotonic() + _NURSERY_S
+        num_left = 1
+        while not self._open_fleet.has_nursery(0, -1):
+            if self._has_template_ended() and num_left and self._make_template is not None:
+                num_left -= 1
+                self._template = self._make_template.fork()
+            self._open_fleet.pump(_CALL_S)
+            if time.monotonic() > deadline:
+                raise LaunchError("gang", "the process that starts ranks did not call")
+
+    def _has_template_ended(self) -> bool:
+        if self._template is None:
+            return True
+        try:
+            pid, _ = os.waitpid(self._template, os.WNOHANG)
+        except ChildProcessError:  # somebody else collected it
+            pid = self._template
+        if pid:
+            self._template = None
+        return bool(pid)
 
     def _orders(self, number: int, spec: GangSpec, lease: Lease | None) -> tuple[RankOrder, ...]:
         directory = self._run.open_run_dir() / self._run.ranks_dir / f"attempt_{number}"
@@ -554,7 +576,10 @@ class GangPlugin:
 
     def _forget(self, gang: Gang) -> None:
         del self._gangs[gang.number]
-        self._keep_late(self._last.pop(gang.number, None), gang.lifecycle.late, gang)
+        item = self._last.pop(gang.number, None)
+        self._keep_late(item, gang.lifecycle.late, gang)
+        if item is not None:
+            self._late += [(item, merge_problem(text)) for text in gang.lifecycle.problems]
         if self._schedule is not None:
             self._schedule.forget(gang.number)
         lease = self._leases.pop(gang.number, None)
@@ -572,14 +597,15 @@ class GangPlugin:
         """Ctrl-C: ranks get it too and tear down; a second one does not wait for them."""
         fleet = self._open_fleet
         deadline = time.monotonic() + min(self._options.rank_grace_s, _CLOSING_S)
-        for gang in self._gangs.values():
+        busy = [gang for gang in self._gangs.values() if gang.lifecycle.state is State.RUNNING]
+        for gang in busy:
             fleet.interrupt(gang)
         with contextlib.suppress(KeyboardInterrupt):
-            while self._gangs and time.monotonic() < deadline:
+            while time.monotonic() < deadline and any(
+                gang.lifecycle.state is State.RUNNING for gang in busy
+            ):
                 fleet.pump(0.1)
-                for gang in list(self._gangs.values()):
-                    if gang.is_gone or not gang.channels:
-                        self._gangs.pop(gang.number)
+        self._is_stopping = True
 
     def _shut_down(self) -> None:
         """End every gang, politely where it is idle; then the template and what it started."""
@@ -674,12 +700,13 @@ def _is_one_by_one(specs: set[GangSpec], num_slots: int) -> bool:
     return len(specs) == 1 and all(s.world_size * 2 > num_slots for s in specs)
 
 
-def _stop_like(end: RunEnd) -> None:
+def _stop_like(item: pytest.Item, end: RunEnd) -> None:
     """End the session as the test asked pytest to, by `pytest.exit` or KeyboardInterrupt."""
     for rank in end.ranks:
         stop: Sequence[object] = () if rank.done is None else rank.done.stop
+        where = f"rank {rank.rank} of {len(end.ranks)} in {item.nodeid}"
         if stop and stop[0] == "exit":
-            code = stop[2]
-            raise pytest.exit.Exception(str(stop[1]), code if isinstance(code, int) else None)
+            code = stop[2] if isinstance(stop[2], int) else None
+            raise pytest.exit.Exception(f"{stop[1]} ({where})", code)
         if stop:
-            raise KeyboardInterrupt(f"rank {rank.rank}, {stop[1]}")
+            raise KeyboardInterrupt(where)

@@ -156,6 +156,7 @@ class RankPlugin:
                     when=report.when,
                     outcome="failed" if is_failed else report.outcome,
                     at=time.time(),
+                    report=None if report.outcome == "passed" else self._reports[-1],
                 )
             )
         if report.failed or is_failed:

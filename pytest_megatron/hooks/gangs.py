@@ -143,6 +143,8 @@ class GangPlugin:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
         """Run all items, those of gangs on gangs; under pytest-xdist only get ready."""
+        # Plugins may have reordered and deselected since we looked.
+        self._specs = {item: self._specs[item] for item in session.items if self.is_ours(item)}
         if not self._specs or session.config.option.collectonly:
             return None
         if session.testsfailed and not session.config.option.continue_on_collection_errors:
@@ -283,6 +285,8 @@ class GangPlugin:
 
     def tear_down(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
         """Tear down what the controller's own tests left, which this one would have ended."""
+        if (end := self._ended[item].end) is not None:
+            self._print(end, is_late=True)
         item.session._setupstate.teardown_exact(nextitem)  # noqa: SLF001 - pytest's own way
 
     def report_phase(self, item: pytest.Item, call: pytest.CallInfo[None]) -> pytest.TestReport:
@@ -640,9 +644,12 @@ class GangPlugin:
         found: Path = factory.getbasetemp()
         return found
 
-    def _print(self, end: RunEnd) -> None:
-        printed = end.ranks[0].done.printed if end.ranks[0].done else ""
-        if printed.strip():
+    def _print(self, end: RunEnd, *, is_late: bool = False) -> None:
+        """Write what pytest wrote to the terminal of rank 0, up to the teardown or from it on."""
+        done = end.ranks[0].done
+        printed = "" if done is None else done.printed_late if is_late else done.printed
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        if printed.strip() and reporter is not None:
             self._config.get_terminal_writer().write(printed)
 
     def _tell_user(self, text: str) -> None:

@@ -11,9 +11,8 @@ import os
 import random
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
 
 from pytest_megatron.gang.logs import FLIGHT_FILE, STACKS_FILE
 from pytest_megatron.gang.messages import RankOrder
@@ -174,9 +173,13 @@ def _serve_flight_recorder(trigger: int, path: Path) -> None:
             written.replace(path)
 
 
+class _Dump(Protocol):
+    def __call__(self, *, includeCollectives: bool, onlyActive: bool) -> bytes | str: ...  # noqa: N803 - torch's
+
+
 def _flight_record() -> str:
     c10d = sys.modules.get("torch._C._distributed_c10d")
-    dump = cast("Callable[..., bytes | str] | None", getattr(c10d, "_dump_nccl_trace_json", None))
+    dump = cast("_Dump | None", getattr(c10d, "_dump_nccl_trace_json", None))
     if dump is None:
         return ""
     try:

@@ -14,7 +14,6 @@ import secrets
 import socket
 import struct
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +25,7 @@ _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _MAX_FRAME_BYTES = 1 << 28
 _MAX_FDS = 64
+_CHUNK_BYTES = 1 << 18
 _HANDSHAKE_S = 20.0
 _MOST_TEMP_CHARS = 80
 
@@ -106,9 +106,12 @@ class Channel:
         What is no message (a test may write to any descriptor) ends the connection.
         """
         try:
-            while chunk := self._socket.recv(1 << 18, socket.MSG_DONTWAIT):
+            while True:
+                chunk = self._socket.recv(_CHUNK_BYTES, socket.MSG_DONTWAIT)
                 self._buffer += chunk
-            self.is_closed = True
+                if len(chunk) < _CHUNK_BYTES:  # all there is for now
+                    self.is_closed = not chunk
+                    break
         except BlockingIOError:
             pass
         except OSError:
@@ -151,7 +154,6 @@ class _Knocking:
 
     connection: socket.socket
     nonce: bytes
-    until: float
     received: bytes = b""
 
 
@@ -177,11 +179,11 @@ class Listener:
     def accept(self) -> socket.socket:
         """Take a caller in; `prove` says when it can be trusted."""
         connection, _ = self._socket.accept()
-        connection.setblocking(False)
+        connection.settimeout(0.0)
         nonce = secrets.token_bytes(_NONCE_BYTES)
-        connection.send(nonce)
-        until = time.monotonic() + _HANDSHAKE_S
-        self._knocking[connection.fileno()] = _Knocking(connection, nonce, until)
+        with contextlib.suppress(OSError):  # it hung up at once: `prove` finds that out
+            connection.send(nonce)
+        self._knocking[connection.fileno()] = _Knocking(connection, nonce)
         return connection
 
     def prove(self, connection: socket.socket) -> Channel | None:
@@ -208,9 +210,13 @@ class Listener:
         if not hmac.compare_digest(proof, _prove(self.key, b"caller", caller.nonce, their_nonce)):
             connection.close()
             raise PermissionError("a caller does not know the key of this session")
-        connection.setblocking(True)
-        connection.sendall(_prove(self.key, b"controller", their_nonce, caller.nonce))
-        return Channel(connection)
+        connection.settimeout(None)
+        try:
+            connection.sendall(_prove(self.key, b"controller", their_nonce, caller.nonce))
+            return Channel(connection)
+        except OSError:
+            connection.close()
+            raise PermissionError("a caller hung up") from None
 
     def close(self) -> None:
         """Take no more callers, and leave nothing on disk."""
@@ -262,25 +268,36 @@ def connect(address: str, key: bytes, hello: Hello) -> Channel:
     Raises:
         OSError: It cannot be reached, or does not know the key.
     """
-    scheme, _, rest = address.partition(":")
-    if scheme == "unix":
-        connection = socket.socket(socket.AF_UNIX)
-        connection.connect(rest)
-    else:
-        host, _, port = rest.rpartition(":")
-        connection = socket.create_connection((host, int(port)), timeout=_HANDSHAKE_S)
-    connection.settimeout(_HANDSHAKE_S)
-    their_nonce = _read(connection, _NONCE_BYTES)
-    nonce = secrets.token_bytes(_NONCE_BYTES)
-    connection.sendall(nonce + _prove(key, b"caller", their_nonce, nonce))
-    proof = _read(connection, _PROOF_BYTES)
-    if not hmac.compare_digest(proof, _prove(key, b"controller", nonce, their_nonce)):
+    connection = _reach(address)
+    try:
+        connection.settimeout(_HANDSHAKE_S)
+        their_nonce = _read(connection, _NONCE_BYTES)
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        connection.sendall(nonce + _prove(key, b"caller", their_nonce, nonce))
+        proof = _read(connection, _PROOF_BYTES)
+        if not hmac.compare_digest(proof, _prove(key, b"controller", nonce, their_nonce)):
+            raise PermissionError(f"{address}: is no controller of this session")
+        connection.settimeout(None)
+        channel = Channel(connection)
+    except OSError:
         connection.close()
-        raise PermissionError(f"{address}: is no controller of this session")
-    connection.settimeout(None)
-    channel = Channel(connection)
+        raise
     channel.send(hello)
     return channel
+
+
+def _reach(address: str) -> socket.socket:
+    scheme, _, rest = address.partition(":")
+    if scheme != "unix":
+        host, _, port = rest.rpartition(":")
+        return socket.create_connection((host, int(port)), timeout=_HANDSHAKE_S)
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(rest)
+    except OSError:
+        connection.close()
+        raise
+    return connection
 
 
 def _read(connection: socket.socket, num_bytes: int) -> bytes:

@@ -5,10 +5,11 @@ Owned by the controller, which calls `pump` whenever it waits; there are no thre
 
 from __future__ import annotations
 
+import contextlib
 import selectors
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias, assert_never
 
@@ -47,7 +48,6 @@ from pytest_megatron.gang.spec import GangSpec, RunEnd
 
 _LOST_S = 2.0  # between the end of a rank's connection and the news of its death
 _ORPHANED = "ended, as the process that starts ranks was killed"
-_STORE_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 
 
 class Held:
@@ -112,6 +112,7 @@ class Fleet:
         self._nurseries: dict[tuple[int, int], Channel] = {}
         self._gangs: dict[int, Gang] = {}
         self._num_gangs = 0
+        self._has_news = False
 
     def new_number(self) -> int:
         """Return the number of the next gang."""
@@ -127,7 +128,9 @@ class Fleet:
         """Start the ranks of a gang; first its store, then they are forked."""
         self._gangs[gang.number] = gang
         gang.nurseries = set(self._nurseries_of(gang))
-        self._nursery(gang.orders[0]).send(OpenStore(gang=gang.number))
+        self._nursery(gang.orders[0]).send(
+            OpenStore(gang=gang.number, host=gang.orders[0].env["MASTER_ADDR"])
+        )
 
     def assign(self, gang: Gang, run: Run, *, limit_s: float) -> None:
         """Have a gang run a test, as soon as it can."""
@@ -151,14 +154,29 @@ class Fleet:
             nursery.send(Interrupt(gang=gang.number))
 
     def pump(self, timeout_s: float) -> None:
-        """Take in what ranks and nurseries say, for at most `timeout_s` seconds of waiting."""
-        now = time.monotonic()
-        deadlines = [d for g in self._gangs.values() if (d := g.lifecycle.deadline) is not None]
-        deadlines += [at + _LOST_S for g in self._gangs.values() for at in g.lost.values()]
-        wait_s = max(0.0, min([timeout_s, *(d - now for d in deadlines)]))
-        for key, _ in self._selector.select(wait_s):
-            handler: Callable[[object], None] = key.data
-            handler(key.fileobj)
+        """Take in what ranks and nurseries say, until there is news or `timeout_s` has passed."""
+        self._has_news = False
+        until = time.monotonic() + timeout_s
+        while not self._has_news:
+            wait_s = min([until, *self._deadlines()]) - time.monotonic()
+            ready = self._selector.select(max(0.0, wait_s))
+            for key, _ in ready:
+                handler: Callable[[object], None] = key.data
+                handler(key.fileobj)
+            if not ready or wait_s <= 0:
+                self._look_at_clock()
+                if time.monotonic() >= until:
+                    return
+
+    def _deadlines(self) -> Iterator[float]:
+        for gang in self._gangs.values():
+            deadline = gang.lifecycle.deadline
+            if deadline is not None:
+                yield deadline
+            for at in gang.lost.values():
+                yield at + _LOST_S
+
+    def _look_at_clock(self) -> None:
         now = time.monotonic()
         for gang in list(self._gangs.values()):
             self._carry_out(gang, gang.lifecycle.tick(now))
@@ -167,8 +185,6 @@ class Fleet:
                     del gang.lost[rank]
                     problem = "closed its connection to the controller"
                     self._tell(gang, rank, Broken(problem=problem))
-            if gang.is_gone:
-                self._forget(gang)
 
     def stop(self) -> None:
         """Let go of everything; nurseries kill what is left."""
@@ -224,6 +240,7 @@ class Fleet:
             self._drop(source)
             return
         if hello.role == "nursery":
+            self._has_news = True
             self._nurseries[hello.node_rank, hello.rank] = source
             self._selector.modify(source, selectors.EVENT_READ, self._on_nursery)
             for message in rest:
@@ -319,6 +336,9 @@ class Fleet:
 
     def _tell(self, gang: Gang, rank: int, message: Message) -> None:
         self._carry_out(gang, gang.lifecycle.handle(rank, message, time.monotonic()))
+        if gang.is_gone:
+            self._has_news = True
+            self._forget(gang)
         channel = gang.channels.get(rank)
         if type(message).__name__.startswith("Debugger") and channel is not None:
             self._on_debugger(gang, rank, channel, message)
@@ -327,25 +347,28 @@ class Fleet:
         for action in actions:
             match action:
                 case SendRun(run=run):
-                    frame = encode(run)
-                    for channel in gang.channels.values():
-                        channel.send_frame(frame)
+                    _send_to_ranks(gang, run)
                 case SendClose():
-                    frame = encode(Close())
-                    for channel in gang.channels.values():
-                        channel.send_frame(frame)
+                    _send_to_ranks(gang, Close())
                 case AskForStacks(ranks=ranks):
-                    gang.stacks.clear()
-                    for nursery in self._living_nurseries(gang):
-                        gang.silent.add(nursery.fileno())
-                        nursery.send(AskStacks(gang=gang.number, ranks=ranks))
+                    self._ask_for_stacks(gang, ranks)
                 case KillGang():
-                    for nursery in self._living_nurseries(gang):
-                        nursery.send(Kill(gang=gang.number))
+                    self._kill(gang)
                 case Finish(end=end):
+                    self._has_news = True
                     gang.ends.append(end)
                 case _:
                     assert_never(action)
+
+    def _ask_for_stacks(self, gang: Gang, ranks: tuple[int, ...]) -> None:
+        gang.stacks.clear()
+        for nursery in self._living_nurseries(gang):
+            gang.silent.add(nursery.fileno())
+            nursery.send(AskStacks(gang=gang.number, ranks=ranks))
+
+    def _kill(self, gang: Gang) -> None:
+        for nursery in self._living_nurseries(gang):
+            nursery.send(Kill(gang=gang.number))
 
     def _living_nurseries(self, gang: Gang) -> list[Channel]:
         try:
@@ -360,16 +383,15 @@ class Fleet:
         self._gangs.pop(gang.number, None)
 
     def _drop(self, channel: Channel) -> None:
-        try:
+        with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(channel)
-        except (KeyError, ValueError):
-            pass
         channel.close()
 
 
-def store_env(host: str) -> Mapping[str, str]:
-    """Return what ranks have to know of the store, but for its port."""
-    return dict.fromkeys(_STORE_VARIABLES, host)
+def _send_to_ranks(gang: Gang, message: Message) -> None:
+    frame = encode(message)
+    for channel in gang.channels.values():
+        channel.send_frame(frame)
 
 
 def _join_stacks(answers: Sequence[Stacks]) -> Stacks:

@@ -151,6 +151,7 @@ class Lifecycle:
         """
         self.state = State.STARTING
         self.problems: list[str] = []
+        self.late: dict[int, JsonValue] = {}
         self._ranks = [_Rank(rank=rank, log_dir=path) for rank, path in enumerate(log_dirs)]
         self._grace_s = grace_s
         self._run: Run | None = None
@@ -258,11 +259,7 @@ class Lifecycle:
         match message:
             case Ready(missing=missing):
                 rank.is_ready, rank.missing = True, dict(missing)
-                if self.state is State.STARTING and all(r.is_ready for r in self._ranks):
-                    self.state = State.IDLE
-                    if self._run is not None:
-                        self._started_at = self._phase_at = now
-                        return self._send()
+                return self._on_ready(now)
             case PhaseEnded(run=run) if self._is_current(run):
                 self._phase_at = now
                 if message.report is not None:
@@ -277,11 +274,28 @@ class Lifecycle:
                 return self._settle(now)
             case Broken(problem=problem):
                 rank.problem = problem
-                return self._on_loss(rank, problem, now)
-            case Closed(problem=problem):
+                return self._on_trouble(rank, problem, now)
+            case Closed(problem=problem, late=late):
                 rank.is_closed = True
-                if problem:
-                    self.problems.append(f"rank {rank.rank} in the last teardown: {problem}")
+                if late is not None:
+                    self.late[rank.rank] = late
+                self.problems += [f"rank {rank.rank}: {problem}"] if problem else []
+            case _:
+                self._on_debugger(rank, message, now)
+        return []
+
+    def _on_ready(self, now: float) -> list[Action]:
+        if self.state is not State.STARTING or not all(r.is_ready for r in self._ranks):
+            return []
+        self.state = State.IDLE
+        if self._run is None:
+            return []
+        self._started_at = self._phase_at = now
+        return self._send()
+
+    def _on_debugger(self, rank: _Rank, message: Message, now: float) -> None:
+        """Stop the clocks while a debugger is open; it starts them anew when it is left."""
+        match message:
             case DebuggerWanted() | DebuggerWrote() | DebuggerReads():
                 self._debugging.add(rank.rank)
             case DebuggerLeft():
@@ -291,7 +305,6 @@ class Lifecycle:
                     self._sign_at = now
             case _:
                 pass
-        return []
 
     def _is_current(self, run: int) -> bool:
         return self._run is not None and self._run.run == run and self.state is not State.KILLING
@@ -312,13 +325,13 @@ class Lifecycle:
             return []
         rank.exit_code = exit_code
         self._debugging.discard(rank.rank)
-        return self._on_loss(rank, describe_exit(exit_code), now)
+        return self._on_trouble(rank, describe_exit(exit_code), now)
 
-    def _on_loss(self, rank: _Rank, what: str, now: float) -> list[Action]:
+    def _on_trouble(self, rank: _Rank, what: str, now: float) -> list[Action]:
         """Go on after a rank was lost, be it its process or its connection."""
         is_between = self.state in (State.IDLE, State.CLOSING)
         if is_between and not rank.is_closed:
-            when = "after its test" if self.state is State.IDLE else "in the last teardown"
+            when = "after its test" if self.state is State.IDLE else "in teardown"
             self.problems.append(f"rank {rank.rank} {what} {when}")
         match self.state:
             case State.STARTING:
@@ -359,7 +372,8 @@ class Lifecycle:
         )
         if not is_in_step and all(r.outcome == "passed" for r in self._ranks):
             return self._end(Reason.DESYNCHRONISED, 0.0, now, is_kept=False)
-        is_kept = is_in_step and not any(d.poison for d in done)
+        is_dead = any(r.exit_code is not None for r in self._ranks)
+        is_kept = is_in_step and not is_dead and not any(d.poison for d in done)
         return self._end(Reason.DONE, 0.0, now, is_kept=is_kept)
 
     def _kind_of_sign(self) -> Reason:

@@ -44,7 +44,7 @@ class RankLogs:
     """The standard streams of this process, written to files (effects)."""
 
     directory: Path
-    _positions: dict[str, int] = field(default_factory=dict)
+    _ends: list[int] = field(default_factory=lambda: [0, 0])
 
     def redirect(self) -> None:
         """Send stdout and stderr of this process to the log files, and stdin to nothing."""
@@ -59,20 +59,16 @@ class RankLogs:
         sys.stdout = _text_stream(1)
         sys.stderr = _text_stream(2)
 
-    def mark(self) -> None:
-        """Remember where a phase starts."""
+    def new_text(self) -> list[tuple[str, str]]:
+        """Return stream and text of what was written since the last call, if anything was."""
         flush_streams()
-        for number, stream in enumerate(_STREAMS, start=1):
-            self._positions[stream] = os.lseek(number, 0, os.SEEK_END) if _can_seek(number) else 0
-
-    def since_mark(self) -> Iterator[tuple[str, str]]:
-        """Yield stream and text of what was written since `mark`, if anything was."""
-        flush_streams()
-        for number, stream in enumerate(_STREAMS, start=1):
-            end = os.lseek(number, 0, os.SEEK_END) if _can_seek(number) else 0
-            start = self._positions.get(stream, 0)
+        found = []
+        for index, stream in enumerate(_STREAMS):
+            start = self._ends[index]
+            end = self._ends[index] = _end_of(index + 1)
             if end > start:
-                yield stream, read_piece(self.directory / f"{stream}.log", start, end)
+                found.append((stream, read_piece(self.directory / f"{stream}.log", start, end)))
+        return found
 
     def _open(self, stream: str) -> int:
         try:
@@ -161,9 +157,9 @@ def _text_stream(descriptor: int) -> TextIO:
     )
 
 
-def _can_seek(descriptor: int) -> bool:
+def _end_of(descriptor: int) -> int:
+    """Return the size of a log; 0 where it is none."""
     try:
-        os.lseek(descriptor, 0, os.SEEK_CUR)
+        return os.lseek(descriptor, 0, os.SEEK_END)
     except OSError:
-        return False
-    return True
+        return 0

@@ -7,13 +7,16 @@ unpickled: whoever speaks on the wire can at most lie about outcomes.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TypeAlias, cast
+from typing import Protocol, TypeAlias, cast
 
 from pytest_megatron.files import JsonValue
 
 JsonObject: TypeAlias = dict[str, JsonValue]
+# In the place of the test that comes next: there is none, or it is not known yet.
+NOTHING = -1
+UNKNOWN = -2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +84,7 @@ class Done:
         poison: Why this rank cannot run another test (a CUDA error that sticks), or "".
         stop: `[kind, reason, exit code]` if the test asked pytest itself to end, or empty.
         printed: What pytest wrote to its terminal in this rank (`--setup-show`).
+        late: Report of the teardown of what the test before this one left; None if it went well.
     """
 
     run: int
@@ -91,6 +95,7 @@ class Done:
     poison: str = ""
     stop: tuple[JsonValue, ...] = ()
     printed: str = ""
+    late: JsonValue = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,9 +104,11 @@ class Closed:
 
     Attributes:
         problem: Text of an error in a fixture's teardown, or "".
+        late: The same as a report of the last test's teardown; None if there is none.
     """
 
     problem: str
+    late: JsonValue = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +157,8 @@ class Run:
     Attributes:
         run: Number of this execution, unique in the session.
         index: Place of the item in the controller's list.
-        next_index: Place of the item that comes next on this gang, or -1.
+        next_index: Place of the item that comes next on this gang, `NOTHING` (all is torn down) or
+            `UNKNOWN` (only the test itself is).
         shared_dir: One directory for all ranks, for this execution.
         is_last_if_failed: Whether a failure ends the session, so that everything is torn down.
     """
@@ -247,9 +255,14 @@ class Died:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenStore:
-    """Open a key-value store for a gang to meet in."""
+    """Open a key-value store for a gang to meet in.
+
+    Attributes:
+        host: What its ranks call it by.
+    """
 
     gang: int
+    host: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,6 +349,14 @@ Message: TypeAlias = (
     | AskStacks
     | Stacks
 )
+
+
+class _Make(Protocol):
+    """Makes a message of fields that may be anything."""
+
+    def __call__(self, **fields: object) -> Message: ...
+
+
 _TYPES: dict[str, type[Message]] = {kind.__name__: kind for kind in Message.__args__}
 _FIELDS = {kind: tuple(f.name for f in fields(kind)) for kind in _TYPES.values()}
 
@@ -351,14 +372,13 @@ def decode(frame: bytes) -> Message:
     Raises:
         ValueError: It is none of ours.
     """
-    found = json.loads(frame)
     try:
-        name, values = found
+        name, values = json.loads(frame)
         if name == Fork.__name__:
             return Fork(orders=tuple(RankOrder(**order[1]) for order in values["orders"]))
-        make: Callable[..., Message] = _TYPES[name]
+        make = cast("_Make", _TYPES[name])
         return make(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
-    except (TypeError, KeyError, ValueError) as error:
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"not a message: {frame[:200]!r}") from error
 
 

@@ -1,8 +1,9 @@
 """Starts ranks, says when they die, and leaves nothing of them behind.
 
-A nursery is a process without work of its own, in a session of its own. It forks ranks from what it
-has loaded (or executes fresh interpreters), collects them, and kills whatever descends from them. If
-the controller goes away, even by SIGKILL, its connection closes, and the nursery kills all of it.
+A nursery is a process without work of its own, in a session of its own. It forks ranks from what
+it has loaded (or executes fresh interpreters), collects them, and kills whatever descends from
+them. If the controller goes away, even by SIGKILL, its connection closes, and the nursery kills all
+of it.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class Starter(Protocol):
             inherited: Descriptors that it holds as long as it lives.
         """
 
-    def open_store(self) -> int:
+    def open_store(self, host: str) -> int:
         """Return the port of a new key-value store.
 
         Raises:
@@ -116,6 +117,7 @@ class _Asked:
 
     gang: int
     files: dict[int, Path]
+    flights: dict[int, Path]
     phases: dict[str, str]
     until: float
     sizes: dict[int, int] = field(default_factory=dict)
@@ -170,9 +172,9 @@ class Nursery:
             case Fork(orders=orders):
                 for order in orders:
                     self._start(order, descriptors)
-            case OpenStore(gang=gang):
+            case OpenStore(gang=gang, host=host):
                 try:
-                    opened = StoreOpened(gang=gang, port=self._starter.open_store())
+                    opened = StoreOpened(gang=gang, port=self._starter.open_store(host))
                 except LaunchError as error:
                     opened = StoreOpened(gang=gang, port=0, problem=str(error))
                 self._channel.send(opened)
@@ -254,22 +256,27 @@ class Nursery:
             self._channel.send(Killed(gang=gang))
 
     def _ask_stacks(self, gang: int, ranks: Sequence[int]) -> None:
-        files, phases = {}, {}
+        files: dict[int, Path] = {}
+        phases: dict[str, str] = {}
+        flights: dict[int, Path] = {}
         for pid in self._living(gang):
-            child = self._children[pid]
-            if child.order.rank in ranks:
-                phases[str(child.order.rank)] = child.phase
-                files[child.order.rank] = Path(child.order.log_dir)
+            order = self._children[pid].order
+            if order.device == "cuda":  # also those that wait for nothing: they may have missed it
+                flights[order.rank] = Path(order.log_dir)
+                with contextlib.suppress(OSError):
+                    os.write(self._children[pid].trigger, b"d")
+            if order.rank in ranks:
+                phases[str(order.rank)] = self._children[pid].phase
+                files[order.rank] = Path(order.log_dir)
                 send_signal([pid], STACK_SIGNAL)
                 send_signal([pid], signal.SIGCONT)  # one that was stopped says nothing
-                with contextlib.suppress(OSError):
-                    os.write(child.trigger, b"d")
-        self._asked.append(_Asked(gang, files, phases, time.monotonic() + _STACKS_S))
+        self._asked.append(_Asked(gang, files, flights, phases, time.monotonic() + _STACKS_S))
 
     def _finish_stacks(self) -> None:
         for asked in list(self._asked):
             sizes = {r: _size(d / STACKS_FILE) for r, d in asked.files.items()}
-            is_settled = sizes == asked.sizes and all(sizes.values())
+            has_flights = all((d / FLIGHT_FILE).exists() for d in asked.flights.values())
+            is_settled = sizes == asked.sizes and all(sizes.values()) and has_flights
             asked.sizes = sizes
             if not is_settled and time.monotonic() < asked.until:
                 continue
@@ -278,7 +285,7 @@ class Nursery:
                 Stacks(
                     gang=asked.gang,
                     stacks=_texts(asked.files, STACKS_FILE),
-                    flights=_texts(asked.files, FLIGHT_FILE),
+                    flights=_texts(asked.flights, FLIGHT_FILE),
                     phases=asked.phases,
                 )
             )
@@ -322,9 +329,9 @@ class Forking:
         finally:
             os._exit(70)
 
-    def open_store(self) -> int:
+    def open_store(self, host: str) -> int:
         """Ask the keeper."""
-        return self.keeper.open_store()
+        return self.keeper.open_store(host)
 
     def is_own(self, pid: int) -> bool:
         """Whether it is the keeper."""
@@ -340,7 +347,7 @@ class Keeper(Protocol):
 
     pid: int | None
 
-    def open_store(self) -> int:
+    def open_store(self, host: str) -> int:
         """Return the port of a new store."""
 
     def forget(self) -> None:

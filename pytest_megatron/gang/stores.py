@@ -7,15 +7,17 @@ picks the port, and a gang that replaces another one gets a store without old ke
 from __future__ import annotations
 
 import os
+import select
 import signal
-import struct
+import socket
 import sys
 from dataclasses import dataclass
 
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang.processes import close_descriptors, die_with
 
-_PORT = struct.Struct("!i")
+LOCAL_HOST = "127.0.0.1"
+_BACKLOG = 2048  # of ranks that call at once
 
 
 @dataclass(slots=True)
@@ -27,33 +29,35 @@ class StoreKeeper:
     """
 
     pid: int | None = None
-    _orders: int = -1
-    _answers: int = -1
+    _connection: socket.socket | None = None
 
-    def open_store(self) -> int:
-        """Return the port of a new store.
+    def open_store(self, host: str) -> int:
+        """Return the port of a new store; it listens from now on, and answers when it is asked.
+
+        Args:
+            host: Where its callers look for it; one that is not LOCAL_HOST is open to all.
 
         Raises:
-            LaunchError: torch cannot open one.
+            LaunchError: No port can be had.
         """
-        if self.pid is None:
-            self._fork()
-        os.write(self._orders, b"s")
-        answer = os.read(self._answers, _PORT.size)
-        port = _PORT.unpack(answer)[0] if answer else 0
-        if port <= 0:
-            raise LaunchError("store", "torch.distributed.TCPStore could not listen on any port")
-        return int(port)
+        try:
+            listening = _listen(host)
+        except OSError as error:
+            raise LaunchError("store", f"{error.strerror}; no port can be listened on") from error
+        if self._connection is None:
+            self._connection = self._fork()
+        port = int(listening.getsockname()[1])
+        socket.send_fds(self._connection, [b"s"], [listening.fileno()])
+        listening.close()
+        return port
 
     def forget(self) -> None:
-        """Close a forked child's copies."""
-        if self.pid is not None:
-            os.close(self._orders)
-            os.close(self._answers)
+        """Close a forked child's copy."""
+        if self._connection is not None:
+            self._connection.close()
 
-    def _fork(self) -> None:
-        orders_read, self._orders = os.pipe()
-        self._answers, answers_write = os.pipe()
+    def _fork(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
         nursery = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -62,29 +66,62 @@ class StoreKeeper:
                 for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
                     signal.signal(number, signal.SIG_DFL)
                 die_with(nursery)
-                close_descriptors((orders_read, answers_write))
-                keep_stores(orders_read, answers_write)
+                close_descriptors([theirs.fileno()])
+                keep_stores(theirs)
             finally:
                 os._exit(0)
-        os.close(orders_read)
-        os.close(answers_write)
+        theirs.close()
         self.pid = pid
+        return ours
 
 
-def keep_stores(orders: int, answers: int) -> None:
-    """Open a store for every byte of `orders` and write its port to `answers`."""
+def keep_stores(orders: socket.socket) -> None:
+    """Serve a store on every listening socket that comes through `orders`, until that closes.
+
+    A store is made when the first rank calls: tests without torch never load it.
+    """
+    waiting: list[int] = []
+    stores: list[object] = []
+    while True:
+        readable, _, _ = select.select([orders.fileno(), *waiting], [], [])
+        for descriptor in [d for d in waiting if d in readable]:
+            waiting.remove(descriptor)
+            stores.append(_serve_store(descriptor))
+        if orders.fileno() in readable:
+            content, descriptors, _, _ = socket.recv_fds(orders, 1, 1)
+            if not content:
+                return
+            waiting += descriptors
+
+
+def _serve_store(descriptor: int) -> object:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415 - see above
+
+    port = socket.socket(fileno=os.dup(descriptor)).getsockname()[1]
     try:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415
-    except ImportError:
-        TCPStore = None  # noqa: N806 - a class that is not there
-    stores = []
-    while os.read(orders, 1):
-        port = 0
-        try:
-            if TCPStore is not None:
-                store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-                stores.append(store)
-                port = store.port
-        except RuntimeError as error:
-            print(error, file=sys.stderr)  # noqa: T201 - the nursery's log
-        os.write(answers, _PORT.pack(port))
+        return TCPStore(
+            LOCAL_HOST,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=descriptor,
+        )
+    except RuntimeError as error:
+        print(error, file=sys.stderr)  # noqa: T201 - the nursery's log
+        os.close(descriptor)
+        return None
+
+
+def _listen(host: str) -> socket.socket:
+    """Return a socket that listens on a free port.
+
+    On one host it is an IPv4 one: torch looks up the name of whoever calls, and an address such as
+    `::ffff:127.0.0.1`, which is in no hosts file, costs seconds where no name server answers.
+    """
+    if host == LOCAL_HOST:
+        listening = socket.socket(socket.AF_INET)
+        listening.bind((host, 0))
+    else:
+        listening = socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    listening.listen(_BACKLOG)
+    return listening

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import traceback
+import warnings
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -38,7 +39,9 @@ class Template:
         """Fork the template off the controller; return the process that ends after all of it."""
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        pid = os.fork()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads that do no harm
+            pid = os.fork()
         if pid:
             return pid
         try:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)$')
-_LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen", "pytest_megatron/")
+_LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen")
 _OURS = re.compile(r"/(?:_pytest|pluggy|pytest_megatron/(?:gang|hooks))/")
+_IDLE_THREAD = r"(?m)^(?:Current thread|Thread)[^\n]*\n  \.\.\.\n*"  # one of ours
 _MOST_LISTED = 3
 
 
@@ -21,6 +22,7 @@ def innermost_frame(stack: str) -> str | None:
         stack: Text of faulthandler, most recent call first.
     """
     frames = [m for line in _main_thread(stack) if (m := _FRAME.match(line))]
+    frames = [m for m in frames if not _OURS.search(m[0])]
     own = [m for m in frames if not any(part in m["file"] for part in _LIBRARIES)]
     chosen = (own or frames)[:1]
     if not chosen:
@@ -41,7 +43,7 @@ def shorten_stack(stack: str) -> str:
             is_ours = True
         if not is_ours:
             kept.append(line)
-    return "\n".join(kept).strip()
+    return re.sub(_IDLE_THREAD, "", "\n".join(kept)).strip()
 
 
 def _main_thread(stack: str) -> list[str]:
@@ -61,47 +63,53 @@ class _Collective:
     shapes: str
 
 
-def describe_flights(flights: Mapping[int, str], world_size: int) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Record:
+    """What one rank recorded.
+
+    Attributes:
+        members: Group -> its ranks, as far as this rank is one of them.
+    """
+
+    collectives: tuple[_Collective, ...] = ()
+    members: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+def describe_flights(flights: Mapping[int, str]) -> str:
     """Say which collective is the first that not every rank took part in, and what ranks did last.
 
     Args:
         flights: Rank -> JSON of NCCL's flight recorder.
-        world_size: Ranks of the gang.
 
     Source: the format is that of torch/csrc/distributed/c10d/FlightRecorder.hpp, torch 2.11.
     """
-    records = {rank: _read(text) for rank, text in flights.items()}
-    lines = []
-    groups = {c.group for record in records.values() for c in record}
-    for group in sorted(groups):
-        lines += _compare(group, records, world_size)
-    for rank, record in sorted(records.items()):
-        for collective in record[-_MOST_LISTED:]:
-            lines.append(
-                f"rank {rank}: {collective.name} #{collective.number} of group {collective.group}, "
-                f"{collective.state}{collective.shapes}"
-            )
+    records = {rank: _read(text) for rank, text in sorted(flights.items())}
+    groups = {c.group for record in records.values() for c in record.collectives}
+    lines = [line for group in sorted(groups) for line in _compare(group, records)]
+    lines += [
+        f"rank {rank}: {c.name} #{c.number} of group {c.group}, {c.state}{c.shapes}"
+        for rank, record in records.items()
+        for c in record.collectives[-_MOST_LISTED:]
+    ]
     return "\n".join(lines)
 
 
-def _compare(group: str, records: Mapping[int, list[_Collective]], world_size: int) -> list[str]:
-    """Name the first collective of a group that some rank is not in."""
+def _compare(group: str, records: Mapping[int, _Record]) -> list[str]:
+    """Name the first collective of a group that some rank of it is not in."""
     by_rank = {
-        rank: {c.number: c for c in record if c.group == group} for rank, record in records.items()
+        rank: {c.number: c for c in record.collectives if c.group == group}
+        for rank, record in records.items()
     }
-    members = [rank for rank, found in by_rank.items() if found] or list(by_rank)
-    if len(members) < min(2, world_size):
-        return []
+    known = {rank for record in records.values() for rank in record.members.get(group, ())}
+    members = [rank for rank in records if rank in known or by_rank[rank]]
     for number in sorted({n for found in by_rank.values() for n in found}):
-        have = [rank for rank in records if number in by_rank[rank]]
-        lack = [rank for rank in records if number not in by_rank[rank]]
+        have = [rank for rank in members if number in by_rank[rank]]
+        lack = [rank for rank in members if number not in by_rank[rank]]
         open_ = [rank for rank in have if by_rank[rank][number].state != "completed"]
         if lack and open_:
             name = by_rank[have[0]][number].name
-            return [
-                f"{name} #{number} of group {group}: called by rank {_join(have)}, "
-                f"not by rank {_join(lack)}"
-            ]
+            called = f"called by rank {_join(have)}, not by rank {_join(lack)}"
+            return [f"{name} #{number} of group {group}: {called}"]
     return []
 
 
@@ -109,25 +117,32 @@ def _join(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def _read(text: str) -> list[_Collective]:
+def _read(text: str) -> _Record:
     try:
-        entries = json.loads(text).get("entries", [])
-    except (ValueError, AttributeError):
-        return []
-    found = []
+        content = json.loads(text)
+        entries = content.get("entries", [])
+        groups = content.get("pg_config", {})
+        members = {name: _numbers(about["ranks"]) for name, about in groups.items()}
+    except (ValueError, AttributeError, KeyError, TypeError):
+        return _Record()
+    return _Record(collectives=tuple(_collectives(entries)), members=members)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", text))
+
+
+def _collectives(entries: list[object]) -> Iterator[_Collective]:
     for entry in entries:
         if not isinstance(entry, dict):
             continue
         number = entry.get("collective_seq_id", entry.get("seq_id", 0))
         group = entry.get("process_group") or ["?", "?"]
         sizes = entry.get("input_sizes")
-        found.append(
-            _Collective(
-                group=str(group[0]) if isinstance(group, list) else str(group),
-                number=int(number or 0),
-                name=str(entry.get("profiling_name", "?")),
-                state=str(entry.get("state", "?")),
-                shapes=f", input {sizes}" if sizes else "",
-            )
+        yield _Collective(
+            group=str(group[0]) if isinstance(group, list) else str(group),
+            number=int(number or 0),
+            name=str(entry.get("profiling_name", "?")),
+            state=str(entry.get("state", "?")),
+            shapes=f", input {sizes}" if sizes else "",
         )
-    return found

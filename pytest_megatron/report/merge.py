@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias, cast
 
 from pytest_megatron.files import JsonValue
 from pytest_megatron.gang.lifecycle import describe_exit, name_ranks
+from pytest_megatron.gang.messages import Done
 from pytest_megatron.gang.spec import RankEnd, Reason, RunEnd
 from pytest_megatron.report.crash import describe_flights, innermost_frame, shorten_stack
 
@@ -112,6 +113,33 @@ def merge(end: RunEnd, world_size: int) -> tuple[Merged, ...]:
     return tuple(merged)
 
 
+def merge_late(reports: Mapping[int, JsonValue], log_dirs: Sequence[str]) -> Merged:
+    """Return the report of a teardown that failed after the test was reported.
+
+    Args:
+        reports: Rank -> what it reported.
+        log_dirs: Of each rank of the gang.
+    """
+    ranks = tuple(
+        RankEnd(
+            rank=rank,
+            done=Done(run=0, reports=(reports[rank],) if rank in reports else ()),
+            log_dir=log_dir,
+        )
+        for rank, log_dir in enumerate(log_dirs)
+    )
+    end = RunEnd(run=0, reason=Reason.DONE, ranks=ranks, limit_s=0.0, duration_s=0.0, is_kept=False)
+    found = [p for rank in ranks if (p := _reported(rank, "teardown")) is not None]
+    return _fail(end, "teardown", found, len(ranks))
+
+
+def fail_late(problem: str) -> Merged:
+    """Return the report of a teardown in which a rank was lost after the test was reported."""
+    message = problem.strip().splitlines()[-1]
+    blocks = (("the last teardown", problem),) if message != problem else ()
+    return Merged(when="teardown", outcome="failed", message=message, blocks=blocks)
+
+
 def _is_plain(end: RunEnd) -> bool:
     """Whether every rank passed every phase and said nothing: nearly all tests."""
     return end.reason is Reason.DONE and all(
@@ -191,8 +219,12 @@ def _is_subtest(report: JsonObject) -> bool:
 
 def _merge_phase(end: RunEnd, when: str, world_size: int) -> Merged | None:
     found = [p for rank in end.ranks if (p := _reported(rank, when)) is not None]
-    struck = [r for r in end.ranks if r.done is None and (r.phase or "call") == when]
-    if struck:
+    struck = [r.phase or "call" for r in end.ranks if r.done is None]
+    if when in struck:
+        xfailed = [p for p in found if p.is_xfail and p.outcome == "skipped"]
+        late = [r for r in end.ranks if r.done is not None or _is_late(r)]
+        if xfailed and _are_expected(found) and len(late) == len(end.ranks):
+            return _from_one(xfailed[0], when, found, "skipped")  # they waited for it
         return _fail(end, when, found, world_size)
     if not found:
         return None
@@ -204,20 +236,33 @@ def _merge_reported(end: RunEnd, when: str, found: Sequence[_Phase], world_size:
     failed = [p for p in found if p.outcome == "failed"]
     skipped = [p for p in found if p.outcome == "skipped"]
     xfailed = [p for p in skipped if p.is_xfail]
-    if xfailed and all(p.is_xfail or _is_strict_xpass(p) for p in found):
+    if xfailed and _are_expected(found):
         return _from_one(xfailed[0], when, found, "skipped")  # as a whole it failed, as expected
-    if failed:
-        return _fail(end, when, found, world_size)
+    is_unanimous = len(found) == world_size and len(skipped) in (0, world_size)
+    if failed or not (is_unanimous or when != "call"):
+        return _fail(end, when, found, world_size)  # a rank may also have skipped in set-up
+    if skipped and not is_unanimous:
+        return _skip_in_part(end, when, found, world_size)
     if skipped:
-        if len(skipped) == len(found) == world_size:
-            return _from_one(skipped[0], when, found, "skipped")
-        if when == "setup":  # a split skip is a failure of the test, not an error of its set-up
-            return _passed(when, [p for p in found if p.outcome == "passed"] or found)
-        return _fail(end, when, found, world_size)
-    if when == "call" and len(found) < world_size:
-        return _fail(end, when, found, world_size)  # some rank skipped in set-up
+        return _from_one(skipped[0], when, found, "skipped")
     xpassed = [p for p in found if p.is_xfail]
     return _from_one(xpassed[0], when, found, "passed") if xpassed else _passed(when, found)
+
+
+def _are_expected(found: Sequence[_Phase]) -> bool:
+    """Whether no rank did what a test must not do that is expected to fail on some rank."""
+    return all(p.outcome == "passed" or p.is_xfail or _is_strict_xpass(p) for p in found)
+
+
+def _is_late(rank: RankEnd) -> bool:
+    """Whether a rank was stopped while it waited, and did not end by itself."""
+    return rank.exit_code is None and not rank.problem
+
+
+def _skip_in_part(end: RunEnd, when: str, found: Sequence[_Phase], world_size: int) -> Merged:
+    if when == "setup":  # a split skip is a failure of the test, not an error of its set-up
+        return _passed(when, [p for p in found if p.outcome == "passed"] or found)
+    return _fail(end, when, found, world_size)
 
 
 def _is_strict_xpass(phase: _Phase) -> bool:
@@ -257,7 +302,7 @@ def _fail(end: RunEnd, when: str, found: Sequence[_Phase], world_size: int) -> M
     failed = {p.rank: p for p in found if p.outcome == "failed"}
     struck = {r.rank: r for r in end.ranks if r.done is None}
     first = _first(end, failed, struck)
-    words = _words(end, when, failed)
+    words = _words(end, failed)
     blocks: list[tuple[str, str]] = []
     base = None
     if first is None:
@@ -305,36 +350,40 @@ def _first(end: RunEnd, failed: Mapping[int, _Phase], struck: Mapping[int, RankE
     return min(guilty, key=order).rank if guilty else None
 
 
-def _words(end: RunEnd, when: str, failed: Mapping[int, _Phase]) -> dict[int, str]:
+def _words(end: RunEnd, failed: Mapping[int, _Phase]) -> dict[int, str]:
     """Return what each rank did, in a few words."""
-    return {rank.rank: _word(end, rank, when, failed.get(rank.rank)) for rank in end.ranks}
+    return {rank.rank: _word(end, rank, failed.get(rank.rank)) for rank in end.ranks}
 
 
-def _word(end: RunEnd, rank: RankEnd, when: str, failure: _Phase | None) -> str:
+def _word(end: RunEnd, rank: RankEnd, failure: _Phase | None) -> str:
     if failure is not None:
         text = f"failed: {failure.message}"
-        if rank.done is None and rank.phase != when:
+        if rank.done is None and rank.phase != _last_phase(rank):
             text += f", then {_end_word(end, rank)}"
         return f"{text} (a consequence)" if _CONSEQUENCE.search(failure.text) else text
     if rank.done is None:
         return _end_word(end, rank)
+    return _done_word(end, rank, rank.done.num_collectives)
+
+
+def _done_word(end: RunEnd, rank: RankEnd, num_collectives: int) -> str:
     for phase in (p for name in PHASES if (p := _reported(rank, name)) is not None):
         if phase.outcome == "skipped":
             return f"skipped: {_skip_reason(phase)}"
         if phase.outcome == "failed":
             return f"failed: {phase.message}"
     if end.reason is Reason.DESYNCHRONISED:
-        return f"passed after {rank.done.num_collectives} collectives"
+        return f"passed after {num_collectives} collectives"
     return "passed"
 
 
 def _end_word(end: RunEnd, rank: RankEnd) -> str:
     """Return how a rank ended that did not end the test."""
-    if rank.problem:
-        return rank.problem.strip().splitlines()[-1]
     if rank.exit_code is not None:
         where = f" in {rank.phase}" if rank.phase not in ("", "call") else ""
         return f"{describe_exit(rank.exit_code)}{where}"
+    if rank.problem:
+        return rank.problem.strip().splitlines()[-1]
     return _late_word(end, rank)
 
 
@@ -363,7 +412,7 @@ def _split_message(end: RunEnd, words: Mapping[int, str]) -> str:
             others = [rank for rank in words if rank not in skipped]
             if skipped and others:
                 return f"{name_ranks(skipped)} skipped, {name_ranks(others)} did not"
-            return end.reason.value
+            return str(end.reason.value)
 
 
 def _tell_ranks(words: Mapping[int, str], first: int | None) -> str:
@@ -399,7 +448,7 @@ def _stacks(end: RunEnd) -> list[tuple[str, str]]:
             groups.setdefault(_normalise_stack(rank.stack), []).append(rank.rank)
     blocks = [(f"stack of {name_ranks(ranks)}", text) for text, ranks in groups.items()]
     flights = {r.rank: r.flight for r in end.ranks if r.flight}
-    if flights and (text := describe_flights(flights, len(end.ranks))):
+    if flights and (text := describe_flights(flights)):
         blocks.append(("collectives, by NCCL's flight recorder", text))
     return blocks
 
@@ -410,10 +459,9 @@ def _normalise_stack(stack: str) -> str:
 
 def _logs(end: RunEnd, first: int | None, struck: Mapping[int, RankEnd]) -> list[tuple[str, str]]:
     """Return what a dead rank said last, and where to read on."""
-    blocks = []
-    for rank in end.ranks:
-        if rank.rank in struck and rank.problem and "\n" in rank.problem:
-            blocks.append((f"rank {rank.rank}", rank.problem))
+    blocks = [
+        (f"rank {rank.rank}", rank.problem) for rank in struck.values() if "\n" in rank.problem
+    ]
     shown = [end.ranks[first]] if first is not None else [r for r in end.ranks if r.rank in struck]
     files = [f"{rank.log_dir}/stderr.log" for rank in shown if rank.log_dir]
     if files:
@@ -458,17 +506,31 @@ def _merge_subtests(end: RunEnd) -> list[Merged]:
                 key = str(report.get("_subtest.context"))
                 seen[key] = seen.get(key, 0) + 1
                 by_key.setdefault(f"{key} {seen[key]}", []).append(_phase_of(rank.rank, report))
-    merged = []
-    for found in by_key.values():
-        outcome: Outcome = "passed"
-        if any(p.outcome == "failed" for p in found):
-            outcome = "failed"
-        elif all(p.outcome == "skipped" for p in found):
-            outcome = "skipped"
-        chosen = next(p for p in found if p.outcome == outcome or outcome == "passed")
-        one = _from_one(chosen, "call", found, outcome)
-        merged.append(one)
-    return merged
+    return [_merge_subtest(end, found) for found in by_key.values()]
+
+
+def _merge_subtest(end: RunEnd, found: Sequence[_Phase]) -> Merged:
+    """Merge one subtest by the rules for tests; a rank that had no such subtest has no say."""
+    failed = {p.rank: p for p in found if p.outcome == "failed"}
+    skipped = [p for p in found if p.outcome == "skipped"]
+    xfailed = [p for p in found if p.is_xfail]
+    if xfailed and not failed:
+        return _from_one(xfailed[0], "call", found, xfailed[0].outcome)
+    if not failed and len(skipped) in (0, len(found)):
+        return _from_one(found[0], "call", found, found[0].outcome)
+    chosen = [*failed.values(), *skipped][0]
+    words = {p.rank: _subtest_word(p) for p in found}
+    message = f"[rank {chosen.rank}] {chosen.message}" if failed else _split_message(end, words)
+    blocks = [("ranks", _tell_ranks(words, chosen.rank))]
+    blocks += _other_failures(failed, chosen.rank if failed else None, words)
+    merged = _from_one(chosen, "call", found, "failed")
+    return replace(merged, message=message, blocks=tuple(blocks))
+
+
+def _subtest_word(phase: _Phase) -> str:
+    if phase.outcome == "skipped":
+        return f"skipped: {_skip_reason(phase)}"
+    return f"failed: {phase.message}" if phase.outcome == "failed" else "passed"
 
 
 def _skip_reason(phase: _Phase) -> str:

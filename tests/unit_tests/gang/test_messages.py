@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import pytest
+
+from pytest_megatron.gang.messages import (
+    AskStacks,
+    Broken,
+    Close,
+    Closed,
+    DebuggerAnswer,
+    DebuggerLeft,
+    DebuggerLine,
+    DebuggerReads,
+    DebuggerWanted,
+    DebuggerWrote,
+    Died,
+    Done,
+    Fork,
+    Forked,
+    Hello,
+    Interrupt,
+    Kill,
+    Killed,
+    Message,
+    OpenStore,
+    PhaseEnded,
+    RankOrder,
+    Ready,
+    Run,
+    Stacks,
+    StoreOpened,
+    decode,
+    encode,
+)
+
+ORDER = RankOrder(
+    gang=1,
+    rank=3,
+    local_rank=1,
+    world_size=4,
+    node_rank=1,
+    device="cpu",
+    env={"RANK": "3", "WORD": "ü\n"},
+    log_dir="logs/3",
+    base_temp="tmp/3",
+    is_debugging=True,
+    coverage={"branch": True, "source": ["a", "b"]},
+    coverage_file=".coverage",
+)
+MESSAGES: tuple[Message, ...] = (
+    Hello(role="nursery", gang=0, rank=-1, node_rank=2, pid=7),
+    Ready(missing={"test_a.py::test_1": "ImportError: b"}, extra=("test_a.py::test_2",), clock=1.5),
+    PhaseEnded(run=1, when="call", outcome="failed", at=2.5),
+    Done(
+        run=1,
+        reports=(["setup", 1.0, 2.0], {"when": "call", "sections": [["out", "x\0y"]]}),
+        warnings=({"text": "old"},),
+        num_collectives=4,
+        num_rendezvous=1,
+        poison="an illegal memory access",
+        stop=("exit", "enough", 3),
+        printed="SETUP",
+    ),
+    Closed(problem="E"),
+    Broken(problem="Traceback"),
+    DebuggerWanted(reason="breakpoint"),
+    DebuggerWrote(text="(Pdb) "),
+    DebuggerReads(),
+    DebuggerLeft(),
+    Run(
+        run=1,
+        index=2,
+        node_id="test_a.py::test[\N{SNOWMAN}]",
+        next_index=-1,
+        next_node_id="",
+        shared_dir="tmp",
+        is_last_if_failed=True,
+    ),
+    Close(),
+    DebuggerAnswer(may_enter=True),
+    DebuggerLine(text="p x\n"),
+    Fork(orders=(ORDER, ORDER)),
+    Forked(gang=1, rank=3, pid=9),
+    Died(gang=1, rank=3, exit_code=-11, phase="setup"),
+    OpenStore(gang=1, host="127.0.0.1"),
+    StoreOpened(gang=1, port=0, problem="no port"),
+    Kill(gang=1),
+    Killed(gang=1),
+    Interrupt(gang=1),
+    AskStacks(gang=1, ranks=(0, 3)),
+    Stacks(gang=1, stacks={"3": "File"}, flights={"3": "{}"}, phases={"3": "call"}),
+)
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=[type(m).__name__ for m in MESSAGES])
+def test_a_message_survives_the_wire(message: Message) -> None:
+    assert decode(encode(message)) == message
+
+
+def test_every_kind_of_message_is_tried_here() -> None:
+    assert {type(m) for m in MESSAGES} == set(Message.__args__)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        pytest.param(b"", id="empty"),
+        pytest.param(b"\xff\xfe", id="no-text"),
+        pytest.param(b"7", id="number"),
+        pytest.param(b"[]", id="no-name"),
+        pytest.param(b'["Close"]', id="no-fields"),
+        pytest.param(b'["Close", []]', id="fields-without-names"),
+        pytest.param(b'["Close", {"now": 1}]', id="unknown-field"),
+        pytest.param(b'["Closed", {}]', id="missing-field"),
+        pytest.param(b'["Popen", {"args": "rm"}]', id="unknown-name"),
+        pytest.param(b"[[], {}]", id="name-that-is-none"),
+        pytest.param(b'["Fork", {"orders": [1]}]', id="order-that-is-none"),
+        pytest.param(b"[" * 100_000, id="deep"),
+    ],
+)
+def test_nonsense_is_refused(frame: bytes) -> None:
+    with pytest.raises(ValueError, match="not a message"):
+        decode(frame)
+
+
+def test_what_is_no_message_is_not_sent() -> None:
+    with pytest.raises(TypeError, match="cannot be sent: <object"):
+        encode(Done(run=1, reports=(object(),)))  # type: ignore[arg-type]  # the point of it

@@ -274,15 +274,19 @@ class Lifecycle:
                 return self._settle(now)
             case Broken(problem=problem):
                 rank.problem = problem
-                return self._on_trouble(rank, problem, now)
-            case Closed(problem=problem, late=late):
-                rank.is_closed = True
-                if late is not None:
-                    self.late[rank.rank] = late
-                self.problems += [f"rank {rank.rank}: {problem}"] if problem else []
+                return self._on_loss(rank, problem, now)
+            case Closed():
+                self._on_closed(rank, message)
             case _:
                 self._on_debugger(rank, message, now)
         return []
+
+    def _on_closed(self, rank: _Rank, message: Closed) -> None:
+        rank.is_closed = True
+        if message.late is not None:
+            self.late[rank.rank] = message.late
+        if message.problem:
+            self.problems.append(f"rank {rank.rank} in the last teardown: {message.problem}")
 
     def _on_ready(self, now: float) -> list[Action]:
         if self.state is not State.STARTING or not all(r.is_ready for r in self._ranks):
@@ -325,13 +329,13 @@ class Lifecycle:
             return []
         rank.exit_code = exit_code
         self._debugging.discard(rank.rank)
-        return self._on_trouble(rank, describe_exit(exit_code), now)
+        return self._on_loss(rank, describe_exit(exit_code), now)
 
-    def _on_trouble(self, rank: _Rank, what: str, now: float) -> list[Action]:
+    def _on_loss(self, rank: _Rank, what: str, now: float) -> list[Action]:
         """Go on after a rank was lost, be it its process or its connection."""
         is_between = self.state in (State.IDLE, State.CLOSING)
         if is_between and not rank.is_closed:
-            when = "after its test" if self.state is State.IDLE else "in teardown"
+            when = "after its test" if self.state is State.IDLE else "in the last teardown"
             self.problems.append(f"rank {rank.rank} {what} {when}")
         match self.state:
             case State.STARTING:

@@ -84,6 +84,7 @@ class Done:
         poison: Why this rank cannot run another test (a CUDA error that sticks), or "".
         stop: `[kind, reason, exit code]` if the test asked pytest itself to end, or empty.
         printed: What pytest wrote to its terminal in this rank (`--setup-show`).
+        printed_late: The same from the teardown on.
         late: Report of the teardown of what the test before this one left; None if it went well.
     """
 
@@ -95,6 +96,7 @@ class Done:
     poison: str = ""
     stop: tuple[JsonValue, ...] = ()
     printed: str = ""
+    printed_late: str = ""
     late: JsonValue = None
 
 

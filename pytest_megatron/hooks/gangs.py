@@ -34,6 +34,7 @@ from pytest_megatron.hooks.merged import (
     build_report,
     count_failed_subtest,
     excinfo_of,
+    merge_problem,
     warn_again,
 )
 from pytest_megatron.hooks.options import Options
@@ -41,7 +42,7 @@ from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.hooks.template import Template
 from pytest_megatron.host import this_host
 from pytest_megatron.lease import Lease, Waiting, is_awaited, try_lease, waiting_text
-from pytest_megatron.report.merge import Merged, fail_late, merge, merge_late
+from pytest_megatron.report.merge import Merged, merge, merge_late
 
 PLUGIN_NAME = "megatron-gangs"
 _NURSERY_S = 60.0  # to call after it was forked
@@ -93,7 +94,6 @@ class GangPlugin:
         self._index: dict[pytest.Item, int] = {}
         self._num_runs = 0
         self._is_stopping = False
-        self._is_interrupted = False
         self._is_by_hand = False  # pytest-xdist or --sw say what runs next, not the schedule
         self._is_in_order = False
         self._is_replaying = False
@@ -143,6 +143,8 @@ class GangPlugin:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
         """Run all items, those of gangs on gangs; under pytest-xdist only get ready."""
+        # Plugins may have reordered and deselected since we looked.
+        self._specs = {item: self._specs[item] for item in session.items if self.is_ours(item)}
         if not self._specs or session.config.option.collectonly:
             return None
         if session.testsfailed and not session.config.option.continue_on_collection_errors:
@@ -283,6 +285,8 @@ class GangPlugin:
 
     def tear_down(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
         """Tear down what the controller's own tests left, which this one would have ended."""
+        if (end := self._ended[item].end) is not None:
+            self._print(end, is_late=True)
         item.session._setupstate.teardown_exact(nextitem)  # noqa: SLF001 - pytest's own way
 
     def report_phase(self, item: pytest.Item, call: pytest.CallInfo[None]) -> pytest.TestReport:
@@ -426,29 +430,6 @@ class GangPlugin:
         fleet.start(gang)
         return gang
 
-    def _wait_for_template(self) -> None:
-        """Wait until the template has called; one that was killed gets a successor, once."""
-        deadline = time.monotonic() + _NURSERY_S
-        num_left = 1
-        while not self._open_fleet.has_nursery(0, -1):
-            if self._has_template_ended() and num_left and self._make_template is not None:
-                num_left -= 1
-                self._template = self._make_template.fork()
-            self._open_fleet.pump(_CALL_S)
-            if time.monotonic() > deadline:
-                raise LaunchError("gang", "the process that starts ranks did not call")
-
-    def _has_template_ended(self) -> bool:
-        if self._template is None:
-            return True
-        try:
-            pid, _ = os.waitpid(self._template, os.WNOHANG)
-        except ChildProcessError:  # somebody else collected it
-            pid = self._template
-        if pid:
-            self._template = None
-        return bool(pid)
-
     def _lease(self, num_gpus: int) -> Lease | None:
         """Lease devices, without waiting for them; while there are none, others know of it."""
         gpus = this_host().gpus
@@ -484,6 +465,29 @@ class GangPlugin:
             fleet.pump(_PUMP_S)
         for gang in list(self._gangs.values()):
             self._forget(gang)
+
+    def _wait_for_template(self) -> None:
+        """Wait until the template has called; one that was killed gets a successor, once."""
+        deadline = time.monotonic() + _NURSERY_S
+        num_left = 1
+        while not self._open_fleet.has_nursery(0, -1):
+            if self._has_template_ended() and num_left and self._make_template is not None:
+                num_left -= 1
+                self._template = self._make_template.fork()
+            self._open_fleet.pump(_CALL_S)
+            if time.monotonic() > deadline:
+                raise LaunchError("gang", "the process that starts ranks did not call")
+
+    def _has_template_ended(self) -> bool:
+        if self._template is None:
+            return True
+        try:
+            pid, _ = os.waitpid(self._template, os.WNOHANG)
+        except ChildProcessError:  # somebody else collected it
+            pid = self._template
+        if pid:
+            self._template = None
+        return bool(pid)
 
     def _orders(self, number: int, spec: GangSpec, lease: Lease | None) -> tuple[RankOrder, ...]:
         directory = self._run.open_run_dir() / self._run.ranks_dir / f"attempt_{number}"
@@ -566,11 +570,6 @@ class GangPlugin:
             log_dirs = [order.log_dir for order in gang.orders]
             self._late.append((item, merge_late(late, log_dirs)))
 
-    def _keep_problems(self, item: pytest.Item | None, gang: Gang) -> None:
-        """Keep what went wrong on a gang after its last test, and no rank could report."""
-        if item is not None and not self._is_interrupted:
-            self._late += [(item, fail_late(text)) for text in gang.lifecycle.problems]
-
     def _report_late(self) -> None:
         """Report late teardowns as errors of the tests that they belong to."""
         late, self._late = self._late, []
@@ -581,9 +580,10 @@ class GangPlugin:
 
     def _forget(self, gang: Gang) -> None:
         del self._gangs[gang.number]
-        last = self._last.pop(gang.number, None)
-        self._keep_late(last, gang.lifecycle.late, gang)
-        self._keep_problems(last, gang)
+        item = self._last.pop(gang.number, None)
+        self._keep_late(item, gang.lifecycle.late, gang)
+        if item is not None:
+            self._late += [(item, merge_problem(text)) for text in gang.lifecycle.problems]
         if self._schedule is not None:
             self._schedule.forget(gang.number)
         lease = self._leases.pop(gang.number, None)
@@ -599,7 +599,6 @@ class GangPlugin:
 
     def _interrupt(self) -> None:
         """Ctrl-C: ranks get it too and tear down; a second one does not wait for them."""
-        self._is_interrupted = self._is_stopping = True
         fleet = self._open_fleet
         deadline = time.monotonic() + min(self._options.rank_grace_s, _CLOSING_S)
         busy = [gang for gang in self._gangs.values() if gang.lifecycle.state is State.RUNNING]
@@ -610,6 +609,7 @@ class GangPlugin:
                 gang.lifecycle.state is State.RUNNING for gang in busy
             ):
                 fleet.pump(0.1)
+        self._is_stopping = True
 
     def _shut_down(self) -> None:
         """End every gang, politely where it is idle; then the template and what it started."""
@@ -644,9 +644,12 @@ class GangPlugin:
         found: Path = factory.getbasetemp()
         return found
 
-    def _print(self, end: RunEnd) -> None:
-        printed = end.ranks[0].done.printed if end.ranks[0].done else ""
-        if printed.strip():
+    def _print(self, end: RunEnd, *, is_late: bool = False) -> None:
+        """Write what pytest wrote to the terminal of rank 0, up to the teardown or from it on."""
+        done = end.ranks[0].done
+        printed = "" if done is None else done.printed_late if is_late else done.printed
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        if printed.strip() and reporter is not None:
             self._config.get_terminal_writer().write(printed)
 
     def _tell_user(self, text: str) -> None:
@@ -713,4 +716,4 @@ def _stop_like(item: pytest.Item, end: RunEnd) -> None:
             code = stop[2] if isinstance(stop[2], int) else None
             raise pytest.exit.Exception(f"{stop[1]} ({where})", code)
         if stop:
-            raise KeyboardInterrupt(f"{where}, {stop[1]}")
+            raise KeyboardInterrupt(where)

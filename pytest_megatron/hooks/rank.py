@@ -64,6 +64,7 @@ class RankPlugin:
         self._is_in_phase = False
         self._last: pytest.Item | None = None
         self.printed = _Printed()
+        self._shown = ""
 
     def is_rerun(self, item: pytest.Item) -> bool:
         """Whether the test that just failed is to run again."""
@@ -79,6 +80,7 @@ class RankPlugin:
         self._last = item
         self.shared_dir = Path(run.shared_dir)
         self.printed.take()
+        self._shown = ""
         self._ends.note("setup")
         item.session.shouldfail = item.session.shouldstop = False
         stop: tuple[JsonValue, ...] = ()
@@ -100,7 +102,8 @@ class RankPlugin:
             num_rendezvous=num_rendezvous,
             poison=bootstrap.find_poison() if self._has_failed else "",
             stop=stop,
-            printed=self.printed.take(),
+            printed=self._shown,
+            printed_late=self.printed.take(),
         )
 
     @pytest.hookimpl(tryfirst=True)
@@ -134,6 +137,7 @@ class RankPlugin:
     @pytest.hookimpl(hookwrapper=True, trylast=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None]:
         """Keep what teardown prints."""
+        self._shown = self.printed.take()
         with self._capturing(item, "teardown"):
             yield
 

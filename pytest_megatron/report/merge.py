@@ -133,13 +133,6 @@ def merge_late(reports: Mapping[int, JsonValue], log_dirs: Sequence[str]) -> Mer
     return _fail(end, "teardown", found, len(ranks))
 
 
-def fail_late(problem: str) -> Merged:
-    """Return the report of a teardown in which a rank was lost after the test was reported."""
-    message = problem.strip().splitlines()[-1]
-    blocks = (("the last teardown", problem),) if message != problem else ()
-    return Merged(when="teardown", outcome="failed", message=message, blocks=blocks)
-
-
 def _is_plain(end: RunEnd) -> bool:
     """Whether every rank passed every phase and said nothing: nearly all tests."""
     return end.reason is Reason.DONE and all(
@@ -302,7 +295,7 @@ def _fail(end: RunEnd, when: str, found: Sequence[_Phase], world_size: int) -> M
     failed = {p.rank: p for p in found if p.outcome == "failed"}
     struck = {r.rank: r for r in end.ranks if r.done is None}
     first = _first(end, failed, struck)
-    words = _words(end, failed)
+    words = _words(end, when, failed)
     blocks: list[tuple[str, str]] = []
     base = None
     if first is None:
@@ -350,15 +343,15 @@ def _first(end: RunEnd, failed: Mapping[int, _Phase], struck: Mapping[int, RankE
     return min(guilty, key=order).rank if guilty else None
 
 
-def _words(end: RunEnd, failed: Mapping[int, _Phase]) -> dict[int, str]:
+def _words(end: RunEnd, when: str, failed: Mapping[int, _Phase]) -> dict[int, str]:
     """Return what each rank did, in a few words."""
-    return {rank.rank: _word(end, rank, failed.get(rank.rank)) for rank in end.ranks}
+    return {rank.rank: _word(end, rank, when, failed.get(rank.rank)) for rank in end.ranks}
 
 
-def _word(end: RunEnd, rank: RankEnd, failure: _Phase | None) -> str:
+def _word(end: RunEnd, rank: RankEnd, when: str, failure: _Phase | None) -> str:
     if failure is not None:
         text = f"failed: {failure.message}"
-        if rank.done is None and rank.phase != _last_phase(rank):
+        if rank.done is None and rank.phase != when:
             text += f", then {_end_word(end, rank)}"
         return f"{text} (a consequence)" if _CONSEQUENCE.search(failure.text) else text
     if rank.done is None:
@@ -379,11 +372,12 @@ def _done_word(end: RunEnd, rank: RankEnd, num_collectives: int) -> str:
 
 def _end_word(end: RunEnd, rank: RankEnd) -> str:
     """Return how a rank ended that did not end the test."""
+    if rank.problem:
+        problem = rank.problem.strip().splitlines()[-1]
+        return f"did not start: {problem}" if end.reason is Reason.NOT_STARTED else problem
     if rank.exit_code is not None:
         where = f" in {rank.phase}" if rank.phase not in ("", "call") else ""
         return f"{describe_exit(rank.exit_code)}{where}"
-    if rank.problem:
-        return rank.problem.strip().splitlines()[-1]
     return _late_word(end, rank)
 
 

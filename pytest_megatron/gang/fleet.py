@@ -50,6 +50,7 @@ from pytest_megatron.gang.messages import (
 from pytest_megatron.gang.spec import GangSpec, RunEnd
 
 _LOST_S = 2.0  # between the end of a rank's connection and the news of its death
+_ORPHANED = "ended, as the process that starts ranks was killed"
 
 
 class Held:
@@ -236,7 +237,7 @@ class Fleet:
             for rank, at in list(gang.lost.items()):
                 if now >= at + _LOST_S:
                     del gang.lost[rank]
-                    problem = f"rank {rank} closed its connection to the controller"
+                    problem = "closed its connection to the controller"
                     self._tell(gang, rank, Broken(problem=problem))
 
     def stop(self) -> None:
@@ -373,8 +374,8 @@ class Fleet:
         for gang in [g for g in self._gangs.values() if descriptor in g.nurseries]:
             for order in gang.orders:
                 if gang.keepers[order.rank] is source:
-                    died = Died(gang=gang.number, rank=order.rank, exit_code=-9)
-                    self._tell(gang, order.rank, died)
+                    self._drain_rank(gang, order.rank)
+                    self._tell(gang, order.rank, Broken(problem=_ORPHANED))
             self._on_killed(gang, descriptor)
 
     def _on_nursery_word(self, source: Channel, message: Message) -> None:

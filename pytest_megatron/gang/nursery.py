@@ -40,10 +40,12 @@ from pytest_megatron.gang.messages import (
     StoreOpened,
 )
 from pytest_megatron.gang.processes import (
+    UNKILLABLE_S,
     Descendant,
     become_subreaper,
     descendants,
     die_with,
+    kill_descendants,
     send_signal,
 )
 
@@ -51,7 +53,6 @@ STACK_SIGNAL = signal.SIGRTMIN + 9
 _POLL_S = 0.02
 _PHASE_BYTES = 16
 _STACKS_S = 1.0  # for a rank to write its stack
-_UNKILLABLE_S = 30.0  # a process stuck in the kernel (a dead file system) cannot be killed
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,7 @@ class Nursery:
                 self._finish_dying()
                 self._finish_stacks()
         finally:
-            self._kill_all()
+            kill_descendants()
 
     def _take(self) -> None:
         while True:
@@ -180,7 +181,7 @@ class Nursery:
                     opened = StoreOpened(gang=gang, port=0, problem=str(error))
                 self._channel.send(opened)
             case Kill(gang=gang):
-                self._dying.setdefault(gang, time.monotonic() + _UNKILLABLE_S)
+                self._dying.setdefault(gang, time.monotonic() + UNKILLABLE_S)
                 send_signal(self._below(gang), signal.SIGKILL)
                 self._collect()
             case Adopt():
@@ -283,6 +284,7 @@ class Nursery:
                 phases[str(order.rank)] = self._children[pid].phase
                 files[order.rank] = Path(order.log_dir)
                 send_signal([pid], STACK_SIGNAL)
+                send_signal([pid], signal.SIGCONT)  # one that was stopped says nothing
         self._asked.append(_Asked(gang, files, flights, phases, time.monotonic() + _STACKS_S))
 
     def _finish_stacks(self) -> None:
@@ -302,16 +304,6 @@ class Nursery:
                     phases=asked.phases,
                 )
             )
-
-    def _kill_all(self) -> None:
-        until = time.monotonic() + _UNKILLABLE_S
-        while time.monotonic() < until:
-            left = [process.pid for process in descendants()]
-            if not left:
-                return
-            send_signal(left, signal.SIGKILL)
-            self._collect()
-            time.sleep(0.005)
 
 
 @dataclass(slots=True)

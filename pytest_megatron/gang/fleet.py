@@ -158,13 +158,22 @@ class Fleet:
             orders: What they have to know, as for ranks of a gang of number 0.
             on_template: Told their number, a rank, and that it has collected or died.
         """
-        number = -1 - len(self._raised)
+        number = -self.next_template
         orders = tuple(replace(order, gang=number) for order in orders)
         self._raised[number] = orders, on_template
         self._nursery_of_node(orders[0].node_rank).send(
             OpenStore(gang=number, host=orders[0].env["MASTER_ADDR"])
         )
         return number
+
+    @property
+    def next_template(self) -> int:
+        """What `raise_templates` will return, without its sign."""
+        return len(self._raised) + 1
+
+    def has_template(self, node_rank: int, rank: int, world_size: int) -> bool:
+        """Whether a nursery of one rank can start it."""
+        return (node_rank, rank, world_size) in self._templates
 
     def kill_templates(self, number: int) -> None:
         """Kill what `raise_templates` started."""

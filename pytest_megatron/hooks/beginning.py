@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
 import sys
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import pytest
 from pytest_megatron.hooks import options
 
 if TYPE_CHECKING:
+    from pytest_megatron.hooks.warm import WarmProcess
     from pytest_megatron.hooks.watch import Watch
 
 PLUGIN_NAME = "megatron-beginning"
@@ -45,7 +45,12 @@ class Beginning:
     argv: list[str]
     random_state: object
     watch: Watch | None = None
-    warm: subprocess.Popen[bytes] | None = None
+    warm: WarmProcess | None = None
+
+    def stop_warm(self) -> None:
+        """End what nobody has taken."""
+        if self.warm is not None:
+            self.warm.stop()
 
 
 KEY = pytest.StashKey[Beginning]()
@@ -93,8 +98,10 @@ def note_beginning(early_config: pytest.Config) -> None:
     from pytest_megatron.hooks.watch import Watch  # noqa: PLC0415 - not for all
 
     def start_early() -> None:
-        if not early_config.known_args_namespace.collectonly:
-            start_warm(beginning)
+        given = early_config.known_args_namespace
+        if not given.collectonly and given.megatron_gang_start != "fresh":
+            beginning.warm = start_warm("fork", beginning.env, beginning.path)
+            early_config.add_cleanup(beginning.stop_warm)
 
     per_node, num_nodes = size
     env = rank_env(

@@ -17,10 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal, NoReturn
 
-from pytest_megatron.gang.channel import Channel, connect
+from pytest_megatron.gang.channel import connect
 from pytest_megatron.gang.messages import Hello, RankOrder
 from pytest_megatron.gang.nursery import Forking, Nursery, RankEnds
-from pytest_megatron.gang.processes import die_with
+from pytest_megatron.gang.processes import die_with, run_guarded
 from pytest_megatron.gang.stores import StoreKeeper
 from pytest_megatron.hooks.rank_template import Brief, collect_and_serve
 
@@ -87,6 +87,10 @@ def start_warm(mode: Mode, env: Mapping[str, str], path: Sequence[str]) -> WarmP
 
 def main(mode: Mode) -> None:
     """Load torch and pytest, wait to be told more, and serve."""
+    run_guarded(lambda: _serve(mode))
+
+
+def _serve(mode: Mode) -> None:
     if mode == "fork":
         for name in _PRELOADED:
             if importlib.util.find_spec(name) is not None:
@@ -159,5 +163,3 @@ def _close_stdin() -> None:
     os.dup2(null, 0)
     os.close(null)
 
-
-__all__ = ["Channel", "Executing", "WarmProcess", "fresh_main", "main", "start_warm"]

@@ -20,13 +20,14 @@ import pytest
 
 from pytest_megatron.errors import LaunchError, MegatronError
 from pytest_megatron.gang.bootstrap import rank_env
-from pytest_megatron.gang.channel import Channel, listen_locally
+from pytest_megatron.gang.channel import listen_locally
 from pytest_megatron.gang.fleet import Fleet, Gang
 from pytest_megatron.gang.lifecycle import Lifecycle, State
-from pytest_megatron.gang.messages import Message, RankOrder, Run
+from pytest_megatron.gang.messages import RankOrder, Run
 from pytest_megatron.gang.placement import Schedule
 from pytest_megatron.gang.spec import GangSpec, RunEnd
 from pytest_megatron.gang.stores import LOCAL_HOST
+from pytest_megatron.hooks.console import Console
 from pytest_megatron.hooks.markers import spec_of, timeout_of
 from pytest_megatron.hooks.merged import build_report, warn_again
 from pytest_megatron.hooks.options import Options
@@ -34,7 +35,7 @@ from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.hooks.template import Template
 from pytest_megatron.host import this_host
 from pytest_megatron.lease import Lease, lease_gpus
-from pytest_megatron.report.merge import Merged, merge
+from pytest_megatron.report.merge import Merged, has_reported, merge
 
 PLUGIN_NAME = "megatron-gangs"
 _NURSERY_S = 60.0  # to call after it was forked
@@ -73,6 +74,7 @@ class GangPlugin:
         self._num_runs = 0
         self._is_stopping = False
         self._is_held = False  # nothing new starts before a failure was reported
+        self._console = Console(config, self._options.pdb_rank, is_refusing=run.is_worker)
 
     # Collection
 
@@ -137,7 +139,7 @@ class GangPlugin:
         self._index = {item: index for index, item in enumerate(session.items)}
         listener = listen_locally()
         grace_s = self._options.rank_grace_s
-        self._fleet = Fleet(listener, grace_s=grace_s, on_debugger=self._on_debugger)
+        self._fleet = Fleet(listener, grace_s=grace_s, on_debugger=self._console.handle)
         template = Template(
             session=session,
             address=listener.address,
@@ -195,27 +197,42 @@ class GangPlugin:
 
     def set_up(self, item: pytest.Item) -> None:
         """Wait until the item has run on its gang; all of its phases run there at once."""
+        try:
+            self._wait_for(item)
+        except KeyboardInterrupt:
+            if not self._config.getoption("usepdb"):
+                raise
+            self._interrupt()  # pytest would debug the controller now
+            raise pytest.exit.Exception("KeyboardInterrupt") from None
+        execution = self._ended[item]
+        assert execution.end is not None
+        warn_again(self._config, execution.end)
+        self._print(execution.end)
+        _stop_like(execution.end, "setup")
+
+    def _wait_for(self, item: pytest.Item) -> None:
         while item not in self._ended:
             if not any(e.item is item for _, e in self._running.values()):
                 self._start_by_hand(item)
             self._dispatch()
             if item not in self._ended:
                 self._pump()
-        execution = self._ended[item]
-        assert execution.end is not None
-        warn_again(self._config, execution.end)
-        self._print(execution.end)
-        _stop_like(execution.end)
 
     def call(self, item: pytest.Item) -> None:
         """Report the subtests, which pytest reports before the test."""
-        *subtests, _ = [m for m in self._ended[item].merged if m.when == "call"]
+        execution = self._ended[item]
+        assert execution.end is not None
+        _stop_like(execution.end, "call")
+        *subtests, _ = [m for m in execution.merged if m.when == "call"]
         for merged in subtests:
             report = build_report(item, merged)
             self._config.hook.pytest_runtest_logreport(report=report)
 
     def tear_down(self, item: pytest.Item) -> None:
         """Do nothing: it was torn down with the rest."""
+        execution = self._ended[item]
+        assert execution.end is not None
+        _stop_like(execution.end, "teardown")
 
     def make_report(self, item: pytest.Item, when: str) -> pytest.TestReport:
         """Return the report of a phase."""
@@ -370,6 +387,7 @@ class GangPlugin:
 
     def _pump(self) -> None:
         self._open_fleet.pump(_PUMP_S)
+        self._console.settle()
         for gang in list(self._gangs.values()):
             self._take_ends(gang)
             if gang.is_gone:
@@ -404,6 +422,7 @@ class GangPlugin:
     def _interrupt(self) -> None:
         """Ctrl-C: ranks get it too and tear down; a second one does not wait for them."""
         fleet = self._open_fleet
+        self._console.is_refusing = True
         deadline = time.monotonic() + min(self._options.rank_grace_s, _CLOSING_S)
         for gang in self._gangs.values():
             fleet.interrupt(gang)
@@ -413,6 +432,8 @@ class GangPlugin:
                 for gang in list(self._gangs.values()):
                     if gang.is_gone or not gang.channels:
                         self._gangs.pop(gang.number)
+                    elif gang.lifecycle.state is State.IDLE:  # the test was what Ctrl-C ended
+                        fleet.close(gang)
 
     def _shut_down(self) -> None:
         """End every gang, politely where it is idle; then the template and what it started."""
@@ -456,9 +477,6 @@ class GangPlugin:
         if reporter is not None:
             reporter.write_line(text)
 
-    def _on_debugger(self, gang: Gang, rank: int, channel: Channel, message: Message) -> None:
-        raise NotImplementedError
-
 
 class _Hooks:
     """Pytest's hooks, with the phases of our items replaced."""
@@ -501,15 +519,19 @@ def _is_stepwise(config: pytest.Config) -> bool:
     return bool(getattr(config.option, "stepwise", False))
 
 
-def _stop_like(end: RunEnd) -> None:
-    """End the session as the test asked pytest to, by `pytest.exit` or KeyboardInterrupt."""
+def _stop_like(end: RunEnd, when: str) -> None:
+    """End the session as the test asked pytest to, by `pytest.exit` or KeyboardInterrupt.
+
+    It ends in the first phase that the rank did not report; those before it count.
+    """
     for rank in end.ranks:
         stop: Sequence[object] = () if rank.done is None else rank.done.stop
-        if stop and stop[0] == "exit":
+        if not stop or has_reported(rank, when):
+            continue
+        if stop[0] == "exit":
             code = stop[2]
             raise pytest.exit.Exception(str(stop[1]), code if isinstance(code, int) else None)
-        if stop:
-            raise KeyboardInterrupt
+        raise KeyboardInterrupt
 
 
 __all__ = ["PLUGIN_NAME", "GangPlugin", "MegatronError"]

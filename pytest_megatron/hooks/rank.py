@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Generator, Mapping
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import IO, NoReturn, cast
 
 import pytest
 from _pytest.runner import runtestprotocol
@@ -21,7 +21,7 @@ from _pytest.runner import runtestprotocol
 from pytest_megatron.files import JsonValue
 from pytest_megatron.gang import bootstrap
 from pytest_megatron.gang.channel import Channel, connect
-from pytest_megatron.gang.logs import RankLogs
+from pytest_megatron.gang.logs import RankLogs, flush_streams
 from pytest_megatron.gang.messages import (
     Broken,
     Close,
@@ -34,6 +34,7 @@ from pytest_megatron.gang.messages import (
     Run,
 )
 from pytest_megatron.gang.nursery import RankEnds
+from pytest_megatron.hooks.rank_debugger import RankDebugger
 
 _SLOW_S = 0.2  # a phase this long is told of at its end, not with the test
 # Plugins that act for the whole session; in a rank the controller does what they do.
@@ -58,6 +59,7 @@ class RankPlugin:
         self._warnings: list[JsonValue] = []
         self._has_failed = False
         self.printed = _Printed()
+        self.debugger = RankDebugger(channel, self.printed)
 
     def run_item(self, run: Run, item: pytest.Item, nextitem: pytest.Item | None) -> Done:
         """Run a test; return what to tell."""
@@ -96,12 +98,14 @@ class RankPlugin:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
         """Keep what setup prints."""
+        __tracebackhide__ = True
         with self._capturing(item, "setup"):
             return (yield)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
         """Keep what the test prints; wait for its GPU before it may pass."""
+        __tracebackhide__ = True
         with self._capturing(item, "call"):
             result = yield
             bootstrap.synchronize()
@@ -110,6 +114,7 @@ class RankPlugin:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, object, object]:
         """Keep what teardown prints."""
+        __tracebackhide__ = True
         with self._capturing(item, "teardown"):
             return (yield)
 
@@ -185,28 +190,36 @@ class RankPlugin:
     @contextlib.contextmanager
     def _capturing(self, item: pytest.Item, when: str) -> Generator[None]:
         self._ends.note(when)
-        if not self.order.is_capturing:
-            yield
-            return
         try:
             yield
         finally:
-            for stream, text in self._logs.new_text():
-                item.add_report_section(when, stream, text)
+            self.debugger.close()
+            flush_streams()
+            if self.order.is_capturing:
+                for stream, text in self._logs.new_text():
+                    item.add_report_section(when, stream, text)
 
 
 class _Printed:
-    """Takes the place of pytest's terminal in a rank: keeps the text, and writes it to the log."""
+    """Takes the place of pytest's terminal in a rank: keeps the text.
+
+    Attributes:
+        diverted: Where the text goes instead while a debugger is open.
+    """
 
     def __init__(self) -> None:
+        self.diverted: IO[str] | None = None
         self._parts: list[str] = []
 
     def write(self, text: str) -> int:
+        if self.diverted is not None:
+            return self.diverted.write(text)
         self._parts.append(text)
         return len(text)
 
     def flush(self) -> None:
-        """Nothing waits."""
+        if self.diverted is not None:
+            self.diverted.flush()
 
     def isatty(self) -> bool:
         return False
@@ -330,9 +343,13 @@ def _make_rank_of(config: pytest.Config, plugin: RankPlugin) -> None:
     if reporter is not None:
         reporter._tw._file = plugin.printed  # noqa: SLF001 - its only way
     factory = config._tmp_path_factory  # type: ignore[attr-defined]  # noqa: SLF001 - xdist's way
-    factory._given_basetemp = Path(plugin.order.base_temp)  # noqa: SLF001 - see above
+    base_temp = Path(plugin.order.base_temp)
+    base_temp.parent.mkdir(parents=True, exist_ok=True)
+    factory._given_basetemp = base_temp  # noqa: SLF001 - see above
     factory._basetemp = None  # noqa: SLF001 - see above
     manager.register(plugin, "megatron-rank")
+    manager.register(plugin.debugger, "megatron-rank-debugger")
+    plugin.debugger.install(config)
 
 
 def _plain(value: object) -> object:

@@ -32,6 +32,7 @@ from pytest_megatron.hooks.markers import spec_of, timeout_of
 from pytest_megatron.hooks.merged import build_report, warn_again
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.session import RunSession
+from pytest_megatron.hooks.tee import Tee
 from pytest_megatron.hooks.template import Template
 from pytest_megatron.host import this_host
 from pytest_megatron.lease import Lease, lease_gpus
@@ -74,6 +75,7 @@ class GangPlugin:
         self._num_runs = 0
         self._is_stopping = False
         self._is_held = False  # nothing new starts before a failure was reported
+        self._tee = Tee(config, self._options, is_worker=run.is_worker)
         self._console = Console(config, self._options.pdb_rank, is_refusing=run.is_worker)
 
     # Collection
@@ -328,6 +330,7 @@ class GangPlugin:
         if lease is not None:
             self._leases[number] = lease
         fleet.start(gang)
+        self._tee.follow(gang)
         return gang
 
     def _orders(self, number: int, spec: GangSpec, lease: Lease | None) -> tuple[RankOrder, ...]:
@@ -386,8 +389,9 @@ class GangPlugin:
         self._take_ends(gang)
 
     def _pump(self) -> None:
-        self._open_fleet.pump(_PUMP_S)
+        self._open_fleet.pump(self._tee.wait_s(_PUMP_S))
         self._console.settle()
+        self._tee.poll()
         for gang in list(self._gangs.values()):
             self._take_ends(gang)
             if gang.is_gone:
@@ -395,6 +399,8 @@ class GangPlugin:
         self._dispatch()
 
     def _take_ends(self, gang: Gang) -> None:
+        if gang.ends:
+            self._tee.catch_up(gang)
         for end in gang.ends:
             _, execution = self._running.pop(end.run)
             execution.end = end
@@ -406,6 +412,7 @@ class GangPlugin:
 
     def _forget(self, gang: Gang) -> None:
         del self._gangs[gang.number]
+        self._tee.forget(gang)
         if self._schedule is not None:
             self._schedule.forget(gang.number)
         lease = self._leases.pop(gang.number, None)
@@ -446,6 +453,8 @@ class GangPlugin:
             while any(not gang.is_gone for gang in self._gangs.values()):
                 fleet.pump(_PUMP_S)
         finally:
+            for gang in self._gangs.values():
+                self._tee.forget(gang)
             for lease in self._leases.values():
                 lease.close()
             self._leases.clear()

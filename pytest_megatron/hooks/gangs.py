@@ -11,7 +11,7 @@ import contextlib
 import os
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,8 @@ import pluggy
 import pytest
 
 from pytest_megatron.errors import LaunchError, MegatronError
+from pytest_megatron.files import JsonValue
+from pytest_megatron.gang import measure
 from pytest_megatron.gang.bootstrap import rank_env
 from pytest_megatron.gang.channel import listen_locally
 from pytest_megatron.gang.fleet import Fleet, Gang
@@ -73,6 +75,7 @@ class GangPlugin:
         self._items: list[pytest.Item] = []
         self._index: dict[pytest.Item, int] = {}
         self._num_runs = 0
+        self._coverage: dict[str, JsonValue] = {}
         self._is_stopping = False
         self._is_held = False  # nothing new starts before a failure was reported
         self._tee = Tee(config, self._options, is_worker=run.is_worker)
@@ -127,9 +130,15 @@ class GangPlugin:
         except KeyboardInterrupt:
             self._interrupt()
             raise
+        return True
+
+    @pytest.hookimpl(specname="pytest_runtestloop", wrapper=True, trylast=True)
+    def pytest_megatron_finish_loop(self) -> Generator[None, object, object]:
+        """End gangs before whoever wraps the loop (pytest-cov) looks at what they measured."""
+        try:
+            return (yield)
         finally:
             self._shut_down()
-        return True
 
     def pytest_sessionfinish(self) -> None:
         """Leave no process behind, however the session ends."""
@@ -139,6 +148,9 @@ class GangPlugin:
         """Fork the template, and take over the phases of our items."""
         self._items = session.items
         self._index = {item: index for index, item in enumerate(session.items)}
+        self._coverage = measure.settings_of_running(
+            is_by_test=getattr(self._config.option, "cov_context", None) == "test"
+        )
         listener = listen_locally()
         grace_s = self._options.rank_grace_s
         self._fleet = Fleet(listener, grace_s=grace_s, on_debugger=self._console.handle)
@@ -147,6 +159,8 @@ class GangPlugin:
             address=listener.address,
             key=listener.key,
             random_before=self._random_before,
+            coverage=self._coverage,
+            coverage_file=str(self._coverage_dir / "template"),
         )
         self._template = template.fork()
         original = session.gethookproxy
@@ -365,6 +379,8 @@ class GangPlugin:
                 log_dir=str(directory / str(rank)),
                 base_temp=str(base_temp / f"rank{rank}"),
                 is_capturing=self._config.option.capture != "no",
+                coverage=self._coverage,
+                coverage_file=str(self._coverage_dir / f"{number}-{rank}"),
             )
             for rank in range(size)
         )
@@ -463,6 +479,8 @@ class GangPlugin:
             if self._template is not None:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(self._template, 0)
+            for problem in measure.merge_into_running(self._coverage_dir):
+                self._tell_user(f"coverage of a rank cannot be read: {problem}")
 
     # Small things
 
@@ -470,6 +488,10 @@ class GangPlugin:
     def _open_fleet(self) -> Fleet:
         assert self._fleet is not None
         return self._fleet
+
+    @property
+    def _coverage_dir(self) -> Path:
+        return self._run.run_dir / self._run.ranks_dir / "coverage"
 
     def _base_temp(self) -> Path:
         factory = self._config._tmp_path_factory  # type: ignore[attr-defined]  # noqa: SLF001

@@ -19,7 +19,7 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 from pytest_megatron.files import JsonValue
-from pytest_megatron.gang import bootstrap
+from pytest_megatron.gang import bootstrap, measure
 from pytest_megatron.gang.channel import Channel, connect
 from pytest_megatron.gang.logs import RankLogs, flush_streams
 from pytest_megatron.gang.messages import (
@@ -60,6 +60,7 @@ class RankPlugin:
         self._has_failed = False
         self.printed = _Printed()
         self.debugger = RankDebugger(channel, self.printed)
+        self.measurement: measure.Measurement | None = None
 
     def run_item(self, run: Run, item: pytest.Item, nextitem: pytest.Item | None) -> Done:
         """Run a test; return what to tell."""
@@ -76,6 +77,8 @@ class RankPlugin:
         except KeyboardInterrupt:
             stop = ("interrupt", "KeyboardInterrupt", None)
         self._ends.note("")
+        if self.measurement is not None:
+            self.measurement.end_test(is_last=run.next_index < 0)
         bootstrap.wrap_rendezvous()
         num_collectives, num_rendezvous = bootstrap.count_collectives()
         return Done(
@@ -190,6 +193,8 @@ class RankPlugin:
     @contextlib.contextmanager
     def _capturing(self, item: pytest.Item, when: str) -> Generator[None]:
         self._ends.note(when)
+        if self.measurement is not None:
+            self.measurement.enter(item.nodeid, when)
         try:
             yield
         finally:
@@ -242,6 +247,7 @@ def run_forked_rank(
     """Be a rank that was forked with the collected session in it; never returns."""
     config = session.config
     atexit._clear()  # noqa: SLF001 - what the controller wants to do at its end is not ours
+    measurement = measure.start(order.coverage, order.coverage_file)
     logs = _take_streams(config, order)
     bootstrap.become_rank(order, ends, random_before=random_before)
     channel = connect(
@@ -256,6 +262,7 @@ def run_forked_rank(
         ),
     )
     plugin = RankPlugin(order, channel, logs, ends)
+    plugin.measurement = measurement
     _make_rank_of(config, plugin)
     for name in ("gethookproxy",):
         session.__dict__.pop(name, None)
@@ -297,6 +304,8 @@ def serve(
         exit_code = 70
     with contextlib.suppress(Exception):
         atexit._run_exitfuncs()  # noqa: SLF001 - what tests registered
+    if plugin.measurement is not None:
+        plugin.measurement.save()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
 
+from pytest_megatron.files import JsonValue
 from pytest_megatron.gang.messages import (
     Broken,
     Closed,
@@ -138,6 +139,7 @@ class Lifecycle:
         """
         self.state = State.STARTING
         self.problems: list[str] = []
+        self.late: dict[int, JsonValue] = {}
         self._ranks = [_Rank(rank=rank, log_dir=path) for rank, path in enumerate(log_dirs)]
         self._grace_s = grace_s
         self._run: Run | None = None
@@ -269,8 +271,10 @@ class Lifecycle:
             case Broken(problem=problem):
                 rank.problem = problem
                 return self._on_trouble(rank, now)
-            case Closed(problem=problem):
+            case Closed(problem=problem, late=late):
                 rank.is_closed = True
+                if late is not None:
+                    self.late[rank.rank] = late
                 self.problems += [f"rank {rank.rank}: {problem}"] if problem else []
             case _:
                 self._on_debugger(rank, message, now)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias, cast
 
 from pytest_megatron.files import JsonValue
 from pytest_megatron.gang.lifecycle import describe_exit, name_ranks
+from pytest_megatron.gang.messages import Done
 from pytest_megatron.gang.spec import RankEnd, Reason, RunEnd
 from pytest_megatron.report.crash import describe_flights, innermost_frame, shorten_stack
 
@@ -109,6 +110,26 @@ def merge(end: RunEnd, world_size: int) -> tuple[Merged, ...]:
     return tuple(merged)
 
 
+def merge_late(reports: Mapping[int, JsonValue], log_dirs: Sequence[str]) -> Merged:
+    """Return the report of a teardown that failed after the test was reported.
+
+    Args:
+        reports: Rank -> what it reported.
+        log_dirs: Of each rank of the gang.
+    """
+    ranks = tuple(
+        RankEnd(
+            rank=rank,
+            done=Done(run=0, reports=(reports[rank],) if rank in reports else ()),
+            log_dir=log_dir,
+        )
+        for rank, log_dir in enumerate(log_dirs)
+    )
+    end = RunEnd(run=0, reason=Reason.DONE, ranks=ranks, limit_s=0.0, duration_s=0.0, is_kept=False)
+    found = [p for rank in ranks if (p := _reported(rank, "teardown")) is not None]
+    return _fail(end, "teardown", found, len(ranks))
+
+
 def _is_plain(end: RunEnd) -> bool:
     """Whether every rank passed every phase and said nothing: nearly all tests."""
     return end.reason is Reason.DONE and all(
@@ -175,6 +196,10 @@ def _merge_phase(end: RunEnd, when: str, world_size: int) -> Merged | None:
     found = [p for rank in end.ranks if (p := _reported(rank, when)) is not None]
     struck = [r.phase or "call" for r in end.ranks if r.done is None]
     if when in struck:
+        xfailed = [p for p in found if p.is_xfail and p.outcome == "skipped"]
+        late = [r for r in end.ranks if r.done is not None or _is_late(r)]
+        if xfailed and _are_expected(found) and len(late) == len(end.ranks):
+            return _from_one(xfailed[0], when, found, "skipped")  # they waited for it
         return _fail(end, when, found, world_size)
     if not found:
         return None
@@ -187,7 +212,7 @@ def _merge_reported(end: RunEnd, when: str, found: Sequence[_Phase], world_size:
     failed = [p for p in found if p.outcome == "failed"]
     skipped = [p for p in found if p.outcome == "skipped"]
     xfailed = [p for p in skipped if p.is_xfail]
-    if xfailed and all(p.is_xfail or _is_strict_xpass(p) for p in found):
+    if xfailed and _are_expected(found):
         return _from_one(xfailed[0], when, found, "skipped")  # as a whole it failed, as expected
     is_unanimous = len(found) == world_size and len(skipped) in (0, world_size)
     if failed or not (is_unanimous or when != "call"):
@@ -198,6 +223,16 @@ def _merge_reported(end: RunEnd, when: str, found: Sequence[_Phase], world_size:
         return _from_one(skipped[0], when, found, "skipped")
     xpassed = [p for p in found if p.is_xfail]
     return _from_one(xpassed[0], when, found, "passed") if xpassed else _passed(when, found)
+
+
+def _are_expected(found: Sequence[_Phase]) -> bool:
+    """Whether no rank did what a test must not do that is expected to fail on some rank."""
+    return all(p.outcome == "passed" or p.is_xfail or _is_strict_xpass(p) for p in found)
+
+
+def _is_late(rank: RankEnd) -> bool:
+    """Whether a rank was stopped while it waited, and did not end by itself."""
+    return rank.exit_code is None and not rank.problem
 
 
 def _skip_in_part(end: RunEnd, when: str, found: Sequence[_Phase], world_size: int) -> Merged:
@@ -433,17 +468,31 @@ def _merge_subtests(end: RunEnd) -> list[Merged]:
                 key = str(report.get("_subtest.context"))
                 seen[key] = seen.get(key, 0) + 1
                 by_key.setdefault(f"{key} {seen[key]}", []).append(_phase_of(rank.rank, report))
-    merged = []
-    for found in by_key.values():
-        outcome: Outcome = "passed"
-        if any(p.outcome == "failed" for p in found):
-            outcome = "failed"
-        elif all(p.outcome == "skipped" for p in found):
-            outcome = "skipped"
-        chosen = next(p for p in found if outcome in (p.outcome, "passed"))
-        one = _from_one(chosen, "call", found, outcome)
-        merged.append(one)
-    return merged
+    return [_merge_subtest(end, found) for found in by_key.values()]
+
+
+def _merge_subtest(end: RunEnd, found: Sequence[_Phase]) -> Merged:
+    """Merge one subtest by the rules for tests; a rank that had no such subtest has no say."""
+    failed = {p.rank: p for p in found if p.outcome == "failed"}
+    skipped = [p for p in found if p.outcome == "skipped"]
+    xfailed = [p for p in found if p.is_xfail]
+    if xfailed and not failed:
+        return _from_one(xfailed[0], "call", found, xfailed[0].outcome)
+    if not failed and len(skipped) in (0, len(found)):
+        return _from_one(found[0], "call", found, found[0].outcome)
+    chosen = [*failed.values(), *skipped][0]
+    words = {p.rank: _subtest_word(p) for p in found}
+    message = f"[rank {chosen.rank}] {chosen.message}" if failed else _split_message(end, words)
+    blocks = [("ranks", _tell_ranks(words, chosen.rank))]
+    blocks += _other_failures(failed, chosen.rank if failed else None, words)
+    merged = _from_one(chosen, "call", found, "failed")
+    return replace(merged, message=message, blocks=tuple(blocks))
+
+
+def _subtest_word(phase: _Phase) -> str:
+    if phase.outcome == "skipped":
+        return f"skipped: {_skip_reason(phase)}"
+    return f"failed: {phase.message}" if phase.outcome == "failed" else "passed"
 
 
 def _skip_reason(phase: _Phase) -> str:

@@ -96,6 +96,8 @@ class PerRank:
         self._limit_s = options.rank_timeout_s or START_LIMIT_S
         self._node_ids = [i.nodeid for i in session.items if not _is_workload(i)]
         arguments = [str(argument) for argument in config.invocation_params.args]
+        if config.pluginmanager.has_plugin("_cov"):  # it would erase the data of the controller
+            arguments.append("--no-cov")
         self._has_nodes = any("::" in argument for argument in config.args)
         self._brief = Brief(
             address=listener.address,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import io
 import os
 import random
 import sys
@@ -130,13 +131,19 @@ class CollectingPlugin:
         Path(self._order.base_temp).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         config.hook.pytest_cmdline_main(config=config)
 
+    @pytest.hookimpl(trylast=True)
+    def pytest_configure(self, config: pytest.Config) -> None:
+        """Have nobody told what the controller tells."""
+        reporter = config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None:
+            reporter._tw._file = io.StringIO()  # noqa: SLF001 - its only way
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         """Put away what only the controller does."""
         manager = session.config.pluginmanager
-        coverage = manager.unregister(name="_cov") if manager.has_plugin("_cov") else None
-        with contextlib.suppress(AttributeError):
-            coverage.cov_controller.cov.stop()  # type: ignore[union-attr]
+        if manager.has_plugin("_cov"):
+            manager.unregister(name="_cov")
         if manager.has_plugin("pdbinvoke"):  # nobody is there to type
             self._debugger = manager.unregister(name="pdbinvoke")
 

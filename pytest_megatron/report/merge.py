@@ -164,6 +164,11 @@ def _is_trouble(end: RunEnd) -> bool:
     return end.reason is not Reason.DONE or any(r.done is None for r in end.ranks)
 
 
+def has_reported(rank: RankEnd, when: str) -> bool:
+    """Return whether a rank told of the end of a phase."""
+    return _reported(rank, when) is not None
+
+
 def _reported(rank: RankEnd, when: str) -> _Phase | None:
     """Return a phase of a rank, or None where it did not end it.
 

@@ -61,6 +61,7 @@ class _Template:
     number: int
     until: float
     devices: str | None
+    log_dir: str
     is_ready: bool = False
     is_single: bool = False
 
@@ -199,12 +200,15 @@ class PerRank:
     def _raise(self, world: _World, orders: Sequence[RankOrder]) -> None:
         """Have ranks collect."""
         until = time.monotonic() + self._limit_s
+        orders = tuple(_for_collecting(order, self._fleet.next_template) for order in orders)
         number = self._fleet.raise_templates(
-            tuple(_for_collecting(order, self._fleet.next_template) for order in orders),
+            orders,
             lambda number, rank, word: self._on_word(world, number, rank, word),
         )
         for order in orders:
-            world.templates[order.rank] = _Template(number, until, order.env.get(_DEVICES))
+            world.templates[order.rank] = _Template(
+                number, until, order.env.get(_DEVICES), order.log_dir
+            )
 
     def _on_word(self, world: _World, number: int, rank: int, word: Collected | Died) -> None:
         """Take in that a rank has collected, or died."""
@@ -221,14 +225,16 @@ class PerRank:
             case Died(exit_code=exit_code):
                 del world.templates[rank]
                 if not template.is_ready:
-                    world.lost[rank] = f"{describe_exit(exit_code)} while it collected"
+                    what = f"{describe_exit(exit_code)} while it collected"
+                    world.lost[rank] = f"{what}; see {template.log_dir}/stderr.log"
 
     def _drop_late(self, world: _World) -> None:
         """Give up on ranks that do not end collecting."""
         now = time.monotonic()
         late = [r for r, t in world.templates.items() if not t.is_ready and now > t.until]
         for rank in late:
-            world.lost[rank] = f"did not end collecting in {self._limit_s:g} s"
+            what = f"did not end collecting in {self._limit_s:g} s"
+            world.lost[rank] = f"{what}; see {world.templates[rank].log_dir}/stderr.log"
         if late:
             for number in {template.number for template in world.templates.values()}:
                 self._fleet.kill_templates(number)

@@ -101,7 +101,7 @@ class Gang:
 
 
 OnDebugger: TypeAlias = Callable[[Gang, int, Channel, Message], None]
-OnTemplate: TypeAlias = Callable[[int, int, Collected | Died], None]
+OnTemplate: TypeAlias = Callable[[int, Collected | Died | Stacks, int], None]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -156,7 +156,7 @@ class Fleet:
 
         Args:
             orders: What they have to know, as for ranks of a gang of number 0.
-            on_template: Told their number, a rank, and that it has collected or died.
+            on_template: Told their number, what is new, and of which rank; stacks are of several.
         """
         number = -self.next_template
         orders = tuple(replace(order, gang=number) for order in orders)
@@ -174,6 +174,11 @@ class Fleet:
     def has_template(self, node_rank: int, rank: int, world_size: int) -> bool:
         """Whether a nursery of one rank can start it."""
         return (node_rank, rank, world_size) in self._templates
+
+    def ask_templates(self, number: int, ranks: tuple[int, ...]) -> None:
+        """Ask what `raise_templates` started for stacks."""
+        for node_rank in {order.node_rank for order in self._raised[number][0]}:
+            self._nursery_of_node(node_rank).send(AskStacks(gang=number, ranks=ranks))
 
     def kill_templates(self, number: int) -> None:
         """Kill what `raise_templates` started."""
@@ -370,7 +375,7 @@ class Fleet:
         self._templates[hello.node_rank, hello.rank, hello.world_size] = Template(
             number=hello.gang, channel=source, is_single=bool(collected.obstacle)
         )
-        self._raised[hello.gang][1](hello.gang, hello.rank, collected)
+        self._raised[hello.gang][1](hello.gang, collected, hello.rank)
 
     def _lose_nursery(self, source: Channel) -> None:
         """Take note that a nursery is gone, and its ranks with it."""
@@ -424,7 +429,10 @@ class Fleet:
                 source.send(Fork(orders=_with_store(orders, port)))
             case Died(gang=number, rank=rank):
                 self._has_news = True
-                self._raised[number][1](number, rank, message)
+                self._raised[number][1](number, message, rank)
+            case Stacks(gang=number):
+                self._has_news = True
+                self._raised[number][1](number, message, -1)
             case _:
                 pass
 

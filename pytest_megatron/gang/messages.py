@@ -227,6 +227,7 @@ class RankOrder:
         is_debugging: Whether failures and breakpoints may open a debugger.
         coverage: Settings of a running coverage.py, or empty.
         coverage_file: Where it puts its data.
+        avoided: Node id of a collector that a rank died in -> what to say of it instead.
     """
 
     gang: int
@@ -242,6 +243,7 @@ class RankOrder:
     is_debugging: bool = False
     coverage: Mapping[str, JsonValue] = field(default_factory=dict)
     coverage_file: str = ""
+    avoided: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,7 +284,8 @@ class Died:
 
     Attributes:
         exit_code: As `Popen.returncode`: negative means killed by that signal.
-        phase: The phase of a test that it was in: setup, call, teardown, or "" between tests.
+        phase: The phase of a test that it was in: setup, call, teardown, or "" between tests; of
+            a rank that collects, the node id that it was at.
     """
 
     gang: int

@@ -51,7 +51,7 @@ from pytest_megatron.gang.processes import (
 
 STACK_SIGNAL = signal.SIGRTMIN + 9
 _POLL_S = 0.02
-_PHASE_BYTES = 16
+_PHASE_BYTES = 1024  # a node id while a rank collects
 _STACKS_S = 1.0  # for a rank to write its stack
 
 
@@ -69,7 +69,7 @@ class RankEnds:
 
     def note(self, when: str) -> None:
         """Note the phase; costs a microsecond, and survives the rank."""
-        os.pwrite(self.phase, when.ljust(_PHASE_BYTES).encode(), 0)
+        os.pwrite(self.phase, when.encode().ljust(_PHASE_BYTES)[:_PHASE_BYTES], 0)
 
 
 class Starter(Protocol):
@@ -105,7 +105,7 @@ class _Child:
 
     @property
     def phase(self) -> str:
-        return os.pread(self.phase_file, _PHASE_BYTES, 0).decode().strip("\0 ")
+        return os.pread(self.phase_file, _PHASE_BYTES, 0).decode(errors="replace").strip("\0 ")
 
     def close(self, exit_code: int) -> None:
         self.is_alive, self.exit_code = False, exit_code

@@ -21,15 +21,17 @@ from pytest_megatron.gang.channel import Listener
 from pytest_megatron.gang.clean import find_obstacle
 from pytest_megatron.gang.fleet import Fleet
 from pytest_megatron.gang.lifecycle import START_LIMIT_S, describe_exit, name_ranks
-from pytest_megatron.gang.messages import Collected, Died, RankOrder
+from pytest_megatron.gang.messages import Collected, Died, RankOrder, Stacks
 from pytest_megatron.hooks.beginning import KEY, Beginning
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.rank_template import Brief
 from pytest_megatron.hooks.warm import WarmProcess, start_warm
 from pytest_megatron.hooks.watch import find_rank_words
+from pytest_megatron.report.crash import shorten_stack
 
 _CALL_S = 0.1
 _WARM_S = 120.0  # to load torch and call; file systems of clusters are slow
+_STACKS_S = 5.0  # for stacks of ranks that are late
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
@@ -60,10 +62,14 @@ class _Template:
 
     number: int
     until: float
-    devices: str | None
-    log_dir: str
+    order: RankOrder
     is_ready: bool = False
     is_single: bool = False
+    is_asked: bool = False
+
+    @property
+    def devices(self) -> str | None:
+        return self.order.env.get(_DEVICES)
 
 
 @dataclass(slots=True)
@@ -72,11 +78,13 @@ class _World:
 
     Attributes:
         lost: Rank -> why it has none of its tests.
+        avoided: Rank -> node id of a collector that it must not collect again -> why.
     """
 
     templates: dict[int, _Template] = field(default_factory=dict)
     differences: dict[int, Difference] = field(default_factory=dict)
     lost: dict[int, str] = field(default_factory=dict)
+    avoided: dict[int, dict[str, str]] = field(default_factory=dict)
 
 
 class PerRank:
@@ -200,18 +208,26 @@ class PerRank:
     def _raise(self, world: _World, orders: Sequence[RankOrder]) -> None:
         """Have ranks collect."""
         until = time.monotonic() + self._limit_s
-        orders = tuple(_for_collecting(order, self._fleet.next_template) for order in orders)
+        orders = tuple(
+            replace(
+                _for_collecting(order, self._fleet.next_template),
+                avoided=world.avoided.get(order.rank, {}),
+            )
+            for order in orders
+        )
         number = self._fleet.raise_templates(
-            orders,
-            lambda number, rank, word: self._on_word(world, number, rank, word),
+            orders, lambda number, word, rank: self._on_word(world, number, word, rank)
         )
         for order in orders:
-            world.templates[order.rank] = _Template(
-                number, until, order.env.get(_DEVICES), order.log_dir
-            )
+            world.templates[order.rank] = _Template(number, until, order)
 
-    def _on_word(self, world: _World, number: int, rank: int, word: Collected | Died) -> None:
-        """Take in that a rank has collected, or died."""
+    def _on_word(
+        self, world: _World, number: int, word: Collected | Died | Stacks, rank: int
+    ) -> None:
+        """Take in that a rank has collected, or died, or where those are that are late."""
+        if isinstance(word, Stacks):
+            self._give_up(world, number, word)
+            return
         template = world.templates.get(rank)
         if template is None or template.number != number:
             return
@@ -222,23 +238,45 @@ class PerRank:
                 if not word.is_same:
                     difference = compare(self._node_ids, word.node_ids, word.problems)
                 world.differences[rank] = difference
-            case Died(exit_code=exit_code):
+            case Died(exit_code=exit_code, phase=node_id):
                 del world.templates[rank]
                 if not template.is_ready:
-                    what = f"{describe_exit(exit_code)} while it collected"
-                    world.lost[rank] = f"{what}; see {template.log_dir}/stderr.log"
+                    what = f"{describe_exit(exit_code)} while it collected {node_id}".strip()
+                    log = f"{template.order.log_dir}/stderr.log"
+                    _blame(world, rank, node_id, f"{what}; see {log}")
 
     def _drop_late(self, world: _World) -> None:
-        """Give up on ranks that do not end collecting."""
+        """Ask ranks that do not end collecting where they are; give up on those that are mute."""
         now = time.monotonic()
-        late = [r for r, t in world.templates.items() if not t.is_ready and now > t.until]
-        for rank in late:
-            what = f"did not end collecting in {self._limit_s:g} s"
-            world.lost[rank] = f"{what}; see {world.templates[rank].log_dir}/stderr.log"
-        if late:
-            for number in {template.number for template in world.templates.values()}:
-                self._fleet.kill_templates(number)
-            world.templates.clear()
+        late = {r: t for r, t in world.templates.items() if not t.is_ready and now > t.until}
+        for number in {template.number for template in late.values()}:
+            ranks = tuple(rank for rank, template in late.items() if template.number == number)
+            if all(late[rank].is_asked for rank in ranks):
+                self._give_up(world, number, Stacks(gang=number, stacks={}, flights={}, phases={}))
+                continue
+            self._fleet.ask_templates(number, ranks)
+            for rank in ranks:
+                late[rank].is_asked, late[rank].until = True, now + _STACKS_S
+
+    def _give_up(self, world: _World, number: int, stacks: Stacks) -> None:
+        """Blame those that are late for what they are at, and kill them."""
+        templates = {r: t for r, t in world.templates.items() if t.number == number}
+        for rank, template in templates.items():
+            if template.is_asked and not template.is_ready:
+                node_id = stacks.phases.get(str(rank), "")
+                stack = shorten_stack(stacks.stacks.get(str(rank), ""))
+                what = f"did not end collecting {node_id or 'its tests'} in {self._limit_s:g} s"
+                _blame(world, rank, node_id, f"{stack}\n{what}" if stack else what)
+            del world.templates[rank]
+        self._fleet.kill_templates(number)
+
+
+def _blame(world: _World, rank: int, node_id: str, reason: str) -> None:
+    """Have a rank collect without what it died of; where that is not known, it is lost."""
+    avoided = world.avoided.setdefault(rank, {})
+    if not node_id or node_id in avoided:
+        world.lost[rank] = reason
+    avoided[node_id] = reason
 
 
 class ExtraItem(pytest.Item):

@@ -149,6 +149,18 @@ class CollectingPlugin:
 
     _debugger: object = None
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_make_collect_report(
+        self, collector: pytest.Collector
+    ) -> pytest.CollectReport | None:
+        """Note what is collected now, should this process die of it; avoid what one died of."""
+        reason = self._order.avoided.get(collector.nodeid)
+        if reason is not None:
+            self._problems[collector.nodeid] = reason
+            return pytest.CollectReport(collector.nodeid, "passed", None, [])
+        self._ends.note(collector.nodeid)
+        return None
+
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Keep why something could not be collected."""
         place = report.nodeid or "."
@@ -170,6 +182,7 @@ class CollectingPlugin:
         os.environ.update(self._order.env)
         node_ids = tuple(item.nodeid for item in session.items)
         is_same = digest_of(node_ids) == self._brief.digest
+        self._ends.note("")
         obstacle = "--gang-start fresh" if self._brief.is_single else find_obstacle()
         self._channel.send(
             Collected(

@@ -307,7 +307,8 @@ class Fleet:
         if gang.lifecycle.state is not State.STARTING:
             return
         if problem:
-            raise LaunchError("gang", problem)
+            self._tell(gang, 0, Broken(problem=problem))
+            return
         gang.orders = tuple(
             replace(order, env={**order.env, "MASTER_PORT": str(port)}) for order in gang.orders
         )

@@ -191,6 +191,7 @@ CASES: tuple[Case, ...] = (
     Case(
         name="template_after", says=r"ranks 0-\d ended, as the process that starts ranks was killed"
     ),
+    Case(name="kills_keeper", says="^rank {g} of {w} was killed by SIGKILL"),
     Case(name="device_assert_after", says=r"\[rank {g}\] .*CUDA error", devices=("cuda",)),
     Case(name="illegal_access_after", says=r"\[rank {g}\] .*CUDA error", devices=("cuda",)),
     # Alone in their sessions

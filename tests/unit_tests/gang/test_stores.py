@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+
 from pytest_megatron.gang.stores import LOCAL_HOST, StoreKeeper
 
 

@@ -31,6 +31,7 @@ from pytest_megatron.gang.messages import (
 )
 from pytest_megatron.gang.spec import RankEnd, Reason, RunEnd
 
+_EXIT_S = 1.0  # for other ranks to end, where one has asked pytest itself to
 _STACKS_WAIT_S = 3.0  # for a nursery to bring stacks; it gives ranks one second
 START_LIMIT_S = 300.0  # to import torch and collect; slow file systems exist
 
@@ -160,6 +161,7 @@ class Lifecycle:
         self._started_at = now
         self._phase_at = now
         self._sign_at: float | None = None
+        self._patience_s = grace_s
         self._stop: tuple[Reason, float] | None = None
         self._stop_by = 0.0
         self._debugging: set[int] = set()
@@ -179,6 +181,7 @@ class Lifecycle:
             rank.reset()
         self._started_at = self._phase_at = now
         self._sign_at = self._stop = None
+        self._patience_s = self._grace_s
         return self._send() if self.state is State.IDLE else []
 
     def close(self, now: float) -> list[Action]:
@@ -198,16 +201,23 @@ class Lifecycle:
         return [KillGang()]
 
     @property
+    def run(self) -> int:
+        """Number of the execution that it has, 0 without one."""
+        return 0 if self._run is None else self._run.run
+
+    @property
     def deadline(self) -> float | None:
         """When `tick` has something to do at the latest."""
         match self.state:
+            case State.CLOSING if self._debugging:
+                return None
             case State.STOPPING | State.CLOSING:
                 return self._stop_by
             case State.STARTING:
                 return self._started_at + START_LIMIT_S
             case State.RUNNING if not self._debugging:
                 if self._sign_at is not None:
-                    return self._sign_at + self._grace_s
+                    return self._sign_at + self._patience_s
                 return self._phase_at + self._limit_s if self._limit_s else None
             case _:
                 return None
@@ -229,7 +239,7 @@ class Lifecycle:
             case State.STARTING:
                 return self._begin_stop(Reason.NOT_STARTED, START_LIMIT_S, now)
             case _ if self._sign_at is not None:
-                return self._begin_stop(self._kind_of_sign(), self._grace_s, now)
+                return self._begin_stop(self._kind_of_sign(), self._patience_s, now)
             case _:
                 return self._begin_stop(Reason.HUNG, self._limit_s, now)
 
@@ -271,6 +281,9 @@ class Lifecycle:
                     self._sign(rank, now)
                 if not rank.outcome:
                     rank.outcome = "passed"
+                if message.stop:
+                    self._sign(rank, now)
+                    self._patience_s = min(self._grace_s, _EXIT_S)
                 return self._settle(now)
             case Broken(problem=problem):
                 rank.problem = problem
@@ -307,6 +320,8 @@ class Lifecycle:
                 self._phase_at = now
                 if self._sign_at is not None:
                     self._sign_at = now
+                if self.state is State.CLOSING:
+                    self._stop_by = now + self._grace_s
             case _:
                 pass
 

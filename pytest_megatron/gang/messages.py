@@ -14,6 +14,7 @@ from typing import Protocol, TypeAlias, cast
 from pytest_megatron.files import JsonValue
 
 JsonObject: TypeAlias = dict[str, JsonValue]
+INTERRUPTED_LINE = "\x03"  # what a `DebuggerLine` holds where the user pressed Ctrl-C
 # In the place of the test that comes next: there is none, or it is not known yet.
 NOTHING = -1
 UNKNOWN = -2

@@ -7,11 +7,14 @@ import signal
 import sys
 import traceback
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
 import pytest
 
+from pytest_megatron.files import JsonValue
+from pytest_megatron.gang import measure
 from pytest_megatron.gang.channel import connect, remove_socket
 from pytest_megatron.gang.messages import Hello, RankOrder
 from pytest_megatron.gang.nursery import Forking, Nursery, RankEnds
@@ -28,12 +31,16 @@ class Template:
         address: Of the controller.
         key: Of the session.
         random_before: State of `random` before collection.
+        coverage: As in `RankOrder`, for the template itself.
+        coverage_file: Where it puts its data.
     """
 
     session: pytest.Session
     address: str
     key: bytes
     random_before: object
+    coverage: Mapping[str, JsonValue]
+    coverage_file: str
 
     def fork(self) -> int:
         """Fork the template off the controller; return the process that ends after all of it."""
@@ -67,10 +74,13 @@ class Template:
         kill_descendants()
 
     def _serve(self) -> None:
+        measurement = measure.start(self.coverage, self.coverage_file)
         hello = Hello(role="nursery", gang=0, rank=-1, node_rank=0, pid=os.getpid())
         channel = connect(self.address, self.key, hello)
         Nursery(channel, Forking(channel, self._run_rank, StoreKeeper())).serve()
         remove_socket(self.address)  # a controller that was killed leaves it
+        if measurement is not None:
+            measurement.save()
 
     def _run_rank(self, order: RankOrder, ends: RankEnds) -> NoReturn:
         run_forked_rank(

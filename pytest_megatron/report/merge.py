@@ -164,6 +164,11 @@ def _is_trouble(end: RunEnd) -> bool:
     return end.reason is not Reason.DONE or any(r.done is None for r in end.ranks)
 
 
+def has_reported(rank: RankEnd, when: str) -> bool:
+    """Return whether a rank told of the end of a phase."""
+    return _reported(rank, when) is not None
+
+
 def _reported(rank: RankEnd, when: str) -> _Phase | None:
     """Return a phase of a rank, or None where it did not end it.
 
@@ -351,7 +356,7 @@ def _words(end: RunEnd, when: str, failed: Mapping[int, _Phase]) -> dict[int, st
 def _word(end: RunEnd, rank: RankEnd, when: str, failure: _Phase | None) -> str:
     if failure is not None:
         text = f"failed: {failure.message}"
-        if rank.done is None and rank.phase != when:
+        if rank.done is None and (rank.exit_code is not None or rank.phase != when):
             text += f", then {_end_word(end, rank)}"
         return f"{text} (a consequence)" if _CONSEQUENCE.search(failure.text) else text
     if rank.done is None:

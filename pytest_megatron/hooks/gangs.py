@@ -199,7 +199,7 @@ class GangPlugin:
         own = (
             session.items if self._is_in_order else [i for i in self._items if not self.is_ours(i)]
         )
-        for item, following in zip(own, [*own[1:], None], strict=True):
+        for item, following in zip(own, [*own[1:], None], strict=False):
             self._protocol(session, item, following)
         is_serial = self._schedule.is_serial()
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")

@@ -17,7 +17,7 @@ import psutil
 
 MARK = "GANG_SUITE"  # in the environment of every process of a suite
 DEADLINE_S = 60.0
-_LINE = re.compile(r"^(\S+) ((?:SUB)?(?:PASSED|FAILED|SKIPPED|XFAIL|XPASS|ERROR)|RERUN)(.*)$")
+_LINE = re.compile(r"^(\S+::\S+) ((?:SUB)?(?:PASSED|FAILED|SKIPPED|XFAIL|XPASS|ERROR)|RERUN)(.*)$")
 _PROGRESS = re.compile(r"\s*\[ *\d+%\]$")
 
 

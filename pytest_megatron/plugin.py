@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from pytest_megatron.hooks.gangs import GangPlugin
 
 _RANDOM_STATE = pytest.StashKey[object]()
+_USAGE_ERROR = "megatron_usage_error"
 _HAS_GANGS = pytest.StashKey[bool]()
 
 
@@ -67,9 +68,26 @@ def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> Generator[None]:
     """Run tests with marks of ours on gangs, also where no option asks for gangs."""
-    yield
-    if not config.stash.get(_HAS_GANGS, False) and any(map(asks_for_gang, items)):
-        _register_gangs(config).pytest_collection_modifyitems(items)
+    try:
+        yield
+        if not config.stash.get(_HAS_GANGS, False) and any(map(asks_for_gang, items)):
+            _register_gangs(config).pytest_collection_modifyitems(items)
+    except pytest.UsageError as error:
+        if hasattr(config, "workeroutput"):  # its terminal is nobody's; see `pytest_testnodedown`
+            config.workeroutput[_USAGE_ERROR] = str(error)
+        raise
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: WorkerController) -> None:
+    """End the session as a worker of pytest-xdist would have, if it found a mark that is wrong.
+
+    Raises:
+        pytest.UsageError: It did.
+    """
+    problem = getattr(node, "workeroutput", {}).get(_USAGE_ERROR)
+    if problem is not None:
+        raise pytest.UsageError(problem)
 
 
 def _register_gangs(config: pytest.Config) -> GangPlugin:

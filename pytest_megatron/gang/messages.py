@@ -62,12 +62,14 @@ class PhaseEnded:
         when: setup, call or teardown.
         outcome: passed, failed or skipped.
         at: `time.time()` of its end.
+        report: As in `Done`, where it did not pass: the rank may never come to say `Done`.
     """
 
     run: int
     when: str
     outcome: str
     at: float
+    report: JsonValue = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +85,7 @@ class Done:
         poison: Why this rank cannot run another test (a CUDA error that sticks), or "".
         stop: `[kind, reason, exit code]` if the test asked pytest itself to end, or empty.
         printed: What pytest wrote to its terminal in this rank (`--setup-show`).
+        printed_late: The same from the teardown on.
         late: Report of the teardown of what the test before this one left; None if it went well.
     """
 
@@ -94,6 +97,7 @@ class Done:
     poison: str = ""
     stop: tuple[JsonValue, ...] = ()
     printed: str = ""
+    printed_late: str = ""
     late: JsonValue = None
 
 

@@ -41,6 +41,7 @@ from pytest_megatron.hooks.merged import (
     build_report,
     count_failed_subtest,
     excinfo_of,
+    merge_problem,
     warn_again,
 )
 from pytest_megatron.hooks.options import Options
@@ -57,6 +58,7 @@ from pytest_megatron.verdict.signature import Signature
 
 PLUGIN_NAME = "megatron-gangs"
 _NURSERY_S = 60.0  # to call after it was forked
+_CALL_S = 0.02  # between looks at a template that has not called
 _CLOSING_S = 5.0  # for ranks to tear down after Ctrl-C
 _PUMP_S = 0.5
 _LEASE_PUMP_S = 0.2  # between two looks at devices that others hold
@@ -95,6 +97,7 @@ class GangPlugin:
         self._random_before = random_before
         self._specs: dict[pytest.Item, GangSpec] = {}
         self._fleet: Fleet | None = None
+        self._make_template: Template | None = None
         self._template: int | None = None
         self._gangs: dict[int, Gang] = {}
         self._leases: dict[int, Lease] = {}
@@ -174,6 +177,8 @@ class GangPlugin:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
         """Run all items, those of gangs on gangs; under pytest-xdist only get ready."""
+        # Plugins may have reordered and deselected since we looked.
+        self._specs = {item: self._specs[item] for item in session.items if self.is_ours(item)}
         if not self._specs or session.config.option.collectonly:
             return None
         if session.testsfailed and not session.config.option.continue_on_collection_errors:
@@ -223,7 +228,7 @@ class GangPlugin:
         listener = listen_locally()
         grace_s = self._options.rank_grace_s
         self._fleet = Fleet(listener, grace_s=grace_s, on_debugger=self._console.handle)
-        template = Template(
+        self._make_template = Template(
             session=session,
             address=listener.address,
             key=listener.key,
@@ -231,7 +236,7 @@ class GangPlugin:
             coverage=self._coverage,
             coverage_file=str(self._coverage_dir / "template"),
         )
-        self._template = template.fork()
+        self._template = self._make_template.fork()
         original = session.gethookproxy
 
         def get_hooks(fspath: os.PathLike[str]) -> pluggy.HookRelay:
@@ -328,7 +333,7 @@ class GangPlugin:
         assert execution.end is not None
         warn_again(self._config, execution.end)
         self._print(execution.end)
-        _stop_like(execution.end, "setup")
+        _stop_like(item, execution.end, "setup")
 
     def _wait_for(self, item: pytest.Item) -> None:
         while item not in self._ended:
@@ -366,7 +371,7 @@ class GangPlugin:
         """Report the subtests, which pytest reports before the test."""
         execution = self._ended[item]
         assert execution.end is not None
-        _stop_like(execution.end, "call")
+        _stop_like(item, execution.end, "call")
         *subtests, _ = [m for m in execution.merged if m.when == "call"]
         for merged in subtests:
             report = build_report(item, merged)
@@ -376,9 +381,10 @@ class GangPlugin:
 
     def tear_down(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
         """Tear down what the controller's own tests left, which this one would have ended."""
-        execution = self._ended[item]
-        assert execution.end is not None
-        _stop_like(execution.end, "teardown")
+        end = self._ended[item].end
+        assert end is not None
+        _stop_like(item, end, "teardown")
+        self._print(end, is_late=True)
         item.session._setupstate.teardown_exact(nextitem)  # noqa: SLF001 - pytest's own way
 
     def report_phase(self, item: pytest.Item, call: pytest.CallInfo[None]) -> pytest.TestReport:
@@ -511,11 +517,7 @@ class GangPlugin:
     def _start(self, spec: GangSpec) -> Gang | None:
         """Start a gang; None while its devices are not free."""
         fleet = self._open_fleet
-        deadline = time.monotonic() + _NURSERY_S
-        while not fleet.has_nursery(0, -1):
-            fleet.pump(_PUMP_S)
-            if time.monotonic() > deadline:
-                raise LaunchError("gang", "the process that starts ranks did not call")
+        self._wait_for_template()
         lease = None
         if spec.device == "cuda" and (lease := self._lease(spec.world_size)) is None:
             return None
@@ -574,6 +576,29 @@ class GangPlugin:
             fleet.pump(_PUMP_S)
         for gang in list(self._gangs.values()):
             self._forget(gang)
+
+    def _wait_for_template(self) -> None:
+        """Wait until the template has called; one that was killed gets a successor, once."""
+        deadline = time.monotonic() + _NURSERY_S
+        num_left = 1
+        while not self._open_fleet.has_nursery(0, -1):
+            if self._has_template_ended() and num_left and self._make_template is not None:
+                num_left -= 1
+                self._template = self._make_template.fork()
+            self._open_fleet.pump(_CALL_S)
+            if time.monotonic() > deadline:
+                raise LaunchError("gang", "the process that starts ranks did not call")
+
+    def _has_template_ended(self) -> bool:
+        if self._template is None:
+            return True
+        try:
+            pid, _ = os.waitpid(self._template, os.WNOHANG)
+        except ChildProcessError:  # somebody else collected it
+            pid = self._template
+        if pid:
+            self._template = None
+        return bool(pid)
 
     def _orders(self, number: int, spec: GangSpec, lease: Lease | None) -> tuple[RankOrder, ...]:
         directory = self._run.open_run_dir() / self._run.ranks_dir / f"attempt_{number}"
@@ -681,7 +706,10 @@ class GangPlugin:
     def _forget(self, gang: Gang) -> None:
         del self._gangs[gang.number]
         self._tee.forget(gang)
-        self._keep_late(self._last.pop(gang.number, None), gang.lifecycle.late, gang)
+        item = self._last.pop(gang.number, None)
+        self._keep_late(item, gang.lifecycle.late, gang)
+        if item is not None:
+            self._late += [(item, merge_problem(text)) for text in gang.lifecycle.problems]
         if self._schedule is not None:
             self._schedule.forget(gang.number)
         lease = self._leases.pop(gang.number, None)
@@ -700,16 +728,15 @@ class GangPlugin:
         fleet = self._open_fleet
         self._console.is_refusing = True
         deadline = time.monotonic() + min(self._options.rank_grace_s, _CLOSING_S)
-        for gang in self._gangs.values():
+        busy = [gang for gang in self._gangs.values() if gang.lifecycle.state is State.RUNNING]
+        for gang in busy:
             fleet.interrupt(gang)
         with contextlib.suppress(KeyboardInterrupt):
-            while self._gangs and time.monotonic() < deadline:
+            while time.monotonic() < deadline and any(
+                gang.lifecycle.state is State.RUNNING for gang in busy
+            ):
                 fleet.pump(0.1)
-                for gang in list(self._gangs.values()):
-                    if gang.is_gone or not gang.channels:
-                        self._tee.forget(self._gangs.pop(gang.number))
-                    elif gang.lifecycle.state is State.IDLE:  # the test was what Ctrl-C ended
-                        fleet.close(gang)
+        self._is_stopping = True
 
     def _shut_down(self) -> None:
         """End every gang, politely where it is idle; then the template and what it started."""
@@ -750,9 +777,12 @@ class GangPlugin:
         found: Path = factory.getbasetemp()
         return found
 
-    def _print(self, end: RunEnd) -> None:
-        printed = end.ranks[0].done.printed if end.ranks[0].done else ""
-        if printed.strip():
+    def _print(self, end: RunEnd, *, is_late: bool = False) -> None:
+        """Write what pytest wrote to the terminal of rank 0, up to the teardown or from it on."""
+        done = end.ranks[0].done
+        printed = "" if done is None else done.printed_late if is_late else done.printed
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        if printed.strip() and reporter is not None:
             self._config.get_terminal_writer().write(printed)
 
     def _tell_user(self, text: str) -> None:
@@ -807,7 +837,7 @@ def _is_one_by_one(specs: set[GangSpec], num_slots: int) -> bool:
     return len(specs) == 1 and all(s.world_size * 2 > num_slots for s in specs)
 
 
-def _stop_like(end: RunEnd, when: str) -> None:
+def _stop_like(item: pytest.Item, end: RunEnd, when: str) -> None:
     """End the session as the test asked pytest to, by `pytest.exit` or KeyboardInterrupt.
 
     It ends in the first phase that the rank did not report; those before it count.
@@ -816,7 +846,8 @@ def _stop_like(end: RunEnd, when: str) -> None:
         stop: Sequence[object] = () if rank.done is None else rank.done.stop
         if not stop or has_reported(rank, when):
             continue
+        where = f"rank {rank.rank} of {len(end.ranks)} in {item.nodeid}"
         if stop[0] == "exit":
-            code = stop[2]
-            raise pytest.exit.Exception(str(stop[1]), code if isinstance(code, int) else None)
-        raise KeyboardInterrupt(f"rank {rank.rank}, {stop[1]}")
+            code = stop[2] if isinstance(stop[2], int) else None
+            raise pytest.exit.Exception(f"{stop[1]} ({where})", code)
+        raise KeyboardInterrupt(where)

@@ -42,7 +42,12 @@ from pytest_megatron.hooks.rank_debugger import RankDebugger
 
 _SLOW_S = 0.2  # a phase this long is told of at its end, not with the test
 # Plugins that act for the whole session; in a rank the controller does what they do.
-_CONTROLLER_PLUGINS = ("pytest_timeout", "pytest_rerunfailures", "pytest_cov.plugin")
+_CONTROLLER_PLUGINS = (
+    "pytest_timeout",
+    "pytest_rerunfailures",
+    "pytest_cov.plugin",
+    "__channelexec__",  # the worker of pytest-xdist, which execnet runs under this name
+)
 
 
 class RankPlugin:
@@ -66,6 +71,7 @@ class RankPlugin:
         self._is_in_phase = False
         self._last: pytest.Item | None = None
         self.printed = _Printed()
+        self._shown = ""
         self.debugger = RankDebugger(channel, self.printed)
         self.measurement: measure.Measurement | None = None
 
@@ -83,6 +89,7 @@ class RankPlugin:
         self._last = item
         self.shared_dir = Path(run.shared_dir)
         self.printed.take()
+        self._shown = ""
         self._ends.note("setup")
         item.session.shouldfail = item.session.shouldstop = False
         stop: tuple[JsonValue, ...] = ()
@@ -106,7 +113,8 @@ class RankPlugin:
             num_rendezvous=num_rendezvous,
             poison=bootstrap.find_poison() if self._has_failed else "",
             stop=stop,
-            printed=self.printed.take(),
+            printed=self._shown,
+            printed_late=self.printed.take(),
         )
 
     @pytest.hookimpl(tryfirst=True)
@@ -140,6 +148,7 @@ class RankPlugin:
     @pytest.hookimpl(hookwrapper=True, trylast=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None]:
         """Keep what teardown prints."""
+        self._shown = self.printed.take()
         with self._capturing(item, "teardown"):
             yield
 
@@ -162,6 +171,7 @@ class RankPlugin:
                     when=report.when,
                     outcome="failed" if is_failed else report.outcome,
                     at=time.time(),
+                    report=None if report.outcome == "passed" else self._reports[-1],
                 )
             )
         if report.failed or is_failed:

@@ -15,9 +15,10 @@ import pytest
 
 from pytest_megatron.files import JsonValue
 from pytest_megatron.gang import measure
-from pytest_megatron.gang.channel import connect
+from pytest_megatron.gang.channel import connect, remove_socket
 from pytest_megatron.gang.messages import Hello, RankOrder
 from pytest_megatron.gang.nursery import Forking, Nursery, RankEnds
+from pytest_megatron.gang.processes import become_subreaper, die_with, kill_descendants
 from pytest_megatron.gang.stores import StoreKeeper
 from pytest_megatron.hooks.rank import run_forked_rank
 
@@ -42,7 +43,7 @@ class Template:
     coverage_file: str
 
     def fork(self) -> int:
-        """Fork the template off the controller; return its process."""
+        """Fork the template off the controller; return the process that ends after all of it."""
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         with warnings.catch_warnings():
@@ -51,19 +52,33 @@ class Template:
         if pid:
             return pid
         try:
-            self._serve()
+            self._guard()
         except BaseException:  # noqa: BLE001 - must never go on as a second controller
             traceback.print_exc()
         finally:
             os._exit(0)
 
+    def _guard(self) -> None:
+        """Fork the template itself, and kill what it leaves should it be killed."""
+        os.setsid()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        become_subreaper()
+        guard = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            die_with(guard)
+            self._serve()
+            return
+        os.waitpid(pid, 0)
+        kill_descendants()
+
     def _serve(self) -> None:
         measurement = measure.start(self.coverage, self.coverage_file)
-        os.setsid()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
         hello = Hello(role="nursery", gang=0, rank=-1, node_rank=0, pid=os.getpid())
         channel = connect(self.address, self.key, hello)
         Nursery(channel, Forking(channel, self._run_rank, StoreKeeper())).serve()
+        remove_socket(self.address)  # a controller that was killed leaves it
         if measurement is not None:
             measurement.save()
 

@@ -120,7 +120,7 @@ def test_a_rank_that_dies_in_its_debugger_gives_the_terminal_back(tmp_path: Path
     suite = Suite(root=tmp_path).write("test_it.py", FAILING)
     typed = "!import os, signal; os.kill(os.getpid(), signal.SIGKILL)\n"
     run = suite.run("--ranks", "2", "--pdb", "--pdb-rank", "1", "--rank-grace", "5", stdin=typed)
-    assert "rank 1: was killed by SIGKILL" in run.lines
+    assert any(x.startswith("rank 1: ") and x.endswith("killed by SIGKILL") for x in run.lines)
     assert run.counts == "1 failed, 1 passed"
 
 

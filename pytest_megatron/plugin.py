@@ -91,12 +91,17 @@ def pytest_testnodedown(node: WorkerController) -> None:
 
 
 def _register_gangs(config: pytest.Config) -> GangPlugin:
+    from pytest_megatron.hooks.gang_results import GangResults  # noqa: PLC0415 - not for all
     from pytest_megatron.hooks.gangs import PLUGIN_NAME, GangPlugin  # noqa: PLC0415 - not for all
+    from pytest_megatron.hooks.results import run_file_of  # noqa: PLC0415 - not for all
     from pytest_megatron.hooks.session import session_of  # noqa: PLC0415 - not for all
 
     session = session_of(config, options.read_options(config))
     plugin = GangPlugin(config, session, random_before=config.stash[_RANDOM_STATE])
     config.pluginmanager.register(plugin, PLUGIN_NAME)
+    if not session.is_worker:
+        results = GangResults(session, run_file_of(config, session))
+        config.pluginmanager.register(results, f"{PLUGIN_NAME}-results")
     config.stash[_HAS_GANGS] = True
     return plugin
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from pytest_megatron.hooks.gangs import GangPlugin
 
 _RANDOM_STATE = pytest.StashKey[object]()
+_USAGE_ERROR = "megatron_usage_error"
 _HAS_GANGS = pytest.StashKey[bool]()
 
 
@@ -78,10 +79,27 @@ def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> Generator[None]:
     """Run tests with marks of ours on gangs, also where no option asks for gangs."""
-    yield
-    is_elsewhere = config.stash.get(_HAS_GANGS, False) or _is_rank(config)
-    if not is_elsewhere and any(map(asks_for_gang, items)):
-        _register_gangs(config).pytest_collection_modifyitems(items)
+    try:
+        yield
+        is_elsewhere = config.stash.get(_HAS_GANGS, False) or _is_rank(config)
+        if not is_elsewhere and any(map(asks_for_gang, items)):
+            _register_gangs(config).pytest_collection_modifyitems(items)
+    except pytest.UsageError as error:
+        if hasattr(config, "workeroutput"):  # its terminal is nobody's; see `pytest_testnodedown`
+            config.workeroutput[_USAGE_ERROR] = str(error)
+        raise
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: WorkerController) -> None:
+    """End the session as a worker of pytest-xdist would have, if it found a mark that is wrong.
+
+    Raises:
+        pytest.UsageError: It did.
+    """
+    problem = getattr(node, "workeroutput", {}).get(_USAGE_ERROR)
+    if problem is not None:
+        raise pytest.UsageError(problem)
 
 
 def _is_rank(config: pytest.Config) -> bool:
@@ -90,12 +108,17 @@ def _is_rank(config: pytest.Config) -> bool:
 
 
 def _register_gangs(config: pytest.Config) -> GangPlugin:
+    from pytest_megatron.hooks.gang_results import GangResults  # noqa: PLC0415 - not for all
     from pytest_megatron.hooks.gangs import PLUGIN_NAME, GangPlugin  # noqa: PLC0415 - not for all
+    from pytest_megatron.hooks.results import run_file_of  # noqa: PLC0415 - not for all
     from pytest_megatron.hooks.session import session_of  # noqa: PLC0415 - not for all
 
     session = session_of(config, options.read_options(config))
     plugin = GangPlugin(config, session, random_before=config.stash[_RANDOM_STATE])
     config.pluginmanager.register(plugin, PLUGIN_NAME)
+    if not session.is_worker:
+        results = GangResults(session, run_file_of(config, session))
+        config.pluginmanager.register(results, f"{PLUGIN_NAME}-results")
     config.stash[_HAS_GANGS] = True
     return plugin
 

@@ -101,7 +101,8 @@ class Gang:
 
 
 OnDebugger: TypeAlias = Callable[[Gang, int, Channel, Message], None]
-OnTemplate: TypeAlias = Callable[[int, Collected | Died | Stacks, int], None]
+TemplateWord: TypeAlias = Collected | Died | Stacks | StoreOpened
+OnTemplate: TypeAlias = Callable[[int, TemplateWord, int], None]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -422,11 +423,12 @@ class Fleet:
     def _on_raised(self, source: Channel, message: Message) -> None:
         """Take in what a node's nursery says of those of single ranks."""
         match message:
-            case StoreOpened(gang=number, port=port, problem=problem):
-                if problem:
-                    raise LaunchError("gang", problem)
+            case StoreOpened(gang=number, port=port, problem=""):
                 orders, _ = self._raised[number]
                 source.send(Fork(orders=_with_store(orders, port)))
+            case StoreOpened(gang=number):
+                self._has_news = True
+                self._raised[number][1](number, message, 0)
             case Died(gang=number, rank=rank):
                 self._has_news = True
                 self._raised[number][1](number, message, rank)
@@ -445,7 +447,8 @@ class Fleet:
         if gang.lifecycle.state is not State.STARTING:
             return
         if problem:
-            raise LaunchError("gang", problem)
+            self._tell(gang, 0, Broken(problem=problem))
+            return
         gang.orders = _with_store(gang.orders, port)
         by_nursery: dict[int, list[RankOrder]] = {}
         channels = {}

@@ -91,6 +91,9 @@ class Starter(Protocol):
             LaunchError: There can be none.
         """
 
+    def close_store(self, port: int) -> None:
+        """Close the store of a gang that is gone."""
+
     def is_own(self, pid: int) -> bool:
         """Return whether a process belongs to the nursery itself and not to a gang."""
 
@@ -133,6 +136,7 @@ class Nursery:
         self._starter = starter
         self._children: dict[int, _Child] = {}
         self._dying: dict[int, float] = {}
+        self._stores: dict[int, int] = {}
         self._asked: list[_Asked] = []
 
     def serve(self) -> None:
@@ -175,11 +179,7 @@ class Nursery:
                 for order in orders:
                     self._start(order, descriptors)
             case OpenStore(gang=gang, host=host):
-                try:
-                    opened = StoreOpened(gang=gang, port=self._starter.open_store(host))
-                except LaunchError as error:
-                    opened = StoreOpened(gang=gang, port=0, problem=str(error))
-                self._channel.send(opened)
+                self._channel.send(self._open_store(gang, host))
             case Kill(gang=gang):
                 self._dying.setdefault(gang, time.monotonic() + UNKILLABLE_S)
                 send_signal(self._below(gang), signal.SIGKILL)
@@ -260,6 +260,13 @@ class Nursery:
             and not self._starter.is_own(process.pid)
         )
 
+    def _open_store(self, gang: int, host: str) -> StoreOpened:
+        try:
+            self._stores[gang] = self._starter.open_store(host)
+        except LaunchError as error:
+            return StoreOpened(gang=gang, port=0, problem=str(error))
+        return StoreOpened(gang=gang, port=self._stores[gang])
+
     def _finish_dying(self) -> None:
         for gang, until in list(self._dying.items()):
             left = self._below(gang)
@@ -268,6 +275,8 @@ class Nursery:
                 continue
             del self._dying[gang]
             self._children = {p: c for p, c in self._children.items() if c.order.gang != gang}
+            if gang in self._stores:
+                self._starter.close_store(self._stores.pop(gang))
             self._channel.send(Killed(gang=gang))
 
     def _ask_stacks(self, gang: int, ranks: Sequence[int]) -> None:
@@ -348,6 +357,10 @@ class Forking:
         """Ask the keeper."""
         return self.keeper.open_store(host)
 
+    def close_store(self, port: int) -> None:
+        """Tell the keeper."""
+        self.keeper.close_store(port)
+
     def is_own(self, pid: int) -> bool:
         """Whether it is the keeper."""
         return self.keeper.pid == pid
@@ -364,6 +377,9 @@ class Keeper(Protocol):
 
     def open_store(self, host: str) -> int:
         """Return the port of a new store."""
+
+    def close_store(self, port: int) -> None:
+        """Close the store of a gang that is gone."""
 
     def forget(self) -> None:
         """Let go of it in a forked child."""

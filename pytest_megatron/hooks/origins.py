@@ -19,9 +19,9 @@ from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang.agreement import Difference, compare, digest_of
 from pytest_megatron.gang.channel import Listener
 from pytest_megatron.gang.clean import find_obstacle
-from pytest_megatron.gang.fleet import Fleet
+from pytest_megatron.gang.fleet import Fleet, TemplateWord
 from pytest_megatron.gang.lifecycle import START_LIMIT_S, describe_exit, name_ranks
-from pytest_megatron.gang.messages import Collected, Died, RankOrder, Stacks
+from pytest_megatron.gang.messages import Collected, Died, RankOrder, Stacks, StoreOpened
 from pytest_megatron.hooks.beginning import KEY, Beginning
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.rank_template import Brief
@@ -222,13 +222,15 @@ class PerRank:
             world.templates[order.rank] = _Template(number, until, order)
 
     def _on_word(
-        self, world: _World, number: int, word: Collected | Died | Stacks, rank: int
+        self, world: _World, number: int, word: TemplateWord, rank: int
     ) -> None:
         """Take in that a rank has collected, or died, or where those are that are late."""
         if isinstance(word, Stacks):
             self._give_up(world, number, word)
             return
         template = world.templates.get(rank)
+        if isinstance(word, StoreOpened):
+            world.lost[rank] = word.problem
         if template is None or template.number != number:
             return
         match word:

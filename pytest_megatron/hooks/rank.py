@@ -42,7 +42,12 @@ from pytest_megatron.hooks.rank_debugger import RankDebugger
 
 _SLOW_S = 0.2  # a phase this long is told of at its end, not with the test
 # Plugins that act for the whole session; in a rank the controller does what they do.
-_CONTROLLER_PLUGINS = ("pytest_timeout", "pytest_rerunfailures", "pytest_cov.plugin")
+_CONTROLLER_PLUGINS = (
+    "pytest_timeout",
+    "pytest_rerunfailures",
+    "pytest_cov.plugin",
+    "__channelexec__",  # the worker of pytest-xdist, which execnet runs under this name
+)
 
 
 class RankPlugin:

@@ -356,7 +356,7 @@ def _words(end: RunEnd, when: str, failed: Mapping[int, _Phase]) -> dict[int, st
 def _word(end: RunEnd, rank: RankEnd, when: str, failure: _Phase | None) -> str:
     if failure is not None:
         text = f"failed: {failure.message}"
-        if rank.done is None and rank.phase != when:
+        if rank.done is None and (rank.exit_code is not None or rank.phase != when):
             text += f", then {_end_word(end, rank)}"
         return f"{text} (a consequence)" if _CONSEQUENCE.search(failure.text) else text
     if rank.done is None:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
@@ -377,6 +378,22 @@ def dies_when_done(gang: Gang) -> None:
     deadline = time.monotonic() + 60
     while os.path.exists(f"/proc/{int(pids.item())}") and time.monotonic() < deadline:  # noqa: PTH110 - cheap
         time.sleep(0.01)
+
+
+@body
+def kills_keeper(gang: Gang) -> None:
+    """Kill the process that holds the gangs' stores, and the gang, so that it needs a new one."""
+    gang.reduce()
+    if gang.is_last:
+        template = os.getppid()
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and entry.name != str(template):
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                if (int(fields[1]), int(fields[3])) == (template, os.getsid(template)):
+                    os.kill(int(entry.name), signal.SIGKILL)
+                    gang.sign()
+                    kill()
+        raise AssertionError("found no process that holds stores")
 
 
 @body

@@ -17,7 +17,7 @@ import psutil
 
 MARK = "GANG_SUITE"  # in the environment of every process of a suite
 DEADLINE_S = 60.0
-_LINE = re.compile(r"^(\S+) ((?:SUB)?(?:PASSED|FAILED|SKIPPED|XFAIL|XPASS|ERROR)|RERUN)(.*)$")
+_LINE = re.compile(r"^(\S+::\S+) ((?:SUB)?(?:PASSED|FAILED|SKIPPED|XFAIL|XPASS|ERROR)|RERUN)(.*)$")
 _PROGRESS = re.compile(r"\s*\[ *\d+%\]$")
 
 
@@ -107,11 +107,11 @@ class Suite:
         wait_until(lambda: not self.processes(), "no process is left")
         return Run(returncode=done.returncode, stdout=done.stdout, stderr=done.stderr)
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: str, **env: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
             self.command(*arguments),
             cwd=self.root,
-            env=self.env(),
+            env=self.env(**env),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

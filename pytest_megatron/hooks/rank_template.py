@@ -227,9 +227,7 @@ class _Named:
     def __init__(self, plugin: CollectingPlugin) -> None:
         self._plugin = plugin
 
-    def pytest_plugin_registered(
-        self, plugin: object, manager: pytest.PytestPluginManager
-    ) -> None:
+    def pytest_plugin_registered(self, plugin: object, manager: pytest.PytestPluginManager) -> None:
         """Register the plugin with us."""
         if plugin is self:
             manager.register(self._plugin, RANK_PLUGIN_NAME)
@@ -240,11 +238,7 @@ def _begin_anew(brief: Brief) -> None:
     os.chdir(brief.directory)
     sys.path[:] = brief.path
     sys.argv[:] = brief.argv
-    random.seed()
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed()
-    bootstrap.remember_numpy()
+    bootstrap.reseed(random.getstate())
 
 
 def _show_stacks(directory: Path) -> None:

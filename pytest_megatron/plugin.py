@@ -6,7 +6,6 @@ no pydantic, no yaml) and change nothing while none of our options is given.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
     from pytest_megatron.hooks.gangs import GangPlugin
 
-_RANDOM_STATE = pytest.StashKey[object]()
 _USAGE_ERROR = "megatron_usage_error"
 _HAS_GANGS = pytest.StashKey[bool]()
 
@@ -55,7 +53,6 @@ def pytest_configure(config: pytest.Config) -> None:
         declare_marks(config)
         return
     chosen = options.read_options(config)
-    config.stash[_RANDOM_STATE] = random.getstate()
     if chosen.asks_for_workloads or recipes.are_recipes_asked_for(config):
         from pytest_megatron.hooks.workloads import register_roles  # noqa: PLC0415 - not for all
 
@@ -114,7 +111,7 @@ def _register_gangs(config: pytest.Config) -> GangPlugin:
     from pytest_megatron.hooks.session import session_of  # noqa: PLC0415 - not for all
 
     session = session_of(config, options.read_options(config))
-    plugin = GangPlugin(config, session, random_before=config.stash[_RANDOM_STATE])
+    plugin = GangPlugin(config, session)
     config.pluginmanager.register(plugin, PLUGIN_NAME)
     if not session.is_worker:
         results = GangResults(session, run_file_of(config, session))

@@ -315,7 +315,7 @@ def run_rank(
     *,
     address: str,
     key: bytes,
-    random_before: object,
+    random_state: bootstrap.RandomState | None,
     is_own_session: bool = False,
 ) -> NoReturn:
     """Be a rank, with the collected session in it; never returns.
@@ -326,7 +326,7 @@ def run_rank(
         ends: What it shares with its nursery.
         address: Of the controller.
         key: Of the session.
-        random_before: State of `random` before collection.
+        random_state: Of `random`, if collecting seeded it.
         is_own_session: Whether this rank collected for itself, and not the controller for it.
     """
     config = session.config
@@ -334,7 +334,7 @@ def run_rank(
         atexit._clear()  # noqa: SLF001 - what the controller wants to do at its end is not ours
     measurement = measure.start(order.coverage, order.coverage_file)
     logs = _take_streams(config, order)
-    bootstrap.become_rank(order, ends, random_before=random_before)
+    bootstrap.become_rank(order, ends, random_state=random_state)
     channel = connect(
         address,
         key,

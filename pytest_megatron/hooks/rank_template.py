@@ -108,6 +108,7 @@ class CollectingPlugin:
         self._channel = channel
         self._harmless = harmless
         self._random_before = random.getstate()
+        self._random_state: bootstrap.RandomState | None = None
         self._problems: dict[str, str] = {}
 
     def collect(self) -> None:
@@ -177,6 +178,7 @@ class CollectingPlugin:
         manager = session.config.pluginmanager
         if self._debugger is not None:
             manager.register(self._debugger, "pdbinvoke")
+        self._random_state = bootstrap.state_if_seeded(self._random_before)
         for name in self._harmless:
             os.environ.pop(name, None)
         os.environ.update(self._order.env)
@@ -216,7 +218,7 @@ class CollectingPlugin:
             ends,
             address=self._brief.address,
             key=bytes.fromhex(self._brief.key),
-            random_before=self._random_before,
+            random_state=self._random_state,
             is_own_session=True,
         )
 
@@ -238,7 +240,7 @@ def _begin_anew(brief: Brief) -> None:
     os.chdir(brief.directory)
     sys.path[:] = brief.path
     sys.argv[:] = brief.argv
-    bootstrap.reseed(random.getstate())
+    bootstrap.reseed()
 
 
 def _show_stacks(directory: Path) -> None:

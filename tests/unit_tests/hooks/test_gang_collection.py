@@ -119,8 +119,16 @@ LAUNCHER = (
     "-m torch.distributed.run --nproc-per-node 2 --redirects 3 --log-dir logs -m pytest".split()
 )
 VARIABLES = "RANK LOCAL_RANK WORLD_SIZE OMP_NUM_THREADS PYTORCH_NVML_BASED_CUDA_CHECK".split()
+SEEDS = """
+    import random
+    import numpy.random
+    import torch
+
+    random.seed(1)
+    numpy.random.seed(1)
+    torch.manual_seed(1)
+"""
 PROCESS = f"""
-    import json
     import os
     import random
     import signal
@@ -165,9 +173,8 @@ PROCESS = f"""
 
 
     def test_random_numbers(rank):
-        numbers = [random.random(), numpy.random.rand(), torch.rand(1).item()]
         with open(f"numbers.{{rank}}", "w") as file:
-            json.dump(numbers, file)
+            print(random.random(), numpy.random.rand(), torch.rand(1).item(), sep="\\n", file=file)
 """
 
 
@@ -315,27 +322,16 @@ def test_a_rank_that_does_not_end_collecting_fails_its_file_with_its_stack(suite
         test_sound="""
             def test_is_sound():
                 pass
+
+            def test_was_not_asked_for():
+                pass
         """,
     )
-    run = suite.run("-v", "--ranks", "2", "--rank-timeout", "8")
+    named = ["test_hang.py", "test_sound.py::test_is_sound"]
+    run = suite.run("-v", "--ranks", "2", "--rank-timeout", "8", *named)
     assert run.words == {"test_hangs": "FAILED", "test_is_sound": "PASSED"}, run.stdout
     assert "\nrank 1 of 2 did not end collecting test_hang.py in 8 s\n" in run.stdout
     assert 'test_hang.py", line 6 in <module>' in run.stdout
-
-
-def test_single_tests_that_were_named_run_on_ranks_that_collect_whole_files(suite: Suite) -> None:
-    suite.write(
-        conftest=READS_RANK,
-        test_two="""
-            def test_one():
-                pass
-
-            def test_other():
-                pass
-        """,
-    )
-    run = suite.run("-v", "--ranks", "2", "test_two.py::test_other")
-    assert run.words == {"test_other": "PASSED"}, run.stdout
 
 
 def test_ranks_that_cannot_be_forked_are_replaced_by_new_ones(suite: Suite) -> None:
@@ -380,21 +376,25 @@ def test_ranks_that_cannot_be_forked_are_replaced_by_new_ones(suite: Suite) -> N
     assert "every rank collects for itself: threads run since" in run.stdout
 
 
-@pytest.mark.parametrize("conftest", ["", READS_RANK], ids=["forked", "collecting"])
-def test_a_rank_is_as_a_process_of_its_own(suite: Suite, conftest: str) -> None:
-    suite.write(conftest=conftest, test_process=PROCESS)
+def test_a_rank_is_as_a_process_of_its_own(suite: Suite) -> None:
+    suite.write(test_process=PROCESS)
     run = suite.run("-v", "--ranks", "2")
     assert set(run.words.values()) == {"PASSED"}, run.stdout
-    numbers = [suite.read(f"numbers.{rank}") for rank in range(2)]
-    assert numbers[0] != numbers[1]
+    unseeded = [suite.read(f"numbers.{rank}") for rank in range(2)]
 
-    seeds = "import random, numpy.random, torch\n"
-    seeds += "random.seed(1), numpy.random.seed(1), torch.manual_seed(1)\n"
-    path = suite.root / "conftest.py"
-    path.write_text(path.read_text() + seeds)
-    suite.run("-v", "--ranks", "2", "-k", "random")
-    numbers = [suite.read(f"numbers.{rank}") for rank in range(2)]
-    assert numbers[0] == numbers[1]
+    suite.write(conftest=SEEDS)
+    run = suite.run("-v", "--ranks", "2", "-k", "random")
+    assert set(run.words.values()) == {"PASSED"}, run.stdout
+    seeded = [suite.read(f"numbers.{rank}") for rank in range(2)]
+
+    suite.write(reads="import os; os.environ['RANK']", conftest=f"    import reads\n{SEEDS}")
+    run = suite.run("-v", "--ranks", "2", "test_process.py")
+    assert set(run.words.values()) == {"PASSED"}, run.stdout
+    collecting = [suite.read(f"numbers.{rank}") for rank in range(2)]
+
+    assert all(one != other for one, other in zip(*unseeded, strict=True))
+    assert seeded == [seeded[0]] * 2
+    assert collecting == seeded
 
 
 def test_marks_alone_bring_gangs_and_change_nothing_else(suite: Suite) -> None:
@@ -423,11 +423,3 @@ def test_marks_alone_bring_gangs_and_change_nothing_else(suite: Suite) -> None:
     assert (run.words, "every rank collects for itself" in run.stdout) == (passed, False), (
         run.stdout
     )
-
-    suite.write(
-        helper="SIZE = __import__('os').environ.get('WORLD_SIZE')", conftest="import helper"
-    )
-    run = suite.run("-v")
-    place = f"WORLD_SIZE in {suite.root}/helper.py:1"
-    assert f"every rank collects for itself: {place}\n" in run.stdout
-    assert run.words == passed, run.stdout

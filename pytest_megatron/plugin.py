@@ -6,6 +6,7 @@ no pydantic, no yaml) and change nothing while none of our options is given.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from pytest_megatron.hooks.gangs import GangPlugin
 
 _USAGE_ERROR = "megatron_usage_error"
+_LAUNCHED = "TORCHELASTIC_RUN_ID"  # `torch.distributed.run` has started this process as a rank
 _HAS_GANGS = pytest.StashKey[bool]()
 
 
@@ -78,8 +80,10 @@ def pytest_collection_modifyitems(
     """Run tests with marks of ours on gangs, also where no option asks for gangs."""
     try:
         yield
-        is_elsewhere = config.stash.get(_HAS_GANGS, False) or _is_rank(config)
-        if not is_elsewhere and any(map(asks_for_gang, items)):
+        has_gang = (
+            config.stash.get(_HAS_GANGS, False) or _is_rank(config) or _LAUNCHED in os.environ
+        )
+        if not has_gang and any(map(asks_for_gang, items)):
             _register_gangs(config).pytest_collection_modifyitems(items)
     except pytest.UsageError as error:
         if hasattr(config, "workeroutput"):  # its terminal is nobody's; see `pytest_testnodedown`

@@ -30,7 +30,7 @@ from pytest_megatron.gang.messages import Collected, Fork, Hello, RankOrder
 from pytest_megatron.gang.nursery import STACK_SIGNAL, Forking, Nursery, RankEnds
 from pytest_megatron.gang.stores import StoreKeeper
 from pytest_megatron.hooks.beginning import HARMLESS_ENV, RANK_PLUGIN_NAME
-from pytest_megatron.hooks.rank import run_rank
+from pytest_megatron.hooks.rank import Home, run_rank
 
 _RECIPES = (".yaml", ".yml")
 
@@ -125,12 +125,17 @@ class CollectingPlugin:
         config = _prepareconfig(arguments, [_Named(self)])
         _put_away_reruns(config)
         option = config.option
-        settings = {"numprocesses": None, "tx": [], "dist": "no", "looponfail": False}
+        settings: dict[str, object] = {
+            "numprocesses": None,
+            "tx": [],
+            "dist": "no",
+            "looponfail": False,
+        }
         vars(option).update({k: v for k, v in settings.items() if hasattr(option, k)})
         option.maxfail = 0
         option.cacheclear = False
         option.basetemp = self._order.base_temp
-        config.workerinput = {  # type: ignore[attr-defined] - how plugins know a worker
+        vars(config)["workerinput"] = {  # how plugins know a worker
             "workerid": f"rank{self._order.rank}",
             "workercount": self._order.world_size,
             "testrunuid": self._order.env.get("TORCHELASTIC_RUN_ID", ""),
@@ -225,10 +230,12 @@ class CollectingPlugin:
             session,
             order,
             ends,
-            address=self._brief.address,
-            key=bytes.fromhex(self._brief.key),
-            random_state=self._random_state,
-            is_own_session=True,
+            Home(
+                address=self._brief.address,
+                key=bytes.fromhex(self._brief.key),
+                random_state=self._random_state,
+                is_own_session=True,
+            ),
         )
 
 

@@ -20,7 +20,7 @@ from pytest_megatron.gang.messages import Hello, RankOrder
 from pytest_megatron.gang.nursery import Forking, Nursery, RankEnds
 from pytest_megatron.gang.processes import run_guarded
 from pytest_megatron.gang.stores import StoreKeeper
-from pytest_megatron.hooks.rank import run_rank
+from pytest_megatron.hooks.rank import Home, run_rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,5 @@ class Template:
             self.session,
             order,
             ends,
-            address=self.address,
-            key=self.key,
-            random_state=self.random_state,
+            Home(address=self.address, key=self.key, random_state=self.random_state),
         )

@@ -116,9 +116,10 @@ CYCLES = """
         dist.destroy_process_group()
 """
 LAUNCHER = (
-    "-m torch.distributed.run --nproc-per-node 2 --redirects 3 --log-dir logs -m pytest".split()
+    *("-m", "torch.distributed.run", "--nproc-per-node", "2"),
+    *("--redirects", "3", "--log-dir", "logs", "-m", "pytest"),
 )
-VARIABLES = "RANK LOCAL_RANK WORLD_SIZE OMP_NUM_THREADS PYTORCH_NVML_BASED_CUDA_CHECK".split()
+VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PYTORCH_NVML_BASED_CUDA_CHECK")
 SEEDS = """
     import random
     import numpy.random

@@ -74,7 +74,6 @@ class Case:
 
 _FRESH = ("--gang-start", "fresh")
 _IF_LAST = 'if os.environ.get("RANK") == str(int(os.environ.get("WORLD_SIZE", 1)) - 1):'
-_COLLECTION = "ranks do not collect by themselves yet"
 _SPLIT = r"rank {g} skipped, ranks? \S+ did not"
 _STRUCK = r"\[rank {g}\] AssertionError: struck"
 _GONE = {
@@ -257,7 +256,6 @@ CASES: tuple[Case, ...] = (
         options=_FRESH,
         text=f'import os\n\n{_IF_LAST}\n    raise ImportError("struck")',
         has_own_file=True,
-        pending=_COLLECTION,
     ),
     Case(
         name="collect_other_tests",
@@ -265,7 +263,6 @@ CASES: tuple[Case, ...] = (
         says="rank {g} ",
         options=_FRESH,
         text=f"import os\n\n{_IF_LAST}\n    del {{test}}",
-        pending=_COLLECTION,
     ),
     Case(
         name="collect_other_parameters",
@@ -274,6 +271,5 @@ CASES: tuple[Case, ...] = (
         options=_FRESH,
         text=f"import os\n\n{_IF_LAST}\n"
         '    {test} = pytest.mark.parametrize("other", ["here"])(lambda gang, other: None)',
-        pending=_COLLECTION,
     ),
 )

@@ -326,7 +326,7 @@ class Lifecycle:
                 if self._sign_at is not None:
                     self._sign_at = now
                 if self.state is State.CLOSING:
-                    self._stop_by = now + self._grace_s
+                    self._stop_by = now + self._closing_s
             case _:
                 pass
 

@@ -47,6 +47,7 @@ from pytest_megatron.gang.messages import (
 from pytest_megatron.gang.spec import GangSpec, RunEnd
 
 _LOST_S = 2.0  # between the end of a rank's connection and the news of its death
+_ORPHANED = "ended, as the process that starts ranks was killed"
 
 
 class Held:
@@ -182,7 +183,7 @@ class Fleet:
             for rank, at in list(gang.lost.items()):
                 if now >= at + _LOST_S:
                     del gang.lost[rank]
-                    problem = f"rank {rank} closed its connection to the controller"
+                    problem = "closed its connection to the controller"
                     self._tell(gang, rank, Broken(problem=problem))
 
     def stop(self) -> None:
@@ -269,8 +270,8 @@ class Fleet:
                 del self._nurseries[key]
             for gang in [g for g in self._gangs.values() if descriptor in g.nurseries]:
                 for order in gang.orders:
-                    died = Died(gang=gang.number, rank=order.rank, exit_code=-9)
-                    self._tell(gang, order.rank, died)
+                    self._drain_rank(gang, order.rank)
+                    self._tell(gang, order.rank, Broken(problem=_ORPHANED))
                 self._on_killed(gang, descriptor)
 
     def _on_nursery_word(self, source: Channel, message: Message) -> None:
@@ -306,7 +307,8 @@ class Fleet:
         if gang.lifecycle.state is not State.STARTING:
             return
         if problem:
-            raise LaunchError("gang", problem)
+            self._tell(gang, 0, Broken(problem=problem))
+            return
         gang.orders = tuple(
             replace(order, env={**order.env, "MASTER_PORT": str(port)}) for order in gang.orders
         )

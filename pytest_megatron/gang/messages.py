@@ -14,6 +14,7 @@ from typing import Protocol, TypeAlias, cast
 from pytest_megatron.files import JsonValue
 
 JsonObject: TypeAlias = dict[str, JsonValue]
+INTERRUPTED_LINE = "\x03"  # what a `DebuggerLine` holds where the user pressed Ctrl-C
 # In the place of the test that comes next: there is none, or it is not known yet.
 NOTHING = -1
 UNKNOWN = -2
@@ -61,12 +62,14 @@ class PhaseEnded:
         when: setup, call or teardown.
         outcome: passed, failed or skipped.
         at: `time.time()` of its end.
+        report: As in `Done`, where it did not pass: the rank may never come to say `Done`.
     """
 
     run: int
     when: str
     outcome: str
     at: float
+    report: JsonValue = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

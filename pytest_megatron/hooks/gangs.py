@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import os
 import threading
 import time
@@ -21,30 +22,35 @@ import pytest
 
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.files import JsonValue
+from pytest_megatron.gang import measure
 from pytest_megatron.gang.bootstrap import rank_env
-from pytest_megatron.gang.channel import Channel, listen_locally
+from pytest_megatron.gang.channel import listen_locally
 from pytest_megatron.gang.fleet import Fleet, Gang
 from pytest_megatron.gang.lifecycle import Lifecycle, State
-from pytest_megatron.gang.messages import NOTHING, UNKNOWN, Message, RankOrder, Run
+from pytest_megatron.gang.messages import NOTHING, UNKNOWN, RankOrder, Run
 from pytest_megatron.gang.placement import Schedule
 from pytest_megatron.gang.spec import GangSpec, RunEnd
 from pytest_megatron.gang.stores import LOCAL_HOST
+from pytest_megatron.hooks.console import Console
 from pytest_megatron.hooks.markers import spec_of, timeout_of
 from pytest_megatron.hooks.merged import (
     build_report,
     count_failed_subtest,
     excinfo_of,
+    merge_problem,
     warn_again,
 )
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.session import RunSession
+from pytest_megatron.hooks.tee import Tee
 from pytest_megatron.hooks.template import Template
 from pytest_megatron.host import this_host
 from pytest_megatron.lease import Lease, Waiting, is_awaited, try_lease, waiting_text
-from pytest_megatron.report.merge import Merged, merge, merge_late
+from pytest_megatron.report.merge import Merged, has_reported, merge, merge_late
 
 PLUGIN_NAME = "megatron-gangs"
 _NURSERY_S = 60.0  # to call after it was forked
+_CALL_S = 0.02  # between looks at a template that has not called
 _CLOSING_S = 5.0  # for ranks to tear down after Ctrl-C
 _PUMP_S = 0.5
 _LEASE_PUMP_S = 0.2  # between two looks at devices that others hold
@@ -81,6 +87,7 @@ class GangPlugin:
         self._random_before = random_before
         self._specs: dict[pytest.Item, GangSpec] = {}
         self._fleet: Fleet | None = None
+        self._make_template: Template | None = None
         self._template: int | None = None
         self._gangs: dict[int, Gang] = {}
         self._leases: dict[int, Lease] = {}
@@ -90,6 +97,7 @@ class GangPlugin:
         self._items: list[pytest.Item] = []
         self._index: dict[pytest.Item, int] = {}
         self._num_runs = 0
+        self._coverage: dict[str, JsonValue] = {}
         self._is_stopping = False
         self._is_by_hand = False  # pytest-xdist or --sw say what runs next, not the schedule
         self._is_in_order = False
@@ -103,6 +111,8 @@ class GangPlugin:
         self._has_ended = threading.Event()
         self._limits_s: dict[pytest.Item, float] = {}
         self._make_report: pluggy.HookCaller | None = None
+        self._tee = Tee(config, self._options, is_worker=run.is_worker)
+        self._console = Console(config, self._options.pdb_rank, is_refusing=run.is_worker)
 
     # Collection
 
@@ -156,9 +166,15 @@ class GangPlugin:
         except KeyboardInterrupt:
             self._interrupt()
             raise
+        return True
+
+    @pytest.hookimpl(specname="pytest_runtestloop", wrapper=True, trylast=True)
+    def pytest_megatron_finish_loop(self) -> Generator[None, object, object]:
+        """End gangs before whoever wraps the loop (pytest-cov) looks at what they measured."""
+        try:
+            return (yield)
         finally:
             self._shut_down()
-        return True
 
     def pytest_sessionfinish(self) -> None:
         """Leave no process behind, however the session ends."""
@@ -168,16 +184,21 @@ class GangPlugin:
         """Fork the template, and take over the phases of our items."""
         self._items = session.items
         self._index = {item: index for index, item in enumerate(session.items)}
+        self._coverage = measure.settings_of_running(
+            is_by_test=getattr(self._config.option, "cov_context", None) == "test"
+        )
         listener = listen_locally()
         grace_s = self._options.rank_grace_s
-        self._fleet = Fleet(listener, grace_s=grace_s, on_debugger=self._on_debugger)
-        template = Template(
+        self._fleet = Fleet(listener, grace_s=grace_s, on_debugger=self._console.handle)
+        self._make_template = Template(
             session=session,
             address=listener.address,
             key=listener.key,
             random_before=self._random_before,
+            coverage=self._coverage,
+            coverage_file=str(self._coverage_dir / "template"),
         )
-        self._template = template.fork()
+        self._template = self._make_template.fork()
         original = session.gethookproxy
 
         def get_hooks(fspath: os.PathLike[str]) -> pluggy.HookRelay:
@@ -199,7 +220,7 @@ class GangPlugin:
         own = (
             session.items if self._is_in_order else [i for i in self._items if not self.is_ours(i)]
         )
-        for item, following in zip(own, [*own[1:], None], strict=False):
+        for item, following in itertools.zip_longest(own, own[1:]):
             self._protocol(session, item, following)
         is_serial = self._schedule.is_serial()
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")
@@ -261,21 +282,33 @@ class GangPlugin:
 
     def set_up(self, item: pytest.Item) -> None:
         """Wait until the item has run on its gang; all of its phases run there at once."""
+        try:
+            self._wait_for(item)
+        except KeyboardInterrupt:
+            if not self._config.getoption("usepdb"):
+                raise
+            self._interrupt()  # pytest would debug the controller now
+            raise pytest.exit.Exception("KeyboardInterrupt") from None
+        execution = self._ended[item]
+        assert execution.end is not None
+        warn_again(self._config, execution.end)
+        self._print(execution.end)
+        _stop_like(item, execution.end, "setup")
+
+    def _wait_for(self, item: pytest.Item) -> None:
         while item not in self._ended:
             if not self._is_coming(item):
                 self._start_by_hand(item)
             self._dispatch()
             if item not in self._ended:
                 self._pump()
-        execution = self._ended[item]
-        assert execution.end is not None
-        warn_again(self._config, execution.end)
-        self._print(execution.end)
-        _stop_like(execution.end)
 
     def call(self, item: pytest.Item) -> None:
         """Report the subtests, which pytest reports before the test."""
-        *subtests, _ = [m for m in self._ended[item].merged if m.when == "call"]
+        execution = self._ended[item]
+        assert execution.end is not None
+        _stop_like(item, execution.end, "call")
+        *subtests, _ = [m for m in execution.merged if m.when == "call"]
         for merged in subtests:
             report = build_report(item, merged)
             if report.failed:
@@ -284,8 +317,10 @@ class GangPlugin:
 
     def tear_down(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
         """Tear down what the controller's own tests left, which this one would have ended."""
-        if (end := self._ended[item].end) is not None:
-            self._print(end, is_late=True)
+        end = self._ended[item].end
+        assert end is not None
+        _stop_like(item, end, "teardown")
+        self._print(end, is_late=True)
         item.session._setupstate.teardown_exact(nextitem)  # noqa: SLF001 - pytest's own way
 
     def report_phase(self, item: pytest.Item, call: pytest.CallInfo[None]) -> pytest.TestReport:
@@ -406,11 +441,7 @@ class GangPlugin:
     def _start(self, spec: GangSpec) -> Gang | None:
         """Start a gang; None while its devices are not free."""
         fleet = self._open_fleet
-        deadline = time.monotonic() + _NURSERY_S
-        while not fleet.has_nursery(0, -1):
-            fleet.pump(_PUMP_S)
-            if time.monotonic() > deadline:
-                raise LaunchError("gang", "the process that starts ranks did not call")
+        self._wait_for_template()
         lease = None
         if spec.device == "cuda" and (lease := self._lease(spec.world_size)) is None:
             return None
@@ -431,6 +462,7 @@ class GangPlugin:
         if lease is not None:
             self._leases[number] = lease
         fleet.start(gang)
+        self._tee.follow(gang)
         return gang
 
     def _lease(self, num_gpus: int) -> Lease | None:
@@ -482,6 +514,29 @@ class GangPlugin:
         for gang in list(self._gangs.values()):
             self._forget(gang)
 
+    def _wait_for_template(self) -> None:
+        """Wait until the template has called; one that was killed gets a successor, once."""
+        deadline = time.monotonic() + _NURSERY_S
+        num_left = 1
+        while not self._open_fleet.has_nursery(0, -1):
+            if self._has_template_ended() and num_left and self._make_template is not None:
+                num_left -= 1
+                self._template = self._make_template.fork()
+            self._open_fleet.pump(_CALL_S)
+            if time.monotonic() > deadline:
+                raise LaunchError("gang", "the process that starts ranks did not call")
+
+    def _has_template_ended(self) -> bool:
+        if self._template is None:
+            return True
+        try:
+            pid, _ = os.waitpid(self._template, os.WNOHANG)
+        except ChildProcessError:  # somebody else collected it
+            pid = self._template
+        if pid:
+            self._template = None
+        return bool(pid)
+
     def _orders(self, number: int, spec: GangSpec, lease: Lease | None) -> tuple[RankOrder, ...]:
         directory = self._run.open_run_dir() / self._run.ranks_dir / f"attempt_{number}"
         size = spec.world_size
@@ -514,6 +569,8 @@ class GangPlugin:
                 log_dir=str(directory / str(rank)),
                 base_temp=str(base_temp / f"rank{rank}"),
                 is_capturing=self._config.option.capture != "no",
+                coverage=self._coverage,
+                coverage_file=str(self._coverage_dir / f"{number}-{rank}"),
             )
             for rank in range(size)
         )
@@ -538,7 +595,9 @@ class GangPlugin:
         self._take_ends(gang)
 
     def _pump(self) -> None:
-        self._open_fleet.pump(_PUMP_S if self._waiting is None else _LEASE_PUMP_S)
+        self._open_fleet.pump(self._tee.wait_s(_PUMP_S if self._waiting is None else _LEASE_PUMP_S))
+        self._console.settle()
+        self._tee.poll()
         for gang in list(self._gangs.values()):
             self._take_ends(gang)
             if gang.is_gone:
@@ -546,6 +605,8 @@ class GangPlugin:
         self._dispatch()
 
     def _take_ends(self, gang: Gang) -> None:
+        if gang.ends:
+            self._tee.catch_up(gang)
         for end in gang.ends:
             _, execution = self._running.pop(end.run)
             execution.end = end
@@ -573,7 +634,11 @@ class GangPlugin:
 
     def _forget(self, gang: Gang) -> None:
         del self._gangs[gang.number]
-        self._keep_late(self._last.pop(gang.number, None), gang.lifecycle.late, gang)
+        self._tee.forget(gang)
+        item = self._last.pop(gang.number, None)
+        self._keep_late(item, gang.lifecycle.late, gang)
+        if item is not None:
+            self._late += [(item, merge_problem(text)) for text in gang.lifecycle.problems]
         if self._schedule is not None:
             self._schedule.forget(gang.number)
         lease = self._leases.pop(gang.number, None)
@@ -590,15 +655,17 @@ class GangPlugin:
     def _interrupt(self) -> None:
         """Ctrl-C: ranks get it too and tear down; a second one does not wait for them."""
         fleet = self._open_fleet
+        self._console.is_refusing = True
         deadline = time.monotonic() + min(self._options.rank_grace_s, _CLOSING_S)
-        for gang in self._gangs.values():
+        busy = [gang for gang in self._gangs.values() if gang.lifecycle.state is State.RUNNING]
+        for gang in busy:
             fleet.interrupt(gang)
         with contextlib.suppress(KeyboardInterrupt):
-            while self._gangs and time.monotonic() < deadline:
+            while time.monotonic() < deadline and any(
+                gang.lifecycle.state is State.RUNNING for gang in busy
+            ):
                 fleet.pump(0.1)
-                for gang in list(self._gangs.values()):
-                    if gang.is_gone or not gang.channels:
-                        self._gangs.pop(gang.number)
+        self._is_stopping = True
 
     def _shut_down(self) -> None:
         """End every gang, politely where it is idle; then the template and what it started."""
@@ -619,6 +686,8 @@ class GangPlugin:
                 if self._template is not None:
                     with contextlib.suppress(ChildProcessError):
                         os.waitpid(self._template, 0)
+                for problem in measure.merge_into_running(self._coverage_dir):
+                    self._tell_user(f"coverage of a rank cannot be read: {problem}")
             self._report_late()
 
     # Small things
@@ -627,6 +696,10 @@ class GangPlugin:
     def _open_fleet(self) -> Fleet:
         assert self._fleet is not None
         return self._fleet
+
+    @property
+    def _coverage_dir(self) -> Path:
+        return self._run.run_dir / self._run.ranks_dir / "coverage"
 
     def _base_temp(self) -> Path:
         factory = self._config._tmp_path_factory  # type: ignore[attr-defined]  # noqa: SLF001
@@ -645,9 +718,6 @@ class GangPlugin:
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")
         if reporter is not None:
             reporter.write_line(text)
-
-    def _on_debugger(self, gang: Gang, rank: int, channel: Channel, message: Message) -> None:
-        raise NotImplementedError
 
 
 class _Hooks:
@@ -696,12 +766,17 @@ def _is_one_by_one(specs: set[GangSpec], num_slots: int) -> bool:
     return len(specs) == 1 and all(s.world_size * 2 > num_slots for s in specs)
 
 
-def _stop_like(end: RunEnd) -> None:
-    """End the session as the test asked pytest to, by `pytest.exit` or KeyboardInterrupt."""
+def _stop_like(item: pytest.Item, end: RunEnd, when: str) -> None:
+    """End the session as the test asked pytest to, by `pytest.exit` or KeyboardInterrupt.
+
+    It ends in the first phase that the rank did not report; those before it count.
+    """
     for rank in end.ranks:
         stop: Sequence[object] = () if rank.done is None else rank.done.stop
-        if stop and stop[0] == "exit":
-            code = stop[2]
-            raise pytest.exit.Exception(str(stop[1]), code if isinstance(code, int) else None)
-        if stop:
-            raise KeyboardInterrupt(f"rank {rank.rank}, {stop[1]}")
+        if not stop or has_reported(rank, when):
+            continue
+        where = f"rank {rank.rank} of {len(end.ranks)} in {item.nodeid}"
+        if stop[0] == "exit":
+            code = stop[2] if isinstance(stop[2], int) else None
+            raise pytest.exit.Exception(f"{stop[1]} ({where})", code)
+        raise KeyboardInterrupt(where)

@@ -8,6 +8,7 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Literal, Protocol, cast
 
@@ -92,6 +93,15 @@ def count_failed_subtest(item: pytest.Item) -> None:
     if not isinstance(item, TestCaseFunction):  # where pytest does without
         counts = cast("dict[object, int]", item.config.stash[failed_subtests_key])
         counts[getattr(item, "id", item.nodeid)] += 1  # a plain node id before pytest 9.1
+
+
+def merge_problem(problem: str) -> Merged:
+    """Return an error at the teardown of a test that was reported already."""
+    message = problem.strip().splitlines()[-1] if "\n" in problem else problem
+    merged = Merged(when="teardown", outcome="failed", message=message)
+    if message != problem:
+        merged = replace(merged, blocks=(("the last teardown", problem),))
+    return merged
 
 
 def warn_again(config: pytest.Config, end: RunEnd) -> None:

@@ -14,17 +14,18 @@ import traceback
 from collections.abc import Generator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import IO, NoReturn, cast
 
 import pluggy
 import pytest
 from _pytest.runner import runtestprotocol
 
 from pytest_megatron.files import JsonValue
-from pytest_megatron.gang import bootstrap
+from pytest_megatron.gang import bootstrap, measure
 from pytest_megatron.gang.channel import Channel, connect
-from pytest_megatron.gang.logs import RankLogs
+from pytest_megatron.gang.logs import RankLogs, flush_streams
 from pytest_megatron.gang.messages import (
+    NOTHING,
     UNKNOWN,
     Broken,
     Close,
@@ -37,6 +38,7 @@ from pytest_megatron.gang.messages import (
     Run,
 )
 from pytest_megatron.gang.nursery import RankEnds
+from pytest_megatron.hooks.rank_debugger import RankDebugger
 
 _SLOW_S = 0.2  # a phase this long is told of at its end, not with the test
 # Plugins that act for the whole session; in a rank the controller does what they do.
@@ -70,6 +72,8 @@ class RankPlugin:
         self._last: pytest.Item | None = None
         self.printed = _Printed()
         self._shown = ""
+        self.debugger = RankDebugger(channel, self.printed)
+        self.measurement: measure.Measurement | None = None
 
     def is_rerun(self, item: pytest.Item) -> bool:
         """Whether the test that just failed is to run again."""
@@ -97,6 +101,8 @@ class RankPlugin:
             place = traceback.extract_tb(error.__traceback__)[-1]
             stop = ("interrupt", f"{place.filename}:{place.lineno}", None)
         self._ends.note("")
+        if self.measurement is not None:
+            self.measurement.end_test(is_last=run.next_index == NOTHING)
         bootstrap.wrap_rendezvous()
         num_collectives, num_rendezvous = bootstrap.count_collectives()
         return Done(
@@ -165,6 +171,7 @@ class RankPlugin:
                     when=report.when,
                     outcome="failed" if is_failed else report.outcome,
                     at=time.time(),
+                    report=None if report.outcome == "passed" else self._reports[-1],
                 )
             )
         if report.failed or is_failed:
@@ -248,27 +255,39 @@ class RankPlugin:
     def _capturing(self, item: pytest.Item, when: str) -> Generator[None]:
         self._ends.note(when)
         self._is_in_phase = True
+        if self.measurement is not None:
+            self.measurement.enter(item.nodeid, when)
         try:
             yield
         finally:
             self._is_in_phase = False
+            self.debugger.close()
+            flush_streams()
             if self.order.is_capturing:
                 for stream, text in self._logs.new_text():
                     item.add_report_section(when, stream, text)
 
 
 class _Printed:
-    """Takes the place of pytest's terminal in a rank: keeps the text, and writes it to the log."""
+    """Takes the place of pytest's terminal in a rank: keeps the text.
+
+    Attributes:
+        diverted: Where the text goes instead while a debugger is open.
+    """
 
     def __init__(self) -> None:
+        self.diverted: IO[str] | None = None
         self._parts: list[str] = []
 
     def write(self, text: str) -> int:
+        if self.diverted is not None:
+            return self.diverted.write(text)
         self._parts.append(text)
         return len(text)
 
     def flush(self) -> None:
-        """Nothing waits."""
+        if self.diverted is not None:
+            self.diverted.flush()
 
     def isatty(self) -> bool:
         return False
@@ -300,6 +319,7 @@ def run_forked_rank(
     """Be a rank that was forked with the collected session in it; never returns."""
     config = session.config
     atexit._clear()  # noqa: SLF001 - what the controller wants to do at its end is not ours
+    measurement = measure.start(order.coverage, order.coverage_file)
     logs = _take_streams(config, order)
     bootstrap.become_rank(order, ends, random_before=random_before)
     channel = connect(
@@ -314,6 +334,7 @@ def run_forked_rank(
         ),
     )
     plugin = RankPlugin(order, channel, logs, ends)
+    plugin.measurement = measurement
     _make_rank_of(config, plugin)
     for name in ("gethookproxy",):
         session.__dict__.pop(name, None)
@@ -359,6 +380,8 @@ def serve(
         exit_code = 70
     with contextlib.suppress(Exception):
         atexit._run_exitfuncs()  # noqa: SLF001 - what tests registered
+    if plugin.measurement is not None:
+        plugin.measurement.save()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -431,6 +454,8 @@ def _make_rank_of(config: pytest.Config, plugin: RankPlugin) -> None:
     factory._given_basetemp = Path(plugin.order.base_temp)  # noqa: SLF001 - see above
     factory._basetemp = None  # noqa: SLF001 - see above
     manager.register(plugin, "megatron-rank")
+    manager.register(plugin.debugger, "megatron-rank-debugger")
+    plugin.debugger.install(config)
 
 
 def _plain(value: object) -> object:

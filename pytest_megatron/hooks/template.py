@@ -7,14 +7,18 @@ import signal
 import sys
 import traceback
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
 import pytest
 
-from pytest_megatron.gang.channel import connect
+from pytest_megatron.files import JsonValue
+from pytest_megatron.gang import measure
+from pytest_megatron.gang.channel import connect, remove_socket
 from pytest_megatron.gang.messages import Hello, RankOrder
 from pytest_megatron.gang.nursery import Forking, Nursery, RankEnds
+from pytest_megatron.gang.processes import become_subreaper, die_with, kill_descendants
 from pytest_megatron.gang.stores import StoreKeeper
 from pytest_megatron.hooks.rank import run_forked_rank
 
@@ -27,15 +31,19 @@ class Template:
         address: Of the controller.
         key: Of the session.
         random_before: State of `random` before collection.
+        coverage: As in `RankOrder`, for the template itself.
+        coverage_file: Where it puts its data.
     """
 
     session: pytest.Session
     address: str
     key: bytes
     random_before: object
+    coverage: Mapping[str, JsonValue]
+    coverage_file: str
 
     def fork(self) -> int:
-        """Fork the template off the controller; return its process."""
+        """Fork the template off the controller; return the process that ends after all of it."""
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         with warnings.catch_warnings():
@@ -44,18 +52,35 @@ class Template:
         if pid:
             return pid
         try:
-            self._serve()
+            self._guard()
         except BaseException:  # noqa: BLE001 - must never go on as a second controller
             traceback.print_exc()
         finally:
             os._exit(0)
 
-    def _serve(self) -> None:
+    def _guard(self) -> None:
+        """Fork the template itself, and kill what it leaves should it be killed."""
         os.setsid()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        become_subreaper()
+        guard = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            die_with(guard)
+            self._serve()
+            return
+        os.waitpid(pid, 0)
+        kill_descendants()
+
+    def _serve(self) -> None:
+        measurement = measure.start(self.coverage, self.coverage_file)
         hello = Hello(role="nursery", gang=0, rank=-1, node_rank=0, pid=os.getpid())
         channel = connect(self.address, self.key, hello)
         Nursery(channel, Forking(channel, self._run_rank, StoreKeeper())).serve()
+        remove_socket(self.address)  # a controller that was killed leaves it
+        if measurement is not None:
+            measurement.save()
 
     def _run_rank(self, order: RankOrder, ends: RankEnds) -> NoReturn:
         run_forked_rank(

@@ -93,6 +93,9 @@ def merge(end: RunEnd, world_size: int) -> tuple[Merged, ...]:
     for when in PHASES:
         if has_ended and when == "call":
             continue
+        is_told = when == "teardown" and any(m.outcome == "failed" for m in merged)
+        if is_told and not any(_has_failed(rank, when) for rank in end.ranks):
+            continue  # who was stopped in teardown was so because of what is reported already
         phase = _merge_phase(end, when, world_size)
         if phase is None:
             continue
@@ -161,16 +164,41 @@ def _is_trouble(end: RunEnd) -> bool:
     return end.reason is not Reason.DONE or any(r.done is None for r in end.ranks)
 
 
+def has_reported(rank: RankEnd, when: str) -> bool:
+    """Return whether a rank told of the end of a phase."""
+    return _reported(rank, when) is not None
+
+
 def _reported(rank: RankEnd, when: str) -> _Phase | None:
-    """Return a phase of a rank, or None where it has not reported it."""
-    for report in () if rank.done is None else rank.done.reports:
+    """Return a phase of a rank, or None where it did not end it.
+
+    A rank that did not end the test is known to have passed the phases before its last.
+    """
+    for report in rank.early if rank.done is None else rank.done.reports:
         if isinstance(report, list):
             if report[0] == when:
                 _, start, stop = cast("tuple[str, float, float]", tuple(report))
                 return _Phase(rank=rank.rank, outcome="passed", start=start, stop=stop, full=None)
         elif isinstance(report, Mapping) and not _is_subtest(report) and report["when"] == when:
             return _phase_of(rank.rank, report)
+    if rank.done is None and _last_phase(rank) in PHASES[PHASES.index(when) + 1 :]:
+        return _Phase(rank=rank.rank, outcome="passed", start=0.0, stop=0.0, full=None)
     return None
+
+
+def _last_phase(rank: RankEnd) -> str:
+    """Return the first phase that a rank did not pass, or the one that it was in; may be ""."""
+    for report in rank.early:
+        if isinstance(report, Mapping) and not _is_subtest(report):
+            return str(report["when"])
+    return rank.phase
+
+
+def _has_failed(rank: RankEnd, when: str) -> bool:
+    """Whether a rank failed a phase by itself."""
+    phase = _reported(rank, when)
+    is_failure = phase is not None and phase.outcome == "failed"
+    return is_failure and not (phase and _CONSEQUENCE.search(phase.text))
 
 
 def _phase_of(rank: int, report: JsonObject) -> _Phase:
@@ -198,8 +226,7 @@ def _merge_phase(end: RunEnd, when: str, world_size: int) -> Merged | None:
         return _fail(end, when, found, world_size)
     if not found:
         return None
-    num_later = sum(PHASES.index(phase) > PHASES.index(when) for phase in struck)
-    return _merge_reported(end, when, found, world_size - num_later)
+    return _merge_reported(end, when, found, world_size)
 
 
 def _merge_reported(end: RunEnd, when: str, found: Sequence[_Phase], world_size: int) -> Merged:
@@ -246,7 +273,7 @@ def _passed(when: str, found: Sequence[_Phase]) -> Merged:
         outcome="passed",
         sections=_sections(found),
         properties=_properties(found),
-        start=min(p.start for p in found),
+        start=_start(found),
         stop=max(p.stop for p in found),
     )
 
@@ -258,9 +285,14 @@ def _from_one(phase: _Phase, when: str, found: Sequence[_Phase], outcome: Outcom
         base=phase.full,
         sections=_sections(found),
         properties=_properties(found),
-        start=min(p.start for p in found),
+        start=_start(found),
         stop=max(p.stop for p in found),
     )
+
+
+def _start(found: Sequence[_Phase]) -> float:
+    """Return when the first rank began, as far as any could say."""
+    return min([p.start for p in found if p.start], default=0.0)
 
 
 def _fail(end: RunEnd, when: str, found: Sequence[_Phase], world_size: int) -> Merged:
@@ -268,7 +300,7 @@ def _fail(end: RunEnd, when: str, found: Sequence[_Phase], world_size: int) -> M
     failed = {p.rank: p for p in found if p.outcome == "failed"}
     struck = {r.rank: r for r in end.ranks if r.done is None}
     first = _first(end, failed, struck)
-    words = _words(end, failed)
+    words = _words(end, when, failed)
     blocks: list[tuple[str, str]] = []
     base = None
     if first is None:
@@ -278,12 +310,14 @@ def _fail(end: RunEnd, when: str, found: Sequence[_Phase], world_size: int) -> M
         message = f"[rank {first}] {failed[first].message}"
     else:
         message = f"rank {first} of {world_size} {words[first]}"
+        if len(set(words.values())) == 1 and world_size > 1:
+            message = f"{name_ranks(list(words))} {words[first]}"
     blocks.append(("ranks", _tell_ranks(words, first)))
     blocks += _other_failures(failed, first, words)
     blocks += _stacks(end)
     blocks += _logs(end, first, struck)
     shown = [p for p in found if p.rank == first] or list(found[:1])
-    starts = [p.start for p in found if p.start] or [0.0]
+    start = _start(found)
     return Merged(
         when=when,
         outcome="failed",
@@ -292,8 +326,8 @@ def _fail(end: RunEnd, when: str, found: Sequence[_Phase], world_size: int) -> M
         blocks=tuple(blocks),
         sections=_sections(shown),
         properties=_properties(found),
-        start=min(starts),
-        stop=max([p.stop for p in found] + [min(starts) + end.duration_s]),
+        start=start,
+        stop=max([p.stop for p in found] + [start + end.duration_s]),
         ranks={str(rank): text for rank, text in words.items()},
     )
 
@@ -314,22 +348,19 @@ def _first(end: RunEnd, failed: Mapping[int, _Phase], struck: Mapping[int, RankE
     return min(guilty, key=order).rank if guilty else None
 
 
-def _words(end: RunEnd, failed: Mapping[int, _Phase]) -> dict[int, str]:
+def _words(end: RunEnd, when: str, failed: Mapping[int, _Phase]) -> dict[int, str]:
     """Return what each rank did, in a few words."""
-    return {rank.rank: _word(end, rank, failed.get(rank.rank)) for rank in end.ranks}
+    return {rank.rank: _word(end, rank, when, failed.get(rank.rank)) for rank in end.ranks}
 
 
-def _word(end: RunEnd, rank: RankEnd, failure: _Phase | None) -> str:
+def _word(end: RunEnd, rank: RankEnd, when: str, failure: _Phase | None) -> str:
     if failure is not None:
         text = f"failed: {failure.message}"
+        if rank.done is None and (rank.exit_code is not None or rank.phase != when):
+            text += f", then {_end_word(end, rank)}"
         return f"{text} (a consequence)" if _CONSEQUENCE.search(failure.text) else text
-    if rank.exit_code is not None and rank.done is None:
-        where = f" in {rank.phase}" if rank.phase not in ("", "call") else ""
-        return f"{describe_exit(rank.exit_code)}{where}"
-    if rank.problem:
-        return rank.problem.strip().splitlines()[-1]
     if rank.done is None:
-        return _late_word(end, rank)
+        return _end_word(end, rank)
     return _done_word(end, rank, rank.done.num_collectives)
 
 
@@ -342,6 +373,17 @@ def _done_word(end: RunEnd, rank: RankEnd, num_collectives: int) -> str:
     if end.reason is Reason.DESYNCHRONISED:
         return f"passed after {num_collectives} collectives"
     return "passed"
+
+
+def _end_word(end: RunEnd, rank: RankEnd) -> str:
+    """Return how a rank ended that did not end the test."""
+    if rank.problem:
+        problem = rank.problem.strip().splitlines()[-1]
+        return f"did not start: {problem}" if end.reason is Reason.NOT_STARTED else problem
+    if rank.exit_code is not None:
+        where = f" in {rank.phase}" if rank.phase not in ("", "call") else ""
+        return f"{describe_exit(rank.exit_code)}{where}"
+    return _late_word(end, rank)
 
 
 def _late_word(end: RunEnd, rank: RankEnd) -> str:

@@ -244,7 +244,7 @@ class GangPlugin:
         self._schedule = Schedule([] if self._is_by_hand else tests, num_slots=num_slots)
         self._is_in_order = self._is_by_hand or _is_one_by_one(set(self._specs.values()), num_slots)
         self._num_slots = num_slots
-        if self._run.is_worker:
+        if any(spec.device == "cuda" for spec in self._specs.values()):
             threading.Thread(target=self._let_go_for_others, daemon=True).start()
 
     def _choose_origin(self, session: pytest.Session, listener: Listener) -> None:
@@ -280,14 +280,16 @@ class GangPlugin:
         if not (self._is_in_order or is_serial) and reporter is not None:
             reporter.showfspath = False  # the file changes with every test, as in pytest-xdist
         while not (self._schedule.is_empty and not self._running and not self._ended):
-            self._dispatch()
+            with self._lock:
+                self._dispatch()
+                if not self._ended and not (is_serial and self._running):
+                    self._pump()
+            self._report_late()
             if self._ended:
                 item = next(iter(self._ended))
             elif is_serial and self._running:
                 item = next(iter(self._running.values()))[1].item
             else:
-                self._pump()
-                self._report_late()
                 continue
             index = self._index[item]
             self._protocol(
@@ -595,17 +597,30 @@ class GangPlugin:
         return lease
 
     def _let_go_for_others(self) -> None:
-        """End gangs that hold devices for which others wait, while this worker has nothing to run.
+        """End idle gangs that hold devices for which somebody waits.
 
-        Runs in a thread of its own, as a worker that waits for pytest-xdist does nothing else.
-        Without it, two workers could wait for one another's devices.
+        Runs in a thread of its own: the session may be busy with a test of the controller, or, as
+        a worker of pytest-xdist, wait for orders. A workload of this same session may be the one
+        that waits.
         """
         while not self._has_ended.wait(_LEASE_PUMP_S):
             if self._leases and is_awaited() and self._lock.acquire(blocking=False):
                 try:
-                    self._close_all()
+                    self._let_go()
                 finally:
                     self._lock.release()
+
+    def _let_go(self) -> None:
+        fleet = self._fleet
+        if fleet is None:
+            return
+        fleet.pump(0.0)
+        for gang in list(self._gangs.values()):
+            self._take_ends(gang)
+            if gang.is_gone:
+                self._forget(gang)
+            elif self._is_free(gang) and gang.number in self._leases:
+                fleet.close(gang)
 
     def _close_all(self) -> None:
         fleet = self._fleet

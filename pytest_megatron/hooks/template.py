@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import traceback
 import warnings
@@ -18,9 +17,9 @@ from pytest_megatron.gang import measure
 from pytest_megatron.gang.channel import connect, remove_socket
 from pytest_megatron.gang.messages import Hello, RankOrder
 from pytest_megatron.gang.nursery import Forking, Nursery, RankEnds
-from pytest_megatron.gang.processes import become_subreaper, die_with, kill_descendants
+from pytest_megatron.gang.processes import run_guarded
 from pytest_megatron.gang.stores import StoreKeeper
-from pytest_megatron.hooks.rank import run_forked_rank
+from pytest_megatron.hooks.rank import run_rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,26 +51,12 @@ class Template:
         if pid:
             return pid
         try:
-            self._guard()
+            os.setsid()
+            run_guarded(self._serve)
         except BaseException:  # noqa: BLE001 - must never go on as a second controller
             traceback.print_exc()
         finally:
             os._exit(0)
-
-    def _guard(self) -> None:
-        """Fork the template itself, and kill what it leaves should it be killed."""
-        os.setsid()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
-        become_subreaper()
-        guard = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            die_with(guard)
-            self._serve()
-            return
-        os.waitpid(pid, 0)
-        kill_descendants()
 
     def _serve(self) -> None:
         measurement = measure.start(self.coverage, self.coverage_file)
@@ -83,7 +68,7 @@ class Template:
             measurement.save()
 
     def _run_rank(self, order: RankOrder, ends: RankEnds) -> NoReturn:
-        run_forked_rank(
+        run_rank(
             self.session,
             order,
             ends,

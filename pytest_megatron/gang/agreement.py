@@ -25,9 +25,7 @@ def digest_of(node_ids: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(sorted(node_ids)).encode()).hexdigest()
 
 
-def compare(
-    known: Iterable[str], found: Iterable[str], problems: Mapping[str, str]
-) -> Difference:
+def compare(known: Iterable[str], found: Iterable[str], problems: Mapping[str, str]) -> Difference:
     """Compare what a rank found with what the controller knows.
 
     Args:
@@ -45,5 +43,7 @@ def compare(
 
 def _why(node_id: str, problems: Mapping[str, str]) -> str:
     """Return the problem of the innermost collector that a test is below."""
-    above = [c for c in problems if not c or node_id == c or node_id.startswith((f"{c}::", f"{c}/"))]
+    above = [
+        c for c in problems if not c or node_id == c or node_id.startswith((f"{c}::", f"{c}/"))
+    ]
     return problems[max(above, key=len)] if above else "collected no such test"

@@ -49,6 +49,7 @@ from pytest_megatron.gang.messages import (
 )
 from pytest_megatron.gang.spec import GangSpec, RunEnd
 
+_OF_NODE = -1  # in the place of a rank
 _LOST_S = 2.0  # between the end of a rank's connection and the news of its death
 _ORPHANED = "ended, as the process that starts ranks was killed"
 
@@ -75,7 +76,7 @@ class Gang:
         silent: Connections of nurseries that have not answered the last question for stacks.
         starters: Rank -> connection of the nursery that starts it.
         keepers: Rank -> connection of the nursery that has it: another one where the first one
-            becomes the rank.
+            becomes the rank; and the one that has the store.
         missing: Rank -> node id -> why the rank has no such test.
     """
 
@@ -193,10 +194,9 @@ class Fleet:
         self._gangs[gang.number] = gang
         for order in gang.orders:
             self._choose_nursery(gang, order)
+        node = gang.keepers[_OF_NODE] = self._nursery_of_node(gang.orders[0].node_rank)
         gang.nurseries = {channel.fileno() for channel in gang.keepers.values()}
-        self._nursery_of_node(gang.orders[0].node_rank).send(
-            OpenStore(gang=gang.number, host=gang.orders[0].env["MASTER_ADDR"])
-        )
+        node.send(OpenStore(gang=gang.number, host=gang.orders[0].env["MASTER_ADDR"]))
 
     def assign(self, gang: Gang, run: Run, *, limit_s: float) -> None:
         """Have a gang run a test, as soon as it can."""
@@ -259,11 +259,20 @@ class Fleet:
         """Let go of everything; nurseries kill what is left."""
         for gang in list(self._gangs.values()):
             self._forget(gang)
-        for channel in self._nurseries.values():
+        for channel in (*self._nurseries.values(), *(t.channel for t in self._templates.values())):
             channel.close()
         self._nurseries.clear()
+        self._templates.clear()
         self._selector.close()
         self._listener.close()
+
+    def forget(self) -> None:
+        """Let go of descriptors in a forked child; what they belong to lives on."""
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.fileobj, Channel | socket.socket):
+                key.fileobj.close()
+        self._selector.close()
+        self._listener.forget()
 
     def pretend(self, gang: Gang) -> None:
         """Have a gang without processes, as some rank of it has none of its tests."""
@@ -349,9 +358,7 @@ class Fleet:
         for message in rest:
             self._tell(gang, hello.rank, message)
 
-    def _on_hello_of_nursery(
-        self, source: Channel, hello: Hello, rest: Sequence[Message]
-    ) -> None:
+    def _on_hello_of_nursery(self, source: Channel, hello: Hello, rest: Sequence[Message]) -> None:
         self._has_news = True
         if not hello.world_size:
             self._nurseries[hello.node_rank, hello.rank] = source

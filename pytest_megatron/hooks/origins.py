@@ -221,9 +221,7 @@ class PerRank:
         for order in orders:
             world.templates[order.rank] = _Template(number, until, order)
 
-    def _on_word(
-        self, world: _World, number: int, word: TemplateWord, rank: int
-    ) -> None:
+    def _on_word(self, world: _World, number: int, word: TemplateWord, rank: int) -> None:
         """Take in that a rank has collected, or died, or where those are that are late."""
         if isinstance(word, Stacks):
             self._give_up(world, number, word)
@@ -315,4 +313,3 @@ def _for_collecting(order: RankOrder, number: int) -> RankOrder:
 
 def _is_workload(item: pytest.Item) -> bool:
     return type(item).__module__.partition(".")[0] == __package__.partition(".")[0]
-

@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -32,6 +32,7 @@ class Template:
         random_before: State of `random` before collection.
         coverage: As in `RankOrder`, for the template itself.
         coverage_file: Where it puts its data.
+        forget: Closes descriptors of the controller.
     """
 
     session: pytest.Session
@@ -40,6 +41,7 @@ class Template:
     random_before: object
     coverage: Mapping[str, JsonValue]
     coverage_file: str
+    forget: Callable[[], None]
 
     def fork(self) -> int:
         """Fork the template off the controller; return the process that ends after all of it."""
@@ -51,6 +53,7 @@ class Template:
         if pid:
             return pid
         try:
+            self.forget()
             os.setsid()
             run_guarded(self._serve)
         except BaseException:  # noqa: BLE001 - must never go on as a second controller

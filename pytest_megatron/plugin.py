@@ -110,7 +110,7 @@ def _is_rank(config: pytest.Config) -> bool:
 def _register_gangs(config: pytest.Config) -> GangPlugin:
     from pytest_megatron.hooks.gang_results import GangResults  # noqa: PLC0415 - not for all
     from pytest_megatron.hooks.gangs import PLUGIN_NAME, GangPlugin  # noqa: PLC0415 - not for all
-    from pytest_megatron.hooks.results import run_file_of  # noqa: PLC0415 - not for all
+    from pytest_megatron.hooks.run_file import run_file_of  # noqa: PLC0415 - not for all
     from pytest_megatron.hooks.session import session_of  # noqa: PLC0415 - not for all
 
     session = session_of(config, options.read_options(config))

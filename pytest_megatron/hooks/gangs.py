@@ -35,7 +35,6 @@ from pytest_megatron.gang.stores import LOCAL_HOST
 from pytest_megatron.hooks import recipes
 from pytest_megatron.hooks.console import Console
 from pytest_megatron.hooks.gang_results import RECORD
-from pytest_megatron.hooks.item import WorkloadItem
 from pytest_megatron.hooks.markers import spec_of, timeout_of
 from pytest_megatron.hooks.merged import (
     build_report,
@@ -51,9 +50,9 @@ from pytest_megatron.hooks.tee import Tee
 from pytest_megatron.hooks.template import Template
 from pytest_megatron.host import this_host
 from pytest_megatron.lease import Lease, Waiting, is_awaited, try_lease, waiting_text
+from pytest_megatron.report.executed import Executed, test_record
 from pytest_megatron.report.gangs import plan_lines
 from pytest_megatron.report.merge import Merged, has_reported, merge, merge_late
-from pytest_megatron.report.record import Executed, test_record
 from pytest_megatron.report.transient import transient_cause
 from pytest_megatron.verdict.signature import Signature
 
@@ -216,6 +215,8 @@ class GangPlugin:
 
     def _print_plan(self, session: pytest.Session) -> bool | None:
         """Print which gangs would run how many tests; workloads print theirs."""
+        from pytest_megatron.hooks.item import WorkloadItem  # noqa: PLC0415 - loads all of recipes
+
         items = [item for item in session.items if not isinstance(item, WorkloadItem)]
         for line in plan_lines(self._specs.get(item) for item in items):
             self._tell_user(line)

@@ -23,7 +23,7 @@ import pytest
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.files import JsonValue
 from pytest_megatron.gang import measure
-from pytest_megatron.gang.bootstrap import rank_env
+from pytest_megatron.gang.bootstrap import rank_env, state_if_seeded
 from pytest_megatron.gang.channel import Listener, listen_locally
 from pytest_megatron.gang.fleet import Fleet, Gang
 from pytest_megatron.gang.lifecycle import Lifecycle, State
@@ -33,6 +33,7 @@ from pytest_megatron.gang.placement import Schedule
 from pytest_megatron.gang.spec import GangSpec, RunEnd
 from pytest_megatron.gang.stores import LOCAL_HOST
 from pytest_megatron.hooks import recipes
+from pytest_megatron.hooks.beginning import KEY
 from pytest_megatron.hooks.console import Console
 from pytest_megatron.hooks.gang_results import RECORD
 from pytest_megatron.hooks.markers import spec_of, timeout_of
@@ -90,11 +91,10 @@ class _Execution:
 class GangPlugin:
     """Runs items on gangs."""
 
-    def __init__(self, config: pytest.Config, run: RunSession, *, random_before: object) -> None:
+    def __init__(self, config: pytest.Config, run: RunSession) -> None:
         self._config = config
         self._run = run
         self._options: Options = run.options
-        self._random_before = random_before
         self._specs: dict[pytest.Item, GangSpec] = {}
         self._fleet: Fleet | None = None
         self._make_template: Template | None = None
@@ -261,7 +261,7 @@ class GangPlugin:
             session=session,
             address=listener.address,
             key=listener.key,
-            random_before=self._random_before,
+            random_state=state_if_seeded(self._config.stash[KEY].random_state),
             coverage=self._coverage,
             coverage_file=str(self._coverage_dir / "template"),
             forget=self._open_fleet.forget,

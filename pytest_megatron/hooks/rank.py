@@ -330,7 +330,9 @@ def _make_rank_of(config: pytest.Config, plugin: RankPlugin) -> None:
     if reporter is not None:
         reporter._tw._file = plugin.printed  # noqa: SLF001 - its only way
     factory = config._tmp_path_factory  # type: ignore[attr-defined]  # noqa: SLF001 - xdist's way
-    factory._given_basetemp = Path(plugin.order.base_temp)  # noqa: SLF001 - see above
+    base_temp = Path(plugin.order.base_temp)
+    base_temp.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    factory._given_basetemp = base_temp  # noqa: SLF001 - see above
     factory._basetemp = None  # noqa: SLF001 - see above
     manager.register(plugin, "megatron-rank")
 

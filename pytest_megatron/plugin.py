@@ -37,7 +37,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
         register_roles(config, chosen)
     declare_marks(config)
-    if chosen.asks_for_gangs:
+    if chosen.num_nodes > 1 and getattr(config.option, "dist", "no") != "no":
+        raise pytest.UsageError("--nnodes: pytest-xdist (-n) runs on one node; drop one of them")
+    if chosen.node_rank > 0:
+        from pytest_megatron.hooks.nodes import FOLLOWER_NAME, FollowerPlugin  # noqa: PLC0415 - not for all
+
+        config.pluginmanager.register(FollowerPlugin(config, chosen), FOLLOWER_NAME)
+    elif chosen.asks_for_gangs:
         from pytest_megatron.hooks.gangs import PLUGIN_NAME, GangPlugin  # noqa: PLC0415 - not for all
         from pytest_megatron.hooks.session import RunSession  # noqa: PLC0415 - not for all
 

@@ -6,6 +6,7 @@ Owned by the controller, which calls `pump` whenever it waits; there are no thre
 from __future__ import annotations
 
 import contextlib
+import functools
 import selectors
 import socket
 import time
@@ -14,7 +15,8 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias, assert_never
 
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.gang.channel import Channel, Listener
+from pytest_megatron.gang.channel import Channel, Listener, WrongKeyError
+from pytest_megatron.gang.followers import Followers
 from pytest_megatron.gang.lifecycle import (
     Action,
     AskForStacks,
@@ -44,6 +46,7 @@ from pytest_megatron.gang.messages import (
     StoreOpened,
     encode,
 )
+from pytest_megatron.gang.nodes import describe_node
 from pytest_megatron.gang.spec import GangSpec, RunEnd
 
 _LOST_S = 2.0  # between the end of a rank's connection and the news of its death
@@ -103,7 +106,8 @@ class Fleet:
             grace_s: How long ranks may take after the first sign of trouble.
             on_debugger: Told of messages of a rank's debugger.
         """
-        self._listener = listener
+        self._listeners = [listener]
+        self._followers: Followers | None = None
         self._grace_s = grace_s
         self._on_debugger = on_debugger
         self._selector = selectors.DefaultSelector()
@@ -112,6 +116,12 @@ class Fleet:
         self._gangs: dict[int, Gang] = {}
         self._num_gangs = 0
         self._has_news = False
+
+    def listen(self, listener: Listener, followers: Followers) -> None:
+        """Take calls of other nodes as well: of their sessions, nurseries and ranks."""
+        self._listeners.append(listener)
+        self._followers = followers
+        self._selector.register(listener, selectors.EVENT_READ, self._on_call)
 
     def new_number(self) -> int:
         """Return the number of the next gang."""
@@ -127,9 +137,9 @@ class Fleet:
         """Start the ranks of a gang; first its store, then they are forked."""
         self._gangs[gang.number] = gang
         gang.nurseries = set(self._nurseries_of(gang))
-        self._nursery(gang.orders[0]).send(
-            OpenStore(gang=gang.number, host=gang.orders[0].env["MASTER_ADDR"])
-        )
+        if not self._orphans(gang):
+            host = gang.orders[0].env["MASTER_ADDR"]
+            self._nursery(gang.orders[0]).send(OpenStore(gang=gang.number, host=host))
 
     def assign(self, gang: Gang, run: Run, *, limit_s: float) -> None:
         """Have a gang run a test, as soon as it can."""
@@ -138,6 +148,7 @@ class Fleet:
         self._carry_out(
             gang, gang.lifecycle.assign(run, limit_s=limit_s, is_isolated=is_isolated, now=now)
         )
+        self._lose(gang, self._orphans(gang))
 
     def close(self, gang: Gang) -> None:
         """End a gang: politely if it is idle."""
@@ -193,7 +204,8 @@ class Fleet:
             channel.close()
         self._nurseries.clear()
         self._selector.close()
-        self._listener.close()
+        for listener in self._listeners:
+            listener.close()
 
     def _nursery(self, order: RankOrder) -> Channel:
         for key in ((order.node_rank, order.rank), (order.node_rank, -1)):
@@ -205,23 +217,39 @@ class Fleet:
         )
 
     def _nurseries_of(self, gang: Gang) -> dict[int, Channel]:
+        """Return connections of living nurseries of a gang, by descriptor."""
         found = {}
         for order in gang.orders:
-            channel = self._nursery(order)
-            found[channel.fileno()] = channel
+            with contextlib.suppress(LaunchError):
+                channel = self._nursery(order)
+                found[channel.fileno()] = channel
         return found
 
-    def _on_call(self, _: object) -> None:
-        connection = self._listener.accept()
-        self._selector.register(connection, selectors.EVENT_READ, self._on_proof)
+    def _orphans(self, gang: Gang) -> list[RankOrder]:
+        """Return the orders of ranks whose nursery is gone."""
+        return [
+            order
+            for order in gang.orders
+            if not self.has_nursery(order.node_rank, order.rank)
+            and not self.has_nursery(order.node_rank, -1)
+        ]
 
-    def _on_proof(self, source: object) -> None:
+    def _on_call(self, source: object) -> None:
+        assert isinstance(source, Listener)
+        connection = source.accept()
+        on_proof = functools.partial(self._on_proof, source)
+        self._selector.register(connection, selectors.EVENT_READ, on_proof)
+
+    def _on_proof(self, listener: Listener, source: object) -> None:
         assert isinstance(source, socket.socket)
         descriptor = source.fileno()
         try:
-            channel = self._listener.prove(source)
-        except PermissionError:
+            channel = listener.prove(source)
+        except PermissionError as error:
             self._selector.unregister(descriptor)
+            if self._followers is not None and isinstance(error, WrongKeyError):
+                self._followers.num_strangers += 1
+                self._has_news = True
             return
         if channel is not None:
             self._selector.unregister(descriptor)
@@ -237,6 +265,10 @@ class Fleet:
         hello, *rest = messages
         if not isinstance(hello, Hello):
             self._drop(source)
+            return
+        if hello.role == "node" and self._followers is not None:
+            self._selector.modify(source, selectors.EVENT_READ, self._on_follower)
+            self._followers.greet(hello.node_rank, source)
             return
         if hello.role == "nursery":
             self._has_news = True
@@ -258,6 +290,14 @@ class Fleet:
         for message in rest:
             self._tell(gang, hello.rank, message)
 
+    def _on_follower(self, source: object) -> None:
+        assert isinstance(source, Channel)
+        assert self._followers is not None
+        self._followers.read(source)
+        self._has_news = True
+        if source.is_closed:
+            self._drop(source)
+
     def _on_nursery(self, source: object) -> None:
         assert isinstance(source, Channel)
         descriptor = source.fileno()
@@ -268,10 +308,18 @@ class Fleet:
             for key in [k for k, c in self._nurseries.items() if c is source]:
                 del self._nurseries[key]
             for gang in [g for g in self._gangs.values() if descriptor in g.nurseries]:
-                for order in gang.orders:
-                    died = Died(gang=gang.number, rank=order.rank, exit_code=-9)
-                    self._tell(gang, order.rank, died)
+                self._lose(gang, self._orphans(gang))
                 self._on_killed(gang, descriptor)
+
+    def _lose(self, gang: Gang, orders: Sequence[RankOrder]) -> None:
+        """Tell of ranks whose nursery is gone, and with it their node, unless it is this one."""
+        for order in orders:
+            if order.node_rank == 0:
+                self._tell(gang, order.rank, Died(gang=gang.number, rank=order.rank, exit_code=-9))
+                continue
+            ranks = [o.rank for o in gang.orders if o.node_rank == order.node_rank]
+            problem = f"is lost: {describe_node(order.node_rank, ranks)} is gone"
+            self._tell(gang, order.rank, Broken(problem=problem))
 
     def _on_nursery_word(self, source: Channel, message: Message) -> None:
         if isinstance(message, Forked):
@@ -361,19 +409,15 @@ class Fleet:
 
     def _ask_for_stacks(self, gang: Gang, ranks: tuple[int, ...]) -> None:
         gang.stacks.clear()
-        for nursery in self._living_nurseries(gang):
+        for nursery in self._nurseries_of(gang).values():
             gang.silent.add(nursery.fileno())
             nursery.send(AskStacks(gang=gang.number, ranks=ranks))
 
     def _kill(self, gang: Gang) -> None:
-        for nursery in self._living_nurseries(gang):
+        for nursery in self._nurseries_of(gang).values():
             nursery.send(Kill(gang=gang.number))
-
-    def _living_nurseries(self, gang: Gang) -> list[Channel]:
-        try:
-            return list(self._nurseries_of(gang).values())
-        except LaunchError:
-            return []
+        if not gang.nurseries:
+            self._tell(gang, 0, Killed(gang=gang.number))
 
     def _forget(self, gang: Gang) -> None:
         for channel in gang.channels.values():

@@ -254,7 +254,7 @@ class Lifecycle:
                     rank.outcome = "passed"
                 return self._settle(now)
             case Broken(problem=problem):
-                rank.problem = problem
+                rank.problem = rank.problem or problem
                 return self._on_trouble(rank, now)
             case Closed(problem=problem):
                 rank.is_closed = True

@@ -125,8 +125,16 @@ class _Asked:
 class Nursery:
     """Serves one connection until it closes."""
 
-    def __init__(self, channel: Channel, starter: Starter) -> None:
+    def __init__(self, channel: Channel, starter: Starter, leash: int | None = None) -> None:
+        """Make one that has nothing yet.
+
+        Args:
+            channel: To the controller.
+            starter: How ranks come into being.
+            leash: Read end of a pipe; the nursery also ends when its write end is closed.
+        """
         self._channel = channel
+        self._leash = leash
         self._starter = starter
         self._children: dict[int, _Child] = {}
         self._dying: dict[int, float] = {}
@@ -144,7 +152,12 @@ class Nursery:
             while not self._channel.is_closed:
                 wait_s = _POLL_S if self._dying or self._asked else None
                 channel = self._channel.fileno()
-                readable, _, _ = select.select([channel, wakeup], [], [], wait_s)
+                sources = (
+                    [channel, wakeup] if self._leash is None else [channel, wakeup, self._leash]
+                )
+                readable, _, _ = select.select(sources, [], [], wait_s)
+                if self._leash in readable:
+                    return
                 if wakeup in readable:
                     with contextlib.suppress(BlockingIOError):
                         os.read(wakeup, 4096)
@@ -289,6 +302,7 @@ class Nursery:
             )
 
     def _kill_all(self) -> None:
+        self._channel.close()  # whose ranks these were is gone, or lost us: nobody is told
         until = time.monotonic() + _UNKILLABLE_S
         while time.monotonic() < until:
             left = [process.pid for process in descendants()]

@@ -23,12 +23,14 @@ from pytest_megatron.gang.bootstrap import rank_env
 from pytest_megatron.gang.channel import Channel, listen_locally
 from pytest_megatron.gang.fleet import Fleet, Gang
 from pytest_megatron.gang.lifecycle import Lifecycle, State
-from pytest_megatron.gang.messages import Message, RankOrder, Run
+from pytest_megatron.gang.messages import Message, RankOrder, Run, Welcome
+from pytest_megatron.gang.nodes import Nodes
 from pytest_megatron.gang.placement import Schedule
 from pytest_megatron.gang.spec import GangSpec, RunEnd
 from pytest_megatron.gang.stores import LOCAL_HOST
 from pytest_megatron.hooks.markers import spec_of, timeout_of
 from pytest_megatron.hooks.merged import build_report, warn_again
+from pytest_megatron.hooks.nodes import Leader, address_of, nodes_of
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.hooks.template import Template
@@ -72,6 +74,8 @@ class GangPlugin:
         self._index: dict[pytest.Item, int] = {}
         self._num_runs = 0
         self._is_stopping = False
+        self._nodes = Nodes(num_nodes=1, ranks_per_node=1)
+        self._leader: Leader | None = None
         self._is_held = False  # nothing new starts before a failure was reported
 
     # Collection
@@ -84,10 +88,8 @@ class GangPlugin:
     @property
     def default_size(self) -> int:
         """World size of a test without a mark; 0 if it stays in the controller."""
-        options = self._options
-        if options.num_gpus is not None:
-            return (options.num_gpus or self.num_gpus) * options.num_nodes
-        return (options.num_ranks or 0) * options.num_nodes
+        nodes = nodes_of(self._options, self.num_gpus)
+        return nodes.ranks_per_node * nodes.num_nodes
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -109,7 +111,8 @@ class GangPlugin:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
         """Run all items, those of gangs on gangs; under pytest-xdist only get ready."""
-        if not self._specs or session.config.option.collectonly:
+        has_work = bool(self._specs) or self._options.num_nodes > 1  # others show what runs here
+        if not has_work or session.config.option.collectonly:
             return None
         if session.testsfailed and not session.config.option.continue_on_collection_errors:
             return None  # pytest's own loop says so
@@ -153,13 +156,39 @@ class GangPlugin:
         session.gethookproxy = get_hooks  # type: ignore[method-assign]
         is_ordered = self._run.is_worker or _is_stepwise(session.config)
         tests = [(self._index[item], spec, str(item.path)) for item, spec in self._specs.items()]
-        num_slots = max(self.default_size, *(spec.world_size for _, spec, _ in tests))
+        num_slots = max([self.default_size, *(spec.world_size for _, spec, _ in tests)])
         self._schedule = Schedule(tests, num_slots=num_slots, is_ordered=is_ordered)
         self._num_slots = num_slots
+        self._nodes = nodes_of(self._options, self.num_gpus)
+        if self._options.num_nodes > 1:
+            self._lead(session)
+        else:
+            self._nodes = Nodes(num_nodes=1, ranks_per_node=num_slots)
+
+    def _lead(self, session: pytest.Session) -> None:
+        """Listen for the sessions of other nodes."""
+        nodes = self._nodes
+        needed = [
+            place.local_world_size
+            for spec in set(self._specs.values())
+            for place in nodes.place(spec.world_size)
+            if spec.device == "cuda" and place.node_rank > 0
+        ]
+        welcome = Welcome(
+            num_nodes=nodes.num_nodes,
+            ranks_per_node=nodes.ranks_per_node,
+            num_gpus=max(needed, default=0),
+            node_ids=tuple(item.nodeid for item in session.items),
+        )
+        endpoint = self._options.rdzv_endpoint
+        self._leader = Leader(self._config, self._open_fleet, welcome=welcome, endpoint=endpoint)
+        self._config.pluginmanager.register(self._leader, "megatron-leader")
 
     def _loop(self, session: pytest.Session) -> None:
         """Run items of gangs, side by side where they are small, then the controller's own."""
         assert self._schedule is not None
+        if self._leader is not None:
+            self._leader.wait()
         for item in [i for i in session.items if i not in self._specs]:
             self._protocol(session, item)
         is_serial = self._schedule.is_serial()
@@ -173,6 +202,8 @@ class GangPlugin:
                 self._pump()
                 continue
             self._protocol(session, item)
+        if self._leader is not None:
+            self._leader.check_collections(session)
 
     def _protocol(self, session: pytest.Session, item: pytest.Item) -> None:
         index = self._index[item]
@@ -274,8 +305,9 @@ class GangPlugin:
         return not is_busy and gang.lifecycle.state in (State.IDLE, State.STARTING)
 
     def _num_free(self) -> int:
-        used = sum(g.spec.world_size for g in self._gangs.values())
-        return max(0, self._num_slots - used)
+        if not self._gangs:
+            return self._num_slots
+        return self._nodes.num_free([gang.spec.world_size for gang in self._gangs.values()])
 
     def _count_gangs(self) -> dict[GangSpec, int]:
         counts: dict[GangSpec, int] = {}
@@ -293,7 +325,8 @@ class GangPlugin:
                 raise LaunchError("gang", "the process that starts ranks did not call")
         lease = None
         if spec.device == "cuda":
-            lease = lease_gpus(this_host().gpus, spec.world_size, self._tell_user)
+            num_gpus = self._nodes.num_ranks_on(0, spec.world_size)
+            lease = lease_gpus(this_host().gpus, num_gpus, self._tell_user)
         number = fleet.new_number()
         orders = self._orders(number, spec, lease)
         gang = Gang(
@@ -315,38 +348,33 @@ class GangPlugin:
 
     def _orders(self, number: int, spec: GangSpec, lease: Lease | None) -> tuple[RankOrder, ...]:
         directory = self._run.open_run_dir() / self._run.ranks_dir / f"attempt_{number}"
-        size = spec.world_size
-        common = {
-            "MASTER_ADDR": LOCAL_HOST,
-            "TORCHELASTIC_RUN_ID": self._run.run_dir.name,
-        }
+        places = self._nodes.place(spec.world_size)
+        common = {"MASTER_ADDR": LOCAL_HOST, "TORCHELASTIC_RUN_ID": self._run.run_dir.name}
+        if places[-1].node_rank > 0:
+            common["MASTER_ADDR"], _ = address_of(self._options.rdzv_endpoint)
+        own = {}  # of this node: others lease by themselves
         if lease is not None:
-            common["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in lease.gpus)
+            own["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in lease.gpus)
         base_temp = self._base_temp() / f"gang{number}"
         return tuple(
             RankOrder(
                 gang=number,
-                rank=rank,
-                local_rank=rank,
-                world_size=size,
-                node_rank=0,
+                rank=place.rank,
+                local_rank=place.local_rank,
+                world_size=spec.world_size,
+                node_rank=place.node_rank,
                 device=spec.device,
                 env={
                     **common,
-                    **rank_env(
-                        rank=rank,
-                        local_rank=rank,
-                        world_size=size,
-                        local_world_size=size,
-                        node_rank=0,
-                    ),
-                    "TORCHELASTIC_ERROR_FILE": str(directory / str(rank) / "error.json"),
+                    **(own if place.node_rank == 0 else {}),
+                    **rank_env(place, spec.world_size),
+                    "TORCHELASTIC_ERROR_FILE": str(directory / str(place.rank) / "error.json"),
                 },
-                log_dir=str(directory / str(rank)),
-                base_temp=str(base_temp / f"rank{rank}"),
+                log_dir=str(directory / str(place.rank)),
+                base_temp=str(base_temp / f"rank{place.rank}"),
                 is_capturing=self._config.option.capture != "no",
             )
-            for rank in range(size)
+            for place in places
         )
 
     def _assign(self, gang: Gang, index: int, next_index: int) -> None:
@@ -360,7 +388,7 @@ class GangPlugin:
             node_id=str(item.nodeid),
             next_index=next_index,
             next_node_id=str(self._items[next_index].nodeid) if next_index >= 0 else "",
-            shared_dir=str(self._base_temp() / "shared" / str(self._num_runs)),
+            shared_dir=str(self._shared_dir(gang) / str(self._num_runs)),
             is_last_if_failed=bool(maxfail) and item.session.testsfailed + 1 >= maxfail,
         )
         self._running[self._num_runs] = (gang, _Execution(index, item))
@@ -445,6 +473,12 @@ class GangPlugin:
         factory = self._config._tmp_path_factory  # type: ignore[attr-defined]  # noqa: SLF001
         found: Path = factory.getbasetemp()
         return found
+
+    def _shared_dir(self, gang: Gang) -> Path:
+        """Return where ranks of all nodes can write."""
+        if gang.orders[-1].node_rank > 0:
+            return self._run.run_dir.absolute() / "shared"
+        return self._base_temp() / "shared"
 
     def _print(self, end: RunEnd) -> None:
         printed = end.ranks[0].done.printed if end.ranks[0].done else ""

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import NoReturn, cast
 
@@ -20,7 +20,7 @@ from _pytest.runner import runtestprotocol
 
 from pytest_megatron.files import JsonValue
 from pytest_megatron.gang import bootstrap
-from pytest_megatron.gang.channel import Channel, connect
+from pytest_megatron.gang.channel import Channel
 from pytest_megatron.gang.logs import RankLogs
 from pytest_megatron.gang.messages import (
     Broken,
@@ -34,6 +34,7 @@ from pytest_megatron.gang.messages import (
     Run,
 )
 from pytest_megatron.gang.nursery import RankEnds
+from pytest_megatron.hooks.mirror import describe_warning, plain
 
 _SLOW_S = 0.2  # a phase this long is told of at its end, not with the test
 # Plugins that act for the whole session; in a rank the controller does what they do.
@@ -150,20 +151,7 @@ class RankPlugin:
         location: tuple[str, int, str] | None,
     ) -> None:
         """Take a warning."""
-        message = getattr(warning_message, "message", "")
-        category = getattr(warning_message, "category", Warning)
-        self._warnings.append(
-            {
-                "text": str(message),
-                "module": category.__module__,
-                "category": category.__qualname__,
-                "filename": str(getattr(warning_message, "filename", "")),
-                "lineno": int(getattr(warning_message, "lineno", 0)),
-                "when": when,
-                "nodeid": str(nodeid),
-                "location": list(location) if location else None,
-            }
-        )
+        self._warnings.append(describe_warning(warning_message, when, nodeid, location))
 
     _config: pytest.Config | None = None
 
@@ -180,7 +168,7 @@ class RankPlugin:
             self._reports.append([report.when, report.start, report.stop])
             return
         found = config.hook.pytest_report_to_serializable(config=config, report=report)
-        self._reports.append(cast("JsonValue", _plain(found)))
+        self._reports.append(cast("JsonValue", plain(found)))
 
     @contextlib.contextmanager
     def _capturing(self, item: pytest.Item, when: str) -> Generator[None]:
@@ -222,18 +210,25 @@ def run_forked_rank(
     order: RankOrder,
     ends: RankEnds,
     *,
-    address: str,
-    key: bytes,
+    call: Callable[[Hello], Channel],
     random_before: object,
+    missing: Mapping[str, str],
 ) -> NoReturn:
-    """Be a rank that was forked with the collected session in it; never returns."""
+    """Be a rank that was forked with the collected session in it; never returns.
+
+    Args:
+        session: What was collected.
+        order: Which rank to be.
+        ends: What is shared with the nursery.
+        call: Connects to the controller.
+        random_before: State of `random` before collection.
+        missing: Node id -> why this node has no such test.
+    """
     config = session.config
     atexit._clear()  # noqa: SLF001 - what the controller wants to do at its end is not ours
     logs = _take_streams(config, order)
     bootstrap.become_rank(order, ends, random_before=random_before)
-    channel = connect(
-        address,
-        key,
+    channel = call(
         Hello(
             role="rank",
             gang=order.gang,
@@ -246,7 +241,8 @@ def run_forked_rank(
     _make_rank_of(config, plugin)
     for name in ("gethookproxy",):
         session.__dict__.pop(name, None)
-    serve(session, plugin, channel, Ready(missing={}, extra=(), clock=time.time()), session.items)
+    ready = Ready(missing=missing, extra=(), clock=time.time())
+    serve(session, plugin, channel, ready, session.items)
 
 
 def serve(
@@ -335,14 +331,3 @@ def _make_rank_of(config: pytest.Config, plugin: RankPlugin) -> None:
     factory._given_basetemp = base_temp  # noqa: SLF001 - see above
     factory._basetemp = None  # noqa: SLF001 - see above
     manager.register(plugin, "megatron-rank")
-
-
-def _plain(value: object) -> object:
-    """Return the value with what JSON does not know as text."""
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    return str(value)

@@ -7,8 +7,11 @@ import signal
 import sys
 import traceback
 import warnings
-from dataclasses import dataclass
-from typing import NoReturn
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import NoReturn, cast
 
 import pytest
 
@@ -27,12 +30,24 @@ class Template:
         address: Of the controller.
         key: Of the session.
         random_before: State of `random` before collection.
+        node_rank: Index of this host.
+        items: On other nodes than 0, the items that node 0 collected, by index; None where this
+            node has no such item.
+        missing: Node id -> why this node has no such item.
+        leash: Read end of a pipe that is closed when the session of this node ends; on node 0 the
+            connection to the controller is that.
+        not_inherited: Descriptors of the session that the template closes.
     """
 
     session: pytest.Session
     address: str
     key: bytes
     random_before: object
+    node_rank: int = 0
+    items: tuple[pytest.Item | None, ...] | None = None
+    missing: Mapping[str, str] = field(default_factory=dict)
+    leash: int | None = None
+    not_inherited: tuple[int, ...] = ()
 
     def fork(self) -> int:
         """Fork the template off the controller; return its process."""
@@ -53,16 +68,24 @@ class Template:
     def _serve(self) -> None:
         os.setsid()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        hello = Hello(role="nursery", gang=0, rank=-1, node_rank=0, pid=os.getpid())
+        for descriptor in self.not_inherited:
+            os.close(descriptor)
+        if self.items is not None:
+            self.session.items = cast("list[pytest.Item]", list(self.items))
+        hello = Hello(role="nursery", gang=0, rank=-1, node_rank=self.node_rank, pid=os.getpid())
         channel = connect(self.address, self.key, hello)
-        Nursery(channel, Forking(channel, self._run_rank, StoreKeeper())).serve()
+        Nursery(channel, Forking(channel, self._run_rank, StoreKeeper()), self.leash).serve()
 
     def _run_rank(self, order: RankOrder, ends: RankEnds) -> NoReturn:
+        if self.node_rank > 0:  # node 0 knows no directory for temporary files here
+            factory = self.session.config._tmp_path_factory  # type: ignore[attr-defined]  # noqa: SLF001
+            base_temp = factory.getbasetemp() / Path(order.base_temp).parent.name
+            order = replace(order, base_temp=str(base_temp / f"rank{order.rank}"))
         run_forked_rank(
             self.session,
             order,
             ends,
-            address=self.address,
-            key=self.key,
+            call=partial(connect, self.address, self.key),
             random_before=self.random_before,
+            missing=self.missing,
         )

@@ -15,13 +15,16 @@ from pytest_megatron.gang.messages import (
     DebuggerWrote,
     Died,
     Done,
+    Ended,
     Fork,
     Forked,
     Hello,
     Interrupt,
+    Joined,
     Kill,
     Killed,
     Message,
+    Mirrored,
     OpenStore,
     PhaseEnded,
     RankOrder,
@@ -29,6 +32,7 @@ from pytest_megatron.gang.messages import (
     Run,
     Stacks,
     StoreOpened,
+    Welcome,
     decode,
     encode,
 )
@@ -89,6 +93,10 @@ MESSAGES: tuple[Message, ...] = (
     Interrupt(gang=1),
     AskStacks(gang=1, ranks=(0, 3)),
     Stacks(gang=1, stacks={"3": "File"}, flights={"3": "{}"}, phases={"3": "call"}),
+    Welcome(num_nodes=2, ranks_per_node=2, num_gpus=0, node_ids=("test_a.py::test_1",)),
+    Joined(problem="1 error during collection", extra=("test_a.py::test_2",)),
+    Mirrored(hook="pytest_runtest_logstart", data={"nodeid": "a", "location": ["a", 3, "b"]}),
+    Ended(exit_code=2, kind="interrupted", text="KeyboardInterrupt"),
 )
 
 

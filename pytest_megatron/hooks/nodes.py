@@ -311,6 +311,7 @@ class FollowerPlugin:
         self._exit_code = ended.exit_code
         match ended.kind:
             case "failed":
+                session.shouldfail = ended.text  # where pytest's terminal has it from
                 raise session.Failed(ended.text)
             case "interrupted":
                 raise session.Interrupted(ended.text)

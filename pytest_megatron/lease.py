@@ -18,6 +18,7 @@ from pytest_megatron.errors import LaunchError
 from pytest_megatron.host import Gpu
 
 _DIRECTORY_VARIABLE = "PYTEST_MEGATRON_LEASES"
+_WAITING_FILE = "waiting.lock"
 _POLL_S = 0.2
 
 
@@ -53,20 +54,68 @@ def lease_gpus(gpus: Sequence[Gpu], num_gpus: int, on_wait: Callable[[str], None
         LaunchError: Lock files cannot be made.
     """
     assert len(gpus) >= num_gpus
-    has_told = False
-    while True:
-        held: list[tuple[Gpu, int]] = []
-        for gpu in gpus:
-            if len(held) < num_gpus and (descriptor := _try_lock(gpu)) is not None:
-                held.append((gpu, descriptor))
-        if len(held) == num_gpus:
-            return Lease(gpus=tuple(g for g, _ in held), descriptors=tuple(d for _, d in held))
-        for _, descriptor in held:
-            os.close(descriptor)
-        if not has_told:
-            on_wait(f"waiting for {num_gpus} of {len(gpus)} GPUs; other runs hold the rest")
-            has_told = True
-        time.sleep(_POLL_S)
+    waiting: Waiting | None = None
+    try:
+        while (lease := try_lease(gpus, num_gpus)) is None:
+            if waiting is None:
+                on_wait(waiting_text(gpus, num_gpus))
+                waiting = Waiting()
+            time.sleep(_POLL_S)
+    finally:
+        if waiting is not None:
+            waiting.close()
+    return lease
+
+
+def try_lease(gpus: Sequence[Gpu], num_gpus: int) -> Lease | None:
+    """Hold `num_gpus` of `gpus`, or none and return None where fewer are free.
+
+    Raises:
+        LaunchError: Lock files cannot be made.
+    """
+    held: list[tuple[Gpu, int]] = []
+    for gpu in gpus:
+        if len(held) < num_gpus and (descriptor := _try_lock(f"{gpu.uuid}.lock")) is not None:
+            held.append((gpu, descriptor))
+    if len(held) == num_gpus:
+        return Lease(gpus=tuple(g for g, _ in held), descriptors=tuple(d for _, d in held))
+    for _, descriptor in held:
+        os.close(descriptor)
+    return None
+
+
+def waiting_text(gpus: Sequence[Gpu], num_gpus: int) -> str:
+    """Return what to tell a user who has to wait."""
+    return f"waiting for {num_gpus} of {len(gpus)} GPUs; other runs hold the rest"
+
+
+class Waiting:
+    """Lets other runs know, until `close`, that somebody waits for devices.
+
+    Who holds devices and has nothing to run lets go of them then. The kernel ends it with the
+    process that waits.
+    """
+
+    def __init__(self) -> None:
+        self._descriptor = _open_lock_file(_WAITING_FILE)
+        fcntl.flock(self._descriptor, fcntl.LOCK_SH)  # who looks holds it for a moment only
+
+    def close(self) -> None:
+        """Wait no longer."""
+        os.close(self._descriptor)
+
+
+def is_awaited() -> bool:
+    """Whether some run on this host waits for devices.
+
+    Raises:
+        LaunchError: Lock files cannot be made.
+    """
+    descriptor = _try_lock(_WAITING_FILE)
+    if descriptor is None:
+        return True
+    os.close(descriptor)
+    return False
 
 
 def lease_directory() -> Path:
@@ -75,25 +124,29 @@ def lease_directory() -> Path:
     return Path(named) if named else Path(tempfile.gettempdir()) / "pytest-megatron-leases"
 
 
-def _try_lock(gpu: Gpu) -> int | None:
-    """Lock a device; return the open lock file, or None where another process has it."""
-    directory = lease_directory()
-    try:
-        if not directory.is_dir():
-            directory.mkdir(parents=True, exist_ok=True)
-            directory.chmod(0o1777)  # other users of the host lease the same devices
-        descriptor = _open(directory / f"{gpu.uuid}.lock")
-    except OSError as error:
-        raise LaunchError(
-            str(error.filename or directory),
-            f"{error.strerror}; set {_DIRECTORY_VARIABLE} to a directory for GPU locks",
-        ) from error
+def _try_lock(name: str) -> int | None:
+    """Lock a file; return it open, or None where another process has it."""
+    descriptor = _open_lock_file(name)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
         return None
     return descriptor
+
+
+def _open_lock_file(name: str) -> int:
+    directory = lease_directory()
+    try:
+        if not directory.is_dir():
+            directory.mkdir(parents=True, exist_ok=True)
+            directory.chmod(0o1777)  # other users of the host lease the same devices
+        return _open(directory / name)
+    except OSError as error:
+        raise LaunchError(
+            str(error.filename or directory),
+            f"{error.strerror}; set {_DIRECTORY_VARIABLE} to a directory for GPU locks",
+        ) from error
 
 
 def _open(path: Path) -> int:

@@ -6,7 +6,10 @@ no pydantic, no yaml) and change nothing while none of our options is given.
 
 from __future__ import annotations
 
+import random
+from collections.abc import Generator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -21,7 +24,16 @@ from pytest_megatron.hooks.fixtures import (  # noqa: F401 - pytest finds them h
     shared_tmp_path,
     world_size,
 )
-from pytest_megatron.hooks.markers import declare_marks, parametrise_sizes
+from pytest_megatron.hooks.markers import asks_for_gang, declare_marks, parametrise_sizes
+
+if TYPE_CHECKING:
+    from xdist.workermanage import WorkerController  # type: ignore[import-untyped]
+
+    from pytest_megatron.hooks.gangs import GangPlugin
+
+_RANDOM_STATE = pytest.StashKey[object]()
+_USAGE_ERROR = "megatron_usage_error"
+_HAS_GANGS = pytest.StashKey[bool]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,8 +42,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the role that runs workloads, if this session has any."""
+    """Register the roles that this session is known to have."""
     chosen = options.read_options(config)
+    config.stash[_RANDOM_STATE] = random.getstate()
     if chosen.asks_for_workloads or recipes.are_recipes_asked_for(config):
         from pytest_megatron.hooks.workloads import register_roles  # noqa: PLC0415 - not for all
 
@@ -43,11 +56,56 @@ def pytest_configure(config: pytest.Config) -> None:
         from pytest_megatron.hooks.nodes import FOLLOWER_NAME, FollowerPlugin  # noqa: PLC0415 - not for all
 
         config.pluginmanager.register(FollowerPlugin(config, chosen), FOLLOWER_NAME)
+        config.stash[_HAS_GANGS] = True
     elif chosen.asks_for_gangs:
-        from pytest_megatron.hooks.gangs import PLUGIN_NAME, GangPlugin  # noqa: PLC0415 - not for all
-        from pytest_megatron.hooks.session import RunSession  # noqa: PLC0415 - not for all
+        _register_gangs(config)
 
-        config.pluginmanager.register(GangPlugin(config, RunSession(config, chosen)), PLUGIN_NAME)
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: WorkerController) -> None:
+    """Tell a worker of pytest-xdist where the run's directory is and what the user typed."""
+    from pytest_megatron.hooks.session import session_of  # noqa: PLC0415 - not for all
+
+    session = session_of(node.config, options.read_options(node.config))
+    node.workerinput.update(session.worker_input())
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None]:
+    """Run tests with marks of ours on gangs, also where no option asks for gangs."""
+    try:
+        yield
+        if not config.stash.get(_HAS_GANGS, False) and any(map(asks_for_gang, items)):
+            _register_gangs(config).pytest_collection_modifyitems(items)
+    except pytest.UsageError as error:
+        if hasattr(config, "workeroutput"):  # its terminal is nobody's; see `pytest_testnodedown`
+            config.workeroutput[_USAGE_ERROR] = str(error)
+        raise
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: WorkerController) -> None:
+    """End the session as a worker of pytest-xdist would have, if it found a mark that is wrong.
+
+    Raises:
+        pytest.UsageError: It did.
+    """
+    problem = getattr(node, "workeroutput", {}).get(_USAGE_ERROR)
+    if problem is not None:
+        raise pytest.UsageError(problem)
+
+
+def _register_gangs(config: pytest.Config) -> GangPlugin:
+    from pytest_megatron.hooks.gangs import PLUGIN_NAME, GangPlugin  # noqa: PLC0415 - not for all
+    from pytest_megatron.hooks.session import session_of  # noqa: PLC0415 - not for all
+
+    session = session_of(config, options.read_options(config))
+    plugin = GangPlugin(config, session, random_before=config.stash[_RANDOM_STATE])
+    config.pluginmanager.register(plugin, PLUGIN_NAME)
+    config.stash[_HAS_GANGS] = True
+    return plugin
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -31,6 +31,7 @@ _CHUNK_BYTES = 1 << 18
 _HANDSHAKE_S = 20.0
 _KEEPALIVE_S = 10  # after which a silent host is asked whether it is there
 _SILENCE_MS = 30_000  # after which it is not
+_MOST_TEMP_CHARS = 80
 
 
 class WrongKeyError(PermissionError):
@@ -71,6 +72,8 @@ class Channel:
         """Send an encoded message: encode once, send to many."""
         if self.is_closed:
             return
+        if len(frame) > _MAX_FRAME_BYTES:
+            raise ValueError(_too_long(len(frame)))
         content = _LENGTH.pack(len(frame)) + frame
         try:
             if descriptors and self._socket.family == socket.AF_UNIX:
@@ -108,7 +111,10 @@ class Channel:
         return self._frame_end() is not None
 
     def drain(self) -> list[Message]:
-        """Return the messages that are there; sets `is_closed` where no more can come."""
+        """Return the messages that are there; sets `is_closed` where no more can come.
+
+        What is no message (a test may write to any descriptor) ends the connection.
+        """
         try:
             while True:
                 chunk = self._socket.recv(_CHUNK_BYTES, socket.MSG_DONTWAIT)
@@ -121,8 +127,12 @@ class Channel:
         except OSError:
             self.is_closed = True
         messages = []
-        while (message := self._next()) is not None:
-            messages.append(message)
+        try:
+            while (message := self._next()) is not None:
+                messages.append(message)
+        except ValueError:
+            self.is_closed = True
+            self._buffer.clear()
         return messages
 
     def close(self) -> None:
@@ -135,7 +145,7 @@ class Channel:
             return None
         (length,) = _LENGTH.unpack_from(self._buffer)
         if length > _MAX_FRAME_BYTES:
-            raise ValueError(f"a frame of {length} bytes, at most {_MAX_FRAME_BYTES} were expected")
+            raise ValueError(_too_long(length))
         end = _LENGTH.size + int(length)
         return end if len(self._buffer) >= end else None
 
@@ -227,9 +237,7 @@ class Listener:
             caller.connection.close()
         self._socket.close()
         if self._directory is not None:
-            with contextlib.suppress(OSError):
-                (self._directory / "wire").unlink()
-                self._directory.rmdir()
+            remove_socket(self.address)
 
 
 def listen_locally() -> Listener:
@@ -260,6 +268,15 @@ def listen_on(host: str, port: int, key: bytes) -> Listener:
     else:
         listening = socket.create_server(("", port), backlog=_BACKLOG)
     return Listener(f"tcp:{host}:{listening.getsockname()[1]}", key, listening)
+
+
+def remove_socket(address: str) -> None:
+    """Remove the socket of a controller that could not do it itself."""
+    scheme, _, path = address.partition(":")
+    if scheme == "unix":
+        with contextlib.suppress(OSError):
+            Path(path).unlink(missing_ok=True)
+            Path(path).parent.rmdir()
 
 
 def connect(address: str, key: bytes, hello: Hello) -> Channel:
@@ -314,10 +331,16 @@ def _read(connection: socket.socket, num_bytes: int) -> bytes:
     return content
 
 
+def _too_long(num_bytes: int) -> str:
+    return f"a message of {num_bytes} bytes, at most {_MAX_FRAME_BYTES} were expected"
+
+
 def _prove(key: bytes, role: bytes, theirs: bytes, own: bytes) -> bytes:
     return hmac.digest(key, role + theirs + own, "sha256")
 
 
 def _short_temp() -> str | None:
     """Return a directory whose sockets have short names; the kernel takes 107 bytes."""
-    return "/tmp" if os.path.isdir("/tmp") else None  # noqa: S108, PTH112 - made private by mkdtemp
+    if len(tempfile.gettempdir()) <= _MOST_TEMP_CHARS or not os.path.isdir("/tmp"):  # noqa: S108, PTH112 - made private by mkdtemp
+        return None
+    return "/tmp"  # noqa: S108 - see above

@@ -50,6 +50,7 @@ from pytest_megatron.gang.nodes import describe_node
 from pytest_megatron.gang.spec import GangSpec, RunEnd
 
 _LOST_S = 2.0  # between the end of a rank's connection and the news of its death
+_ORPHANED = "ended, as the process that starts ranks was killed"
 
 
 class Held:
@@ -193,7 +194,7 @@ class Fleet:
             for rank, at in list(gang.lost.items()):
                 if now >= at + _LOST_S:
                     del gang.lost[rank]
-                    problem = f"rank {rank} closed its connection to the controller"
+                    problem = "closed its connection to the controller"
                     self._tell(gang, rank, Broken(problem=problem))
 
     def stop(self) -> None:
@@ -314,11 +315,13 @@ class Fleet:
     def _lose(self, gang: Gang, orders: Sequence[RankOrder]) -> None:
         """Tell of ranks whose nursery is gone, and with it their node, unless it is this one."""
         for order in orders:
-            if order.node_rank == 0:
-                self._tell(gang, order.rank, Died(gang=gang.number, rank=order.rank, exit_code=-9))
-                continue
+            self._drain_rank(gang, order.rank)
             ranks = [o.rank for o in gang.orders if o.node_rank == order.node_rank]
-            problem = f"is lost: {describe_node(order.node_rank, ranks)} is gone"
+            problem = _ORPHANED
+            if order.node_rank > 0:
+                problem = f"{describe_node(order.node_rank, ranks)} is gone"
+                if gang.lifecycle.state is not State.STARTING:
+                    problem = f"is lost: {problem}"
             self._tell(gang, order.rank, Broken(problem=problem))
 
     def _on_nursery_word(self, source: Channel, message: Message) -> None:
@@ -354,7 +357,8 @@ class Fleet:
         if gang.lifecycle.state is not State.STARTING:
             return
         if problem:
-            raise LaunchError("gang", problem)
+            self._tell(gang, 0, Broken(problem=problem))
+            return
         gang.orders = tuple(
             replace(order, env={**order.env, "MASTER_PORT": str(port)}) for order in gang.orders
         )

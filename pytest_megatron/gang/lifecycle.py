@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
 
+from pytest_megatron.files import JsonValue
 from pytest_megatron.gang.messages import (
     Broken,
     Closed,
@@ -30,6 +31,7 @@ from pytest_megatron.gang.messages import (
 )
 from pytest_megatron.gang.spec import RankEnd, Reason, RunEnd
 
+_EXIT_S = 1.0  # for other ranks to end, where one has asked pytest itself to
 _STACKS_WAIT_S = 3.0  # for a nursery to bring stacks; it gives ranks one second
 START_LIMIT_S = 300.0  # to import torch and collect; slow file systems exist
 
@@ -93,6 +95,7 @@ class _Rank:
     missing: dict[str, str] = field(default_factory=dict)
     # Of the current run:
     done: Done | None = None
+    early: list[JsonValue] = field(default_factory=list)
     at: float | None = None
     failed_phase: str = ""
     outcome: str = ""
@@ -103,6 +106,17 @@ class _Rank:
     def reset(self) -> None:
         self.done, self.at, self.failed_phase, self.outcome, self.phase = None, None, "", "", ""
         self.problem = self.stack = self.flight = ""
+        self.early = []
+
+    def undo(self) -> None:
+        """Take back that it ended the test: it was lost before the others did."""
+        if self.done is not None:
+            self.early = [
+                report
+                for report in self.done.reports
+                if isinstance(report, dict) and report.get("outcome") != "passed"
+            ]
+            self.done = None
 
     @property
     def is_settled(self) -> bool:
@@ -112,6 +126,7 @@ class _Rank:
         return RankEnd(
             rank=self.rank,
             done=self.done,
+            early=tuple(self.early),
             exit_code=self.exit_code,
             at=self.at,
             failed_phase=self.failed_phase,
@@ -137,6 +152,7 @@ class Lifecycle:
         """
         self.state = State.STARTING
         self.problems: list[str] = []
+        self.late: dict[int, JsonValue] = {}
         self._ranks = [_Rank(rank=rank, log_dir=path) for rank, path in enumerate(log_dirs)]
         self._grace_s = grace_s
         self._run: Run | None = None
@@ -145,6 +161,7 @@ class Lifecycle:
         self._started_at = now
         self._phase_at = now
         self._sign_at: float | None = None
+        self._patience_s = grace_s
         self._stop: tuple[Reason, float] | None = None
         self._stop_by = 0.0
         self._debugging: set[int] = set()
@@ -164,6 +181,7 @@ class Lifecycle:
             rank.reset()
         self._started_at = self._phase_at = now
         self._sign_at = self._stop = None
+        self._patience_s = self._grace_s
         return self._send() if self.state is State.IDLE else []
 
     def close(self, now: float) -> list[Action]:
@@ -183,16 +201,23 @@ class Lifecycle:
         return [KillGang()]
 
     @property
+    def run(self) -> int:
+        """Number of the execution that it has, 0 without one."""
+        return 0 if self._run is None else self._run.run
+
+    @property
     def deadline(self) -> float | None:
         """When `tick` has something to do at the latest."""
         match self.state:
+            case State.CLOSING if self._debugging:
+                return None
             case State.STOPPING | State.CLOSING:
                 return self._stop_by
             case State.STARTING:
                 return self._started_at + START_LIMIT_S
             case State.RUNNING if not self._debugging:
                 if self._sign_at is not None:
-                    return self._sign_at + self._grace_s
+                    return self._sign_at + self._patience_s
                 return self._phase_at + self._limit_s if self._limit_s else None
             case _:
                 return None
@@ -214,7 +239,7 @@ class Lifecycle:
             case State.STARTING:
                 return self._begin_stop(Reason.NOT_STARTED, START_LIMIT_S, now)
             case _ if self._sign_at is not None:
-                return self._begin_stop(self._kind_of_sign(), self._grace_s, now)
+                return self._begin_stop(self._kind_of_sign(), self._patience_s, now)
             case _:
                 return self._begin_stop(Reason.HUNG, self._limit_s, now)
 
@@ -247,21 +272,34 @@ class Lifecycle:
                 return self._on_ready(now)
             case PhaseEnded(run=run) if self._is_current(run):
                 self._phase_at = now
+                if message.report is not None:
+                    rank.early.append(message.report)
                 self._note(rank, message.when, message.outcome, now)
             case Done(run=run) if self._is_current(run) and self.state is State.RUNNING:
                 rank.done = message
+                if message.stop:  # the others may wait for it as for one that failed
+                    self._sign(rank, now)
                 if not rank.outcome:
                     rank.outcome = "passed"
+                if message.stop:
+                    self._sign(rank, now)
+                    self._patience_s = min(self._grace_s, _EXIT_S)
                 return self._settle(now)
             case Broken(problem=problem):
                 rank.problem = rank.problem or problem
-                return self._on_trouble(rank, now)
-            case Closed(problem=problem):
-                rank.is_closed = True
-                self.problems += [f"rank {rank.rank}: {problem}"] if problem else []
+                return self._on_loss(rank, problem, now)
+            case Closed():
+                self._on_closed(rank, message)
             case _:
                 self._on_debugger(rank, message, now)
         return []
+
+    def _on_closed(self, rank: _Rank, message: Closed) -> None:
+        rank.is_closed = True
+        if message.late is not None:
+            self.late[rank.rank] = message.late
+        if message.problem:
+            self.problems.append(f"rank {rank.rank} in the last teardown: {message.problem}")
 
     def _on_ready(self, now: float) -> list[Action]:
         if self.state is not State.STARTING or not all(r.is_ready for r in self._ranks):
@@ -282,6 +320,8 @@ class Lifecycle:
                 self._phase_at = now
                 if self._sign_at is not None:
                     self._sign_at = now
+                if self.state is State.CLOSING:
+                    self._stop_by = now + self._grace_s
             case _:
                 pass
 
@@ -304,33 +344,28 @@ class Lifecycle:
             return []
         rank.exit_code = exit_code
         self._debugging.discard(rank.rank)
-        match self.state:
-            case State.CLOSING:
-                return self._on_death_in_closing(rank, exit_code)
-            case State.RUNNING if rank.outcome == "passed":
-                rank.done = None  # the others still run the test that it passed
-                return self._on_trouble(rank, now)
-            case _:
-                return self._on_trouble(rank, now)
+        return self._on_loss(rank, describe_exit(exit_code), now)
 
-    def _on_trouble(self, rank: _Rank, now: float) -> list[Action]:
-        """Go on without a rank, whether its process is gone or only its pytest."""
+    def _on_loss(self, rank: _Rank, what: str, now: float) -> list[Action]:
+        """Go on after a rank was lost, be it its process or its connection."""
+        is_between = self.state in (State.IDLE, State.CLOSING)
+        if is_between and not rank.is_closed:
+            when = "after its test" if self.state is State.IDLE else "in the last teardown"
+            self.problems.append(f"rank {rank.rank} {what} {when}")
         match self.state:
-            case State.IDLE:
-                return self.kill()
             case State.STARTING:
                 self._sign(rank, now)
                 return self._begin_stop(Reason.NOT_STARTED, 0.0, now)
             case State.RUNNING:
+                rank.undo()
                 self._sign(rank, now)
                 return self._settle(now)
+            case State.IDLE:
+                return self.kill()
+            case State.CLOSING if all(r.exit_code is not None for r in self._ranks):
+                return self.kill()
             case _:
                 return []
-
-    def _on_death_in_closing(self, rank: _Rank, exit_code: int) -> list[Action]:
-        if not rank.is_closed:
-            self.problems.append(f"rank {rank.rank} {describe_exit(exit_code)} in teardown")
-        return self.kill() if all(r.exit_code is not None for r in self._ranks) else []
 
     def _send(self) -> list[Action]:
         assert self._run is not None

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO, TextIO, cast
 
 from typing_extensions import Buffer, override
 
@@ -116,22 +116,36 @@ class Tail:
     _rests: dict[str, bytes] = field(default_factory=dict)
 
     def new_lines(self, *, is_ended: bool = False) -> Iterator[str]:
-        """Yield lines written since the last call, as `[rank0]: ...`."""
+        """Yield lines written since the last call, as `[rank0]: ...`.
+
+        Args:
+            is_ended: Take all that is there, also a line that has not ended; else of a long piece
+                the start, so that a rank that floods its log holds nobody up.
+        """
         for stream in _STREAMS:
-            position = self._positions.get(stream, 0)
             try:
                 with (self.directory / f"{stream}.log").open("rb") as file:
-                    file.seek(position)
-                    chunk = file.read(_CHUNK_BYTES)
+                    for line in self._lines(stream, file, is_ended=is_ended):
+                        yield f"[rank{self.rank}]: {line.decode(errors='replace')}"
             except OSError:
                 continue
-            self._positions[stream] = position + len(chunk)
-            *lines, rest = (self._rests.get(stream, b"") + chunk).split(b"\n")
-            if is_ended and rest:
-                lines, rest = [*lines, rest], b""
-            self._rests[stream] = rest
-            for line in lines:
-                yield f"[rank{self.rank}]: {line.decode(errors='replace')}"
+
+    def _lines(self, stream: str, file: BinaryIO, *, is_ended: bool) -> Iterator[bytes]:
+        position = self._positions.get(stream, 0)
+        end = file.seek(0, os.SEEK_END) if is_ended else position + _CHUNK_BYTES
+        file.seek(position)
+        rest = self._rests.get(stream, b"")
+        while chunk := file.read(min(_CHUNK_BYTES, end - file.tell())):
+            *lines, rest = (rest + chunk).split(b"\n")
+            yield from lines
+            if len(rest) > _CHUNK_BYTES:
+                yield rest
+                rest = b""
+        self._positions[stream] = file.tell()
+        if is_ended and rest:
+            yield rest
+            rest = b""
+        self._rests[stream] = rest
 
     def last_lines(self, num_lines: int) -> list[str]:
         """Return the end of stderr: what a rank said before it died."""
@@ -151,9 +165,9 @@ def last_lines(path: Path, num_lines: int) -> list[str]:
 
 
 def _text_stream(descriptor: int) -> TextIO:
-    raw = _Lossy(descriptor, "w", closefd=False)
-    return io.TextIOWrapper(
-        io.BufferedWriter(raw), encoding="utf-8", errors="backslashreplace", line_buffering=True
+    raw = cast("BinaryIO", _Lossy(descriptor, "w", closefd=False))
+    return io.TextIOWrapper(  # holds nothing back: what a rank says before it is killed counts
+        raw, encoding="utf-8", errors="backslashreplace", write_through=True
     )
 
 

@@ -14,6 +14,10 @@ from typing import Protocol, TypeAlias, cast
 from pytest_megatron.files import JsonValue
 
 JsonObject: TypeAlias = dict[str, JsonValue]
+INTERRUPTED_LINE = "\x03"  # what a `DebuggerLine` holds where the user pressed Ctrl-C
+# In the place of the test that comes next: there is none, or it is not known yet.
+NOTHING = -1
+UNKNOWN = -2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,12 +62,14 @@ class PhaseEnded:
         when: setup, call or teardown.
         outcome: passed, failed or skipped.
         at: `time.time()` of its end.
+        report: As in `Done`, where it did not pass: the rank may never come to say `Done`.
     """
 
     run: int
     when: str
     outcome: str
     at: float
+    report: JsonValue = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +85,8 @@ class Done:
         poison: Why this rank cannot run another test (a CUDA error that sticks), or "".
         stop: `[kind, reason, exit code]` if the test asked pytest itself to end, or empty.
         printed: What pytest wrote to its terminal in this rank (`--setup-show`).
+        printed_late: The same from the teardown on.
+        late: Report of the teardown of what the test before this one left; None if it went well.
     """
 
     run: int
@@ -89,6 +97,8 @@ class Done:
     poison: str = ""
     stop: tuple[JsonValue, ...] = ()
     printed: str = ""
+    printed_late: str = ""
+    late: JsonValue = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,9 +107,11 @@ class Closed:
 
     Attributes:
         problem: Text of an error in a fixture's teardown, or "".
+        late: The same as a report of the last test's teardown; None if there is none.
     """
 
     problem: str
+    late: JsonValue = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +160,8 @@ class Run:
     Attributes:
         run: Number of this execution, unique in the session.
         index: Place of the item in the controller's list.
-        next_index: Place of the item that comes next on this gang, or -1.
+        next_index: Place of the item that comes next on this gang, `NOTHING` (all is torn down) or
+            `UNKNOWN` (only the test itself is).
         shared_dir: One directory for all ranks, for this execution.
         is_last_if_failed: Whether a failure ends the session, so that everything is torn down.
     """

@@ -39,10 +39,12 @@ from pytest_megatron.gang.messages import (
     StoreOpened,
 )
 from pytest_megatron.gang.processes import (
+    UNKILLABLE_S,
     Descendant,
     become_subreaper,
     descendants,
     die_with,
+    kill_descendants,
     send_signal,
 )
 
@@ -50,7 +52,6 @@ STACK_SIGNAL = signal.SIGRTMIN + 9
 _POLL_S = 0.02
 _PHASE_BYTES = 16
 _STACKS_S = 1.0  # for a rank to write its stack
-_UNKILLABLE_S = 30.0  # a process stuck in the kernel (a dead file system) cannot be killed
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,9 @@ class Starter(Protocol):
         Raises:
             LaunchError: There can be none.
         """
+
+    def close_store(self, port: int) -> None:
+        """Close the store of a gang that is gone."""
 
     def is_own(self, pid: int) -> bool:
         """Return whether a process belongs to the nursery itself and not to a gang."""
@@ -138,6 +142,7 @@ class Nursery:
         self._starter = starter
         self._children: dict[int, _Child] = {}
         self._dying: dict[int, float] = {}
+        self._stores: dict[int, int] = {}
         self._asked: list[_Asked] = []
 
     def serve(self) -> None:
@@ -167,7 +172,7 @@ class Nursery:
                 self._finish_dying()
                 self._finish_stacks()
         finally:
-            self._kill_all()
+            kill_descendants()
 
     def _take(self) -> None:
         while True:
@@ -185,13 +190,9 @@ class Nursery:
                 for order in orders:
                     self._start(order, descriptors)
             case OpenStore(gang=gang, host=host):
-                try:
-                    opened = StoreOpened(gang=gang, port=self._starter.open_store(host))
-                except LaunchError as error:
-                    opened = StoreOpened(gang=gang, port=0, problem=str(error))
-                self._channel.send(opened)
+                self._channel.send(self._open_store(gang, host))
             case Kill(gang=gang):
-                self._dying.setdefault(gang, time.monotonic() + _UNKILLABLE_S)
+                self._dying.setdefault(gang, time.monotonic() + UNKILLABLE_S)
                 send_signal(self._below(gang), signal.SIGKILL)
                 self._collect()
             case Interrupt(gang=gang):
@@ -257,6 +258,13 @@ class Nursery:
             and not self._starter.is_own(process.pid)
         )
 
+    def _open_store(self, gang: int, host: str) -> StoreOpened:
+        try:
+            self._stores[gang] = self._starter.open_store(host)
+        except LaunchError as error:
+            return StoreOpened(gang=gang, port=0, problem=str(error))
+        return StoreOpened(gang=gang, port=self._stores[gang])
+
     def _finish_dying(self) -> None:
         for gang, until in list(self._dying.items()):
             left = self._below(gang)
@@ -265,6 +273,8 @@ class Nursery:
                 continue
             del self._dying[gang]
             self._children = {p: c for p, c in self._children.items() if c.order.gang != gang}
+            if gang in self._stores:
+                self._starter.close_store(self._stores.pop(gang))
             self._channel.send(Killed(gang=gang))
 
     def _ask_stacks(self, gang: int, ranks: Sequence[int]) -> None:
@@ -281,6 +291,7 @@ class Nursery:
                 phases[str(order.rank)] = self._children[pid].phase
                 files[order.rank] = Path(order.log_dir)
                 send_signal([pid], STACK_SIGNAL)
+                send_signal([pid], signal.SIGCONT)  # one that was stopped says nothing
         self._asked.append(_Asked(gang, files, flights, phases, time.monotonic() + _STACKS_S))
 
     def _finish_stacks(self) -> None:
@@ -300,17 +311,6 @@ class Nursery:
                     phases=asked.phases,
                 )
             )
-
-    def _kill_all(self) -> None:
-        self._channel.close()  # whose ranks these were is gone, or lost us: nobody is told
-        until = time.monotonic() + _UNKILLABLE_S
-        while time.monotonic() < until:
-            left = [process.pid for process in descendants()]
-            if not left:
-                return
-            send_signal(left, signal.SIGKILL)
-            self._collect()
-            time.sleep(0.005)
 
 
 @dataclass(slots=True)
@@ -355,6 +355,10 @@ class Forking:
         """Ask the keeper."""
         return self.keeper.open_store(host)
 
+    def close_store(self, port: int) -> None:
+        """Tell the keeper."""
+        self.keeper.close_store(port)
+
     def is_own(self, pid: int) -> bool:
         """Whether it is the keeper."""
         return self.keeper.pid == pid
@@ -371,6 +375,9 @@ class Keeper(Protocol):
 
     def open_store(self, host: str) -> int:
         """Return the port of a new store."""
+
+    def close_store(self, port: int) -> None:
+        """Close the store of a gang that is gone."""
 
     def forget(self) -> None:
         """Let go of it in a forked child."""

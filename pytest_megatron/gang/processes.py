@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+UNKILLABLE_S = 30.0  # a process stuck in the kernel (a dead file system) cannot be killed
 _SET_PARENT_DEATH_SIGNAL = 1
 _SET_CHILD_SUBREAPER = 36
 # After the process called `setsid`, its own number is its session's.
@@ -60,6 +62,21 @@ def send_signal(pids: Iterable[int], number: int) -> None:
             os.kill(pid, number)
         except ProcessLookupError:
             continue
+
+
+def kill_descendants() -> None:
+    """Kill and collect every process below this one; it has to be a subreaper."""
+    until = time.monotonic() + UNKILLABLE_S
+    while time.monotonic() < until:
+        left = [process.pid for process in descendants()]
+        send_signal(left, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                continue
+        except ChildProcessError:
+            if not left:
+                return
+        time.sleep(0.005)
 
 
 def close_descriptors(kept: Iterable[int]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from pytest_megatron.files import JsonValue
 from pytest_megatron.gang.messages import Done
 
 
@@ -42,6 +43,7 @@ class RankEnd:
 
     Attributes:
         done: What it reported, or None if it did not come to that.
+        early: Reports of phases that did not pass, told before the end of the test.
         exit_code: Of its process if that died by itself, as `Popen.returncode`.
         at: When it first failed, skipped or died, in seconds of the controller's monotonic clock;
             None if it did neither.
@@ -56,6 +58,7 @@ class RankEnd:
 
     rank: int
     done: Done | None = None
+    early: tuple[JsonValue, ...] = ()
     exit_code: int | None = None
     at: float | None = None
     failed_phase: str = ""

@@ -6,10 +6,12 @@ picks the port, and a gang that replaces another one gets a store without old ke
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
 import socket
+import struct
 import sys
 from dataclasses import dataclass
 
@@ -17,6 +19,7 @@ from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang.processes import close_descriptors, die_with
 
 LOCAL_HOST = "127.0.0.1"
+_PORT = struct.Struct("!H")
 _BACKLOG = 2048  # of ranks that call at once
 
 
@@ -44,12 +47,25 @@ class StoreKeeper:
             listening = _listen(host)
         except OSError as error:
             raise LaunchError("store", f"{error.strerror}; no port can be listened on") from error
+        port = int(listening.getsockname()[1])
+        with listening:
+            try:
+                self._send(port, [listening.fileno()])
+            except OSError:  # it was killed: the stores of new gangs are in another one
+                self.forget()
+                self.pid = self._connection = None
+                self._send(port, [listening.fileno()])
+        return port
+
+    def close_store(self, port: int) -> None:
+        """Close the store of a gang that is gone."""
+        with contextlib.suppress(OSError):
+            self._send(port, [])
+
+    def _send(self, port: int, descriptors: list[int]) -> None:
         if self._connection is None:
             self._connection = self._fork()
-        port = int(listening.getsockname()[1])
-        socket.send_fds(self._connection, [b"s"], [listening.fileno()])
-        listening.close()
-        return port
+        socket.send_fds(self._connection, [_PORT.pack(port)], descriptors)
 
     def forget(self) -> None:
         """Close a forked child's copy."""
@@ -57,7 +73,7 @@ class StoreKeeper:
             self._connection.close()
 
     def _fork(self) -> socket.socket:
-        ours, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         nursery = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -78,26 +94,33 @@ class StoreKeeper:
 def keep_stores(orders: socket.socket) -> None:
     """Serve a store on every listening socket that comes through `orders`, until that closes.
 
-    A store is made when the first rank calls: tests without torch never load it.
+    A port without a socket says that its store is needed no longer. A store is made when the first
+    rank calls: tests without torch never load it.
     """
-    waiting: list[int] = []
-    stores: list[object] = []
+    waiting: dict[int, int] = {}  # descriptor -> port
+    stores: dict[int, object] = {}
     while True:
         readable, _, _ = select.select([orders.fileno(), *waiting], [], [])
         for descriptor in [d for d in waiting if d in readable]:
-            waiting.remove(descriptor)
-            stores.append(_serve_store(descriptor))
-        if orders.fileno() in readable:
-            content, descriptors, _, _ = socket.recv_fds(orders, 1, 1)
-            if not content:
-                return
-            waiting += descriptors
+            port = waiting.pop(descriptor)
+            stores[port] = _serve_store(descriptor, port)
+        if orders.fileno() not in readable:
+            continue
+        content, descriptors, _, _ = socket.recv_fds(orders, _PORT.size, 1)
+        if not content:
+            return
+        (port,) = _PORT.unpack(content)
+        waiting |= dict.fromkeys(descriptors, port)
+        if not descriptors:
+            stores.pop(port, None)
+            for descriptor in [d for d, p in waiting.items() if p == port]:
+                del waiting[descriptor]
+                os.close(descriptor)
 
 
-def _serve_store(descriptor: int) -> object:
+def _serve_store(descriptor: int, port: int) -> object:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415 - see above
 
-    port = socket.socket(fileno=os.dup(descriptor)).getsockname()[1]
     try:
         return TCPStore(
             LOCAL_HOST,

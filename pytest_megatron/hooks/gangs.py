@@ -8,62 +8,88 @@ a plugin that reruns or times items sees them as ever.
 from __future__ import annotations
 
 import contextlib
+import copy
+import itertools
 import os
-import random
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pluggy
 import pytest
 
-from pytest_megatron.errors import LaunchError, MegatronError
+from pytest_megatron.errors import LaunchError
+from pytest_megatron.files import JsonValue
+from pytest_megatron.gang import measure
 from pytest_megatron.gang.bootstrap import rank_env
-from pytest_megatron.gang.channel import Channel, listen_locally
+from pytest_megatron.gang.channel import listen_locally
 from pytest_megatron.gang.fleet import Fleet, Gang
 from pytest_megatron.gang.lifecycle import Lifecycle, State
-from pytest_megatron.gang.messages import Message, RankOrder, Run, Welcome
+from pytest_megatron.gang.messages import NOTHING, UNKNOWN, RankOrder, Run, Welcome
 from pytest_megatron.gang.nodes import Nodes
 from pytest_megatron.gang.placement import Schedule
 from pytest_megatron.gang.spec import GangSpec, RunEnd
 from pytest_megatron.gang.stores import LOCAL_HOST
+from pytest_megatron.hooks.console import Console
 from pytest_megatron.hooks.markers import spec_of, timeout_of
-from pytest_megatron.hooks.merged import build_report, warn_again
+from pytest_megatron.hooks.merged import (
+    build_report,
+    count_failed_subtest,
+    excinfo_of,
+    merge_problem,
+    warn_again,
+)
 from pytest_megatron.hooks.nodes import Leader, address_of, nodes_of
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.session import RunSession
+from pytest_megatron.hooks.tee import Tee
 from pytest_megatron.hooks.template import Template
 from pytest_megatron.host import this_host
-from pytest_megatron.lease import Lease, lease_gpus
-from pytest_megatron.report.merge import Merged, merge
+from pytest_megatron.lease import Lease, Waiting, is_awaited, try_lease, waiting_text
+from pytest_megatron.report.merge import Merged, has_reported, merge, merge_late
 
 PLUGIN_NAME = "megatron-gangs"
 _NURSERY_S = 60.0  # to call after it was forked
+_CALL_S = 0.02  # between looks at a template that has not called
 _CLOSING_S = 5.0  # for ranks to tear down after Ctrl-C
 _PUMP_S = 0.5
+_LEASE_PUMP_S = 0.2  # between two looks at devices that others hold
 
 
 @dataclass(slots=True)
 class _Execution:
-    """One item while it runs, and when it has run."""
+    """One item while it runs, and when it has run.
+
+    Attributes:
+        before: What the same gang ran before it, if anything.
+    """
 
     index: int
     item: pytest.Item
+    before: pytest.Item | None
     end: RunEnd | None = None
     merged: tuple[Merged, ...] = ()
+
+    @property
+    def may_end_session(self) -> bool:
+        """Whether it has to be reported before anything new starts."""
+        stops = [r.done.stop for r in self.end.ranks if r.done] if self.end else []
+        return any(stops) or any(m.outcome == "failed" for m in self.merged)
 
 
 class GangPlugin:
     """Runs items on gangs."""
 
-    def __init__(self, config: pytest.Config, run: RunSession) -> None:
+    def __init__(self, config: pytest.Config, run: RunSession, *, random_before: object) -> None:
         self._config = config
         self._run = run
         self._options: Options = run.options
-        self._random_before = random.getstate()
+        self._random_before = random_before
         self._specs: dict[pytest.Item, GangSpec] = {}
         self._fleet: Fleet | None = None
+        self._make_template: Template | None = None
         self._template: int | None = None
         self._gangs: dict[int, Gang] = {}
         self._leases: dict[int, Lease] = {}
@@ -73,10 +99,24 @@ class GangPlugin:
         self._items: list[pytest.Item] = []
         self._index: dict[pytest.Item, int] = {}
         self._num_runs = 0
+        self._coverage: dict[str, JsonValue] = {}
         self._is_stopping = False
         self._nodes = Nodes(num_nodes=1, ranks_per_node=1)
         self._leader: Leader | None = None
-        self._is_held = False  # nothing new starts before a failure was reported
+        self._is_by_hand = False  # pytest-xdist or --sw say what runs next, not the schedule
+        self._is_in_order = False
+        self._is_replaying = False
+        self._last: dict[int, pytest.Item] = {}
+        self._late: list[tuple[pytest.Item, Merged]] = []
+        self._current: pytest.Item | None = None
+        self._nextitem: pytest.Item | None = None
+        self._waiting: Waiting | None = None
+        self._lock = threading.RLock()  # gangs are one thread's at a time; see `_let_go_for_others`
+        self._has_ended = threading.Event()
+        self._limits_s: dict[pytest.Item, float] = {}
+        self._make_report: pluggy.HookCaller | None = None
+        self._tee = Tee(config, self._options, is_worker=run.is_worker)
+        self._console = Console(config, self._options.pdb_rank, is_refusing=run.is_worker)
 
     # Collection
 
@@ -100,6 +140,7 @@ class GangPlugin:
             )
             if spec is None:
                 continue
+            self._limits_s[item] = timeout_of(item, self._options.rank_timeout_s)
             if spec.device == "cuda" and spec.world_size > self.num_gpus * self._options.num_nodes:
                 reason = f"needs {spec.world_size} GPUs, this host has {self.num_gpus}"
                 item.add_marker(pytest.mark.skip(reason=reason))
@@ -111,6 +152,8 @@ class GangPlugin:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
         """Run all items, those of gangs on gangs; under pytest-xdist only get ready."""
+        # Plugins may have reordered and deselected since we looked.
+        self._specs = {item: self._specs[item] for item in session.items if self.is_ours(item)}
         has_work = bool(self._specs) or self._options.num_nodes > 1  # others show what runs here
         if not has_work or session.config.option.collectonly:
             return None
@@ -126,9 +169,15 @@ class GangPlugin:
         except KeyboardInterrupt:
             self._interrupt()
             raise
+        return True
+
+    @pytest.hookimpl(specname="pytest_runtestloop", wrapper=True, trylast=True)
+    def pytest_megatron_finish_loop(self) -> Generator[None, object, object]:
+        """End gangs before whoever wraps the loop (pytest-cov) looks at what they measured."""
+        try:
+            return (yield)
         finally:
             self._shut_down()
-        return True
 
     def pytest_sessionfinish(self) -> None:
         """Leave no process behind, however the session ends."""
@@ -138,32 +187,40 @@ class GangPlugin:
         """Fork the template, and take over the phases of our items."""
         self._items = session.items
         self._index = {item: index for index, item in enumerate(session.items)}
+        self._coverage = measure.settings_of_running(
+            is_by_test=getattr(self._config.option, "cov_context", None) == "test"
+        )
         listener = listen_locally()
         grace_s = self._options.rank_grace_s
-        self._fleet = Fleet(listener, grace_s=grace_s, on_debugger=self._on_debugger)
-        template = Template(
+        self._fleet = Fleet(listener, grace_s=grace_s, on_debugger=self._console.handle)
+        self._make_template = Template(
             session=session,
             address=listener.address,
             key=listener.key,
             random_before=self._random_before,
+            coverage=self._coverage,
+            coverage_file=str(self._coverage_dir / "template"),
         )
-        self._template = template.fork()
+        self._template = self._make_template.fork()
         original = session.gethookproxy
 
         def get_hooks(fspath: os.PathLike[str]) -> pluggy.HookRelay:
             return _Hooks(original(fspath), self)  # type: ignore[return-value]
 
         session.gethookproxy = get_hooks  # type: ignore[method-assign]
-        is_ordered = self._run.is_worker or _is_stepwise(session.config)
         tests = [(self._index[item], spec, str(item.path)) for item, spec in self._specs.items()]
         num_slots = max([self.default_size, *(spec.world_size for _, spec, _ in tests)])
-        self._schedule = Schedule(tests, num_slots=num_slots, is_ordered=is_ordered)
+        self._is_by_hand = self._run.is_worker or _is_stepwise(session.config)
+        self._schedule = Schedule([] if self._is_by_hand else tests, num_slots=num_slots)
+        self._is_in_order = self._is_by_hand or _is_one_by_one(set(self._specs.values()), num_slots)
         self._num_slots = num_slots
         self._nodes = nodes_of(self._options, self.num_gpus)
         if self._options.num_nodes > 1:
             self._lead(session)
         else:
             self._nodes = Nodes(num_nodes=1, ranks_per_node=num_slots)
+        if self._run.is_worker:
+            threading.Thread(target=self._let_go_for_others, daemon=True).start()
 
     def _lead(self, session: pytest.Session) -> None:
         """Listen for the sessions of other nodes."""
@@ -185,13 +242,19 @@ class GangPlugin:
         self._config.pluginmanager.register(self._leader, "megatron-leader")
 
     def _loop(self, session: pytest.Session) -> None:
-        """Run items of gangs, side by side where they are small, then the controller's own."""
+        """Run items of gangs, side by side where they are small; the controller's own first."""
         assert self._schedule is not None
         if self._leader is not None:
             self._leader.wait()
-        for item in [i for i in session.items if i not in self._specs]:
-            self._protocol(session, item)
+        own = (
+            session.items if self._is_in_order else [i for i in self._items if not self.is_ours(i)]
+        )
+        for item, following in itertools.zip_longest(own, own[1:]):
+            self._protocol(session, item, following)
         is_serial = self._schedule.is_serial()
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        if not (self._is_in_order or is_serial) and reporter is not None:
+            reporter.showfspath = False  # the file changes with every test, as in pytest-xdist
         while not (self._schedule.is_empty and not self._running and not self._ended):
             self._dispatch()
             if self._ended:
@@ -200,23 +263,45 @@ class GangPlugin:
                 item = next(iter(self._running.values()))[1].item
             else:
                 self._pump()
+                self._report_late()
                 continue
-            self._protocol(session, item)
+            index = self._index[item]
+            self._protocol(
+                session, item, self._items[index + 1] if item != self._items[-1] else None
+            )
         if self._leader is not None:
             self._leader.check_collections(session)
 
-    def _protocol(self, session: pytest.Session, item: pytest.Item) -> None:
-        index = self._index[item]
-        nextitem = self._items[index + 1] if index + 1 < len(self._items) else None
+    def _protocol(
+        self, session: pytest.Session, item: pytest.Item, nextitem: pytest.Item | None
+    ) -> None:
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=nextitem)
         self._ended.pop(item, None)
-        self._is_held = False
+        self._report_late()
         if session.shouldfail:
             self._is_stopping = True
             raise session.Failed(session.shouldfail)
         if session.shouldstop:
             self._is_stopping = True
             raise session.Interrupted(session.shouldstop)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(
+        self, item: pytest.Item, nextitem: pytest.Item | None
+    ) -> Generator[None, object, object]:
+        """Remember what comes next; rank 0 shows the fixtures of our items, not the controller."""
+        self._current, self._nextitem = item, nextitem
+        if not self.is_ours(item):
+            return (yield)
+        option = item.config.option
+        shown, option.setupshow = option.setupshow, False
+        try:
+            with self._lock:
+                return (yield)
+        finally:
+            option.setupshow = shown
+            if self._run.is_worker:
+                self._report_late()
 
     # One item, as its phases are asked for
 
@@ -226,48 +311,103 @@ class GangPlugin:
 
     def set_up(self, item: pytest.Item) -> None:
         """Wait until the item has run on its gang; all of its phases run there at once."""
-        while item not in self._ended:
-            if not any(e.item is item for _, e in self._running.values()):
-                self._start_by_hand(item)
-            self._dispatch()
-            if item not in self._ended:
-                self._pump()
+        try:
+            self._wait_for(item)
+        except KeyboardInterrupt:
+            if not self._config.getoption("usepdb"):
+                raise
+            self._interrupt()  # pytest would debug the controller now
+            raise pytest.exit.Exception("KeyboardInterrupt") from None
         execution = self._ended[item]
         assert execution.end is not None
         warn_again(self._config, execution.end)
         self._print(execution.end)
-        _stop_like(execution.end)
+        _stop_like(item, execution.end, "setup")
+
+    def _wait_for(self, item: pytest.Item) -> None:
+        while item not in self._ended:
+            if not self._is_coming(item):
+                self._start_by_hand(item)
+            self._dispatch()
+            if item not in self._ended:
+                self._pump()
 
     def call(self, item: pytest.Item) -> None:
         """Report the subtests, which pytest reports before the test."""
-        *subtests, _ = [m for m in self._ended[item].merged if m.when == "call"]
+        execution = self._ended[item]
+        assert execution.end is not None
+        _stop_like(item, execution.end, "call")
+        *subtests, _ = [m for m in execution.merged if m.when == "call"]
         for merged in subtests:
             report = build_report(item, merged)
+            if report.failed:
+                count_failed_subtest(item)
             self._config.hook.pytest_runtest_logreport(report=report)
 
-    def tear_down(self, item: pytest.Item) -> None:
-        """Do nothing: it was torn down with the rest."""
+    def tear_down(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
+        """Tear down what the controller's own tests left, which this one would have ended."""
+        end = self._ended[item].end
+        assert end is not None
+        _stop_like(item, end, "teardown")
+        self._print(end, is_late=True)
+        item.session._setupstate.teardown_exact(nextitem)  # noqa: SLF001 - pytest's own way
 
-    def make_report(self, item: pytest.Item, when: str) -> pytest.TestReport:
-        """Return the report of a phase."""
-        execution = self._ended[item]
-        merged = [m for m in execution.merged if m.when == when][-1]
-        if when == "teardown":
+    def report_phase(self, item: pytest.Item, call: pytest.CallInfo[None]) -> pytest.TestReport:
+        """Have plugins see the report of a phase; those in conftest files saw it in the ranks."""
+        manager = self._config.pluginmanager
+        if self._make_report is None:
+            conftests = manager._conftest_plugins  # noqa: SLF001 - not to be told apart otherwise
+            self._make_report = manager.subset_hook_caller("pytest_runtest_makereport", conftests)
+        seen = copy.copy(call)
+        seen.excinfo = excinfo_of(self._phase(item, call.when))
+        self._is_replaying = True
+        try:
+            report: pytest.TestReport = self._make_report(item=item, call=seen)
+        finally:
+            self._is_replaying = False
+        if call.when == "teardown":
             del self._ended[item]  # a rerun of it runs again
-        return build_report(item, merged)
+        return report
 
-    def _start_by_hand(self, item: pytest.Item) -> None:
-        """Start an item that the loop did not hand out: a rerun, or one of pytest-xdist's."""
-        spec = self._specs[item]
-        self._dispatch_one(spec, self._index[item], -1)
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> pytest.TestReport | None:
+        """Return the report of a phase that ran on a gang."""
+        return build_report(item, self._phase(item, call.when)) if self._is_replaying else None
+
+    @pytest.hookimpl(optionalhook=True, tryfirst=True)
+    def pytest_timeout_set_timer(self, item: pytest.Item) -> bool | None:
+        """Keep pytest-timeout from stopping the controller: the gang has the limit."""
+        return True if self.is_ours(item) else None
+
+    @pytest.hookimpl(optionalhook=True, tryfirst=True)
+    def pytest_timeout_cancel_timer(self, item: pytest.Item) -> bool | None:
+        """There is no timer to cancel."""
+        return True if self.is_ours(item) else None
+
+    def _phase(self, item: pytest.Item, when: str) -> Merged:
+        return [m for m in self._ended[item].merged if m.when == when][-1]
+
+    def _is_coming(self, item: pytest.Item) -> bool:
+        """Whether an item runs now, or will without our doing."""
+        assert self._schedule is not None
+        is_running = any(e.item is item for _, e in self._running.values())
+        return is_running or self._schedule.holds(self._index[item])
+
+    @property
+    def _is_held(self) -> bool:
+        """Whether nothing new may start, as a failure was not reported yet."""
+        return any(execution.may_end_session for execution in self._ended.values())
 
     # Gangs
 
     def _dispatch(self) -> None:
         """Give idle gangs work, end those without, start those that are wanted."""
-        if self._is_stopping or self._is_held or self._schedule is None or self._run.is_worker:
+        schedule = self._schedule
+        if self._is_stopping or self._is_held or schedule is None or self._is_by_hand:
             return
-        fleet, schedule = self._open_fleet, self._schedule
+        fleet = self._open_fleet
         for gang in list(self._gangs.values()):
             if self._is_free(gang):
                 taken = schedule.take(gang.number, gang.spec)
@@ -283,22 +423,35 @@ class GangPlugin:
             assert taken is not None
             self._assign(started, *taken)
 
-    def _dispatch_one(self, spec: GangSpec, index: int, next_index: int) -> None:
-        for gang in list(self._gangs.values()):
-            if self._is_free(gang) and gang.spec == spec and not spec.is_isolated:
-                self._assign(gang, index, next_index)
-                return
-        for gang in list(self._gangs.values()):
-            if self._is_free(gang):
-                self._open_fleet.close(gang)
+    def _start_by_hand(self, item: pytest.Item) -> None:
+        """Start an item that the schedule does not have: a rerun, or one of pytest-xdist's."""
+        spec = self._specs[item]
+        free = [gang for gang in self._gangs.values() if self._is_free(gang)]
+        fitting = [gang for gang in free if gang.spec == spec and not spec.is_isolated]
+        gang = fitting[0] if fitting else self._start_alone(spec, free)
+        self._assign(gang, self._index[item], self._next_by_hand(gang))
+
+    def _start_alone(self, spec: GangSpec, free: Sequence[Gang]) -> Gang:
+        """Start a gang in the place of those that are idle, as soon as there is room for it."""
+        for other in free:
+            self._open_fleet.close(other)
         while self._num_free() < min(spec.world_size, self._num_slots):
             self._pump()
-        started: Gang | None = None
-        while started is None:
-            started = self._start(spec)
-            if started is None:
-                self._pump()
-        self._assign(started, index, next_index)
+        while (gang := self._start(spec)) is None:
+            self._pump()
+        return gang
+
+    def _next_by_hand(self, gang: Gang) -> int:
+        """Return what a gang runs after an item that was started by hand."""
+        assert self._schedule is not None
+        if gang.spec.is_isolated:
+            return NOTHING
+        if not self._is_by_hand:
+            return self._schedule.planned(gang.number, gang.spec)
+        if self._nextitem is None:
+            return NOTHING
+        is_same = self._specs.get(self._nextitem) == gang.spec
+        return self._index[self._nextitem] if is_same else UNKNOWN
 
     def _is_free(self, gang: Gang) -> bool:
         is_busy = any(g is gang for g, _ in self._running.values())
@@ -318,15 +471,12 @@ class GangPlugin:
     def _start(self, spec: GangSpec) -> Gang | None:
         """Start a gang; None while its devices are not free."""
         fleet = self._open_fleet
-        deadline = time.monotonic() + _NURSERY_S
-        while not fleet.has_nursery(0, -1):
-            fleet.pump(_PUMP_S)
-            if time.monotonic() > deadline:
-                raise LaunchError("gang", "the process that starts ranks did not call")
+        self._wait_for_template()
         lease = None
         if spec.device == "cuda":
-            num_gpus = self._nodes.num_ranks_on(0, spec.world_size)
-            lease = lease_gpus(this_host().gpus, num_gpus, self._tell_user)
+            lease = self._lease(self._nodes.num_ranks_on(0, spec.world_size))
+            if lease is None:
+                return None
         number = fleet.new_number()
         orders = self._orders(number, spec, lease)
         gang = Gang(
@@ -344,7 +494,67 @@ class GangPlugin:
         if lease is not None:
             self._leases[number] = lease
         fleet.start(gang)
+        self._tee.follow(gang)
         return gang
+
+    def _lease(self, num_gpus: int) -> Lease | None:
+        """Lease devices, without waiting for them; while there are none, others know of it."""
+        gpus = this_host().gpus
+        lease = try_lease(gpus, num_gpus)
+        if lease is None and self._waiting is None:
+            self._tell_user(waiting_text(gpus, num_gpus))
+            self._waiting = Waiting()
+        if lease is not None and self._waiting is not None:
+            self._waiting.close()
+            self._waiting = None
+        return lease
+
+    def _let_go_for_others(self) -> None:
+        """End gangs that hold devices for which others wait, while this worker has nothing to run.
+
+        Runs in a thread of its own, as a worker that waits for pytest-xdist does nothing else.
+        Without it, two workers could wait for one another's devices.
+        """
+        while not self._has_ended.wait(_LEASE_PUMP_S):
+            if self._leases and is_awaited() and self._lock.acquire(blocking=False):
+                try:
+                    self._close_all()
+                finally:
+                    self._lock.release()
+
+    def _close_all(self) -> None:
+        fleet = self._fleet
+        if fleet is None:
+            return
+        for gang in self._gangs.values():
+            fleet.close(gang)
+        while any(not gang.is_gone for gang in self._gangs.values()):
+            fleet.pump(_PUMP_S)
+        for gang in list(self._gangs.values()):
+            self._forget(gang)
+
+    def _wait_for_template(self) -> None:
+        """Wait until the template has called; one that was killed gets a successor, once."""
+        deadline = time.monotonic() + _NURSERY_S
+        num_left = 1
+        while not self._open_fleet.has_nursery(0, -1):
+            if self._has_template_ended() and num_left and self._make_template is not None:
+                num_left -= 1
+                self._template = self._make_template.fork()
+            self._open_fleet.pump(_CALL_S)
+            if time.monotonic() > deadline:
+                raise LaunchError("gang", "the process that starts ranks did not call")
+
+    def _has_template_ended(self) -> bool:
+        if self._template is None:
+            return True
+        try:
+            pid, _ = os.waitpid(self._template, os.WNOHANG)
+        except ChildProcessError:  # somebody else collected it
+            pid = self._template
+        if pid:
+            self._template = None
+        return bool(pid)
 
     def _orders(self, number: int, spec: GangSpec, lease: Lease | None) -> tuple[RankOrder, ...]:
         directory = self._run.open_run_dir() / self._run.ranks_dir / f"attempt_{number}"
@@ -373,6 +583,8 @@ class GangPlugin:
                 log_dir=str(directory / str(place.rank)),
                 base_temp=str(base_temp / f"rank{place.rank}"),
                 is_capturing=self._config.option.capture != "no",
+                coverage=self._coverage,
+                coverage_file=str(self._coverage_dir / f"{number}-{place.rank}"),
             )
             for place in places
         )
@@ -391,13 +603,15 @@ class GangPlugin:
             shared_dir=str(self._shared_dir(gang) / str(self._num_runs)),
             is_last_if_failed=bool(maxfail) and item.session.testsfailed + 1 >= maxfail,
         )
-        self._running[self._num_runs] = (gang, _Execution(index, item))
-        limit_s = timeout_of(item, self._options.rank_timeout_s)
-        self._open_fleet.assign(gang, run, limit_s=limit_s)
+        self._running[self._num_runs] = gang, _Execution(index, item, self._last.get(gang.number))
+        self._last[gang.number] = item
+        self._open_fleet.assign(gang, run, limit_s=self._limits_s[item])
         self._take_ends(gang)
 
     def _pump(self) -> None:
-        self._open_fleet.pump(_PUMP_S)
+        self._open_fleet.pump(self._tee.wait_s(_PUMP_S if self._waiting is None else _LEASE_PUMP_S))
+        self._console.settle()
+        self._tee.poll()
         for gang in list(self._gangs.values()):
             self._take_ends(gang)
             if gang.is_gone:
@@ -405,17 +619,40 @@ class GangPlugin:
         self._dispatch()
 
     def _take_ends(self, gang: Gang) -> None:
+        if gang.ends:
+            self._tee.catch_up(gang)
         for end in gang.ends:
             _, execution = self._running.pop(end.run)
             execution.end = end
             execution.merged = merge(end, gang.spec.world_size)
             self._ended[execution.item] = execution
-            if any(m.outcome == "failed" for m in execution.merged):
-                self._is_held = True
+            late = {r.rank: r.done.late for r in end.ranks if r.done and r.done.late is not None}
+            self._keep_late(execution.before, late, gang)
         gang.ends.clear()
+
+    def _keep_late(
+        self, item: pytest.Item | None, late: Mapping[int, JsonValue], gang: Gang
+    ) -> None:
+        """Keep what went wrong when ranks tore down what `item` left, after it was reported."""
+        if late and item is not None:
+            log_dirs = [order.log_dir for order in gang.orders]
+            self._late.append((item, merge_late(late, log_dirs)))
+
+    def _report_late(self) -> None:
+        """Report late teardowns as errors of the tests that they belong to."""
+        late, self._late = self._late, []
+        for item, merged in late:
+            if self._run.is_worker and self._current is not None:
+                item = self._current  # noqa: PLW2901 - pytest-xdist takes reports of no other
+            self._config.hook.pytest_runtest_logreport(report=build_report(item, merged))
 
     def _forget(self, gang: Gang) -> None:
         del self._gangs[gang.number]
+        self._tee.forget(gang)
+        item = self._last.pop(gang.number, None)
+        self._keep_late(item, gang.lifecycle.late, gang)
+        if item is not None:
+            self._late += [(item, merge_problem(text)) for text in gang.lifecycle.problems]
         if self._schedule is not None:
             self._schedule.forget(gang.number)
         lease = self._leases.pop(gang.number, None)
@@ -424,7 +661,7 @@ class GangPlugin:
         for number, (owner, execution) in list(self._running.items()):
             if owner is gang:  # interrupted by what happened to others: it runs again
                 del self._running[number]
-                if self._schedule is not None and not self._run.is_worker:
+                if self._schedule is not None and not self._is_by_hand:
                     self._schedule.give_back(execution.index)
 
     # The end
@@ -432,35 +669,40 @@ class GangPlugin:
     def _interrupt(self) -> None:
         """Ctrl-C: ranks get it too and tear down; a second one does not wait for them."""
         fleet = self._open_fleet
+        self._console.is_refusing = True
         deadline = time.monotonic() + min(self._options.rank_grace_s, _CLOSING_S)
-        for gang in self._gangs.values():
+        busy = [gang for gang in self._gangs.values() if gang.lifecycle.state is State.RUNNING]
+        for gang in busy:
             fleet.interrupt(gang)
         with contextlib.suppress(KeyboardInterrupt):
-            while self._gangs and time.monotonic() < deadline:
+            while time.monotonic() < deadline and any(
+                gang.lifecycle.state is State.RUNNING for gang in busy
+            ):
                 fleet.pump(0.1)
-                for gang in list(self._gangs.values()):
-                    if gang.is_gone or not gang.channels:
-                        self._gangs.pop(gang.number)
+        self._is_stopping = True
 
     def _shut_down(self) -> None:
         """End every gang, politely where it is idle; then the template and what it started."""
-        if self._fleet is None:
-            return
-        fleet, self._fleet = self._fleet, None
-        try:
-            for gang in self._gangs.values():
-                fleet.close(gang)
-            while any(not gang.is_gone for gang in self._gangs.values()):
-                fleet.pump(_PUMP_S)
-        finally:
-            for lease in self._leases.values():
-                lease.close()
-            self._leases.clear()
-            self._gangs.clear()
-            fleet.stop()
-            if self._template is not None:
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(self._template, 0)
+        self._has_ended.set()
+        with self._lock:
+            if self._fleet is None:
+                return
+            fleet = self._fleet
+            try:
+                self._close_all()
+            finally:
+                self._fleet = None
+                for lease in self._leases.values():
+                    lease.close()
+                self._leases.clear()
+                self._gangs.clear()
+                fleet.stop()
+                if self._template is not None:
+                    with contextlib.suppress(ChildProcessError):
+                        os.waitpid(self._template, 0)
+                for problem in measure.merge_into_running(self._coverage_dir):
+                    self._tell_user(f"coverage of a rank cannot be read: {problem}")
+            self._report_late()
 
     # Small things
 
@@ -468,6 +710,10 @@ class GangPlugin:
     def _open_fleet(self) -> Fleet:
         assert self._fleet is not None
         return self._fleet
+
+    @property
+    def _coverage_dir(self) -> Path:
+        return self._run.run_dir / self._run.ranks_dir / "coverage"
 
     def _base_temp(self) -> Path:
         factory = self._config._tmp_path_factory  # type: ignore[attr-defined]  # noqa: SLF001
@@ -480,18 +726,18 @@ class GangPlugin:
             return self._run.run_dir.absolute() / "shared"
         return self._base_temp() / "shared"
 
-    def _print(self, end: RunEnd) -> None:
-        printed = end.ranks[0].done.printed if end.ranks[0].done else ""
-        if printed.strip():
+    def _print(self, end: RunEnd, *, is_late: bool = False) -> None:
+        """Write what pytest wrote to the terminal of rank 0, up to the teardown or from it on."""
+        done = end.ranks[0].done
+        printed = "" if done is None else done.printed_late if is_late else done.printed
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        if printed.strip() and reporter is not None:
             self._config.get_terminal_writer().write(printed)
 
     def _tell_user(self, text: str) -> None:
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")
         if reporter is not None:
             reporter.write_line(text)
-
-    def _on_debugger(self, gang: Gang, rank: int, channel: Channel, message: Message) -> None:
-        raise NotImplementedError
 
 
 class _Hooks:
@@ -518,7 +764,7 @@ class _Hooks:
 
     def pytest_runtest_teardown(self, *, item: pytest.Item, nextitem: pytest.Item | None) -> object:
         if self._gangs.is_ours(item):
-            self._gangs.tear_down(item)
+            self._gangs.tear_down(item, nextitem)
             return None
         return self._hooks.pytest_runtest_teardown(item=item, nextitem=nextitem)
 
@@ -526,7 +772,7 @@ class _Hooks:
         self, *, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> pytest.TestReport:
         if self._gangs.is_ours(item) and call.excinfo is None:
-            return self._gangs.make_report(item, call.when)
+            return self._gangs.report_phase(item, call)
         found: pytest.TestReport = self._hooks.pytest_runtest_makereport(item=item, call=call)
         return found
 
@@ -535,15 +781,22 @@ def _is_stepwise(config: pytest.Config) -> bool:
     return bool(getattr(config.option, "stepwise", False))
 
 
-def _stop_like(end: RunEnd) -> None:
-    """End the session as the test asked pytest to, by `pytest.exit` or KeyboardInterrupt."""
+def _is_one_by_one(specs: set[GangSpec], num_slots: int) -> bool:
+    """Whether all tests run on one gang, in the order of collection."""
+    return len(specs) == 1 and all(s.world_size * 2 > num_slots for s in specs)
+
+
+def _stop_like(item: pytest.Item, end: RunEnd, when: str) -> None:
+    """End the session as the test asked pytest to, by `pytest.exit` or KeyboardInterrupt.
+
+    It ends in the first phase that the rank did not report; those before it count.
+    """
     for rank in end.ranks:
         stop: Sequence[object] = () if rank.done is None else rank.done.stop
-        if stop and stop[0] == "exit":
-            code = stop[2]
-            raise pytest.exit.Exception(str(stop[1]), code if isinstance(code, int) else None)
-        if stop:
-            raise KeyboardInterrupt
-
-
-__all__ = ["PLUGIN_NAME", "GangPlugin", "MegatronError"]
+        if not stop or has_reported(rank, when):
+            continue
+        where = f"rank {rank.rank} of {len(end.ranks)} in {item.nodeid}"
+        if stop[0] == "exit":
+            code = stop[2] if isinstance(stop[2], int) else None
+            raise pytest.exit.Exception(f"{stop[1]} ({where})", code)
+        raise KeyboardInterrupt(where)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from _pytest.doctest import DoctestItem
 
@@ -15,17 +17,30 @@ _LINES = (
     "isolated: run on a gang of fresh processes that runs nothing else",
 )
 
+_TIMEOUT_LINE = "timeout(s): limit for each phase of a test on a gang, in seconds; 0 is none"
+
 
 def declare_marks(config: pytest.Config) -> None:
     """Tell pytest of the marks."""
     for line in _LINES:
         config.addinivalue_line("markers", line)
+    if not config.pluginmanager.has_plugin("timeout"):  # which declares it itself
+        config.addinivalue_line("markers", _TIMEOUT_LINE)
+
+
+def asks_for_gang(item: pytest.Item) -> bool:
+    """Whether a test has a mark that asks for a gang, right or wrong."""
+    return any(item.get_closest_marker(name) is not None for name in ("world_size", "isolated"))
 
 
 def parametrise_sizes(metafunc: pytest.Metafunc) -> None:
-    """Make a test of each number that `world_size` names, if it names several."""
+    """Make a test of each number that `world_size` names, if it names several.
+
+    A wrong mark is left alone: `spec_of` says so, where it is a usage error.
+    """
     mark = metafunc.definition.get_closest_marker("world_size")
-    if mark is None or len(sizes := _sizes(mark, metafunc.definition.nodeid)) == 1:
+    sizes = None if mark is None else _numbers(mark)
+    if sizes is None or len(sizes) == 1:
         return
     metafunc.fixturenames.append(SIZE_FIXTURE)
     metafunc.parametrize(SIZE_FIXTURE, sizes, indirect=True, ids=[f"world{n}" for n in sizes])
@@ -47,6 +62,14 @@ def spec_of(
     """
     if not isinstance(item, pytest.Function | DoctestItem):
         return None
+    for name in ("controller", "isolated"):
+        plain = item.get_closest_marker(name)
+        if plain is not None and (plain.args or plain.kwargs):
+            given = ", ".join([*map(repr, plain.args), *map(repr, plain.kwargs)])
+            raise pytest.UsageError(
+                f"{item.nodeid}: mark {name}: {given} is given, expected nothing; use world_size "
+                f"to choose a number of ranks"
+            )
     if item.get_closest_marker("controller") is not None:
         return None
     mark = item.get_closest_marker("world_size")
@@ -66,21 +89,34 @@ def spec_of(
 
 
 def timeout_of(item: pytest.Item, default_s: float) -> float:
-    """Return the limit of a phase: a `timeout` mark wins, then pytest-timeout's own settings."""
+    """Return the limit of a phase: a `timeout` mark wins, then pytest-timeout's own settings.
+
+    Raises:
+        pytest.UsageError: It is no time.
+    """
     mark = item.get_closest_marker("timeout")
     found: object = None
     if mark is not None:
+        where = f"{item.nodeid}: mark timeout"
         found = mark.args[0] if mark.args else mark.kwargs.get("timeout")
     elif item.config.pluginmanager.has_plugin("timeout"):
-        found = item.config.getoption("timeout", None) or item.config.getini("timeout")
-    if found in (None, ""):
+        where = "timeout"
+        option = item.config.getoption("timeout", None)
+        settings = (option, os.environ.get("PYTEST_TIMEOUT"), item.config.getini("timeout"))
+        found = next((value for value in settings if value not in (None, "")), None)
+        if found is None:
+            return default_s
+    else:
         return default_s
     try:
-        return max(0.0, float(str(found)))
+        seconds = float(str(found))
     except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
         raise pytest.UsageError(
-            f"{item.nodeid}: mark timeout takes seconds, found {found!r}"
-        ) from None
+            f"{where}: {found!r} is not a time, expected seconds from 0 on (0 is no limit)"
+        )
+    return seconds
 
 
 def _chosen_size(item: pytest.Item, mark: pytest.Mark) -> int:
@@ -97,14 +133,21 @@ def _chosen_size(item: pytest.Item, mark: pytest.Mark) -> int:
 
 
 def _sizes(mark: pytest.Mark, where: str) -> list[int]:
-    numbers = [number for a in mark.args for number in (a if isinstance(a, list | tuple) else [a])]
-    is_right = numbers and all(type(n) is int and n > 0 for n in numbers) and not mark.kwargs
-    if not is_right:
+    numbers = _numbers(mark)
+    if numbers is None:
+        given = [*map(repr, mark.args), *(f"{k}={v!r}" for k, v in mark.kwargs.items())]
         raise pytest.UsageError(
-            f"{where}: mark world_size takes numbers of ranks from 1 on, found "
-            f"{', '.join(map(repr, mark.args)) or 'none'}"
+            f"{where}: mark world_size: {', '.join(given) or 'nothing'} is given, "
+            f"expected numbers of ranks from 1 on"
         )
     return numbers
+
+
+def _numbers(mark: pytest.Mark) -> list[int] | None:
+    """Return the numbers of a `world_size` mark, or None where it is wrong."""
+    numbers = [number for a in mark.args for number in (a if isinstance(a, list | tuple) else [a])]
+    is_right = numbers and all(type(n) is int and n > 0 for n in numbers) and not mark.kwargs
+    return numbers if is_right else None
 
 
 def _device(options: Options, size: int, num_gpus: int) -> str:

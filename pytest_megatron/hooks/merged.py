@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import builtins
+import contextlib
+import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Literal, cast
+from dataclasses import replace
+from types import TracebackType
+from typing import Literal, Protocol, cast
 
 import pytest
 from _pytest._code.code import (
@@ -16,10 +21,17 @@ from _pytest._code.code import (
     ReprTraceback,
 )
 from _pytest.reports import BaseReport
+from _pytest.unittest import TestCaseFunction
 
 from pytest_megatron.files import JsonValue
 from pytest_megatron.gang.spec import RunEnd
 from pytest_megatron.report.merge import Merged
+
+
+class _Subtest(Protocol):
+    """What the report of a subtest has more than others."""
+
+    context: object
 
 
 def build_report(item: pytest.Item, merged: Merged) -> pytest.TestReport:
@@ -48,6 +60,48 @@ def build_report(item: pytest.Item, merged: Merged) -> pytest.TestReport:
     if merged.ranks:
         report.gang = {"ranks": dict(merged.ranks)}  # type: ignore[attr-defined]
     return report
+
+
+def excinfo_of(merged: Merged) -> pytest.ExceptionInfo[BaseException] | None:
+    """Return what a rank raised, as far as it can be known here; None if the phase did not fail.
+
+    Plugins look at its type's name and its text, to rerun some failures and not others.
+    """
+    if merged.outcome != "failed":
+        return None
+    name, text = _raised(merged)
+    known = getattr(builtins, name, None)
+    error: Exception = type(name, (Exception,), {})(text)
+    if isinstance(known, type) and issubclass(known, Exception):
+        with contextlib.suppress(TypeError):  # a group takes more than a text
+            error = known.__new__(known, text)
+    return pytest.ExceptionInfo.from_exc_info((type(error), error, _no_traceback()))
+
+
+def _no_traceback() -> TracebackType:
+    """Return a traceback for an exception that was raised in another process."""
+    frame = sys._getframe()  # noqa: SLF001 - there is no other way to have one
+    return TracebackType(None, frame, frame.f_lasti, frame.f_lineno)
+
+
+def count_failed_subtest(item: pytest.Item) -> None:
+    """Have pytest fail the test that this subtest is of, as its `subtests` fixture would."""
+    try:
+        from _pytest.subtests import failed_subtests_key  # noqa: PLC0415 - from pytest 9 on
+    except ImportError:
+        return
+    if not isinstance(item, TestCaseFunction):  # where pytest does without
+        counts = cast("dict[object, int]", item.config.stash[failed_subtests_key])
+        counts[getattr(item, "id", item.nodeid)] += 1  # a plain node id before pytest 9.1
+
+
+def merge_problem(problem: str) -> Merged:
+    """Return an error at the teardown of a test that was reported already."""
+    message = problem.strip().splitlines()[-1] if "\n" in problem else problem
+    merged = Merged(when="teardown", outcome="failed", message=message)
+    if message != problem:
+        merged = replace(merged, blocks=(("the last teardown", problem),))
+    return merged
 
 
 def warn_again(config: pytest.Config, end: RunEnd) -> None:
@@ -81,10 +135,9 @@ def record_warning(config: pytest.Config, data: Mapping[str, JsonValue]) -> None
 
 
 def _category(data: Mapping[str, JsonValue]) -> type[Warning]:
-    """Return the class of a warning where Python or pytest has it, else one of the same name."""
+    """Return the class of a warning where the controller has it, else one of the same name."""
     name = str(data["category"])
-    module = {"builtins": __builtins__, "pytest": vars(pytest)}.get(str(data["module"]))
-    found = module.get(name) if isinstance(module, dict) else None
+    found = getattr(sys.modules.get(str(data["module"])), name, None)
     if isinstance(found, type) and issubclass(found, Warning):
         return found
     return type(name, (UserWarning,), {"__module__": str(data["module"])})
@@ -96,7 +149,9 @@ def restore_report(config: pytest.Config, data: Mapping[str, object]) -> pytest.
         config=config, data=_with_tuples(dict(data))
     )
     assert isinstance(found, BaseReport)
-    return cast("pytest.TestReport", found)
+    report = cast("pytest.TestReport", found)
+    _restore_context(report, data)
+    return report
 
 
 def _from_base(item: pytest.Item, merged: Merged) -> pytest.TestReport:
@@ -111,8 +166,31 @@ def _from_base(item: pytest.Item, merged: Merged) -> pytest.TestReport:
             for title, text in merged.blocks:
                 longrepr.addsection(title, text)
         else:
-            report.longrepr = "\n".join([str(longrepr), "", *_block_lines(merged.blocks)])
+            shown = merged.message if isinstance(longrepr, tuple) else str(longrepr)  # a skip
+            report.longrepr = "\n".join([shown, "", *_block_lines(merged.blocks)])
     return report
+
+
+def _restore_context(report: pytest.TestReport, data: Mapping[str, object]) -> None:
+    """Undo that pytest takes the repr of a subtest's parameters once more when it reads them."""
+    context = data.get("_subtest.context")
+    if isinstance(context, Mapping):
+        found = cast("_Subtest", report).context
+        object.__setattr__(found, "kwargs", context["kwargs"])  # it is frozen
+
+
+def _raised(merged: Merged) -> tuple[str, str]:
+    """Return name and text of the exception of a failed phase."""
+    longrepr = (merged.base or {}).get("longrepr")
+    place = longrepr.get("reprcrash") if isinstance(longrepr, dict) else None
+    message = str(place.get("message", "")) if isinstance(place, dict) else merged.message
+    head, colon, rest = message.partition(": ")
+    name = head.rpartition(".")[2]
+    if colon and name.isidentifier():
+        return name, rest
+    if message.isidentifier():
+        return message, ""
+    return ("AssertionError" if place else "RankFailure"), message
 
 
 def _with_tuples(data: dict[str, object]) -> dict[str, object]:

@@ -281,6 +281,8 @@ class FollowerPlugin:
             address=f"tcp:{host}:{port}",
             key=key,
             random_before=self._random_before,
+            coverage={},
+            coverage_file="",
             node_rank=node_rank,
             items=tuple(own.get(node_id) for node_id in welcome.node_ids),
             missing={node_id: reason for node_id in welcome.node_ids if node_id not in own},

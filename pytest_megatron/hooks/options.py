@@ -41,6 +41,7 @@ class Options:
         num_repeats: How often each workload runs; None leaves it to the recipe.
         max_attempts: How often at most a repeat is started after transient failures.
         tee_ranks: Ranks copied to the terminal; None is all of them.
+        is_tee_typed: Whether the command line says so, for python tests whose output is captured.
         num_gpus: Ranks of a gang, one for each CUDA device; 0 is all of them; None if not asked.
         num_ranks: Ranks of a gang on a node, on any device; None if not asked.
         device: `auto`, `cuda` or `cpu`.
@@ -63,6 +64,7 @@ class Options:
     golden_policy: str
     is_plan: bool
     tee_ranks: tuple[int, ...] | None
+    is_tee_typed: bool
     is_empty_allowed: bool
     is_dirty_allowed: bool
     num_gpus: int | None
@@ -157,6 +159,7 @@ def read_options(config: pytest.Config) -> Options:
         golden_policy=_text(config, "golden-policy", "strict"),
         is_plan=_flag(config, "plan"),
         tee_ranks=_ranks(_text(config, "tee-ranks", "0,3")),
+        is_tee_typed=config.getoption(_dest("tee-ranks")) is not None,
         is_empty_allowed=_flag(config, "allow-empty"),
         is_dirty_allowed=_flag(config, "allow-dirty"),
         num_gpus=_gpus(config),

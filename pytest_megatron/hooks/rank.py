@@ -12,17 +12,21 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Generator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import IO, NoReturn, cast
 
+import pluggy
 import pytest
 from _pytest.runner import runtestprotocol
 
 from pytest_megatron.files import JsonValue
-from pytest_megatron.gang import bootstrap
+from pytest_megatron.gang import bootstrap, measure
 from pytest_megatron.gang.channel import Channel
-from pytest_megatron.gang.logs import RankLogs
+from pytest_megatron.gang.logs import RankLogs, flush_streams
 from pytest_megatron.gang.messages import (
+    NOTHING,
+    UNKNOWN,
     Broken,
     Close,
     Closed,
@@ -35,10 +39,16 @@ from pytest_megatron.gang.messages import (
 )
 from pytest_megatron.gang.nursery import RankEnds
 from pytest_megatron.hooks.mirror import describe_warning, plain
+from pytest_megatron.hooks.rank_debugger import RankDebugger
 
 _SLOW_S = 0.2  # a phase this long is told of at its end, not with the test
 # Plugins that act for the whole session; in a rank the controller does what they do.
-_CONTROLLER_PLUGINS = ("pytest_timeout", "pytest_rerunfailures", "pytest_cov.plugin")
+_CONTROLLER_PLUGINS = (
+    "pytest_timeout",
+    "pytest_rerunfailures",
+    "pytest_cov.plugin",
+    "__channelexec__",  # the worker of pytest-xdist, which execnet runs under this name
+)
 
 
 class RankPlugin:
@@ -58,23 +68,42 @@ class RankPlugin:
         self._reports: list[JsonValue] = []
         self._warnings: list[JsonValue] = []
         self._has_failed = False
+        self._has_failed_subtest = False
+        self._is_in_phase = False
+        self._last: pytest.Item | None = None
         self.printed = _Printed()
+        self._shown = ""
+        self.debugger = RankDebugger(channel, self.printed)
+        self.measurement: measure.Measurement | None = None
+
+    def is_rerun(self, item: pytest.Item) -> bool:
+        """Whether the test that just failed is to run again."""
+        return item is self._last and self._has_failed
 
     def run_item(self, run: Run, item: pytest.Item, nextitem: pytest.Item | None) -> Done:
         """Run a test; return what to tell."""
         self._run = run
-        self._reports, self._warnings, self._has_failed = [], [], False
+        if self.is_rerun(item):
+            _forget_failure(item)
+        self._reports, self._warnings = [], []
+        self._has_failed = self._has_failed_subtest = False
+        self._last = item
         self.shared_dir = Path(run.shared_dir)
         self.printed.take()
+        self._shown = ""
+        self._ends.note("setup")
         item.session.shouldfail = item.session.shouldstop = False
         stop: tuple[JsonValue, ...] = ()
         try:
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=nextitem)
         except pytest.exit.Exception as error:
             stop = ("exit", error.msg, error.returncode)
-        except KeyboardInterrupt:
-            stop = ("interrupt", "KeyboardInterrupt", None)
+        except KeyboardInterrupt as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            stop = ("interrupt", f"{place.filename}:{place.lineno}", None)
         self._ends.note("")
+        if self.measurement is not None:
+            self.measurement.end_test(is_last=run.next_index == NOTHING)
         bootstrap.wrap_rendezvous()
         num_collectives, num_rendezvous = bootstrap.count_collectives()
         return Done(
@@ -85,7 +114,8 @@ class RankPlugin:
             num_rendezvous=num_rendezvous,
             poison=bootstrap.find_poison() if self._has_failed else "",
             stop=stop,
-            printed=self.printed.take(),
+            printed=self._shown,
+            printed_late=self.printed.take(),
         )
 
     @pytest.hookimpl(tryfirst=True)
@@ -94,25 +124,34 @@ class RankPlugin:
         runtestprotocol(item, log=False, nextitem=nextitem)
         return True
 
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
+    # Old-style wrappers leave no frame of ours in tracebacks; innermost, as pytest's own capturing
+    # is, so that sections come in the same order.
+
+    @pytest.hookimpl(hookwrapper=True, trylast=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None]:
         """Keep what setup prints."""
         with self._capturing(item, "setup"):
-            return (yield)
+            yield
 
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
+    @pytest.hookimpl(hookwrapper=True, trylast=True)
+    def pytest_runtest_call(
+        self, item: pytest.Item
+    ) -> Generator[None, pluggy.Result[object], None]:
         """Keep what the test prints; wait for its GPU before it may pass."""
         with self._capturing(item, "call"):
-            result = yield
-            bootstrap.synchronize()
-            return result
+            outcome = yield
+            if outcome.exception is None:
+                try:
+                    bootstrap.synchronize()
+                except RuntimeError as error:
+                    outcome.force_exception(error)
 
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, object, object]:
+    @pytest.hookimpl(hookwrapper=True, trylast=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None]:
         """Keep what teardown prints."""
+        self._shown = self.printed.take()
         with self._capturing(item, "teardown"):
-            return (yield)
+            yield
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
@@ -120,28 +159,39 @@ class RankPlugin:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Take the report of a phase; trouble is told at once."""
         report = yield
+        if self._is_in_phase:  # of a subtest, which is logged as well
+            return report
         self._take(item.config, report)
         run = self._run
         assert run is not None
-        if report.outcome != "passed" or report.duration > _SLOW_S:
+        is_failed = report.when == "call" and self._has_failed_subtest
+        if report.outcome != "passed" or is_failed or report.duration > _SLOW_S:
             self._channel.send(
                 PhaseEnded(
                     run=run.run,
                     when=report.when,
-                    outcome=report.outcome,
+                    outcome="failed" if is_failed else report.outcome,
                     at=time.time(),
+                    report=None if report.outcome == "passed" else self._reports[-1],
                 )
             )
-        if report.failed:
+        if report.failed or is_failed:
             self._has_failed = True
             if run.is_last_if_failed:
                 item.session.shouldfail = "the session ends here"
         return report
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Take the report of a subtest; pytest itself logs no others here."""
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> Generator[None]:
+        """Take the report of a subtest; pytest itself logs no others here.
+
+        The controller logs it again, so that nothing is printed here.
+        """
+        with self.printed.nothing():
+            yield
         if self._config is not None:
             self._take(self._config, report)
+        self._has_failed_subtest = self._has_failed_subtest or report.failed
 
     def pytest_warning_recorded(
         self,
@@ -159,6 +209,25 @@ class RankPlugin:
         """Remember the configuration; called at registration as well."""
         self._config = config
 
+    def tear_down_late(self, session: pytest.Session, item: pytest.Item | None) -> JsonValue:
+        """Tear down what `item` does not need, after the test before it was reported.
+
+        Returns:
+            A report of that test's teardown, or None if nothing went wrong.
+        """
+        state = session._setupstate  # noqa: SLF001 - pytest's own way
+        previous, self._last = self._last, None
+        if previous is None:
+            state.teardown_exact(item)
+            return None
+        call = pytest.CallInfo.from_call(lambda: state.teardown_exact(item), when="teardown")
+        if call.excinfo is None:
+            return None
+        report = pytest.TestReport.from_item_and_call(previous, call)
+        config = session.config
+        found = config.hook.pytest_report_to_serializable(config=config, report=report)
+        return cast("JsonValue", plain(found))
+
     def _take(self, config: pytest.Config, report: pytest.TestReport) -> None:
         if (
             report.outcome == "passed"
@@ -173,31 +242,52 @@ class RankPlugin:
     @contextlib.contextmanager
     def _capturing(self, item: pytest.Item, when: str) -> Generator[None]:
         self._ends.note(when)
-        if not self.order.is_capturing:
-            yield
-            return
+        self._is_in_phase = True
+        if self.measurement is not None:
+            self.measurement.enter(item.nodeid, when)
         try:
             yield
         finally:
-            for stream, text in self._logs.new_text():
-                item.add_report_section(when, stream, text)
+            self._is_in_phase = False
+            self.debugger.close()
+            flush_streams()
+            if self.order.is_capturing:
+                for stream, text in self._logs.new_text():
+                    item.add_report_section(when, stream, text)
 
 
 class _Printed:
-    """Takes the place of pytest's terminal in a rank: keeps the text, and writes it to the log."""
+    """Takes the place of pytest's terminal in a rank: keeps the text.
+
+    Attributes:
+        diverted: Where the text goes instead while a debugger is open.
+    """
 
     def __init__(self) -> None:
+        self.diverted: IO[str] | None = None
         self._parts: list[str] = []
 
     def write(self, text: str) -> int:
+        if self.diverted is not None:
+            return self.diverted.write(text)
         self._parts.append(text)
         return len(text)
 
     def flush(self) -> None:
-        """Nothing waits."""
+        if self.diverted is not None:
+            self.diverted.flush()
 
     def isatty(self) -> bool:
         return False
+
+    @contextlib.contextmanager
+    def nothing(self) -> Generator[None]:
+        """Drop what is written meanwhile."""
+        num_parts = len(self._parts)
+        try:
+            yield
+        finally:
+            del self._parts[num_parts:]
 
     def take(self) -> str:
         text = "".join(self._parts)
@@ -226,6 +316,7 @@ def run_forked_rank(
     """
     config = session.config
     atexit._clear()  # noqa: SLF001 - what the controller wants to do at its end is not ours
+    measurement = measure.start(order.coverage, order.coverage_file)
     logs = _take_streams(config, order)
     bootstrap.become_rank(order, ends, random_before=random_before)
     channel = call(
@@ -238,6 +329,7 @@ def run_forked_rank(
         ),
     )
     plugin = RankPlugin(order, channel, logs, ends)
+    plugin.measurement = measurement
     _make_rank_of(config, plugin)
     for name in ("gethookproxy",):
         session.__dict__.pop(name, None)
@@ -261,14 +353,18 @@ def serve(
             match channel.receive():
                 case Run() as run:
                     item = items[run.index]
-                    nextitem = items[run.next_index] if run.next_index >= 0 else None
-                    if planned is not item:
-                        session._setupstate.teardown_exact(item)  # noqa: SLF001 - pytest's own way
-                    planned = nextitem
+                    late: JsonValue = None
+                    if planned is not item and not plugin.is_rerun(item):
+                        late = plugin.tear_down_late(session, item)
+                    planned = items[run.next_index] if run.next_index >= 0 else None
+                    is_unknown = run.next_index == UNKNOWN
+                    # A collector in the place of the next item keeps all but the test set up.
+                    nextitem = cast("pytest.Item | None", item.parent if is_unknown else planned)
                     done = plugin.run_item(run, item, nextitem)
-                    channel.send(done)
+                    channel.send(done if late is None else replace(done, late=late))
                 case Close():
-                    channel.send(Closed(problem=_close(session)))
+                    late = plugin.tear_down_late(session, None)
+                    channel.send(Closed(problem="", late=late))
                     break
                 case _:
                     break
@@ -280,10 +376,34 @@ def serve(
         exit_code = 70
     with contextlib.suppress(Exception):
         atexit._run_exitfuncs()  # noqa: SLF001 - what tests registered
+    if plugin.measurement is not None:
+        plugin.measurement.save()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(exit_code)
+
+
+def _forget_failure(item: pytest.Item) -> None:
+    """Let a rerun set up again what failed, and not see the old failure.
+
+    Source: pytest-rerunfailures 16, _remove_cached_results_from_failed_fixtures(), which does it
+    where a test is rerun in its own process.
+    """
+    info = getattr(item, "_fixtureinfo", None)
+    for definitions in () if info is None else info.name2fixturedefs.values():
+        for definition in definitions:
+            if definition.cached_result is not None and definition.cached_result[2]:
+                definition.cached_result = None
+                definition._finalizers.clear()  # noqa: SLF001 - pytest checks that it is empty
+    if getattr(item, "_instance", None) is not None:
+        del item._instance  # type: ignore[attr-defined]  # noqa: SLF001 - a class of its own again
+        item._obj = None  # type: ignore[attr-defined]  # noqa: SLF001 - bound to the old one
+    try:
+        from _pytest.subtests import failed_subtests_key  # noqa: PLC0415 - from pytest 9 on
+    except ImportError:
+        return
+    item.config.stash[failed_subtests_key].clear()
 
 
 def _close(session: pytest.Session) -> str:
@@ -326,8 +446,9 @@ def _make_rank_of(config: pytest.Config, plugin: RankPlugin) -> None:
     if reporter is not None:
         reporter._tw._file = plugin.printed  # noqa: SLF001 - its only way
     factory = config._tmp_path_factory  # type: ignore[attr-defined]  # noqa: SLF001 - xdist's way
-    base_temp = Path(plugin.order.base_temp)
-    base_temp.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    factory._given_basetemp = base_temp  # noqa: SLF001 - see above
+    Path(plugin.order.base_temp).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    factory._given_basetemp = Path(plugin.order.base_temp)  # noqa: SLF001 - see above
     factory._basetemp = None  # noqa: SLF001 - see above
     manager.register(plugin, "megatron-rank")
+    manager.register(plugin.debugger, "megatron-rank-debugger")
+    plugin.debugger.install(config)

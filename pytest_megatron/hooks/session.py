@@ -94,6 +94,16 @@ class RunSession:
         return self.root / _RUNS_DIR / name
 
 
+_SESSION = pytest.StashKey[RunSession]()
+
+
+def session_of(config: pytest.Config, options: Options) -> RunSession:
+    """Return the one session of a configuration: all roles share its run directory."""
+    if _SESSION not in config.stash:
+        config.stash[_SESSION] = RunSession(config, options)
+    return config.stash[_SESSION]
+
+
 def make_own_dir(root: Path) -> None:
     """Make our directory in a project, ignored by git: a run must not make the tree dirty."""
     directory = root / _OWN_DIR
@@ -104,7 +114,7 @@ def make_own_dir(root: Path) -> None:
 
 def link_latest(run_dir: Path) -> None:
     """Point `latest` beside the run at it; the link is replaced, never missing."""
-    new = run_dir.parent / f".latest-{run_dir.name}"
+    new = run_dir.parent / f".latest-{run_dir.name}-{os.getpid()}"  # workers do this as well
     new.unlink(missing_ok=True)
     new.symlink_to(run_dir.name)
     new.replace(run_dir.parent / "latest")

@@ -15,9 +15,12 @@ from typing import NoReturn, cast
 
 import pytest
 
-from pytest_megatron.gang.channel import connect
+from pytest_megatron.files import JsonValue
+from pytest_megatron.gang import measure
+from pytest_megatron.gang.channel import connect, remove_socket
 from pytest_megatron.gang.messages import Hello, RankOrder
 from pytest_megatron.gang.nursery import Forking, Nursery, RankEnds
+from pytest_megatron.gang.processes import become_subreaper, die_with, kill_descendants
 from pytest_megatron.gang.stores import StoreKeeper
 from pytest_megatron.hooks.rank import run_forked_rank
 
@@ -30,6 +33,8 @@ class Template:
         address: Of the controller.
         key: Of the session.
         random_before: State of `random` before collection.
+        coverage: As in `RankOrder`, for the template itself.
+        coverage_file: Where it puts its data.
         node_rank: Index of this host.
         items: On other nodes than 0, the items that node 0 collected, by index; None where this
             node has no such item.
@@ -43,6 +48,8 @@ class Template:
     address: str
     key: bytes
     random_before: object
+    coverage: Mapping[str, JsonValue]
+    coverage_file: str
     node_rank: int = 0
     items: tuple[pytest.Item | None, ...] | None = None
     missing: Mapping[str, str] = field(default_factory=dict)
@@ -50,7 +57,7 @@ class Template:
     not_inherited: tuple[int, ...] = ()
 
     def fork(self) -> int:
-        """Fork the template off the controller; return its process."""
+        """Fork the template off the controller; return the process that ends after all of it."""
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         with warnings.catch_warnings():
@@ -59,22 +66,39 @@ class Template:
         if pid:
             return pid
         try:
-            self._serve()
+            self._guard()
         except BaseException:  # noqa: BLE001 - must never go on as a second controller
             traceback.print_exc()
         finally:
             os._exit(0)
 
-    def _serve(self) -> None:
+    def _guard(self) -> None:
+        """Fork the template itself, and kill what it leaves should it be killed."""
         os.setsid()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
         for descriptor in self.not_inherited:
             os.close(descriptor)
+        become_subreaper()
+        guard = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            die_with(guard)
+            self._serve()
+            return
+        os.waitpid(pid, 0)
+        kill_descendants()
+
+    def _serve(self) -> None:
+        measurement = measure.start(self.coverage, self.coverage_file)
         if self.items is not None:
             self.session.items = cast("list[pytest.Item]", list(self.items))
         hello = Hello(role="nursery", gang=0, rank=-1, node_rank=self.node_rank, pid=os.getpid())
         channel = connect(self.address, self.key, hello)
         Nursery(channel, Forking(channel, self._run_rank, StoreKeeper()), self.leash).serve()
+        remove_socket(self.address)  # a controller that was killed leaves it
+        if measurement is not None:
+            measurement.save()
 
     def _run_rank(self, order: RankOrder, ends: RankEnds) -> NoReturn:
         if self.node_rank > 0:  # node 0 knows no directory for temporary files here

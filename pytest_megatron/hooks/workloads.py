@@ -20,7 +20,7 @@ from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.recipes import PLUGIN_NAME
 from pytest_megatron.hooks.results import ResultsPlugin
 from pytest_megatron.hooks.selection import SelectionPlugin
-from pytest_megatron.hooks.session import RunSession, make_own_dir
+from pytest_megatron.hooks.session import RunSession, make_own_dir, session_of
 from pytest_megatron.hooks.terminal import LiveTerminal, Quiet, print_plan
 from pytest_megatron.recipe.load import project_words
 from pytest_megatron.recipe.vocabulary import Vocabulary
@@ -38,7 +38,7 @@ def register_roles(config: pytest.Config, options: Options) -> None:
     Raises:
         pytest.UsageError: The project's settings or the policy are wrong.
     """
-    session = RunSession(config, options)
+    session = session_of(config, options)
     try:
         vocabulary = project_words(session.root)
         policy = policy_named(options.golden_policy)
@@ -184,12 +184,6 @@ class WorkloadPlugin:
         if isinstance(item, WorkloadItem) and report.when == "teardown" and item.record:
             report.__dict__["megatron_workload"] = item.record  # pytest carries it along
         return report
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_configure_node(self, node: object) -> None:
-        """Tell a worker of pytest-xdist where the run's directory is and what the user typed."""
-        workerinput: dict[str, str] = node.workerinput  # type: ignore[attr-defined]
-        workerinput.update(self._session.worker_input())
 
     def _make_run_dir(self, job: Job) -> None:
         """Make the directories of the run and of a workload.

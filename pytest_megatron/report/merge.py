@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias, cast
 
 from pytest_megatron.files import JsonValue
 from pytest_megatron.gang.lifecycle import describe_exit, name_ranks
+from pytest_megatron.gang.messages import Done
 from pytest_megatron.gang.spec import RankEnd, Reason, RunEnd
 from pytest_megatron.report.crash import describe_flights, innermost_frame, shorten_stack
 
@@ -92,6 +93,9 @@ def merge(end: RunEnd, world_size: int) -> tuple[Merged, ...]:
     for when in PHASES:
         if has_ended and when == "call":
             continue
+        is_told = when == "teardown" and any(m.outcome == "failed" for m in merged)
+        if is_told and not any(_has_failed(rank, when) for rank in end.ranks):
+            continue  # who was stopped in teardown was so because of what is reported already
         phase = _merge_phase(end, when, world_size)
         if phase is None:
             continue
@@ -107,6 +111,26 @@ def merge(end: RunEnd, world_size: int) -> tuple[Merged, ...]:
         stop = merged[-1].stop
         merged.append(Merged(when="teardown", outcome="passed", start=stop, stop=stop))
     return tuple(merged)
+
+
+def merge_late(reports: Mapping[int, JsonValue], log_dirs: Sequence[str]) -> Merged:
+    """Return the report of a teardown that failed after the test was reported.
+
+    Args:
+        reports: Rank -> what it reported.
+        log_dirs: Of each rank of the gang.
+    """
+    ranks = tuple(
+        RankEnd(
+            rank=rank,
+            done=Done(run=0, reports=(reports[rank],) if rank in reports else ()),
+            log_dir=log_dir,
+        )
+        for rank, log_dir in enumerate(log_dirs)
+    )
+    end = RunEnd(run=0, reason=Reason.DONE, ranks=ranks, limit_s=0.0, duration_s=0.0, is_kept=False)
+    found = [p for rank in ranks if (p := _reported(rank, "teardown")) is not None]
+    return _fail(end, "teardown", found, len(ranks))
 
 
 def _is_plain(end: RunEnd) -> bool:
@@ -140,16 +164,41 @@ def _is_trouble(end: RunEnd) -> bool:
     return end.reason is not Reason.DONE or any(r.done is None for r in end.ranks)
 
 
+def has_reported(rank: RankEnd, when: str) -> bool:
+    """Return whether a rank told of the end of a phase."""
+    return _reported(rank, when) is not None
+
+
 def _reported(rank: RankEnd, when: str) -> _Phase | None:
-    """Return a phase of a rank, or None where it has not reported it."""
-    for report in () if rank.done is None else rank.done.reports:
+    """Return a phase of a rank, or None where it did not end it.
+
+    A rank that did not end the test is known to have passed the phases before its last.
+    """
+    for report in rank.early if rank.done is None else rank.done.reports:
         if isinstance(report, list):
             if report[0] == when:
                 _, start, stop = cast("tuple[str, float, float]", tuple(report))
                 return _Phase(rank=rank.rank, outcome="passed", start=start, stop=stop, full=None)
         elif isinstance(report, Mapping) and not _is_subtest(report) and report["when"] == when:
             return _phase_of(rank.rank, report)
+    if rank.done is None and _last_phase(rank) in PHASES[PHASES.index(when) + 1 :]:
+        return _Phase(rank=rank.rank, outcome="passed", start=0.0, stop=0.0, full=None)
     return None
+
+
+def _last_phase(rank: RankEnd) -> str:
+    """Return the first phase that a rank did not pass, or the one that it was in; may be ""."""
+    for report in rank.early:
+        if isinstance(report, Mapping) and not _is_subtest(report):
+            return str(report["when"])
+    return rank.phase
+
+
+def _has_failed(rank: RankEnd, when: str) -> bool:
+    """Whether a rank failed a phase by itself."""
+    phase = _reported(rank, when)
+    is_failure = phase is not None and phase.outcome == "failed"
+    return is_failure and not (phase and _CONSEQUENCE.search(phase.text))
 
 
 def _phase_of(rank: int, report: JsonObject) -> _Phase:
@@ -170,11 +219,14 @@ def _merge_phase(end: RunEnd, when: str, world_size: int) -> Merged | None:
     found = [p for rank in end.ranks if (p := _reported(rank, when)) is not None]
     struck = [r.phase or "call" for r in end.ranks if r.done is None]
     if when in struck:
+        xfailed = [p for p in found if p.is_xfail and p.outcome == "skipped"]
+        late = [r for r in end.ranks if r.done is not None or _is_late(r)]
+        if xfailed and _are_expected(found) and len(late) == len(end.ranks):
+            return _from_one(xfailed[0], when, found, "skipped")  # they waited for it
         return _fail(end, when, found, world_size)
     if not found:
         return None
-    num_later = sum(PHASES.index(phase) > PHASES.index(when) for phase in struck)
-    return _merge_reported(end, when, found, world_size - num_later)
+    return _merge_reported(end, when, found, world_size)
 
 
 def _merge_reported(end: RunEnd, when: str, found: Sequence[_Phase], world_size: int) -> Merged:
@@ -182,7 +234,7 @@ def _merge_reported(end: RunEnd, when: str, found: Sequence[_Phase], world_size:
     failed = [p for p in found if p.outcome == "failed"]
     skipped = [p for p in found if p.outcome == "skipped"]
     xfailed = [p for p in skipped if p.is_xfail]
-    if xfailed and all(p.is_xfail or _is_strict_xpass(p) for p in found):
+    if xfailed and _are_expected(found):
         return _from_one(xfailed[0], when, found, "skipped")  # as a whole it failed, as expected
     is_unanimous = len(found) == world_size and len(skipped) in (0, world_size)
     if failed or not (is_unanimous or when != "call"):
@@ -193,6 +245,16 @@ def _merge_reported(end: RunEnd, when: str, found: Sequence[_Phase], world_size:
         return _from_one(skipped[0], when, found, "skipped")
     xpassed = [p for p in found if p.is_xfail]
     return _from_one(xpassed[0], when, found, "passed") if xpassed else _passed(when, found)
+
+
+def _are_expected(found: Sequence[_Phase]) -> bool:
+    """Whether no rank did what a test must not do that is expected to fail on some rank."""
+    return all(p.outcome == "passed" or p.is_xfail or _is_strict_xpass(p) for p in found)
+
+
+def _is_late(rank: RankEnd) -> bool:
+    """Whether a rank was stopped while it waited, and did not end by itself."""
+    return rank.exit_code is None and not rank.problem
 
 
 def _skip_in_part(end: RunEnd, when: str, found: Sequence[_Phase], world_size: int) -> Merged:
@@ -211,7 +273,7 @@ def _passed(when: str, found: Sequence[_Phase]) -> Merged:
         outcome="passed",
         sections=_sections(found),
         properties=_properties(found),
-        start=min(p.start for p in found),
+        start=_start(found),
         stop=max(p.stop for p in found),
     )
 
@@ -223,9 +285,14 @@ def _from_one(phase: _Phase, when: str, found: Sequence[_Phase], outcome: Outcom
         base=phase.full,
         sections=_sections(found),
         properties=_properties(found),
-        start=min(p.start for p in found),
+        start=_start(found),
         stop=max(p.stop for p in found),
     )
+
+
+def _start(found: Sequence[_Phase]) -> float:
+    """Return when the first rank began, as far as any could say."""
+    return min([p.start for p in found if p.start], default=0.0)
 
 
 def _fail(end: RunEnd, when: str, found: Sequence[_Phase], world_size: int) -> Merged:
@@ -233,7 +300,7 @@ def _fail(end: RunEnd, when: str, found: Sequence[_Phase], world_size: int) -> M
     failed = {p.rank: p for p in found if p.outcome == "failed"}
     struck = {r.rank: r for r in end.ranks if r.done is None}
     first = _first(end, failed, struck)
-    words = _words(end, failed)
+    words = _words(end, when, failed)
     blocks: list[tuple[str, str]] = []
     base = None
     if first is None:
@@ -243,12 +310,14 @@ def _fail(end: RunEnd, when: str, found: Sequence[_Phase], world_size: int) -> M
         message = f"[rank {first}] {failed[first].message}"
     else:
         message = f"rank {first} of {world_size} {words[first]}"
+        if len(set(words.values())) == 1 and world_size > 1:
+            message = f"{name_ranks(list(words))} {words[first]}"
     blocks.append(("ranks", _tell_ranks(words, first)))
     blocks += _other_failures(failed, first, words)
     blocks += _stacks(end)
     blocks += _logs(end, first, struck)
     shown = [p for p in found if p.rank == first] or list(found[:1])
-    starts = [p.start for p in found if p.start] or [0.0]
+    start = _start(found)
     return Merged(
         when=when,
         outcome="failed",
@@ -257,8 +326,8 @@ def _fail(end: RunEnd, when: str, found: Sequence[_Phase], world_size: int) -> M
         blocks=tuple(blocks),
         sections=_sections(shown),
         properties=_properties(found),
-        start=min(starts),
-        stop=max([p.stop for p in found] + [min(starts) + end.duration_s]),
+        start=start,
+        stop=max([p.stop for p in found] + [start + end.duration_s]),
         ranks={str(rank): text for rank, text in words.items()},
     )
 
@@ -279,22 +348,19 @@ def _first(end: RunEnd, failed: Mapping[int, _Phase], struck: Mapping[int, RankE
     return min(guilty, key=order).rank if guilty else None
 
 
-def _words(end: RunEnd, failed: Mapping[int, _Phase]) -> dict[int, str]:
+def _words(end: RunEnd, when: str, failed: Mapping[int, _Phase]) -> dict[int, str]:
     """Return what each rank did, in a few words."""
-    return {rank.rank: _word(end, rank, failed.get(rank.rank)) for rank in end.ranks}
+    return {rank.rank: _word(end, rank, when, failed.get(rank.rank)) for rank in end.ranks}
 
 
-def _word(end: RunEnd, rank: RankEnd, failure: _Phase | None) -> str:
+def _word(end: RunEnd, rank: RankEnd, when: str, failure: _Phase | None) -> str:
     if failure is not None:
         text = f"failed: {failure.message}"
+        if rank.done is None and (rank.exit_code is not None or rank.phase != when):
+            text += f", then {_end_word(end, rank)}"
         return f"{text} (a consequence)" if _CONSEQUENCE.search(failure.text) else text
-    if rank.exit_code is not None and rank.done is None:
-        where = f" in {rank.phase}" if rank.phase not in ("", "call") else ""
-        return f"{describe_exit(rank.exit_code)}{where}"
-    if rank.problem:
-        return rank.problem.strip().splitlines()[-1]
     if rank.done is None:
-        return _late_word(end, rank)
+        return _end_word(end, rank)
     return _done_word(end, rank, rank.done.num_collectives)
 
 
@@ -307,6 +373,17 @@ def _done_word(end: RunEnd, rank: RankEnd, num_collectives: int) -> str:
     if end.reason is Reason.DESYNCHRONISED:
         return f"passed after {num_collectives} collectives"
     return "passed"
+
+
+def _end_word(end: RunEnd, rank: RankEnd) -> str:
+    """Return how a rank ended that did not end the test."""
+    if rank.problem:
+        problem = rank.problem.strip().splitlines()[-1]
+        return f"did not start: {problem}" if end.reason is Reason.NOT_STARTED else problem
+    if rank.exit_code is not None:
+        where = f" in {rank.phase}" if rank.phase not in ("", "call") else ""
+        return f"{describe_exit(rank.exit_code)}{where}"
+    return _late_word(end, rank)
 
 
 def _late_word(end: RunEnd, rank: RankEnd) -> str:
@@ -428,17 +505,31 @@ def _merge_subtests(end: RunEnd) -> list[Merged]:
                 key = str(report.get("_subtest.context"))
                 seen[key] = seen.get(key, 0) + 1
                 by_key.setdefault(f"{key} {seen[key]}", []).append(_phase_of(rank.rank, report))
-    merged = []
-    for found in by_key.values():
-        outcome: Outcome = "passed"
-        if any(p.outcome == "failed" for p in found):
-            outcome = "failed"
-        elif all(p.outcome == "skipped" for p in found):
-            outcome = "skipped"
-        chosen = next(p for p in found if outcome in (p.outcome, "passed"))
-        one = _from_one(chosen, "call", found, outcome)
-        merged.append(one)
-    return merged
+    return [_merge_subtest(end, found) for found in by_key.values()]
+
+
+def _merge_subtest(end: RunEnd, found: Sequence[_Phase]) -> Merged:
+    """Merge one subtest by the rules for tests; a rank that had no such subtest has no say."""
+    failed = {p.rank: p for p in found if p.outcome == "failed"}
+    skipped = [p for p in found if p.outcome == "skipped"]
+    xfailed = [p for p in found if p.is_xfail]
+    if xfailed and not failed:
+        return _from_one(xfailed[0], "call", found, xfailed[0].outcome)
+    if not failed and len(skipped) in (0, len(found)):
+        return _from_one(found[0], "call", found, found[0].outcome)
+    chosen = [*failed.values(), *skipped][0]
+    words = {p.rank: _subtest_word(p) for p in found}
+    message = f"[rank {chosen.rank}] {chosen.message}" if failed else _split_message(end, words)
+    blocks = [("ranks", _tell_ranks(words, chosen.rank))]
+    blocks += _other_failures(failed, chosen.rank if failed else None, words)
+    merged = _from_one(chosen, "call", found, "failed")
+    return replace(merged, message=message, blocks=tuple(blocks))
+
+
+def _subtest_word(phase: _Phase) -> str:
+    if phase.outcome == "skipped":
+        return f"skipped: {_skip_reason(phase)}"
+    return f"failed: {phase.message}" if phase.outcome == "failed" else "passed"
 
 
 def _skip_reason(phase: _Phase) -> str:

@@ -387,7 +387,10 @@ def test_a_death_in_the_teardown_is_a_problem_of_the_gang() -> None:
     gang.close(1.0)
     gang.handle(0, Closed(problem="E: fixture"), 2.0)
     gang.handle(1, died(1, -11), 2.0)
-    assert gang.problems == ["rank 0: E: fixture", "rank 1 was killed by SIGSEGV in teardown"]
+    assert gang.problems == [
+        "rank 0 in the last teardown: E: fixture",
+        "rank 1 was killed by SIGSEGV in the last teardown",
+    ]
 
 
 def test_a_teardown_that_does_not_end_is_killed() -> None:

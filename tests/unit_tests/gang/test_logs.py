@@ -83,6 +83,17 @@ def test_a_tail_yields_whole_lines_with_the_rank(tmp_path: Path) -> None:
     assert list(tail.new_lines(is_ended=True)) == ["[rank3]: rest \N{REPLACEMENT CHARACTER}"]
 
 
+def test_a_tail_takes_a_flood_in_pieces_until_the_end(tmp_path: Path) -> None:
+    tail = Tail(tmp_path, 0)
+    (tmp_path / "stdout.log").write_bytes(b"x\n" * 100_000 + b"y" * 100_000)
+    num_first = len(list(tail.new_lines()))
+    assert 0 < num_first < 100_000
+    rest = list(tail.new_lines(is_ended=True))
+    assert len([line for line in rest if line == "[rank0]: x"]) == 100_000 - num_first
+    assert "".join(line.removeprefix("[rank0]: ") for line in rest if "y" in line) == "y" * 100_000
+    assert list(tail.new_lines(is_ended=True)) == []
+
+
 def test_the_last_lines_of_a_log_leave_out_empty_ones(tmp_path: Path) -> None:
     log = tmp_path / "stderr.log"
     log.write_text("x\n" * 100_000 + "first\n\n  \nlast\n")

@@ -214,10 +214,10 @@ def test_a_lost_node_fails_the_running_test_and_those_that_need_it(tmp_path: Pat
     wait_until(lambda: all((tmp_path / f"up{n}").exists() for n in (2, 3)), "the test runs")
     follower.send_signal(signal.SIGKILL)
     assert cluster.wait() == [1, -9]
-    lost = ("failure", "rank 2 of 4 is lost: node 1 (ranks 2-3) is gone")
+    gone = "node 1 (ranks 2-3) is gone"
     assert cluster.results(0) == {
-        "test_hangs": lost,
-        "test_needs_both_nodes": lost,
+        "test_hangs": ("failure", f"rank 2 of 4 is lost: {gone}"),
+        "test_needs_both_nodes": ("failure", f"rank 2 of 4 did not start: {gone}"),
         "test_needs_one_node": ("passed", ""),
     }
 

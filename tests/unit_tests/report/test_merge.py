@@ -287,9 +287,9 @@ def test_a_gang_that_did_not_start_fails_the_test() -> None:
         dead(1, 70, phase="", problem="Traceback\n  ...\nImportError: torch"),
         reason=Reason.NOT_STARTED,
     )
-    assert merged["call"].message == "rank 1 of 2 exited with code 70"
+    assert merged["call"].message == "rank 1 of 2 did not start: ImportError: torch"
     assert blocks(merged["call"]) == {
-        "ranks": "rank 1: exited with code 70\nrank 0: was stopped before it started",
+        "ranks": "rank 1: did not start: ImportError: torch\nrank 0: was stopped before it started",
         "rank 1": "Traceback\n  ...\nImportError: torch",
         "logs": "logs/1/stderr.log",
     }

@@ -1,0 +1,12 @@
+"""For our gangs: the group stays open from test to test."""
+
+from __future__ import annotations
+
+import pytest
+from bodies import NUM_TESTS, body
+
+
+@pytest.mark.parametrize("number", range(NUM_TESTS))
+@pytest.mark.usefixtures("process_group")
+def test_reduce(number: int, rank: int, world_size: int) -> None:
+    body(number, rank, world_size)

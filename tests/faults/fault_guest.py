@@ -1,0 +1,491 @@
+"""A pytest plugin for guest suites of the fault program: what tests of a gang do, and do wrong.
+
+Loaded by `-p fault_guest` in the session under test. Every test tells in `$FAULT_DIR/events.jsonl`
+when it starts and when a rank strikes; the controller tells when it reported a test.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import torch
+import torch.distributed as dist
+
+FLOOD_BYTES = 1 << 25
+
+
+def tell(event: str, **values: object) -> None:
+    """Append to the events; works in any process, without descriptors of its own."""
+    line = json.dumps({"event": event, "at": time.time(), **values}) + "\n"
+    path = os.path.join(os.environ["FAULT_DIR"], "events.jsonl")  # noqa: PTH118 - cheap
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.write(descriptor, line.encode())
+    os.close(descriptor)
+
+
+def test_name() -> str:
+    """Return the name of the running test."""
+    return os.environ["PYTEST_CURRENT_TEST"].rpartition("::")[2].partition(" ")[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gang:
+    """One rank of a gang, as a test sees it."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.rank == self.world_size - 1
+
+    def reduce(self) -> None:
+        """Sum over all ranks, and look at the sum: what any rank missed shows here."""
+        found = self.start().item()
+        wanted = self.world_size * (self.world_size + 1) // 2
+        assert found == wanted, f"a sum of {found}, expected {wanted}"
+
+    def start(self, *, is_async: bool = False) -> torch.Tensor:
+        tensor = torch.full((1,), self.rank + 1.0, device=self.device)
+        dist.all_reduce(tensor, async_op=is_async)
+        return tensor
+
+    def sign(self) -> None:
+        """Tell that the fault strikes now."""
+        tell("sign", test=test_name(), rank=self.rank)
+
+
+@pytest.fixture
+def gang(
+    rank: int, world_size: int, device: torch.device, process_group: dist.ProcessGroup
+) -> Gang:
+    del process_group
+    found = Gang(rank=rank, world_size=world_size, device=device)
+    found.reduce()
+    return found
+
+
+# Ways to go
+
+
+def fail() -> None:
+    assert os.getpid() == 0, "struck"
+
+
+def skip() -> None:
+    pytest.skip("struck")
+
+
+def sleep() -> NoReturn:
+    while True:
+        time.sleep(1000)
+
+
+def hold_gil() -> NoReturn:
+    sleep_with_gil = ctypes.PyDLL(None).sleep
+    while True:
+        sleep_with_gil(1000)
+
+
+def stop_process() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def segv() -> None:
+    ctypes.string_at(0)
+
+
+def kill_template() -> None:
+    os.kill(os.getppid(), signal.SIGKILL)
+    sleep()
+
+
+def device_assert() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    index = torch.tensor([1 << 20], device=device)
+    print(torch.zeros(4, device=device)[index].sum().item())
+
+
+def illegal_access() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    code = "template <typename T> T wild(T x) { return x + *(T*)(0x10); }"
+    wild = torch.cuda.jiterator._create_jit_fn(code)
+    print(wild(torch.ones(4, device=device)).sum().item())
+
+
+WAYS: dict[str, Callable[[], object]] = {
+    "fail": fail,
+    "skip": skip,
+    "sys_exit0": lambda: sys.exit(0),
+    "sys_exit3": lambda: sys.exit(3),
+    "os_exit0": lambda: os._exit(0),
+    "os_exit1": lambda: os._exit(1),
+    "sigkill": kill,
+    "segv": segv,
+    "abort": os.abort,
+    "sleep": sleep,
+    "gil": hold_gil,
+    "sigstop": stop_process,
+    "interrupt": interrupt,
+    "pytest_exit": lambda: pytest.exit("struck"),
+    "template": kill_template,
+    "device_assert": device_assert,
+    "illegal_access": illegal_access,
+}
+
+
+def before(way: Callable[[], object]) -> Callable[[Gang], None]:
+    """Strike where the others are in a collective that this rank never joins."""
+
+    def body(gang: Gang) -> None:
+        if gang.is_last:
+            gang.sign()
+            way()
+        gang.reduce()
+
+    return body
+
+
+def after(way: Callable[[], object]) -> Callable[[Gang], None]:
+    """Strike where the others need this rank no longer."""
+
+    def body(gang: Gang) -> None:
+        gang.reduce()
+        if gang.is_last:
+            gang.sign()
+            way()
+
+    return body
+
+
+BODIES: dict[str, Callable[[Gang], None]] = {
+    f"{name}_{when.__name__}": when(way) for name, way in WAYS.items() for when in (before, after)
+}
+
+
+def body(function: Callable[[Gang], None]) -> Callable[[Gang], None]:
+    BODIES[function.__name__] = function
+    return function
+
+
+@body
+def sound(gang: Gang) -> None:
+    gang.reduce()
+
+
+@body
+def skips(gang: Gang) -> None:
+    gang.reduce()
+    pytest.skip("every rank does")
+
+
+@body
+def fails(gang: Gang) -> None:
+    gang.reduce()
+    assert gang.world_size == 0, "every rank does"
+
+
+@body
+def fail_in(gang: Gang) -> None:
+    gang.start(is_async=True)
+    if gang.is_last:
+        gang.sign()
+        fail()
+
+
+@body
+def sigkill_in(gang: Gang) -> None:
+    if gang.is_last:
+        gang.start(is_async=True)
+        gang.sign()
+        kill()
+    for _ in range(1000):
+        gang.start()
+
+
+@body
+def missed(gang: Gang) -> None:
+    if gang.is_last:
+        gang.sign()
+    else:
+        gang.reduce()
+
+
+@body
+def extra(gang: Gang) -> None:
+    gang.reduce()
+    if gang.is_last:
+        gang.sign()
+        gang.reduce()
+
+
+@body
+def extra_async(gang: Gang) -> None:
+    gang.reduce()
+    if gang.is_last:
+        gang.sign()
+        gang.start(is_async=True)
+
+
+@body
+def first_rank_dies(gang: Gang) -> None:
+    if gang.is_first:
+        gang.sign()
+        kill()
+    gang.reduce()
+
+
+@body
+def two_die(gang: Gang) -> None:
+    gang.reduce()
+    if gang.is_first:
+        gang.sign()
+        os._exit(1)
+    if gang.is_last:
+        gang.sign()
+        segv()
+    gang.reduce()
+
+
+@body
+def all_die(gang: Gang) -> None:
+    gang.reduce()
+    gang.sign()
+    os._exit(1)
+
+
+def flood() -> None:
+    line = b"x" * 1023 + b"\n"
+    for _ in range(FLOOD_BYTES // (1 << 15)):
+        os.write(1, line * 32)
+    print("the end of the flood")
+
+
+@body
+def flood_passes(gang: Gang) -> None:
+    if gang.is_last:
+        gang.sign()
+        flood()
+    gang.reduce()
+
+
+@body
+def flood_fails(gang: Gang) -> None:
+    gang.reduce()
+    if gang.is_last:
+        flood()
+        gang.sign()
+        fail()
+
+
+@body
+def flood_dies(gang: Gang) -> None:
+    gang.reduce()
+    if gang.is_last:
+        flood()
+        gang.sign()
+        kill()
+
+
+def leave_child(*, in_own_session: bool) -> None:
+    """Fork a process that outlives the test and wants nothing to do with us."""
+    if os.fork() == 0:
+        if in_own_session:
+            os.setsid()
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            if os.fork():
+                os._exit(0)
+        sleep()
+
+
+def leaving(*, in_own_session: bool, dies: bool) -> Callable[[Gang], None]:
+    def body(gang: Gang) -> None:
+        gang.reduce()
+        if gang.is_last:
+            leave_child(in_own_session=in_own_session)
+            gang.sign()
+            if dies:
+                kill()
+
+    return body
+
+
+BODIES["child_passes"] = leaving(in_own_session=False, dies=False)
+BODIES["child_dies"] = leaving(in_own_session=False, dies=True)
+BODIES["daemon_passes"] = leaving(in_own_session=True, dies=False)
+BODIES["daemon_dies"] = leaving(in_own_session=True, dies=True)
+
+
+@body
+def closes_descriptors(gang: Gang) -> None:
+    if gang.is_last:
+        gang.sign()
+        os.closerange(3, 4096)
+        sleep()
+    gang.reduce()
+
+
+@body
+def closes_all_descriptors(gang: Gang) -> None:
+    gang.reduce()
+    if gang.is_last:
+        gang.sign()
+        os.closerange(0, 4096)
+
+
+@body
+def ignores_interrupt(gang: Gang) -> None:
+    signal.signal(signal.SIGINT, lambda *_: tell("interrupt"))
+    gang.sign()
+    sleep()
+
+
+@body
+def dies_when_done(gang: Gang) -> None:
+    """Pass, and die while the others are still busy."""
+    pid = torch.tensor([os.getpid() if gang.is_last else 0])
+    pids = pid.to(gang.device)
+    dist.all_reduce(pids)
+    gang.reduce()
+    if gang.is_last:
+        gang.sign()
+        threading.Timer(0.5, kill).start()
+        return
+    deadline = time.monotonic() + 60
+    while os.path.exists(f"/proc/{int(pids.item())}") and time.monotonic() < deadline:  # noqa: PTH110 - cheap
+        time.sleep(0.01)
+
+
+@body
+def kills_keeper(gang: Gang) -> None:
+    """Kill the process that holds the gangs' stores, and the gang, so that it needs a new one."""
+    gang.reduce()
+    if gang.is_last:
+        template = os.getppid()
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and entry.name != str(template):
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                if (int(fields[1]), int(fields[3])) == (template, os.getsid(template)):
+                    os.kill(int(entry.name), signal.SIGKILL)
+                    gang.sign()
+                    kill()
+        raise AssertionError("found no process that holds stores")
+
+
+@body
+def sleeps_everywhere(gang: Gang) -> None:
+    gang.sign()
+    sleep()
+
+
+@body
+def stuck_in_collective(gang: Gang) -> None:
+    if gang.is_last:
+        gang.sign()
+        sleep()
+    gang.reduce()
+
+
+@body
+def floods_full_disk(gang: Gang) -> None:
+    if gang.is_last:
+        gang.sign()
+        for _ in range(1000):
+            print("x" * 1023)
+    gang.reduce()
+
+
+# Faults in fixtures
+
+
+def way_of(request: pytest.FixtureRequest) -> Callable[[], object]:
+    mark = request.node.get_closest_marker("way")
+    assert mark is not None
+    return WAYS[mark.args[0]]
+
+
+def strike(gang: Gang, way: Callable[[], object]) -> None:
+    if gang.is_last:
+        gang.sign()
+        way()
+    gang.reduce()
+
+
+@pytest.fixture
+def at_setup(request: pytest.FixtureRequest, gang: Gang) -> None:
+    strike(gang, way_of(request))
+
+
+@pytest.fixture
+def at_first_setup(request: pytest.FixtureRequest, rank: int, world_size: int) -> None:
+    """Strike before the process group: the others wait for this rank where they meet."""
+    if rank == world_size - 1:
+        tell("sign", test=test_name(), rank=rank)
+        way_of(request)()
+
+
+@pytest.fixture
+def at_teardown(request: pytest.FixtureRequest, gang: Gang) -> Iterator[None]:
+    way = way_of(request)
+    yield
+    strike(gang, way)
+
+
+@pytest.fixture(scope="session")
+def at_end(
+    request: pytest.FixtureRequest, rank: int, world_size: int, device: torch.device
+) -> Iterator[None]:
+    del request
+    yield
+    way = WAYS[os.environ["FAULT_AT_END"]]
+    strike(Gang(rank=rank, world_size=world_size, device=device), way)
+
+
+# What the sessions tell
+
+
+@pytest.fixture(autouse=True)
+def _tells_start() -> None:
+    if os.environ.get("RANK") == "0":
+        tell("start", test=test_name())
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "way(name): how a fixture strikes")
+    config.addinivalue_line("markers", "timeout(seconds): limit of a phase")
+    tell("configured", pid=os.getpid())
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if "RANK" not in os.environ:
+        name = report.nodeid.rpartition("::")[2]
+        tell("report", test=name, when=report.when, outcome=report.outcome)
+
+
+def run(name: str, gang: Gang) -> None:
+    """Do what a test of that name does."""
+    BODIES[name](gang)

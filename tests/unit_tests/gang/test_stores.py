@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from pytest_megatron.gang.stores import LOCAL_HOST, StoreKeeper
+
+
+@pytest.fixture
+def keeper() -> Iterator[StoreKeeper]:
+    found = StoreKeeper()
+    yield found
+    found.forget()
+    assert found.pid is not None
+    os.waitpid(found.pid, 0)  # it ends with its connection
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as caller:
+        return caller.connect_ex((LOCAL_HOST, port)) == 0
+
+
+def wait_for_end(port: int) -> None:
+    deadline = time.monotonic() + 60
+    while listens(port):
+        assert time.monotonic() < deadline, "the store is still there"
+        time.sleep(0.01)
+
+
+def test_a_store_listens_until_its_gang_is_gone(keeper: StoreKeeper) -> None:
+    first, second = keeper.open_store(LOCAL_HOST), keeper.open_store(LOCAL_HOST)
+    keeper.close_store(first)
+    wait_for_end(first)
+    assert listens(second)
+
+
+def test_a_store_that_served_is_closed_too(keeper: StoreKeeper) -> None:
+    torch = pytest.importorskip("torch")
+    port = keeper.open_store(LOCAL_HOST)
+    store = torch.distributed.TCPStore(LOCAL_HOST, port, is_master=False)
+    store.set("key", "value")
+    del store
+    keeper.close_store(port)
+    wait_for_end(port)
+
+
+def test_a_keeper_that_was_killed_gets_a_successor(keeper: StoreKeeper) -> None:
+    keeper.open_store(LOCAL_HOST)
+    killed = keeper.pid
+    assert killed is not None
+    os.kill(killed, signal.SIGKILL)
+    os.waitpid(killed, 0)
+    assert listens(keeper.open_store(LOCAL_HOST))
+    assert keeper.pid != killed

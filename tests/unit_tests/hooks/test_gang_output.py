@@ -1,0 +1,107 @@
+"""What ranks print: complete in their logs, live on the terminal where it was asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rank_suite import Run, Suite
+
+PRINTING = """
+    import os, signal, sys, time
+
+    def test_prints(rank):
+        print("out of", rank)
+        print("err of", rank, file=sys.stderr)
+        print("without an end", end="")
+
+    def test_is_killed(rank):
+        print("last words", end="")
+        if rank == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def test_reads_its_own_output(rank, capsys):
+        print("captured")
+        assert capsys.readouterr().out == "captured\\n"
+        with capsys.disabled():
+            print("not captured")
+
+    def test_reads_what_comes_from_below(rank, capfd):
+        os.write(1, b"captured\\n")
+        assert capfd.readouterr().out == "captured\\n"
+
+    def test_fails(rank):
+        print("kept of", rank)
+        assert rank != 1
+"""
+OUTCOMES = {
+    "test_prints": "PASSED",
+    "test_is_killed": "FAILED",
+    "test_reads_its_own_output": "PASSED",
+    "test_reads_what_comes_from_below": "PASSED",
+    "test_fails": "FAILED",
+}
+
+
+def copied(run: Run) -> list[str]:
+    return [line for line in run.lines if line.startswith("[rank")]
+
+
+def test_without_capture_the_default_ranks_are_copied(tmp_path: Path) -> None:
+    suite = Suite(root=tmp_path).write("test_it.py", PRINTING)
+    run = suite.run("--ranks", "4", "-s", "-v")
+    assert run.outcomes == OUTCOMES
+    start = run.lines.index("test_it.py::test_prints ")
+    end = run.lines.index("test_it.py::test_is_killed ")
+    assert sorted(run.lines[start + 1 : end - 1]) == [
+        f"[rank{rank}]: {text}"
+        for rank in (0, 3)
+        for text in (f"err of {rank}", f"out of {rank}", "without an end")
+    ]
+    assert run.lines[end - 1].startswith("PASSED")
+    assert sorted(copied(run)[6:8]) == ["[rank0]: last words", "[rank3]: last words"]
+    assert copied(run)[8:10] == ["[rank0]: not captured", "[rank3]: not captured"]
+    assert "Captured" not in run.stdout
+    for rank in range(4):
+        log = run.directory / "ranks" / "attempt_1" / str(rank) / "stdout.log"
+        assert log.read_text() == f"out of {rank}\nwithout an endlast words"
+
+
+@pytest.mark.parametrize(
+    ("typed", "ranks"), [([], []), (["--tee-ranks", "1"], [1]), (["--tee-ranks", "all"], [0, 1])]
+)
+def test_with_capture_only_typed_ranks_are_copied(
+    tmp_path: Path, typed: list[str], ranks: list[int]
+) -> None:
+    suite = Suite(root=tmp_path).write("test_it.py", PRINTING)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmegatron_tee_ranks = 0\n")
+    run = suite.run("--ranks", "2", "-k", "fails", *typed)
+    assert sorted(copied(run)) == [f"[rank{rank}]: kept of {rank}" for rank in ranks]
+    title = " Captured stdout call of rank 1 "
+    (start,) = [n for n, line in enumerate(run.lines) if line.strip("-") == title]
+    assert run.lines[start + 1] == "kept of 1"
+
+
+def test_a_flood_is_copied_live_and_whole(tmp_path: Path) -> None:
+    text = """
+        from pathlib import Path
+
+        def test_floods(rank):
+            number = 0
+            while not Path("stop").exists():
+                print("line", number)
+                number += 1
+            print("the last is", number - 1)
+    """
+    suite = Suite(root=tmp_path).write("test_it.py", text)
+    with suite.start("--ranks", "2", "-s", "--tee-ranks", "1") as process:
+        assert process.stdout is not None
+        seen = [line for _ in range(100) if (line := process.stdout.readline())]
+        assert any(line.startswith("[rank1]: line ") for line in seen)  # the test still runs
+        (tmp_path / "stop").touch()
+        rest = process.stdout.read()
+    lines = [x for x in ("".join(seen) + rest).splitlines() if x.startswith("[rank")]
+    last = int(lines[-1].rpartition(" ")[2])
+    expected = [f"[rank1]: line {number}" for number in range(last + 1)]
+    assert lines[:-1] == expected
+    assert rest.splitlines()[-1].strip("= ").startswith("1 passed")

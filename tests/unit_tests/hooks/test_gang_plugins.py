@@ -1,0 +1,168 @@
+"""Other plugins beside gangs: pytest-timeout and pytest-rerunfailures."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from gang_suite import Suite
+
+RERUNS = """
+    import os
+    import pytest
+
+    pytestmark = pytest.mark.xdist_group("one")
+    attempts = {}
+
+    def attempt(name):
+        attempts[name] = attempts.get(name, 0) + 1
+        return attempts[name]
+
+    @pytest.fixture(scope="module")
+    def once():
+        return attempt("once")
+
+    @pytest.fixture(scope="module")
+    def breaks_first(rank):
+        if attempt("breaks_first") == 1 and rank == 1:
+            raise OSError("first set-up")
+
+    def test_passes_at_the_second(rank, once):
+        assert attempt("second") == 2 or rank == 0
+        assert once == 1
+
+    def test_never_passes(once):
+        attempt("never")
+        raise ValueError("always")
+
+    def test_set_up_at_the_second(breaks_first, rank):
+        assert attempts["breaks_first"] == (2 if rank == 1 else 1)
+
+    @pytest.mark.flaky(reruns=0)
+    def test_is_not_rerun():
+        raise ValueError("always")
+
+    def test_subtests(subtests):
+        n = attempt("subtests")
+        with subtests.test("sub"):
+            assert n == 2
+
+    class TestState:
+        def test_fresh_object(self):
+            assert not hasattr(self, "seen")
+            self.seen = True
+            assert attempt("object") == 2
+
+    def test_dies_once(rank, shared_tmp_path):
+        flag = "died"
+        if rank == 1 and not os.path.exists(flag):
+            open(flag, "w").close()
+            os._exit(3)
+
+    def test_passes(once):
+        pass
+    """
+
+
+def test_a_rerun_is_on_all_ranks_and_reported_as_ever(tmp_path: Path) -> None:
+    suite = Suite(tmp_path).write(test_reruns=RERUNS)
+    run = suite.run("-v", "--reruns=1", "--ranks=2", "-rR", "--rank-grace=1")
+    assert run.words == {
+        "test_passes_at_the_second": "RERUN PASSED",
+        "test_never_passes": "RERUN FAILED",
+        "test_set_up_at_the_second": "RERUN PASSED",
+        "test_is_not_rerun": "FAILED",
+        "test_subtests": "RERUN PASSED",
+        "test_fresh_object": "RERUN PASSED",
+        "test_dies_once": "RERUN PASSED",
+        "test_passes": "PASSED",
+    }
+    assert run.summary == "2 failed, 6 passed, 1 subtests passed, 6 rerun"
+    assert run.stdout.count("RERUN test_reruns.py::") == 6
+
+
+def test_reruns_can_be_chosen_by_the_error(tmp_path: Path) -> None:
+    suite = Suite(tmp_path).write(
+        test_chosen="""
+            import os, signal
+
+            def test_value(): raise ValueError("careful: it broke")
+            def test_key(): raise KeyError("x")
+            def test_assert(rank): assert rank == 5
+            def test_death(rank): rank or os.kill(os.getpid(), signal.SIGKILL)
+            """
+    )
+    run = suite.run(
+        *("-v", "--reruns=1", "--ranks=2", "--rank-grace=1"),
+        *("--only-rerun=ValueError: careful", "--only-rerun=killed by SIGKILL"),
+    )
+    assert run.words == {
+        "test_value": "RERUN FAILED",
+        "test_key": "FAILED",
+        "test_assert": "FAILED",
+        "test_death": "RERUN FAILED",
+    }
+
+
+SLOW = """
+    import os
+    import threading
+
+    import pytest
+
+    def wait():
+        threading.Event().wait(60)
+
+    def test_hangs(rank):
+        if rank == 1:
+            wait()
+
+    @pytest.mark.timeout(1000)
+    def test_mark_wins():
+        threading.Event().wait(1.5)
+
+    def test_next(): pass
+
+    @pytest.mark.controller
+    def test_of_the_controller():
+        wait()
+    """
+
+
+@pytest.mark.parametrize("how", ["option", "ini", "variable"])
+def test_the_limit_of_pytest_timeout_is_the_gangs(tmp_path: Path, how: str) -> None:
+    """It stops the test, not the session, and acts itself only on tests of the controller."""
+    suite = Suite(tmp_path).write(test_slow=SLOW)
+    if how == "ini":
+        suite.write(**{"pytest.ini": "[pytest]\ntimeout = 1\n"})
+    run = suite.run(
+        *("-v", "--ranks=2", "--timeout-method=signal", "--rank-grace=1"),
+        *(["--timeout=1"] if how == "option" else []),
+        *(["--deselect=test_slow.py::test_mark_wins"] if how != "option" else []),
+        env={"PYTEST_TIMEOUT": "1"} if how == "variable" else {},
+    )
+    words = {name: run.words.get(name) for name in ("test_hangs", "test_next", "test_mark_wins")}
+    assert words == {
+        "test_hangs": "FAILED",
+        "test_next": "PASSED",
+        "test_mark_wins": "PASSED" if how == "option" else None,
+    }
+    assert "rank 1 did not end in 1 s" in run.stdout
+    assert "wait" in run.stdout.partition("stack of rank 1")[2]
+    assert run.words["test_of_the_controller"] == "FAILED"
+    assert len(re.findall(r"Failed: Timeout \(>1(?:\.0)?s\) from pytest-timeout", run.stdout)) >= 1
+
+
+def test_pytest_timeout_does_nothing_to_gangs_without_a_limit(tmp_path: Path) -> None:
+    suite = Suite(tmp_path).write(
+        test_long="""
+            import threading
+            import pytest
+
+            @pytest.mark.timeout(0)
+            def test_without_a_limit():
+                threading.Event().wait(1.5)
+            """
+    )
+    assert suite.run("--timeout=1", "--ranks=2").summary == "1 passed"

@@ -83,6 +83,13 @@ def become_rank(order: RankOrder, ends: RankEnds, *, random_before: object) -> N
 
 
 _kept: list[object] = []
+
+
+def keep(file: object) -> None:
+    """Keep a file open as long as this process lives."""
+    _kept.append(file)
+
+
 _numpy_before: object = None
 
 

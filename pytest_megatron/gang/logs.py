@@ -81,6 +81,14 @@ class RankLogs:
             return os.open(os.devnull, os.O_WRONLY)
 
 
+def file_size(path: Path) -> int:
+    """Return the size of a file, 0 if it is not there."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
 def read_piece(path: Path, start: int, end: int) -> str:
     """Return a piece of a log; of a long one the end, and where the rest is."""
     left_out = max(0, end - start - _MOST_BYTES)

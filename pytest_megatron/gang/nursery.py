@@ -17,7 +17,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn, Protocol
 
@@ -25,6 +25,7 @@ from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang.channel import Channel
 from pytest_megatron.gang.logs import FLIGHT_FILE, STACKS_FILE
 from pytest_megatron.gang.messages import (
+    Adopt,
     AskStacks,
     Died,
     Fork,
@@ -50,7 +51,7 @@ from pytest_megatron.gang.processes import (
 
 STACK_SIGNAL = signal.SIGRTMIN + 9
 _POLL_S = 0.02
-_PHASE_BYTES = 16
+_PHASE_BYTES = 1024  # a node id while a rank collects
 _STACKS_S = 1.0  # for a rank to write its stack
 
 
@@ -68,7 +69,7 @@ class RankEnds:
 
     def note(self, when: str) -> None:
         """Note the phase; costs a microsecond, and survives the rank."""
-        os.pwrite(self.phase, when.ljust(_PHASE_BYTES).encode(), 0)
+        os.pwrite(self.phase, when.encode().ljust(_PHASE_BYTES)[:_PHASE_BYTES], 0)
 
 
 class Starter(Protocol):
@@ -103,13 +104,14 @@ class _Child:
     trigger: int
     phase_file: int
     is_alive: bool = True
+    exit_code: int = 0
 
     @property
     def phase(self) -> str:
-        return os.pread(self.phase_file, _PHASE_BYTES, 0).decode().strip("\0 ")
+        return os.pread(self.phase_file, _PHASE_BYTES, 0).decode(errors="replace").strip("\0 ")
 
-    def close(self) -> None:
-        self.is_alive = False
+    def close(self, exit_code: int) -> None:
+        self.is_alive, self.exit_code = False, exit_code
         os.close(self.trigger)
         os.close(self.phase_file)
 
@@ -195,6 +197,8 @@ class Nursery:
                 self._dying.setdefault(gang, time.monotonic() + UNKILLABLE_S)
                 send_signal(self._below(gang), signal.SIGKILL)
                 self._collect()
+            case Adopt():
+                self._adopt(message)
             case Interrupt(gang=gang):
                 send_signal(self._living(gang), signal.SIGINT)
             case AskStacks(gang=gang, ranks=ranks):
@@ -210,6 +214,17 @@ class Nursery:
         self._children[pid] = _Child(order, trigger, phase)
         self._channel.send(Forked(gang=order.gang, rank=order.rank, pid=pid))
 
+    def _adopt(self, adopt: Adopt) -> None:
+        """Make a template that becomes a rank one of a gang's."""
+        for child in self._children.values():
+            if (child.order.gang, child.order.rank) == (adopt.template, adopt.rank):
+                child.order = replace(
+                    child.order, gang=adopt.gang, device=adopt.device, log_dir=adopt.log_dir
+                )
+                if not child.is_alive:
+                    died = Died(gang=adopt.gang, rank=adopt.rank, exit_code=child.exit_code)
+                    self._channel.send(died)
+
     def _collect(self) -> None:
         """Collect what ended, and tell of ranks."""
         while True:
@@ -222,12 +237,12 @@ class Nursery:
             child = self._children.get(pid)
             if child is not None and child.is_alive:
                 phase = child.phase
-                child.close()
+                child.close(os.waitstatus_to_exitcode(status))
                 self._channel.send(
                     Died(
                         gang=child.order.gang,
                         rank=child.order.rank,
-                        exit_code=os.waitstatus_to_exitcode(status),
+                        exit_code=child.exit_code,
                         phase=phase,
                     )
                 )

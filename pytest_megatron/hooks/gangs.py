@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pluggy
@@ -24,15 +24,19 @@ from pytest_megatron.errors import LaunchError
 from pytest_megatron.files import JsonValue
 from pytest_megatron.gang import measure
 from pytest_megatron.gang.bootstrap import rank_env
-from pytest_megatron.gang.channel import listen_locally
+from pytest_megatron.gang.channel import Listener, listen_locally
 from pytest_megatron.gang.fleet import Fleet, Gang
 from pytest_megatron.gang.lifecycle import Lifecycle, State
+from pytest_megatron.gang.logs import file_size, read_piece
 from pytest_megatron.gang.messages import NOTHING, UNKNOWN, RankOrder, Run, Welcome
 from pytest_megatron.gang.nodes import Nodes
 from pytest_megatron.gang.placement import Schedule
 from pytest_megatron.gang.spec import GangSpec, RunEnd
 from pytest_megatron.gang.stores import LOCAL_HOST
+from pytest_megatron.hooks import recipes
 from pytest_megatron.hooks.console import Console
+from pytest_megatron.hooks.gang_results import RECORD
+from pytest_megatron.hooks.item import WorkloadItem
 from pytest_megatron.hooks.markers import spec_of, timeout_of
 from pytest_megatron.hooks.merged import (
     build_report,
@@ -43,12 +47,17 @@ from pytest_megatron.hooks.merged import (
 )
 from pytest_megatron.hooks.nodes import Leader, address_of, nodes_of
 from pytest_megatron.hooks.options import Options
+from pytest_megatron.hooks.origins import PerRank, make_extra_item, why_per_rank
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.hooks.tee import Tee
 from pytest_megatron.hooks.template import Template
 from pytest_megatron.host import this_host
 from pytest_megatron.lease import Lease, Waiting, is_awaited, try_lease, waiting_text
+from pytest_megatron.report.gangs import plan_lines
 from pytest_megatron.report.merge import Merged, has_reported, merge, merge_late
+from pytest_megatron.report.record import Executed, test_record
+from pytest_megatron.report.transient import transient_cause
+from pytest_megatron.verdict.signature import Signature
 
 PLUGIN_NAME = "megatron-gangs"
 _NURSERY_S = 60.0  # to call after it was forked
@@ -64,11 +73,13 @@ class _Execution:
 
     Attributes:
         before: What the same gang ran before it, if anything.
+        log_starts: Where stderr of each rank stood, where that may matter.
     """
 
     index: int
     item: pytest.Item
     before: pytest.Item | None
+    log_starts: Sequence[int] = ()
     end: RunEnd | None = None
     merged: tuple[Merged, ...] = ()
 
@@ -91,6 +102,8 @@ class GangPlugin:
         self._fleet: Fleet | None = None
         self._make_template: Template | None = None
         self._template: int | None = None
+        self._per_rank: PerRank | None = None
+        self._prepared: dict[GangSpec, Lease] = {}  # of gangs whose ranks still collect
         self._gangs: dict[int, Gang] = {}
         self._leases: dict[int, Lease] = {}
         self._running: dict[int, tuple[Gang, _Execution]] = {}
@@ -115,6 +128,9 @@ class GangPlugin:
         self._has_ended = threading.Event()
         self._limits_s: dict[pytest.Item, float] = {}
         self._make_report: pluggy.HookCaller | None = None
+        self._history: dict[pytest.Item, list[Executed]] = {}
+        self._reruns: dict[pytest.Item, list[Signature]] = {}
+        self._is_claiming = False  # room is being made for a test that the schedule does not have
         self._tee = Tee(config, self._options, is_worker=run.is_worker)
         self._console = Console(config, self._options.pdb_rank, is_refusing=run.is_worker)
 
@@ -146,6 +162,20 @@ class GangPlugin:
                 item.add_marker(pytest.mark.skip(reason=reason))
                 continue
             self._specs[item] = spec
+        self._refuse_pdb_rank()
+
+    def _refuse_pdb_rank(self) -> None:
+        """Make sure that some gang has the rank to debug.
+
+        Raises:
+            pytest.UsageError: None has.
+        """
+        rank = self._options.pdb_rank
+        widest = max((spec.world_size for spec in self._specs.values()), default=0)
+        if rank is not None and 0 < widest <= rank:
+            raise pytest.UsageError(
+                f"--pdb-rank: {rank} is no rank of a gang, expected 0 to {widest - 1}; lower it"
+            )
 
     # The loop
 
@@ -161,6 +191,10 @@ class GangPlugin:
             return None  # pytest's own loop says so
         if getattr(session.config.option, "dist", "no") != "no" and not self._run.is_worker:
             return None
+        if self._options.is_plan:
+            return self._print_plan(session)
+        if not self._run.is_worker:
+            self._run.refuse_used_run_dir()
         self._open(session)
         if self._run.is_worker:
             return None
@@ -183,6 +217,13 @@ class GangPlugin:
         """Leave no process behind, however the session ends."""
         self._shut_down()
 
+    def _print_plan(self, session: pytest.Session) -> bool | None:
+        """Print which gangs would run how many tests; workloads print theirs."""
+        items = [item for item in session.items if not isinstance(item, WorkloadItem)]
+        for line in plan_lines(self._specs.get(item) for item in items):
+            self._tell_user(line)
+        return None if self._config.pluginmanager.has_plugin(recipes.PLUGIN_NAME) else True
+
     def _open(self, session: pytest.Session) -> None:
         """Fork the template, and take over the phases of our items."""
         self._items = session.items
@@ -193,15 +234,7 @@ class GangPlugin:
         listener = listen_locally()
         grace_s = self._options.rank_grace_s
         self._fleet = Fleet(listener, grace_s=grace_s, on_debugger=self._console.handle)
-        self._make_template = Template(
-            session=session,
-            address=listener.address,
-            key=listener.key,
-            random_before=self._random_before,
-            coverage=self._coverage,
-            coverage_file=str(self._coverage_dir / "template"),
-        )
-        self._template = self._make_template.fork()
+        self._choose_origin(session, listener)
         original = session.gethookproxy
 
         def get_hooks(fspath: os.PathLike[str]) -> pluggy.HookRelay:
@@ -236,10 +269,30 @@ class GangPlugin:
             ranks_per_node=nodes.ranks_per_node,
             num_gpus=max(needed, default=0),
             node_ids=tuple(item.nodeid for item in session.items),
+            collecting="" if self._per_rank is None else self._options.gang_start,
         )
         endpoint = self._options.rdzv_endpoint
         self._leader = Leader(self._config, self._open_fleet, welcome=welcome, endpoint=endpoint)
         self._config.pluginmanager.register(self._leader, "megatron-leader")
+
+    def _choose_origin(self, session: pytest.Session, listener: Listener) -> None:
+        """Fork the template, unless ranks have to collect for themselves."""
+        sizes = {spec.world_size for spec in self._specs.values()}
+        reason = why_per_rank(self._config, self._options, sizes, self.default_size)
+        if reason:
+            if self._config.option.verbose > 0:
+                self._tell_user(f"every rank collects for itself: {reason}")
+            self._per_rank = PerRank(session, self._open_fleet, listener, self._options)
+            return
+        self._make_template = Template(
+            session=session,
+            address=listener.address,
+            key=listener.key,
+            random_before=self._random_before,
+            coverage=self._coverage,
+            coverage_file=str(self._coverage_dir / "template"),
+        )
+        self._template = self._make_template.fork()
 
     def _loop(self, session: pytest.Session) -> None:
         """Run items of gangs, side by side where they are small; the controller's own first."""
@@ -269,8 +322,18 @@ class GangPlugin:
             self._protocol(
                 session, item, self._items[index + 1] if item != self._items[-1] else None
             )
+        self._fail_extra(session)
+
+    def _fail_extra(self, session: pytest.Session) -> None:
+        """Fail tests that only some ranks have, under their own names."""
+        extra = {} if self._per_rank is None else self._per_rank.extra()
         if self._leader is not None:
-            self._leader.check_collections(session)
+            extra = {**extra, **self._leader.extra()}
+        for node_id, reason in extra.items():
+            item = make_extra_item(session, node_id, reason)
+            session.items.append(item)
+            session.testscollected += 1
+            self._protocol(session, item, None)
 
     def _protocol(
         self, session: pytest.Session, item: pytest.Item, nextitem: pytest.Item | None
@@ -311,8 +374,12 @@ class GangPlugin:
 
     def set_up(self, item: pytest.Item) -> None:
         """Wait until the item has run on its gang; all of its phases run there at once."""
+        self._reruns[item] = []
         try:
             self._wait_for(item)
+            while self._is_rerun_due(item):
+                self._rerun(item)
+                self._wait_for(item)
         except KeyboardInterrupt:
             if not self._config.getoption("usepdb"):
                 raise
@@ -331,6 +398,30 @@ class GangPlugin:
             self._dispatch()
             if item not in self._ended:
                 self._pump()
+
+    def _is_rerun_due(self, item: pytest.Item) -> bool:
+        """Whether a test failed for a transient cause, and may run again; notes the cause."""
+        causes = self._reruns[item]
+        if len(causes) >= self._options.num_transient_reruns:
+            return False
+        execution = self._ended[item]
+        assert execution.end is not None
+        lines: list[str] = []
+        for rank, start in zip(execution.end.ranks, execution.log_starts, strict=True):
+            path = Path(rank.log_dir, "stderr.log")
+            lines += read_piece(path, start, file_size(path)).splitlines()
+        signature = transient_cause(execution.merged, lines)
+        if signature is None:
+            return False
+        causes.append(signature)
+        self._history[item][-1] = replace(self._history[item][-1], signature=signature)
+        return True
+
+    def _rerun(self, item: pytest.Item) -> None:
+        """Run a test again, on a gang that nothing has run on."""
+        del self._ended[item]
+        gang = self._start_alone(self._specs[item])
+        self._assign(gang, self._index[item], self._next_by_hand(gang))
 
     def call(self, item: pytest.Item) -> None:
         """Report the subtests, which pytest reports before the test."""
@@ -365,7 +456,13 @@ class GangPlugin:
             report: pytest.TestReport = self._make_report(item=item, call=seen)
         finally:
             self._is_replaying = False
+        causes = self._reruns[item]
+        if causes:
+            report.user_properties.append(("megatron.reruns", len(causes)))
+            report.user_properties.append(("megatron.signature", causes[-1].id))
         if call.when == "teardown":
+            merged, history = self._ended[item].merged, self._history[item]
+            report.__dict__[RECORD] = test_record(merged, self._specs[item], history)
             del self._ended[item]  # a rerun of it runs again
         return report
 
@@ -407,6 +504,8 @@ class GangPlugin:
         schedule = self._schedule
         if self._is_stopping or self._is_held or schedule is None or self._is_by_hand:
             return
+        if self._is_claiming:
+            return
         fleet = self._open_fleet
         for gang in list(self._gangs.values()):
             if self._is_free(gang):
@@ -428,18 +527,22 @@ class GangPlugin:
         spec = self._specs[item]
         free = [gang for gang in self._gangs.values() if self._is_free(gang)]
         fitting = [gang for gang in free if gang.spec == spec and not spec.is_isolated]
-        gang = fitting[0] if fitting else self._start_alone(spec, free)
+        gang = fitting[0] if fitting else self._start_alone(spec)
         self._assign(gang, self._index[item], self._next_by_hand(gang))
 
-    def _start_alone(self, spec: GangSpec, free: Sequence[Gang]) -> Gang:
+    def _start_alone(self, spec: GangSpec) -> Gang:
         """Start a gang in the place of those that are idle, as soon as there is room for it."""
-        for other in free:
-            self._open_fleet.close(other)
-        while self._num_free() < min(spec.world_size, self._num_slots):
-            self._pump()
-        while (gang := self._start(spec)) is None:
-            self._pump()
-        return gang
+        self._is_claiming = True  # else what the schedule has next would take the room
+        try:
+            while True:
+                for other in [gang for gang in self._gangs.values() if self._is_free(gang)]:
+                    self._open_fleet.close(other)
+                has_room = self._num_free() >= min(spec.world_size, self._num_slots)
+                if has_room and (gang := self._start(spec)) is not None:
+                    return gang
+                self._pump()
+        finally:
+            self._is_claiming = False
 
     def _next_by_hand(self, gang: Gang) -> int:
         """Return what a gang runs after an item that was started by hand."""
@@ -471,12 +574,18 @@ class GangPlugin:
     def _start(self, spec: GangSpec) -> Gang | None:
         """Start a gang; None while its devices are not free."""
         fleet = self._open_fleet
-        self._wait_for_template()
-        lease = None
-        if spec.device == "cuda":
+        per_rank = self._per_rank
+        if per_rank is None:
+            self._wait_for_template()
+        lease = self._prepared.pop(spec, None)
+        if spec.device == "cuda" and lease is None:
             lease = self._lease(self._nodes.num_ranks_on(0, spec.world_size))
             if lease is None:
                 return None
+        if per_rank is not None and not per_rank.is_ready(self._orders(0, spec, lease)):
+            if lease is not None:
+                self._prepared[spec] = lease
+            return None
         number = fleet.new_number()
         orders = self._orders(number, spec, lease)
         gang = Gang(
@@ -493,8 +602,18 @@ class GangPlugin:
         self._gangs[number] = gang
         if lease is not None:
             self._leases[number] = lease
-        fleet.start(gang)
         self._tee.follow(gang)
+        if per_rank is None:
+            if self._leader is not None:
+                gang.missing = self._leader.missing(orders)
+            fleet.start(gang)
+            return gang
+        gang.missing = per_rank.missing(spec.world_size)
+        if per_rank.is_lost(spec.world_size):
+            fleet.pretend(gang)
+        else:
+            fleet.start(gang)
+            per_rank.take(spec.world_size)
         return gang
 
     def _lease(self, num_gpus: int) -> Lease | None:
@@ -603,7 +722,11 @@ class GangPlugin:
             shared_dir=str(self._shared_dir(gang) / str(self._num_runs)),
             is_last_if_failed=bool(maxfail) and item.session.testsfailed + 1 >= maxfail,
         )
-        self._running[self._num_runs] = gang, _Execution(index, item, self._last.get(gang.number))
+        log_starts: list[int] = []
+        if self._options.num_transient_reruns:
+            log_starts = [file_size(Path(o.log_dir, "stderr.log")) for o in gang.orders]
+        execution = _Execution(index, item, self._last.get(gang.number), log_starts)
+        self._running[self._num_runs] = gang, execution
         self._last[gang.number] = item
         self._open_fleet.assign(gang, run, limit_s=self._limits_s[item])
         self._take_ends(gang)
@@ -626,6 +749,10 @@ class GangPlugin:
             execution.end = end
             execution.merged = merge(end, gang.spec.world_size)
             self._ended[execution.item] = execution
+            directory = str(Path(gang.orders[0].log_dir).parent)
+            self._history.setdefault(execution.item, []).append(
+                Executed(gang=gang.number, directory=directory, end=end)
+            )
             late = {r.rank: r.done.late for r in end.ranks if r.done and r.done.late is not None}
             self._keep_late(execution.before, late, gang)
         gang.ends.clear()
@@ -694,12 +821,17 @@ class GangPlugin:
                 self._fleet = None
                 for lease in self._leases.values():
                     lease.close()
+                for lease in self._prepared.values():
+                    lease.close()
+                self._prepared.clear()
                 self._leases.clear()
                 self._gangs.clear()
                 fleet.stop()
                 if self._template is not None:
                     with contextlib.suppress(ChildProcessError):
                         os.waitpid(self._template, 0)
+                if self._per_rank is not None:
+                    self._per_rank.close()
                 for problem in measure.merge_into_running(self._coverage_dir):
                     self._tell_user(f"coverage of a rank cannot be read: {problem}")
             self._report_late()

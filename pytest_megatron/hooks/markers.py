@@ -83,7 +83,7 @@ def spec_of(
         return None
     return GangSpec(
         world_size=size,
-        device=_device(options, size, num_gpus),
+        device=device_of(options, size, num_gpus),
         is_isolated=is_isolated,
     )
 
@@ -150,7 +150,14 @@ def _numbers(mark: pytest.Mark) -> list[int] | None:
     return numbers if is_right else None
 
 
-def _device(options: Options, size: int, num_gpus: int) -> str:
+def device_of(options: Options, size: int, num_gpus: int) -> str:
+    """Return `cuda` or `cpu` for a gang.
+
+    Args:
+        options: What the user asked for.
+        size: Its world size.
+        num_gpus: CUDA devices of this host.
+    """
     if options.num_gpus is not None:
         return "cuda"
     if options.device != "auto":

@@ -11,7 +11,8 @@ import os
 import random
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,12 @@ from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang.channel import Channel, WrongKeyError, connect, listen_on
 from pytest_megatron.gang.fleet import Fleet
 from pytest_megatron.gang.followers import Followers
-from pytest_megatron.gang.messages import Ended, Hello, Joined, Mirrored, Welcome
+from pytest_megatron.gang.messages import Ended, Hello, Joined, Mirrored, RankOrder, Welcome
 from pytest_megatron.gang.nodes import KEY_VARIABLE, Nodes, find_key
+from pytest_megatron.hooks.beginning import KEY
 from pytest_megatron.hooks.mirror import mirror_log, mirror_report, mirror_warning, replay
 from pytest_megatron.hooks.options import Options
+from pytest_megatron.hooks.origins import make_brief, tell_warm
 from pytest_megatron.hooks.template import Template
 from pytest_megatron.host import this_host
 from pytest_megatron.lease import Lease, lease_gpus
@@ -32,6 +35,7 @@ FOLLOWER_NAME = "megatron-follower"
 MEETING_S = 300.0  # for every node to come up and collect
 _HOPELESS_S = 20.0  # of that, for a node that has nothing to bring but its collection errors
 _RETRY_S = 0.2
+_DEVICES = "CUDA_VISIBLE_DEVICES"
 _BROKEN = 3  # exit code: not a test's fault
 _KEY_ADVICE = f"set {KEY_VARIABLE} to the same text on every node, or share ~/.pytest_megatron/key"
 
@@ -102,17 +106,25 @@ class Leader:
                 )
             self._fleet.pump(_RETRY_S)
 
-    def check_collections(self, session: pytest.Session) -> None:
-        """Fail a session of which some tests did not run, as only another node has them.
-
-        Raises:
-            pytest.Session.Failed: There are such.
-        """
+    def missing(self, orders: Sequence[RankOrder]) -> dict[int, dict[str, str]]:
+        """Return rank -> node id -> why the rank has no such test."""
         joined = self._followers.joined
-        told = [f"node {n}: {', '.join(j.extra)}" for n, j in joined.items() if j.extra]
-        if told:
-            session.shouldfail = f"node 0 did not collect what others did; {'; '.join(told)}"
-            raise session.Failed(session.shouldfail)
+        return {
+            order.rank: dict.fromkeys(
+                joined[order.node_rank].missing,
+                f"has no such test: node {order.node_rank} did not collect it",
+            )
+            for order in orders
+            if order.node_rank in joined and joined[order.node_rank].missing
+        }
+
+    def extra(self) -> dict[str, str]:
+        """Return node id -> what to say of it, for tests that node 0 did not collect."""
+        return {
+            node_id: f"collected by node {node_rank}, not by node 0"
+            for node_rank, joined in self._followers.joined.items()
+            for node_id in joined.extra
+        }
 
     def pytest_runtest_logstart(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
         """Mirror."""
@@ -218,12 +230,11 @@ class FollowerPlugin:
             pytest.exit.Exception: It does not answer, or has another key.
         """
         options = self._options
-        host, port = address_of(options.rdzv_endpoint)
         hello = Hello(role="node", gang=0, rank=-1, node_rank=options.node_rank, pid=os.getpid())
         deadline = time.monotonic() + limit_s
         while True:
             try:
-                return connect(f"tcp:{host}:{port}", key, hello)
+                return connect(self._address, key, hello)
             except WrongKeyError:
                 raise pytest.exit.Exception(
                     f"node 0 at {options.rdzv_endpoint} has another key than this node; "
@@ -268,37 +279,77 @@ class FollowerPlugin:
     ) -> None:
         lease: Lease | None = None
         if welcome.num_gpus:
-            on_wait = self._write_line
-            lease = lease_gpus(this_host().gpus, welcome.num_gpus, on_wait)
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in lease.gpus)
+            lease = lease_gpus(this_host().gpus, welcome.num_gpus, self._write_line)
+            os.environ[_DEVICES] = ",".join(gpu.uuid for gpu in lease.gpus)
+        start = self._start_warm if welcome.collecting else self._fork_template
+        end = start(session, channel, welcome, key)
+        try:
+            channel.send(_compare(session, welcome))
+            self._show(session, channel)
+        finally:
+            end()
+            if lease is not None:
+                lease.close()
+
+    def _fork_template(
+        self, session: pytest.Session, channel: Channel, welcome: Welcome, key: bytes
+    ) -> Callable[[], None]:
+        """Start what ranks are forked from; return what ends it."""
         leash, held = os.pipe()
-        own = _by_id(session)
-        node_rank = self._options.node_rank
-        reason = f"has no such test: node {node_rank} did not collect it"
-        host, port = address_of(self._options.rdzv_endpoint)
+        own = {item.nodeid: item for item in session.items}
         template = Template(
             session=session,
-            address=f"tcp:{host}:{port}",
+            address=self._address,
             key=key,
             random_before=self._random_before,
             coverage={},
             coverage_file="",
-            node_rank=node_rank,
+            node_rank=self._options.node_rank,
             items=tuple(own.get(node_id) for node_id in welcome.node_ids),
-            missing={node_id: reason for node_id in welcome.node_ids if node_id not in own},
+            base_temp=self._base_temp,
             leash=leash,
             not_inherited=(held, channel.fileno()),
         )
         pid = template.fork()
         os.close(leash)
-        try:
-            channel.send(Joined(extra=_extra(session, welcome.node_ids)))
-            self._show(session, channel)
-        finally:
+
+        def end() -> None:
             os.close(held)
             os.waitpid(pid, 0)
-            if lease is not None:
-                lease.close()
+
+        return end
+
+    def _start_warm(
+        self, session: pytest.Session, channel: Channel, welcome: Welcome, key: bytes
+    ) -> Callable[[], None]:
+        """Start what ranks come from that collect for themselves; return what ends it."""
+        del session, channel
+        brief = make_brief(
+            self._config,
+            address=self._address,
+            key=key,
+            node_ids=welcome.node_ids,
+            is_single=welcome.collecting == "fresh",
+        )
+        devices = {_DEVICES: os.environ[_DEVICES]} if welcome.num_gpus else {}
+        brief = replace(
+            brief,
+            node_rank=self._options.node_rank,
+            env={**brief.env, **devices},
+            is_leashed=True,
+            base_temp=self._base_temp,
+        )
+        return tell_warm(self._config.stash[KEY], brief).stop
+
+    @property
+    def _address(self) -> str:
+        host, port = address_of(self._options.rdzv_endpoint)
+        return f"tcp:{host}:{port}"
+
+    @property
+    def _base_temp(self) -> str:
+        factory = self._config._tmp_path_factory  # type: ignore[attr-defined]  # noqa: SLF001
+        return str(factory.getbasetemp())
 
     def _show(self, session: pytest.Session, channel: Channel) -> None:
         """Show what node 0 shows, until it ends, and end like it."""
@@ -339,11 +390,13 @@ def write_line(config: pytest.Config, line: str) -> None:
         reporter.write_line(line)
 
 
-def _by_id(session: pytest.Session) -> dict[str, pytest.Item]:
-    return {item.nodeid: item for item in session.items}
-
-
-def _extra(session: pytest.Session, node_ids: Sequence[str]) -> tuple[str, ...]:
-    """Return what this node collected and node 0 did not."""
-    theirs = set(node_ids)
-    return tuple(node_id for node_id in _by_id(session) if node_id not in theirs)
+def _compare(session: pytest.Session, welcome: Welcome) -> Joined:
+    """Return in what this node's collection differs; ranks that collect do so by themselves."""
+    if welcome.collecting:
+        return Joined()
+    own = [item.nodeid for item in session.items]
+    theirs, known = set(welcome.node_ids), set(own)
+    return Joined(
+        missing=tuple(node_id for node_id in welcome.node_ids if node_id not in known),
+        extra=tuple(node_id for node_id in own if node_id not in theirs),
+    )

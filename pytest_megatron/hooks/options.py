@@ -5,6 +5,7 @@ Runs at every pytest start, so it imports nothing but pytest.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -223,6 +224,34 @@ def _nodes(config: pytest.Config) -> tuple[int, int, str]:
             f"the same on every node"
         )
     return num_nodes, node_rank, endpoint
+
+
+def early_size(early_config: pytest.Config) -> tuple[int, int] | None:
+    """Return ranks of a node and nodes, before conftest files are loaded; None without gangs.
+
+    A value that is wrong is none here: `read_options` says so.
+    """
+    given = vars(early_config.known_args_namespace)
+    texts = {
+        name: given.get(_dest(name)) or early_config.getini(_dest(name))
+        for name in ("ranks", "gpus", "nnodes")
+    }
+    num_ranks = texts["ranks"] or texts["gpus"]
+    if num_ranks and not texts["nnodes"] and any(name in os.environ for name in _SLURM_STEP):
+        from pytest_megatron.errors import LaunchError  # noqa: PLC0415 - not at every start
+        from pytest_megatron.gang.nodes import find_slurm_step  # noqa: PLC0415 - see above
+
+        with contextlib.suppress(LaunchError):
+            step = find_slurm_step(os.environ)
+            texts["nnodes"] = step.num_nodes if step else None
+    if num_ranks == "all":
+        from pytest_megatron.host import this_host  # noqa: PLC0415 - not for all
+
+        num_ranks = len(this_host().gpus)
+    words = str(num_ranks), str(texts["nnodes"] or 1)
+    if not all(word.isdecimal() and int(word) for word in words):
+        return None
+    return int(words[0]), int(words[1])
 
 
 def _refuse_contradictions(options: Options) -> None:

@@ -22,7 +22,7 @@ from _pytest.runner import runtestprotocol
 
 from pytest_megatron.files import JsonValue
 from pytest_megatron.gang import bootstrap, measure
-from pytest_megatron.gang.channel import Channel
+from pytest_megatron.gang.channel import Channel, connect
 from pytest_megatron.gang.logs import RankLogs, flush_streams
 from pytest_megatron.gang.messages import (
     NOTHING,
@@ -295,31 +295,36 @@ class _Printed:
         return text
 
 
-def run_forked_rank(
+def run_rank(
     session: pytest.Session,
     order: RankOrder,
     ends: RankEnds,
     *,
-    call: Callable[[Hello], Channel],
+    address: str,
+    key: bytes,
     random_before: object,
-    missing: Mapping[str, str],
+    is_own_session: bool = False,
 ) -> NoReturn:
-    """Be a rank that was forked with the collected session in it; never returns.
+    """Be a rank, with the collected session in it; never returns.
 
     Args:
-        session: What was collected.
-        order: Which rank to be.
-        ends: What is shared with the nursery.
-        call: Connects to the controller.
+        session: As it was collected.
+        order: Which rank.
+        ends: What it shares with its nursery.
+        address: Of the controller.
+        key: Of the session.
         random_before: State of `random` before collection.
-        missing: Node id -> why this node has no such test.
+        is_own_session: Whether this rank collected for itself, and not the controller for it.
     """
     config = session.config
-    atexit._clear()  # noqa: SLF001 - what the controller wants to do at its end is not ours
+    if not is_own_session:
+        atexit._clear()  # noqa: SLF001 - what the controller wants to do at its end is not ours
     measurement = measure.start(order.coverage, order.coverage_file)
     logs = _take_streams(config, order)
     bootstrap.become_rank(order, ends, random_before=random_before)
-    channel = call(
+    channel = connect(
+        address,
+        key,
         Hello(
             role="rank",
             gang=order.gang,
@@ -333,30 +338,44 @@ def run_forked_rank(
     _make_rank_of(config, plugin)
     for name in ("gethookproxy",):
         session.__dict__.pop(name, None)
-    ready = Ready(missing=missing, extra=(), clock=time.time())
-    serve(session, plugin, channel, ready, session.items)
+    serve(session, plugin, channel, is_own_session=is_own_session)
+
+
+def with_own_temp(order: RankOrder, base_temp: str) -> RankOrder:
+    """Return the order of a rank on another node: node 0 knows no directory there.
+
+    Args:
+        order: As node 0 gave it.
+        base_temp: A directory for temporary files of that node's session; "" on node 0.
+    """
+    if not base_temp:
+        return order
+    gang, rank = Path(order.base_temp).parts[-2:]
+    return replace(order, base_temp=str(Path(base_temp, gang, rank)))
 
 
 def serve(
     session: pytest.Session,
     plugin: RankPlugin,
     channel: Channel,
-    ready: Ready,
-    items: list[pytest.Item],
+    *,
+    is_own_session: bool,
 ) -> NoReturn:
     """Run what the controller sends until it says close, or is gone."""
-    channel.send(ready)
+    find = _finder(session.items, is_own_session=is_own_session)
+    channel.send(Ready(missing={}, extra=(), clock=time.time()))
     planned: pytest.Item | None = None
     exit_code = 0
     try:
         while True:
             match channel.receive():
                 case Run() as run:
-                    item = items[run.index]
+                    item = find(run.index, run.node_id)
+                    assert item is not None
                     late: JsonValue = None
                     if planned is not item and not plugin.is_rerun(item):
                         late = plugin.tear_down_late(session, item)
-                    planned = items[run.next_index] if run.next_index >= 0 else None
+                    planned = find(run.next_index, run.next_node_id)
                     is_unknown = run.next_index == UNKNOWN
                     # A collector in the place of the next item keeps all but the test set up.
                     nextitem = cast("pytest.Item | None", item.parent if is_unknown else planned)
@@ -364,7 +383,8 @@ def serve(
                     channel.send(done if late is None else replace(done, late=late))
                 case Close():
                     late = plugin.tear_down_late(session, None)
-                    channel.send(Closed(problem="", late=late))
+                    problem = _finish_session(session) if is_own_session else ""
+                    channel.send(Closed(problem=problem, late=late))
                     break
                 case _:
                     break
@@ -382,6 +402,26 @@ def serve(
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(exit_code)
+
+
+def _finder(
+    items: list[pytest.Item], *, is_own_session: bool
+) -> Callable[[int, str], pytest.Item | None]:
+    """Return what finds an item of the controller: by its place, or where that differs by name."""
+    if not is_own_session:
+        return lambda index, _: items[index] if index >= 0 else None
+    by_id = {item.nodeid: item for item in items}
+    return lambda _, node_id: by_id.get(node_id)
+
+
+def _finish_session(session: pytest.Session) -> str:
+    """Run what a process of its own would at the end of a session; return what went wrong, or ""."""
+    try:
+        session.config.hook.pytest_sessionfinish(session=session, exitstatus=session.exitstatus)
+        session.config._ensure_unconfigure()  # noqa: SLF001 - pytest's own way
+    except BaseException:  # noqa: BLE001 - hooks of a user
+        return traceback.format_exc()
+    return ""
 
 
 def _forget_failure(item: pytest.Item) -> None:

@@ -74,6 +74,18 @@ class RunSession:
             self._is_open = True
         return self.run_dir
 
+    def refuse_used_run_dir(self) -> None:
+        """Make sure that no file of another run can be taken for one of this.
+
+        Raises:
+            pytest.UsageError: The run directory holds an earlier run.
+        """
+        where = self.shorten(str(self.run_dir))
+        if (self.run_dir / "run.json").exists():
+            raise pytest.UsageError(f"--run-dir: {where} holds an earlier run; give another")
+        if self.run_dir.exists() and not self.run_dir.is_dir():
+            raise pytest.UsageError(f"--run-dir: {where} is no directory; give another")
+
     def worker_input(self) -> dict[str, str]:
         """Return what a worker of pytest-xdist has to be told."""
         return {_RUN_DIR_KEY: str(self.run_dir), _ARGUMENTS_KEY: json.dumps(self.arguments)}

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import traceback
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
-from pathlib import Path
+from dataclasses import dataclass
 from typing import NoReturn, cast
 
 import pytest
@@ -20,9 +17,9 @@ from pytest_megatron.gang import measure
 from pytest_megatron.gang.channel import connect, remove_socket
 from pytest_megatron.gang.messages import Hello, RankOrder
 from pytest_megatron.gang.nursery import Forking, Nursery, RankEnds
-from pytest_megatron.gang.processes import become_subreaper, die_with, kill_descendants
+from pytest_megatron.gang.processes import run_guarded
 from pytest_megatron.gang.stores import StoreKeeper
-from pytest_megatron.hooks.rank import run_forked_rank
+from pytest_megatron.hooks.rank import run_rank, with_own_temp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +35,7 @@ class Template:
         node_rank: Index of this host.
         items: On other nodes than 0, the items that node 0 collected, by index; None where this
             node has no such item.
-        missing: Node id -> why this node has no such item.
+        base_temp: On other nodes than 0, where temporary files of ranks go.
         leash: Read end of a pipe that is closed when the session of this node ends; on node 0 the
             connection to the controller is that.
         not_inherited: Descriptors of the session that the template closes.
@@ -52,7 +49,7 @@ class Template:
     coverage_file: str
     node_rank: int = 0
     items: tuple[pytest.Item | None, ...] | None = None
-    missing: Mapping[str, str] = field(default_factory=dict)
+    base_temp: str = ""
     leash: int | None = None
     not_inherited: tuple[int, ...] = ()
 
@@ -66,28 +63,14 @@ class Template:
         if pid:
             return pid
         try:
-            self._guard()
+            os.setsid()
+            for descriptor in self.not_inherited:
+                os.close(descriptor)
+            run_guarded(self._serve)
         except BaseException:  # noqa: BLE001 - must never go on as a second controller
             traceback.print_exc()
         finally:
             os._exit(0)
-
-    def _guard(self) -> None:
-        """Fork the template itself, and kill what it leaves should it be killed."""
-        os.setsid()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
-        for descriptor in self.not_inherited:
-            os.close(descriptor)
-        become_subreaper()
-        guard = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            die_with(guard)
-            self._serve()
-            return
-        os.waitpid(pid, 0)
-        kill_descendants()
 
     def _serve(self) -> None:
         measurement = measure.start(self.coverage, self.coverage_file)
@@ -101,15 +84,12 @@ class Template:
             measurement.save()
 
     def _run_rank(self, order: RankOrder, ends: RankEnds) -> NoReturn:
-        if self.node_rank > 0:  # node 0 knows no directory for temporary files here
-            factory = self.session.config._tmp_path_factory  # type: ignore[attr-defined]  # noqa: SLF001
-            base_temp = factory.getbasetemp() / Path(order.base_temp).parent.name
-            order = replace(order, base_temp=str(base_temp / f"rank{order.rank}"))
-        run_forked_rank(
+        order = with_own_temp(order, self.base_temp)
+        run_rank(
             self.session,
             order,
             ends,
-            call=partial(connect, self.address, self.key),
+            address=self.address,
+            key=self.key,
             random_before=self.random_before,
-            missing=self.missing,
         )

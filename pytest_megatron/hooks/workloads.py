@@ -18,7 +18,7 @@ from pytest_megatron.hooks.item import WorkloadItem
 from pytest_megatron.hooks.jobs import golden_path_of, make_job, read_golden_of
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.recipes import PLUGIN_NAME
-from pytest_megatron.hooks.results import ResultsPlugin
+from pytest_megatron.hooks.results import ResultsPlugin, run_file_of
 from pytest_megatron.hooks.selection import SelectionPlugin
 from pytest_megatron.hooks.session import RunSession, make_own_dir, session_of
 from pytest_megatron.hooks.terminal import LiveTerminal, Quiet, print_plan
@@ -49,7 +49,8 @@ def register_roles(config: pytest.Config, options: Options) -> None:
     manager.register(WorkloadPlugin(config, session, policy, vocabulary, goldens), PLUGIN_NAME)
     manager.register(SelectionPlugin(session, vocabulary), f"{PLUGIN_NAME}-selection")
     if not session.is_worker:
-        manager.register(ResultsPlugin(session, goldens), f"{PLUGIN_NAME}-results")
+        results = ResultsPlugin(session, goldens, run_file_of(config, session))
+        manager.register(results, f"{PLUGIN_NAME}-results")
     if options.is_plan:
         config.option.dist = "no"  # pytest-xdist's workers have no terminal to print to
     # One malformed recipe is an error of this run and must not keep the others from running.
@@ -87,12 +88,7 @@ class WorkloadPlugin:
         if self._config.option.collectonly or self._session.is_worker:
             return None
         if not self._session.options.is_plan:
-            run_dir = self._session.run_dir
-            where = self._session.shorten(str(run_dir))
-            if (run_dir / "run.json").exists():
-                raise pytest.UsageError(f"--run-dir: {where} holds an earlier run; give another")
-            if run_dir.exists() and not run_dir.is_dir():
-                raise pytest.UsageError(f"--run-dir: {where} is no directory; give another")
+            self._session.refuse_used_run_dir()
             return None
         if session.testsfailed:
             return None

@@ -31,6 +31,10 @@ class Case:
         prints: Pattern in the output of a session that the fault ends.
         driver: What is done to the session from outside.
         devices: Where it applies.
+        options: More options of its session.
+        text: What its file ends with, at module level; `{test}` is the test's name.
+        has_own_file: Whether the fault concerns all tests of its file, so that it stands alone.
+        pending: Why it cannot be right yet; it is not run then.
         is_first_rank: Whether rank 0 is guilty; by default it is the last one.
         is_instant: Whether nothing has to be waited for, so that it shows the time of recovery.
     """
@@ -48,6 +52,10 @@ class Case:
     prints: str = ""
     driver: Driver = ""
     devices: tuple[str, ...] = ("cpu", "cuda")
+    options: tuple[str, ...] = ()
+    text: str = ""
+    has_own_file: bool = False
+    pending: str = ""
     is_first_rank: bool = False
     is_instant: bool = False
 
@@ -59,9 +67,14 @@ class Case:
     @property
     def is_alone(self) -> bool:
         """Whether it needs a session of its own."""
-        return self.exit_code is not None or bool(self.driver) or self.place == "end"
+        return (
+            self.exit_code is not None or bool(self.driver or self.options) or self.place == "end"
+        )
 
 
+_FRESH = ("--gang-start", "fresh")
+_IF_LAST = 'if os.environ.get("RANK") == str(int(os.environ.get("WORLD_SIZE", 1)) - 1):'
+_COLLECTION = "ranks do not collect by themselves yet"
 _SPLIT = r"rank {g} skipped, ranks? \S+ did not"
 _STRUCK = r"\[rank {g}\] AssertionError: struck"
 _GONE = {
@@ -232,4 +245,30 @@ CASES: tuple[Case, ...] = (
         exit_code=-9,
     ),
     Case(name="floods_full_disk", driver="full_disk", outcome="passed"),
+    Case(
+        name="collect_import_error",
+        body="sound",
+        says="rank {g}.*ImportError: struck",
+        options=_FRESH,
+        text=f'import os\n\n{_IF_LAST}\n    raise ImportError("struck")',
+        has_own_file=True,
+        pending=_COLLECTION,
+    ),
+    Case(
+        name="collect_other_tests",
+        body="sound",
+        says="rank {g} ",
+        options=_FRESH,
+        text=f"import os\n\n{_IF_LAST}\n    del {{test}}",
+        pending=_COLLECTION,
+    ),
+    Case(
+        name="collect_other_parameters",
+        body="sound",
+        says="rank {g} ",
+        options=_FRESH,
+        text=f"import os\n\n{_IF_LAST}\n"
+        '    {test} = pytest.mark.parametrize("other", ["here"])(lambda gang, other: None)',
+        pending=_COLLECTION,
+    ),
 )

@@ -118,15 +118,16 @@ def plan(
         )
     for case in cases:
         if case not in shared:
-            file = _around(case, position, (*INNOCENTS, "sound", "sound"), 0)
-            at_end = case.way if case.place == "end" else ""
+            slots = _around(case, position, (*INNOCENTS, "sound", "sound"), 0)
+            place = next(i for i, slot in enumerate(slots) if slot.case is not None)
+            parts = (slots[:place], slots[place : place + 1], slots[place + 1 :])
             sessions.append(
                 Session(
                     world_size=world_size,
                     position=position,
                     device=device,
-                    files=(file,),
-                    fault_at_end=at_end,
+                    files=tuple(filter(None, parts)) if case.has_own_file else (slots,),
+                    fault_at_end=case.way if case.place == "end" else "",
                 )
             )
     return sessions
@@ -163,11 +164,12 @@ def write_guest(directory: Path, session: Session, limits: Limits) -> None:
     (directory / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers\n")
     for number, file in enumerate(session.files):
         tests = [_test_text(slot, limits) for slot in file]
-        text = "\n\n\n".join(["import fault_guest\nimport pytest", *tests])
+        ends = [s.case.text.replace("{test}", s.test) for s in file if s.case and s.case.text]
+        text = "\n\n\n".join(["import fault_guest\nimport pytest", *tests, *ends])
         (directory / f"test_guest_{number:02}.py").write_text(text + "\n")
 
 
-def run_session(session: Session, limits: Limits, temp: Path, extra: Sequence[str] = ()) -> Seen:
+def run_session(session: Session, limits: Limits, temp: Path) -> Seen:
     """Run a session to its end, whatever it does, and look at what it left."""
     directory = Path(tempfile.mkdtemp(prefix="session-", dir=temp))
     sockets = Path(tempfile.mkdtemp(prefix="ptmf-", dir="/tmp"))
@@ -182,7 +184,8 @@ def run_session(session: Session, limits: Limits, temp: Path, extra: Sequence[st
                 *("--ranks", str(session.world_size), "--device", session.device),
                 *("--rank-grace", str(limits.grace_s), "--rank-timeout", "120", "-rA"),
                 *("--run-dir", str(disk / "run"), "--basetemp", str(directory / "temp")),
-                *("--junitxml", str(directory / "junit.xml"), "-p", "no:cacheprovider", *extra),
+                *("--junitxml", str(directory / "junit.xml"), "-p", "no:cacheprovider"),
+                *(() if case is None else case.options),
             ]
             started = time.monotonic()
             with (directory / "output.txt").open("wb") as output:

@@ -96,6 +96,9 @@ def _choose(names: Sequence[str], device: str) -> list[Case]:
         known = ", ".join(sorted(case.name for case in CASES))
         raise SystemExit(f"--cases: unknown {', '.join(sorted(unknown))}, expected of {known}")
     chosen = [c for c in CASES if device in c.devices and (not names or c.name in names)]
+    for case in [c for c in chosen if c.pending and c.name not in names]:
+        print(f"left out: {case.name}, as {case.pending}")
+        chosen.remove(case)
     if any(c.driver == "full_disk" for c in chosen) and not can_mount():
         print("left out: floods_full_disk, as this user may not mount a small disk")
         chosen = [c for c in chosen if c.driver != "full_disk"]
@@ -116,7 +119,7 @@ def _parse() -> argparse.Namespace:
     option("--worlds", type=numbers, default=[2, 4, 8], help="world sizes")
     option("--device", choices=("cpu", "cuda"), default="cpu")
     option("--positions", type=words, default=list(POSITIONS), help="first, middle, last")
-    option("--cases", type=words, default=[], help="names; by default all")
+    option("--cases", type=words, default=[], help="names; by default all that are due")
     option("--jobs", type=int, default=2, help="sessions at one time")
     option("--single", action="store_true", help="each case in a session of its own")
     option("--grace", type=float, default=2.0, help="--rank-grace of the sessions")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -65,7 +66,7 @@ class Suite:
         return self
 
     def command(self, *arguments: str) -> list[str]:
-        ours = ["-p", "megatron", "--run-dir", str(self.root / "run")]
+        ours = ["-p", "megatron", "--run-dir", "run"]
         return [sys.executable, "-m", "pytest", "-rA", *ours, *arguments]
 
     def env(self, **more: str) -> dict[str, str]:
@@ -73,7 +74,8 @@ class Suite:
         return kept | {MARK: str(self.root), "COLUMNS": "120"} | more
 
     def run(self, *arguments: str, stdin: str = "", **env: str) -> Run:
-        """Run pytest to its end; nothing of it may be left."""
+        """Run pytest to its end, in a new run directory; nothing of it may be left."""
+        shutil.rmtree(self.root / "run", ignore_errors=True)
         return self.execute(self.command(*arguments), stdin=stdin, **env)
 
     def execute(self, command: list[str], *, stdin: str = "", **env: str) -> Run:

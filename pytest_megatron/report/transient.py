@@ -1,0 +1,41 @@
+"""Whether the failure of a distributed test was the machine's or the network's: pure.
+
+The headline decides what failed; a text of the table that stands somewhere else does not make an
+assertion transient.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from pytest_megatron.report.merge import Merged, longrepr_text
+from pytest_megatron.verdict.signature import Signature, match_signature
+
+_RANK = re.compile(r"^\[rank \d+\] ")
+_NEVER = re.compile(r"(?:AssertionError\b|assert\b|Failed\b|XPASS\b)")
+_RAISED = re.compile(r"(?m)^E\s+(.*)$")
+
+
+def transient_cause(merged: Sequence[Merged], log_lines: Iterable[str]) -> Signature | None:
+    """Return the signature for which a test is worth running again, or None.
+
+    Args:
+        merged: The reports of one execution.
+        log_lines: What its ranks wrote to stderr meanwhile.
+    """
+    failed = [m for m in merged if m.outcome == "failed"]
+    if not failed or any(_NEVER.match(_RANK.sub("", m.message)) for m in failed):
+        return None
+    signature = match_signature([*_texts(failed), *log_lines])
+    return signature if signature is not None and signature.is_transient else None
+
+
+def _texts(failed: Iterable[Merged]) -> Iterable[str]:
+    """Yield what was raised, without the source lines of a traceback, which only quote."""
+    for merged in failed:
+        yield from merged.message.splitlines()
+        longrepr = None if merged.base is None else merged.base.get("longrepr")
+        yield from _RAISED.findall(longrepr_text(longrepr))
+        for _, text in merged.blocks:
+            yield from _RAISED.findall(text)

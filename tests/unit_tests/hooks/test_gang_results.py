@@ -1,0 +1,145 @@
+"""What distributed tests came to: `run.json`, reruns for transient causes, header and summary."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from rank_suite import Run, Suite
+
+SUITE = """
+    import os, sys
+    from pathlib import Path
+    import pytest
+
+    def count(name, rank):
+        path = Path(f"{name}-{rank}")
+        number = int(path.read_text()) if path.exists() else 0
+        path.write_text(str(number + 1))
+        return number
+
+    def test_flaky(rank):
+        if count("flaky", rank) == 0 and rank == 1:
+            raise RuntimeError("bind: Address already in use")
+
+    def test_dies_twice(rank):
+        if count("dies", rank) < 2 and rank == 0:
+            print("GPU has fallen off the bus", file=sys.stderr)
+            os._exit(1)
+
+    def test_only_quotes(rank):
+        print("GPU has fallen off the bus", file=sys.stderr)
+        assert "Address already in use" == rank
+
+    @pytest.mark.isolated
+    @pytest.mark.world_size(1)
+    def test_isolated():
+        pass
+
+    @pytest.mark.controller
+    def test_of_the_controller():
+        pass
+
+    @pytest.mark.skip
+    def test_skipped():
+        pass
+"""
+
+
+@pytest.fixture(scope="module", params=[(), ("-n", "1")], ids=["alone", "xdist"])
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    suite = Suite(root=tmp_path_factory.mktemp("results")).write("test_it.py", SUITE)
+    more: tuple[str, ...] = request.param
+    return suite.run(
+        "--ranks", "2", "--rerun-transient", "2", "--rank-grace", "1", "--junitxml", "j.xml", *more
+    )
+
+
+def test_only_transient_failures_run_again(run: Run) -> None:
+    assert run.counts == "1 failed, 4 passed, 1 skipped"
+    assert run.outcomes["test_only_quotes"] == "FAILED"
+    start = next(n for n, line in enumerate(run.lines) if line.strip("- ") == "distributed tests")
+    assert run.lines[start + 1 : start + 4] == [
+        "flaky   test_it.py::test_flaky  passed at rerun 1, after port_in_use",
+        "flaky   test_it.py::test_dies_twice  passed at rerun 2, after gpu_lost, gpu_lost",
+        "megatron: 2 gangs were replaced: 2 after a death",
+    ]
+
+
+def test_junit_has_reruns_as_properties(run: Run) -> None:
+    text = (run.directory.parent / "j.xml").read_text()
+    found = re.findall(r'name="megatron\.(\w+)" value="(\w+)"', text)
+    assert found == [
+        ("reruns", "1"),
+        ("signature", "port_in_use"),
+        ("reruns", "2"),
+        ("signature", "gpu_lost"),
+    ]
+
+
+def test_run_json_has_every_test_of_a_gang(run: Run) -> None:
+    assert {name: record["verdict"] for name, record in run.items.items()} == {
+        "test_flaky": "flaky",
+        "test_dies_twice": "flaky",
+        "test_only_quotes": "failed",
+        "test_isolated": "passed",
+        "test_skipped": "skipped",
+    }
+    failed = run.items["test_only_quotes"]
+    ranks = failed["ranks"]
+    assert isinstance(ranks, dict)
+    assert sorted(ranks) == ["0", "1"]
+    assert "assert 'Address already in use' == " in str(failed["problem"])
+    isolated = run.items["test_isolated"]
+    assert [isolated[key] for key in ("world_size", "device", "is_isolated")] == [1, "cpu", True]
+    attempts = run.items["test_dies_twice"]["attempts"]
+    assert isinstance(attempts, list)
+    kept = [attempt for attempt in attempts if isinstance(attempt, dict)]
+    assert [(a["end"], a["is_gang_kept"], a["signature"]) for a in kept] == [
+        ("died", False, "gpu_lost"),
+        ("died", False, "gpu_lost"),
+        ("done", True, None),
+    ]
+    logs = [Path(str(attempt["directory"])) / "0" / "stderr.log" for attempt in kept[:2]]
+    assert all("GPU has fallen off" in path.read_text() for path in logs)
+
+
+def test_nothing_runs_again_unless_it_was_asked_for(tmp_path: Path) -> None:
+    suite = Suite(root=tmp_path).write("test_it.py", SUITE)
+    run = suite.run("--ranks", "2", "-k", "flaky")
+    assert run.counts == "1 failed, 5 deselected"
+    assert run.items["test_flaky"]["problem"] == (
+        "[rank 1] RuntimeError: bind: Address already in use"
+    )
+    again = suite.execute(suite.command("--ranks", "2", "-k", "flaky"))
+    assert (again.returncode, again.stderr.strip()) == (
+        pytest.ExitCode.USAGE_ERROR,
+        "ERROR: --run-dir: run holds an earlier run; give another",
+    )
+
+
+def test_the_header_says_what_gangs_are(run: Run) -> None:
+    (line,) = [line for line in run.lines if line.startswith("megatron: gangs")]
+    assert re.fullmatch(
+        r"megatron: gangs of 2 ranks on \w+ \((gloo|NCCL)\), .* found; logs in run", line
+    )
+
+
+def test_a_plan_says_which_gangs_would_run_what(tmp_path: Path) -> None:
+    suite = Suite(root=tmp_path).write("test_it.py", SUITE)
+    run = suite.run("--ranks", "2", "--device", "cpu", "--plan")
+    assert (run.returncode, run.stderr) == (0, "")
+    start = run.lines.index("gangs of 2 ranks on cpu: 4 tests")
+    assert run.lines[start + 1 : start + 3] == [
+        "gangs of 1 rank on cpu, a gang for each: 1 test",
+        "in this process: 1 test",
+    ]
+    assert not run.directory.exists()
+    assert "flaky-0" not in [path.name for path in tmp_path.iterdir()]
+
+
+def test_a_session_without_gangs_writes_nothing(tmp_path: Path) -> None:
+    suite = Suite(root=tmp_path).write("test_it.py", SUITE)
+    suite.run("--ranks", "2", "-k", "of_the_controller")
+    assert not (tmp_path / "run").exists()

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 _CUDA_DEVICE = "/dev/nvidia-uvm"  # CUDA opens it for a context, NVML never
+_CONTROLLER_THREADS = ("execnet", "pytest_rerunfailures")
 _OPENBLAS = re.compile(r"\S*/lib\S*openblas\S*\.so\S*")
 _COUNTERS = (
     "scipy_openblas_get_num_threads64_",
@@ -51,20 +52,21 @@ def _has_cuda() -> bool:
 
 
 def _python_threads() -> list[str]:
-    """Return the names of Python's threads, but for this one, the main one and execnet's."""
+    """Return the names of Python's threads, but for this one, the main one and plugins'."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     own = (threading.get_ident(), threading.main_thread().ident)
     frames = sys._current_frames()  # noqa: SLF001 - also knows threads that `threading` does not
     return [
         names.get(ident, f"thread {ident}")
         for ident, frame in frames.items()
-        if ident not in own and not _is_execnet(frame)
+        if ident not in own and not _is_of_controller(frame)
     ]
 
 
-def _is_execnet(frame: FrameType | None) -> bool:
+def _is_of_controller(frame: FrameType | None) -> bool:
+    """Whether a thread is of a plugin that acts for the session, and that no rank needs."""
     while frame is not None:
-        if "execnet" in frame.f_code.co_filename:
+        if any(name in frame.f_code.co_filename for name in _CONTROLLER_THREADS):
             return True
         frame = frame.f_back
     return False

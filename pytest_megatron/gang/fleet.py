@@ -10,7 +10,7 @@ import functools
 import selectors
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias, assert_never
 
@@ -52,6 +52,7 @@ from pytest_megatron.gang.messages import (
 from pytest_megatron.gang.nodes import describe_node
 from pytest_megatron.gang.spec import GangSpec, RunEnd
 
+_OF_NODE = -1  # in the place of a rank
 _LOST_S = 2.0  # between the end of a rank's connection and the news of its death
 _ORPHANED = "ended, as the process that starts ranks was killed"
 
@@ -78,7 +79,7 @@ class Gang:
         silent: Connections of nurseries that have not answered the last question for stacks.
         starters: Rank -> connection of the nursery that starts it.
         keepers: Rank -> connection of the nursery that has it: another one where the first one
-            becomes the rank.
+            becomes the rank; and the one that has the store.
         missing: Rank -> node id -> why the rank has no such test.
         orphans: Orders of ranks that nobody can start, as their node is gone.
     """
@@ -208,15 +209,14 @@ class Fleet:
         """Start the ranks of a gang; first its store, then they are forked."""
         self._gangs[gang.number] = gang
         for order in gang.orders:
-            if self.has_nursery(order.node_rank, -1):
+            if self.has_nursery(order.node_rank, _OF_NODE):
                 self._choose_nursery(gang, order)
             else:
                 gang.orphans.append(order)
+        node = gang.keepers[_OF_NODE] = self._nursery_of_node(gang.orders[0].node_rank)
         gang.nurseries = {channel.fileno() for channel in gang.keepers.values()}
         if not gang.orphans:
-            self._nursery_of_node(gang.orders[0].node_rank).send(
-                OpenStore(gang=gang.number, host=gang.orders[0].env["MASTER_ADDR"])
-            )
+            node.send(OpenStore(gang=gang.number, host=gang.orders[0].env["MASTER_ADDR"]))
 
     def assign(self, gang: Gang, run: Run, *, limit_s: float) -> None:
         """Have a gang run a test, as soon as it can."""
@@ -280,12 +280,22 @@ class Fleet:
         """Let go of everything; nurseries kill what is left."""
         for gang in list(self._gangs.values()):
             self._forget(gang)
-        for channel in self._nurseries.values():
+        for channel in (*self._nurseries.values(), *(t.channel for t in self._templates.values())):
             channel.close()
         self._nurseries.clear()
+        self._templates.clear()
         self._selector.close()
         for listener in self._listeners:
             listener.close()
+
+    def forget(self) -> None:
+        """Let go of descriptors in a forked child; what they belong to lives on."""
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.fileobj, Channel | socket.socket):
+                key.fileobj.close()
+        self._selector.close()
+        for listener in self._listeners:
+            listener.forget()
 
     def pretend(self, gang: Gang) -> None:
         """Have a gang without processes, as some rank of it has none of its tests."""

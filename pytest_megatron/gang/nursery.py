@@ -75,13 +75,16 @@ class RankEnds:
 class Starter(Protocol):
     """How ranks come into being."""
 
-    def start(self, order: RankOrder, ends: RankEnds, inherited: Sequence[int]) -> int:
+    def start(
+        self, order: RankOrder, ends: RankEnds, inherited: Sequence[int], unwanted: Sequence[int]
+    ) -> int:
         """Start a rank; return its process.
 
         Args:
             order: What it has to know.
             ends: What it shares with the nursery.
             inherited: Descriptors that it holds as long as it lives.
+            unwanted: Descriptors of the nursery's own that it must not hold.
         """
 
     def open_store(self, host: str) -> int:
@@ -145,12 +148,14 @@ class Nursery:
         self._children: dict[int, _Child] = {}
         self._dying: dict[int, float] = {}
         self._stores: dict[int, int] = {}
+        self._own: list[int] = []
         self._asked: list[_Asked] = []
 
     def serve(self) -> None:
         """Do what the controller says until it goes away, then kill everything."""
         become_subreaper()
         wakeup, wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._own = [wakeup, wakeup_write] + ([] if self._leash is None else [self._leash])
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
             signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
@@ -209,7 +214,11 @@ class Nursery:
     def _start(self, order: RankOrder, descriptors: Sequence[int]) -> None:
         trigger_read, trigger = os.pipe()
         phase = os.memfd_create("phase")
-        pid = self._starter.start(order, RankEnds(trigger_read, phase), descriptors)
+        others = [c for c in self._children.values() if c.is_alive]
+        unwanted = [fd for child in others for fd in (child.trigger, child.phase_file)]
+        pid = self._starter.start(
+            order, RankEnds(trigger_read, phase), descriptors, [*unwanted, *self._own, trigger]
+        )
         os.close(trigger_read)
         self._children[pid] = _Child(order, trigger, phase)
         self._channel.send(Forked(gang=order.gang, rank=order.rank, pid=pid))
@@ -342,7 +351,9 @@ class Forking:
     run_rank: Callable[[RankOrder, RankEnds], NoReturn]
     keeper: Keeper
 
-    def start(self, order: RankOrder, ends: RankEnds, inherited: Sequence[int]) -> int:
+    def start(
+        self, order: RankOrder, ends: RankEnds, inherited: Sequence[int], unwanted: Sequence[int]
+    ) -> int:
         """Fork."""
         del inherited  # a fork has them all
         nursery = os.getpid()
@@ -358,6 +369,8 @@ class Forking:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             os.setsid()
             die_with(nursery)
+            for descriptor in unwanted:
+                os.close(descriptor)
             self.channel.close()
             self.keeper.forget()
             self.run_rank(order, ends)

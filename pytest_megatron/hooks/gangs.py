@@ -291,6 +291,7 @@ class GangPlugin:
             random_before=self._random_before,
             coverage=self._coverage,
             coverage_file=str(self._coverage_dir / "template"),
+            forget=self._open_fleet.forget,
         )
         self._template = self._make_template.fork()
 

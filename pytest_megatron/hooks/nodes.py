@@ -296,6 +296,11 @@ class FollowerPlugin:
     ) -> Callable[[], None]:
         """Start what ranks are forked from; return what ends it."""
         leash, held = os.pipe()
+
+        def forget() -> None:
+            os.close(held)
+            channel.close()
+
         own = {item.nodeid: item for item in session.items}
         template = Template(
             session=session,
@@ -308,7 +313,7 @@ class FollowerPlugin:
             items=tuple(own.get(node_id) for node_id in welcome.node_ids),
             base_temp=self._base_temp,
             leash=leash,
-            not_inherited=(held, channel.fileno()),
+            forget=forget,
         )
         pid = template.fork()
         os.close(leash)

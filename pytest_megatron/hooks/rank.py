@@ -11,13 +11,14 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, NoReturn, cast
 
 import pluggy
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 from _pytest.runner import runtestprotocol
 
 from pytest_megatron.files import JsonValue
@@ -464,6 +465,9 @@ def _take_streams(config: pytest.Config, order: RankOrder) -> RankLogs:
             capture.stop_global_capturing()
     logs = RankLogs(Path(order.log_dir))
     logs.redirect()
+    stderr = config.stash.get(fault_handler_stderr_fd_key, None)
+    if stderr is not None:  # pytest's own copy of the controller's stderr, for its time limit
+        os.dup2(2, stderr)
     if capture is not None:
         capture._method = "no"  # noqa: SLF001 - a rank's log is its capture
         capture.start_global_capturing()

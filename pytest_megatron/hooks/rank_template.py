@@ -96,6 +96,14 @@ def collect_and_serve(brief: Brief, order: RankOrder, ends: RankEnds) -> NoRetur
     os._exit(0)
 
 
+def _put_away_reruns(config: pytest.Config) -> None:
+    """Leave reruns to the controller: in a worker, pytest-rerunfailures asks for its socket."""
+    plugin = config.pluginmanager.get_plugin("rerunfailures")
+    if plugin is not None:
+        config.pluginmanager.unregister(plugin)
+        config.addinivalue_line("markers", "flaky: of pytest-rerunfailures")
+
+
 class CollectingPlugin:
     """Hooks of a rank that collects for itself."""
 
@@ -119,6 +127,7 @@ class CollectingPlugin:
         """Run a session as far as its loop, as a worker of pytest-xdist does."""
         arguments = [*self._brief.arguments, "--capture=no"]
         config = _prepareconfig(arguments, [_Named(self)])
+        _put_away_reruns(config)
         option = config.option
         settings = {"numprocesses": None, "tx": [], "dist": "no", "looponfail": False}
         vars(option).update({k: v for k, v in settings.items() if hasattr(option, k)})
@@ -243,11 +252,7 @@ def _begin_anew(brief: Brief) -> None:
     os.chdir(brief.directory)
     sys.path[:] = brief.path
     sys.argv[:] = brief.argv
-    random.seed()
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed()
-    bootstrap.remember_numpy()
+    bootstrap.reseed(random.getstate())
 
 
 def _show_stacks(directory: Path) -> None:

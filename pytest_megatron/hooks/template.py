@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NoReturn, cast
 
@@ -32,13 +32,13 @@ class Template:
         random_before: State of `random` before collection.
         coverage: As in `RankOrder`, for the template itself.
         coverage_file: Where it puts its data.
+        forget: Closes descriptors of the session.
         node_rank: Index of this host.
         items: On other nodes than 0, the items that node 0 collected, by index; None where this
             node has no such item.
         base_temp: On other nodes than 0, where temporary files of ranks go.
         leash: Read end of a pipe that is closed when the session of this node ends; on node 0 the
             connection to the controller is that.
-        not_inherited: Descriptors of the session that the template closes.
     """
 
     session: pytest.Session
@@ -47,11 +47,11 @@ class Template:
     random_before: object
     coverage: Mapping[str, JsonValue]
     coverage_file: str
+    forget: Callable[[], None]
     node_rank: int = 0
     items: tuple[pytest.Item | None, ...] | None = None
     base_temp: str = ""
     leash: int | None = None
-    not_inherited: tuple[int, ...] = ()
 
     def fork(self) -> int:
         """Fork the template off the controller; return the process that ends after all of it."""
@@ -63,9 +63,8 @@ class Template:
         if pid:
             return pid
         try:
+            self.forget()
             os.setsid()
-            for descriptor in self.not_inherited:
-                os.close(descriptor)
             run_guarded(self._serve)
         except BaseException:  # noqa: BLE001 - must never go on as a second controller
             traceback.print_exc()

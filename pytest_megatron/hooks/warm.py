@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal, NoReturn
 
-from pytest_megatron.gang.channel import connect
+from pytest_megatron.gang.channel import connect, remove_socket
 from pytest_megatron.gang.messages import Hello, RankOrder
 from pytest_megatron.gang.nursery import Forking, Nursery, RankEnds
 from pytest_megatron.gang.processes import die_with, run_guarded
@@ -112,6 +112,7 @@ def _serve(mode: Mode) -> None:
     keeper = StoreKeeper()
     forking = Forking(channel, run_rank, keeper)
     Nursery(channel, forking if mode == "fork" else Executing(brief, keeper), leash).serve()
+    remove_socket(brief.address)  # a controller that was killed leaves it
 
 
 @dataclass(slots=True)
@@ -121,8 +122,11 @@ class Executing:
     brief: Brief
     keeper: StoreKeeper
 
-    def start(self, order: RankOrder, ends: RankEnds, inherited: Sequence[int]) -> int:
+    def start(
+        self, order: RankOrder, ends: RankEnds, inherited: Sequence[int], unwanted: Sequence[int]
+    ) -> int:
         """Execute this interpreter anew."""
+        del unwanted  # it gets what it is given
         content = {"brief": asdict(self.brief), "order": _as_json(order), "ends": asdict(ends)}
         code = _CODE.format(path=self.brief.path, name="fresh_main", mode=os.getpid())
         with tempfile.TemporaryFile() as file:
@@ -141,6 +145,10 @@ class Executing:
     def open_store(self, host: str) -> int:
         """Ask the keeper."""
         return self.keeper.open_store(host)
+
+    def close_store(self, port: int) -> None:
+        """Tell the keeper."""
+        self.keeper.close_store(port)
 
     def is_own(self, pid: int) -> bool:
         """Whether it is the keeper."""

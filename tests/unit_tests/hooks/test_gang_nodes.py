@@ -189,10 +189,12 @@ def test_every_node_shows_what_ran_on_all_of_them(tmp_path: Path) -> None:
 
 
 def without_times(output: str) -> str:
+    """Leave out what differs by node: times, files, and what node 0 says of its gangs."""
+    left_out = ("generated xml", " distributed tests ", "megatron: ")
     return "\n".join(
         line.partition(" in ")[0].strip("= ") if "passed" in line else line
         for line in output.splitlines()
-        if "generated xml" not in line
+        if not any(word in line for word in left_out)
     )
 
 
@@ -264,6 +266,31 @@ def test_nodes_that_collect_different_tests_say_so(tmp_path: Path) -> None:
         "test_a": ("failure", missing),
         "test_b": ("passed", ""),
         "test_c": ("failure", "Failed: collected by node 1, not by node 0"),
+    }
+    assert cluster.results(1) == cluster.results(0)
+
+
+def test_ranks_of_every_node_collect_for_themselves_where_modules_ask_for_ranks(
+    tmp_path: Path,
+) -> None:
+    suite = (
+        "import os\n"
+        "import pytest\n"
+        "RANK = int(os.environ['RANK'])\n"
+        "def test_knows_its_rank(rank, tmp_path): assert RANK == rank\n"
+        "@pytest.mark.parametrize('n', [RANK // 2])\n"
+        "def test_of_one_node(n): pass\n"
+        "def test_fails_on_the_last(rank): assert RANK != 3\n"
+    )
+    cluster = cluster_of(tmp_path, suite)
+    cluster.start(0)
+    cluster.start(1)
+    assert cluster.wait() == [1, 1]
+    assert cluster.results(0) == {
+        "test_knows_its_rank": ("passed", ""),
+        "test_of_one_node[0]": ("failure", "rank 2 of 4 collected no such test"),
+        "test_fails_on_the_last": ("failure", "[rank 3] assert 3 != 3"),
+        "test_of_one_node[1]": ("failure", "Failed: collected by ranks 2-3 of 4 only"),
     }
     assert cluster.results(1) == cluster.results(0)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+import pytest
 
 DEADLINE_S = 60.0
 MARK = "GANG_NODES_TEST"  # in the environment of every process of a cluster
@@ -311,3 +312,68 @@ def test_a_node_that_cannot_collect_stops_all(tmp_path: Path) -> None:
     cluster.start(1, NODE="1")
     assert cluster.wait() == [3, 2]
     assert "node 1: 1 errors while it collected" in cluster.output(0)
+
+
+def collect(root: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run a session that collects a suite without tests and starts nothing."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_", "SLURM"))}
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "megatron", "--collect-only", *arguments],
+        cwd=root,
+        env=kept | env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=DEADLINE_S,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        pytest.param(
+            ["--nnodes=2"],
+            "--nnodes: 2 nodes run tests on gangs; give --ranks or --gpus, the ranks of each node",
+            id="no-ranks",
+        ),
+        pytest.param(
+            ["--nnodes=2", "--ranks=2", "--rdzv-endpoint=a:1"],
+            "--node-rank: not given with --nnodes 2, expected the index of this node, 0 to 1",
+            id="no-node-rank",
+        ),
+        pytest.param(
+            ["--nnodes=2", "--ranks=2", "--node-rank=1", "--rdzv-endpoint=a"],
+            "--rdzv-endpoint: 'a' is no address, expected HOST:PORT of node 0, the same on every "
+            "node",
+            id="no-port",
+        ),
+        pytest.param(
+            ["--nnodes=2", "--ranks=2", "--node-rank=0", "--rdzv-endpoint=a:1", "-n1"],
+            "--nnodes: pytest-xdist (-n) runs on one node; drop one of them",
+            id="xdist",
+        ),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(
+    tmp_path: Path, arguments: list[str], problem: str
+) -> None:
+    done = collect(tmp_path, *arguments)
+    assert (done.returncode, f"ERROR: {problem}" in done.stderr) == (4, True), done.stderr
+
+
+def test_under_srun_nodes_are_found_and_options_win(tmp_path: Path) -> None:
+    env = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_NODEID": "1",
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_NODELIST": "gpu[07-08]",
+    }
+    found = collect(tmp_path, "--ranks=2", **env).stdout
+    assert "megatron: node 1 of 2, follows node 0 at gpu07:20217" in found
+    named = collect(tmp_path, "--ranks=2", "--rdzv-endpoint=login:4000", **env).stdout
+    assert "megatron: node 1 of 2, follows node 0 at login:4000" in named
+    assert "follows" not in collect(tmp_path, "--ranks=2", "--nnodes=1", **env).stdout
+    assert "follows" not in collect(tmp_path, **env).stdout
+    crowd = collect(tmp_path, "--ranks=2", SLURM_STEP_NUM_TASKS="16", **env)
+    assert "ERROR: srun: started 16 tasks on 2 nodes, expected one on each" in crowd.stderr

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_megatron.hooks import options, recipes
+from pytest_megatron.hooks.beginning import RANK_PLUGIN_NAME, note_beginning
 from pytest_megatron.hooks.fixtures import (  # noqa: F401 - pytest finds them here
     _megatron_world_size,
     device,
@@ -41,8 +42,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     options.add_options(parser)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Note how the session begins, before anything of the project is imported."""
+    if not _is_rank(early_config):
+        note_beginning(early_config)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Register the roles that this session is known to have."""
+    if _is_rank(config):
+        declare_marks(config)
+        return
     chosen = options.read_options(config)
     config.stash[_RANDOM_STATE] = random.getstate()
     if chosen.asks_for_workloads or recipes.are_recipes_asked_for(config):
@@ -70,7 +81,8 @@ def pytest_collection_modifyitems(
     """Run tests with marks of ours on gangs, also where no option asks for gangs."""
     try:
         yield
-        if not config.stash.get(_HAS_GANGS, False) and any(map(asks_for_gang, items)):
+        is_elsewhere = config.stash.get(_HAS_GANGS, False) or _is_rank(config)
+        if not is_elsewhere and any(map(asks_for_gang, items)):
             _register_gangs(config).pytest_collection_modifyitems(items)
     except pytest.UsageError as error:
         if hasattr(config, "workeroutput"):  # its terminal is nobody's; see `pytest_testnodedown`
@@ -88,6 +100,11 @@ def pytest_testnodedown(node: WorkerController) -> None:
     problem = getattr(node, "workeroutput", {}).get(_USAGE_ERROR)
     if problem is not None:
         raise pytest.UsageError(problem)
+
+
+def _is_rank(config: pytest.Config) -> bool:
+    """Whether this process is a rank of ours, which collects for itself."""
+    return config.pluginmanager.has_plugin(RANK_PLUGIN_NAME)
 
 
 def _register_gangs(config: pytest.Config) -> GangPlugin:

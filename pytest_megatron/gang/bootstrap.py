@@ -9,6 +9,7 @@ import contextlib
 import faulthandler
 import os
 import random
+import secrets
 import sys
 import threading
 from pathlib import Path
@@ -19,6 +20,8 @@ from pytest_megatron.gang.messages import RankOrder
 from pytest_megatron.gang.nursery import STACK_SIGNAL, RankEnds
 
 _RECORDED_COLLECTIVES = "2000"
+# torch seeds its generator with 64 random bits; who seeds it himself takes a smaller number.
+_LEAST_RANDOM_SEED = 1 << 53
 _is_wrapped = False
 _num_rendezvous = 0
 
@@ -68,11 +71,7 @@ def become_rank(order: RankOrder, ends: RankEnds, *, random_before: object) -> N
     else:
         faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
         _kept.append(stacks)
-    if random.getstate() == random_before:
-        random.seed()
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and "numpy.random" in sys.modules:
-        _reseed_numpy(numpy)
+    reseed(random_before)
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(int(order.env.get("OMP_NUM_THREADS", "1")))
@@ -85,15 +84,29 @@ def become_rank(order: RankOrder, ends: RankEnds, *, random_before: object) -> N
 
 
 _kept: list[object] = []
-_numpy_before: object = None
 
 
-def remember_numpy() -> None:
-    """Note the state of numpy's generator, where numpy is loaded; called before collection."""
-    global _numpy_before  # noqa: PLW0603 - one process, one generator
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        _numpy_before = _numpy_state(numpy)
+def keep(file: object) -> None:
+    """Keep a file open as long as this process lives."""
+    _kept.append(file)
+
+
+def reseed(random_before: object) -> None:
+    """Give this process random numbers of its own, as long as nobody has seeded them.
+
+    Args:
+        random_before: State of `random` before anything of the user's was imported.
+    """
+    if random.getstate() == random_before:
+        random.seed()
+    mtrand = sys.modules.get("numpy.random.mtrand")
+    if mtrand is not None:
+        bits = mtrand._rand._bit_generator  # noqa: SLF001 - tells whether it was seeded
+        if getattr(bits, "_seed_seq", None) is not None:
+            mtrand.set_state(mtrand.RandomState().get_state())
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.initial_seed() >= _LEAST_RANDOM_SEED:
+        torch.default_generator.manual_seed(secrets.randbits(64) | _LEAST_RANDOM_SEED)
 
 
 def wrap_rendezvous() -> None:
@@ -187,13 +200,3 @@ def _flight_record() -> str:
     except (RuntimeError, TypeError):
         return ""
     return record.decode(errors="replace") if isinstance(record, bytes) else str(record)
-
-
-def _numpy_state(numpy: object) -> object:
-    state = numpy.random.get_state()  # type: ignore[attr-defined]
-    return (state[0], state[1].tobytes(), *state[2:])
-
-
-def _reseed_numpy(numpy: object) -> None:
-    if _numpy_before is not None and _numpy_state(numpy) == _numpy_before:
-        numpy.random.seed()  # type: ignore[attr-defined]

@@ -218,11 +218,15 @@ class Listener:
             connection.close()
             raise PermissionError("a caller hung up") from None
 
-    def close(self) -> None:
-        """Take no more callers, and leave nothing on disk."""
+    def forget(self) -> None:
+        """Close the descriptors, in a forked child."""
         for caller in self._knocking.values():
             caller.connection.close()
         self._socket.close()
+
+    def close(self) -> None:
+        """Take no more callers, and leave nothing on disk."""
+        self.forget()
         if self._directory is not None:
             remove_socket(self.address)
 

@@ -26,9 +26,11 @@ from pytest_megatron.gang.lifecycle import (
     State,
 )
 from pytest_megatron.gang.messages import (
+    Adopt,
     AskStacks,
     Broken,
     Close,
+    Collected,
     Died,
     Fork,
     Forked,
@@ -39,6 +41,7 @@ from pytest_megatron.gang.messages import (
     Message,
     OpenStore,
     RankOrder,
+    Ready,
     Run,
     Stacks,
     StoreOpened,
@@ -46,6 +49,7 @@ from pytest_megatron.gang.messages import (
 )
 from pytest_megatron.gang.spec import GangSpec, RunEnd
 
+_OF_NODE = -1  # in the place of a rank
 _LOST_S = 2.0  # between the end of a rank's connection and the news of its death
 _ORPHANED = "ended, as the process that starts ranks was killed"
 
@@ -70,6 +74,10 @@ class Gang:
         ends: How its tests ended, until the controller takes them.
         nurseries: Connections of nurseries that still hold something of it.
         silent: Connections of nurseries that have not answered the last question for stacks.
+        starters: Rank -> connection of the nursery that starts it.
+        keepers: Rank -> connection of the nursery that has it: another one where the first one
+            becomes the rank; and the one that has the store.
+        missing: Rank -> node id -> why the rank has no such test.
     """
 
     number: int
@@ -83,6 +91,9 @@ class Gang:
     nurseries: set[int] = field(default_factory=set)
     silent: set[int] = field(default_factory=set)
     stacks: list[Stacks] = field(default_factory=list)
+    starters: dict[int, Channel] = field(default_factory=dict)
+    keepers: dict[int, Channel] = field(default_factory=dict)
+    missing: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
 
     @property
     def is_gone(self) -> bool:
@@ -91,6 +102,22 @@ class Gang:
 
 
 OnDebugger: TypeAlias = Callable[[Gang, int, Channel, Message], None]
+TemplateWord: TypeAlias = Collected | Died | Stacks | StoreOpened
+OnTemplate: TypeAlias = Callable[[int, TemplateWord, int], None]
+
+
+@dataclass(slots=True, kw_only=True)
+class Template:
+    """A nursery of one rank that has collected.
+
+    Attributes:
+        number: What it was started under; below 0, where gangs have numbers above.
+        is_single: Whether it cannot fork and becomes the rank itself.
+    """
+
+    number: int
+    channel: Channel
+    is_single: bool
 
 
 class Fleet:
@@ -110,6 +137,8 @@ class Fleet:
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._on_call)
         self._nurseries: dict[tuple[int, int], Channel] = {}
+        self._templates: dict[tuple[int, int, int], Template] = {}
+        self._raised: dict[int, tuple[tuple[RankOrder, ...], OnTemplate]] = {}
         self._gangs: dict[int, Gang] = {}
         self._num_gangs = 0
         self._has_news = False
@@ -124,13 +153,50 @@ class Fleet:
         channel = self._nurseries.get((node_rank, rank))
         return channel is not None and not channel.is_closed
 
+    def raise_templates(self, orders: tuple[RankOrder, ...], on_template: OnTemplate) -> int:
+        """Have nurseries of single ranks started; return their number, which is below 0.
+
+        Args:
+            orders: What they have to know, as for ranks of a gang of number 0.
+            on_template: Told their number, what is new, and of which rank; stacks are of several.
+        """
+        number = -self.next_template
+        orders = tuple(replace(order, gang=number) for order in orders)
+        self._raised[number] = orders, on_template
+        self._nursery_of_node(orders[0].node_rank).send(
+            OpenStore(gang=number, host=orders[0].env["MASTER_ADDR"])
+        )
+        return number
+
+    @property
+    def next_template(self) -> int:
+        """What `raise_templates` will return, without its sign."""
+        return len(self._raised) + 1
+
+    def has_template(self, node_rank: int, rank: int, world_size: int) -> bool:
+        """Whether a nursery of one rank can start it."""
+        return (node_rank, rank, world_size) in self._templates
+
+    def ask_templates(self, number: int, ranks: tuple[int, ...]) -> None:
+        """Ask what `raise_templates` started for stacks."""
+        for node_rank in {order.node_rank for order in self._raised[number][0]}:
+            self._nursery_of_node(node_rank).send(AskStacks(gang=number, ranks=ranks))
+
+    def kill_templates(self, number: int) -> None:
+        """Kill what `raise_templates` started."""
+        for key in [k for k, t in self._templates.items() if t.number == number]:
+            del self._templates[key]
+        for node_rank in {order.node_rank for order in self._raised[number][0]}:
+            self._nursery_of_node(node_rank).send(Kill(gang=number))
+
     def start(self, gang: Gang) -> None:
         """Start the ranks of a gang; first its store, then they are forked."""
         self._gangs[gang.number] = gang
-        gang.nurseries = set(self._nurseries_of(gang))
-        self._nursery(gang.orders[0]).send(
-            OpenStore(gang=gang.number, host=gang.orders[0].env["MASTER_ADDR"])
-        )
+        for order in gang.orders:
+            self._choose_nursery(gang, order)
+        node = gang.keepers[_OF_NODE] = self._nursery_of_node(gang.orders[0].node_rank)
+        gang.nurseries = {channel.fileno() for channel in gang.keepers.values()}
+        node.send(OpenStore(gang=gang.number, host=gang.orders[0].env["MASTER_ADDR"]))
 
     def assign(self, gang: Gang, run: Run, *, limit_s: float) -> None:
         """Have a gang run a test, as soon as it can."""
@@ -141,7 +207,10 @@ class Fleet:
         )
 
     def close(self, gang: Gang) -> None:
-        """End a gang: politely if it is idle."""
+        """End a gang: politely if it is idle, and has processes."""
+        if not gang.nurseries:
+            self.kill(gang)
+            return
         self._carry_out(gang, gang.lifecycle.close(time.monotonic()))
 
     def kill(self, gang: Gang) -> None:
@@ -190,27 +259,61 @@ class Fleet:
         """Let go of everything; nurseries kill what is left."""
         for gang in list(self._gangs.values()):
             self._forget(gang)
-        for channel in self._nurseries.values():
+        for channel in (*self._nurseries.values(), *(t.channel for t in self._templates.values())):
             channel.close()
         self._nurseries.clear()
+        self._templates.clear()
         self._selector.close()
         self._listener.close()
 
-    def _nursery(self, order: RankOrder) -> Channel:
-        for key in ((order.node_rank, order.rank), (order.node_rank, -1)):
-            channel = self._nurseries.get(key)
-            if channel is not None and not channel.is_closed:
-                return channel
-        raise LaunchError(
-            f"rank {order.rank}", "the process that starts ranks is gone; was it killed?"
-        )
+    def forget(self) -> None:
+        """Let go of descriptors in a forked child; what they belong to lives on."""
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.fileobj, Channel | socket.socket):
+                key.fileobj.close()
+        self._selector.close()
+        self._listener.forget()
+
+    def pretend(self, gang: Gang) -> None:
+        """Have a gang without processes, as some rank of it has none of its tests."""
+        self._gangs[gang.number] = gang
+        for order in gang.orders:
+            self._tell(gang, order.rank, Ready(missing={}, extra=(), clock=time.time()))
+
+    def _choose_nursery(self, gang: Gang, order: RankOrder) -> None:
+        """Choose who starts a rank, and who has it then."""
+        key = order.node_rank, order.rank, order.world_size
+        template = self._templates.get(key)
+        if template is None:
+            channel = self._nursery_of_node(order.node_rank)
+            gang.starters[order.rank] = gang.keepers[order.rank] = channel
+            return
+        gang.starters[order.rank] = gang.keepers[order.rank] = template.channel
+        if template.is_single:
+            del self._templates[key]
+            node = gang.keepers[order.rank] = self._nursery_of_node(order.node_rank)
+            node.send(
+                Adopt(
+                    template=template.number,
+                    gang=gang.number,
+                    rank=order.rank,
+                    device=order.device,
+                    log_dir=order.log_dir,
+                )
+            )
+
+    def _nursery_of_node(self, node_rank: int) -> Channel:
+        channel = self._nurseries.get((node_rank, -1))
+        if channel is None or channel.is_closed:
+            raise LaunchError(
+                f"node {node_rank}", "the process that starts ranks is gone; was it killed?"
+            )
+        return channel
 
     def _nurseries_of(self, gang: Gang) -> dict[int, Channel]:
-        found = {}
-        for order in gang.orders:
-            channel = self._nursery(order)
-            found[channel.fileno()] = channel
-        return found
+        """Return the connections of nurseries that still hold something of a gang."""
+        found = {channel.fileno(): channel for channel in gang.keepers.values()}
+        return {number: channel for number, channel in found.items() if number in gang.nurseries}
 
     def _on_call(self, _: object) -> None:
         connection = self._listener.accept()
@@ -240,11 +343,7 @@ class Fleet:
             self._drop(source)
             return
         if hello.role == "nursery":
-            self._has_news = True
-            self._nurseries[hello.node_rank, hello.rank] = source
-            self._selector.modify(source, selectors.EVENT_READ, self._on_nursery)
-            for message in rest:
-                self._on_nursery_word(source, message)
+            self._on_hello_of_nursery(source, hello, rest)
             return
         gang = self._gangs.get(hello.gang)
         if gang is None:
@@ -259,25 +358,55 @@ class Fleet:
         for message in rest:
             self._tell(gang, hello.rank, message)
 
-    def _on_nursery(self, source: object) -> None:
-        assert isinstance(source, Channel)
+    def _on_hello_of_nursery(self, source: Channel, hello: Hello, rest: Sequence[Message]) -> None:
+        self._has_news = True
+        if not hello.world_size:
+            self._nurseries[hello.node_rank, hello.rank] = source
+
+        def on_nursery(_: object) -> None:
+            take(source.drain())
+            if source.is_closed:
+                self._lose_nursery(source)
+
+        def take(messages: Sequence[Message]) -> None:
+            for message in messages:
+                if isinstance(message, Collected):
+                    self._on_collected(source, hello, message)
+                else:
+                    self._on_nursery_word(source, message)
+
+        self._selector.modify(source, selectors.EVENT_READ, on_nursery)
+        take(rest)
+
+    def _on_collected(self, source: Channel, hello: Hello, collected: Collected) -> None:
+        self._has_news = True
+        self._templates[hello.node_rank, hello.rank, hello.world_size] = Template(
+            number=hello.gang, channel=source, is_single=bool(collected.obstacle)
+        )
+        self._raised[hello.gang][1](hello.gang, collected, hello.rank)
+
+    def _lose_nursery(self, source: Channel) -> None:
+        """Take note that a nursery is gone, and its ranks with it."""
         descriptor = source.fileno()
-        for message in source.drain():
-            self._on_nursery_word(source, message)
-        if source.is_closed:
-            self._drop(source)
-            for key in [k for k, c in self._nurseries.items() if c is source]:
-                del self._nurseries[key]
-            for gang in [g for g in self._gangs.values() if descriptor in g.nurseries]:
-                for order in gang.orders:
+        self._drop(source)
+        for key in [k for k, c in self._nurseries.items() if c is source]:
+            del self._nurseries[key]
+        for place in [k for k, t in self._templates.items() if t.channel is source]:
+            del self._templates[place]
+        for gang in [g for g in self._gangs.values() if descriptor in g.nurseries]:
+            for order in gang.orders:
+                if gang.keepers[order.rank] is source:
                     self._drain_rank(gang, order.rank)
                     self._tell(gang, order.rank, Broken(problem=_ORPHANED))
-                self._on_killed(gang, descriptor)
+            self._on_killed(gang, descriptor)
 
     def _on_nursery_word(self, source: Channel, message: Message) -> None:
         if isinstance(message, Forked):
             return
         assert isinstance(message, StoreOpened | Died | Stacks | Killed), message
+        if message.gang in self._raised:
+            self._on_raised(source, message)
+            return
         gang = self._gangs.get(message.gang)
         if gang is None:
             return
@@ -298,6 +427,24 @@ class Fleet:
             case _:
                 assert_never(message)
 
+    def _on_raised(self, source: Channel, message: Message) -> None:
+        """Take in what a node's nursery says of those of single ranks."""
+        match message:
+            case StoreOpened(gang=number, port=port, problem=""):
+                orders, _ = self._raised[number]
+                source.send(Fork(orders=_with_store(orders, port)))
+            case StoreOpened(gang=number):
+                self._has_news = True
+                self._raised[number][1](number, message, 0)
+            case Died(gang=number, rank=rank):
+                self._has_news = True
+                self._raised[number][1](number, message, rank)
+            case Stacks(gang=number):
+                self._has_news = True
+                self._raised[number][1](number, message, -1)
+            case _:
+                pass
+
     def _on_killed(self, gang: Gang, nursery: int) -> None:
         gang.nurseries.discard(nursery)
         if not gang.nurseries:
@@ -309,13 +456,11 @@ class Fleet:
         if problem:
             self._tell(gang, 0, Broken(problem=problem))
             return
-        gang.orders = tuple(
-            replace(order, env={**order.env, "MASTER_PORT": str(port)}) for order in gang.orders
-        )
+        gang.orders = _with_store(gang.orders, port)
         by_nursery: dict[int, list[RankOrder]] = {}
         channels = {}
         for order in gang.orders:
-            channel = self._nursery(order)
+            channel = gang.starters[order.rank]
             channels[channel.fileno()] = channel
             by_nursery.setdefault(channel.fileno(), []).append(order)
         for number, orders in by_nursery.items():
@@ -336,6 +481,8 @@ class Fleet:
                 self._tell(gang, rank, message)
 
     def _tell(self, gang: Gang, rank: int, message: Message) -> None:
+        if isinstance(message, Ready) and rank in gang.missing:
+            message = replace(message, missing={**gang.missing[rank], **message.missing})
         self._carry_out(gang, gang.lifecycle.handle(rank, message, time.monotonic()))
         if gang.is_gone:
             self._has_news = True
@@ -363,19 +510,15 @@ class Fleet:
 
     def _ask_for_stacks(self, gang: Gang, ranks: tuple[int, ...]) -> None:
         gang.stacks.clear()
-        for nursery in self._living_nurseries(gang):
+        for nursery in self._nurseries_of(gang).values():
             gang.silent.add(nursery.fileno())
             nursery.send(AskStacks(gang=gang.number, ranks=ranks))
 
     def _kill(self, gang: Gang) -> None:
-        for nursery in self._living_nurseries(gang):
+        for nursery in self._nurseries_of(gang).values():
             nursery.send(Kill(gang=gang.number))
-
-    def _living_nurseries(self, gang: Gang) -> list[Channel]:
-        try:
-            return list(self._nurseries_of(gang).values())
-        except LaunchError:
-            return []
+        if not gang.nurseries:  # nobody has anything of it
+            self._tell(gang, 0, Killed(gang=gang.number))
 
     def _forget(self, gang: Gang) -> None:
         for channel in gang.channels.values():
@@ -393,6 +536,11 @@ def _send_to_ranks(gang: Gang, message: Message) -> None:
     frame = encode(message)
     for channel in gang.channels.values():
         channel.send_frame(frame)
+
+
+def _with_store(orders: Sequence[RankOrder], port: int) -> tuple[RankOrder, ...]:
+    """Return the orders with the port of the store to meet in."""
+    return tuple(replace(o, env={**o.env, "MASTER_PORT": str(port)}) for o in orders)
 
 
 def _join_stacks(answers: Sequence[Stacks]) -> Stacks:

@@ -376,7 +376,7 @@ class Lifecycle:
             for rank in lacking:
                 rank.problem = rank.missing[node_id]
                 rank.at = self._started_at
-            return self._end(Reason.FAILED, 0.0, self._started_at, is_kept=True)
+            return self._end(Reason.NOT_COLLECTED, 0.0, self._started_at, is_kept=True)
         return [SendRun(run=self._run)]
 
     def _settle(self, now: float) -> list[Action]:

@@ -29,6 +29,7 @@ class Hello:
         gang: The gang of a rank; 0 for a nursery.
         rank: The rank; for a nursery the one that it forks, or -1 for all of its node.
         node_rank: Index of its host.
+        world_size: Of the gangs that a nursery of one rank forks for; 0 for a node's.
     """
 
     role: str
@@ -36,6 +37,24 @@ class Hello:
     rank: int
     node_rank: int
     pid: int
+    world_size: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected:
+    """The nursery of one rank has collected, and can start it.
+
+    Attributes:
+        is_same: Whether it found what the controller found.
+        node_ids: What it found, if that is something else.
+        problems: Node id of a collector -> why it could not be collected.
+        obstacle: Why it cannot fork ranks and has to become one itself, or "".
+    """
+
+    is_same: bool
+    node_ids: tuple[str, ...] = ()
+    problems: Mapping[str, str] = field(default_factory=dict)
+    obstacle: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +227,7 @@ class RankOrder:
         is_debugging: Whether failures and breakpoints may open a debugger.
         coverage: Settings of a running coverage.py, or empty.
         coverage_file: Where it puts its data.
+        avoided: Node id of a collector that a rank died in -> what to say of it instead.
     """
 
     gang: int
@@ -223,6 +243,7 @@ class RankOrder:
     is_debugging: bool = False
     coverage: Mapping[str, JsonValue] = field(default_factory=dict)
     coverage_file: str = ""
+    avoided: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,12 +263,29 @@ class Forked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Adopt:
+    """Take the nursery of one rank, which becomes that rank, for a rank of a gang.
+
+    Attributes:
+        template: The number that it was started under in place of a gang's.
+        log_dir: Directory of its logs from now on.
+    """
+
+    template: int
+    gang: int
+    rank: int
+    device: str
+    log_dir: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Died:
     """The process of a rank is gone. Written by a nursery, never by a rank.
 
     Attributes:
         exit_code: As `Popen.returncode`: negative means killed by that signal.
-        phase: The phase of a test that it was in: setup, call, teardown, or "" between tests.
+        phase: The phase of a test that it was in: setup, call, teardown, or "" between tests; of
+            a rank that collects, the node id that it was at.
     """
 
     gang: int
@@ -328,6 +366,7 @@ class Stacks:
 
 Message: TypeAlias = (
     Hello
+    | Collected
     | Ready
     | PhaseEnded
     | Done
@@ -343,6 +382,7 @@ Message: TypeAlias = (
     | DebuggerLine
     | Fork
     | Forked
+    | Adopt
     | Died
     | OpenStore
     | StoreOpened

@@ -17,7 +17,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn, Protocol
 
@@ -25,6 +25,7 @@ from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang.channel import Channel
 from pytest_megatron.gang.logs import FLIGHT_FILE, STACKS_FILE
 from pytest_megatron.gang.messages import (
+    Adopt,
     AskStacks,
     Died,
     Fork,
@@ -50,7 +51,7 @@ from pytest_megatron.gang.processes import (
 
 STACK_SIGNAL = signal.SIGRTMIN + 9
 _POLL_S = 0.02
-_PHASE_BYTES = 16
+_PHASE_BYTES = 1024  # a node id while a rank collects
 _STACKS_S = 1.0  # for a rank to write its stack
 
 
@@ -68,19 +69,22 @@ class RankEnds:
 
     def note(self, when: str) -> None:
         """Note the phase; costs a microsecond, and survives the rank."""
-        os.pwrite(self.phase, when.ljust(_PHASE_BYTES).encode(), 0)
+        os.pwrite(self.phase, when.encode().ljust(_PHASE_BYTES)[:_PHASE_BYTES], 0)
 
 
 class Starter(Protocol):
     """How ranks come into being."""
 
-    def start(self, order: RankOrder, ends: RankEnds, inherited: Sequence[int]) -> int:
+    def start(
+        self, order: RankOrder, ends: RankEnds, inherited: Sequence[int], unwanted: Sequence[int]
+    ) -> int:
         """Start a rank; return its process.
 
         Args:
             order: What it has to know.
             ends: What it shares with the nursery.
             inherited: Descriptors that it holds as long as it lives.
+            unwanted: Descriptors of the nursery's own that it must not hold.
         """
 
     def open_store(self, host: str) -> int:
@@ -103,13 +107,14 @@ class _Child:
     trigger: int
     phase_file: int
     is_alive: bool = True
+    exit_code: int = 0
 
     @property
     def phase(self) -> str:
-        return os.pread(self.phase_file, _PHASE_BYTES, 0).decode().strip("\0 ")
+        return os.pread(self.phase_file, _PHASE_BYTES, 0).decode(errors="replace").strip("\0 ")
 
-    def close(self) -> None:
-        self.is_alive = False
+    def close(self, exit_code: int) -> None:
+        self.is_alive, self.exit_code = False, exit_code
         os.close(self.trigger)
         os.close(self.phase_file)
 
@@ -135,12 +140,14 @@ class Nursery:
         self._children: dict[int, _Child] = {}
         self._dying: dict[int, float] = {}
         self._stores: dict[int, int] = {}
+        self._own: list[int] = []
         self._asked: list[_Asked] = []
 
     def serve(self) -> None:
         """Do what the controller says until it goes away, then kill everything."""
         become_subreaper()
         wakeup, wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._own = [wakeup, wakeup_write]
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
             signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
@@ -182,6 +189,8 @@ class Nursery:
                 self._dying.setdefault(gang, time.monotonic() + UNKILLABLE_S)
                 send_signal(self._below(gang), signal.SIGKILL)
                 self._collect()
+            case Adopt():
+                self._adopt(message)
             case Interrupt(gang=gang):
                 send_signal(self._living(gang), signal.SIGINT)
             case AskStacks(gang=gang, ranks=ranks):
@@ -192,10 +201,25 @@ class Nursery:
     def _start(self, order: RankOrder, descriptors: Sequence[int]) -> None:
         trigger_read, trigger = os.pipe()
         phase = os.memfd_create("phase")
-        pid = self._starter.start(order, RankEnds(trigger_read, phase), descriptors)
+        others = [c for c in self._children.values() if c.is_alive]
+        unwanted = [fd for child in others for fd in (child.trigger, child.phase_file)]
+        pid = self._starter.start(
+            order, RankEnds(trigger_read, phase), descriptors, [*unwanted, *self._own, trigger]
+        )
         os.close(trigger_read)
         self._children[pid] = _Child(order, trigger, phase)
         self._channel.send(Forked(gang=order.gang, rank=order.rank, pid=pid))
+
+    def _adopt(self, adopt: Adopt) -> None:
+        """Make a template that becomes a rank one of a gang's."""
+        for child in self._children.values():
+            if (child.order.gang, child.order.rank) == (adopt.template, adopt.rank):
+                child.order = replace(
+                    child.order, gang=adopt.gang, device=adopt.device, log_dir=adopt.log_dir
+                )
+                if not child.is_alive:
+                    died = Died(gang=adopt.gang, rank=adopt.rank, exit_code=child.exit_code)
+                    self._channel.send(died)
 
     def _collect(self) -> None:
         """Collect what ended, and tell of ranks."""
@@ -209,12 +233,12 @@ class Nursery:
             child = self._children.get(pid)
             if child is not None and child.is_alive:
                 phase = child.phase
-                child.close()
+                child.close(os.waitstatus_to_exitcode(status))
                 self._channel.send(
                     Died(
                         gang=child.order.gang,
                         rank=child.order.rank,
-                        exit_code=os.waitstatus_to_exitcode(status),
+                        exit_code=child.exit_code,
                         phase=phase,
                     )
                 )
@@ -314,7 +338,9 @@ class Forking:
     run_rank: Callable[[RankOrder, RankEnds], NoReturn]
     keeper: Keeper
 
-    def start(self, order: RankOrder, ends: RankEnds, inherited: Sequence[int]) -> int:
+    def start(
+        self, order: RankOrder, ends: RankEnds, inherited: Sequence[int], unwanted: Sequence[int]
+    ) -> int:
         """Fork."""
         del inherited  # a fork has them all
         nursery = os.getpid()
@@ -330,6 +356,8 @@ class Forking:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             os.setsid()
             die_with(nursery)
+            for descriptor in unwanted:
+                os.close(descriptor)
             self.channel.close()
             self.keeper.forget()
             self.run_rank(order, ends)

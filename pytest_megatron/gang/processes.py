@@ -42,6 +42,22 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
+def run_guarded(serve: Callable[[], None]) -> None:
+    """Run something in a child process, and kill what it leaves should it be killed."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    become_subreaper()
+    guard = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        die_with(guard)
+        serve()
+        return
+    _, status = os.waitpid(pid, 0)
+    kill_descendants()
+    os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+
+
 def descendants() -> Iterator[Descendant]:
     """Yield every living process below this one, parents first."""
     children: dict[int, list[Descendant]] = {}

@@ -33,6 +33,7 @@ class Reason(Enum):
     DIED = "a rank died"
     HUNG = "the time limit passed"
     NOT_STARTED = "the gang did not start"
+    NOT_COLLECTED = "a rank has no such test"
     DESYNCHRONISED = "ranks took part in different collectives"
     INTERRUPTED = "the controller stopped it"
 

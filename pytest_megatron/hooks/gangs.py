@@ -24,7 +24,7 @@ from pytest_megatron.errors import LaunchError
 from pytest_megatron.files import JsonValue
 from pytest_megatron.gang import measure
 from pytest_megatron.gang.bootstrap import rank_env
-from pytest_megatron.gang.channel import listen_locally
+from pytest_megatron.gang.channel import Listener, listen_locally
 from pytest_megatron.gang.fleet import Fleet, Gang
 from pytest_megatron.gang.lifecycle import Lifecycle, State
 from pytest_megatron.gang.logs import file_size, read_piece
@@ -45,6 +45,7 @@ from pytest_megatron.hooks.merged import (
     warn_again,
 )
 from pytest_megatron.hooks.options import Options
+from pytest_megatron.hooks.origins import PerRank, make_extra_item, why_per_rank
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.hooks.tee import Tee
 from pytest_megatron.hooks.template import Template
@@ -99,6 +100,8 @@ class GangPlugin:
         self._fleet: Fleet | None = None
         self._make_template: Template | None = None
         self._template: int | None = None
+        self._per_rank: PerRank | None = None
+        self._prepared: dict[GangSpec, Lease] = {}  # of gangs whose ranks still collect
         self._gangs: dict[int, Gang] = {}
         self._leases: dict[int, Lease] = {}
         self._running: dict[int, tuple[Gang, _Execution]] = {}
@@ -228,15 +231,7 @@ class GangPlugin:
         listener = listen_locally()
         grace_s = self._options.rank_grace_s
         self._fleet = Fleet(listener, grace_s=grace_s, on_debugger=self._console.handle)
-        self._make_template = Template(
-            session=session,
-            address=listener.address,
-            key=listener.key,
-            random_before=self._random_before,
-            coverage=self._coverage,
-            coverage_file=str(self._coverage_dir / "template"),
-        )
-        self._template = self._make_template.fork()
+        self._choose_origin(session, listener)
         original = session.gethookproxy
 
         def get_hooks(fspath: os.PathLike[str]) -> pluggy.HookRelay:
@@ -251,6 +246,26 @@ class GangPlugin:
         self._num_slots = num_slots
         if self._run.is_worker:
             threading.Thread(target=self._let_go_for_others, daemon=True).start()
+
+    def _choose_origin(self, session: pytest.Session, listener: Listener) -> None:
+        """Fork the template, unless ranks have to collect for themselves."""
+        sizes = {spec.world_size for spec in self._specs.values()}
+        reason = why_per_rank(self._config, self._options, sizes, self.default_size)
+        if reason:
+            if self._config.option.verbose > 0:
+                self._tell_user(f"every rank collects for itself: {reason}")
+            self._per_rank = PerRank(session, self._open_fleet, listener, self._options)
+            return
+        self._make_template = Template(
+            session=session,
+            address=listener.address,
+            key=listener.key,
+            random_before=self._random_before,
+            coverage=self._coverage,
+            coverage_file=str(self._coverage_dir / "template"),
+            forget=self._open_fleet.forget,
+        )
+        self._template = self._make_template.fork()
 
     def _loop(self, session: pytest.Session) -> None:
         """Run items of gangs, side by side where they are small; the controller's own first."""
@@ -278,6 +293,16 @@ class GangPlugin:
             self._protocol(
                 session, item, self._items[index + 1] if item != self._items[-1] else None
             )
+        self._fail_extra(session)
+
+    def _fail_extra(self, session: pytest.Session) -> None:
+        """Fail tests that only some ranks have, under their own names."""
+        extra = {} if self._per_rank is None else self._per_rank.extra()
+        for node_id, reason in extra.items():
+            item = make_extra_item(session, node_id, reason)
+            session.items.append(item)
+            session.testscollected += 1
+            self._protocol(session, item, None)
 
     def _protocol(
         self, session: pytest.Session, item: pytest.Item, nextitem: pytest.Item | None
@@ -517,9 +542,17 @@ class GangPlugin:
     def _start(self, spec: GangSpec) -> Gang | None:
         """Start a gang; None while its devices are not free."""
         fleet = self._open_fleet
-        self._wait_for_template()
-        lease = None
-        if spec.device == "cuda" and (lease := self._lease(spec.world_size)) is None:
+        per_rank = self._per_rank
+        if per_rank is None:
+            self._wait_for_template()
+        lease = self._prepared.pop(spec, None)
+        if spec.device == "cuda" and lease is None:
+            lease = self._lease(spec.world_size)
+            if lease is None:
+                return None
+        if per_rank is not None and not per_rank.is_ready(self._orders(0, spec, lease)):
+            if lease is not None:
+                self._prepared[spec] = lease
             return None
         number = fleet.new_number()
         orders = self._orders(number, spec, lease)
@@ -537,8 +570,16 @@ class GangPlugin:
         self._gangs[number] = gang
         if lease is not None:
             self._leases[number] = lease
-        fleet.start(gang)
         self._tee.follow(gang)
+        if per_rank is None:
+            fleet.start(gang)
+            return gang
+        gang.missing = per_rank.missing(spec.world_size)
+        if per_rank.is_lost(spec.world_size):
+            fleet.pretend(gang)
+        else:
+            fleet.start(gang)
+            per_rank.take(spec.world_size)
         return gang
 
     def _lease(self, num_gpus: int) -> Lease | None:
@@ -751,12 +792,17 @@ class GangPlugin:
                 self._fleet = None
                 for lease in self._leases.values():
                     lease.close()
+                for lease in self._prepared.values():
+                    lease.close()
+                self._prepared.clear()
                 self._leases.clear()
                 self._gangs.clear()
                 fleet.stop()
                 if self._template is not None:
                     with contextlib.suppress(ChildProcessError):
                         os.waitpid(self._template, 0)
+                if self._per_rank is not None:
+                    self._per_rank.close()
                 for problem in measure.merge_into_running(self._coverage_dir):
                     self._tell_user(f"coverage of a rank cannot be read: {problem}")
             self._report_late()

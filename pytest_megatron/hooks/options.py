@@ -178,6 +178,27 @@ def read_options(config: pytest.Config) -> Options:
     return options
 
 
+def early_size(early_config: pytest.Config) -> tuple[int, int] | None:
+    """Return ranks of a node and nodes, before conftest files are loaded; None without gangs.
+
+    A value that is wrong is none here: `read_options` says so.
+    """
+    given = vars(early_config.known_args_namespace)
+    texts = {
+        name: given.get(_dest(name)) or early_config.getini(_dest(name))
+        for name in ("ranks", "gpus", "nnodes")
+    }
+    num_ranks = texts["ranks"] or texts["gpus"]
+    if num_ranks == "all":
+        from pytest_megatron.host import this_host  # noqa: PLC0415 - not for all
+
+        num_ranks = len(this_host().gpus)
+    words = str(num_ranks), str(texts["nnodes"] or 1)
+    if not all(word.isdecimal() and int(word) for word in words):
+        return None
+    return int(words[0]), int(words[1])
+
+
 def _refuse_contradictions(options: Options) -> None:
     if options.num_gpus is not None and options.num_ranks is not None:
         raise pytest.UsageError("--gpus: --ranks is given as well; give one of them")

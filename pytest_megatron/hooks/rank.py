@@ -11,13 +11,14 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, NoReturn, cast
 
 import pluggy
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 from _pytest.runner import runtestprotocol
 
 from pytest_megatron.files import JsonValue
@@ -307,7 +308,7 @@ class _Printed:
         return text
 
 
-def run_forked_rank(
+def run_rank(
     session: pytest.Session,
     order: RankOrder,
     ends: RankEnds,
@@ -315,10 +316,22 @@ def run_forked_rank(
     address: str,
     key: bytes,
     random_before: object,
+    is_own_session: bool = False,
 ) -> NoReturn:
-    """Be a rank that was forked with the collected session in it; never returns."""
+    """Be a rank, with the collected session in it; never returns.
+
+    Args:
+        session: As it was collected.
+        order: Which rank.
+        ends: What it shares with its nursery.
+        address: Of the controller.
+        key: Of the session.
+        random_before: State of `random` before collection.
+        is_own_session: Whether this rank collected for itself, and not the controller for it.
+    """
     config = session.config
-    atexit._clear()  # noqa: SLF001 - what the controller wants to do at its end is not ours
+    if not is_own_session:
+        atexit._clear()  # noqa: SLF001 - what the controller wants to do at its end is not ours
     measurement = measure.start(order.coverage, order.coverage_file)
     logs = _take_streams(config, order)
     bootstrap.become_rank(order, ends, random_before=random_before)
@@ -338,29 +351,31 @@ def run_forked_rank(
     _make_rank_of(config, plugin)
     for name in ("gethookproxy",):
         session.__dict__.pop(name, None)
-    serve(session, plugin, channel, Ready(missing={}, extra=(), clock=time.time()), session.items)
+    serve(session, plugin, channel, is_own_session=is_own_session)
 
 
 def serve(
     session: pytest.Session,
     plugin: RankPlugin,
     channel: Channel,
-    ready: Ready,
-    items: list[pytest.Item],
+    *,
+    is_own_session: bool,
 ) -> NoReturn:
     """Run what the controller sends until it says close, or is gone."""
-    channel.send(ready)
+    find = _finder(session.items, is_own_session=is_own_session)
+    channel.send(Ready(missing={}, extra=(), clock=time.time()))
     planned: pytest.Item | None = None
     exit_code = 0
     try:
         while True:
             match channel.receive():
                 case Run() as run:
-                    item = items[run.index]
+                    item = find(run.index, run.node_id)
+                    assert item is not None
                     late: JsonValue = None
                     if planned is not item and not plugin.is_rerun(item):
                         late = plugin.tear_down_late(session, item)
-                    planned = items[run.next_index] if run.next_index >= 0 else None
+                    planned = find(run.next_index, run.next_node_id)
                     is_unknown = run.next_index == UNKNOWN
                     # A collector in the place of the next item keeps all but the test set up.
                     nextitem = cast("pytest.Item | None", item.parent if is_unknown else planned)
@@ -368,7 +383,8 @@ def serve(
                     channel.send(done if late is None else replace(done, late=late))
                 case Close():
                     late = plugin.tear_down_late(session, None)
-                    channel.send(Closed(problem="", late=late))
+                    problem = _finish_session(session) if is_own_session else ""
+                    channel.send(Closed(problem=problem, late=late))
                     break
                 case _:
                     break
@@ -386,6 +402,26 @@ def serve(
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(exit_code)
+
+
+def _finder(
+    items: list[pytest.Item], *, is_own_session: bool
+) -> Callable[[int, str], pytest.Item | None]:
+    """Return what finds an item of the controller: by its place, or where that differs by name."""
+    if not is_own_session:
+        return lambda index, _: items[index] if index >= 0 else None
+    by_id = {item.nodeid: item for item in items}
+    return lambda _, node_id: by_id.get(node_id)
+
+
+def _finish_session(session: pytest.Session) -> str:
+    """Run what a process of its own would at the end of a session; return what went wrong, or ""."""
+    try:
+        session.config.hook.pytest_sessionfinish(session=session, exitstatus=session.exitstatus)
+        session.config._ensure_unconfigure()  # noqa: SLF001 - pytest's own way
+    except BaseException:  # noqa: BLE001 - hooks of a user
+        return traceback.format_exc()
+    return ""
 
 
 def _forget_failure(item: pytest.Item) -> None:
@@ -428,6 +464,9 @@ def _take_streams(config: pytest.Config, order: RankOrder) -> RankLogs:
             capture.stop_global_capturing()
     logs = RankLogs(Path(order.log_dir))
     logs.redirect()
+    stderr = config.stash.get(fault_handler_stderr_fd_key, None)
+    if stderr is not None:  # pytest's own copy of the controller's stderr, for its time limit
+        os.dup2(2, stderr)
     if capture is not None:
         capture._method = "no"  # noqa: SLF001 - a rank's log is its capture
         capture.start_global_capturing()

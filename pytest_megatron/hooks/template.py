@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -18,9 +17,9 @@ from pytest_megatron.gang import measure
 from pytest_megatron.gang.channel import connect, remove_socket
 from pytest_megatron.gang.messages import Hello, RankOrder
 from pytest_megatron.gang.nursery import Forking, Nursery, RankEnds
-from pytest_megatron.gang.processes import become_subreaper, die_with, kill_descendants
+from pytest_megatron.gang.processes import run_guarded
 from pytest_megatron.gang.stores import StoreKeeper
-from pytest_megatron.hooks.rank import run_forked_rank
+from pytest_megatron.hooks.rank import run_rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +32,7 @@ class Template:
         random_before: State of `random` before collection.
         coverage: As in `RankOrder`, for the template itself.
         coverage_file: Where it puts its data.
+        forget: Closes descriptors of the controller.
     """
 
     session: pytest.Session
@@ -41,6 +41,7 @@ class Template:
     random_before: object
     coverage: Mapping[str, JsonValue]
     coverage_file: str
+    forget: Callable[[], None]
 
     def fork(self) -> int:
         """Fork the template off the controller; return the process that ends after all of it."""
@@ -52,26 +53,13 @@ class Template:
         if pid:
             return pid
         try:
-            self._guard()
+            self.forget()
+            os.setsid()
+            run_guarded(self._serve)
         except BaseException:  # noqa: BLE001 - must never go on as a second controller
             traceback.print_exc()
         finally:
             os._exit(0)
-
-    def _guard(self) -> None:
-        """Fork the template itself, and kill what it leaves should it be killed."""
-        os.setsid()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
-        become_subreaper()
-        guard = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            die_with(guard)
-            self._serve()
-            return
-        os.waitpid(pid, 0)
-        kill_descendants()
 
     def _serve(self) -> None:
         measurement = measure.start(self.coverage, self.coverage_file)
@@ -83,7 +71,7 @@ class Template:
             measurement.save()
 
     def _run_rank(self, order: RankOrder, ends: RankEnds) -> NoReturn:
-        run_forked_rank(
+        run_rank(
             self.session,
             order,
             ends,

@@ -389,6 +389,8 @@ def _end_word(end: RunEnd, rank: RankEnd) -> str:
 def _late_word(end: RunEnd, rank: RankEnd) -> str:
     frame = innermost_frame(rank.stack)
     where = f" at {frame}" if frame else ""
+    if end.reason is Reason.NOT_COLLECTED:
+        return "did not run it"
     if end.reason is Reason.NOT_STARTED:
         return "did not start" if end.limit_s else "was stopped before it started"
     return f"was still in {rank.phase or 'the test'}{where}, and was stopped"
@@ -463,7 +465,7 @@ def _logs(end: RunEnd, first: int | None, struck: Mapping[int, RankEnd]) -> list
     ]
     shown = [end.ranks[first]] if first is not None else [r for r in end.ranks if r.rank in struck]
     files = [f"{rank.log_dir}/stderr.log" for rank in shown if rank.log_dir]
-    if files:
+    if files and end.reason is not Reason.NOT_COLLECTED:
         blocks.append(("logs", "\n".join(files)))
     return blocks
 

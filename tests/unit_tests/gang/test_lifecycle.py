@@ -351,7 +351,8 @@ def test_a_test_that_a_rank_has_not_collected_fails_and_keeps_the_gang() -> None
         missing = {node_id: "not collected"} if rank == 2 else {}
         gang.handle(rank, Ready(missing=missing, extra=(), clock=0.0), 0.0)
     end = the_end([*gang.assign(run_of(), limit_s=LIMIT_S, is_isolated=False, now=1.0)])
-    assert (end.reason, end.ranks[2].problem, end.is_kept) == (Reason.FAILED, "not collected", True)
+    told = (end.reason, end.ranks[2].problem, end.is_kept)
+    assert told == (Reason.NOT_COLLECTED, "not collected", True)
     assert gang.assign(run_of(2), limit_s=LIMIT_S, is_isolated=False, now=2.0) == [
         SendRun(run=run_of(2))
     ]

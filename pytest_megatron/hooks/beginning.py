@@ -1,0 +1,125 @@
+"""What a session was before anything of the user's was imported; ranks begin from there as well.
+
+Also holds the variables that stand while tests are collected. Imports nothing but pytest.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_megatron.hooks import options
+
+if TYPE_CHECKING:
+    from pytest_megatron.hooks.warm import WarmProcess
+    from pytest_megatron.hooks.watch import Watch
+
+PLUGIN_NAME = "megatron-beginning"
+RANK_PLUGIN_NAME = "megatron-collecting"  # in a rank that collects for itself
+# Whether CUDA is there is asked of NVML, which leaves this process fit to be forked; so do pools of
+# one thread.
+HARMLESS_ENV = {
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+
+
+@dataclass(slots=True)
+class Beginning:
+    """Where a session began.
+
+    Attributes:
+        watch: None in a session without options for gangs.
+        warm: The process that ranks which collect for themselves come from, once it is started.
+    """
+
+    env: Mapping[str, str]
+    path: list[str]
+    argv: list[str]
+    random_state: object
+    watch: Watch | None = None
+    warm: WarmProcess | None = None
+
+    def stop_warm(self) -> None:
+        """End what nobody has taken."""
+        if self.warm is not None:
+            self.warm.stop()
+
+
+KEY = pytest.StashKey[Beginning]()
+
+
+class BeginningPlugin:
+    """Sets the variables of rank 0 while tests are collected."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        """Leave a controller of pytest-xdist alone: its workers collect."""
+        if getattr(config.option, "dist", "no") != "no" and not hasattr(config, "workerinput"):
+            self._watch.stop()
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtestloop(self) -> Generator[None, object, object]:
+        """Put the variables back before any test runs."""
+        self._watch.stop()
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_sessionfinish(self) -> Generator[None, object, object]:
+        """Have them there again for hooks of a project that asks for them."""
+        if self._watch.rank_readers:
+            self._watch.start(is_noting=False)
+        return (yield)
+
+
+def note_beginning(early_config: pytest.Config) -> None:
+    """Note how a session begins; where it asks for gangs, watch who asks for ranks."""
+    beginning = Beginning(
+        env=dict(os.environ),
+        path=list(sys.path),
+        argv=list(sys.argv),
+        random_state=random.getstate(),
+    )
+    early_config.stash[KEY] = beginning
+    size = options.early_size(early_config)
+    if size is None or _is_for_others(early_config):
+        return
+    from pytest_megatron.gang.bootstrap import rank_env  # noqa: PLC0415 - not for all
+    from pytest_megatron.hooks.warm import start_warm  # noqa: PLC0415 - not for all
+    from pytest_megatron.hooks.watch import Watch  # noqa: PLC0415 - not for all
+
+    def start_early() -> None:
+        given = early_config.known_args_namespace
+        if not given.collectonly and given.megatron_gang_start != "fresh":
+            beginning.warm = start_warm("fork", beginning.env, beginning.path)
+            early_config.add_cleanup(beginning.stop_warm)
+
+    per_node, num_nodes = size
+    env = rank_env(
+        rank=0,
+        local_rank=0,
+        world_size=per_node * num_nodes,
+        local_world_size=per_node,
+        node_rank=0,
+    )
+    harmless = {name: value for name, value in HARMLESS_ENV.items() if name not in os.environ}
+    watch = beginning.watch = Watch({**env, **harmless}, start_early)
+    watch.start()
+    early_config.add_cleanup(watch.stop)
+    early_config.pluginmanager.register(BeginningPlugin(watch), PLUGIN_NAME)
+
+
+def _is_for_others(early_config: pytest.Config) -> bool:
+    """Whether this process only hands tests to workers of pytest-xdist."""
+    given = early_config.known_args_namespace
+    is_xdist = bool(getattr(given, "numprocesses", None) or getattr(given, "tx", None))
+    return is_xdist and "PYTEST_XDIST_WORKER" not in os.environ

@@ -1,0 +1,315 @@
+"""Where ranks come from: forked off the controller, or from processes that collect for themselves.
+
+Forking off the controller costs least, and is right while collecting left nothing behind that tells
+ranks apart or that a fork breaks. Otherwise each rank collects by itself, in a process that comes
+from the warm one.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from pytest_megatron.errors import LaunchError
+from pytest_megatron.gang.agreement import Difference, compare, digest_of
+from pytest_megatron.gang.channel import Listener
+from pytest_megatron.gang.clean import find_obstacle
+from pytest_megatron.gang.fleet import Fleet, TemplateWord
+from pytest_megatron.gang.lifecycle import START_LIMIT_S, describe_exit, name_ranks
+from pytest_megatron.gang.messages import Collected, Died, RankOrder, Stacks, StoreOpened
+from pytest_megatron.hooks.beginning import KEY, Beginning
+from pytest_megatron.hooks.options import Options
+from pytest_megatron.hooks.rank_template import Brief
+from pytest_megatron.hooks.warm import WarmProcess, start_warm
+from pytest_megatron.hooks.watch import find_rank_words
+from pytest_megatron.report.crash import shorten_stack
+
+_CALL_S = 0.1
+_WARM_S = 120.0  # to load torch and call; file systems of clusters are slow
+_STACKS_S = 5.0  # for stacks of ranks that are late
+_DEVICES = "CUDA_VISIBLE_DEVICES"
+
+
+def why_per_rank(config: pytest.Config, options: Options, sizes: set[int], default: int) -> str:
+    """Return why ranks have to collect for themselves, or "" if they can be forked.
+
+    Args:
+        config: Of a session that has collected.
+        options: What the user asked for.
+        sizes: World sizes of its gangs.
+        default: World size that the controller collected as; 0 if as none.
+    """
+    if options.gang_start == "fresh":
+        return "--gang-start fresh"
+    watch = config.stash[KEY].watch
+    if watch is None:
+        found = find_rank_words(list(sys.modules.values()), config.rootpath)
+    else:
+        found = (watch.rank_readers or [""])[0]
+        if not found and sizes != {default}:
+            found = (watch.size_readers or [""])[0]
+    return found or find_obstacle()
+
+
+@dataclass(slots=True)
+class _Template:
+    """What is known of the process that collects for one rank of gangs of one size."""
+
+    number: int
+    until: float
+    order: RankOrder
+    is_ready: bool = False
+    is_single: bool = False
+    is_asked: bool = False
+
+    @property
+    def devices(self) -> str | None:
+        return self.order.env.get(_DEVICES)
+
+
+@dataclass(slots=True)
+class _World:
+    """All ranks of gangs of one size.
+
+    Attributes:
+        lost: Rank -> why it has none of its tests.
+        avoided: Rank -> node id of a collector that it must not collect again -> why.
+    """
+
+    templates: dict[int, _Template] = field(default_factory=dict)
+    differences: dict[int, Difference] = field(default_factory=dict)
+    lost: dict[int, str] = field(default_factory=dict)
+    avoided: dict[int, dict[str, str]] = field(default_factory=dict)
+
+
+class PerRank:
+    """The ranks of a session that collect for themselves."""
+
+    def __init__(
+        self,
+        session: pytest.Session,
+        fleet: Fleet,
+        listener: Listener,
+        options: Options,
+    ) -> None:
+        """Tell the warm process of the session; ranks are started when a gang is asked for."""
+        config = session.config
+        self._fleet = fleet
+        self._beginning: Beginning = config.stash[KEY]
+        self._worlds: dict[int, _World] = {}
+        self._limit_s = options.rank_timeout_s or START_LIMIT_S
+        self._node_ids = [i.nodeid for i in session.items if not _is_workload(i)]
+        arguments = [str(argument) for argument in config.invocation_params.args]
+        if config.pluginmanager.has_plugin("_cov"):  # it would erase the data of the controller
+            arguments.append("--no-cov")
+        self._has_nodes = any("::" in argument for argument in config.args)
+        self._brief = Brief(
+            address=listener.address,
+            key=listener.key.hex(),
+            node_rank=options.node_rank,
+            directory=str(config.invocation_params.dir),
+            arguments=arguments,
+            argv=self._beginning.argv,
+            path=self._beginning.path,
+            env=self._beginning.env,
+            digest=digest_of(self._node_ids),
+            is_single=options.gang_start == "fresh",
+        )
+        self._warm = self._begin()
+
+    def is_ready(self, orders: Sequence[RankOrder]) -> bool:
+        """Whether a gang of these orders can be started now; sees to it that it will be."""
+        self._wait_for_warm()
+        size = orders[0].world_size
+        world = self._worlds.setdefault(size, _World())
+        self._drop_late(world)
+        if world.lost:
+            return True
+        for rank, template in list(world.templates.items()):
+            is_gone = template.is_ready and not self._fleet.has_template(0, rank, size)
+            devices = orders[rank].env.get(_DEVICES)
+            if is_gone or (template.is_single and template.devices != devices):
+                del world.templates[rank]
+        wanted = [order for order in orders if order.rank not in world.templates]
+        if wanted:
+            self._raise(world, wanted)
+        return not wanted and all(t.is_ready for t in world.templates.values())
+
+    def missing(self, size: int) -> dict[int, dict[str, str]]:
+        """Return rank -> node id -> why the rank has no such test."""
+        world = self._worlds[size]
+        missing = {rank: dict(d.missing) for rank, d in world.differences.items()}
+        for rank, reason in world.lost.items():
+            missing[rank] = dict.fromkeys(self._node_ids, reason)
+        return missing
+
+    def is_lost(self, size: int) -> bool:
+        """Whether gangs of a size cannot be: some rank has none of their tests."""
+        return bool(self._worlds[size].lost)
+
+    def take(self, size: int) -> None:
+        """Take note that a gang was started: what became its ranks is used up."""
+        templates = self._worlds[size].templates
+        for rank in [rank for rank, t in templates.items() if t.is_single]:
+            del templates[rank]
+
+    def extra(self) -> dict[str, str]:
+        """Return node id -> what to say of it, for tests that only ranks have.
+
+        Where the user named single tests, ranks collected whole files, and nothing can be said.
+        Gangs of other sizes than the widest may have other parameters by right.
+        """
+        if self._has_nodes or not self._worlds:
+            return {}
+        size = max(self._worlds)
+        ranks: dict[str, list[int]] = {}
+        for rank, difference in sorted(self._worlds[size].differences.items()):
+            for node_id in difference.extra:
+                ranks.setdefault(node_id, []).append(rank)
+        return {
+            node_id: f"collected by {name_ranks(found)} of {size} only"
+            for node_id, found in ranks.items()
+        }
+
+    def close(self) -> None:
+        """Wait until nothing is left, once the fleet was stopped."""
+        self._warm.stop()
+
+    def _begin(self) -> WarmProcess:
+        mode = "fresh" if self._brief.is_single else "fork"
+        warm, self._beginning.warm = self._beginning.warm, None
+        if warm is None or warm.mode != mode:
+            warm = start_warm(mode, self._beginning.env, self._beginning.path)
+        warm.tell(self._brief)
+        return warm
+
+    def _wait_for_warm(self) -> None:
+        """Wait until the warm process has called; one that was killed gets a successor, once."""
+        deadline = time.monotonic() + _WARM_S
+        num_left = 1
+        while not self._fleet.has_nursery(0, -1):
+            problem = self._warm.problem()
+            if problem and not num_left:
+                raise LaunchError("gang", f"the process that starts ranks ended: {problem}")
+            if problem:
+                num_left -= 1
+                self._worlds.clear()
+                self._warm.stop()
+                self._warm = self._begin()
+            self._fleet.pump(_CALL_S)
+            if time.monotonic() > deadline:
+                raise LaunchError("gang", "the process that starts ranks did not call")
+
+    def _raise(self, world: _World, orders: Sequence[RankOrder]) -> None:
+        """Have ranks collect."""
+        until = time.monotonic() + self._limit_s
+        orders = tuple(
+            replace(
+                _for_collecting(order, self._fleet.next_template),
+                avoided=world.avoided.get(order.rank, {}),
+            )
+            for order in orders
+        )
+        number = self._fleet.raise_templates(
+            orders, lambda number, word, rank: self._on_word(world, number, word, rank)
+        )
+        for order in orders:
+            world.templates[order.rank] = _Template(number, until, order)
+
+    def _on_word(self, world: _World, number: int, word: TemplateWord, rank: int) -> None:
+        """Take in that a rank has collected, or died, or where those are that are late."""
+        if isinstance(word, Stacks):
+            self._give_up(world, number, word)
+            return
+        template = world.templates.get(rank)
+        if isinstance(word, StoreOpened):
+            world.lost[rank] = word.problem
+        if template is None or template.number != number:
+            return
+        match word:
+            case Collected():
+                template.is_ready, template.is_single = True, bool(word.obstacle)
+                difference = Difference()
+                if not word.is_same:
+                    difference = compare(self._node_ids, word.node_ids, word.problems)
+                world.differences[rank] = difference
+            case Died(exit_code=exit_code, phase=node_id):
+                del world.templates[rank]
+                if not template.is_ready:
+                    what = f"{describe_exit(exit_code)} while it collected {node_id}".strip()
+                    log = f"{template.order.log_dir}/stderr.log"
+                    _blame(world, rank, node_id, f"{what}; see {log}")
+
+    def _drop_late(self, world: _World) -> None:
+        """Ask ranks that do not end collecting where they are; give up on those that are mute."""
+        now = time.monotonic()
+        late = {r: t for r, t in world.templates.items() if not t.is_ready and now > t.until}
+        for number in {template.number for template in late.values()}:
+            ranks = tuple(rank for rank, template in late.items() if template.number == number)
+            if all(late[rank].is_asked for rank in ranks):
+                self._give_up(world, number, Stacks(gang=number, stacks={}, flights={}, phases={}))
+                continue
+            self._fleet.ask_templates(number, ranks)
+            for rank in ranks:
+                late[rank].is_asked, late[rank].until = True, now + _STACKS_S
+
+    def _give_up(self, world: _World, number: int, stacks: Stacks) -> None:
+        """Blame those that are late for what they are at, and kill them."""
+        templates = {r: t for r, t in world.templates.items() if t.number == number}
+        for rank, template in templates.items():
+            if template.is_asked and not template.is_ready:
+                node_id = stacks.phases.get(str(rank), "")
+                stack = shorten_stack(stacks.stacks.get(str(rank), ""))
+                what = f"did not end collecting {node_id or 'its tests'} in {self._limit_s:g} s"
+                _blame(world, rank, node_id, f"{stack}\n{what}" if stack else what)
+            del world.templates[rank]
+        self._fleet.kill_templates(number)
+
+
+def _blame(world: _World, rank: int, node_id: str, reason: str) -> None:
+    """Have a rank collect without what it died of; where that is not known, it is lost."""
+    avoided = world.avoided.setdefault(rank, {})
+    if not node_id or node_id in avoided:
+        world.lost[rank] = reason
+    avoided[node_id] = reason
+
+
+class ExtraItem(pytest.Item):
+    """A test that the controller does not have, but ranks do: it fails."""
+
+    reason = ""
+
+    def runtest(self) -> None:
+        """Fail."""
+        pytest.fail(self.reason, pytrace=False)
+
+    def reportinfo(self) -> tuple[Path, None, str]:
+        """Say where it is."""
+        file, _, name = self.nodeid.partition("::")
+        return self.config.rootpath / file, None, name.replace("::", ".")
+
+
+def make_extra_item(session: pytest.Session, node_id: str, reason: str) -> ExtraItem:
+    """Return the item of a test that only ranks have."""
+    name = node_id.rpartition("::")[2]
+    item: ExtraItem = ExtraItem.from_parent(session, name=name, nodeid=node_id)
+    item.reason = reason
+    return item
+
+
+def _for_collecting(order: RankOrder, number: int) -> RankOrder:
+    """Return an order with directories of its own: no gang is there yet."""
+    logs = Path(order.log_dir).parents[1] / f"collect_{number}"
+    temp = Path(order.base_temp).parents[1] / f"collect{number}"
+    return replace(
+        order, log_dir=str(logs / str(order.rank)), base_temp=str(temp / f"rank{order.rank}")
+    )
+
+
+def _is_workload(item: pytest.Item) -> bool:
+    return type(item).__module__.partition(".")[0] == __package__.partition(".")[0]

@@ -1,0 +1,258 @@
+"""A rank that collects for itself, with its own environment, as a process of its own would.
+
+Runs in a child of the warm process. Afterwards it is the nursery of that rank: it forks it for each
+new gang. Where what it imported cannot be forked (CUDA, threads), it becomes the rank itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import io
+import os
+import random
+import sys
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+from _pytest.config import _prepareconfig
+
+from pytest_megatron.gang import bootstrap
+from pytest_megatron.gang.agreement import digest_of
+from pytest_megatron.gang.channel import Channel, connect
+from pytest_megatron.gang.clean import find_obstacle
+from pytest_megatron.gang.logs import STACKS_FILE, RankLogs
+from pytest_megatron.gang.messages import Collected, Fork, Hello, RankOrder
+from pytest_megatron.gang.nursery import STACK_SIGNAL, Forking, Nursery, RankEnds
+from pytest_megatron.gang.stores import StoreKeeper
+from pytest_megatron.hooks.beginning import HARMLESS_ENV, RANK_PLUGIN_NAME
+from pytest_megatron.hooks.rank import run_rank
+
+_RECIPES = (".yaml", ".yml")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Brief:
+    """What ranks that collect for themselves have to know of the session.
+
+    Attributes:
+        address: Of the controller.
+        key: Of the session, in hexadecimal.
+        arguments: What the user typed after `pytest`.
+        argv: `sys.argv` of the controller.
+        path: `sys.path` as it was before anything of the user's was imported.
+        env: The environment of then.
+        digest: Of the node ids that the controller has.
+        is_single: Whether a rank must not be forked in any case.
+    """
+
+    address: str
+    key: str
+    node_rank: int
+    directory: str
+    arguments: list[str]
+    argv: list[str]
+    path: list[str]
+    env: Mapping[str, str]
+    digest: str
+    is_single: bool
+
+
+def collect_and_serve(brief: Brief, order: RankOrder, ends: RankEnds) -> NoReturn:
+    """Collect as the rank of `order`, and start it when the controller says so."""
+    harmless = {name: value for name, value in HARMLESS_ENV.items() if name not in brief.env}
+    os.environ.clear()
+    os.environ.update({**brief.env, **harmless, **order.env})
+    _begin_anew(brief)
+    RankLogs(Path(order.log_dir)).redirect()
+    _show_stacks(Path(order.log_dir))
+    hello = Hello(
+        role="nursery",
+        gang=order.gang,
+        rank=order.rank,
+        node_rank=order.node_rank,
+        pid=os.getpid(),
+        world_size=order.world_size,
+    )
+    channel = connect(brief.address, bytes.fromhex(brief.key), hello)
+    plugin = CollectingPlugin(brief, order, ends, channel, list(harmless))
+    problem = "pytest ended before it had collected"
+    try:
+        plugin.collect()
+    except BaseException as error:  # noqa: BLE001 - the controller has to know of it, whatever it is
+        traceback.print_exc()
+        problem = f"{traceback.format_exc()}could not collect: {type(error).__name__}: {error}"
+    channel.send(Collected(is_same=False, problems={"": problem}, obstacle="it has nothing"))
+    channel.receive()
+    os._exit(0)
+
+
+def _put_away_reruns(config: pytest.Config) -> None:
+    """Leave reruns to the controller: in a worker, pytest-rerunfailures asks for its socket."""
+    plugin = config.pluginmanager.get_plugin("rerunfailures")
+    if plugin is not None:
+        config.pluginmanager.unregister(plugin)
+        config.addinivalue_line("markers", "flaky: of pytest-rerunfailures")
+
+
+class CollectingPlugin:
+    """Hooks of a rank that collects for itself."""
+
+    def __init__(
+        self,
+        brief: Brief,
+        order: RankOrder,
+        ends: RankEnds,
+        channel: Channel,
+        harmless: list[str],
+    ) -> None:
+        self._brief = brief
+        self._order = order
+        self._ends = ends
+        self._channel = channel
+        self._harmless = harmless
+        self._random_before = random.getstate()
+        self._problems: dict[str, str] = {}
+
+    def collect(self) -> None:
+        """Run a session as far as its loop, as a worker of pytest-xdist does."""
+        arguments = [*self._brief.arguments, "--capture=no"]
+        config = _prepareconfig(arguments, [_Named(self)])
+        _put_away_reruns(config)
+        option = config.option
+        settings = {"numprocesses": None, "tx": [], "dist": "no", "looponfail": False}
+        vars(option).update({k: v for k, v in settings.items() if hasattr(option, k)})
+        option.maxfail = 0
+        option.cacheclear = False
+        option.basetemp = self._order.base_temp
+        config.workerinput = {  # type: ignore[attr-defined] - how plugins know a worker
+            "workerid": f"rank{self._order.rank}",
+            "workercount": self._order.world_size,
+            "testrunuid": self._order.env.get("TORCHELASTIC_RUN_ID", ""),
+            "mainargv": self._brief.argv,
+        }
+        files = [str(argument).partition("::")[0] for argument in config.args]
+        config.args = [f for f in dict.fromkeys(files) if not f.endswith(_RECIPES)]
+        Path(self._order.base_temp).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        config.hook.pytest_cmdline_main(config=config)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_configure(self, config: pytest.Config) -> None:
+        """Have nobody told what the controller tells."""
+        reporter = config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None:
+            reporter._tw._file = io.StringIO()  # noqa: SLF001 - its only way
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        """Put away what only the controller does."""
+        manager = session.config.pluginmanager
+        if manager.has_plugin("_cov"):
+            manager.unregister(name="_cov")
+        if manager.has_plugin("pdbinvoke"):  # nobody is there to type
+            self._debugger = manager.unregister(name="pdbinvoke")
+
+    _debugger: object = None
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_make_collect_report(
+        self, collector: pytest.Collector
+    ) -> pytest.CollectReport | None:
+        """Note what is collected now, should this process die of it; avoid what one died of."""
+        reason = self._order.avoided.get(collector.nodeid)
+        if reason is not None:
+            self._problems[collector.nodeid] = reason
+            return pytest.CollectReport(collector.nodeid, "passed", None, [])
+        self._ends.note(collector.nodeid)
+        return None
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Keep why something could not be collected."""
+        place = report.nodeid or "."
+        if report.failed:
+            text = str(report.longreprtext).strip()
+            reason = text.splitlines()[-1].removeprefix("E").strip() if text else "no reason"
+            self._problems[report.nodeid] = f"{text}\ncould not collect {place}: {reason}"
+        elif report.skipped and isinstance(report.longrepr, tuple):
+            self._problems[report.nodeid] = f"skipped {place}: {report.longrepr[2]}"
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> NoReturn:
+        """Tell what was collected, and serve: forked ranks run tests from here."""
+        manager = session.config.pluginmanager
+        if self._debugger is not None:
+            manager.register(self._debugger, "pdbinvoke")
+        for name in self._harmless:
+            os.environ.pop(name, None)
+        os.environ.update(self._order.env)
+        node_ids = tuple(item.nodeid for item in session.items)
+        is_same = digest_of(node_ids) == self._brief.digest
+        self._ends.note("")
+        obstacle = "--gang-start fresh" if self._brief.is_single else find_obstacle()
+        self._channel.send(
+            Collected(
+                is_same=is_same,
+                node_ids=() if is_same else node_ids,
+                problems={} if is_same else self._problems,
+                obstacle=obstacle,
+            )
+        )
+        if obstacle:
+            self._become_rank(session)
+
+        def run(order: RankOrder, ends: RankEnds) -> NoReturn:
+            self._run_rank(session, order, ends)
+
+        Nursery(self._channel, Forking(self._channel, run, StoreKeeper())).serve()
+        os._exit(0)
+
+    def _become_rank(self, session: pytest.Session) -> NoReturn:
+        """Wait for the order to be a rank, and be it."""
+        message = self._channel.receive()  # descriptors of locks that came along stay open
+        if not isinstance(message, Fork):
+            os._exit(0)
+        self._channel.close()
+        self._run_rank(session, message.orders[0], self._ends)
+
+    def _run_rank(self, session: pytest.Session, order: RankOrder, ends: RankEnds) -> NoReturn:
+        run_rank(
+            session,
+            order,
+            ends,
+            address=self._brief.address,
+            key=bytes.fromhex(self._brief.key),
+            random_before=self._random_before,
+            is_own_session=True,
+        )
+
+
+class _Named:
+    """Gives the plugin its name as early as pytest takes plugins."""
+
+    def __init__(self, plugin: CollectingPlugin) -> None:
+        self._plugin = plugin
+
+    def pytest_plugin_registered(self, plugin: object, manager: pytest.PytestPluginManager) -> None:
+        """Register the plugin with us."""
+        if plugin is self:
+            manager.register(self._plugin, RANK_PLUGIN_NAME)
+
+
+def _begin_anew(brief: Brief) -> None:
+    """Be as a process is when it starts."""
+    os.chdir(brief.directory)
+    sys.path[:] = brief.path
+    sys.argv[:] = brief.argv
+    bootstrap.reseed(random.getstate())
+
+
+def _show_stacks(directory: Path) -> None:
+    faulthandler.enable(file=2)
+    with contextlib.suppress(OSError):
+        file = (directory / STACKS_FILE).open("w")
+        faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
+        bootstrap.keep(file)

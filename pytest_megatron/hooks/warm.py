@@ -1,0 +1,172 @@
+"""The process that ranks come from which collect for themselves: it has imported torch and pytest.
+
+It is a nursery whose children are nurseries, one for each rank of each size of gang; see
+`hooks.rank_template`. Nothing of the user's is imported here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Literal, NoReturn
+
+from pytest_megatron.gang.channel import connect, remove_socket
+from pytest_megatron.gang.messages import Hello, RankOrder
+from pytest_megatron.gang.nursery import Forking, Nursery, RankEnds
+from pytest_megatron.gang.processes import die_with, run_guarded
+from pytest_megatron.gang.stores import StoreKeeper
+from pytest_megatron.hooks.rank_template import Brief, collect_and_serve
+
+Mode = Literal["fork", "fresh"]
+_PRELOADED = ("numpy", "torch")
+_CODE = "import sys; sys.path[:] = {path!r}; from pytest_megatron.hooks.warm import {name} as main; main({mode!r})"
+
+
+@dataclass(slots=True)
+class WarmProcess:
+    """The controller's side of it.
+
+    Attributes:
+        log: What it writes; it has no name.
+    """
+
+    mode: Mode
+    process: subprocess.Popen[bytes]
+    log: int
+
+    def tell(self, brief: Brief) -> None:
+        """Tell it what ranks have to know; it calls the controller then."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):  # it is gone, which the controller finds out
+            self.process.stdin.write(json.dumps(asdict(brief)).encode() + b"\n")
+            self.process.stdin.close()
+
+    def stop(self) -> None:
+        """Wait for its end, which comes once the controller's end of the connection is closed."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+        self.process.wait()
+        os.close(self.log)
+
+    def problem(self) -> str:
+        """Return why it is gone, or "" while it is not."""
+        if self.process.poll() is None:
+            return ""
+        text = os.pread(self.log, 1 << 16, 0).decode(errors="replace").strip()
+        return text or f"exited with code {self.process.returncode}"
+
+
+def start_warm(mode: Mode, env: Mapping[str, str], path: Sequence[str]) -> WarmProcess:
+    """Start it; it loads what it can until it is told more.
+
+    Args:
+        mode: Whether ranks are forked, or fresh interpreters.
+        env: Of the session when it began.
+        path: `sys.path` of then.
+    """
+    log = os.memfd_create("warm")
+    code = _CODE.format(path=list(path), name="main", mode=mode)
+    process = subprocess.Popen(
+        [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", code],  # type: ignore[attr-defined]  # noqa: SLF001 - as multiprocessing does
+        env=dict(env),
+        stdin=subprocess.PIPE,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+    )
+    return WarmProcess(mode, process, log)
+
+
+def main(mode: Mode) -> None:
+    """Load torch and pytest, wait to be told more, and serve."""
+    run_guarded(lambda: _serve(mode))
+
+
+def _serve(mode: Mode) -> None:
+    if mode == "fork":
+        for name in _PRELOADED:
+            if importlib.util.find_spec(name) is not None:
+                importlib.import_module(name)
+    line = sys.stdin.buffer.readline()
+    if not line.endswith(b"\n"):
+        return
+    _close_stdin()
+    brief = Brief(**json.loads(line))
+    hello = Hello(role="nursery", gang=0, rank=-1, node_rank=brief.node_rank, pid=os.getpid())
+    channel = connect(brief.address, bytes.fromhex(brief.key), hello)
+
+    def run_rank(order: RankOrder, ends: RankEnds) -> NoReturn:
+        collect_and_serve(brief, order, ends)
+
+    keeper = StoreKeeper()
+    forking = Forking(channel, run_rank, keeper)
+    Nursery(channel, forking if mode == "fork" else Executing(brief, keeper)).serve()
+    remove_socket(brief.address)  # a controller that was killed leaves it
+
+
+@dataclass(slots=True)
+class Executing:
+    """Starts ranks as fresh interpreters."""
+
+    brief: Brief
+    keeper: StoreKeeper
+
+    def start(
+        self, order: RankOrder, ends: RankEnds, inherited: Sequence[int], unwanted: Sequence[int]
+    ) -> int:
+        """Execute this interpreter anew."""
+        del unwanted  # it gets what it is given
+        content = {"brief": asdict(self.brief), "order": _as_json(order), "ends": asdict(ends)}
+        code = _CODE.format(path=self.brief.path, name="fresh_main", mode=os.getpid())
+        with tempfile.TemporaryFile() as file:
+            file.write(json.dumps(content).encode())
+            file.seek(0)
+            process = subprocess.Popen(
+                [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", code],  # type: ignore[attr-defined]  # noqa: SLF001 - as multiprocessing does
+                env={**self.brief.env, **order.env},
+                stdin=file,
+                pass_fds=[ends.trigger, ends.phase, *inherited],
+                start_new_session=True,
+            )
+        process.returncode = 0  # it is the nursery that waits for it
+        return process.pid
+
+    def open_store(self, host: str) -> int:
+        """Ask the keeper."""
+        return self.keeper.open_store(host)
+
+    def close_store(self, port: int) -> None:
+        """Tell the keeper."""
+        self.keeper.close_store(port)
+
+    def is_own(self, pid: int) -> bool:
+        """Whether it is the keeper."""
+        return self.keeper.pid == pid
+
+
+def fresh_main(nursery: int) -> None:
+    """Be a rank that was executed; what it has to know is in its stdin."""
+    die_with(nursery)
+    content = json.loads(sys.stdin.buffer.read())
+    _close_stdin()
+    brief = Brief(**content["brief"])
+    order = RankOrder(**content["order"])
+    collect_and_serve(brief, order, RankEnds(**content["ends"]))
+
+
+def _as_json(order: RankOrder) -> dict[str, object]:
+    return {**asdict(replace(order, coverage={})), "coverage": dict(order.coverage)}
+
+
+def _close_stdin() -> None:
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)

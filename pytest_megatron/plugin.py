@@ -6,7 +6,7 @@ no pydantic, no yaml) and change nothing while none of our options is given.
 
 from __future__ import annotations
 
-import random
+import os
 from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from pytest_megatron.hooks.gangs import GangPlugin
 
-_RANDOM_STATE = pytest.StashKey[object]()
 _USAGE_ERROR = "megatron_usage_error"
+_LAUNCHED = "TORCHELASTIC_RUN_ID"  # `torch.distributed.run` has started this process as a rank
 _HAS_GANGS = pytest.StashKey[bool]()
 
 
@@ -55,7 +55,6 @@ def pytest_configure(config: pytest.Config) -> None:
         declare_marks(config)
         return
     chosen = options.read_options(config)
-    config.stash[_RANDOM_STATE] = random.getstate()
     if chosen.asks_for_workloads or recipes.are_recipes_asked_for(config):
         from pytest_megatron.hooks.workloads import register_roles  # noqa: PLC0415 - not for all
 
@@ -81,8 +80,10 @@ def pytest_collection_modifyitems(
     """Run tests with marks of ours on gangs, also where no option asks for gangs."""
     try:
         yield
-        is_elsewhere = config.stash.get(_HAS_GANGS, False) or _is_rank(config)
-        if not is_elsewhere and any(map(asks_for_gang, items)):
+        has_gang = (
+            config.stash.get(_HAS_GANGS, False) or _is_rank(config) or _LAUNCHED in os.environ
+        )
+        if not has_gang and any(map(asks_for_gang, items)):
             _register_gangs(config).pytest_collection_modifyitems(items)
     except pytest.UsageError as error:
         if hasattr(config, "workeroutput"):  # its terminal is nobody's; see `pytest_testnodedown`
@@ -110,11 +111,11 @@ def _is_rank(config: pytest.Config) -> bool:
 def _register_gangs(config: pytest.Config) -> GangPlugin:
     from pytest_megatron.hooks.gang_results import GangResults  # noqa: PLC0415 - not for all
     from pytest_megatron.hooks.gangs import PLUGIN_NAME, GangPlugin  # noqa: PLC0415 - not for all
-    from pytest_megatron.hooks.results import run_file_of  # noqa: PLC0415 - not for all
+    from pytest_megatron.hooks.run_file import run_file_of  # noqa: PLC0415 - not for all
     from pytest_megatron.hooks.session import session_of  # noqa: PLC0415 - not for all
 
     session = session_of(config, options.read_options(config))
-    plugin = GangPlugin(config, session, random_before=config.stash[_RANDOM_STATE])
+    plugin = GangPlugin(config, session)
     config.pluginmanager.register(plugin, PLUGIN_NAME)
     if not session.is_worker:
         results = GangResults(session, run_file_of(config, session))

@@ -13,13 +13,14 @@ import secrets
 import sys
 import threading
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol, TypeAlias, cast
 
 from pytest_megatron.gang.logs import FLIGHT_FILE, STACKS_FILE
 from pytest_megatron.gang.messages import RankOrder
 from pytest_megatron.gang.nursery import STACK_SIGNAL, RankEnds
 
 _RECORDED_COLLECTIVES = "2000"
+RandomState: TypeAlias = tuple[object, ...]
 # torch seeds its generator with 64 random bits; who seeds it himself takes a smaller number.
 _LEAST_RANDOM_SEED = 1 << 53
 _is_wrapped = False
@@ -52,14 +53,13 @@ def rank_env(
     }
 
 
-def become_rank(order: RankOrder, ends: RankEnds, *, random_before: object) -> None:
+def become_rank(order: RankOrder, ends: RankEnds, *, random_state: RandomState | None) -> None:
     """Set this process up as the rank of `order`.
 
     Args:
         order: Which rank.
         ends: What it shares with its nursery.
-        random_before: State of `random` when the session began; while nobody has touched it,
-            every rank gets numbers of its own, as processes of their own would.
+        random_state: Of `random`, if something seeded it: a fork seeds it anew.
     """
     os.environ.update(order.env)
     directory = Path(order.log_dir)
@@ -71,7 +71,9 @@ def become_rank(order: RankOrder, ends: RankEnds, *, random_before: object) -> N
     else:
         faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
         _kept.append(stacks)
-    reseed(random_before)
+    if random_state is not None:
+        random.setstate(random_state)
+    reseed()
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(int(order.env.get("OMP_NUM_THREADS", "1")))
@@ -91,14 +93,21 @@ def keep(file: object) -> None:
     _kept.append(file)
 
 
-def reseed(random_before: object) -> None:
-    """Give this process random numbers of its own, as long as nobody has seeded them.
+def state_if_seeded(before: RandomState) -> RandomState | None:
+    """Return the state of `random`, or None as long as nobody has touched it.
 
     Args:
-        random_before: State of `random` before anything of the user's was imported.
+        before: State before anything of the user's was imported.
     """
-    if random.getstate() == random_before:
-        random.seed()
+    state = random.getstate()
+    return None if state == before else state
+
+
+def reseed() -> None:
+    """Give this process numbers of its own from numpy and torch, as long as nobody seeded them.
+
+    Python's `random` does so by itself at a fork.
+    """
     mtrand = sys.modules.get("numpy.random.mtrand")
     if mtrand is not None:
         bits = mtrand._rand._bit_generator  # noqa: SLF001 - tells whether it was seeded

@@ -1,7 +1,7 @@
 """Whether this process may be forked: what a fork would break, found from what the kernel shows.
 
-A context of CUDA is of no use after a fork, and a thread does not come along, with whatever locks it
-holds. NVML does neither harm, nor do pools that know of forks (OpenBLAS) or that wait idly in
+A context of CUDA is of no use after a fork, and a thread does not come along, but the locks that it
+holds do. NVML does neither harm, nor do pools that know of forks (OpenBLAS) or that wait idly in
 execnet's loop under pytest-xdist.
 """
 

@@ -17,6 +17,7 @@ import pytest
 from pytest_megatron.hooks import options
 
 if TYPE_CHECKING:
+    from pytest_megatron.gang.bootstrap import RandomState
     from pytest_megatron.hooks.warm import WarmProcess
     from pytest_megatron.hooks.watch import Watch
 
@@ -43,7 +44,7 @@ class Beginning:
     env: Mapping[str, str]
     path: list[str]
     argv: list[str]
-    random_state: object
+    random_state: RandomState
     watch: Watch | None = None
     warm: WarmProcess | None = None
 

@@ -23,7 +23,7 @@ import pytest
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.files import JsonValue
 from pytest_megatron.gang import measure
-from pytest_megatron.gang.bootstrap import rank_env
+from pytest_megatron.gang.bootstrap import rank_env, state_if_seeded
 from pytest_megatron.gang.channel import Listener, listen_locally
 from pytest_megatron.gang.fleet import Fleet, Gang
 from pytest_megatron.gang.lifecycle import Lifecycle, State
@@ -33,9 +33,9 @@ from pytest_megatron.gang.placement import Schedule
 from pytest_megatron.gang.spec import GangSpec, RunEnd
 from pytest_megatron.gang.stores import LOCAL_HOST
 from pytest_megatron.hooks import recipes
+from pytest_megatron.hooks.beginning import KEY
 from pytest_megatron.hooks.console import Console
 from pytest_megatron.hooks.gang_results import RECORD
-from pytest_megatron.hooks.item import WorkloadItem
 from pytest_megatron.hooks.markers import spec_of, timeout_of
 from pytest_megatron.hooks.merged import (
     build_report,
@@ -51,9 +51,9 @@ from pytest_megatron.hooks.tee import Tee
 from pytest_megatron.hooks.template import Template
 from pytest_megatron.host import this_host
 from pytest_megatron.lease import Lease, Waiting, is_awaited, try_lease, waiting_text
+from pytest_megatron.report.executed import Executed, test_record
 from pytest_megatron.report.gangs import plan_lines
 from pytest_megatron.report.merge import Merged, has_reported, merge, merge_late
-from pytest_megatron.report.record import Executed, test_record
 from pytest_megatron.report.transient import transient_cause
 from pytest_megatron.verdict.signature import Signature
 
@@ -91,11 +91,10 @@ class _Execution:
 class GangPlugin:
     """Runs items on gangs."""
 
-    def __init__(self, config: pytest.Config, run: RunSession, *, random_before: object) -> None:
+    def __init__(self, config: pytest.Config, run: RunSession) -> None:
         self._config = config
         self._run = run
         self._options: Options = run.options
-        self._random_before = random_before
         self._specs: dict[pytest.Item, GangSpec] = {}
         self._fleet: Fleet | None = None
         self._make_template: Template | None = None
@@ -216,6 +215,8 @@ class GangPlugin:
 
     def _print_plan(self, session: pytest.Session) -> bool | None:
         """Print which gangs would run how many tests; workloads print theirs."""
+        from pytest_megatron.hooks.item import WorkloadItem  # noqa: PLC0415 - loads all of recipes
+
         items = [item for item in session.items if not isinstance(item, WorkloadItem)]
         for line in plan_lines(self._specs.get(item) for item in items):
             self._tell_user(line)
@@ -244,7 +245,7 @@ class GangPlugin:
         self._schedule = Schedule([] if self._is_by_hand else tests, num_slots=num_slots)
         self._is_in_order = self._is_by_hand or _is_one_by_one(set(self._specs.values()), num_slots)
         self._num_slots = num_slots
-        if self._run.is_worker:
+        if any(spec.device == "cuda" for spec in self._specs.values()):
             threading.Thread(target=self._let_go_for_others, daemon=True).start()
 
     def _choose_origin(self, session: pytest.Session, listener: Listener) -> None:
@@ -260,7 +261,7 @@ class GangPlugin:
             session=session,
             address=listener.address,
             key=listener.key,
-            random_before=self._random_before,
+            random_state=state_if_seeded(self._config.stash[KEY].random_state),
             coverage=self._coverage,
             coverage_file=str(self._coverage_dir / "template"),
             forget=self._open_fleet.forget,
@@ -280,14 +281,16 @@ class GangPlugin:
         if not (self._is_in_order or is_serial) and reporter is not None:
             reporter.showfspath = False  # the file changes with every test, as in pytest-xdist
         while not (self._schedule.is_empty and not self._running and not self._ended):
-            self._dispatch()
+            with self._lock:
+                self._dispatch()
+                if not self._ended and not (is_serial and self._running):
+                    self._pump()
+            self._report_late()
             if self._ended:
                 item = next(iter(self._ended))
             elif is_serial and self._running:
                 item = next(iter(self._running.values()))[1].item
             else:
-                self._pump()
-                self._report_late()
                 continue
             index = self._index[item]
             self._protocol(
@@ -595,17 +598,30 @@ class GangPlugin:
         return lease
 
     def _let_go_for_others(self) -> None:
-        """End gangs that hold devices for which others wait, while this worker has nothing to run.
+        """End idle gangs that hold devices for which somebody waits.
 
-        Runs in a thread of its own, as a worker that waits for pytest-xdist does nothing else.
-        Without it, two workers could wait for one another's devices.
+        Runs in a thread of its own: the session may be busy with a test of the controller, or, as
+        a worker of pytest-xdist, wait for orders. A workload of this same session may be the one
+        that waits.
         """
         while not self._has_ended.wait(_LEASE_PUMP_S):
             if self._leases and is_awaited() and self._lock.acquire(blocking=False):
                 try:
-                    self._close_all()
+                    self._let_go()
                 finally:
                     self._lock.release()
+
+    def _let_go(self) -> None:
+        fleet = self._fleet
+        if fleet is None:
+            return
+        fleet.pump(0.0)
+        for gang in list(self._gangs.values()):
+            self._take_ends(gang)
+            if gang.is_gone:
+                self._forget(gang)
+            elif self._is_free(gang) and gang.number in self._leases:
+                fleet.close(gang)
 
     def _close_all(self) -> None:
         fleet = self._fleet

@@ -288,7 +288,14 @@ def _choice(config: pytest.Config, name: str, choices: Sequence[str]) -> str:
 
 
 def _gpus(config: pytest.Config) -> int | None:
-    return 0 if _given(config, "gpus") == "all" else _count(config, "gpus")
+    value = _given(config, "gpus")
+    if value in (None, "all"):
+        return None if value is None else 0
+    if not str(value).isdecimal() or int(str(value)) < 1:
+        raise pytest.UsageError(
+            f"--gpus: {value!r} is not a count, expected a number from 1 on, or all"
+        )
+    return int(str(value))
 
 
 def _words(config: pytest.Config, name: str) -> tuple[str, ...]:

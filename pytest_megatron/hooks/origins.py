@@ -12,8 +12,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import assert_never
 
 import pytest
+from typing_extensions import override
 
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang.agreement import Difference, compare, digest_of
@@ -25,7 +27,7 @@ from pytest_megatron.gang.messages import Collected, Died, RankOrder, Stacks, St
 from pytest_megatron.hooks.beginning import KEY, Beginning
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.rank_template import Brief
-from pytest_megatron.hooks.warm import WarmProcess, start_warm
+from pytest_megatron.hooks.warm import Mode, WarmProcess, start_warm
 from pytest_megatron.hooks.watch import find_rank_words
 from pytest_megatron.report.crash import shorten_stack
 
@@ -181,7 +183,7 @@ class PerRank:
         self._warm.stop()
 
     def _begin(self) -> WarmProcess:
-        mode = "fresh" if self._brief.is_single else "fork"
+        mode: Mode = "fresh" if self._brief.is_single else "fork"
         warm, self._beginning.warm = self._beginning.warm, None
         if warm is None or warm.mode != mode:
             warm = start_warm(mode, self._beginning.env, self._beginning.path)
@@ -223,15 +225,14 @@ class PerRank:
 
     def _on_word(self, world: _World, number: int, word: TemplateWord, rank: int) -> None:
         """Take in that a rank has collected, or died, or where those are that are late."""
-        if isinstance(word, Stacks):
-            self._give_up(world, number, word)
-            return
         template = world.templates.get(rank)
-        if isinstance(word, StoreOpened):
-            world.lost[rank] = word.problem
-        if template is None or template.number != number:
-            return
         match word:
+            case Stacks():
+                self._give_up(world, number, word)
+            case StoreOpened(problem=problem):
+                world.lost[rank] = problem
+            case _ if template is None or template.number != number:
+                pass  # of one that has a successor
             case Collected():
                 template.is_ready, template.is_single = True, bool(word.obstacle)
                 difference = Difference()
@@ -244,6 +245,8 @@ class PerRank:
                     what = f"{describe_exit(exit_code)} while it collected {node_id}".strip()
                     log = f"{template.order.log_dir}/stderr.log"
                     _blame(world, rank, node_id, f"{what}; see {log}")
+            case _:
+                assert_never(word)
 
     def _drop_late(self, world: _World) -> None:
         """Ask ranks that do not end collecting where they are; give up on those that are mute."""
@@ -284,10 +287,12 @@ class ExtraItem(pytest.Item):
 
     reason = ""
 
+    @override
     def runtest(self) -> None:
         """Fail."""
         pytest.fail(self.reason, pytrace=False)
 
+    @override
     def reportinfo(self) -> tuple[Path, None, str]:
         """Say where it is."""
         file, _, name = self.nodeid.partition("::")

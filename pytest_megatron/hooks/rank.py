@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, NoReturn, cast
 
@@ -308,36 +308,34 @@ class _Printed:
         return text
 
 
-def run_rank(
-    session: pytest.Session,
-    order: RankOrder,
-    ends: RankEnds,
-    *,
-    address: str,
-    key: bytes,
-    random_before: object,
-    is_own_session: bool = False,
-) -> NoReturn:
-    """Be a rank, with the collected session in it; never returns.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Home:
+    """What all ranks that come from one process have in common.
 
-    Args:
-        session: As it was collected.
-        order: Which rank.
-        ends: What it shares with its nursery.
+    Attributes:
         address: Of the controller.
         key: Of the session.
-        random_before: State of `random` before collection.
-        is_own_session: Whether this rank collected for itself, and not the controller for it.
+        random_state: Of `random`, if collecting seeded it.
+        is_own_session: Whether it collected for one rank alone, and not the controller for all.
     """
+
+    address: str
+    key: bytes
+    random_state: bootstrap.RandomState | None
+    is_own_session: bool = False
+
+
+def run_rank(session: pytest.Session, order: RankOrder, ends: RankEnds, home: Home) -> NoReturn:
+    """Be a rank, with the collected session in it; never returns."""
     config = session.config
-    if not is_own_session:
+    if not home.is_own_session:
         atexit._clear()  # noqa: SLF001 - what the controller wants to do at its end is not ours
     measurement = measure.start(order.coverage, order.coverage_file)
     logs = _take_streams(config, order)
-    bootstrap.become_rank(order, ends, random_before=random_before)
+    bootstrap.become_rank(order, ends, random_state=home.random_state)
     channel = connect(
-        address,
-        key,
+        home.address,
+        home.key,
         Hello(
             role="rank",
             gang=order.gang,
@@ -351,7 +349,7 @@ def run_rank(
     _make_rank_of(config, plugin)
     for name in ("gethookproxy",):
         session.__dict__.pop(name, None)
-    serve(session, plugin, channel, is_own_session=is_own_session)
+    serve(session, plugin, channel, is_own_session=home.is_own_session)
 
 
 def serve(
@@ -415,7 +413,7 @@ def _finder(
 
 
 def _finish_session(session: pytest.Session) -> str:
-    """Run what a process of its own would at the end of a session; return what went wrong, or ""."""
+    """Run what a process of its own would at its end; return what went wrong, or ""."""
     try:
         session.config.hook.pytest_sessionfinish(session=session, exitstatus=session.exitstatus)
         session.config._ensure_unconfigure()  # noqa: SLF001 - pytest's own way

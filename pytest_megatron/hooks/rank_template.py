@@ -30,7 +30,7 @@ from pytest_megatron.gang.messages import Collected, Fork, Hello, RankOrder
 from pytest_megatron.gang.nursery import STACK_SIGNAL, Forking, Nursery, RankEnds
 from pytest_megatron.gang.stores import StoreKeeper
 from pytest_megatron.hooks.beginning import HARMLESS_ENV, RANK_PLUGIN_NAME
-from pytest_megatron.hooks.rank import run_rank
+from pytest_megatron.hooks.rank import Home, run_rank
 
 _RECIPES = (".yaml", ".yml")
 
@@ -116,6 +116,7 @@ class CollectingPlugin:
         self._channel = channel
         self._harmless = harmless
         self._random_before = random.getstate()
+        self._random_state: bootstrap.RandomState | None = None
         self._problems: dict[str, str] = {}
 
     def collect(self) -> None:
@@ -124,12 +125,17 @@ class CollectingPlugin:
         config = _prepareconfig(arguments, [_Named(self)])
         _put_away_reruns(config)
         option = config.option
-        settings = {"numprocesses": None, "tx": [], "dist": "no", "looponfail": False}
+        settings: dict[str, object] = {
+            "numprocesses": None,
+            "tx": [],
+            "dist": "no",
+            "looponfail": False,
+        }
         vars(option).update({k: v for k, v in settings.items() if hasattr(option, k)})
         option.maxfail = 0
         option.cacheclear = False
         option.basetemp = self._order.base_temp
-        config.workerinput = {  # type: ignore[attr-defined] - how plugins know a worker
+        vars(config)["workerinput"] = {  # how plugins know a worker
             "workerid": f"rank{self._order.rank}",
             "workercount": self._order.world_size,
             "testrunuid": self._order.env.get("TORCHELASTIC_RUN_ID", ""),
@@ -186,6 +192,7 @@ class CollectingPlugin:
         manager = session.config.pluginmanager
         if self._debugger is not None:
             manager.register(self._debugger, "pdbinvoke")
+        self._random_state = bootstrap.state_if_seeded(self._random_before)
         for name in self._harmless:
             os.environ.pop(name, None)
         os.environ.update(self._order.env)
@@ -223,10 +230,12 @@ class CollectingPlugin:
             session,
             order,
             ends,
-            address=self._brief.address,
-            key=bytes.fromhex(self._brief.key),
-            random_before=self._random_before,
-            is_own_session=True,
+            Home(
+                address=self._brief.address,
+                key=bytes.fromhex(self._brief.key),
+                random_state=self._random_state,
+                is_own_session=True,
+            ),
         )
 
 
@@ -247,7 +256,7 @@ def _begin_anew(brief: Brief) -> None:
     os.chdir(brief.directory)
     sys.path[:] = brief.path
     sys.argv[:] = brief.argv
-    bootstrap.reseed(random.getstate())
+    bootstrap.reseed()
 
 
 def _show_stacks(directory: Path) -> None:

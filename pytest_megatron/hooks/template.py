@@ -14,12 +14,13 @@ import pytest
 
 from pytest_megatron.files import JsonValue
 from pytest_megatron.gang import measure
+from pytest_megatron.gang.bootstrap import RandomState
 from pytest_megatron.gang.channel import connect, remove_socket
 from pytest_megatron.gang.messages import Hello, RankOrder
 from pytest_megatron.gang.nursery import Forking, Nursery, RankEnds
 from pytest_megatron.gang.processes import run_guarded
 from pytest_megatron.gang.stores import StoreKeeper
-from pytest_megatron.hooks.rank import run_rank
+from pytest_megatron.hooks.rank import Home, run_rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +30,7 @@ class Template:
     Attributes:
         address: Of the controller.
         key: Of the session.
-        random_before: State of `random` before collection.
+        random_state: Of `random`, if collecting seeded it: a fork seeds it anew.
         coverage: As in `RankOrder`, for the template itself.
         coverage_file: Where it puts its data.
         forget: Closes descriptors of the controller.
@@ -38,7 +39,7 @@ class Template:
     session: pytest.Session
     address: str
     key: bytes
-    random_before: object
+    random_state: RandomState | None
     coverage: Mapping[str, JsonValue]
     coverage_file: str
     forget: Callable[[], None]
@@ -75,7 +76,5 @@ class Template:
             self.session,
             order,
             ends,
-            address=self.address,
-            key=self.key,
-            random_before=self.random_before,
+            Home(address=self.address, key=self.key, random_state=self.random_state),
         )

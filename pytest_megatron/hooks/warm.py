@@ -26,7 +26,12 @@ from pytest_megatron.hooks.rank_template import Brief, collect_and_serve
 
 Mode = Literal["fork", "fresh"]
 _PRELOADED = ("numpy", "torch")
-_CODE = "import sys; sys.path[:] = {path!r}; from pytest_megatron.hooks.warm import {name} as main; main({mode!r})"
+_CODE = """
+import sys
+sys.path[:] = {path!r}
+from pytest_megatron.hooks.warm import {name}
+{name}({argument!r})
+"""
 
 
 @dataclass(slots=True)
@@ -73,7 +78,7 @@ def start_warm(mode: Mode, env: Mapping[str, str], path: Sequence[str]) -> WarmP
         path: `sys.path` of then.
     """
     log = os.memfd_create("warm")
-    code = _CODE.format(path=list(path), name="main", mode=mode)
+    code = _CODE.format(path=list(path), name="main", argument=mode)
     process = subprocess.Popen(
         [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", code],  # type: ignore[attr-defined]  # noqa: SLF001 - as multiprocessing does
         env=dict(env),
@@ -125,7 +130,7 @@ class Executing:
         """Execute this interpreter anew."""
         del unwanted  # it gets what it is given
         content = {"brief": asdict(self.brief), "order": _as_json(order), "ends": asdict(ends)}
-        code = _CODE.format(path=self.brief.path, name="fresh_main", mode=os.getpid())
+        code = _CODE.format(path=self.brief.path, name="fresh_main", argument=os.getpid())
         with tempfile.TemporaryFile() as file:
             file.write(json.dumps(content).encode())
             file.seek(0)

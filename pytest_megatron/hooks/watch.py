@@ -1,4 +1,4 @@
-"""Which code asks what rank it is while tests are collected: then one import cannot serve all ranks.
+"""Which code asks for its rank while tests are collected: then one import cannot serve all ranks.
 
 Programs for `torch.distributed.run` may read `RANK` as they are imported. The controller collects
 as rank 0 of the gang that was asked for, and notes such reads; what it finds decides whether ranks
@@ -17,12 +17,17 @@ from types import ModuleType
 from typing_extensions import override
 
 RANK_VARIABLES = frozenset(
-    "RANK LOCAL_RANK GROUP_RANK ROLE_RANK NODE_RANK SLURM_PROCID SLURM_LOCALID SLURM_NODEID "
-    "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_LOCAL_RANK PMI_RANK PMIX_RANK TORCHELASTIC_RUN_ID".split()
+    (
+        *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "NODE_RANK"),
+        *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "PMI_RANK", "PMIX_RANK"),
+        *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    )
 )
 SIZE_VARIABLES = frozenset(
-    "WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE ROLE_WORLD_SIZE SLURM_NTASKS "
-    "OMPI_COMM_WORLD_SIZE PMI_SIZE".split()
+    (
+        *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+        *("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
+    )
 )
 _WORDS = re.compile(r"\b(?:[A-Z]+_)*(?:RANK|WORLD_SIZE|PROCID|LOCALID)\b")
 _PACKAGE = str(Path(__file__).parents[1])

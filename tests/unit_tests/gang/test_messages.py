@@ -3,10 +3,12 @@ from __future__ import annotations
 import pytest
 
 from pytest_megatron.gang.messages import (
+    Adopt,
     AskStacks,
     Broken,
     Close,
     Closed,
+    Collected,
     DebuggerAnswer,
     DebuggerLeft,
     DebuggerLine,
@@ -49,6 +51,8 @@ ORDER = RankOrder(
 )
 MESSAGES: tuple[Message, ...] = (
     Hello(role="nursery", gang=0, rank=-1, node_rank=2, pid=7),
+    Collected(is_same=False, node_ids=("t.py::a",), problems={"u.py": "no"}, obstacle="CUDA"),
+    Adopt(template=-1, gang=2, rank=1, device="cpu", log_dir="logs"),
     Ready(missing={"test_a.py::test_1": "ImportError: b"}, extra=("test_a.py::test_2",), clock=1.5),
     PhaseEnded(run=1, when="call", outcome="failed", at=2.5),
     Done(

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+from pytest_megatron.gang.agreement import Difference, compare, digest_of
+
+
+def test_equal_tests_in_another_order_have_one_digest() -> None:
+    assert digest_of(["a", "b"]) == digest_of(["b", "a"])
+    assert digest_of(["a", "b"]) != digest_of(["a"])
+    assert digest_of(["a", "b"]) != digest_of(["a", "b", "b"])
+
+
+def test_equal_tests_do_not_differ() -> None:
+    assert compare(["t.py::a", "t.py::b"], ["t.py::b", "t.py::a"], {}) == Difference()
+
+
+def test_missing_tests_have_the_reason_of_their_innermost_collector() -> None:
+    problems = {"": "all", "d": "folder", "d/t.py": "file", "d/t.py::C": "class"}
+    known = ["d/t.py::C::a", "d/t.py::b", "d/u.py::c", "d/t.pyx::d", "e/v.py::e"]
+    assert compare(known, [], problems).missing == {
+        "d/t.py::C::a": "class",
+        "d/t.py::b": "file",
+        "d/u.py::c": "folder",
+        "d/t.pyx::d": "folder",
+        "e/v.py::e": "all",
+    }
+    assert compare(["t.py::a"], [], {}).missing == {"t.py::a": "collected no such test"}
+
+
+def test_extra_tests_are_named_once() -> None:
+    assert compare(["t::a"], ["t::b", "t::a", "t::b"], {}).extra == ("t::b",)

@@ -1,0 +1,426 @@
+"""Where ranks come from: one collection for all, or one for each rank."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from gang_suite import Run, Suite
+
+READS_RANK = """
+    import os
+
+    RANK = int(os.environ["RANK"])
+"""
+# As Megatron-LM's tests/unit_tests/test_utilities.py and conftest.py do it.
+MEGATRON_LIKE = """
+    import os
+
+    import pytest
+    import torch
+    import torch.distributed as dist
+
+
+    class Utils:
+        world_size = int(os.environ["WORLD_SIZE"])
+        rank = int(os.environ["LOCAL_RANK"])
+
+        @staticmethod
+        def initialize_distributed():
+            if not dist.is_initialized():
+                place = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+                dist.init_process_group(
+                    "gloo", init_method=place, world_size=Utils.world_size, rank=Utils.rank
+                )
+                dist.barrier()
+
+
+    @pytest.fixture(scope="session", autouse=True)
+    def cleanup():
+        yield
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+
+
+    def note(session, what):
+        kind = "rank" if hasattr(session.config, "workerinput") else "controller"
+        with open("notes", "a") as notes:
+            notes.write(f"{what} {kind} {os.environ['RANK']}\\n")
+
+
+    def pytest_sessionstart(session):
+        note(session, "start")
+
+
+    def pytest_sessionfinish(session):
+        note(session, "finish")
+"""
+UTILS_TESTS = """
+    import pytest
+    import torch
+    import torch.distributed as dist
+    from conftest import Utils
+
+
+    def add_up():
+        tensor = torch.ones(1) * (Utils.rank + 1)
+        dist.all_reduce(tensor)
+        return tensor.item()
+
+
+    def test_sets_up():
+        Utils.initialize_distributed()
+        assert add_up() == 3
+
+
+    def test_finds_it_set_up():
+        assert dist.is_initialized()
+        assert add_up() == 3
+
+
+    @pytest.mark.skipif(Utils.world_size < 4, reason="needs 4 ranks")
+    def test_skips():
+        raise AssertionError
+
+
+    @pytest.mark.xfail
+    def test_is_expected_to_fail():
+        assert Utils.rank == -1
+
+
+    @pytest.mark.parametrize("root", range(Utils.world_size))
+    def test_broadcasts(root):
+        tensor = torch.full((1,), float(Utils.rank))
+        dist.broadcast(tensor, root)
+        assert tensor.item() == root
+
+
+    def test_fails():
+        assert Utils.rank == -1
+"""
+CYCLES = """
+    import pytest
+    import torch
+    import torch.distributed as dist
+    from conftest import Utils
+
+
+    @pytest.mark.parametrize("time", range(3))
+    def test_sets_up_and_destroys(time):
+        Utils.initialize_distributed()
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        assert tensor.item() == 2
+        dist.destroy_process_group()
+"""
+LAUNCHER = (
+    *("-m", "torch.distributed.run", "--nproc-per-node", "2"),
+    *("--redirects", "3", "--log-dir", "logs", "-m", "pytest"),
+)
+VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PYTORCH_NVML_BASED_CUDA_CHECK")
+SEEDS = """
+    import random
+    import numpy.random
+    import torch
+
+    random.seed(1)
+    numpy.random.seed(1)
+    torch.manual_seed(1)
+"""
+PROCESS = f"""
+    import os
+    import random
+    import signal
+
+    import numpy.random
+    import pytest
+    import torch
+
+    @pytest.mark.controller
+    def test_controller_has_its_environment_back():
+        assert [name for name in {VARIABLES!r} if name in os.environ] == []
+        assert type(os.environ) is os._Environ
+
+
+    def test_signals_and_threads():
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL
+        assert signal.set_wakeup_fd(-1) == -1
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
+        assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"])
+        assert os.getsid(0) == os.getpid()
+
+
+    def test_descriptors(rank):
+        kinds = {{"socket": 0, "pipe": 0, "memfd": 0}}
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                target = os.readlink("/proc/self/fd/" + name)
+            except FileNotFoundError:
+                continue
+            assert "eventpoll" not in target
+            kinds["pipe"] += target.startswith("pipe:")
+            kinds["socket"] += target.startswith("socket:")
+            kinds["memfd"] += "memfd:" in target
+            if "/ranks/" in target:
+                assert f"/{{rank}}/" in target
+        # The connection to the controller; what a rank shares with its nursery, and that, where it
+        # is of one rank, with another one.
+        assert kinds["socket"] == 1
+        assert (kinds["memfd"], kinds["pipe"]) in ((1, 1), (2, 2)), kinds
+
+
+    def test_random_numbers(rank):
+        with open(f"numbers.{{rank}}", "w") as file:
+            print(random.random(), numpy.random.rand(), torch.rand(1).item(), sep="\\n", file=file)
+"""
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Suite:
+    return Suite(tmp_path)
+
+
+def test_a_suite_for_torchrun_has_the_same_outcomes_on_a_gang(suite: Suite) -> None:
+    suite.write(conftest=MEGATRON_LIKE, test_utils=UTILS_TESTS)
+    suite.run("-v", "-p", "no:megatron", command=[sys.executable, *LAUNCHER])
+    logs = sorted(suite.root.glob("logs/*/attempt_0/*/stdout.log"))
+    launched = [Run(returncode=1, stdout=log.read_text(), stderr="").words for log in logs]
+    (suite.root / "notes").unlink()
+    expected = {
+        "test_sets_up": "PASSED",
+        "test_finds_it_set_up": "PASSED",
+        "test_skips": "SKIPPED",
+        "test_is_expected_to_fail": "XFAIL",
+        "test_broadcasts[0]": "PASSED",
+        "test_broadcasts[1]": "PASSED",
+        "test_fails": "FAILED",
+    }
+    assert launched == [expected, expected]
+
+    suite.write(test_cycles=CYCLES)
+    run = suite.run("-v", "--ranks", "2")
+
+    assert "every rank collects for itself: WORLD_SIZE" not in run.stdout
+    assert "every rank collects for itself: LOCAL_RANK in " in run.stdout
+    cycles = {f"test_sets_up_and_destroys[{i}]": "PASSED" for i in range(3)}
+    assert run.words == expected | cycles, run.stdout
+    assert sorted(suite.read("notes")) == [
+        "finish controller 0",
+        "finish rank 0",
+        "finish rank 1",
+        "start controller 0",
+        "start rank 0",
+        "start rank 1",
+    ]
+
+
+def test_fresh_interpreters_run_the_same_suite(suite: Suite) -> None:
+    suite.write(conftest=MEGATRON_LIKE, test_cycles=CYCLES)
+    run = suite.run("-v", "--ranks", "2", "--gang-start", "fresh")
+    assert run.words == {f"test_sets_up_and_destroys[{i}]": "PASSED" for i in range(3)}, run.stdout
+    assert len(suite.read("notes")) == 6
+
+
+def test_tests_that_some_rank_lacks_fail_and_the_others_run(suite: Suite) -> None:
+    suite.write(
+        conftest=READS_RANK,
+        test_import="""
+            from conftest import RANK
+
+            if RANK == 1:
+                raise RuntimeError("not on rank 1")
+
+            def test_imports():
+                pass
+        """,
+        test_skip="""
+            import pytest
+            from conftest import RANK
+
+            if RANK == 1:
+                pytest.skip("not here", allow_module_level=True)
+
+            def test_skips():
+                pass
+        """,
+        test_death="""
+            import os
+            from conftest import RANK
+
+            if RANK == 1:
+                os._exit(3)
+
+            def test_dies():
+                pass
+        """,
+        test_parameters="""
+            import pytest
+            from conftest import RANK
+
+            @pytest.mark.parametrize("i", range(1 + RANK))
+            def test_more(i):
+                pass
+
+            @pytest.mark.parametrize("i", range(2 - RANK))
+            def test_less(i):
+                pass
+
+            @pytest.mark.isolated
+            def test_alone(rank):
+                assert rank == RANK
+
+            def test_same(rank):
+                assert rank == RANK
+        """,
+    )
+    run = suite.run("-v", "--ranks", "2", "--junitxml", "junit.xml")
+    assert run.words == {
+        "test_imports": "FAILED",
+        "test_skips": "FAILED",
+        "test_dies": "FAILED",
+        "test_more[0]": "PASSED",
+        "test_more[1]": "FAILED",
+        "test_less[0]": "PASSED",
+        "test_less[1]": "FAILED",
+        "test_alone": "PASSED",
+        "test_same": "PASSED",
+    }, run.stdout
+    assert (
+        "\nrank 1: could not collect test_import.py: RuntimeError: not on rank 1\n"
+        "rank 0: did not run it\n" in run.stdout
+    )
+    assert "\nrank 1 of 2 skipped test_skip.py: Skipped: not here\n" in run.stdout
+    assert "\nrank 1 of 2 exited with code 3 while it collected test_death.py; see " in run.stdout
+    assert "\nrank 1 of 2 collected no such test\n" in run.stdout
+    assert "\ncollected by rank 1 of 2 only\n" in run.stdout
+    failed = sorted(case.name for case in suite.junit() if case.kinds)
+    assert failed == [
+        "test_death::test_dies",
+        "test_import::test_imports",
+        "test_parameters::test_less[1]",
+        "test_parameters::test_more[1]",
+        "test_skip::test_skips",
+    ]
+
+
+def test_a_rank_that_does_not_end_collecting_fails_its_file_with_its_stack(suite: Suite) -> None:
+    suite.write(
+        conftest=READS_RANK,
+        test_hang="""
+            import threading
+            from conftest import RANK
+
+            if RANK == 1:
+                threading.Event().wait()  # the guilty line
+
+            def test_hangs():
+                pass
+        """,
+        test_sound="""
+            def test_is_sound():
+                pass
+
+            def test_was_not_asked_for():
+                pass
+        """,
+    )
+    named = ["test_hang.py", "test_sound.py::test_is_sound"]
+    run = suite.run("-v", "--ranks", "2", "--rank-timeout", "8", *named)
+    assert run.words == {"test_hangs": "FAILED", "test_is_sound": "PASSED"}, run.stdout
+    assert "\nrank 1 of 2 did not end collecting test_hang.py in 8 s\n" in run.stdout
+    assert 'test_hang.py", line 6 in <module>' in run.stdout
+
+
+def test_ranks_that_cannot_be_forked_are_replaced_by_new_ones(suite: Suite) -> None:
+    suite.write(
+        test_threads="""
+            import os
+            import signal
+            import threading
+
+            import pytest
+
+            waiting = threading.Event()
+            threading.Thread(target=waiting.wait, name="of a library", daemon=True).start()
+
+
+            def test_has_its_thread():
+                assert "of a library" in [thread.name for thread in threading.enumerate()]
+
+
+            def test_is_killed(rank):
+                if rank == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+
+            def test_has_its_thread_again(process_group):
+                assert "of a library" in [thread.name for thread in threading.enumerate()]
+
+
+            @pytest.mark.controller
+            def test_stays():
+                assert "RANK" not in os.environ
+        """
+    )
+    run = suite.run("-v", "--ranks", "2")
+    assert run.words == {
+        "test_has_its_thread": "PASSED",
+        "test_is_killed": "FAILED",
+        "test_has_its_thread_again": "PASSED",
+        "test_stays": "PASSED",
+    }, run.stdout
+    assert "\nrank 1 of 2 was killed by SIGKILL\n" in run.stdout
+    assert "every rank collects for itself: threads run since" in run.stdout
+
+
+def test_a_rank_is_as_a_process_of_its_own(suite: Suite) -> None:
+    suite.write(test_process=PROCESS)
+    run = suite.run("-v", "--ranks", "2")
+    assert set(run.words.values()) == {"PASSED"}, run.stdout
+    unseeded = [suite.read(f"numbers.{rank}") for rank in range(2)]
+
+    suite.write(conftest=SEEDS)
+    run = suite.run("-v", "--ranks", "2", "-k", "random")
+    assert set(run.words.values()) == {"PASSED"}, run.stdout
+    seeded = [suite.read(f"numbers.{rank}") for rank in range(2)]
+
+    suite.write(reads="import os; os.environ['RANK']", conftest=f"    import reads\n{SEEDS}")
+    run = suite.run("-v", "--ranks", "2", "test_process.py")
+    assert set(run.words.values()) == {"PASSED"}, run.stdout
+    collecting = [suite.read(f"numbers.{rank}") for rank in range(2)]
+
+    assert all(one != other for one, other in zip(*unseeded, strict=True))
+    assert seeded == [seeded[0]] * 2
+    assert collecting == seeded
+
+
+def test_marks_alone_bring_gangs_and_change_nothing_else(suite: Suite) -> None:
+    suite.write(
+        test_marks="""
+            import os
+            import pytest
+
+
+            @pytest.mark.world_size(2)
+            def test_on_two(rank, world_size, process_group):
+                assert (world_size, process_group.size()) == (2, 2)
+
+
+            @pytest.mark.isolated
+            def test_alone(world_size):
+                assert world_size == 1
+
+
+            def test_stays_here():
+                assert [name for name in os.environ if name.startswith("TORCHELASTIC_")] == []
+        """
+    )
+    passed = dict.fromkeys(("test_on_two", "test_alone", "test_stays_here"), "PASSED")
+    run = suite.run("-v")
+    assert (run.words, "every rank collects for itself" in run.stdout) == (passed, False), (
+        run.stdout
+    )

@@ -286,13 +286,15 @@ def remove_socket(address: str) -> None:
 def connect(address: str, key: bytes, hello: Hello) -> Channel:
     """Call the controller.
 
+    On one host a caller waits until it is answered, since the controller may be busy with a test of
+    its own for minutes; if it dies, the kernel hangs up.
+
     Raises:
         WrongKeyError: It does not know the key, or says that we do not.
         OSError: It cannot be reached.
     """
     connection = _reach(address)
     try:
-        connection.settimeout(_HANDSHAKE_S)
         their_nonce = _read(connection, _NONCE_BYTES)
         nonce = secrets.token_bytes(_NONCE_BYTES)
         connection.sendall(nonce + _prove(key, b"caller", their_nonce, nonce))
@@ -316,7 +318,7 @@ def _reach(address: str) -> socket.socket:
     if scheme != "unix":
         host, _, port = rest.rpartition(":")
         return socket.create_connection((host, int(port)), timeout=_HANDSHAKE_S)
-    connection = socket.socket(socket.AF_UNIX)
+    connection = socket.socket(socket.AF_UNIX)  # waits as long as it takes: see `connect`
     try:
         connection.connect(rest)
     except OSError:

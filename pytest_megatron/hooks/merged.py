@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import os
 import sys
 import time
 import warnings
@@ -36,6 +37,7 @@ class _Subtest(Protocol):
 
 def build_report(item: pytest.Item, merged: Merged) -> pytest.TestReport:
     """Return pytest's report of a phase, or of a subtest."""
+    merged = _shorten_paths(merged, str(item.config.invocation_params.dir))
     if merged.base is not None:
         report = _from_base(item, merged)
     else:
@@ -141,6 +143,12 @@ def _category(data: Mapping[str, JsonValue]) -> type[Warning]:
     if isinstance(found, type) and issubclass(found, Warning):
         return found
     return type(name, (UserWarning,), {"__module__": str(data["module"])})
+
+
+def _shorten_paths(merged: Merged, directory: str) -> Merged:
+    """Name files below the directory that the user is in as they would be typed there."""
+    blocks = [(title, text.replace(f"{directory}{os.sep}", "")) for title, text in merged.blocks]
+    return replace(merged, blocks=tuple(blocks))
 
 
 def restore_report(config: pytest.Config, data: Mapping[str, object]) -> pytest.TestReport:

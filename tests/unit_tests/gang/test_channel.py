@@ -190,3 +190,17 @@ def test_a_frame_without_an_end_closes_the_connection_before_it_fills_memory() -
     with closing(Channel(ours)) as channel, closing(theirs):
         theirs.sendall(b"\xff\xff\xff\xff")
         assert (channel.drain(), channel.is_closed) == ([], True)
+
+
+def test_a_local_caller_waits_for_a_busy_controller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pytest_megatron.gang.channel._HANDSHAKE_S", 0.01)
+    keep: list[Channel] = []
+    errors: list[OSError] = []
+    with closing(listen_locally()) as listener:
+        caller = call(listener.address, listener.key, keep, errors)
+        caller.join(0.3)
+        assert (caller.is_alive(), errors) == (True, [])
+        take_in(listener).close()
+        caller.join(DEADLINE_S)
+    assert (len(keep), errors) == (1, [])
+    keep[0].close()

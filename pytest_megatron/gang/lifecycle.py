@@ -291,7 +291,7 @@ class Lifecycle:
                     self._patience_s = min(self._grace_s, _EXIT_S)
                 return self._settle(now)
             case Broken(problem=problem):
-                rank.problem = problem
+                rank.problem = rank.problem or problem
                 return self._on_loss(rank, problem, now)
             case Closed():
                 self._on_closed(rank, message)

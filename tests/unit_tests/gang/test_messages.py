@@ -97,8 +97,6 @@ MESSAGES: tuple[Message, ...] = (
     Interrupt(gang=1),
     AskStacks(gang=1, ranks=(0, 3)),
     Stacks(gang=1, stacks={"3": "File"}, flights={"3": "{}"}, phases={"3": "call"}),
-    Collected(is_same=False, node_ids=("a",), problems={"b": "E"}, obstacle="CUDA"),
-    Adopt(template=-1, gang=1, rank=0, device="cpu", log_dir="logs/0"),
     Welcome(
         num_nodes=2,
         ranks_per_node=2,

@@ -60,7 +60,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
         register_roles(config, chosen)
     declare_marks(config)
-    if chosen.asks_for_gangs:
+    if chosen.num_nodes > 1 and getattr(config.option, "dist", "no") != "no":
+        raise pytest.UsageError("--nnodes: pytest-xdist (-n) runs on one node; drop one of them")
+    if chosen.node_rank > 0:
+        from pytest_megatron.hooks.nodes import FOLLOWER_NAME, FollowerPlugin  # noqa: PLC0415 - not for all
+
+        config.pluginmanager.register(FollowerPlugin(config, chosen), FOLLOWER_NAME)
+        config.stash[_HAS_GANGS] = True
+    elif chosen.asks_for_gangs:
         _register_gangs(config)
 
 
@@ -111,7 +118,7 @@ def _is_rank(config: pytest.Config) -> bool:
 def _register_gangs(config: pytest.Config) -> GangPlugin:
     from pytest_megatron.hooks.gang_results import GangResults  # noqa: PLC0415 - not for all
     from pytest_megatron.hooks.gangs import PLUGIN_NAME, GangPlugin  # noqa: PLC0415 - not for all
-    from pytest_megatron.hooks.results import run_file_of  # noqa: PLC0415 - not for all
+    from pytest_megatron.hooks.run_file import run_file_of  # noqa: PLC0415 - not for all
     from pytest_megatron.hooks.session import session_of  # noqa: PLC0415 - not for all
 
     session = session_of(config, options.read_options(config))

@@ -17,6 +17,7 @@ from typing import Protocol, TypeAlias, cast
 
 from pytest_megatron.gang.logs import FLIGHT_FILE, STACKS_FILE
 from pytest_megatron.gang.messages import RankOrder
+from pytest_megatron.gang.nodes import Place
 from pytest_megatron.gang.nursery import STACK_SIGNAL, RankEnds
 
 _RECORDED_COLLECTIVES = "2000"
@@ -27,22 +28,19 @@ _is_wrapped = False
 _num_rendezvous = 0
 
 
-def rank_env(
-    *, rank: int, local_rank: int, world_size: int, local_world_size: int, node_rank: int
-) -> dict[str, str]:
+def rank_env(place: Place, world_size: int) -> dict[str, str]:
     """Return the variables that `torch.distributed.run` sets for a rank, but for the store's.
 
     Source: torch/distributed/elastic/agent/server/local_elastic_agent.py, _start_workers(), 2.13.
     """
-    num_nodes = world_size // local_world_size
     return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(local_rank),
+        "RANK": str(place.rank),
+        "LOCAL_RANK": str(place.local_rank),
         "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(local_world_size),
-        "GROUP_RANK": str(node_rank),
-        "GROUP_WORLD_SIZE": str(num_nodes),
-        "ROLE_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(place.local_world_size),
+        "GROUP_RANK": str(place.node_rank),
+        "GROUP_WORLD_SIZE": str(place.num_nodes),
+        "ROLE_RANK": str(place.rank),
         "ROLE_WORLD_SIZE": str(world_size),
         "ROLE_NAME": "default",
         "TORCHELASTIC_RESTART_COUNT": "0",

@@ -25,9 +25,17 @@ _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _MAX_FRAME_BYTES = 1 << 28
 _MAX_FDS = 64
+_BACKLOG = 512
+_LOOPBACKS = ("127.0.0.1", "localhost", "::1")
 _CHUNK_BYTES = 1 << 18
 _HANDSHAKE_S = 20.0
+_KEEPALIVE_S = 10  # after which a silent host is asked whether it is there
+_SILENCE_MS = 30_000  # after which it is not
 _MOST_TEMP_CHARS = 80
+
+
+class WrongKeyError(PermissionError):
+    """The other side does not know the key of this session."""
 
 
 class Channel:
@@ -43,7 +51,9 @@ class Channel:
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 20_000)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_MS)
 
     def fileno(self) -> int:
         """Return the descriptor, for `select`."""
@@ -190,7 +200,8 @@ class Listener:
         """Read on; return the channel once the caller has proved itself.
 
         Raises:
-            PermissionError: It does not know the key, or went away.
+            WrongKeyError: It does not know the key.
+        PermissionError: It went away.
         """
         caller = self._knocking[connection.fileno()]
         wanted = _NONCE_BYTES + _PROOF_BYTES - len(caller.received)
@@ -209,7 +220,9 @@ class Listener:
         their_nonce, proof = caller.received[:_NONCE_BYTES], caller.received[_NONCE_BYTES:]
         if not hmac.compare_digest(proof, _prove(self.key, b"caller", caller.nonce, their_nonce)):
             connection.close()
-            raise PermissionError("a caller does not know the key of this session")
+            if not chunk:
+                raise PermissionError("a caller hung up")
+            raise WrongKeyError("a caller does not know the key of this session")
         connection.settimeout(None)
         try:
             connection.sendall(_prove(self.key, b"controller", their_nonce, caller.nonce))
@@ -237,23 +250,27 @@ def listen_locally() -> Listener:
     listening = socket.socket(socket.AF_UNIX)
     path = directory / "wire"
     listening.bind(str(path))
-    listening.listen(512)
+    listening.listen(_BACKLOG)
     return Listener(f"unix:{path}", secrets.token_bytes(32), listening, directory)
 
 
 def listen_on(host: str, port: int, key: bytes) -> Listener:
-    """Listen on TCP, for several nodes.
+    """Listen on TCP, for several nodes: on every interface, unless the host is this one only.
+
+    A host's own name may mean its loopback to itself and not to others.
 
     Raises:
-        OSError: The port is taken, or the host is not this one.
+        OSError: The port is taken.
     """
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    listening = socket.socket(family, kind, protocol)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listening.bind(address)
-    listening.listen(512)
+    if host in _LOOPBACKS:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    elif socket.has_dualstack_ipv6():
+        listening = socket.create_server(
+            ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG
+        )
+    else:
+        listening = socket.create_server(("", port), backlog=_BACKLOG)
     return Listener(f"tcp:{host}:{listening.getsockname()[1]}", key, listening)
 
 
@@ -269,18 +286,24 @@ def remove_socket(address: str) -> None:
 def connect(address: str, key: bytes, hello: Hello) -> Channel:
     """Call the controller.
 
+    On one host a caller waits until it is answered, since the controller may be busy with a test of
+    its own for minutes; if it dies, the kernel hangs up.
+
     Raises:
-        OSError: It cannot be reached, or does not know the key.
+        WrongKeyError: It does not know the key, or says that we do not.
+        OSError: It cannot be reached.
     """
     connection = _reach(address)
     try:
-        connection.settimeout(_HANDSHAKE_S)
         their_nonce = _read(connection, _NONCE_BYTES)
         nonce = secrets.token_bytes(_NONCE_BYTES)
         connection.sendall(nonce + _prove(key, b"caller", their_nonce, nonce))
-        proof = _read(connection, _PROOF_BYTES)
+        try:
+            proof = _read(connection, _PROOF_BYTES)
+        except ConnectionError:
+            raise WrongKeyError(f"{address}: has another key, and hung up") from None
         if not hmac.compare_digest(proof, _prove(key, b"controller", nonce, their_nonce)):
-            raise PermissionError(f"{address}: is no controller of this session")
+            raise WrongKeyError(f"{address}: has another key")
         connection.settimeout(None)
         channel = Channel(connection)
     except OSError:
@@ -295,7 +318,7 @@ def _reach(address: str) -> socket.socket:
     if scheme != "unix":
         host, _, port = rest.rpartition(":")
         return socket.create_connection((host, int(port)), timeout=_HANDSHAKE_S)
-    connection = socket.socket(socket.AF_UNIX)
+    connection = socket.socket(socket.AF_UNIX)  # waits as long as it takes: see `connect`
     try:
         connection.connect(rest)
     except OSError:
@@ -309,7 +332,7 @@ def _read(connection: socket.socket, num_bytes: int) -> bytes:
     while len(content) < num_bytes:
         chunk = connection.recv(num_bytes - len(content))
         if not chunk:
-            raise ConnectionError("the other side hung up; is the key of both sides the same?")
+            raise ConnectionError("the other side hung up")
         content += chunk
     return content
 

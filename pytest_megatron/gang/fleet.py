@@ -6,6 +6,7 @@ Owned by the controller, which calls `pump` whenever it waits; there are no thre
 from __future__ import annotations
 
 import contextlib
+import functools
 import selectors
 import socket
 import time
@@ -14,7 +15,8 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias, assert_never
 
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.gang.channel import Channel, Listener
+from pytest_megatron.gang.channel import Channel, Listener, WrongKeyError
+from pytest_megatron.gang.followers import Followers
 from pytest_megatron.gang.lifecycle import (
     Action,
     AskForStacks,
@@ -47,6 +49,7 @@ from pytest_megatron.gang.messages import (
     StoreOpened,
     encode,
 )
+from pytest_megatron.gang.nodes import describe_node
 from pytest_megatron.gang.spec import GangSpec, RunEnd
 
 _OF_NODE = -1  # in the place of a rank
@@ -78,6 +81,7 @@ class Gang:
         keepers: Rank -> connection of the nursery that has it: another one where the first one
             becomes the rank; and the one that has the store.
         missing: Rank -> node id -> why the rank has no such test.
+        orphans: Orders of ranks that nobody can start, as their node is gone.
     """
 
     number: int
@@ -94,6 +98,7 @@ class Gang:
     starters: dict[int, Channel] = field(default_factory=dict)
     keepers: dict[int, Channel] = field(default_factory=dict)
     missing: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+    orphans: list[RankOrder] = field(default_factory=list)
 
     @property
     def is_gone(self) -> bool:
@@ -131,7 +136,8 @@ class Fleet:
             grace_s: How long ranks may take after the first sign of trouble.
             on_debugger: Told of messages of a rank's debugger.
         """
-        self._listener = listener
+        self._listeners = [listener]
+        self._followers: Followers | None = None
         self._grace_s = grace_s
         self._on_debugger = on_debugger
         self._selector = selectors.DefaultSelector()
@@ -142,6 +148,12 @@ class Fleet:
         self._gangs: dict[int, Gang] = {}
         self._num_gangs = 0
         self._has_news = False
+
+    def listen(self, listener: Listener, followers: Followers) -> None:
+        """Take calls of other nodes as well: of their sessions, nurseries and ranks."""
+        self._listeners.append(listener)
+        self._followers = followers
+        self._selector.register(listener, selectors.EVENT_READ, self._on_call)
 
     def new_number(self) -> int:
         """Return the number of the next gang."""
@@ -179,24 +191,32 @@ class Fleet:
 
     def ask_templates(self, number: int, ranks: tuple[int, ...]) -> None:
         """Ask what `raise_templates` started for stacks."""
-        for node_rank in {order.node_rank for order in self._raised[number][0]}:
-            self._nursery_of_node(node_rank).send(AskStacks(gang=number, ranks=ranks))
+        for nursery in self._nurseries_of_raised(number):
+            nursery.send(AskStacks(gang=number, ranks=ranks))
 
     def kill_templates(self, number: int) -> None:
         """Kill what `raise_templates` started."""
         for key in [k for k, t in self._templates.items() if t.number == number]:
             del self._templates[key]
-        for node_rank in {order.node_rank for order in self._raised[number][0]}:
-            self._nursery_of_node(node_rank).send(Kill(gang=number))
+        for nursery in self._nurseries_of_raised(number):
+            nursery.send(Kill(gang=number))
+
+    def _nurseries_of_raised(self, number: int) -> list[Channel]:
+        nodes = {order.node_rank for order in self._raised[number][0]}
+        return [self._nursery_of_node(node) for node in nodes if self.has_nursery(node, -1)]
 
     def start(self, gang: Gang) -> None:
         """Start the ranks of a gang; first its store, then they are forked."""
         self._gangs[gang.number] = gang
         for order in gang.orders:
-            self._choose_nursery(gang, order)
+            if self.has_nursery(order.node_rank, _OF_NODE):
+                self._choose_nursery(gang, order)
+            else:
+                gang.orphans.append(order)
         node = gang.keepers[_OF_NODE] = self._nursery_of_node(gang.orders[0].node_rank)
         gang.nurseries = {channel.fileno() for channel in gang.keepers.values()}
-        node.send(OpenStore(gang=gang.number, host=gang.orders[0].env["MASTER_ADDR"]))
+        if not gang.orphans:
+            node.send(OpenStore(gang=gang.number, host=gang.orders[0].env["MASTER_ADDR"]))
 
     def assign(self, gang: Gang, run: Run, *, limit_s: float) -> None:
         """Have a gang run a test, as soon as it can."""
@@ -205,6 +225,7 @@ class Fleet:
         self._carry_out(
             gang, gang.lifecycle.assign(run, limit_s=limit_s, is_isolated=is_isolated, now=now)
         )
+        self._lose(gang, gang.orphans)
 
     def close(self, gang: Gang) -> None:
         """End a gang: politely if it is idle, and has processes."""
@@ -264,7 +285,8 @@ class Fleet:
         self._nurseries.clear()
         self._templates.clear()
         self._selector.close()
-        self._listener.close()
+        for listener in self._listeners:
+            listener.close()
 
     def forget(self) -> None:
         """Let go of descriptors in a forked child; what they belong to lives on."""
@@ -272,7 +294,8 @@ class Fleet:
             if isinstance(key.fileobj, Channel | socket.socket):
                 key.fileobj.close()
         self._selector.close()
-        self._listener.forget()
+        for listener in self._listeners:
+            listener.forget()
 
     def pretend(self, gang: Gang) -> None:
         """Have a gang without processes, as some rank of it has none of its tests."""
@@ -315,17 +338,22 @@ class Fleet:
         found = {channel.fileno(): channel for channel in gang.keepers.values()}
         return {number: channel for number, channel in found.items() if number in gang.nurseries}
 
-    def _on_call(self, _: object) -> None:
-        connection = self._listener.accept()
-        self._selector.register(connection, selectors.EVENT_READ, self._on_proof)
+    def _on_call(self, source: object) -> None:
+        assert isinstance(source, Listener)
+        connection = source.accept()
+        on_proof = functools.partial(self._on_proof, source)
+        self._selector.register(connection, selectors.EVENT_READ, on_proof)
 
-    def _on_proof(self, source: object) -> None:
+    def _on_proof(self, listener: Listener, source: object) -> None:
         assert isinstance(source, socket.socket)
         descriptor = source.fileno()
         try:
-            channel = self._listener.prove(source)
-        except PermissionError:
+            channel = listener.prove(source)
+        except PermissionError as error:
             self._selector.unregister(descriptor)
+            if self._followers is not None and isinstance(error, WrongKeyError):
+                self._followers.num_strangers += 1
+                self._has_news = True
             return
         if channel is not None:
             self._selector.unregister(descriptor)
@@ -342,6 +370,10 @@ class Fleet:
         if not isinstance(hello, Hello):
             self._drop(source)
             return
+        if hello.role == "node" and self._followers is not None:
+            self._selector.modify(source, selectors.EVENT_READ, self._on_follower)
+            self._followers.greet(hello.node_rank, source)
+            return
         if hello.role == "nursery":
             self._on_hello_of_nursery(source, hello, rest)
             return
@@ -357,6 +389,14 @@ class Fleet:
         self._selector.modify(source, selectors.EVENT_READ, on_rank)
         for message in rest:
             self._tell(gang, hello.rank, message)
+
+    def _on_follower(self, source: object) -> None:
+        assert isinstance(source, Channel)
+        assert self._followers is not None
+        self._followers.read(source)
+        self._has_news = True
+        if source.is_closed:
+            self._drop(source)
 
     def _on_hello_of_nursery(self, source: Channel, hello: Hello, rest: Sequence[Message]) -> None:
         self._has_news = True
@@ -394,18 +434,27 @@ class Fleet:
         for place in [k for k, t in self._templates.items() if t.channel is source]:
             del self._templates[place]
         for gang in [g for g in self._gangs.values() if descriptor in g.nurseries]:
-            for order in gang.orders:
-                if gang.keepers[order.rank] is source:
-                    self._drain_rank(gang, order.rank)
-                    self._tell(gang, order.rank, Broken(problem=_ORPHANED))
+            self._lose(gang, [o for o in gang.orders if gang.keepers.get(o.rank) is source])
             self._on_killed(gang, descriptor)
+
+    def _lose(self, gang: Gang, orders: Sequence[RankOrder]) -> None:
+        """Tell of ranks whose nursery is gone, and maybe with all of another node."""
+        for order in orders:
+            self._drain_rank(gang, order.rank)
+            problem = _ORPHANED
+            if order.node_rank > 0 and not self.has_nursery(order.node_rank, -1):
+                ranks = [o.rank for o in gang.orders if o.node_rank == order.node_rank]
+                problem = f"{describe_node(order.node_rank, ranks)} is gone"
+                if gang.lifecycle.state is not State.STARTING:
+                    problem = f"is lost: {problem}"
+            self._tell(gang, order.rank, Broken(problem=problem))
 
     def _on_nursery_word(self, source: Channel, message: Message) -> None:
         if isinstance(message, Forked):
             return
         assert isinstance(message, StoreOpened | Died | Stacks | Killed), message
         if message.gang in self._raised:
-            self._on_raised(source, message)
+            self._on_raised(message)
             return
         gang = self._gangs.get(message.gang)
         if gang is None:
@@ -427,12 +476,15 @@ class Fleet:
             case _:
                 assert_never(message)
 
-    def _on_raised(self, source: Channel, message: Message) -> None:
+    def _on_raised(self, message: Message) -> None:
         """Take in what a node's nursery says of those of single ranks."""
         match message:
             case StoreOpened(gang=number, port=port, problem=""):
-                orders, _ = self._raised[number]
-                source.send(Fork(orders=_with_store(orders, port)))
+                orders = _with_store(self._raised[number][0], port)
+                for node_rank in {order.node_rank for order in orders}:
+                    here = tuple(order for order in orders if order.node_rank == node_rank)
+                    if self.has_nursery(node_rank, -1):
+                        self._nursery_of_node(node_rank).send(Fork(orders=here))
             case StoreOpened(gang=number):
                 self._has_news = True
                 self._raised[number][1](number, message, 0)

@@ -164,6 +164,7 @@ class Lifecycle:
         self._patience_s = grace_s
         self._stop: tuple[Reason, float] | None = None
         self._stop_by = 0.0
+        self._closing_s = grace_s
         self._debugging: set[int] = set()
 
     def assign(self, run: Run, *, limit_s: float, is_isolated: bool, now: float) -> list[Action]:
@@ -185,10 +186,14 @@ class Lifecycle:
         return self._send() if self.state is State.IDLE else []
 
     def close(self, now: float) -> list[Action]:
-        """Tear down an idle gang; a gang that is not idle is killed."""
+        """Tear down an idle gang; a gang that is not idle is killed.
+
+        It has the time of a phase of the last test, whose fixtures these are.
+        """
         if self.state is State.IDLE:
             self.state = State.CLOSING
-            self._stop_by = now + self._grace_s
+            self._closing_s = max(self._grace_s, self._limit_s)
+            self._stop_by = now + self._closing_s
             return [SendClose()]
         return self.kill()
 
@@ -233,7 +238,7 @@ class Lifecycle:
             case State.CLOSING:
                 late = [r.rank for r in self._ranks if not r.is_closed and r.exit_code is None]
                 self.problems.append(
-                    f"{name_ranks(late)} did not end the teardown in {self._grace_s:g} s"
+                    f"{name_ranks(late)} did not end the teardown in {self._closing_s:g} s"
                 )
                 return self.kill()
             case State.STARTING:
@@ -286,7 +291,7 @@ class Lifecycle:
                     self._patience_s = min(self._grace_s, _EXIT_S)
                 return self._settle(now)
             case Broken(problem=problem):
-                rank.problem = problem
+                rank.problem = rank.problem or problem
                 return self._on_loss(rank, problem, now)
             case Closed():
                 self._on_closed(rank, message)
@@ -321,7 +326,7 @@ class Lifecycle:
                 if self._sign_at is not None:
                     self._sign_at = now
                 if self.state is State.CLOSING:
-                    self._stop_by = now + self._grace_s
+                    self._stop_by = now + self._closing_s
             case _:
                 pass
 

@@ -134,8 +134,16 @@ class _Asked:
 class Nursery:
     """Serves one connection until it closes."""
 
-    def __init__(self, channel: Channel, starter: Starter) -> None:
+    def __init__(self, channel: Channel, starter: Starter, leash: int | None = None) -> None:
+        """Make one that has nothing yet.
+
+        Args:
+            channel: To the controller.
+            starter: How ranks come into being.
+            leash: Read end of a pipe; the nursery also ends when its write end is closed.
+        """
         self._channel = channel
+        self._leash = leash
         self._starter = starter
         self._children: dict[int, _Child] = {}
         self._dying: dict[int, float] = {}
@@ -147,7 +155,7 @@ class Nursery:
         """Do what the controller says until it goes away, then kill everything."""
         become_subreaper()
         wakeup, wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._own = [wakeup, wakeup_write]
+        self._own = [wakeup, wakeup_write] + ([] if self._leash is None else [self._leash])
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
             signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
@@ -156,7 +164,12 @@ class Nursery:
             while not self._channel.is_closed:
                 wait_s = _POLL_S if self._dying or self._asked else None
                 channel = self._channel.fileno()
-                readable, _, _ = select.select([channel, wakeup], [], [], wait_s)
+                sources = (
+                    [channel, wakeup] if self._leash is None else [channel, wakeup, self._leash]
+                )
+                readable, _, _ = select.select(sources, [], [], wait_s)
+                if self._leash in readable:
+                    return
                 if wakeup in readable:
                     with contextlib.suppress(BlockingIOError):
                         os.read(wakeup, 4096)

@@ -95,6 +95,7 @@ def note_beginning(early_config: pytest.Config) -> None:
     if size is None or _is_for_others(early_config):
         return
     from pytest_megatron.gang.bootstrap import rank_env  # noqa: PLC0415 - not for all
+    from pytest_megatron.gang.nodes import Nodes  # noqa: PLC0415 - not for all
     from pytest_megatron.hooks.warm import start_warm  # noqa: PLC0415 - not for all
     from pytest_megatron.hooks.watch import Watch  # noqa: PLC0415 - not for all
 
@@ -105,13 +106,9 @@ def note_beginning(early_config: pytest.Config) -> None:
             early_config.add_cleanup(beginning.stop_warm)
 
     per_node, num_nodes = size
-    env = rank_env(
-        rank=0,
-        local_rank=0,
-        world_size=per_node * num_nodes,
-        local_world_size=per_node,
-        node_rank=0,
-    )
+    world_size = per_node * num_nodes
+    nodes = Nodes(num_nodes=num_nodes, ranks_per_node=per_node)
+    env = rank_env(nodes.place(world_size)[0], world_size)
     harmless = {name: value for name, value in HARMLESS_ENV.items() if name not in os.environ}
     watch = beginning.watch = Watch({**env, **harmless}, start_early)
     watch.start()

@@ -13,7 +13,7 @@ from pytest_megatron.files import JsonValue
 from pytest_megatron.gang.spec import GangSpec
 from pytest_megatron.hooks.markers import device_of
 from pytest_megatron.hooks.options import Options
-from pytest_megatron.hooks.results import RunFile
+from pytest_megatron.hooks.run_file import RunFile
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.host import Gpu, this_host
 from pytest_megatron.report.gangs import flaky_lines, header_line, replaced_line

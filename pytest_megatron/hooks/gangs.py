@@ -28,7 +28,8 @@ from pytest_megatron.gang.channel import Listener, listen_locally
 from pytest_megatron.gang.fleet import Fleet, Gang
 from pytest_megatron.gang.lifecycle import Lifecycle, State
 from pytest_megatron.gang.logs import file_size, read_piece
-from pytest_megatron.gang.messages import NOTHING, UNKNOWN, RankOrder, Run
+from pytest_megatron.gang.messages import NOTHING, UNKNOWN, RankOrder, Run, Welcome
+from pytest_megatron.gang.nodes import Nodes
 from pytest_megatron.gang.placement import Schedule
 from pytest_megatron.gang.spec import GangSpec, RunEnd
 from pytest_megatron.gang.stores import LOCAL_HOST
@@ -36,7 +37,6 @@ from pytest_megatron.hooks import recipes
 from pytest_megatron.hooks.beginning import KEY
 from pytest_megatron.hooks.console import Console
 from pytest_megatron.hooks.gang_results import RECORD
-from pytest_megatron.hooks.item import WorkloadItem
 from pytest_megatron.hooks.markers import spec_of, timeout_of
 from pytest_megatron.hooks.merged import (
     build_report,
@@ -45,6 +45,7 @@ from pytest_megatron.hooks.merged import (
     merge_problem,
     warn_again,
 )
+from pytest_megatron.hooks.nodes import Leader, address_of, nodes_of
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.origins import PerRank, make_extra_item, why_per_rank
 from pytest_megatron.hooks.session import RunSession
@@ -52,9 +53,9 @@ from pytest_megatron.hooks.tee import Tee
 from pytest_megatron.hooks.template import Template
 from pytest_megatron.host import this_host
 from pytest_megatron.lease import Lease, Waiting, is_awaited, try_lease, waiting_text
+from pytest_megatron.report.executed import Executed, test_record
 from pytest_megatron.report.gangs import plan_lines
 from pytest_megatron.report.merge import Merged, has_reported, merge, merge_late
-from pytest_megatron.report.record import Executed, test_record
 from pytest_megatron.report.transient import transient_cause
 from pytest_megatron.verdict.signature import Signature
 
@@ -112,6 +113,8 @@ class GangPlugin:
         self._num_runs = 0
         self._coverage: dict[str, JsonValue] = {}
         self._is_stopping = False
+        self._nodes = Nodes(num_nodes=1, ranks_per_node=1)
+        self._leader: Leader | None = None
         self._is_by_hand = False  # pytest-xdist or --sw say what runs next, not the schedule
         self._is_in_order = False
         self._is_replaying = False
@@ -140,10 +143,8 @@ class GangPlugin:
     @property
     def default_size(self) -> int:
         """World size of a test without a mark; 0 if it stays in the controller."""
-        options = self._options
-        if options.num_gpus is not None:
-            return (options.num_gpus or self.num_gpus) * options.num_nodes
-        return (options.num_ranks or 0) * options.num_nodes
+        nodes = nodes_of(self._options, self.num_gpus)
+        return nodes.ranks_per_node * nodes.num_nodes
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -182,7 +183,8 @@ class GangPlugin:
         """Run all items, those of gangs on gangs; under pytest-xdist only get ready."""
         # Plugins may have reordered and deselected since we looked.
         self._specs = {item: self._specs[item] for item in session.items if self.is_ours(item)}
-        if not self._specs or session.config.option.collectonly:
+        has_work = bool(self._specs) or self._options.num_nodes > 1  # others show what runs here
+        if not has_work or session.config.option.collectonly:
             return None
         if session.testsfailed and not session.config.option.continue_on_collection_errors:
             return None  # pytest's own loop says so
@@ -216,6 +218,8 @@ class GangPlugin:
 
     def _print_plan(self, session: pytest.Session) -> bool | None:
         """Print which gangs would run how many tests; workloads print theirs."""
+        from pytest_megatron.hooks.item import WorkloadItem  # noqa: PLC0415 - loads all of recipes
+
         items = [item for item in session.items if not isinstance(item, WorkloadItem)]
         for line in plan_lines(self._specs.get(item) for item in items):
             self._tell_user(line)
@@ -239,13 +243,38 @@ class GangPlugin:
 
         session.gethookproxy = get_hooks  # type: ignore[method-assign]
         tests = [(self._index[item], spec, str(item.path)) for item, spec in self._specs.items()]
-        num_slots = max(self.default_size, *(spec.world_size for _, spec, _ in tests))
+        num_slots = max([self.default_size, *(spec.world_size for _, spec, _ in tests)])
         self._is_by_hand = self._run.is_worker or _is_stepwise(session.config)
         self._schedule = Schedule([] if self._is_by_hand else tests, num_slots=num_slots)
         self._is_in_order = self._is_by_hand or _is_one_by_one(set(self._specs.values()), num_slots)
         self._num_slots = num_slots
-        if self._run.is_worker:
+        self._nodes = nodes_of(self._options, self.num_gpus)
+        if self._options.num_nodes > 1:
+            self._lead(session)
+        else:
+            self._nodes = Nodes(num_nodes=1, ranks_per_node=num_slots)
+        if any(spec.device == "cuda" for spec in self._specs.values()):
             threading.Thread(target=self._let_go_for_others, daemon=True).start()
+
+    def _lead(self, session: pytest.Session) -> None:
+        """Listen for the sessions of other nodes."""
+        nodes = self._nodes
+        needed = [
+            place.local_world_size
+            for spec in set(self._specs.values())
+            for place in nodes.place(spec.world_size)
+            if spec.device == "cuda" and place.node_rank > 0
+        ]
+        welcome = Welcome(
+            num_nodes=nodes.num_nodes,
+            ranks_per_node=nodes.ranks_per_node,
+            num_gpus=max(needed, default=0),
+            node_ids=tuple(item.nodeid for item in session.items),
+            collecting="" if self._per_rank is None else self._options.gang_start,
+        )
+        endpoint = self._options.rdzv_endpoint
+        self._leader = Leader(self._config, self._open_fleet, welcome=welcome, endpoint=endpoint)
+        self._config.pluginmanager.register(self._leader, "megatron-leader")
 
     def _choose_origin(self, session: pytest.Session, listener: Listener) -> None:
         """Fork the template, unless ranks have to collect for themselves."""
@@ -270,6 +299,8 @@ class GangPlugin:
     def _loop(self, session: pytest.Session) -> None:
         """Run items of gangs, side by side where they are small; the controller's own first."""
         assert self._schedule is not None
+        if self._leader is not None:
+            self._leader.wait()
         own = (
             session.items if self._is_in_order else [i for i in self._items if not self.is_ours(i)]
         )
@@ -280,14 +311,16 @@ class GangPlugin:
         if not (self._is_in_order or is_serial) and reporter is not None:
             reporter.showfspath = False  # the file changes with every test, as in pytest-xdist
         while not (self._schedule.is_empty and not self._running and not self._ended):
-            self._dispatch()
+            with self._lock:
+                self._dispatch()
+                if not self._ended and not (is_serial and self._running):
+                    self._pump()
+            self._report_late()
             if self._ended:
                 item = next(iter(self._ended))
             elif is_serial and self._running:
                 item = next(iter(self._running.values()))[1].item
             else:
-                self._pump()
-                self._report_late()
                 continue
             index = self._index[item]
             self._protocol(
@@ -298,6 +331,8 @@ class GangPlugin:
     def _fail_extra(self, session: pytest.Session) -> None:
         """Fail tests that only some ranks have, under their own names."""
         extra = {} if self._per_rank is None else self._per_rank.extra()
+        if self._leader is not None:
+            extra = {**extra, **self._leader.extra()}
         for node_id, reason in extra.items():
             item = make_extra_item(session, node_id, reason)
             session.items.append(item)
@@ -530,8 +565,9 @@ class GangPlugin:
         return not is_busy and gang.lifecycle.state in (State.IDLE, State.STARTING)
 
     def _num_free(self) -> int:
-        used = sum(g.spec.world_size for g in self._gangs.values())
-        return max(0, self._num_slots - used)
+        if not self._gangs:
+            return self._num_slots
+        return self._nodes.num_free([gang.spec.world_size for gang in self._gangs.values()])
 
     def _count_gangs(self) -> dict[GangSpec, int]:
         counts: dict[GangSpec, int] = {}
@@ -547,7 +583,7 @@ class GangPlugin:
             self._wait_for_template()
         lease = self._prepared.pop(spec, None)
         if spec.device == "cuda" and lease is None:
-            lease = self._lease(spec.world_size)
+            lease = self._lease(self._nodes.num_ranks_on(0, spec.world_size))
             if lease is None:
                 return None
         if per_rank is not None and not per_rank.is_ready(self._orders(0, spec, lease)):
@@ -572,6 +608,8 @@ class GangPlugin:
             self._leases[number] = lease
         self._tee.follow(gang)
         if per_rank is None:
+            if self._leader is not None:
+                gang.missing = self._leader.missing(orders)
             fleet.start(gang)
             return gang
         gang.missing = per_rank.missing(spec.world_size)
@@ -595,17 +633,30 @@ class GangPlugin:
         return lease
 
     def _let_go_for_others(self) -> None:
-        """End gangs that hold devices for which others wait, while this worker has nothing to run.
+        """End idle gangs that hold devices for which somebody waits.
 
-        Runs in a thread of its own, as a worker that waits for pytest-xdist does nothing else.
-        Without it, two workers could wait for one another's devices.
+        Runs in a thread of its own: the session may be busy with a test of the controller, or, as
+        a worker of pytest-xdist, wait for orders. A workload of this same session may be the one
+        that waits.
         """
         while not self._has_ended.wait(_LEASE_PUMP_S):
             if self._leases and is_awaited() and self._lock.acquire(blocking=False):
                 try:
-                    self._close_all()
+                    self._let_go()
                 finally:
                     self._lock.release()
+
+    def _let_go(self) -> None:
+        fleet = self._fleet
+        if fleet is None:
+            return
+        fleet.pump(0.0)
+        for gang in list(self._gangs.values()):
+            self._take_ends(gang)
+            if gang.is_gone:
+                self._forget(gang)
+            elif self._is_free(gang) and gang.number in self._leases:
+                fleet.close(gang)
 
     def _close_all(self) -> None:
         fleet = self._fleet
@@ -643,40 +694,35 @@ class GangPlugin:
 
     def _orders(self, number: int, spec: GangSpec, lease: Lease | None) -> tuple[RankOrder, ...]:
         directory = self._run.open_run_dir() / self._run.ranks_dir / f"attempt_{number}"
-        size = spec.world_size
-        common = {
-            "MASTER_ADDR": LOCAL_HOST,
-            "TORCHELASTIC_RUN_ID": self._run.run_dir.name,
-        }
+        places = self._nodes.place(spec.world_size)
+        common = {"MASTER_ADDR": LOCAL_HOST, "TORCHELASTIC_RUN_ID": self._run.run_dir.name}
+        if places[-1].node_rank > 0:
+            common["MASTER_ADDR"], _ = address_of(self._options.rdzv_endpoint)
+        own = {}  # of this node: others lease by themselves
         if lease is not None:
-            common["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in lease.gpus)
+            own["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in lease.gpus)
         base_temp = self._base_temp() / f"gang{number}"
         return tuple(
             RankOrder(
                 gang=number,
-                rank=rank,
-                local_rank=rank,
-                world_size=size,
-                node_rank=0,
+                rank=place.rank,
+                local_rank=place.local_rank,
+                world_size=spec.world_size,
+                node_rank=place.node_rank,
                 device=spec.device,
                 env={
                     **common,
-                    **rank_env(
-                        rank=rank,
-                        local_rank=rank,
-                        world_size=size,
-                        local_world_size=size,
-                        node_rank=0,
-                    ),
-                    "TORCHELASTIC_ERROR_FILE": str(directory / str(rank) / "error.json"),
+                    **(own if place.node_rank == 0 else {}),
+                    **rank_env(place, spec.world_size),
+                    "TORCHELASTIC_ERROR_FILE": str(directory / str(place.rank) / "error.json"),
                 },
-                log_dir=str(directory / str(rank)),
-                base_temp=str(base_temp / f"rank{rank}"),
+                log_dir=str(directory / str(place.rank)),
+                base_temp=str(base_temp / f"rank{place.rank}"),
                 is_capturing=self._config.option.capture != "no",
                 coverage=self._coverage,
-                coverage_file=str(self._coverage_dir / f"{number}-{rank}"),
+                coverage_file=str(self._coverage_dir / f"{number}-{place.rank}"),
             )
-            for rank in range(size)
+            for place in places
         )
 
     def _assign(self, gang: Gang, index: int, next_index: int) -> None:
@@ -690,7 +736,7 @@ class GangPlugin:
             node_id=str(item.nodeid),
             next_index=next_index,
             next_node_id=str(self._items[next_index].nodeid) if next_index >= 0 else "",
-            shared_dir=str(self._base_temp() / "shared" / str(self._num_runs)),
+            shared_dir=str(self._shared_dir(gang) / str(self._num_runs)),
             is_last_if_failed=bool(maxfail) and item.session.testsfailed + 1 >= maxfail,
         )
         log_starts: list[int] = []
@@ -822,6 +868,12 @@ class GangPlugin:
         factory = self._config._tmp_path_factory  # type: ignore[attr-defined]  # noqa: SLF001
         found: Path = factory.getbasetemp()
         return found
+
+    def _shared_dir(self, gang: Gang) -> Path:
+        """Return where ranks of all nodes can write."""
+        if gang.orders[-1].node_rank > 0:
+            return self._run.run_dir.absolute() / "shared"
+        return self._base_temp() / "shared"
 
     def _print(self, end: RunEnd, *, is_late: bool = False) -> None:
         """Write what pytest wrote to the terminal of rank 0, up to the teardown or from it on."""

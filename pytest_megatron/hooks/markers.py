@@ -162,5 +162,5 @@ def device_of(options: Options, size: int, num_gpus: int) -> str:
         return "cuda"
     if options.device != "auto":
         return options.device
-    per_node = -(-size // options.num_nodes)
+    per_node = max(-(-size // options.num_nodes), min(size, options.num_ranks or 0))
     return "cuda" if num_gpus >= per_node else "cpu"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import os
 import sys
 import time
 import warnings
@@ -36,6 +37,7 @@ class _Subtest(Protocol):
 
 def build_report(item: pytest.Item, merged: Merged) -> pytest.TestReport:
     """Return pytest's report of a phase, or of a subtest."""
+    merged = _shorten_paths(merged, str(item.config.invocation_params.dir))
     if merged.base is not None:
         report = _from_base(item, merged)
     else:
@@ -113,10 +115,11 @@ def warn_again(config: pytest.Config, end: RunEnd) -> None:
             key = tuple(str(data[name]) for name in ("text", "category", "filename", "lineno"))
             if key not in seen:
                 seen.add(key)
-                _record(config, data)
+                record_warning(config, data)
 
 
-def _record(config: pytest.Config, data: dict[str, JsonValue]) -> None:
+def record_warning(config: pytest.Config, data: Mapping[str, JsonValue]) -> None:
+    """Record a warning that a rank described."""
     message = warnings.WarningMessage(
         message=_category(data)(str(data["text"])),
         category=_category(data),
@@ -133,7 +136,7 @@ def _record(config: pytest.Config, data: dict[str, JsonValue]) -> None:
     )
 
 
-def _category(data: dict[str, JsonValue]) -> type[Warning]:
+def _category(data: Mapping[str, JsonValue]) -> type[Warning]:
     """Return the class of a warning where the controller has it, else one of the same name."""
     name = str(data["category"])
     found = getattr(sys.modules.get(str(data["module"])), name, None)
@@ -142,13 +145,26 @@ def _category(data: dict[str, JsonValue]) -> type[Warning]:
     return type(name, (UserWarning,), {"__module__": str(data["module"])})
 
 
-def _from_base(item: pytest.Item, merged: Merged) -> pytest.TestReport:
-    data = _with_tuples(dict(merged.base or {}))
-    data["nodeid"], data["location"] = item.nodeid, item.location
-    found = item.config.hook.pytest_report_from_serializable(config=item.config, data=data)
+def _shorten_paths(merged: Merged, directory: str) -> Merged:
+    """Name files below the directory that the user is in as they would be typed there."""
+    blocks = [(title, text.replace(f"{directory}{os.sep}", "")) for title, text in merged.blocks]
+    return replace(merged, blocks=tuple(blocks))
+
+
+def restore_report(config: pytest.Config, data: Mapping[str, object]) -> pytest.TestReport:
+    """Return the report that pytest serialised, after a way through JSON."""
+    found = config.hook.pytest_report_from_serializable(
+        config=config, data=_with_tuples(dict(data))
+    )
     assert isinstance(found, BaseReport)
     report = cast("pytest.TestReport", found)
     _restore_context(report, data)
+    return report
+
+
+def _from_base(item: pytest.Item, merged: Merged) -> pytest.TestReport:
+    place = {"nodeid": item.nodeid, "location": item.location}
+    report = restore_report(item.config, {**(merged.base or {}), **place})
     if merged.outcome == "failed" and merged.blocks:
         longrepr = report.longrepr
         crash = getattr(longrepr, "reprcrash", None)

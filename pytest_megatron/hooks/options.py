@@ -5,6 +5,8 @@ Runs at every pytest start, so it imports nothing but pytest.
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,8 @@ GoldenMode = Literal["check", "record", "refresh", "off"]
 Device = Literal["auto", "cuda", "cpu"]
 GangStart = Literal["fork", "fresh"]
 MIN_REFRESH_REPEATS = 2
+_SLURM_STEP = ("SLURM_STEP_ID", "SLURM_STEPID")
+_LAST_PORT = 65_535
 
 _LISTS = {
     "scope": "cost tier (L0, L1, nightly, mr, ...)",
@@ -145,6 +149,7 @@ def read_options(config: pytest.Config) -> Options:
             f"expected one of check, off, record, refresh"
         )
     run_dir = _text(config, "run-dir", "")
+    num_nodes, node_rank, rdzv_endpoint = _nodes(config)
     options = Options(
         selection={name: _words(config, name) for name in _LISTS},
         run_dir=Path(run_dir) if run_dir else None,
@@ -161,9 +166,9 @@ def read_options(config: pytest.Config) -> Options:
         num_gpus=_gpus(config),
         num_ranks=_count(config, "ranks"),
         device=cast("Device", _choice(config, "device", ("auto", "cpu", "cuda"))),
-        num_nodes=_count(config, "nnodes") or 1,
-        node_rank=_index(config, "node-rank") or 0,
-        rdzv_endpoint=_text(config, "rdzv-endpoint", ""),
+        num_nodes=num_nodes,
+        node_rank=node_rank,
+        rdzv_endpoint=rdzv_endpoint,
         rank_timeout_s=_seconds(config, "rank-timeout", 300.0),
         rank_grace_s=_seconds(config, "rank-grace", 10.0),
         num_transient_reruns=_index(config, "rerun-transient") or 0,
@@ -178,6 +183,49 @@ def read_options(config: pytest.Config) -> Options:
     return options
 
 
+def _nodes(config: pytest.Config) -> tuple[int, int, str]:
+    """Return how many nodes there are, which one this is, and the address of node 0.
+
+    Where they are not given, the step of Slurm says so that distributed tests run in.
+    """
+    given = _count(config, "nnodes")
+    node_rank = _index(config, "node-rank")
+    endpoint = _text(config, "rdzv-endpoint", "")
+    asks_for_gangs = any(_given(config, name) is not None for name in ("gpus", "ranks"))
+    num_nodes = given or 1
+    if asks_for_gangs and given != 1 and any(name in os.environ for name in _SLURM_STEP):
+        from pytest_megatron.errors import LaunchError  # noqa: PLC0415 - not at every start
+        from pytest_megatron.gang.nodes import find_slurm_step  # noqa: PLC0415 - see above
+
+        try:
+            step = find_slurm_step(os.environ)
+        except LaunchError as error:
+            raise pytest.UsageError(str(error)) from None
+        if step is not None and given in (None, step.num_nodes):
+            num_nodes = step.num_nodes
+            node_rank = step.node_rank if node_rank is None else node_rank
+            endpoint = endpoint or step.endpoint
+    if num_nodes == 1:
+        return 1, node_rank or 0, endpoint
+    if not asks_for_gangs:
+        raise pytest.UsageError(
+            f"--nnodes: {num_nodes} nodes run tests on gangs; give --ranks or --gpus, the ranks "
+            f"of each node"
+        )
+    if node_rank is None:
+        raise pytest.UsageError(
+            f"--node-rank: not given with --nnodes {num_nodes}, "
+            f"expected the index of this node, 0 to {num_nodes - 1}"
+        )
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) <= _LAST_PORT:
+        raise pytest.UsageError(
+            f"--rdzv-endpoint: {endpoint!r} is no address, expected HOST:PORT of node 0, "
+            f"the same on every node"
+        )
+    return num_nodes, node_rank, endpoint
+
+
 def early_size(early_config: pytest.Config) -> tuple[int, int] | None:
     """Return ranks of a node and nodes, before conftest files are loaded; None without gangs.
 
@@ -189,6 +237,13 @@ def early_size(early_config: pytest.Config) -> tuple[int, int] | None:
         for name in ("ranks", "gpus", "nnodes")
     }
     num_ranks = texts["ranks"] or texts["gpus"]
+    if num_ranks and not texts["nnodes"] and any(name in os.environ for name in _SLURM_STEP):
+        from pytest_megatron.errors import LaunchError  # noqa: PLC0415 - not at every start
+        from pytest_megatron.gang.nodes import find_slurm_step  # noqa: PLC0415 - see above
+
+        with contextlib.suppress(LaunchError):
+            step = find_slurm_step(os.environ)
+            texts["nnodes"] = step.num_nodes if step else None
     if num_ranks == "all":
         from pytest_megatron.host import this_host  # noqa: PLC0415 - not for all
 
@@ -288,7 +343,14 @@ def _choice(config: pytest.Config, name: str, choices: Sequence[str]) -> str:
 
 
 def _gpus(config: pytest.Config) -> int | None:
-    return 0 if _given(config, "gpus") == "all" else _count(config, "gpus")
+    value = _given(config, "gpus")
+    if value in (None, "all"):
+        return None if value is None else 0
+    if not str(value).isdecimal() or int(str(value)) < 1:
+        raise pytest.UsageError(
+            f"--gpus: {value!r} is not a count, expected a number from 1 on, or all"
+        )
+    return int(str(value))
 
 
 def _words(config: pytest.Config, name: str) -> tuple[str, ...]:

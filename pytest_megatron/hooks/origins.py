@@ -58,6 +58,43 @@ def why_per_rank(config: pytest.Config, options: Options, sizes: set[int], defau
     return found or find_obstacle()
 
 
+def ids_of_tests(session: pytest.Session) -> list[str]:
+    """Return the node ids of what ranks collect as well."""
+    return [item.nodeid for item in session.items if not _is_workload(item)]
+
+
+def make_brief(
+    config: pytest.Config, *, address: str, key: bytes, node_ids: Sequence[str], is_single: bool
+) -> Brief:
+    """Return what ranks have to know of a session on this node."""
+    beginning = config.stash[KEY]
+    arguments = [str(argument) for argument in config.invocation_params.args]
+    if config.pluginmanager.has_plugin("_cov"):  # it would erase the data of the controller
+        arguments.append("--no-cov")
+    return Brief(
+        address=address,
+        key=key.hex(),
+        node_rank=0,
+        directory=str(config.invocation_params.dir),
+        arguments=arguments,
+        argv=beginning.argv,
+        path=beginning.path,
+        env=beginning.env,
+        digest=digest_of(node_ids),
+        is_single=is_single,
+    )
+
+
+def tell_warm(beginning: Beginning, brief: Brief) -> WarmProcess:
+    """Have the warm process serve; one that is not there, or of another kind, is started."""
+    mode: Mode = "fresh" if brief.is_single else "fork"
+    warm, beginning.warm = beginning.warm, None
+    if warm is None or warm.mode != mode:
+        warm = start_warm(mode, beginning.env, beginning.path)
+    warm.tell(brief)
+    return warm
+
+
 @dataclass(slots=True)
 class _Template:
     """What is known of the process that collects for one rank of gangs of one size."""
@@ -105,21 +142,13 @@ class PerRank:
         self._beginning: Beginning = config.stash[KEY]
         self._worlds: dict[int, _World] = {}
         self._limit_s = options.rank_timeout_s or START_LIMIT_S
-        self._node_ids = [i.nodeid for i in session.items if not _is_workload(i)]
-        arguments = [str(argument) for argument in config.invocation_params.args]
-        if config.pluginmanager.has_plugin("_cov"):  # it would erase the data of the controller
-            arguments.append("--no-cov")
+        self._node_ids = ids_of_tests(session)
         self._has_nodes = any("::" in argument for argument in config.args)
-        self._brief = Brief(
+        self._brief = make_brief(
+            config,
             address=listener.address,
-            key=listener.key.hex(),
-            node_rank=options.node_rank,
-            directory=str(config.invocation_params.dir),
-            arguments=arguments,
-            argv=self._beginning.argv,
-            path=self._beginning.path,
-            env=self._beginning.env,
-            digest=digest_of(self._node_ids),
+            key=listener.key,
+            node_ids=self._node_ids,
             is_single=options.gang_start == "fresh",
         )
         self._warm = self._begin()
@@ -130,10 +159,13 @@ class PerRank:
         size = orders[0].world_size
         world = self._worlds.setdefault(size, _World())
         self._drop_late(world)
-        if world.lost:
+        are_all_there = all(self._fleet.has_nursery(order.node_rank, -1) for order in orders)
+        if world.lost or not are_all_there:
             return True
         for rank, template in list(world.templates.items()):
-            is_gone = template.is_ready and not self._fleet.has_template(0, rank, size)
+            is_gone = template.is_ready and not self._fleet.has_template(
+                orders[rank].node_rank, rank, size
+            )
             devices = orders[rank].env.get(_DEVICES)
             if is_gone or (template.is_single and template.devices != devices):
                 del world.templates[rank]
@@ -183,12 +215,7 @@ class PerRank:
         self._warm.stop()
 
     def _begin(self) -> WarmProcess:
-        mode: Mode = "fresh" if self._brief.is_single else "fork"
-        warm, self._beginning.warm = self._beginning.warm, None
-        if warm is None or warm.mode != mode:
-            warm = start_warm(mode, self._beginning.env, self._beginning.path)
-        warm.tell(self._brief)
-        return warm
+        return tell_warm(self._beginning, self._brief)
 
     def _wait_for_warm(self) -> None:
         """Wait until the warm process has called; one that was killed gets a successor, once."""

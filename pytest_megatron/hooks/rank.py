@@ -11,7 +11,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, NoReturn, cast
@@ -39,6 +39,7 @@ from pytest_megatron.gang.messages import (
     Run,
 )
 from pytest_megatron.gang.nursery import RankEnds
+from pytest_megatron.hooks.mirror import describe_warning, plain
 from pytest_megatron.hooks.rank_debugger import RankDebugger
 
 _SLOW_S = 0.2  # a phase this long is told of at its end, not with the test
@@ -201,20 +202,7 @@ class RankPlugin:
         location: tuple[str, int, str] | None,
     ) -> None:
         """Take a warning."""
-        message = getattr(warning_message, "message", "")
-        category = getattr(warning_message, "category", Warning)
-        self._warnings.append(
-            {
-                "text": str(message),
-                "module": category.__module__,
-                "category": category.__qualname__,
-                "filename": str(getattr(warning_message, "filename", "")),
-                "lineno": int(getattr(warning_message, "lineno", 0)),
-                "when": when,
-                "nodeid": str(nodeid),
-                "location": list(location) if location else None,
-            }
-        )
+        self._warnings.append(describe_warning(warning_message, when, nodeid, location))
 
     _config: pytest.Config | None = None
 
@@ -239,7 +227,7 @@ class RankPlugin:
         report = pytest.TestReport.from_item_and_call(previous, call)
         config = session.config
         found = config.hook.pytest_report_to_serializable(config=config, report=report)
-        return cast("JsonValue", _plain(found))
+        return cast("JsonValue", plain(found))
 
     def _take(self, config: pytest.Config, report: pytest.TestReport) -> None:
         if (
@@ -250,7 +238,7 @@ class RankPlugin:
             self._reports.append([report.when, report.start, report.stop])
             return
         found = config.hook.pytest_report_to_serializable(config=config, report=report)
-        self._reports.append(cast("JsonValue", _plain(found)))
+        self._reports.append(cast("JsonValue", plain(found)))
 
     @contextlib.contextmanager
     def _capturing(self, item: pytest.Item, when: str) -> Generator[None]:
@@ -350,6 +338,19 @@ def run_rank(session: pytest.Session, order: RankOrder, ends: RankEnds, home: Ho
     for name in ("gethookproxy",):
         session.__dict__.pop(name, None)
     serve(session, plugin, channel, is_own_session=home.is_own_session)
+
+
+def with_own_temp(order: RankOrder, base_temp: str) -> RankOrder:
+    """Return the order of a rank on another node: node 0 knows no directory there.
+
+    Args:
+        order: As node 0 gave it.
+        base_temp: A directory for temporary files of that node's session; "" on node 0.
+    """
+    if not base_temp:
+        return order
+    gang, rank = Path(order.base_temp).parts[-2:]
+    return replace(order, base_temp=str(Path(base_temp, gang, rank)))
 
 
 def serve(
@@ -493,14 +494,3 @@ def _make_rank_of(config: pytest.Config, plugin: RankPlugin) -> None:
     manager.register(plugin, "megatron-rank")
     manager.register(plugin.debugger, "megatron-rank-debugger")
     plugin.debugger.install(config)
-
-
-def _plain(value: object) -> object:
-    """Return the value with what JSON does not know as text."""
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    return str(value)

@@ -30,7 +30,7 @@ from pytest_megatron.gang.messages import Collected, Fork, Hello, RankOrder
 from pytest_megatron.gang.nursery import STACK_SIGNAL, Forking, Nursery, RankEnds
 from pytest_megatron.gang.stores import StoreKeeper
 from pytest_megatron.hooks.beginning import HARMLESS_ENV, RANK_PLUGIN_NAME
-from pytest_megatron.hooks.rank import Home, run_rank
+from pytest_megatron.hooks.rank import Home, run_rank, with_own_temp
 
 _RECIPES = (".yaml", ".yml")
 
@@ -48,6 +48,8 @@ class Brief:
         env: The environment of then.
         digest: Of the node ids that the controller has.
         is_single: Whether a rank must not be forked in any case.
+        is_leashed: Whether all of it ends when the writer of the brief closes its pipe.
+        base_temp: As in `Template`.
     """
 
     address: str
@@ -60,10 +62,13 @@ class Brief:
     env: Mapping[str, str]
     digest: str
     is_single: bool
+    is_leashed: bool = False
+    base_temp: str = ""
 
 
 def collect_and_serve(brief: Brief, order: RankOrder, ends: RankEnds) -> NoReturn:
     """Collect as the rank of `order`, and start it when the controller says so."""
+    order = with_own_temp(order, brief.base_temp)
     harmless = {name: value for name, value in HARMLESS_ENV.items() if name not in brief.env}
     os.environ.clear()
     os.environ.update({**brief.env, **harmless, **order.env})
@@ -228,7 +233,7 @@ class CollectingPlugin:
     def _run_rank(self, session: pytest.Session, order: RankOrder, ends: RankEnds) -> NoReturn:
         run_rank(
             session,
-            order,
+            with_own_temp(order, self._brief.base_temp),
             ends,
             Home(
                 address=self._brief.address,

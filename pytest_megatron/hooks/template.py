@@ -8,7 +8,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import pytest
 
@@ -20,7 +20,7 @@ from pytest_megatron.gang.messages import Hello, RankOrder
 from pytest_megatron.gang.nursery import Forking, Nursery, RankEnds
 from pytest_megatron.gang.processes import run_guarded
 from pytest_megatron.gang.stores import StoreKeeper
-from pytest_megatron.hooks.rank import Home, run_rank
+from pytest_megatron.hooks.rank import Home, run_rank, with_own_temp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,13 @@ class Template:
         random_state: Of `random`, if collecting seeded it: a fork seeds it anew.
         coverage: As in `RankOrder`, for the template itself.
         coverage_file: Where it puts its data.
-        forget: Closes descriptors of the controller.
+        forget: Closes descriptors of the session.
+        node_rank: Index of this host.
+        items: On other nodes than 0, the items that node 0 collected, by index; None where this
+            node has no such item.
+        base_temp: On other nodes than 0, where temporary files of ranks go.
+        leash: Read end of a pipe that is closed when the session of this node ends; on node 0 the
+            connection to the controller is that.
     """
 
     session: pytest.Session
@@ -43,6 +49,10 @@ class Template:
     coverage: Mapping[str, JsonValue]
     coverage_file: str
     forget: Callable[[], None]
+    node_rank: int = 0
+    items: tuple[pytest.Item | None, ...] | None = None
+    base_temp: str = ""
+    leash: int | None = None
 
     def fork(self) -> int:
         """Fork the template off the controller; return the process that ends after all of it."""
@@ -64,14 +74,17 @@ class Template:
 
     def _serve(self) -> None:
         measurement = measure.start(self.coverage, self.coverage_file)
-        hello = Hello(role="nursery", gang=0, rank=-1, node_rank=0, pid=os.getpid())
+        if self.items is not None:
+            self.session.items = cast("list[pytest.Item]", list(self.items))
+        hello = Hello(role="nursery", gang=0, rank=-1, node_rank=self.node_rank, pid=os.getpid())
         channel = connect(self.address, self.key, hello)
-        Nursery(channel, Forking(channel, self._run_rank, StoreKeeper())).serve()
+        Nursery(channel, Forking(channel, self._run_rank, StoreKeeper()), self.leash).serve()
         remove_socket(self.address)  # a controller that was killed leaves it
         if measurement is not None:
             measurement.save()
 
     def _run_rank(self, order: RankOrder, ends: RankEnds) -> NoReturn:
+        order = with_own_temp(order, self.base_temp)
         run_rank(
             self.session,
             order,

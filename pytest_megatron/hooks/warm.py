@@ -51,7 +51,9 @@ class WarmProcess:
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):  # it is gone, which the controller finds out
             self.process.stdin.write(json.dumps(asdict(brief)).encode() + b"\n")
-            self.process.stdin.close()
+            self.process.stdin.flush()
+            if not brief.is_leashed:
+                self.process.stdin.close()
 
     def stop(self) -> None:
         """Wait for its end, which comes once the controller's end of the connection is closed."""
@@ -103,8 +105,9 @@ def _serve(mode: Mode) -> None:
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):
         return
-    _close_stdin()
     brief = Brief(**json.loads(line))
+    leash = os.dup(0) if brief.is_leashed else None
+    _close_stdin()
     hello = Hello(role="nursery", gang=0, rank=-1, node_rank=brief.node_rank, pid=os.getpid())
     channel = connect(brief.address, bytes.fromhex(brief.key), hello)
 
@@ -113,7 +116,7 @@ def _serve(mode: Mode) -> None:
 
     keeper = StoreKeeper()
     forking = Forking(channel, run_rank, keeper)
-    Nursery(channel, forking if mode == "fork" else Executing(brief, keeper)).serve()
+    Nursery(channel, forking if mode == "fork" else Executing(brief, keeper), leash).serve()
     remove_socket(brief.address)  # a controller that was killed leaves it
 
 

@@ -18,7 +18,8 @@ from pytest_megatron.hooks.item import WorkloadItem
 from pytest_megatron.hooks.jobs import golden_path_of, make_job, read_golden_of
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.recipes import PLUGIN_NAME
-from pytest_megatron.hooks.results import ResultsPlugin, run_file_of
+from pytest_megatron.hooks.results import ResultsPlugin
+from pytest_megatron.hooks.run_file import run_file_of
 from pytest_megatron.hooks.selection import SelectionPlugin
 from pytest_megatron.hooks.session import RunSession, make_own_dir, session_of
 from pytest_megatron.hooks.terminal import LiveTerminal, Quiet, print_plan

@@ -316,7 +316,7 @@ def _fail(end: RunEnd, when: str, found: Sequence[_Phase], world_size: int) -> M
     blocks += _other_failures(failed, first, words)
     blocks += _stacks(end)
     blocks += _logs(end, first, struck)
-    shown = [p for p in found if p.rank == first] or list(found[:1])
+    shown = [p for p in found if p.rank == first or (first is None and p is found[0])]
     start = _start(found)
     return Merged(
         when=when,
@@ -355,10 +355,11 @@ def _words(end: RunEnd, when: str, failed: Mapping[int, _Phase]) -> dict[int, st
 
 def _word(end: RunEnd, rank: RankEnd, when: str, failure: _Phase | None) -> str:
     if failure is not None:
-        text = f"failed: {failure.message}"
+        consequence = _CONSEQUENCE.search(failure.text)
+        text = f"failed: {failure.message if consequence is None else consequence[0]}"
         if rank.done is None and (rank.exit_code is not None or rank.phase != when):
             text += f", then {_end_word(end, rank)}"
-        return f"{text} (a consequence)" if _CONSEQUENCE.search(failure.text) else text
+        return text if consequence is None else f"{text} (a consequence)"
     if rank.done is None:
         return _end_word(end, rank)
     return _done_word(end, rank, rank.done.num_collectives)

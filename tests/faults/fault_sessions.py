@@ -42,7 +42,7 @@ class Limits:
 
     grace_s: float = 2.0
     hang_s: float = 2.0
-    slack_s: float = 5.0
+    slack_s: float = 10.0
     session_s: float = 300.0
 
 
@@ -198,7 +198,7 @@ def run_session(session: Session, limits: Limits, temp: Path) -> Seen:
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
-                acted = _drive(driver, process, directory, limits)
+                acted = _drive(session, process, directory, limits)
                 try:
                     exit_code: int | None = process.wait(limits.session_s)
                 except subprocess.TimeoutExpired:
@@ -239,13 +239,15 @@ def _env(session: Session, directory: Path, sockets: Path, tag: str) -> dict[str
 
 
 def _drive(
-    driver: str, process: subprocess.Popen[bytes], directory: Path, limits: Limits
+    session: Session, process: subprocess.Popen[bytes], directory: Path, limits: Limits
 ) -> float | None:
     """Do to the session what the case asks for once the fault stands; return when."""
+    driver = "" if session.lone_case is None else session.lone_case.driver
     if driver not in FROM_OUTSIDE:
         return None
     deadline = time.monotonic() + limits.session_s
-    while not any(e["event"] == "sign" for e in _read_events(directory)):
+    num_before = next(i for i, slot in enumerate(session.slots) if slot.case is not None)
+    while not _stands(_read_events(directory), num_before):
         if process.poll() is not None or time.monotonic() > deadline:
             return None
         time.sleep(0.02)
@@ -258,6 +260,12 @@ def _drive(
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
     return time.monotonic()
+
+
+def _stands(events: Sequence[dict[str, str | float]], num_before: int) -> bool:
+    """Whether the fault struck, and all tests before it are reported."""
+    num_reported = sum(e["event"] == "report" and e["when"] == "teardown" for e in events)
+    return num_reported >= num_before and any(e["event"] == "sign" for e in events)
 
 
 def _has_interrupt_begun(directory: Path) -> bool:

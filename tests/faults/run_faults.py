@@ -124,7 +124,7 @@ def _parse() -> argparse.Namespace:
     option("--single", action="store_true", help="each case in a session of its own")
     option("--grace", type=float, default=2.0, help="--rank-grace of the sessions")
     option("--hang-limit", type=float, default=0.0, help="time limit of tests that hang")
-    option("--slack", type=float, default=5.0, help="what a busy machine may add, in seconds")
+    option("--slack", type=float, default=10.0, help="what a busy machine may add, in seconds")
     option("--session-limit", type=float, default=600.0, help="for one session, in seconds")
     option("--json", type=Path, help="file for the results")
     option("--verbose", action="store_true", help="print the output of sessions that are wrong")

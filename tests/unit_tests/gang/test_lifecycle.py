@@ -403,6 +403,14 @@ def test_a_teardown_that_does_not_end_is_killed() -> None:
     assert gang.problems == ["ranks 0-1 did not end the teardown in 10 s"]
 
 
+def test_a_teardown_has_the_limit_of_the_last_test() -> None:
+    gang = busy_gang()
+    end_all_but(gang)
+    gang.close(2.0)
+    assert gang.tick(2.0 + GRACE_S) == []
+    assert gang.tick(2.0 + LIMIT_S) == [KillGang()]
+
+
 def test_a_busy_gang_is_killed_without_a_report() -> None:
     gang = busy_gang()
     assert gang.close(1.0) == [KillGang()]

@@ -17,13 +17,16 @@ from pytest_megatron.gang.messages import (
     DebuggerWrote,
     Died,
     Done,
+    Ended,
     Fork,
     Forked,
     Hello,
     Interrupt,
+    Joined,
     Kill,
     Killed,
     Message,
+    Mirrored,
     OpenStore,
     PhaseEnded,
     RankOrder,
@@ -31,6 +34,7 @@ from pytest_megatron.gang.messages import (
     Run,
     Stacks,
     StoreOpened,
+    Welcome,
     decode,
     encode,
 )
@@ -93,6 +97,16 @@ MESSAGES: tuple[Message, ...] = (
     Interrupt(gang=1),
     AskStacks(gang=1, ranks=(0, 3)),
     Stacks(gang=1, stacks={"3": "File"}, flights={"3": "{}"}, phases={"3": "call"}),
+    Welcome(
+        num_nodes=2,
+        ranks_per_node=2,
+        num_gpus=0,
+        node_ids=("test_a.py::test_1",),
+        collecting="fork",
+    ),
+    Joined(problem="1 error during collection", missing=("a",), extra=("b",)),
+    Mirrored(hook="pytest_runtest_logstart", data={"nodeid": "a", "location": ["a", 3, "b"]}),
+    Ended(exit_code=2, kind="interrupted", text="KeyboardInterrupt"),
 )
 
 

@@ -130,7 +130,7 @@ SLOW = """
     """
 
 
-@pytest.mark.parametrize("how", ["option", "ini", "variable"])
+@pytest.mark.parametrize("how", ["option", "ini"])
 def test_the_limit_of_pytest_timeout_is_the_gangs(tmp_path: Path, how: str) -> None:
     """It stops the test, not the session, and acts itself only on tests of the controller."""
     suite = Suite(tmp_path).write(test_slow=SLOW)
@@ -140,7 +140,6 @@ def test_the_limit_of_pytest_timeout_is_the_gangs(tmp_path: Path, how: str) -> N
         *("-v", "--ranks=2", "--timeout-method=signal", "--rank-grace=1"),
         *(["--timeout=1"] if how == "option" else []),
         *(["--deselect=test_slow.py::test_mark_wins"] if how != "option" else []),
-        env={"PYTEST_TIMEOUT": "1"} if how == "variable" else {},
     )
     words = {name: run.words.get(name) for name in ("test_hangs", "test_next", "test_mark_wins")}
     assert words == {

@@ -493,7 +493,7 @@ def test_setup_show_shows_the_fixtures_of_rank_0(tmp_path: Path) -> None:
     assert "SETUP    M thing" in shown("--setup-show")
 
 
-@pytest.mark.parametrize("capture", ["fd", "sys", "no", "tee-sys"])
+@pytest.mark.parametrize("capture", ["fd", "no", "tee-sys"])
 def test_capture_modes(tmp_path: Path, capture: str) -> None:
     suite = Suite(tmp_path).write(
         test_captured="""

@@ -146,27 +146,41 @@ PRETEND = """
     """
 
 
-def test_an_idle_worker_lets_go_of_gpus_that_others_wait_for(tmp_path: Path) -> None:
-    """Each worker wants both devices, and pytest-xdist gives each its last test only at the end."""
-    suite = Suite(tmp_path).write(
-        conftest=PRETEND,
-        test_both="""
-            import os
-            import pytest
+BOTH = """
+    import os
+    import pytest
 
-            @pytest.mark.parametrize("n", range(6))
-            def test_both(n, rank):
-                assert len(os.environ["CUDA_VISIBLE_DEVICES"].split(",")) == 2
-                with open("order.txt", "a") as file:
-                    file.write(f"{os.environ['PYTEST_XDIST_WORKER']} {rank}\\n")
-            """,
+    from pytest_megatron.hooks import gangs
+    from pytest_megatron.lease import lease_gpus
+
+    @pytest.mark.parametrize("n", range(2))
+    def test_gang(n, rank):
+        assert len(os.environ["CUDA_VISIBLE_DEVICES"].split(",")) == 2
+        with open(f"ran-{rank}.txt", "a") as file:
+            file.write(f"{os.getpid()}\\n")
+
+    @pytest.mark.controller
+    def test_needs_the_gpus_itself():
+        lease_gpus(gangs.this_host().gpus, 2, print).close()  # what a workload does
+
+    def test_gang_again(rank):
+        test_gang(0, rank)
+    """
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_an_idle_gang_lets_go_of_gpus_that_others_wait_for(tmp_path: Path, workers: int) -> None:
+    """Also others of the same process; with two workers, each wants both devices."""
+    suite = Suite(tmp_path).write(conftest=PRETEND, test_both=BOTH)
+    run = suite.run(
+        *("--gpus=2", f"-n{workers}", "--dist=load" if workers else "--color=no"),
+        env={"PYTEST_MEGATRON_LEASES": str(tmp_path / "leases")},
     )
-    run = suite.run("--gpus=2", "-n", "2", env={"PYTEST_MEGATRON_LEASES": str(tmp_path / "leases")})
-    assert (run.returncode, run.summary) == (0, "6 passed")
-    order = suite.read("order.txt")
-    assert len(order) == 12
-    assert {line.split()[0] for line in order} == {"gw0", "gw1"}
-    assert sorted(p.name for p in (tmp_path / "leases").iterdir()) == [
+    assert (run.returncode, run.summary) == (0, "4 passed")
+    assert [len(suite.read(f"ran-{rank}.txt")) for rank in (0, 1)] == [3, 3]
+    if workers == 1:  # the gang that came after is another one
+        assert len(set(suite.read("ran-0.txt"))) == 2
+    assert sorted(path.name for path in (tmp_path / "leases").iterdir()) == [
         *("GPU-0.lock", "GPU-1.lock", "waiting.lock"),
     ]
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,20 +16,66 @@ OPTIONS = """\
 --allow-dirty
 --allow-empty
 --cadence
+--device
 --environment
+--gang-start
 --golden
 --golden-policy
+--gpus
 --lightweight
 --max-attempts
 --model
 --n-repeat
+--nnodes
+--node-rank
+--pdb-rank
 --plan
 --platform
+--rank-grace
+--rank-timeout
+--ranks
+--rdzv-endpoint
+--rerun-transient
 --run-dir
 --scope
 --tag
 --tee-ranks
 --test-case
+"""
+GANG_ERRORS: list[tuple[list[str], str]] = [
+    (["--gpus", "0"], "--gpus: '0' is not a count, expected a number from 1 on, or all"),
+    (["--gpus", "2", "--ranks", "2"], "--gpus: --ranks is given as well; give one of them"),
+    (["--gpus", "2", "--device", "cpu"], "--gpus: --device is cpu; use --ranks for ranks on "),
+    (["--ranks", "two"], "--ranks: 'two' is not a count, expected a number from 1 on"),
+    (["--device", "gpu"], "--device: 'gpu' is unknown, expected one of auto, cpu, cuda"),
+    (["--nnodes", "0"], "--nnodes: '0' is not a count, expected a number from 1 on"),
+    (["--node-rank", "x"], "--node-rank: 'x' is not a number, expected one from 0 on"),
+    (["--node-rank", "1"], "--node-rank: 1 of 1 nodes, expected 0 to 0; set --nnodes"),
+    (["--rank-timeout", "-1"], "--rank-timeout: '-1' is not a time, expected seconds from 0"),
+    (["--rank-grace", "inf"], "--rank-grace: 'inf' is not a time, expected seconds from 0 on"),
+    (["--rerun-transient", "x"], "--rerun-transient: 'x' is not a number, expected one from "),
+    (["--pdb-rank", "first"], "--pdb-rank: 'first' is not a number, expected one from 0 on"),
+    (
+        ["--gang-start", "spawn"],
+        "--gang-start: 'spawn' is unknown, expected one of fork, fresh",
+    ),
+    (["--gpus", "8"], "--gpus: asked for 8 GPUs, this host has none; use --ranks for ranks on "),
+    (["--gpus", "all"], "--gpus: asked for all GPUs, this host has none; use --ranks for ranks"),
+    (
+        ["--ranks", "2", "--device", "cuda"],
+        "--device: cuda needs 2 GPUs for --ranks 2, this host has none; drop --device",
+    ),
+    (
+        ["--ranks", "2", "--pdb-rank", "2"],
+        "--pdb-rank: 2 is no rank of a gang, expected 0 to 1; lower it",
+    ),
+]
+# Many sessions in one process: each says nothing but its error.
+SESSIONS = """
+import json, sys
+import pytest
+for arguments in json.loads(sys.argv[1]):
+    assert pytest.main(["-p", "megatron", *arguments]) == pytest.ExitCode.USAGE_ERROR, arguments
 """
 
 
@@ -93,6 +142,25 @@ def test_a_bad_value_is_one_clear_line(project: Project, arguments: list[str], e
     (line,) = [x for x in run.stderr.splitlines() if x]
     assert line.startswith(f"ERROR: {error}")
     assert not run.directory.exists()
+
+
+def test_a_bad_value_for_gangs_is_one_clear_line(tmp_path: Path) -> None:
+    project = Project(root=tmp_path)
+    (tmp_path / "test_python.py").write_text("def test_python():\n    pass\n")
+    table = json.dumps([arguments for arguments, _ in GANG_ERRORS])
+    done = subprocess.run(
+        [sys.executable, "-c", SESSIONS, table],
+        cwd=tmp_path,
+        env=project.env(CUDA_VISIBLE_DEVICES=""),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = [line for line in done.stderr.splitlines() if line]
+    assert done.returncode == 0, done.stderr
+    for (_, error), line in zip(GANG_ERRORS, lines, strict=True):
+        assert line.startswith(f"ERROR: {error}")
+    assert not (tmp_path / ".pytest_megatron").exists()
 
 
 def test_the_ini_file_gives_defaults_and_the_command_line_wins(tmp_path: Path) -> None:

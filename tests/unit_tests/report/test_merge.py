@@ -152,9 +152,11 @@ def test_a_consequence_of_another_death_is_never_the_headline_nor_shown() -> Non
     assert call.message == "rank 1 of 2 was killed by SIGSEGV"
     assert call.base is None
     assert blocks(call) == {
-        "ranks": f"rank 1: was killed by SIGSEGV\nrank 0: failed: {CONSEQUENCE} (a consequence)",
+        "ranks": "rank 1: was killed by SIGSEGV\n"
+        "rank 0: failed: Connection closed by peer (a consequence)",
         "logs": "logs/1/stderr.log",
     }
+    assert call.sections == ()
 
 
 def test_a_lone_consequence_is_the_headline_all_the_same() -> None:

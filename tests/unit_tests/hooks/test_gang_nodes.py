@@ -1,0 +1,379 @@
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+DEADLINE_S = 60.0
+MARK = "GANG_NODES_TEST"  # in the environment of every process of a cluster
+
+SUITE = """
+import os, sys, warnings
+import pytest
+
+NAMES = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE"
+
+def test_every_rank_meets_all_others(rank, process_group, shared_tmp_path):
+    import torch
+    total = torch.tensor([10.0 ** rank])
+    torch.distributed.all_reduce(total)
+    assert total.item() == 1111
+    found = [os.environ[name] for name in NAMES.split()]
+    assert found == [str(rank), str(rank % 2), "4", "2", str(rank // 2), "2"]
+    (shared_tmp_path / str(rank)).touch()
+    torch.distributed.barrier()
+    assert len(list(shared_tmp_path.iterdir())) == 4
+
+def test_fails_on_a_remote_rank(rank):
+    print("printed on", rank // 2)
+    assert rank != 2, "two"
+
+@pytest.mark.world_size(2)
+def test_fits_on_one_node(rank, tmp_path):
+    assert os.environ["GROUP_RANK"] == "0"
+    assert os.environ["GROUP_WORLD_SIZE"] == "1"
+
+@pytest.mark.world_size(3)
+def test_fills_nodes_in_order(rank, local_rank):
+    assert (local_rank, os.environ["GROUP_RANK"]) == [(0, "0"), (1, "0"), (0, "1")][rank]
+    assert os.environ["LOCAL_WORLD_SIZE"] == ("2" if rank < 2 else "1")
+
+def test_dies_on_a_remote_rank(rank):
+    if rank == 3:
+        os._exit(5)
+
+def test_goes_on(tmp_path):
+    warnings.warn("on every rank")
+
+@pytest.mark.skip(reason="not here")
+def test_is_skipped():
+    pass
+
+@pytest.mark.controller
+def test_runs_in_the_controller():
+    assert "--node-rank=0" in sys.argv
+"""
+HANGING = """
+import os, time
+import pytest
+
+def test_hangs(rank):
+    if rank >= 2:
+        open(os.environ["UP"] + str(rank), "w").close()
+    while True:
+        time.sleep(3600)
+
+def test_needs_both_nodes():
+    pass
+
+@pytest.mark.world_size(2)
+def test_needs_one_node():
+    pass
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Two nodes on this machine: sessions of one suite, each with output and results."""
+
+    root: Path
+    port: int
+    sessions: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def start(self, node_rank: int, *arguments: str, **env: str) -> subprocess.Popen[bytes]:
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_"))}
+        given = [
+            "-p",
+            "megatron",
+            "-p",
+            "no:cacheprovider",
+            "-rA",
+            "--ranks=2",
+            "--nnodes=2",
+            f"--node-rank={node_rank}",
+            f"--rdzv-endpoint=127.0.0.1:{self.port}",
+            "--rank-grace=1",
+            f"--run-dir={self.root}/run",
+            f"--junitxml={self.root}/{node_rank}.xml",
+            *arguments,
+        ]
+        own = {"PYTEST_MEGATRON_KEY": "k", "COLUMNS": "300", "UP": f"{self.root}/up"}
+        with (self.root / f"{node_rank}.out").open("wb") as output:
+            session = subprocess.Popen(
+                [sys.executable, "-m", "pytest", *given],
+                cwd=self.root,
+                env=kept | own | {MARK: str(self.root)} | env,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        self.sessions.append(session)
+        return session
+
+    def output(self, node_rank: int) -> str:
+        return (self.root / f"{node_rank}.out").read_text()
+
+    def results(self, node_rank: int) -> dict[str, tuple[str, str]]:
+        """Outcome and message of each test, from JUnit XML."""
+        found = {}
+        tree = ET.parse(self.root / f"{node_rank}.xml")  # noqa: S314 - the session's own
+        for case in tree.iter("testcase"):
+            kinds = [child for child in case if child.tag in ("failure", "error", "skipped")]
+            kind = kinds[0] if kinds else None
+            name = case.get("name", "")
+            found[name] = ("passed", "") if kind is None else (kind.tag, kind.get("message", ""))
+        return found
+
+    def wait(self) -> list[int]:
+        """Return the exit codes in the order of the starts; nothing may be left."""
+        codes = [session.wait(DEADLINE_S) for session in self.sessions]
+        wait_until(lambda: self.processes() == [], "every process is gone")
+        return codes
+
+    def processes(self) -> list[list[str]]:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == str(self.root):
+                    found.append(process.cmdline())
+            except psutil.Error:
+                continue
+        return [command for command in found if command]
+
+
+def cluster_of(root: Path, suite: str) -> Cluster:
+    (root / "test_suite.py").write_text(suite)
+    (root / "pytest.ini").write_text("[pytest]\n")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    return Cluster(root=root, port=port)
+
+
+def wait_until(is_true: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_true():
+        assert time.monotonic() < deadline, f"not within {DEADLINE_S:g} s: {what}"
+        time.sleep(0.02)
+
+
+def test_every_node_shows_what_ran_on_all_of_them(tmp_path: Path) -> None:
+    cluster = cluster_of(tmp_path, SUITE)
+    cluster.start(1)
+    wait_until(lambda: "collected 8 items" in cluster.output(1), "node 1 is up, alone")
+    cluster.start(0)
+    assert cluster.wait() == [1, 1]
+    assert cluster.results(0) == {
+        "test_every_rank_meets_all_others": ("passed", ""),
+        "test_fails_on_a_remote_rank": ("failure", "[rank 2] AssertionError: two"),
+        "test_fits_on_one_node": ("passed", ""),
+        "test_fills_nodes_in_order": ("passed", ""),
+        "test_dies_on_a_remote_rank": ("failure", "rank 3 of 4 exited with code 5"),
+        "test_goes_on": ("passed", ""),
+        "test_is_skipped": ("skipped", "not here"),
+        "test_runs_in_the_controller": ("passed", ""),
+    }
+    assert cluster.results(1) == cluster.results(0)
+    shown = [cluster.output(node).partition("\n\ntest_suite.py")[2] for node in (0, 1)]
+    assert without_times(shown[1]) == without_times(shown[0])
+    assert "megatron: node 1 of 2, follows node 0 at 127.0.0.1" in cluster.output(1)
+    assert "on every rank" in shown[1]
+    assert "printed on 1" in shown[1]
+
+
+def without_times(output: str) -> str:
+    """Leave out what differs by node: times, files, and what node 0 says of its gangs."""
+    left_out = ("generated xml", " distributed tests ", "megatron: ")
+    return "\n".join(
+        line.partition(" in ")[0].strip("= ") if "passed" in line else line
+        for line in output.splitlines()
+        if not any(word in line for word in left_out)
+    )
+
+
+def test_a_session_that_ends_early_ends_on_every_node(tmp_path: Path) -> None:
+    cluster = cluster_of(tmp_path, SUITE)
+    cluster.start(0, "-x", "--deselect=test_suite.py::test_every_rank_meets_all_others")
+    wait_until(lambda: "waits at" in cluster.output(0), "node 0 waits")
+    cluster.start(1, "-x", "--deselect=test_suite.py::test_every_rank_meets_all_others")
+    assert cluster.wait() == [1, 1]
+    assert "stopping after 1 failures" in cluster.output(1)
+    assert list(cluster.results(1).values())[-1][0] == "failure"
+    assert cluster.results(1) == cluster.results(0)
+
+
+def test_a_lost_node_fails_the_running_test_and_those_that_need_it(tmp_path: Path) -> None:
+    cluster = cluster_of(tmp_path, HANGING)
+    cluster.start(0)
+    follower = cluster.start(1)
+    wait_until(lambda: all((tmp_path / f"up{n}").exists() for n in (2, 3)), "the test runs")
+    follower.send_signal(signal.SIGKILL)
+    assert cluster.wait() == [1, -9]
+    gone = "node 1 (ranks 2-3) is gone"
+    assert cluster.results(0) == {
+        "test_hangs": ("failure", f"rank 2 of 4 is lost: {gone}"),
+        "test_needs_both_nodes": ("failure", f"rank 2 of 4 did not start: {gone}"),
+        "test_needs_one_node": ("passed", ""),
+    }
+
+
+def test_a_killed_controller_ends_every_node(tmp_path: Path) -> None:
+    cluster = cluster_of(tmp_path, HANGING)
+    controller = cluster.start(0)
+    cluster.start(1)
+    wait_until(lambda: all((tmp_path / f"up{n}").exists() for n in (2, 3)), "the test runs")
+    controller.send_signal(signal.SIGKILL)
+    assert cluster.wait() == [-9, 3]
+    gone = f"node 0 at 127.0.0.1:{cluster.port} is gone before the session ended"
+    assert cluster.output(1).count(gone) == 1
+    assert "Traceback" not in cluster.output(1)
+    assert "INTERNALERROR" not in cluster.output(1)
+
+
+def test_nodes_with_different_keys_do_not_meet(tmp_path: Path) -> None:
+    cluster = cluster_of(tmp_path, HANGING)
+    controller = cluster.start(0)
+    cluster.start(1, PYTEST_MEGATRON_KEY="another")
+    wait_until(lambda: "called with another key" in cluster.output(0), "node 0 says so")
+    assert cluster.sessions[1].wait(DEADLINE_S) == 3
+    advice = "set PYTEST_MEGATRON_KEY to the same text on every node"
+    assert f"has another key than this node; {advice}" in cluster.output(1)
+    controller.send_signal(signal.SIGINT)
+    assert cluster.wait() == [2, 3]
+    assert "Traceback" not in cluster.output(1)
+
+
+def test_nodes_that_collect_different_tests_say_so(tmp_path: Path) -> None:
+    cluster = cluster_of(
+        tmp_path,
+        "import os\n"
+        "if os.environ['NODE'] == '0':\n    def test_a(): pass\n"
+        "def test_b(rank): assert os.environ['NODE'] == str(rank // 2)\n"
+        "if os.environ['NODE'] == '1':\n    def test_c(): pass\n",
+    )
+    cluster.start(0, NODE="0")
+    cluster.start(1, NODE="1")
+    assert cluster.wait() == [1, 1]
+    missing = "rank 2 of 4 has no such test: node 1 did not collect it"
+    assert cluster.results(0) == {
+        "test_a": ("failure", missing),
+        "test_b": ("passed", ""),
+        "test_c": ("failure", "Failed: collected by node 1, not by node 0"),
+    }
+    assert cluster.results(1) == cluster.results(0)
+
+
+def test_ranks_of_every_node_collect_for_themselves_where_modules_ask_for_ranks(
+    tmp_path: Path,
+) -> None:
+    suite = (
+        "import os\n"
+        "import pytest\n"
+        "RANK = int(os.environ['RANK'])\n"
+        "def test_knows_its_rank(rank, tmp_path): assert RANK == rank\n"
+        "@pytest.mark.parametrize('n', [RANK // 2])\n"
+        "def test_of_one_node(n): pass\n"
+        "def test_fails_on_the_last(rank): assert RANK != 3\n"
+    )
+    cluster = cluster_of(tmp_path, suite)
+    cluster.start(0)
+    cluster.start(1)
+    assert cluster.wait() == [1, 1]
+    assert cluster.results(0) == {
+        "test_knows_its_rank": ("passed", ""),
+        "test_of_one_node[0]": ("failure", "rank 2 of 4 collected no such test"),
+        "test_fails_on_the_last": ("failure", "[rank 3] assert 3 != 3"),
+        "test_of_one_node[1]": ("failure", "Failed: collected by ranks 2-3 of 4 only"),
+    }
+    assert cluster.results(1) == cluster.results(0)
+
+
+def test_nodes_that_were_started_differently_say_so(tmp_path: Path) -> None:
+    cluster = cluster_of(tmp_path, HANGING)
+    cluster.start(0)
+    cluster.start(1, "--ranks=3")
+    assert cluster.wait() == [3, 4]
+    problem = "--nnodes 2 with 3 ranks each, node 0 has --nnodes 2 with 2; give both the same"
+    assert f"node 1: {problem}" in cluster.output(0)
+    assert f"ERROR: {problem}" in cluster.output(1)
+
+
+def test_a_node_that_cannot_collect_stops_all(tmp_path: Path) -> None:
+    cluster = cluster_of(tmp_path, "import os\nassert os.environ['NODE'] == '0'\ndef test(): 0\n")
+    cluster.start(0, NODE="0")
+    cluster.start(1, NODE="1")
+    assert cluster.wait() == [3, 2]
+    assert "node 1: 1 errors while it collected" in cluster.output(0)
+
+
+def collect(root: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run a session that collects a suite without tests and starts nothing."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_", "SLURM"))}
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "megatron", "--collect-only", *arguments],
+        cwd=root,
+        env=kept | env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=DEADLINE_S,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        pytest.param(
+            ["--nnodes=2"],
+            "--nnodes: 2 nodes run tests on gangs; give --ranks or --gpus, the ranks of each node",
+            id="no-ranks",
+        ),
+        pytest.param(
+            ["--nnodes=2", "--ranks=2", "--rdzv-endpoint=a:1"],
+            "--node-rank: not given with --nnodes 2, expected the index of this node, 0 to 1",
+            id="no-node-rank",
+        ),
+        pytest.param(
+            ["--nnodes=2", "--ranks=2", "--node-rank=1", "--rdzv-endpoint=a"],
+            "--rdzv-endpoint: 'a' is no address, expected HOST:PORT of node 0, the same on every "
+            "node",
+            id="no-port",
+        ),
+        pytest.param(
+            ["--nnodes=2", "--ranks=2", "--node-rank=0", "--rdzv-endpoint=a:1", "-n1"],
+            "--nnodes: pytest-xdist (-n) runs on one node; drop one of them",
+            id="xdist",
+        ),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(
+    tmp_path: Path, arguments: list[str], problem: str
+) -> None:
+    done = collect(tmp_path, *arguments)
+    assert (done.returncode, f"ERROR: {problem}" in done.stderr) == (4, True), done.stderr
+
+
+def test_under_srun_nodes_are_found_and_options_win(tmp_path: Path) -> None:
+    env = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_NODEID": "1",
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_NODELIST": "gpu[07-08]",
+    }
+    found = collect(tmp_path, "--ranks=2", **env).stdout
+    assert "megatron: node 1 of 2, follows node 0 at gpu07:20217" in found
+    named = collect(tmp_path, "--ranks=2", "--rdzv-endpoint=login:4000", **env).stdout
+    assert "megatron: node 1 of 2, follows node 0 at login:4000" in named
+    assert "follows" not in collect(tmp_path, "--ranks=2", "--nnodes=1", **env).stdout
+    assert "follows" not in collect(tmp_path, **env).stdout
+    crowd = collect(tmp_path, "--ranks=2", SLURM_STEP_NUM_TASKS="16", **env)
+    assert "ERROR: srun: started 16 tasks on 2 nodes, expected one on each" in crowd.stderr

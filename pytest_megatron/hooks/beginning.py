@@ -63,8 +63,10 @@ class BeginningPlugin:
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
 
-    def pytest_configure(self, config: pytest.Config) -> None:
-        """Leave a controller of pytest-xdist alone: its workers collect."""
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        """Put the variables back before pytest-xdist starts its workers: those collect."""
+        config = session.config
         if getattr(config.option, "dist", "no") != "no" and not hasattr(config, "workerinput"):
             self._watch.stop()
 
@@ -92,7 +94,7 @@ def note_beginning(early_config: pytest.Config) -> None:
     )
     early_config.stash[KEY] = beginning
     size = options.early_size(early_config)
-    if size is None or _is_for_others(early_config):
+    if size is None:
         return
     from pytest_megatron.gang.bootstrap import rank_env  # noqa: PLC0415 - not for all
     from pytest_megatron.gang.nodes import Nodes  # noqa: PLC0415 - not for all
@@ -101,7 +103,8 @@ def note_beginning(early_config: pytest.Config) -> None:
 
     def start_early() -> None:
         given = early_config.known_args_namespace
-        if not given.collectonly and given.megatron_gang_start != "fresh":
+        is_needed = not (given.collectonly or _is_for_others(early_config))
+        if is_needed and given.megatron_gang_start != "fresh":
             beginning.warm = start_warm("fork", beginning.env, beginning.path)
             early_config.add_cleanup(beginning.stop_warm)
 

@@ -404,6 +404,30 @@ def test_a_rank_is_as_a_process_of_its_own(suite: Suite) -> None:
     assert collecting == seeded
 
 
+def test_ranks_of_a_worker_of_xdist_collect_for_themselves(suite: Suite) -> None:
+    suite.write(
+        conftest=READS_RANK
+        + """
+    def pytest_sessionstart():
+        assert "RANK" in os.environ
+        """,
+        test_worker="""
+            import os
+            import pytest
+            from conftest import RANK
+
+            def test_rank(rank):
+                assert rank == RANK
+
+            @pytest.mark.controller
+            def test_stays():
+                assert "RANK" not in os.environ
+        """,
+    )
+    run = suite.run("-v", "--ranks", "2", "-n", "1")
+    assert (run.returncode, run.summary) == (0, "2 passed"), run.stdout
+
+
 def test_marks_alone_bring_gangs_and_change_nothing_else(suite: Suite) -> None:
     suite.write(
         test_marks="""

@@ -186,7 +186,7 @@ class Lifecycle:
         return self._send() if self.state is State.IDLE else []
 
     def close(self, now: float) -> list[Action]:
-        """Tear down an idle gang; a gang that is not idle is killed.
+        """Tear down an idle gang; one that is busy or starts is killed.
 
         It has the time of a phase of the last test, whose fixtures these are.
         """
@@ -195,7 +195,7 @@ class Lifecycle:
             self._closing_s = max(self._grace_s, self._limit_s)
             self._stop_by = now + self._closing_s
             return [SendClose()]
-        return self.kill()
+        return [] if self.state is State.CLOSING else self.kill()
 
     def kill(self) -> list[Action]:
         """Kill the gang, whatever it does; a test on it is not reported."""

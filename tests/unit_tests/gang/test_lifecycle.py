@@ -436,3 +436,10 @@ def test_ranks_are_named_in_ranges() -> None:
         "ranks 1, 3",
         "rank 2",
     ]
+
+
+def test_a_gang_that_is_asked_to_close_again_tears_down_in_peace() -> None:
+    gang = new_gang()
+    assert gang.close(1.0) == [SendClose()]
+    assert gang.close(1.1) == []
+    assert gang.state is State.CLOSING

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ READS_RANK = """
 # As Megatron-LM's tests/unit_tests/test_utilities.py and conftest.py do it.
 MEGATRON_LIKE = """
     import os
+    import pathlib
 
     import pytest
     import torch
@@ -46,8 +48,8 @@ MEGATRON_LIKE = """
 
     def note(session, what):
         kind = "rank" if hasattr(session.config, "workerinput") else "controller"
-        with open("notes", "a") as notes:
-            notes.write(f"{what} {kind} {os.environ['RANK']}\\n")
+        pathlib.Path("notes").mkdir(exist_ok=True)
+        pathlib.Path("notes", f"{what} {kind} {os.environ['RANK']}").touch(exist_ok=False)
 
 
     def pytest_sessionstart(session):
@@ -179,6 +181,17 @@ PROCESS = f"""
 """
 
 
+NOTES = [
+    f"{what} {where}"
+    for what in ("finish", "start")
+    for where in ("controller 0", "rank 0", "rank 1")
+]
+
+
+def notes_in(suite: Suite) -> list[str]:
+    return sorted(path.name for path in (suite.root / "notes").iterdir())
+
+
 @pytest.fixture
 def suite(tmp_path: Path) -> Suite:
     return Suite(tmp_path)
@@ -189,7 +202,7 @@ def test_a_suite_for_torchrun_has_the_same_outcomes_on_a_gang(suite: Suite) -> N
     suite.run("-v", "-p", "no:megatron", command=[sys.executable, *LAUNCHER])
     logs = sorted(suite.root.glob("logs/*/attempt_0/*/stdout.log"))
     launched = [Run(returncode=1, stdout=log.read_text(), stderr="").words for log in logs]
-    (suite.root / "notes").unlink()
+    shutil.rmtree(suite.root / "notes")
     expected = {
         "test_sets_up": "PASSED",
         "test_finds_it_set_up": "PASSED",
@@ -208,21 +221,14 @@ def test_a_suite_for_torchrun_has_the_same_outcomes_on_a_gang(suite: Suite) -> N
     assert "every rank collects for itself: LOCAL_RANK in " in run.stdout
     cycles = {f"test_sets_up_and_destroys[{i}]": "PASSED" for i in range(3)}
     assert run.words == expected | cycles, run.stdout
-    assert sorted(suite.read("notes")) == [
-        "finish controller 0",
-        "finish rank 0",
-        "finish rank 1",
-        "start controller 0",
-        "start rank 0",
-        "start rank 1",
-    ]
+    assert notes_in(suite) == NOTES
 
 
 def test_fresh_interpreters_run_the_same_suite(suite: Suite) -> None:
     suite.write(conftest=MEGATRON_LIKE, test_cycles=CYCLES)
     run = suite.run("-v", "--ranks", "2", "--gang-start", "fresh")
     assert run.words == {f"test_sets_up_and_destroys[{i}]": "PASSED" for i in range(3)}, run.stdout
-    assert len(suite.read("notes")) == 6
+    assert notes_in(suite) == NOTES
 
 
 def test_tests_that_some_rank_lacks_fail_and_the_others_run(suite: Suite) -> None:

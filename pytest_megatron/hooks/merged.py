@@ -145,6 +145,12 @@ def _category(data: Mapping[str, JsonValue]) -> type[Warning]:
     return type(name, (UserWarning,), {"__module__": str(data["module"])})
 
 
+def _shorten_paths(merged: Merged, directory: str) -> Merged:
+    """Name files below the directory that the user is in as they would be typed there."""
+    blocks = [(title, text.replace(f"{directory}{os.sep}", "")) for title, text in merged.blocks]
+    return replace(merged, blocks=tuple(blocks))
+
+
 def restore_report(config: pytest.Config, data: Mapping[str, object]) -> pytest.TestReport:
     """Return the report that pytest serialised, after a way through JSON."""
     found = config.hook.pytest_report_from_serializable(
@@ -154,12 +160,6 @@ def restore_report(config: pytest.Config, data: Mapping[str, object]) -> pytest.
     report = cast("pytest.TestReport", found)
     _restore_context(report, data)
     return report
-
-
-def _shorten_paths(merged: Merged, directory: str) -> Merged:
-    """Name files below the directory that the user is in as they would be typed there."""
-    blocks = [(title, text.replace(f"{directory}{os.sep}", "")) for title, text in merged.blocks]
-    return replace(merged, blocks=tuple(blocks))
 
 
 def _from_base(item: pytest.Item, merged: Merged) -> pytest.TestReport:

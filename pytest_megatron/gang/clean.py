@@ -73,7 +73,18 @@ def _is_of_controller(frame: FrameType | None) -> bool:
 
 
 def _count_tasks() -> int:
-    return len(os.listdir("/proc/self/task"))  # noqa: PTH208 - names only
+    """Return the threads of this process, but for the one that NVIDIA's driver library starts.
+
+    torch starts it by being imported; without a context it only waits, and no fork misses it.
+    """
+    return sum(not _name_of(task).startswith("cuda") for task in Path("/proc/self/task").iterdir())
+
+
+def _name_of(task: Path) -> str:
+    try:
+        return (task / "comm").read_text(errors="replace")
+    except OSError:  # it ended while we looked
+        return ""
 
 
 def _count_openblas() -> int:

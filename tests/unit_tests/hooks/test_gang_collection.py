@@ -384,18 +384,19 @@ def test_ranks_that_cannot_be_forked_are_replaced_by_new_ones(suite: Suite) -> N
 
 
 def test_a_rank_is_as_a_process_of_its_own(suite: Suite) -> None:
+    plain = ("-p", "no:rerunfailures")  # its server would be a socket more
     suite.write(test_process=PROCESS)
-    run = suite.run("-v", "--ranks", "2")
+    run = suite.run(*plain, "-v", "--ranks", "2")
     assert set(run.words.values()) == {"PASSED"}, run.stdout
     unseeded = [suite.read(f"numbers.{rank}") for rank in range(2)]
 
     suite.write(conftest=SEEDS)
-    run = suite.run("-v", "--ranks", "2", "-k", "random")
+    run = suite.run(*plain, "-v", "--ranks", "2", "-k", "random")
     assert set(run.words.values()) == {"PASSED"}, run.stdout
     seeded = [suite.read(f"numbers.{rank}") for rank in range(2)]
 
     suite.write(reads="import os; os.environ['RANK']", conftest=f"    import reads\n{SEEDS}")
-    run = suite.run("-v", "--ranks", "2", "test_process.py")
+    run = suite.run(*plain, "-v", "--ranks", "2", "test_process.py")
     assert set(run.words.values()) == {"PASSED"}, run.stdout
     collecting = [suite.read(f"numbers.{rank}") for rank in range(2)]
 

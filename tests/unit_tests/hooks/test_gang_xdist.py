@@ -137,12 +137,11 @@ def test_a_wrong_mark_ends_a_session_of_workers(tmp_path: Path) -> None:
 PRETEND = """
     import dataclasses
 
-    from pytest_megatron.hooks import gangs
-    from pytest_megatron.host import Gpu, this_host
+    from pytest_megatron import host
 
-    gpus = tuple(Gpu(index=i, name="GPU", uuid=f"GPU-{i}", memory_bytes=1) for i in range(2))
-    host = dataclasses.replace(this_host(), gpus=gpus)
-    gangs.this_host = lambda: host
+    gpus = tuple(host.Gpu(index=i, name="GPU", uuid=f"GPU-{i}", memory_bytes=1) for i in range(2))
+    here = dataclasses.replace(host.this_host(), gpus=gpus)
+    host.this_host = lambda: here  # before anybody else imports it
     """
 
 

@@ -8,15 +8,15 @@ from pytest_megatron.report.crash import describe_flights, innermost_frame, shor
 STACK = """\
 Thread 0x00007f01 (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 324 in wait
-  File "/work/suite/background.py", line 5 in run
+  File "/srv/suite/background.py", line 5 in run
 
 Current thread 0x00007f02 (most recent call first):
   File "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 9 in wait
-  File "/work/suite/test_moe.py", line 14 in test_dispatch
+  File "/srv/suite/test_moe.py", line 14 in test_dispatch
   File "/venv/lib/python3.11/site-packages/_pytest/python.py", line 159 in pytest_pyfunc_call
   File "/venv/lib/python3.11/site-packages/pluggy/_callers.py", line 121 in _multicall
-  File "/work/pytest_megatron/hooks/rank.py", line 85 in run_item
-  File "/work/suite/conftest.py", line 3 in go
+  File "/srv/pytest_megatron/hooks/rank.py", line 85 in run_item
+  File "/srv/suite/conftest.py", line 3 in go
 """
 
 
@@ -36,11 +36,11 @@ def test_a_stack_is_cut_where_pytest_begins() -> None:
         == """\
 Thread 0x00007f01 (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 324 in wait
-  File "/work/suite/background.py", line 5 in run
+  File "/srv/suite/background.py", line 5 in run
 
 Current thread 0x00007f02 (most recent call first):
   File "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 9 in wait
-  File "/work/suite/test_moe.py", line 14 in test_dispatch
+  File "/srv/suite/test_moe.py", line 14 in test_dispatch
   ..."""
     )
 

@@ -77,7 +77,7 @@ class GoldenWriter:
         if spread.failed:
             text = mismatch(training, spread)
             return {}, f"{text}\nthe repeats differ from one another, so there is no new golden"
-        repeats = [attempt.metrics[0] for attempt in training.clean]
+        repeats = [attempt.whole for attempt in training.clean]
         names = training.job.metric_names
         metrics = combine(repeats, names or ())
         candidate = training.job.dirs.root / _CANDIDATE

@@ -70,9 +70,7 @@ def load_config(start: Path) -> ProjectConfig:
     for key in table.keys() - tables.keys() - set(known):
         close = difflib.get_close_matches(key, known, 1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ConfigError(
-            where, f"unknown key {key!r}, expected one of {', '.join(known)}{hint}"
-        )
+        raise ConfigError(where, f"unknown key {key!r}, expected one of {', '.join(known)}{hint}")
     words = {key: _words(table.get(key, []), f"{where} {key}") for key in WORD_KEYS}
     files = _words(table.get(SIGNATURES_KEY, []), f"{where} {SIGNATURES_KEY}")
     own = tuple(path.parent / name for name in files)

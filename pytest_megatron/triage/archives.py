@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO
+from typing import IO, Protocol
 
 from pytest_megatron.errors import TriageError
 from pytest_megatron.triage.names import is_worth_reading
@@ -25,6 +25,14 @@ _MOST_RATIO = 2000  # of sizes; text packs to a hundredth, a bomb to less than a
 _RATIO_FROM_BYTES = 64 << 20
 _COPY_BYTES = 1 << 20
 _SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".gz")
+
+
+class _Readable(Protocol):
+    """What bytes come from."""
+
+    def read(self, size: int, /) -> bytes:
+        """Return up to so many."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +169,7 @@ def _refuse_size(path: Path, num_files: int, num_bytes: int) -> None:
     )
 
 
-def _copy(stream: IO[bytes], place: Path, path: Path, most: int) -> int:
+def _copy(stream: _Readable, place: Path, path: Path, most: int) -> int:
     """Write a member; return its size.
 
     Raises:

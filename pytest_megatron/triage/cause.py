@@ -12,14 +12,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from pytest_megatron.triage.root import Root
 from pytest_megatron.triage.signature import Role, Signature, Table
 from pytest_megatron.triage.story import Event, Fatal, Place, RankStory, Story
 from pytest_megatron.triage.unit import Ended
+from pytest_megatron.triage.waiting import find_absent, is_watchdog
 
 TIE_S = 2.0  # stamps have whole seconds, and clocks of nodes differ
 _NOT_THE_CAUSE = ("SIGTERM", "exit code 0")
 _SPEAKS_FIRST = ("SIGABRT",)  # what a process does to itself after it said why
-_TIMEOUTS = ("nccl_timeout", "store_timeout")
 
 
 class _Kind(IntEnum):
@@ -29,33 +30,6 @@ class _Kind(IntEnum):
     NATIVE = 1
     RAISED = 2
     SILENT = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Root:
-    """What a failure began with.
-
-    Attributes:
-        ranks: Those that failed by themselves in the same way, lowest first; empty if it was none,
-            or nothing says which.
-        what: What that rank did, for a sentence: `raised ValueError: x`, `was killed by SIGKILL`.
-        places: Lines that show it.
-        frame: `file:line in name` where it happened, or None.
-        frames: Of its traceback.
-        message: What it raised, whole, or None.
-        is_all: Whether every rank failed in this way.
-        also: Sentences about what else is known, such as which collective a rank missed.
-    """
-
-    signature: Signature
-    ranks: tuple[int, ...]
-    what: str
-    places: tuple[Place, ...] = ()
-    frame: str | None = None
-    frames: tuple[str, ...] = ()
-    message: str | None = None
-    is_all: bool = False
-    also: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +63,7 @@ def find_root(story: Story, table: Table) -> Root | None:
     launcher = _candidate(story.launcher, table)
     if launcher is not None:
         return _of(launcher, ())
-    waiting = _waiting(story, table)
+    waiting = find_absent(story, table)
     if waiting is not None:
         return waiting
     return _line(story) or _unknown(story, table)
@@ -102,7 +76,7 @@ def _candidate(rank: RankStory, table: Table) -> _Candidate | None:
     native = _native(rank)
     if is_signal and how not in _SPEAKS_FIRST:
         assert how is not None
-        places = (native.place,) if native is not None else ()
+        places = (*(() if native is None else (native.place,)), *_exit_places(rank))
         signature = _of_exit(table, how) if native is None else native.signature
         return _Candidate(
             story=rank,
@@ -128,9 +102,9 @@ def _candidate(rank: RankStory, table: Table) -> _Candidate | None:
             kind=_Kind.NATIVE,
             signature=native.signature,
             what=what,
-            places=(native.place,),
+            places=(native.place, *_exit_places(rank)),
         )
-    follows = fatal is not None or any(_is_watchdog(event) for event in rank.events)
+    follows = fatal is not None or any(is_watchdog(event) for event in rank.events)
     if how is None or how in _NOT_THE_CAUSE or follows:
         return None
     kind = _Kind.SIGNAL if is_signal else _Kind.SILENT
@@ -139,8 +113,12 @@ def _candidate(rank: RankStory, table: Table) -> _Candidate | None:
         kind=kind,
         signature=_of_exit(table, how),
         what=_say_end(how),
-        places=rank.last_words[-2:],
+        places=(*_exit_places(rank), *rank.last_words[-2:]),
     )
+
+
+def _exit_places(rank: RankStory) -> tuple[Place, ...]:
+    return () if rank.exit_place is None else (rank.exit_place,)
 
 
 def _native(rank: RankStory) -> Event | None:
@@ -148,10 +126,6 @@ def _native(rank: RankStory) -> Event | None:
     return next(
         (e for e in rank.events if e.signature.is_fatal and e.signature.role is Role.CAUSE), None
     )
-
-
-def _is_watchdog(event: Event) -> bool:
-    return event.signature.is_fatal and event.signature.role is Role.CASCADE
 
 
 def _of_exit(table: Table, how: str) -> Signature:
@@ -271,140 +245,6 @@ def _time_limit(story: Story, table: Table) -> Root:
     )
 
 
-def _waiting(story: Story, table: Table) -> Root | None:
-    """Return what ranks that only waited for others, or lost them, tell of the one to blame."""
-    hurt = {r: rank for r, rank in story.ranks.items() if _cascade(rank) is not None}
-    if not hurt:
-        fatal = story.launcher.fatal
-        if fatal is None or fatal.signature.family not in _TIMEOUTS:
-            return None
-        places = () if fatal.place is None else (fatal.place,)
-        present = story.ranks.keys()
-        absent = [r for r in range(story.world_size) if r not in present]
-        return Root(
-            signature=fatal.signature,
-            ranks=tuple(absent[:1]),
-            what="never came",
-            places=places,
-            message=fatal.message,
-        )
-    signature, place, message = _worst(hurt.values())
-    is_timeout = signature.family in _TIMEOUTS
-    named = _named(hurt.values())
-    silent = named or _silent(story, hurt.keys())
-    odd = () if silent else _odd(hurt)
-    if silent and not is_timeout:
-        signature = table["silent_exit"]
-    if odd:
-        signature = table["collective_differs"]
-    ranks = silent or odd
-    if len(ranks) > max(1, story.world_size // 2):
-        ranks = ()
-    return Root(
-        signature=signature,
-        ranks=ranks,
-        what=_what_it_did(ranks, hurt, story, is_timeout=is_timeout),
-        places=(place,) if place is not None else (),
-        message=message,
-        frame=story.ranks[ranks[0]].stack_frame if ranks and ranks[0] in story.ranks else None,
-        also=_collectives(hurt),
-    )
-
-
-def _what_it_did(
-    ranks: Sequence[int], hurt: dict[int, RankStory], story: Story, *, is_timeout: bool
-) -> str:
-    if not ranks:
-        return "waited for a collective that did not finish" if is_timeout else "lost another rank"
-    rank = story.ranks.get(ranks[0])
-    if rank is not None and ranks[0] in hurt:
-        call = _collective_call(rank)
-        return "called another collective" + ("" if call is None else f", {call}")
-    if is_timeout:
-        return "did not come to a collective that the others waited in"
-    return "ended without a word while the others went on"
-
-
-def _cascade(rank: RankStory) -> tuple[Signature, Place | None, str | None] | None:
-    """Return what shows that a rank only waited for others or lost them."""
-    if rank.fatal is not None and rank.fatal.signature.role is Role.CASCADE:
-        return rank.fatal.signature, rank.fatal.place, rank.fatal.message
-    for event in rank.events:
-        if _is_watchdog(event):
-            return event.signature, event.place, event.place.text
-    return None
-
-
-def _worst(ranks: Iterable[RankStory]) -> tuple[Signature, Place | None, str | None]:
-    """Return what most ranks say; a time-out says more than a lost connection."""
-    found = [c for rank in ranks if (c := _cascade(rank)) is not None]
-    counts = Counter(signature.id for signature, _, _ in found)
-    return min(found, key=lambda c: (c[0].family not in _TIMEOUTS, -counts[c[0].id]))
-
-
-def _named(ranks: Iterable[RankStory]) -> tuple[int, ...]:
-    """Return the ranks that others name as missing."""
-    names: set[int] = set()
-    for rank in ranks:
-        if rank.fatal is not None:
-            match = rank.fatal.signature.search(rank.fatal.message)
-            missing = None if match is None else match.groupdict().get("missing")
-            names |= {int(n) for n in missing.split(",")} if missing else set()
-    return tuple(sorted(names))
-
-
-def _silent(story: Story, hurt: Iterable[int]) -> tuple[int, ...]:
-    """Return the ranks that neither waited nor were stopped by the launcher.
-
-    torch's agent reports every rank that it stopped; one that it does not report had ended well.
-    """
-    others = [rank for rank in range(story.world_size) if rank not in set(hurt)]
-    if not story.has_exits:
-        return tuple(others)
-    unreported = [r for r in others if r not in story.ranks or story.ranks[r].exit is None]
-    return tuple(unreported or others)
-
-
-def _odd(hurt: dict[int, RankStory]) -> tuple[int, ...]:
-    """Return the ranks that waited in another collective, or behind it, than most."""
-    for key in (_collective_call, _last_enqueued):
-        values = {rank: value for rank, story in hurt.items() if (value := key(story)) is not None}
-        counts = Counter(values.values())
-        if len(counts) < 2:
-            continue
-        (_, most), (_, second) = counts.most_common(2)
-        if most > second:
-            usual = counts.most_common(1)[0][0]
-            return tuple(sorted(rank for rank, value in values.items() if value != usual))
-    return ()
-
-
-def _collective_call(rank: RankStory) -> str | None:
-    """Return the collective that a rank waited in, by its traceback or its watchdog."""
-    for work in rank.enqueued:
-        if work.op is not None:
-            size = "" if work.num_elements is None else f" of {work.num_elements} elements"
-            return f"{work.op} #{work.timed_out}{size}"
-    if rank.fatal is None:
-        return None
-    calls = [f for f in rank.fatal.frames if f.startswith("distributed_c10d.py:")]
-    return calls[-1].partition(" in ")[2] if calls else None
-
-
-def _last_enqueued(rank: RankStory) -> str | None:
-    return next((str(work.last) for work in rank.enqueued if work.last is not None), None)
-
-
-def _collectives(hurt: dict[int, RankStory]) -> tuple[str, ...]:
-    """Say which collective each rank waited in; ranks in the same one are told together."""
-    calls: dict[str, list[int]] = {}
-    for rank, story in hurt.items():
-        call = _collective_call(story)
-        if call is not None:
-            calls.setdefault(call, []).append(rank)
-    return tuple(f"{say_ranks(ranks)} waited in {call}" for call, ranks in calls.items())
-
-
 def _line(story: Story) -> Root | None:
     """Return a line of a log that shows a failure where no rank, and no launcher, reported one."""
     is_clean = story.unit.known.returncode == 0
@@ -446,15 +286,3 @@ def _unknown(story: Story, table: Table) -> Root | None:
 
 def _how(rank: RankStory) -> str | None:
     return None if rank.exit is None else rank.exit.how
-
-
-def say_ranks(ranks: Sequence[int]) -> str:
-    """Return `rank 3`, or `ranks 0-1, 3`."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1].append(rank)
-        else:
-            spans.append([rank])
-    texts = [str(s[0]) if len(s) == 1 else f"{s[0]}-{s[-1]}" for s in spans]
-    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(texts)}"

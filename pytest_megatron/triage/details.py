@@ -1,12 +1,12 @@
-"""What a failure's own words tell beside its kind: sizes, phase of the training, iteration. Pure."""
+"""What a failure's own words tell beside its kind: sizes, phase, iteration. Pure."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
 
-from pytest_megatron.triage.cause import Root
 from pytest_megatron.triage.lines import parse_iteration
+from pytest_megatron.triage.root import Root
 from pytest_megatron.triage.story import Story
 
 # Where in a training a frame is; the first that some frame matches, innermost frame first.
@@ -28,7 +28,8 @@ _PHASES = (
     (re.compile(r" in (?:forward\w*|_forward\w*|loss_func|_call_impl)\b"), "the forward pass"),
     (
         re.compile(
-            r" in (?:\w*next_batch|get_batch\w*|__next__|_next_data|\w*data_?loader\w*|\w*dataset\w*)\b"
+            r" in (?:\w*next_batch|get_batch\w*|__next__|_next_data|\w*data_?loader\w*|"
+            r"\w*dataset\w*)\b"
         ),
         "loading data",
     ),

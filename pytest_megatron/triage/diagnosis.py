@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pytest_megatron.files import JsonValue
-from pytest_megatron.triage.cause import Root, say_ranks
+from pytest_megatron.triage.collectives import say_ranks
 from pytest_megatron.triage.details import facts_of, iteration_of, phase_of
+from pytest_megatron.triage.root import Root
 from pytest_megatron.triage.scan import line_number
 from pytest_megatron.triage.signature import Policy, Signature
 from pytest_megatron.triage.story import Place, Story

@@ -54,6 +54,8 @@ class Exit:
         is_first: Whether the launcher saw it before every other one.
         time_s: When the launcher noticed it, to the second, or None.
         message: What the rank raised, as its error file told the launcher, or None.
+        shift: Bytes from the line that told of it to the line that shows it best.
+        shown: That line.
     """
 
     rank: int
@@ -62,6 +64,8 @@ class Exit:
     time_s: float | None = None
     pid: int | None = None
     message: str | None = None
+    shift: int = 0
+    shown: str = ""
 
 
 def how_it_ended(code: int) -> str:
@@ -85,12 +89,17 @@ def read_exits(line: str, around: str, at: int) -> tuple[Exit, ...]:
         return () if found is None else (found,)
     if (seen := _SEEN.search(text)) is not None:
         code, rank = int(seen["code"]), int(seen["rank"])
-        return (Exit(rank=rank, how=how_it_ended(code), is_first=True, pid=int(seen["pid"])),)
+        how, pid = how_it_ended(code), int(seen["pid"])
+        return (Exit(rank=rank, how=how, is_first=True, pid=pid, shown=text),)
     if (task := _SRUN.match(text)) is not None:
-        how = f"exit code {task['code']}" if task["code"] else _WORDS.get(task["word"].strip())
-        return () if how is None else tuple(Exit(rank=r, how=how) for r in _ranks(task["ranks"]))
+        word = task["word"]
+        how = f"exit code {task['code']}" if word is None else _WORDS.get(word.strip(), "")
+        if not how:
+            return ()
+        return tuple(Exit(rank=rank, how=how, shown=text) for rank in _ranks(task["ranks"]))
     if (process := _MPIRUN.search(text)) is not None:
-        return (Exit(rank=int(process["rank"]), how=how_it_ended(-int(process["number"]))),)
+        killed = how_it_ended(-int(process["number"]))
+        return (Exit(rank=int(process["rank"]), how=killed, shown=text),)
     return ()
 
 
@@ -116,6 +125,7 @@ def _table_row(around: str, at: int) -> Exit | None:
     rest = re.split(r"\n(?:\[\d+\]:|-{10,}|={10,})", row["rest"])[0]
     message = _MESSAGE.search(rest)
     raised = None if message is None else _last_line(message["text"])
+    shift = max(0, around.find("exitcode", at) - at)
     return Exit(
         rank=int(row["rank"]),
         how=how_it_ended(int(row["code"])),
@@ -123,6 +133,8 @@ def _table_row(around: str, at: int) -> Exit | None:
         time_s=None if time is None else parse_time(time[1]),
         pid=int(row["pid"]),
         message=raised,
+        shift=len(around[at : at + shift].encode()),
+        shown=around[at + shift :].partition("\n")[0],
     )
 
 

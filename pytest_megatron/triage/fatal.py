@@ -92,9 +92,7 @@ def classify_chain(chain: Chain, table: Table) -> tuple[Raised, Signature]:
             and is_cause
             and _is_vague(chosen[1])
             and not _is_vague(before)
-        ):
-            chosen = earlier, before
-        elif later.link is Link.DURING and is_cause and chosen[1].role is Role.CASCADE:
+        ) or (later.link is Link.DURING and is_cause and chosen[1].role is Role.CASCADE):
             chosen = earlier, before
     return chosen
 
@@ -103,7 +101,7 @@ def _is_vague(signature: Signature) -> bool:
     return signature.id == "exception" or signature.role is Role.CASCADE
 
 
-def _read_fatal(  # noqa: PLR0913 - all that decides it
+def _read_fatal(
     log: LogFile,
     at: int,
     table: Table,

@@ -8,12 +8,15 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from pytest_megatron.errors import TriageError
+from pytest_megatron.triage.collectives import Finding, analyse
 from pytest_megatron.triage.errorfile import read_error_file
 from pytest_megatron.triage.exits import LITERALS as EXIT_LITERALS
 from pytest_megatron.triage.exits import NEAR_BYTES, Exit, merge_exits, read_exits
 from pytest_megatron.triage.fatal import NEEDED, classify_message, find_fatal
+from pytest_megatron.triage.flight import FlightDump, read_flight
 from pytest_megatron.triage.lines import is_labelled, is_noise, last_iteration, parse_line
 from pytest_megatron.triage.scan import RawLine, Scanner, lines_at, read_from
 from pytest_megatron.triage.signature import Table, match_line
@@ -56,7 +59,7 @@ def make_scanner(table: Table) -> Scanner:
 def gather(unit: Unit, table: Table, scanner: Scanner) -> Story:
     """Read all logs of a launch. A file that cannot be read is noted."""
     books: defaultdict[int | None, _Notebook] = defaultdict(_Notebook)
-    exits: list[Exit] = []
+    exits: list[tuple[Exit, Place]] = []
     labelled: set[LogFile] = set()
     notes = list(unit.notes)
     for log in unit.logs:
@@ -67,14 +70,17 @@ def gather(unit: Unit, table: Table, scanner: Scanner) -> Story:
             _read_log(log, table, scanner, books, exits, is_labelled=log in labelled)
         except OSError as error:
             notes.append(f"{log.shown}: {error.strerror}")
-    ends = merge_exits(exits)
+    ends = merge_exits([end for end, _ in exits])
+    shown = dict(exits)
     known_ranks = {rank for rank in books if rank is not None} | ends.keys() | set(unit.ranks)
     is_clean = _is_presumed_clean(unit, ends)
     ranks: dict[int, RankStory] = {}
     for rank in sorted(known_ranks):
-        error = read_error_file(unit.error_files.get(rank), table)
+        told = read_error_file(unit.error_files.get(rank), table)
         fatal = _fatal(books[rank], ends.get(rank), table, labelled, rank, is_clean=is_clean)
-        ranks[rank] = _story(rank, books[rank], ends.get(rank), _better(error, fatal), unit)
+        ranks[rank] = _story(rank, books[rank], ends.get(rank), _better(told, fatal), unit)
+        if rank in ends:
+            ranks[rank] = replace(ranks[rank], exit_place=shown[ends[rank]])
     alone = is_clean if not known_ranks else is_clean or bool(ends)
     launcher = _fatal(books[None], None, table, labelled, None, is_clean=alone)
     return Story(
@@ -82,16 +88,28 @@ def gather(unit: Unit, table: Table, scanner: Scanner) -> Story:
         ranks=ranks,
         launcher=_story(None, books[None], None, launcher, unit),
         iteration=_furthest(unit),
+        collectives=() if is_clean else _collectives(unit, notes),
         notes=tuple(notes),
     )
 
 
-def _read_log(  # noqa: PLR0913 - what one pass fills
+def _collectives(unit: Unit, notes: list[str]) -> tuple[Finding, ...]:
+    """Return what flight recorders say of the collective that ranks disagree about."""
+    dumps: dict[int, FlightDump] = {}
+    for rank, path in unit.flights.items():
+        try:
+            dumps[rank] = read_flight(path)
+        except TriageError as error:
+            notes.append(str(error))
+    return analyse(dumps, unit.known.world_size) if dumps else ()
+
+
+def _read_log(
     log: LogFile,
     table: Table,
     scanner: Scanner,
     books: defaultdict[int | None, _Notebook],
-    exits: list[Exit],
+    exits: list[tuple[Exit, Place]],
     *,
     is_labelled: bool,
 ) -> None:
@@ -127,13 +145,16 @@ def _read_log(  # noqa: PLR0913 - what one pass fills
             num_events += 1
 
 
-def _exits_at(log: LogFile, raw: RawLine) -> tuple[Exit, ...]:
+def _exits_at(log: LogFile, raw: RawLine) -> list[tuple[Exit, Place]]:
     before, behind = NEAR_BYTES
     start = max(0, raw.start - before)
     data = read_from(log.path, start, raw.start - start + behind)
     around = data[: raw.start - start].decode(errors="replace")
     rest = data[raw.start - start :].decode(errors="replace")
-    return read_exits(raw.text, around + rest, len(around))
+    return [
+        (end, Place(log=log, offset=raw.start + end.shift, text=end.shown))
+        for end in read_exits(raw.text, around + rest, len(around))
+    ]
 
 
 def _enqueued(text: str) -> Enqueued:
@@ -156,7 +177,7 @@ def _is_presumed_clean(unit: Unit, ends: dict[int, Exit]) -> bool:
     return has_launcher and bool(unit.ranks) and not ends and not unit.error_files
 
 
-def _fatal(  # noqa: PLR0913 - all that decides it
+def _fatal(
     book: _Notebook,
     end: Exit | None,
     table: Table,

@@ -28,9 +28,9 @@ _NOISE = re.compile(
     r"^\s|^$|^\[?[WEI]\d{4} |[Ww]arning\b|^Exception ignored in|^sys:1:|resource_tracker|leaked "
     r"|\bNCCL (?:INFO|WARN|version)|^wandb: |^frame #|^terminate called|^Fatal Python error"
     r"|^Extension modules|^(?:Current thread|Thread) 0x|destroy_process_group|\(core dumped\)$"
-    r"|^(?:srun|slurmstepd|mpirun)\b|^[=\-*~]{4,}$|^(?:Root Cause|Failures?)\b|^Traceback |^\[\d+\]:$"
-    r"|^(?:During handling|The above exception)|^Aborted|^Terminated|^Killed|core dumped"
-    r"|^[\w.]+(?:Error|Exception|Interrupt|Exit)\b|^E\d{4}|torch/distributed/(?:run|elastic)"
+    r"|^(?:srun|slurmstepd|mpirun)\b|^[=\-*~]{4,}$|^(?:Root Cause|Failures?)\b|^\[\d+\]:$"
+    r"|^Traceback |^(?:During handling|The above exception)|^Aborted|^Terminated|^Killed"
+    r"|core dumped|^[\w.]+(?:Error|Exception|Interrupt|Exit)\b|torch/distributed/(?:run|elastic)"
     r"|^(?:For debugging consider|Compile with|CUDA kernel errors|Search for)|FAILED$|^<NO_OTHER"
 )
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
+from pytest_megatron.triage.flight import is_flight_name, rank_of
 from pytest_megatron.triage.unit import Stream
 
 ERROR_FILE = "error.json"
@@ -19,10 +20,6 @@ _LOG_NAMES = ("stdout", "stderr", "nohup.out", "output", "log")
 _NOT_LOGS = ("requirements.txt", "latest_checkpointed_iteration.txt", "stacks.txt", "script.sh")
 _RANK_DIRECTORY = re.compile(r"^(?:rank|local_rank|worker|task|proc)?[-_.]?(\d{1,5})$")
 _NODE_DIRECTORY = re.compile(r"^(?:node|host)[-_.]?(\d{1,4})$")
-_FLIGHT = re.compile(
-    r"(?:nccl|comm_lib|torchcomms?)_trace_(?:rank_)?(?P<a>\d+)$"
-    r"|flight_?recorder(?:[._-]?(?P<b>\d+))?(?:\.(?:json|pkl|pickle))?$"
-)
 _SAID = re.compile(r"(?:^|[._-])(?:rank|task|proc|worker|r|t)[._-]?(\d{1,5})(?=[._-]|$)")
 _LAST = re.compile(r"[._-](\d{1,5})$")
 _ENDS = re.compile(r"(?:\.(?:log|out|err|txt|stdout|stderr|output))+$|[._-](?:out|err)$")
@@ -46,11 +43,7 @@ def is_worth_reading(path: PurePath) -> bool:
 
 def flight_rank(path: PurePath) -> int | None:
     """Return the rank of a flight recorder's dump by its name or directory, None if it is none."""
-    found = _FLIGHT.search(path.name)
-    if found is None:
-        return None
-    number = found["a"] or found["b"]
-    return int(number) if number else directory_rank(path.parent)
+    return rank_of(Path(path)) if is_flight_name(path.name) else None
 
 
 def directory_rank(path: PurePath) -> int | None:

@@ -19,10 +19,16 @@ from typing import TypeVar, cast
 from pytest_megatron.errors import TriageError
 from pytest_megatron.files import JsonValue
 
+_LEAST_LITERAL = 4  # of fewer characters, every log is full
 TABLE = Path(__file__).parent / "signatures.toml"
 _KEYS = frozenset(
     {"id", "family", "role", "where", "literals", "pattern", "transient", "policy", "advice"}
     | {"command", "source", "fatal", "explains", "examples", "counterexamples"}
+)
+# No network and no machine raises these.
+_OWN_MISTAKE = re.compile(
+    r"(?:Assertion|Attribute|FloatingPoint|Index|Key|Lookup|Name|NotImplemented|Recursion|Syntax|Type"
+    r"|UnboundLocal|Unicode\w*|Value|ZeroDivision)Error\b"
 )
 _NEEDED = ("id", "family", "advice", "examples")
 
@@ -125,9 +131,12 @@ class Table:
         """Return the first row that matches what an exception says.
 
         Args:
-            message: `Type: text`, of several lines perhaps.
+            message: `Type: text`, of several lines perhaps. The text of an exception that only a
+                program's own mistake raises may quote anything; it is never transient.
         """
-        return next((row for row in self.signatures if row.match_raised(message)), None)
+        is_own = _OWN_MISTAKE.match(message) is not None
+        rows = (row for row in self.signatures if not (is_own and row.is_transient))
+        return next((row for row in rows if row.match_raised(message)), None)
 
     def exit(self, ended: str) -> Signature | None:
         """Return the first row that matches how a rank ended: `SIGKILL`, `exit code 3`."""
@@ -278,8 +287,8 @@ def _row(row: JsonValue, where: str, families: Mapping[str, str]) -> Signature:
     pattern = _text(row, "pattern", where) if "pattern" in row else ""
     if not pattern and not literals:
         raise TriageError(where, "lacks both 'literals' and 'pattern'")
-    if any(len(literal) < 4 for literal in literals):
-        raise TriageError(where, "a literal is shorter than 4 characters, which is in every log")
+    if any(len(literal) < _LEAST_LITERAL for literal in literals):
+        raise TriageError(where, f"a literal has less than {_LEAST_LITERAL} characters")
     return Signature(
         id=_text(row, "id", where),
         family=family,

@@ -113,7 +113,7 @@ def _walk(root: Path) -> Iterator[Path]:
 
 
 def _group(parent: Path) -> Path:
-    """Return what stands for the ranks of several nodes, where directories are named after nodes."""
+    """Return what stands for the ranks of all nodes, where directories are named after nodes."""
     if node_of(parent) is None:
         return parent
     parts = [part for part in parent.parts if node_of(Path(part)) is None]
@@ -127,7 +127,9 @@ def _of_ranks(
     loose: dict[Path, list[Path]],
     naming: tuple[_Name, Sequence[Path]],
 ) -> Unit:
-    """Return the launch whose ranks have a directory each; takes its launcher's logs out of `loose`.
+    """Return the launch whose ranks have a directory each.
+
+    Takes the logs of its launcher out of `loose`.
 
     Args:
         root: Nothing above it is looked at.
@@ -153,8 +155,7 @@ def _of_ranks(
                 logs.append(log)
     parent = directories[0].parent
     top, launchers = _launcher_logs(root, parent, loose, others)
-    for file in launchers:
-        logs.append(LogFile(path=file, shown=name(file), stream=Stream.LAUNCHER))
+    logs += [LogFile(path=file, shown=name(file), stream=Stream.LAUNCHER) for file in launchers]
     for file in by_parent.get(parent, []):
         number = flight_rank(file)
         if number is not None:

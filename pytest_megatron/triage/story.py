@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from pytest_megatron.triage.collectives import Finding
 from pytest_megatron.triage.exits import Exit
 from pytest_megatron.triage.signature import Signature
 from pytest_megatron.triage.unit import LogFile, Unit
@@ -89,7 +90,7 @@ class RankStory:
 
     Attributes:
         rank: None is the launcher.
-        exit: As the launcher reported it, or None.
+        exit: As the launcher reported it, or None; `exit_place` is where.
         events: In the order of its logs.
         stack_frame: Where its main thread was when it was stopped or crashed, or None.
         last_words: The end of its log, a few lines that say something.
@@ -97,6 +98,7 @@ class RankStory:
 
     rank: int | None
     exit: Exit | None = None
+    exit_place: Place | None = None
     fatal: Fatal | None = None
     events: tuple[Event, ...] = ()
     enqueued: tuple[Enqueued, ...] = ()
@@ -110,6 +112,7 @@ class Story:
 
     Attributes:
         iteration: The furthest that any rank printed: N of M; or None.
+        collectives: What flight recorders say of those that ranks disagree about, origin first.
         notes: What could not be read.
     """
 
@@ -117,6 +120,7 @@ class Story:
     ranks: Mapping[int, RankStory]
     launcher: RankStory
     iteration: tuple[int, int] | None
+    collectives: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = field(default=())
 
     @property

@@ -1,4 +1,4 @@
-"""What is judged together: the logs of the ranks of one launch, and what is known about it. Pure."""
+"""What is judged together: the logs of one launch, and what is known about it. Pure."""
 
 from __future__ import annotations
 

@@ -95,16 +95,22 @@ class Case:
         Raises:
             CaseError: The value is not a positive number.
         """
-        text = self.argument("--train-iters")
-        if text is None:
+        if self.argument("--train-iters") is None:
             return DEFAULT_TRAIN_ITERS
-        if not text.isdecimal() or not int(text):
-            line = next(a.line for a in self.arguments if a.name == "--train-iters")
-            raise CaseError(
-                f"{self.path}:{line}",
-                f"--train-iters is {text!r}, expected a number of iterations from 1 on",
-            )
-        return int(text)
+        return self._count("--train-iters")
+
+    @property
+    def last_iteration(self) -> int:
+        """Iteration that a full run ends after.
+
+        Reinforcement learning counts samples, and says when to end by `--exit-interval`.
+
+        Raises:
+            CaseError: The value is not a positive number.
+        """
+        if self.mode is Mode.RL and self.argument("--exit-interval") is not None:
+            return self._count("--exit-interval")
+        return self.train_iters
 
     @property
     def precision(self) -> str:
@@ -127,6 +133,31 @@ class Case:
     def is_always_lightweight(self) -> bool:
         """Whether the case itself asks for lightweight mode."""
         return self.env.get("ENABLE_LIGHTWEIGHT_MODE", "").lower() == "true"
+
+    def _count(self, name: str) -> int:
+        text = self.argument(name) or ""
+        if not text.isdecimal() or not int(text):
+            line = next(a.line for a in self.arguments if a.name == name)
+            raise CaseError(
+                f"{self.path}:{line}",
+                f"{name} is {text!r}, expected a number of iterations from 1 on",
+            )
+        return int(text)
+
+
+def check_mode(case: Case) -> None:
+    """Refuse a pair of MODE and TEST_TYPE that has no meaning, so that no typo compares nothing.
+
+    Raises:
+        CaseError: It is such a pair.
+    """
+    if case.mode is Mode.PRETRAINING or case.test_type in (TestType.REGULAR, TestType.FROZEN_START):
+        return
+    raise CaseError(
+        str(case.path),
+        f"TEST_TYPE is {case.test_type.value!r} with MODE {case.mode.value!r}, expected one of "
+        "frozen-start, regular: such a run has one phase",
+    )
 
 
 def read_case(path: Path) -> Case:

@@ -23,6 +23,7 @@ from pytest_megatron.launch.case import (
     Mode,
     Starter,
     TestType,
+    check_mode,
 )
 from pytest_megatron.launch.layout import AttemptDirs, PhaseDirs
 from pytest_megatron.recipe.model import Workload
@@ -146,6 +147,7 @@ def plan_attempt(
         return _plan_script(workload, dirs, setting)
     assert case is not None
     _refuse_what_is_to_come(workload, case)
+    check_mode(case)
     is_lightweight = setting.is_lightweight or case.is_always_lightweight
     train_iters = LIGHTWEIGHT_ITERS if is_lightweight else case.train_iters
     phases = [_plan_phase(workload, case, dirs, setting, repeat=repeat, number=1)]
@@ -176,9 +178,8 @@ def _refuse_what_is_to_come(workload: Workload, case: Case) -> None:
     wanted: list[tuple[str, bool]] = [
         (
             f"TEST_TYPE {case.test_type.value!r}",
-            case.test_type not in (TestType.REGULAR, TestType.CKPT_RESUME),
+            case.test_type not in (TestType.REGULAR, TestType.CKPT_RESUME, TestType.FROZEN_START),
         ),
-        (f"MODE {case.mode.value!r}", case.mode is not Mode.PRETRAINING),
         ("TEST_EVALUATION 'xpass'", case.evaluation is not Evaluation.PASS),
         ("LAUNCHER 'ft_launcher'", case.starter is not Starter.TORCHRUN),
         ("BEFORE_SCRIPT", case.before_script is not None),
@@ -252,8 +253,10 @@ def _arguments(case: Case, *, is_lightweight: bool) -> tuple[tuple[Argument, ...
             if is_lightweight
             else case.arguments
         ), None
+    if case.mode is Mode.INFERENCE:  # it has no iterations
+        return case.arguments, None
     if not is_lightweight:
-        last = case.train_iters
+        last = case.last_iteration
         return with_argument(case.arguments, "--exit-interval", str(last)), last
     arguments = with_argument(case.arguments, "--exit-interval", str(LIGHTWEIGHT_ITERS))
     if case.test_type is TestType.CKPT_RESUME:
@@ -276,6 +279,7 @@ def _variables(
         "CHECKPOINT_LOAD_PATH": str(dirs.checkpoints) if is_resume else load,
         "CHECKPOINT_SAVE_PATH": str(dirs.checkpoints),
         "DATA_CACHE_PATH": workload.data_cache_path or str(dirs.data_cache),
+        "INFERENCE_OUTPUT_PATH": str(phase.generated),
         "LOG_DIR": str(phase.logs),
         "OUTPUT_PATH": str(phase.root),
         "REPEAT": str(repeat),

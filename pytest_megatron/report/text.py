@@ -51,6 +51,9 @@ def summary_line(
     parts = [f"{training.duration_s:.1f} s"]
     if training.clean and training.clean[0].metrics:
         parts += _loss(training.clean[0].metrics[0])
+    if training.clean and (generation := training.clean[0].generation) is not None:
+        num_tokens = sum(len(r.tokens or ()) for r in generation.requests.values())
+        parts.append(f"{num_tokens} tokens for {len(generation.requests)} requests")
     if problem is not None:
         cause = training.attempts[-1].cause
         parts.append("metrics disagree" if cause is None else cause.text.partition("; ")[0])
@@ -91,7 +94,8 @@ def plan_text(job: Job, plan: AttemptPlan, golden: Path | None) -> str:
 def _measured(training: Training, repeat: RepeatComparison) -> Path:
     """Return the file of what a repeat measured in the phase that was compared."""
     (attempt,) = (a for a in training.clean if a.repeat == repeat.repeat)
-    return attempt.dirs.phase(1 if repeat.against == "golden" else 2).metrics
+    dirs = attempt.dirs.phase(1 if repeat.against == "golden" else 2)
+    return dirs.metrics if attempt.generation is None else dirs.generated
 
 
 def _loss(metrics: MetricMap) -> Sequence[str]:

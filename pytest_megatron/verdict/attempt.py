@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import assert_never
 
 from pytest_megatron.errors import MetricsError
+from pytest_megatron.golden.generation import Generation
 from pytest_megatron.golden.model import MetricMap, Series, is_finite
+from pytest_megatron.golden.policy_rl import with_one_loss_name
+from pytest_megatron.golden.refresh import series_of_generation
 from pytest_megatron.golden.store import read_metrics
 from pytest_megatron.launch.failure import RankFailure, first_failure, read_failures, tail
 from pytest_megatron.launch.layout import AttemptDirs, PhaseDirs
@@ -53,6 +56,7 @@ class Attempt:
         repeat: Counted from 1, as `number` is.
         metrics: What each phase measured; fewer than phases where one failed.
         cause: None if it trained as it should.
+        generation: What an inference program generated, which measures no series.
     """
 
     repeat: int
@@ -61,6 +65,19 @@ class Attempt:
     ends: tuple[PhaseEnd, ...]
     metrics: tuple[MetricMap, ...]
     cause: Cause | None
+    generation: Generation | None = None
+
+    @property
+    def series(self) -> MetricMap:
+        """The same as series, so that repeats of any kind can be set beside one another."""
+        if self.generation is None:
+            return self.metrics[0]
+        return series_of_generation(self.generation)
+
+    @property
+    def measured(self) -> MetricMap | Generation:
+        """What is compared with a golden: what the first phase came to."""
+        return self.metrics[0] if self.generation is None else self.generation
 
     @property
     def duration_s(self) -> float:
@@ -74,6 +91,7 @@ def judge_attempt(
     metric_names: Sequence[str] | None,
     world_size: int,
     time_limit_s: float,
+    is_rl: bool = False,
 ) -> tuple[tuple[MetricMap, ...], Cause | None]:
     """Return what the phases measured and what is wrong with them, if anything.
 
@@ -82,17 +100,20 @@ def judge_attempt(
         metric_names: What must have been measured; None for a script that judges itself.
         world_size: For the text.
         time_limit_s: For the text.
+        is_rl: Whether the loss may stand under another name.
     """
     measured: list[MetricMap] = []
     for end in ends:
         if not end.is_clean:
-            return tuple(measured), _why_it_failed(end, world_size, time_limit_s)
+            return tuple(measured), why_it_failed(end, world_size, time_limit_s)
         if metric_names is None:
             continue
         try:
             metrics = _measured(end.plan.dirs)
         except MetricsError as error:
             return tuple(measured), Cause(text=f"the training ended with exit code 0, but {error}")
+        if is_rl:
+            metrics = with_one_loss_name(metrics)
         measured.append(metrics)
         if problem := _incomplete(metrics, metric_names, end) or _non_finite(metrics, metric_names):
             return tuple(measured), Cause(
@@ -138,7 +159,7 @@ def _interval(series: Series) -> int:
     return min(gaps, default=1)
 
 
-def _why_it_failed(end: PhaseEnd, world_size: int, time_limit_s: float) -> Cause:
+def why_it_failed(end: PhaseEnd, world_size: int, time_limit_s: float) -> Cause:
     """Explain a phase that is not clean."""
     dirs = end.plan.dirs
     when = _phase(end) + _when(end)

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pytest_megatron.files import JsonValue
-from pytest_megatron.golden.compare import Policy, compare, compare_resume
+from pytest_megatron.golden.compare import Policy, compare_resume
 from pytest_megatron.golden.comparison import Comparison, comparison_to_json
 from pytest_megatron.golden.provenance import Golden, Provenance
 from pytest_megatron.launch.case import Case
 from pytest_megatron.launch.facts import Facts
 from pytest_megatron.verdict.attempt import Attempt
+from pytest_megatron.verdict.modes import check_golden_kind, compare_in_mode
 from pytest_megatron.verdict.training import Training
 
 
@@ -82,7 +83,8 @@ def compare_repeats(training: Training, policy: Policy, facts: Facts) -> Judgeme
     case, _ = _case(training)
     stand_in = Golden(
         path=str(first.dirs.phase(1).metrics),
-        metrics=first.metrics[0],
+        metrics=first.metrics[0] if first.generation is None else {},
+        generation=first.generation,
         provenance=Provenance(deterministic=not case.is_nondeterministic),
     )
     found = [_with_golden(training, other, stand_in, policy, facts) for other in others]
@@ -94,15 +96,16 @@ def _with_golden(
     training: Training, attempt: Attempt, golden: Golden, policy: Policy, facts: Facts
 ) -> RepeatComparison:
     case, names = _case(training)
+    check_golden_kind(case, golden)
     return RepeatComparison(
         repeat=attempt.repeat,
         against="golden",
-        comparisons=compare(
+        comparisons=compare_in_mode(
+            case,
             golden,
-            attempt.metrics[0],
+            attempt.measured,
             metrics=names,
             policy=policy,
-            nondeterministic=case.is_nondeterministic,
             host_class=facts.host.platform_class(training.job.workload.platform),
         ),
     )

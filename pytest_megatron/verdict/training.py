@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pytest_megatron.files import JsonValue
 from pytest_megatron.golden.store import write_metrics
 from pytest_megatron.host import CPU_PLATFORM
-from pytest_megatron.launch.case import Case
+from pytest_megatron.launch.case import Case, Mode
 from pytest_megatron.launch.facts import Facts, utc_now
 from pytest_megatron.launch.layout import ItemDirs
 from pytest_megatron.launch.local import Listener, run_attempt
@@ -18,8 +18,10 @@ from pytest_megatron.launch.plan import AttemptPlan, Setting, plan_attempt
 from pytest_megatron.launch.secrets import Redactor
 from pytest_megatron.lease import lease_gpus
 from pytest_megatron.recipe.model import Workload
-from pytest_megatron.verdict.attempt import DEFAULT_METRICS, Attempt, judge_attempt
+from pytest_megatron.verdict.attempt import Attempt, judge_attempt
 from pytest_megatron.verdict.decide import Verdict, decide_training
+from pytest_megatron.verdict.generated import judge_generation
+from pytest_megatron.verdict.modes import metric_names_of
 
 _BACKOFF_S = 5.0  # before the second attempt; doubled for each further one
 
@@ -48,7 +50,7 @@ class Job:
         """What is compared; None for a script that judges itself."""
         if self.workload.script is not None or self.case is None:
             return None
-        return DEFAULT_METRICS if self.case.metrics is None else self.case.metrics
+        return metric_names_of(self.case)
 
     @property
     def redactor(self) -> Redactor:
@@ -186,14 +188,30 @@ def _attempt(job: Job, facts: Facts, listener: Listener, *, repeat: int, number:
         plan = plan_job(job, repeat=repeat, number=number)
         description = describe_plan(job, plan, facts)
         ends = run_attempt(plan, description, listener, lease.descriptors)
+    attempt = Attempt(
+        repeat=repeat, number=number, dirs=plan.dirs, ends=ends, metrics=(), cause=None
+    )
+    return _judged(job, plan, attempt)
+
+
+def _judged(job: Job, plan: AttemptPlan, attempt: Attempt) -> Attempt:
+    """Read what an attempt left, and say what is wrong with it."""
+    mode = Mode.PRETRAINING if job.case is None else job.case.mode
+    if mode is Mode.INFERENCE:
+        generation, cause = judge_generation(
+            attempt.ends,
+            metric_names=job.metric_names or (),
+            world_size=plan.world_size,
+            time_limit_s=plan.time_limit_s,
+        )
+        return replace(attempt, generation=generation, cause=cause)
     metrics, cause = judge_attempt(
-        ends,
+        attempt.ends,
         metric_names=job.metric_names,
         world_size=plan.world_size,
         time_limit_s=plan.time_limit_s,
+        is_rl=mode is Mode.RL,
     )
-    for end, measured in zip(ends, metrics, strict=False):
+    for end, measured in zip(attempt.ends, metrics, strict=False):
         write_metrics(end.plan.dirs.metrics, measured)
-    return Attempt(
-        repeat=repeat, number=number, dirs=plan.dirs, ends=ends, metrics=metrics, cause=cause
-    )
+    return replace(attempt, metrics=metrics, cause=cause)

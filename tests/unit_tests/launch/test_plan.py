@@ -123,11 +123,8 @@ def test_the_row_says_how_long_it_may_take(tmp_path: Path) -> None:
     ("text", "what"),
     [
         ("TEST_TYPE: release\n", "TEST_TYPE 'release'"),
-        ("TEST_TYPE: frozen-start\n", "TEST_TYPE 'frozen-start'"),
         ("TEST_TYPE: frozen-resume\n", "TEST_TYPE 'frozen-resume'"),
         ("TEST_TYPE: checkpoint-consistency\n", "TEST_TYPE 'checkpoint-consistency'"),
-        ("TEST_TYPE: regular\nMODE: inference\n", "MODE 'inference'"),
-        ("TEST_TYPE: regular\nMODE: rl\n", "MODE 'rl'"),
         ("TEST_TYPE: regular\nTEST_EVALUATION: xpass\n", "TEST_EVALUATION 'xpass'"),
         ("TEST_TYPE: regular\nLAUNCHER: ft_launcher\n", "LAUNCHER 'ft_launcher'"),
         ("TEST_TYPE: regular\nBEFORE_SCRIPT: ls\n", "BEFORE_SCRIPT"),

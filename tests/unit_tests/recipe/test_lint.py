@@ -71,8 +71,8 @@ def test_a_disabled_row_without_golden_is_a_warning(findings: Lint) -> None:
         "TEST_TYPE: regular\nENV_VARS: {SKIP_PYTEST: 1}",
         "TEST_TYPE: regular\nENV_VARS: {ENABLE_LIGHTWEIGHT_MODE: true}",
         "TEST_TYPE: checkpoint-consistency",
-        "TEST_TYPE: regular\nMODE: inference",
-        "TEST_TYPE: regular\nMODE: rl",
+        "TEST_TYPE: ckpt-resume\nMODE: inference",
+        "TEST_TYPE: release\nMODE: rl",
     ],
 )
 def test_a_case_that_compares_nothing_needs_no_golden(findings: Lint, case: str) -> None:

@@ -16,7 +16,7 @@ from pytest_megatron.files import JsonValue
 from pytest_megatron.golden.compare import Policy, compare, policy_named
 from pytest_megatron.golden.comparison import Comparison, comparisons_to_json, render
 from pytest_megatron.golden.generation import GENERATION_METRICS
-from pytest_megatron.golden.model import Observed
+from pytest_megatron.golden.model import Observed, Value
 from pytest_megatron.golden.policy_generation import Pair, compare_generation
 from pytest_megatron.golden.policy_strict import why_not_timed
 from pytest_megatron.golden.provenance import Golden, provenance_to_json
@@ -24,6 +24,7 @@ from pytest_megatron.golden.refresh import series_in
 from pytest_megatron.golden.store import read_golden, read_metrics
 
 EXIT_FAILED = 1
+_SHOWN_TEXT = 16  # characters
 
 
 @click.group("golden", context_settings={"help_option_names": ["-h", "--help"]})
@@ -111,8 +112,8 @@ def show(*, golden_file: Path) -> None:
                 name,
                 str(len(series)),
                 f"{series.steps[0]}-{series.steps[-1]}" if len(series) else "-",
-                str(series.values[0]) if len(series) else "-",
-                str(series.values[-1]) if len(series) else "-",
+                _shown(series.values[0]) if len(series) else "-",
+                _shown(series.values[-1]) if len(series) else "-",
                 "full" if series.is_full_precision else "5 decimals",
             )
         )
@@ -125,6 +126,11 @@ def show(*, golden_file: Path) -> None:
     if golden.provenance is not None:
         for key, value in provenance_to_json(golden.provenance).items():
             click.echo(f"{key}: {value if isinstance(value, str) else json.dumps(value)}")
+
+
+def _shown(value: Value) -> str:
+    """Return a value for a cell: text quoted and cut, so that it stays on its line."""
+    return ascii(value[:_SHOWN_TEXT]) if isinstance(value, str) else str(value)
 
 
 def _compare_generation(

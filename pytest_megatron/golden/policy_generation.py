@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 
 from pytest_megatron.golden.comparison import Comparison, Deviation, Difference, Rule, Summary
 from pytest_megatron.golden.generation import (
@@ -31,7 +30,6 @@ from pytest_megatron.golden.generation import (
     Request,
     has_metric,
 )
-from pytest_megatron.golden.model import Value
 
 LOGPROB_ABSOLUTE = 1e-3
 _SLOWEST, _FASTEST = 0.9, 1.2
@@ -150,16 +148,16 @@ def _first_difference(
         return _first_in_routing(golden, observed)
     tolerance = 0.0 if metric == TOKENS else LOGPROB_ABSOLUTE
     what = "token" if metric == TOKENS else "position"
-    rows = zip_longest(_values(golden, metric), _values(observed, metric))
-    for position, (expected, got) in enumerate(rows):
-        if expected is None:
-            assert got is not None
-            longer = f"{what} {position}, after the golden's last"
-            return Difference(step=position, place=longer, observed=got, golden="nothing")
-        if got is None or not _is_close(got, expected, tolerance):
+    expected, got = _values(golden, metric), _values(observed, metric)
+    for position, (e, g) in enumerate(zip(expected, got, strict=False)):
+        if not (g == e or abs(g - e) <= tolerance):
             place = f"{what} {position}"
-            return Difference(step=position, place=place, observed=got, golden=expected)
-    return None
+            return Difference(step=position, place=place, observed=g, golden=e)
+    if len(got) == len(expected):
+        return None
+    length = float(len(got)), float(len(expected))
+    place = f"number of {what}s"
+    return Difference(step=min(map(int, length)), place=place, observed=length[0], golden=length[1])
 
 
 def _first_in_text(golden: str, observed: str, *, is_strict: bool) -> Difference | None:
@@ -253,10 +251,10 @@ def _steady(values: Sequence[float]) -> float:
     return statistics.median(values[1:] or values)
 
 
-def _values(request: Request, metric: str) -> Iterator[Value]:
+def _values(request: Request, metric: str) -> tuple[float, ...]:
     if metric == TOKENS:
-        return iter([float(token) for token in request.tokens or ()])
-    return iter(request.logprobs[metric])
+        return tuple(float(token) for token in request.tokens or ())
+    return request.logprobs[metric]
 
 
 def _largest(metric: str, golden: Request, observed: Request) -> float:
@@ -265,12 +263,6 @@ def _largest(metric: str, golden: Request, observed: Request) -> float:
         return 0.0
     pairs = zip(golden.logprobs[metric], observed.logprobs[metric], strict=False)
     return max((abs(g - o) for g, o in pairs if math.isfinite(g - o)), default=0.0)
-
-
-def _is_close(observed: Value, golden: Value, tolerance: float) -> bool:
-    assert isinstance(observed, float)
-    assert isinstance(golden, float)
-    return observed == golden or abs(observed - golden) <= tolerance
 
 
 def _few(texts: Sequence[str], what: str = "") -> tuple[str, ...]:

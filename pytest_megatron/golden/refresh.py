@@ -94,7 +94,9 @@ def series_of_generation(generation: Generation) -> dict[str, Series]:
         if request.routing is not None:
             values[ROUTING] = tuple(str(row) for row in request.routing.values())
         for metric, row in values.items():
-            found[f"{metric} of {name}"] = series_of(dict(enumerate(row, start=1)))
+            found[f"{metric} of {name}"] = series_of(
+                dict(enumerate(row, start=1)), is_full_precision=True
+            )
     return found
 
 

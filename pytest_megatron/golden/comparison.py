@@ -34,6 +34,10 @@ class Rule(Enum):
     TAIL = "tail mean"
     MEDIAN = "median"
     PEAK = "peak"
+    # Between checkpoints, whatever the policy.
+    GRADIENT = "norm of the difference"
+    NOT_FINITE = "not finite"
+    SHAPE = "shape"
     # megatron.
     EXACT = "exact"
     APPROXIMATE = "approximate"

@@ -135,6 +135,8 @@ def _compare_of_requests(pair: Pair, metric: str) -> Comparison | None:
         count = f"{len(found)} of {len(shared)} requests differ"
         return replace(answer, rule=Rule.EXACT, first=first, notes=(count, *notes))
     counted = Deviation(num_compared=len(shared), largest_absolute=largest)
+    if notes:
+        notes = (f"{metric} differ by {largest:.1e} at most" if largest else f"{metric} equal",)
     return replace(answer, passed=True, rule=Rule.EXACT, deviation=counted, notes=notes)
 
 

@@ -12,19 +12,18 @@ from pytest_megatron.verdict.attempt import Cause, why_it_failed
 
 
 def judge_generation(
-    ends: Sequence[PhaseEnd], *, metric_names: Sequence[str], world_size: int, time_limit_s: float
+    ends: Sequence[PhaseEnd], *, metric_names: Sequence[str], time_limit_s: float
 ) -> tuple[Generation | None, Cause | None]:
     """Return what an inference program generated and what is wrong with it, if anything.
 
     Args:
         ends: Its phases; there is one.
         metric_names: What must be there, for the run or for every request.
-        world_size: For the text.
         time_limit_s: For the text.
     """
     (end,) = ends
     if not end.is_clean:
-        return None, why_it_failed(end, world_size, time_limit_s)
+        return None, why_it_failed(end, time_limit_s)
     path = end.plan.dirs.generated
     if not path.exists():
         text = (

@@ -47,6 +47,11 @@ class PhaseDirs:
         return self.root / "metrics.jsonl"
 
     @property
+    def generated(self) -> Path:
+        """Where an inference program writes its requests, `${INFERENCE_OUTPUT_PATH}`."""
+        return self.root / "generated.json"
+
+    @property
     def metrics(self) -> Path:
         """The metrics that were read, in the form of a golden."""
         return self.root / "metrics.json"

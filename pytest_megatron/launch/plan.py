@@ -14,7 +14,7 @@ from pathlib import Path
 from pytest_megatron.errors import CaseError, RecipeError
 from pytest_megatron.host import CPU_PLATFORM
 from pytest_megatron.launch.arguments import command_words
-from pytest_megatron.launch.case import Case, Mode, Starter, TestType
+from pytest_megatron.launch.case import Case, Starter, TestType
 from pytest_megatron.launch.layout import AttemptDirs, PhaseDirs
 from pytest_megatron.launch.phases import (
     DEFAULT_TIME_LIMIT_S,
@@ -175,7 +175,6 @@ def inherited(env: Mapping[str, str]) -> dict[str, str]:
 def _refuse_what_is_to_come(workload: Workload, case: Case) -> None:
     """Say clearly that something is not there yet, instead of running something else."""
     wanted: list[tuple[str, bool]] = [
-        (f"MODE {case.mode.value!r}", case.mode is not Mode.PRETRAINING),
         ("LAUNCHER 'ft_launcher'", case.starter is not Starter.TORCHRUN),
     ]
     for what, is_asked in wanted:
@@ -287,6 +286,7 @@ def _variables(
         "CHECKPOINT_LOAD_PATH": start.load,
         "CHECKPOINT_SAVE_PATH": str(start.save),
         "DATA_CACHE_PATH": workload.data_cache_path or str(dirs.data_cache),
+        "INFERENCE_OUTPUT_PATH": str(phase.generated),
         "LOG_DIR": str(phase.logs),
         "OUTPUT_PATH": str(phase.root),
         "REPEAT": str(repeat),

@@ -60,6 +60,9 @@ def summary_line(
     parts = [f"{training.duration_s:.1f} s"]
     if training.clean and training.clean[0].metrics:
         parts += _loss(training.clean[0].whole)
+    if training.clean and (generation := training.clean[0].generation) is not None:
+        num_tokens = sum(len(r.tokens or ()) for r in generation.requests.values())
+        parts.append(f"{num_tokens} tokens for {len(generation.requests)} requests")
     if problem is not None:
         cause = training.attempts[-1].cause
         parts.append("metrics disagree" if cause is None else cause.text.partition("; ")[0])

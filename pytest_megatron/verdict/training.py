@@ -12,7 +12,7 @@ from pytest_megatron.files import JsonValue
 from pytest_megatron.golden.comparison import Comparison
 from pytest_megatron.golden.store import write_metrics
 from pytest_megatron.host import CPU_PLATFORM
-from pytest_megatron.launch.case import Case, TestType
+from pytest_megatron.launch.case import Case, Mode, TestType
 from pytest_megatron.launch.checkpoints import iteration_name, require_frozen
 from pytest_megatron.launch.facts import Facts, utc_now
 from pytest_megatron.launch.layout import ItemDirs
@@ -23,7 +23,9 @@ from pytest_megatron.lease import lease_gpus
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.verdict.attempt import DEFAULT_METRICS, Attempt, Cause, judge_attempt
 from pytest_megatron.verdict.decide import Verdict, decide_training
+from pytest_megatron.verdict.generated import judge_generation
 from pytest_megatron.verdict.gradients import compare_gradients, measure_gradients, tolerance_of
+from pytest_megatron.verdict.modes import metric_names_of
 
 _BACKOFF_S = 5.0  # before the second attempt; doubled for each further one
 
@@ -52,9 +54,9 @@ class Job:
         """What is compared; None for a script that judges itself."""
         if self.workload.script is not None or self.case is None:
             return None
-        if self.case.metrics is not None:
-            return self.case.metrics
-        return DEFAULT_METRICS[:1] if self._is_consistency else DEFAULT_METRICS
+        if self._is_consistency and self.case.metrics is None:
+            return DEFAULT_METRICS[:1]
+        return metric_names_of(self.case)
 
     @property
     def redactor(self) -> Redactor:
@@ -215,23 +217,38 @@ def _attempt(job: Job, facts: Facts, listener: Listener, *, repeat: int, number:
         plan = plan_job(job, repeat=repeat, number=number)
         description = describe_plan(job, plan, facts)
         ends = run_attempt(plan, description, listener, lease.descriptors)
-    metrics, cause = judge_attempt(
-        ends,
-        metric_names=job.metric_names,
-        time_limit_s=plan.time_limit_s,
-        target=plan.target,
-    )
-    for end, measured in zip(ends, metrics, strict=False):
-        write_metrics(end.plan.dirs.metrics, measured)
     attempt = Attempt(
         repeat=repeat,
         number=number,
         dirs=plan.dirs,
         ends=ends,
-        metrics=metrics,
-        cause=cause,
+        metrics=(),
+        cause=None,
         is_in_windows=plan.target is not None,
     )
+    return _judged(job, plan, attempt)
+
+
+def _judged(job: Job, plan: AttemptPlan, attempt: Attempt) -> Attempt:
+    """Read what an attempt left, and say what is wrong with it."""
+    mode = Mode.PRETRAINING if job.case is None else job.case.mode
+    if mode is Mode.INFERENCE:
+        generation, cause = judge_generation(
+            attempt.ends,
+            metric_names=job.metric_names or (),
+            time_limit_s=plan.time_limit_s,
+        )
+        return replace(attempt, generation=generation, cause=cause)
+    metrics, cause = judge_attempt(
+        attempt.ends,
+        metric_names=job.metric_names,
+        time_limit_s=plan.time_limit_s,
+        target=plan.target,
+        is_rl=mode is Mode.RL,
+    )
+    for end, measured in zip(attempt.ends, metrics, strict=False):
+        write_metrics(end.plan.dirs.metrics, measured)
+    attempt = replace(attempt, metrics=metrics, cause=cause)
     if attempt.is_in_windows and metrics:
         write_metrics(attempt.whole_path, attempt.whole)
     return attempt if cause is not None else _with_gradients(job, attempt)

@@ -18,6 +18,7 @@ SUBCOMMANDS = {
     "expand": ("pytest_megatron.cli.expand", "Print the workloads that recipe files expand to."),
     "golden": ("pytest_megatron.cli.golden", "Compare observed metrics with golden values."),
     "lint": ("pytest_megatron.cli.lint", "Report what is wrong in recipes, cases and goldens."),
+    "triage": ("pytest_megatron.cli.triage", "Say why a run failed, from its logs."),
 }
 EXIT_UNUSABLE = 2
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from failure_case import HUNG, MISFIT, PEER_GONE, Case
+from failure_case import DESYNCED, HUNG, MISFIT, PEER_GONE, Case
 
 _CUDA = ("cuda",)
 GPU = (
@@ -75,7 +75,7 @@ GPU = (
     Case(
         id="gpu-desync-size",
         fault="other_size",
-        families=HUNG,
+        families=DESYNCED,
         has_flight=True,
         guilty=(1,),
         devices=_CUDA,
@@ -83,7 +83,7 @@ GPU = (
     Case(
         id="gpu-desync-operation",
         fault="other_operation",
-        families=HUNG,
+        families=DESYNCED,
         has_flight=True,
         guilty=(3,),
         form="ours",

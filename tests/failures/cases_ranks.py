@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from failure_case import CONFIGURED, DETAIL, HTTP, HUNG, MISFIT, NETWORK, Case
+from failure_case import CONFIGURED, DESYNCED, DETAIL, HTTP, HUNG, MISFIT, NETWORK, Case
 
 _PORT = Case(
     id="port-in-use",
@@ -59,12 +59,12 @@ DESYNC = (
     Case(
         id="desync-missed",
         fault="missed",
-        families=HUNG,
+        families=DESYNCED,
         has_flight=True,
         arguments=("--flight",),
     ),
     # Its traceback is in another collective than those of the others.
-    Case(id="desync-missed-bare", fault="missed", families=HUNG, guilty=(1,), form="ours"),
+    Case(id="desync-missed-bare", fault="missed", families=DESYNCED, guilty=(1,), form="ours"),
     # gloo aborts whichever rank is the first to get more than it has asked for.
     Case(
         id="desync-extra",
@@ -75,12 +75,12 @@ DESYNC = (
         devices=("cpu",),
     ),
     Case(id="desync-size", fault="other_size", families=MISFIT, root="any", devices=("cpu",)),
-    Case(id="desync-size-detail", fault="other_size", families=HUNG, env=DETAIL, guilty=(1,)),
-    Case(id="desync-type-detail", fault="other_type", families=HUNG, env=DETAIL, form="ours"),
+    Case(id="desync-size-detail", fault="other_size", families=DESYNCED, env=DETAIL, guilty=(1,)),
+    Case(id="desync-type-detail", fault="other_type", families=DESYNCED, env=DETAIL, form="ours"),
     Case(
         id="desync-operation-detail",
         fault="other_operation",
-        families=HUNG,
+        families=DESYNCED,
         env=DETAIL,
         guilty=(3,),
     ),

@@ -71,7 +71,12 @@ SYSTEM = (
     Case(id="disk-full-thread", fault="disk_full_in_a_thread", families=("disk",), guilty=(1,)),
     Case(id="disk-file-size", fault="file_too_large", families=("disk", "exception"), guilty=(1,)),
     Case(id="descriptors", fault="descriptors", families=("limits", "exception", "config")),
-    Case(id="permission", fault="permission", families=("permission", *CONFIGURED), guilty=(1,)),
+    Case(
+        id="permission",
+        fault="permission",
+        families=("permission", "disk", *CONFIGURED),
+        guilty=(1,),
+    ),
     Case(id="exit-3", fault="exit_code_3", families=("unknown", "exit"), guilty=(1,)),
     Case(id="exit-0", fault="exit_code_0", families=(*PEER_GONE, "unknown")),
     Case(

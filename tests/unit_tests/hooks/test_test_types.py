@@ -75,15 +75,30 @@ def add_frozen(project: Project) -> None:
 
 
 def add_releases(project: Project) -> None:
-    release = of_type("release")
-    exits: dict[str, JsonValue] = {"exit_interval": ITERS, "save_interval": 2}
-    project.add("windows", config=release, **exits, window_iters=WINDOW_ITERS)
-    project.add("at_once", "crash@1", config=release, **exits)
-    unsaved = {**exits, "save_interval": None}
-    project.add("unsaved", config=release, **unsaved, window_iters=WINDOW_ITERS)
-    project.case("too_few", config=release, **exits, window_iters=WINDOW_ITERS)
-    project.row("too_few", max_windows=[2])
-    project.add("stuck", "exit0@4", config=release, **{**exits, "save_interval": 3})
+    add_release(project, "windows")
+    add_release(project, "at_once", "crash@1")
+    add_release(project, "unsaved", save_interval=None)
+    add_release(project, "too_few", max_windows=2)
+    add_release(project, "stuck", "exit0@4", save_interval=3, window_iters=None)
+
+
+def add_release(
+    project: Project,
+    case: str,
+    *faults: str,
+    save_interval: int | None = 2,
+    window_iters: int | None = WINDOW_ITERS,
+    max_windows: int = 10,
+) -> None:
+    project.case(
+        case,
+        config=of_type("release"),
+        exit_interval=ITERS,
+        save_interval=save_interval,
+        window_iters=window_iters,
+        fault=list(faults) or None,
+    )
+    project.row(case, max_windows=[max_windows])
 
 
 def add_scripts(project: Project) -> None:

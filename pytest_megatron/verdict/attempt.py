@@ -12,6 +12,7 @@ from typing import assert_never
 from pytest_megatron.errors import MetricsError
 from pytest_megatron.golden.model import MetricMap, Series, is_finite
 from pytest_megatron.golden.store import read_metrics
+from pytest_megatron.health import Health
 from pytest_megatron.launch.failure import RankFailure, first_failure, read_failures, tail
 from pytest_megatron.launch.layout import AttemptDirs, PhaseDirs
 from pytest_megatron.launch.local import End, PhaseEnd
@@ -53,6 +54,7 @@ class Attempt:
         repeat: Counted from 1, as `number` is.
         metrics: What each phase measured; fewer than phases where one failed.
         cause: None if it trained as it should.
+        health: What its GPUs said before and after; None without GPUs.
     """
 
     repeat: int
@@ -61,6 +63,7 @@ class Attempt:
     ends: tuple[PhaseEnd, ...]
     metrics: tuple[MetricMap, ...]
     cause: Cause | None
+    health: Health | None = None
 
     @property
     def duration_s(self) -> float:

@@ -19,6 +19,7 @@ __all__ = [
     "MetricsError",
     "RecipeError",
     "SelectionError",
+    "TriageError",
 ]
 
 
@@ -70,3 +71,7 @@ class MetricsError(MegatronError):
 
 class GoldenError(MegatronError):
     """A golden file is missing, cannot be read, or must not be written."""
+
+
+class TriageError(MegatronError):
+    """A log, an artifact or a flight recorder's dump cannot be read as one."""

@@ -30,7 +30,8 @@ from pytest_megatron.report.record import item_record
 from pytest_megatron.report.text import mismatch, training_failure
 from pytest_megatron.verdict.attempt import Attempt
 from pytest_megatron.verdict.decide import Verdict
-from pytest_megatron.verdict.judge import judge
+from pytest_megatron.verdict.expected import evaluate
+from pytest_megatron.verdict.judge import Judgement, judge
 from pytest_megatron.verdict.training import Job, Training, plan_job, train
 
 
@@ -120,8 +121,8 @@ class WorkloadPlugin:
             retries.note_end(training)
             return training
 
-    def judge(self, item: WorkloadItem, training: Training) -> str | None:
-        """Compare a training with its golden; return what disagrees, or None.
+    def judge(self, item: WorkloadItem, training: Training) -> None:
+        """Compare a training with its golden and record what disagrees.
 
         Raises:
             MegatronError: The golden cannot be read, or must not be written.
@@ -129,7 +130,7 @@ class WorkloadPlugin:
         job = training.job
         if job.case is None or job.metric_names is None:
             self._record(item, item_record(training, None))
-            return None
+            return
         golden = read_golden_of(self._session, job)
         judgement = judge(training, golden, self._policy, self._session.facts)
         write_json_atomically(job.dirs.comparison, judgement.as_json())
@@ -140,15 +141,16 @@ class WorkloadPlugin:
             candidate, problem = self._goldens.take(
                 training, target, self._policy, self._session.facts
             )
-        verdict = training.verdict if problem is None else Verdict.FAILED
-        record = item_record(training, judgement, verdict=verdict, problem=problem)
+        record = self._evaluated(training, judgement, problem)
         self._record(item, {**record, "golden": candidate})
-        return problem
 
     def record_training(self, item: WorkloadItem, training: Training) -> str:
         """Record a training that failed or broke; return why."""
         problem = self._session.shorten(training_failure(training))
-        self._record(item, item_record(training, None, problem=problem))
+        if training.verdict is Verdict.BROKEN:
+            self._record(item, item_record(training, None, problem=problem))
+        else:
+            self._record(item, self._evaluated(training, None, problem))
         return problem
 
     def record_broken(
@@ -170,6 +172,21 @@ class WorkloadPlugin:
             },
         )
         return problem
+
+    def _evaluated(
+        self, training: Training, judgement: Judgement | None, problem: str | None
+    ) -> dict[str, JsonValue]:
+        """Return the record of a judged workload, after what its case expects."""
+        job = training.job
+        found = evaluate(job.case, job.node_id, problem)
+        if found.is_expected:
+            verdict = Verdict.PASSED
+        else:
+            verdict = training.verdict if found.problem is None else Verdict.FAILED
+        shown = None if found.problem is None else self._session.shorten(found.problem)
+        return item_record(
+            training, judgement, verdict=verdict, problem=shown, is_expected=found.is_expected
+        )
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(

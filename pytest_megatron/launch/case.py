@@ -5,6 +5,7 @@ Source: Megatron-LM tests/functional_tests/test_cases/*/*/model_config.yaml, d98
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -14,7 +15,8 @@ from typing import TypeVar
 from pytest_megatron.errors import CaseError
 from pytest_megatron.files import JsonValue
 from pytest_megatron.launch.arguments import Argument
-from pytest_megatron.recipe.cases import unknown_keys
+from pytest_megatron.recipe.cases import MODEL_ARGS, phase_problems, unknown_keys
+from pytest_megatron.recipe.vocabulary import nearest
 from pytest_megatron.yamllines import Document, read_yaml
 
 DEFAULT_TRAIN_ITERS = 100
@@ -62,15 +64,40 @@ _Choice = TypeVar("_Choice", TestType, Mode, Evaluation, Starter)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One `MODEL_ARGS*` key: what one start of the program is given.
+
+    Attributes:
+        key: `MODEL_ARGS`, `MODEL_ARGS_2` and so on.
+        number: The one in the key, 1 for the bare one.
+        env: `MODEL_ENV_VARS.<key>`: variables of this start alone.
+    """
+
+    key: str
+    number: int
+    arguments: tuple[Argument, ...]
+    env: Mapping[str, str]
+
+    @property
+    def num_ranks(self) -> int | None:
+        """`GPUS_PER_NODE`, the ranks per node of this start; None leaves that to the recipe."""
+        text = self.env.get("GPUS_PER_NODE")
+        return int(text) if text is not None else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """One `model_config.yaml`.
 
     Attributes:
         path: The file.
-        arguments: MODEL_ARGS in the order of the file.
+        variants: Every `MODEL_ARGS*` in the order of the file; the bare one is always there.
         env: ENV_VARS, as strings.
         metrics: METRICS; None where the file has no such key.
         before_script: Shell to run before the training, or None; likewise `after_script`.
+        expected_failure: Regular expression that the cause of a case with `xpass` must match, or
+            None for any failure.
+        gradient_tolerance: GRADIENT_TOLERANCE, or None for what follows from the precision.
     """
 
     path: Path
@@ -78,11 +105,23 @@ class Case:
     mode: Mode
     evaluation: Evaluation
     starter: Starter
-    arguments: tuple[Argument, ...]
+    variants: tuple[Variant, ...]
     env: Mapping[str, str]
     metrics: tuple[str, ...] | None
     before_script: str | None
     after_script: str | None
+    expected_failure: str | None
+    gradient_tolerance: float | None
+
+    @property
+    def arguments(self) -> tuple[Argument, ...]:
+        """MODEL_ARGS in the order of the file."""
+        return self.variant(1).arguments
+
+    def variant(self, number: int) -> Variant:
+        """Return the `MODEL_ARGS_<number>`, or the bare MODEL_ARGS where there is none."""
+        found = {variant.number: variant for variant in self.variants}
+        return found.get(number, found[1])
 
     def argument(self, name: str) -> str | None:
         """Return the text of an argument, the last one where it stands twice; None without it."""
@@ -95,16 +134,35 @@ class Case:
         Raises:
             CaseError: The value is not a positive number.
         """
-        text = self.argument("--train-iters")
-        if text is None:
-            return DEFAULT_TRAIN_ITERS
-        if not text.isdecimal() or not int(text):
-            line = next(a.line for a in self.arguments if a.name == "--train-iters")
+        return self.train_iters_of(self.variant(1))
+
+    def train_iters_of(self, variant: Variant) -> int:
+        """Return the same for one of several MODEL_ARGS.
+
+        Raises:
+            CaseError: The value is not a positive number.
+        """
+        return self._count(variant, "--train-iters") or DEFAULT_TRAIN_ITERS
+
+    @property
+    def exit_interval(self) -> int | None:
+        """The iteration at which a release is done, `--exit-interval`; None without it.
+
+        Raises:
+            CaseError: The value is not a positive number.
+        """
+        return self._count(self.variant(1), "--exit-interval")
+
+    def _count(self, variant: Variant, name: str) -> int | None:
+        found = next((a for a in reversed(variant.arguments) if a.name == name), None)
+        if found is None:
+            return None
+        if found.text is None or not found.text.isdecimal() or not int(found.text):
             raise CaseError(
-                f"{self.path}:{line}",
-                f"--train-iters is {text!r}, expected a number of iterations from 1 on",
+                f"{self.path}:{found.line}",
+                f"{name} is {found.text!r}, expected a number of iterations from 1 on",
             )
-        return int(text)
+        return int(found.text)
 
     @property
     def precision(self) -> str:
@@ -136,17 +194,20 @@ def read_case(path: Path) -> Case:
         CaseError: The file is missing, is not YAML, or a value of it has the wrong type or word.
     """
     reader = _Reader(read_yaml(path, error=CaseError))
+    reader.check_phases()
     return Case(
         path=path,
         test_type=reader.choice("TEST_TYPE", TestType, default=None),
         mode=reader.choice("MODE", Mode, default=Mode.PRETRAINING),
         evaluation=reader.choice("TEST_EVALUATION", Evaluation, default=Evaluation.PASS),
         starter=reader.choice("LAUNCHER", Starter, default=Starter.TORCHRUN),
-        arguments=reader.arguments("MODEL_ARGS"),
+        variants=reader.variants(),
         env=reader.env("ENV_VARS"),
         metrics=reader.metrics(),
         before_script=reader.script("BEFORE_SCRIPT"),
         after_script=reader.script("AFTER_SCRIPT"),
+        expected_failure=reader.pattern("EXPECTED_FAILURE"),
+        gradient_tolerance=reader.tolerance("GRADIENT_TOLERANCE"),
     )
 
 
@@ -167,17 +228,50 @@ class _Reader:
                 return choice
         words = ", ".join(sorted(choice.value for choice in choices))
         found = "is missing" if value is None else f"is {value!r}"
-        raise self._error([key], f"{key} {found}, expected one of {words}")
+        hint = nearest(str(value), [choice.value for choice in choices]) if value else ""
+        raise self._error([key], f"{key} {found}, expected one of {words}{hint}")
 
-    def arguments(self, key: str) -> tuple[Argument, ...]:
-        return tuple(self._argument(key, name) for name in self._mapping(key))
+    def check_phases(self) -> None:
+        """Refuse words and keys that would silently take a check away."""
+        for finding in phase_problems(self._document):
+            raise CaseError(f"{finding.file}:{finding.line}", finding.message)
+
+    def variants(self) -> tuple[Variant, ...]:
+        keys = [key for key in self._document.value if MODEL_ARGS(key)]
+        return tuple(
+            Variant(
+                key=key,
+                number=int(key.removeprefix("MODEL_ARGS").removeprefix("_") or 1),
+                arguments=tuple(self._argument(key, name) for name in self._mapping(key)),
+                env=self._variant_env(key),
+            )
+            for key in (keys if "MODEL_ARGS" in keys else ["MODEL_ARGS", *keys])
+        )
 
     def env(self, key: str) -> dict[str, str]:
+        return self._texts([key], self._mapping(key))
+
+    def _variant_env(self, key: str) -> dict[str, str]:
+        own = self._mapping("MODEL_ENV_VARS").get(key) or {}
+        path: list[str | int] = ["MODEL_ENV_VARS", key]
+        if not isinstance(own, dict):
+            raise self._error(path, f"MODEL_ENV_VARS.{key} is {own!r}, expected a mapping")
+        found = self._texts(path, own)
+        num_ranks = found.get("GPUS_PER_NODE", "1")
+        if not num_ranks.isdecimal() or not int(num_ranks):
+            raise self._error(
+                [*path, "GPUS_PER_NODE"],
+                f"GPUS_PER_NODE is {num_ranks!r}, expected a number of ranks from 1 on",
+            )
+        return found
+
+    def _texts(self, path: list[str | int], values: Mapping[str, JsonValue]) -> dict[str, str]:
         found = {}
-        for name, value in self._mapping(key).items():
-            text = self._document.text_of([key, name])
+        for name, value in values.items():
+            text = self._document.text_of([*path, name])
             if isinstance(value, dict | list) or text is None:
-                raise self._error([key, name], f"{key}.{name} is a container, expected one value")
+                where = ".".join(str(step) for step in [*path, name])
+                raise self._error([*path, name], f"{where} is a container, expected one value")
             found[name] = "" if value is None else text
         return found
 
@@ -192,8 +286,26 @@ class _Reader:
     def script(self, key: str) -> str | None:
         value = self._document.value.get(key)
         if value is not None and not isinstance(value, str):
-            raise self._error([key], f"{key} is {value!r}, expected the text of a shell script")
+            raise self._error([key], f"{key} is {value!r}, expected a text")
         return value
+
+    def pattern(self, key: str) -> str | None:
+        value = self.script(key)
+        try:
+            re.compile(value or "")
+        except re.error as error:
+            raise self._error(
+                [key], f"{key} is {value!r}, no regular expression: {error}"
+            ) from None
+        return value
+
+    def tolerance(self, key: str) -> float | None:
+        value = self._document.value.get(key)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+            raise self._error([key], f"{key} is {value!r}, expected a number from 0 to below 1")
+        return float(value)
 
     def _argument(self, key: str, name: str) -> Argument:
         value = self._mapping(key)[name]

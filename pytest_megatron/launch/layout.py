@@ -57,9 +57,18 @@ class PhaseDirs:
         return self.root / "metrics.jsonl"
 
     @property
+    def generated(self) -> Path:
+        """Where an inference program writes its requests, `${INFERENCE_OUTPUT_PATH}`."""
+        return self.root / "generated.json"
+
+    @property
     def metrics(self) -> Path:
         """The metrics that were read, in the form of a golden."""
         return self.root / "metrics.json"
+
+    def script(self, name: str) -> Path:
+        """A script of the case, `before` or `after` the training; `.log` is what it printed."""
+        return self.root / f"{name}_script.sh"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +105,16 @@ class AttemptDirs:
     def no_checkpoint(self) -> Path:
         """A directory that stays empty: what a run loads from that has nothing to load."""
         return self.root / "no_checkpoint"
+
+    @property
+    def frozen_checkpoint(self) -> Path:
+        """Shows one iteration of a frozen checkpoint, which itself is never written."""
+        return self.root / "frozen_checkpoint"
+
+    @property
+    def metrics(self) -> Path:
+        """The metrics of all windows of a release in one."""
+        return self.root / "metrics.json"
 
     @property
     def assets(self) -> Path:

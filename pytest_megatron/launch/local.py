@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,10 +11,18 @@ from typing import Protocol
 
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.files import JsonValue, write_json_atomically, write_text_atomically
+from pytest_megatron.launch.checkpoints import (
+    find_no_checkpoint,
+    find_not_saved,
+    lay_out,
+    saved_iteration,
+)
 from pytest_megatron.launch.follow import LogWatch, Progress
 from pytest_megatron.launch.layout import PhaseDirs
-from pytest_megatron.launch.plan import FLIGHT_VARIABLE, AttemptPlan, PhasePlan, Rewind
+from pytest_megatron.launch.phases import Target
+from pytest_megatron.launch.plan import FLIGHT_VARIABLE, AttemptPlan, PhasePlan
 from pytest_megatron.launch.process import Ended, GuardedProcess
+from pytest_megatron.launch.scripts import ScriptEnd, run_script
 
 _POLL_S = 0.1
 _STOP_GRACE_S = 10.0  # for the agent to end its ranks
@@ -41,7 +48,9 @@ class End(Enum):
     EXITED = "exited"  # by itself, well or not
     TIME_LIMIT = "time limit"  # stopped by us
     HUNG_COLLECTIVE = "hung collective"  # stopped by us once a rank's watchdog said so
-    NO_CHECKPOINT = "no checkpoint"  # by itself, without what the next phase resumes from
+    NO_CHECKPOINT = "no checkpoint"  # by itself, without what is resumed from or compared
+    NOT_DONE = "not done"  # by itself, and the windows of a release were not enough
+    SCRIPT = "script"  # the case's own script failed, before the training or after a clean one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +62,9 @@ class PhaseEnd:
         num_left: Processes that outlived the launcher and were killed.
         hung_rank: The rank whose watchdog reported, where `end` is HUNG_COLLECTIVE.
         progress: The last iteration that was printed, or None.
-        problem: What is missing, where `end` is NO_CHECKPOINT.
+        problem: What is missing, where `end` is NO_CHECKPOINT or NOT_DONE.
+        script: The script that failed, where `end` is SCRIPT.
+        saved: The iteration that can be resumed from afterwards, where that was looked at.
     """
 
     plan: PhasePlan
@@ -64,6 +75,8 @@ class PhaseEnd:
     hung_rank: int | None
     progress: Progress | None
     problem: str | None = None
+    script: ScriptEnd | None = None
+    saved: int | None = None
 
     @property
     def is_clean(self) -> bool:
@@ -95,38 +108,49 @@ def run_attempt(
     ends: list[PhaseEnd] = []
     deadline = time.monotonic() + plan.time_limit_s
     for phase in plan.phases:
-        if phase.rewind is not None and (problem := find_no_checkpoint(phase.rewind)):
+        if phase.origin is not None and (problem := find_no_checkpoint(phase.origin)):
             ends[-1] = replace(ends[-1], end=End.NO_CHECKPOINT, problem=problem)
             break
         _prepare(plan, phase)
-        ends.append(_run_phase(plan, phase, listener, deadline, kept_open))
+        if plan.target is not None:
+            deadline = time.monotonic() + plan.time_limit_s
+        end = _run_phase(plan, phase, listener, deadline, kept_open)
+        ends.append(_look_at_checkpoints(end, ends, plan))
         settle_logs(phase.dirs)
-        if not ends[-1].is_clean:
+        if not ends[-1].is_clean or _is_reached(plan.target, ends[-1]):
             break
     return tuple(ends)
 
 
-def find_no_checkpoint(rewind: Rewind) -> str | None:
-    """Return what is wrong if the checkpoint to resume from is not there, None if it is."""
-    kept = rewind.checkpoints / f"iter_{rewind.back_to:07d}"
-    if kept.is_dir():
-        return None
-    found = sorted(path.name for path in rewind.checkpoints.glob("iter_*"))
-    return (
-        f"{rewind.checkpoints} has no {kept.name} to resume from, found "
-        f"{', '.join(found) or 'no checkpoint'}; set --save-interval to half of --train-iters"
-    )
+def _look_at_checkpoints(end: PhaseEnd, before: Sequence[PhaseEnd], plan: AttemptPlan) -> PhaseEnd:
+    """Return how a phase ended once it is known what it saved."""
+    if not end.is_clean:
+        return end
+    saves, last, target = end.plan.saves, end.plan.last_iteration, plan.target
+    if saves is not None and last is not None and (problem := find_not_saved(saves, last)):
+        return replace(end, end=End.NO_CHECKPOINT, problem=problem)
+    if target is None:
+        return end
+    saved = saved_iteration(target.checkpoints)
+    end = replace(end, saved=saved)
+    was_at = before[-1].saved or 0 if before else 0
+    num_left = len(plan.phases) - end.plan.number
+    if saved is None:
+        problem = f"{target.checkpoints} has no checkpoint for the next window to resume from"
+    elif saved >= target.iteration:
+        return end
+    elif saved <= was_at:
+        problem = f"{end.plan.name} got no further than the one before: iteration {saved}"
+    elif not num_left:
+        problem = f"{end.plan.number} windows are over, which is all that max_windows allows"
+    else:
+        return end
+    problem += f"; at iteration {saved or 0} of {target.iteration}"
+    return replace(end, end=End.NOT_DONE, problem=problem)
 
 
-def rewind_checkpoints(rewind: Rewind) -> None:
-    """Make a finished training look as if it had stopped at `back_to`.
-
-    Raises:
-        OSError: The checkpoints cannot be changed.
-    """
-    shutil.rmtree(rewind.checkpoints / f"iter_{rewind.last:07d}", ignore_errors=True)
-    tracker = rewind.checkpoints / "latest_checkpointed_iteration.txt"
-    write_text_atomically(tracker, str(rewind.back_to))
+def _is_reached(target: Target | None, end: PhaseEnd) -> bool:
+    return target is not None and end.saved is not None and end.saved >= target.iteration
 
 
 def settle_logs(dirs: PhaseDirs) -> None:
@@ -146,8 +170,8 @@ def settle_logs(dirs: PhaseDirs) -> None:
 def _prepare(plan: AttemptPlan, phase: PhasePlan) -> None:
     """Make what a phase expects to find."""
     try:
-        if phase.rewind is not None:
-            rewind_checkpoints(phase.rewind)
+        if phase.origin is not None:
+            lay_out(phase.origin)
         phase.dirs.logs.mkdir(parents=True)
         phase.dirs.tensorboard.mkdir()
         if str(phase.dirs.flight) in phase.own_env.get(FLIGHT_VARIABLE, ""):
@@ -167,7 +191,43 @@ def _run_phase(
     deadline: float,
     kept_open: Sequence[int],
 ) -> PhaseEnd:
-    """Start a phase and watch it to its end."""
+    """Run the scripts around a phase and the phase itself."""
+    env, before = phase.env, None
+    if phase.before_script is not None:
+        path = phase.dirs.script("before")
+        before = run_script(
+            "BEFORE_SCRIPT", phase.before_script, path, env, plan.cwd, deadline=deadline
+        )
+        env = before.env
+    if before is not None and not before.is_clean:
+        return PhaseEnd(
+            plan=phase,
+            end=End.SCRIPT,
+            returncode=before.returncode or 0,
+            num_left=0,
+            duration_s=0.0,
+            hung_rank=None,
+            progress=None,
+            script=before,
+        )
+    end = _train(plan, replace(phase, env=env), listener, deadline, kept_open)
+    if phase.after_script is None or end.end is not End.EXITED:
+        return end
+    path = phase.dirs.script("after")
+    env = {**env, "EXIT_CODE": str(end.returncode)}
+    after = run_script("AFTER_SCRIPT", phase.after_script, path, env, plan.cwd, deadline=deadline)
+    is_cause = end.is_clean and not after.is_clean  # a failed training is the cause of what follows
+    return replace(end, end=End.SCRIPT, script=after) if is_cause else end
+
+
+def _train(
+    plan: AttemptPlan,
+    phase: PhasePlan,
+    listener: Listener,
+    deadline: float,
+    kept_open: Sequence[int],
+) -> PhaseEnd:
+    """Start the program of a phase and watch it to its end."""
     watch = LogWatch(phase.dirs, scripts=plan.dirs.assets if phase.is_script else None)
     end = End.EXITED
     hung_at = 0.0

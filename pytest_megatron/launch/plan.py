@@ -8,26 +8,25 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from pytest_megatron.errors import CaseError, RecipeError
 from pytest_megatron.host import CPU_PLATFORM
-from pytest_megatron.launch.arguments import Argument, command_words, with_argument
-from pytest_megatron.launch.case import (
-    LIGHTWEIGHT_ITERS,
-    LIGHTWEIGHT_NEMO_STEPS,
-    LIGHTWEIGHT_SAVE_INTERVAL,
-    Case,
-    Evaluation,
-    Mode,
-    Starter,
-    TestType,
-)
+from pytest_megatron.launch.arguments import command_words
+from pytest_megatron.launch.case import Case, Starter, TestType
 from pytest_megatron.launch.layout import FLIGHT_PREFIX, AttemptDirs, PhaseDirs
+from pytest_megatron.launch.phases import (
+    DEFAULT_TIME_LIMIT_S,
+    Frozen,
+    Rewind,
+    Start,
+    Target,
+    starts_of,
+    target_of,
+)
 from pytest_megatron.recipe.model import Workload
 
-DEFAULT_TIME_LIMIT_S = 1800
 # What Megatron-LM's driver exports where the user has not.
 # Source: Megatron-LM tests/functional_tests/shell_test_utils/_run_training.sh, d98e8a64dd.
 NCCL_DEFAULTS: Mapping[str, str] = {
@@ -54,43 +53,44 @@ _FOREIGN_NAMES = frozenset(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rewind:
-    """Makes a finished run look as if it had stopped half way: what a resume phase starts from.
-
-    Attributes:
-        checkpoints: Where the first phase saved.
-        last: Iteration of its last checkpoint, which is removed.
-        back_to: Iteration that the next phase resumes from.
-    """
-
-    checkpoints: Path
-    last: int
-    back_to: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PhasePlan:
     """One start of a training program.
 
     Attributes:
         number: Counted from 1.
+        name: As people are told it: `phase 2`, `window 3`, `MODEL_ARGS_4`.
         argv: Program and arguments; no shell comes between.
         env: The whole environment.
         own_env: The part of it that comes from us or from the case, for people to read.
         dirs: Where it writes.
-        rewind: What to do to the checkpoints before the start, or None.
+        origin: What to lay out before the start for it to resume from, or None.
         last_iteration: Where the training stops by itself; None where we do not know.
+        world_size: Ranks over all nodes.
+        saves: Directory in which it must leave a checkpoint of its last iteration, or None.
+        frozen_paths: What it reads below the recipe's `checkpoint_load_path`, and so must exist.
+        before_script: Shell text to run before the training, or None; likewise `after_script`.
         is_script: Whether a recipe's script runs instead of a launcher.
     """
 
     number: int
+    name: str = "phase 1"
     argv: tuple[str, ...]
     env: Mapping[str, str]
     own_env: Mapping[str, str]
     dirs: PhaseDirs
-    rewind: Rewind | None = None
+    origin: Rewind | Frozen | None = None
     last_iteration: int | None
+    world_size: int = 1
+    saves: Path | None = None
+    frozen_paths: tuple[Path, ...] = ()
+    before_script: str | None = None
+    after_script: str | None = None
     is_script: bool = False
+
+    @property
+    def resumes_after(self) -> int | None:
+        """The iteration of the checkpoint that it must go on from; None where we do not know."""
+        return None if self.origin is None else self.origin.back_to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +98,11 @@ class AttemptPlan:
     """Everything of one attempt.
 
     Attributes:
+        phases: In order; of a release, every window that it may take.
         cwd: Working directory of every phase: the project's root.
-        time_limit_s: For all phases together.
+        world_size: The most ranks that a phase has.
+        time_limit_s: For all phases together; of a release, for each window.
+        target: When the windows of a release are enough; None for every other test type.
         script: Text to be put into the file that the only phase runs, or None.
     """
 
@@ -108,6 +111,7 @@ class AttemptPlan:
     cwd: Path
     world_size: int
     time_limit_s: float
+    target: Target | None = None
     script: str | None = None
 
 
@@ -153,19 +157,16 @@ def plan_attempt(
         return _plan_script(workload, dirs, setting)
     assert case is not None
     _refuse_what_is_to_come(workload, case)
-    is_lightweight = setting.is_lightweight or case.is_always_lightweight
-    train_iters = LIGHTWEIGHT_ITERS if is_lightweight else case.train_iters
-    phases = [_plan_phase(workload, case, dirs, setting, repeat=repeat, number=1)]
-    if case.test_type is TestType.CKPT_RESUME:
-        second = _plan_phase(workload, case, dirs, setting, repeat=repeat, number=2)
-        back = Rewind(checkpoints=dirs.checkpoints, last=train_iters, back_to=train_iters // 2)
-        phases.append(replace(second, rewind=back))
+    is_light = setting.is_lightweight or case.is_always_lightweight
+    starts = starts_of(workload, case, dirs, setting.root, is_lightweight=is_light)
+    phases = tuple(_plan_phase(workload, case, dirs, setting, start, repeat) for start in starts)
     return AttemptPlan(
-        phases=tuple(phases),
+        phases=phases,
         dirs=dirs,
         cwd=setting.root,
-        world_size=workload.nodes * workload.gpus,
+        world_size=max(phase.world_size for phase in phases),
         time_limit_s=_time_limit_s(workload),
+        target=target_of(case, starts, is_lightweight=is_light),
     )
 
 
@@ -181,15 +182,7 @@ def inherited(env: Mapping[str, str]) -> dict[str, str]:
 def _refuse_what_is_to_come(workload: Workload, case: Case) -> None:
     """Say clearly that something is not there yet, instead of running something else."""
     wanted: list[tuple[str, bool]] = [
-        (
-            f"TEST_TYPE {case.test_type.value!r}",
-            case.test_type not in (TestType.REGULAR, TestType.CKPT_RESUME),
-        ),
-        (f"MODE {case.mode.value!r}", case.mode is not Mode.PRETRAINING),
-        ("TEST_EVALUATION 'xpass'", case.evaluation is not Evaluation.PASS),
         ("LAUNCHER 'ft_launcher'", case.starter is not Starter.TORCHRUN),
-        ("BEFORE_SCRIPT", case.before_script is not None),
-        ("AFTER_SCRIPT", case.after_script is not None),
     ]
     for what, is_asked in wanted:
         if is_asked:
@@ -206,9 +199,8 @@ def _plan_phase(
     case: Case,
     dirs: AttemptDirs,
     setting: Setting,
-    *,
+    start: Start,
     repeat: int,
-    number: int,
 ) -> PhasePlan:
     """Plan one start of the training program under `torch.distributed.run`."""
     program = workload.training_script_path
@@ -218,55 +210,75 @@ def _plan_phase(
             "has neither `script` nor `training_script_path`, expected one of them; "
             "name the training program in the recipe's spec",
         )
+    num_ranks = _num_ranks(workload, case, start)
+    phase = dirs.phase(start.number)
+    own = {
+        **{k: v for k, v in NCCL_DEFAULTS.items() if k not in setting.env},
+        **_flight_recorder(workload, phase, setting),
+        **case.env,
+        **start.variant.env,
+        **_variables(workload, dirs, phase, setting, start, repeat),
+    }
+    own |= _devices(workload, setting)
+    env = {**inherited(setting.env), **own}
+    argv = (
+        *(setting.python, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "0"),
+        *("--nproc-per-node", str(num_ranks), "--log-dir", str(phase.logs), "--redirects", "3"),
+        *_tee_words(setting.tee_ranks, num_ranks),
+        program,
+        *command_words(start.arguments, env, file=str(case.path)),
+    )
+    return PhasePlan(
+        number=start.number,
+        name=start.name,
+        argv=argv,
+        env=env,
+        own_env=own,
+        dirs=phase,
+        origin=start.origin,
+        last_iteration=start.last_iteration,
+        world_size=workload.nodes * num_ranks,
+        saves=start.saves,
+        frozen_paths=_frozen_paths(case, start, env, setting.root),
+        before_script=case.before_script,
+        after_script=case.after_script,
+    )
+
+
+def _num_ranks(workload: Workload, case: Case, start: Start) -> int:
+    """Return the ranks on a node: the row's, or what the case says of this start.
+
+    Raises:
+        RecipeError: There would be none.
+        CaseError: It is more than the row has.
+    """
     if workload.gpus < 1:
         raise RecipeError(
             workload.where,
             f"gpus is {workload.gpus}, expected at least 1: it is the number of ranks on a node, "
             f"on the platform cpu too",
         )
-    phase = dirs.phase(number)
-    own = {
-        **{k: v for k, v in NCCL_DEFAULTS.items() if k not in setting.env},
-        **_flight_recorder(workload, phase, setting),
-        **case.env,
-        **_variables(workload, dirs, phase, setting, repeat=repeat, is_resume=number > 1),
-    }
-    own |= _devices(workload, setting)
-    env = {**inherited(setting.env), **own}
-    arguments, last = _arguments(case, is_lightweight=setting.is_lightweight)
-    argv = (
-        *(setting.python, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "0"),
-        *("--nproc-per-node", str(workload.gpus), "--log-dir", str(phase.logs), "--redirects", "3"),
-        *_tee_words(setting.tee_ranks, workload.gpus),
-        program,
-        *command_words(arguments, env, file=str(case.path)),
-    )
-    return PhasePlan(
-        number=number, argv=argv, env=env, own_env=own, dirs=phase, last_iteration=last
-    )
+    own = start.variant.num_ranks
+    if own is not None and own > workload.gpus:
+        raise CaseError(
+            str(case.path),
+            f"MODEL_ENV_VARS.{start.variant.key}.GPUS_PER_NODE is {own}, and the row has gpus "
+            f"{workload.gpus} ({workload.where}), expected no more than that; raise gpus",
+        )
+    return workload.gpus if own is None else own
 
 
-def _arguments(case: Case, *, is_lightweight: bool) -> tuple[tuple[Argument, ...], int | None]:
-    """Return the case's arguments with the iteration to stop at, and that iteration.
-
-    Megatron-LM's driver writes both changes into the file; here the file stays as it is. A program
-    that takes `key=value` only is told of no iteration unless it shall run a short time.
-    """
-    is_lightweight = is_lightweight or case.is_always_lightweight
-    if case.arguments and not any(a.name.startswith("-") for a in case.arguments):
-        steps = str(LIGHTWEIGHT_NEMO_STEPS)
-        return (
-            with_argument(case.arguments, "trainer.max_steps", steps)
-            if is_lightweight
-            else case.arguments
-        ), None
-    if not is_lightweight:
-        last = case.train_iters
-        return with_argument(case.arguments, "--exit-interval", str(last)), last
-    arguments = with_argument(case.arguments, "--exit-interval", str(LIGHTWEIGHT_ITERS))
-    if case.test_type is TestType.CKPT_RESUME:
-        arguments = with_argument(arguments, "--save-interval", str(LIGHTWEIGHT_SAVE_INTERVAL))
-    return arguments, LIGHTWEIGHT_ITERS
+def _frozen_paths(case: Case, start: Start, env: Mapping[str, str], root: Path) -> tuple[Path, ...]:
+    """Return what a frozen-start reads: the values that refer to CHECKPOINT_LOAD_PATH."""
+    if case.test_type is not TestType.FROZEN_START:
+        return ()
+    name = "CHECKPOINT_LOAD_PATH"
+    base = env[name]
+    named = [a for a in start.arguments if name in " ".join(a.words or (a.text or "",))]
+    words = command_words(named, env, file=str(case.path))
+    values = [word if word.startswith(base) else word.partition("=")[2] for word in words]
+    found = dict.fromkeys(value for value in values if value.startswith(base))
+    return tuple(root / value for value in found or [base])
 
 
 def _variables(
@@ -274,19 +286,19 @@ def _variables(
     dirs: AttemptDirs,
     phase: PhaseDirs,
     setting: Setting,
-    *,
+    start: Start,
     repeat: int,
-    is_resume: bool,
 ) -> dict[str, str]:
     """Return the variables that a `model_config.yaml` may refer to, and our own."""
-    load = workload.checkpoint_load_path or str(dirs.no_checkpoint)
     found = {
-        "CHECKPOINT_LOAD_PATH": str(dirs.checkpoints) if is_resume else load,
-        "CHECKPOINT_SAVE_PATH": str(dirs.checkpoints),
+        "CHECKPOINT_LOAD_PATH": start.load,
+        "CHECKPOINT_SAVE_PATH": str(start.save),
         "DATA_CACHE_PATH": workload.data_cache_path or str(dirs.data_cache),
+        "INFERENCE_OUTPUT_PATH": str(phase.generated),
         "LOG_DIR": str(phase.logs),
         "OUTPUT_PATH": str(phase.root),
         "REPEAT": str(repeat),
+        "RUN_NUMBER": str(start.number if start.saves is None else start.variant.number),
         "TENSORBOARD_PATH": str(phase.tensorboard),
         "PYTEST_MEGATRON_METRICS": str(phase.metrics_lines),
         "PYTHONFAULTHANDLER": "1",  # a crash or a hang leaves Python stacks in stderr.log

@@ -26,6 +26,7 @@ KNOWN_WORDS = {
 }
 KNOWN_KEYS = (
     *("AFTER_SCRIPT", "BASE_MODEL_ARGS", "BEFORE_SCRIPT", "ENV_VARS", "LAUNCHER", "METRICS"),
+    *("EXPECTED_FAILURE", "GRADIENT_TOLERANCE"),  # ours
     *("MODE", "MODEL_ARGS", "MODEL_ENV_VARS", "TEST_EVALUATION", "TEST_TYPE"),
     "THROUGHPUT_TEST_PARAMS",
 )
@@ -34,7 +35,12 @@ HARNESS_VARIABLES = (
     *("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "NON_DETERMINSTIC_RESULTS", "SKIP_PYTEST", "N_REPEAT"),
     *("ENABLE_LIGHTWEIGHT_MODE", "THROUGHPUT_START_STEP"),
 )
-_MODEL_ARGS = re.compile(r"MODEL_ARGS_\d+").fullmatch
+MODEL_ARGS = re.compile(r"MODEL_ARGS(_[1-9]\d*)?").fullmatch
+_NUMBERED = re.compile(r"MODEL_ARGS_([1-9]\d*)").fullmatch
+# Which MODEL_ARGS_<n> a TEST_TYPE reads; those that train once read none.
+_ONE_START = ("frozen-start", "regular")
+_MANY_STARTS = tuple(w for w in KNOWN_WORDS["TEST_TYPE"] if w not in _ONE_START)
+_PHASES = {"ckpt-resume": 2, "frozen-resume": 2}
 _SIMILAR = 0.85
 
 
@@ -51,14 +57,16 @@ def check_case(document: Document) -> Iterator[Finding]:
         )
     yield from unknown_keys(document)
     yield from _unknown_words(document)
+    yield from phase_problems(document)
+    yield from _unread_variables(document)
     yield from _similar_variables(document)
 
 
 def compares_metrics(document: Document) -> bool:
     """Whether a run of the case is compared with a golden file.
 
-    It is not where the case says SKIP_PYTEST, is always lightweight, checks gradients only, or is
-    one of the pairs of MODE and TEST_TYPE for which Megatron-LM compares nothing.
+    It is not where the case says SKIP_PYTEST, is always lightweight, is expected to fail, checks
+    gradients only, or is one of the pairs of MODE and TEST_TYPE that are refused.
     """
     env = document.value.get("ENV_VARS")
     env = env if isinstance(env, dict) else {}
@@ -66,10 +74,17 @@ def compares_metrics(document: Document) -> bool:
         return False
     if str(env.get("ENABLE_LIGHTWEIGHT_MODE")).lower() == "true":
         return False
+    if document.value.get("TEST_EVALUATION") == "xpass":
+        return False
     test_type = document.value.get("TEST_TYPE")
     if document.value.get("MODE", "pretraining") == "pretraining":
         return test_type != "checkpoint-consistency"
-    return test_type == "frozen-start"
+    return test_type in ("frozen-start", "regular")
+
+
+def starts_frozen(document: Document) -> bool:
+    """Whether a run of the case starts from a checkpoint that was made before."""
+    return document.value.get("TEST_TYPE") in ("frozen-resume", "frozen-start")
 
 
 def _finding(document: Document, path: tuple[str, ...], rule: str, message: str) -> Finding:
@@ -79,9 +94,53 @@ def _finding(document: Document, path: tuple[str, ...], rule: str, message: str)
 def unknown_keys(document: Document) -> Iterator[Finding]:
     """Yield the top-level keys that nothing reads."""
     for key in document.value:
-        if key not in KNOWN_KEYS and not _MODEL_ARGS(key):
+        if key not in KNOWN_KEYS and not MODEL_ARGS(key):
             message = f"unknown key {key!r}, nothing reads it" + nearest(key, KNOWN_KEYS)
             yield _finding(document, (key,), "case-unknown-key", message)
+
+
+def phase_problems(document: Document) -> Iterator[Finding]:
+    """Yield what a case says that its TEST_TYPE, MODE or TEST_EVALUATION makes void."""
+    value = document.value
+    test_type, mode = value.get("TEST_TYPE"), value.get("MODE", "pretraining")
+    if test_type not in KNOWN_WORDS["TEST_TYPE"]:
+        return  # that is what has to be said first
+    if mode in ("inference", "rl") and test_type in _MANY_STARTS:
+        message = f"TEST_TYPE {test_type} does not go with MODE {mode}, expected one of "
+        message += ", ".join(_ONE_START)
+        yield _finding(document, ("TEST_TYPE",), "case-void", message)
+    for key in value:
+        found = _NUMBERED(key)
+        if found is None or test_type == "checkpoint-consistency":
+            continue
+        if not 1 < int(found[1]) <= _PHASES.get(str(test_type), 1):
+            message = f"TEST_TYPE {test_type} never runs with {key}; remove it, or change TEST_TYPE"
+            yield _finding(document, (key,), "case-void", message)
+    needs = {
+        "EXPECTED_FAILURE": (value.get("TEST_EVALUATION") == "xpass", "TEST_EVALUATION: xpass"),
+        "GRADIENT_TOLERANCE": (
+            test_type == "checkpoint-consistency",
+            "TEST_TYPE: checkpoint-consistency",
+        ),
+    }
+    for key, (is_read, what) in needs.items():
+        if key in value and not is_read:
+            message = f"{key} is read only with {what}; remove it, or add that"
+            yield _finding(document, (key,), "case-void", message)
+
+
+def _unread_variables(document: Document) -> Iterator[Finding]:
+    """Yield parts of MODEL_ENV_VARS that belong to no MODEL_ARGS; Megatron-LM has such."""
+    own = document.value.get("MODEL_ENV_VARS")
+    for key in own if isinstance(own, dict) else ():
+        if key not in document.value:
+            yield Finding(
+                file=document.file,
+                line=document.line_of(("MODEL_ENV_VARS", key)),
+                rule="case-void",
+                message=f"MODEL_ENV_VARS: the case has no {key!r}, nothing reads this",
+                severity=Severity.WARNING,
+            )
 
 
 def _unknown_words(document: Document) -> Iterator[Finding]:

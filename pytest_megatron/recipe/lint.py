@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from pytest_megatron.recipe.cases import check_case, compares_metrics
+from pytest_megatron.recipe.cases import check_case, compares_metrics, starts_frozen
 from pytest_megatron.recipe.expand import Profile
 from pytest_megatron.recipe.findings import Finding, Severity
 from pytest_megatron.recipe.load import BUILT_IN_WORDS, find_recipes, read_recipe
@@ -65,6 +65,8 @@ def _check_rows(workloads: Iterable[Workload], root: Path) -> Iterator[Finding]:
         case = cases.get(path)
         if case is not None and compares_metrics(case):
             yield from _check_golden(workload, root)
+        if case is not None and workload.script is None and starts_frozen(case):
+            yield from _check_checkpoint(workload, root)
 
 
 def _read_case(path: Path) -> tuple[Document | None, tuple[Finding, ...]]:
@@ -106,6 +108,24 @@ def _check_golden(workload: Workload, root: Path) -> Iterator[Finding]:
             f"{workload.platform}, expected {places[0]}; run it with --golden record",
             Severity.ERROR if workload.disabled_reason is None else Severity.WARNING,
         )
+
+
+def _check_checkpoint(workload: Workload, root: Path) -> Iterator[Finding]:
+    """Yield the frozen checkpoint that a row does not name, or that the project lacks.
+
+    An absolute path may be one of the machines that train.
+    """
+    named = workload.checkpoint_load_path
+    if named is None:
+        message = (
+            f"{workload.test_case!r} starts from a frozen checkpoint; add checkpoint_load_path"
+        )
+        yield _row_finding(workload, "missing-checkpoint", message)
+        return
+    path = Path(workload.render(named))
+    if not path.is_absolute() and not (root / path).exists():
+        message = f"{workload.test_case!r} starts from {path}, which is not there; add it"
+        yield _row_finding(workload, "missing-checkpoint", message)
 
 
 def _row_finding(

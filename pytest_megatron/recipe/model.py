@@ -30,6 +30,7 @@ class Workload:
         gpus: GPUs per node; 0 for a row without any.
         n_repeat: How often the recipe wants it run; None leaves that to the caller.
         time_limit_s: Seconds; None leaves that to the caller.
+        max_windows: How many windows a release may take; None leaves that to the caller.
         script: Template of a bash script, None where we launch `training_script_path` ourselves.
         name: The recipe's name template, filled in.
         variant: What tells the row from others of its file with the same test case, environment
@@ -55,6 +56,7 @@ class Workload:
     gpus: int
     n_repeat: int | None
     time_limit_s: int | None
+    max_windows: int | None
     script: str | None
     training_script_path: str | None
     data_path: str | None
@@ -161,6 +163,7 @@ def parse_row(row: Row, *, file: Path, variant: tuple[str, ...]) -> Workload:
         gpus=reader.number("gpus", 0) or 0,
         n_repeat=reader.number("n_repeat", None),
         time_limit_s=reader.number("time_limit", None),
+        max_windows=reader.number("max_windows", None),
         script=reader.text("script"),
         training_script_path=reader.text("training_script_path"),
         data_path=reader.text("data_path"),

@@ -54,6 +54,9 @@ class Spec(TypedDict):
     test_case: NotRequired[str | None]
     n_repeat: NotRequired[Positive | None]
     time_limit: NotRequired[Annotated[Positive | None, Field(description="Seconds.")]]
+    max_windows: NotRequired[
+        Annotated[Positive | None, Field(description="Windows that a release may take.")]
+    ]
     script: NotRequired[Annotated[str | None, Field(description="Template, run under bash.")]]
     script_setup: NotRequired[Annotated[str | None, Field(description="Never run by us.")]]
     artifacts: NotRequired[dict[str, str] | None]
@@ -82,6 +85,7 @@ class Product(TypedDict):
     model: NotRequired[Texts]
     n_repeat: NotRequired[Numbers]
     time_limit: NotRequired[Numbers]
+    max_windows: NotRequired[Numbers]
     nodes: NotRequired[Annotated[list[Positive], Field(min_length=1)]]
     gpus: NotRequired[Annotated[list[Count], Field(min_length=1)]]
     allow_failure: NotRequired[list[bool]]

@@ -18,6 +18,7 @@ def item_record(
     *,
     verdict: Verdict | None = None,
     problem: str | None = None,
+    is_expected: bool = False,
 ) -> dict[str, JsonValue]:
     """Return what `run.json` says of a workload.
 
@@ -26,11 +27,14 @@ def item_record(
         judgement: The comparisons, or None where there were none.
         verdict: The last word; None takes the training's own.
         problem: Why it did not pass, as printed.
+        is_expected: Whether the problem is what the case expects, which passes.
     """
+    summary = summary_line(training, judgement if problem is None else None, problem)
     return {
         "verdict": (verdict or training.verdict).value,
         "problem": problem,
-        "summary": summary_line(training, judgement if problem is None else None, problem),
+        "is_expected": is_expected,
+        "summary": f"failed as expected: {summary}" if is_expected else summary,
         "duration_s": round(training.duration_s, 3),
         "directory": str(training.job.dirs.root),
         "not_run_again": training.stopped,

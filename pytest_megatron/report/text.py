@@ -5,15 +5,19 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import assert_never
 
 from pytest_megatron.golden.comparison import render
 from pytest_megatron.golden.model import MetricMap
-from pytest_megatron.launch.plan import AttemptPlan
+from pytest_megatron.launch.phases import Frozen, Rewind
+from pytest_megatron.launch.plan import AttemptPlan, PhasePlan
+from pytest_megatron.launch.secrets import Redactor
 from pytest_megatron.verdict.attempt import Attempt
-from pytest_megatron.verdict.judge import Judgement, RepeatComparison
+from pytest_megatron.verdict.judge import Judgement
 from pytest_megatron.verdict.training import Job, Training
 
 _INDENT = "    "
+_MAX_SHOWN = 10  # metrics or gradients of one repeat
 
 
 def training_failure(training: Training) -> str:
@@ -37,12 +41,17 @@ def training_failure(training: Training) -> str:
 def mismatch(training: Training, judgement: Judgement) -> str:
     """Return which metrics disagree, where and by how much."""
     job = training.job
-    lines = [f"{job.node_id}: trained to the end, but its metrics disagree"]
+    is_golden = any(not repeat.is_of_gradients for repeat in judgement.failed)
+    what = "metrics" if is_golden else "gradients"
+    lines = [f"{job.node_id}: trained to the end, but its {what} disagree"]
     for repeat in judgement.failed:
         if job.num_repeats > 1 or repeat.against != "golden":
             lines.append(f"repeat {repeat.repeat} against the {repeat.against}:")
-        lines += [f"{_INDENT}{render(c)}" for c in repeat.failed]
-        lines.append(f"{_INDENT}measured: {_measured(training, repeat)}")
+        lines += [f"{_INDENT}{render(c)}" for c in repeat.failed[:_MAX_SHOWN]]
+        if len(repeat.failed) > _MAX_SHOWN:
+            num_more = len(repeat.failed) - _MAX_SHOWN
+            lines.append(f"{_INDENT}and {num_more} more; see {job.dirs.comparison}")
+        lines.append(f"{_INDENT}measured: {repeat.measured}")
     return "\n".join(lines)
 
 
@@ -52,13 +61,16 @@ def summary_line(
     """Return one line for the end of the run: loss, time, how it compares, what was odd."""
     parts = [f"{training.duration_s:.1f} s"]
     if training.clean and training.clean[0].metrics:
-        parts += _loss(training.clean[0].metrics[0])
+        parts += _loss(training.clean[0].whole)
+    if training.clean and (generation := training.clean[0].generation) is not None:
+        num_tokens = sum(len(r.tokens or ()) for r in generation.requests.values())
+        parts.append(f"{num_tokens} tokens for {len(generation.requests)} requests")
     if problem is not None:
         cause = training.attempts[-1].cause
         parts.append("metrics disagree" if cause is None else cause.text.partition("; ")[0])
     if judgement is not None:
         notes = [
-            note if repeat.against == "golden" else f"resumed: {note}"
+            f"resumed: {note}" if repeat.against == "first phase" else note
             for repeat in judgement.repeats
             for comparison in repeat.comparisons
             for note in comparison.notes
@@ -75,25 +87,49 @@ def plan_text(job: Job, plan: AttemptPlan, golden: Path | None) -> str:
         job.node_id,
         f"  golden: {golden if golden is not None else 'none'}",
         f"  ranks: {plan.world_size} on {job.workload.platform}",
-        f"  time limit: {plan.time_limit_s:g} s",
+        f"  time limit: {plan.time_limit_s:g} s{' a window' if plan.target is not None else ''}",
         f"  repeats: {job.num_repeats}, each with up to {job.retry.max_attempts} attempts",
         f"  directory: {plan.cwd}",
     ]
-    for phase in plan.phases:
-        if phase.rewind is not None:
-            lines.append(f"  then back to iteration {phase.rewind.back_to}, and")
-        env = redactor.env(phase.own_env)
-        lines += [f"  {name}={shlex.quote(value)} \\" for name, value in env.items()]
-        lines.append(f"  {shlex.join(redactor.words(phase.argv))}")
+    if job.gradient_tolerance is not None:
+        lines.append(f"  tolerance of gradients: {job.gradient_tolerance:.1e} of the norm")
+    phases = plan.phases if plan.target is None else plan.phases[:1]
+    for phase in phases:
+        lines += _phase_lines(job, phase)
+    if plan.target is not None:
+        lines.append(
+            f"  again from its checkpoint, in up to {len(plan.phases)} windows, "
+            f"until iteration {plan.target.iteration} is saved"
+        )
     if plan.script is not None:
         lines += [f"  | {line}" for line in redactor.text(plan.script).splitlines()]
     return "\n".join(lines)
 
 
-def _measured(training: Training, repeat: RepeatComparison) -> Path:
-    """Return the file of what a repeat measured in the phase that was compared."""
-    (attempt,) = (a for a in training.clean if a.repeat == repeat.repeat)
-    return attempt.dirs.phase(1 if repeat.against == "golden" else 2).metrics
+def _phase_lines(job: Job, phase: PhasePlan) -> list[str]:
+    redactor, lines = job.redactor, []
+    match phase.origin:
+        case Rewind():
+            lines.append(f"  then back to iteration {phase.origin.back_to}, and")
+        case Frozen():
+            where = phase.origin.checkpoints
+            lines.append(f"  then from iteration {phase.origin.back_to} in {where}, and")
+        case None:
+            lines += [f"  then as {phase.name} says, and"] if phase.number > 1 else []
+        case _:
+            assert_never(phase.origin)
+    lines += [f"  starts from: {path}" for path in phase.frozen_paths]
+    env = redactor.env(phase.own_env)
+    lines += _script_lines("BEFORE_SCRIPT", phase.before_script, redactor)
+    lines += [f"  {name}={shlex.quote(value)} \\" for name, value in env.items()]
+    lines.append(f"  {shlex.join(redactor.words(phase.argv))}")
+    return lines + _script_lines("AFTER_SCRIPT", phase.after_script, redactor)
+
+
+def _script_lines(key: str, script: str | None, redactor: Redactor) -> list[str]:
+    if script is None:
+        return []
+    return [f"  {key}:", *(f"  | {line}" for line in redactor.text(script).splitlines())]
 
 
 def _loss(metrics: MetricMap) -> Sequence[str]:

@@ -10,12 +10,17 @@ from pathlib import Path
 from typing import assert_never
 
 from pytest_megatron.errors import MetricsError
-from pytest_megatron.golden.model import MetricMap, Series, is_finite
+from pytest_megatron.golden.comparison import Comparison
+from pytest_megatron.golden.generation import Generation
+from pytest_megatron.golden.model import MetricMap, Series, Value, is_finite, series_of
+from pytest_megatron.golden.policy_rl import with_one_loss_name
+from pytest_megatron.golden.refresh import series_of_generation
 from pytest_megatron.golden.store import read_metrics
 from pytest_megatron.health import Health
 from pytest_megatron.launch.failure import RankFailure, first_failure, read_failures, tail
 from pytest_megatron.launch.layout import AttemptDirs, PhaseDirs
 from pytest_megatron.launch.local import End, PhaseEnd
+from pytest_megatron.launch.phases import Target
 from pytest_megatron.verdict.signature import Signature, match_signature
 
 # Without a METRICS key these are compared, and so must be there.
@@ -55,6 +60,10 @@ class Attempt:
         metrics: What each phase measured; fewer than phases where one failed.
         cause: None if it trained as it should.
         health: What its GPUs said before and after; None without GPUs.
+        is_in_windows: Whether the phases are the windows of one training, a release's.
+        generation: What an inference program generated, which measures no series.
+        gradients: For each phase but the first of a checkpoint-consistency, its name and how its
+            gradients compare with those of the first.
     """
 
     repeat: int
@@ -64,6 +73,26 @@ class Attempt:
     metrics: tuple[MetricMap, ...]
     cause: Cause | None
     health: Health | None = None
+    is_in_windows: bool = False
+    generation: Generation | None = None
+    gradients: tuple[tuple[str, tuple[Comparison, ...]], ...] = ()
+
+    @property
+    def series(self) -> MetricMap:
+        """`whole` as series, so that repeats of any kind can be set beside one another."""
+        return self.whole if self.generation is None else series_of_generation(self.generation)
+
+    @property
+    def whole(self) -> MetricMap:
+        """What is compared with a golden: the first phase, or all windows in one."""
+        return join_windows(self.metrics) if self.is_in_windows else self.metrics[0]
+
+    @property
+    def whole_path(self) -> Path:
+        """The file with `whole`, or with what was generated."""
+        if self.generation is not None:
+            return self.dirs.phase(1).generated
+        return self.dirs.metrics if self.is_in_windows else self.dirs.phase(1).metrics
 
     @property
     def duration_s(self) -> float:
@@ -75,33 +104,61 @@ def judge_attempt(
     ends: Sequence[PhaseEnd],
     *,
     metric_names: Sequence[str] | None,
-    world_size: int,
     time_limit_s: float,
+    target: Target | None = None,
+    is_rl: bool = False,
 ) -> tuple[tuple[MetricMap, ...], Cause | None]:
     """Return what the phases measured and what is wrong with them, if anything.
 
     Args:
         ends: The phases in order; at most the last of them is not clean.
         metric_names: What must have been measured; None for a script that judges itself.
-        world_size: For the text.
         time_limit_s: For the text.
+        target: Where a release ends; its windows are then parts of one training.
+        is_rl: Whether the loss may stand under another name.
     """
     measured: list[MetricMap] = []
+    resumes_after = None
     for end in ends:
         if not end.is_clean:
-            return tuple(measured), _why_it_failed(end, world_size, time_limit_s)
+            return tuple(measured), why_it_failed(end, time_limit_s)
         if metric_names is None:
             continue
         try:
             metrics = _measured(end.plan.dirs)
         except MetricsError as error:
             return tuple(measured), Cause(text=f"the training ended with exit code 0, but {error}")
+        if is_rl:
+            metrics = with_one_loss_name(metrics)
         measured.append(metrics)
-        if problem := _incomplete(metrics, metric_names, end) or _non_finite(metrics, metric_names):
+        last = end.plan.last_iteration
+        if target is not None and end is ends[-1]:
+            metrics, last = join_windows(measured), target.iteration
+        problem = (
+            _incomplete(metrics, metric_names, last)
+            or _non_finite(metrics, metric_names)
+            or _not_resumed(measured[-1], metric_names, end.plan.resumes_after or resumes_after)
+        )
+        resumes_after = end.saved
+        if problem:
             return tuple(measured), Cause(
                 text=f"{_phase(end)}{problem}; see {end.plan.dirs.launcher_log}"
             )
     return tuple(measured), None
+
+
+def join_windows(windows: Sequence[MetricMap]) -> MetricMap:
+    """Return the metrics of windows as those of one training.
+
+    Where a window went on beyond its last checkpoint, the next one trained those steps again;
+    its values count, since the training went on from them.
+    """
+    joined: dict[str, dict[int, Value]] = {}
+    for window in windows:
+        for name, series in window.items():
+            joined.setdefault(name, {}).update(series.items())
+    is_full = all(series.is_full_precision for window in windows for series in window.values())
+    return {name: series_of(values, is_full_precision=is_full) for name, values in joined.items()}
 
 
 def _measured(dirs: PhaseDirs) -> MetricMap:
@@ -110,9 +167,8 @@ def _measured(dirs: PhaseDirs) -> MetricMap:
     return read_metrics(lines if lines.exists() else dirs.tensorboard).metrics
 
 
-def _incomplete(metrics: MetricMap, names: Sequence[str], end: PhaseEnd) -> str | None:
+def _incomplete(metrics: MetricMap, names: Sequence[str], last: int | None) -> str | None:
     """Say which metric is missing, or that the training stopped early."""
-    last = end.plan.last_iteration
     for name in names:
         series = metrics.get(name)
         if series is None or not len(series):
@@ -124,6 +180,17 @@ def _incomplete(metrics: MetricMap, names: Sequence[str], end: PhaseEnd) -> str 
                 f"{series.steps[-1]}, expected it to go on to {last}"
             )
     return None
+
+
+def _not_resumed(metrics: MetricMap, names: Sequence[str], after: int | None) -> str | None:
+    """Say that a training started anew where it had a checkpoint to go on from."""
+    first = min((metrics[name].steps[0] for name in names), default=None)
+    if after is None or first is None or first > after:
+        return None
+    return (
+        f"it did not load its checkpoint: its first step is {first}, expected it to go on after "
+        f"{after}; set --load to ${{CHECKPOINT_LOAD_PATH}}"
+    )
 
 
 def _non_finite(metrics: MetricMap, names: Sequence[str]) -> str | None:
@@ -141,13 +208,16 @@ def _interval(series: Series) -> int:
     return min(gaps, default=1)
 
 
-def _why_it_failed(end: PhaseEnd, world_size: int, time_limit_s: float) -> Cause:
+def why_it_failed(end: PhaseEnd, time_limit_s: float) -> Cause:
     """Explain a phase that is not clean."""
     dirs = end.plan.dirs
     when = _phase(end) + _when(end)
     match end.end:
-        case End.NO_CHECKPOINT:
-            return Cause(text=f"the training ended with exit code 0, but {end.problem}")
+        case End.NO_CHECKPOINT | End.NOT_DONE:
+            text = f"{_phase(end)}the training ended with exit code 0, but {end.problem}"
+            return Cause(text=text)
+        case End.SCRIPT:
+            return _why_a_script_failed(end)
         case End.TIME_LIMIT:
             where = _where_ranks_were(read_failures(dirs))
             text = f"time limit of {time_limit_s:g} s reached {when}{where}; see {dirs.logs}"
@@ -157,11 +227,11 @@ def _why_it_failed(end: PhaseEnd, world_size: int, time_limit_s: float) -> Cause
             text = f"rank {end.hung_rank} reported it{where}; see {dirs.logs}"
             return Cause(text=f"a collective did not finish {when}: {text}", rank=end.hung_rank)
         case End.EXITED:
-            return _why_it_exited(end, world_size, when)
+            return _why_it_exited(end, when)
     assert_never(end.end)
 
 
-def _why_it_exited(end: PhaseEnd, world_size: int, when: str) -> Cause:
+def _why_it_exited(end: PhaseEnd, when: str) -> Cause:
     """Explain an exit that was not a success."""
     dirs = end.plan.dirs
     first = first_failure(read_failures(dirs))
@@ -178,11 +248,25 @@ def _why_it_exited(end: PhaseEnd, world_size: int, when: str) -> Cause:
     what = f"raised {first.message}" if first.message else _ended(first.exit_code)
     log = _readable(first, dirs.logs)
     return Cause(
-        text=f"rank {first.rank} of {world_size} {what} {when}{full}; see {log}",
+        text=f"rank {first.rank} of {end.plan.world_size} {what} {when}{full}; see {log}",
         evidence=first.tail if first.exit_code != -signal.SIGKILL else (),  # it had no last words
         rank=first.rank,
         # A port that is taken shows in the launcher's own log only.
         signature=match_signature((first.message or "", *first.tail)) or match_signature(said),
+    )
+
+
+def _why_a_script_failed(end: PhaseEnd) -> Cause:
+    """Explain a script of the case that was not a success."""
+    assert end.script is not None
+    script = end.script
+    how = "reached the time limit" if script.returncode is None else _ended(script.returncode)
+    which = "before the training" if script.key == "BEFORE_SCRIPT" else "after a clean training"
+    said = tail(script.log)
+    return Cause(
+        text=f"{_phase(end)}{script.key} {how} {which}; see {script.log}",
+        evidence=said,
+        signature=match_signature(said),
     )
 
 
@@ -210,7 +294,7 @@ def _when(end: PhaseEnd) -> str:
 
 
 def _phase(end: PhaseEnd) -> str:
-    return f"in phase {end.plan.number} " if end.plan.number > 1 else ""
+    return f"in {end.plan.name} " if end.plan.number > 1 else ""
 
 
 def _ended(exit_code: int | None) -> str:

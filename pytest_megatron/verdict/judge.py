@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from pytest_megatron.files import JsonValue
-from pytest_megatron.golden.compare import Policy, compare, compare_resume
+from pytest_megatron.golden.compare import Policy, compare_resume
 from pytest_megatron.golden.comparison import Comparison, comparison_to_json
 from pytest_megatron.golden.provenance import Golden, Provenance
-from pytest_megatron.launch.case import Case
+from pytest_megatron.launch.case import Case, TestType
 from pytest_megatron.launch.facts import Facts
 from pytest_megatron.verdict.attempt import Attempt
+from pytest_megatron.verdict.modes import check_golden_kind, compare_in_mode
 from pytest_megatron.verdict.training import Training
 
 
@@ -20,12 +22,20 @@ class RepeatComparison:
     """The comparisons of one repeat.
 
     Attributes:
-        against: `golden`, or `first phase` for a resumed training.
+        against: `golden`, `first phase` for a resumed training, or `gradients of MODEL_ARGS` for
+            those of another layout.
+        measured: The file, or the directory of the checkpoint, that was judged.
     """
 
     repeat: int
     against: str
+    measured: Path
     comparisons: tuple[Comparison, ...]
+
+    @property
+    def is_of_gradients(self) -> bool:
+        """Whether tensors were compared instead of metrics."""
+        return self.against.startswith("gradients")
 
     @property
     def failed(self) -> tuple[Comparison, ...]:
@@ -71,8 +81,7 @@ def judge(training: Training, golden: Golden | None, policy: Policy, facts: Fact
     for attempt in training.clean:
         if golden is not None:
             found.append(_with_golden(training, attempt, golden, policy, facts))
-        if len(attempt.metrics) > 1:
-            found.append(_with_first_phase(training, attempt, policy))
+        found += _within(training, attempt, policy)
     return Judgement(repeats=tuple(found))
 
 
@@ -81,28 +90,48 @@ def compare_repeats(training: Training, policy: Policy, facts: Facts) -> Judgeme
     first, *others = training.clean
     case, _ = _case(training)
     stand_in = Golden(
-        path=str(first.dirs.phase(1).metrics),
-        metrics=first.metrics[0],
+        path=str(first.whole_path),
+        metrics=first.whole if first.generation is None else {},
+        generation=first.generation,
         provenance=Provenance(deterministic=not case.is_nondeterministic),
     )
     found = [_with_golden(training, other, stand_in, policy, facts) for other in others]
-    found += [_with_first_phase(training, a, policy) for a in training.clean if len(a.metrics) > 1]
+    found += [one for attempt in training.clean for one in _within(training, attempt, policy)]
     return Judgement(repeats=tuple(found))
+
+
+def _within(training: Training, attempt: Attempt, policy: Policy) -> list[RepeatComparison]:
+    """Compare the phases of an attempt with one another, as its test type asks."""
+    case, _ = _case(training)
+    if case.test_type in (TestType.CKPT_RESUME, TestType.FROZEN_RESUME):
+        return [_with_first_phase(training, attempt, policy)]
+    names = [end.plan.name for end in attempt.ends]
+    return [
+        RepeatComparison(
+            repeat=attempt.repeat,
+            against=f"gradients of {names[0]}",
+            measured=attempt.dirs.phase(names.index(name) + 1).root,
+            comparisons=comparisons,
+        )
+        for name, comparisons in attempt.gradients
+    ]
 
 
 def _with_golden(
     training: Training, attempt: Attempt, golden: Golden, policy: Policy, facts: Facts
 ) -> RepeatComparison:
     case, names = _case(training)
+    check_golden_kind(case, golden)
     return RepeatComparison(
         repeat=attempt.repeat,
         against="golden",
-        comparisons=compare(
+        measured=attempt.whole_path,
+        comparisons=compare_in_mode(
+            case,
             golden,
-            attempt.metrics[0],
+            attempt.generation or attempt.whole,
             metrics=names,
             policy=policy,
-            nondeterministic=case.is_nondeterministic,
             host_class=facts.host.platform_class(training.job.workload.platform),
         ),
     )
@@ -110,15 +139,16 @@ def _with_golden(
 
 def _with_first_phase(training: Training, attempt: Attempt, policy: Policy) -> RepeatComparison:
     case, names = _case(training)
-    rewind = attempt.ends[1].plan.rewind
-    assert rewind is not None
+    half = attempt.ends[1].plan.resumes_after
+    assert half is not None
     return RepeatComparison(
         repeat=attempt.repeat,
         against="first phase",
+        measured=attempt.dirs.phase(2).metrics,
         comparisons=compare_resume(
             attempt.metrics[0],
             attempt.metrics[1],
-            train_iters=rewind.last,
+            train_iters=2 * half,
             metrics=names,
             policy=policy,
             nondeterministic=case.is_nondeterministic,

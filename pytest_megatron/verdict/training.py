@@ -9,10 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from pytest_megatron.errors import MetricsError
 from pytest_megatron.files import JsonValue, write_json_atomically
+from pytest_megatron.golden.comparison import Comparison
 from pytest_megatron.golden.store import write_metrics
 from pytest_megatron.host import CPU_PLATFORM, Gpu
-from pytest_megatron.launch.case import Case
+from pytest_megatron.launch.case import Case, Mode, TestType
+from pytest_megatron.launch.checkpoints import iteration_name, require_frozen
 from pytest_megatron.launch.facts import Facts, utc_now
 from pytest_megatron.launch.health import HealthWatch
 from pytest_megatron.launch.layout import ItemDirs
@@ -21,9 +24,12 @@ from pytest_megatron.launch.plan import AttemptPlan, Setting, plan_attempt
 from pytest_megatron.launch.secrets import Redactor
 from pytest_megatron.lease import lease_gpus
 from pytest_megatron.recipe.model import Workload
-from pytest_megatron.verdict.attempt import DEFAULT_METRICS, Attempt, judge_attempt
+from pytest_megatron.verdict.attempt import DEFAULT_METRICS, Attempt, Cause, judge_attempt
 from pytest_megatron.verdict.decide import Verdict, decide_training
+from pytest_megatron.verdict.generated import judge_generation
+from pytest_megatron.verdict.gradients import compare_gradients, measure_gradients, tolerance_of
 from pytest_megatron.verdict.hardware import with_health
+from pytest_megatron.verdict.modes import metric_names_of
 from pytest_megatron.verdict.retry import RetryPolicy, Stop, next_step, with_policy
 
 
@@ -51,7 +57,9 @@ class Job:
         """What is compared; None for a script that judges itself."""
         if self.workload.script is not None or self.case is None:
             return None
-        return DEFAULT_METRICS if self.case.metrics is None else self.case.metrics
+        if self._is_consistency and self.case.metrics is None:
+            return DEFAULT_METRICS[:1]
+        return metric_names_of(self.case)
 
     @property
     def redactor(self) -> Redactor:
@@ -61,11 +69,27 @@ class Job:
 
     @property
     def is_compared(self) -> bool:
-        """Whether the case has anything to be compared: not in lightweight mode, for one."""
+        """Whether the case is compared with a golden: not in lightweight mode, for one."""
+        return self._is_judged and not self._is_consistency
+
+    @property
+    def gradient_tolerance(self) -> float | None:
+        """How far gradients of two layouts may be apart; None where none are compared."""
+        if self.case is None or not (self._is_judged and self._is_consistency):
+            return None
+        return tolerance_of(self.case)
+
+    @property
+    def _is_judged(self) -> bool:
         case = self.case
         if case is None or case.is_never_compared:
             return False
         return not (self.setting.is_lightweight or case.is_always_lightweight)
+
+    @property
+    def _is_consistency(self) -> bool:
+        case = self.case
+        return case is not None and case.test_type is TestType.CHECKPOINT_CONSISTENCY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +141,7 @@ def train(job: Job, facts: Facts, listener: Listener, retries: Retries) -> Train
         MegatronError: It cannot be planned or started; nothing is left running.
         KeyboardInterrupt: Ctrl-C, also in the pause before a further attempt.
     """
+    require_frozen(plan_job(job))  # a missing checkpoint is worth knowing before the training
     attempts: list[Attempt] = []
     stopped = None
     for repeat in range(1, job.num_repeats + 1):
@@ -163,8 +188,12 @@ def describe_plan(job: Job, plan: AttemptPlan, facts: Facts) -> dict[str, JsonVa
             "number": phase.number,
             "argv": list[JsonValue](redactor.words(phase.argv)),
             "env": dict[str, JsonValue](redactor.env(_worth_keeping(phase.env, phase.own_env))),
+            "name": phase.name,
+            "world_size": phase.world_size,
             "last_iteration": phase.last_iteration,
-            "rewind_to": None if phase.rewind is None else phase.rewind.back_to,
+            "rewind_to": phase.resumes_after,
+            "before_script": _redacted(redactor, phase.before_script),
+            "after_script": _redacted(redactor, phase.after_script),
         }
         for phase in plan.phases
     ]
@@ -176,9 +205,11 @@ def describe_plan(job: Job, plan: AttemptPlan, facts: Facts) -> dict[str, JsonVa
         "case": None if case is None else str(case.path),
         "cwd": str(plan.cwd),
         "phases": phases,
-        "script": None if plan.script is None else redactor.text(plan.script),
+        "script": _redacted(redactor, plan.script),
         "world_size": plan.world_size,
         "time_limit_s": plan.time_limit_s,
+        "until_iteration": None if plan.target is None else plan.target.iteration,
+        "gradient_tolerance": job.gradient_tolerance,
         "seed": None if case is None else case.argument("--seed"),
         "is_lightweight": job.setting.is_lightweight,
         "planned": utc_now(),
@@ -215,28 +246,74 @@ def _attempt(
         description = describe_plan(job, plan, facts)
         ends = run_attempt(plan, description, listener, lease.descriptors)
         health = watch.finish()
-    metrics, cause = judge_attempt(
-        ends,
-        metric_names=job.metric_names,
-        world_size=plan.world_size,
-        time_limit_s=plan.time_limit_s,
-    )
-    for end, measured in zip(ends, metrics, strict=False):
-        write_metrics(end.plan.dirs.metrics, measured)
     if health is not None:
         write_json_atomically(plan.dirs.health, health.as_json())
-    return Attempt(
+    attempt = Attempt(
         repeat=repeat,
         number=number,
         dirs=plan.dirs,
         ends=ends,
-        metrics=metrics,
-        cause=with_policy(with_health(cause, health), job.retry),
+        metrics=(),
+        cause=None,
         health=health,
+        is_in_windows=plan.target is not None,
     )
+    judged = _judged(job, plan, attempt)
+    return replace(judged, cause=with_policy(with_health(judged.cause, health), job.retry))
 
 
 def _trusted_first(gpus: Sequence[Gpu], earlier: Sequence[Attempt]) -> tuple[Gpu, ...]:
     """Return the GPUs with those last on which the hardware failed before."""
     suspect = {f.uuid for a in earlier if a.health is not None for f in a.health.faults}
     return tuple(sorted(gpus, key=lambda gpu: gpu.uuid in suspect))
+
+
+def _judged(job: Job, plan: AttemptPlan, attempt: Attempt) -> Attempt:
+    """Read what an attempt left, and say what is wrong with it."""
+    mode = Mode.PRETRAINING if job.case is None else job.case.mode
+    if mode is Mode.INFERENCE:
+        generation, cause = judge_generation(
+            attempt.ends,
+            metric_names=job.metric_names or (),
+            time_limit_s=plan.time_limit_s,
+        )
+        return replace(attempt, generation=generation, cause=cause)
+    metrics, cause = judge_attempt(
+        attempt.ends,
+        metric_names=job.metric_names,
+        time_limit_s=plan.time_limit_s,
+        target=plan.target,
+        is_rl=mode is Mode.RL,
+    )
+    for end, measured in zip(attempt.ends, metrics, strict=False):
+        write_metrics(end.plan.dirs.metrics, measured)
+    attempt = replace(attempt, metrics=metrics, cause=cause)
+    if attempt.is_in_windows and metrics:
+        write_metrics(attempt.whole_path, attempt.whole)
+    return attempt if cause is not None else _with_gradients(job, attempt)
+
+
+def _with_gradients(job: Job, attempt: Attempt) -> Attempt:
+    """Return a clean attempt with the comparison of its checkpoints, where it has any."""
+    tolerance = job.gradient_tolerance
+    if tolerance is None:
+        return attempt
+    saved = []
+    for end in attempt.ends:
+        assert end.plan.saves is not None
+        assert end.plan.last_iteration is not None
+        saved.append(end.plan.saves / iteration_name(end.plan.last_iteration))
+    first, *others = saved
+    try:
+        measured = measure_gradients(job.setting.python, first, others, job.setting.env)
+    except MetricsError as error:
+        return replace(attempt, cause=Cause(text=str(error)))
+    compared: list[tuple[str, tuple[Comparison, ...]]] = [
+        (end.plan.name, compare_gradients(found, tolerance, where=str(first)))
+        for end, found in zip(attempt.ends[1:], measured, strict=True)
+    ]
+    return replace(attempt, gradients=tuple(compared))
+
+
+def _redacted(redactor: Redactor, text: str | None) -> str | None:
+    return None if text is None else redactor.text(text)

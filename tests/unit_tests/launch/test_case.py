@@ -69,7 +69,7 @@ def test_a_case_steers_the_harness_by_its_variables(
         pytest.param(
             "TEST_TYPE: regulr\n",
             ":1: TEST_TYPE is 'regulr', expected one of checkpoint-consistency, ckpt-resume, "
-            "frozen-resume, frozen-start, regular, release",
+            "frozen-resume, frozen-start, regular, release; did you mean 'regular'?",
             id="unknown TEST_TYPE",
         ),
         pytest.param(
@@ -80,7 +80,8 @@ def test_a_case_steers_the_harness_by_its_variables(
         ),
         pytest.param(
             HEAD + "MODE: pretrainning\n",
-            ":2: MODE is 'pretrainning', expected one of inference, pretraining, rl",
+            ":2: MODE is 'pretrainning', expected one of inference, pretraining, rl; "
+            "did you mean 'pretraining'?",
             id="unknown MODE",
         ),
         pytest.param(
@@ -120,7 +121,7 @@ def test_a_case_steers_the_harness_by_its_variables(
         ),
         pytest.param(
             HEAD + "BEFORE_SCRIPT: [ls]\n",
-            ":2: BEFORE_SCRIPT is ['ls'], expected the text of a shell script",
+            ":2: BEFORE_SCRIPT is ['ls'], expected a text",
             id="a list as a script",
         ),
     ],

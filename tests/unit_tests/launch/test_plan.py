@@ -9,7 +9,8 @@ from pytest_megatron.errors import CaseError, MegatronError, RecipeError
 from pytest_megatron.files import JsonValue
 from pytest_megatron.launch.case import read_case
 from pytest_megatron.launch.layout import AttemptDirs
-from pytest_megatron.launch.plan import AttemptPlan, Rewind, Setting, plan_attempt
+from pytest_megatron.launch.phases import Rewind
+from pytest_megatron.launch.plan import AttemptPlan, Setting, plan_attempt
 from pytest_megatron.recipe.model import Row, Workload, parse_row
 
 DIRS = AttemptDirs(root=Path("/run/item/repeat_1/attempt_1"))
@@ -78,7 +79,7 @@ def test_chosen_ranks_are_copied(
 
 def test_a_resume_goes_back_half_way_and_loads_what_it_saved(tmp_path: Path) -> None:
     first, second = plan(tmp_path, RESUME, workload()).phases
-    assert (first.rewind, second.rewind) == (
+    assert (first.origin, second.origin) == (
         None,
         Rewind(checkpoints=DIRS.checkpoints, last=50, back_to=25),
     )
@@ -92,7 +93,7 @@ def test_a_lightweight_run_stops_after_four_iterations(tmp_path: Path, text: str
     setting = replace(SETTING, is_lightweight=text == RESUME)
     first, second = plan(tmp_path, text, workload(), setting).phases
     assert first.argv[-4:] == ("--exit-interval", "4", "--save-interval", "2")
-    assert second.rewind == Rewind(checkpoints=DIRS.checkpoints, last=4, back_to=2)
+    assert second.origin == Rewind(checkpoints=DIRS.checkpoints, last=4, back_to=2)
     assert first.last_iteration == 4
 
 
@@ -122,16 +123,7 @@ def test_the_row_says_how_long_it_may_take(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("TEST_TYPE: release\n", "TEST_TYPE 'release'"),
-        ("TEST_TYPE: frozen-start\n", "TEST_TYPE 'frozen-start'"),
-        ("TEST_TYPE: frozen-resume\n", "TEST_TYPE 'frozen-resume'"),
-        ("TEST_TYPE: checkpoint-consistency\n", "TEST_TYPE 'checkpoint-consistency'"),
-        ("TEST_TYPE: regular\nMODE: inference\n", "MODE 'inference'"),
-        ("TEST_TYPE: regular\nMODE: rl\n", "MODE 'rl'"),
-        ("TEST_TYPE: regular\nTEST_EVALUATION: xpass\n", "TEST_EVALUATION 'xpass'"),
         ("TEST_TYPE: regular\nLAUNCHER: ft_launcher\n", "LAUNCHER 'ft_launcher'"),
-        ("TEST_TYPE: regular\nBEFORE_SCRIPT: ls\n", "BEFORE_SCRIPT"),
-        ("TEST_TYPE: regular\nAFTER_SCRIPT: ls\n", "AFTER_SCRIPT"),
     ],
 )
 def test_what_is_not_there_yet_is_said_and_nothing_else_is_run(

@@ -71,8 +71,7 @@ def test_a_disabled_row_without_golden_is_a_warning(findings: Lint) -> None:
         "TEST_TYPE: regular\nENV_VARS: {SKIP_PYTEST: 1}",
         "TEST_TYPE: regular\nENV_VARS: {ENABLE_LIGHTWEIGHT_MODE: true}",
         "TEST_TYPE: checkpoint-consistency",
-        "TEST_TYPE: regular\nMODE: inference",
-        "TEST_TYPE: regular\nMODE: rl",
+        "TEST_TYPE: regular\nTEST_EVALUATION: xpass",
     ],
 )
 def test_a_case_that_compares_nothing_needs_no_golden(findings: Lint, case: str) -> None:
@@ -131,7 +130,7 @@ def test_a_golden_that_no_row_reads_is_a_warning(findings: Lint) -> None:
             id="key",
         ),
         pytest.param(
-            "TEST_TYPE: frozen-start\nMODE: pretrainning\n",
+            "TEST_TYPE: regular\nMODE: pretrainning\n",
             ":2 error case-unknown-word: MODE: unknown value 'pretrainning', expected one of "
             "inference, pretraining, rl; did you mean 'pretraining'?",
             id="mode",
@@ -161,11 +160,42 @@ def test_a_golden_that_no_row_reads_is_a_warning(findings: Lint) -> None:
             id="variable",
         ),
         pytest.param(
+            "TEST_TYPE: ckpt-resume\nMODE: inference\n",
+            ":1 error case-void: TEST_TYPE ckpt-resume does not go with MODE inference, expected "
+            "one of frozen-start, regular",
+            id="type beside mode",
+        ),
+        pytest.param(
+            "TEST_TYPE: regular\nMODEL_ARGS_2: {}\n",
+            ":2 error case-void: TEST_TYPE regular never runs with MODEL_ARGS_2; remove it, or "
+            "change TEST_TYPE",
+            id="arguments of a phase that there is not",
+        ),
+        pytest.param(
+            "TEST_TYPE: ckpt-resume\nMODEL_ARGS_3: {}\n",
+            ":2 error case-void: TEST_TYPE ckpt-resume never runs with MODEL_ARGS_3; remove it, or "
+            "change TEST_TYPE",
+            id="arguments of a third phase",
+        ),
+        pytest.param(
+            "TEST_TYPE: regular\nEXPECTED_FAILURE: x\n",
+            ":2 error case-void: EXPECTED_FAILURE is read only with TEST_EVALUATION: xpass; remove "
+            "it, or add that",
+            id="an expected failure without xpass",
+        ),
+        pytest.param(
+            "TEST_TYPE: checkpoint-consistency\nMODEL_ENV_VARS: {MODEL_ARGS_10: {}}\n",
+            ":2 warning case-void: MODEL_ENV_VARS: the case has no 'MODEL_ARGS_10', nothing reads "
+            "this",
+            id="variables of arguments that there are not",
+        ),
+        pytest.param(
             "TEST_TYPE: [\n", ":1 error case-unreadable: is not valid YAML: ", id="unreadable"
         ),
     ],
 )
 def test_a_case_is_checked(findings: Lint, case: str, finding: str) -> None:
+    """Pain point 11: a typo, or a pair that compares nothing, never takes a check away."""
     files: dict[Path | str, str] = {"recipes/a.yaml": HEAD + ROWS, CASE: case, GOLDEN: ""}
     (found,) = findings(files)
     assert found.startswith(f"{CASE}{finding}")
@@ -183,3 +213,34 @@ def test_every_rule_is_documented() -> None:
     text = (Path(__file__).parents[3] / "docs/reference/recipes.md").read_text()
     for rule, meaning in RULES.items():
         assert f"| `{rule}` | {meaning} |" in text
+
+
+@pytest.mark.parametrize(
+    ("row", "finding"),
+    [
+        pytest.param(
+            "",
+            "missing-checkpoint: 'a' starts from a frozen checkpoint; add checkpoint_load_path",
+            id="not named",
+        ),
+        pytest.param(
+            ", checkpoint_load_path: [frozen]",
+            "missing-checkpoint: 'a' starts from frozen, which is not there; add it",
+            id="not in the project",
+        ),
+        pytest.param(", checkpoint_load_path: [/mnt/frozen]", None, id="on another machine"),
+        pytest.param(", checkpoint_load_path: [recipes]", None, id="in the project"),
+    ],
+)
+@pytest.mark.parametrize("test_type", ["frozen-start", "frozen-resume"])
+def test_a_frozen_checkpoint_must_be_named(
+    findings: Lint, row: str, finding: str | None, test_type: str
+) -> None:
+    """Pain point 10: a frozen type without its checkpoint is found before anything runs."""
+    rows = ROWS.replace("mr-github]", f"mr-github]{row}")
+    files: dict[Path | str, str] = {
+        "recipes/a.yaml": HEAD + rows,
+        CASE: f"TEST_TYPE: {test_type}\n",
+        GOLDEN: "",
+    }
+    assert findings(files) == ([] if finding is None else [f"recipes/a.yaml:11 error {finding}"])

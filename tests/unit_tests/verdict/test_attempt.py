@@ -26,7 +26,9 @@ def phase(
     dirs = PhaseDirs(root=root)
     dirs.tensorboard.mkdir(parents=True, exist_ok=True)
     dirs.logs.mkdir(exist_ok=True)
-    plan = PhasePlan(number=1, argv=(), env={}, own_env={}, dirs=dirs, last_iteration=last)
+    plan = PhasePlan(
+        number=1, argv=(), env={}, own_env={}, dirs=dirs, last_iteration=last, world_size=2
+    )
     return PhaseEnd(
         plan=plan,
         end=end,
@@ -45,7 +47,7 @@ def write_lines(root: Path, losses: dict[int, float], name: str = "lm loss") -> 
 
 def cause_of(end: PhaseEnd, *names: str) -> Cause | None:
     names = names or ("lm loss",)
-    return judge_attempt([end], metric_names=names, world_size=2, time_limit_s=60)[1]
+    return judge_attempt([end], metric_names=names, time_limit_s=60)[1]
 
 
 def text_of(end: PhaseEnd, *names: str) -> str:
@@ -101,7 +103,7 @@ def test_no_metrics_are_a_cause(tmp_path: Path) -> None:
 
 
 def test_a_script_judges_itself(tmp_path: Path) -> None:
-    measured = judge_attempt([phase(tmp_path)], metric_names=None, world_size=1, time_limit_s=1)
+    measured = judge_attempt([phase(tmp_path)], metric_names=None, time_limit_s=1)
     assert measured == ((), None)
 
 

@@ -1,0 +1,3 @@
+"""Why a run failed: signatures, logs, flight recorders, and the rank that everything began with."""
+
+from __future__ import annotations

@@ -1,0 +1,277 @@
+"""Which rank missed or mismatched which collective, from the flight recorders of a hung run. Pure.
+
+Only collectives that some rank still waits for are looked at: what has ended on every rank was
+called by all of them. A rank that waits in one group keeps others waiting in the next, so of
+several findings the one whose guilty ranks wait for nobody else comes first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from pytest_megatron.triage.flight import FlightDump, FlightEntry
+
+# Every rank must give as much as the others; what is not here may be uneven (gather, all_to_all).
+_EVEN_INPUT = frozenset(
+    {"all_reduce", "allreduce", "allreduce_coalesced", "broadcast", "reduce", "reduce_scatter"}
+    | {"_all_gather_base", "_reduce_scatter_base", "allgather_into_tensor_coalesced"}
+)
+_EVEN_OUTPUT = frozenset({"all_gather", "allgather"})  # inputs may be uneven, the sum is not
+
+
+class Desync(Enum):
+    """How ranks disagree about a collective."""
+
+    MISSED = "missed"  # not called by ranks that had to
+    EXTRA = "extra"  # called by few ranks; the others never came to it
+    OP = "different operations"
+    SIZE = "different sizes"
+    DTYPE = "different types"
+    NOT_STARTED = "not started"  # in the stream of a GPU that is still busy with something else
+    NO_DUMP = "no dump"  # everybody whose dump is there waits: the silent ranks are left
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A collective that ranks disagree about.
+
+    Attributes:
+        ranks: Who is guilty; all that took part where the two sides are equally many.
+        is_certain: Whether the guilty ranks are in the minority, so that they can be named.
+        entry: The collective, as one of the other ranks recorded it.
+        text: One line for a person.
+    """
+
+    kind: Desync
+    ranks: tuple[int, ...]
+    is_certain: bool
+    entry: FlightEntry
+    text: str
+
+
+def analyse(dumps: Mapping[int, FlightDump], world_size: int | None = None) -> tuple[Finding, ...]:
+    """Return where ranks disagree, the origin of the others first; nothing if they agree.
+
+    Args:
+        dumps: Rank -> what it recorded. Ranks may be missing.
+        world_size: Number of ranks, where it is known; else taken from the groups.
+    """
+    found = [
+        finding
+        for group in sorted({e.group for dump in dumps.values() for e in dump.entries})
+        if (finding := _compare(_Group.of(group, dumps, world_size))) is not None
+    ]
+    if not found:
+        found = list(_silent(dumps, world_size))
+    waiting = {f.entry.group: _waiting(dumps, f.entry.group) for f in found}
+
+    def order(finding: Finding) -> tuple[bool, bool, int]:
+        elsewhere = [ranks for group, ranks in waiting.items() if group != finding.entry.group]
+        is_victim = any(set(finding.ranks) & ranks for ranks in elsewhere)
+        return is_victim, not finding.is_certain, finding.entry.created_ns
+
+    return tuple(sorted(found, key=order))
+
+
+def missing_ranks(
+    dumps: Mapping[int, FlightDump], world_size: int | None = None
+) -> tuple[int, ...]:
+    """Return the ranks that the others wait for, nothing where that cannot be said."""
+    findings = analyse(dumps, world_size)
+    return findings[0].ranks if findings and findings[0].is_certain else ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group:
+    """The collectives of one group, side by side.
+
+    Attributes:
+        calls: Rank -> number of the collective -> what was recorded; of ranks with a dump.
+        silent: Members without a dump.
+        name: For a person.
+        first: Number of the first collective that is in every dump that could hold it.
+    """
+
+    calls: Mapping[int, Mapping[int, FlightEntry]]
+    silent: tuple[int, ...]
+    name: str
+    first: int
+
+    @classmethod
+    def of(cls, group: str, dumps: Mapping[int, FlightDump], world_size: int | None) -> _Group:
+        calls = {
+            rank: {e.seq: e for e in dump.entries if e.group == group and not e.is_p2p}
+            for rank, dump in dumps.items()
+        }
+        entry = next(e for dump in dumps.values() for e in dump.entries if e.group == group)
+        known = {rank for dump in dumps.values() for rank in dump.groups.get(group, ())}
+        if not known and entry.group_name == "default_pg":
+            known = set(range(max(world_size or 0, *(rank + 1 for rank in dumps))))
+        members = known | {rank for rank, found in calls.items() if found}
+        full = [rank for rank, d in dumps.items() if d.entries and d.entries[0].record > 0]
+        named = f"{group} ({entry.group_name})" if entry.group_name else group
+        return cls(
+            calls={rank: found for rank, found in calls.items() if rank in members},
+            silent=tuple(sorted(members - dumps.keys())),
+            name=named,
+            first=max((min(calls[rank], default=0) for rank in full), default=0),
+        )
+
+
+def _compare(group: _Group) -> Finding | None:
+    """Return the first collective of a group that its ranks disagree about."""
+    numbers = sorted({n for found in group.calls.values() for n in found if n >= group.first})
+    for number in numbers:
+        at = {rank: found[number] for rank, found in group.calls.items() if number in found}
+        if not any(entry.is_open for entry in at.values()):
+            continue
+        lack = [rank for rank in group.calls if rank not in at]
+        finding = _differ(group, at) or _lack(group, at, lack) or _not_started(group, at)
+        if finding is not None:
+            return finding
+    return None
+
+
+def _differ(group: _Group, at: Mapping[int, FlightEntry]) -> Finding | None:
+    """Compare what ranks called by one number."""
+    for kind, of in ((Desync.OP, _op), (Desync.DTYPE, _dtypes), (Desync.SIZE, _numel)):
+        values = {rank: of(entry) for rank, entry in at.items()}
+        if len(set(values.values())) > 1:
+            return _split(group, kind, at, values)
+    return None
+
+
+def _split(
+    group: _Group,
+    kind: Desync,
+    at: Mapping[int, FlightEntry],
+    values: Mapping[int, str],
+) -> Finding:
+    (usual, most), *rest = Counter(values.values()).most_common()
+    is_certain = all(num < most for _, num in rest)
+    guilty = [rank for rank, value in values.items() if value != usual or not is_certain]
+    said = "; ".join(
+        f"{say_ranks([r for r in at if values[r] == value])} called {_describe(at, values, value)}"
+        for value, _ in [(usual, most), *rest]
+    )
+    entry = next(at[rank] for rank in at if values[rank] == usual)
+    return Finding(
+        kind=kind,
+        ranks=tuple(sorted(guilty)),
+        is_certain=is_certain,
+        entry=entry,
+        text=f"collective {entry.seq} of group {group.name}: {kind.value}: {said}",
+    )
+
+
+def _describe(at: Mapping[int, FlightEntry], values: Mapping[int, str], value: str) -> str:
+    entry = next(at[rank] for rank in at if values[rank] == value)
+    tensors = ", ".join(
+        f"{dtype}{list(shape)}"
+        for shape, dtype in zip(entry.input_sizes, entry.input_dtypes, strict=False)
+    )
+    return f"{entry.op}({tensors}){_place(entry)}"
+
+
+def _lack(group: _Group, at: Mapping[int, FlightEntry], lack: Sequence[int]) -> Finding | None:
+    """Say who did not come to a collective that others wait in."""
+    if not lack:
+        return None
+    entry = next(entry for entry in at.values() if entry.is_open)
+    callers = say_ranks(at)
+    if len(lack) > len(at):
+        kind, ranks = Desync.EXTRA, sorted(at)
+        said = f"called by {callers} alone, and never by {say_ranks(lack)}"
+    else:
+        kind, ranks = Desync.MISSED, sorted(lack)
+        said = f"called by {callers}, not by {say_ranks(lack)}"
+    is_certain = len(lack) != len(at)
+    return Finding(
+        kind=kind,
+        ranks=tuple(ranks if is_certain else sorted([*lack, *at])),
+        is_certain=is_certain,
+        entry=entry,
+        text=f"{entry.op}, collective {entry.seq} of group {group.name}: {said}{_place(entry)}",
+    )
+
+
+def _not_started(group: _Group, at: Mapping[int, FlightEntry]) -> Finding | None:
+    """Say whose GPU has not come to a collective that the kernels of others wait in."""
+    late = [rank for rank, entry in at.items() if entry.state == "scheduled"]
+    if not late or not any(entry.state == "started" for entry in at.values()):
+        return None
+    entry = at[late[0]]
+    return Finding(
+        kind=Desync.NOT_STARTED,
+        ranks=tuple(sorted(late)),
+        is_certain=len(late) * 2 < len(at),
+        entry=entry,
+        text=f"{entry.op}, collective {entry.seq} of group {group.name}: called by "
+        f"{say_ranks(at)}, not started on the GPU of {say_ranks(late)}, which is busy with "
+        f"something else{_place(entry)}",
+    )
+
+
+def _silent(dumps: Mapping[int, FlightDump], world_size: int | None) -> Iterator[Finding]:
+    """Say who left no dump, where all the others wait for the same collective."""
+    for group in sorted({e.group for dump in dumps.values() for e in dump.entries}):
+        found = _Group.of(group, dumps, world_size)
+        ends = [calls[max(calls)] for calls in found.calls.values() if calls]
+        open_ = [entry for entry in ends if entry.is_open]
+        if not found.silent or not open_:
+            continue
+        entry = open_[0]
+        yield Finding(
+            kind=Desync.NO_DUMP,
+            ranks=found.silent,
+            is_certain=len(found.silent) < len(found.calls),
+            entry=entry,
+            text=f"{entry.op}, collective {entry.seq} of group {found.name}: "
+            f"{say_ranks(found.calls)} wait in it, {say_ranks(found.silent)} left no dump"
+            f"{_place(entry)}",
+        )
+
+
+def _waiting(dumps: Mapping[int, FlightDump], group: str) -> set[int]:
+    return {
+        rank
+        for rank, dump in dumps.items()
+        if any(entry.is_open and entry.group == group for entry in dump.entries)
+    }
+
+
+def _op(entry: FlightEntry) -> str:
+    return entry.op
+
+
+def _dtypes(entry: FlightEntry) -> str:
+    return " ".join(entry.input_dtypes)
+
+
+def _numel(entry: FlightEntry) -> str:
+    """Return how many elements a rank gives or gets, where that is the same for all."""
+    if entry.op in _EVEN_OUTPUT:
+        return str(sum(map(math.prod, entry.output_sizes)))
+    if entry.op in _EVEN_INPUT:
+        return " ".join(str(math.prod(shape)) for shape in entry.input_sizes)
+    return ""
+
+
+def _place(entry: FlightEntry) -> str:
+    return f" at {entry.own_frame}" if entry.own_frame is not None else ""
+
+
+def say_ranks(ranks: Collection[int]) -> str:
+    """Return `rank 3`, or `ranks 0-2, 5`."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    said = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"rank {said}" if len(ranks) == 1 else f"ranks {said}"

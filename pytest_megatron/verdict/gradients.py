@@ -1,0 +1,175 @@
+"""Compares the gradients that the layouts of a checkpoint-consistency left in their checkpoints.
+
+Two layouts compute the same gradients but for the order of sums. How far that may lead follows
+from the precision and the depth, or is said by the case. Measuring happens in a process of its
+own, since only torch reads such checkpoints; judging is pure.
+
+Source: Megatron-LM tests/functional_tests/python_test_utils/test_optimizer_grads_match.py,
+d98e8a64dd, for the amount that grows by 3 % a layer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pytest_megatron.errors import MetricsError
+from pytest_megatron.files import JsonValue
+from pytest_megatron.golden.comparison import Comparison, Rule
+from pytest_megatron.launch.case import Case
+
+_PROGRAM = "pytest_megatron.launch.tensors"
+_LIMIT_S = 3600.0
+# Relative to the norm of a gradient: how many units in the last place of the precision, and by
+# how much the error grows from a layer to the one before it.
+_EPSILON = {"bf16": 2.0**-7, "fp16": 2.0**-10, "fp32": 2.0**-23}
+_FACTOR = {"bf16": 4.0, "fp16": 4.0, "fp32": 16.0}  # fp32 has no reduced sums to be rounded to it
+_GROWTH = 1.03
+_DEFAULT_LAYERS = 32
+# A gradient whose root mean square is below this part of that of all gradients is judged as if it
+# had that part: rounding noise is all that is left of a gradient that is zero on paper.
+_LEAST_PART = 0.1
+
+
+def tolerance_of(case: Case) -> float:
+    """Return the largest norm of a difference, relative to the norm of the gradient."""
+    if case.gradient_tolerance is not None:
+        return case.gradient_tolerance
+    text = case.argument("--num-layers") or ""
+    num_layers = int(text) if text.isdecimal() else _DEFAULT_LAYERS
+    growth = float(_GROWTH ** (num_layers + 1))
+    return _FACTOR[case.precision] * _EPSILON[case.precision] * growth
+
+
+def measure_gradients(
+    python: str, reference: Path, others: Sequence[Path], env: Mapping[str, str]
+) -> list[dict[str, JsonValue]]:
+    """Return what `launch/tensors.py` says of the checkpoints, one object for each other one.
+
+    Raises:
+        MetricsError: A checkpoint cannot be read; the text is the last line of what was said.
+    """
+    command = [python, "-m", _PROGRAM, str(reference), *map(str, others)]
+    try:
+        done = subprocess.run(
+            command,
+            env={**env, "CUDA_VISIBLE_DEVICES": ""},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_LIMIT_S,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise MetricsError(str(reference), f"not compared within {_LIMIT_S:g} s") from error
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise MetricsError(str(reference), f"the checkpoints cannot be compared: {said[-1]}")
+    found: list[dict[str, JsonValue]] = json.loads(done.stdout)
+    return found
+
+
+def compare_gradients(
+    measured: Mapping[str, JsonValue], tolerance: float, *, where: str
+) -> tuple[Comparison, ...]:
+    """Judge every gradient of one checkpoint; the first answer speaks for all of them.
+
+    Args:
+        measured: One object of `measure_gradients`.
+        tolerance: As `tolerance_of`.
+        where: The reference's directory, for the message.
+
+    Returns:
+        `all gradients`, which fails where there is none or all are zero, then each of them.
+    """
+    rows = [row for row in _list(measured["tensors"]) if isinstance(row, dict)]
+    typical = _root_mean_square(rows)
+    answers = [_judge(row, tolerance, typical, where) for row in rows]
+    for rule, names in (
+        (Rule.NO_METRIC, _list(measured["only_in_reference"])),
+        (Rule.NO_GOLDEN, _list(measured["only_in_other"])),
+    ):
+        answers += [
+            Comparison(metric=f"gradient of {name}", passed=False, rule=rule, golden_path=where)
+            for name in names
+        ]
+    return (_all(rows, answers, tolerance, where), *answers)
+
+
+def _judge(
+    row: Mapping[str, JsonValue], tolerance: float, typical: float, where: str
+) -> Comparison:
+    """Judge one gradient, however small it is."""
+    metric = f"gradient of {row['name']}"
+    if row["num_not_finite"]:
+        note = f"{row['num_not_finite']} values are not finite"
+        return Comparison(
+            metric=metric, passed=False, rule=Rule.NOT_FINITE, golden_path=where, notes=(note,)
+        )
+    difference = _number(row["norm_difference"])
+    if difference is None:
+        note = f"{row['shape_other']}, expected {row['shape_reference']}"
+        return Comparison(
+            metric=metric, passed=False, rule=Rule.SHAPE, golden_path=where, notes=(note,)
+        )
+    reference, other = _number(row["norm_reference"]), _number(row["norm_other"])
+    floor = _LEAST_PART * typical * math.sqrt(_num_values(row))
+    scale = max(reference or 0.0, floor)
+    is_close = difference <= tolerance * scale
+    notes = []
+    if not is_close:
+        apart = difference / scale if scale else math.inf
+        notes = [
+            f"{difference:.2e} is {apart:.1e} of {scale:.2e}, tolerance allows {tolerance:.1e}",
+            f"norms {reference:.3e} and {other:.3e}",
+        ]
+    if row["num_padding"]:
+        notes.append(f"{row['num_padding']} rows of padding not compared")
+    return Comparison(
+        metric=metric, passed=is_close, rule=Rule.GRADIENT, golden_path=where, notes=tuple(notes)
+    )
+
+
+def _all(
+    rows: Sequence[Mapping[str, JsonValue]],
+    answers: Sequence[Comparison],
+    tolerance: float,
+    where: str,
+) -> Comparison:
+    """Say how many gradients agree, and that there are any."""
+    is_zero = not any(_number(row["norm_reference"]) for row in rows)
+    num_close = sum(answer.passed for answer in answers)
+    note = f"{num_close} of {len(answers)} gradients agree, tolerance {tolerance:.1e} of the norm"
+    if not answers:
+        note = "the checkpoints hold no optimizer state `exp_avg`, so nothing can be compared"
+    elif is_zero:
+        note = "all gradients are zero, so nothing is compared"
+    return Comparison(
+        metric="all gradients",
+        passed=bool(answers) and not is_zero and num_close == len(answers),
+        rule=Rule.GRADIENT,
+        golden_path=where,
+        notes=(note,),
+    )
+
+
+def _root_mean_square(rows: Sequence[Mapping[str, JsonValue]]) -> float:
+    """Return that of all values of the reference's gradients."""
+    squares = math.fsum((_number(row["norm_reference"]) or 0.0) ** 2 for row in rows)
+    num_values = sum(_num_values(row) for row in rows)
+    return math.sqrt(squares / num_values) if num_values else 0.0
+
+
+def _num_values(row: Mapping[str, JsonValue]) -> int:
+    return math.prod(size for size in _list(row["shape_reference"]) if isinstance(size, int))
+
+
+def _number(value: JsonValue) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _list(value: JsonValue) -> list[JsonValue]:
+    assert isinstance(value, list)
+    return value

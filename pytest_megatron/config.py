@@ -18,6 +18,7 @@ from pytest_megatron.errors import ConfigError
 from pytest_megatron.files import JsonValue
 
 WORD_KEYS = ("environments", "platforms", "scopes")
+SIGNATURES_KEY = "signatures"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,7 @@ class ProjectConfig:
     Attributes:
         file: The `pyproject.toml` that was read, None where there is none.
         scopes: Words beside the built-in ones; `platforms` and `environments` alike.
+        signature_files: Of signatures of the project's own, for triage.
         tables: The subtables of `[tool.pytest-megatron]` by name, unchecked.
     """
 
@@ -34,6 +36,7 @@ class ProjectConfig:
     scopes: tuple[str, ...] = ()
     platforms: tuple[str, ...] = ()
     environments: tuple[str, ...] = ()
+    signature_files: tuple[Path, ...] = ()
     tables: Mapping[str, JsonValue] = field(default_factory=dict)
 
 
@@ -63,14 +66,15 @@ def load_config(start: Path) -> ProjectConfig:
     if not isinstance(table, dict):
         raise ConfigError(where, f"found {table!r}, expected a table")
     tables = {key: value for key, value in table.items() if isinstance(value, dict)}
-    for key in table.keys() - tables.keys() - set(WORD_KEYS):
-        close = difflib.get_close_matches(key, WORD_KEYS, 1)
+    known = (*WORD_KEYS, SIGNATURES_KEY)
+    for key in table.keys() - tables.keys() - set(known):
+        close = difflib.get_close_matches(key, known, 1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ConfigError(
-            where, f"unknown key {key!r}, expected one of {', '.join(WORD_KEYS)}{hint}"
-        )
+        raise ConfigError(where, f"unknown key {key!r}, expected one of {', '.join(known)}{hint}")
     words = {key: _words(table.get(key, []), f"{where} {key}") for key in WORD_KEYS}
-    return ProjectConfig(file=path, tables=tables, **words)
+    files = _words(table.get(SIGNATURES_KEY, []), f"{where} {SIGNATURES_KEY}")
+    own = tuple(path.parent / name for name in files)
+    return ProjectConfig(file=path, tables=tables, signature_files=own, **words)
 
 
 def _words(value: JsonValue, where: str) -> tuple[str, ...]:

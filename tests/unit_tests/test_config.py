@@ -27,7 +27,10 @@ def test_a_project_without_settings_has_the_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("scope = ['a']", "unknown key 'scope', expected one of environments, platforms, scopes; "),
+        (
+            "scope = ['a']",
+            "unknown key 'scope', expected one of environments, platforms, scopes, signatures; ",
+        ),
         ("scopes = 'a'", "[tool.pytest-megatron] scopes: found 'a', expected a list of non-empty"),
         ("scopes = ['']", "[tool.pytest-megatron] scopes: found [''], expected a list of non-emp"),
         ("scopes = [", "pyproject.toml: cannot be read: "),

@@ -10,7 +10,7 @@ import click
 import pytest
 
 from pytest_megatron.cli.main import group
-from pytest_megatron.verdict.signature import SIGNATURES
+from pytest_megatron.triage.signature import builtin_table
 
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md")))
@@ -80,9 +80,18 @@ def test_every_command_is_documented() -> None:
 
 
 def test_every_signature_is_documented_in_the_order_in_which_it_is_tried() -> None:
-    text = (REFERENCE / "verdicts.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(\w+)` \| (\w+) \| (yes|no) \|.*\| (.+) \|$", text, re.MULTILINE)
-    assert [(id_, family, word == "yes") for id_, family, word, _ in rows] == [
-        (s.id, s.family, s.is_transient) for s in SIGNATURES
+    text = (REFERENCE / "triage.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| `(\w+)` \| (\w+) \| (yes|no) \| (\w+) \| (\w+) \|.*\| (.+) \|$", text, re.MULTILINE
+    )
+    assert [tuple(row) for row in rows] == [
+        (s.id, s.family, "yes" if s.is_transient else "no", s.policy.value, s.role.value, s.advice)
+        for s in builtin_table().signatures
     ]
-    assert [advice.replace("`", "") for *_, advice in rows] == [s.advice for s in SIGNATURES]
+
+
+def test_every_family_is_documented() -> None:
+    text = (REFERENCE / "triage.md").read_text(encoding="utf-8")
+    section = text.partition("## Families")[2].partition("## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", section, re.MULTILINE)
+    assert rows == sorted(builtin_table().families.items())

@@ -1,0 +1,72 @@
+"""`pytest-megatron triage`: why a run failed, from its logs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from pytest_megatron.config import load_config
+from pytest_megatron.triage.render import as_markdown, as_text
+from pytest_megatron.triage.signature import check_rules, load_table
+from pytest_megatron.triage.triage import triage
+
+EXIT_FAILED = 1
+EXIT_UNUSABLE = 2
+CHECK = "check-rules"
+
+
+@click.command(name="triage")
+@click.argument(
+    "paths",
+    metavar="PATH...",
+    nargs=-1,
+    required=True,
+    type=click.Path(path_type=Path),
+)
+@click.option(
+    "--format",
+    "style",
+    type=click.Choice(["text", "json", "markdown"]),
+    default="text",
+    show_default=True,
+)
+@click.option(
+    "--signatures",
+    "files",
+    multiple=True,
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="A TOML file with signatures of your own (repeatable).",
+)
+def command(*, paths: tuple[Path, ...], style: str, files: tuple[Path, ...]) -> None:
+    """Say why a run failed: files, directories, zip and tar artifacts.
+
+    PATH check-rules tries the examples of every signature instead.
+
+    Exit code 0: nothing failed. 1: a failure was found. 2: the input is unusable.
+    """
+    own = (*load_config(Path()).signature_files, *files)
+    if paths == (Path(CHECK),) and not paths[0].exists():
+        _check_rules(own)
+        return
+    found = triage(paths, load_table(own))
+    if style == "json":
+        click.echo(json.dumps(found.as_json(), indent=2, allow_nan=False))
+    else:
+        click.echo(as_text(found) if style == "text" else as_markdown(found))
+    sys.exit(EXIT_FAILED if found.groups else 0)
+
+
+def _check_rules(own: tuple[Path, ...]) -> None:
+    """Try the examples of every signature, and end with exit code 1 if one does not fit."""
+    table = load_table(own)
+    problems = check_rules(table)
+    for problem in problems:
+        click.echo(f"{problem.signature.id}: {problem.example!r}: {problem.problem}")
+    num_examples = sum(len(row.examples) + len(row.counterexamples) for row in table.signatures)
+    verdict = f"{len(problems)} do not fit" if problems else "all fit"
+    click.echo(f"{len(table.signatures)} signatures, {num_examples} examples: {verdict}")
+    sys.exit(EXIT_FAILED if problems else 0)

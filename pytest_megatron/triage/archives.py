@@ -1,0 +1,186 @@
+"""Unpacks the logs of an artifact, zip or tar, into a directory of our own: nothing else, safely.
+
+An artifact is anybody's. A name that leads out of the directory, a link, a device, more files or
+bytes than any run leaves are refused, with one error and before anything is judged.
+"""
+
+from __future__ import annotations
+
+import gzip
+import shutil
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import IO, Protocol
+
+from pytest_megatron.errors import TriageError
+from pytest_megatron.triage.names import is_worth_reading
+
+MOST_BYTES = 8 << 30
+MOST_FILES = 100_000
+_MOST_RATIO = 2000  # of sizes; text packs to a hundredth, a bomb to less than a thousandth
+_RATIO_FROM_BYTES = 64 << 20
+_COPY_BYTES = 1 << 20
+_SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".gz")
+
+
+class _Readable(Protocol):
+    """What bytes come from."""
+
+    def read(self, size: int, /) -> bytes:
+        """Return up to so many."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Member:
+    """One file of an archive, as its table says."""
+
+    name: str
+    num_bytes: int
+    num_packed: int | None
+    is_file: bool
+    is_directory: bool
+    source: zipfile.ZipInfo | tarfile.TarInfo
+
+
+def is_archive(path: Path) -> bool:
+    """Whether a file is one that `unpack` reads, by its name."""
+    return path.name.lower().endswith(_SUFFIXES)
+
+
+def unpack(path: Path, target: Path) -> None:
+    """Unpack what may be a log, or says something about logs.
+
+    Args:
+        path: A zip, a tar, packed or not, or one packed log.
+        target: A directory of our own, which is there and empty.
+
+    Raises:
+        TriageError: It cannot be read, or holds what no run leaves. Nothing outside of `target`
+            was touched.
+    """
+    try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as packed:
+                _unpack(path, target, [_of_zip(info) for info in packed.infolist()], packed)
+        elif tarfile.is_tarfile(path):
+            with tarfile.open(path) as tar:
+                _unpack(path, target, list(_of_tar(path, tar)), tar)
+        elif path.name.lower().endswith(".gz"):
+            with gzip.open(path) as stream:
+                _copy(stream, target / path.name[: -len(".gz")], path, MOST_BYTES)
+        else:
+            raise TriageError(str(path), "is no zip and no tar, in spite of its name")
+    except (OSError, EOFError, RuntimeError, zlib.error, tarfile.TarError, zipfile.BadZipFile) as e:
+        raise TriageError(str(path), f"cannot be unpacked: {e}") from e
+    except NotImplementedError as error:  # a way of packing that Python does not know
+        raise TriageError(str(path), f"cannot be unpacked: {error}") from error
+
+
+def _of_zip(info: zipfile.ZipInfo) -> _Member:
+    kind = (info.external_attr >> 16) & 0o170000
+    is_directory = info.is_dir()
+    return _Member(
+        name=info.filename,
+        num_bytes=info.file_size,
+        num_packed=info.compress_size,
+        is_file=not is_directory and kind in (0, 0o100000),
+        is_directory=is_directory,
+        source=info,
+    )
+
+
+def _of_tar(path: Path, tar: tarfile.TarFile) -> Iterator[_Member]:
+    """Yield the members of a tar, whose table is read on the way: a bomb ends it early."""
+    num_bytes = 0
+    for number, info in enumerate(tar):
+        num_bytes += info.size
+        if number >= MOST_FILES or num_bytes > MOST_BYTES:
+            _refuse_size(path, number, num_bytes)
+        yield _Member(
+            name=info.name,
+            num_bytes=info.size,
+            num_packed=None,
+            is_file=info.isreg(),
+            is_directory=info.isdir(),
+            source=info,
+        )
+
+
+def _unpack(
+    path: Path, target: Path, members: list[_Member], packed: zipfile.ZipFile | tarfile.TarFile
+) -> None:
+    _refuse(path, members)
+    left = MOST_BYTES
+    for member in members:
+        if not member.is_file or not is_worth_reading(PurePosixPath(member.name)):
+            continue
+        place = target.joinpath(*PurePosixPath(member.name).parts)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with _open(packed, member) as stream:
+            left -= _copy(stream, place, path, min(left, member.num_bytes))
+
+
+def _open(packed: zipfile.ZipFile | tarfile.TarFile, member: _Member) -> IO[bytes]:
+    if isinstance(packed, zipfile.ZipFile):
+        assert isinstance(member.source, zipfile.ZipInfo)
+        return packed.open(member.source)
+    assert isinstance(member.source, tarfile.TarInfo)
+    stream = packed.extractfile(member.source)
+    assert stream is not None
+    return stream
+
+
+def _refuse(path: Path, members: list[_Member]) -> None:
+    """Make sure that an archive holds plain files of a likely size, within itself.
+
+    Raises:
+        TriageError: It does not.
+    """
+    for member in members:
+        name = PurePosixPath(member.name)
+        if name.is_absolute() or ".." in name.parts or "\\" in member.name or "\0" in member.name:
+            raise TriageError(
+                f"{path}!{member.name}", "leads out of the archive, expected a name within it"
+            )
+        if not member.is_file and not member.is_directory:
+            raise TriageError(
+                f"{path}!{member.name}", "is a link or a device, expected plain files only"
+            )
+    num_bytes = sum(member.num_bytes for member in members)
+    if len(members) > MOST_FILES or num_bytes > MOST_BYTES:
+        _refuse_size(path, len(members), num_bytes)
+    num_packed = sum(m.num_packed for m in members if m.num_packed is not None)
+    if num_bytes > _RATIO_FROM_BYTES and 0 < num_packed * _MOST_RATIO < num_bytes:
+        raise TriageError(
+            str(path), f"unpacks {num_packed} bytes to {num_bytes}, which no log does; not unpacked"
+        )
+
+
+def _refuse_size(path: Path, num_files: int, num_bytes: int) -> None:
+    raise TriageError(
+        str(path),
+        f"holds {num_files} files of {num_bytes} bytes or more, expected at most {MOST_FILES} of "
+        f"{MOST_BYTES}; unpack what is needed by hand and give the directory",
+    )
+
+
+def _copy(stream: _Readable, place: Path, path: Path, most: int) -> int:
+    """Write a member; return its size.
+
+    Raises:
+        TriageError: It is longer than the archive said.
+    """
+    num_bytes = 0
+    with place.open("xb") as file:
+        while piece := stream.read(_COPY_BYTES):
+            num_bytes += len(piece)
+            if num_bytes > most:
+                raise TriageError(f"{path}!{place.name}", f"is longer than {most} bytes; refused")
+            file.write(piece)
+    shutil.copymode(path, place)
+    return num_bytes

@@ -1,0 +1,288 @@
+"""Which rank, and which event, a failure began with: pure.
+
+The earliest event over all ranks that is not a consequence of another one. Order of evidence: what
+explains everything else (a job's time limit, a GPU that is gone); signals; exceptions; exit codes;
+and, if there are only ranks that waited, the one that did not come.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from pytest_megatron.triage.root import Root
+from pytest_megatron.triage.signature import Role, Signature, Table
+from pytest_megatron.triage.story import Event, Fatal, Place, RankStory, Story
+from pytest_megatron.triage.unit import Ended
+from pytest_megatron.triage.waiting import find_absent, is_watchdog
+
+TIE_S = 2.0  # stamps have whole seconds, and clocks of nodes differ
+_NOT_THE_CAUSE = ("SIGTERM", "exit code 0")
+_SPEAKS_FIRST = ("SIGABRT",)  # what a process does to itself after it said why
+
+
+class _Kind(IntEnum):
+    """What shows that a rank failed; of two at the same time the lower one is the cause."""
+
+    SIGNAL = 0
+    NATIVE = 1
+    RAISED = 2
+    SILENT = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Candidate:
+    """A rank that may be the one."""
+
+    story: RankStory
+    kind: _Kind
+    signature: Signature
+    what: str
+    places: tuple[Place, ...]
+    fatal: Fatal | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the launcher saw it before every other one."""
+        return self.story.exit is not None and self.story.exit.is_first
+
+
+def find_root(story: Story, table: Table) -> Root | None:
+    """Return what a failure began with; None if nothing failed."""
+    candidates = [c for rank in story.ranks.values() if (c := _candidate(rank, table)) is not None]
+    root = _first(candidates, story)
+    explained = _explained(story, root)
+    if explained is not None:
+        return explained
+    if root is not None:
+        return root
+    if story.unit.known.ended is Ended.TIME_LIMIT:
+        return _time_limit(story, table)
+    launcher = _candidate(story.launcher, table)
+    if launcher is not None:
+        return _of(launcher, ())
+    waiting = find_absent(story, table)
+    if waiting is not None:
+        return waiting
+    return _line(story) or _unknown(story, table)
+
+
+def _candidate(rank: RankStory, table: Table) -> _Candidate | None:
+    """Return how a rank failed by itself, None if it did not, or only followed another one."""
+    how = None if rank.exit is None else rank.exit.how
+    is_signal = how is not None and how.startswith("SIG") and how not in _NOT_THE_CAUSE
+    native = _native(rank)
+    if is_signal and how not in _SPEAKS_FIRST:
+        assert how is not None
+        places = (*(() if native is None else (native.place,)), *_exit_places(rank))
+        signature = _of_exit(table, how) if native is None else native.signature
+        return _Candidate(
+            story=rank,
+            kind=_Kind.SIGNAL,
+            signature=signature,
+            what=_say_end(how),
+            places=places,
+        )
+    fatal = rank.fatal
+    if fatal is not None and fatal.signature.role is Role.CAUSE:
+        return _Candidate(
+            story=rank,
+            kind=_Kind.RAISED,
+            signature=fatal.signature,
+            what=f"raised {fatal.headline}",
+            places=() if fatal.place is None else (fatal.place,),
+            fatal=fatal,
+        )
+    if native is not None and how != "exit code 0":
+        what = f"wrote {native.place.text.strip()!r}" if how is None else _say_end(how)
+        return _Candidate(
+            story=rank,
+            kind=_Kind.NATIVE,
+            signature=native.signature,
+            what=what,
+            places=(native.place, *_exit_places(rank)),
+        )
+    follows = fatal is not None or any(is_watchdog(event) for event in rank.events)
+    if how is None or how in _NOT_THE_CAUSE or follows:
+        return None
+    kind = _Kind.SIGNAL if is_signal else _Kind.SILENT
+    return _Candidate(
+        story=rank,
+        kind=kind,
+        signature=_of_exit(table, how),
+        what=_say_end(how),
+        places=(*_exit_places(rank), *rank.last_words[-2:]),
+    )
+
+
+def _exit_places(rank: RankStory) -> tuple[Place, ...]:
+    return () if rank.exit_place is None else (rank.exit_place,)
+
+
+def _native(rank: RankStory) -> Event | None:
+    """Return the line with which native code, or a program before its start, ended a process."""
+    return next(
+        (e for e in rank.events if e.signature.is_fatal and e.signature.role is Role.CAUSE), None
+    )
+
+
+def _of_exit(table: Table, how: str) -> Signature:
+    return table.exit(how) or table["exit_code"]
+
+
+def _say_end(how: str) -> str:
+    return f"was killed by {how}" if how.startswith("SIG") else f"ended with {how}"
+
+
+def _first(candidates: Sequence[_Candidate], story: Story) -> Root | None:
+    """Return the earliest of several; those of the same cause are named together."""
+    if not candidates:
+        return None
+    tied = [c for c in candidates if not any(_is_before(other, c) for other in candidates)]
+    tied = tied or list(candidates)
+
+    def order(candidate: _Candidate) -> tuple[int, bool, bool, int]:
+        rank = candidate.story.rank
+        return (
+            candidate.kind,
+            candidate.signature.is_transient,
+            not candidate.is_first,
+            -1 if rank is None else rank,
+        )
+
+    root = min(tied, key=order)
+    alike = [c for c in candidates if _is_alike(c, root)]
+    ranks = sorted(c.story.rank for c in alike if c.story.rank is not None)
+    is_all = 1 < story.world_size == len(ranks)
+    if not is_all and root.story.rank is not None:
+        ranks.remove(root.story.rank)
+        ranks.insert(0, root.story.rank)
+    return _of(root, tuple(ranks), is_all=is_all)
+
+
+def _is_alike(one: _Candidate, other: _Candidate) -> bool:
+    if one.signature.id != other.signature.id or one.kind is not other.kind:
+        return False
+    if one.fatal is None or other.fatal is None:
+        return one.what == other.what
+    return one.fatal.frame == other.fatal.frame
+
+
+def _is_before(one: _Candidate, other: _Candidate) -> bool:
+    """Whether one happened clearly before another, by a clock that both have."""
+    for a, b in zip(_times(one), _times(other), strict=True):
+        if a is not None and b is not None:
+            return a + TIE_S < b
+    return False
+
+
+def _times(candidate: _Candidate) -> tuple[float | None, float | None, float | None]:
+    """Return when it failed by torch's error file, by the lines of its log and by the launcher."""
+    fatal, end = candidate.fatal, candidate.story.exit
+    epoch_s = None if fatal is None else fatal.epoch_s
+    time_s = None if fatal is None else fatal.time_s
+    return epoch_s, time_s, None if end is None else end.time_s
+
+
+def _of(candidate: _Candidate, ranks: tuple[int, ...], *, is_all: bool = False) -> Root:
+    fatal = candidate.fatal
+    rank = candidate.story
+    return Root(
+        signature=candidate.signature,
+        ranks=ranks,
+        what=candidate.what,
+        places=candidate.places,
+        frame=rank.stack_frame if fatal is None else fatal.frame,
+        frames=() if fatal is None else fatal.frames,
+        message=None if fatal is None else fatal.message,
+        is_all=is_all,
+    )
+
+
+def _explained(story: Story, root: Root | None) -> Root | None:
+    """Return what makes the root that was found a consequence, such as a job's time limit."""
+    family = "unknown" if root is None else root.signature.family
+    events = [e for e in _events(story) if e.signature.explains]
+    fitting = [e for e in events if family in e.signature.explains]
+    if root is None and story.unit.known.returncode == 0:
+        fitting = []
+    if not fitting:
+        return None
+    event = fitting[0]
+    ranks = () if root is None or _is_of_job(event) else root.ranks
+    return Root(
+        signature=event.signature,
+        ranks=ranks if event.rank is None else (event.rank,),
+        what="" if root is None or not ranks else root.what,
+        places=(event.place, *(() if root is None else root.places[:1])),
+        also=(f"its log says {event.place.text.strip()!r}",),
+    )
+
+
+def _is_of_job(event: Event) -> bool:
+    """Whether an event is that of a whole job, and no rank's."""
+    return event.signature.family in ("time_limit", "preempt", "node_fail")
+
+
+def _events(story: Story) -> Iterable[Event]:
+    for rank in (story.launcher, *story.ranks.values()):
+        yield from rank.events
+
+
+def _time_limit(story: Story, table: Table) -> Root:
+    frames = {r: rank.stack_frame for r, rank in story.ranks.items() if rank.stack_frame}
+    counts = Counter(frames.values())
+    odd = tuple(r for r, frame in frames.items() if counts[frame] < max(counts.values()))
+    where = tuple(f"rank {rank} was at {frame}" for rank, frame in frames.items())
+    ranks = odd if len(odd) == 1 else ()
+    return Root(
+        signature=table["slurm_time_limit"],
+        ranks=ranks,
+        what="was stopped at the time limit",
+        also=where,
+    )
+
+
+def _line(story: Story) -> Root | None:
+    """Return a line of a log that shows a failure where no rank, and no launcher, reported one."""
+    is_clean = story.unit.known.returncode == 0
+    causes = [e for e in _events(story) if e.signature.role is Role.CAUSE]
+    fatal = [e for e in causes if e.signature.is_fatal and not is_clean]
+    soft = [e for e in causes if e.signature.family == "nonfinite_loss"]
+    for event in (*fatal, *soft):
+        return Root(
+            signature=event.signature,
+            ranks=() if event.rank is None else (event.rank,),
+            what=f"wrote {event.place.text.strip()[:200]!r}",
+            places=(event.place,),
+        )
+    return None
+
+
+def _unknown(story: Story, table: Table) -> Root | None:
+    """Return that something failed, if it did, and nothing says what."""
+    known = story.unit.known
+    fatal = story.launcher.fatal
+    stopped = [r for r, rank in story.ranks.items() if rank.exit is not None]
+    if fatal is None and not stopped and known.returncode in (None, 0):
+        return None
+    if stopped and all(_how(story.ranks[r]) == "SIGTERM" for r in stopped):
+        signature, what = table["terminated"], "was stopped by SIGTERM"
+        return Root(signature=signature, ranks=(), what=what, places=story.launcher.last_words[-2:])
+    if fatal is not None:
+        places = () if fatal.place is None else (fatal.place,)
+        return Root(
+            signature=fatal.signature, ranks=(), what=f"raised {fatal.headline}", places=places
+        )
+    return Root(
+        signature=table["unknown"],
+        ranks=(),
+        what="failed and says nothing",
+        places=story.launcher.last_words[-3:],
+    )
+
+
+def _how(rank: RankStory) -> str | None:
+    return None if rank.exit is None else rank.exit.how

@@ -1,0 +1,277 @@
+"""Puts a root cause into words, and into the data that is printed as JSON."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pytest_megatron.files import JsonValue
+from pytest_megatron.triage.collectives import say_ranks
+from pytest_megatron.triage.details import facts_of, iteration_of, phase_of
+from pytest_megatron.triage.root import Root
+from pytest_megatron.triage.scan import line_number
+from pytest_megatron.triage.signature import Policy, Signature
+from pytest_megatron.triage.story import Place, Story
+
+_MOST_TEXT = 400  # characters of a message in a sentence
+_MOST_EVIDENCE_TEXT = 500
+_POLICIES = {
+    Policy.NEVER: "running it again unchanged gives the same",
+    Policy.DIAGNOSE: "one more run is worth it with diagnostics, to learn more, not to pass",
+    Policy.OTHER_NODE: "another node or GPU is expected to pass",
+    Policy.NEW_PORT: "another port is expected to pass at once",
+    Policy.BACKOFF: "it is expected to pass after a while",
+    Policy.FREE: "it is expected to pass when it is submitted again",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """A line that shows a cause.
+
+    Attributes:
+        file: As the user gave its path; `artifact.zip!name` in an archive.
+        line: Counted from 1.
+    """
+
+    file: str
+    line: int
+    text: str
+    rank: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """Why one launch failed.
+
+    Attributes:
+        unit: Where its logs are.
+        root_ranks: Ranks that failed by themselves in this way; the first is the one to look at.
+        is_all: Whether that is every rank.
+        text: One paragraph for a person.
+        reason: Why it is transient, or not.
+        command: What to type next.
+        again: What runs it again, or None.
+        facts: Sizes, port or path that the message tells.
+        exits: Rank -> `SIGKILL`, `exit code 1`, as the launcher reported it.
+        fingerprint: The same for failures of one cause.
+    """
+
+    unit: str
+    signature: Signature
+    root_ranks: tuple[int, ...]
+    is_all: bool
+    text: str
+    reason: str
+    evidence: tuple[Evidence, ...]
+    command: str | None
+    again: str | None
+    world_size: int
+    iteration: tuple[int, int] | None
+    phase: str | None
+    facts: Mapping[str, str]
+    exits: Mapping[int, str]
+    fingerprint: str
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def is_transient(self) -> bool:
+        """Whether an unchanged run is expected to pass."""
+        return self.signature.is_transient
+
+    @property
+    def root_rank(self) -> int | None:
+        """The rank to look at, None where it was none or nothing says which."""
+        return self.root_ranks[0] if self.root_ranks else None
+
+    def as_json(self) -> dict[str, JsonValue]:
+        """Return it as `triage --format json` prints it."""
+        iteration = self.iteration
+        return {
+            "family": self.signature.family,
+            "transient": self.is_transient,
+            "root_rank": self.root_rank,
+            "signature": self.signature.id,
+            "evidence": [
+                {"file": e.file, "line": e.line, "rank": e.rank, "text": e.text}
+                for e in self.evidence
+            ],
+            "text": self.text,
+            "reason": self.reason,
+            "policy": self.signature.policy.value,
+            "advice": self.signature.advice,
+            "source": self.signature.source,
+            "next": self.command,
+            "again": self.again,
+            "root_ranks": list(self.root_ranks),
+            "is_every_rank": self.is_all,
+            "world_size": self.world_size,
+            "exits": {str(rank): how for rank, how in self.exits.items()},
+            "iteration": None if iteration is None else iteration[0],
+            "last_iteration": None if iteration is None else iteration[1],
+            "phase": self.phase,
+            "facts": dict(self.facts),
+            "fingerprint": self.fingerprint,
+            "unit": self.unit,
+            "notes": list(self.notes),
+        }
+
+
+def diagnose(story: Story, root: Root) -> Diagnosis:
+    """Put a root cause into words.
+
+    Reads the logs up to the lines that are shown, to count them.
+    """
+    phase = phase_of(root.frames)
+    iteration = iteration_of(story, root)
+    evidence = _evidence(story, root)
+    exits = {rank: s.exit.how for rank, s in story.ranks.items() if s.exit is not None}
+    facts = facts_of(root)
+    return Diagnosis(
+        unit=story.unit.name,
+        signature=root.signature,
+        root_ranks=root.ranks,
+        is_all=root.is_all,
+        text=_paragraph(story, root, phase, iteration),
+        reason=_reason(root.signature),
+        evidence=evidence,
+        command=_command(root.signature, evidence, facts, story),
+        again=story.unit.known.command,
+        world_size=story.world_size,
+        iteration=iteration,
+        phase=phase,
+        facts=facts,
+        exits=exits,
+        fingerprint=_fingerprint(root),
+        notes=story.notes,
+    )
+
+
+def _paragraph(
+    story: Story, root: Root, phase: str | None, iteration: tuple[int, int] | None
+) -> str:
+    """Return who did what, where and when, what that means, and what the others did."""
+    sentences = [f"{_who(story, root)}{_where(root, phase)}{_when(iteration)}."]
+    sentences += [f"{text[0].upper()}{text[1:]}." for text in root.also]
+    facts = facts_of(root)
+    if "tried_to_allocate" in facts:
+        sentences.append(_say_memory(facts))
+    followed = [rank for rank in _failed(story) if rank not in root.ranks]
+    if followed and root.ranks:
+        verb = "follows" if len(followed) == 1 else "follow"
+        text = say_ranks(followed)
+        sentences.append(f"{text[0].upper()}{text[1:]} only {verb} from it.")
+    return " ".join(sentences)
+
+
+def _who(story: Story, root: Root) -> str:
+    what = _shorten(root.what)
+    if not root.ranks:
+        subject = "A rank" if root.what.startswith(("lost", "waited", "wrote")) else "The launch"
+        return f"{subject} {what}" if what else f"The launch failed: {root.signature.family}"
+    if root.is_all:
+        return f"Every one of {story.world_size} ranks {what}"
+    ranks = say_ranks(root.ranks)
+    of = f" of {story.world_size}" if story.world_size > 1 else ""
+    return f"{ranks[0].upper()}{ranks[1:]}{of} {what}"
+
+
+def _where(root: Root, phase: str | None) -> str:
+    where = f" at {root.frame}" if root.frame is not None else ""
+    return f"{where}{f', in {phase}' if phase is not None else ''}"
+
+
+def _when(iteration: tuple[int, int] | None) -> str:
+    if iteration is None:
+        return ", before the first iteration that was logged"
+    return f", after iteration {iteration[0]} of {iteration[1]}"
+
+
+def _say_memory(facts: Mapping[str, str]) -> str:
+    text = f"It tried to allocate {facts['tried_to_allocate']}"
+    if "free" in facts:
+        text += f", {facts['free']} were free"
+    if "total" in facts:
+        text += f" of {facts['total']}"
+    if "gpu" in facts:
+        text += f" on GPU {facts['gpu']}"
+    if "other_processes" in facts:
+        text += f"; other processes hold memory too: {facts['other_processes']}"
+    return f"{text}."
+
+
+def _failed(story: Story) -> Sequence[int]:
+    return [
+        rank
+        for rank, told in story.ranks.items()
+        if told.fatal is not None or (told.exit is not None and told.exit.how != "exit code 0")
+    ]
+
+
+def _reason(signature: Signature) -> str:
+    word = "transient" if signature.is_transient else "not transient"
+    return f"{word}: {_POLICIES[signature.policy]}"
+
+
+def _evidence(story: Story, root: Root) -> tuple[Evidence, ...]:
+    """Return the lines that show a cause, each once; without one the end of the rank's log."""
+    places = root.places
+    if not places and root.ranks and root.ranks[0] in story.ranks:
+        places = story.ranks[root.ranks[0]].last_words[-2:]
+    places = places or story.launcher.last_words[-3:]
+    found: dict[tuple[str, int], Evidence] = {}
+    for place in places:
+        line = _count(place)
+        found[place.log.shown, line] = Evidence(
+            file=place.log.shown,
+            line=line,
+            text=place.text.strip()[:_MOST_EVIDENCE_TEXT],
+            rank=place.log.rank if place.log.rank is not None else _first(root.ranks),
+        )
+    return tuple(found.values())
+
+
+def _first(ranks: Sequence[int]) -> int | None:
+    return ranks[0] if ranks else None
+
+
+def _count(place: Place) -> int:
+    try:
+        return line_number(place.log.path, place.offset)
+    except OSError:
+        return 1
+
+
+def _command(
+    signature: Signature, evidence: Sequence[Evidence], facts: Mapping[str, str], story: Story
+) -> str | None:
+    """Return what to type next: the signature's command, or what shows the evidence."""
+    words: dict[str, str] = {}
+    if evidence:
+        words |= {"file": shlex.quote(evidence[0].file), "line": str(evidence[0].line)}
+    if "path" in facts:
+        words["directory"] = shlex.quote(str(Path(facts["path"]).parent))
+    if "port" in facts:
+        words["port"] = facts["port"]
+    for template in (signature.command, "less +{line} {file}"):
+        if template is not None and set(re.findall(r"\{(\w+)\}", template)) <= words.keys():
+            if "{file}" in template and "!" in words["file"]:
+                continue  # a member of an archive
+            return re.sub(r"\{(\w+)\}", lambda m: words[m[1]], template)
+    return f"ls -l {shlex.quote(story.unit.name)}"
+
+
+def _fingerprint(root: Root) -> str:
+    """Return what failures of one cause have in common: no numbers, no addresses, no paths."""
+    said = (root.message or root.what).partition("\n")[0]
+    plain = re.sub(r"0x[0-9a-f]+|/\S+/|\d+", "#", said)
+    where = re.sub(r":\d+", "", root.frame or "")
+    return "|".join((root.signature.id, where, plain[:160]))
+
+
+def _shorten(text: str) -> str:
+    line = text.partition("\n")[0].rstrip(" .")
+    return line if len(line) <= _MOST_TEXT else f"{line[:_MOST_TEXT]}..."

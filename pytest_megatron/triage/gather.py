@@ -1,0 +1,278 @@
+"""Reads the logs of one launch and puts together what they tell about each rank.
+
+Every file is read once in pieces for the texts that matter; then only the lines around those.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from pytest_megatron.errors import TriageError
+from pytest_megatron.triage.collectives import Finding, analyse
+from pytest_megatron.triage.errorfile import read_error_file
+from pytest_megatron.triage.exits import LITERALS as EXIT_LITERALS
+from pytest_megatron.triage.exits import NEAR_BYTES, Exit, merge_exits, read_exits
+from pytest_megatron.triage.fatal import NEEDED, classify_message, find_fatal
+from pytest_megatron.triage.flight import FlightDump, read_flight
+from pytest_megatron.triage.lines import is_labelled, is_noise, last_iteration, parse_line
+from pytest_megatron.triage.scan import RawLine, Scanner, lines_at, read_from
+from pytest_megatron.triage.signature import Table, match_line
+from pytest_megatron.triage.story import Enqueued, Event, Fatal, Place, RankStory, Story
+from pytest_megatron.triage.trace import HEADER, frame_of
+from pytest_megatron.triage.unit import LogFile, Stream, Unit
+
+_WHAT = "  what():  "  # what an exception of C++ says when it ends a process
+_WATCHDOG = "Watchdog caught collective operation timeout"
+_ENQUEUED = "last enqueued"
+_STACK = "most recent call first"
+_OWN = (HEADER, _WHAT, _ENQUEUED, _STACK, *EXIT_LITERALS, *NEEDED)
+_HEAD_BYTES = 1 << 13
+_TAIL_BYTES = 1 << 16
+_STACK_BYTES = 1 << 15
+_LAST_WORDS = 8
+_MOST_EVENTS = 400  # of one log; a flood says no more than its beginning
+
+_WORK = re.compile(r"WorkNCCL\(SeqNum=(\d+), OpType=(\w+), NumelIn=(\d+)")
+_GROUP = re.compile(r"\[PG (?:ID \d+ )?PG GUID (\S+) Rank|\[PG (\d+)")
+_LAST = re.compile(r"last enqueued (?:NCCL )?work: (\d+)")
+
+
+@dataclass(slots=True)
+class _Notebook:
+    """What is collected about one rank, or the launcher."""
+
+    events: list[Event] = field(default_factory=list)
+    traces: list[tuple[LogFile, int]] = field(default_factory=list)  # offsets of headers
+    what: list[Fatal] = field(default_factory=list)
+    enqueued: list[Enqueued] = field(default_factory=list)
+    stacks: list[tuple[LogFile, int]] = field(default_factory=list)
+
+
+def make_scanner(table: Table) -> Scanner:
+    """Return what finds every text that a table, and this module, look for."""
+    return Scanner([*_OWN, *(text for row in table.lines for text in row.literals)])
+
+
+def gather(unit: Unit, table: Table, scanner: Scanner) -> Story:
+    """Read all logs of a launch. A file that cannot be read is noted."""
+    books: defaultdict[int | None, _Notebook] = defaultdict(_Notebook)
+    exits: list[tuple[Exit, Place]] = []
+    labelled: set[LogFile] = set()
+    notes = list(unit.notes)
+    for log in unit.logs:
+        try:
+            head = _texts(read_from(log.path, 0, _HEAD_BYTES))
+            if log.rank is None and is_labelled(head[:-1]):
+                labelled.add(log)
+            _read_log(log, table, scanner, books, exits, is_labelled=log in labelled)
+        except OSError as error:
+            notes.append(f"{log.shown}: {error.strerror}")
+    ends = merge_exits([end for end, _ in exits])
+    shown = dict(exits)
+    known_ranks = {rank for rank in books if rank is not None} | ends.keys() | set(unit.ranks)
+    is_clean = _is_presumed_clean(unit, ends)
+    ranks: dict[int, RankStory] = {}
+    for rank in sorted(known_ranks):
+        told = read_error_file(unit.error_files.get(rank), table)
+        fatal = _fatal(books[rank], ends.get(rank), table, labelled, rank, is_clean=is_clean)
+        ranks[rank] = _story(rank, books[rank], ends.get(rank), _better(told, fatal), unit)
+        if rank in ends:
+            ranks[rank] = replace(ranks[rank], exit_place=shown[ends[rank]])
+    alone = is_clean if not known_ranks else is_clean or bool(ends)
+    launcher = _fatal(books[None], None, table, labelled, None, is_clean=alone)
+    return Story(
+        unit=unit,
+        ranks=ranks,
+        launcher=_story(None, books[None], None, launcher, unit),
+        iteration=_furthest(unit),
+        collectives=() if is_clean else _collectives(unit, notes),
+        notes=tuple(notes),
+    )
+
+
+def _collectives(unit: Unit, notes: list[str]) -> tuple[Finding, ...]:
+    """Return what flight recorders say of the collective that ranks disagree about."""
+    dumps: dict[int, FlightDump] = {}
+    for rank, path in unit.flights.items():
+        try:
+            dumps[rank] = read_flight(path)
+        except TriageError as error:
+            notes.append(str(error))
+    return analyse(dumps, unit.known.world_size) if dumps else ()
+
+
+def _read_log(
+    log: LogFile,
+    table: Table,
+    scanner: Scanner,
+    books: defaultdict[int | None, _Notebook],
+    exits: list[tuple[Exit, Place]],
+    *,
+    is_labelled: bool,
+) -> None:
+    """Sort the lines of one log that hold a known text into the notebooks."""
+    num_events = 0
+    for raw in lines_at(log.path, scanner.find(log.path)):
+        line = parse_line(raw.text, is_labelled=is_labelled)
+        rank = line.rank if log.rank is None else log.rank
+        book = books[rank]
+        if HEADER in line.text:
+            book.traces.append((log, raw.start))
+            continue
+        if _STACK in line.text:
+            book.stacks.append((log, raw.start))
+        if log.rank is None and any(text in line.text for text in EXIT_LITERALS):
+            exits += _exits_at(log, raw)
+        place = Place(log=log, offset=raw.start, text=line.text)
+        if line.text.startswith(_WHAT):
+            message = f"c10::Error: {line.text.removeprefix(_WHAT)}"
+            signature = classify_message(table, message)
+            book.what.append(
+                Fatal(signature=signature, message=message, time_s=line.time_s, place=place)
+            )
+        if _ENQUEUED in line.text or _WATCHDOG in line.text:
+            book.enqueued.append(_enqueued(line.text))
+        if num_events < _MOST_EVENTS and (found := match_line(table, line.text)) is not None:
+            signature, match = found
+            group = match.groupdict().get("rank")
+            whose = int(group) if rank is None and group else rank
+            books[whose].events.append(
+                Event(signature=signature, rank=whose, time_s=line.time_s, place=place)
+            )
+            num_events += 1
+
+
+def _exits_at(log: LogFile, raw: RawLine) -> list[tuple[Exit, Place]]:
+    before, behind = NEAR_BYTES
+    start = max(0, raw.start - before)
+    data = read_from(log.path, start, raw.start - start + behind)
+    around = data[: raw.start - start].decode(errors="replace")
+    rest = data[raw.start - start :].decode(errors="replace")
+    return [
+        (end, Place(log=log, offset=raw.start + end.shift, text=end.shown))
+        for end in read_exits(raw.text, around + rest, len(around))
+    ]
+
+
+def _enqueued(text: str) -> Enqueued:
+    """Read what NCCL's watchdog says of the collective that did not finish."""
+    work, last, group = _WORK.search(text), _LAST.search(text), _GROUP.search(text)
+    return Enqueued(
+        group="" if group is None else group[1] or group[2] or "",
+        timed_out=None if work is None else int(work[1]),
+        last=None if last is None else int(last[1]),
+        op=None if work is None else work[2],
+        num_elements=None if work is None else int(work[3]),
+    )
+
+
+def _is_presumed_clean(unit: Unit, ends: dict[int, Exit]) -> bool:
+    """Whether nothing failed as far as the launcher knows: it would have said so in its log."""
+    if unit.known.returncode is not None:
+        return unit.known.returncode == 0
+    has_launcher = any(log.rank is None for log in unit.logs)
+    return has_launcher and bool(unit.ranks) and not ends and not unit.error_files
+
+
+def _fatal(
+    book: _Notebook,
+    end: Exit | None,
+    table: Table,
+    labelled: set[LogFile],
+    rank: int | None,
+    *,
+    is_clean: bool,
+) -> Fatal | None:
+    """Return the exception that ended a rank, if one did."""
+    if is_clean or (end is not None and end.how == "exit code 0"):
+        return None
+    found = find_fatal(book.traces, table, labelled, rank, end)
+    if found is None and end is not None and end.message is not None:
+        found = Fatal(signature=classify_message(table, end.message), message=end.message)
+    if found is not None:
+        return found
+    return book.what[-1] if book.what else None
+
+
+def _better(error: Fatal | None, fatal: Fatal | None) -> Fatal | None:
+    """Join what torch's error file and the log say of the same exception."""
+    if error is None or fatal is None:
+        return error or fatal
+    return Fatal(
+        signature=fatal.signature if fatal.frames else error.signature,
+        message=fatal.message if fatal.headline == error.headline else error.message,
+        frame=fatal.frame or error.frame,
+        frames=fatal.frames or error.frames,
+        time_s=fatal.time_s,
+        epoch_s=error.epoch_s,
+        place=fatal.place,
+    )
+
+
+def _story(
+    rank: int | None, book: _Notebook, end: Exit | None, fatal: Fatal | None, unit: Unit
+) -> RankStory:
+    return RankStory(
+        rank=rank,
+        exit=end,
+        fatal=fatal,
+        events=tuple(book.events),
+        enqueued=tuple(book.enqueued),
+        stack_frame=_stack_frame(book.stacks[-1]) if book.stacks else None,
+        last_words=_last_words([log for log in unit.logs if log.rank == rank]),
+    )
+
+
+def _stack_frame(where: tuple[LogFile, int]) -> str | None:
+    """Return where a thread was, of a stack that faulthandler printed: deepest frame first."""
+    log, offset = where
+    lines = [parse_line(t).text for t in _texts(read_from(log.path, offset, _STACK_BYTES))]
+    frames: list[tuple[str, bool]] = []
+    for text in lines[1:]:
+        frame = frame_of(text)
+        if frame is None:
+            break
+        frames.append(frame)
+    own = [name for name, is_library in frames if not is_library]
+    return own[0] if own else frames[0][0] if frames else None
+
+
+def _last_words(logs: Sequence[LogFile]) -> tuple[Place, ...]:
+    """Return the last lines that say something, of stderr if it has any."""
+    order = (Stream.STDERR, Stream.LAUNCHER, Stream.BOTH, Stream.STDOUT)
+    for log in sorted(logs, key=lambda log: order.index(log.stream)):
+        data, start = _tail(log)
+        places: list[Place] = []
+        for raw in data.split(b"\n"):
+            text = parse_line(raw.decode(errors="replace")).text
+            if text.strip() and not is_noise(text):
+                places.append(Place(log=log, offset=start, text=text))
+            start += len(raw) + 1
+        if places:
+            return tuple(places[-_LAST_WORDS:])
+    return ()
+
+
+def _furthest(unit: Unit) -> tuple[int, int] | None:
+    """Return the furthest iteration that any log's end tells."""
+    found: Iterable[tuple[int, int] | None] = (
+        last_iteration(_texts(_tail(log)[0])) for log in unit.logs
+    )
+    return max((pair for pair in found if pair is not None), default=None)
+
+
+def _tail(log: LogFile) -> tuple[bytes, int]:
+    """Return the last bytes of a log and their offset; nothing where it cannot be read."""
+    try:
+        size = log.path.stat().st_size
+        start = max(0, size - _TAIL_BYTES)
+        return read_from(log.path, start, _TAIL_BYTES), start
+    except OSError:
+        return b"", 0
+
+
+def _texts(data: bytes) -> list[str]:
+    return data.decode(errors="replace").split("\n")

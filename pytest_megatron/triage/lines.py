@@ -1,0 +1,128 @@
+"""What stands around the words of a log line: whose it is, when it was written, is it worth a look.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+_COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+# What GitHub, and Docker with --timestamps, put before each line.
+_STAMPED = re.compile(r"^(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d+Z) ")
+_TAGGED = re.compile(r"^\[(?P<tag>rank|default)(?P<rank>\d+)\]: ?")
+_LABELLED = re.compile(r"^ *(?P<rank>\d+): ?")
+# `Rank 3]` as torch's C++ writes it: [PG ID 0 PG GUID 0(default_pg) Rank 3]
+_SPOKEN = re.compile(r"^\[[EWIF]\d{4} .*?\bRank (\d+)\]")
+_GLOG = re.compile(r"\[?[EWIF](\d\d)(\d\d) (\d\d):(\d\d):(\d\d)(?:\.(\d+))?")
+_ISO = re.compile(r"\b(\d{4})-(\d\d)-(\d\d)[T_ ](\d\d):(\d\d):(\d\d)(?:[.,](\d+))?")
+_SYSLOG = re.compile(r"^[A-Z][a-z]{2} +\d+ \d\d:\d\d:\d\d ")
+_ITERATION = re.compile(r"\biteration[:\s]+(\d+)\s*/\s*(\d+)", re.IGNORECASE)
+_ANY_YEAR = 2000  # glog has none; only differences count
+
+# Lines that come after the end of a training and say nothing: of the interpreter, torch, the agent.
+_NOISE = re.compile(
+    r"^\s|^$|^\[?[WEI]\d{4} |[Ww]arning\b|^Exception ignored in|^sys:1:|resource_tracker|leaked "
+    r"|\bNCCL (?:INFO|WARN|version)|^wandb: |^frame #|^terminate called|^Fatal Python error"
+    r"|^Extension modules|^(?:Current thread|Thread) 0x|destroy_process_group|\(core dumped\)$"
+    r"|^(?:srun|slurmstepd|mpirun)\b|^[=\-*~]{4,}$|^(?:Root Cause|Failures?)\b|^\[\d+\]:$"
+    r"|^Traceback |^(?:During handling|The above exception)|^Aborted|^Terminated|^Killed"
+    r"|core dumped|^[\w.]+(?:Error|Exception|Interrupt|Exit)\b|torch/distributed/(?:run|elastic)"
+    r"|^(?:For debugging consider|Compile with|CUDA kernel errors|Search for)|FAILED$|^<NO_OTHER"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line without what was put in front of it.
+
+    Attributes:
+        rank: Whose line it is, None where it does not say.
+        time_s: When it was written: seconds by a clock that is the same within one log, or None.
+    """
+
+    text: str
+    rank: int | None
+    time_s: float | None
+
+
+def parse_line(raw: str, *, is_labelled: bool = False) -> Line:
+    """Take a line apart.
+
+    Args:
+        raw: As it is in the file, without its newline.
+        is_labelled: Lines of this file begin with `3: `, as of `srun --label`.
+    """
+    text = _COLOUR.sub("", raw).rstrip("\r\n")
+    rank: int | None = None
+    time_s: float | None = None
+    if (stamp := _STAMPED.match(text)) is not None:
+        time_s = parse_time(stamp[1])
+        text = text[stamp.end() :]
+    if is_labelled and (label := _LABELLED.match(text)) is not None:
+        rank = int(label["rank"])
+        text = text[label.end() :]
+    while (tag := _TAGGED.match(text)) is not None:
+        if rank is None or tag["tag"] == "rank":  # [default3] counts on its node only
+            rank = int(tag["rank"])
+        text = text[tag.end() :]
+    if rank is None and (spoken := _SPOKEN.match(text)) is not None:
+        rank = int(spoken[1])
+    return Line(text=text, rank=rank, time_s=parse_time(text) if time_s is None else time_s)
+
+
+def parse_time(text: str) -> float | None:
+    """Return the first time that a line names, in seconds; None without one.
+
+    Understood: ISO dates, `2026-11-21_09:00:00` of torch's agent, and glog's `E1121 09:00:00.1`.
+    """
+    head = text[:160]
+    try:
+        if (found := _GLOG.match(head)) is not None:
+            month, day, hour, minute, second, part = found.groups()
+            moment = datetime(
+                _ANY_YEAR, int(month), int(day), int(hour), int(minute), int(second), tzinfo=UTC
+            )
+        elif (found := _ISO.search(head)) is not None:
+            _, month, day, hour, minute, second, part = found.groups()
+            moment = datetime(
+                _ANY_YEAR, int(month), int(day), int(hour), int(minute), int(second), tzinfo=UTC
+            )
+        else:
+            return None
+    except ValueError:  # 30 February, 61 seconds
+        return None
+    return moment.timestamp() + (float(f"0.{part}") if part else 0.0)
+
+
+def parse_iteration(text: str) -> tuple[int, int] | None:
+    """Return N and M of a training's `iteration N/ M |`, None for every other line."""
+    found = _ITERATION.search(text)
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
+def is_labelled(lines: Iterable[str]) -> bool:
+    """Whether the lines of a log begin with `3: `, as of `srun --label`."""
+    texts = [line for line in lines if line.strip()]
+    with_label = [match for text in texts if (match := _LABELLED.match(text))]
+    return len(texts) > 1 and len(with_label) >= 0.8 * len(texts) and len(with_label) > 1
+
+
+def is_noise(text: str) -> bool:
+    """Whether a line may come after the end of a training without meaning that it went on."""
+    return _NOISE.search(text) is not None or _SYSLOG.match(text) is not None
+
+
+def last_iteration(texts: Iterable[str]) -> tuple[int, int] | None:
+    """Return the furthest iteration that lines tell, as `(N, M)`."""
+    return max(_iterations(texts), default=None)
+
+
+def _iterations(texts: Iterable[str]) -> Iterator[tuple[int, int]]:
+    for text in texts:
+        found = parse_iteration(text)
+        if found is not None:
+            yield found

@@ -1,0 +1,193 @@
+"""Python tracebacks in logs: where they end, what they raised, and whether that ended the rank.
+
+Pure: works on the lines behind the header of a traceback.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from pytest_megatron.triage.lines import Line, is_noise, parse_iteration
+
+HEADER = "Traceback (most recent call last)"
+_FRAME = re.compile(r'^ +File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)$')
+_RAISED = re.compile(r"^[A-Za-z_][\w.]*(?:: |:$|$)")
+_EXCEPTION = re.compile(
+    r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Warning|Failure|Timeout|gaierror)"
+    r"\b(?:: .*)?$|^socket\.\w+: "
+)
+_LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ", "<string>")
+_DIRECT = "The above exception was the direct cause of the following exception:"
+_DURING = "During handling of the above exception, another exception occurred:"
+_NOT_FATAL = re.compile(
+    r"^Exception ignored in|^Error in atexit|^--- Logging error|^Exception in thread"
+)
+_MOST_MESSAGE_LINES = 12
+_MOST_LINES_AFTER = 5  # that may follow what ended a rank
+
+
+class Link(Enum):
+    """How an exception is tied to the one before it."""
+
+    NONE = "none"
+    DIRECT = "direct"  # raise ... from
+    DURING = "during"  # raised in an except block
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Raised:
+    """One exception of a traceback.
+
+    Attributes:
+        message: `Type: text`, with the lines that belong to it.
+        frames: `file:line in name`, outermost first.
+        own_frame: The deepest outside of libraries, or None.
+        time_s: Of the last line with a time before it, or None.
+        link: To the exception before it in the same log.
+        start: Index of its header in the lines.
+        end: Index behind its last line.
+    """
+
+    message: str
+    frames: tuple[str, ...]
+    own_frame: str | None
+    time_s: float | None
+    link: Link
+    start: int
+    end: int
+
+    @property
+    def headline(self) -> str:
+        """The first line of its message."""
+        return self.message.partition("\n")[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """Exceptions of one traceback, the last raised one last."""
+
+    links: tuple[Raised, ...]
+    is_ignored: bool = False
+
+    @property
+    def last(self) -> Raised:
+        """What came out of the traceback."""
+        return self.links[-1]
+
+
+def read_chain(lines: Sequence[Line], start: int) -> Chain | None:
+    """Read the traceback whose header is `lines[start]`, up to the end of its chain.
+
+    Args:
+        lines: Of one rank, without those of others between them.
+        start: Index of a line that holds `HEADER`.
+    """
+    before = lines[start - 1].text if start else ""
+    links: list[Raised] = []
+    link = Link.NONE
+    while (raised := _read_one(lines, start, link)) is not None:
+        links.append(raised)
+        at = _skip_blank(lines, raised.end)
+        if at >= len(lines) or not lines[at].text.strip().startswith((_DIRECT, _DURING)):
+            break
+        link = Link.DIRECT if lines[at].text.strip().startswith(_DIRECT) else Link.DURING
+        start = _skip_blank(lines, at + 1)
+        if start >= len(lines) or HEADER not in lines[start].text:
+            break
+    if not links:
+        return None
+    return Chain(links=tuple(links), is_ignored=_NOT_FATAL.search(before) is not None)
+
+
+def is_at_end(lines: Sequence[Line], end: int) -> bool:
+    """Whether nothing worth mentioning follows: the rank ended there.
+
+    A training that goes on prints iterations; one that ends prints what `is_noise` knows.
+    """
+    after = [line.text for line in lines[end:]]
+    if any(parse_iteration(text) is not None for text in after):
+        return False
+    return sum(not is_noise(text) for text in after) <= _MOST_LINES_AFTER
+
+
+def last_bare(lines: Sequence[Line]) -> str | None:
+    """Return the exception that a log ends with where its traceback was cut off."""
+    texts = [line.text for line in lines if not is_noise(line.text) or _EXCEPTION.match(line.text)]
+    for text in reversed(texts[-2:]):
+        if _EXCEPTION.match(text):
+            return text
+    return None
+
+
+def frame_of(text: str) -> tuple[str, bool] | None:
+    """Return `file:line in name` of a line of a stack, and whether it is a library's."""
+    found = _FRAME.match(text)
+    if found is None:
+        return None
+    name = found["file"].rpartition("/")[2]
+    is_library = any(part in found["file"] for part in _LIBRARIES)
+    return f"{name}:{found['line']} in {found['name']}", is_library
+
+
+def _read_one(lines: Sequence[Line], start: int, link: Link) -> Raised | None:
+    frames: list[str] = []
+    own: str | None = None
+    index = start + 1
+    indent = _indent(lines[start].text)
+    while index < len(lines):
+        text = lines[index].text[indent:] if _is_padded(lines[index].text, indent) else ""
+        if text and not text.startswith((" ", "\t")):
+            break
+        if (frame := frame_of(text)) is not None:
+            frames.append(frame[0])
+            own = own if frame[1] else frame[0]
+        index += 1
+    if index >= len(lines) or not _RAISED.match(lines[index].text[indent:]):
+        return None
+    message = [lines[index].text[indent:]]
+    end = index + 1
+    while end < len(lines) and len(message) < _MOST_MESSAGE_LINES:
+        if not _belongs(lines[end].text):
+            break
+        message.append(lines[end].text)
+        end += 1
+    return Raised(
+        message="\n".join(message),
+        frames=tuple(frames),
+        own_frame=own or (frames[-1] if frames else None),
+        time_s=_time_before(lines, end),
+        link=link,
+        start=start,
+        end=end,
+    )
+
+
+def _belongs(text: str) -> bool:
+    """Whether a line behind an exception's first is part of its message."""
+    stops = (HEADER, _DIRECT, _DURING, "Original Traceback", "Exception ignored in", "terminate ")
+    if not text.strip() or any(stop in text for stop in stops):
+        return False
+    return re.match(r"\[?[EWIF]\d{4} |.*NCCL (?:INFO|WARN)|\[?\d{4}-\d\d-\d\d", text) is None
+
+
+def _indent(header: str) -> int:
+    """Return how far a traceback is moved to the right, as in a message of another one."""
+    return len(header) - len(header.lstrip(" "))
+
+
+def _is_padded(text: str, indent: int) -> bool:
+    return not text[:indent].strip()
+
+
+def _skip_blank(lines: Sequence[Line], index: int) -> int:
+    while index < len(lines) and not lines[index].text.strip():
+        index += 1
+    return index
+
+
+def _time_before(lines: Sequence[Line], end: int) -> float | None:
+    times = (line.time_s for line in reversed(lines[max(0, end - 400) : end]))
+    return next((time for time in times if time is not None), None)

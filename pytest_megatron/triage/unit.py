@@ -1,0 +1,82 @@
+"""What is judged together: the logs of one launch, and what is known about it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+
+class Stream(Enum):
+    """Which of a rank's logs a file is."""
+
+    STDERR = "stderr"
+    STDOUT = "stdout"
+    BOTH = "both"
+    LAUNCHER = "launcher"  # of torch's agent, srun, a job: lines of several ranks perhaps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogFile:
+    """One log.
+
+    Attributes:
+        shown: What a person knows it as; of a member of an archive `artifact.zip!name`.
+        rank: Whose it is, None for a launcher's.
+    """
+
+    path: Path
+    shown: str
+    rank: int | None = None
+    stream: Stream = Stream.BOTH
+
+
+class Ended(Enum):
+    """How the launch ended, where whoever launched it knows."""
+
+    EXITED = "exited"
+    TIME_LIMIT = "time limit"
+    HUNG_COLLECTIVE = "hung collective"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What whoever launched it knows beside the logs; everything may be missing.
+
+    Attributes:
+        returncode: The launcher's, negative for a signal.
+        command: What runs it again, as typed in a shell.
+    """
+
+    returncode: int | None = None
+    ended: Ended | None = None
+    world_size: int | None = None
+    command: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """The logs of one launch.
+
+    Attributes:
+        name: Where it is, for a person.
+        root: The directory of its ranks, or of its one log.
+        error_files: Rank -> torch's `error.json`.
+        flights: Rank -> a flight recorder's dump.
+        notes: Problems met on the way, such as a file that cannot be read.
+    """
+
+    name: str
+    root: Path
+    logs: tuple[LogFile, ...]
+    error_files: Mapping[int, Path] = field(default_factory=dict)
+    flights: Mapping[int, Path] = field(default_factory=dict)
+    known: Known = field(default_factory=Known)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that left a file of their own."""
+        found = {log.rank for log in self.logs if log.rank is not None}
+        return tuple(sorted(found | self.error_files.keys() | self.flights.keys()))

@@ -16,6 +16,7 @@ from pytest_megatron.golden.model import MetricMap, Series, Value, is_finite, se
 from pytest_megatron.golden.policy_rl import with_one_loss_name
 from pytest_megatron.golden.refresh import series_of_generation
 from pytest_megatron.golden.store import read_metrics
+from pytest_megatron.health import Health
 from pytest_megatron.launch.failure import RankFailure, first_failure, read_failures, tail
 from pytest_megatron.launch.layout import AttemptDirs, PhaseDirs
 from pytest_megatron.launch.local import End, PhaseEnd
@@ -58,6 +59,7 @@ class Attempt:
         repeat: Counted from 1, as `number` is.
         metrics: What each phase measured; fewer than phases where one failed.
         cause: None if it trained as it should.
+        health: What its GPUs said before and after; None without GPUs.
         is_in_windows: Whether the phases are the windows of one training, a release's.
         generation: What an inference program generated, which measures no series.
         gradients: For each phase but the first of a checkpoint-consistency, its name and how its
@@ -70,6 +72,7 @@ class Attempt:
     ends: tuple[PhaseEnd, ...]
     metrics: tuple[MetricMap, ...]
     cause: Cause | None
+    health: Health | None = None
     is_in_windows: bool = False
     generation: Generation | None = None
     gradients: tuple[tuple[str, tuple[Comparison, ...]], ...] = ()

@@ -102,6 +102,12 @@ def read_chain(lines: Sequence[Line], start: int) -> Chain | None:
     return Chain(links=tuple(links), is_ignored=_NOT_FATAL.search(before) is not None)
 
 
+def is_link(lines: Sequence[Line], start: int) -> bool:
+    """Whether the traceback that begins here goes on with the one before it."""
+    before = (line.text.strip() for line in reversed(lines[:start]) if line.text.strip())
+    return next(before, "").startswith((_DIRECT, _DURING))
+
+
 def is_at_end(lines: Sequence[Line], end: int) -> bool:
     """Whether nothing worth mentioning follows: the rank ended there.
 

@@ -109,6 +109,7 @@ SYSTEM = (
         fault="never_starts",
         families=("store_timeout",),
         chance="either",
+        root="any",  # srun stops rank 0 before it says who came: the logs fit ranks 0 and 1
         guilty=(1,),
         form="tasks",
     ),

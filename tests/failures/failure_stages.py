@@ -26,7 +26,7 @@ from pathlib import Path
 import psutil
 from failure_cases import Case
 from failure_warm import WarmTasks
-from slurm_step import Limit, run_step
+from slurm_step import Step, run_step
 from ways_system import FULL_DISK
 
 from pytest_megatron.files import JsonValue
@@ -203,30 +203,18 @@ def _single(case: Case, stage: Stage, place: _Place) -> int | None:
 
 def _slurm(case: Case, stage: Stage, place: _Place) -> int | None:
     """A step of Slurm: ranks without an agent, labelled lines or a file a task."""
-    words = _training(case, stage, place)
     env = _env(case, stage, place)
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    limit = Limit(seconds=case.limit_s or STAGE_S, reason=case.limit_reason)
-    if stage.warm is not None:
-        return stage.warm.run(
-            {
-                "words": words,
-                "env": env,
-                "directory": str(place.evidence),
-                "num_tasks": stage.num_ranks,
-                "is_labelled": case.form == "srun",
-                "limit_s": limit.seconds,
-                "reason": limit.reason,
-            }
-        )
-    return run_step(
-        [sys.executable, *words],
+    step = Step(
+        words=(sys.executable, *_training(case, stage, place)),
         env=env,
-        directory=place.evidence,
+        directory=str(place.evidence),
         num_tasks=stage.num_ranks,
         is_labelled=case.form == "srun",
-        limit=limit,
+        limit_s=case.limit_s or STAGE_S,
+        reason=case.limit_reason,
     )
+    return run_step(step) if stage.warm is None else stage.warm.run(step)
 
 
 def _session(case: Case, stage: Stage, place: _Place) -> int | None:

@@ -7,7 +7,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
+
+from slurm_step import Step
 
 
 class WarmTasks:
@@ -23,10 +26,10 @@ class WarmTasks:
         )
         self._answer()
 
-    def run(self, job: Mapping[str, object]) -> int:
+    def run(self, step: Step) -> int:
         """Run a step to its end."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(dict(job)) + "\n")
+        self._process.stdin.write(json.dumps(asdict(step)) + "\n")
         self._process.stdin.flush()
         return int(self._answer())
 

@@ -30,10 +30,23 @@ _NAMES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limit:
-    """When a step is ended from outside, and what Slurm says of it: `DUE TO TIME LIMIT`."""
+class Step:
+    """One step.
 
-    seconds: float
+    Attributes:
+        words: The program and its arguments, the same for every task.
+        directory: Where its output goes.
+        is_labelled: One file with `3: ` before each line, as of `srun --label`; else one a task.
+        limit_s: When it is ended from outside.
+        reason: What Slurm says of that: `DUE TO TIME LIMIT`.
+    """
+
+    words: tuple[str, ...]
+    env: Mapping[str, str]
+    directory: str
+    num_tasks: int
+    is_labelled: bool
+    limit_s: float
     reason: str = ""
 
 
@@ -87,38 +100,33 @@ class _Output:
 
 
 def run_step(
-    command: Sequence[str],
-    *,
-    env: Mapping[str, str],
-    directory: Path,
-    num_tasks: int,
-    is_labelled: bool,
-    limit: Limit,
+    step: Step,
     start: Callable[[Sequence[str], Mapping[str, str]], Task] | None = None,
 ) -> int:
     """Run a step to its end; return srun's exit code.
 
     Args:
+        step: What to run.
         start: Starts one task, its output in a pipe; by default as a new program.
     """
-    output = _Output(directory, is_labelled=is_labelled)
+    output = _Output(Path(step.directory), is_labelled=step.is_labelled)
     tasks = [
-        (start or _start)(command, {**env, **_task_env(number, num_tasks)})
-        for number in range(num_tasks)
+        (start or _start)(step.words, {**step.env, **_task_env(number, step.num_tasks)})
+        for number in range(step.num_tasks)
     ]
     threads = [
         output.follow(number, task.stdout)
         for number, task in enumerate(tasks)
         if task.stdout is not None
     ]
-    deadline = time.monotonic() + limit.seconds
+    deadline = time.monotonic() + step.limit_s
     first = None
     while first is None and None in [task.poll() for task in tasks]:
         first = next((n for n, task in enumerate(tasks) if task.returncode), None)
         if first is None and time.monotonic() > deadline:
             output.say("srun: Job step aborted: Waiting up to 32 seconds for job step to finish.")
             stamp = time.strftime("%Y-%m-%dT%H:%M:%S")
-            said = f"CANCELLED AT {stamp} {limit.reason}".strip()
+            said = f"CANCELLED AT {stamp} {step.reason}".strip()
             output.say(f"slurmstepd: error: *** STEP {STEP} ON {NODE} {said} ***")
             break
         time.sleep(_POLL_S)
@@ -131,7 +139,7 @@ def run_step(
     _end(tasks)
     for thread in threads:
         thread.join(10)
-    _say_end(output, tasks, [n for n in range(num_tasks) if n != first])
+    _say_end(output, tasks, [n for n in range(step.num_tasks) if n != first])
     output.close()
     return max((abs(task.wait()) for task in tasks), default=0)
 

@@ -22,7 +22,7 @@ import torch.distributed
 import torch.utils.data  # what the ways of going wrong import themselves
 import training
 import ways
-from slurm_step import Limit, Task, run_step
+from slurm_step import Step, Task, run_step
 
 
 def main() -> None:
@@ -31,16 +31,8 @@ def main() -> None:
     ways.load()
     print("up", flush=True)
     for line in sys.stdin:
-        job = json.loads(line)
-        code = run_step(
-            job["words"],
-            env=job["env"],
-            directory=Path(job["directory"]),
-            num_tasks=job["num_tasks"],
-            is_labelled=job["is_labelled"],
-            limit=Limit(seconds=job["limit_s"], reason=job["reason"]),
-            start=_fork,
-        )
+        step = Step(**json.loads(line))
+        code = run_step(step, _fork)
         print(code, flush=True)
 
 
@@ -84,7 +76,7 @@ def _be(words: Sequence[str], env: Mapping[str, str], writer: int) -> None:
     os.closerange(3, 256)
     os.environ.update(env)
     faulthandler.disable()
-    sys.argv = list(words)
+    sys.argv = list(words[1:])
     code = 0
     try:
         training.main()

@@ -24,6 +24,7 @@ from pytest_megatron.recipe.model import Workload
 from pytest_megatron.verdict.attempt import DEFAULT_METRICS, Attempt, Cause, judge_attempt
 from pytest_megatron.verdict.decide import Verdict, decide_training
 from pytest_megatron.verdict.gradients import compare_gradients, measure_gradients, tolerance_of
+from pytest_megatron.verdict.triaged import note_triage
 
 _BACKOFF_S = 5.0  # before the second attempt; doubled for each further one
 
@@ -232,6 +233,8 @@ def _attempt(job: Job, facts: Facts, listener: Listener, *, repeat: int, number:
         cause=cause,
         is_in_windows=plan.target is not None,
     )
+    if cause is not None and ends:
+        note_triage(job.dirs, plan.dirs.root, ends[-1], cause.diagnosis, problem=cause.text)
     if attempt.is_in_windows and metrics:
         write_metrics(attempt.whole_path, attempt.whole)
     return attempt if cause is not None else _with_gradients(job, attempt)

@@ -15,11 +15,16 @@ from pytest_megatron.errors import GoldenError, MetricsError
 from pytest_megatron.files import JsonValue
 from pytest_megatron.golden.compare import Policy, compare, policy_named
 from pytest_megatron.golden.comparison import Comparison, comparisons_to_json, render
-from pytest_megatron.golden.model import Observed
+from pytest_megatron.golden.generation import GENERATION_METRICS
+from pytest_megatron.golden.model import Observed, Value
+from pytest_megatron.golden.policy_generation import Pair, compare_generation
+from pytest_megatron.golden.policy_strict import why_not_timed
 from pytest_megatron.golden.provenance import Golden, provenance_to_json
+from pytest_megatron.golden.refresh import series_in
 from pytest_megatron.golden.store import read_golden, read_metrics
 
 EXIT_FAILED = 1
+_SHOWN_TEXT = 16  # characters
 
 
 @click.group("golden", context_settings={"help_option_names": ["-h", "--help"]})
@@ -70,14 +75,17 @@ def check(  # noqa: PLR0913 - click hands over one argument an option
     golden = read_golden(golden_file)
     observed = read_metrics(observed_path)
     _require_common_metric(golden, observed, observed_path)
-    comparisons = compare(
-        golden,
-        observed.metrics,
-        metrics=metrics or None,
-        policy=policy,
-        nondeterministic=nondeterministic,
-        host_class=host_class,
-    )
+    if golden.generation is not None:
+        comparisons = _compare_generation(golden, observed, metrics, policy, host_class)
+    else:
+        comparisons = compare(
+            golden,
+            observed.metrics,
+            metrics=metrics or None,
+            policy=policy,
+            nondeterministic=nondeterministic,
+            host_class=host_class,
+        )
     if not comparisons:
         raise GoldenError(
             golden.path, f"has no metric that {policy.value} compares by default; give --metric"
@@ -98,14 +106,14 @@ def show(*, golden_file: Path) -> None:
     """Print what a golden holds, one line a metric."""
     golden = read_golden(golden_file)
     rows = [("metric", "values", "steps", "first", "last", "precision")]
-    for name, series in golden.metrics.items():
+    for name, series in series_in(golden).items():
         rows.append(
             (
                 name,
                 str(len(series)),
                 f"{series.steps[0]}-{series.steps[-1]}" if len(series) else "-",
-                str(series.values[0]) if len(series) else "-",
-                str(series.values[-1]) if len(series) else "-",
+                _shown(series.values[0]) if len(series) else "-",
+                _shown(series.values[-1]) if len(series) else "-",
                 "full" if series.is_full_precision else "5 decimals",
             )
         )
@@ -120,7 +128,47 @@ def show(*, golden_file: Path) -> None:
             click.echo(f"{key}: {value if isinstance(value, str) else json.dumps(value)}")
 
 
+def _shown(value: Value) -> str:
+    """Return a value for a cell: text quoted and cut, so that it stays on its line."""
+    return ascii(value[:_SHOWN_TEXT]) if isinstance(value, str) else str(value)
+
+
+def _compare_generation(
+    golden: Golden,
+    observed: Observed,
+    metrics: tuple[str, ...],
+    policy: Policy,
+    host_class: str | None,
+) -> tuple[Comparison, ...]:
+    """Compare the output of an inference program; by default whatever the golden has."""
+    assert golden.generation is not None
+    assert observed.generation is not None
+    for name in metrics:
+        if name not in GENERATION_METRICS:
+            known = ", ".join(sorted(GENERATION_METRICS))
+            raise GoldenError("--metric", f"{name!r} is not compared, expected one of {known}")
+    is_strict = policy is Policy.STRICT
+    pair = Pair(
+        golden=golden.generation,
+        observed=observed.generation,
+        path=golden.path,
+        is_strict=is_strict,
+        not_timed=why_not_timed(golden, host_class) if is_strict else None,
+    )
+    wanted = metrics or tuple(m for m in GENERATION_METRICS if golden.generation.has(m))
+    return compare_generation(pair, wanted) if wanted else ()
+
+
 def _require_common_metric(golden: Golden, observed: Observed, path: Path) -> None:
+    if (golden.generation is None) != (observed.generation is None):
+        kinds = ("series of a training", "the output of an inference program")
+        raise MetricsError(
+            str(path),
+            f"holds {kinds[observed.generation is not None]}, the golden {golden.path} "
+            f"{kinds[golden.generation is not None]}",
+        )
+    if golden.generation is not None:
+        return
     if not golden.metrics.keys() & observed.metrics.keys():
         have, want = sorted(observed.metrics), sorted(golden.metrics)
         raise MetricsError(

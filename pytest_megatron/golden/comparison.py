@@ -17,6 +17,7 @@ class Rule(Enum):
     # Both policies.
     NO_GOLDEN = "metric not in the golden"
     NO_METRIC = "metric not in the run"
+    NO_REQUEST = "requests differ"
     # strict, in the order in which they are tried.
     GOLDEN_UNUSABLE = "golden unusable"
     TRUNCATED = "truncated"
@@ -50,12 +51,19 @@ class Difference:
     Attributes:
         observed: None if the run has no value there.
         tolerance: What the rule allows there, relative to the golden; None if it names no amount.
+        place: What to call it where it is no step of a training, as in `request '0', token 7`.
     """
 
     step: int
     observed: Value | None
     golden: Value
     tolerance: float | None = None
+    place: str | None = None
+
+    @property
+    def where(self) -> str:
+        """What to call it."""
+        return self.place or f"step {self.step}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +110,7 @@ class Comparison:
         first: The first step outside the tolerance; if there is none, the first that differs.
         summary: The number that decided, where it was no single step.
         notes: What else to know, each a clause without a final period.
+        unit: What `deviation` counts.
     """
 
     metric: str
@@ -112,6 +121,7 @@ class Comparison:
     summary: Summary | None = None
     deviation: Deviation = Deviation()
     notes: tuple[str, ...] = ()
+    unit: str = "steps"
 
     @property
     def is_judged(self) -> bool:
@@ -123,7 +133,7 @@ def render(comparison: Comparison) -> str:
     """Return one line for a person: what was seen, what was allowed, how far off, which file."""
     parts = [_headline(comparison), *comparison.notes]
     if comparison.first is not None and (comparison.passed or comparison.summary is not None):
-        parts.append(f"first differs at step {comparison.first.step}")
+        parts.append(f"first differs at {comparison.first.where}")
     deviation = comparison.deviation
     if deviation.worst_step is not None:
         parts.append(
@@ -158,6 +168,7 @@ def comparison_to_json(comparison: Comparison) -> dict[str, JsonValue]:
         "rule": comparison.rule.value,
         "judged": comparison.is_judged,
         "first_step": None if first is None else first.step,
+        "first_place": None if first is None else first.where,
         "summary": None if summary is None else summary.name,
         "observed": _json_number(None if decisive is None else decisive.observed),
         "golden": _json_number(None if decisive is None else decisive.golden),
@@ -185,8 +196,8 @@ def relative(observed: float, golden: float) -> float:
 def _headline(comparison: Comparison) -> str:
     metric, rule = comparison.metric, comparison.rule
     if comparison.passed:
-        num_steps = comparison.deviation.num_compared
-        return f"{metric}: {'passed' if comparison.is_judged else rule.value}, {num_steps} steps"
+        word = "passed" if comparison.is_judged else rule.value
+        return f"{metric}: {word}, {comparison.deviation.num_compared} {comparison.unit}"
     if comparison.summary is not None:
         s = comparison.summary
         return (
@@ -195,7 +206,7 @@ def _headline(comparison: Comparison) -> str:
             f"tolerance allows {s.tolerance:.1e}"
         )
     if comparison.first is not None:
-        return f"{metric}, step {comparison.first.step}: {_at_step(comparison.first, rule)}"
+        return f"{metric}, {comparison.first.where}: {_at_step(comparison.first, rule)}"
     return f"{metric}: {rule.value}"
 
 
@@ -206,7 +217,7 @@ def _at_step(first: Difference, rule: Rule) -> str:
         return f"golden unusable, it has {_number(golden)} here"
     if observed is None:
         return f"missing in the run, {expected}"
-    if isinstance(observed, str) or isinstance(golden, str):
+    if isinstance(observed, str) or isinstance(golden, str) or first.place is not None:
         return f"observed {_number(observed)}, {expected}"
     off = relative(observed, golden)
     amount = f", off by {abs(off):.1e} relative" if math.isfinite(off) else ""

@@ -4,7 +4,8 @@ The format is Megatron-LM's metric map, one block a metric:
 
     {"lm loss": {"start_step": 1, "end_step": 2, "step_interval": 1, "values": {"1": 10.9, ...}}}
 
-What else lies about under the name of a golden is recognised and named. A block of ours has two
+The output of inference programs is `generation.py`'s. What else lies about under the name of a
+golden is recognised and named. A block of ours has two
 more keys: `value_precision: full` (newer Megatron-LM writes it too) and, in the metrics of a run
 only, `non_finite`, which keeps nan and inf apart from missing and from text; readers that do not
 know it see those steps as missing.
@@ -23,10 +24,10 @@ from itertools import pairwise
 
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.files import JsonValue
+from pytest_megatron.golden.generation import Generation, is_generation, parse_generation
 from pytest_megatron.golden.model import MetricMap, Series, Value, series_of
 
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-_REQUEST_KEYS = {"generated_tokens", "generated_text", "input_prompt", "logprobs", "latency"}
 _BASELINE_KEYS = {"forward_ms", "backward_ms", "throughput_tok_per_sec", "avg_latency_ms"}
 _PROVENANCE_KEY = "_provenance"
 _MAX_STEP_DIGITS = 18
@@ -37,6 +38,8 @@ class Document:
     """What a metric-map file holds.
 
     Attributes:
+        generation: What an inference program generated, where the file is of that kind; it has
+            no metric then.
         provenance: The value of `_provenance` as it stands there, or None.
         notes: What was unusual and how it was read.
     """
@@ -44,6 +47,7 @@ class Document:
     metrics: MetricMap
     provenance: JsonValue
     notes: tuple[str, ...]
+    generation: Generation | None = None
 
 
 def parse_document(text: str, where: str) -> Document:
@@ -51,7 +55,7 @@ def parse_document(text: str, where: str) -> Document:
 
     Raises:
         GoldenError: The text is empty, is not JSON (with line and column), or is JSON of another
-            kind: an empty object, JSON lines, an inference golden, a performance baseline, a
+            kind: an empty object, JSON lines, a performance baseline, a
             block with impossible steps or values. `where` names the file.
     """
     notes: list[str] = []
@@ -63,6 +67,13 @@ def parse_document(text: str, where: str) -> Document:
         raise GoldenError(where, f"holds a JSON {_kind(value)}, expected an object of metrics")
     provenance = value.pop(_PROVENANCE_KEY, None)
     blocks = {k: v for k, v in value.items() if isinstance(v, dict) and "values" in v}
+    if not blocks and is_generation(value):
+        return Document(
+            metrics={},
+            provenance=provenance,
+            notes=tuple(notes),
+            generation=parse_generation(value, where),
+        )
     if not blocks:
         raise GoldenError(where, _explain(value))
     metrics: dict[str, Series] = {}
@@ -173,8 +184,6 @@ def _explain(value: Mapping[str, JsonValue]) -> str:
     nested = [v for v in value.values() if isinstance(v, dict)]
     inner = [v for n in nested for v in n.values() if isinstance(v, dict)]
     keys = {key for v in nested for key in v}
-    if (keys | value.keys()) & _REQUEST_KEYS or "throughput" in value:
-        return "inference golden, not supported yet by this comparison"
     if (keys | {key for v in inner for key in v}) & _BASELINE_KEYS:
         return "performance baseline, not a golden; it has no curve to compare"
     some = ", ".join(repr(key) for key in sorted(value)[:3])

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from pytest_megatron.golden.generation import Generation
+
 # A number, nan and inf included, or text that stands where a number belongs (Megatron-LM's
 # goldens hold the string "nan" for a step without a value). Telling them apart is the point:
 # text, a real nan, inf and a missing step are four different things.
@@ -96,8 +98,10 @@ class Observed:
     Attributes:
         files: In the order in which they were merged; a later one wins where steps overlap.
         notes: What a reader of the verdict should know: torn files, overlapping steps.
+        generation: What an inference program generated; it has no metrics then.
     """
 
     metrics: MetricMap
     files: tuple[MetricsFile, ...] = ()
     notes: tuple[str, ...] = ()
+    generation: Generation | None = None

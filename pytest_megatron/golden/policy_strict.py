@@ -124,7 +124,7 @@ def _judge(case: _Case, metric: str, golden: Series, observed: Series) -> Judgem
     if metric == _ZEROS:
         return judge_zeros(points)
     if metric == _TIME or metric in _MEMORY:
-        reason = _why_not_judged(case.golden, case.host_class)
+        reason = why_not_timed(case.golden, case.host_class)
         if reason is not None:
             return Judgement(passed=True, rule=Rule.NOT_JUDGED, notes=(reason,))
         return judge_time(points) if metric == _TIME else judge_memory(points)
@@ -173,7 +173,8 @@ def _without_untimed_start(golden: Series, observed: Series) -> Series:
     return golden
 
 
-def _why_not_judged(golden: Golden, host_class: str | None) -> str | None:
+def why_not_timed(golden: Golden, host_class: str | None) -> str | None:
+    """Return why time and memory of a run are not judged; None where they are."""
     theirs = None if golden.provenance is None else golden.provenance.host_class
     if theirs is None:
         return "the golden does not say on which class of host it was measured"

@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.files import JsonValue
+from pytest_megatron.golden.generation import Generation
 from pytest_megatron.golden.model import MetricMap, Series, Value, series_of
 
 # The relative standard deviation of one metric over the repeats, |golden| = 1: one number for all
@@ -66,12 +67,14 @@ class Golden:
         path: The file, as messages name it.
         provenance: None in a golden that Megatron-LM wrote.
         notes: What was unusual about the file and how it was read.
+        generation: In a golden of an inference program, which has no series.
     """
 
     path: str
     metrics: MetricMap
     provenance: Provenance | None = None
     notes: tuple[str, ...] = ()
+    generation: Generation | None = None
 
 
 def parse_provenance(value: JsonValue, where: str) -> Provenance:

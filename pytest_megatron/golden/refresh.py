@@ -6,8 +6,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from pytest_megatron.golden.generation import ROUTING, TEXT, TOKENS, Generation
 from pytest_megatron.golden.model import MetricMap, Series, Value, is_finite, series_of
-from pytest_megatron.golden.provenance import Spread
+from pytest_megatron.golden.provenance import Golden, Spread
 
 # What Megatron-LM keeps of a run; anything else is kept only where the case compares it.
 # Source: Megatron-LM tests/functional_tests/python_test_utils/
@@ -70,6 +71,32 @@ def spread_of(repeats: Sequence[MetricMap], golden: MetricMap) -> dict[str, Spre
             values[step] = float(f"{deviation / (abs(centre) or 1.0):.3g}")
         is_exact = not any(values.values())
         found[name] = 0.0 if is_exact else series_of(values, is_full_precision=True)
+    return found
+
+
+def series_in(golden: Golden) -> MetricMap:
+    """Return what a golden holds as series, of whichever kind it is."""
+    return golden.metrics if golden.generation is None else series_of_generation(golden.generation)
+
+
+def series_of_generation(generation: Generation) -> dict[str, Series]:
+    """Return what was generated as series by position, counted from 1, one a request and metric.
+
+    Throughput and memory vary from run to run, so they are left out.
+    """
+    found: dict[str, Series] = {}
+    for name, request in generation.requests.items():
+        values: dict[str, tuple[Value, ...]] = dict(request.logprobs)
+        if request.tokens is not None:
+            values[TOKENS] = tuple(float(token) for token in request.tokens)
+        if request.text is not None:
+            values[TEXT] = (request.text,)
+        if request.routing is not None:
+            values[ROUTING] = tuple(str(row) for row in request.routing.values())
+        for metric, row in values.items():
+            found[f"{metric} of {name}"] = series_of(
+                dict(enumerate(row, start=1)), is_full_precision=True
+            )
     return found
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from pytest_megatron.errors import GoldenError, MetricsError
 from pytest_megatron.files import JsonValue, write_json_atomically
 from pytest_megatron.golden.document import metrics_to_json, parse_document
+from pytest_megatron.golden.generation import Generation, find_not_finite, generation_to_json
 from pytest_megatron.golden.jsonlines import read_json_lines
 from pytest_megatron.golden.model import MetricMap, MetricsFile, Observed, is_finite
 from pytest_megatron.golden.provenance import (
@@ -38,7 +39,7 @@ def read_golden(path: Path) -> Golden:
     """Read a golden file in any of the forms that Megatron-LM's repository holds.
 
     Raises:
-        GoldenError: There is no such file, or it is not a golden of a training; the text says what
+        GoldenError: There is no such file, or it is not a golden; the text says what
             it is instead, with line and column where the JSON is broken.
     """
     document = parse_document(_read_text(path), str(path))
@@ -48,7 +49,22 @@ def read_golden(path: Path) -> Golden:
         metrics=document.metrics,
         provenance=None if provenance is None else parse_provenance(provenance, str(path)),
         notes=document.notes,
+        generation=document.generation,
     )
+
+
+def write_generation_golden(path: Path, generation: Generation, provenance: Provenance) -> None:
+    """Write a golden of an inference program, in the form that such a program writes.
+
+    Raises:
+        GoldenError: A value that is compared is not a finite number.
+        OSError: As from `write_json_atomically`; the old file is as it was.
+    """
+    if problem := find_not_finite(generation):
+        raise GoldenError(str(path), f"{problem}; not written")
+    document = generation_to_json(generation)
+    document["_provenance"] = provenance_to_json(provenance)
+    write_json_atomically(path, document)
 
 
 def write_golden(path: Path, metrics: MetricMap, provenance: Provenance) -> None:
@@ -97,7 +113,12 @@ def read_metrics(path: Path) -> Observed:
     except GoldenError as error:
         raise MetricsError(error.where, error.problem) from error
     file = MetricsFile(path=str(path), num_records=len(document.metrics))
-    return Observed(metrics=document.metrics, files=(file,), notes=document.notes)
+    return Observed(
+        metrics=document.metrics,
+        files=(file,),
+        notes=document.notes,
+        generation=document.generation,
+    )
 
 
 def _read_text(path: Path) -> str:

@@ -37,7 +37,7 @@ from pytest_megatron.hooks import recipes
 from pytest_megatron.hooks.beginning import KEY
 from pytest_megatron.hooks.console import Console
 from pytest_megatron.hooks.gang_results import RECORD
-from pytest_megatron.hooks.markers import spec_of, timeout_of
+from pytest_megatron.hooks.markers import num_reruns_of, spec_of, timeout_of
 from pytest_megatron.hooks.merged import (
     build_report,
     count_failed_subtest,
@@ -406,7 +406,7 @@ class GangPlugin:
     def _is_rerun_due(self, item: pytest.Item) -> bool:
         """Whether a test failed for a transient cause, and may run again; notes the cause."""
         causes = self._reruns[item]
-        if len(causes) >= self._options.num_transient_reruns:
+        if len(causes) >= num_reruns_of(item, self._options.num_transient_reruns):
             return False
         execution = self._ended[item]
         assert execution.end is not None
@@ -415,7 +415,7 @@ class GangPlugin:
             path = Path(rank.log_dir, "stderr.log")
             lines += read_piece(path, start, file_size(path)).splitlines()
         signature = transient_cause(execution.merged, lines)
-        if signature is None:
+        if signature is None or self._run.ledger.claim(item.nodeid, signature.id) is not None:
             return False
         causes.append(signature)
         self._history[item][-1] = replace(self._history[item][-1], signature=signature)
@@ -740,7 +740,7 @@ class GangPlugin:
             is_last_if_failed=bool(maxfail) and item.session.testsfailed + 1 >= maxfail,
         )
         log_starts: list[int] = []
-        if self._options.num_transient_reruns:
+        if num_reruns_of(item, self._options.num_transient_reruns):
             log_starts = [file_size(Path(o.log_dir, "stderr.log")) for o in gang.orders]
         execution = _Execution(index, item, self._last.get(gang.number), log_starts)
         self._running[self._num_runs] = gang, execution

@@ -17,8 +17,15 @@ from pytest_megatron.files import JsonValue, write_text_atomically, write_texts_
 from pytest_megatron.golden.compare import Policy
 from pytest_megatron.golden.model import MetricMap
 from pytest_megatron.golden.provenance import Provenance
-from pytest_megatron.golden.refresh import Change, changes, combine, markdown, spread_of
-from pytest_megatron.golden.store import read_golden, write_golden
+from pytest_megatron.golden.refresh import (
+    Change,
+    changes,
+    combine,
+    markdown,
+    series_in,
+    spread_of,
+)
+from pytest_megatron.golden.store import read_golden, write_generation_golden, write_golden
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.session import make_own_dir
 from pytest_megatron.host import CPU_PLATFORM
@@ -73,15 +80,23 @@ class GoldenWriter:
         """Make a candidate of a clean training; return it for the record, or why there is none."""
         if training.verdict is not Verdict.PASSED:
             return {}, f"{training.job.node_id}: needed another attempt, so it is no golden"
+        faults = [f.text for a in training.attempts if a.health for f in a.health.faults]
+        if faults:
+            return {}, f"{training.job.node_id}: {faults[0]} meanwhile, so it is no golden"
         spread = compare_repeats(training, policy, facts)
         if spread.failed:
             text = mismatch(training, spread)
             return {}, f"{text}\nthe repeats differ from one another, so there is no new golden"
-        repeats = [attempt.whole for attempt in training.clean]
+        generation = training.clean[0].generation
+        repeats = [attempt.series for attempt in training.clean]
         names = training.job.metric_names
-        metrics = combine(repeats, names or ())
+        metrics = repeats[0] if generation is not None else combine(repeats, names or ())
         candidate = training.job.dirs.root / _CANDIDATE
-        write_golden(candidate, metrics, self._provenance(training, metrics, repeats, facts))
+        provenance = self._provenance(training, metrics, repeats, facts)
+        if generation is None:
+            write_golden(candidate, metrics, provenance)
+        else:
+            write_generation_golden(candidate, generation, provenance)
         shown = target.relative_to(self._root)
         return {"candidate": str(candidate), "target": str(shown)}, None
 
@@ -131,7 +146,13 @@ class GoldenWriter:
         num_gpus = training.job.workload.gpus
         platform = training.job.workload.platform
         is_gpu = platform != CPU_PLATFORM and bool(gpus)
-        spread = spread_of(repeats, metrics)
+        is_generation = training.clean[0].generation is not None
+        spread = {} if is_generation else spread_of(repeats, metrics)
+        is_equal = all(
+            spread[name] == 0.0 for name in training.job.metric_names or () if name in spread
+        )
+        if is_generation:
+            is_equal = not any(changes(metrics, repeat) for repeat in repeats)
         return Provenance(
             command=("pytest", *self._arguments),
             commit=facts.commit,
@@ -144,9 +165,7 @@ class GoldenWriter:
             versions=facts.versions | {"python": facts.python},
             date=utc_now(),
             repeats=len(repeats),
-            deterministic=all(
-                spread[name] == 0.0 for name in training.job.metric_names or () if name in spread
-            ),
+            deterministic=is_equal,
             spread=spread,
         )
 
@@ -156,7 +175,7 @@ def _changes(target: Path, candidate: Path) -> tuple[Change, ...] | None:
     if not target.exists():
         return None
     try:
-        old = read_golden(target).metrics
+        old = series_in(read_golden(target))
     except GoldenError:
         old = {}  # an unreadable golden is replaced whole
-    return changes(old, read_golden(candidate).metrics)
+    return changes(old, series_in(read_golden(candidate)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from pytest_megatron.errors import CaseError, GoldenError
+from pytest_megatron.errors import GoldenError
 from pytest_megatron.golden.provenance import Golden
 from pytest_megatron.golden.store import golden_path, read_golden
 from pytest_megatron.hooks.options import MIN_REFRESH_REPEATS
@@ -15,6 +15,8 @@ from pytest_megatron.launch.layout import item_dirs
 from pytest_megatron.launch.plan import Setting
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.recipe.places import case_path
+from pytest_megatron.verdict.modes import check_golden_kind, metric_names_of
+from pytest_megatron.verdict.retry import policy_of
 from pytest_megatron.verdict.training import Job
 
 
@@ -23,6 +25,7 @@ def make_job(session: RunSession, workload: Workload, node_id: str) -> Job:
 
     Raises:
         CaseError: The case cannot be read, or names no metric.
+        RecipeError: What the row says about retries means nothing.
     """
     options = session.options
     num_repeats = options.num_repeats or workload.n_repeat or 1
@@ -42,7 +45,9 @@ def make_job(session: RunSession, workload: Workload, node_id: str) -> Job:
         dirs=item_dirs(session.run_dir, node_id),
         setting=setting,
         num_repeats=1 if options.is_lightweight else num_repeats,
-        max_attempts=options.max_attempts,
+        retry=policy_of(
+            workload, max_attempts=options.max_attempts, backoff_s=options.retry_backoff_s
+        ),
     )
 
 
@@ -77,18 +82,16 @@ def read_golden_of(session: RunSession, job: Job) -> Golden | None:
             f"there is no golden for {job.node_id}, nothing was run; write one with "
             f"`--golden record`, or run without comparing with `--golden off`",
         )
-    return read_golden(path)
+    golden = read_golden(path)
+    if job.case is not None:
+        check_golden_kind(job.case, golden)
+    return golden
 
 
 def _read_case(root: Path, workload: Workload) -> Case | None:
     """Return the test case of a row; None for a row that brings its own script."""
     if workload.script is not None:
         return None
-    path = case_path(root, workload)
-    case = read_case(path)
-    if case.metrics == ():
-        raise CaseError(
-            str(path),
-            "METRICS is empty, so nothing would be compared; name metrics, or leave it out",
-        )
+    case = read_case(case_path(root, workload))
+    metric_names_of(case)  # a case that compares nothing is told before it costs anything
     return case

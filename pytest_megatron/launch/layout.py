@@ -1,7 +1,7 @@
 """Where everything of a run lies: names only, nothing is created here. Pure.
 
     <run-dir>/run.json
-    <run-dir>/<item>/repeat_<i>/attempt_<k>/plan.json
+    <run-dir>/<item>/repeat_<i>/attempt_<k>/{plan,health}.json
     <run-dir>/<item>/repeat_<i>/attempt_<k>/phase_<n>/logs/<rank>/{stdout,stderr}.log
     <run-dir>/<item>/repeat_<i>/attempt_<k>/phase_<n>/{tensorboard/, metrics.json}
     <run-dir>/<item>/{comparison.json, triage.json}
@@ -17,6 +17,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+FLIGHT_PREFIX = "nccl_trace_rank_"  # torch's; the rank follows
 _NAME_LENGTH = 150  # of a directory; file systems take 255 bytes
 
 
@@ -42,9 +43,23 @@ class PhaseDirs:
         return self.root / "tensorboard"
 
     @property
+    def flight(self) -> Path:
+        """What the flight recorder of each rank dumped when a collective did not finish."""
+        return self.root / "flight"
+
+    def flight_dumps(self) -> list[Path]:
+        """Return the dumps that are there."""
+        return sorted(self.flight.glob(f"{FLIGHT_PREFIX}*"))
+
+    @property
     def metrics_lines(self) -> Path:
         """Where a training may write its metrics as JSON lines instead."""
         return self.root / "metrics.jsonl"
+
+    @property
+    def generated(self) -> Path:
+        """Where an inference program writes its requests, `${INFERENCE_OUTPUT_PATH}`."""
+        return self.root / "generated.json"
 
     @property
     def metrics(self) -> Path:
@@ -70,6 +85,11 @@ class AttemptDirs:
     def plan(self) -> Path:
         """What was started, word for word."""
         return self.root / "plan.json"
+
+    @property
+    def health(self) -> Path:
+        """What the GPUs said before and after."""
+        return self.root / "health.json"
 
     @property
     def checkpoints(self) -> Path:

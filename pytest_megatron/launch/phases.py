@@ -17,6 +17,7 @@ from pytest_megatron.launch.case import (
     LIGHTWEIGHT_NEMO_STEPS,
     LIGHTWEIGHT_SAVE_INTERVAL,
     Case,
+    Mode,
     TestType,
     Variant,
 )
@@ -283,7 +284,11 @@ class _Maker:
             if self._is_lightweight:
                 arguments = with_argument(arguments, "trainer.max_steps", steps)
             return arguments, None
+        if self._case.mode is Mode.INFERENCE:  # it has no iterations
+            return arguments, None
         last = self._case.train_iters_of(variant)
+        if self._case.mode is Mode.RL:  # it counts samples, and says when to end
+            last = self._case.exit_interval or last
         if not self._is_lightweight:
             return with_argument(arguments, "--exit-interval", str(last)), last
         arguments = with_argument(arguments, "--exit-interval", str(LIGHTWEIGHT_ITERS))

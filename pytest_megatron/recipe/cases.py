@@ -66,8 +66,7 @@ def compares_metrics(document: Document) -> bool:
     """Whether a run of the case is compared with a golden file.
 
     It is not where the case says SKIP_PYTEST, is always lightweight, is expected to fail, checks
-    gradients only, or is one of the pairs of MODE and TEST_TYPE for which Megatron-LM compares
-    nothing.
+    gradients only, or is one of the pairs of MODE and TEST_TYPE that are refused.
     """
     env = document.value.get("ENV_VARS")
     env = env if isinstance(env, dict) else {}
@@ -80,7 +79,7 @@ def compares_metrics(document: Document) -> bool:
     test_type = document.value.get("TEST_TYPE")
     if document.value.get("MODE", "pretraining") == "pretraining":
         return test_type != "checkpoint-consistency"
-    return test_type == "frozen-start"
+    return test_type in ("frozen-start", "regular")
 
 
 def starts_frozen(document: Document) -> bool:

@@ -30,6 +30,8 @@ def training_failure(training: Training) -> str:
         kind = "transient" if signature.is_transient else "not transient, so not run again"
         lines.append(f"known as {signature.id} ({kind}): {signature.advice}")
     lines += [f"{_INDENT}{line}" for line in last.cause.evidence]
+    if training.stopped is not None:
+        lines.append(f"not run again: {training.stopped}")
     for attempt in training.attempts[:-1]:
         if attempt.cause is not None:
             lines.append(f"attempt {attempt.number}: {attempt.cause.text}")
@@ -60,6 +62,9 @@ def summary_line(
     parts = [f"{training.duration_s:.1f} s"]
     if training.clean and training.clean[0].metrics:
         parts += _loss(training.clean[0].whole)
+    if training.clean and (generation := training.clean[0].generation) is not None:
+        num_tokens = sum(len(r.tokens or ()) for r in generation.requests.values())
+        parts.append(f"{num_tokens} tokens for {len(generation.requests)} requests")
     if problem is not None:
         cause = training.attempts[-1].cause
         parts.append("metrics disagree" if cause is None else cause.text.partition("; ")[0])
@@ -83,7 +88,7 @@ def plan_text(job: Job, plan: AttemptPlan, golden: Path | None) -> str:
         f"  golden: {golden if golden is not None else 'none'}",
         f"  ranks: {plan.world_size} on {job.workload.platform}",
         f"  time limit: {plan.time_limit_s:g} s{' a window' if plan.target is not None else ''}",
-        f"  repeats: {job.num_repeats}, each with up to {job.max_attempts} attempts",
+        f"  repeats: {job.num_repeats}, each with up to {job.retry.max_attempts} attempts",
         f"  directory: {plan.cwd}",
     ]
     if job.gradient_tolerance is not None:

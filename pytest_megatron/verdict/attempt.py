@@ -11,8 +11,12 @@ from typing import assert_never
 
 from pytest_megatron.errors import MetricsError
 from pytest_megatron.golden.comparison import Comparison
+from pytest_megatron.golden.generation import Generation
 from pytest_megatron.golden.model import MetricMap, Series, Value, is_finite, series_of
+from pytest_megatron.golden.policy_rl import with_one_loss_name
+from pytest_megatron.golden.refresh import series_of_generation
 from pytest_megatron.golden.store import read_metrics
+from pytest_megatron.health import Health
 from pytest_megatron.launch.failure import RankFailure, first_failure, read_failures, tail
 from pytest_megatron.launch.layout import AttemptDirs, PhaseDirs
 from pytest_megatron.launch.local import End, PhaseEnd
@@ -60,7 +64,9 @@ class Attempt:
         repeat: Counted from 1, as `number` is.
         metrics: What each phase measured; fewer than phases where one failed.
         cause: None if it trained as it should.
+        health: What its GPUs said before and after; None without GPUs.
         is_in_windows: Whether the phases are the windows of one training, a release's.
+        generation: What an inference program generated, which measures no series.
         gradients: For each phase but the first of a checkpoint-consistency, its name and how its
             gradients compare with those of the first.
     """
@@ -71,8 +77,15 @@ class Attempt:
     ends: tuple[PhaseEnd, ...]
     metrics: tuple[MetricMap, ...]
     cause: Cause | None
+    health: Health | None = None
     is_in_windows: bool = False
+    generation: Generation | None = None
     gradients: tuple[tuple[str, tuple[Comparison, ...]], ...] = ()
+
+    @property
+    def series(self) -> MetricMap:
+        """`whole` as series, so that repeats of any kind can be set beside one another."""
+        return self.whole if self.generation is None else series_of_generation(self.generation)
 
     @property
     def whole(self) -> MetricMap:
@@ -81,7 +94,9 @@ class Attempt:
 
     @property
     def whole_path(self) -> Path:
-        """The file with `whole`."""
+        """The file with `whole`, or with what was generated."""
+        if self.generation is not None:
+            return self.dirs.phase(1).generated
         return self.dirs.metrics if self.is_in_windows else self.dirs.phase(1).metrics
 
     @property
@@ -96,6 +111,7 @@ def judge_attempt(
     metric_names: Sequence[str] | None,
     time_limit_s: float,
     target: Target | None = None,
+    is_rl: bool = False,
     table: Table | None = None,
 ) -> tuple[tuple[MetricMap, ...], Cause | None]:
     """Return what the phases measured and what is wrong with them, if anything.
@@ -105,19 +121,22 @@ def judge_attempt(
         metric_names: What must have been measured; None for a script that judges itself.
         time_limit_s: For the text.
         target: Where a release ends; its windows are then parts of one training.
+        is_rl: Whether the loss may stand under another name.
         table: The signatures; None takes those of the package.
     """
     measured: list[MetricMap] = []
     resumes_after = None
     for end in ends:
         if not end.is_clean:
-            return tuple(measured), _why_it_failed(end, time_limit_s, table)
+            return tuple(measured), why_it_failed(end, time_limit_s, table)
         if metric_names is None:
             continue
         try:
             metrics = _measured(end.plan.dirs)
         except MetricsError as error:
             return tuple(measured), Cause(text=f"the training ended with exit code 0, but {error}")
+        if is_rl:
+            metrics = with_one_loss_name(metrics)
         measured.append(metrics)
         last = end.plan.last_iteration
         if target is not None and end is ends[-1]:
@@ -196,7 +215,7 @@ def _interval(series: Series) -> int:
     return min(gaps, default=1)
 
 
-def _why_it_failed(end: PhaseEnd, time_limit_s: float, table: Table | None) -> Cause:
+def why_it_failed(end: PhaseEnd, time_limit_s: float, table: Table | None = None) -> Cause:
     """Explain a phase that is not clean."""
     dirs = end.plan.dirs
     when = _phase(end) + _when(end)

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pytest_megatron.files import JsonValue
-from pytest_megatron.golden.compare import Policy, compare, compare_resume
+from pytest_megatron.golden.compare import Policy, compare_resume
 from pytest_megatron.golden.comparison import Comparison, comparison_to_json
 from pytest_megatron.golden.provenance import Golden, Provenance
 from pytest_megatron.launch.case import Case, TestType
 from pytest_megatron.launch.facts import Facts
 from pytest_megatron.verdict.attempt import Attempt
+from pytest_megatron.verdict.modes import check_golden_kind, compare_in_mode
 from pytest_megatron.verdict.training import Training
 
 
@@ -90,7 +91,8 @@ def compare_repeats(training: Training, policy: Policy, facts: Facts) -> Judgeme
     case, _ = _case(training)
     stand_in = Golden(
         path=str(first.whole_path),
-        metrics=first.whole,
+        metrics=first.whole if first.generation is None else {},
+        generation=first.generation,
         provenance=Provenance(deterministic=not case.is_nondeterministic),
     )
     found = [_with_golden(training, other, stand_in, policy, facts) for other in others]
@@ -119,16 +121,17 @@ def _with_golden(
     training: Training, attempt: Attempt, golden: Golden, policy: Policy, facts: Facts
 ) -> RepeatComparison:
     case, names = _case(training)
+    check_golden_kind(case, golden)
     return RepeatComparison(
         repeat=attempt.repeat,
         against="golden",
         measured=attempt.whole_path,
-        comparisons=compare(
+        comparisons=compare_in_mode(
+            case,
             golden,
-            attempt.whole,
+            attempt.generation or attempt.whole,
             metrics=names,
             policy=policy,
-            nondeterministic=case.is_nondeterministic,
             host_class=facts.host.platform_class(training.job.workload.platform),
         ),
     )

@@ -18,6 +18,7 @@ from typing import TypeVar
 from faults import Fault, parse_fault
 
 T = TypeVar("T")
+A = TypeVar("A", bound="Arguments")
 
 
 def flag(default: T, text: str, choices: tuple[str, ...] = ()) -> T:
@@ -122,39 +123,57 @@ class Arguments:
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Make the parser from the fields of `Arguments`."""
+def make_parser(
+    kind: type[Arguments] = Arguments,
+    prog: str = "train_gpt.py",
+    description: str = "Train a small GPT on synthetic text with megatron-core.",
+) -> argparse.ArgumentParser:
+    """Make the parser from the fields of `kind`, which may add some to those of `Arguments`."""
     parser = argparse.ArgumentParser(
-        prog="train_gpt.py",
+        prog=prog,
         usage="%(prog)s [--flag value ...] (--help lists the flags)",
-        description="Train a small GPT on synthetic text with megatron-core.",
+        description=description,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
-    hints = typing.get_type_hints(Arguments)
-    for one in dataclasses.fields(Arguments):
+    hints = typing.get_type_hints(kind)
+    for one in dataclasses.fields(kind):
         name, text = "--" + one.name.replace("_", "-"), one.metadata["help"]
         if hints[one.name] is bool:
             action = argparse.BooleanOptionalAction if one.default else "store_true"
             parser.add_argument(name, action=action, default=one.default, help=text)
             continue
-        kinds = [kind for kind in typing.get_args(hints[one.name]) if kind is not type(None)]
-        kind = kinds[0] if kinds else hints[one.name]
+        types = [t for t in typing.get_args(hints[one.name]) if t is not type(None)]
         parser.add_argument(
-            name, type=kind, default=one.default, choices=one.metadata["choices"], help=text
+            name,
+            type=types[0] if types else hints[one.name],
+            nargs="+" if typing.get_origin(hints[one.name]) is tuple else None,
+            default=one.default,
+            choices=one.metadata["choices"],
+            help=text,
         )
     return parser
 
 
 def parse_arguments(argv: Sequence[str], world_size: int) -> Arguments:
-    """Read the command line.
+    """Read the command line of the training program.
+
+    Raises:
+        SystemExit: As from `parse_with`.
+    """
+    return parse_with(make_parser(), Arguments, argv, world_size)
+
+
+def parse_with(
+    parser: argparse.ArgumentParser, kind: type[A], argv: Sequence[str], world_size: int
+) -> A:
+    """Read a command line whose flags are the fields of `kind`.
 
     Raises:
         SystemExit: With code 2, after a message, when a flag is unknown or the values do not fit
             together or the world.
     """
-    parser = make_parser()
-    arguments = Arguments(**vars(parser.parse_args(argv)))
+    arguments = kind(**vars(parser.parse_args(argv)))
     try:
         check(arguments, world_size)
     except ValueError as error:

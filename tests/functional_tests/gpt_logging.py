@@ -30,6 +30,7 @@ class Step:
         num_zeros: Zeros in the gradient over all ranks; None when not counted.
         is_skipped: The optimizer refused the gradient.
         load_balancing_loss: None for a dense model.
+        reward: Mean reward of the answers of a reinforcement-learning step; None in pretraining.
     """
 
     iteration: int
@@ -40,6 +41,7 @@ class Step:
     is_skipped: bool
     time_s: float
     load_balancing_loss: float | None = None
+    reward: float | None = None
 
 
 def memory_bytes(device: torch.device) -> tuple[int, int]:
@@ -110,6 +112,8 @@ class RunLog:
         ]
         if step.load_balancing_loss is not None:
             parts.append(f"load_balancing_loss: {step.load_balancing_loss:.6E}")
+        if step.reward is not None:
+            parts.append(f"mean reward: {step.reward:.6E}")
         parts.append(f"grad norm: {step.grad_norm:.3f}")
         if step.num_zeros is not None:
             parts.append(f"num zeros: {step.num_zeros}")
@@ -135,4 +139,6 @@ def scalars(arguments: Arguments, step: Step, memory: tuple[int, int]) -> dict[s
         values["mem-allocated-bytes"], values["mem-max-allocated-bytes"] = memory
     if step.load_balancing_loss is not None:
         values["load_balancing_loss"] = step.load_balancing_loss
+    if step.reward is not None:
+        values["mean-reward"] = step.reward
     return values

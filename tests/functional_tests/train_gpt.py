@@ -25,7 +25,7 @@ from gpt_arguments import parse_arguments
 def main() -> None:
     """Read the flags, join the other ranks, train."""
     arguments = parse_arguments(sys.argv[1:], int(os.environ.get("WORLD_SIZE", "1")))
-    _silence_what_was_chosen()
+    silence_what_was_chosen()
 
     # Imported only now: a wrong flag is told before torch is loaded, and the helper process that
     # megatron-core starts to save a checkpoint imports this file once more.
@@ -45,7 +45,7 @@ def main() -> None:
     run()
 
 
-def _silence_what_was_chosen() -> None:
+def silence_what_was_chosen() -> None:
     """Keep out of the log what megatron-core says of choices that this program makes on purpose.
 
     It takes the plain torch parts, leaves the rerun state machine off, and calls torch's older

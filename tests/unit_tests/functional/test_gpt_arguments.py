@@ -5,10 +5,17 @@ from pathlib import Path
 
 import pytest
 import yaml
-from gpt_arguments import Arguments, check, parse_arguments
+from generate_gpt import GenerateArguments
+from gpt_arguments import Arguments, check, make_parser, parse_arguments, parse_with
+from train_grpo import GrpoArguments
 
 ROOT = Path(__file__).resolve().parents[3]
 CASES = ROOT / "tests" / "functional_tests" / "test_cases"
+KINDS: dict[str, type[Arguments]] = {
+    "pretraining": Arguments,
+    "inference": GenerateArguments,
+    "rl": GrpoArguments,
+}
 
 
 def test_flags_have_megatrons_names_and_bare_booleans() -> None:
@@ -99,21 +106,23 @@ def test_values_that_do_not_fit_are_named(
     "case", sorted(CASES.glob("*/*/model_config.yaml")), ids=lambda path: path.parts[-2]
 )
 def test_every_case_is_accepted_in_its_world(case: Path) -> None:
-    flags = yaml.safe_load(case.read_text())["MODEL_ARGS"]
-    argv = [
-        word
-        for name, value in flags.items()
-        for word in ([name] if value is True else [name, str(value)])
-    ]
+    config = yaml.safe_load(case.read_text())
+    flags = config["MODEL_ARGS"]
+    argv = []
+    for name, value in flags.items():
+        values = value if isinstance(value, list) else [] if value is True else [value]
+        argv += [name, *map(str, values)]
+    kind = KINDS[config.get("MODE", "pretraining")]
     sizes = {
         axis: int(flags.get(f"--{axis}-model-parallel-size", 1))
         for axis in ("tensor", "pipeline", "expert")
     }
     world_size = sizes["pipeline"] * max(sizes["tensor"], sizes["expert"])
-    assert parse_arguments(argv, world_size).deterministic_mode
+    assert parse_with(make_parser(kind), kind, argv, world_size).deterministic_mode
 
 
 def test_every_flag_is_documented() -> None:
     page = (ROOT / "docs" / "reference" / "training-program.md").read_text()
-    names = ["--" + one.name.replace("_", "-") for one in dataclasses.fields(Arguments)]
+    fields = {one.name for kind in KINDS.values() for one in dataclasses.fields(kind)}
+    names = ["--" + name.replace("_", "-") for name in sorted(fields)]
     assert [name for name in names if f"`{name}" not in page] == []

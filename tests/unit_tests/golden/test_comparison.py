@@ -113,6 +113,7 @@ def test_json_is_flat_and_has_texts_for_what_is_not_finite() -> None:
             "rule": "nan",
             "judged": True,
             "first_step": 7,
+            "first_place": "step 7",
             "summary": None,
             "observed": "nan",
             "golden": 4.5,

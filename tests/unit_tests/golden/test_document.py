@@ -92,16 +92,6 @@ def test_bare_literals_are_read_and_noted() -> None:
             id="duplicate",
         ),
         pytest.param(
-            '{"0": {"generated_tokens": [1]}, "throughput": [1.0]}',
-            "g.json: inference golden, not supported yet by this comparison",
-            id="inference",
-        ),
-        pytest.param(
-            '{"input_prompt": "x", "generated_text": "y"}',
-            "g.json: inference golden, not supported yet by this comparison",
-            id="flat-inference",
-        ),
-        pytest.param(
             '{"case": {"forward_ms": 1.0, "max_regression_ratio": 1.02}}',
             "g.json: performance baseline, not a golden; it has no curve to compare",
             id="baseline",

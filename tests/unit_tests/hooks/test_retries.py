@@ -59,7 +59,8 @@ def test_a_flaky_workload_shows_in_junit(run: Run, project: Project) -> None:
     suite = ET.parse(project.root / "junit.xml").getroot()  # noqa: S314 - pytest wrote it
     (case,) = [c for c in suite.iter("testcase") if c.attrib["name"].startswith("once")]
     properties = {p.get("name"): p.get("value") for p in case.iter("property")}
-    assert (properties["megatron.verdict"], properties["megatron.attempts"]) == ("flaky", "2")
+    found = [properties[f"megatron.{name}"] for name in ("verdict", "attempts", "causes")]
+    assert found == ["flaky", "2", "port_in_use"]
 
 
 def test_infrastructure_that_fails_to_the_end_is_an_error_and_not_a_failure(run: Run) -> None:

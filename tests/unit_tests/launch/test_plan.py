@@ -123,8 +123,6 @@ def test_the_row_says_how_long_it_may_take(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("TEST_TYPE: regular\nMODE: inference\n", "MODE 'inference'"),
-        ("TEST_TYPE: regular\nMODE: rl\n", "MODE 'rl'"),
         ("TEST_TYPE: regular\nLAUNCHER: ft_launcher\n", "LAUNCHER 'ft_launcher'"),
     ],
 )

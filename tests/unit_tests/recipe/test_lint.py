@@ -72,8 +72,6 @@ def test_a_disabled_row_without_golden_is_a_warning(findings: Lint) -> None:
         "TEST_TYPE: regular\nENV_VARS: {ENABLE_LIGHTWEIGHT_MODE: true}",
         "TEST_TYPE: checkpoint-consistency",
         "TEST_TYPE: regular\nTEST_EVALUATION: xpass",
-        "TEST_TYPE: regular\nMODE: inference",
-        "TEST_TYPE: regular\nMODE: rl",
     ],
 )
 def test_a_case_that_compares_nothing_needs_no_golden(findings: Lint, case: str) -> None:

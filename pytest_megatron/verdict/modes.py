@@ -1,0 +1,112 @@
+"""What differs by MODE: what a case compares, and who compares it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pytest_megatron.errors import CaseError, GoldenError
+from pytest_megatron.golden.compare import Policy, compare
+from pytest_megatron.golden.comparison import Comparison
+from pytest_megatron.golden.generation import GENERATION_METRICS, Generation
+from pytest_megatron.golden.model import MetricMap
+from pytest_megatron.golden.policy_generation import Pair, compare_generation
+from pytest_megatron.golden.policy_rl import RlRules, compare_rl, rl_metrics
+from pytest_megatron.golden.policy_strict import why_not_timed
+from pytest_megatron.golden.provenance import Golden
+from pytest_megatron.launch.case import Case, Mode
+from pytest_megatron.verdict.attempt import DEFAULT_METRICS
+
+_START_VARIABLE = "THROUGHPUT_START_STEP"
+
+
+def metric_names_of(case: Case) -> tuple[str, ...]:
+    """Return what a case compares.
+
+    Raises:
+        CaseError: It names nothing to compare, or, in an inference case, what no such program
+            writes: then nothing would be compared, or not what was meant.
+    """
+    if case.mode is Mode.RL:
+        return rl_metrics(case.metrics)
+    if case.metrics == ():
+        raise CaseError(
+            str(case.path),
+            "METRICS is empty, so nothing would be compared; name metrics, or leave it out",
+        )
+    if case.mode is Mode.PRETRAINING:
+        return DEFAULT_METRICS if case.metrics is None else case.metrics
+    known = ", ".join(sorted(GENERATION_METRICS))
+    if case.metrics is None:
+        raise CaseError(str(case.path), f"METRICS is missing, expected some of {known}")
+    for name in case.metrics:
+        if name not in GENERATION_METRICS:
+            raise CaseError(
+                str(case.path),
+                f"METRICS: {name!r} is not compared in MODE inference, expected some of {known}",
+            )
+    return case.metrics
+
+
+def check_golden_kind(case: Case, golden: Golden) -> None:
+    """Make sure that a golden is of the kind that its case is compared with.
+
+    Raises:
+        GoldenError: One of an inference program stands where one of a training belongs, or the
+            other way round.
+    """
+    is_generation = golden.generation is not None
+    if is_generation != (case.mode is Mode.INFERENCE):
+        kind = "the output of an inference program" if is_generation else "series of a training"
+        raise GoldenError(
+            golden.path,
+            f"holds {kind}, but MODE of {case.path} is {case.mode.value!r}; record it again",
+        )
+
+
+def compare_in_mode(
+    case: Case,
+    golden: Golden,
+    observed: MetricMap | Generation,
+    *,
+    metrics: Sequence[str],
+    policy: Policy,
+    host_class: str | None,
+) -> tuple[Comparison, ...]:
+    """Compare one phase with its golden as the case's MODE asks.
+
+    Args:
+        case: Whose MODE it is.
+        golden: Of the kind that `check_golden_kind` lets through.
+        observed: Series of a training, or what an inference program generated.
+        metrics: As `metric_names_of` returns them.
+        policy: How close is close enough.
+        host_class: Of the host of the run.
+    """
+    is_strict = policy is Policy.STRICT
+    not_timed = why_not_timed(golden, host_class) if is_strict else None
+    if isinstance(observed, Generation):
+        assert golden.generation is not None
+        pair = Pair(
+            golden=golden.generation,
+            observed=observed,
+            path=golden.path,
+            is_strict=is_strict,
+            not_timed=not_timed,
+        )
+        return compare_generation(pair, metrics)
+    if case.mode is Mode.RL:
+        start = case.env.get(_START_VARIABLE, "1")
+        if not start.isdecimal():
+            raise CaseError(
+                str(case.path), f"ENV_VARS.{_START_VARIABLE} is {start!r}, expected a number"
+            )
+        rules = RlRules(is_strict=is_strict, start=int(start), not_timed=not_timed)
+        return compare_rl(golden, observed, metrics, rules)
+    return compare(
+        golden,
+        observed,
+        metrics=metrics,
+        policy=policy,
+        nondeterministic=case.is_nondeterministic,
+        host_class=host_class,
+    )

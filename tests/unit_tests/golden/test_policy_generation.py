@@ -1,0 +1,188 @@
+"""What is seen of an inference run, and what Megatron-LM's own comparison lets through."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from pytest_megatron.files import JsonValue
+from pytest_megatron.golden.comparison import Rule, render
+from pytest_megatron.golden.generation import GENERATION_METRICS, Generation, parse_generation
+from pytest_megatron.golden.policy_generation import Pair, compare_generation
+
+REQUEST: dict[str, JsonValue] = {
+    "generated_tokens": [3, 1, 2],
+    "logprobs": [-1.5, -2.0, -0.25],
+    "generated_text": "and so it goes on",
+    "routing_indices": [[[2, 1]], [[3, 0]]],
+}
+GOLDEN: dict[str, JsonValue] = {
+    "0": dict(REQUEST),
+    "1": dict(REQUEST),
+    "throughput": [1.0, 12.0, 13.0],
+    "mem-max-allocated-bytes": 1000,
+    "lifetime_prefill_token_count": 4,
+}
+ALL = tuple(m for m in GENERATION_METRICS if m in GOLDEN or m in REQUEST)
+
+
+def changed(path: str, value: JsonValue) -> Generation:
+    """Return the golden with one value changed; the key `request` alone drops a request."""
+    whole = copy.deepcopy(GOLDEN)
+    *parents, key = path.split("/")
+    inner: dict[str, JsonValue] = whole
+    for parent in parents:
+        deeper = inner[parent]
+        assert isinstance(deeper, dict)
+        inner = deeper
+    if value is None:
+        del inner[key]
+    else:
+        inner[key] = value
+    return parse_generation(whole, "o.json")
+
+
+def failed(observed: Generation, *metrics: str, is_strict: bool = True) -> list[str]:
+    golden = parse_generation(GOLDEN, "g.json")
+    pair = Pair(golden=golden, observed=observed, path="g.json", is_strict=is_strict)
+    answers = compare_generation(pair, metrics or ALL)
+    return [render(answer) for answer in answers if not answer.passed]
+
+
+def test_the_very_same_output_passes_under_both_policies() -> None:
+    same = parse_generation(GOLDEN, "o.json")
+    assert (failed(same), failed(same, is_strict=False)) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "text"),
+    [
+        pytest.param(
+            "1/generated_tokens",
+            [3, 7, 2],
+            "generated_tokens, request '1', token 1: observed 7, golden 1; "
+            "1 of 2 requests differ; g.json",
+            id="token",
+        ),
+        pytest.param(
+            "0/generated_tokens",
+            [3, 1],
+            "generated_tokens, request '0', number of tokens: observed 2, golden 3; "
+            "1 of 2 requests differ; g.json",
+            id="too few tokens",
+        ),
+        pytest.param(
+            "0/generated_tokens",
+            [3, 1, 2, 9],
+            "generated_tokens, request '0', number of tokens: observed 4, golden 3; "
+            "1 of 2 requests differ; g.json",
+            id="too many tokens",
+        ),
+        pytest.param(
+            "0/logprobs",
+            [-1.5, -2.002, -0.25],
+            "logprobs, request '0', position 1: observed -2.002, golden -2; "
+            "1 of 2 requests differ; largest difference 2.0e-03, 1e-03 may be; g.json",
+            id="logprob",
+        ),
+        pytest.param(
+            "0/logprobs",
+            [-1.5, float("nan"), -0.25],
+            "logprobs, request '0', position 1: observed nan, golden -2; "
+            "1 of 2 requests differ; largest difference 0.0e+00, 1e-03 may be; g.json",
+            id="nan",
+        ),
+        pytest.param(
+            "1/routing_indices",
+            [[[1, 2]], [[3, 1]]],
+            "routing_indices, request '1', token 1: observed the text '[[1, 3]]', "
+            "golden the text '[[0, 3]]'; 1 of 2 requests differ; g.json",
+            id="expert",
+        ),
+        pytest.param(
+            "throughput",
+            [9.0, 10.0, 11.0],
+            "throughput, median after the warm-up: observed 10.5, golden 12.5, "
+            "off by -1.6e-01 relative, tolerance allows 1.0e-01; "
+            "median 10.5 tokens/s, golden 12.5; g.json",
+            id="slower",
+        ),
+        pytest.param(
+            "mem-max-allocated-bytes",
+            940,
+            "mem-max-allocated-bytes, median: observed 940, golden 1000, "
+            "off by -6.0e-02 relative, tolerance allows 5.0e-02; g.json",
+            id="less memory",
+        ),
+        pytest.param(
+            "lifetime_prefill_token_count",
+            5,
+            "lifetime_prefill_token_count, count: observed 5, golden 4; g.json",
+            id="count",
+        ),
+    ],
+)
+def test_a_difference_is_named_with_its_request_and_place(
+    path: str, value: JsonValue, text: str
+) -> None:
+    assert failed(changed(path, value)) == [text]
+
+
+def test_truncated_text_fails_here_and_passes_in_megatron() -> None:
+    """FORMATS 9.23: a text of one character passes in Megatron-LM's comparison."""
+    short = changed("0/generated_text", "a")
+    (text,) = failed(short)
+    assert text == (
+        "generated_text, request '0', character 1: observed the text 'a', "
+        "golden the text 'and so it goes on'; 1 of 2 requests differ; g.json"
+    )
+    assert failed(short, is_strict=False) == []
+
+
+def test_a_missing_request_is_a_difference_that_names_it() -> None:
+    """FORMATS 9.23: a request that the run lacks is a KeyError there."""
+    (text,) = failed(changed("1", None), "generated_tokens")
+    assert text == "requests: requests differ; request '1' is missing in the run; g.json"
+
+
+def test_a_request_that_the_golden_lacks_is_a_difference() -> None:
+    extra = changed("2", {"generated_tokens": [1]})
+    (text,) = failed(extra, "generated_tokens")
+    assert text == "requests: requests differ; request '2' is not in the golden; g.json"
+
+
+@pytest.mark.parametrize("metric", ["throughput", "mem-max-allocated-bytes", "logprobs"])
+def test_a_listed_metric_must_be_on_both_sides(metric: str) -> None:
+    """FORMATS 9.23: a listed metric that the golden lacks is ignored there."""
+    path = metric if metric in GOLDEN else f"0/{metric}"
+    without = changed(path, None)
+    whole = parse_generation(GOLDEN, "g.json")
+    for golden, observed, rule in (
+        (without, whole, Rule.NO_GOLDEN),
+        (whole, without, Rule.NO_METRIC),
+    ):
+        pair = Pair(golden=golden, observed=observed, path="g.json", is_strict=True)
+        answer = compare_generation(pair, [metric])[-1]
+        assert (answer.metric, answer.passed, answer.rule) == (metric, False, rule)
+    pair = Pair(golden=without, observed=whole, path="g.json", is_strict=False)
+    assert all(a.passed for a in compare_generation(pair, [metric, "generated_tokens"]))
+
+
+def test_small_noise_in_logprobs_and_a_faster_run_pass() -> None:
+    assert failed(changed("0/logprobs", [-1.5004, -2.0, -0.25])) == []
+    faster = changed("throughput", [1.0, 30.0, 30.0])
+    assert failed(faster) == []
+    assert len(failed(faster, is_strict=False)) == 1
+
+
+def test_time_and_memory_are_judged_on_the_goldens_kind_of_host_only() -> None:
+    pair = Pair(
+        golden=parse_generation(GOLDEN, "g.json"),
+        observed=changed("throughput", [1.0, 2.0]),
+        path="g.json",
+        is_strict=True,
+        not_timed="another host",
+    )
+    (answer,) = compare_generation(pair, ["throughput"])
+    assert (answer.passed, answer.is_judged, answer.notes) == (True, False, ("another host",))

@@ -94,6 +94,7 @@ def log(run: Run, case: str, name: str, *, phase: int = 1) -> str:
 def test_a_failed_training_names_rank_cause_iteration_and_log(
     run: Run, case: str, cause: str, file: str
 ) -> None:
+    """Pain point 25: a failure of any rank counts, not only that of rank 0."""
     assert run.verdict(case) == ("FAILED", "failed")
     first, *_ = run.problem(case).splitlines()
     assert first == f"recipes/tiny.yaml::{case}[dev-cpu]: {cause}; see {log(run, case, file)}"
@@ -123,6 +124,7 @@ def test_a_hang_ends_at_its_time_limit_and_says_where_each_rank_was(run: Run) ->
 
 
 def test_a_training_without_metrics_fails_and_names_where_they_were_expected(run: Run) -> None:
+    """Pain point 3: no logs are an error, never an old result."""
     assert run.verdict("silent") == ("FAILED", "failed")
     where = log(run, "silent", "tensorboard")
     assert f"ended with exit code 0, but {where}: no metrics: no file" in run.problem("silent")

@@ -362,7 +362,7 @@ def serve(
 ) -> NoReturn:
     """Run what the controller sends until it says close, or is gone."""
     find = _finder(session.items, is_own_session=is_own_session)
-    channel.send(Ready(missing={}, extra=(), clock=time.time()))
+    channel.send(Ready())
     planned: pytest.Item | None = None
     exit_code = 0
     try:

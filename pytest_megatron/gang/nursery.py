@@ -257,11 +257,11 @@ class Nursery:
     def _living(self, gang: int) -> list[int]:
         return [p for p, c in self._children.items() if c.is_alive and c.order.gang == gang]
 
-    def _below(self, gang: int) -> list[int]:
-        """Return every process of a gang: its ranks, and what descends from them or did."""
+    def _below(self, gang: int, *, is_exact: bool = False) -> list[int]:
+        """Return the processes of a gang: its ranks, and what descends from them or did."""
         ranks = {p for p, c in self._children.items() if c.order.gang == gang}
         found: set[int] = set()
-        for process in descendants():
+        for process in descendants(is_exact=is_exact):
             if (
                 process.pid in ranks
                 or process.parent in found
@@ -289,7 +289,7 @@ class Nursery:
 
     def _finish_dying(self) -> None:
         for gang, until in list(self._dying.items()):
-            left = self._below(gang)
+            left = self._below(gang) or self._below(gang, is_exact=True)
             if left and time.monotonic() < until:
                 send_signal(left, signal.SIGKILL)
                 continue

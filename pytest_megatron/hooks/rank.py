@@ -472,8 +472,8 @@ def _take_streams(config: pytest.Config, order: RankOrder) -> RankLogs:
     return logs
 
 
-def _make_rank_of(config: pytest.Config, plugin: RankPlugin) -> None:
-    """Turn the controller's configuration into a rank's."""
+def drop_controller_plugins(config: pytest.Config) -> None:
+    """Unregister what acts for the whole session; it takes milliseconds, so once for all ranks."""
     manager = config.pluginmanager
     for name, other in list(manager.list_name_plugin()):
         module = getattr(other, "__name__", type(other).__module__)
@@ -483,6 +483,12 @@ def _make_rank_of(config: pytest.Config, plugin: RankPlugin) -> None:
             or module.startswith("xdist")
         ):
             manager.unregister(name=name)
+
+
+def _make_rank_of(config: pytest.Config, plugin: RankPlugin) -> None:
+    """Turn the controller's configuration into a rank's."""
+    drop_controller_plugins(config)
+    manager = config.pluginmanager
     config.option.maxfail = 0
     reporter = manager.get_plugin("terminalreporter")
     if reporter is not None:

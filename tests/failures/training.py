@@ -112,7 +112,8 @@ class Training:
         self.strike("reduced")
         with torch.no_grad():  # by hand: torch.optim imports a compiler, for seconds
             for parameter in self.model.parameters():
-                parameter.sub_(parameter.grad, alpha=LEARNING_RATE)
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=LEARNING_RATE)
         if self.rank == self.world_size - 1:
             self.report(1e3 * (time.monotonic() - started))
 

@@ -21,7 +21,7 @@ from pytest_megatron.triage.trace import (
     Link,
     Raised,
     is_at_end,
-    is_link,
+    is_continued,
     read_chain,
 )
 from pytest_megatron.triage.unit import LogFile, Stream
@@ -129,29 +129,26 @@ def _read_fatal(
     start = starts[0]
     if "traceback : " in lines[start].text:  # the launcher's copy of an error file
         return None
+    if is_continued(lines, start):  # read with the traceback that it goes on from
+        return None
     chain = read_chain(lines, start)
-    if chain is None or chain.is_ignored or is_link(lines, start):
+    if chain is None or chain.is_ignored:
         return None
     has_failed = end is not None and end.how != "exit code 0"
     was_logged = start > 0 and _LOGGED.search(lines[start - 1].text) is not None
     is_uncaught = _UNCAUGHT.search(_raw_line(log, at)) is not None
-    is_last = is_uncaught or (is_at_end(lines, chain.last.end) and (not was_logged or has_failed))
+    is_last = is_uncaught or (is_at_end(lines, chain.last.said) and (not was_logged or has_failed))
     if not is_all or not is_last:
         return None
     raised, signature = classify_chain(chain, table)
-    index = next(i for i in range(raised.start, raised.end) if _is_headline(lines[i], raised))
     return Fatal(
         signature=signature,
         message=raised.message,
         frame=raised.own_frame,
         frames=raised.frames,
         time_s=raised.time_s,
-        place=Place(log=log, offset=offsets[index], text=raised.headline),
+        place=Place(log=log, offset=offsets[raised.said], text=raised.headline),
     )
-
-
-def _is_headline(line: Line, raised: Raised) -> bool:
-    return line.text.strip() == raised.headline.strip()
 
 
 def _chosen(found: Sequence[Fatal]) -> Fatal:

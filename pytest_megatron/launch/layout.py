@@ -4,7 +4,7 @@
     <run-dir>/<item>/repeat_<i>/attempt_<k>/{plan,health}.json
     <run-dir>/<item>/repeat_<i>/attempt_<k>/phase_<n>/logs/<rank>/{stdout,stderr}.log
     <run-dir>/<item>/repeat_<i>/attempt_<k>/phase_<n>/{tensorboard/, metrics.json}
-    <run-dir>/<item>/comparison.json
+    <run-dir>/<item>/{comparison.json, triage.json}
 
 Every attempt has directories of its own, so that nothing of another attempt can be read when it is
 judged.
@@ -141,6 +141,11 @@ class ItemDirs:
     def comparison(self) -> Path:
         """The comparison of every repeat with the golden."""
         return self.root / "comparison.json"
+
+    @property
+    def triage(self) -> Path:
+        """Why attempts failed; not there if none did."""
+        return self.root / "triage.json"
 
 
 def item_dirs(run_dir: Path, node_id: str) -> ItemDirs:

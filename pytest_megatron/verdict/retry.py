@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from pytest_megatron.errors import RecipeError
 from pytest_megatron.recipe.model import Workload
+from pytest_megatron.triage.signature import Policy
 from pytest_megatron.verdict.attempt import Attempt, Cause
 from pytest_megatron.verdict.signature import SIGNATURES
 
@@ -20,11 +21,13 @@ DEFAULT_MAX_ATTEMPTS = 3
 DEFAULT_BACKOFF_S = 5.0
 BACKOFF_LIMIT_S = 120.0
 # Waiting helps nobody here: the next attempt has another port, and other GPUs where there are any.
-_AT_ONCE = frozenset(("port", "hardware"))
+_AT_ONCE = frozenset((Policy.NEW_PORT, Policy.OTHER_NODE, Policy.FREE))
 # The code or its environment is the cause of these; no row may say otherwise.
-NEVER_TRANSIENT = frozenset(
-    ("assertion", "config_error", "cuda_oom", "import_error", "nonfinite_loss", "shape_mismatch")
+_OWN_FAMILIES = frozenset(
+    {"assert", "config", "cuda_oom", "device_assert", "golden_mismatch", "illegal_access"}
+    | {"import", "mismatch", "nonfinite_loss"}
 )
+NEVER_TRANSIENT = frozenset(row.id for row in SIGNATURES if row.family in _OWN_FAMILIES)
 # A failed assertion may quote any line of the table; it is the code's all the same.
 _ASSERTION = re.compile(r"(?:AssertionError|ImportError|ModuleNotFoundError)\b")
 _PATH = re.compile(r"(?<![\w:/])/[^\s;,:']+")
@@ -150,7 +153,7 @@ def next_step(attempts: Sequence[Attempt], policy: RetryPolicy, draw: float) -> 
 def _pause_s(cause: Cause, number: int, policy: RetryPolicy, draw: float) -> float:
     """Return the pause after the attempt `number`, counted from 1."""
     assert cause.signature is not None
-    if cause.signature.family in _AT_ONCE:
+    if cause.signature.policy in _AT_ONCE:
         return 0.0
     grown = min(BACKOFF_LIMIT_S, policy.backoff_s * 2.0 ** (number - 1))
     return round(grown * (0.75 + 0.5 * draw), 1)

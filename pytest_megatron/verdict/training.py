@@ -31,6 +31,7 @@ from pytest_megatron.verdict.gradients import compare_gradients, measure_gradien
 from pytest_megatron.verdict.hardware import with_health
 from pytest_megatron.verdict.modes import metric_names_of
 from pytest_megatron.verdict.retry import RetryPolicy, Stop, next_step, with_policy
+from pytest_megatron.verdict.triaged import note_triage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,7 +260,10 @@ def _attempt(
         is_in_windows=plan.target is not None,
     )
     judged = _judged(job, plan, attempt)
-    return replace(judged, cause=with_policy(with_health(judged.cause, health), job.retry))
+    cause = with_policy(with_health(judged.cause, health), job.retry)
+    if cause is not None and ends:
+        note_triage(job.dirs, plan.dirs.root, ends[-1], cause.diagnosis, problem=cause.text)
+    return replace(judged, cause=cause)
 
 
 def _trusted_first(gpus: Sequence[Gpu], earlier: Sequence[Attempt]) -> tuple[Gpu, ...]:

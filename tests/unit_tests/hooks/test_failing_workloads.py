@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from tiny_project import Project, Run, read_object
 
+from pytest_megatron.triage.triage import triage
+
 RESUME = {"TEST_TYPE": "ckpt-resume"}
 HANG_LIMIT_S = 25  # must cover the start of the ranks on a busy machine
 
@@ -190,7 +192,35 @@ def test_nothing_genuine_is_run_again(run: Run) -> None:
 def test_the_record_of_a_failure_names_the_rank_and_every_exit_code(run: Run) -> None:
     (attempt,) = run.attempts("kill")
     kept = ("repeat", "attempt", "exit_codes", "root_rank", "signature", "is_transient")
-    assert [attempt[key] for key in kept] == [1, 1, [1], 1, None, False]
+    assert [attempt[key] for key in kept] == [1, 1, [1], 1, "sigkill", False]
+
+
+def test_triage_of_a_failure_is_kept(run: Run) -> None:
+    kept = read_object(run.item_dir("crash") / "triage.json")
+    told = [kept[key] for key in ("family", "transient", "root_rank", "signature")]
+    assert told == ["exception", False, 0, "exception"]
+    rows = kept["attempts"]
+    assert isinstance(rows, list)
+    (row,) = rows
+    assert isinstance(row, dict)
+    known = [row[key] for key in ("attempt", "phase_number", "ended", "returncode")]
+    assert known == ["repeat_1/attempt_1", 1, "exited", 1]
+    assert not (run.item_dir("sound") / "triage.json").exists()
+
+
+def test_the_triage_command_says_of_the_run_directory_what_the_run_said(run: Run) -> None:
+    """Also of the one that was stopped at its time limit, which no log tells."""
+    units = {
+        Path(diagnosis.unit).parents[2].name: diagnosis
+        for group in triage([run.directory]).groups
+        for diagnosis in group.diagnoses
+    }
+    expected = {"crash": 0, "kill": 1, "segfault": 0, "drowned": 1}
+    found = {case: units.pop(run.item_dir(case).name).root_rank for case in expected}
+    assert found == expected
+    assert units.pop(run.item_dir("hang").name).signature.family == "time_limit"
+    assert units.pop(run.item_dir("nan").name).signature.family == "nonfinite_loss"
+    assert units == {}
 
 
 def test_a_resume_records_both_phases(run: Run) -> None:

@@ -24,6 +24,7 @@ from pytest_megatron.hooks.run_file import run_file_of
 from pytest_megatron.hooks.selection import SelectionPlugin
 from pytest_megatron.hooks.session import RunSession, make_own_dir, session_of
 from pytest_megatron.hooks.terminal import LiveTerminal, Quiet, print_plan
+from pytest_megatron.launch.checkpoints import require_frozen
 from pytest_megatron.recipe.load import project_words
 from pytest_megatron.recipe.vocabulary import Vocabulary
 from pytest_megatron.report.record import item_record
@@ -235,7 +236,9 @@ class WorkloadPlugin:
             job = make_job(self._session, item.workload, item.nodeid)
             is_compared = job.is_compared and self._session.options.golden != "off"
             golden = golden_path_of(job) if is_compared else None
-            print_plan(self._config, job, plan_job(job), golden)
+            plan = plan_job(job)
+            print_plan(self._config, job, plan, golden)
+            require_frozen(plan)
         except MegatronError as error:
             raise pytest.UsageError(str(error)) from None
 

@@ -317,8 +317,9 @@ def _with_gradients(job: Job, attempt: Attempt) -> Attempt:
         measured = measure_gradients(job.setting.python, first, others, job.setting.env)
     except MetricsError as error:
         return replace(attempt, cause=Cause(text=str(error)))
+    name = attempt.ends[0].plan.name
     compared: list[tuple[str, tuple[Comparison, ...]]] = [
-        (end.plan.name, compare_gradients(found, tolerance, where=str(first)))
+        (end.plan.name, compare_gradients(found, tolerance, name=name, where=str(first)))
         for end, found in zip(attempt.ends[1:], measured, strict=True)
     ]
     return replace(attempt, gradients=tuple(compared))

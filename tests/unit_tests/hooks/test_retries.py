@@ -6,7 +6,9 @@ a reason to try again.
 
 from __future__ import annotations
 
+import json
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 from tiny_project import Project, Run, loss_of
@@ -67,6 +69,13 @@ def test_each_attempt_has_a_directory_of_its_own(run: Run) -> None:
     assert len(loss_of(second / "metrics.json").steps) == 10
 
 
+def test_the_launcher_restarts_nothing_by_itself(run: Run) -> None:
+    """Pain point 28 of FORMATS.md 9: up to three restarts in one attempt hid crashes."""
+    text = Path(str(run.attempts("once")[0]["directory"]), "plan.json").read_text()
+    argv = json.loads(text)["phases"][0]["argv"]
+    assert argv[argv.index("--max-restarts") + 1] == "0"
+
+
 def test_a_flaky_workload_shows_in_the_summary(run: Run) -> None:
     lines = [x for x in run.stdout.splitlines() if x.startswith("flaky")]
     (line,) = [x for x in lines if x.startswith("flaky   recipes/tiny.yaml::once[dev-cpu]  ")]
@@ -91,6 +100,7 @@ def test_infrastructure_that_fails_to_the_end_is_an_error_and_not_a_failure(run:
 
 
 def test_wrong_data_of_an_earlier_attempt_is_never_read(run: Run) -> None:
+    """Pain point 2 of FORMATS.md 9: a retry read the first attempt's data."""
     """Pain point 2: an attempt is judged from its own files."""
     assert run.verdict("wrong_first") == ("PASSED", "flaky")
     attempt = run.item_dir("wrong_first") / "repeat_1" / "attempt_1"
@@ -107,6 +117,7 @@ def test_right_data_of_an_earlier_attempt_does_not_help_a_later_one_without(run:
 
 
 def test_a_mismatch_after_a_transient_failure_is_a_failure_and_ends_it(run: Run) -> None:
+    """Pain point 4 of FORMATS.md 9: a golden mismatch was a reason to try again."""
     assert run.verdict("drift_second") == ("FAILED", "failed")
     assert len(run.attempts("drift_second")) == 2
     assert "lm loss, step 4: " in run.problem("drift_second")

@@ -11,7 +11,7 @@ import functools
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import TypeVar, cast
@@ -80,6 +80,7 @@ class Signature:
         explains: Families that are consequences where such a line is.
         frames: Regular expression; where there is one, a frame of the traceback must match it:
             `EOFError` says nothing, `EOFError` in `torch.load` does. Only for `Where.RAISED`.
+        is_ours: Whether it is a row of the package, and no user's.
     """
 
     id: str
@@ -98,6 +99,7 @@ class Signature:
     frames: str | None = None
     examples: tuple[str, ...] = ()
     counterexamples: tuple[str, ...] = ()
+    is_ours: bool = False
 
     def search(self, text: str) -> re.Match[str] | None:
         """Return where the pattern is in a line, or in what an exception says."""
@@ -142,11 +144,11 @@ class Table:
 
         Args:
             message: `Type: text`, of several lines perhaps. The text of an exception that only a
-                program's own mistake raises may quote anything; it is never transient.
+                program's own mistake raises may quote anything; no row of ours makes it transient.
             frames: `file:line in name` of its traceback, as far as they are known.
         """
         is_own = _OWN_MISTAKE.match(message) is not None
-        rows = (row for row in self.signatures if not (is_own and row.is_transient))
+        rows = (row for row in self.signatures if not (is_own and row.is_ours and row.is_transient))
         return next((row for row in rows if row.match_raised(message, frames)), None)
 
     def exit(self, ended: str) -> Signature | None:
@@ -258,11 +260,15 @@ def _read(path: Path, families: Mapping[str, str]) -> Table:
     rows = data.get("signature", [])
     if not isinstance(more, dict) or not isinstance(rows, list):
         raise TriageError(str(path), "expected [[signature]] tables and a [families] table")
+    is_ours = path == TABLE
     known = {**families, **{name: str(text) for name, text in more.items()}}
-    signatures = [_row(row, f"{path}: signature {i}", known) for i, row in enumerate(rows, start=1)]
+    signatures = [
+        replace(_row(row, f"{path}: signature {number}", known), is_ours=is_ours)
+        for number, row in enumerate(rows, start=1)
+    ]
     if not signatures:
         raise TriageError(str(path), "has no [[signature]], expected at least one")
-    if path != TABLE:  # compiling all takes longer than reading most logs; a test checks ours
+    if not is_ours:  # compiling all takes longer than reading most logs; a test checks ours
         _check_patterns(signatures, str(path))
     ids = [row.id for row in signatures]
     if twice := sorted({name for name in ids if ids.count(name) > 1}):

@@ -29,6 +29,7 @@ from pytest_megatron.recipe.load import project_words
 from pytest_megatron.recipe.vocabulary import Vocabulary
 from pytest_megatron.report.record import item_record
 from pytest_megatron.report.text import mismatch, training_failure
+from pytest_megatron.triage.signature import Table
 from pytest_megatron.verdict.attempt import Attempt
 from pytest_megatron.verdict.decide import Verdict
 from pytest_megatron.verdict.expected import evaluate
@@ -43,6 +44,7 @@ def register_roles(config: pytest.Config, options: Options) -> None:
         pytest.UsageError: The project's settings or the policy are wrong.
     """
     session = session_of(config, options)
+    _ = session.table  # a file of the user's that cannot be read is refused before anything runs
     try:
         vocabulary = project_words(session.root)
         policy = policy_named(options.golden_policy)
@@ -82,6 +84,11 @@ class WorkloadPlugin:
         self._policy = policy
         self.vocabulary = vocabulary
         self._goldens = goldens
+
+    @property
+    def table(self) -> Table:
+        """The signatures that failures are looked up in."""
+        return self._session.table
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.launch.case import Case, Evaluation, read_case
 from pytest_megatron.launch.layout import item_dirs
 from pytest_megatron.launch.plan import Setting
+from pytest_megatron.launch.starter import FT_PACKAGE
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.recipe.places import case_path
 from pytest_megatron.verdict.modes import check_golden_kind, metric_names_of
@@ -35,6 +37,7 @@ def make_job(session: RunSession, workload: Workload, node_id: str) -> Job:
         tee_ranks=options.tee_ranks,
         is_lightweight=options.is_lightweight,
         num_repeats=num_repeats,
+        has_ft_launcher=importlib.util.find_spec(FT_PACKAGE) is not None,
     )
     return Job(
         node_id=node_id,

@@ -93,11 +93,13 @@ class LogWatch:
     """Follows every log of one phase.
 
     Attributes:
+        ranks_per_node: Logs of several nodes lie in `node<i>/`, by local rank.
         progress: The furthest that any rank printed, or None.
         hung_rank: The rank whose watchdog reported a collective that did not finish, or None.
     """
 
     dirs: PhaseDirs
+    ranks_per_node: int = 1
     progress: Progress | None = None
     hung_rank: int | None = None
     _launcher: FollowedFile = field(init=False)
@@ -108,10 +110,11 @@ class LogWatch:
 
     def poll(self) -> list[str]:
         """Take in what is new; return the new lines of tee'd ranks, as `[rank0]: ...`."""
-        for path in self.dirs.logs.glob("*/attempt_*/*/std*.log"):
+        for path in self.dirs.logs.glob("**/attempt_*/*/std*.log"):
             followed = self._ranks.setdefault(path, FollowedFile(path))
+            first = self.dirs.first_rank_below(path, self.ranks_per_node)
             for line in followed.new_lines():
-                self._take(line, rank=int(path.parent.name))
+                self._take(line, rank=first + int(path.parent.name))
         tees = map(_TEED.match, self._launcher.new_lines())
         return [f"[rank{tee[1]}]: {tee[2]}" for tee in tees if tee is not None]
 

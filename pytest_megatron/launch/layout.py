@@ -17,6 +17,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+_NODE = re.compile(r"node(\d+)").fullmatch
 _NAME_LENGTH = 150  # of a directory; file systems take 255 bytes
 
 
@@ -35,6 +36,11 @@ class PhaseDirs:
     def launcher_log(self) -> Path:
         """What the launcher itself printed, the lines of chosen ranks among it."""
         return self.root / "launcher.log"
+
+    def first_rank_below(self, path: Path, ranks_per_node: int) -> int:
+        """Return the first rank of the node that a log or a directory in `logs` belongs to."""
+        found = _NODE(path.relative_to(self.logs).parts[0])
+        return 0 if found is None else int(found[1]) * ranks_per_node
 
     @property
     def tensorboard(self) -> Path:

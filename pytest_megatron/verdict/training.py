@@ -207,7 +207,7 @@ def _attempt(job: Job, facts: Facts, listener: Listener, *, repeat: int, number:
     """Run and judge one attempt, on GPUs of its own."""
     workload = job.workload
     is_on_gpus = workload.platform != CPU_PLATFORM
-    num_gpus = workload.gpus if is_on_gpus else 0
+    num_gpus = workload.nodes * workload.gpus if is_on_gpus else 0
     fitting = facts.host.fitting(workload.platform)
     leased = lease_gpus(fitting, num_gpus, lambda text: listener.on_lines([text]))
     with contextlib.closing(leased) as lease:

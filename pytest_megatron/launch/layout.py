@@ -108,6 +108,26 @@ class AttemptDirs:
         return self.root / "metrics.json"
 
     @property
+    def project_copy(self) -> Path:
+        """The copy of the project that a recipe's script runs in."""
+        return self.root / "project"
+
+    @property
+    def home(self) -> Path:
+        """HOME of a recipe's script."""
+        return self.root / "home"
+
+    @property
+    def bin(self) -> Path:
+        """First on the PATH of a recipe's script."""
+        return self.root / "bin"
+
+    @property
+    def prelude(self) -> Path:
+        """What every bash of a recipe's script reads first."""
+        return self.root / "prelude.sh"
+
+    @property
     def assets(self) -> Path:
         """`{assets_dir}` of a recipe's script."""
         return self.root / "assets"

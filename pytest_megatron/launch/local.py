@@ -22,6 +22,7 @@ from pytest_megatron.launch.layout import PhaseDirs
 from pytest_megatron.launch.phases import Target
 from pytest_megatron.launch.plan import AttemptPlan, PhasePlan
 from pytest_megatron.launch.process import Ended, GuardedProcess
+from pytest_megatron.launch.project_copy import lay_out_script
 from pytest_megatron.launch.scripts import ScriptEnd, run_script
 
 _POLL_S = 0.1
@@ -184,6 +185,8 @@ def _prepare(plan: AttemptPlan, phase: PhasePlan) -> None:
             plan.dirs.assets.mkdir()
             plan.dirs.artifacts.mkdir()
             write_text_atomically(Path(phase.argv[-1]), plan.script)
+        if plan.script_files is not None:
+            lay_out_script(plan.script_files)
     except OSError as error:
         raise _cannot_write(error, phase.dirs.root) from error
 

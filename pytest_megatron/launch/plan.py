@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pytest_megatron.errors import CaseError, RecipeError
@@ -24,6 +24,13 @@ from pytest_megatron.launch.phases import (
     Target,
     starts_of,
     target_of,
+)
+from pytest_megatron.launch.script_row import (
+    Machine,
+    ScriptFiles,
+    redirected,
+    script_env,
+    script_files,
 )
 from pytest_megatron.launch.starter import LAUNCHER_VARIABLE, Ranks, start_words, starter_of
 from pytest_megatron.recipe.model import Workload
@@ -100,6 +107,7 @@ class AttemptPlan:
         time_limit_s: For all phases together; of a release, for each window.
         target: When the windows of a release are enough; None for every other test type.
         script: Text to be put into the file that the only phase runs, or None.
+        script_files: What that needs beside itself.
     """
 
     phases: tuple[PhasePlan, ...]
@@ -109,6 +117,7 @@ class AttemptPlan:
     time_limit_s: float
     target: Target | None = None
     script: str | None = None
+    script_files: ScriptFiles | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,19 +129,19 @@ class Setting:
         env: The controller's environment.
         tee_ranks: Ranks whose output is copied live; None is all of them.
         is_lightweight: Only `LIGHTWEIGHT_ITERS` iterations and no comparison.
-        num_repeats: What a script is told about it.
         devices: GPUs by UUID that a training may see; None leaves what the controller sees.
         has_ft_launcher: Whether nvidia-resiliency-ext is installed.
+        machine: What a recipe's script finds.
     """
 
     root: Path
     env: Mapping[str, str]
     tee_ranks: tuple[int, ...] | None
     is_lightweight: bool
-    num_repeats: int
     devices: tuple[str, ...] | None = None
     python: str = sys.executable
     has_ft_launcher: bool = False
+    machine: Machine = field(default_factory=Machine)
 
 
 def plan_attempt(
@@ -303,7 +312,7 @@ def _devices(workload: Workload, setting: Setting) -> dict[str, str]:
 def _plan_script(workload: Workload, dirs: AttemptDirs, setting: Setting) -> AttemptPlan:
     """Plan a row that brings its own shell script."""
     phase = dirs.phase(1)
-    own = _devices(workload, setting)
+    own = {**script_env(setting.env, dirs, workload.gpus), **_devices(workload, setting)}
     if setting.is_lightweight:
         own["ENABLE_LIGHTWEIGHT_MODE"] = "true"
     assert workload.script is not None
@@ -311,9 +320,10 @@ def _plan_script(workload: Workload, dirs: AttemptDirs, setting: Setting) -> Att
         workload.script,
         assets_dir=str(dirs.assets),
         artifacts_dir=str(dirs.artifacts),
-        n_repeat=setting.num_repeats,
+        n_repeat=1,  # we repeat it ourselves, each time in directories of its own
         name=workload.name,
     )
+    machine = setting.machine
     return AttemptPlan(
         phases=(
             PhasePlan(
@@ -327,10 +337,11 @@ def _plan_script(workload: Workload, dirs: AttemptDirs, setting: Setting) -> Att
             ),
         ),
         dirs=dirs,
-        cwd=setting.root,
+        cwd=dirs.project_copy,
         world_size=workload.nodes * workload.gpus,
         time_limit_s=_time_limit_s(workload),
-        script=script,
+        script=redirected(script, dirs, machine),
+        script_files=script_files(setting.root, dirs, machine, setting.python),
     )
 
 

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from pytest_megatron.errors import MetricsError
-from pytest_megatron.files import JsonValue
+from pytest_megatron.files import JsonValue, write_json_atomically
 from pytest_megatron.golden.comparison import Comparison
+from pytest_megatron.golden.generation import generation_to_json
 from pytest_megatron.golden.store import write_metrics
 from pytest_megatron.host import CPU_PLATFORM
 from pytest_megatron.launch.case import Case, Mode, TestType
@@ -26,6 +27,7 @@ from pytest_megatron.verdict.decide import Verdict, decide_training
 from pytest_megatron.verdict.generated import judge_generation
 from pytest_megatron.verdict.gradients import compare_gradients, measure_gradients, tolerance_of
 from pytest_megatron.verdict.modes import metric_names_of
+from pytest_megatron.verdict.script_result import judge_script
 
 _BACKOFF_S = 5.0  # before the second attempt; doubled for each further one
 
@@ -52,7 +54,7 @@ class Job:
     @property
     def metric_names(self) -> tuple[str, ...] | None:
         """What is compared; None for a script that judges itself."""
-        if self.workload.script is not None or self.case is None:
+        if self.case is None:
             return None
         if self._is_consistency and self.case.metrics is None:
             return DEFAULT_METRICS[:1]
@@ -231,6 +233,8 @@ def _attempt(job: Job, facts: Facts, listener: Listener, *, repeat: int, number:
 
 def _judged(job: Job, plan: AttemptPlan, attempt: Attempt) -> Attempt:
     """Read what an attempt left, and say what is wrong with it."""
+    if plan.script is not None and job.case is not None:
+        return _judged_script(job, job.case, plan, attempt)
     mode = Mode.PRETRAINING if job.case is None else job.case.mode
     if mode is Mode.INFERENCE:
         generation, cause = judge_generation(
@@ -252,6 +256,30 @@ def _judged(job: Job, plan: AttemptPlan, attempt: Attempt) -> Attempt:
     if attempt.is_in_windows and metrics:
         write_metrics(attempt.whole_path, attempt.whole)
     return attempt if cause is not None else _with_gradients(job, attempt)
+
+
+def _judged_script(job: Job, case: Case, plan: AttemptPlan, attempt: Attempt) -> Attempt:
+    """Read what a recipe's own script left."""
+    (end,) = attempt.ends
+    result = judge_script(
+        end,
+        case,
+        attempt.dirs,
+        metric_names=job.metric_names or (),
+        is_lightweight=job.setting.is_lightweight or case.is_always_lightweight,
+        time_limit_s=plan.time_limit_s,
+    )
+    for number, measured in enumerate(result.metrics, start=1):
+        path = attempt.dirs.phase(number).metrics
+        path.parent.mkdir(exist_ok=True)
+        write_metrics(path, measured)
+    if result.generation is not None:
+        write_json_atomically(
+            attempt.dirs.phase(1).generated, generation_to_json(result.generation)
+        )
+    return replace(
+        attempt, metrics=result.metrics, generation=result.generation, cause=result.cause
+    )
 
 
 def _with_gradients(job: Job, attempt: Attempt) -> Attempt:

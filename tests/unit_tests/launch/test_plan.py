@@ -19,7 +19,6 @@ SETTING = Setting(
     env={"PATH": "/bin"},
     tee_ranks=(0, 3),
     is_lightweight=False,
-    num_repeats=1,
     python="python",
 )
 ROW: dict[str, JsonValue] = {

@@ -78,9 +78,14 @@ def this_host() -> Host:
     return Host(gpus=gpus, driver=driver, cpu=_cpu_model())
 
 
+def has_driver() -> bool:
+    """Whether an NVIDIA driver is loaded, also as seen from a container."""
+    return Path("/dev/nvidiactl").exists() or Path("/proc/driver/nvidia").exists()
+
+
 def _nvml() -> tuple[tuple[Gpu, ...], str | None]:
     """Return the GPUs and the driver's version; nothing where there is no driver."""
-    if not (Path("/dev/nvidiactl").exists() or Path("/proc/driver/nvidia").exists()):
+    if not has_driver():
         return (), None  # saves the import on most machines
     import pynvml  # noqa: PLC0415 - see above
 

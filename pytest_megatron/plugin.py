@@ -25,7 +25,12 @@ from pytest_megatron.hooks.fixtures import (  # noqa: F401 - pytest finds them h
     shared_tmp_path,
     world_size,
 )
-from pytest_megatron.hooks.markers import asks_for_gang, declare_marks, parametrise_sizes
+from pytest_megatron.hooks.markers import (
+    asks_for_gang,
+    declare_marks,
+    is_quarantined_by_us,
+    parametrise_sizes,
+)
 
 if TYPE_CHECKING:
     from xdist.workermanage import WorkerController  # type: ignore[import-untyped]
@@ -74,9 +79,11 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: WorkerController) -> None:
     """Tell a worker of pytest-xdist where the run's directory is and what the user typed."""
+    from pytest_megatron.hooks.quarantine import register_quarantine  # noqa: PLC0415 - not for all
     from pytest_megatron.hooks.session import session_of  # noqa: PLC0415 - not for all
 
     session = session_of(node.config, options.read_options(node.config))
+    register_quarantine(node.config)  # which the workers' reports tell of
     node.workerinput.update(session.worker_input())
 
 
@@ -92,6 +99,8 @@ def pytest_collection_modifyitems(
         )
         if not has_gang and any(map(asks_for_gang, items)):
             _register_gangs(config).pytest_collection_modifyitems(items)
+        if not _is_rank(config):
+            _quarantine(config, items)
     except pytest.UsageError as error:
         if hasattr(config, "workeroutput"):  # its terminal is nobody's; see `pytest_testnodedown`
             config.workeroutput[_USAGE_ERROR] = str(error)
@@ -115,9 +124,21 @@ def _is_rank(config: pytest.Config) -> bool:
     return config.pluginmanager.has_plugin(RANK_PLUGIN_NAME)
 
 
+def _quarantine(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Find what is in quarantine, where a mark or a role of ours is in the session."""
+    has_workloads = config.pluginmanager.has_plugin(recipes.PLUGIN_NAME)
+    has_roles = has_workloads or config.stash.get(_HAS_GANGS, False)
+    if has_roles or any(map(is_quarantined_by_us, items)):
+        from pytest_megatron.hooks.quarantine import quarantine_items  # noqa: PLC0415 - not for all
+
+        is_writing = has_workloads and options.read_options(config).is_writing_goldens
+        quarantine_items(config, items, has_roles=has_roles, is_writing=is_writing)
+
+
 def _register_gangs(config: pytest.Config) -> GangPlugin:
     from pytest_megatron.hooks.gang_results import GangResults  # noqa: PLC0415 - not for all
     from pytest_megatron.hooks.gangs import PLUGIN_NAME, GangPlugin  # noqa: PLC0415 - not for all
+    from pytest_megatron.hooks.history import register_history  # noqa: PLC0415 - not for all
     from pytest_megatron.hooks.run_file import run_file_of  # noqa: PLC0415 - not for all
     from pytest_megatron.hooks.session import session_of  # noqa: PLC0415 - not for all
 
@@ -127,6 +148,7 @@ def _register_gangs(config: pytest.Config) -> GangPlugin:
     if not session.is_worker:
         results = GangResults(session, run_file_of(config, session))
         config.pluginmanager.register(results, f"{PLUGIN_NAME}-results")
+        register_history(config, session)
     config.stash[_HAS_GANGS] = True
     return plugin
 

@@ -16,6 +16,7 @@ from pytest_megatron.errors import MegatronError
 # name -> (module with a click command named `command`, one line of help)
 SUBCOMMANDS = {
     "expand": ("pytest_megatron.cli.expand", "Print the workloads that recipe files expand to."),
+    "flaky": ("pytest_megatron.cli.flaky", "Tell how often items passed only when run again."),
     "golden": ("pytest_megatron.cli.golden", "Compare observed metrics with golden values."),
     "lint": ("pytest_megatron.cli.lint", "Report what is wrong in recipes, cases and goldens."),
     "triage": ("pytest_megatron.cli.triage", "Say why a run failed, from its logs."),

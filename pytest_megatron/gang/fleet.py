@@ -35,7 +35,6 @@ from pytest_megatron.gang.messages import (
     Collected,
     Died,
     Fork,
-    Forked,
     Hello,
     Interrupt,
     Kill,
@@ -57,15 +56,6 @@ _LOST_S = 2.0  # between the end of a rank's connection and the news of its deat
 _ORPHANED = "ended, as the process that starts ranks was killed"
 
 
-class Held:
-    """Nothing is held: the lease of ranks without devices."""
-
-    descriptors: tuple[int, ...] = ()
-
-    def close(self) -> None:
-        """Nothing to let go of."""
-
-
 @dataclass(slots=True, kw_only=True)
 class Gang:
     """The ranks that run one test together, seen from the controller.
@@ -73,7 +63,7 @@ class Gang:
     Attributes:
         number: Counted from 1 in this session.
         orders: What its ranks were told, by rank.
-        held: Descriptors of leased devices, for ranks to inherit.
+        descriptors: Of leased devices, for ranks to inherit.
         ends: How its tests ended, until the controller takes them.
         nurseries: Connections of nurseries that still hold something of it.
         silent: Connections of nurseries that have not answered the last question for stacks.
@@ -301,7 +291,7 @@ class Fleet:
         """Have a gang without processes, as some rank of it has none of its tests."""
         self._gangs[gang.number] = gang
         for order in gang.orders:
-            self._tell(gang, order.rank, Ready(missing={}, extra=(), clock=time.time()))
+            self._tell(gang, order.rank, Ready())
 
     def _choose_nursery(self, gang: Gang, order: RankOrder) -> None:
         """Choose who starts a rank, and who has it then."""
@@ -450,8 +440,6 @@ class Fleet:
             self._tell(gang, order.rank, Broken(problem=problem))
 
     def _on_nursery_word(self, source: Channel, message: Message) -> None:
-        if isinstance(message, Forked):
-            return
         assert isinstance(message, StoreOpened | Died | Stacks | Killed), message
         if message.gang in self._raised:
             self._on_raised(message)

@@ -63,13 +63,9 @@ class Ready:
 
     Attributes:
         missing: Node id -> why this rank has no such test; the controller has it.
-        extra: Node ids that only this rank collected.
-        clock: `time.time()` of the rank when it sent this, to compare hosts.
     """
 
-    missing: Mapping[str, str]
-    extra: tuple[str, ...]
-    clock: float
+    missing: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +220,6 @@ class RankOrder:
         log_dir: Directory of its stdout.log and stderr.log.
         base_temp: Where its `tmp_path`s go.
         is_capturing: Whether what a test prints goes into its report.
-        is_debugging: Whether failures and breakpoints may open a debugger.
         coverage: Settings of a running coverage.py, or empty.
         coverage_file: Where it puts its data.
         avoided: Node id of a collector that a rank died in -> what to say of it instead.
@@ -240,7 +235,6 @@ class RankOrder:
     log_dir: str
     base_temp: str
     is_capturing: bool = True
-    is_debugging: bool = False
     coverage: Mapping[str, JsonValue] = field(default_factory=dict)
     coverage_file: str = ""
     avoided: Mapping[str, str] = field(default_factory=dict)
@@ -251,15 +245,6 @@ class Fork:
     """Start ranks. File descriptors of GPU locks may come along."""
 
     orders: tuple[RankOrder, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forked:
-    """A rank was started."""
-
-    gang: int
-    rank: int
-    pid: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -443,7 +428,6 @@ Message: TypeAlias = (
     | DebuggerAnswer
     | DebuggerLine
     | Fork
-    | Forked
     | Adopt
     | Died
     | OpenStore

@@ -23,13 +23,12 @@ from typing import NoReturn, Protocol
 
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang.channel import Channel
-from pytest_megatron.gang.logs import FLIGHT_FILE, STACKS_FILE
+from pytest_megatron.gang.logs import FLIGHT_FILE, STACKS_FILE, file_size
 from pytest_megatron.gang.messages import (
     Adopt,
     AskStacks,
     Died,
     Fork,
-    Forked,
     Interrupt,
     Kill,
     Killed,
@@ -221,7 +220,6 @@ class Nursery:
         )
         os.close(trigger_read)
         self._children[pid] = _Child(order, trigger, phase)
-        self._channel.send(Forked(gang=order.gang, rank=order.rank, pid=pid))
 
     def _adopt(self, adopt: Adopt) -> None:
         """Make a template that becomes a rank one of a gang's."""
@@ -259,11 +257,11 @@ class Nursery:
     def _living(self, gang: int) -> list[int]:
         return [p for p, c in self._children.items() if c.is_alive and c.order.gang == gang]
 
-    def _below(self, gang: int) -> list[int]:
-        """Return every process of a gang: its ranks, and what descends from them or did."""
+    def _below(self, gang: int, *, is_exact: bool = False) -> list[int]:
+        """Return the processes of a gang: its ranks, and what descends from them or did."""
         ranks = {p for p, c in self._children.items() if c.order.gang == gang}
         found: set[int] = set()
-        for process in descendants():
+        for process in descendants(is_exact=is_exact):
             if (
                 process.pid in ranks
                 or process.parent in found
@@ -291,7 +289,7 @@ class Nursery:
 
     def _finish_dying(self) -> None:
         for gang, until in list(self._dying.items()):
-            left = self._below(gang)
+            left = self._below(gang) or self._below(gang, is_exact=True)
             if left and time.monotonic() < until:
                 send_signal(left, signal.SIGKILL)
                 continue
@@ -320,7 +318,7 @@ class Nursery:
 
     def _finish_stacks(self) -> None:
         for asked in list(self._asked):
-            sizes = {r: _size(d / STACKS_FILE) for r, d in asked.files.items()}
+            sizes = {r: file_size(d / STACKS_FILE) for r, d in asked.files.items()}
             has_flights = all((d / FLIGHT_FILE).exists() for d in asked.flights.values())
             is_settled = sizes == asked.sizes and all(sizes.values()) and has_flights
             asked.sizes = sizes
@@ -409,13 +407,6 @@ class Keeper(Protocol):
 
     def forget(self) -> None:
         """Let go of it in a forked child."""
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
 
 
 def _texts(directories: dict[int, Path], name: str) -> dict[str, str]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 from pytest_megatron.files import JsonValue
@@ -35,7 +34,6 @@ class Reason(Enum):
     NOT_STARTED = "the gang did not start"
     NOT_COLLECTED = "a rank has no such test"
     DESYNCHRONISED = "ranks took part in different collectives"
-    INTERRUPTED = "the controller stopped it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,4 +86,3 @@ class RunEnd:
     limit_s: float
     duration_s: float
     is_kept: bool
-    notes: Mapping[str, str] = field(default_factory=dict)

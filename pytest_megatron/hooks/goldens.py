@@ -80,6 +80,9 @@ class GoldenWriter:
         """Make a candidate of a clean training; return it for the record, or why there is none."""
         if training.verdict is not Verdict.PASSED:
             return {}, f"{training.job.node_id}: needed another attempt, so it is no golden"
+        faults = [f.text for a in training.attempts if a.health for f in a.health.faults]
+        if faults:
+            return {}, f"{training.job.node_id}: {faults[0]} meanwhile, so it is no golden"
         spread = compare_repeats(training, policy, facts)
         if spread.failed:
             text = mismatch(training, spread)

@@ -20,6 +20,7 @@ from pytest_megatron.launch.starter import FT_PACKAGE
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.recipe.places import case_path
 from pytest_megatron.verdict.modes import check_golden_kind, metric_names_of
+from pytest_megatron.verdict.retry import policy_of
 from pytest_megatron.verdict.script_result import is_judged_by_us
 from pytest_megatron.verdict.training import Job
 
@@ -29,6 +30,7 @@ def make_job(session: RunSession, workload: Workload, node_id: str) -> Job:
 
     Raises:
         CaseError: The case cannot be read, or names no metric.
+        RecipeError: What the row says about retries means nothing.
     """
     options = session.options
     num_repeats = options.num_repeats or workload.n_repeat or 1
@@ -49,7 +51,9 @@ def make_job(session: RunSession, workload: Workload, node_id: str) -> Job:
         dirs=item_dirs(session.run_dir, node_id),
         setting=setting,
         num_repeats=1 if options.is_lightweight else num_repeats,
-        max_attempts=options.max_attempts,
+        retry=policy_of(
+            workload, max_attempts=options.max_attempts, backoff_s=options.retry_backoff_s
+        ),
     )
 
 

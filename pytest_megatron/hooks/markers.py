@@ -11,10 +11,13 @@ from pytest_megatron.gang.spec import GangSpec
 from pytest_megatron.hooks.options import Options
 
 SIZE_FIXTURE = "_megatron_world_size"
+QUARANTINE = "quarantine"
 _LINES = (
     "world_size(n, ...): run on a gang of n ranks; several numbers parametrise",
     "controller: run in the pytest process that was started, on no gang",
     "isolated: run on a gang of fresh processes that runs nothing else",
+    "rerun_transient(n): rerun a test on a gang up to n times after a transient failure",
+    "quarantine(reason, until): a failure does not fail the run up to that day, '2026-12-31'",
 )
 
 _TIMEOUT_LINE = "timeout(s): limit for each phase of a test on a gang, in seconds; 0 is none"
@@ -31,6 +34,12 @@ def declare_marks(config: pytest.Config) -> None:
 def asks_for_gang(item: pytest.Item) -> bool:
     """Whether a test has a mark that asks for a gang, right or wrong."""
     return any(item.get_closest_marker(name) is not None for name in ("world_size", "isolated"))
+
+
+def is_quarantined_by_us(item: pytest.Item) -> bool:
+    """Whether a test has our mark, and not one of the same name that a project uses for itself."""
+    mark = item.get_closest_marker(QUARANTINE)
+    return mark is not None and not mark.kwargs.keys().isdisjoint(("reason", "until"))
 
 
 def parametrise_sizes(metafunc: pytest.Metafunc) -> None:
@@ -72,6 +81,7 @@ def spec_of(
             )
     if item.get_closest_marker("controller") is not None:
         return None
+    num_reruns_of(item, 0)  # a wrong mark is an error before anything runs
     mark = item.get_closest_marker("world_size")
     is_isolated = item.get_closest_marker("isolated") is not None
     size = default_size
@@ -86,6 +96,25 @@ def spec_of(
         device=device_of(options, size, num_gpus),
         is_isolated=is_isolated,
     )
+
+
+def num_reruns_of(item: pytest.Item, default: int) -> int:
+    """Return how often a test may run again after transient failures: its mark wins.
+
+    Raises:
+        pytest.UsageError: The mark is wrong.
+    """
+    mark = item.get_closest_marker("rerun_transient")
+    if mark is None:
+        return default
+    number = mark.args[0] if len(mark.args) == 1 and not mark.kwargs else None
+    if type(number) is not int or number < 0:
+        given = [*map(repr, mark.args), *(f"{k}={v!r}" for k, v in mark.kwargs.items())]
+        raise pytest.UsageError(
+            f"{item.nodeid}: mark rerun_transient: {', '.join(given) or 'nothing'} is given, "
+            f"expected one number of reruns from 0 on"
+        )
+    return number
 
 
 def timeout_of(item: pytest.Item, default_s: float) -> float:

@@ -40,7 +40,11 @@ class Options:
         selection: Option name without dashes in front -> words given; empty means no filter.
         run_dir: Where logs and results go; None picks a new directory.
         num_repeats: How often each workload runs; None leaves it to the recipe.
-        max_attempts: How often at most a repeat is started after transient failures.
+        max_attempts: How often at most a repeat is started; None leaves it to the recipe.
+        max_retries: How many further attempts the items of a run may have together.
+        retry_backoff_s: Pause before the second attempt of a repeat.
+        is_flaky_failure: Whether a flaky item makes the session fail.
+        history: The file of past outcomes, `off`, or "" for the project's own.
         tee_ranks: Ranks copied to the terminal; None is all of them.
         is_tee_typed: Whether the command line says so, for python tests whose output is captured.
         num_gpus: Ranks of a gang, one for each CUDA device; 0 is all of them; None if not asked.
@@ -59,7 +63,11 @@ class Options:
     selection: dict[str, tuple[str, ...]]
     run_dir: Path | None
     num_repeats: int | None
-    max_attempts: int
+    max_attempts: int | None
+    max_retries: int
+    retry_backoff_s: float
+    is_flaky_failure: bool
+    history: str
     is_lightweight: bool
     golden: GoldenMode
     golden_policy: str
@@ -111,6 +119,10 @@ def add_options(parser: pytest.Parser) -> None:
     add("run-dir", "where logs and results go", metavar="DIR")
     add("n-repeat", "how often each workload runs", metavar="N")
     add("max-attempts", "how often at most after a transient failure (3)", metavar="N")
+    add("max-retries-per-run", "further attempts of all items of a run (10)", metavar="N")
+    add("retry-backoff", "pause before a second attempt, then doubled (5)", metavar="S")
+    add("fail-flaky", "fail if an item passed only when run again", action="store_true")
+    add("history", "file of past outcomes, or off", metavar="FILE|off")
     add("lightweight", "4 iterations, not compared with a golden", action="store_true")
     add(
         "golden",
@@ -150,11 +162,18 @@ def read_options(config: pytest.Config) -> Options:
         )
     run_dir = _text(config, "run-dir", "")
     num_nodes, node_rank, rdzv_endpoint = _nodes(config)
+    max_retries = _index(config, "max-retries-per-run")
     options = Options(
         selection={name: _words(config, name) for name in _LISTS},
         run_dir=Path(run_dir) if run_dir else None,
         num_repeats=_count(config, "n-repeat"),
-        max_attempts=_count(config, "max-attempts") or 3,
+        max_attempts=_count(config, "max-attempts"),
+        max_retries=10 if max_retries is None else max_retries,
+        retry_backoff_s=_seconds(config, "retry-backoff", 5.0),
+        # pytest-rerunfailures has the other name, and means the same.
+        is_flaky_failure=_flag(config, "fail-flaky")
+        or bool(getattr(config.option, "fail_on_flaky", None)),
+        history=_text(config, "history", ""),
         is_lightweight=_flag(config, "lightweight"),
         golden=cast("GoldenMode", golden),
         golden_policy=_text(config, "golden-policy", "strict"),

@@ -362,7 +362,7 @@ def serve(
 ) -> NoReturn:
     """Run what the controller sends until it says close, or is gone."""
     find = _finder(session.items, is_own_session=is_own_session)
-    channel.send(Ready(missing={}, extra=(), clock=time.time()))
+    channel.send(Ready())
     planned: pytest.Item | None = None
     exit_code = 0
     try:
@@ -472,8 +472,8 @@ def _take_streams(config: pytest.Config, order: RankOrder) -> RankLogs:
     return logs
 
 
-def _make_rank_of(config: pytest.Config, plugin: RankPlugin) -> None:
-    """Turn the controller's configuration into a rank's."""
+def drop_controller_plugins(config: pytest.Config) -> None:
+    """Unregister what acts for the whole session; it takes milliseconds, so once for all ranks."""
     manager = config.pluginmanager
     for name, other in list(manager.list_name_plugin()):
         module = getattr(other, "__name__", type(other).__module__)
@@ -483,6 +483,12 @@ def _make_rank_of(config: pytest.Config, plugin: RankPlugin) -> None:
             or module.startswith("xdist")
         ):
             manager.unregister(name=name)
+
+
+def _make_rank_of(config: pytest.Config, plugin: RankPlugin) -> None:
+    """Turn the controller's configuration into a rank's."""
+    drop_controller_plugins(config)
+    manager = config.pluginmanager
     config.option.maxfail = 0
     reporter = manager.get_plugin("terminalreporter")
     if reporter is not None:

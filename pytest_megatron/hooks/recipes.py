@@ -40,6 +40,8 @@ class RecipeFile(pytest.File):
             workloads = load_recipe(
                 self._shown_path(), vocabulary=plugin_of(self.config).vocabulary
             )
+            for workload in workloads:
+                _check_signatures(workload)
         except MegatronError as error:
             raise self.CollectError(str(error)) from None
         marks = _Marks(self.config)
@@ -93,6 +95,18 @@ def are_recipes_asked_for(config: pytest.Config) -> bool:
     return False
 
 
+def _check_signatures(workload: Workload) -> None:
+    """Make sure that the signatures exist that a row names.
+
+    Raises:
+        RecipeError: One does not, or cannot be what the row says.
+    """
+    if workload.transient or workload.never_transient:
+        from pytest_megatron.verdict.retry import policy_of  # noqa: PLC0415 - not for all
+
+        policy_of(workload, max_attempts=None, backoff_s=0.0)
+
+
 def _parts_below(path: Path, root: Path) -> tuple[str, ...]:
     """Return the parts of a path under `root`; all of them where it is elsewhere."""
     return path.relative_to(root).parts if path.is_relative_to(root) else path.parts
@@ -124,6 +138,8 @@ class _Marks:
         marks = [m for kind, name in kinds.items() if name for m in self._named(kind, name)]
         if workload.disabled_reason is not None:
             marks.append(pytest.mark.skip(reason=workload.disabled_reason).mark)
+        if (held := workload.quarantine) is not None:
+            marks.append(pytest.mark.quarantine(reason=held.reason, until=held.until).mark)
         return marks
 
     def _named(self, kind: str, name: str) -> tuple[pytest.Mark, ...]:

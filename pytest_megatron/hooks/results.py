@@ -46,6 +46,8 @@ class ResultsPlugin:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print a line for each workload, and what became of goldens."""
         lines = list(self._goldens.lines)
+        if self._records and (text := self._session.ledger.infrastructure()):
+            lines.insert(0, f"megatron: {text}")
         if self._file.problem is not None:
             lines.append(f"run.json is not complete: {self._file.problem}")
         print_summary(terminalreporter, self._records, lines, self._session.shorten)

@@ -13,9 +13,10 @@ import pytest
 from pytest_megatron.files import write_text_atomically
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.launch.facts import Facts, gather_facts
+from pytest_megatron.verdict.ledger import RunLedger
 
-_OWN_DIR = Path(".pytest_megatron")
-_RUNS_DIR = _OWN_DIR / "runs"
+OWN_DIR = Path(".pytest_megatron")
+_RUNS_DIR = OWN_DIR / "runs"
 _ARGUMENTS_KEY = "megatron_arguments"
 _RUN_DIR_KEY = "megatron_run_dir"
 
@@ -51,6 +52,11 @@ class RunSession:
     def facts(self) -> Facts:
         """Where and with what this session runs."""
         return gather_facts(self.root)
+
+    @property
+    def ledger(self) -> RunLedger:
+        """What this run has spent on further attempts; the run directory must be there."""
+        return RunLedger(run_dir=self.run_dir, max_retries=self.options.max_retries)
 
     @property
     def ranks_dir(self) -> str:
@@ -118,7 +124,7 @@ def session_of(config: pytest.Config, options: Options) -> RunSession:
 
 def make_own_dir(root: Path) -> None:
     """Make our directory in a project, ignored by git: a run must not make the tree dirty."""
-    directory = root / _OWN_DIR
+    directory = root / OWN_DIR
     directory.mkdir(parents=True, exist_ok=True)
     if not (directory / ".gitignore").exists():
         write_text_atomically(directory / ".gitignore", "*\n")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
@@ -12,15 +14,20 @@ from typing import NoReturn, cast
 
 import pytest
 
+from pytest_megatron.errors import LaunchError
 from pytest_megatron.files import JsonValue
 from pytest_megatron.gang import measure
 from pytest_megatron.gang.bootstrap import RandomState
 from pytest_megatron.gang.channel import connect, remove_socket
+from pytest_megatron.gang.fleet import Fleet
 from pytest_megatron.gang.messages import Hello, RankOrder
 from pytest_megatron.gang.nursery import Forking, Nursery, RankEnds
 from pytest_megatron.gang.processes import run_guarded
 from pytest_megatron.gang.stores import StoreKeeper
-from pytest_megatron.hooks.rank import Home, run_rank, with_own_temp
+from pytest_megatron.hooks.rank import Home, drop_controller_plugins, run_rank, with_own_temp
+
+_NURSERY_S = 60.0  # to call after it was forked
+_CALL_S = 0.02  # between looks at one that has not called
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +83,7 @@ class Template:
         measurement = measure.start(self.coverage, self.coverage_file)
         if self.items is not None:
             self.session.items = cast("list[pytest.Item]", list(self.items))
+        drop_controller_plugins(self.session.config)
         hello = Hello(role="nursery", gang=0, rank=-1, node_rank=self.node_rank, pid=os.getpid())
         channel = connect(self.address, self.key, hello)
         Nursery(channel, Forking(channel, self._run_rank, StoreKeeper()), self.leash).serve()
@@ -91,3 +99,46 @@ class Template:
             ends,
             Home(address=self.address, key=self.key, random_state=self.random_state),
         )
+
+
+class TemplateProcess:
+    """The template of this node, and its successor if it is killed before it has called."""
+
+    def __init__(self, template: Template, fleet: Fleet) -> None:
+        """Fork it."""
+        self._make = template
+        self._fleet = fleet
+        self._pid: int | None = template.fork()
+
+    def wait(self) -> None:
+        """Wait until it has called; one that was killed gets a successor, once.
+
+        Raises:
+            LaunchError: Neither calls.
+        """
+        deadline = time.monotonic() + _NURSERY_S
+        num_left = 1
+        while not self._fleet.has_nursery(0, -1):
+            if self._has_ended() and num_left:
+                num_left -= 1
+                self._pid = self._make.fork()
+            self._fleet.pump(_CALL_S)
+            if time.monotonic() > deadline:
+                raise LaunchError("gang", "the process that starts ranks did not call")
+
+    def close(self) -> None:
+        """Wait until it has ended, once the fleet was stopped."""
+        if self._pid is not None:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(self._pid, 0)
+
+    def _has_ended(self) -> bool:
+        if self._pid is None:
+            return True
+        try:
+            pid, _ = os.waitpid(self._pid, os.WNOHANG)
+        except ChildProcessError:  # somebody else collected it
+            pid = self._pid
+        if pid:
+            self._pid = None
+        return bool(pid)

@@ -109,7 +109,9 @@ def print_summary(
     for node_id, record in records.items():
         assert isinstance(record, dict)
         verdict = str(record["verdict"])
-        colour = {"passed": "green", "flaky": "yellow"}.get(verdict, "red")
+        quarantine = record.get("quarantine")
+        is_held = isinstance(quarantine, dict) and bool(quarantine["holds"])
+        colour = {"passed": "green", "flaky": "yellow"}.get(verdict, "yellow" if is_held else "red")
         reporter.write(f"{verdict:<7}", **{colour: True})
         reporter.write(shorten(f" {node_id}  {record.get('summary', '')}\n"))
     for line in goldens:

@@ -14,6 +14,7 @@ from pytest_megatron.errors import LaunchError, MegatronError
 from pytest_megatron.files import JsonValue, write_json_atomically
 from pytest_megatron.golden.compare import Policy, policy_named
 from pytest_megatron.hooks.goldens import GoldenWriter
+from pytest_megatron.hooks.history import register_history
 from pytest_megatron.hooks.item import WorkloadItem
 from pytest_megatron.hooks.jobs import golden_path_of, make_job, read_golden_of
 from pytest_megatron.hooks.options import Options
@@ -53,6 +54,7 @@ def register_roles(config: pytest.Config, options: Options) -> None:
     if not session.is_worker:
         results = ResultsPlugin(session, goldens, run_file_of(config, session))
         manager.register(results, f"{PLUGIN_NAME}-results")
+        register_history(config, session)
     if options.is_plan:
         config.option.dist = "no"  # pytest-xdist's workers have no terminal to print to
     # One malformed recipe is an error of this run and must not keep the others from running.
@@ -114,14 +116,11 @@ class WorkloadPlugin:
         self._goldens.refuse_early(self._session.facts)
         self._make_run_dir(job)
         live = self._listener(item)
-
-        def on_retry(attempt: Attempt, pause_s: float) -> None:
-            assert attempt.cause is not None
-            text = f"attempt {attempt.number}: {attempt.cause.text}; again in {pause_s:g} s"
-            live.on_lines([self._session.shorten(text)])
-
         with contextlib.closing(live):
-            return train(job, self._session.facts, live, on_retry=on_retry)
+            retries = _Retries(self._session, item.nodeid, live)
+            training = train(job, self._session.facts, live, retries)
+            retries.note_end(training)
+            return training
 
     def judge(self, item: WorkloadItem, training: Training) -> None:
         """Compare a training with its golden and record what disagrees.
@@ -241,10 +240,51 @@ class WorkloadPlugin:
         return LiveTerminal(self._config, reporter, item.nodeid)
 
     def _record(self, item: WorkloadItem, record: dict[str, JsonValue]) -> None:
-        item.record = record
+        item.record = {**record, "platform": item.workload.platform}
         item.user_properties.append(("megatron.verdict", record["verdict"]))
         attempts = record["attempts"]
         assert isinstance(attempts, list)
         item.user_properties.append(("megatron.attempts", len(attempts)))
+        failed = [str(a["signature"] or "unknown") for a in map(_mapping, attempts) if a["cause"]]
+        if failed:
+            item.user_properties.append(("megatron.causes", ", ".join(failed)))
         if "directory" in record:
             item.user_properties.append(("megatron.directory", record["directory"]))
+
+
+class _Retries:
+    """What a run says to further attempts of one item, and tells the user of them."""
+
+    def __init__(self, session: RunSession, node_id: str, live: LiveTerminal | Quiet) -> None:
+        self._session = session
+        self._node_id = node_id
+        self._live = live
+
+    def claim(self, attempt: Attempt) -> str | None:
+        """Take a further attempt from what the run may have."""
+        return self._session.ledger.claim(self._node_id, _signature_of(attempt) or "")
+
+    def on_retry(self, attempt: Attempt, pause_s: float) -> None:
+        """Print why, and when."""
+        assert attempt.cause is not None
+        when = f"in {pause_s:g} s" if pause_s else "at once"
+        text = f"attempt {attempt.number}: {attempt.cause.text}; again {when}"
+        self._live.on_lines([self._session.shorten(text)])
+
+    def note_end(self, training: Training) -> None:
+        """Count the item, and say so if the machine or the network is the matter of the run."""
+        is_broken = training.verdict is Verdict.BROKEN
+        broken_by = _signature_of(training.attempts[-1]) if is_broken else None
+        if text := self._session.ledger.note_end(self._node_id, broken_by):
+            self._live.on_lines([f"megatron: {text}"])
+
+
+def _signature_of(attempt: Attempt) -> str | None:
+    """Return the id of what an attempt failed of."""
+    signature = None if attempt.cause is None else attempt.cause.signature
+    return None if signature is None else signature.id
+
+
+def _mapping(value: JsonValue) -> dict[str, JsonValue]:
+    assert isinstance(value, dict)
+    return value

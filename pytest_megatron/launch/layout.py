@@ -1,10 +1,10 @@
 """Where everything of a run lies: names only, nothing is created here. Pure.
 
     <run-dir>/run.json
-    <run-dir>/<item>/repeat_<i>/attempt_<k>/plan.json
+    <run-dir>/<item>/repeat_<i>/attempt_<k>/{plan,health}.json
     <run-dir>/<item>/repeat_<i>/attempt_<k>/phase_<n>/logs/<rank>/{stdout,stderr}.log
     <run-dir>/<item>/repeat_<i>/attempt_<k>/phase_<n>/{tensorboard/, metrics.json}
-    <run-dir>/<item>/comparison.json
+    <run-dir>/<item>/{comparison.json, triage.json}
 
 Every attempt has directories of its own, so that nothing of another attempt can be read when it is
 judged.
@@ -17,6 +17,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+FLIGHT_PREFIX = "nccl_trace_rank_"  # torch's; the rank follows
 _NODE = re.compile(r"node(\d+)").fullmatch
 _NAME_LENGTH = 150  # of a directory; file systems take 255 bytes
 
@@ -46,6 +47,15 @@ class PhaseDirs:
     def tensorboard(self) -> Path:
         """Event files that the training writes."""
         return self.root / "tensorboard"
+
+    @property
+    def flight(self) -> Path:
+        """What the flight recorder of each rank dumped when a collective did not finish."""
+        return self.root / "flight"
+
+    def flight_dumps(self) -> list[Path]:
+        """Return the dumps that are there."""
+        return sorted(self.flight.glob(f"{FLIGHT_PREFIX}*"))
 
     @property
     def metrics_lines(self) -> Path:
@@ -81,6 +91,11 @@ class AttemptDirs:
     def plan(self) -> Path:
         """What was started, word for word."""
         return self.root / "plan.json"
+
+    @property
+    def health(self) -> Path:
+        """What the GPUs said before and after."""
+        return self.root / "health.json"
 
     @property
     def checkpoints(self) -> Path:
@@ -152,6 +167,11 @@ class ItemDirs:
     def comparison(self) -> Path:
         """The comparison of every repeat with the golden."""
         return self.root / "comparison.json"
+
+    @property
+    def triage(self) -> Path:
+        """Why attempts failed; not there if none did."""
+        return self.root / "triage.json"
 
 
 def item_dirs(run_dir: Path, node_id: str) -> ItemDirs:

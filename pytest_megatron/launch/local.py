@@ -20,7 +20,7 @@ from pytest_megatron.launch.checkpoints import (
 from pytest_megatron.launch.follow import LogWatch, Progress
 from pytest_megatron.launch.layout import PhaseDirs
 from pytest_megatron.launch.phases import Target
-from pytest_megatron.launch.plan import AttemptPlan, PhasePlan
+from pytest_megatron.launch.plan import FLIGHT_VARIABLE, AttemptPlan, PhasePlan
 from pytest_megatron.launch.process import Ended, GuardedProcess
 from pytest_megatron.launch.project_copy import lay_out_script
 from pytest_megatron.launch.scripts import ScriptEnd, run_script
@@ -29,6 +29,8 @@ _POLL_S = 0.1
 _STOP_GRACE_S = 10.0  # for the agent to end its ranks
 _STACKS_S = 3.0  # for aborted ranks to print their stacks
 _WATCHDOG_GRACE_S = 5.0  # for the other ranks to say which collective they wait in
+_DUMPS_S = 10.0  # for what every rank's flight recorder dumps, where it is on
+_QUIET_S = 1.0  # a dump that did not grow for so long is whole
 
 
 class Listener(Protocol):
@@ -181,6 +183,8 @@ def _prepare(plan: AttemptPlan, phase: PhasePlan) -> None:
             lay_out(phase.origin)
         phase.dirs.logs.mkdir(parents=True)
         phase.dirs.tensorboard.mkdir()
+        if str(phase.dirs.flight) in phase.own_env.get(FLIGHT_VARIABLE, ""):
+            phase.dirs.flight.mkdir()
         if plan.script is not None:
             plan.dirs.assets.mkdir()
             plan.dirs.artifacts.mkdir()
@@ -235,8 +239,10 @@ def _train(
     kept_open: Sequence[int],
 ) -> PhaseEnd:
     """Start the program of a phase and watch it to its end."""
-    watch = LogWatch(phase.dirs, phase.world_size // phase.num_nodes)
+    scripts = plan.dirs.assets if phase.is_script else None
+    watch = LogWatch(phase.dirs, phase.world_size // phase.num_nodes, scripts=scripts)
     end = End.EXITED
+    hung_at = 0.0
     with GuardedProcess(
         phase.argv,
         env=phase.env,
@@ -247,8 +253,9 @@ def _train(
     ) as process:
         while (ended := process.poll(_POLL_S)) is None:
             _tell(listener, phase, watch)
-            if watch.hung_rank is not None:
-                deadline = min(deadline, time.monotonic() + _WATCHDOG_GRACE_S)
+            hung_at = hung_at or (0.0 if watch.hung_rank is None else time.monotonic())
+            if hung_at and _has_said_all(phase, plan.world_size, time.monotonic() - hung_at):
+                deadline = 0.0
             if time.monotonic() >= deadline:
                 end = End.TIME_LIMIT if watch.hung_rank is None else End.HUNG_COLLECTIVE
                 ended = _stop(process)
@@ -271,6 +278,18 @@ def _tell(listener: Listener, phase: PhasePlan, watch: LogWatch, *, is_ended: bo
         listener.on_lines(lines)
     if watch.progress is not None and watch.progress != before:
         listener.on_progress(phase.number, watch.progress)
+
+
+def _has_said_all(phase: PhasePlan, world_size: int, waited_s: float) -> bool:
+    """Whether the ranks had their time to say where they are, once a watchdog spoke."""
+    dumps = phase.dirs.flight_dumps()
+    if not phase.dirs.flight.is_dir():
+        return waited_s >= _WATCHDOG_GRACE_S
+    now = time.time()
+    is_whole = len(dumps) >= world_size and all(
+        now - path.stat().st_mtime >= _QUIET_S for path in dumps
+    )
+    return is_whole or waited_s >= _DUMPS_S
 
 
 def _stop(process: GuardedProcess) -> Ended:

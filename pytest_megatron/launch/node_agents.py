@@ -24,6 +24,8 @@ from types import FrameType
 GRACE_S = 10.0
 _POLL_S = 0.05
 _RANK_LINE = re.compile(rb"\[default(\d+)\]:")
+# What torch's agent says of a rank that died; it has no other number of it there.
+_FAILED = re.compile(rb"(failed \(exitcode: -?\d+\) local_rank: )(\d+)")
 _PRINTING = threading.Lock()
 
 
@@ -92,10 +94,14 @@ def free_port() -> int:
 def copy_lines(agent: subprocess.Popen[bytes], node: int, per_node: int) -> None:
     """Copy what a launcher prints, line by line, with ranks as they are over all nodes."""
     assert agent.stdout is not None
+
+    def over_all_nodes(match: re.Match[bytes]) -> bytes:
+        return match[1] + b"%d" % (int(match[2]) + node * per_node)
+
     for line in agent.stdout:
         found = _RANK_LINE.match(line)
         if found is None:
-            text = b"[node%d]: " % node + line
+            text = b"[node%d]: " % node + _FAILED.sub(over_all_nodes, line)
         else:
             text = b"[default%d]:" % (int(found[1]) + node * per_node) + line[found.end() :]
         with _PRINTING:

@@ -15,7 +15,7 @@ from pytest_megatron.errors import CaseError, RecipeError
 from pytest_megatron.host import CPU_PLATFORM
 from pytest_megatron.launch.arguments import command_words
 from pytest_megatron.launch.case import Case, TestType
-from pytest_megatron.launch.layout import AttemptDirs, PhaseDirs
+from pytest_megatron.launch.layout import FLIGHT_PREFIX, AttemptDirs, PhaseDirs
 from pytest_megatron.launch.phases import (
     DEFAULT_TIME_LIMIT_S,
     Frozen,
@@ -45,6 +45,13 @@ NCCL_DEFAULTS: Mapping[str, str] = {
     "NCCL_PROTO": "simple",
     "NCCL_TUNER_PLUGIN": "",
     "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",
+}
+# Where torch's flight recorder dumps to. Releases from 2.10 on have new names beside these.
+# Source: torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp and FlightRecorder.hpp, v2.6 and v2.13.
+FLIGHT_VARIABLE = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
+_FLIGHT_DEFAULTS: Mapping[str, str] = {
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
 }
 # What a launcher around the controller may have left, and would lead the ranks astray.
 _FOREIGN_PREFIXES = ("PYTEST_", "TORCHELASTIC_", "GROUP_", "ROLE_")
@@ -205,6 +212,7 @@ def _plan_phase(
     phase = dirs.phase(start.number)
     own = {
         **{k: v for k, v in NCCL_DEFAULTS.items() if k not in setting.env},
+        **_flight_recorder(workload, phase, setting),
         **case.env,
         **start.variant.env,
         **_variables(workload, dirs, phase, setting, start, repeat),
@@ -300,6 +308,14 @@ def _variables(
     }
     data_path = workload.data_path or setting.env.get("DATA_PATH")
     return found if data_path is None else {**found, "DATA_PATH": data_path}
+
+
+def _flight_recorder(workload: Workload, phase: PhaseDirs, setting: Setting) -> dict[str, str]:
+    """Return the variables that have a hang of NCCL leave dumps in the phase's own directory."""
+    if workload.platform == CPU_PLATFORM:
+        return {}
+    wanted = {**_FLIGHT_DEFAULTS, FLIGHT_VARIABLE: str(phase.flight / FLIGHT_PREFIX)}
+    return {k: v for k, v in wanted.items() if k not in setting.env}
 
 
 def _devices(workload: Workload, setting: Setting) -> dict[str, str]:

@@ -74,17 +74,24 @@ def lay_out_script(files: ScriptFiles) -> None:
             files.copy,
             symlinks=True,
             dirs_exist_ok=True,
-            ignore=lambda _, names: _NEVER.intersection(names),
+            ignore=lambda where, names: {n for n in names if _is_left_out(files, Path(where, n))},
         )
         return
     for name in listed:
-        _copy(files.project / name, files.copy / name)
+        if not _is_left_out(files, files.project / name):
+            _copy(files.project / name, files.copy / name)
     ignored = _listed(files.project, "--others", "--ignored", "--exclude-standard", "--directory")
     for name in ignored or ():
         target = files.copy / name
-        if not _NEVER.intersection(Path(name).parts) and not target.exists():
+        if not _is_left_out(files, files.project / name) and not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
             target.symlink_to(files.project / name)
+
+
+def _is_left_out(files: ScriptFiles, path: Path) -> bool:
+    """Whether a file of the project is none of the script's: git's, a cache, a result of ours."""
+    is_result = path == files.results or files.results in path.parents
+    return is_result or bool(_NEVER.intersection(path.relative_to(files.project).parts))
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -45,12 +45,14 @@ class ScriptFiles:
     Attributes:
         project: Directory to copy.
         copy: Where the copy goes; the script runs in it.
+        results: The directory of the run, which is not copied where it lies in the project.
         home: Its HOME, made empty.
         texts: Path to content of small files; those in `bin` are made executable.
     """
 
     project: Path
     copy: Path
+    results: Path
     home: Path
     texts: Mapping[Path, str]
 
@@ -78,7 +80,13 @@ def script_files(project: Path, dirs: AttemptDirs, machine: Machine, python: str
     # Whoever clears GPUs with it ends the trainings of others.
     texts[dirs.bin / "fuser"] = _program('echo "fuser: not run here, GPUs are leased" >&2')
     texts[dirs.prelude] = _prelude(dirs, machine)
-    return ScriptFiles(project=project, copy=dirs.project_copy, home=dirs.home, texts=texts)
+    return ScriptFiles(
+        project=project,
+        copy=dirs.project_copy,
+        results=dirs.root.parents[2],  # <run-dir>/<item>/repeat_<i>/attempt_<k>
+        home=dirs.home,
+        texts=texts,
+    )
 
 
 def script_env(env: Mapping[str, str], dirs: AttemptDirs, num_gpus: int) -> dict[str, str]:

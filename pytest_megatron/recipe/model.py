@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pytest_megatron.errors import RecipeError
 from pytest_megatron.files import JsonValue
+from pytest_megatron.quarantine import Quarantine, QuarantineError, parse_quarantine
 from pytest_megatron.recipe.vocabulary import disabled_reason
 
 MAX_SHOWN = 60  # characters of a template in a message
@@ -34,6 +35,11 @@ class Workload:
         name: The recipe's name template, filled in.
         variant: What tells the row from others of its file with the same test case, environment
             and platform; mostly empty.
+        max_attempts: How often at most a repeat is started; None leaves that to the caller.
+        transient: Ids of signatures that start another attempt of this row, whatever the table
+            says.
+        never_transient: Ids of signatures that do not.
+        quarantine: Why its failure does not count for now, or None.
     """
 
     file: Path
@@ -58,6 +64,10 @@ class Workload:
     checkpoint_load_path: str | None
     name: str
     variant: tuple[str, ...]
+    max_attempts: int | None = None
+    transient: tuple[str, ...] = ()
+    never_transient: tuple[str, ...] = ()
+    quarantine: Quarantine | None = None
 
     @property
     def where(self) -> str:
@@ -161,6 +171,10 @@ def parse_row(row: Row, *, file: Path, variant: tuple[str, ...]) -> Workload:
         checkpoint_load_path=reader.text("checkpoint_load_path"),
         name=_name(reader),
         variant=variant,
+        max_attempts=reader.positive("max_attempts"),
+        transient=reader.words("transient"),
+        never_transient=reader.words("never_transient"),
+        quarantine=reader.quarantine(),
     )
 
 
@@ -207,3 +221,29 @@ class _Reader:
         if isinstance(value, bool) or not isinstance(value, int):
             raise RecipeError(self.where, f"{key}: found {value!r}, expected an integer")
         return value
+
+    def positive(self, key: str) -> int | None:
+        """Return an integer from 1 on, None where the key is missing or null."""
+        value = self.number(key, None)
+        if value is not None and value < 1:
+            raise RecipeError(self.where, f"{key}: found {value!r}, expected an integer from 1 on")
+        return value
+
+    def words(self, key: str) -> tuple[str, ...]:
+        """Return a list of words; none where the key is missing or null."""
+        value = self.spec.get(key)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
+            raise RecipeError(self.where, f"{key}: found {value!r}, expected a list of ids")
+        return tuple(str(word) for word in value)
+
+    def quarantine(self) -> Quarantine | None:
+        """Return why the row may fail, None where it may not."""
+        value = self.spec.get("quarantine")
+        if value is None:
+            return None
+        try:
+            return parse_quarantine(value)
+        except QuarantineError as problem:
+            raise RecipeError(self.where, f"quarantine: {problem}") from problem

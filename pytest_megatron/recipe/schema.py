@@ -28,6 +28,14 @@ _CLOSED = ConfigDict(extra="forbid", strict=True)
 _OPEN = ConfigDict(extra="allow", strict=True)
 
 
+@with_config(_CLOSED)
+class QuarantineKeys(TypedDict):
+    """Why a failure does not count, and until which day."""
+
+    reason: Text
+    until: Annotated[Text, Field(description="The last day that it holds, such as 2026-12-31.")]
+
+
 @with_config(_OPEN)
 class Spec(TypedDict):
     """What all rows of the file share; any further key is a placeholder for the templates."""
@@ -59,6 +67,10 @@ class Spec(TypedDict):
     data_path: NotRequired[str | None]
     data_cache_path: NotRequired[str | None]
     checkpoint_load_path: NotRequired[str | None]
+    max_attempts: NotRequired[Positive | None]
+    transient: NotRequired[Annotated[Texts | None, Field(description="Ids of signatures.")]]
+    never_transient: NotRequired[Annotated[Texts | None, Field(description="Ids of signatures.")]]
+    quarantine: NotRequired[QuarantineKeys | None]
 
 
 @with_config(_OPEN)
@@ -77,6 +89,10 @@ class Product(TypedDict):
     nodes: NotRequired[Annotated[list[Positive], Field(min_length=1)]]
     gpus: NotRequired[Annotated[list[Count], Field(min_length=1)]]
     allow_failure: NotRequired[list[bool]]
+    max_attempts: NotRequired[Numbers]
+    transient: NotRequired[Annotated[list[Texts], Field(min_length=1)]]
+    never_transient: NotRequired[Annotated[list[Texts], Field(min_length=1)]]
+    quarantine: NotRequired[Annotated[list[QuarantineKeys], Field(min_length=1)]]
 
 
 @with_config(_CLOSED)

@@ -17,7 +17,6 @@ _REPLACED = {
     Reason.HUNG: "a hang",
     Reason.NOT_STARTED: "a start that failed",
     Reason.DESYNCHRONISED: "collectives that did not match",
-    Reason.INTERRUPTED: "an interrupt",
 }
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pytest_megatron.files import JsonValue
+from pytest_megatron.health import Health
 from pytest_megatron.report.text import summary_line
 from pytest_megatron.verdict.attempt import Attempt
 from pytest_megatron.verdict.decide import Verdict
 from pytest_megatron.verdict.judge import Judgement
+from pytest_megatron.verdict.retry import fingerprint
 from pytest_megatron.verdict.training import Training
 
 
@@ -35,6 +37,7 @@ def item_record(
         "summary": f"failed as expected: {summary}" if is_expected else summary,
         "duration_s": round(training.duration_s, 3),
         "directory": str(training.job.dirs.root),
+        "not_run_again": training.stopped,
         "attempts": [_attempt_record(attempt) for attempt in training.attempts],
     }
 
@@ -53,4 +56,14 @@ def _attempt_record(attempt: Attempt) -> dict[str, JsonValue]:
         "root_rank": None if cause is None else cause.rank,
         "signature": None if signature is None else signature.id,
         "is_transient": cause is not None and cause.is_transient,
+        "health": None if attempt.health is None else _health_record(attempt.health),
+        "fingerprint": None if cause is None else fingerprint(cause),
+    }
+
+
+def _health_record(health: Health) -> dict[str, JsonValue]:
+    """Return what is short enough to stand in `run.json`; `health.json` has all."""
+    return {
+        "faults": [fault.text for fault in health.faults],
+        "notes": list[JsonValue](health.notes),
     }

@@ -30,6 +30,8 @@ def training_failure(training: Training) -> str:
         kind = "transient" if signature.is_transient else "not transient, so not run again"
         lines.append(f"known as {signature.id} ({kind}): {signature.advice}")
     lines += [f"{_INDENT}{line}" for line in last.cause.evidence]
+    if training.stopped is not None:
+        lines.append(f"not run again: {training.stopped}")
     for attempt in training.attempts[:-1]:
         if attempt.cause is not None:
             lines.append(f"attempt {attempt.number}: {attempt.cause.text}")
@@ -86,7 +88,7 @@ def plan_text(job: Job, plan: AttemptPlan, golden: Path | None) -> str:
         f"  golden: {golden if golden is not None else 'none'}",
         f"  ranks: {plan.world_size} on {job.workload.platform}",
         f"  time limit: {plan.time_limit_s:g} s{' a window' if plan.target is not None else ''}",
-        f"  repeats: {job.num_repeats}, each with up to {job.max_attempts} attempts",
+        f"  repeats: {job.num_repeats}, each with up to {job.retry.max_attempts} attempts",
         f"  directory: {plan.cwd}",
     ]
     if job.gradient_tolerance is not None:

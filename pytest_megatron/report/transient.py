@@ -10,24 +10,30 @@ import re
 from collections.abc import Iterable, Sequence
 
 from pytest_megatron.report.merge import Merged, longrepr_text
-from pytest_megatron.verdict.signature import Signature, match_signature
+from pytest_megatron.triage.signature import Table
+from pytest_megatron.verdict.signature import Signature, is_raised, match_signature
 
 _RANK = re.compile(r"^\[rank \d+\] ")
 _NEVER = re.compile(r"(?:AssertionError\b|assert\b|Failed\b|XPASS\b)")
 _RAISED = re.compile(r"(?m)^E\s+(.*)$")
 
 
-def transient_cause(merged: Sequence[Merged], log_lines: Iterable[str]) -> Signature | None:
+def transient_cause(
+    merged: Sequence[Merged], log_lines: Iterable[str], table: Table | None = None
+) -> Signature | None:
     """Return the signature for which a test is worth running again, or None.
 
     Args:
         merged: The reports of one execution.
-        log_lines: What its ranks wrote to stderr meanwhile.
+        log_lines: What its ranks wrote to stderr meanwhile. Of them only an exception counts, and
+            what nobody but a failing machine writes.
+        table: The signatures; None takes those of the package.
     """
     failed = [m for m in merged if m.outcome == "failed"]
     if not failed or any(_NEVER.match(_RANK.sub("", m.message)) for m in failed):
         return None
-    signature = match_signature([*_texts(failed), *log_lines])
+    said = (line for line in log_lines if is_raised(line, table))
+    signature = match_signature([*_texts(failed), *said], table)
     return signature if signature is not None and signature.is_transient else None
 
 

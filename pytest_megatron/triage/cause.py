@@ -52,6 +52,8 @@ class _Candidate:
 def find_root(story: Story, table: Table) -> Root | None:
     """Return what a failure began with; None if nothing failed."""
     candidates = [c for rank in story.ranks.values() if (c := _candidate(rank, table)) is not None]
+    if story.unit.known.ended in (Ended.TIME_LIMIT, Ended.HUNG_COLLECTIVE):
+        candidates = [c for c in candidates if _is_own(c)]
     root = _first(candidates, story)
     explained = _explained(story, root)
     if explained is not None:
@@ -61,12 +63,20 @@ def find_root(story: Story, table: Table) -> Root | None:
     if story.unit.known.ended is Ended.TIME_LIMIT:
         return _time_limit(story, table)
     launcher = _candidate(story.launcher, table)
-    if launcher is not None:
+    if launcher is not None and story.unit.known.ended is not Ended.HUNG_COLLECTIVE:
         return _of(launcher, ())
     waiting = find_absent(story, table)
     if waiting is not None:
         return waiting
     return _line(story) or _unknown(story, table)
+
+
+def _is_own(candidate: _Candidate) -> bool:
+    """Whether a rank of a launch that was stopped failed by itself.
+
+    Not by the signal that had it print its stack, nor by what a wait for others ends in.
+    """
+    return candidate.kind is _Kind.RAISED and not candidate.signature.is_transient
 
 
 def _candidate(rank: RankStory, table: Table) -> _Candidate | None:
@@ -238,7 +248,7 @@ def _time_limit(story: Story, table: Table) -> Root:
     where = tuple(f"rank {rank} was at {frame}" for rank, frame in frames.items())
     ranks = odd if len(odd) == 1 else ()
     return Root(
-        signature=table["slurm_time_limit"],
+        signature=table["time_limit"],
         ranks=ranks,
         what="was stopped at the time limit",
         also=where,

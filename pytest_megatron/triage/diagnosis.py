@@ -51,6 +51,7 @@ class Diagnosis:
         unit: Where its logs are.
         root_ranks: Ranks that failed by themselves in this way; the first is the one to look at.
         is_all: Whether that is every rank.
+        what: What the root rank did, to go on after its name: `was killed by SIGKILL`.
         text: One paragraph for a person.
         reason: Why it is transient, or not.
         command: What to type next.
@@ -64,6 +65,7 @@ class Diagnosis:
     signature: Signature
     root_ranks: tuple[int, ...]
     is_all: bool
+    what: str
     text: str
     reason: str
     evidence: tuple[Evidence, ...]
@@ -135,6 +137,7 @@ def diagnose(story: Story, root: Root) -> Diagnosis:
         signature=root.signature,
         root_ranks=root.ranks,
         is_all=root.is_all,
+        what=_shorten(root.what),
         text=_paragraph(story, root, phase, iteration),
         reason=_reason(root.signature),
         evidence=evidence,

@@ -21,7 +21,7 @@ from pytest_megatron.triage.lines import is_labelled, is_noise, last_iteration, 
 from pytest_megatron.triage.scan import RawLine, Scanner, lines_at, read_from
 from pytest_megatron.triage.signature import Table, match_line
 from pytest_megatron.triage.story import Enqueued, Event, Fatal, Place, RankStory, Story
-from pytest_megatron.triage.trace import HEADER, frame_of
+from pytest_megatron.triage.trace import HEADER, frame_of, last_bare
 from pytest_megatron.triage.unit import LogFile, Stream, Unit
 
 _WHAT = "  what():  "  # what an exception of C++ says when it ends a process
@@ -78,11 +78,15 @@ def gather(unit: Unit, table: Table, scanner: Scanner) -> Story:
     for rank in sorted(known_ranks):
         told = read_error_file(unit.error_files.get(rank), table)
         fatal = _fatal(books[rank], ends.get(rank), table, labelled, rank, is_clean=is_clean)
+        if fatal is None and told is None and not is_clean:
+            fatal = _bare([log for log in unit.logs if log.rank == rank], ends.get(rank), table)
         ranks[rank] = _story(rank, books[rank], ends.get(rank), _better(told, fatal), unit)
         if rank in ends:
             ranks[rank] = replace(ranks[rank], exit_place=shown[ends[rank]])
     alone = is_clean if not known_ranks else is_clean or bool(ends)
     launcher = _fatal(books[None], None, table, labelled, None, is_clean=alone)
+    if launcher is None and not alone:
+        launcher = _bare([log for log in unit.logs if log.rank is None], None, table)
     return Story(
         unit=unit,
         ranks=ranks,
@@ -195,6 +199,23 @@ def _fatal(
     if found is not None:
         return found
     return book.what[-1] if book.what else None
+
+
+def _bare(logs: Sequence[LogFile], end: Exit | None, table: Table) -> Fatal | None:
+    """Return the exception that a log ends with where its traceback is not there, or cut off."""
+    if end is not None and (end.how == "exit code 0" or end.how.startswith("SIG")):
+        return None
+    for log in logs:
+        data, start = _tail(log)
+        lines = [parse_line(text) for text in _texts(data)]
+        index = last_bare(lines)
+        if index is None:
+            continue
+        offset = start + len(b"\n".join(data.split(b"\n")[:index])) + (1 if index else 0)
+        message = lines[index].text.strip()
+        place = Place(log=log, offset=offset, text=message)
+        return Fatal(signature=classify_message(table, message), message=message, place=place)
+    return None
 
 
 def _better(error: Fatal | None, fatal: Fatal | None) -> Fatal | None:

@@ -52,7 +52,9 @@ def _told(record: dict[str, JsonValue], attempt: Path, number: int) -> Known | N
     where = f"{attempt.parent.name}/{attempt.name}"
     attempts = record.get("attempts")
     for row in attempts if isinstance(attempts, list) else []:
-        if not isinstance(row, dict) or row.get("attempt") != where or row.get("phase") != number:
+        if not isinstance(row, dict) or row.get("attempt") != where:
+            continue
+        if row.get("phase_number") != number:
             continue
         code, ended = row.get("returncode"), row.get("ended")
         kinds = {end.value: end for end in Ended}

@@ -113,12 +113,19 @@ def is_at_end(lines: Sequence[Line], end: int) -> bool:
     return sum(not is_noise(text) for text in after) <= _MOST_LINES_AFTER
 
 
-def last_bare(lines: Sequence[Line]) -> str | None:
-    """Return the exception that a log ends with where its traceback was cut off."""
-    texts = [line.text for line in lines if not is_noise(line.text) or _EXCEPTION.match(line.text)]
-    for text in reversed(texts[-2:]):
-        if _EXCEPTION.match(text):
-            return text
+def last_bare(lines: Sequence[Line]) -> int | None:
+    """Return the index of the exception that a log ends with, None if it ends with none.
+
+    For logs that hold no whole traceback.
+    """
+    said = [
+        index
+        for index, line in enumerate(lines)
+        if _EXCEPTION.match(line.text) or not is_noise(line.text)
+    ]
+    for index in reversed(said[-2:]):
+        if _EXCEPTION.match(lines[index].text):
+            return index
     return None
 
 

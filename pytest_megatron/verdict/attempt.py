@@ -16,11 +16,15 @@ from pytest_megatron.golden.model import MetricMap, Series, Value, is_finite, se
 from pytest_megatron.golden.policy_rl import with_one_loss_name
 from pytest_megatron.golden.refresh import series_of_generation
 from pytest_megatron.golden.store import read_metrics
+from pytest_megatron.health import Health
 from pytest_megatron.launch.failure import RankFailure, first_failure, read_failures, tail
 from pytest_megatron.launch.layout import AttemptDirs, PhaseDirs
 from pytest_megatron.launch.local import End, PhaseEnd
 from pytest_megatron.launch.phases import Target
-from pytest_megatron.verdict.signature import Signature, match_signature
+from pytest_megatron.triage.diagnosis import Diagnosis
+from pytest_megatron.triage.signature import Role, Table
+from pytest_megatron.verdict.signature import Signature, is_named, match_signature
+from pytest_megatron.verdict.triaged import diagnose_phase
 
 # Without a METRICS key these are compared, and so must be there.
 # Source: Megatron-LM tests/functional_tests/python_test_utils, d98e8a64dd.
@@ -36,13 +40,15 @@ class Cause:
         text: One line for a person: who, what, when, which file to read.
         evidence: Last lines of the log that `text` names.
         rank: The rank that failed first, where one did.
-        signature: The row of the table that the evidence matches, or None.
+        signature: The row of the table that it is known as, or None.
+        diagnosis: All that triage found in the files of the phase that failed, or None.
     """
 
     text: str
     evidence: tuple[str, ...] = ()
     rank: int | None = None
     signature: Signature | None = None
+    diagnosis: Diagnosis | None = None
 
     @property
     def is_transient(self) -> bool:
@@ -58,6 +64,7 @@ class Attempt:
         repeat: Counted from 1, as `number` is.
         metrics: What each phase measured; fewer than phases where one failed.
         cause: None if it trained as it should.
+        health: What its GPUs said before and after; None without GPUs.
         is_in_windows: Whether the phases are the windows of one training, a release's.
         generation: What an inference program generated, which measures no series.
         gradients: For each phase but the first of a checkpoint-consistency, its name and how its
@@ -70,6 +77,7 @@ class Attempt:
     ends: tuple[PhaseEnd, ...]
     metrics: tuple[MetricMap, ...]
     cause: Cause | None
+    health: Health | None = None
     is_in_windows: bool = False
     generation: Generation | None = None
     gradients: tuple[tuple[str, tuple[Comparison, ...]], ...] = ()
@@ -104,6 +112,7 @@ def judge_attempt(
     time_limit_s: float,
     target: Target | None = None,
     is_rl: bool = False,
+    table: Table | None = None,
 ) -> tuple[tuple[MetricMap, ...], Cause | None]:
     """Return what the phases measured and what is wrong with them, if anything.
 
@@ -113,12 +122,13 @@ def judge_attempt(
         time_limit_s: For the text.
         target: Where a release ends; its windows are then parts of one training.
         is_rl: Whether the loss may stand under another name.
+        table: The signatures; None takes those of the package.
     """
     measured: list[MetricMap] = []
     resumes_after = None
     for end in ends:
         if not end.is_clean:
-            return tuple(measured), why_it_failed(end, time_limit_s)
+            return tuple(measured), why_it_failed(end, time_limit_s, table)
         if metric_names is None:
             continue
         try:
@@ -208,7 +218,7 @@ def _interval(series: Series) -> int:
     return min(gaps, default=1)
 
 
-def why_it_failed(end: PhaseEnd, time_limit_s: float) -> Cause:
+def why_it_failed(end: PhaseEnd, time_limit_s: float, table: Table | None = None) -> Cause:
     """Explain a phase that is not clean."""
     dirs = end.plan.dirs
     when = _phase(end) + _when(end)
@@ -221,20 +231,49 @@ def why_it_failed(end: PhaseEnd, time_limit_s: float) -> Cause:
         case End.TIME_LIMIT:
             where = _where_ranks_were(read_failures(dirs))
             text = f"time limit of {time_limit_s:g} s reached {when}{where}; see {dirs.logs}"
-            return Cause(text=text)
+            found = diagnose_phase(end, table)
+            return Cause(text=text, signature=_signature(found), diagnosis=found)
         case End.HUNG_COLLECTIVE:
             where = _where_ranks_were(read_failures(dirs))
-            text = f"rank {end.hung_rank} reported it{where}; see {dirs.logs}"
-            return Cause(text=f"a collective did not finish {when}: {text}", rank=end.hung_rank)
+            return _why_it_hung(end, where, when, diagnose_phase(end, table))
         case End.EXITED:
-            return _why_it_exited(end, when)
+            return _why_it_exited(end, when, diagnose_phase(end, table))
     assert_never(end.end)
 
 
-def _why_it_exited(end: PhaseEnd, when: str) -> Cause:
+def _why_it_hung(end: PhaseEnd, where: str, when: str, found: Diagnosis | None) -> Cause:
+    """Explain a collective that did not finish, by the rank that did not come if one can tell."""
+    logs = end.plan.dirs.logs
+    rank = end.hung_rank
+    guilty = ""
+    if found is not None and found.root_rank is not None and found.root_rank != rank:
+        rank = found.root_rank
+        guilty = f", rank {rank} {found.what}"
+    text = f"rank {end.hung_rank} reported it{guilty}{where}; see {logs}"
+    return Cause(
+        text=f"a collective did not finish {when}: {text}",
+        rank=rank,
+        signature=_signature(found),
+        diagnosis=found,
+    )
+
+
+def _signature(found: Diagnosis | None) -> Signature | None:
+    """Return the row that a failure is known as, None where that says nothing."""
+    return found.signature if found is not None and is_named(found.signature) else None
+
+
+def _first(failures: Sequence[RankFailure], found: Diagnosis | None) -> RankFailure | None:
+    """Return what the rank left that a failure began with, None if it was none."""
+    if found is None or (found.root_rank is None and not is_named(found.signature)):
+        return first_failure(failures)
+    return next((f for f in failures if f.rank == found.root_rank), None)
+
+
+def _why_it_exited(end: PhaseEnd, when: str, found: Diagnosis | None) -> Cause:
     """Explain an exit that was not a success."""
     dirs = end.plan.dirs
-    first = first_failure(read_failures(dirs))
+    first = _first(read_failures(dirs), found)
     said = tail(dirs.launcher_log)
     full = _full_disk(dirs.root)
     if first is None:
@@ -243,17 +282,27 @@ def _why_it_exited(end: PhaseEnd, when: str) -> Cause:
         return Cause(
             text=f"{who} {_ended(end.returncode)}{silence}{full}; see {dirs.launcher_log}",
             evidence=said,
-            signature=match_signature(said),
+            signature=_signature(found),
+            diagnosis=found,
         )
-    what = f"raised {first.message}" if first.message else _ended(first.exit_code)
+    what = _what_it_did(first, found)
     log = _readable(first, dirs.logs)
     return Cause(
         text=f"rank {first.rank} of {end.plan.world_size} {what} {when}{full}; see {log}",
         evidence=first.tail if first.exit_code != -signal.SIGKILL else (),  # it had no last words
         rank=first.rank,
-        # A port that is taken shows in the launcher's own log only.
-        signature=match_signature((first.message or "", *first.tail)) or match_signature(said),
+        signature=_signature(found),
+        diagnosis=found,
     )
+
+
+def _what_it_did(failure: RankFailure, found: Diagnosis | None) -> str:
+    """Return what a rank did, in its own words where it has any."""
+    if found is not None and failure.is_consequence and found.signature.role is Role.CASCADE:
+        return found.what
+    if failure.message is None and failure.exit_code is None and found is not None:
+        return found.what
+    return f"raised {failure.message}" if failure.message else _ended(failure.exit_code)
 
 
 def _why_a_script_failed(end: PhaseEnd) -> Cause:

@@ -86,7 +86,8 @@ def compare_gradients(
     """
     rows = [row for row in _list(measured["tensors"]) if isinstance(row, dict)]
     typical = _root_mean_square(rows)
-    answers = [_judge(row, tolerance, typical, where) for row in rows]
+    apart = [_apart(row, typical) for row in rows]
+    answers = [_judge(row, a, tolerance, where) for row, a in zip(rows, apart, strict=True)]
     for rule, names in (
         (Rule.NO_METRIC, _list(measured["only_in_reference"])),
         (Rule.NO_GOLDEN, _list(measured["only_in_other"])),
@@ -95,60 +96,73 @@ def compare_gradients(
             Comparison(metric=f"gradient of {name}", passed=False, rule=rule, golden_path=where)
             for name in names
         ]
-    return (_all(rows, answers, tolerance, where), *answers)
+    largest = max((a for a in apart if a is not None), default=0.0)
+    note = (
+        f"{sum(answer.passed for answer in answers)} of {len(answers)} gradients agree, "
+        f"largest difference {largest:.1e} of the norm, tolerance {tolerance:.1e}"
+    )
+    return (_all(rows, answers, note, where), *answers)
+
+
+def _apart(row: Mapping[str, JsonValue], typical: float) -> float | None:
+    """Return the norm of the difference relative to that of the gradient; None without one.
+
+    Args:
+        row: Of one gradient.
+        typical: Root mean square of all gradients.
+    """
+    difference = _number(row["norm_difference"])
+    if difference is None or row["num_not_finite"]:
+        return None
+    floor = _LEAST_PART * typical * math.sqrt(_num_values(row))
+    scale = max(_number(row["norm_reference"]) or 0.0, floor)
+    if not difference:
+        return 0.0
+    return difference / scale if scale else math.inf
 
 
 def _judge(
-    row: Mapping[str, JsonValue], tolerance: float, typical: float, where: str
+    row: Mapping[str, JsonValue], apart: float | None, tolerance: float, where: str
 ) -> Comparison:
     """Judge one gradient, however small it is."""
-    metric = f"gradient of {row['name']}"
-    if row["num_not_finite"]:
-        note = f"{row['num_not_finite']} values are not finite"
-        return Comparison(
-            metric=metric, passed=False, rule=Rule.NOT_FINITE, golden_path=where, notes=(note,)
-        )
-    difference = _number(row["norm_difference"])
-    if difference is None:
-        note = f"{row['shape_other']}, expected {row['shape_reference']}"
-        return Comparison(
-            metric=metric, passed=False, rule=Rule.SHAPE, golden_path=where, notes=(note,)
-        )
-    reference, other = _number(row["norm_reference"]), _number(row["norm_other"])
-    floor = _LEAST_PART * typical * math.sqrt(_num_values(row))
-    scale = max(reference or 0.0, floor)
-    is_close = difference <= tolerance * scale
     notes = []
-    if not is_close:
-        apart = difference / scale if scale else math.inf
-        notes = [
-            f"{difference:.2e} is {apart:.1e} of {scale:.2e}, tolerance allows {tolerance:.1e}",
-            f"norms {reference:.3e} and {other:.3e}",
-        ]
+    rule = Rule.GRADIENT
+    if row["num_not_finite"]:
+        rule = Rule.NOT_FINITE
+        notes.append(f"{row['num_not_finite']} values are not finite")
+    elif apart is None:
+        rule = Rule.SHAPE
+        notes.append(f"{row['shape_other']}, expected {row['shape_reference']}")
+    elif apart > tolerance:
+        norms = [_number(row[key]) or 0.0 for key in ("norm_reference", "norm_other")]
+        notes.append(f"{apart:.1e} of the norm, tolerance allows {tolerance:.1e}")
+        notes.append(f"norms {norms[0]:.3e} and {norms[1]:.3e}")
     if row["num_padding"]:
         notes.append(f"{row['num_padding']} rows of padding not compared")
     return Comparison(
-        metric=metric, passed=is_close, rule=Rule.GRADIENT, golden_path=where, notes=tuple(notes)
+        metric=f"gradient of {row['name']}",
+        passed=apart is not None and apart <= tolerance,
+        rule=rule,
+        golden_path=where,
+        notes=tuple(notes),
     )
 
 
 def _all(
     rows: Sequence[Mapping[str, JsonValue]],
     answers: Sequence[Comparison],
-    tolerance: float,
+    note: str,
     where: str,
 ) -> Comparison:
     """Say how many gradients agree, and that there are any."""
     is_zero = not any(_number(row["norm_reference"]) for row in rows)
-    num_close = sum(answer.passed for answer in answers)
-    note = f"{num_close} of {len(answers)} gradients agree, tolerance {tolerance:.1e} of the norm"
     if not answers:
         note = "the checkpoints hold no optimizer state `exp_avg`, so nothing can be compared"
     elif is_zero:
         note = "all gradients are zero, so nothing is compared"
     return Comparison(
         metric="all gradients",
-        passed=bool(answers) and not is_zero and num_close == len(answers),
+        passed=bool(answers) and not is_zero and all(answer.passed for answer in answers),
         rule=Rule.GRADIENT,
         golden_path=where,
         notes=(note,),

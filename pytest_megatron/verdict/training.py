@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from pytest_megatron.errors import MetricsError
 from pytest_megatron.files import JsonValue, write_json_atomically
 from pytest_megatron.golden.comparison import Comparison
 from pytest_megatron.golden.generation import generation_to_json
 from pytest_megatron.golden.store import write_metrics
-from pytest_megatron.host import CPU_PLATFORM
+from pytest_megatron.host import CPU_PLATFORM, Gpu
 from pytest_megatron.launch.case import Case, Mode, TestType
 from pytest_megatron.launch.checkpoints import iteration_name, require_frozen
 from pytest_megatron.launch.facts import Facts, utc_now
+from pytest_megatron.launch.health import HealthWatch
 from pytest_megatron.launch.layout import ItemDirs
 from pytest_megatron.launch.local import Listener, run_attempt
 from pytest_megatron.launch.plan import AttemptPlan, Setting, plan_attempt
@@ -26,10 +29,11 @@ from pytest_megatron.verdict.attempt import DEFAULT_METRICS, Attempt, Cause, jud
 from pytest_megatron.verdict.decide import Verdict, decide_training
 from pytest_megatron.verdict.generated import judge_generation
 from pytest_megatron.verdict.gradients import compare_gradients, measure_gradients, tolerance_of
+from pytest_megatron.verdict.hardware import with_health
 from pytest_megatron.verdict.modes import metric_names_of
+from pytest_megatron.verdict.retry import RetryPolicy, Stop, next_step, with_policy
 from pytest_megatron.verdict.script_result import judge_script
-
-_BACKOFF_S = 5.0  # before the second attempt; doubled for each further one
+from pytest_megatron.verdict.triaged import note_triage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +44,7 @@ class Job:
         node_id: What the user types to get exactly this workload.
         case: None for a row with a script of its own.
         num_repeats: How often it is trained.
-        max_attempts: How often at most a repeat is started.
+        retry: When a repeat is started again.
     """
 
     node_id: str
@@ -49,7 +53,7 @@ class Job:
     dirs: ItemDirs
     setting: Setting
     num_repeats: int
-    max_attempts: int
+    retry: RetryPolicy
 
     @property
     def metric_names(self) -> tuple[str, ...] | None:
@@ -98,11 +102,13 @@ class Training:
     Attributes:
         attempts: In the order they ran.
         verdict: FAILED or BROKEN where a repeat never trained as it should.
+        stopped: Why there was no further attempt although the last cause is transient, or None.
     """
 
     job: Job
     attempts: tuple[Attempt, ...]
     verdict: Verdict
+    stopped: str | None = None
 
     @property
     def clean(self) -> tuple[Attempt, ...]:
@@ -115,35 +121,56 @@ class Training:
         return sum(attempt.duration_s for attempt in self.attempts)
 
 
-def train(
-    job: Job, facts: Facts, listener: Listener, *, on_retry: Callable[[Attempt, float], None]
-) -> Training:
+class Retries(Protocol):
+    """Who has a say in further attempts, and wants to know of them."""
+
+    def claim(self, attempt: Attempt) -> str | None:
+        """Take a further attempt from what the run may have; return why there is none, or None."""
+
+    def on_retry(self, attempt: Attempt, pause_s: float) -> None:
+        """Learn of an attempt that failed, and how many seconds the next one waits."""
+
+
+def train(job: Job, facts: Facts, listener: Listener, retries: Retries) -> Training:
     """Run a job.
 
     Args:
         job: What to run.
         facts: Go into every `plan.json`.
         listener: Sees lines and progress.
-        on_retry: Told of an attempt that failed for a transient cause, and how many seconds the
-            next one waits.
+        retries: Asked before every further attempt.
 
     Raises:
         MegatronError: It cannot be planned or started; nothing is left running.
+        KeyboardInterrupt: Ctrl-C, also in the pause before a further attempt.
     """
     require_frozen(plan_job(job))  # a missing checkpoint is worth knowing before the training
     attempts: list[Attempt] = []
+    stopped = None
     for repeat in range(1, job.num_repeats + 1):
-        for number in range(1, job.max_attempts + 1):
-            attempts.append(_attempt(job, facts, listener, repeat=repeat, number=number))
-            cause = attempts[-1].cause
-            if cause is None or not cause.is_transient or number == job.max_attempts:
-                break
-            pause_s = _BACKOFF_S * 2 ** (number - 1)
-            on_retry(attempts[-1], pause_s)
-            time.sleep(pause_s)
+        found, stopped = _repeat(job, facts, listener, retries, repeat=repeat)
+        attempts += found
         if attempts[-1].cause is not None:
             break
-    return Training(job=job, attempts=tuple(attempts), verdict=decide_training(attempts))
+    verdict = decide_training(attempts)
+    return Training(job=job, attempts=tuple(attempts), verdict=verdict, stopped=stopped)
+
+
+def _repeat(
+    job: Job, facts: Facts, listener: Listener, retries: Retries, *, repeat: int
+) -> tuple[list[Attempt], str | None]:
+    """Run one repeat until it is clean or not worth another attempt; say why it is not."""
+    attempts: list[Attempt] = []
+    while True:
+        attempts.append(_attempt(job, facts, listener, attempts, repeat=repeat))
+        step = next_step(attempts, job.retry, random.random())  # noqa: S311 - no secret
+        if isinstance(step, Stop):
+            return attempts, step.reason
+        refusal = retries.claim(attempts[-1])
+        if refusal is not None:
+            return attempts, refusal
+        retries.on_retry(attempts[-1], step.pause_s)
+        time.sleep(step.pause_s)
 
 
 def plan_job(job: Job, *, repeat: int = 1, number: int = 1) -> AttemptPlan:
@@ -205,20 +232,25 @@ def _worth_keeping(env: Mapping[str, str], own: Mapping[str, str]) -> dict[str, 
     return {k: v for k, v in env.items() if k in own or k == "PATH" or k.startswith(_KEPT_PREFIXES)}
 
 
-def _attempt(job: Job, facts: Facts, listener: Listener, *, repeat: int, number: int) -> Attempt:
+def _attempt(
+    job: Job, facts: Facts, listener: Listener, earlier: Sequence[Attempt], *, repeat: int
+) -> Attempt:
     """Run and judge one attempt, on GPUs of its own."""
-    workload = job.workload
+    workload, number = job.workload, len(earlier) + 1
     is_on_gpus = workload.platform != CPU_PLATFORM
     num_gpus = workload.nodes * workload.gpus if is_on_gpus else 0
-    fitting = facts.host.fitting(workload.platform)
+    fitting = _trusted_first(facts.host.fitting(workload.platform), earlier)
     leased = lease_gpus(fitting, num_gpus, lambda text: listener.on_lines([text]))
-    with contextlib.closing(leased) as lease:
+    with contextlib.closing(leased) as lease, HealthWatch(lease.gpus) as watch:
         if is_on_gpus:
             devices = tuple(gpu.uuid for gpu in lease.gpus)
             job = replace(job, setting=replace(job.setting, devices=devices))
         plan = plan_job(job, repeat=repeat, number=number)
         description = describe_plan(job, plan, facts)
         ends = run_attempt(plan, description, listener, lease.descriptors)
+        health = watch.finish()
+    if health is not None:
+        write_json_atomically(plan.dirs.health, health.as_json())
     attempt = Attempt(
         repeat=repeat,
         number=number,
@@ -226,9 +258,20 @@ def _attempt(job: Job, facts: Facts, listener: Listener, *, repeat: int, number:
         ends=ends,
         metrics=(),
         cause=None,
+        health=health,
         is_in_windows=plan.target is not None,
     )
-    return _judged(job, plan, attempt)
+    judged = _judged(job, plan, attempt)
+    cause = with_policy(with_health(judged.cause, health), job.retry)
+    if cause is not None and ends:
+        note_triage(job.dirs, plan.dirs.root, ends[-1], cause.diagnosis, problem=cause.text)
+    return replace(judged, cause=cause)
+
+
+def _trusted_first(gpus: Sequence[Gpu], earlier: Sequence[Attempt]) -> tuple[Gpu, ...]:
+    """Return the GPUs with those last on which the hardware failed before."""
+    suspect = {f.uuid for a in earlier if a.health is not None for f in a.health.faults}
+    return tuple(sorted(gpus, key=lambda gpu: gpu.uuid in suspect))
 
 
 def _judged(job: Job, plan: AttemptPlan, attempt: Attempt) -> Attempt:

@@ -388,7 +388,10 @@ def kills_keeper(gang: Gang) -> None:
         template = os.getppid()
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit() and entry.name != str(template):
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                try:
+                    fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                except OSError:  # a process of somebody else ended just now
+                    continue
                 if (int(fields[1]), int(fields[3])) == (template, os.getsid(template)):
                     os.kill(int(entry.name), signal.SIGKILL)
                     gang.sign()

@@ -45,11 +45,22 @@ _Loader.add_implicit_resolver(
     re.compile(r"^[-+]?(?:\.\d+|\d+(?:\.\d*)?)(?:[eE][-+]?\d+)?$"),
     list("-+.0123456789"),
 )
-_Loader.add_constructor(f"{_TAG}float", lambda loader, node: Spelt(loader.construct_scalar(node)))
+
+
+def _spelt(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Spelt:
+    return Spelt(loader.construct_scalar(node))
+
+
+_Loader.add_constructor(f"{_TAG}float", _spelt)
 _Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
-_Dumper.add_representer(
-    Spelt, lambda dumper, number: dumper.represent_scalar(f"{_TAG}float", str(number))
-)
+
+
+def _written(dumper: yaml.SafeDumper, number: float) -> yaml.ScalarNode:
+    return dumper.represent_scalar(f"{_TAG}float", str(number))
+
+
+for _kind in (Spelt, int, float):
+    _Dumper.add_representer(_kind, _written)
 
 
 def main(arguments: Sequence[str]) -> int:

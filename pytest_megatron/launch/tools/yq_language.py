@@ -1,7 +1,7 @@
 """The part of yq's expression language (mikefarah's, version 4) that test drivers use. Pure.
 
 Pipes, paths (`.A.B`, `."--flag"`, `.[0]`, `.[]`, `.[env(KEY)]`), `//`, `==`, `!=`, `+`,
-`and`, `or`, assignment, lists, literals, `...` and the functions of `_FUNCTIONS`. Anything
+`and`, `or`, assignment, lists, literals, `...` and the functions at the end. Anything
 else is an error that names it: a stand-in that guesses would change what a driver runs.
 """
 
@@ -13,6 +13,8 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Self, TypeAlias
+
+from typing_extensions import override
 
 Yaml: TypeAlias = "dict[str, Yaml] | list[Yaml] | str | float | int | bool | None"
 # What an expression is: for each input, the places that it means.
@@ -35,6 +37,7 @@ class Spelt(float):
 
     text: str
 
+    @override
     def __str__(self) -> str:
         return self.text
 
@@ -207,10 +210,14 @@ class _Parser:
             while self._take(";"):
                 arguments.append(self._pipe())
             self._need(")")
-        function = _FUNCTIONS.get((name, len(arguments)))
-        if function is None:
-            raise YqError(f"{name!r} of {self._text!r} is not known here; install yq 4 for it")
-        return lambda place: function(place, *arguments)
+        match arguments:
+            case [] if name in _PLAIN:
+                return _PLAIN[name]
+            case [one] if name in _OF_ONE:
+                return lambda place: _OF_ONE[name](place, one)
+            case [path, change] if name == "with":
+                return lambda place: _with(place, path, change)
+        raise YqError(f"{name!r} of {self._text!r} is not known here; install yq 4 for it")
 
 
 def _identity(place: Place) -> Iterator[Place]:
@@ -363,15 +370,20 @@ def _test(place: Place, pattern: Expression) -> Iterator[Place]:
         yield Place(re.search(spell(found.value), spell(place.value)) is not None)
 
 
-_FUNCTIONS: dict[tuple[str, int], Callable[..., Iterator[Place]]] = {
-    ("explode", 1): lambda place, _: iter([place]),  # anchors are resolved when a file is read
-    ("has", 1): _has,
-    ("join", 1): _join,
-    ("keys", 0): _keys,
-    ("length", 0): lambda place: iter([Place(len(place.value or ()))]),
-    ("select", 1): _select,
-    ("test", 1): _test,
-    ("to_entries", 0): _to_entries,
-    ("tostring", 0): lambda place: iter([Place(spell(place.value))]),
-    ("with", 2): _with,
+_PLAIN: dict[str, Expression] = {
+    "keys": _keys,
+    "length": lambda place: iter([Place(_length(place.value))]),
+    "to_entries": _to_entries,
+    "tostring": lambda place: iter([Place(spell(place.value))]),
 }
+_OF_ONE: dict[str, Callable[[Place, Expression], Iterator[Place]]] = {
+    "explode": lambda place, _: iter([place]),  # anchors are resolved when a file is read
+    "has": _has,
+    "join": _join,
+    "select": _select,
+    "test": _test,
+}
+
+
+def _length(value: Yaml) -> int:
+    return len(value) if isinstance(value, dict | list | str) else 0

@@ -51,7 +51,7 @@ def run_of(number: int = 1) -> Run:
 def new_gang(*, is_ready: bool = True) -> Lifecycle:
     gang = Lifecycle(DIRS, grace_s=GRACE_S, now=0.0)
     for rank in range(SIZE if is_ready else 0):
-        assert gang.handle(rank, Ready(missing={}, extra=(), clock=0.0), 0.0) == []
+        assert gang.handle(rank, Ready(), 0.0) == []
     return gang
 
 
@@ -126,7 +126,7 @@ def test_a_test_ends_once_every_rank_has_ended_it() -> None:
 def test_a_test_assigned_to_a_starting_gang_is_sent_when_the_last_rank_is_ready() -> None:
     gang = new_gang(is_ready=False)
     assert gang.assign(run_of(), limit_s=LIMIT_S, is_isolated=False, now=0.0) == []
-    ready = Ready(missing={}, extra=(), clock=0.0)
+    ready = Ready()
     assert [gang.handle(rank, ready, 20.0) for rank in range(SIZE - 1)] == [[]] * (SIZE - 1)
     assert gang.handle(SIZE - 1, ready, 20.0) == [SendRun(run=run_of())]
     assert gang.deadline == 20.0 + LIMIT_S
@@ -349,7 +349,7 @@ def test_a_test_that_a_rank_has_not_collected_fails_and_keeps_the_gang() -> None
     node_id = run_of().node_id
     for rank in range(SIZE):
         missing = {node_id: "not collected"} if rank == 2 else {}
-        gang.handle(rank, Ready(missing=missing, extra=(), clock=0.0), 0.0)
+        gang.handle(rank, Ready(missing=missing), 0.0)
     end = the_end([*gang.assign(run_of(), limit_s=LIMIT_S, is_isolated=False, now=1.0)])
     told = (end.reason, end.ranks[2].problem, end.is_kept)
     assert told == (Reason.NOT_COLLECTED, "not collected", True)

@@ -19,7 +19,6 @@ from pytest_megatron.gang.messages import (
     Done,
     Ended,
     Fork,
-    Forked,
     Hello,
     Interrupt,
     Joined,
@@ -49,7 +48,6 @@ ORDER = RankOrder(
     env={"RANK": "3", "WORD": "ü\n"},
     log_dir="logs/3",
     base_temp="tmp/3",
-    is_debugging=True,
     coverage={"branch": True, "source": ["a", "b"]},
     coverage_file=".coverage",
 )
@@ -57,7 +55,7 @@ MESSAGES: tuple[Message, ...] = (
     Hello(role="nursery", gang=0, rank=-1, node_rank=2, pid=7),
     Collected(is_same=False, node_ids=("t.py::a",), problems={"u.py": "no"}, obstacle="CUDA"),
     Adopt(template=-1, gang=2, rank=1, device="cpu", log_dir="logs"),
-    Ready(missing={"test_a.py::test_1": "ImportError: b"}, extra=("test_a.py::test_2",), clock=1.5),
+    Ready(missing={"test_a.py::test_1": "ImportError: b"}),
     PhaseEnded(run=1, when="call", outcome="failed", at=2.5),
     Done(
         run=1,
@@ -88,7 +86,6 @@ MESSAGES: tuple[Message, ...] = (
     DebuggerAnswer(may_enter=True),
     DebuggerLine(text="p x\n"),
     Fork(orders=(ORDER, ORDER)),
-    Forked(gang=1, rank=3, pid=9),
     Died(gang=1, rank=3, exit_code=-11, phase="setup"),
     OpenStore(gang=1, host="127.0.0.1"),
     StoreOpened(gang=1, port=0, problem="no port"),

@@ -5,7 +5,8 @@ collectives make them do; the last rank prints the iteration line and writes the
 `--fault KIND@ITERATION[:RANK] ...` makes one rank (without RANK: every rank) misbehave at the
 start of an iteration. The file that TINY_TRAIN_STATE names outlives an attempt: a transient fault
 happens only while it is not there, `spawn` writes the id of a process into it once that is up.
-`hang` makes a file of that name with `.up` behind it.
+`hang` makes a file of that name with `.up` behind it. `ecc` is a transient fault that a pretended
+GPU of `pretend_nvml.py` has; `dns` is one that lasts; `watchdog` is a hang of NCCL.
 """
 
 from __future__ import annotations
@@ -28,6 +29,12 @@ IS_LAST = RANK == WORLD_SIZE - 1
 STATE = Path(os.environ.get("TINY_TRAIN_STATE", "/nonexistent/state"))
 OUTPUT = Path(os.environ.get("OUTPUT_PATH", "."))
 FLOOD_BYTES = 4 << 20
+ERRORS = {
+    "crash": ValueError(f"the crash of rank {RANK}"),
+    "dns": OSError("Temporary failure in name resolution"),
+    "oom": RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    "alarming": AssertionError("the loss is wrong; EADDRINUSE was handled"),
+}
 
 
 class Faults:
@@ -41,7 +48,8 @@ class Faults:
             if not rank or int(rank) == RANK:
                 self.at[kind] = int(iteration)
         # Faults that stand beside a transient one tell the first attempt from the second.
-        self.is_first_attempt = "transient" in self.at and not STATE.exists()
+        has_transient = not self.at.keys().isdisjoint(("transient", "ecc"))
+        self.is_first_attempt = has_transient and not STATE.exists()
 
     def is_due(self, kind: str, iteration: int) -> bool:
         return self.at.get(kind) == iteration
@@ -65,9 +73,9 @@ class Faults:
             self.do(kind)
 
     def do(self, kind: str) -> None:
+        if kind in ERRORS:
+            raise ERRORS[kind]
         match kind:
-            case "crash":
-                raise ValueError(f"the crash of rank {RANK}")
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "segfault":
@@ -78,20 +86,49 @@ class Faults:
                 hang_for_ever()
             case "spawn":
                 leave_a_grandchild()
-            case "transient" if self.is_first_attempt:
-                if STATE.parent.is_dir():
-                    STATE.touch()
-                raise RuntimeError("The server socket has failed to listen: EADDRINUSE")
+            case "transient" | "ecc" if self.is_first_attempt:
+                fail_this_time(kind)
+            case "watchdog":
+                report_a_hang()
             case "flood":
                 print(("x" * 1023 + "\n") * (FLOOD_BYTES // 1024), end="", flush=True)
             case _:
                 pass  # it shows elsewhere, or it is not the first attempt
 
 
+def fail_this_time(kind: str) -> None:
+    if STATE.parent.is_dir():
+        STATE.touch()
+    if kind == "transient":
+        raise RuntimeError("The server socket has failed to listen: EADDRINUSE")
+    count_uncorrected_error()
+    raise RuntimeError("CUDA error: unspecified launch failure")
+
+
 def hang_for_ever() -> None:
     STATE.with_name(f"{STATE.name}.up").touch()
     while True:
         signal.pause()
+
+
+def report_a_hang() -> None:
+    """Behave as torch does when a collective does not finish; the dump comes after the line."""
+    line = f"[rank{RANK}]:[E1121 12:00:00] [PG ID 0 PG GUID 0(default_pg) Rank {RANK}] Watchdog "
+    work = "WorkNCCL(SeqNum=3, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=600000)"
+    print(f"{line}caught collective operation timeout: {work}", file=sys.stderr, flush=True)
+    if prefix := os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+        Path(f"{prefix}{RANK}").write_text("a dump")
+    hang_for_ever()
+
+
+def count_uncorrected_error() -> None:
+    """Have the first GPU that this rank sees report an error that ECC could not correct."""
+    path = Path(os.environ["PRETEND_NVML"])
+    state = json.loads(path.read_text())
+    first = os.environ["CUDA_VISIBLE_DEVICES"].split(",")[0]
+    (gpu,) = (gpu for gpu in state["gpus"] if gpu["uuid"] == first)
+    gpu["ecc"][1][0] += 1
+    path.write_text(json.dumps(state))
 
 
 def leave_a_grandchild() -> None:
@@ -177,6 +214,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--train-iters", type=int, required=True)
     parser.add_argument("--exit-interval", type=int)
+    parser.add_argument("--exit-duration-in-mins", type=int)
+    parser.add_argument("--window-iters", type=int)
     parser.add_argument("--save", type=Path)
     parser.add_argument("--load", type=Path)
     parser.add_argument("--save-interval", type=int)
@@ -203,6 +242,8 @@ def main() -> None:
                 write_metrics(args.tensorboard_dir, iteration, values)
             if args.save and args.save_interval and iteration % args.save_interval == 0:
                 save(args.save, iteration)
+        if args.window_iters and iteration == start + args.window_iters:
+            break
         if args.exit_interval and iteration % args.exit_interval == 0:
             break
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from tiny_project import Project, Run, read_object
 
+from pytest_megatron.triage.triage import triage
+
 RESUME = {"TEST_TYPE": "ckpt-resume"}
 HANG_LIMIT_S = 25  # must cover the start of the ranks on a busy machine
 
@@ -92,6 +94,7 @@ def log(run: Run, case: str, name: str, *, phase: int = 1) -> str:
 def test_a_failed_training_names_rank_cause_iteration_and_log(
     run: Run, case: str, cause: str, file: str
 ) -> None:
+    """Pain point 25: a failure of any rank counts, not only that of rank 0."""
     assert run.verdict(case) == ("FAILED", "failed")
     first, *_ = run.problem(case).splitlines()
     assert first == f"recipes/tiny.yaml::{case}[dev-cpu]: {cause}; see {log(run, case, file)}"
@@ -121,6 +124,7 @@ def test_a_hang_ends_at_its_time_limit_and_says_where_each_rank_was(run: Run) ->
 
 
 def test_a_training_without_metrics_fails_and_names_where_they_were_expected(run: Run) -> None:
+    """Pain point 3: no logs are an error, never an old result."""
     assert run.verdict("silent") == ("FAILED", "failed")
     where = log(run, "silent", "tensorboard")
     assert f"ended with exit code 0, but {where}: no metrics: no file" in run.problem("silent")
@@ -188,7 +192,35 @@ def test_nothing_genuine_is_run_again(run: Run) -> None:
 def test_the_record_of_a_failure_names_the_rank_and_every_exit_code(run: Run) -> None:
     (attempt,) = run.attempts("kill")
     kept = ("repeat", "attempt", "exit_codes", "root_rank", "signature", "is_transient")
-    assert [attempt[key] for key in kept] == [1, 1, [1], 1, None, False]
+    assert [attempt[key] for key in kept] == [1, 1, [1], 1, "sigkill", False]
+
+
+def test_triage_of_a_failure_is_kept(run: Run) -> None:
+    kept = read_object(run.item_dir("crash") / "triage.json")
+    told = [kept[key] for key in ("family", "transient", "root_rank", "signature")]
+    assert told == ["exception", False, 0, "exception"]
+    rows = kept["attempts"]
+    assert isinstance(rows, list)
+    (row,) = rows
+    assert isinstance(row, dict)
+    known = [row[key] for key in ("attempt", "phase_number", "ended", "returncode")]
+    assert known == ["repeat_1/attempt_1", 1, "exited", 1]
+    assert not (run.item_dir("sound") / "triage.json").exists()
+
+
+def test_the_triage_command_says_of_the_run_directory_what_the_run_said(run: Run) -> None:
+    """Also of the one that was stopped at its time limit, which no log tells."""
+    units = {
+        Path(diagnosis.unit).parents[2].name: diagnosis
+        for group in triage([run.directory]).groups
+        for diagnosis in group.diagnoses
+    }
+    expected = {"crash": 0, "kill": 1, "segfault": 0, "drowned": 1}
+    found = {case: units.pop(run.item_dir(case).name).root_rank for case in expected}
+    assert found == expected
+    assert units.pop(run.item_dir("hang").name).signature.family == "time_limit"
+    assert units.pop(run.item_dir("nan").name).signature.family == "nonfinite_loss"
+    assert units == {}
 
 
 def test_a_resume_records_both_phases(run: Run) -> None:

@@ -18,12 +18,15 @@ OPTIONS = """\
 --cadence
 --device
 --environment
+--fail-flaky
 --gang-start
 --golden
 --golden-policy
 --gpus
+--history
 --lightweight
 --max-attempts
+--max-retries-per-run
 --model
 --n-repeat
 --nnodes
@@ -36,6 +39,7 @@ OPTIONS = """\
 --ranks
 --rdzv-endpoint
 --rerun-transient
+--retry-backoff
 --run-dir
 --scope
 --tag

@@ -59,7 +59,8 @@ def test_a_flaky_workload_shows_in_junit(run: Run, project: Project) -> None:
     suite = ET.parse(project.root / "junit.xml").getroot()  # noqa: S314 - pytest wrote it
     (case,) = [c for c in suite.iter("testcase") if c.attrib["name"].startswith("once")]
     properties = {p.get("name"): p.get("value") for p in case.iter("property")}
-    assert (properties["megatron.verdict"], properties["megatron.attempts"]) == ("flaky", "2")
+    found = [properties[f"megatron.{name}"] for name in ("verdict", "attempts", "causes")]
+    assert found == ["flaky", "2", "port_in_use"]
 
 
 def test_infrastructure_that_fails_to_the_end_is_an_error_and_not_a_failure(run: Run) -> None:
@@ -71,6 +72,7 @@ def test_infrastructure_that_fails_to_the_end_is_an_error_and_not_a_failure(run:
 
 
 def test_wrong_data_of_an_earlier_attempt_is_never_read(run: Run) -> None:
+    """Pain point 2: an attempt is judged from its own files."""
     assert run.verdict("wrong_first") == ("PASSED", "flaky")
     attempt = run.item_dir("wrong_first") / "repeat_1" / "attempt_1"
     first = loss_of(attempt / "phase_1" / "tensorboard").values[0]
@@ -78,6 +80,7 @@ def test_wrong_data_of_an_earlier_attempt_is_never_read(run: Run) -> None:
 
 
 def test_right_data_of_an_earlier_attempt_does_not_help_a_later_one_without(run: Run) -> None:
+    """Pain points 2, 3 and 6: neither metrics nor evidence of an earlier attempt count."""
     assert run.verdict("silent_second") == ("FAILED", "failed")
     problem = run.problem("silent_second")
     assert "attempt_2/phase_1/tensorboard: no metrics: no file" in problem
@@ -136,6 +139,7 @@ def test_a_lightweight_run_still_fails_where_there_is_no_sound_loss(
 def test_a_lightweight_run_leaves_the_config_and_the_next_full_run_alone(
     modes: Project, lightweight: tuple[dict[str, str], Run]
 ) -> None:
+    """Pain point 1: a lightweight run changes no file, and the next one compares again."""
     before, _ = lightweight
     assert {case: modes.config_path(case).read_text() for case in before} == before
     assert sorted(p.name for p in modes.config_path("nan").parent.iterdir()) == [

@@ -38,8 +38,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     faults = {"wrong_loss": "nan@3", "ends_early": "exit0@8", "silent": "silent@0"}
     cases = ("sound", *faults, "restarted", "mismatch", "light")
     for name in cases:
-        fault = {"fault": faults[name]} if name in faults else {}
-        project.case(name, **fault)
+        project.case(name, fault=faults.get(name))
         script = SCRIPT + (FORGETFUL if name == "restarted" else "")
         project.row(name, script=[script])
     project.row(

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.errors import MegatronError, RecipeError
+from pytest_megatron.errors import CaseError, MegatronError, RecipeError
 from pytest_megatron.files import JsonValue
 from pytest_megatron.launch.case import read_case
 from pytest_megatron.launch.layout import AttemptDirs
-from pytest_megatron.launch.phases import Rewind
+from pytest_megatron.launch.phases import Frozen, Rewind, Target, exit_minutes
 from pytest_megatron.launch.plan import AttemptPlan, Setting, plan_attempt
 from pytest_megatron.recipe.model import Row, Workload, parse_row
 
@@ -218,3 +218,101 @@ def test_a_bridge_recipe_keeps_its_flag_and_counts_its_iterations(
         tmp_path, f"TEST_TYPE: regular\nMODEL_ARGS: {args}\n", workload(), setting
     ).phases
     assert (list(phase.argv[-4:]), phase.last_iteration) == (words, last)
+
+
+FROZEN = "/models/frozen"
+
+
+def test_a_frozen_start_loads_what_the_recipe_names(tmp_path: Path) -> None:
+    text = "TEST_TYPE: frozen-start\nMODEL_ARGS: {--load: '${CHECKPOINT_LOAD_PATH}/base'}\n"
+    row = workload(checkpoint_load_path=f"{FROZEN}/{{test_case}}")
+    (phase,) = plan(tmp_path, text, row).phases
+    assert phase.env["CHECKPOINT_LOAD_PATH"] == f"{FROZEN}/tp1"
+    assert phase.frozen_paths == (Path(FROZEN) / "tp1" / "base",)
+
+
+def test_a_frozen_resume_starts_anew_and_then_from_a_view_of_the_frozen_checkpoint(
+    tmp_path: Path,
+) -> None:
+    text = REGULAR.replace("regular", "frozen-resume")
+    first, second = plan(tmp_path, text, workload(checkpoint_load_path="frozen")).phases
+    assert first.env["CHECKPOINT_LOAD_PATH"] == str(DIRS.no_checkpoint)
+    view = DIRS.frozen_checkpoint
+    assert second.origin == Frozen(checkpoints=Path("/project/frozen"), back_to=25, view=view)
+    assert second.env["CHECKPOINT_LOAD_PATH"] == str(view)
+    assert second.env["CHECKPOINT_SAVE_PATH"] != first.env["CHECKPOINT_SAVE_PATH"]
+
+
+def test_a_lightweight_frozen_resume_stops_at_the_next_multiple_of_four(tmp_path: Path) -> None:
+    text = REGULAR.replace("regular", "frozen-resume")
+    setting = replace(SETTING, is_lightweight=True)
+    planned = plan(tmp_path, text, workload(checkpoint_load_path="frozen"), setting)
+    assert [phase.last_iteration for phase in planned.phases] == [4, 28]
+
+
+CONSISTENCY = """\
+TEST_TYPE: checkpoint-consistency
+MODEL_ENV_VARS:
+  MODEL_ARGS: {GPUS_PER_NODE: 1, SIDE: left}
+MODEL_ARGS: {--train-iters: 1}
+MODEL_ARGS_5: {--train-iters: 1, --tp: 2}
+"""
+
+
+def test_each_layout_of_a_consistency_has_ranks_variables_and_checkpoints_of_its_own(
+    tmp_path: Path,
+) -> None:
+    planned = plan(tmp_path, CONSISTENCY, workload())
+    seen = [(p.name, p.world_size, p.env.get("SIDE"), p.env["RUN_NUMBER"]) for p in planned.phases]
+    assert seen == [("MODEL_ARGS", 1, "left", "1"), ("MODEL_ARGS_5", 2, None, "5")]
+    first, second = planned.phases
+    assert first.argv[-4:] == ("--train-iters", "1", "--exit-interval", "1")
+    assert second.argv[second.argv.index("--nproc-per-node") + 1] == "2"
+    assert (first.saves, second.saves) == (
+        DIRS.phase(1).root / "checkpoints",
+        DIRS.phase(2).root / "checkpoints",
+    )
+    assert planned.world_size == 2
+
+
+def test_a_layout_with_more_ranks_than_the_row_is_one_clear_error(tmp_path: Path) -> None:
+    text = CONSISTENCY.replace("GPUS_PER_NODE: 1", "GPUS_PER_NODE: 3")
+    with pytest.raises(CaseError) as caught:
+        plan(tmp_path, text, workload())
+    assert str(caught.value) == (
+        f"{tmp_path / 'model_config.yaml'}: MODEL_ENV_VARS.MODEL_ARGS.GPUS_PER_NODE is 3, and the "
+        "row has gpus 2 (recipes/r.yaml:7), expected no more than that; raise gpus"
+    )
+
+
+def test_a_second_phase_has_arguments_of_its_own(tmp_path: Path) -> None:
+    text = (
+        RESUME
+        + "MODEL_ARGS_2: {--train-iters: 50, --lr: 1}\nMODEL_ENV_VARS: {MODEL_ARGS_2: {A: b}}\n"
+    )
+    first, second = plan(tmp_path, text, workload()).phases
+    assert ("--lr" in first.argv, "--lr" in second.argv) == (False, True)
+    assert (first.env.get("A"), second.env.get("A")) == (None, "b")
+
+
+RELEASE = "TEST_TYPE: release\nMODEL_ARGS: {--exit-interval: 51000}\n"
+
+
+def test_a_release_is_done_at_its_exit_interval_in_as_many_windows_as_the_row_allows(
+    tmp_path: Path,
+) -> None:
+    planned = plan(tmp_path, RELEASE, workload(max_windows=3, time_limit=14400))
+    assert planned.target == Target(checkpoints=DIRS.checkpoints, iteration=51000)
+    assert [phase.name for phase in planned.phases] == ["window 1", "window 2", "window 3"]
+    assert {phase.env["CHECKPOINT_LOAD_PATH"] for phase in planned.phases} == {
+        str(DIRS.checkpoints)
+    }
+    words = ("--exit-interval", "51000", "--exit-duration-in-mins", "225")
+    assert planned.phases[0].argv[-4:] == words
+
+
+@pytest.mark.parametrize(
+    ("window_s", "minutes"), [(14400, 225), (960, 1), (900, 12), (300, 4), (30, 1)]
+)
+def test_a_program_ends_before_its_window_does(window_s: float, minutes: int) -> None:
+    assert exit_minutes(window_s) == minutes

@@ -11,10 +11,11 @@ from pytest_megatron.report.record import item_record
 from pytest_megatron.report.text import summary_line, training_failure
 from pytest_megatron.verdict.attempt import Attempt, Cause
 from pytest_megatron.verdict.decide import decide_training
+from pytest_megatron.verdict.retry import RetryPolicy, fingerprint
 from pytest_megatron.verdict.signature import match_signature
 from pytest_megatron.verdict.training import Job, Training
 
-SETTING = Setting(root=Path("/p"), env={}, tee_ranks=(), is_lightweight=False, num_repeats=1)
+SETTING = Setting(root=Path("/p"), env={}, tee_ranks=(), is_lightweight=False)
 WORKLOAD = parse_row(
     Row(
         line=7,
@@ -38,7 +39,7 @@ JOB = Job(
     dirs=ItemDirs(root=Path("/run/item")),
     setting=SETTING,
     num_repeats=1,
-    max_attempts=3,
+    retry=RetryPolicy(),
 )
 CRASH = Cause(
     text="rank 1 of 2 raised ValueError: no; see logs/1/stderr.log",
@@ -117,4 +118,6 @@ def test_a_record_has_every_attempt_with_its_cause() -> None:
         "root_rank": None,
         "signature": "port_in_use",
         "is_transient": True,
+        "fingerprint": fingerprint(NO_PORT),
+        "health": None,
     }

@@ -8,6 +8,7 @@ from pytest_megatron.files import JsonValue
 from pytest_megatron.report.merge import Merged
 from pytest_megatron.report.transient import transient_cause
 
+OOM = "torch.OutOfMemoryError: CUDA out of memory"
 PORT = "RuntimeError: bind: Address already in use"
 
 
@@ -27,12 +28,19 @@ def failure(message: str, longrepr: JsonValue = "", block: str = "") -> Merged:
         pytest.param(failure(PORT), [], "port_in_use", id="headline"),
         pytest.param(failure("stopped", f"E   {PORT}"), [], "port_in_use", id="raised"),
         pytest.param(failure("stopped", block=f"E   {PORT}"), [], "port_in_use", id="other-rank"),
-        pytest.param(failure("died"), ["x", "EADDRINUSE"], "port_in_use", id="stderr"),
+        pytest.param(failure("died"), ["x", PORT], "port_in_use", id="stderr"),
+        pytest.param(failure("died"), [f"retrying after {PORT}... ok"], None, id="mentioned"),
+        pytest.param(failure("died"), ["Segmentation fault (core dumped)", PORT], None, id="crash"),
         pytest.param(failure("died", f"    raise {PORT}"), [], None, id="quoted-source"),
         pytest.param(failure(f"AssertionError: {PORT}"), [PORT], None, id="assertion"),
         pytest.param(failure("assert 1 == 2"), [PORT], None, id="bare-assertion"),
         pytest.param(failure("Failed: no"), [PORT], None, id="pytest.fail"),
-        pytest.param(failure(PORT), ["CUDA out of memory"], None, id="genuine-cause-beside"),
+        pytest.param(
+            failure(PORT),
+            ["torch.OutOfMemoryError: CUDA out of memory"],
+            None,
+            id="genuine-cause-beside",
+        ),
         pytest.param(failure("RuntimeError: no"), [], None, id="unknown"),
         pytest.param(Merged(when="call", outcome="passed"), [PORT], None, id="passed"),
     ],

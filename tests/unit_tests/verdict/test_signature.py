@@ -1,8 +1,11 @@
+"""Loose lines, looked up in the one table of signatures."""
+
 from __future__ import annotations
 
 import pytest
 
-from pytest_megatron.verdict.signature import SIGNATURES, match_signature
+from pytest_megatron.triage.signature import builtin_table
+from pytest_megatron.verdict.signature import SIGNATURES, is_raised, match_signature
 
 GENUINE = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
 TRANSIENT = "RuntimeError: The server socket has failed to listen: EADDRINUSE"
@@ -20,6 +23,8 @@ TRANSIENT = "RuntimeError: The server socket has failed to listen: EADDRINUSE"
         ("OSError: [Errno 28] No space left on device", ("disk_full", False)),
         ("NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.", ("gpu_lost", True)),
         ("Temporary failure in name resolution", ("dns", True)),
+        ("AssertionError: The following metrics failed: lm loss", ("golden_mismatch", False)),
+        ("Segmentation fault (core dumped)", ("segfault", False)),
     ],
 )
 def test_a_line_tells_its_cause(line: str, expected: tuple[str, bool]) -> None:
@@ -29,14 +34,7 @@ def test_a_line_tells_its_cause(line: str, expected: tuple[str, bool]) -> None:
 
 
 @pytest.mark.parametrize(
-    "line",
-    [
-        "For debugging consider passing CUDA_LAUNCH_BLOCKING=1",
-        "AssertionError: The following metrics failed: lm loss",
-        "Segmentation fault (core dumped)",
-        "ValueError: x",
-        "",
-    ],
+    "line", ["For debugging consider passing CUDA_LAUNCH_BLOCKING=1", "ValueError: x", ""]
 )
 def test_nothing_else_is_known_and_so_not_run_again(line: str) -> None:
     assert match_signature([line]) is None
@@ -48,8 +46,20 @@ def test_a_genuine_cause_comes_before_a_transient_one() -> None:
     assert found.id == "cuda_oom"
 
 
-def test_rows_are_told_apart_by_their_ids() -> None:
-    ids = [signature.id for signature in SIGNATURES]
-    assert len(set(ids)) == len(ids)
-    kinds = [signature.is_transient for signature in SIGNATURES]
-    assert kinds == sorted(kinds), "genuine causes must come first"
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("OSError: [Errno 98] Address already in use", True),
+        ("socket.gaierror: [Errno -2] Name or service not known", True),
+        ("GPU has fallen off the bus", True),
+        ("retrying after Connection reset by peer (1/3)... ok", False),
+        ("0 uncorrectable ECC errors", False),
+    ],
+)
+def test_what_a_log_only_mentions_was_not_raised(line: str, *, expected: bool) -> None:
+    assert is_raised(line) is expected
+
+
+def test_there_is_one_table() -> None:
+    """FORMATS.md 9, line 7: two lists gave the same failure two verdicts."""
+    assert builtin_table().signatures == SIGNATURES

@@ -1,0 +1,138 @@
+"""`pytest-megatron flaky`: how often each item passed only when it was run again."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from pytest_megatron.errors import ConfigError
+from pytest_megatron.files import JsonValue
+from pytest_megatron.history import FILE_NAME, Record, days_ago, flaky_records, read
+
+_SPAN = re.compile(r"(\d+)([hdw])").fullmatch
+_DAYS = {"h": 1 / 24, "d": 1.0, "w": 7.0}
+
+
+@click.command(name="flaky")
+@click.option(
+    "--history",
+    "path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=Path(".pytest_megatron") / FILE_NAME,
+    show_default=True,
+    help="The file that runs append to.",
+)
+@click.option("--since", metavar="SPAN", help="Only the last 30d, 12h, 2w; by default everything.")
+@click.option(
+    "--min-runs",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Leave out items that ran less often.",
+)
+@click.option(
+    "--format",
+    "style",
+    type=click.Choice(["text", "json", "markdown"]),
+    default="text",
+    show_default=True,
+    help="markdown is a table for a pull request or an issue.",
+)
+def command(path: Path, since: str | None, min_runs: int, style: str) -> None:
+    """Tell how often each item was flaky, the worst first.
+
+    An item is listed if it passed only when it was run again, or passed and failed at the same
+    commit. Lines of the file that cannot be read are named on stderr and skipped.
+    """
+    if not path.exists():
+        raise ConfigError(
+            str(path), "is not there; runs with workloads or distributed tests write it"
+        )
+    try:
+        history = read(path)
+    except OSError as error:
+        raise ConfigError(str(path), f"cannot be read: {error.strerror}") from error
+    for problem in history.problems:
+        click.echo(problem, err=True)
+    start = "" if since is None else days_ago(_days(since))
+    records = flaky_records(history.entries, since=start, min_runs=min_runs)
+    click.echo(_FORMATS[style](records), nl=False)
+
+
+def _days(span: str) -> float:
+    match = _SPAN(span)
+    if match is None:
+        raise ConfigError("--since", f"found {span!r}, expected a number with h, d or w, as in 30d")
+    return int(match[1]) * _DAYS[match[2]]
+
+
+def _as_text(records: Sequence[Record]) -> str:
+    if not records:
+        return "no item was flaky\n"
+    rows: list[tuple[str, ...]] = [
+        ("flaky", "runs", "share", "failed", "last seen", "item", "causes")
+    ]
+    rows += [_cells(record) for record in records]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if column < 4 else cell.ljust(width)  # noqa: PLR2004 - the numbers
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip() + "\n")
+    return "".join(lines)
+
+
+def _as_markdown(records: Sequence[Record]) -> str:
+    if not records:
+        return "No item was flaky.\n"
+    lines = [
+        "| flaky | runs | share | failed | first seen | last seen | item | causes |",
+        "|---:|---:|---:|---:|---|---|---|---|",
+    ]
+    for record in records:
+        *numbers, last, item, causes = _cells(record)
+        cells = (*numbers, record.first_seen[:10], last, f"`{item}`", causes)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _as_json(records: Sequence[Record]) -> str:
+    rows: list[JsonValue] = [
+        {
+            "node_id": record.node_id,
+            "num_runs": record.num_runs,
+            "num_flaky": record.num_flaky,
+            "share": round(record.share, 4),
+            "num_failed": record.num_bad,
+            "causes": dict[str, JsonValue](record.causes),
+            "is_contradictory": record.is_contradictory,
+            "first_seen": record.first_seen,
+            "last_seen": record.last_seen,
+        }
+        for record in records
+    ]
+    return json.dumps(rows, indent=1) + "\n"
+
+
+_FORMATS = {"text": _as_text, "json": _as_json, "markdown": _as_markdown}
+
+
+def _cells(record: Record) -> tuple[str, ...]:
+    causes = [f"{name} {count}" for name, count in record.causes]
+    if record.is_contradictory:
+        causes.append("passed and failed at one commit")
+    return (
+        str(record.num_flaky),
+        str(record.num_runs),
+        f"{record.share:.0%}",
+        str(record.num_bad),
+        record.last_seen[:10],
+        record.node_id,
+        ", ".join(causes),
+    )

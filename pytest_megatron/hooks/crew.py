@@ -1,0 +1,268 @@
+"""The gangs of one session, from the process that their ranks come from to their devices.
+
+Knows which gangs there are and starts and ends them; what they run is `hooks.dispatch`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable
+
+import pytest
+
+from pytest_megatron.gang import measure
+from pytest_megatron.gang.bootstrap import state_if_seeded
+from pytest_megatron.gang.channel import listen_locally
+from pytest_megatron.gang.fleet import Fleet, Gang
+from pytest_megatron.gang.lifecycle import Lifecycle, State
+from pytest_megatron.gang.messages import Welcome
+from pytest_megatron.gang.nodes import Nodes
+from pytest_megatron.gang.spec import GangSpec
+from pytest_megatron.hooks.beginning import KEY
+from pytest_megatron.hooks.console import Console
+from pytest_megatron.hooks.leases import Leases
+from pytest_megatron.hooks.nodes import Leader, nodes_of
+from pytest_megatron.hooks.orders import Orders
+from pytest_megatron.hooks.origins import PerRank, why_per_rank
+from pytest_megatron.hooks.session import RunSession
+from pytest_megatron.hooks.tee import Tee
+from pytest_megatron.hooks.template import Template, TemplateProcess
+from pytest_megatron.host import this_host
+from pytest_megatron.lease import Lease
+
+_CLOSING_S = 5.0  # for ranks to tear down after Ctrl-C
+_PUMP_S = 0.5
+_LEASE_PUMP_S = 0.2  # between two looks at devices that others hold
+
+
+class Crew:
+    """Starts gangs and ends them.
+
+    Attributes:
+        gangs: By number; those that are being killed are among them.
+        num_slots: Ranks that may run side by side; a wider gang runs by itself.
+        leader: Node 0's side of a session over several nodes, or None.
+        per_rank: Where ranks collect for themselves; None where they are forked off the session.
+        orders: Writes what ranks are told.
+        leases: Devices that gangs hold.
+    """
+
+    def __init__(
+        self, config: pytest.Config, run: RunSession, specs: Iterable[GangSpec], default_size: int
+    ) -> None:
+        """Listen.
+
+        Args:
+            config: Of the session.
+            run: Its run directory and options.
+            specs: Gangs that its tests need.
+            default_size: World size of tests without a mark; 0 where they need no gang.
+        """
+        self._config = config
+        options = self._options = run.options
+        self._specs = set(specs)
+        self.gangs: dict[int, Gang] = {}
+        self.num_slots = max([default_size, *(spec.world_size for spec in self._specs)])
+        self._nodes = nodes_of(options, len(this_host().gpus))
+        if options.num_nodes == 1:
+            self._nodes = Nodes(num_nodes=1, ranks_per_node=self.num_slots)
+        coverage = measure.settings_of_running(
+            is_by_test=getattr(config.option, "cov_context", None) == "test"
+        )
+        self.orders = Orders(config, run, self._nodes, coverage)
+        self._tee = Tee(config, options, is_worker=run.is_worker)
+        self._console = Console(config, options.pdb_rank, is_refusing=run.is_worker)
+        self.leases = Leases(self.tell_user)
+        self.per_rank: PerRank | None = None
+        self.leader: Leader | None = None
+        self._default_size = default_size
+        self._template: TemplateProcess | None = None
+        self._listener = listen_locally()
+        self._fleet: Fleet | None = Fleet(
+            self._listener, grace_s=options.rank_grace_s, on_debugger=self._console.handle
+        )
+
+    def open(self, session: pytest.Session) -> None:
+        """Begin to start the process that ranks come from, and have other nodes come.
+
+        Raises:
+            pytest.UsageError: Other nodes cannot come.
+        """
+        config, sizes = session.config, {spec.world_size for spec in self._specs}
+        reason = why_per_rank(config, self._options, sizes, self._default_size)
+        if reason:
+            if config.option.verbose > 0:
+                self.tell_user(f"every rank collects for itself: {reason}")
+            self.per_rank = PerRank(session, self.fleet, self._listener, self._options)
+        else:
+            template = Template(
+                session=session,
+                address=self._listener.address,
+                key=self._listener.key,
+                random_state=state_if_seeded(config.stash[KEY].random_state),
+                coverage=self.orders.coverage,
+                coverage_file=str(self.orders.coverage_dir / "template"),
+                forget=self.fleet.forget,
+            )
+            self._template = TemplateProcess(template, self.fleet)
+        if self._options.num_nodes > 1:
+            self.leader = self._lead(session)
+
+    def _lead(self, session: pytest.Session) -> Leader:
+        """Listen for the sessions of other nodes."""
+        nodes = self._nodes
+        needed = [
+            place.local_world_size
+            for spec in self._specs
+            for place in nodes.place(spec.world_size)
+            if spec.device == "cuda" and place.node_rank > 0
+        ]
+        welcome = Welcome(
+            num_nodes=nodes.num_nodes,
+            ranks_per_node=nodes.ranks_per_node,
+            num_gpus=max(needed, default=0),
+            node_ids=tuple(item.nodeid for item in session.items),
+            collecting="" if self.per_rank is None else self._options.gang_start,
+        )
+        endpoint = self._options.rdzv_endpoint
+        leader = Leader(self._config, self.fleet, welcome=welcome, endpoint=endpoint)
+        self._config.pluginmanager.register(leader, "megatron-leader")
+        return leader
+
+    @property
+    def fleet(self) -> Fleet:
+        """Connections and processes; only before `shut_down`."""
+        assert self._fleet is not None
+        return self._fleet
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was shut down."""
+        return self._fleet is None
+
+    def start(self, spec: GangSpec) -> Gang | None:
+        """Start a gang; None while its devices are not free, or its ranks still collect."""
+        fleet, per_rank = self.fleet, self.per_rank
+        if self._template is not None:
+            self._template.wait()
+        lease = None
+        if spec.device == "cuda":
+            lease = self.leases.take(spec, self._nodes.num_ranks_on(0, spec.world_size))
+            if lease is None:
+                return None
+        if per_rank is not None and not per_rank.is_ready(self.orders.write(0, spec, lease)):
+            if lease is not None:
+                self.leases.put_aside(spec, lease)
+            return None
+        gang = self._make(spec, lease)
+        self._tee.follow(gang)
+        if per_rank is None:
+            if self.leader is not None:
+                gang.missing = self.leader.missing(gang.orders)
+            fleet.start(gang)
+            return gang
+        gang.missing = per_rank.missing(spec.world_size)
+        if per_rank.is_lost(spec.world_size):
+            fleet.pretend(gang)
+        else:
+            fleet.start(gang)
+            per_rank.take(spec.world_size)
+        return gang
+
+    def _make(self, spec: GangSpec, lease: Lease | None) -> Gang:
+        number = self.fleet.new_number()
+        orders = self.orders.write(number, spec, lease)
+        gang = Gang(
+            number=number,
+            spec=spec,
+            orders=orders,
+            lifecycle=Lifecycle(
+                [order.log_dir for order in orders],
+                grace_s=self._options.rank_grace_s,
+                now=time.monotonic(),
+            ),
+            descriptors=lease.descriptors if lease else (),
+        )
+        self.gangs[number] = gang
+        if lease is not None:
+            self.leases.keep(number, lease)
+        return gang
+
+    def num_free(self) -> int:
+        """Return how many ranks may be started."""
+        sizes = [gang.spec.world_size for gang in self._present()]
+        return self._nodes.num_free(sizes) if sizes else self.num_slots
+
+    def count(self) -> dict[GangSpec, int]:
+        """Return how many gangs of each spec there are."""
+        counts: dict[GangSpec, int] = {}
+        for gang in self._present():
+            counts[gang.spec] = counts.get(gang.spec, 0) + 1
+        return counts
+
+    def _present(self) -> list[Gang]:
+        return [gang for gang in self.gangs.values() if not has_left(gang)]
+
+    def pump(self) -> None:
+        """Take in what ranks say, until there is news; copy what they print."""
+        self.fleet.pump(self._tee.wait_s(_LEASE_PUMP_S if self.leases.is_waiting else _PUMP_S))
+        self._console.settle()
+        self._tee.poll()
+
+    def catch_up(self, gang: Gang) -> None:
+        """Copy all that a gang has printed."""
+        self._tee.catch_up(gang)
+
+    def forget(self, gang: Gang) -> None:
+        """Let go of a gang that is gone."""
+        del self.gangs[gang.number]
+        self._tee.forget(gang)
+        self.leases.release(gang.number)
+
+    def interrupt(self, busy: list[Gang]) -> None:
+        """Ctrl-C: ranks get it too and tear down; a second one does not wait for them."""
+        fleet = self.fleet
+        self._console.is_refusing = True
+        deadline = time.monotonic() + min(self._options.rank_grace_s, _CLOSING_S)
+        for gang in busy:
+            fleet.interrupt(gang)
+        with contextlib.suppress(KeyboardInterrupt):
+            while time.monotonic() < deadline and any(
+                gang.lifecycle.state is State.RUNNING for gang in busy
+            ):
+                fleet.pump(0.1)
+
+    def close_all(self) -> None:
+        """End every gang: politely where it is idle."""
+        for gang in self.gangs.values():
+            self.fleet.close(gang)
+        while any(not gang.is_gone for gang in self.gangs.values()):
+            self.fleet.pump(_PUMP_S)
+
+    def shut_down(self) -> None:
+        """End the process that ranks come from, and what is left of its ranks."""
+        fleet, self._fleet = self.fleet, None
+        self.leases.close()
+        self.gangs.clear()
+        fleet.stop()
+        if self._template is not None:
+            self._template.close()
+        if self.per_rank is not None:
+            self.per_rank.close()
+        for problem in measure.merge_into_running(self.orders.coverage_dir):
+            self.tell_user(f"coverage of a rank cannot be read: {problem}")
+
+    def tell_user(self, text: str) -> None:
+        """Write a line to the terminal."""
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None:
+            reporter.write_line(text)
+
+
+def has_left(gang: Gang) -> bool:
+    """Whether the place of a gang may be taken, though its ranks may not all be gone yet.
+
+    They were killed, and hold nothing that others need; devices are free only when they are gone.
+    """
+    return gang.lifecycle.state in (State.KILLING, State.GONE) and gang.spec.device == "cpu"

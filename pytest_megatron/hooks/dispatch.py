@@ -1,0 +1,322 @@
+"""Which gang runs which item when, and what became of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pytest_megatron.files import JsonValue
+from pytest_megatron.gang.fleet import Gang
+from pytest_megatron.gang.lifecycle import State
+from pytest_megatron.gang.logs import file_size
+from pytest_megatron.gang.messages import NOTHING, UNKNOWN, Run
+from pytest_megatron.gang.placement import Schedule
+from pytest_megatron.gang.spec import GangSpec
+from pytest_megatron.hooks.crew import Crew, has_left
+from pytest_megatron.hooks.execution import Execution
+from pytest_megatron.hooks.markers import num_reruns_of
+from pytest_megatron.hooks.merged import merge_problem
+from pytest_megatron.lease import is_awaited
+from pytest_megatron.report.executed import Executed
+from pytest_megatron.report.merge import Merged, merge, merge_late
+from pytest_megatron.verdict.signature import Signature
+
+_LEASE_POLL_S = 0.2  # between two looks at whether somebody waits for devices
+
+
+class Dispatcher:
+    """Hands items to gangs.
+
+    Attributes:
+        ended: Items that have run and are not reported yet.
+        history: Every execution of an item.
+        is_in_order: Whether items run in the order of collection, so that the controller's own
+            tests can run between them.
+        is_stopping: Set where nothing new may start.
+        lock: Gangs are one thread's at a time; see `let_go_for_others`.
+    """
+
+    def __init__(
+        self,
+        session: pytest.Session,
+        crew: Crew,
+        *,
+        specs: Mapping[pytest.Item, GangSpec],
+        limits_s: Mapping[pytest.Item, float],
+        num_reruns: int,
+        is_by_hand: bool,
+    ) -> None:
+        """Plan.
+
+        Args:
+            session: One that has collected.
+            crew: Its gangs.
+            specs: Items of gangs.
+            limits_s: Of a phase of each.
+            num_reruns: How often an item without a mark may run again for a transient cause.
+            is_by_hand: Whether somebody else says what runs next, and not the schedule:
+                pytest-xdist, or `--sw`.
+        """
+        self._crew = crew
+        self._items = session.items
+        self._index = {item: index for index, item in enumerate(session.items)}
+        self._specs = specs
+        self._limits_s = limits_s
+        self._num_reruns = num_reruns
+        self._is_by_hand = is_by_hand
+        tests = [(self._index[item], spec, str(item.path)) for item, spec in specs.items()]
+        self._schedule = Schedule([] if is_by_hand else tests, num_slots=crew.num_slots)
+        self.is_in_order = is_by_hand or _is_one_by_one(set(specs.values()), crew.num_slots)
+        self.ended: dict[pytest.Item, Execution] = {}
+        self.history: dict[pytest.Item, list[Executed]] = {}
+        self.is_stopping = False
+        self.lock = threading.RLock()
+        self._running: dict[int, tuple[Gang, Execution]] = {}
+        self._last: dict[int, pytest.Item] = {}
+        self._late: list[tuple[pytest.Item, Merged]] = []
+        self._num_runs = 0
+        self._is_claiming = False  # room is being made for a test that the schedule does not have
+        self._has_closed = threading.Event()
+
+    # What the loop asks
+
+    @property
+    def is_serial(self) -> bool:
+        """Whether at most one gang can run at any time."""
+        return self._schedule.is_serial()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to run or to report."""
+        return self._schedule.is_empty and not self._running and not self.ended
+
+    def next_to_report(self) -> pytest.Item | None:
+        """Return an item that has run; or the one that runs, where no other can."""
+        if self.ended:
+            return next(iter(self.ended))
+        if self.is_serial and self._running:
+            return next(iter(self._running.values()))[1].item
+        return None
+
+    def index(self, item: pytest.Item) -> int:
+        """Return the place of an item in the session."""
+        return self._index[item]
+
+    def take_late(self) -> list[tuple[pytest.Item, Merged]]:
+        """Return teardowns that went wrong after their tests were reported, once."""
+        late, self._late = self._late, []
+        return late
+
+    def wait_for(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
+        """Wait until an item has run; start it if nobody else will.
+
+        Args:
+            item: One of a gang.
+            nextitem: What is known to come after it.
+        """
+        while item not in self.ended:
+            is_running = any(e.item is item for _, e in self._running.values())
+            if not is_running and not self._schedule.holds(self._index[item]):
+                self._start_by_hand(item, nextitem)
+            self.dispatch()
+            if item not in self.ended:
+                self.pump()
+
+    def rerun(self, item: pytest.Item, cause: Signature, nextitem: pytest.Item | None) -> None:
+        """Run an item again, on a gang that nothing has run on."""
+        self.history[item][-1] = replace(self.history[item][-1], signature=cause)
+        del self.ended[item]
+        gang = self._start_alone(self._specs[item])
+        self._assign(gang, self._index[item], self._next_by_hand(gang, nextitem))
+
+    def dispatch(self) -> None:
+        """Give idle gangs work, end those without, start those that are wanted."""
+        is_held = any(execution.may_end_session for execution in self.ended.values())
+        if self.is_stopping or is_held or self._is_by_hand or self._is_claiming:
+            return
+        schedule, crew = self._schedule, self._crew
+        for gang in list(crew.gangs.values()):
+            if self._is_free(gang):
+                taken = schedule.take(gang.number, gang.spec)
+                if taken is None:
+                    crew.fleet.close(gang)
+                else:
+                    self._assign(gang, *taken)
+            elif has_left(gang):
+                schedule.forget(gang.number)
+        while (spec := schedule.wanted(crew.num_free(), crew.count())) is not None:
+            started = crew.start(spec)
+            if started is None:
+                return
+            taken = schedule.take(started.number, spec)
+            assert taken is not None
+            self._assign(started, *taken)
+
+    def pump(self) -> None:
+        """Wait until something happens, and let it have its effects."""
+        self._crew.pump()
+        self._sweep()
+        self.dispatch()
+
+    # The end
+
+    def interrupt(self) -> None:
+        """Ctrl-C: end what runs, start nothing new."""
+        running = [g for g in self._crew.gangs.values() if g.lifecycle.state is State.RUNNING]
+        self._crew.interrupt(running)
+        self.is_stopping = True
+
+    def shut_down(self) -> None:
+        """End every gang, and the process that ranks come from."""
+        self._has_closed.set()
+        with self.lock:
+            if self._crew.is_closed:
+                return
+            try:
+                self._crew.close_all()
+                for gang in list(self._crew.gangs.values()):
+                    self._forget(gang)
+            finally:
+                self._crew.shut_down()
+
+    def let_go_for_others(self) -> None:
+        """From now on, end idle gangs that hold devices for which somebody waits.
+
+        A thread of its own looks: the session may be busy with a test of the controller, or, as a
+        worker of pytest-xdist, wait for orders. A workload of this same session may be the one
+        that waits.
+        """
+        if any(spec.device == "cuda" for spec in self._specs.values()):
+            threading.Thread(target=self._watch_for_others, daemon=True).start()
+
+    def _watch_for_others(self) -> None:
+        while not self._has_closed.wait(_LEASE_POLL_S):
+            is_held = not self._crew.leases.is_empty
+            if is_held and is_awaited() and self.lock.acquire(blocking=False):
+                try:
+                    self._let_go()
+                finally:
+                    self.lock.release()
+
+    def _let_go(self) -> None:
+        crew = self._crew
+        if crew.is_closed:
+            return
+        crew.fleet.pump(0.0)
+        self._sweep()
+        for gang in list(crew.gangs.values()):
+            if self._is_free(gang) and crew.leases.is_held_by(gang.number):
+                crew.fleet.close(gang)
+
+    # Gangs and what they run
+
+    def _start_by_hand(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
+        """Start an item that the schedule does not have: a rerun, or one of pytest-xdist's."""
+        spec = self._specs[item]
+        free = [gang for gang in self._crew.gangs.values() if self._is_free(gang)]
+        fitting = [gang for gang in free if gang.spec == spec and not spec.is_isolated]
+        gang = fitting[0] if fitting else self._start_alone(spec)
+        self._assign(gang, self._index[item], self._next_by_hand(gang, nextitem))
+
+    def _start_alone(self, spec: GangSpec) -> Gang:
+        """Start a gang in the place of those that are idle, as soon as there is room for it."""
+        crew = self._crew
+        self._is_claiming = True  # else what the schedule has next would take the room
+        try:
+            while True:
+                for other in [gang for gang in crew.gangs.values() if self._is_free(gang)]:
+                    crew.fleet.close(other)
+                has_room = crew.num_free() >= min(spec.world_size, crew.num_slots)
+                if has_room and (gang := crew.start(spec)) is not None:
+                    return gang
+                self.pump()
+        finally:
+            self._is_claiming = False
+
+    def _next_by_hand(self, gang: Gang, nextitem: pytest.Item | None) -> int:
+        """Return what a gang runs after an item that was started by hand."""
+        if gang.spec.is_isolated:
+            return NOTHING
+        if not self._is_by_hand:
+            return self._schedule.planned(gang.number, gang.spec)
+        if nextitem is None:
+            return NOTHING
+        return self._index[nextitem] if self._specs.get(nextitem) == gang.spec else UNKNOWN
+
+    def _is_free(self, gang: Gang) -> bool:
+        is_busy = any(g is gang for g, _ in self._running.values())
+        return not is_busy and gang.lifecycle.state in (State.IDLE, State.STARTING)
+
+    def _assign(self, gang: Gang, index: int, next_index: int) -> None:
+        self._num_runs += 1
+        item = self._items[index]
+        maxfail = item.config.option.maxfail
+        run = Run(
+            run=self._num_runs,
+            index=index,
+            node_id=str(item.nodeid),
+            next_index=next_index,
+            next_node_id=str(self._items[next_index].nodeid) if next_index >= 0 else "",
+            shared_dir=str(self._crew.orders.shared_dir(gang.orders) / str(self._num_runs)),
+            is_last_if_failed=bool(maxfail) and item.session.testsfailed + 1 >= maxfail,
+        )
+        log_starts: list[int] = []
+        if num_reruns_of(item, self._num_reruns):
+            log_starts = [file_size(Path(o.log_dir, "stderr.log")) for o in gang.orders]
+        execution = Execution(index, item, self._last.get(gang.number), log_starts)
+        self._running[self._num_runs] = gang, execution
+        self._last[gang.number] = item
+        self._crew.fleet.assign(gang, run, limit_s=self._limits_s[item])
+        self._take_ends(gang)
+
+    def _sweep(self) -> None:
+        for gang in list(self._crew.gangs.values()):
+            self._take_ends(gang)
+            if gang.is_gone:
+                self._forget(gang)
+
+    def _take_ends(self, gang: Gang) -> None:
+        if gang.ends:
+            self._crew.catch_up(gang)
+        for end in gang.ends:
+            _, execution = self._running.pop(end.run)
+            execution.end = end
+            execution.merged = merge(end, gang.spec.world_size)
+            self.ended[execution.item] = execution
+            directory = str(Path(gang.orders[0].log_dir).parent)
+            self.history.setdefault(execution.item, []).append(
+                Executed(gang=gang.number, directory=directory, end=end)
+            )
+            late = {r.rank: r.done.late for r in end.ranks if r.done and r.done.late is not None}
+            self._keep_late(execution.before, late, gang)
+        gang.ends.clear()
+
+    def _keep_late(
+        self, item: pytest.Item | None, late: Mapping[int, JsonValue], gang: Gang
+    ) -> None:
+        """Keep what went wrong when ranks tore down what `item` left, after it was reported."""
+        if late and item is not None:
+            log_dirs = [order.log_dir for order in gang.orders]
+            self._late.append((item, merge_late(late, log_dirs)))
+
+    def _forget(self, gang: Gang) -> None:
+        self._crew.forget(gang)
+        item = self._last.pop(gang.number, None)
+        self._keep_late(item, gang.lifecycle.late, gang)
+        if item is not None:
+            self._late += [(item, merge_problem(text)) for text in gang.lifecycle.problems]
+        self._schedule.forget(gang.number)
+        for number, (owner, execution) in list(self._running.items()):
+            if owner is gang:  # interrupted by what happened to others: it runs again
+                del self._running[number]
+                if not self._is_by_hand:
+                    self._schedule.give_back(execution.index)
+
+
+def _is_one_by_one(specs: set[GangSpec], num_slots: int) -> bool:
+    """Whether all tests run on one gang, in the order of collection."""
+    return len(specs) == 1 and all(s.world_size * 2 > num_slots for s in specs)

@@ -1,0 +1,90 @@
+"""What the ranks of a gang are told: their environment, their directories."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pytest_megatron.files import JsonValue
+from pytest_megatron.gang.bootstrap import rank_env
+from pytest_megatron.gang.messages import RankOrder
+from pytest_megatron.gang.nodes import Nodes
+from pytest_megatron.gang.spec import GangSpec
+from pytest_megatron.gang.stores import LOCAL_HOST
+from pytest_megatron.hooks.nodes import address_of
+from pytest_megatron.hooks.session import RunSession
+from pytest_megatron.lease import Lease
+
+
+class Orders:
+    """Writes orders for the ranks of one session.
+
+    Attributes:
+        coverage: Settings of a running coverage.py, or empty.
+        coverage_dir: Where ranks put its data.
+    """
+
+    def __init__(
+        self,
+        config: pytest.Config,
+        run: RunSession,
+        nodes: Nodes,
+        coverage: dict[str, JsonValue],
+    ) -> None:
+        self._config = config
+        self._run = run
+        self._nodes = nodes
+        self.coverage = coverage
+        self.coverage_dir = run.run_dir / run.ranks_dir / "coverage"
+
+    def write(self, number: int, spec: GangSpec, lease: Lease | None) -> tuple[RankOrder, ...]:
+        """Return the orders of a gang, by rank.
+
+        Args:
+            number: Of the gang; 0 for one that is not there yet.
+            spec: What it is.
+            lease: Its devices on this node, where it has any.
+        """
+        directory = self._run.open_run_dir() / self._run.ranks_dir / f"attempt_{number}"
+        places = self._nodes.place(spec.world_size)
+        common = {"MASTER_ADDR": LOCAL_HOST, "TORCHELASTIC_RUN_ID": self._run.run_dir.name}
+        if places[-1].node_rank > 0:
+            common["MASTER_ADDR"], _ = address_of(self._run.options.rdzv_endpoint)
+        own = {}  # of this node: others lease by themselves
+        if lease is not None:
+            own["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in lease.gpus)
+        base_temp = self._base_temp() / f"gang{number}"
+        return tuple(
+            RankOrder(
+                gang=number,
+                rank=place.rank,
+                local_rank=place.local_rank,
+                world_size=spec.world_size,
+                node_rank=place.node_rank,
+                device=spec.device,
+                env={
+                    **common,
+                    **(own if place.node_rank == 0 else {}),
+                    **rank_env(place, spec.world_size),
+                    "TORCHELASTIC_ERROR_FILE": str(directory / str(place.rank) / "error.json"),
+                },
+                log_dir=str(directory / str(place.rank)),
+                base_temp=str(base_temp / f"rank{place.rank}"),
+                is_capturing=self._config.option.capture != "no",
+                coverage=self.coverage,
+                coverage_file=str(self.coverage_dir / f"{number}-{place.rank}"),
+            )
+            for place in places
+        )
+
+    def shared_dir(self, orders: tuple[RankOrder, ...]) -> Path:
+        """Return where ranks of all nodes of a gang can write."""
+        if orders[-1].node_rank > 0:
+            return self._run.run_dir.absolute() / "shared"
+        return self._base_temp() / "shared"
+
+    def _base_temp(self) -> Path:
+        factory = self._config._tmp_path_factory  # type: ignore[attr-defined]  # noqa: SLF001
+        found: Path = factory.getbasetemp()
+        return found

@@ -1,0 +1,190 @@
+"""The role for quarantine: failures of items that are known to fail do not fail the session.
+
+The item runs as ever. Where pytest reports, in the controller or in a worker of pytest-xdist, its
+failure becomes what an expected failure is, with a word of its own; the controller sums up. Must
+not touch what was found: the records say `failed`, and a session that writes goldens has no
+quarantine of workloads.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Generator, Mapping, Sequence
+
+import pytest
+
+from pytest_megatron.config import load_config
+from pytest_megatron.errors import ConfigError, MegatronError
+from pytest_megatron.files import JsonValue
+from pytest_megatron.hooks.history import RECORDS
+from pytest_megatron.hooks.markers import QUARANTINE, is_quarantined_by_us
+from pytest_megatron.quarantine import (
+    Quarantine,
+    QuarantineError,
+    matches,
+    parse_quarantine,
+    today,
+)
+
+NAME = "megatron-quarantine"
+_STATE = "megatron_quarantine"  # attribute of a report, which crosses from a worker
+_NOTE = "goldens are written, so it counts"
+
+
+class QuarantinePlugin:
+    """Tells reports of quarantined items from others, and sums up.
+
+    Attributes:
+        found: Node id -> quarantine; of what this process runs itself.
+        suspended: Node ids whose quarantine does not hold in this session.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[str, Quarantine] = {}
+        self.suspended: set[str] = set()
+        self._day: dt.date = today()
+        self._seen: dict[str, dict[str, JsonValue]] = {}
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> Generator[None]:
+        """Turn a failure into an expected one, before anybody counts it."""
+        quarantine = self.found.get(report.nodeid)
+        if quarantine is not None:
+            self._mark(report, quarantine)
+        state: dict[str, JsonValue] | None = getattr(report, _STATE, None)
+        if state is not None:
+            earlier = self._seen.get(report.nodeid)
+            if earlier is None or not earlier["failure"]:
+                self._seen[report.nodeid] = state
+        return (yield)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_report_teststatus(
+        self, report: pytest.TestReport
+    ) -> tuple[str, str, tuple[str, Mapping[str, bool]]] | None:
+        """Say `quarantined` where a failure does not count."""
+        state: dict[str, JsonValue] | None = getattr(report, _STATE, None)
+        if state is None or not state["failure"] or not state["holds"]:
+            return None
+        return "quarantined", "q", ("QUARANTINED", {"yellow": True})
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Print a line for each item in quarantine, and for each whose quarantine is over."""
+        if self._seen:
+            terminalreporter.section("quarantine", sep="-")
+        for node_id, state in self._seen.items():
+            terminalreporter.line(_line(node_id, state))
+
+    def _mark(self, report: pytest.TestReport, quarantine: Quarantine) -> None:
+        is_suspended = report.nodeid in self.suspended
+        holds = quarantine.holds_on(self._day) and not is_suspended
+        failure = _headline(report) if report.failed else ""
+        state: dict[str, JsonValue] = {
+            **quarantine.as_json(self._day),
+            "holds": holds,
+            "failure": failure,
+        }
+        report.__dict__[_STATE] = state
+        for attribute in RECORDS:
+            record: dict[str, JsonValue] | None = getattr(report, attribute, None)
+            if record is not None:
+                record["quarantine"] = {k: v for k, v in state.items() if k != "failure"}
+        text = f"until {quarantine.until}: {quarantine.reason}"
+        if holds:
+            report.user_properties.append(("megatron.quarantine", text))
+        if holds and report.failed:
+            report.outcome = "skipped"
+            report.wasxfail = f"quarantined {text}"
+
+
+def quarantine_items(
+    config: pytest.Config, items: Sequence[pytest.Item], *, has_roles: bool, is_writing: bool
+) -> None:
+    """Find the items that are in quarantine, and register the role if there are any.
+
+    Args:
+        config: The session's.
+        items: Those that will run.
+        has_roles: Whether workloads or gangs are in this session: only then the project's settings
+            are read.
+        is_writing: Whether the session writes goldens.
+
+    Raises:
+        pytest.UsageError: A mark or a setting is wrong.
+    """
+    patterns = _patterns(config) if has_roles else {}
+    found: dict[str, Quarantine] = {}
+    suspended: set[str] = set()
+    for item in items:
+        quarantine = _of_marks(item, has_roles=has_roles) or next(
+            (q for pattern, q in patterns.items() if matches(pattern, item.nodeid)), None
+        )
+        if quarantine is not None:
+            found[item.nodeid] = quarantine
+            if is_writing and hasattr(item, "workload"):
+                suspended.add(item.nodeid)
+    if found:
+        plugin = register_quarantine(config)
+        plugin.found, plugin.suspended = found, suspended
+
+
+def register_quarantine(config: pytest.Config) -> QuarantinePlugin:
+    """Return the role of this session, which is registered once."""
+    plugin = config.pluginmanager.get_plugin(NAME)
+    if plugin is None:
+        plugin = QuarantinePlugin()
+        config.pluginmanager.register(plugin, NAME)
+    assert isinstance(plugin, QuarantinePlugin)
+    return plugin
+
+
+def _of_marks(item: pytest.Item, *, has_roles: bool) -> Quarantine | None:
+    mark = item.get_closest_marker(QUARANTINE)
+    if mark is None or not (has_roles or is_quarantined_by_us(item)):
+        return None
+    where = f"{item.nodeid}: mark {QUARANTINE}"
+    if mark.args:
+        given = ", ".join(map(repr, mark.args))
+        raise pytest.UsageError(
+            f'{where}: {given} is given, expected reason="..." and until="2026-12-31"'
+        )
+    try:
+        return parse_quarantine(mark.kwargs)
+    except QuarantineError as problem:
+        raise pytest.UsageError(f"{where}: {problem}") from None
+
+
+def _patterns(config: pytest.Config) -> dict[str, Quarantine]:
+    """Return what `[tool.pytest-megatron.quarantine]` says: pattern of node ids -> quarantine."""
+    try:
+        project = load_config(config.rootpath)
+        found: dict[str, Quarantine] = {}
+        table = project.tables.get(QUARANTINE, {})
+        assert isinstance(table, dict)
+        for pattern, given in table.items():
+            try:
+                found[pattern] = parse_quarantine(given)
+            except QuarantineError as problem:
+                where = f"{project.file}: [tool.pytest-megatron.{QUARANTINE}] {pattern!r}"
+                raise ConfigError(where, str(problem)) from None
+    except MegatronError as error:
+        raise pytest.UsageError(str(error)) from None
+    return found
+
+
+def _headline(report: pytest.TestReport) -> str:
+    """Return the first line of a failure, as the short summary has it."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = report.longreprtext if crash is None else str(crash.message)
+    line = (text.strip() or "failed").splitlines()[0]
+    return line.removeprefix("Failed: ").removeprefix(f"{report.nodeid}: ")
+
+
+def _line(node_id: str, state: Mapping[str, JsonValue]) -> str:
+    until, reason, failure = state["until"], state["reason"], state["failure"]
+    if state["is_expired"]:
+        return f"expired     {node_id}  was in quarantine until {until}, and counts again: {reason}"
+    if not state["holds"]:
+        return f"suspended   {node_id}  in quarantine until {until}, but {_NOTE}: {reason}"
+    what = f"failed: {failure}" if failure else "passed; if that lasts, end its quarantine"
+    return f"quarantined {node_id}  until {until}: {reason}; {what}"

@@ -1,0 +1,208 @@
+"""Quarantine by mark, row and setting, and the history of what was odd.
+
+Pain point 37 of FORMATS.md 9: no rerun of a single test, no history, quarantine by hand-edited
+markers and scopes that nobody takes back.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+from rank_suite import Run, Suite
+from tiny_project import Project
+
+from pytest_megatron.files import JsonValue
+
+HELD = 'reason="#12: sometimes", until="2100-01-01"'
+SUITE = f"""
+    from pathlib import Path
+    import pytest
+
+    @pytest.mark.quarantine({HELD})
+    def test_held(rank):
+        assert rank == 5, "no five"
+
+    @pytest.mark.quarantine({HELD})
+    def test_passes(rank):
+        pass
+
+    @pytest.mark.quarantine(reason="#3", until="2001-01-01")
+    def test_expired(rank):
+        assert rank == 5
+
+    @pytest.mark.controller
+    @pytest.mark.quarantine({HELD})
+    def test_plain():
+        assert 1 == 2
+
+    def test_by_pattern(rank):
+        raise ValueError("again")
+
+    @pytest.mark.rerun_transient(1)
+    def test_flaky(rank):
+        state = Path(f"state-{{rank}}")
+        if not state.exists():
+            state.touch()
+            raise RuntimeError("bind: Address already in use")
+
+    def test_ordinary(rank):
+        pass
+"""
+SETTING = """
+[tool.pytest-megatron.quarantine]
+"test_it.py::test_by_*" = { reason = "#7", until = 2100-01-01 }
+"""
+SUMMARY = [  # in the order of the names; how each line begins and what it ends with
+    (
+        "expired     test_it.py::test_expired  was in quarantine until 2001-01-01",
+        "counts again: #3",
+    ),
+    ("quarantined test_it.py::test_by_pattern  until 2100-01-01: #7; failed: ", "again"),
+    ("quarantined test_it.py::test_held  until 2100-01-01: #12: sometimes; failed: ", "no five"),
+    (
+        "quarantined test_it.py::test_passes  until 2100-01-01: ",
+        "; if that lasts, end its quarantine",
+    ),
+    ("quarantined test_it.py::test_plain  until 2100-01-01: ", "; failed: assert 1 == 2"),
+]
+
+
+@pytest.fixture(scope="module", params=[(), ("-n", "2")], ids=["alone", "xdist"])
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    suite = Suite(root=tmp_path_factory.mktemp("held")).write("test_it.py", SUITE)
+    suite.write("pyproject.toml", SETTING)
+    more: tuple[str, ...] = request.param
+    return suite.run("--ranks", "2", "--junitxml", "j.xml", "-vv", *more)
+
+
+def test_a_quarantined_failure_does_not_count_until_it_expires(run: Run) -> None:
+    assert run.counts == "1 failed, 3 passed, 3 quarantined"
+    assert run.outcomes["test_expired"] == "FAILED"
+    assert run.returncode == 1
+
+
+def test_the_summary_tells_of_every_quarantine(run: Run) -> None:
+    start = next(n for n, line in enumerate(run.lines) if line.strip("- ") == "quarantine")
+    found = sorted(run.lines[start + 1 : start + 6])
+    for line, (start_of_it, end_of_it) in zip(found, SUMMARY, strict=True):
+        assert (line[: len(start_of_it)], line[-len(end_of_it) :]) == (start_of_it, end_of_it)
+
+
+def test_junit_has_it_as_an_expected_failure_with_its_reason(run: Run) -> None:
+    suite = ET.parse(run.directory.parent / "j.xml").getroot()  # noqa: S314 - pytest wrote it
+    cases = {case.attrib["name"]: case for case in suite.iter("testcase")}
+    skipped = cases["test_held"].find("skipped")
+    assert skipped is not None
+    assert skipped.attrib["type"] == "pytest.xfail"
+    assert skipped.attrib["message"] == "quarantined until 2100-01-01: #12: sometimes"
+    found = {p.attrib["name"] for p in cases["test_held"].iter("property")}
+    assert found == {"megatron.quarantine"}
+
+
+def test_run_json_says_failed_and_why_it_does_not_count(run: Run) -> None:
+    held = run.items["test_held"]
+    assert (held["verdict"], held["quarantine"]) == (
+        "failed",
+        {"reason": "#12: sometimes", "until": "2100-01-01", "is_expired": False, "holds": True},
+    )
+    expired = run.items["test_expired"]["quarantine"]
+    assert isinstance(expired, dict)
+    assert (expired["is_expired"], expired["holds"]) == (True, False)
+
+
+def test_a_test_may_have_its_own_number_of_reruns(run: Run) -> None:
+    assert run.items["test_flaky"]["verdict"] == "flaky"
+
+
+def test_the_history_has_a_line_for_what_was_odd_and_for_it_from_then_on(run: Run) -> None:
+    path = run.directory.parent / ".pytest_megatron" / "history.jsonl"
+    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    assert {e["node_id"].partition("::")[2]: e["verdict"] for e in entries} == {
+        "test_by_pattern": "failed",
+        "test_expired": "failed",
+        "test_flaky": "flaky",
+        "test_held": "failed",
+    }
+    assert Counter(e["is_quarantined"] for e in entries) == {True: 2, False: 2}
+    (flaky,) = [e for e in entries if e["verdict"] == "flaky"]
+    assert (flaky["causes"], flaky["num_attempts"]) == (["port_in_use"], 2)
+    suite = Suite(root=run.directory.parent)
+    again = suite.run("--ranks", "2", "-k", "flaky or ordinary")
+    assert again.returncode == 0
+    (line,) = path.read_text().splitlines()[4:]
+    assert json.loads(line)["verdict"] == "passed"
+
+
+@pytest.mark.parametrize(
+    ("mark", "message"),
+    [
+        ('reason="x"', "test_it.py::test_a: mark quarantine: until: is missing, expected the last"),
+        ('"x"', "test_it.py::test_a: mark quarantine: 'x' is given, expected reason="),
+    ],
+)
+@pytest.mark.parametrize("more", [(), ("-n", "1")], ids=["alone", "xdist"])
+def test_a_mark_that_says_less_is_one_clear_error(
+    tmp_path: Path, mark: str, message: str, more: tuple[str, ...]
+) -> None:
+    text = f"import pytest\n@pytest.mark.quarantine({mark})\ndef test_a(): pass\n"
+    run = Suite(root=tmp_path).write("test_it.py", text).run("--ranks", "1", *more)
+    assert run.returncode == pytest.ExitCode.USAGE_ERROR
+    assert message in run.stdout + run.stderr
+    assert "Traceback" not in run.stdout + run.stderr
+
+
+def test_a_setting_that_says_less_is_one_clear_error(tmp_path: Path) -> None:
+    suite = Suite(root=tmp_path).write("test_it.py", "def test_a(): pass")
+    suite.write("pyproject.toml", '[tool.pytest-megatron.quarantine]\n"*" = { reason = "x" }\n')
+    run = suite.run("--ranks", "1")
+    assert run.returncode == pytest.ExitCode.USAGE_ERROR
+    said = "pyproject.toml: [tool.pytest-megatron.quarantine] '*': until: is missing, expected"
+    assert said in run.stderr
+
+
+def test_a_mark_of_that_name_which_is_not_ours_is_left_alone(tmp_path: Path) -> None:
+    text = "import pytest\n@pytest.mark.quarantine\ndef test_a(): pass\n"
+    run = Suite(root=tmp_path).write("test_it.py", text).run()
+    assert run.counts == "1 passed"
+
+
+def test_a_wrong_number_of_reruns_is_one_clear_error(tmp_path: Path) -> None:
+    text = "import pytest\n@pytest.mark.rerun_transient('x')\ndef test_a(): pass\n"
+    run = Suite(root=tmp_path).write("test_it.py", text).run("--ranks", "1")
+    assert run.returncode == pytest.ExitCode.USAGE_ERROR
+    said = "test_it.py::test_a: mark rerun_transient: 'x' is given, expected one number of reruns"
+    assert said in run.stderr
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    project = Project(root=tmp_path_factory.mktemp("rows"))
+    held: dict[str, JsonValue] = {"reason": "#12", "until": "2100-01-01"}
+    project.row("fails", script=["exit 3"], quarantine=[held], write_golden=False)
+    project.row(project.case("broken"), quarantine=[held], write_golden=False)
+    project.row(project.case("new", train_iters=2), write_golden=False)
+    return project
+
+
+def test_a_row_in_quarantine_fails_or_breaks_without_failing_the_run(project: Project) -> None:
+    run = project.run("recipes", "-k", "fails or broken", "--history", "past.jsonl")
+    assert run.returncode == 0
+    assert "2 quarantined" in run.stdout.splitlines()[-1]
+    assert [run.record(case)["verdict"] for case in ("fails", "broken")] == ["failed", "broken"]
+    past = (project.root / "past.jsonl").read_text().splitlines()
+    assert [json.loads(line)["is_quarantined"] for line in past] == [True, True]
+
+
+def test_no_quarantine_holds_while_goldens_are_written(project: Project) -> None:
+    arguments = ("-k", "fails or new", "--golden", "record", "--allow-dirty", "--history", "off")
+    run = project.run("recipes", *arguments, run_dir="record")
+    assert run.returncode == 1
+    assert run.outcomes == {"fails": "FAILED", "new": "PASSED"}
+    assert "goldens: none written, since not all of this run was clean" in run.stdout
+    assert "but goldens are written, so it counts: #12" in run.stdout
+    assert not project.golden_path("new").exists()
+    assert not (project.root / ".pytest_megatron" / "history.jsonl").exists()

@@ -1,0 +1,134 @@
+"""What is not run again: by the run's limit, a row's word, a fingerprint, a whole run that fails.
+
+Pain points of Megatron-LM's harness, FORMATS.md 9: 4 (a golden mismatch is run again), 6 (an
+earlier attempt's log decides), 18 (a hang costs the limit three times), 28 (restarts are hidden).
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from tiny_project import Project, Run, send, wait_until
+
+from pytest_megatron.files import JsonValue
+
+NO_NAME = "echo 'OSError: Temporary failure in name resolution' >&2; exit 3"
+
+
+ERRORS = {
+    "never": "RuntimeError: Address already in use",
+    "alarming": "AssertionError: Address already in use",
+    "oom": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+    "missing": "ModuleNotFoundError: No module named 'apex'",
+    "nan": "RuntimeError: found NaN in local grad norm for bucket #0",
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Scripts that print what a training would: they start in no time."""
+    project = Project(root=tmp_path_factory.mktemp("limits"))
+    project.row("dns", script=[NO_NAME], write_golden=False)
+    for case, error in ERRORS.items():
+        never: dict[str, JsonValue] = (
+            {"never_transient": [["port_in_use"]]} if case == "never" else {}
+        )
+        said = f'echo "Traceback (most recent call last):" >&2; echo "{error}" >&2; exit 1'
+        project.row(case, script=[said], write_golden=False, **never)
+    project.row("limited", script=[NO_NAME], max_attempts=[1], write_golden=False)
+    project.row("once", script=[once(project.state("once"))], write_golden=False)
+    return project.run("recipes", "--retry-backoff", "0", "--fail-flaky")
+
+
+def once(state: Path) -> str:
+    """Return a script that fails at its first start alone."""
+    return f"[ -e {state} ] || {{{{ touch {state}; {NO_NAME}; }}}}"
+
+
+def test_the_same_failure_twice_ends_it(run: Run) -> None:
+    assert run.verdict("dns") == ("ERROR", "broken")
+    first, second = run.attempts("dns")
+    assert first["fingerprint"] == second["fingerprint"]
+    reason = "it failed as attempt 1 did, at the same place: not by chance"
+    assert run.record("dns")["not_run_again"] == reason
+    assert f"not run again: {reason}" in run.problem("dns").splitlines()
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_what_is_the_codes_is_never_run_again(run: Run, case: str) -> None:
+    assert run.verdict(case) == ("FAILED", "failed")
+    assert [a["is_transient"] for a in run.attempts(case)] == [False]
+
+
+def test_a_row_may_have_fewer_attempts_than_others(run: Run) -> None:
+    assert run.record("limited")["not_run_again"] == "it was the last of 1 attempts"
+
+
+def test_a_flaky_item_fails_the_session_if_asked_to(run: Run) -> None:
+    assert run.returncode == pytest.ExitCode.TESTS_FAILED
+    assert "megatron: 1 item was flaky, and --fail-flaky is given" in run.stdout.splitlines()
+
+
+def test_a_flaky_item_alone_is_enough_for_that(tmp_path: Path) -> None:
+    project = Project(root=tmp_path)
+    state = tmp_path / "state"
+    project.row(
+        "once",
+        script=[f"[ -e {state} ] || {{{{ touch {state}; {NO_NAME}; }}}}"],
+        write_golden=False,
+    )
+    run = project.run("recipes", "--retry-backoff", "0", "--fail-flaky")
+    assert (run.returncode, run.verdict("once")) == (1, ("PASSED", "flaky"))
+
+
+def test_the_limit_of_a_run_holds_for_all_its_workers(tmp_path: Path) -> None:
+    project = Project(root=tmp_path)
+    for number in range(3):
+        script = once(tmp_path / f"first_{number}")
+        project.row(f"once_{number}", script=[script], write_golden=False)
+    arguments = ("-n", "3", "--retry-backoff", "0", "--max-retries-per-run", "2")
+    run = project.run("recipes", *arguments)
+    verdicts = {run.record(f"once_{number}")["verdict"]: number for number in range(3)}
+    assert sorted(map(str, verdicts)) == ["broken", "flaky"]
+    refusal = run.record(f"once_{verdicts['broken']}")["not_run_again"]
+    assert refusal == "the run's 2 further attempts are used up"
+
+
+def test_a_run_that_mostly_fails_for_one_reason_says_infrastructure_once(tmp_path: Path) -> None:
+    project = Project(root=tmp_path)
+    for number in range(3):
+        project.row(f"broken_{number}", script=[NO_NAME], max_attempts=[1], write_golden=False)
+    project.row("last", script=[NO_NAME], write_golden=False)
+    run = project.run("recipes", "--retry-backoff", "0")
+    assert len(run.attempts("last")) == 1
+    because = "more than half of the run failed for causes of the machine or the network"
+    assert run.record("last")["not_run_again"] == because
+    lines = [x for x in run.stdout.splitlines() if x.startswith("megatron: infrastructure")]
+    known = "workloads failed for causes of the machine or the network (dns); nothing more is"
+    assert [
+        line.startswith(f"megatron: infrastructure: {n} of {n} {known}")
+        for n, line in zip((3, 4), lines, strict=True)
+    ] == [True] * 2
+
+
+def test_ctrl_c_ends_the_pause_before_another_attempt(tmp_path: Path) -> None:
+    project = Project(root=tmp_path)
+    project.row("dns", script=[NO_NAME], write_golden=False)
+    process = project.start("recipes", "--retry-backoff", "1000")
+    ledger = tmp_path / "run" / "retries.jsonl"
+    wait_until(lambda: ledger.exists() and '"retry"' in ledger.read_text(), "the pause")
+    send(process, signal.SIGINT, to_group=True)
+    output, _ = process.communicate()
+    assert process.returncode == pytest.ExitCode.INTERRUPTED
+    assert "; again in " in output
+    wait_until(lambda: project.processes() == [], "no process left")
+
+
+def test_a_row_with_an_unknown_signature_is_an_error_of_its_file(tmp_path: Path) -> None:
+    project = Project(root=tmp_path)
+    project.row("wrong", script=["true"], write_golden=False, transient=[["nds"]])
+    run = project.run("recipes", "--collect-only")
+    assert run.returncode == pytest.ExitCode.TESTS_FAILED
+    assert ": transient: unknown signature 'nds', expected some of " in run.text

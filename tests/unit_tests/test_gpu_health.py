@@ -1,0 +1,190 @@
+"""Health of GPUs: what is read through NVML, in a process of its own, and what changed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pytest_megatron.gpu_watch import parse_xid
+from pytest_megatron.health import GpuState, Health, Xid
+from pytest_megatron.host import Gpu, this_host
+from pytest_megatron.launch.health import HealthWatch
+
+PRETENDED = Path(__file__).parent / "guests" / "pretend_nvml.py"
+GPUS = tuple(Gpu(index=i, name="H", uuid=f"GPU-{i}", memory_bytes=100) for i in range(2))
+SOUND = GpuState(
+    uuid="GPU-1",
+    index=1,
+    ecc_volatile_corrected=3,
+    ecc_volatile_uncorrected=0,
+    memory_used_bytes=10,
+    memory_total_bytes=80_000,
+)
+
+
+class Nvml:
+    """A pretended NVML; what changes in `state` shows at the next call."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._file = directory / "state.json"
+        shutil.copy(PRETENDED, directory / "pynvml.py")
+        monkeypatch.setenv("PYTHONPATH", str(directory))
+        monkeypatch.setenv("PRETEND_NVML", str(self._file))
+        self.gpus: list[dict[str, object]] = [
+            {"uuid": f"GPU-{i}", "name": "H", "bus_id": f"00000000:1{i}:00.0"} for i in range(2)
+        ]
+        self.write()
+
+    def write(self, **more: object) -> None:
+        self._file.write_text(json.dumps({"gpus": self.gpus, **more}))
+
+
+@pytest.fixture
+def nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Nvml:
+    return Nvml(tmp_path, monkeypatch)
+
+
+def change(**values: object) -> Health:
+    """Return what is known of a GPU that changed."""
+    after = replace(SOUND, **values)  # type: ignore[arg-type]
+    return Health(before=(SOUND,), after=(after,))
+
+
+def test_without_gpus_nothing_is_started_or_known() -> None:
+    with HealthWatch(()) as watch:
+        assert watch.finish() is None
+    assert psutil.Process().children() == []
+
+
+def test_states_are_read_before_and_after(nvml: Nvml) -> None:
+    nvml.gpus[1] |= {"ecc": [[3, 30], [0, 0]], "used": 5, "total": 100, "processes": [[7, 5]]}
+    nvml.write()
+    with HealthWatch(GPUS) as watch:
+        nvml.gpus[1] |= {"ecc": [[4, 31], [2, 2]], "throttle": 0x40 | 0x1}
+        nvml.write()
+        health = watch.finish()
+    assert health is not None
+    assert [state.uuid for state in (*health.before, *health.after)] == ["GPU-0", "GPU-1"] * 2
+    assert health.before[0] == GpuState(uuid="GPU-0", index=0, name="H", bus_id="00000000:10:00.0")
+    after = health.after[1]
+    assert (after.ecc_aggregate_corrected, after.processes) == (31, ((7, 5),))
+    assert [(f.uuid, f.signature, f.text) for f in health.faults] == [
+        ("GPU-1", "ecc_dbe", "GPU 1 (GPU-1) had 2 new uncorrected ECC errors")
+    ]
+    assert health.notes == (
+        "GPU 1 (GPU-1): 1 new corrected ECC errors",
+        "GPU 1 (GPU-1): hardware thermal slowdown",
+        "process 7, not of this run, held 0.0 GB of GPU 1 (GPU-1)",
+    )
+    assert psutil.Process().children() == []
+
+
+def test_an_xid_during_the_attempt_is_a_fault_also_of_a_gpu_that_is_lost_then(nvml: Nvml) -> None:
+    with HealthWatch(GPUS) as watch:
+        nvml.write(xids=[{"uuid": "GPU-0", "xid": 43}, {"uuid": "GPU-0", "xid": 79}])
+        health = watch.finish()
+    assert health is not None
+    assert [x.number for x in health.xids] == [43, 79]
+    assert [(f.signature, f.text) for f in health.faults] == [
+        ("gpu_lost", "GPU 0 (GPU-0) reported Xid 79, the GPU has fallen off the bus")
+    ]
+
+
+def test_a_gpu_that_does_not_answer_is_left_out(nvml: Nvml) -> None:
+    with HealthWatch(GPUS) as watch:
+        nvml.gpus[0]["lost"] = True
+        nvml.write()
+        health = watch.finish()
+    assert health is not None
+    assert [state.uuid for state in health.after] == ["GPU-1"]
+
+
+@pytest.mark.parametrize(
+    ("state", "problem"),
+    [
+        ("broken", "NVML: Driver/library version mismatch"),
+        ("crash", "no answer before the attempt, NVML may have crashed"),
+        ("hang", "no answer before the attempt within 0.5 s"),
+    ],
+)
+def test_an_nvml_that_fails_is_noted_and_nothing_more(
+    nvml: Nvml, monkeypatch: pytest.MonkeyPatch, state: str, problem: str
+) -> None:
+    monkeypatch.setattr("pytest_megatron.launch.health._LIMIT_S", 0.5 if state == "hang" else 20.0)
+    nvml.write(**{state: []})
+    with HealthWatch(GPUS) as watch:
+        health = watch.finish()
+    assert health == Health(problem=problem)
+    assert health.notes == (f"not all could be read: {problem}",)
+    assert psutil.Process().children() == []
+
+
+@pytest.mark.parametrize(
+    ("health", "faults"),
+    [
+        pytest.param(change(), [], id="nothing"),
+        pytest.param(change(ecc_volatile_corrected=9), [], id="corrected errors"),
+        pytest.param(change(ecc_volatile_uncorrected=1), ["ecc_dbe"], id="uncorrected"),
+        pytest.param(change(ecc_volatile_uncorrected=None), [], id="not to be had"),
+        pytest.param(
+            Health(xids=(Xid(uuid=None, number=13, source="kernel"),)), [], id="the program's"
+        ),
+        pytest.param(
+            Health(xids=(Xid(uuid="a", number=94, source="nvml"),) * 2), ["ecc_dbe"], id="twice"
+        ),
+    ],
+)
+def test_only_failures_of_the_hardware_are_faults(health: Health, faults: list[str]) -> None:
+    assert [fault.signature for fault in health.faults] == faults
+
+
+@pytest.mark.parametrize(
+    ("values", "foreign"),
+    [
+        ({"processes": ((5, 4000),)}, "process 5, not of this run, held 0.0 GB of GPU 1 (GPU-1)"),
+        ({"processes": ((5, 3999),)}, None),
+        ({"processes": ((5, None),)}, None),
+        ({"memory_used_bytes": 4000}, "0.0 GB of GPU 1 (GPU-1) were held, not by this run"),
+        ({"processes": ((5, 9),), "memory_total_bytes": None}, None),
+    ],
+)
+def test_another_program_counts_from_a_twentieth_of_the_memory_on(
+    values: dict[str, object], foreign: str | None
+) -> None:
+    assert change(**values).foreign == foreign
+
+
+@pytest.mark.parametrize(
+    ("record", "number"),
+    [
+        ("4,1,2,-;NVRM: Xid (PCI:0000:1b:00): 79, pid=1, GPU has fallen off the bus.\n", 79),
+        ("NVRM: Xid (PCI:0000:1b:00): 13, Graphics Exception", 13),
+        ("NVRM: Xid (PCI:0000:3b:00): 79, of a GPU of others", None),
+        ("usb 1-1: new device", None),
+    ],
+)
+def test_xids_in_the_kernels_log_are_found_by_bus(record: str, number: int | None) -> None:
+    xid = parse_xid(record, {"00000000:1B:00.0": "GPU-1"})
+    assert (None if xid is None else (xid.uuid, xid.number)) == (number and ("GPU-1", number))
+
+
+@pytest.mark.skipif(not this_host().gpus, reason="needs an NVIDIA GPU")
+def test_a_real_gpu_tells_of_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    gpus = this_host().gpus
+    with HealthWatch(gpus) as watch:
+        health = watch.finish()
+    assert health is not None
+    with capsys.disabled():
+        print(json.dumps(health.as_json(), indent=1))  # noqa: T201 - for a person who looks
+    assert health.problem is None
+    assert [state.uuid for state in health.after] == [gpu.uuid for gpu in gpus]
+    assert health.faults == ()
+    for state in health.after:
+        assert state.memory_total_bytes is not None
+        assert state.temperature_c is not None
+        assert 0 < state.temperature_c < 120

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pytest_megatron.history import Entry, History, Record, append, flaky_records, read
+
+ENTRY = Entry(
+    time="2026-01-01T00:00:00Z",
+    run="r1",
+    node_id="recipes/r.yaml::a[dev-cpu]",
+    kind="workload",
+    verdict="passed",
+    num_attempts=1,
+    causes=(),
+    duration_s=1.5,
+    commit="c1",
+    is_dirty=False,
+    platform="cpu",
+)
+
+
+def entries(node_id: str, *verdicts: str, commit: str | None = None) -> list[Entry]:
+    return [
+        replace(
+            ENTRY,
+            node_id=node_id,
+            time=f"2026-01-{day:02}T00:00:00Z",
+            verdict=verdict,
+            commit=commit or f"c{day}",
+            causes=("dns",) if verdict in ("flaky", "broken") else (),
+        )
+        for day, verdict in enumerate(verdicts, 1)
+    ]
+
+
+def test_what_is_appended_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "history.jsonl"
+    assert read(path) == History()
+    for entry in (ENTRY, replace(ENTRY, commit=None, causes=("dns",))):
+        append(path, [entry])
+    assert read(path).entries == (ENTRY, replace(ENTRY, commit=None, causes=("dns",)))
+
+
+def test_a_broken_line_costs_that_line_alone(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    path.write_bytes(b"\xff\n[1]\n" + ENTRY.as_line().encode() + b'{"schema": 1, "tim')
+    append(path, [ENTRY])
+    found = read(path)
+    assert found.entries == (ENTRY, ENTRY)
+    said = [f"{path}:{line}: is no entry of a history, skipped" for line in (1, 2, 4)]
+    assert found.problems == tuple(said)
+
+
+def test_several_sessions_append_at_once(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[2])\n"
+        "from test_history import ENTRY, append\n"
+        "for _ in range(50): append(Path(sys.argv[1]), [ENTRY])"
+    )
+    path = tmp_path / "history.jsonl"
+    command = [sys.executable, "-c", code, str(path), str(Path(__file__).parent)]
+    for process in [subprocess.Popen(command) for _ in range(3)]:
+        assert process.wait() == 0
+    assert (len(read(path).entries), read(path).problems) == (150, ())
+
+
+def test_a_full_file_keeps_its_newer_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pytest_megatron.history.MAX_BYTES", 4000)
+    path = tmp_path / "history.jsonl"
+    for day in range(1, 29):
+        append(path, [replace(ENTRY, run=f"r{day}")])
+    found = read(path)
+    assert (found.problems, found.entries[-1].run) == ((), "r28")
+    assert 2 <= len(found.entries) < 20
+    assert path.stat().st_size <= 4000
+
+
+def test_the_worst_item_comes_first() -> None:
+    given = [
+        *entries("sometimes", "passed", "flaky", "passed", "failed"),
+        *entries("often", "flaky", "broken", "flaky"),
+        *entries("never", "passed", "failed"),
+    ]
+    assert flaky_records(given) == (
+        Record(
+            node_id="often",
+            num_runs=3,
+            num_flaky=2,
+            num_bad=1,
+            causes=(("dns", 3),),
+            is_contradictory=False,
+            first_seen="2026-01-01T00:00:00Z",
+            last_seen="2026-01-03T00:00:00Z",
+        ),
+        Record(
+            node_id="sometimes",
+            num_runs=4,
+            num_flaky=1,
+            num_bad=1,
+            causes=(("dns", 1),),
+            is_contradictory=False,
+            first_seen="2026-01-02T00:00:00Z",
+            last_seen="2026-01-04T00:00:00Z",
+        ),
+    )
+
+
+def test_an_item_that_passed_and_failed_at_one_commit_is_flaky_too() -> None:
+    (record,) = flaky_records(entries("item", "passed", "failed", commit="c"))
+    assert (record.is_contradictory, record.num_flaky) == (True, 0)
+    dirty = [replace(e, is_dirty=True) for e in entries("item", "passed", "failed", commit="c")]
+    assert flaky_records(dirty) == ()
+
+
+def test_old_runs_and_items_with_few_runs_are_left_out() -> None:
+    given = entries("item", "flaky", "flaky", "flaky")
+    (record,) = flaky_records(given, since="2026-01-02T00:00:00Z")
+    assert record.num_runs == 2
+    assert flaky_records(given, min_runs=4) == ()

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import datetime as dt
+
+import pytest
+
+from pytest_megatron.quarantine import Quarantine, QuarantineError, matches, parse_quarantine
+
+HELD = Quarantine(reason="#12", until=dt.date(2026, 12, 31))
+
+
+@pytest.mark.parametrize("until", ["2026-12-31", dt.date(2026, 12, 31)])
+def test_a_reason_and_a_date_make_a_quarantine(until: object) -> None:
+    assert parse_quarantine({"reason": "#12", "until": until}) == HELD
+
+
+def test_it_holds_on_its_last_day_and_not_after() -> None:
+    days = [dt.date(2026, 12, 31), dt.date(2027, 1, 1)]
+    assert [HELD.holds_on(day) for day in days] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"reason": "x"}, "until: is missing, expected the last day that it holds, such as 2026-1"),
+        ({"reason": "x", "until": "soon"}, "until: found 'soon', expected the last day"),
+        ({"reason": "x", "until": "2026-02-30"}, "until: found '2026-02-30', expected the last"),
+        ({"until": "2026-12-31"}, "reason: is missing, expected why it may fail; name the issue"),
+        ({"reason": " ", "until": "2026-12-31"}, "reason: found ' ', expected why"),
+        ({"reason": "x", "til": "2026-12-31"}, "unknown key 'til', expected one of reason, until"),
+        ("x", "found 'x', expected reason and until: "),
+    ],
+)
+def test_what_says_less_is_an_error(given: object, message: str) -> None:
+    with pytest.raises(QuarantineError) as raised:
+        parse_quarantine(given)
+    assert str(raised.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "is_match"),
+    [
+        ("recipes/gpt.yaml::tp2[dev-cpu]", True),
+        ("recipes/*::tp2[*]", True),
+        ("recipes/gpt.yaml::tp[12][dev-cpu]", False),
+        ("tp2", False),
+        ("*", True),
+    ],
+)
+def test_only_a_star_means_more_than_itself(pattern: str, *, is_match: bool) -> None:
+    assert matches(pattern, "recipes/gpt.yaml::tp2[dev-cpu]") is is_match

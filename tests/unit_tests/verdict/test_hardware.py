@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from pytest_megatron.health import GpuState, Health, Xid
+from pytest_megatron.verdict.attempt import Cause
+from pytest_megatron.verdict.hardware import with_health
+from pytest_megatron.verdict.signature import match_signature
+
+BEFORE = GpuState(
+    uuid="GPU-a", index=2, ecc_volatile_uncorrected=0, memory_total_bytes=80, memory_used_bytes=1
+)
+LOST = Health(before=(BEFORE,), xids=(Xid(uuid="GPU-a", number=79, source="kernel"),))
+SHARED = Health(before=(GpuState(uuid="GPU-a", memory_total_bytes=80, processes=((7, 40),)),))
+OOM = Cause(text="rank 1 raised", signature=match_signature(["CUDA out of memory"]))
+
+
+def signature_of(cause: Cause | None) -> tuple[str, bool] | None:
+    assert cause is not None
+    return None if cause.signature is None else (cause.signature.id, cause.is_transient)
+
+
+def test_a_failure_of_the_hardware_is_the_cause_whatever_the_program_says() -> None:
+    cause = with_health(Cause(text="rank 1 raised", evidence=("CUDA error",)), LOST)
+    assert signature_of(cause) == ("gpu_lost", True)
+    assert cause is not None
+    said = "GPU 2 (GPU-a) reported Xid 79, the GPU has fallen off the bus"
+    assert (cause.text, cause.evidence) == (f"{said}; rank 1 raised", (said, "CUDA error"))
+
+
+def test_an_oom_on_a_gpu_that_another_program_holds_is_that_programs() -> None:
+    cause = with_health(OOM, SHARED)
+    assert signature_of(cause) == ("cuda_oom", True)
+    assert cause is not None
+    assert cause.text == "rank 1 raised; process 7, not of this run, held 0.0 GB of GPU-a"
+
+
+def test_an_oom_of_our_own_is_ours() -> None:
+    assert with_health(OOM, Health(before=(BEFORE,), after=(BEFORE,))) is OOM
+
+
+def test_other_failures_have_nothing_to_do_with_memory_of_others() -> None:
+    crash = Cause(text="rank 1 raised ValueError")
+    assert with_health(crash, SHARED) is crash
+
+
+def test_without_gpus_or_without_a_failure_nothing_changes() -> None:
+    crash = Cause(text="rank 1 raised ValueError")
+    assert with_health(crash, None) is crash
+    assert with_health(None, LOST) is None

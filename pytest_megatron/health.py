@@ -12,19 +12,18 @@ from dataclasses import dataclass, fields
 
 from pytest_megatron.files import JsonValue
 
-# Xid -> what it says. These are the hardware's, whatever program ran.
+# Xid -> the signature that it is, and what it says. These are the hardware's, whatever program ran.
 # Left out on purpose: 13, 31 (the program's own accesses), 43, 45 (a program that was ended).
-HARDWARE_XIDS: Mapping[int, str] = {
-    48: "an ECC error that could not be corrected",
-    64: "a row that could not be remapped",
-    74: "an NVLink error",
-    79: "the GPU has fallen off the bus",
-    94: "a contained ECC error",
-    95: "an uncontained ECC error",
-    119: "the GPU's system processor does not answer",
-    120: "an error of the GPU's system processor",
+HARDWARE_XIDS: Mapping[int, tuple[str, str]] = {
+    48: ("ecc_dbe", "an ECC error that could not be corrected"),
+    64: ("row_remap_failed", "a row that could not be remapped"),
+    74: ("nvlink", "an NVLink error"),
+    79: ("gpu_lost", "the GPU has fallen off the bus"),
+    94: ("ecc_contained", "a contained ECC error"),
+    95: ("ecc_dbe", "an uncontained ECC error"),
+    119: ("gsp", "the GPU's system processor does not answer"),
+    120: ("gsp", "an error of the GPU's system processor"),
 }
-_LOST_XIDS = frozenset((74, 79, 119, 120))
 FOREIGN_SHARE = 0.05  # of a GPU's memory; less than that does not explain an OOM
 # Bits of NVML's clocks event reasons that a person wants to know of.
 THROTTLES: Mapping[int, str] = {
@@ -212,11 +211,12 @@ def _xid_faults(xids: Sequence[Xid], states: Sequence[GpuState]) -> Iterator[Fau
         if xid.number not in HARDWARE_XIDS or (xid.uuid, xid.number) in seen:
             continue
         seen.add((xid.uuid, xid.number))
+        signature, meaning = HARDWARE_XIDS[xid.number]
         who = labels.get(xid.uuid or "", xid.uuid or "a GPU")
         yield Fault(
             uuid=xid.uuid,
-            signature="gpu_lost" if xid.number in _LOST_XIDS else "ecc_dbe",
-            text=f"{who} reported Xid {xid.number}, {HARDWARE_XIDS[xid.number]}",
+            signature=signature,
+            text=f"{who} reported Xid {xid.number}, {meaning}",
         )
 
 

@@ -10,6 +10,7 @@ import contextlib
 import datetime as dt
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from pytest_megatron.files import JsonValue, write_text_atomically
 
 FILE_NAME = "history.jsonl"
 MAX_BYTES = 16 << 20  # some 50,000 lines; half of it is kept when it is full
+_NODE_ID = re.compile(rb'"node_id": ("(?:[^"\\]|\\.)*")')
 _GOOD = frozenset(("passed", "flaky"))
 
 
@@ -149,6 +151,19 @@ def read(path: Path) -> History:
     except FileNotFoundError:
         return History()
     return History(entries=tuple(entries), problems=tuple(problems))
+
+
+def known_items(path: Path) -> frozenset[str]:
+    """Return the node ids that a file has, without reading all of each line.
+
+    Raises:
+        OSError: It is there and cannot be read.
+    """
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        return frozenset()
+    return frozenset(str(json.loads(found)) for found in set(_NODE_ID.findall(text)))
 
 
 def flaky_records(

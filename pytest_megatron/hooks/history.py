@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.files import JsonValue
-from pytest_megatron.history import FILE_NAME, Entry, append, read
+from pytest_megatron.history import FILE_NAME, Entry, append, known_items
 from pytest_megatron.hooks.session import OWN_DIR, RunSession, make_own_dir
 from pytest_megatron.launch.facts import utc_now
 
@@ -33,7 +33,7 @@ class HistoryPlugin:
         else:
             self._path = session.root / OWN_DIR / FILE_NAME
         self._kept: dict[str, Entry] = {}
-        self._is_known: dict[str, bool] | None = None
+        self._known: frozenset[str] | None = None
         self._num_flaky = 0
         self._problem: str | None = None
 
@@ -76,15 +76,14 @@ class HistoryPlugin:
 
     def _knows(self, node_id: str) -> bool:
         """Whether the history has an item already: then its passes count as well."""
-        if self._is_known is None:
+        if self._known is None:
             assert self._path is not None
             try:
-                entries = read(self._path).entries
+                self._known = known_items(self._path)
             except OSError as error:
-                entries = ()
-                self._problem = f"{self._path}: {error.strerror}"
-            self._is_known = dict.fromkeys((entry.node_id for entry in entries), True)
-        return node_id in self._is_known
+                self._known = frozenset()
+                self._problem = f"{self._session.shorten(str(self._path))}: {error.strerror}"
+        return node_id in self._known
 
     def _entry(self, node_id: str, record: Mapping[str, JsonValue], kind: str) -> Entry:
         facts = self._session.facts

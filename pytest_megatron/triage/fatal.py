@@ -15,7 +15,15 @@ from pytest_megatron.triage.lines import Line, parse_line
 from pytest_megatron.triage.scan import read_from
 from pytest_megatron.triage.signature import Role, Signature, Table
 from pytest_megatron.triage.story import Fatal, Place
-from pytest_megatron.triage.trace import HEADER, Chain, Link, Raised, is_at_end, read_chain
+from pytest_megatron.triage.trace import (
+    HEADER,
+    Chain,
+    Link,
+    Raised,
+    is_at_end,
+    is_continued,
+    read_chain,
+)
 from pytest_megatron.triage.unit import LogFile, Stream
 
 NEEDED = ("short test summary info",)  # texts to look for beside the headers of tracebacks
@@ -118,27 +126,24 @@ def _read_fatal(
     start = starts[0]
     if "traceback : " in lines[start].text:  # the launcher's copy of an error file
         return None
+    if is_continued(lines, start):  # read with the traceback that it goes on from
+        return None
     chain = read_chain(lines, start)
     if chain is None or chain.is_ignored:
         return None
     has_failed = end is not None and end.how != "exit code 0"
     was_logged = start > 0 and _LOGGED.search(lines[start - 1].text) is not None
-    if not is_all or not is_at_end(lines, chain.last.end) or (was_logged and not has_failed):
+    if not is_all or not is_at_end(lines, chain.last.said) or (was_logged and not has_failed):
         return None
     raised, signature = classify_chain(chain, table)
-    index = next(i for i in range(raised.start, raised.end) if _is_headline(lines[i], raised))
     return Fatal(
         signature=signature,
         message=raised.message,
         frame=raised.own_frame,
         frames=raised.frames,
         time_s=raised.time_s,
-        place=Place(log=log, offset=offsets[index], text=raised.headline),
+        place=Place(log=log, offset=offsets[raised.said], text=raised.headline),
     )
-
-
-def _is_headline(line: Line, raised: Raised) -> bool:
-    return line.text.strip() == raised.headline.strip()
 
 
 def _chosen(found: Sequence[Fatal]) -> Fatal:

@@ -78,14 +78,14 @@ def gather(unit: Unit, table: Table, scanner: Scanner) -> Story:
     for rank in sorted(known_ranks):
         told = read_error_file(unit.error_files.get(rank), table)
         fatal = _fatal(books[rank], ends.get(rank), table, labelled, rank, is_clean=is_clean)
-        if fatal is None and told is None and not is_clean:
+        if fatal is None and told is None and not is_clean and not books[rank].traces:
             fatal = _bare([log for log in unit.logs if log.rank == rank], ends.get(rank), table)
         ranks[rank] = _story(rank, books[rank], ends.get(rank), _better(told, fatal), unit)
         if rank in ends:
             ranks[rank] = replace(ranks[rank], exit_place=shown[ends[rank]])
     alone = is_clean if not known_ranks else is_clean or bool(ends)
     launcher = _fatal(books[None], None, table, labelled, None, is_clean=alone)
-    if launcher is None and not alone:
+    if launcher is None and not alone and not books[None].traces:
         launcher = _bare([log for log in unit.logs if log.rank is None], None, table)
     return Story(
         unit=unit,

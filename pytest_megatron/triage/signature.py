@@ -11,7 +11,7 @@ import functools
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import TypeVar, cast
@@ -76,6 +76,7 @@ class Signature:
         source: Where the rule comes from, or None.
         is_fatal: Whether such a line is only written when a process or a job ends.
         explains: Families that are consequences where such a line is.
+        is_ours: Whether it is a row of the package, and no user's.
     """
 
     id: str
@@ -93,6 +94,7 @@ class Signature:
     explains: tuple[str, ...] = ()
     examples: tuple[str, ...] = ()
     counterexamples: tuple[str, ...] = ()
+    is_ours: bool = False
 
     def search(self, text: str) -> re.Match[str] | None:
         """Return where the pattern is in a line, or in what an exception says."""
@@ -132,10 +134,10 @@ class Table:
 
         Args:
             message: `Type: text`, of several lines perhaps. The text of an exception that only a
-                program's own mistake raises may quote anything; it is never transient.
+                program's own mistake raises may quote anything; no row of ours makes it transient.
         """
         is_own = _OWN_MISTAKE.match(message) is not None
-        rows = (row for row in self.signatures if not (is_own and row.is_transient))
+        rows = (row for row in self.signatures if not (is_own and row.is_ours and row.is_transient))
         return next((row for row in rows if row.match_raised(message)), None)
 
     def exit(self, ended: str) -> Signature | None:
@@ -242,11 +244,15 @@ def _read(path: Path, families: Mapping[str, str]) -> Table:
     rows = data.get("signature", [])
     if not isinstance(more, dict) or not isinstance(rows, list):
         raise TriageError(str(path), "expected [[signature]] tables and a [families] table")
+    is_ours = path == TABLE
     known = {**families, **{name: str(text) for name, text in more.items()}}
-    signatures = [_row(row, f"{path}: signature {i}", known) for i, row in enumerate(rows, start=1)]
+    signatures = [
+        replace(_row(row, f"{path}: signature {number}", known), is_ours=is_ours)
+        for number, row in enumerate(rows, start=1)
+    ]
     if not signatures:
         raise TriageError(str(path), "has no [[signature]], expected at least one")
-    if path != TABLE:  # compiling all takes longer than reading most logs; a test checks ours
+    if not is_ours:  # compiling all takes longer than reading most logs; a test checks ours
         _check_patterns(signatures, str(path))
     ids = [row.id for row in signatures]
     if twice := sorted({name for name in ids if ids.count(name) > 1}):

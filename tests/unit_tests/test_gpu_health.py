@@ -135,7 +135,9 @@ def test_an_nvml_that_fails_is_noted_and_nothing_more(
             Health(xids=(Xid(uuid=None, number=13, source="kernel"),)), [], id="the program's"
         ),
         pytest.param(
-            Health(xids=(Xid(uuid="a", number=94, source="nvml"),) * 2), ["ecc_dbe"], id="twice"
+            Health(xids=(Xid(uuid="a", number=94, source="nvml"),) * 2),
+            ["ecc_contained"],
+            id="twice",
         ),
     ],
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.history import Entry, History, Record, append, flaky_records, read
+from pytest_megatron.history import Entry, History, Record, append, flaky_records, known_items, read
 
 ENTRY = Entry(
     time="2026-01-01T00:00:00Z",
@@ -54,6 +54,14 @@ def test_a_broken_line_costs_that_line_alone(tmp_path: Path) -> None:
     assert found.entries == (ENTRY, ENTRY)
     said = [f"{path}:{line}: is no entry of a history, skipped" for line in (1, 2, 4)]
     assert found.problems == tuple(said)
+
+
+def test_the_items_of_a_file_are_known_without_reading_all_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    assert known_items(path) == frozenset()
+    names = {"test_a.py::test_b", 'test_a.py::test_c["\u00e9\\\\"]', "test_a.py::test_d[\t]"}
+    append(path, [replace(ENTRY, node_id=name) for name in names for _ in range(2)])
+    assert known_items(path) == names
 
 
 def test_several_sessions_append_at_once(tmp_path: Path) -> None:

@@ -143,3 +143,18 @@ def test_a_session_without_gangs_writes_nothing(tmp_path: Path) -> None:
     suite = Suite(root=tmp_path).write("test_it.py", SUITE)
     suite.run("--ranks", "2", "-k", "of_the_controller")
     assert not (tmp_path / "run").exists()
+
+
+def test_distributed_tests_share_the_limit_of_the_run_and_fail_it_when_flaky(
+    tmp_path: Path,
+) -> None:
+    suite = Suite(root=tmp_path).write("test_it.py", SUITE)
+    arguments = ("-k", "test_flaky or test_isolated", "--max-retries-per-run", "1", "--fail-flaky")
+    run = suite.run("--ranks", "2", "--rerun-transient", "2", *arguments)
+    assert (run.counts, run.returncode) == ("2 passed, 4 deselected", 1)
+    assert "megatron: 1 item was flaky, and --fail-flaky is given" in run.lines
+    suite.write("test_it.py", SUITE)
+    for rank in range(2):
+        (tmp_path / f"flaky-{rank}").unlink()
+    run = suite.run("--ranks", "2", "--rerun-transient", "2", *arguments[:3], "0")
+    assert run.outcomes["test_flaky"] == "FAILED"

@@ -6,12 +6,24 @@ a reason to try again.
 
 from __future__ import annotations
 
+import json
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 from tiny_project import Project, Run, loss_of
 
 BACKOFF = "rank 1 of 2 raised RuntimeError: The server socket has failed to listen: EADDRINUSE"
+OWN = """
+[[signature]]
+id = "own_service"
+family = "network"
+pattern = '^ValueError: the crash of rank'
+transient = true
+policy = "backoff"
+advice = "ask its owner"
+examples = ["ValueError: the crash of rank 1"]
+"""
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +34,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     project.add("wrong_first", "transient@10:1", "wrong@0:1")
     project.add("silent_second", "transient@10:1", "silent@0:1")
     project.add("drift_second", "transient@10:1")
+    project.add("own", "crash@3:1")
+    (project.root / "own.toml").write_text(OWN)
     project.golden("drift_second", changes={4: 0.1})
     return project
 
@@ -29,13 +43,20 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
 @pytest.fixture(scope="module")
 def run(project: Project) -> Run:
     arguments = ("-n", "5", "--max-attempts", "2", "--junitxml", "junit.xml")
-    return project.run("recipes", *arguments)
+    return project.run("recipes", *arguments, "--signatures", "own.toml")
 
 
 def test_a_transient_failure_is_run_again_and_the_workload_is_flaky(run: Run) -> None:
     assert run.verdict("once") == ("PASSED", "flaky")
     attempts = [(a["attempt"], a["signature"], a["is_transient"]) for a in run.attempts("once")]
     assert attempts == [(1, "port_in_use", True), (2, None, False)]
+
+
+def test_a_signature_of_the_users_own_is_run_again(run: Run) -> None:
+    attempts = [(a["attempt"], a["signature"], a["is_transient"]) for a in run.attempts("own")]
+    assert attempts == [(1, "own_service", True), (2, "own_service", True)]
+    assert run.verdict("own") == ("ERROR", "broken")
+    assert "ask its owner" in run.problem("own")
 
 
 def test_each_attempt_has_a_directory_of_its_own(run: Run) -> None:
@@ -46,6 +67,13 @@ def test_each_attempt_has_a_directory_of_its_own(run: Run) -> None:
     assert not (first / "metrics.json").exists()
     assert loss_of(first / "tensorboard").steps == (1, 2)
     assert len(loss_of(second / "metrics.json").steps) == 10
+
+
+def test_the_launcher_restarts_nothing_by_itself(run: Run) -> None:
+    """Pain point 28 of FORMATS.md 9: up to three restarts in one attempt hid crashes."""
+    text = Path(str(run.attempts("once")[0]["directory"]), "plan.json").read_text()
+    argv = json.loads(text)["phases"][0]["argv"]
+    assert argv[argv.index("--max-restarts") + 1] == "0"
 
 
 def test_a_flaky_workload_shows_in_the_summary(run: Run) -> None:
@@ -72,6 +100,7 @@ def test_infrastructure_that_fails_to_the_end_is_an_error_and_not_a_failure(run:
 
 
 def test_wrong_data_of_an_earlier_attempt_is_never_read(run: Run) -> None:
+    """Pain point 2 of FORMATS.md 9: a retry read the first attempt's data."""
     """Pain point 2: an attempt is judged from its own files."""
     assert run.verdict("wrong_first") == ("PASSED", "flaky")
     attempt = run.item_dir("wrong_first") / "repeat_1" / "attempt_1"
@@ -88,6 +117,7 @@ def test_right_data_of_an_earlier_attempt_does_not_help_a_later_one_without(run:
 
 
 def test_a_mismatch_after_a_transient_failure_is_a_failure_and_ends_it(run: Run) -> None:
+    """Pain point 4 of FORMATS.md 9: a golden mismatch was a reason to try again."""
     assert run.verdict("drift_second") == ("FAILED", "failed")
     assert len(run.attempts("drift_second")) == 2
     assert "lm loss, step 4: " in run.problem("drift_second")

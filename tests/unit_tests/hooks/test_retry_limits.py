@@ -37,6 +37,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         )
         said = f'echo "Traceback (most recent call last):" >&2; echo "{error}" >&2; exit 1'
         project.row(case, script=[said], write_golden=False, **never)
+    changes = f"[ -e {project.state('other')} ] && {{{{ echo 'ValueError: no' >&2; exit 1; }}}}"
+    other = f"{changes}; touch {project.state('other')}; {NO_NAME}"
+    project.row("other", script=[other], write_golden=False)
     project.row("limited", script=[NO_NAME], max_attempts=[1], write_golden=False)
     project.row("once", script=[once(project.state("once"))], write_golden=False)
     return project.run("recipes", "--retry-backoff", "0", "--fail-flaky")
@@ -60,6 +63,12 @@ def test_the_same_failure_twice_ends_it(run: Run) -> None:
 def test_what_is_the_codes_is_never_run_again(run: Run, case: str) -> None:
     assert run.verdict(case) == ("FAILED", "failed")
     assert [a["is_transient"] for a in run.attempts(case)] == [False]
+
+
+def test_what_an_earlier_attempt_logged_does_not_count_for_a_later_one(run: Run) -> None:
+    """Pain point 6: once one attempt logged a pattern, every later failure counted as flaky."""
+    assert run.verdict("other") == ("FAILED", "failed")
+    assert [a["is_transient"] for a in run.attempts("other")] == [True, False]
 
 
 def test_a_row_may_have_fewer_attempts_than_others(run: Run) -> None:

@@ -109,7 +109,7 @@ def test_every_gradient_is_judged(
     measured: dict[str, dict[str, JsonValue]], case: str, expected: list[str]
 ) -> None:
     """Pain point 36: gradients near zero and embeddings are compared like any other."""
-    answers = compare_gradients(measured[case], TOLERANCE, where="reference")
+    answers = compare_gradients(measured[case], TOLERANCE, name="MODEL_ARGS", where="reference")
     assert failed(answers) == [f"gradient of {name}" for name in expected]
 
 
@@ -117,7 +117,9 @@ def test_a_difference_names_amount_and_tolerance(
     measured: dict[str, dict[str, JsonValue]],
 ) -> None:
     """Pain point 36: the tolerance is seen."""
-    answers = compare_gradients(measured["embedding"], TOLERANCE, where="reference")
+    answers = compare_gradients(
+        measured["embedding"], TOLERANCE, name="MODEL_ARGS", where="reference"
+    )
     (line,) = [render(answer) for answer in answers[1:] if not answer.passed]
     assert line.startswith(f"gradient of {EMBEDDING}: norm of the difference; ")
     assert "; 1.0e-03 of the norm, tolerance allows 1.0e-05; norms " in line
@@ -138,16 +140,18 @@ def test_all_zero_on_both_sides_is_no_agreement() -> None:
         "norm_difference": 0.0,
     }
     empty: dict[str, JsonValue] = {"only_in_reference": [], "only_in_other": [], "tensors": []}
-    answers = compare_gradients({**empty, "tensors": [row]}, TOLERANCE, where="x")
+    answers = compare_gradients(
+        {**empty, "tensors": [row]}, TOLERANCE, name="MODEL_ARGS", where="x"
+    )
     assert [answer.passed for answer in answers] == [False, True]
-    (nothing,) = compare_gradients(empty, TOLERANCE, where="x")
+    (nothing,) = compare_gradients(empty, TOLERANCE, name="MODEL_ARGS", where="x")
     assert not nothing.passed
 
 
 def test_gradients_that_vanish_in_one_layout_fail(
     measured: dict[str, dict[str, JsonValue]],
 ) -> None:
-    answers = compare_gradients(measured["zero"], TOLERANCE, where="reference")
+    answers = compare_gradients(measured["zero"], TOLERANCE, name="MODEL_ARGS", where="reference")
     assert len(failed(answers)) == 5
 
 

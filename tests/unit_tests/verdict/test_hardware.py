@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from pytest_megatron.health import GpuState, Health, Xid
+import pytest
+
+from pytest_megatron.health import HARDWARE_XIDS, GpuState, Health, Xid
 from pytest_megatron.verdict.attempt import Cause
 from pytest_megatron.verdict.hardware import with_health
 from pytest_megatron.verdict.signature import match_signature
@@ -40,6 +42,13 @@ def test_an_oom_of_our_own_is_ours() -> None:
 def test_other_failures_have_nothing_to_do_with_memory_of_others() -> None:
     crash = Cause(text="rank 1 raised ValueError")
     assert with_health(crash, SHARED) is crash
+
+
+@pytest.mark.parametrize("number", HARDWARE_XIDS)
+def test_every_xid_of_the_hardware_has_a_signature_that_is_transient(number: int) -> None:
+    seen = Health(xids=(Xid(uuid="GPU-a", number=number, source="nvml"),))
+    found = signature_of(with_health(Cause(text="rank 1 raised"), seen))
+    assert found == (HARDWARE_XIDS[number][0], True)
 
 
 def test_without_gpus_or_without_a_failure_nothing_changes() -> None:

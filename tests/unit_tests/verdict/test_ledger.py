@@ -58,3 +58,11 @@ def test_a_line_that_was_not_finished_is_left_out(tmp_path: Path) -> None:
     with (tmp_path / "retries.jsonl").open("a") as file:
         file.write('{"event": "ret')
     assert ledger.claim("b", "dns") == "the run's 1 further attempts are used up"
+    assert len((tmp_path / "retries.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_ledger_that_cannot_be_written_grants_nothing_and_fails_nothing(tmp_path: Path) -> None:
+    ledger = RunLedger(run_dir=tmp_path / "gone")
+    said = f"{tmp_path}/gone/retries.jsonl: No such file or directory"
+    assert ledger.claim("a", "dns") == said
+    assert (ledger.note_end("a", "dns"), ledger.infrastructure()) == (None, None)

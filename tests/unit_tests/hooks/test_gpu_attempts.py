@@ -1,0 +1,114 @@
+"""Workloads on pretended GPUs: what their health says of a failure, and how a hang ends.
+
+Pain points of Megatron-LM's harness, FORMATS.md 9: 18 and 19 (a hang costs a limit of ten minutes
+or more, and only two ranks are watched).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from tiny_project import GUEST, Project, Run, read_object
+
+from pytest_megatron.files import JsonValue
+
+PLATFORM = "dgx_h100"
+# What is asked is pretended, and that there is a driver to be asked.
+CONFTEST = "from pytest_megatron import host\nhost.has_driver = lambda: True\n"
+
+
+def add(project: Project, case: str, *faults: str) -> None:
+    axes: dict[str, JsonValue] = {"platforms": [PLATFORM]}
+    project.row(project.case(case, fault=list(faults)), write_golden=False, **axes)
+
+
+def gpu(index: int) -> dict[str, object]:
+    return {
+        "uuid": f"GPU-{index}",
+        "name": "NVIDIA H100 80GB HBM3",
+        "bus_id": f"00000000:1{index}:00.0",
+        "ecc": [[0, 0], [0, 0]],
+        "used": 500_000_000,
+        "total": 80_000_000_000,
+        "processes": [],
+    }
+
+
+def run_on_gpus(project: Project, *arguments: str, **state: object) -> Run:
+    """Run on four pretended GPUs; `state` is added to what NVML has."""
+    pretended = project.root / "pretended"
+    pretended.mkdir()
+    shutil.copy(GUEST.with_name("pretend_nvml.py"), pretended / "pynvml.py")
+    nvml = pretended / "state.json"
+    nvml.write_text(json.dumps({"gpus": [gpu(index) for index in range(4)], **state}))
+    (project.root / "conftest.py").write_text(CONFTEST)
+    variables = {
+        "PYTHONPATH": str(pretended),
+        "PRETEND_NVML": str(nvml),
+        "PYTEST_MEGATRON_LEASES": str(project.root / "leases"),
+    }
+    return project.run("recipes", "--golden", "off", *arguments, **variables)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    project = Project(root=tmp_path_factory.mktemp("gpus"))
+    add(project, "ecc", "ecc@3:0")
+    add(project, "hang", "watchdog@2")
+    return run_on_gpus(project, "--tee-ranks", "none")
+
+
+def test_an_uncorrected_error_of_a_gpu_is_the_cause_and_the_next_attempt_has_other_gpus(
+    run: Run,
+) -> None:
+    assert run.verdict("ecc") == ("PASSED", "flaky")
+    first, second = run.attempts("ecc")
+    assert str(first["cause"]).startswith(
+        "GPU 0 (GPU-0) had 1 new uncorrected ECC error; rank 0 of 2 raised RuntimeError: CUDA error"
+    )
+    assert (first["signature"], first["is_transient"]) == ("ecc_dbe", True)
+    assert first["health"] == {
+        "faults": ["GPU 0 (GPU-0) had 1 new uncorrected ECC error"],
+        "notes": [],
+    }
+    assert second["health"] == {"faults": [], "notes": []}
+    healths = [read_object(Path(str(a["directory"]), "health.json")) for a in (first, second)]
+    leased = [[gpu["uuid"] for gpu in health["before"]] for health in healths]  # type: ignore[union-attr,index,call-overload]
+    assert leased == [["GPU-0", "GPU-1"], ["GPU-1", "GPU-2"]]
+    assert "again at once" in run.stdout
+
+
+def test_a_hang_that_no_teed_rank_reports_ends_once_every_rank_has_dumped(run: Run) -> None:
+    assert run.verdict("hang") == ("FAILED", "failed")
+    problem = run.problem("hang")
+    assert ": a collective did not finish after iteration 1 of 10: rank " in problem
+    phase = run.item_dir("hang") / "repeat_1" / "attempt_1" / "phase_1"
+    dumps = sorted(path.name for path in (phase / "flight").iterdir())
+    assert dumps == ["nccl_trace_rank_0", "nccl_trace_rank_1"]
+    stacks = [(phase / "logs" / str(rank) / "stderr.log").read_text() for rank in (0, 1)]
+    assert ["in hang_for_ever" in stack for stack in stacks] == [True, True]
+
+
+def test_an_oom_beside_another_program_is_tried_again(tmp_path: Path) -> None:
+    project = Project(root=tmp_path)
+    script = "echo 'torch.OutOfMemoryError: CUDA out of memory.' >&2; exit 1"
+    project.row("oom", script=[script], platforms=[PLATFORM], write_golden=False)
+    gpus = [{**gpu(index), "processes": [[4711, 60_000_000_000]]} for index in range(2)]
+    run = run_on_gpus(project, "--retry-backoff", "0", gpus=gpus)
+    assert run.verdict("oom") == ("ERROR", "broken")
+    said = "process 4711, not of this run, held 60.0 GB of GPU 0 (GPU-0)"
+    assert [str(a["cause"]).endswith(said) for a in run.attempts("oom")] == [True, True]
+    assert "known as cuda_oom (transient): end that process" in run.problem("oom")
+
+
+def test_an_nvml_that_crashes_fails_no_run(tmp_path: Path) -> None:
+    project = Project(root=tmp_path)
+    project.row("fine", script=["true"], platforms=[PLATFORM], write_golden=False)
+    run = run_on_gpus(project, crash_at_events=True)
+    assert run.verdict("fine") == ("PASSED", "passed")
+    (attempt,) = run.attempts("fine")
+    said = "not all could be read: no answer before the attempt, NVML may have crashed"
+    assert attempt["health"] == {"faults": [], "notes": [said]}

@@ -31,14 +31,17 @@ _TRACE_BYTES = 1 << 20
 _BEFORE_BYTES = 1 << 12
 _MOST_TRACES = 12  # of a rank that are read, from the last one on
 # A traceback behind such a line was caught: the program lived to log it.
+_UNCAUGHT = re.compile(
+    r"\[rank\d+\]: ?Traceback"
+)  # so written by torch's hook for uncaught ones alone
 _LOGGED = re.compile(
     r"\b(?:ERROR|WARNING|WARN|INFO|CRITICAL|DEBUG)\b|(?i:\b(?:caught|retry|handled|ignoring)\b)"
 )
 
 
-def classify_message(table: Table, message: str) -> Signature:
-    """Return the row for what an exception says; every exception has one."""
-    return table.raised(message) or table["exception"]
+def classify_message(table: Table, message: str, frames: Sequence[str] = ()) -> Signature:
+    """Return the row for what an exception says, and where; every exception has one."""
+    return table.raised(message, frames) or table["exception"]
 
 
 def find_fatal(
@@ -90,10 +93,10 @@ def classify_chain(chain: Chain, table: Table) -> tuple[Raised, Signature]:
     another rank's end while an earlier one does not.
     """
     last = chain.last
-    signature = classify_message(table, last.message)
+    signature = classify_message(table, last.message, last.frames)
     chosen = last, signature
     for later, earlier in zip(reversed(chain.links), [*reversed(chain.links)][1:], strict=False):
-        before = classify_message(table, earlier.message)
+        before = classify_message(table, earlier.message, earlier.frames)
         is_cause = before.role is Role.CAUSE
         if (
             later.link is Link.DIRECT
@@ -133,7 +136,9 @@ def _read_fatal(
         return None
     has_failed = end is not None and end.how != "exit code 0"
     was_logged = start > 0 and _LOGGED.search(lines[start - 1].text) is not None
-    if not is_all or not is_at_end(lines, chain.last.said) or (was_logged and not has_failed):
+    is_uncaught = _UNCAUGHT.search(_raw_line(log, at)) is not None
+    is_last = is_uncaught or (is_at_end(lines, chain.last.said) and (not was_logged or has_failed))
+    if not is_all or not is_last:
         return None
     raised, signature = classify_chain(chain, table)
     return Fatal(
@@ -175,6 +180,11 @@ def _lines_around(
             offsets.append(offset)
         offset += len(raw) + 1
     return lines, offsets, is_all or log.rank is None
+
+
+def _raw_line(log: LogFile, at: int) -> str:
+    """Return the beginning of a line as it is in the file."""
+    return read_from(log.path, at, 200).partition(b"\n")[0].decode(errors="replace")
 
 
 def _size(path: Path) -> int:

@@ -160,7 +160,10 @@ def _all(
     """Say how many gradients agree, and that there are any."""
     is_zero = not any(_number(row["norm_reference"]) for row in rows)
     if not answers:
-        note = "the checkpoints hold no optimizer state `exp_avg`, so nothing can be compared"
+        note = (
+            "the checkpoints hold no tensor optimizer.*.exp_avg.*, so nothing can be compared; a "
+            "distributed optimizer saves them with --dist-ckpt-optim-fully-reshardable"
+        )
     elif is_zero:
         note = "all gradients are zero, so nothing is compared"
     return Comparison(

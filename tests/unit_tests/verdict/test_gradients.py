@@ -44,8 +44,8 @@ def changed(name: str, amount: float, *, at: int | None = None) -> Tensors:
     return tensors
 
 
-def write(directory: Path, tensors: Tensors) -> Path:
-    state: dict[str, object] = {PREFIX + name: value for name, value in tensors.items()}
+def write(directory: Path, tensors: Tensors, *, prefix: str = PREFIX) -> Path:
+    state: dict[str, object] = {prefix + name: value for name, value in tensors.items()}
     state["decoder.layers.mlp.linear_fc1.weight"] = torch.ones(3)  # a weight is no gradient
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -78,6 +78,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Js
         "zero": {name: torch.zeros_like(value) for name, value in sound().items()},
     }
     paths = {name: write(root / name, tensors) for name, tensors in others.items()}
+    paths["chained"] = write(root / "chained", sound(), prefix=f"chained_0.{PREFIX}")
     reference = write(root / "reference", sound())
     found = measure_gradients(sys.executable, reference, list(paths.values()), os.environ)
     return dict(zip(paths, found, strict=True))
@@ -93,6 +94,7 @@ def failed(answers: tuple[Comparison, ...]) -> list[str]:
     ("case", "expected"),
     [
         pytest.param("same", [], id="bitwise equal"),
+        pytest.param("chained", [], id="of one of several optimizers"),
         pytest.param("rounding", [], id="within the tolerance"),
         pytest.param("one layer", ["decoder.layers.1.mlp.linear_fc1.weight"], id="one layer"),
         pytest.param("tiny lost", [TINY], id="a gradient near zero that is lost"),

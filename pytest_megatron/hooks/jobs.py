@@ -46,8 +46,12 @@ def make_job(session: RunSession, workload: Workload, node_id: str) -> Job:
         setting=setting,
         num_repeats=1 if options.is_lightweight else num_repeats,
         retry=policy_of(
-            workload, max_attempts=options.max_attempts, backoff_s=options.retry_backoff_s
+            workload,
+            max_attempts=options.max_attempts,
+            backoff_s=options.retry_backoff_s,
+            table=session.table,
         ),
+        table=session.table,
     )
 
 

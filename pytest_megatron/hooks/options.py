@@ -53,6 +53,7 @@ class Options:
         rdzv_endpoint: `HOST:PORT` of node 0, or "".
         rank_timeout_s: Limit for one phase of a distributed test; 0 is none.
         rank_grace_s: How long ranks may take after the first one failed.
+        signatures: Files with signatures of the user's own.
         num_transient_reruns: How often a distributed test is rerun after a transient failure.
         pdb_rank: The rank whose failures open the debugger; None is the first that fails.
         gang_start: `fork` or `fresh`.
@@ -84,6 +85,7 @@ class Options:
     rdzv_endpoint: str
     rank_timeout_s: float
     rank_grace_s: float
+    signatures: tuple[Path, ...]
     num_transient_reruns: int
     pdb_rank: int | None
     gang_start: GangStart
@@ -142,6 +144,7 @@ def add_options(parser: pytest.Parser) -> None:
     add("rdzv-endpoint", "address of node 0, where the others call", metavar="HOST:PORT")
     add("rank-timeout", "limit for one phase of a distributed test, 0 is none (300)", metavar="S")
     add("rank-grace", "how long ranks may take after the first failed (10)", metavar="S")
+    add("signatures", "TOML file with signatures of your own", action="append", metavar="FILE")
     add("rerun-transient", "reruns of a test that failed for a transient cause (0)", metavar="N")
     add("pdb-rank", "with --pdb, the rank to debug; by default the first to fail", metavar="RANK")
     add("gang-start", "fork ranks (default), or fresh interpreters", metavar="fork|fresh")
@@ -190,6 +193,7 @@ def read_options(config: pytest.Config) -> Options:
         rdzv_endpoint=rdzv_endpoint,
         rank_timeout_s=_seconds(config, "rank-timeout", 300.0),
         rank_grace_s=_seconds(config, "rank-grace", 10.0),
+        signatures=tuple(Path(name) for name in _words(config, "signatures")),
         num_transient_reruns=_index(config, "rerun-transient") or 0,
         pdb_rank=_index(config, "pdb-rank"),
         gang_start=cast("GangStart", _choice(config, "gang-start", ("fork", "fresh"))),

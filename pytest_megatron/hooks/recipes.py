@@ -41,7 +41,7 @@ class RecipeFile(pytest.File):
                 self._shown_path(), vocabulary=plugin_of(self.config).vocabulary
             )
             for workload in workloads:
-                _check_signatures(workload)
+                _check_signatures(workload, self.config)
         except MegatronError as error:
             raise self.CollectError(str(error)) from None
         marks = _Marks(self.config)
@@ -95,16 +95,17 @@ def are_recipes_asked_for(config: pytest.Config) -> bool:
     return False
 
 
-def _check_signatures(workload: Workload) -> None:
+def _check_signatures(workload: Workload, config: pytest.Config) -> None:
     """Make sure that the signatures exist that a row names.
 
     Raises:
         RecipeError: One does not, or cannot be what the row says.
     """
     if workload.transient or workload.never_transient:
-        from pytest_megatron.verdict.retry import policy_of  # noqa: PLC0415 - not for all
+        from pytest_megatron.hooks.item import plugin_of  # noqa: PLC0415 - not for all
+        from pytest_megatron.verdict.retry import policy_of  # noqa: PLC0415
 
-        policy_of(workload, max_attempts=None, backoff_s=0.0)
+        policy_of(workload, max_attempts=None, backoff_s=0.0, table=plugin_of(config).table)
 
 
 def _parts_below(path: Path, root: Path) -> tuple[str, ...]:

@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from pytest_megatron.config import load_config
+from pytest_megatron.errors import ConfigError, TriageError
 from pytest_megatron.files import write_text_atomically
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.launch.facts import Facts, gather_facts
+from pytest_megatron.triage.signature import Table, load_table
 from pytest_megatron.verdict.ledger import RunLedger
 
 OWN_DIR = Path(".pytest_megatron")
@@ -41,6 +44,7 @@ class RunSession:
         self.is_worker = worker is not None
         self._worker_id = None if worker is None else worker["workerid"]
         self._is_open = False
+        self._table: Table | None = None
         if worker is not None:
             self.run_dir = Path(worker[_RUN_DIR_KEY])
             self.arguments: list[str] = json.loads(worker[_ARGUMENTS_KEY])
@@ -52,6 +56,22 @@ class RunSession:
     def facts(self) -> Facts:
         """Where and with what this session runs."""
         return gather_facts(self.root)
+
+    @property
+    def table(self) -> Table:
+        """The signatures, with those of the project and the user.
+
+        Raises:
+            pytest.UsageError: A file of theirs cannot be read.
+        """
+        if self._table is None:
+            try:
+                typed = (Path(self._directory, path) for path in self.options.signatures)
+                own = (*load_config(self.root).signature_files, *typed)
+                self._table = load_table(own)
+            except (ConfigError, TriageError) as error:
+                raise pytest.UsageError(str(error)) from None
+        return self._table
 
     @property
     def ledger(self) -> RunLedger:

@@ -24,10 +24,12 @@ from pytest_megatron.hooks.run_file import run_file_of
 from pytest_megatron.hooks.selection import SelectionPlugin
 from pytest_megatron.hooks.session import RunSession, make_own_dir, session_of
 from pytest_megatron.hooks.terminal import LiveTerminal, Quiet, print_plan
+from pytest_megatron.launch.checkpoints import require_frozen
 from pytest_megatron.recipe.load import project_words
 from pytest_megatron.recipe.vocabulary import Vocabulary
 from pytest_megatron.report.record import item_record
 from pytest_megatron.report.text import mismatch, training_failure
+from pytest_megatron.triage.signature import Table
 from pytest_megatron.verdict.attempt import Attempt
 from pytest_megatron.verdict.decide import Verdict
 from pytest_megatron.verdict.expected import evaluate
@@ -42,6 +44,7 @@ def register_roles(config: pytest.Config, options: Options) -> None:
         pytest.UsageError: The project's settings or the policy are wrong.
     """
     session = session_of(config, options)
+    _ = session.table  # a file of the user's that cannot be read is refused before anything runs
     try:
         vocabulary = project_words(session.root)
         policy = policy_named(options.golden_policy)
@@ -81,6 +84,11 @@ class WorkloadPlugin:
         self._policy = policy
         self.vocabulary = vocabulary
         self._goldens = goldens
+
+    @property
+    def table(self) -> Table:
+        """The signatures that failures are looked up in."""
+        return self._session.table
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
@@ -228,7 +236,9 @@ class WorkloadPlugin:
             job = make_job(self._session, item.workload, item.nodeid)
             is_compared = job.is_compared and self._session.options.golden != "off"
             golden = golden_path_of(job) if is_compared else None
-            print_plan(self._config, job, plan_job(job), golden)
+            plan = plan_job(job)
+            print_plan(self._config, job, plan, golden)
+            require_frozen(plan)
         except MegatronError as error:
             raise pytest.UsageError(str(error)) from None
 

@@ -12,6 +12,7 @@ The only module of `launch` that imports torch, and so never imported by the con
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 import warnings
@@ -26,9 +27,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 # With Adam's betas at 0 the first moment is the gradient.
 # Source: Megatron-LM tests/functional_tests/python_test_utils/test_optimizer_grads_match.py,
 # d98e8a64dd.
-_GRADIENT = re.compile(r"optimizer\..*?\bexp_avg\.(?P<name>.+)").fullmatch
+_GRADIENT = re.compile(r"(chained_\d+\.)?optimizer\..*?\bexp_avg\.(?P<name>.+)").fullmatch
 # All layers in one tensor, the layer first: `decoder.layers.mlp.linear_fc1.weight`.
 _STACKED = re.compile(r"(?P<before>.*\blayers\.)(?P<after>[A-Za-z_].*)").fullmatch
+_CHUNK_VALUES = 1 << 24  # that are held in double precision at once
 _PADDED = re.compile(r"(^|.*\.)(word_embeddings|output_layer)\.weight").fullmatch
 
 
@@ -46,13 +48,13 @@ class Checkpoint:
         self._entries = metadata.state_dict_metadata
 
     def read(self, name: str) -> torch.Tensor:
-        """Return one gradient in double precision."""
+        """Return one gradient."""
         key = self.keys[name]
         entry = self._entries[key]
         assert isinstance(entry, TensorStorageMetadata)
         state = {key: torch.empty(entry.size, dtype=entry.properties.dtype)}
         load(state, storage_reader=FileSystemReader(self._directory))
-        return state[key].double()
+        return state[key]
 
 
 def measure(reference: Checkpoint, other: Checkpoint) -> dict[str, object]:
@@ -84,25 +86,34 @@ def _rows(name: str, a: torch.Tensor, b: torch.Tensor) -> Iterator[dict[str, obj
 
 
 def _row(name: str, a: torch.Tensor, b: torch.Tensor, num_padding: int) -> dict[str, object]:
+    not_finite = [int((~part.isfinite()).sum()) for part in (a, b)]
     row: dict[str, object] = {
         "name": name,
         "shape_reference": list(a.shape),
         "shape_other": list(b.shape),
         "num_padding": num_padding,
-        "num_not_finite": int((~a.isfinite()).sum() + (~b.isfinite()).sum()),
+        "num_not_finite": sum(not_finite),
         "norm_reference": _norm(a),
         "norm_other": _norm(b),
         "norm_difference": None,
     }
     if a.shape == b.shape:
-        row["norm_difference"] = _norm(a - b)
+        row["norm_difference"] = _norm(a, b)
     return row
 
 
-def _norm(tensor: torch.Tensor) -> float | None:
-    """Return the root of the sum of squares; None where that is not finite."""
-    norm = float(torch.linalg.vector_norm(tensor))
-    return norm if norm < float("inf") else None
+def _norm(tensor: torch.Tensor, other: torch.Tensor | None = None) -> float | None:
+    """Return the norm of a tensor, or of its difference to another; None where not finite.
+
+    In double precision, a part at a time: the embeddings of a large model have gigabytes.
+    """
+    parts = torch.split(tensor.flatten(), _CHUNK_VALUES)
+    others = [None] * len(parts) if other is None else torch.split(other.flatten(), _CHUNK_VALUES)
+    squares = 0.0
+    for part, away in zip(parts, others, strict=True):
+        apart = part.double() if away is None else part.double() - away.double()
+        squares += float(apart.square().sum())
+    return math.sqrt(squares) if math.isfinite(squares) else None
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ def item_record(
         problem: Why it did not pass, as printed.
         is_expected: Whether the problem is what the case expects, which passes.
     """
-    summary = summary_line(training, judgement if problem is None else None, problem)
+    summary = summary_line(training, judgement, problem)
     return {
         "verdict": (verdict or training.verdict).value,
         "problem": problem,

@@ -9,6 +9,7 @@ from typing import assert_never
 
 from pytest_megatron.golden.comparison import render
 from pytest_megatron.golden.model import MetricMap
+from pytest_megatron.launch.case import Evaluation
 from pytest_megatron.launch.phases import Frozen, Rewind
 from pytest_megatron.launch.plan import AttemptPlan, PhasePlan
 from pytest_megatron.launch.secrets import Redactor
@@ -66,9 +67,8 @@ def summary_line(
         num_tokens = sum(len(r.tokens or ()) for r in generation.requests.values())
         parts.append(f"{num_tokens} tokens for {len(generation.requests)} requests")
     if problem is not None:
-        cause = training.attempts[-1].cause
-        parts.append("metrics disagree" if cause is None else cause.text.partition("; ")[0])
-    if judgement is not None:
+        parts.append(_why_in_short(training, judgement))
+    elif judgement is not None:
         notes = [
             f"resumed: {note}" if repeat.against == "first phase" else note
             for repeat in judgement.repeats
@@ -78,6 +78,17 @@ def summary_line(
         parts += list(dict.fromkeys(notes))
     parts += [_retried(a) for a in training.attempts[:-1] if a.cause is not None]
     return ", ".join(parts)
+
+
+def _why_in_short(training: Training, judgement: Judgement | None) -> str:
+    cause, case = training.attempts[-1].cause, training.job.case
+    if cause is not None:
+        return cause.text.partition("; ")[0]
+    is_to_fail = case is not None and case.evaluation is Evaluation.XPASS
+    if is_to_fail and judgement is not None and not judgement.failed:
+        return "passed, but was expected to fail"
+    what = "metrics" if training.job.gradient_tolerance is None else "gradients"
+    return f"{what} disagree"
 
 
 def plan_text(job: Job, plan: AttemptPlan, golden: Path | None) -> str:

@@ -21,7 +21,7 @@ from pytest_megatron.triage.names import is_worth_reading
 
 MOST_BYTES = 8 << 30
 MOST_FILES = 100_000
-_MOST_RATIO = 2000  # of sizes; text packs to a hundredth, a bomb to less than a thousandth
+MOST_RATIO = 2000  # of sizes; text packs to a hundredth, a bomb to less than a thousandth
 _RATIO_FROM_BYTES = 64 << 20
 _COPY_BYTES = 1 << 20
 _SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".gz")
@@ -155,7 +155,7 @@ def _refuse(path: Path, members: list[_Member]) -> None:
     if len(members) > MOST_FILES or num_bytes > MOST_BYTES:
         _refuse_size(path, len(members), num_bytes)
     num_packed = sum(m.num_packed for m in members if m.num_packed is not None)
-    if num_bytes > _RATIO_FROM_BYTES and 0 < num_packed * _MOST_RATIO < num_bytes:
+    if num_bytes > _RATIO_FROM_BYTES and 0 < num_packed * MOST_RATIO < num_bytes:
         raise TriageError(
             str(path), f"unpacks {num_packed} bytes to {num_bytes}, which no log does; not unpacked"
         )

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from pytest_megatron.triage.root import Root
 from pytest_megatron.triage.signature import Role, Signature, Table
 from pytest_megatron.triage.story import Event, Fatal, Place, RankStory, Story
 from pytest_megatron.triage.unit import Ended
-from pytest_megatron.triage.waiting import find_absent, is_watchdog
+from pytest_megatron.triage.waiting import find_absent, is_watchdog, odd_by_fingerprint
 
 TIE_S = 2.0  # stamps have whole seconds, and clocks of nodes differ
 _NOT_THE_CAUSE = ("SIGTERM", "exit code 0")
@@ -55,6 +55,9 @@ def find_root(story: Story, table: Table) -> Root | None:
     if story.unit.known.ended in (Ended.TIME_LIMIT, Ended.HUNG_COLLECTIVE):
         candidates = [c for c in candidates if _is_own(c)]
     root = _first(candidates, story)
+    if root is not None and (odd := odd_by_fingerprint(story)):
+        guilty = next((_of(c, odd) for c in candidates if c.story.rank == odd[0]), root)
+        root = replace(guilty, ranks=odd, is_all=False, what="called another collective")
     explained = _explained(story, root)
     if explained is not None:
         return explained

@@ -47,7 +47,7 @@ _PHASES = (
 )
 _TRIED = re.compile(r"Tried to allocate (\S+ \w+)|you tried to allocate (\d+ bytes)")
 _FREE = re.compile(r"of which (\S+ \w+) is free|; (\S+ \w+) free")
-_TOTAL = re.compile(r"total capacity of (\S+ \w+)|(\S+ \w+) total capacity")
+_TOTAL = re.compile(r"total capacity of (\S+ \w+)|([\d.]+ \w+) total capacity")
 _GPU = re.compile(r"\bGPU (\d+)\b")
 _IN_USE = re.compile(r"this process has (\S+ \w+) memory in use")
 _OTHER = re.compile(r"Process (\d+) has (\S+ \w+) memory in use")

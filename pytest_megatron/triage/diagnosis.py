@@ -173,8 +173,9 @@ def _paragraph(
 def _who(story: Story, root: Root) -> str:
     what = _shorten(root.what)
     if not root.ranks:
-        subject = "A rank" if root.what.startswith(("lost", "waited", "wrote")) else "The launch"
-        return f"{subject} {what}" if what else f"The launch failed: {root.signature.family}"
+        is_of_rank = root.what.startswith(("lost", "waited")) and bool(story.ranks)
+        subject = "A rank" if is_of_rank else "The launcher" if story.ranks else "The program"
+        return f"{subject} {what}" if what else f"The launch failed, {root.signature.family}"
     if root.is_all:
         return f"Every one of {story.world_size} ranks {what}"
     ranks = say_ranks(root.ranks)

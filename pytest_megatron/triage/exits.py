@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from pytest_megatron.triage.lines import parse_line, parse_time
 
 # In every line that tells of an end, and so looked for.
-LITERALS = ("(local_rank: ", "failed (exitcode: ", "srun: error: ", "exited on signal")
+LITERALS = (
+    *("(local_rank: ", "failed (exitcode: ", "srun: error: ", "exited on signal"),
+    "forcefully exiting via",
+)
 NEAR_BYTES = (600, 6000)  # before and behind a row of torch's table: what belongs to it
 
 _ROW = re.compile(
@@ -31,6 +34,7 @@ _SRUN = re.compile(
     r"^srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,\-]+): "
     r"(?:Exited with exit code (?P<code>\d+)|(?P<word>[A-Z][\w ]*))"
 )
+_FORCED = re.compile(r"Unable to shutdown process (?P<pid>\d+) via .*forcefully exiting via")
 _MPIRUN = re.compile(r"process rank (?P<rank>\d+) .*exited on signal (?P<number>\d+)")
 _WORDS = {
     "Killed": "SIGKILL",
@@ -101,6 +105,17 @@ def read_exits(line: str, around: str, at: int) -> tuple[Exit, ...]:
         killed = how_it_ended(-int(process["number"]))
         return (Exit(rank=int(process["rank"]), how=killed, shown=text),)
     return ()
+
+
+def stubborn_pid(line: str) -> int | None:
+    """Return the process that torch's agent killed, as it had not heard its SIGTERM."""
+    found = _FORCED.search(line)
+    return None if found is None else int(found["pid"])
+
+
+def excuse(end: Exit, stubborn: Collection[int | None]) -> Exit:
+    """Return the end of a rank that the agent killed as the SIGTERM that it had not heard."""
+    return replace(end, how="SIGTERM") if end.pid is not None and end.pid in stubborn else end
 
 
 def merge_exits(exits: Sequence[Exit]) -> dict[int, Exit]:

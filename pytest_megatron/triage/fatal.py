@@ -15,7 +15,15 @@ from pytest_megatron.triage.lines import Line, parse_line
 from pytest_megatron.triage.scan import read_from
 from pytest_megatron.triage.signature import Role, Signature, Table
 from pytest_megatron.triage.story import Fatal, Place
-from pytest_megatron.triage.trace import HEADER, Chain, Link, Raised, is_at_end, read_chain
+from pytest_megatron.triage.trace import (
+    HEADER,
+    Chain,
+    Link,
+    Raised,
+    is_at_end,
+    is_continued,
+    read_chain,
+)
 from pytest_megatron.triage.unit import LogFile, Stream
 
 NEEDED = ("short test summary info",)  # texts to look for beside the headers of tracebacks
@@ -23,14 +31,17 @@ _TRACE_BYTES = 1 << 20
 _BEFORE_BYTES = 1 << 12
 _MOST_TRACES = 12  # of a rank that are read, from the last one on
 # A traceback behind such a line was caught: the program lived to log it.
+_UNCAUGHT = re.compile(
+    r"\[rank\d+\]: ?Traceback"
+)  # so written by torch's hook for uncaught ones alone
 _LOGGED = re.compile(
     r"\b(?:ERROR|WARNING|WARN|INFO|CRITICAL|DEBUG)\b|(?i:\b(?:caught|retry|handled|ignoring)\b)"
 )
 
 
-def classify_message(table: Table, message: str) -> Signature:
-    """Return the row for what an exception says; every exception has one."""
-    return table.raised(message) or table["exception"]
+def classify_message(table: Table, message: str, frames: Sequence[str] = ()) -> Signature:
+    """Return the row for what an exception says, and where; every exception has one."""
+    return table.raised(message, frames) or table["exception"]
 
 
 def find_fatal(
@@ -82,10 +93,10 @@ def classify_chain(chain: Chain, table: Table) -> tuple[Raised, Signature]:
     another rank's end while an earlier one does not.
     """
     last = chain.last
-    signature = classify_message(table, last.message)
+    signature = classify_message(table, last.message, last.frames)
     chosen = last, signature
     for later, earlier in zip(reversed(chain.links), [*reversed(chain.links)][1:], strict=False):
-        before = classify_message(table, earlier.message)
+        before = classify_message(table, earlier.message, earlier.frames)
         is_cause = before.role is Role.CAUSE
         if (
             later.link is Link.DIRECT
@@ -118,27 +129,26 @@ def _read_fatal(
     start = starts[0]
     if "traceback : " in lines[start].text:  # the launcher's copy of an error file
         return None
+    if is_continued(lines, start):  # read with the traceback that it goes on from
+        return None
     chain = read_chain(lines, start)
     if chain is None or chain.is_ignored:
         return None
     has_failed = end is not None and end.how != "exit code 0"
     was_logged = start > 0 and _LOGGED.search(lines[start - 1].text) is not None
-    if not is_all or not is_at_end(lines, chain.last.end) or (was_logged and not has_failed):
+    is_uncaught = _UNCAUGHT.search(_raw_line(log, at)) is not None
+    is_last = is_uncaught or (is_at_end(lines, chain.last.said) and (not was_logged or has_failed))
+    if not is_all or not is_last:
         return None
     raised, signature = classify_chain(chain, table)
-    index = next(i for i in range(raised.start, raised.end) if _is_headline(lines[i], raised))
     return Fatal(
         signature=signature,
         message=raised.message,
         frame=raised.own_frame,
         frames=raised.frames,
         time_s=raised.time_s,
-        place=Place(log=log, offset=offsets[index], text=raised.headline),
+        place=Place(log=log, offset=offsets[raised.said], text=raised.headline),
     )
-
-
-def _is_headline(line: Line, raised: Raised) -> bool:
-    return line.text.strip() == raised.headline.strip()
 
 
 def _chosen(found: Sequence[Fatal]) -> Fatal:
@@ -170,6 +180,11 @@ def _lines_around(
             offsets.append(offset)
         offset += len(raw) + 1
     return lines, offsets, is_all or log.rank is None
+
+
+def _raw_line(log: LogFile, at: int) -> str:
+    """Return the beginning of a line as it is in the file."""
+    return read_from(log.path, at, 200).partition(b"\n")[0].decode(errors="replace")
 
 
 def _size(path: Path) -> int:

@@ -14,7 +14,14 @@ from pytest_megatron.errors import TriageError
 from pytest_megatron.triage.collectives import Finding, analyse
 from pytest_megatron.triage.errorfile import read_error_file
 from pytest_megatron.triage.exits import LITERALS as EXIT_LITERALS
-from pytest_megatron.triage.exits import NEAR_BYTES, Exit, merge_exits, read_exits
+from pytest_megatron.triage.exits import (
+    NEAR_BYTES,
+    Exit,
+    excuse,
+    merge_exits,
+    read_exits,
+    stubborn_pid,
+)
 from pytest_megatron.triage.fatal import NEEDED, classify_message, find_fatal
 from pytest_megatron.triage.flight import FlightDump, read_flight
 from pytest_megatron.triage.lines import is_labelled, is_noise, last_iteration, parse_line
@@ -51,6 +58,14 @@ class _Notebook:
     stacks: list[tuple[LogFile, int]] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class _Ends:
+    """How ranks ended, as lines of launchers tell; and processes that had to be killed."""
+
+    rows: list[tuple[Exit, Place]] = field(default_factory=list)
+    stubborn: set[int | None] = field(default_factory=set)
+
+
 def make_scanner(table: Table) -> Scanner:
     """Return what finds every text that a table, and this module, look for."""
     return Scanner([*_OWN, *(text for row in table.lines for text in row.literals)])
@@ -59,7 +74,7 @@ def make_scanner(table: Table) -> Scanner:
 def gather(unit: Unit, table: Table, scanner: Scanner) -> Story:
     """Read all logs of a launch. A file that cannot be read is noted."""
     books: defaultdict[int | None, _Notebook] = defaultdict(_Notebook)
-    exits: list[tuple[Exit, Place]] = []
+    told = _Ends()
     labelled: set[LogFile] = set()
     notes = list(unit.notes)
     for log in unit.logs:
@@ -67,25 +82,27 @@ def gather(unit: Unit, table: Table, scanner: Scanner) -> Story:
             head = _texts(read_from(log.path, 0, _HEAD_BYTES))
             if log.rank is None and is_labelled(head[:-1]):
                 labelled.add(log)
-            _read_log(log, table, scanner, books, exits, is_labelled=log in labelled)
+            _read_log(log, table, scanner, books, told, is_labelled=log in labelled)
         except OSError as error:
             notes.append(f"{log.shown}: {error.strerror}")
+    exits = [(excuse(end, told.stubborn), place) for end, place in told.rows]
     ends = merge_exits([end for end, _ in exits])
     shown = dict(exits)
     known_ranks = {rank for rank in books if rank is not None} | ends.keys() | set(unit.ranks)
-    is_clean = _is_presumed_clean(unit, ends)
+    own = _fatal(books[None], None, table, labelled, None, is_clean=False)
+    is_clean = _is_presumed_clean(unit, ends, own)
     ranks: dict[int, RankStory] = {}
     for rank in sorted(known_ranks):
-        told = read_error_file(unit.error_files.get(rank), table)
+        by_file = read_error_file(unit.error_files.get(rank), table)
         fatal = _fatal(books[rank], ends.get(rank), table, labelled, rank, is_clean=is_clean)
-        if fatal is None and told is None and not is_clean:
+        if fatal is None and by_file is None and not is_clean and not books[rank].traces:
             fatal = _bare([log for log in unit.logs if log.rank == rank], ends.get(rank), table)
-        ranks[rank] = _story(rank, books[rank], ends.get(rank), _better(told, fatal), unit)
+        ranks[rank] = _story(rank, books[rank], ends.get(rank), _better(by_file, fatal), unit)
         if rank in ends:
             ranks[rank] = replace(ranks[rank], exit_place=shown[ends[rank]])
     alone = is_clean if not known_ranks else is_clean or bool(ends)
-    launcher = _fatal(books[None], None, table, labelled, None, is_clean=alone)
-    if launcher is None and not alone:
+    launcher = None if alone else own
+    if launcher is None and not alone and not books[None].traces:
         launcher = _bare([log for log in unit.logs if log.rank is None], None, table)
     return Story(
         unit=unit,
@@ -113,7 +130,7 @@ def _read_log(
     table: Table,
     scanner: Scanner,
     books: defaultdict[int | None, _Notebook],
-    exits: list[tuple[Exit, Place]],
+    ends: _Ends,
     *,
     is_labelled: bool,
 ) -> None:
@@ -129,7 +146,8 @@ def _read_log(
         if _STACK in line.text:
             book.stacks.append((log, raw.start))
         if log.rank is None and any(text in line.text for text in EXIT_LITERALS):
-            exits += _exits_at(log, raw)
+            ends.rows += _exits_at(log, raw)
+            ends.stubborn.add(stubborn_pid(line.text))
         place = Place(log=log, offset=raw.start, text=line.text)
         if line.text.startswith(_WHAT):
             message = f"c10::Error: {line.text.removeprefix(_WHAT)}"
@@ -173,10 +191,12 @@ def _enqueued(text: str) -> Enqueued:
     )
 
 
-def _is_presumed_clean(unit: Unit, ends: dict[int, Exit]) -> bool:
+def _is_presumed_clean(unit: Unit, ends: dict[int, Exit], launcher: Fatal | None) -> bool:
     """Whether nothing failed as far as the launcher knows: it would have said so in its log."""
     if unit.known.returncode is not None:
         return unit.known.returncode == 0
+    if launcher is not None and any(f.startswith("run.py:") for f in launcher.frames):
+        return False  # it was torch's agent itself that ended with an exception
     has_launcher = any(log.rank is None for log in unit.logs)
     return has_launcher and bool(unit.ranks) and not ends and not unit.error_files
 

@@ -11,7 +11,7 @@ import functools
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import TypeVar, cast
@@ -23,13 +23,15 @@ _LEAST_LITERAL = 4  # of fewer characters, every log is full
 TABLE = Path(__file__).parent / "signatures.toml"
 _KEYS = frozenset(
     {"id", "family", "role", "where", "literals", "pattern", "transient", "policy", "advice"}
-    | {"command", "source", "fatal", "explains", "examples", "counterexamples"}
+    | {"command", "source", "fatal", "explains", "frames", "examples", "counterexamples"}
 )
 # No network and no machine raises these.
 _OWN_MISTAKE = re.compile(
     r"(?:Assertion|Attribute|FloatingPoint|Index|Key|Lookup|Name|NotImplemented|Recursion|Syntax|Type"
     r"|UnboundLocal|Unicode\w*|Value|ZeroDivision)Error\b"
 )
+# What is said not to be there, right before the words of a signature.
+_DENIED = re.compile(r"(?i)\b(?:no|not|never|without|zero|0)\s+(?:[a-z]+\s+){0,2}$")
 _NEEDED = ("id", "family", "advice", "examples")
 
 
@@ -76,6 +78,9 @@ class Signature:
         source: Where the rule comes from, or None.
         is_fatal: Whether such a line is only written when a process or a job ends.
         explains: Families that are consequences where such a line is.
+        frames: Regular expression; where there is one, a frame of the traceback must match it:
+            `EOFError` says nothing, `EOFError` in `torch.load` does. Only for `Where.RAISED`.
+        is_ours: Whether it is a row of the package, and no user's.
     """
 
     id: str
@@ -91,8 +96,10 @@ class Signature:
     source: str | None = None
     is_fatal: bool = False
     explains: tuple[str, ...] = ()
+    frames: str | None = None
     examples: tuple[str, ...] = ()
     counterexamples: tuple[str, ...] = ()
+    is_ours: bool = False
 
     def search(self, text: str) -> re.Match[str] | None:
         """Return where the pattern is in a line, or in what an exception says."""
@@ -102,10 +109,15 @@ class Signature:
         """Return the match of a line that also holds one of the literals."""
         if not any(literal in text for literal in self.literals):
             return None
-        return self.search(text)
+        match = self.search(text)
+        if match is not None and _DENIED.search(text, 0, match.start()) is not None:
+            return None
+        return match
 
-    def match_raised(self, message: str) -> re.Match[str] | None:
+    def match_raised(self, message: str, frames: Sequence[str] = ()) -> re.Match[str] | None:
         """Return the match of what an exception says; a line of it may match as one of a log."""
+        if self.frames is not None and not any(map(_compiled(self.frames).search, frames)):
+            return None
         match self.where:
             case Where.RAISED:
                 return self.search(message)
@@ -127,16 +139,17 @@ class Table:
         """Return the row with an id that the code itself needs."""
         return next(row for row in self.signatures if row.id == name)
 
-    def raised(self, message: str) -> Signature | None:
+    def raised(self, message: str, frames: Sequence[str] = ()) -> Signature | None:
         """Return the first row that matches what an exception says.
 
         Args:
             message: `Type: text`, of several lines perhaps. The text of an exception that only a
-                program's own mistake raises may quote anything; it is never transient.
+                program's own mistake raises may quote anything; no row of ours makes it transient.
+            frames: `file:line in name` of its traceback, as far as they are known.
         """
         is_own = _OWN_MISTAKE.match(message) is not None
-        rows = (row for row in self.signatures if not (is_own and row.is_transient))
-        return next((row for row in rows if row.match_raised(message)), None)
+        rows = (row for row in self.signatures if not (is_own and row.is_ours and row.is_transient))
+        return next((row for row in rows if row.match_raised(message, frames)), None)
 
     def exit(self, ended: str) -> Signature | None:
         """Return the first row that matches how a rank ended: `SIGKILL`, `exit code 3`."""
@@ -211,11 +224,16 @@ def _wrong_example(table: Table, row: Signature, example: str) -> str | None:
             found = match_line(table, example)
             first = None if found is None else found[0]
         case Where.RAISED:
-            first = table.raised(example)
+            first = table.raised(example, () if row.frames is None else (_a_frame(row.frames),))
         case Where.EXIT:
             first = table.exit(example)
     assert first is not None
     return None if first.id == row.id else f"{first.id}, an earlier row, takes it"
+
+
+def _a_frame(pattern: str) -> str:
+    """Return a frame that a row's pattern matches: rows write theirs as `file|file`."""
+    return f"{pattern.partition('|')[0].replace(chr(92), '')}1 in f"
 
 
 def _matches(row: Signature, example: str) -> bool:
@@ -242,11 +260,15 @@ def _read(path: Path, families: Mapping[str, str]) -> Table:
     rows = data.get("signature", [])
     if not isinstance(more, dict) or not isinstance(rows, list):
         raise TriageError(str(path), "expected [[signature]] tables and a [families] table")
+    is_ours = path == TABLE
     known = {**families, **{name: str(text) for name, text in more.items()}}
-    signatures = [_row(row, f"{path}: signature {i}", known) for i, row in enumerate(rows, start=1)]
+    signatures = [
+        replace(_row(row, f"{path}: signature {number}", known), is_ours=is_ours)
+        for number, row in enumerate(rows, start=1)
+    ]
     if not signatures:
         raise TriageError(str(path), "has no [[signature]], expected at least one")
-    if path != TABLE:  # compiling all takes longer than reading most logs; a test checks ours
+    if not is_ours:  # compiling all takes longer than reading most logs; a test checks ours
         _check_patterns(signatures, str(path))
     ids = [row.id for row in signatures]
     if twice := sorted({name for name in ids if ids.count(name) > 1}):
@@ -303,6 +325,7 @@ def _row(row: JsonValue, where: str, families: Mapping[str, str]) -> Signature:
         source=_text(row, "source", where) if "source" in row else None,
         is_fatal=_flag(row, "fatal", where),
         explains=_texts(row, "explains", where),
+        frames=_text(row, "frames", where) if "frames" in row else None,
         examples=_texts(row, "examples", where),
         counterexamples=_texts(row, "counterexamples", where),
     )

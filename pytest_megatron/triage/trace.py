@@ -26,7 +26,7 @@ _NOT_FATAL = re.compile(
     r"^Exception ignored in|^Error in atexit|^--- Logging error|^Exception in thread"
 )
 _MOST_MESSAGE_LINES = 12
-_MOST_LINES_AFTER = 5  # that may follow what ended a rank
+_MOST_LINES_AFTER = 7  # that may follow what ended a rank; of its message too
 
 
 class Link(Enum):
@@ -48,6 +48,7 @@ class Raised:
         time_s: Of the last line with a time before it, or None.
         link: To the exception before it in the same log.
         start: Index of its header in the lines.
+        said: Index of the line with its type.
         end: Index behind its last line.
     """
 
@@ -57,6 +58,7 @@ class Raised:
     time_s: float | None
     link: Link
     start: int
+    said: int
     end: int
 
     @property
@@ -102,12 +104,19 @@ def read_chain(lines: Sequence[Line], start: int) -> Chain | None:
     return Chain(links=tuple(links), is_ignored=_NOT_FATAL.search(before) is not None)
 
 
-def is_at_end(lines: Sequence[Line], end: int) -> bool:
-    """Whether nothing worth mentioning follows: the rank ended there.
+def is_continued(lines: Sequence[Line], start: int) -> bool:
+    """Whether the traceback whose header is `lines[start]` goes on from one before it."""
+    before = (line.text.strip() for line in reversed(lines[max(0, start - 3) : start]))
+    said = next((text for text in before if text), "")
+    return said.startswith((_DIRECT, _DURING))
+
+
+def is_at_end(lines: Sequence[Line], said: int) -> bool:
+    """Whether nothing worth mentioning follows the line `said`: the rank ended there.
 
     A training that goes on prints iterations; one that ends prints what `is_noise` knows.
     """
-    after = [line.text for line in lines[end:]]
+    after = [line.text for line in lines[said + 1 :]]
     if any(parse_iteration(text) is not None for text in after):
         return False
     return sum(not is_noise(text) for text in after) <= _MOST_LINES_AFTER
@@ -154,6 +163,7 @@ def _read_one(lines: Sequence[Line], start: int, link: Link) -> Raised | None:
         index += 1
     if index >= len(lines) or not _RAISED.match(lines[index].text[indent:]):
         return None
+    said = index
     message = [lines[index].text[indent:]]
     end = index + 1
     while end < len(lines) and len(message) < _MOST_MESSAGE_LINES:
@@ -168,6 +178,7 @@ def _read_one(lines: Sequence[Line], start: int, link: Link) -> Raised | None:
         time_s=_time_before(lines, end),
         link=link,
         start=start,
+        said=said,
         end=end,
     )
 
@@ -176,6 +187,8 @@ def _belongs(text: str) -> bool:
     """Whether a line behind an exception's first is part of its message."""
     stops = (HEADER, _DIRECT, _DURING, "Original Traceback", "Exception ignored in", "terminate ")
     if not text.strip() or any(stop in text for stop in stops):
+        return False
+    if parse_iteration(text) is not None:
         return False
     return re.match(r"\[?[EWIF]\d{4} |.*NCCL (?:INFO|WARN)|\[?\d{4}-\d\d-\d\d", text) is None
 

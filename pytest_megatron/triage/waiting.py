@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -10,6 +11,10 @@ from pytest_megatron.triage.root import Root
 from pytest_megatron.triage.signature import Role, Signature, Table
 from pytest_megatron.triage.story import Event, Place, RankStory, Story
 
+_FINGERPRINT = re.compile(
+    r"Rank (?P<rank>\d+) is running collective: CollectiveFingerPrint\("
+    r"(?:SequenceNumber=\d+, )?(?P<call>OpType=[^)]*?TensorDtypes=[^,)]*|OpType=[^),]*)"
+)
 _TIMEOUTS = ("nccl_timeout", "store_timeout")
 
 
@@ -39,7 +44,7 @@ def find_absent(story: Story, table: Table) -> Root | None:
         )
     signature, place, message = _worst(hurt.values())
     is_timeout = signature.family in _TIMEOUTS
-    named = _named(hurt.values())
+    named = tuple(rank for rank in _named(hurt.values()) if rank not in hurt)
     silent = named or _silent(story, hurt.keys())
     odd = () if silent else _odd(hurt)
     if silent and not is_timeout:
@@ -152,6 +157,23 @@ def _odd(hurt: dict[int, RankStory]) -> tuple[int, ...]:
         if most > second:
             return tuple(sorted(rank for rank, value in values.items() if value != usual))
     return ()
+
+
+def odd_by_fingerprint(story: Story) -> tuple[int, ...]:
+    """Return the ranks whose collective is another one than that of most, as ranks themselves say.
+
+    With TORCH_DISTRIBUTED_DEBUG=DETAIL each rank prints its own collective and one of the others'.
+    """
+    values = {
+        int(found["rank"]): found["call"]
+        for rank in story.ranks.values()
+        if rank.fatal is not None
+        for found in _FINGERPRINT.finditer(rank.fatal.message)
+    }
+    counts = Counter(values.values()).most_common(2)
+    if len(counts) <= 1 or counts[0][1] == counts[1][1]:
+        return ()
+    return tuple(sorted(rank for rank, call in values.items() if call != counts[0][0]))
 
 
 def _collective_call(rank: RankStory) -> str | None:

@@ -8,11 +8,16 @@ from pytest_megatron.errors import GoldenError, MetricsError
 from pytest_megatron.golden.generation import Generation
 from pytest_megatron.golden.store import read_metrics
 from pytest_megatron.launch.local import PhaseEnd
+from pytest_megatron.triage.signature import Table
 from pytest_megatron.verdict.attempt import Cause, why_it_failed
 
 
 def judge_generation(
-    ends: Sequence[PhaseEnd], *, metric_names: Sequence[str], time_limit_s: float
+    ends: Sequence[PhaseEnd],
+    *,
+    metric_names: Sequence[str],
+    time_limit_s: float,
+    table: Table | None = None,
 ) -> tuple[Generation | None, Cause | None]:
     """Return what an inference program generated and what is wrong with it, if anything.
 
@@ -20,10 +25,11 @@ def judge_generation(
         ends: Its phases; there is one.
         metric_names: What must be there, for the run or for every request.
         time_limit_s: For the text.
+        table: The signatures; None takes those of the package.
     """
     (end,) = ends
     if not end.is_clean:
-        return None, why_it_failed(end, time_limit_s)
+        return None, why_it_failed(end, time_limit_s, table)
     path = end.plan.dirs.generated
     if not path.exists():
         text = (

@@ -72,31 +72,34 @@ def measure_gradients(
 
 
 def compare_gradients(
-    measured: Mapping[str, JsonValue], tolerance: float, *, where: str
+    measured: Mapping[str, JsonValue], tolerance: float, *, name: str, where: str
 ) -> tuple[Comparison, ...]:
     """Judge every gradient of one checkpoint; the first answer speaks for all of them.
 
     Args:
         measured: One object of `measure_gradients`.
         tolerance: As `tolerance_of`.
-        where: The reference's directory, for the message.
+        name: What the reference is called, for the messages.
+        where: Its directory, said once.
 
     Returns:
-        `all gradients`, which fails where there is none or all are zero, then each of them.
+        `all gradients`, which fails where there is none or all are zero, then each of them, the
+        one that is farthest apart first.
     """
     rows = [row for row in _list(measured["tensors"]) if isinstance(row, dict)]
     typical = _root_mean_square(rows)
-    apart = [_apart(row, typical) for row in rows]
-    answers = [_judge(row, a, tolerance, where) for row, a in zip(rows, apart, strict=True)]
+    pairs = [(row, _apart(row, typical)) for row in rows]
+    pairs.sort(key=lambda pair: math.inf if pair[1] is None else pair[1], reverse=True)
+    answers = [_judge(row, apart, tolerance, name) for row, apart in pairs]
     for rule, names in (
         (Rule.NO_METRIC, _list(measured["only_in_reference"])),
         (Rule.NO_GOLDEN, _list(measured["only_in_other"])),
     ):
         answers += [
-            Comparison(metric=f"gradient of {name}", passed=False, rule=rule, golden_path=where)
-            for name in names
+            Comparison(metric=f"gradient of {one}", passed=False, rule=rule, golden_path=name)
+            for one in names
         ]
-    largest = max((a for a in apart if a is not None), default=0.0)
+    largest = max((apart for _, apart in pairs if apart is not None), default=0.0)
     note = (
         f"{sum(answer.passed for answer in answers)} of {len(answers)} gradients agree, "
         f"largest difference {largest:.1e} of the norm, tolerance {tolerance:.1e}"
@@ -122,7 +125,7 @@ def _apart(row: Mapping[str, JsonValue], typical: float) -> float | None:
 
 
 def _judge(
-    row: Mapping[str, JsonValue], apart: float | None, tolerance: float, where: str
+    row: Mapping[str, JsonValue], apart: float | None, tolerance: float, reference: str
 ) -> Comparison:
     """Judge one gradient, however small it is."""
     notes = []
@@ -143,7 +146,7 @@ def _judge(
         metric=f"gradient of {row['name']}",
         passed=apart is not None and apart <= tolerance,
         rule=rule,
-        golden_path=where,
+        golden_path=reference,
         notes=tuple(notes),
     )
 
@@ -157,7 +160,10 @@ def _all(
     """Say how many gradients agree, and that there are any."""
     is_zero = not any(_number(row["norm_reference"]) for row in rows)
     if not answers:
-        note = "the checkpoints hold no optimizer state `exp_avg`, so nothing can be compared"
+        note = (
+            "the checkpoints hold no tensor optimizer.*.exp_avg.*, so nothing can be compared; a "
+            "distributed optimizer saves them with --dist-ckpt-optim-fully-reshardable"
+        )
     elif is_zero:
         note = "all gradients are zero, so nothing is compared"
     return Comparison(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from pytest_megatron.errors import RecipeError
 from pytest_megatron.recipe.model import Workload
-from pytest_megatron.triage.signature import Policy
+from pytest_megatron.triage.signature import Policy, Table, builtin_table
 from pytest_megatron.verdict.attempt import Attempt, Cause
 from pytest_megatron.verdict.signature import SIGNATURES
 
@@ -70,18 +70,21 @@ class Stop:
     reason: str | None = None
 
 
-def policy_of(workload: Workload, *, max_attempts: int | None, backoff_s: float) -> RetryPolicy:
+def policy_of(
+    workload: Workload, *, max_attempts: int | None, backoff_s: float, table: Table | None = None
+) -> RetryPolicy:
     """Return how a row is run again.
 
     Args:
         workload: May have a limit and lists of its own.
         max_attempts: What the user asked for; it wins over the row.
         backoff_s: As in `RetryPolicy`.
+        table: The signatures; None takes those of the package.
 
     Raises:
         RecipeError: The row names an id that no signature has, or one that is never transient.
     """
-    known = {signature.id for signature in SIGNATURES}
+    known = {row.id for row in (table or builtin_table()).signatures}
     for key, ids in (
         ("transient", workload.transient),
         ("never_transient", workload.never_transient),

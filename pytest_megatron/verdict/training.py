@@ -6,7 +6,7 @@ import contextlib
 import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from pytest_megatron.errors import MetricsError
@@ -24,6 +24,7 @@ from pytest_megatron.launch.plan import AttemptPlan, Setting, plan_attempt
 from pytest_megatron.launch.secrets import Redactor
 from pytest_megatron.lease import lease_gpus
 from pytest_megatron.recipe.model import Workload
+from pytest_megatron.triage.signature import Table, builtin_table
 from pytest_megatron.verdict.attempt import DEFAULT_METRICS, Attempt, Cause, judge_attempt
 from pytest_megatron.verdict.decide import Verdict, decide_training
 from pytest_megatron.verdict.generated import judge_generation
@@ -43,6 +44,7 @@ class Job:
         case: None for a row with a script of its own.
         num_repeats: How often it is trained.
         retry: When a repeat is started again.
+        table: The signatures that a failure is looked up in.
     """
 
     node_id: str
@@ -52,6 +54,7 @@ class Job:
     setting: Setting
     num_repeats: int
     retry: RetryPolicy
+    table: Table = field(default_factory=builtin_table)
 
     @property
     def metric_names(self) -> tuple[str, ...] | None:
@@ -280,6 +283,7 @@ def _judged(job: Job, plan: AttemptPlan, attempt: Attempt) -> Attempt:
             attempt.ends,
             metric_names=job.metric_names or (),
             time_limit_s=plan.time_limit_s,
+            table=job.table,
         )
         return replace(attempt, generation=generation, cause=cause)
     metrics, cause = judge_attempt(
@@ -288,6 +292,7 @@ def _judged(job: Job, plan: AttemptPlan, attempt: Attempt) -> Attempt:
         time_limit_s=plan.time_limit_s,
         target=plan.target,
         is_rl=mode is Mode.RL,
+        table=job.table,
     )
     for end, measured in zip(attempt.ends, metrics, strict=False):
         write_metrics(end.plan.dirs.metrics, measured)
@@ -312,8 +317,9 @@ def _with_gradients(job: Job, attempt: Attempt) -> Attempt:
         measured = measure_gradients(job.setting.python, first, others, job.setting.env)
     except MetricsError as error:
         return replace(attempt, cause=Cause(text=str(error)))
+    name = attempt.ends[0].plan.name
     compared: list[tuple[str, tuple[Comparison, ...]]] = [
-        (end.plan.name, compare_gradients(found, tolerance, where=str(first)))
+        (end.plan.name, compare_gradients(found, tolerance, name=name, where=str(first)))
         for end, found in zip(attempt.ends[1:], measured, strict=True)
     ]
     return replace(attempt, gradients=tuple(compared))

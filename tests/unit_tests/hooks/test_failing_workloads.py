@@ -247,3 +247,14 @@ def test_junit_tells_failed_from_broken_and_carries_verdicts(project: Project) -
     assert found["sound"] == (set(), "passed", "1")
     assert found["crash"] == ({"failure"}, "failed", "1")
     assert found["no_golden"] == ({"error"}, "broken", "0")
+
+
+def test_signatures_that_cannot_be_read_end_the_session_before_anything_runs(
+    tmp_path: Path,
+) -> None:
+    project = Project(root=tmp_path)
+    project.add("sound")
+    run = project.run("recipes", "--signatures", "no.toml")
+    assert run.returncode == pytest.ExitCode.USAGE_ERROR
+    assert f"{tmp_path}/no.toml: cannot be read as a table of signatures: " in run.stderr
+    assert not run.directory.exists()

@@ -42,6 +42,7 @@ OPTIONS = """\
 --retry-backoff
 --run-dir
 --scope
+--signatures
 --tag
 --tee-ranks
 --test-case

@@ -14,6 +14,16 @@ import pytest
 from tiny_project import Project, Run, loss_of
 
 BACKOFF = "rank 1 of 2 raised RuntimeError: The server socket has failed to listen: EADDRINUSE"
+OWN = """
+[[signature]]
+id = "own_service"
+family = "network"
+pattern = '^ValueError: the crash of rank'
+transient = true
+policy = "backoff"
+advice = "ask its owner"
+examples = ["ValueError: the crash of rank 1"]
+"""
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +34,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     project.add("wrong_first", "transient@10:1", "wrong@0:1")
     project.add("silent_second", "transient@10:1", "silent@0:1")
     project.add("drift_second", "transient@10:1")
+    project.add("own", "crash@3:1")
+    (project.root / "own.toml").write_text(OWN)
     project.golden("drift_second", changes={4: 0.1})
     return project
 
@@ -31,13 +43,20 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
 @pytest.fixture(scope="module")
 def run(project: Project) -> Run:
     arguments = ("-n", "5", "--max-attempts", "2", "--junitxml", "junit.xml")
-    return project.run("recipes", *arguments)
+    return project.run("recipes", *arguments, "--signatures", "own.toml")
 
 
 def test_a_transient_failure_is_run_again_and_the_workload_is_flaky(run: Run) -> None:
     assert run.verdict("once") == ("PASSED", "flaky")
     attempts = [(a["attempt"], a["signature"], a["is_transient"]) for a in run.attempts("once")]
     assert attempts == [(1, "port_in_use", True), (2, None, False)]
+
+
+def test_a_signature_of_the_users_own_is_run_again(run: Run) -> None:
+    attempts = [(a["attempt"], a["signature"], a["is_transient"]) for a in run.attempts("own")]
+    assert attempts == [(1, "own_service", True), (2, "own_service", True)]
+    assert run.verdict("own") == ("ERROR", "broken")
+    assert "ask its owner" in run.problem("own")
 
 
 def test_each_attempt_has_a_directory_of_its_own(run: Run) -> None:

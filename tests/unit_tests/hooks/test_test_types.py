@@ -329,6 +329,7 @@ def test_an_unexpected_pass_is_a_failure(run: Run) -> None:
     assert headline(run, "unexpected").startswith(
         "passed, but TEST_EVALUATION is xpass, so it was expected to fail; "
     )
+    assert str(run.record("unexpected")["summary"]).endswith(", passed, but was expected to fail")
 
 
 def test_a_failure_for_another_cause_is_a_failure(run: Run) -> None:
@@ -337,3 +338,23 @@ def test_a_failure_for_another_cause_is_a_failure(run: Run) -> None:
     assert run.problem("other_cause").splitlines()[-1] == (
         "not the failure that was expected: 'ValueError: the crash'"
     )
+
+
+def test_the_plan_says_what_each_type_does(project: Project) -> None:
+    found = project.run("recipes", "--plan", "--test-case", "thaw,windows,scripts", run_dir="plan")
+    assert found.returncode == 0
+    lines = [line.strip() for line in found.stdout.splitlines()]
+    frozen = project.root / f"frozen_{ITERS}"
+    assert f"then from iteration {HALF} in {frozen}, and" in lines
+    assert "time limit: 1800 s a window" in lines
+    assert (
+        f"again from its checkpoint, in up to 10 windows, until iteration {ITERS} is saved" in lines
+    )
+    assert lines.index("BEFORE_SCRIPT:") < lines.index("AFTER_SCRIPT:")
+    assert '| test "$EXIT_CODE" = 0' in lines
+
+
+def test_the_plan_ends_at_a_frozen_checkpoint_that_is_not_there(project: Project) -> None:
+    found = project.run("recipes", "--plan", "--test-case", "no_thaw", run_dir="plan")
+    assert found.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "nowhere: there is no frozen checkpoint iter_0000005, found no" in found.stderr

@@ -1,0 +1,323 @@
+"""Which rank and which event a failure began with, from files as launches leave them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launches import GLOO, LOST, WAITED, Launch, diagnosed, iterations, told, traceback
+
+from pytest_megatron.triage.triage import triage
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Launch:
+    return Launch(root=tmp_path)
+
+
+def test_a_rank_that_raised_is_the_cause_and_not_those_that_lost_it(launch: Launch) -> None:
+    launch.raises(1, LOST)
+    launch.raises(2, "ValueError: bad batch")
+    launch.raises(3, LOST)
+    # gloo aborts a process whose peers are gone, so that the agent sees a signal.
+    launch.ends({0: -15, 1: -15, 2: -6, 3: 1}, first=3)
+    found = diagnosed(launch.root)
+    assert (found.signature.id, found.root_ranks, found.is_transient) == ("exception", (2,), False)
+    assert found.text == (
+        "Rank 2 of 4 raised ValueError: bad batch at train.py:12 in step, after iteration 6 of 20. "
+        "Ranks 0-1, 3 only follow from it."
+    )
+    (line,) = found.evidence
+    assert (line.file, line.line, line.rank, line.text) == (
+        str(launch.root / "logs/none_x/attempt_0/2/stderr.log"),
+        *(8, 2, "ValueError: bad batch"),
+    )
+    assert dict(found.exits) == {0: "SIGTERM", 1: "SIGTERM", 2: "SIGABRT", 3: "exit code 1"}
+
+
+@pytest.mark.parametrize(
+    ("code", "family"), [(-9, "sigkill"), (-11, "segfault"), (3, "exit"), (2, "config")]
+)
+def test_a_rank_that_ended_without_a_word_is_known_by_its_exit(
+    launch: Launch, code: int, family: str
+) -> None:
+    launch.raises(1, LOST)
+    launch.ends({0: -15, 1: 1, 2: code, 3: -15}, first=2)
+    assert told(launch.root) == (family, 2, False)
+    assert diagnosed(launch.root).evidence[0].text.startswith(f"exitcode  : {code} (pid: 102)")
+
+
+def test_a_rank_that_ended_well_too_early_is_the_one_that_the_agent_does_not_list(
+    launch: Launch,
+) -> None:
+    for rank in (0, 1, 3):
+        launch.raises(rank, LOST)
+    launch.ends({0: -15, 1: 1, 3: 1}, first=1)
+    assert told(launch.root) == ("exit", 2, False)
+
+
+def test_the_rank_that_missed_a_collective_is_the_one_that_did_not_wait(launch: Launch) -> None:
+    for rank in (0, 1, 3):
+        launch.raises(rank, WAITED)
+    launch.ends({0: 1, 1: -15, 2: -15, 3: -15}, first=0)
+    found = diagnosed(launch.root)
+    assert (found.signature.family, found.root_rank) == ("nccl_timeout", 2)
+    assert "Ranks 0-1, 3 waited in all_reduce." in found.text
+
+
+def test_the_rank_that_called_another_collective_is_found_by_its_traceback(launch: Launch) -> None:
+    for rank in (0, 1, 3):
+        launch.raises(rank, WAITED)
+    launch.raises(2, WAITED, call="broadcast")
+    launch.ends(dict.fromkeys(range(4), 1), first=0)
+    assert told(launch.root) == ("desync", 2, False)
+
+
+def test_the_rank_that_others_name_is_the_one_that_is_missing(launch: Launch) -> None:
+    launch.raises(0, "RuntimeError: [Rank 0]: Ranks 1, 3 failed to pass monitoredBarrier in 9 ms")
+    launch.ends({0: 1, 1: -15, 2: -15, 3: -15}, first=0)
+    assert diagnosed(launch.root).root_ranks == (1, 3)
+
+
+WATCHDOG = (
+    "[rank{rank}]:[E1121 09:22:33.100000000 ProcessGroupNCCL.cpp:688] [Rank {rank}] Watchdog "
+    "caught collective operation timeout: WorkNCCL(SeqNum=5, OpType={op}, NumelIn=4, NumelOut=4, "
+    "Timeout(ms)=10000) ran for 10001 milliseconds before timing out.\n"
+    "[rank{rank}]:[E1121 09:22:33.200000000 ProcessGroupNCCL.cpp:2277] [PG ID 0 PG GUID "
+    "0(default_pg) Rank {rank}] failure detected by watchdog at work sequence id: 5 PG status: "
+    "last enqueued work: 5, last completed work: 4\n"
+)
+
+
+def watchdog(rank: int, *, op: str = "ALLREDUCE") -> str:
+    return WATCHDOG.format(rank=rank, op=op)
+
+
+def test_of_ranks_whose_watchdogs_spoke_the_one_in_another_collective_is_the_cause(
+    launch: Launch,
+) -> None:
+    for rank in range(4):
+        launch.write(rank, watchdog(rank, op="BROADCAST" if rank == 1 else "ALLREDUCE"))
+    launch.ends({0: -6, 1: -6, 2: -6, 3: -6}, first=0)
+    found = diagnosed(launch.root)
+    assert (found.signature.family, found.root_rank) == ("desync", 1)
+    assert "Rank 1 waited in BROADCAST #5 of 4 elements." in found.text
+
+
+def test_a_rank_whose_watchdog_was_silent_missed_the_collective(launch: Launch) -> None:
+    for rank in (0, 2, 3):
+        launch.write(rank, watchdog(rank))
+    launch.ends({0: -6, 1: -15, 2: -6, 3: -6}, first=0)
+    assert told(launch.root) == ("nccl_timeout", 1, False)
+
+
+def test_of_two_failures_the_earlier_one_is_the_cause(launch: Launch) -> None:
+    launch.raises(0, "ValueError: later")
+    launch.raises(3, "KeyError: 'earlier'")
+    launch.error_file(0, "ValueError: later", 1_700_000_010)
+    launch.error_file(3, "KeyError: 'earlier'", 1_700_000_001)
+    launch.ends({0: 1, 3: 1}, first=0)
+    assert diagnosed(launch.root).root_rank == 3
+
+
+def test_times_within_two_seconds_are_the_same_and_a_genuine_cause_comes_first(
+    launch: Launch,
+) -> None:
+    launch.raises(0, "OSError: [Errno 98] Address already in use")
+    launch.raises(3, "ZeroDivisionError: division by zero")
+    launch.error_file(0, "OSError: [Errno 98] Address already in use", 1_700_000_001)
+    launch.error_file(3, "ZeroDivisionError: division by zero", 1_700_000_002)
+    launch.ends({0: 1, 3: 1}, first=0)
+    assert told(launch.root) == ("exception", 3, False)
+
+
+def test_what_every_rank_raised_is_told_once(launch: Launch) -> None:
+    for rank in range(4):
+        launch.raises(rank, "ModuleNotFoundError: No module named 'apex'")
+    launch.ends(dict.fromkeys(range(4), 1), first=2)
+    found = diagnosed(launch.root)
+    assert (found.is_all, found.root_ranks) == (True, (0, 1, 2, 3))
+    assert found.text.startswith("Every one of 4 ranks raised ModuleNotFoundError")
+
+
+def test_an_oom_tells_sizes_gpu_and_phase(launch: Launch) -> None:
+    launch.raises(
+        1,
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total "
+        "capacity of 79.15 GiB of which 1.04 GiB is free. Process 77 has 60.00 GiB memory in use.",
+        function="backward_step",
+    )
+    launch.ends({0: -15, 1: 1, 2: -15, 3: -15}, first=1)
+    found = diagnosed(launch.root)
+    assert (found.signature.family, found.root_rank, found.phase) == (
+        *("cuda_oom", 1),
+        "the backward pass",
+    )
+    assert dict(found.facts) == {
+        "tried_to_allocate": "2.00 GiB",
+        "free": "1.04 GiB",
+        "total": "79.15 GiB",
+        "gpu": "1",
+        "other_processes": "77 (60.00 GiB)",
+    }
+
+
+def test_a_nan_tells_its_rank_and_iteration(launch: Launch) -> None:
+    launch.write(3, stdout=iterations() + " iteration        7/      20 | lm loss: NAN |\n")
+    launch.launcher()
+    found = diagnosed(launch.root)
+    assert (found.signature.family, found.root_rank, found.iteration) == (
+        *("nonfinite_loss", 3),
+        (7, 20),
+    )
+
+
+def test_a_port_in_use_is_only_in_the_launchers_log(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "launcher.log").write_text(
+        traceback(
+            "torch.distributed.DistNetworkError: The server socket has failed to listen on any "
+            "local network address. port: 29500, useIpv6: false, code: -98, name: EADDRINUSE"
+        )
+    )
+    found = diagnosed(tmp_path)
+    assert (found.signature.id, found.root_rank, found.is_transient) == ("port_in_use", None, True)
+    assert found.facts["port"] == "29500"
+
+
+def test_ranks_with_different_tensors_are_a_desync(launch: Launch) -> None:
+    """Real: gloo ends the rank that receives too much; it raises nothing in Python."""
+    launch.write(
+        1,
+        "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n"
+        f"  what():  [enforce fail at {GLOO[1:]}/pair.cc] op.preamble.length <= op.nbytes. "
+        "32 vs 4. Received data size doesn't match expected size. \n",
+    )
+    for rank in (0, 2):
+        launch.raises(rank, f"RuntimeError: {GLOO}/pair.cc:537] Connection reset by peer")
+    launch.ends({0: -15, 1: -6, 2: -15, 3: -15}, first=1)
+    assert told(launch.root) == ("desync", 1, False)
+
+
+@pytest.mark.parametrize(
+    ("line", "family", "transient"),
+    [
+        pytest.param("79, pid=1, GPU has fallen off the bus.", "off_bus", True, id="79"),
+        pytest.param("48, pid=1, DBE", "ecc_dbe", True, id="48"),
+        pytest.param("45, pid=1, Ch 8", "illegal_access", False, id="45"),
+        pytest.param("31, pid=1, MMU fault", "illegal_access", False, id="31"),
+    ],
+)
+def test_a_gpu_that_failed_explains_the_error_that_cuda_reports(
+    launch: Launch, line: str, family: str, *, transient: bool
+) -> None:
+    """Xid 43 and 45 only say that a process ended; 31 is the program's own fault."""
+    launch.raises(2, "RuntimeError: CUDA error: an illegal memory access was encountered")
+    launch.ends({0: -15, 1: -15, 2: 1, 3: -15}, first=2)
+    (launch.root / "dmesg.txt").write_text(f"[  12.3] NVRM: Xid (PCI:0000:3b:00): {line}\n")
+    assert told(launch.root) == (family, 2, transient)
+
+
+def test_the_kernels_record_explains_a_killed_rank(launch: Launch) -> None:
+    launch.ends({0: -15, 1: -9, 2: -15, 3: -15}, first=1)
+    with (launch.root / "launcher.log").open("a") as file:
+        file.write("slurmstepd: error: Detected 1 oom_kill event in StepId=41.0.\n")
+    found = diagnosed(launch.root)
+    assert (found.signature.id, found.root_rank) == ("host_oom_kill", 1)
+
+
+def test_a_jobs_time_limit_explains_what_its_ranks_end_with(launch: Launch) -> None:
+    launch.ends(dict.fromkeys(range(4), -15), first=0)
+    with (launch.root / "launcher.log").open("a") as file:
+        file.write(
+            "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-21T09:00:00 "
+            "DUE TO TIME LIMIT ***\n"
+        )
+    assert told(launch.root) == ("time_limit", None, False)
+
+
+def test_a_failed_import_under_a_failed_assertion_is_not_the_cause(launch: Launch) -> None:
+    launch.write(
+        1,
+        traceback("ModuleNotFoundError: No module named 'fast'")
+        + "\nDuring handling of the above exception, another exception occurred:\n\n"
+        + traceback("AssertionError: shapes differ"),
+    )
+    launch.ends({1: 1}, first=1)
+    assert told(launch.root) == ("assert", 1, False)
+
+
+def test_what_a_vague_exception_was_raised_from_is_the_cause(launch: Launch) -> None:
+    launch.write(
+        1,
+        traceback("OSError: [Errno 28] No space left on device")
+        + "\nThe above exception was the direct cause of the following exception:\n\n"
+        + traceback("RuntimeError: cannot save"),
+    )
+    launch.ends({1: 1}, first=1)
+    assert told(launch.root) == ("disk", 1, False)
+
+
+def test_what_a_clean_up_raises_after_the_cause_is_not_the_cause(launch: Launch) -> None:
+    launch.write(
+        1,
+        traceback("TypeError: no")
+        + "\nDuring handling of the above exception, another exception occurred:\n\n"
+        + traceback(LOST),
+    )
+    launch.ends({1: 1}, first=1)
+    assert diagnosed(launch.root).text.startswith("Rank 1 of 4 raised TypeError: no")
+
+
+ALARMING = """\
+INFO: CUDA out of memory was avoided by a smaller batch
+0 uncorrectable ECC errors on 8 GPUs
+retrying after Connection reset by peer (1/3)... ok
+tests/test_comm.py::test_nccl_timeout[Watchdog] PASSED
+Segmentation fault handler installed
+NaN check passed: loss nan check passed
+docs: raises torch.OutOfMemoryError: CUDA out of memory if the batch is too large
+UserWarning: EADDRINUSE: Address already in use; took another port
+node1:1:1 [0] NCCL WARN Call to connect returned Connection refused, retrying
+this run may be CANCELLED DUE TO TIME LIMIT
+For debugging consider passing CUDA_LAUNCH_BLOCKING=1
+"""
+
+
+@pytest.mark.parametrize("has_launcher", [True, False])
+def test_a_sound_run_with_alarming_words_is_sound(launch: Launch, *, has_launcher: bool) -> None:
+    for rank in range(4):
+        caught = "ERROR:root:caught\n" + traceback("RuntimeError: Connection refused")
+        launch.write(rank, ALARMING + caught + ALARMING, stdout=ALARMING + iterations(20))
+    if has_launcher:
+        launch.launcher("W1121 09:00:00 Setting OMP_NUM_THREADS environment variable\n")
+    assert triage([launch.root]).groups == ()
+
+
+def test_alarming_words_of_others_do_not_hide_the_cause(launch: Launch) -> None:
+    """FORMATS.md 9, lines 5 and 6: an assertion after a retry that helped is an assertion."""
+    launch.write(0, ALARMING)
+    launch.write(1, ALARMING + traceback("AssertionError: TimeoutError was not raised"))
+    launch.ends({0: -15, 1: 1}, first=1)
+    assert told(launch.root) == ("assert", 1, False)
+
+
+def test_every_ranks_log_counts_not_only_that_of_teed_ones(launch: Launch) -> None:
+    """FORMATS.md 9, line 19: a message of rank 2 is found, which no terminal shows."""
+    launch.write(2, watchdog(2))
+    launch.launcher("[default0]: iteration 3/20 |\n[default3]: iteration 3/20 |\n")
+    launch.ends({2: -6}, first=2)
+    assert diagnosed(launch.root).signature.family == "nccl_timeout"
+
+
+def test_an_earlier_attempt_is_no_evidence_for_a_later_one(tmp_path: Path) -> None:
+    """FORMATS.md 9, line 6: each is judged from its own files."""
+    first = Launch(root=tmp_path, directory="logs/none_x/attempt_0")
+    first.raises(1, "OSError: [Errno 98] Address already in use")
+    second = Launch(root=tmp_path, directory="logs/none_x/attempt_1")
+    second.raises(3, "ValueError: bad batch")
+    second.ends({3: 1}, first=3)
+    found = {g.first.signature.id: g.first for g in triage([tmp_path]).groups}
+    assert found["exception"].root_rank == 3
+    assert not found["exception"].is_transient
+    assert found["port_in_use"].unit.endswith("attempt_0")

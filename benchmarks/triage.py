@@ -104,7 +104,7 @@ def report(runs: Mapping[str, Sequence[Run]], num_bytes: int) -> None:
 
 
 def run(command: Sequence[str]) -> Run:
-    """Run a command; its peak memory is that of its own process."""
+    """Run a command, and watch the peak of its memory; what it was forked from does not count."""
     with tempfile.TemporaryFile() as output:
         started = time.perf_counter()
         process = subprocess.Popen(
@@ -113,12 +113,23 @@ def run(command: Sequence[str]) -> Run:
             stderr=subprocess.STDOUT,
             env={**os.environ, "LC_ALL": "C.UTF-8"},
         )
-        _, _, usage = os.wait4(process.pid, 0)
+        peak_bytes = 0
+        while process.poll() is None:
+            peak_bytes = max(peak_bytes, high_water(process.pid))
+            time.sleep(0.01)
         seconds = time.perf_counter() - started
-        process.returncode = 0  # waited for above
         output.seek(0)
         text = output.read().decode(errors="replace")
-    return Run(seconds=seconds, peak_bytes=usage.ru_maxrss << 10, output=text)
+    return Run(seconds=seconds, peak_bytes=peak_bytes, output=text)
+
+
+def high_water(pid: int) -> int:
+    """Return the peak memory of a process so far, in bytes; 0 once it is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
 
 
 def write_logs(directory: Path, num_ranks: int, num_bytes: int) -> list[Path]:

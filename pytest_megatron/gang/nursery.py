@@ -99,6 +99,9 @@ class Starter(Protocol):
     def is_own(self, pid: int) -> bool:
         """Return whether a process belongs to the nursery itself and not to a gang."""
 
+    def take_note_of_end(self, pid: int) -> None:
+        """Replace a process of the nursery's own that ended; any other is no matter."""
+
 
 @dataclass(slots=True)
 class _Child:
@@ -242,7 +245,9 @@ class Nursery:
             if pid == 0:
                 return
             child = self._children.get(pid)
-            if child is not None and child.is_alive:
+            if child is None:
+                self._starter.take_note_of_end(pid)
+            elif child.is_alive:
                 phase = child.phase
                 child.close(os.waitstatus_to_exitcode(status))
                 self._channel.send(
@@ -389,6 +394,10 @@ class Forking:
         """Whether it is the keeper."""
         return self.keeper.pid == pid
 
+    def take_note_of_end(self, pid: int) -> None:
+        """Tell the keeper."""
+        self.keeper.take_note_of_end(pid)
+
 
 class Keeper(Protocol):
     """Opens stores that outlive ranks.
@@ -404,6 +413,9 @@ class Keeper(Protocol):
 
     def close_store(self, port: int) -> None:
         """Close the store of a gang that is gone."""
+
+    def take_note_of_end(self, pid: int) -> None:
+        """Replace its process if that is the one that ended."""
 
     def forget(self) -> None:
         """Let go of it in a forked child."""

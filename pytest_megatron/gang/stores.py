@@ -13,7 +13,7 @@ import signal
 import socket
 import struct
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang.processes import close_descriptors, die_with
@@ -33,6 +33,7 @@ class StoreKeeper:
 
     pid: int | None = None
     _connection: socket.socket | None = None
+    _listening: dict[int, socket.socket] = field(default_factory=dict)
 
     def open_store(self, host: str) -> int:
         """Return the port of a new store; it listens from now on, and answers when it is asked.
@@ -48,19 +49,33 @@ class StoreKeeper:
         except OSError as error:
             raise LaunchError("store", f"{error.strerror}; no port can be listened on") from error
         port = int(listening.getsockname()[1])
-        with listening:
-            try:
-                self._send(port, [listening.fileno()])
-            except OSError:  # it was killed: the stores of new gangs are in another one
-                self.forget()
-                self.pid = self._connection = None
-                self._send(port, [listening.fileno()])
+        self._listening[port] = listening
+        try:
+            self._send(port, [listening.fileno()])
+        except OSError:  # it was killed, and nobody has noticed yet
+            self._replace()
         return port
 
     def close_store(self, port: int) -> None:
         """Close the store of a gang that is gone."""
+        self._listening.pop(port).close()
         with contextlib.suppress(OSError):
             self._send(port, [])
+
+    def take_note_of_end(self, pid: int) -> None:
+        """Replace the process if it is the one that ended; ports stay, what stores held is lost.
+
+        What was sent to it just before is lost with it, unseen.
+        """
+        if pid == self.pid:
+            self._replace()
+
+    def _replace(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self.pid = self._connection = None
+        for port, listening in self._listening.items():
+            self._send(port, [listening.fileno()])
 
     def _send(self, port: int, descriptors: list[int]) -> None:
         if self._connection is None:
@@ -68,9 +83,11 @@ class StoreKeeper:
         socket.send_fds(self._connection, [_PORT.pack(port)], descriptors)
 
     def forget(self) -> None:
-        """Close a forked child's copy."""
+        """Close a forked child's copies."""
         if self._connection is not None:
             self._connection.close()
+        for listening in self._listening.values():
+            listening.close()
 
     def _fork(self) -> socket.socket:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -10,7 +10,8 @@ import pytest
 
 from pytest_megatron.gang.logs import file_size, read_piece
 from pytest_megatron.gang.spec import RunEnd
-from pytest_megatron.report.merge import Merged, has_reported
+from pytest_megatron.report.merge import Merged
+from pytest_megatron.report.phase import has_reported
 
 
 @dataclass(slots=True)

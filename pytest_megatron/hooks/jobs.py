@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -13,10 +14,14 @@ from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.launch.case import Case, Evaluation, read_case
 from pytest_megatron.launch.layout import item_dirs
 from pytest_megatron.launch.plan import Setting
+from pytest_megatron.launch.project_copy import look_at_machine
+from pytest_megatron.launch.script_row import Machine
+from pytest_megatron.launch.starter import FT_PACKAGE
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.recipe.places import case_path
 from pytest_megatron.verdict.modes import check_golden_kind, metric_names_of
 from pytest_megatron.verdict.retry import policy_of
+from pytest_megatron.verdict.script_result import is_judged_by_us
 from pytest_megatron.verdict.training import Job
 
 
@@ -36,7 +41,8 @@ def make_job(session: RunSession, workload: Workload, node_id: str) -> Job:
         env=os.environ,
         tee_ranks=options.tee_ranks,
         is_lightweight=options.is_lightweight,
-        num_repeats=num_repeats,
+        has_ft_launcher=importlib.util.find_spec(FT_PACKAGE) is not None,
+        machine=Machine() if workload.script is None else look_at_machine(os.environ),
     )
     return Job(
         node_id=node_id,
@@ -93,9 +99,16 @@ def read_golden_of(session: RunSession, job: Job) -> Golden | None:
 
 
 def _read_case(root: Path, workload: Workload) -> Case | None:
-    """Return the test case of a row; None for a row that brings its own script."""
-    if workload.script is not None:
+    """Return the test case of a row.
+
+    None for a row that brings its own script and either has no case or one that only the script
+    can judge.
+    """
+    path = case_path(root, workload)
+    if workload.script is not None and not path.is_file():
         return None
-    case = read_case(case_path(root, workload))
+    case = read_case(path)
+    if workload.script is not None and not is_judged_by_us(case):
+        return None
     metric_names_of(case)  # a case that compares nothing is told before it costs anything
     return case

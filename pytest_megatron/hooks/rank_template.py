@@ -30,7 +30,7 @@ from pytest_megatron.gang.messages import Collected, Fork, Hello, RankOrder
 from pytest_megatron.gang.nursery import STACK_SIGNAL, Forking, Nursery, RankEnds
 from pytest_megatron.gang.stores import StoreKeeper
 from pytest_megatron.hooks.beginning import HARMLESS_ENV, RANK_PLUGIN_NAME
-from pytest_megatron.hooks.rank import Home, run_rank, with_own_temp
+from pytest_megatron.hooks.rank_process import Home, run_rank, with_own_temp
 
 _RECIPES = (".yaml", ".yml")
 

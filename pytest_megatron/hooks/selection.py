@@ -86,6 +86,6 @@ class SelectionPlugin:
     def _skip_what_does_not_fit(self, items: list[WorkloadItem]) -> None:
         host = self._session.facts.host
         for item in items:
-            lacking = host.lacks(item.workload.platform, item.workload.gpus)
+            lacking = host.lacks(item.workload.platform, item.workload.nodes * item.workload.gpus)
             if lacking is not None:
                 item.add_marker(pytest.mark.skip(reason=lacking))

@@ -24,7 +24,12 @@ from pytest_megatron.gang.messages import Hello, RankOrder
 from pytest_megatron.gang.nursery import Forking, Nursery, RankEnds
 from pytest_megatron.gang.processes import run_guarded
 from pytest_megatron.gang.stores import StoreKeeper
-from pytest_megatron.hooks.rank import Home, drop_controller_plugins, run_rank, with_own_temp
+from pytest_megatron.hooks.rank_process import (
+    Home,
+    drop_controller_plugins,
+    run_rank,
+    with_own_temp,
+)
 
 _NURSERY_S = 60.0  # to call after it was forked
 _CALL_S = 0.02  # between looks at one that has not called

@@ -159,6 +159,10 @@ class Executing:
         """Whether it is the keeper."""
         return self.keeper.pid == pid
 
+    def take_note_of_end(self, pid: int) -> None:
+        """Tell the keeper."""
+        self.keeper.take_note_of_end(pid)
+
 
 def fresh_main(nursery: int) -> None:
     """Be a rank that was executed; what it has to know is in its stdin."""

@@ -116,7 +116,8 @@ class WorkloadPlugin:
             MegatronError: It cannot be planned or started, or what it needs is missing.
         """
         job = make_job(self._session, item.workload, item.nodeid)
-        lacking = self._session.facts.host.lacks(job.workload.platform, job.workload.gpus)
+        num_gpus = job.workload.nodes * job.workload.gpus  # nodes are on this machine, side by side
+        lacking = self._session.facts.host.lacks(job.workload.platform, num_gpus)
         if lacking is not None:
             raise LaunchError(job.node_id, f"{lacking}; nothing was run")
         read_golden_of(self._session, job)  # a missing golden is worth knowing before the training

@@ -100,12 +100,14 @@ class LogWatch:
     """Follows every log of one phase, each line once.
 
     Attributes:
+        ranks_per_node: Logs of several nodes lie in `node<i>/`, by local rank.
         scripts: Where a script of the recipe may have its own ranks log, or None.
         progress: The furthest that any rank printed, or None.
         hung_rank: The rank whose watchdog reported a collective that did not finish, or None.
     """
 
     dirs: PhaseDirs
+    ranks_per_node: int = 1
     scripts: Path | None = None
     progress: Progress | None = None
     hung_rank: int | None = None
@@ -122,6 +124,8 @@ class LogWatch:
             self._look()
         for path, followed in self._ranks.items():
             rank = int(path.parent.name)
+            if self.dirs.logs in path.parents:
+                rank += self.dirs.first_rank_below(path, self.ranks_per_node)
             for line in followed.new_lines():
                 self._take(line, rank=rank)
         shown = []
@@ -148,7 +152,7 @@ class LogWatch:
     def _look(self) -> None:
         """Find the logs of ranks that have started since."""
         self._look_again_at = time.monotonic() + _LOOK_EVERY_S
-        found = [*self.dirs.logs.glob("*/attempt_*/*/std*.log")]
+        found = [*self.dirs.logs.glob("**/attempt_*/*/std*.log")]
         if self.scripts is not None:
             found += self.scripts.glob("**/attempt_*/*/std*.log")
         for path in found:

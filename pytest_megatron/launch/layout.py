@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FLIGHT_PREFIX = "nccl_trace_rank_"  # torch's; the rank follows
+_NODE = re.compile(r"node(\d+)").fullmatch
 _NAME_LENGTH = 150  # of a directory; file systems take 255 bytes
 
 
@@ -36,6 +37,11 @@ class PhaseDirs:
     def launcher_log(self) -> Path:
         """What the launcher itself printed, the lines of chosen ranks among it."""
         return self.root / "launcher.log"
+
+    def first_rank_below(self, path: Path, ranks_per_node: int) -> int:
+        """Return the first rank of the node that a log or a directory in `logs` belongs to."""
+        found = _NODE(path.relative_to(self.logs).parts[0])
+        return 0 if found is None else int(found[1]) * ranks_per_node
 
     @property
     def tensorboard(self) -> Path:
@@ -115,6 +121,26 @@ class AttemptDirs:
     def metrics(self) -> Path:
         """The metrics of all windows of a release in one."""
         return self.root / "metrics.json"
+
+    @property
+    def project_copy(self) -> Path:
+        """The copy of the project that a recipe's script runs in."""
+        return self.root / "project"
+
+    @property
+    def home(self) -> Path:
+        """HOME of a recipe's script."""
+        return self.root / "home"
+
+    @property
+    def bin(self) -> Path:
+        """First on the PATH of a recipe's script."""
+        return self.root / "bin"
+
+    @property
+    def prelude(self) -> Path:
+        """What every bash of a recipe's script reads first."""
+        return self.root / "prelude.sh"
 
     @property
     def assets(self) -> Path:

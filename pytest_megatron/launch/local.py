@@ -22,6 +22,7 @@ from pytest_megatron.launch.layout import PhaseDirs
 from pytest_megatron.launch.phases import Target
 from pytest_megatron.launch.plan import FLIGHT_VARIABLE, AttemptPlan, PhasePlan
 from pytest_megatron.launch.process import Ended, GuardedProcess
+from pytest_megatron.launch.project_copy import lay_out_script
 from pytest_megatron.launch.scripts import ScriptEnd, run_script
 
 _POLL_S = 0.1
@@ -117,7 +118,7 @@ def run_attempt(
             deadline = time.monotonic() + plan.time_limit_s
         end = _run_phase(plan, phase, listener, deadline, kept_open)
         ends.append(_look_at_checkpoints(end, ends, plan))
-        settle_logs(phase.dirs)
+        settle_logs(phase.dirs, phase.world_size // phase.num_nodes)
         if not ends[-1].is_clean or _is_reached(plan.target, ends[-1]):
             break
     return tuple(ends)
@@ -154,11 +155,16 @@ def _is_reached(target: Target | None, end: PhaseEnd) -> bool:
     return target is not None and end.saved is not None and end.saved >= target.iteration
 
 
-def settle_logs(dirs: PhaseDirs) -> None:
-    """Move torch's `logs/<run id>/attempt_0/<rank>/` to `logs/<rank>/`."""
-    for run in [path for path in dirs.logs.glob("*_*") if path.is_dir()]:
+def settle_logs(dirs: PhaseDirs, ranks_per_node: int = 1) -> None:
+    """Move torch's `logs/<run id>/attempt_0/<local rank>/` to `logs/<rank>/`.
+
+    Those of several nodes, `logs/node1/<run id>/attempt_0/<local rank>/`, become the same.
+    """
+    runs = [*dirs.logs.glob("*_*"), *dirs.logs.glob("node*/*_*")]
+    for run in [path for path in runs if path.is_dir()]:
+        first = dirs.first_rank_below(run, ranks_per_node)
         for rank in run.glob("attempt_*/*"):
-            target = dirs.logs / rank.name
+            target = dirs.logs / str(first + int(rank.name)) if rank.name.isdigit() else rank
             if rank.is_dir() and not target.exists():
                 rank.rename(target)
         for attempt in run.glob("attempt_*"):
@@ -166,6 +172,9 @@ def settle_logs(dirs: PhaseDirs) -> None:
                 attempt.rmdir()
         if not any(run.iterdir()):
             run.rmdir()
+    for node in dirs.logs.glob("node*"):
+        if node.is_dir() and not any(node.iterdir()):
+            node.rmdir()
 
 
 def _prepare(plan: AttemptPlan, phase: PhasePlan) -> None:
@@ -181,6 +190,8 @@ def _prepare(plan: AttemptPlan, phase: PhasePlan) -> None:
             plan.dirs.assets.mkdir()
             plan.dirs.artifacts.mkdir()
             write_text_atomically(Path(phase.argv[-1]), plan.script)
+        if plan.script_files is not None:
+            lay_out_script(plan.script_files)
     except OSError as error:
         raise _cannot_write(error, phase.dirs.root) from error
 
@@ -229,7 +240,8 @@ def _train(
     kept_open: Sequence[int],
 ) -> PhaseEnd:
     """Start the program of a phase and watch it to its end."""
-    watch = LogWatch(phase.dirs, scripts=plan.dirs.assets if phase.is_script else None)
+    scripts = plan.dirs.assets if phase.is_script else None
+    watch = LogWatch(phase.dirs, phase.world_size // phase.num_nodes, scripts=scripts)
     end = End.EXITED
     hung_at = 0.0
     with GuardedProcess(

@@ -28,6 +28,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 DEFAULT_TIME_LIMIT_S = 1800
 DEFAULT_WINDOWS = 10
 _WINDOW_END_MINUTES = 15  # what a window keeps free for saving and for its end
+_NEMO_STEPS, _BRIDGE_ITERS = "trainer.max_steps", "train.train_iters"
 _EXIT_DURATION = "--exit-duration-in-mins"
 
 
@@ -271,6 +272,24 @@ class _Maker:
             last_iteration=last,
         )
 
+    def _key_value_arguments(
+        self, arguments: tuple[Argument, ...]
+    ) -> tuple[tuple[Argument, ...], int | None]:
+        """Return the arguments of a `key=value` program, and its last iteration.
+
+        Megatron Bridge's `train.train_iters` counts as Megatron-LM does; NeMo's `trainer.max_steps`
+        logs its steps from another number on, so that its last one is left open.
+        """
+        named = {a.name: a.text for a in arguments}
+        is_bridge = _BRIDGE_ITERS in named or any(a.name == "--recipe" for a in arguments)
+        if self._is_lightweight:
+            key, steps = _NEMO_STEPS, LIGHTWEIGHT_NEMO_STEPS
+            if is_bridge:
+                key, steps = _BRIDGE_ITERS, LIGHTWEIGHT_ITERS
+            return with_argument(arguments, key, str(steps)), steps if is_bridge else None
+        text = named.get(_BRIDGE_ITERS) or ""
+        return arguments, int(text) if text.isdecimal() else None
+
     def _arguments(self, variant: Variant) -> tuple[tuple[Argument, ...], int | None]:
         """Return the arguments with the iteration to stop at, and that iteration.
 
@@ -279,11 +298,8 @@ class _Maker:
         time.
         """
         arguments = variant.arguments
-        if not _takes_flags(arguments):
-            steps = str(LIGHTWEIGHT_NEMO_STEPS)
-            if self._is_lightweight:
-                arguments = with_argument(arguments, "trainer.max_steps", steps)
-            return arguments, None
+        if _takes_key_values(arguments):
+            return self._key_value_arguments(arguments)
         if self._case.mode is Mode.INFERENCE:  # it has no iterations
             return arguments, None
         last = self._case.train_iters_of(variant)
@@ -295,6 +311,11 @@ class _Maker:
         if self._case.test_type in (TestType.CKPT_RESUME, TestType.FROZEN_RESUME):
             arguments = with_argument(arguments, "--save-interval", str(LIGHTWEIGHT_SAVE_INTERVAL))
         return arguments, min(last, LIGHTWEIGHT_ITERS)
+
+
+def _takes_key_values(arguments: Sequence[Argument]) -> bool:
+    """Whether the program takes `key=value`, maybe beside flags of its launcher (`--recipe`)."""
+    return any(not a.name.startswith("-") for a in arguments)
 
 
 def _takes_flags(arguments: Sequence[Argument]) -> bool:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pytest_megatron.errors import CaseError, RecipeError
 from pytest_megatron.host import CPU_PLATFORM
 from pytest_megatron.launch.arguments import command_words
-from pytest_megatron.launch.case import Case, Starter, TestType
+from pytest_megatron.launch.case import Case, TestType
 from pytest_megatron.launch.layout import FLIGHT_PREFIX, AttemptDirs, PhaseDirs
 from pytest_megatron.launch.phases import (
     DEFAULT_TIME_LIMIT_S,
@@ -25,6 +25,14 @@ from pytest_megatron.launch.phases import (
     starts_of,
     target_of,
 )
+from pytest_megatron.launch.script_row import (
+    Machine,
+    ScriptFiles,
+    redirected,
+    script_env,
+    script_files,
+)
+from pytest_megatron.launch.starter import LAUNCHER_VARIABLE, Ranks, start_words, starter_of
 from pytest_megatron.recipe.model import Workload
 
 # What Megatron-LM's driver exports where the user has not.
@@ -66,6 +74,7 @@ class PhasePlan:
         origin: What to lay out before the start for it to resume from, or None.
         last_iteration: Where the training stops by itself; None where we do not know.
         world_size: Ranks over all nodes.
+        num_nodes: Of them; each has as many ranks.
         saves: Directory in which it must leave a checkpoint of its last iteration, or None.
         frozen_paths: What it reads below the recipe's `checkpoint_load_path`, and so must exist.
         before_script: Shell text to run before the training, or None; likewise `after_script`.
@@ -81,6 +90,7 @@ class PhasePlan:
     origin: Rewind | Frozen | None = None
     last_iteration: int | None
     world_size: int = 1
+    num_nodes: int = 1
     saves: Path | None = None
     frozen_paths: tuple[Path, ...] = ()
     before_script: str | None = None
@@ -104,6 +114,7 @@ class AttemptPlan:
         time_limit_s: For all phases together; of a release, for each window.
         target: When the windows of a release are enough; None for every other test type.
         script: Text to be put into the file that the only phase runs, or None.
+        script_files: What that needs beside itself.
     """
 
     phases: tuple[PhasePlan, ...]
@@ -113,6 +124,7 @@ class AttemptPlan:
     time_limit_s: float
     target: Target | None = None
     script: str | None = None
+    script_files: ScriptFiles | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,17 +136,19 @@ class Setting:
         env: The controller's environment.
         tee_ranks: Ranks whose output is copied live; None is all of them.
         is_lightweight: Only `LIGHTWEIGHT_ITERS` iterations and no comparison.
-        num_repeats: What a script is told about it.
         devices: GPUs by UUID that a training may see; None leaves what the controller sees.
+        has_ft_launcher: Whether nvidia-resiliency-ext is installed.
+        machine: What a recipe's script finds.
     """
 
     root: Path
     env: Mapping[str, str]
     tee_ranks: tuple[int, ...] | None
     is_lightweight: bool
-    num_repeats: int
     devices: tuple[str, ...] | None = None
     python: str = sys.executable
+    has_ft_launcher: bool = False
+    machine: Machine = field(default_factory=Machine)
 
 
 def plan_attempt(
@@ -150,13 +164,12 @@ def plan_attempt(
         repeat: Counted from 1; the case may use it as a seed, `${REPEAT}`.
 
     Raises:
-        CaseError: The case asks for what is not there yet, or refers to something unset.
-        RecipeError: The row names no program, or asks for several nodes.
+        CaseError: The case asks for a launcher that is not installed, or refers to something unset.
+        RecipeError: The row names no program, or asks for nodes that are not to be had here.
     """
     if workload.script is not None:
         return _plan_script(workload, dirs, setting)
     assert case is not None
-    _refuse_what_is_to_come(workload, case)
     is_light = setting.is_lightweight or case.is_always_lightweight
     starts = starts_of(workload, case, dirs, setting.root, is_lightweight=is_light)
     phases = tuple(_plan_phase(workload, case, dirs, setting, start, repeat) for start in starts)
@@ -179,21 +192,6 @@ def inherited(env: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _refuse_what_is_to_come(workload: Workload, case: Case) -> None:
-    """Say clearly that something is not there yet, instead of running something else."""
-    wanted: list[tuple[str, bool]] = [
-        ("LAUNCHER 'ft_launcher'", case.starter is not Starter.TORCHRUN),
-    ]
-    for what, is_asked in wanted:
-        if is_asked:
-            raise CaseError(str(case.path), f"{what} is not supported yet; nothing was run")
-    if workload.nodes > 1:
-        raise RecipeError(
-            workload.where,
-            f"nodes is {workload.nodes}, more than one is not supported yet; nothing was run",
-        )
-
-
 def _plan_phase(
     workload: Workload,
     case: Case,
@@ -202,7 +200,7 @@ def _plan_phase(
     start: Start,
     repeat: int,
 ) -> PhasePlan:
-    """Plan one start of the training program under `torch.distributed.run`."""
+    """Plan one start of the training program under its launcher."""
     program = workload.training_script_path
     if program is None:
         raise RecipeError(
@@ -221,13 +219,16 @@ def _plan_phase(
     }
     own |= _devices(workload, setting)
     env = {**inherited(setting.env), **own}
-    argv = (
-        *(setting.python, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "0"),
-        *("--nproc-per-node", str(num_ranks), "--log-dir", str(phase.logs), "--redirects", "3"),
-        *_tee_words(setting.tee_ranks, num_ranks),
-        program,
-        *command_words(start.arguments, env, file=str(case.path)),
+    asked = setting.env.get(LAUNCHER_VARIABLE)
+    ranks = Ranks(
+        starter=starter_of(case, asked, has_ft_launcher=setting.has_ft_launcher),
+        num_nodes=workload.nodes,
+        per_node=num_ranks,
+        tee_ranks=setting.tee_ranks,
+        logs=phase.logs,
     )
+    words = command_words(start.arguments, env, file=str(case.path))
+    argv = start_words(setting.python, ranks, program, words)
     return PhasePlan(
         number=start.number,
         name=start.name,
@@ -238,6 +239,7 @@ def _plan_phase(
         origin=start.origin,
         last_iteration=start.last_iteration,
         world_size=workload.nodes * num_ranks,
+        num_nodes=workload.nodes,
         saves=start.saves,
         frozen_paths=_frozen_paths(case, start, env, setting.root),
         before_script=case.before_script,
@@ -323,16 +325,10 @@ def _devices(workload: Workload, setting: Setting) -> dict[str, str]:
     return {} if setting.devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(setting.devices)}
 
 
-def _tee_words(ranks: tuple[int, ...] | None, world_size: int) -> list[str]:
-    chosen = range(world_size) if ranks is None else [r for r in ranks if r < world_size]
-    words = ",".join(f"{rank}:3" for rank in chosen)
-    return ["--tee", words] if words else []
-
-
 def _plan_script(workload: Workload, dirs: AttemptDirs, setting: Setting) -> AttemptPlan:
     """Plan a row that brings its own shell script."""
     phase = dirs.phase(1)
-    own = _devices(workload, setting)
+    own = {**script_env(setting.env, dirs, workload.gpus), **_devices(workload, setting)}
     if setting.is_lightweight:
         own["ENABLE_LIGHTWEIGHT_MODE"] = "true"
     assert workload.script is not None
@@ -340,9 +336,10 @@ def _plan_script(workload: Workload, dirs: AttemptDirs, setting: Setting) -> Att
         workload.script,
         assets_dir=str(dirs.assets),
         artifacts_dir=str(dirs.artifacts),
-        n_repeat=setting.num_repeats,
+        n_repeat=1,  # we repeat it ourselves, each time in directories of its own
         name=workload.name,
     )
+    machine = setting.machine
     return AttemptPlan(
         phases=(
             PhasePlan(
@@ -356,10 +353,11 @@ def _plan_script(workload: Workload, dirs: AttemptDirs, setting: Setting) -> Att
             ),
         ),
         dirs=dirs,
-        cwd=setting.root,
+        cwd=dirs.project_copy,
         world_size=workload.nodes * workload.gpus,
         time_limit_s=_time_limit_s(workload),
-        script=script,
+        script=redirected(script, dirs, machine),
+        script_files=script_files(setting.root, dirs, machine, setting.python),
     )
 
 

@@ -10,22 +10,32 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias, cast
+from typing import cast
 
 from pytest_megatron.files import JsonValue
-from pytest_megatron.gang.lifecycle import describe_exit, name_ranks
+from pytest_megatron.gang.lifecycle import name_ranks
 from pytest_megatron.gang.messages import Done
 from pytest_megatron.gang.spec import RankEnd, Reason, RunEnd
-from pytest_megatron.report.crash import describe_flights, innermost_frame, shorten_stack
-
-Outcome: TypeAlias = Literal["passed", "failed", "skipped"]
-JsonObject: TypeAlias = Mapping[str, JsonValue]
-PHASES = ("setup", "call", "teardown")
-# What ranks say when another rank died or was stopped under them.
-_CONSEQUENCE = re.compile(
-    r"Connection (?:closed|reset) by peer|Connection refused|Broken pipe|ncclRemoteError"
-    r"|NCCL communicator was aborted|Socket closed|Read error|Timed out waiting \d+ms for"
+from pytest_megatron.report.crash import describe_flights, shorten_stack
+from pytest_megatron.report.phase import (
+    PHASES,
+    JsonObject,
+    Outcome,
+    Phase,
+    is_subtest,
+    phase_of,
+    properties_of,
+    reported,
+    sections_of,
 )
+from pytest_megatron.report.words import (
+    CONSEQUENCE,
+    split_message,
+    subtest_word,
+    tell_ranks,
+    words_of_ranks,
+)
+
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
@@ -55,30 +65,6 @@ class Merged:
     start: float = 0.0
     stop: float = 0.0
     ranks: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Phase:
-    """One phase as one rank reported it."""
-
-    rank: int
-    outcome: Outcome
-    start: float
-    stop: float
-    full: JsonObject | None
-
-    @property
-    def is_xfail(self) -> bool:
-        return self.full is not None and "wasxfail" in self.full
-
-    @property
-    def text(self) -> str:
-        """The failure as text, for comparing and for telling consequences apart."""
-        return "" if self.full is None else longrepr_text(self.full.get("longrepr"))
-
-    @property
-    def message(self) -> str:
-        return "" if self.full is None else crash_message(self.full.get("longrepr"))
 
 
 def merge(end: RunEnd, world_size: int) -> tuple[Merged, ...]:
@@ -129,7 +115,7 @@ def merge_late(reports: Mapping[int, JsonValue], log_dirs: Sequence[str]) -> Mer
         for rank, log_dir in enumerate(log_dirs)
     )
     end = RunEnd(run=0, reason=Reason.DONE, ranks=ranks, limit_s=0.0, duration_s=0.0, is_kept=False)
-    found = [p for rank in ranks if (p := _reported(rank, "teardown")) is not None]
+    found = [p for rank in ranks if (p := reported(rank, "teardown")) is not None]
     return _fail(end, "teardown", found, len(ranks))
 
 
@@ -164,59 +150,15 @@ def _is_trouble(end: RunEnd) -> bool:
     return end.reason is not Reason.DONE or any(r.done is None for r in end.ranks)
 
 
-def has_reported(rank: RankEnd, when: str) -> bool:
-    """Return whether a rank told of the end of a phase."""
-    return _reported(rank, when) is not None
-
-
-def _reported(rank: RankEnd, when: str) -> _Phase | None:
-    """Return a phase of a rank, or None where it did not end it.
-
-    A rank that did not end the test is known to have passed the phases before its last.
-    """
-    for report in rank.early if rank.done is None else rank.done.reports:
-        if isinstance(report, list):
-            if report[0] == when:
-                _, start, stop = cast("tuple[str, float, float]", tuple(report))
-                return _Phase(rank=rank.rank, outcome="passed", start=start, stop=stop, full=None)
-        elif isinstance(report, Mapping) and not _is_subtest(report) and report["when"] == when:
-            return _phase_of(rank.rank, report)
-    if rank.done is None and _last_phase(rank) in PHASES[PHASES.index(when) + 1 :]:
-        return _Phase(rank=rank.rank, outcome="passed", start=0.0, stop=0.0, full=None)
-    return None
-
-
-def _last_phase(rank: RankEnd) -> str:
-    """Return the first phase that a rank did not pass, or the one that it was in; may be ""."""
-    for report in rank.early:
-        if isinstance(report, Mapping) and not _is_subtest(report):
-            return str(report["when"])
-    return rank.phase
-
-
 def _has_failed(rank: RankEnd, when: str) -> bool:
     """Whether a rank failed a phase by itself."""
-    phase = _reported(rank, when)
+    phase = reported(rank, when)
     is_failure = phase is not None and phase.outcome == "failed"
-    return is_failure and not (phase and _CONSEQUENCE.search(phase.text))
-
-
-def _phase_of(rank: int, report: JsonObject) -> _Phase:
-    return _Phase(
-        rank=rank,
-        outcome=cast("Outcome", report["outcome"]),
-        start=cast("float", report.get("start") or 0.0),
-        stop=cast("float", report.get("stop") or 0.0),
-        full=report,
-    )
-
-
-def _is_subtest(report: JsonObject) -> bool:
-    return report.get("$report_type", report.get("_report_type")) not in (None, "TestReport")
+    return is_failure and not (phase and CONSEQUENCE.search(phase.text))
 
 
 def _merge_phase(end: RunEnd, when: str, world_size: int) -> Merged | None:
-    found = [p for rank in end.ranks if (p := _reported(rank, when)) is not None]
+    found = [p for rank in end.ranks if (p := reported(rank, when)) is not None]
     struck = [r.phase or "call" for r in end.ranks if r.done is None]
     if when in struck:
         xfailed = [p for p in found if p.is_xfail and p.outcome == "skipped"]
@@ -229,7 +171,7 @@ def _merge_phase(end: RunEnd, when: str, world_size: int) -> Merged | None:
     return _merge_reported(end, when, found, world_size)
 
 
-def _merge_reported(end: RunEnd, when: str, found: Sequence[_Phase], world_size: int) -> Merged:
+def _merge_reported(end: RunEnd, when: str, found: Sequence[Phase], world_size: int) -> Merged:
     """Merge a phase in which no rank was struck; ranks that ended before it have none."""
     failed = [p for p in found if p.outcome == "failed"]
     skipped = [p for p in found if p.outcome == "skipped"]
@@ -247,7 +189,7 @@ def _merge_reported(end: RunEnd, when: str, found: Sequence[_Phase], world_size:
     return _from_one(xpassed[0], when, found, "passed") if xpassed else _passed(when, found)
 
 
-def _are_expected(found: Sequence[_Phase]) -> bool:
+def _are_expected(found: Sequence[Phase]) -> bool:
     """Whether no rank did what a test must not do that is expected to fail on some rank."""
     return all(p.outcome == "passed" or p.is_xfail or _is_strict_xpass(p) for p in found)
 
@@ -257,54 +199,54 @@ def _is_late(rank: RankEnd) -> bool:
     return rank.exit_code is None and not rank.problem
 
 
-def _skip_in_part(end: RunEnd, when: str, found: Sequence[_Phase], world_size: int) -> Merged:
+def _skip_in_part(end: RunEnd, when: str, found: Sequence[Phase], world_size: int) -> Merged:
     if when == "setup":  # a split skip is a failure of the test, not an error of its set-up
         return _passed(when, [p for p in found if p.outcome == "passed"] or found)
     return _fail(end, when, found, world_size)
 
 
-def _is_strict_xpass(phase: _Phase) -> bool:
+def _is_strict_xpass(phase: Phase) -> bool:
     return phase.outcome == "failed" and phase.text.startswith("[XPASS(strict)]")
 
 
-def _passed(when: str, found: Sequence[_Phase]) -> Merged:
+def _passed(when: str, found: Sequence[Phase]) -> Merged:
     return Merged(
         when=when,
         outcome="passed",
-        sections=_sections(found),
-        properties=_properties(found),
+        sections=sections_of(found),
+        properties=properties_of(found),
         start=_start(found),
         stop=max(p.stop for p in found),
     )
 
 
-def _from_one(phase: _Phase, when: str, found: Sequence[_Phase], outcome: Outcome) -> Merged:
+def _from_one(phase: Phase, when: str, found: Sequence[Phase], outcome: Outcome) -> Merged:
     return Merged(
         when=when,
         outcome=outcome,
         base=phase.full,
-        sections=_sections(found),
-        properties=_properties(found),
+        sections=sections_of(found),
+        properties=properties_of(found),
         start=_start(found),
         stop=max(p.stop for p in found),
     )
 
 
-def _start(found: Sequence[_Phase]) -> float:
+def _start(found: Sequence[Phase]) -> float:
     """Return when the first rank began, as far as any could say."""
     return min([p.start for p in found if p.start], default=0.0)
 
 
-def _fail(end: RunEnd, when: str, found: Sequence[_Phase], world_size: int) -> Merged:
+def _fail(end: RunEnd, when: str, found: Sequence[Phase], world_size: int) -> Merged:
     """Say who failed first, who with it, who because of it."""
     failed = {p.rank: p for p in found if p.outcome == "failed"}
     struck = {r.rank: r for r in end.ranks if r.done is None}
     first = _first(end, failed, struck)
-    words = _words(end, when, failed)
+    words = words_of_ranks(end, when, failed)
     blocks: list[tuple[str, str]] = []
     base = None
     if first is None:
-        message = _split_message(end, words)
+        message = split_message(end, words)
     elif first in failed:
         base = failed[first].full
         message = f"[rank {first}] {failed[first].message}"
@@ -312,7 +254,7 @@ def _fail(end: RunEnd, when: str, found: Sequence[_Phase], world_size: int) -> M
         message = f"rank {first} of {world_size} {words[first]}"
         if len(set(words.values())) == 1 and world_size > 1:
             message = f"{name_ranks(list(words))} {words[first]}"
-    blocks.append(("ranks", _tell_ranks(words, first)))
+    blocks.append(("ranks", tell_ranks(words, first)))
     blocks += _other_failures(failed, first, words)
     blocks += _stacks(end)
     blocks += _logs(end, first, struck)
@@ -324,20 +266,20 @@ def _fail(end: RunEnd, when: str, found: Sequence[_Phase], world_size: int) -> M
         base=base,
         message=message,
         blocks=tuple(blocks),
-        sections=_sections(shown),
-        properties=_properties(found),
+        sections=sections_of(shown),
+        properties=properties_of(found),
         start=start,
         stop=max([p.stop for p in found] + [start + end.duration_s]),
         ranks={str(rank): text for rank, text in words.items()},
     )
 
 
-def _first(end: RunEnd, failed: Mapping[int, _Phase], struck: Mapping[int, RankEnd]) -> int | None:
+def _first(end: RunEnd, failed: Mapping[int, Phase], struck: Mapping[int, RankEnd]) -> int | None:
     """Return the rank that everything else follows from; None where no rank is to blame."""
 
     def order(rank: RankEnd) -> tuple[bool, float, int]:
         phase = failed.get(rank.rank)
-        is_consequence = phase is not None and _CONSEQUENCE.search(phase.text) is not None
+        is_consequence = phase is not None and CONSEQUENCE.search(phase.text) is not None
         return is_consequence, float("inf") if rank.at is None else rank.at, rank.rank
 
     guilty = [
@@ -348,85 +290,8 @@ def _first(end: RunEnd, failed: Mapping[int, _Phase], struck: Mapping[int, RankE
     return min(guilty, key=order).rank if guilty else None
 
 
-def _words(end: RunEnd, when: str, failed: Mapping[int, _Phase]) -> dict[int, str]:
-    """Return what each rank did, in a few words."""
-    return {rank.rank: _word(end, rank, when, failed.get(rank.rank)) for rank in end.ranks}
-
-
-def _word(end: RunEnd, rank: RankEnd, when: str, failure: _Phase | None) -> str:
-    if failure is not None:
-        consequence = _CONSEQUENCE.search(failure.text)
-        text = f"failed: {failure.message if consequence is None else consequence[0]}"
-        if rank.done is None and (rank.exit_code is not None or rank.phase != when):
-            text += f", then {_end_word(end, rank)}"
-        return text if consequence is None else f"{text} (a consequence)"
-    if rank.done is None:
-        return _end_word(end, rank)
-    return _done_word(end, rank, rank.done.num_collectives)
-
-
-def _done_word(end: RunEnd, rank: RankEnd, num_collectives: int) -> str:
-    for phase in (p for name in PHASES if (p := _reported(rank, name)) is not None):
-        if phase.outcome == "skipped":
-            return f"skipped: {_skip_reason(phase)}"
-        if phase.outcome == "failed":
-            return f"failed: {phase.message}"
-    if end.reason is Reason.DESYNCHRONISED:
-        return f"passed after {num_collectives} collectives"
-    return "passed"
-
-
-def _end_word(end: RunEnd, rank: RankEnd) -> str:
-    """Return how a rank ended that did not end the test."""
-    if rank.problem:
-        problem = rank.problem.strip().splitlines()[-1]
-        return f"did not start: {problem}" if end.reason is Reason.NOT_STARTED else problem
-    if rank.exit_code is not None:
-        where = f" in {rank.phase}" if rank.phase not in ("", "call") else ""
-        return f"{describe_exit(rank.exit_code)}{where}"
-    return _late_word(end, rank)
-
-
-def _late_word(end: RunEnd, rank: RankEnd) -> str:
-    frame = innermost_frame(rank.stack)
-    where = f" at {frame}" if frame else ""
-    if end.reason is Reason.NOT_COLLECTED:
-        return "did not run it"
-    if end.reason is Reason.NOT_STARTED:
-        return "did not start" if end.limit_s else "was stopped before it started"
-    return f"was still in {rank.phase or 'the test'}{where}, and was stopped"
-
-
-def _split_message(end: RunEnd, words: Mapping[int, str]) -> str:
-    match end.reason:
-        case Reason.HUNG:
-            late = [r.rank for r in end.ranks if r.done is None]
-            return f"{name_ranks(late)} did not end in {end.limit_s:g} s"
-        case Reason.DESYNCHRONISED:
-            return (
-                "every rank passed, but they took part in different collectives of the default "
-                "process group; the next test would have met what is left"
-            )
-        case Reason.NOT_STARTED:
-            return f"the gang did not start in {end.limit_s:g} s"
-        case _:
-            skipped = [rank for rank, word in words.items() if word.startswith("skipped")]
-            others = [rank for rank in words if rank not in skipped]
-            if skipped and others:
-                return f"{name_ranks(skipped)} skipped, {name_ranks(others)} did not"
-            return str(end.reason.value)
-
-
-def _tell_ranks(words: Mapping[int, str], first: int | None) -> str:
-    """Return a line for each thing that ranks did, the first failure on top."""
-    groups: dict[str, list[int]] = {}
-    for rank in sorted(words, key=lambda r: (r != first, r)):
-        groups.setdefault(words[rank], []).append(rank)
-    return "\n".join(f"{name_ranks(ranks)}: {word}" for word, ranks in groups.items())
-
-
 def _other_failures(
-    failed: Mapping[int, _Phase], first: int | None, words: Mapping[int, str]
+    failed: Mapping[int, Phase], first: int | None, words: Mapping[int, str]
 ) -> list[tuple[str, str]]:
     """Return tracebacks that differ from the headline's, each once."""
     seen = {_normalise(failed[first].text)} if first is not None and first in failed else set()
@@ -471,47 +336,20 @@ def _logs(end: RunEnd, first: int | None, struck: Mapping[int, RankEnd]) -> list
     return blocks
 
 
-def _sections(found: Sequence[_Phase]) -> tuple[tuple[str, str], ...]:
-    """Return captured output, with the rank in the name where ranks differ."""
-    by_name: dict[str, dict[str, list[int]]] = {}
-    for phase in found:
-        if phase.full is None:
-            continue
-        for pair in cast("list[list[str]]", phase.full.get("sections") or []):
-            by_name.setdefault(pair[0], {}).setdefault(pair[1], []).append(phase.rank)
-    return tuple(
-        (f"{name} of {name_ranks(ranks)}", text)
-        for name, texts in by_name.items()
-        for text, ranks in texts.items()
-    )
-
-
-def _properties(found: Sequence[_Phase]) -> tuple[tuple[str, JsonValue], ...]:
-    """Return what tests recorded: of the lowest rank for each name and value once."""
-    kept: list[tuple[str, JsonValue]] = []
-    for phase in found:
-        if phase.full is None:
-            continue
-        for name, value in cast("list[list[JsonValue]]", phase.full.get("user_properties") or []):
-            if (str(name), value) not in kept:
-                kept.append((str(name), value))
-    return tuple(kept)
-
-
 def _merge_subtests(end: RunEnd) -> list[Merged]:
     """Merge subtests of equal names over the ranks, in the order of the first rank with them."""
-    by_key: dict[str, list[_Phase]] = {}
+    by_key: dict[str, list[Phase]] = {}
     for rank in end.ranks:
         seen: dict[str, int] = {}
         for report in () if rank.done is None else rank.done.reports:
-            if isinstance(report, Mapping) and _is_subtest(report):
+            if isinstance(report, Mapping) and is_subtest(report):
                 key = str(report.get("_subtest.context"))
                 seen[key] = seen.get(key, 0) + 1
-                by_key.setdefault(f"{key} {seen[key]}", []).append(_phase_of(rank.rank, report))
+                by_key.setdefault(f"{key} {seen[key]}", []).append(phase_of(rank.rank, report))
     return [_merge_subtest(end, found) for found in by_key.values()]
 
 
-def _merge_subtest(end: RunEnd, found: Sequence[_Phase]) -> Merged:
+def _merge_subtest(end: RunEnd, found: Sequence[Phase]) -> Merged:
     """Merge one subtest by the rules for tests; a rank that had no such subtest has no say."""
     failed = {p.rank: p for p in found if p.outcome == "failed"}
     skipped = [p for p in found if p.outcome == "skipped"]
@@ -521,66 +359,9 @@ def _merge_subtest(end: RunEnd, found: Sequence[_Phase]) -> Merged:
     if not failed and len(skipped) in (0, len(found)):
         return _from_one(found[0], "call", found, found[0].outcome)
     chosen = [*failed.values(), *skipped][0]
-    words = {p.rank: _subtest_word(p) for p in found}
-    message = f"[rank {chosen.rank}] {chosen.message}" if failed else _split_message(end, words)
-    blocks = [("ranks", _tell_ranks(words, chosen.rank))]
+    words = {p.rank: subtest_word(p) for p in found}
+    message = f"[rank {chosen.rank}] {chosen.message}" if failed else split_message(end, words)
+    blocks = [("ranks", tell_ranks(words, chosen.rank))]
     blocks += _other_failures(failed, chosen.rank if failed else None, words)
     merged = _from_one(chosen, "call", found, "failed")
     return replace(merged, message=message, blocks=tuple(blocks))
-
-
-def _subtest_word(phase: _Phase) -> str:
-    if phase.outcome == "skipped":
-        return f"skipped: {_skip_reason(phase)}"
-    return f"failed: {phase.message}" if phase.outcome == "failed" else "passed"
-
-
-def _skip_reason(phase: _Phase) -> str:
-    longrepr = None if phase.full is None else phase.full.get("longrepr")
-    if isinstance(longrepr, list) and longrepr:
-        return str(longrepr[-1]).removeprefix("Skipped: ")
-    return "without a reason"
-
-
-def crash_message(longrepr: JsonValue) -> str:
-    """Return the line that says what was raised."""
-    if isinstance(longrepr, Mapping):
-        crash = longrepr.get("reprcrash")
-        if isinstance(crash, Mapping):
-            return str(crash.get("message", "")).strip().split("\n")[0]
-    lines = longrepr_text(longrepr).strip().splitlines()
-    return lines[-1].strip() if lines else "failed"
-
-
-def longrepr_text(longrepr: JsonValue) -> str:
-    """Return a serialised traceback as plain text, near to what pytest prints."""
-    if isinstance(longrepr, str):
-        return longrepr
-    if not isinstance(longrepr, Mapping):
-        return "" if longrepr is None else str(longrepr)
-    traces = [longrepr.get("reprtraceback")]
-    for link in cast("list[list[JsonValue]]", longrepr.get("chain") or []):
-        traces = [*traces, link[0]] if longrepr.get("chain") is None else [*traces[1:], link[0]]
-    lines: list[str] = []
-    for trace in traces:
-        for entry in _list(trace, "reprentries"):
-            data = entry.get("data") if isinstance(entry, Mapping) else None
-            if isinstance(data, Mapping):
-                lines += [str(line) for line in _list(data, "lines")]
-                place = data.get("reprfileloc")
-                if isinstance(place, Mapping):
-                    lines.append(
-                        f"{place.get('path')}:{place.get('lineno')}: {place.get('message')}"
-                    )
-    return "\n".join(lines) or crash_only(longrepr)
-
-
-def crash_only(longrepr: JsonObject) -> str:
-    """Return what was raised, where there is no traceback."""
-    crash = longrepr.get("reprcrash")
-    return str(crash.get("message", "")) if isinstance(crash, Mapping) else ""
-
-
-def _list(value: JsonValue, key: str) -> list[JsonValue]:
-    found = value.get(key) if isinstance(value, Mapping) else None
-    return found if isinstance(found, list) else []

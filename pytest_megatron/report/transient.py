@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from pytest_megatron.report.merge import Merged, longrepr_text
+from pytest_megatron.report.merge import Merged
+from pytest_megatron.report.phase import longrepr_text
 from pytest_megatron.triage.signature import Table
 from pytest_megatron.verdict.signature import Signature, is_raised, match_signature
 

@@ -157,7 +157,7 @@ def _paragraph(
     story: Story, root: Root, phase: str | None, iteration: tuple[int, int] | None
 ) -> str:
     """Return who did what, where and when, what that means, and what the others did."""
-    sentences = [f"{_who(story, root)}{_where(root, phase)}{_when(iteration)}."]
+    sentences = [f"{_who(story, root)}{_where(root, phase)}{_when(story, iteration)}."]
     sentences += [f"{text[0].upper()}{text[1:]}." for text in root.also]
     facts = facts_of(root)
     if "tried_to_allocate" in facts:
@@ -188,7 +188,9 @@ def _where(root: Root, phase: str | None) -> str:
     return f"{where}{f', in {phase}' if phase is not None else ''}"
 
 
-def _when(iteration: tuple[int, int] | None) -> str:
+def _when(story: Story, iteration: tuple[int, int] | None) -> str:
+    if not story.unit.logs:
+        return ""
     if iteration is None:
         return ", before the first iteration that was logged"
     return f", after iteration {iteration[0]} of {iteration[1]}"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import cast
 
 from pytest_megatron.files import JsonValue
+from pytest_megatron.triage.recorded import HEALTH_FILE, record_of
 from pytest_megatron.triage.unit import Ended, Known, Unit
 
 TRIAGE_FILE = "triage.json"
@@ -32,6 +33,9 @@ def known_of(unit: Unit) -> Known:
         world_size=size if isinstance(size, int) else None,
         command=f"pytest -p megatron {shlex.quote(node_id)}" if isinstance(node_id, str) else None,
     )
+    health = attempt / HEALTH_FILE
+    if health.is_file():
+        known = replace(known, record=record_of(health, str(health)))
     number = _phase_number(unit.root, attempt)
     told = _told(_read(attempt.parent.parent / TRIAGE_FILE), attempt, number)
     if told is not None:

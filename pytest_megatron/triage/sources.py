@@ -25,8 +25,9 @@ from pytest_megatron.triage.names import (
     ranks_by_name,
     stream_of,
 )
+from pytest_megatron.triage.recorded import is_mismatch, record_of
 from pytest_megatron.triage.records import known_of
-from pytest_megatron.triage.unit import LogFile, Stream, Unit
+from pytest_megatron.triage.unit import Known, LogFile, Stream, Unit
 
 _MOST_UP = 5  # directories from the ranks' up to the launcher's log
 _PROBE_BYTES = 4096
@@ -91,6 +92,10 @@ def _in_directory(root: Path, shown: str) -> list[Unit]:
         units.append(_of_ranks(root, ranked[parent], by_parent, loose, (name, others)))
     for files in loose.values():
         units += _of_loose([f for f in files if is_log(f) and _is_text(f)], name)
+    mismatches = [f for files in loose.values() for f in files if is_mismatch(f)]
+    for path in mismatches:
+        known = Known(record=record_of(path, name(path)))
+        units.append(Unit(name=name(path.parent), root=path.parent, logs=(), known=known))
     flights = {p: r for files in loose.values() for p in files if (r := flight_rank(p)) is not None}
     if flights and len(units) == 1:
         found = {rank: path for path, rank in flights.items()}

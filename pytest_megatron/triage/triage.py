@@ -11,6 +11,7 @@ from pytest_megatron.files import JsonValue
 from pytest_megatron.triage.cause import find_root
 from pytest_megatron.triage.diagnosis import Diagnosis, diagnose
 from pytest_megatron.triage.gather import gather, make_scanner
+from pytest_megatron.triage.recorded import with_records
 from pytest_megatron.triage.signature import Table, builtin_table
 from pytest_megatron.triage.sources import find_units
 from pytest_megatron.triage.unit import Unit
@@ -101,5 +102,5 @@ def triage_unit(unit: Unit, table: Table | None = None) -> Diagnosis | None:
     """Say why one launch failed; None if nothing did."""
     table = table or builtin_table()
     story = gather(unit, table, make_scanner(table))
-    root = find_root(story, table)
+    root = with_records(unit, find_root(story, table), table)
     return None if root is None else diagnose(story, root)

@@ -47,12 +47,14 @@ class Known:
     Attributes:
         returncode: The launcher's, negative for a signal.
         command: What runs it again, as typed in a shell.
+        record: A failed comparison with a golden, or what GPUs said, in our run directory.
     """
 
     returncode: int | None = None
     ended: Ended | None = None
     world_size: int | None = None
     command: str | None = None
+    record: LogFile | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

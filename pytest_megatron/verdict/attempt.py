@@ -141,10 +141,8 @@ def judge_attempt(
         last = end.plan.last_iteration
         if target is not None and end is ends[-1]:
             metrics, last = join_windows(measured), target.iteration
-        problem = (
-            _incomplete(metrics, metric_names, last)
-            or _non_finite(metrics, metric_names)
-            or _not_resumed(measured[-1], metric_names, end.plan.resumes_after or resumes_after)
+        problem = find_problem(metrics, metric_names, last) or _not_resumed(
+            measured[-1], metric_names, end.plan.resumes_after or resumes_after
         )
         resumes_after = end.saved
         if problem:
@@ -172,6 +170,11 @@ def _measured(dirs: PhaseDirs) -> MetricMap:
     """Return what a phase wrote: JSON lines where it wrote any, else TensorBoard files."""
     lines = dirs.metrics_lines
     return read_metrics(lines if lines.exists() else dirs.tensorboard).metrics
+
+
+def find_problem(metrics: MetricMap, names: Sequence[str], last: int | None) -> str | None:
+    """Say what is wrong with what a training measured: missing, ended early, not finite."""
+    return _incomplete(metrics, names, last) or _non_finite(metrics, names)
 
 
 def _incomplete(metrics: MetricMap, names: Sequence[str], last: int | None) -> str | None:

@@ -45,11 +45,11 @@ def judge_generation(
         return None, Cause(text=f"{path}: holds series of a training, expected requests")
     for name in metric_names:
         if not generation.has(name):
-            return generation, Cause(text=_missing(generation, name, str(path)))
+            return generation, Cause(text=missing_metric(generation, name, str(path)))
     return generation, None
 
 
-def _missing(generation: Generation, name: str, path: str) -> str:
+def missing_metric(generation: Generation, name: str, path: str) -> str:
     """Say which metric is not there, and what is."""
     keys = {key for request in generation.requests.values() for key in request.content}
     found = ", ".join(sorted({*keys, *generation.content} - {"input_prompt"}))

@@ -139,7 +139,8 @@ def _with_golden(
 
 def _with_first_phase(training: Training, attempt: Attempt, policy: Policy) -> RepeatComparison:
     case, names = _case(training)
-    half = attempt.ends[1].plan.resumes_after
+    # A recipe's own script runs both trainings in one phase.
+    half = attempt.ends[1].plan.resumes_after if len(attempt.ends) > 1 else case.train_iters // 2
     assert half is not None
     return RepeatComparison(
         repeat=attempt.repeat,

@@ -12,6 +12,7 @@ from typing import Protocol
 from pytest_megatron.errors import MetricsError
 from pytest_megatron.files import JsonValue, write_json_atomically
 from pytest_megatron.golden.comparison import Comparison
+from pytest_megatron.golden.generation import generation_to_json
 from pytest_megatron.golden.store import write_metrics
 from pytest_megatron.host import CPU_PLATFORM, Gpu
 from pytest_megatron.launch.case import Case, Mode, TestType
@@ -32,6 +33,7 @@ from pytest_megatron.verdict.gradients import compare_gradients, measure_gradien
 from pytest_megatron.verdict.hardware import with_health
 from pytest_megatron.verdict.modes import metric_names_of
 from pytest_megatron.verdict.retry import RetryPolicy, Stop, next_step, with_policy
+from pytest_megatron.verdict.script_result import judge_script
 from pytest_megatron.verdict.triaged import note_triage
 
 
@@ -59,7 +61,7 @@ class Job:
     @property
     def metric_names(self) -> tuple[str, ...] | None:
         """What is compared; None for a script that judges itself."""
-        if self.workload.script is not None or self.case is None:
+        if self.case is None:
             return None
         if self._is_consistency and self.case.metrics is None:
             return DEFAULT_METRICS[:1]
@@ -239,7 +241,7 @@ def _attempt(
     """Run and judge one attempt, on GPUs of its own."""
     workload, number = job.workload, len(earlier) + 1
     is_on_gpus = workload.platform != CPU_PLATFORM
-    num_gpus = workload.gpus if is_on_gpus else 0
+    num_gpus = workload.nodes * workload.gpus if is_on_gpus else 0
     fitting = _trusted_first(facts.host.fitting(workload.platform), earlier)
     leased = lease_gpus(fitting, num_gpus, lambda text: listener.on_lines([text]))
     with contextlib.closing(leased) as lease, HealthWatch(lease.gpus) as watch:
@@ -277,6 +279,8 @@ def _trusted_first(gpus: Sequence[Gpu], earlier: Sequence[Attempt]) -> tuple[Gpu
 
 def _judged(job: Job, plan: AttemptPlan, attempt: Attempt) -> Attempt:
     """Read what an attempt left, and say what is wrong with it."""
+    if plan.script is not None and job.case is not None:
+        return _judged_script(job, job.case, plan, attempt)
     mode = Mode.PRETRAINING if job.case is None else job.case.mode
     if mode is Mode.INFERENCE:
         generation, cause = judge_generation(
@@ -300,6 +304,30 @@ def _judged(job: Job, plan: AttemptPlan, attempt: Attempt) -> Attempt:
     if attempt.is_in_windows and metrics:
         write_metrics(attempt.whole_path, attempt.whole)
     return attempt if cause is not None else _with_gradients(job, attempt)
+
+
+def _judged_script(job: Job, case: Case, plan: AttemptPlan, attempt: Attempt) -> Attempt:
+    """Read what a recipe's own script left."""
+    (end,) = attempt.ends
+    result = judge_script(
+        end,
+        case,
+        attempt.dirs,
+        metric_names=job.metric_names or (),
+        is_lightweight=job.setting.is_lightweight or case.is_always_lightweight,
+        time_limit_s=plan.time_limit_s,
+    )
+    for number, measured in enumerate(result.metrics, start=1):
+        path = attempt.dirs.phase(number).metrics
+        path.parent.mkdir(exist_ok=True)
+        write_metrics(path, measured)
+    if result.generation is not None:
+        write_json_atomically(
+            attempt.dirs.phase(1).generated, generation_to_json(result.generation)
+        )
+    return replace(
+        attempt, metrics=result.metrics, generation=result.generation, cause=result.cause
+    )
 
 
 def _with_gradients(job: Job, attempt: Attempt) -> Attempt:

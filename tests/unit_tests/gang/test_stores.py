@@ -57,3 +57,19 @@ def test_a_keeper_that_was_killed_gets_a_successor(keeper: StoreKeeper) -> None:
     os.waitpid(killed, 0)
     assert listens(keeper.open_store(LOCAL_HOST))
     assert keeper.pid != killed
+
+
+def test_stores_that_are_open_get_a_new_keeper_too(keeper: StoreKeeper) -> None:
+    torch = pytest.importorskip("torch")
+    first = keeper.open_store(LOCAL_HOST)
+    killed = keeper.pid
+    assert killed is not None
+    os.kill(killed, signal.SIGSTOP)  # what it is sent now, it never reads
+    second = keeper.open_store(LOCAL_HOST)
+    os.kill(killed, signal.SIGKILL)
+    os.waitpid(killed, 0)
+    keeper.take_note_of_end(killed)
+    for port in (first, second):
+        store = torch.distributed.TCPStore(LOCAL_HOST, port, is_master=False)
+        store.set("key", "value")
+        assert store.get("key") == b"value"

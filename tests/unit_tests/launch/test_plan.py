@@ -19,7 +19,6 @@ SETTING = Setting(
     env={"PATH": "/bin"},
     tee_ranks=(0, 3),
     is_lightweight=False,
-    num_repeats=1,
     python="python",
 )
 ROW: dict[str, JsonValue] = {
@@ -121,28 +120,8 @@ def test_the_row_says_how_long_it_may_take(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "what"),
-    [
-        ("TEST_TYPE: regular\nLAUNCHER: ft_launcher\n", "LAUNCHER 'ft_launcher'"),
-    ],
-)
-def test_what_is_not_there_yet_is_said_and_nothing_else_is_run(
-    tmp_path: Path, text: str, what: str
-) -> None:
-    with pytest.raises(CaseError) as caught:
-        plan(tmp_path, text, workload())
-    where = tmp_path / "model_config.yaml"
-    assert str(caught.value) == f"{where}: {what} is not supported yet; nothing was run"
-
-
-@pytest.mark.parametrize(
     ("changes", "error"),
     [
-        pytest.param(
-            {"nodes": 2},
-            "recipes/r.yaml:7: nodes is 2, more than one is not supported yet; nothing was run",
-            id="two nodes",
-        ),
         pytest.param(
             {"script": "echo ${HOME}"},
             "recipes/r.yaml:7: 'echo ${HOME}' uses {HOME}, which the row does not have; "
@@ -219,6 +198,26 @@ def test_a_key_value_program_gets_no_flags(
     setting = replace(SETTING, is_lightweight=is_lightweight)
     (phase,) = plan(tmp_path, text, workload(), setting).phases
     assert (list(phase.argv[-2:]), phase.last_iteration) == (words, None)
+
+
+@pytest.mark.parametrize(
+    ("is_lightweight", "words", "last"),
+    [
+        pytest.param(False, ["--recipe", "llama", "train.train_iters=50", "a.b=c"], 50, id="full"),
+        pytest.param(
+            True, ["--recipe", "llama", "train.train_iters=4", "a.b=c"], 4, id="lightweight"
+        ),
+    ],
+)
+def test_a_bridge_recipe_keeps_its_flag_and_counts_its_iterations(
+    tmp_path: Path, words: list[str], last: int, *, is_lightweight: bool
+) -> None:
+    args = "{--recipe: llama, train.train_iters: 50, a.b: c}"
+    setting = replace(SETTING, is_lightweight=is_lightweight)
+    (phase,) = plan(
+        tmp_path, f"TEST_TYPE: regular\nMODEL_ARGS: {args}\n", workload(), setting
+    ).phases
+    assert (list(phase.argv[-4:]), phase.last_iteration) == (words, last)
 
 
 FROZEN = "/models/frozen"

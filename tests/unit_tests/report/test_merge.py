@@ -7,7 +7,8 @@ import pytest
 from pytest_megatron.files import JsonValue
 from pytest_megatron.gang.messages import Done
 from pytest_megatron.gang.spec import RankEnd, Reason, RunEnd
-from pytest_megatron.report.merge import Merged, crash_message, longrepr_text, merge
+from pytest_megatron.report.merge import Merged, merge
+from pytest_megatron.report.phase import crash_message, longrepr_text
 
 CONSEQUENCE = "RuntimeError: [gloo] Connection closed by peer [127.0.0.1]:4321"
 

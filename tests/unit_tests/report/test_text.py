@@ -15,7 +15,7 @@ from pytest_megatron.verdict.retry import RetryPolicy, fingerprint
 from pytest_megatron.verdict.signature import match_signature
 from pytest_megatron.verdict.training import Job, Training
 
-SETTING = Setting(root=Path("/p"), env={}, tee_ranks=(), is_lightweight=False, num_repeats=1)
+SETTING = Setting(root=Path("/p"), env={}, tee_ranks=(), is_lightweight=False)
 WORKLOAD = parse_row(
     Row(
         line=7,

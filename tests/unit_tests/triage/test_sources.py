@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import stat
 import tarfile
@@ -283,3 +284,36 @@ def test_a_log_that_may_not_be_read_is_noted(tmp_path: Path) -> None:
     locked.chmod(0)
     (group,) = triage([tmp_path]).groups
     assert group.first.notes == (f"{locked}: Permission denied",)
+
+
+def test_a_golden_that_disagrees_is_found_in_a_run_directory(tmp_path: Path) -> None:
+    """FORMATS.md 9, line 4: it is never transient."""
+    item = tmp_path / "gpt-tp1-abc"
+    Launch(root=item / "repeat_1/attempt_1/phase_1", directory="logs").launcher("well\n")
+    row = {"metric": "lm loss", "passed": False, "first_step": 7}
+    repeats = [{"repeat": 1, "against": "golden", "comparisons": [row]}]
+    (item / "comparison.json").write_text(json.dumps({"passed": False, "repeats": repeats}))
+    found = diagnosed(tmp_path)
+    assert (found.signature.family, found.is_transient, found.root_rank) == (
+        *("golden_mismatch", False),
+        None,
+    )
+    assert found.text == (
+        "The program trained to the end, but its metrics disagree: lm loss from step 7 on."
+    )
+
+
+def test_what_gpus_said_explains_a_failure_in_a_run_directory(tmp_path: Path) -> None:
+    attempt = tmp_path / "gpt-tp1-abc/repeat_1/attempt_1"
+    launch = Launch(root=attempt / "phase_1", directory="logs")
+    launch.raises(2, "RuntimeError: CUDA error: an illegal memory access was encountered")
+    launch.ends({2: 1}, first=2)
+    (attempt / "plan.json").write_text(
+        json.dumps({"node_id": "recipes/x.yaml::y", "world_size": 4})
+    )
+    fault = {"gpu": "GPU-1", "signature": "gpu_lost", "text": "GPU 1 has fallen off the bus"}
+    (attempt / "health.json").write_text(json.dumps({"schema": 1, "faults": []}))
+    assert told(tmp_path) == ("illegal_access", 2, False)
+    (attempt / "health.json").write_text(json.dumps({"schema": 1, "faults": [fault]}))
+    assert told(tmp_path) == ("off_bus", 2, True)
+    assert diagnosed(tmp_path).again == "pytest -p megatron recipes/x.yaml::y"

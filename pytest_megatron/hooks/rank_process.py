@@ -1,0 +1,225 @@
+"""The life of one process of a rank, from its first words to its exit; items are `hooks.rank`'s."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NoReturn, cast
+
+import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
+
+from pytest_megatron.files import JsonValue
+from pytest_megatron.gang import bootstrap, measure
+from pytest_megatron.gang.channel import Channel, connect
+from pytest_megatron.gang.logs import RankLogs
+from pytest_megatron.gang.messages import (
+    UNKNOWN,
+    Broken,
+    Close,
+    Closed,
+    Hello,
+    RankOrder,
+    Ready,
+    Run,
+)
+from pytest_megatron.gang.nursery import RankEnds
+from pytest_megatron.hooks.rank import RankPlugin
+
+# Plugins that act for the whole session; in a rank the controller does what they do.
+_CONTROLLER_PLUGINS = (
+    "pytest_timeout",
+    "pytest_rerunfailures",
+    "pytest_cov.plugin",
+    "__channelexec__",  # the worker of pytest-xdist, which execnet runs under this name
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Home:
+    """What all ranks that come from one process have in common.
+
+    Attributes:
+        address: Of the controller.
+        key: Of the session.
+        random_state: Of `random`, if collecting seeded it.
+        is_own_session: Whether it collected for one rank alone, and not the controller for all.
+    """
+
+    address: str
+    key: bytes
+    random_state: bootstrap.RandomState | None
+    is_own_session: bool = False
+
+
+def run_rank(session: pytest.Session, order: RankOrder, ends: RankEnds, home: Home) -> NoReturn:
+    """Be a rank, with the collected session in it; never returns."""
+    config = session.config
+    if not home.is_own_session:
+        atexit._clear()  # noqa: SLF001 - what the controller wants to do at its end is not ours
+    measurement = measure.start(order.coverage, order.coverage_file)
+    logs = _take_streams(config, order)
+    bootstrap.become_rank(order, ends, random_state=home.random_state)
+    channel = connect(
+        home.address,
+        home.key,
+        Hello(
+            role="rank",
+            gang=order.gang,
+            rank=order.rank,
+            node_rank=order.node_rank,
+            pid=os.getpid(),
+        ),
+    )
+    plugin = RankPlugin(order, channel, logs, ends)
+    plugin.measurement = measurement
+    _make_rank_of(config, plugin)
+    for name in ("gethookproxy",):
+        session.__dict__.pop(name, None)
+    serve(session, plugin, channel, is_own_session=home.is_own_session)
+
+
+def with_own_temp(order: RankOrder, base_temp: str) -> RankOrder:
+    """Return the order of a rank on another node: node 0 knows no directory there.
+
+    Args:
+        order: As node 0 gave it.
+        base_temp: A directory for temporary files of that node's session; "" on node 0.
+    """
+    if not base_temp:
+        return order
+    gang, rank = Path(order.base_temp).parts[-2:]
+    return replace(order, base_temp=str(Path(base_temp, gang, rank)))
+
+
+def serve(
+    session: pytest.Session,
+    plugin: RankPlugin,
+    channel: Channel,
+    *,
+    is_own_session: bool,
+) -> NoReturn:
+    """Run what the controller sends until it says close, or is gone."""
+    find = _finder(session.items, is_own_session=is_own_session)
+    channel.send(Ready())
+    planned: pytest.Item | None = None
+    exit_code = 0
+    try:
+        while True:
+            match channel.receive():
+                case Run() as run:
+                    item = find(run.index, run.node_id)
+                    assert item is not None
+                    late: JsonValue = None
+                    if planned is not item and not plugin.is_rerun(item):
+                        late = plugin.tear_down_late(session, item)
+                    planned = find(run.next_index, run.next_node_id)
+                    is_unknown = run.next_index == UNKNOWN
+                    # A collector in the place of the next item keeps all but the test set up.
+                    nextitem = cast("pytest.Item | None", item.parent if is_unknown else planned)
+                    done = plugin.run_item(run, item, nextitem)
+                    channel.send(done if late is None else replace(done, late=late))
+                case Close():
+                    late = plugin.tear_down_late(session, None)
+                    problem = _finish_session(session) if is_own_session else ""
+                    channel.send(Closed(problem=problem, late=late))
+                    break
+                case _:
+                    break
+    except KeyboardInterrupt:
+        channel.send(Closed(problem=_close(session)))
+        exit_code = 130
+    except BaseException:  # noqa: BLE001 - the controller has to know of it, whatever it is
+        channel.send(Broken(problem=traceback.format_exc()))
+        exit_code = 70
+    with contextlib.suppress(Exception):
+        atexit._run_exitfuncs()  # noqa: SLF001 - what tests registered
+    if plugin.measurement is not None:
+        plugin.measurement.save()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(exit_code)
+
+
+def _finder(
+    items: list[pytest.Item], *, is_own_session: bool
+) -> Callable[[int, str], pytest.Item | None]:
+    """Return what finds an item of the controller: by its place, or where that differs by name."""
+    if not is_own_session:
+        return lambda index, _: items[index] if index >= 0 else None
+    by_id = {item.nodeid: item for item in items}
+    return lambda _, node_id: by_id.get(node_id)
+
+
+def _finish_session(session: pytest.Session) -> str:
+    """Run what a process of its own would at its end; return what went wrong, or ""."""
+    try:
+        session.config.hook.pytest_sessionfinish(session=session, exitstatus=session.exitstatus)
+        session.config._ensure_unconfigure()  # noqa: SLF001 - pytest's own way
+    except BaseException:  # noqa: BLE001 - hooks of a user
+        return traceback.format_exc()
+    return ""
+
+
+def _close(session: pytest.Session) -> str:
+    """Tear down every fixture; return what went wrong, or ""."""
+    problem = ""
+    try:
+        session._setupstate.teardown_exact(None)  # noqa: SLF001 - pytest's own way
+    except BaseException:  # noqa: BLE001 - a fixture of a user
+        problem = traceback.format_exc()
+    return problem
+
+
+def _take_streams(config: pytest.Config, order: RankOrder) -> RankLogs:
+    """Send this process's output to its own files; pytest captures nothing any longer."""
+    capture = config.pluginmanager.get_plugin("capturemanager")
+    if capture is not None:
+        with contextlib.suppress(OSError, ValueError):
+            capture.stop_global_capturing()
+    logs = RankLogs(Path(order.log_dir))
+    logs.redirect()
+    stderr = config.stash.get(fault_handler_stderr_fd_key, None)
+    if stderr is not None:  # pytest's own copy of the controller's stderr, for its time limit
+        os.dup2(2, stderr)
+    if capture is not None:
+        capture._method = "no"  # noqa: SLF001 - a rank's log is its capture
+        capture.start_global_capturing()
+    return logs
+
+
+def drop_controller_plugins(config: pytest.Config) -> None:
+    """Unregister what acts for the whole session; it takes milliseconds, so once for all ranks."""
+    manager = config.pluginmanager
+    for name, other in list(manager.list_name_plugin()):
+        module = getattr(other, "__name__", type(other).__module__)
+        if (
+            name.startswith("megatron-")
+            or module in _CONTROLLER_PLUGINS
+            or module.startswith("xdist")
+        ):
+            manager.unregister(name=name)
+
+
+def _make_rank_of(config: pytest.Config, plugin: RankPlugin) -> None:
+    """Turn the controller's configuration into a rank's."""
+    drop_controller_plugins(config)
+    manager = config.pluginmanager
+    config.option.maxfail = 0
+    reporter = manager.get_plugin("terminalreporter")
+    if reporter is not None:
+        reporter._tw._file = plugin.printed  # noqa: SLF001 - its only way
+    factory = config._tmp_path_factory  # type: ignore[attr-defined]  # noqa: SLF001 - xdist's way
+    Path(plugin.order.base_temp).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    factory._given_basetemp = Path(plugin.order.base_temp)  # noqa: SLF001 - see above
+    factory._basetemp = None  # noqa: SLF001 - see above
+    manager.register(plugin, "megatron-rank")
+    manager.register(plugin.debugger, "megatron-rank-debugger")
+    plugin.debugger.install(config)

@@ -1,0 +1,75 @@
+"""Workloads of several nodes on one machine, other launchers, other programs: real processes."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from tiny_project import Project, Run, loss_of
+
+HAS_FT_LAUNCHER = importlib.util.find_spec("nvidia_resiliency_ext") is not None
+FT = {"LAUNCHER": "ft_launcher"}
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    project = Project(root=tmp_path_factory.mktemp("nodes"), gpus=1)
+    for case, fault in (("sound", None), ("crash", "crash@3:1"), ("kill", "kill@4:1")):
+        project.row(project.case(case, fault=fault), nodes=[2])
+    project.add("ft", config=FT)
+    project.add("ft_crash", "crash@3", config=FT)
+    return project
+
+
+@pytest.fixture(scope="module")
+def run(project: Project) -> Run:
+    return project.run("recipes", "-n", "2", "--tee-ranks", "all")
+
+
+def test_the_ranks_of_all_nodes_train_together_and_log_by_their_rank(run: Run) -> None:
+    """FORMATS 9.32: `nodes: 2` of a recipe runs on one node there."""
+    assert run.verdict("sound") == ("PASSED", "passed")
+    phase = run.item_dir("sound") / "repeat_1" / "attempt_1" / "phase_1"
+    assert sorted(path.name for path in (phase / "logs").iterdir()) == ["0", "1"]
+    assert "iteration       10/" in (phase / "logs" / "1" / "stdout.log").read_text()
+    assert loss_of(phase / "metrics.json").steps[-1] == 10
+
+
+@pytest.mark.parametrize(
+    ("case", "what"),
+    [("crash", "raised ValueError: the crash of rank 1"), ("kill", "was killed by SIGKILL")],
+)
+def test_a_failure_on_another_node_than_the_first_fails_the_workload(
+    run: Run, case: str, what: str
+) -> None:
+    """FORMATS 9.25: nodes but the first end with 0 there, also if their training failed."""
+    assert run.verdict(case) == ("FAILED", "failed")
+    assert f"rank 1 of 2 {what} after iteration" in run.problem(case)
+
+
+@pytest.mark.skipif(HAS_FT_LAUNCHER, reason="nvidia-resiliency-ext is installed")
+def test_a_missing_launcher_is_one_clear_error_and_can_be_replaced(
+    project: Project, run: Run
+) -> None:
+    assert run.verdict("ft") == ("ERROR", "broken")
+    assert "nvidia_resiliency_ext is not installed, nothing was run" in run.problem("ft")
+    again = project.run(
+        "recipes", "-k", "ft", run_dir="replaced", PYTEST_MEGATRON_LAUNCHER="torchrun"
+    )
+    assert again.verdict("ft") == ("PASSED", "passed")
+    assert again.verdict("ft_crash") == ("FAILED", "failed")
+
+
+@pytest.mark.skipif(not HAS_FT_LAUNCHER, reason="needs nvidia-resiliency-ext")
+def test_ft_launcher_starts_the_ranks_and_does_not_hide_a_crash(run: Run) -> None:
+    """FORMATS 9.28: ft_launcher's restarts hide crashes there."""
+    assert run.verdict("ft") == ("PASSED", "passed")
+    assert run.verdict("ft_crash") == ("FAILED", "failed")
+    assert "raised ValueError: the crash of rank 0" in run.problem("ft_crash")
+
+
+def test_a_row_names_its_nodes_in_its_plan(project: Project) -> None:
+    text = project.run("recipes", "-k", "sound", "--plan").stdout
+    assert "ranks: 2 on cpu" in text
+    assert f"{Path('launch') / 'node_agents.py'} 2 1 0,3" in text

@@ -29,8 +29,9 @@ _POLL_S = 0.1
 _STOP_GRACE_S = 10.0  # for the agent to end its ranks
 _STACKS_S = 3.0  # for aborted ranks to print their stacks
 _WATCHDOG_GRACE_S = 5.0  # for the other ranks to say which collective they wait in
-_DUMPS_S = 10.0  # for what every rank's flight recorder dumps, where it is on
-_QUIET_S = 1.0  # a dump that did not grow for so long is whole
+_DUMPS_S = 10.0  # for what the ranks' flight recorders dump, where they are on
+_QUIET_S = 1.0  # dumps of all ranks that did not grow for so long are whole
+_QUIET_ALONE_S = 3.0  # after that, the other ranks will not dump any more
 
 
 class Listener(Protocol):
@@ -282,14 +283,12 @@ def _tell(listener: Listener, phase: PhasePlan, watch: LogWatch, *, is_ended: bo
 
 def _has_said_all(phase: PhasePlan, world_size: int, waited_s: float) -> bool:
     """Whether the ranks had their time to say where they are, once a watchdog spoke."""
-    dumps = phase.dirs.flight_dumps()
     if not phase.dirs.flight.is_dir():
         return waited_s >= _WATCHDOG_GRACE_S
-    now = time.time()
-    is_whole = len(dumps) >= world_size and all(
-        now - path.stat().st_mtime >= _QUIET_S for path in dumps
-    )
-    return is_whole or waited_s >= _DUMPS_S
+    changed = [path.stat().st_mtime for path in phase.dirs.flight_dumps()]
+    quiet_s = time.time() - max(changed, default=float("inf"))
+    needed_s = _QUIET_S if len(changed) >= world_size else _QUIET_ALONE_S
+    return quiet_s >= needed_s or waited_s >= _DUMPS_S
 
 
 def _stop(process: GuardedProcess) -> Ended:

@@ -130,6 +130,7 @@ def test_an_unknown_scope_is_named_a_disabled_one_is_known() -> None:
 
 
 def test_every_element_of_test_case_runs_with_a_warning() -> None:
+    """FORMATS 9.13: only the first test case of a list is run there."""
     loaded = read(f"products:\n  - test_case: [a, b]\n    products: [{GOOD}]\n")
     assert [workload.test_case for workload in loaded.workloads] == ["a", "b"]
     (warning,) = loaded.findings

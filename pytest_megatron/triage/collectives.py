@@ -123,7 +123,11 @@ class _Group:
 
 
 def _compare(group: _Group) -> Finding | None:
-    """Return the first collective of a group that its ranks disagree about."""
+    """Return how ranks disagree about the first collective of a group that has not ended.
+
+    Where nobody has ended it, what was called after it proves nothing: a rank that waits in it
+    comes to no later one. One that some rank has ended, all came to.
+    """
     numbers = sorted({n for found in group.calls.values() for n in found if n >= group.first})
     for number in numbers:
         at = {rank: found[number] for rank, found in group.calls.items() if number in found}
@@ -131,7 +135,7 @@ def _compare(group: _Group) -> Finding | None:
             continue
         lack = [rank for rank in group.calls if rank not in at]
         finding = _differ(group, at) or _lack(group, at, lack) or _not_started(group, at)
-        if finding is not None:
+        if finding is not None or all(entry.is_open for entry in at.values()):
             return finding
     return None
 

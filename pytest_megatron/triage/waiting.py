@@ -147,14 +147,16 @@ def _silent(story: Story, hurt: Iterable[int]) -> tuple[int, ...]:
 
 
 def _odd(hurt: dict[int, RankStory]) -> tuple[int, ...]:
-    """Return the ranks that waited in another collective, or behind it, than most."""
+    """Return the ranks that waited in another collective, or behind it, than more than half did.
+
+    How far ranks came behind a collective that none of them ended differs without any of them
+    being at fault.
+    """
     for key in (_collective_call, _last_enqueued):
         values = {rank: value for rank, story in hurt.items() if (value := key(story)) is not None}
         counts = Counter(values.values())
-        if len(counts) <= 1:
-            continue
-        (usual, most), (_, second) = counts.most_common(2)
-        if most > second:
+        ((usual, most),) = counts.most_common(1) or [("", 0)]
+        if len(counts) > 1 and most * 2 > len(values):
             return tuple(sorted(rank for rank, value in values.items() if value != usual))
     return ()
 

@@ -111,6 +111,16 @@ def test_a_rank_whose_watchdog_was_silent_missed_the_collective(launch: Launch) 
     assert told(launch.root) == ("nccl_timeout", 1, False)
 
 
+def test_how_far_ranks_came_behind_a_collective_that_none_ended_is_no_fault(
+    launch: Launch,
+) -> None:
+    for rank, last in enumerate((6, 7, 7, 5)):
+        said = watchdog(rank).replace("last enqueued work: 5", f"last enqueued work: {last}")
+        launch.write(rank, said)
+    launch.ends({0: -6, 1: -6, 2: -6, 3: -6}, first=0)
+    assert told(launch.root) == ("nccl_timeout", None, False)
+
+
 def test_of_two_failures_the_earlier_one_is_the_cause(launch: Launch) -> None:
     launch.raises(0, "ValueError: later")
     launch.raises(3, "KeyError: 'earlier'")

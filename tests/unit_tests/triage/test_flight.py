@@ -270,3 +270,18 @@ def test_real_dumps_name_the_rank_that_missed_a_collective(tmp_path: Path) -> No
     frame = pickles[0].entries[-1].own_frame
     assert frame is not None
     assert (Path(frame.file).name, frame.name) == ("flights.py", "run")
+
+
+def queued(*numbers: int) -> FlightDump:
+    """A rank whose GPU has not ended the first of these: all are only in its queue."""
+    return dumped(*(open_entry(n, state="scheduled") for n in numbers))
+
+
+def test_what_is_queued_behind_an_open_collective_proves_nothing() -> None:
+    dumps = {0: queued(4, 5, 6), 1: queued(4, 5, 6, 7), 2: queued(4, 5, 6, 7), 3: queued(4)}
+    assert findings(dumps) == []  # rank 3 waits for the fourth, and so cannot come to the fifth
+
+
+def test_a_rank_without_a_dump_is_blamed_before_one_that_waits() -> None:
+    dumps = {0: queued(4, 5, 6), 2: queued(4, 5, 6, 7), 3: queued(4)}
+    assert findings(dumps) == [(Desync.NO_DUMP, (1,), True)]

@@ -45,7 +45,7 @@ def known_of(unit: Unit) -> Known:
 
 
 def _phase_number(directory: Path, attempt: Path) -> int:
-    parts = directory.relative_to(attempt).parts
+    parts = directory.resolve().relative_to(attempt.resolve()).parts
     name = parts[0] if parts else ""
     number = name.removeprefix("phase_")
     return int(number) if number.isdigit() else 1

@@ -147,3 +147,17 @@ def test_neither_torch_nor_pytest_is_loaded() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("[]\n")
+
+
+def test_a_run_directory_may_be_named_from_here_and_through_a_link() -> None:
+    attempt = Path("runs/one/gpt-tiny/repeat_1/attempt_1")
+    (attempt / "phase_1/logs/0").mkdir(parents=True)
+    (attempt / "plan.json").write_text('{"node_id": "gpt.yaml::tiny", "world_size": 1}')
+    write_log("ValueError: bad batch", str(attempt / "phase_1/logs/0/stderr.log"))
+    Path("runs/latest").symlink_to("one")
+    for name in ("runs/one", "runs/latest"):
+        result = run(name)
+        assert (result.exit_code, result.output.splitlines()[0]) == (
+            1,
+            f"{name}/gpt-tiny/repeat_1/attempt_1/phase_1/logs: exception",
+        )

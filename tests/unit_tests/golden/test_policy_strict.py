@@ -111,6 +111,7 @@ def test_steps_after_the_golden_are_reported_only() -> None:
 def test_one_value_off_by_a_thousandth_fails_a_deterministic_golden(
     step: int, change: float
 ) -> None:
+    """FORMATS 9.34: the first step that differs is not told there."""
     observed: Values = {**LOSS, step: loss_curve()[step] + change}
     comparison = judge(LOSS, observed, provenance=DETERMINISTIC)
     assert not comparison.passed
@@ -119,12 +120,14 @@ def test_one_value_off_by_a_thousandth_fails_a_deterministic_golden(
 
 
 def test_the_last_digits_of_another_instruction_set_pass_a_deterministic_golden() -> None:
+    """FORMATS 9.20: the fifth decimal fails there with every new container."""
     comparison = judge(LOSS, scaled(LOSS, 1 + 3e-6), provenance=DETERMINISTIC)
     assert comparison.passed
     assert comparison.notes == ("differs only in the last digits (largest 3e-06)",)
 
 
 def test_without_provenance_a_few_steps_may_leave_the_band() -> None:
+    """FORMATS 9.20: one step of a hundred may be anything there."""
     curve = loss_curve()
     assert judge(LOSS, {**LOSS, 25: curve[25] * 1.005}).passed
     assert judge(LOSS, {**LOSS, 25: curve[25] * 1.005, 9: curve[9] * 0.995}).rule is Rule.BAND
@@ -140,6 +143,7 @@ def test_a_shift_of_the_first_step_is_a_rule_of_its_own() -> None:
 
 
 def test_a_small_lasting_shift_fails_by_its_mean() -> None:
+    """FORMATS 9.20: a loss that is 4.9 % off at every step passes there."""
     assert judge(LOSS, scaled(LOSS, 1.0005)).rule is Rule.BIAS
 
 
@@ -252,6 +256,7 @@ def test_time_and_memory_are_judged_within_one_class_of_host(
     ("factor", "passed"), [(1.09, True), (1.11, False), (0.2, True)], ids=["slow", "slower", "fast"]
 )
 def test_time_is_judged_by_its_steady_median_upwards_only(factor: float, *, passed: bool) -> None:
+    """FORMATS 9.21: an improvement fails there."""
     comparison = judge(
         TIMES,
         scaled(TIMES, factor),
@@ -263,6 +268,7 @@ def test_time_is_judged_by_its_steady_median_upwards_only(factor: float, *, pass
 
 
 def test_a_slow_warm_up_does_not_count() -> None:
+    """FORMATS 9.21: steps of the warm-up are judged there."""
     slow_start: Values = {**TIMES, 1: 50.0, 2: 50.0, 3: 50.0}
     assert judge(
         TIMES, slow_start, metric="iteration-time", provenance=FROM_HOST, host_class=HOST

@@ -58,6 +58,13 @@ def test_changes_keep_the_sign_and_count_steps_that_are_new_or_gone() -> None:
     )
 
 
+def test_an_oscillation_is_seen_though_its_mean_is_nothing() -> None:
+    """FORMATS 9.30: +50 % and -50 % cancel there."""
+    (found,) = changes({"a": series(s1=10.0, s2=10.0)}, {"a": series(s1=15.0, s2=5.0)})
+    assert (found.num_changed, found.largest_relative) == (2, 0.5)
+    assert found.mean_signed_relative == 0.0
+
+
 def test_a_metric_that_is_new_or_gone_is_a_change() -> None:
     found = changes({"a": series(s1=1.0)}, {"b": series(s1=1.0)})
     assert [(c.metric, c.num_old, c.num_new) for c in found] == [("a", 1, 0), ("b", 0, 1)]

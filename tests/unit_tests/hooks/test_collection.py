@@ -198,6 +198,7 @@ products:
 def test_a_malformed_recipe_is_one_error_and_the_others_are_collected(
     tmp_path: Path, old: str, new: str, error: str
 ) -> None:
+    """FORMATS 9.35: one malformed recipe breaks all of CI there."""
     assert MALFORMED.count(old) == 1
     project = Project(root=tmp_path)
     project.row(project.case("small"))

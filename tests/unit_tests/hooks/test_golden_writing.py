@@ -74,6 +74,7 @@ def recorded(project: Project) -> tuple[dict[str, str], Run]:
 def test_workloads_that_are_not_clean_keep_every_golden_from_being_written(
     project: Project,
 ) -> None:
+    """FORMATS 9.29: the values of exactly the failed runs become goldens there."""
     before = goldens(project)
     arguments = ("-k", "not old and not good", "--golden", "refresh", "-n", "4")
     run = project.run("recipes", *arguments, run_dir="run-unclean")
@@ -102,6 +103,7 @@ def test_record_writes_only_what_is_missing(
 
 
 def test_a_clean_refresh_writes_every_golden(refreshed: Run, project: Project) -> None:
+    """FORMATS 9.39: trainings side by side share ports and directories there."""
     assert refreshed.returncode == 0
     assert refreshed.outcomes == {"old": "PASSED", "new": "PASSED"}
     assert read_golden(project.golden_path("new")).metrics["lm loss"].values[2] == pytest.approx(
@@ -114,6 +116,7 @@ def test_a_clean_refresh_writes_every_golden(refreshed: Run, project: Project) -
 
 @pytest.mark.usefixtures("refreshed")
 def test_a_new_golden_says_where_it_comes_from(project: Project) -> None:
+    """FORMATS 9.29: goldens bear no provenance there."""
     provenance = read_golden(project.golden_path("new")).provenance
     assert provenance is not None
     assert (provenance.repeats, provenance.deterministic, provenance.is_dirty) == (2, True, False)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import pty
 import select
+import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
+from gang_suite import wait_until
 from rank_suite import DEADLINE_S, Run, Suite
 
 FAILING = """
@@ -131,21 +134,33 @@ def test_on_a_terminal_ctrl_c_interrupts_the_prompt_and_nothing_else(tmp_path: P
     if pid == 0:
         os.chdir(tmp_path)
         os.execve(command[0], command, suite.env(TERM="dumb"))  # noqa: S606 - a shell does the same
-    for awaited, typed in [
-        ("(Pdb) ", "p numb"),
-        ("p numb", "\x03"),
-        ("KeyboardInterrupt--\r\n(Pdb) ", "p number"),
-        ("p number", "\r"),
-        ("41\r\n(Pdb) ", "c\r"),
-    ]:
-        read_until(terminal, awaited)
-        os.write(terminal, typed.encode())
-    talk = read_until(terminal, "1 failed")
-    read_until(terminal, None)
-    os.close(terminal)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+    try:
+        for awaited, typed in [
+            ("(Pdb) ", "p numb"),
+            ("p numb", "\x03"),
+            ("KeyboardInterrupt--\r\n(Pdb) ", "p number"),
+            ("p number", "\r"),
+            ("41\r\n(Pdb) ", "c\r"),
+        ]:
+            read_until(terminal, awaited)
+            if typed == "\x03":  # before Python waits for keys, it is seen at the next key only
+                wait_until(lambda: is_asleep(pid), "it waits for keys")
+            os.write(terminal, typed.encode())
+        talk = read_until(terminal, "1 failed")
+        read_until(terminal, None)
+    except BaseException:
+        os.kill(pid, signal.SIGKILL)  # the tests that follow count processes
+        raise
+    finally:
+        os.close(terminal)
+        status = os.waitpid(pid, 0)[1]
+    assert os.waitstatus_to_exitcode(status) == 1
     assert "PDB continue" in talk
     assert suite.processes() == []
+
+
+def is_asleep(pid: int) -> bool:
+    return str(psutil.Process(pid).status()) == psutil.STATUS_SLEEPING
 
 
 def read_until(terminal: int, awaited: str | None) -> str:

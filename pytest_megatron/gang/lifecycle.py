@@ -30,6 +30,7 @@ from pytest_megatron.gang.messages import (
     Stacks,
 )
 from pytest_megatron.gang.spec import RankEnd, Reason, RunEnd
+from pytest_megatron.wording import describe_exit, name_ranks
 
 _EXIT_S = 1.0  # for other ranks to end, where one has asked pytest itself to
 _STACKS_WAIT_S = 3.0  # for a nursery to bring stacks; it gives ranks one second
@@ -442,29 +443,3 @@ class Lifecycle:
             )
             actions.append(Finish(end=end))
         return actions
-
-
-def describe_exit(exit_code: int) -> str:
-    """Return `was killed by SIGSEGV` or `exited with code 1`."""
-    import signal  # noqa: PLC0415 - data only
-
-    if exit_code >= 0:
-        return f"exited with code {exit_code}"
-    try:
-        return f"was killed by {signal.Signals(-exit_code).name}"
-    except ValueError:
-        return f"was killed by signal {-exit_code}"
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Return `rank 3`, or `ranks 0-2, 4`."""
-    numbers = sorted(set(ranks))
-    parts: list[str] = []
-    start = 0
-    while start < len(numbers):
-        end = start
-        while end + 1 < len(numbers) and numbers[end + 1] == numbers[end] + 1:
-            end += 1
-        parts.append(str(numbers[start]) if start == end else f"{numbers[start]}-{numbers[end]}")
-        start = end + 1
-    return f"{'rank' if len(numbers) == 1 else 'ranks'} {', '.join(parts)}"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.gang.lifecycle import name_ranks
+from pytest_megatron.wording import name_ranks
 
 KEY_VARIABLE = "PYTEST_MEGATRON_KEY"
 _KEY_FILE = Path(".pytest_megatron", "key")

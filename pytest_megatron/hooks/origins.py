@@ -22,7 +22,7 @@ from pytest_megatron.gang.agreement import Difference, compare, digest_of
 from pytest_megatron.gang.channel import Listener
 from pytest_megatron.gang.clean import find_obstacle
 from pytest_megatron.gang.fleet import Fleet, TemplateWord
-from pytest_megatron.gang.lifecycle import START_LIMIT_S, describe_exit, name_ranks
+from pytest_megatron.gang.lifecycle import START_LIMIT_S
 from pytest_megatron.gang.messages import Collected, Died, RankOrder, Stacks, StoreOpened
 from pytest_megatron.hooks.beginning import KEY, Beginning
 from pytest_megatron.hooks.options import Options
@@ -30,6 +30,7 @@ from pytest_megatron.hooks.rank_template import Brief
 from pytest_megatron.hooks.warm import Mode, WarmProcess, start_warm
 from pytest_megatron.hooks.watch import find_rank_words
 from pytest_megatron.report.crash import shorten_stack
+from pytest_megatron.wording import describe_exit, name_ranks
 
 _CALL_S = 0.1
 _WARM_S = 120.0  # to load torch and call; file systems of clusters are slow

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 from pytest_megatron.files import JsonValue
-from pytest_megatron.gang.lifecycle import name_ranks
 from pytest_megatron.gang.messages import Done
 from pytest_megatron.gang.spec import RankEnd, Reason, RunEnd
 from pytest_megatron.report.crash import describe_flights, shorten_stack
@@ -35,6 +34,7 @@ from pytest_megatron.report.words import (
     tell_ranks,
     words_of_ranks,
 )
+from pytest_megatron.wording import name_ranks
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, cast
 
 from pytest_megatron.files import JsonValue
-from pytest_megatron.gang.lifecycle import name_ranks
 from pytest_megatron.gang.spec import RankEnd
+from pytest_megatron.wording import name_ranks
 
 Outcome: TypeAlias = Literal["passed", "failed", "skipped"]
 JsonObject: TypeAlias = Mapping[str, JsonValue]

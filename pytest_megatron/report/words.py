@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from pytest_megatron.gang.lifecycle import describe_exit, name_ranks
 from pytest_megatron.gang.spec import RankEnd, Reason, RunEnd
 from pytest_megatron.report.crash import innermost_frame
 from pytest_megatron.report.phase import PHASES, Phase, reported, skip_reason
+from pytest_megatron.wording import describe_exit, name_ranks
 
 # What ranks say when another rank died or was stopped under them.
 CONSEQUENCE = re.compile(

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from pytest_megatron.triage.flight import FlightDump, FlightEntry
+from pytest_megatron.wording import name_ranks
 
 # Every rank must give as much as the others; what is not here may be uneven (gather, all_to_all).
 _EVEN_INPUT = frozenset(
@@ -159,7 +160,7 @@ def _split(
     is_certain = all(num < most for _, num in rest)
     guilty = [rank for rank, value in values.items() if value != usual or not is_certain]
     said = "; ".join(
-        f"{say_ranks([r for r in at if values[r] == value])} called {_describe(at, values, value)}"
+        f"{name_ranks([r for r in at if values[r] == value])} called {_describe(at, values, value)}"
         for value, _ in [(usual, most), *rest]
     )
     entry = next(at[rank] for rank in at if values[rank] == usual)
@@ -186,13 +187,13 @@ def _lack(group: _Group, at: Mapping[int, FlightEntry], lack: Sequence[int]) -> 
     if not lack:
         return None
     entry = next(entry for entry in at.values() if entry.is_open)
-    callers = say_ranks(at)
+    callers = name_ranks(at)
     if len(lack) > len(at):
         kind, ranks = Desync.EXTRA, sorted(at)
-        said = f"called by {callers} alone, and never by {say_ranks(lack)}"
+        said = f"called by {callers} alone, and never by {name_ranks(lack)}"
     else:
         kind, ranks = Desync.MISSED, sorted(lack)
-        said = f"called by {callers}, not by {say_ranks(lack)}"
+        said = f"called by {callers}, not by {name_ranks(lack)}"
     is_certain = len(lack) != len(at)
     return Finding(
         kind=kind,
@@ -215,7 +216,7 @@ def _not_started(group: _Group, at: Mapping[int, FlightEntry]) -> Finding | None
         is_certain=len(late) * 2 < len(at),
         entry=entry,
         text=f"{entry.op}, collective {entry.seq} of group {group.name}: called by "
-        f"{say_ranks(at)}, not started on the GPU of {say_ranks(late)}, which is busy with "
+        f"{name_ranks(at)}, not started on the GPU of {name_ranks(late)}, which is busy with "
         f"something else{_place(entry)}",
     )
 
@@ -235,7 +236,7 @@ def _silent(dumps: Mapping[int, FlightDump], world_size: int | None) -> Iterator
             is_certain=len(found.silent) < len(found.calls),
             entry=entry,
             text=f"{entry.op}, collective {entry.seq} of group {found.name}: "
-            f"{say_ranks(found.calls)} wait in it, {say_ranks(found.silent)} left no dump"
+            f"{name_ranks(found.calls)} wait in it, {name_ranks(found.silent)} left no dump"
             f"{_place(entry)}",
         )
 
@@ -267,15 +268,3 @@ def _numel(entry: FlightEntry) -> str:
 
 def _place(entry: FlightEntry) -> str:
     return f" at {entry.own_frame}" if entry.own_frame is not None else ""
-
-
-def say_ranks(ranks: Collection[int]) -> str:
-    """Return `rank 3`, or `ranks 0-2, 5`."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    said = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"rank {said}" if len(ranks) == 1 else f"ranks {said}"

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pytest_megatron.files import JsonValue
-from pytest_megatron.triage.collectives import say_ranks
 from pytest_megatron.triage.details import facts_of, iteration_of, phase_of
 from pytest_megatron.triage.root import Root
 from pytest_megatron.triage.scan import line_number
 from pytest_megatron.triage.signature import Policy, Signature
 from pytest_megatron.triage.story import Place, Story
+from pytest_megatron.wording import name_ranks
 
 _MOST_TEXT = 400  # characters of a message in a sentence
 _MOST_EVIDENCE_TEXT = 500
@@ -138,7 +138,7 @@ def diagnose(story: Story, root: Root) -> Diagnosis:
         root_ranks=root.ranks,
         is_all=root.is_all,
         what=_shorten(root.what),
-        text=_paragraph(story, root, phase, iteration),
+        text=_paragraph(story, root, phase, iteration, facts),
         reason=_reason(root.signature),
         evidence=evidence,
         command=_command(root.signature, evidence, facts, story),
@@ -154,18 +154,21 @@ def diagnose(story: Story, root: Root) -> Diagnosis:
 
 
 def _paragraph(
-    story: Story, root: Root, phase: str | None, iteration: tuple[int, int] | None
+    story: Story,
+    root: Root,
+    phase: str | None,
+    iteration: tuple[int, int] | None,
+    facts: Mapping[str, str],
 ) -> str:
     """Return who did what, where and when, what that means, and what the others did."""
     sentences = [f"{_who(story, root)}{_where(root, phase)}{_when(story, iteration)}."]
     sentences += [f"{text[0].upper()}{text[1:]}." for text in root.also]
-    facts = facts_of(root)
     if "tried_to_allocate" in facts:
         sentences.append(_say_memory(facts))
     followed = [rank for rank in _failed(story) if rank not in root.ranks]
     if followed and root.ranks:
         verb = "follows" if len(followed) == 1 else "follow"
-        text = say_ranks(followed)
+        text = name_ranks(followed)
         sentences.append(f"{text[0].upper()}{text[1:]} only {verb} from it.")
     return " ".join(sentences)
 
@@ -178,7 +181,7 @@ def _who(story: Story, root: Root) -> str:
         return f"{subject} {what}" if what else f"The launch failed, {root.signature.family}"
     if root.is_all:
         return f"Every one of {story.world_size} ranks {what}"
-    ranks = say_ranks(root.ranks)
+    ranks = name_ranks(root.ranks)
     of = f" of {story.world_size}" if story.world_size > 1 else ""
     return f"{ranks[0].upper()}{ranks[1:]}{of} {what}"
 

@@ -35,11 +35,11 @@ def with_records(unit: Unit, root: Root | None, table: Table) -> Root | None:
 
 def is_mismatch(path: Path) -> bool:
     """Whether a file is a comparison with a golden that failed."""
-    return path.name == COMPARISON_FILE and _read(path).get("passed") is False
+    return path.name == COMPARISON_FILE and read_record(path).get("passed") is False
 
 
 def _mismatch(record: LogFile, table: Table) -> Root | None:
-    failed = [_say(found) for found in _failed(_read(record.path))]
+    failed = [_say(found) for found in _failed(read_record(record.path))]
     if not failed:
         return None
     return Root(
@@ -67,7 +67,7 @@ def _say(row: dict[str, JsonValue]) -> str:
 
 def _with_fault(record: LogFile, root: Root, table: Table) -> Root:
     """Return a root cause with the first failure of the hardware in its place."""
-    faults = _read(record.path).get("faults")
+    faults = read_record(record.path).get("faults")
     first = faults[0] if isinstance(faults, list) and faults else None
     if not isinstance(first, dict):
         return root
@@ -87,7 +87,8 @@ def _place(record: LogFile, mark: bytes, text: str) -> Place:
     return Place(log=record, offset=max(0, offset), text=text)
 
 
-def _read(path: Path) -> dict[str, JsonValue]:
+def read_record(path: Path) -> dict[str, JsonValue]:
+    """Return a JSON object, empty where the file is missing, torn or something else."""
     try:
         with path.open("rb") as file:
             content = cast("JsonValue", json.loads(file.read(_MOST_BYTES)))

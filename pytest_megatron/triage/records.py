@@ -5,19 +5,16 @@ Everything here may be missing or of another version; then nothing is known.
 
 from __future__ import annotations
 
-import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 from pytest_megatron.files import JsonValue
-from pytest_megatron.triage.recorded import HEALTH_FILE, record_of
+from pytest_megatron.triage.recorded import HEALTH_FILE, read_record, record_of
 from pytest_megatron.triage.unit import Ended, Known, Unit
 
 TRIAGE_FILE = "triage.json"
 _MOST_UP = 6
-_MOST_BYTES = 64 << 20
 
 
 def known_of(unit: Unit) -> Known:
@@ -26,7 +23,7 @@ def known_of(unit: Unit) -> Known:
     if plan_file is None:
         return unit.known
     attempt = plan_file.parent
-    plan = _read(plan_file)
+    plan = read_record(plan_file)
     node_id, size = plan.get("node_id"), plan.get("world_size")
     known = replace(
         unit.known,
@@ -37,7 +34,7 @@ def known_of(unit: Unit) -> Known:
     if health.is_file():
         known = replace(known, record=record_of(health, str(health)))
     number = _phase_number(unit.root, attempt)
-    told = _told(_read(attempt.parent.parent / TRIAGE_FILE), attempt, number)
+    told = _told(read_record(attempt.parent.parent / TRIAGE_FILE), attempt, number)
     if told is not None:
         return replace(known, returncode=told.returncode, ended=told.ended)
     run = _above(attempt, "run.json")
@@ -71,7 +68,7 @@ def _told(record: dict[str, JsonValue], attempt: Path, number: int) -> Known | N
 def _exit_code(run: Path, attempt: Path, number: int) -> int | None:
     """Return the exit code that `run.json` has of a phase; the run may have moved since."""
     tail = attempt.parts[-3:]
-    items = _read(run).get("items")
+    items = read_record(run).get("items")
     for item in items.values() if isinstance(items, dict) else []:
         rows = item.get("attempts") if isinstance(item, dict) else None
         for row in rows if isinstance(rows, list) else []:
@@ -92,12 +89,3 @@ def _above(start: Path, name: str) -> Path | None:
             return directory / name
         directory = directory.parent
     return None
-
-
-def _read(path: Path) -> dict[str, JsonValue]:
-    try:
-        with path.open("rb") as file:
-            content = cast("JsonValue", json.loads(file.read(_MOST_BYTES)))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

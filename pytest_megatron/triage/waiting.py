@@ -6,10 +6,11 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from pytest_megatron.triage.collectives import Desync, say_ranks
+from pytest_megatron.triage.collectives import Desync
 from pytest_megatron.triage.root import Root
 from pytest_megatron.triage.signature import Role, Signature, Table
 from pytest_megatron.triage.story import Event, Place, RankStory, Story
+from pytest_megatron.wording import name_ranks
 
 _FINGERPRINT = re.compile(
     r"Rank (?P<rank>\d+) is running collective: CollectiveFingerPrint\("
@@ -201,4 +202,4 @@ def _collectives(hurt: dict[int, RankStory]) -> tuple[str, ...]:
         call = _collective_call(story)
         if call is not None:
             calls.setdefault(call, []).append(rank)
-    return tuple(f"{say_ranks(ranks)} waited in {call}" for call, ranks in calls.items())
+    return tuple(f"{name_ranks(ranks)} waited in {call}" for call, ranks in calls.items())

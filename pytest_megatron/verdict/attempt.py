@@ -25,6 +25,7 @@ from pytest_megatron.triage.diagnosis import Diagnosis
 from pytest_megatron.triage.signature import Role, Table
 from pytest_megatron.verdict.signature import Signature, is_named, match_signature
 from pytest_megatron.verdict.triaged import diagnose_phase
+from pytest_megatron.wording import describe_exit
 
 # Without a METRICS key these are compared, and so must be there.
 # Source: Megatron-LM tests/functional_tests/python_test_utils, d98e8a64dd.
@@ -350,5 +351,5 @@ def _ended(exit_code: int | None) -> str:
     if exit_code is None:
         return "failed"
     if exit_code < 0:
-        return f"was killed by {signal.Signals(-exit_code).name}"
+        return describe_exit(exit_code)
     return f"ended with exit code {exit_code}"

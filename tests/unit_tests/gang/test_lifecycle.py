@@ -11,8 +11,6 @@ from pytest_megatron.gang.lifecycle import (
     SendClose,
     SendRun,
     State,
-    describe_exit,
-    name_ranks,
 )
 from pytest_megatron.gang.messages import (
     Broken,
@@ -29,6 +27,7 @@ from pytest_megatron.gang.messages import (
     Stacks,
 )
 from pytest_megatron.gang.spec import RankEnd, Reason, RunEnd
+from pytest_megatron.wording import describe_exit, name_ranks
 
 SIZE = 8
 GRACE_S = 10.0

@@ -1,0 +1,34 @@
+"""Words that every report uses for ranks and for ends of processes. Pure."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+
+
+def describe_exit(exit_code: int) -> str:
+    """Return `was killed by SIGSEGV` or `exited with code 1`.
+
+    Args:
+        exit_code: As `Popen.returncode`: negative means killed by that signal.
+    """
+    if exit_code >= 0:
+        return f"exited with code {exit_code}"
+    try:
+        return f"was killed by {signal.Signals(-exit_code).name}"
+    except ValueError:
+        return f"was killed by signal {-exit_code}"
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """Return `rank 3`, or `ranks 0-2, 4`."""
+    numbers = sorted(set(ranks))
+    parts: list[str] = []
+    start = 0
+    while start < len(numbers):
+        end = start
+        while end + 1 < len(numbers) and numbers[end + 1] == numbers[end] + 1:
+            end += 1
+        parts.append(str(numbers[start]) if start == end else f"{numbers[start]}-{numbers[end]}")
+        start = end + 1
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {', '.join(parts)}"

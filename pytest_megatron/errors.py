@@ -11,6 +11,7 @@ from typing_extensions import override
 
 __all__ = [
     "CaseError",
+    "CiError",
     "ConfigError",
     "GoldenError",
     "HostError",
@@ -51,6 +52,10 @@ class SelectionError(MegatronError):
 
 class CaseError(MegatronError):
     """A test case's `model_config.yaml` cannot be read or cannot be turned into a command."""
+
+
+class CiError(MegatronError):
+    """A plan, a run or an artifact of CI cannot be read, or a file of CI must not be written."""
 
 
 class ConfigError(MegatronError):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pytest_megatron.ci.junit import Suite, join
 from pytest_megatron.ci.merge import Summary
-from pytest_megatron.ci.render import COMMENT_BYTES, as_markdown
+from pytest_megatron.ci.summary_text import COMMENT_BYTES, as_markdown
 from pytest_megatron.errors import CiError
 from pytest_megatron.files import write_texts_together
 

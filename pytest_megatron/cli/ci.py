@@ -91,7 +91,7 @@ def summary(
     from pytest_megatron.ci.expect import read_plan, read_results  # noqa: PLC0415
     from pytest_megatron.ci.merge import merge  # noqa: PLC0415
     from pytest_megatron.ci.output import write_outputs  # noqa: PLC0415
-    from pytest_megatron.ci.render import as_markdown, as_text  # noqa: PLC0415
+    from pytest_megatron.ci.summary_text import as_markdown, as_text  # noqa: PLC0415
 
     expected = None if plan is None else read_plan(plan)
     told = None if results is None else read_results(results)

@@ -8,7 +8,7 @@ import pytest
 
 from pytest_megatron.ci.merge import merge
 from pytest_megatron.ci.outcome import Cause, Item, JobRun
-from pytest_megatron.ci.render import COMMENT_BYTES, STEP_SUMMARY_BYTES, as_markdown, as_text
+from pytest_megatron.ci.summary_text import COMMENT_BYTES, STEP_SUMMARY_BYTES, as_markdown, as_text
 from pytest_megatron.markdown import code, escaped, fenced, plain, table
 
 EVIL = "x`</code>|<script>alert(1)</script> @everyone \x1b[31mred\x1b[0m ![a](http://e)\u202e"

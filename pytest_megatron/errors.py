@@ -12,6 +12,7 @@ from typing_extensions import override
 __all__ = [
     "CaseError",
     "ConfigError",
+    "EmptySelectionError",
     "GoldenError",
     "HostError",
     "LaunchError",
@@ -47,6 +48,10 @@ class RecipeError(MegatronError):
 
 class SelectionError(MegatronError):
     """The selection options match no workload, or name something unknown."""
+
+
+class EmptySelectionError(SelectionError):
+    """Everything that was selected by is known, and nothing matches all of it."""
 
 
 class CaseError(MegatronError):

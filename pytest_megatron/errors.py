@@ -13,6 +13,7 @@ __all__ = [
     "CaseError",
     "CiError",
     "ConfigError",
+    "EmptySelectionError",
     "GoldenError",
     "HostError",
     "LaunchError",
@@ -48,6 +49,10 @@ class RecipeError(MegatronError):
 
 class SelectionError(MegatronError):
     """The selection options match no workload, or name something unknown."""
+
+
+class EmptySelectionError(SelectionError):
+    """Everything that was selected by is known, and nothing matches all of it."""
 
 
 class CaseError(MegatronError):

@@ -20,6 +20,7 @@ SUBCOMMANDS = {
     "flaky": ("pytest_megatron.cli.flaky", "Tell how often items passed only when run again."),
     "golden": ("pytest_megatron.cli.golden", "Compare observed metrics with golden values."),
     "lint": ("pytest_megatron.cli.lint", "Report what is wrong in recipes, cases and goldens."),
+    "plan": ("pytest_megatron.cli.plan", "Print what CI runs for labels and an event."),
     "triage": ("pytest_megatron.cli.triage", "Say why a run failed, from its logs."),
 }
 EXIT_UNUSABLE = 2

@@ -36,13 +36,15 @@ def begin(*, job: str, test_case: str | None, directory: Path) -> None:
     Prints the artifact's name, and hands it to later steps through GITHUB_OUTPUT.
     """
     from pytest_megatron.ci.job import new_job, write_job  # noqa: PLC0415 - each command its own
+    from pytest_megatron.ci.render import outputs_text  # noqa: PLC0415
 
     record = new_job(job, test_case or job, os.environ)
     write_job(record, directory)
     click.echo(record.artifact)
     outputs = os.environ.get("GITHUB_OUTPUT")
     if outputs:
-        _append(Path(outputs), f"artifact={record.artifact}\ndirectory={directory}\n")
+        values = {"artifact": record.artifact, "directory": str(directory)}
+        _append(Path(outputs), outputs_text(values))
 
 
 @command.command("summary")

@@ -257,10 +257,12 @@ def _child_job(
         found["variables"] = {"PYTEST_MEGATRON_IMAGE": image}
     elif platform == "cpu":
         found["image"] = f"python:{workflow.python}"
+    line = f'{command} --run-dir "{directory}/run" --junit-xml "{directory}/junit.xml"'
+    line += f' 2>&1 | tee "{directory}/pytest.log"'
     found["script"] = [
         *workflow.setup,
         f'pytest-megatron ci job {job} --directory "{directory}"',
-        f'{command} --run-dir "{directory}/run" --junit-xml "{directory}/junit.xml"',
+        f"bash -euo pipefail -c {shlex.quote(line)}",
     ]
     found["artifacts"] = {
         "when": "always",

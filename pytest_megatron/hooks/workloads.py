@@ -17,7 +17,7 @@ from pytest_megatron.golden.policy_file import policy_named
 from pytest_megatron.hooks.goldens import GoldenWriter
 from pytest_megatron.hooks.history import register_history
 from pytest_megatron.hooks.item import WorkloadItem
-from pytest_megatron.hooks.jobs import golden_path_of, make_job, read_golden_of
+from pytest_megatron.hooks.jobs import golden_path_of, make_job, new_golden_path_of, read_golden_of
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.recipes import PLUGIN_NAME
 from pytest_megatron.hooks.results import ResultsPlugin
@@ -146,10 +146,9 @@ class WorkloadPlugin:
         write_json_atomically(job.dirs.comparison, judgement.as_json())
         problem = self._session.shorten(mismatch(training, judgement)) if judgement.failed else None
         candidate: dict[str, JsonValue] = {}
-        target = golden_path_of(job)
-        if problem is None and job.is_compared and self._goldens.wants(target):
+        if problem is None and job.is_compared and self._goldens.wants(golden_path_of(job)):
             candidate, problem = self._goldens.take(
-                training, target, self._policy, self._session.facts
+                training, new_golden_path_of(job), self._policy, self._session.facts
             )
         record = self._evaluated(training, judgement, problem)
         self._record(item, {**record, "golden": candidate})

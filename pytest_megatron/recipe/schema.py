@@ -226,7 +226,7 @@ def _problem(error: ErrorDetails, top: type[BasicRecipe | BuildRecipe]) -> Schem
         message = f"{where}: unknown key, expected one of {', '.join(keys)}"
         message += nearest(str(path[-1]), keys)
     else:
-        message = f"{where}: found {found}, expected {_expected(error)}"
+        message = f"{where}: found {found}, expected {expected(error)}"
         if kind == "list_type" and path[0] == "products" and len(path) > 1:
             rule = "bare-string"
             message += f"; write [{error['input']}]" if isinstance(error["input"], str) else ""
@@ -239,7 +239,7 @@ def shown(value: object) -> str:
     return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
 
 
-def _expected(error: ErrorDetails) -> str:
+def expected(error: ErrorDetails) -> str:
     """Return what pydantic expected, in our words."""
     match error["type"]:
         case "greater_than_equal":

@@ -18,6 +18,7 @@ __all__ = [
     "MegatronError",
     "MetricsError",
     "RecipeError",
+    "ReportError",
     "SelectionError",
     "TriageError",
 ]
@@ -75,3 +76,7 @@ class GoldenError(MegatronError):
 
 class TriageError(MegatronError):
     """A log, an artifact or a flight recorder's dump cannot be read as one."""
+
+
+class ReportError(MegatronError):
+    """A run directory or an artifact cannot be shown, or its pages cannot be written."""

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
 import pytest
+
+from pytest_megatron.hooks import option_values as values
 
 GoldenMode = Literal["check", "record", "refresh", "off"]
 Device = Literal["auto", "cuda", "cpu"]
@@ -112,7 +113,7 @@ def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("megatron", "training workloads and distributed tests")
 
     def add(name: str, help_text: str, **settings: object) -> None:
-        dest = _dest(name)
+        dest = values.dest(name)
         group.addoption(f"--{name}", dest=dest, default=None, help=help_text, **settings)
         parser.addini(dest, help=f"default of --{name}", default=None)
 
@@ -157,49 +158,49 @@ def read_options(config: pytest.Config) -> Options:
     Raises:
         pytest.UsageError: A value is not one that the option takes.
     """
-    golden = _text(config, "golden", "check")
+    golden = values.text(config, "golden", "check")
     if golden not in ("check", "record", "refresh", "off"):
         raise pytest.UsageError(
             f"--golden: {golden!r} is not a way to use goldens, "
             f"expected one of check, off, record, refresh"
         )
-    run_dir = _text(config, "run-dir", "")
+    run_dir = values.text(config, "run-dir", "")
     num_nodes, node_rank, rdzv_endpoint = _nodes(config)
-    max_retries = _index(config, "max-retries-per-run")
+    max_retries = values.index(config, "max-retries-per-run")
     options = Options(
-        selection={name: _words(config, name) for name in _LISTS},
+        selection={name: values.words(config, name) for name in _LISTS},
         run_dir=Path(run_dir) if run_dir else None,
-        num_repeats=_count(config, "n-repeat"),
-        max_attempts=_count(config, "max-attempts"),
+        num_repeats=values.count(config, "n-repeat"),
+        max_attempts=values.count(config, "max-attempts"),
         max_retries=10 if max_retries is None else max_retries,
-        retry_backoff_s=_seconds(config, "retry-backoff", 5.0),
+        retry_backoff_s=values.seconds(config, "retry-backoff", 5.0),
         # pytest-rerunfailures has the other name, and means the same.
-        is_flaky_failure=_flag(config, "fail-flaky")
+        is_flaky_failure=values.flag(config, "fail-flaky")
         or bool(getattr(config.option, "fail_on_flaky", None)),
-        history=_text(config, "history", ""),
-        is_lightweight=_flag(config, "lightweight"),
+        history=values.text(config, "history", ""),
+        is_lightweight=values.flag(config, "lightweight"),
         golden=cast("GoldenMode", golden),
-        golden_policy=_text(config, "golden-policy", "strict"),
-        is_plan=_flag(config, "plan"),
-        tee_ranks=_ranks(_text(config, "tee-ranks", "0,3")),
-        is_tee_typed=config.getoption(_dest("tee-ranks")) is not None,
-        is_empty_allowed=_flag(config, "allow-empty"),
-        is_dirty_allowed=_flag(config, "allow-dirty"),
-        num_gpus=_gpus(config),
-        num_ranks=_count(config, "ranks"),
-        device=cast("Device", _choice(config, "device", ("auto", "cpu", "cuda"))),
+        golden_policy=values.text(config, "golden-policy", "strict"),
+        is_plan=values.flag(config, "plan"),
+        tee_ranks=values.ranks(values.text(config, "tee-ranks", "0,3")),
+        is_tee_typed=values.typed(config, "tee-ranks") is not None,
+        is_empty_allowed=values.flag(config, "allow-empty"),
+        is_dirty_allowed=values.flag(config, "allow-dirty"),
+        num_gpus=values.gpus(config),
+        num_ranks=values.count(config, "ranks"),
+        device=cast("Device", values.choice(config, "device", ("auto", "cpu", "cuda"))),
         num_nodes=num_nodes,
         node_rank=node_rank,
         rdzv_endpoint=rdzv_endpoint,
-        rank_timeout_s=_seconds(config, "rank-timeout", 300.0),
-        rank_grace_s=_seconds(config, "rank-grace", 10.0),
-        signatures=tuple(Path(name) for name in _words(config, "signatures")),
-        num_transient_reruns=_index(config, "rerun-transient") or 0,
-        pdb_rank=_index(config, "pdb-rank"),
-        gang_start=cast("GangStart", _choice(config, "gang-start", ("fork", "fresh"))),
+        rank_timeout_s=values.seconds(config, "rank-timeout", 300.0),
+        rank_grace_s=values.seconds(config, "rank-grace", 10.0),
+        signatures=tuple(Path(name) for name in values.words(config, "signatures")),
+        num_transient_reruns=values.index(config, "rerun-transient") or 0,
+        pdb_rank=values.index(config, "pdb-rank"),
+        gang_start=cast("GangStart", values.choice(config, "gang-start", ("fork", "fresh"))),
         asks_for_workloads=(
-            any(config.getoption(_dest(name)) for name in (*_LISTS, "plan"))
-            or config.getoption(_dest("golden")) in ("record", "refresh")
+            any(values.typed(config, name) for name in (*_LISTS, "plan"))
+            or values.typed(config, "golden") in ("record", "refresh")
         ),
     )
     _refuse_contradictions(options)
@@ -211,10 +212,10 @@ def _nodes(config: pytest.Config) -> tuple[int, int, str]:
 
     Where they are not given, the step of Slurm says so that distributed tests run in.
     """
-    given = _count(config, "nnodes")
-    node_rank = _index(config, "node-rank")
-    endpoint = _text(config, "rdzv-endpoint", "")
-    asks_for_gangs = any(_given(config, name) is not None for name in ("gpus", "ranks"))
+    given = values.count(config, "nnodes")
+    node_rank = values.index(config, "node-rank")
+    endpoint = values.text(config, "rdzv-endpoint", "")
+    asks_for_gangs = any(values.given(config, name) is not None for name in ("gpus", "ranks"))
     num_nodes = given or 1
     if asks_for_gangs and given != 1 and any(name in os.environ for name in _SLURM_STEP):
         from pytest_megatron.errors import LaunchError  # noqa: PLC0415 - not at every start
@@ -256,7 +257,7 @@ def early_size(early_config: pytest.Config) -> tuple[int, int] | None:
     """
     given = vars(early_config.known_args_namespace)
     texts = {
-        name: given.get(_dest(name)) or early_config.getini(_dest(name))
+        name: given.get(values.dest(name)) or early_config.getini(values.dest(name))
         for name in ("ranks", "gpus", "nnodes")
     }
     num_ranks = texts["ranks"] or texts["gpus"]
@@ -298,103 +299,3 @@ def _refuse_contradictions(options: Options) -> None:
             f"--golden {options.golden}: needs at least {MIN_REFRESH_REPEATS} repeats to know "
             f"their spread, --n-repeat is {options.num_repeats}; raise or drop it"
         )
-
-
-def _dest(name: str) -> str:
-    """Return the name of an option in the ini file, and in pytest's namespace."""
-    return f"megatron_{name.replace('-', '_')}"
-
-
-def _given(config: pytest.Config, name: str) -> object:
-    """Return what the command line says, else what the ini file says, else None."""
-    dest = _dest(name)
-    value: object = config.getoption(dest)
-    return config.getini(dest) if value is None or value is False else value
-
-
-def _text(config: pytest.Config, name: str, default: str) -> str:
-    value = _given(config, name)
-    return default if value is None else str(value)
-
-
-def _flag(config: pytest.Config, name: str) -> bool:
-    text = str(_given(config, name)).lower()
-    if text in ("true", "1", "yes"):
-        return True
-    if text in ("none", "", "false", "0", "no"):
-        return False
-    raise pytest.UsageError(f"{_dest(name)}: {text!r} is neither true nor false")
-
-
-def _count(config: pytest.Config, name: str) -> int | None:
-    value = _given(config, name)
-    if value is None:
-        return None
-    if not str(value).isdecimal() or int(str(value)) < 1:
-        raise pytest.UsageError(f"--{name}: {value!r} is not a count, expected a number from 1 on")
-    return int(str(value))
-
-
-def _index(config: pytest.Config, name: str) -> int | None:
-    value = _given(config, name)
-    if value is None:
-        return None
-    if not str(value).isdecimal():
-        raise pytest.UsageError(f"--{name}: {value!r} is not a number, expected one from 0 on")
-    return int(str(value))
-
-
-def _seconds(config: pytest.Config, name: str, default: float) -> float:
-    text = _text(config, name, str(default))
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise pytest.UsageError(f"--{name}: {text!r} is not a time, expected seconds from 0 on")
-    return seconds
-
-
-def _choice(config: pytest.Config, name: str, choices: Sequence[str]) -> str:
-    """Return one of `choices`; the first is the default."""
-    text = _text(config, name, choices[0])
-    if text not in choices:
-        raise pytest.UsageError(
-            f"--{name}: {text!r} is unknown, expected one of {', '.join(sorted(choices))}"
-        )
-    return text
-
-
-def _gpus(config: pytest.Config) -> int | None:
-    value = _given(config, "gpus")
-    if value in (None, "all"):
-        return None if value is None else 0
-    if not str(value).isdecimal() or int(str(value)) < 1:
-        raise pytest.UsageError(
-            f"--gpus: {value!r} is not a count, expected a number from 1 on, or all"
-        )
-    return int(str(value))
-
-
-def _words(config: pytest.Config, name: str) -> tuple[str, ...]:
-    value = _given(config, name)
-    if value is None:
-        return ()
-    lists = value if isinstance(value, Sequence) and not isinstance(value, str) else [str(value)]
-    words = [word.strip() for text in lists for word in str(text).split(",")]
-    if not all(words):
-        raise pytest.UsageError(f"--{name}: {','.join(map(str, lists))!r} holds an empty word")
-    return tuple(words)
-
-
-def _ranks(text: str) -> tuple[int, ...] | None:
-    if text == "all":
-        return None
-    if text == "none":
-        return ()
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() for word in words):
-        raise pytest.UsageError(
-            f"--tee-ranks: {text!r} names no ranks, expected numbers with commas, all or none"
-        )
-    return tuple(sorted({int(word) for word in words}))

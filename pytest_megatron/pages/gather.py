@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from pytest_megatron.errors import GoldenError, MetricsError, ReportError
@@ -132,7 +132,7 @@ class RunReader:
         golden = _golden(dirs, notes)
         attempts = tuple(_attempt(dirs, row) for row in record.rows("attempts"))
         curves = _curves(dirs, record.rows("attempts"), notes)
-        charts = tuple(_charts(golden, curves, findings, comparison))
+        charts = tuple(_charts(golden, curves, findings, _allowed(comparison)))
         shown = {chart.metric for chart in charts}
         return Item(
             node_id=node_id,
@@ -174,6 +174,17 @@ def _findings(comparison: Fields) -> Iterator[Finding]:
                 text=row.text("text"),
                 largest=row.number("largest_relative"),
             )
+
+
+def _allowed(comparison: Fields) -> dict[str, Fields]:
+    """Return what each metric was allowed around its golden, the same for every repeat."""
+    return {
+        row.text("metric"): row.inner("allowed")
+        for repeat in comparison.rows("repeats")
+        if repeat.text("against", "golden") == "golden"
+        for row in repeat.rows("comparisons")
+        if row.inner("allowed").values
+    }
 
 
 def _curves(dirs: ItemDirs, attempts: list[Fields], notes: list[str]) -> list[tuple[str, Curve]]:
@@ -233,28 +244,20 @@ def _charts(
     golden: Golden | None,
     curves: list[tuple[str, Curve]],
     findings: tuple[Finding, ...],
-    comparison: Fields,
+    allowed: Mapping[str, Fields],
 ) -> Iterator[Chart]:
     """Yield a chart for each metric that a run measured or a comparison was about."""
     expected = {} if golden is None else golden.metrics
-    notes = {
-        (row.text("metric"), note)
-        for repeat in comparison.rows("repeats")
-        for row in repeat.rows("comparisons")
-        for note in row.texts("notes")
-    }
     names = dict.fromkeys((*expected, *(metric for metric, _ in curves)))
     charts = []
     for metric in names:
         mine = tuple(f for f in findings if f.metric == metric)
         shown = [curve for name, curve in curves if name == metric]
-        allowed = None
+        band = None
         if golden is not None and metric in expected:
             shown.insert(0, Curve(name="golden", role=Role.GOLDEN, series=expected[metric]))
-            rules = {f.rule for f in mine if f.against == "golden"}
-            said = [note for name, note in notes if name == metric]
-            allowed = allowed_around(golden, metric, rules, said) if rules else None
-        charts.append(Chart(metric=metric, curves=tuple(shown), allowed=allowed, findings=mine))
+            band = allowed_around(expected[metric], allowed.get(metric, Fields({})))
+        charts.append(Chart(metric=metric, curves=tuple(shown), allowed=band, findings=mine))
     order = {False: 0, True: 1, None: 2}
     yield from sorted(charts, key=lambda c: (order[c.passed], c.metric != _LOSS, c.metric))
 

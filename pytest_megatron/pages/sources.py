@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath
 
 from pytest_megatron.errors import ReportError
 from pytest_megatron.pages.gather import RUN_FILE, RunReader
@@ -72,7 +72,7 @@ def _in(path: Path, workspace: Path) -> Iterator[Source]:
 
 def _unpacked(path: Path, workspace: Path) -> Iterator[Source]:
     workspace.mkdir(parents=True)
-    unpack(path, workspace, wanted=_is_wanted)
+    unpack(path, workspace, is_wanted=_is_wanted)
     name = path.name.split(".")[0]
     for directory in _directories(workspace, _MOST_DEPTH):
         below = directory.relative_to(workspace).as_posix()
@@ -91,5 +91,5 @@ def _directories(path: Path, depth: int) -> Iterator[Path]:
                 yield from _directories(inner, depth - 1)
 
 
-def _is_wanted(path: PurePosixPath) -> bool:
+def _is_wanted(path: PurePath) -> bool:
     return path.name in _NAMES or "tfevents" in path.name

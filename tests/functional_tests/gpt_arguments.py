@@ -79,6 +79,9 @@ class Arguments:
     seed: int = flag(1234, "seed of data, weights and dropout")
     bf16: bool = flag(default=False, text="train in bfloat16 with fp32 main weights")
     deterministic_mode: bool = flag(default=False, text="only deterministic algorithms")
+    gradient_noise: float = flag(
+        0.0, "relative noise on gradients that no seed governs, as of sums in any order"
+    )
     check_for_nan_in_loss_and_grad: bool = flag(
         default=True, text="end when the loss is not finite"
     )

@@ -88,6 +88,7 @@ def train_step(
         micro_batch_size=arguments.micro_batch_size,
         forward_only=False,
     )
+    disturb_gradients(trained.model, arguments.gradient_noise)
     is_updated, grad_norm, num_zeros = trained.optimizer.step()
     if is_updated:
         trained.scheduler.step(increment=arguments.global_batch_size)
@@ -105,6 +106,21 @@ def train_step(
         time_s=time.perf_counter() - start,
         load_balancing_loss=balance,
     )
+
+
+def disturb_gradients(model: torch.nn.Module, noise: float) -> None:
+    """Scale each gradient by 1 + `noise` times a normal number that no seed governs.
+
+    Stands for what kernels that add in any order do to the last digits, on every device.
+    """
+    if noise == 0:
+        return
+    draws = torch.Generator()
+    draws.seed()  # from the system: two runs never agree
+    for parameter in model.parameters():
+        factors = 1 + noise * torch.randn(parameter.shape, generator=draws)
+        gradient: torch.Tensor = vars(parameter)["main_grad"]  # megatron-core put it there
+        gradient.mul_(factors.to(gradient))
 
 
 def microbatches(arguments: Arguments, device: torch.device, iteration: int) -> list[Batch]:

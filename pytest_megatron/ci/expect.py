@@ -22,6 +22,15 @@ def read_plan(path: Path) -> Expected:
     Raises:
         CiError: It cannot be read, or is no plan.
     """
+    return expect(*load_plan(path))
+
+
+def load_plan(path: Path) -> tuple[dict[str, JsonValue], str]:
+    """Return a plan, and the name of its file for errors.
+
+    Raises:
+        CiError: It cannot be read, or is no plan.
+    """
     file = path / _PLAN if path.is_dir() else path
     try:
         plan = cast("JsonValue", json.loads(file.read_bytes()))
@@ -29,7 +38,7 @@ def read_plan(path: Path) -> Expected:
         raise CiError(str(file), f"cannot be read as a plan: {error}") from error
     if not isinstance(plan, dict) or not isinstance(plan.get("jobs"), list):
         raise CiError(str(file), "has no 'jobs', expected what 'plan --format json' prints")
-    return expect(plan, str(file))
+    return plan, str(file)
 
 
 def expect(plan: Mapping[str, JsonValue], where: str) -> Expected:

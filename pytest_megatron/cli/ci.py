@@ -20,6 +20,33 @@ def command() -> None:
     """Write files for CI, and make one verdict of many jobs."""
 
 
+@command.command("init")
+@click.option("--github", "kind", flag_value="github", default="github", help="The default.")
+@click.option("--gitlab", "kind", flag_value="gitlab")
+@click.option("--force", is_flag=True, help="Replace a file that is there.")
+def init(*, kind: str, force: bool) -> None:
+    """Write a workflow for GitHub Actions, or a pipeline for GitLab, that runs the plan.
+
+    What is particular to a project comes from [tool.pytest-megatron.ci.workflow].
+    """
+    from pytest_megatron.ci.init import write_files  # noqa: PLC0415 - each command its own
+
+    for line in write_files(Path(), kind, is_forced=force):
+        click.echo(line)
+
+
+@command.command("child")
+@click.argument("plan", metavar="PLAN", type=click.Path(path_type=Path))
+def child(*, plan: Path) -> None:
+    """Print GitLab's child pipeline of a plan, which has a job for each of its jobs."""
+    from pytest_megatron.ci.expect import load_plan  # noqa: PLC0415 - each command its own
+    from pytest_megatron.ci.init import project_workflow  # noqa: PLC0415
+    from pytest_megatron.ci.workflow import child_pipeline  # noqa: PLC0415
+
+    content, where = load_plan(plan)
+    click.echo(child_pipeline(content, project_workflow(Path()), where), nl=False)
+
+
 @command.command("job")
 @click.argument("job", metavar="ID")
 @click.option("--test-case", metavar="NAME", help="Name the artifact after it.  [default: ID]")

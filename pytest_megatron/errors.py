@@ -11,6 +11,7 @@ from typing_extensions import override
 
 __all__ = [
     "CaseError",
+    "CiError",
     "ConfigError",
     "EmptySelectionError",
     "GoldenError",
@@ -19,6 +20,7 @@ __all__ = [
     "MegatronError",
     "MetricsError",
     "RecipeError",
+    "ReportError",
     "SelectionError",
     "TriageError",
 ]
@@ -58,6 +60,10 @@ class CaseError(MegatronError):
     """A test case's `model_config.yaml` cannot be read or cannot be turned into a command."""
 
 
+class CiError(MegatronError):
+    """A plan, a run or an artifact of CI cannot be read, or a file of CI must not be written."""
+
+
 class ConfigError(MegatronError):
     """A setting of the project (`[tool.pytest-megatron]`) or of this package is wrong."""
 
@@ -80,3 +86,7 @@ class GoldenError(MegatronError):
 
 class TriageError(MegatronError):
     """A log, an artifact or a flight recorder's dump cannot be read as one."""
+
+
+class ReportError(MegatronError):
+    """A run directory or an artifact cannot be shown, or its pages cannot be written."""

@@ -19,6 +19,8 @@ from pytest_megatron.files import JsonValue
 
 WORD_KEYS = ("environments", "platforms", "scopes")
 SIGNATURES_KEY = "signatures"
+SECRETS_KEY = "secret_names"
+KEPT_KEY = "kept_variables"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +31,9 @@ class ProjectConfig:
         file: The `pyproject.toml` that was read, None where there is none.
         scopes: Words beside the built-in ones; `platforms` and `environments` alike.
         signature_files: Of signatures of the project's own, for triage.
+        secret_names: Patterns of names of variables and options that hold secrets, `MY_*`.
+        kept_variables: Patterns of names of variables that a run keeps, to be set again when it
+            is reproduced.
         tables: The subtables of `[tool.pytest-megatron]` by name, unchecked.
     """
 
@@ -37,6 +42,8 @@ class ProjectConfig:
     platforms: tuple[str, ...] = ()
     environments: tuple[str, ...] = ()
     signature_files: tuple[Path, ...] = ()
+    secret_names: tuple[str, ...] = ()
+    kept_variables: tuple[str, ...] = ()
     tables: Mapping[str, JsonValue] = field(default_factory=dict)
 
 
@@ -66,12 +73,15 @@ def load_config(start: Path) -> ProjectConfig:
     if not isinstance(table, dict):
         raise ConfigError(where, f"found {table!r}, expected a table")
     tables = {key: value for key, value in table.items() if isinstance(value, dict)}
-    known = (*WORD_KEYS, SIGNATURES_KEY)
+    known = tuple(sorted((*WORD_KEYS, SIGNATURES_KEY, SECRETS_KEY, KEPT_KEY)))
     for key in table.keys() - tables.keys() - set(known):
         close = difflib.get_close_matches(key, known, 1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ConfigError(where, f"unknown key {key!r}, expected one of {', '.join(known)}{hint}")
-    words = {key: _words(table.get(key, []), f"{where} {key}") for key in WORD_KEYS}
+    words = {
+        key: _words(table.get(key, []), f"{where} {key}")
+        for key in (*WORD_KEYS, SECRETS_KEY, KEPT_KEY)
+    }
     files = _words(table.get(SIGNATURES_KEY, []), f"{where} {SIGNATURES_KEY}")
     own = tuple(path.parent / name for name in files)
     return ProjectConfig(file=path, tables=tables, signature_files=own, **words)

@@ -29,7 +29,7 @@ def test_a_project_without_settings_has_the_defaults(tmp_path: Path) -> None:
     [
         (
             "scope = ['a']",
-            "unknown key 'scope', expected one of environments, platforms, scopes, signatures; ",
+            "unknown key 'scope', expected one of environments, kept_variables, platforms, ",
         ),
         ("scopes = 'a'", "[tool.pytest-megatron] scopes: found 'a', expected a list of non-empty"),
         ("scopes = ['']", "[tool.pytest-megatron] scopes: found [''], expected a list of non-emp"),

@@ -18,6 +18,7 @@ __all__ = [
     "MegatronError",
     "MetricsError",
     "RecipeError",
+    "ReproError",
     "SelectionError",
     "TriageError",
 ]
@@ -43,6 +44,10 @@ class MegatronError(Exception):
 
 class RecipeError(MegatronError):
     """A recipe file cannot be read, or a row of it means nothing."""
+
+
+class ReproError(MegatronError):
+    """A run or an artifact cannot be read, or holds nothing that can be done again here."""
 
 
 class SelectionError(MegatronError):

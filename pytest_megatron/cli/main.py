@@ -19,6 +19,7 @@ SUBCOMMANDS = {
     "flaky": ("pytest_megatron.cli.flaky", "Tell how often items passed only when run again."),
     "golden": ("pytest_megatron.cli.golden", "Compare observed metrics with golden values."),
     "lint": ("pytest_megatron.cli.lint", "Report what is wrong in recipes, cases and goldens."),
+    "repro": ("pytest_megatron.cli.repro", "Do a failing item of a run or artifact again, here."),
     "triage": ("pytest_megatron.cli.triage", "Say why a run failed, from its logs."),
 }
 EXIT_UNUSABLE = 2

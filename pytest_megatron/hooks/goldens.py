@@ -27,9 +27,9 @@ from pytest_megatron.golden.refresh import (
 )
 from pytest_megatron.golden.store import read_golden, write_generation_golden, write_golden
 from pytest_megatron.hooks.options import Options
-from pytest_megatron.hooks.session import make_own_dir
 from pytest_megatron.host import CPU_PLATFORM
 from pytest_megatron.launch.facts import Facts, utc_now
+from pytest_megatron.launch.own_dir import make_own_dir
 from pytest_megatron.report.text import mismatch
 from pytest_megatron.verdict.decide import Verdict
 from pytest_megatron.verdict.judge import compare_repeats

@@ -8,6 +8,7 @@ is. Knows no pytest option.
 from __future__ import annotations
 
 import difflib
+import functools
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,8 +20,10 @@ from pytest_megatron.files import JsonValue
 
 WORD_KEYS = ("environments", "platforms", "scopes")
 SIGNATURES_KEY = "signatures"
-SECRETS_KEY = "secret_names"
-KEPT_KEY = "kept_variables"
+SECRETS_KEY = "secret-names"
+KEPT_KEY = "kept-variables"
+GOLDEN_FORM_KEY = "golden-form"
+GOLDEN_PLATFORMS_KEY = "golden-platforms"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +37,8 @@ class ProjectConfig:
         secret_names: Patterns of names of variables and options that hold secrets, `MY_*`.
         kept_variables: Patterns of names of variables that a run keeps, to be set again when it
             is reproduced.
+        golden_form: How goldens are laid out, as written there; None where it is not.
+        golden_platforms: Other names that stand for a platform in the names of goldens.
         tables: The subtables of `[tool.pytest-megatron]` by name, unchecked.
     """
 
@@ -44,6 +49,8 @@ class ProjectConfig:
     signature_files: tuple[Path, ...] = ()
     secret_names: tuple[str, ...] = ()
     kept_variables: tuple[str, ...] = ()
+    golden_form: str | None = None
+    golden_platforms: Mapping[str, str] = field(default_factory=dict)
     tables: Mapping[str, JsonValue] = field(default_factory=dict)
 
 
@@ -64,6 +71,13 @@ def load_config(start: Path) -> ProjectConfig:
     path = find_pyproject(start)
     if path is None:
         return ProjectConfig()
+    state = path.stat()
+    return _read_config(path, state.st_mtime_ns, state.st_size)
+
+
+@functools.lru_cache(maxsize=8)
+def _read_config(path: Path, _mtime_ns: int, _size: int) -> ProjectConfig:
+    """Read a file; once for each state that it is in, since hundreds of workloads ask."""
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
@@ -72,19 +86,44 @@ def load_config(start: Path) -> ProjectConfig:
     where = f"{path}: [tool.pytest-megatron]"
     if not isinstance(table, dict):
         raise ConfigError(where, f"found {table!r}, expected a table")
+    platforms = _platforms(table.pop(GOLDEN_PLATFORMS_KEY, {}), f"{where} {GOLDEN_PLATFORMS_KEY}")
     tables = {key: value for key, value in table.items() if isinstance(value, dict)}
-    known = tuple(sorted((*WORD_KEYS, SIGNATURES_KEY, SECRETS_KEY, KEPT_KEY)))
+    keys = (*WORD_KEYS, SIGNATURES_KEY, SECRETS_KEY, KEPT_KEY)
+    known = tuple(sorted((*keys, GOLDEN_FORM_KEY, GOLDEN_PLATFORMS_KEY)))
     for key in table.keys() - tables.keys() - set(known):
         close = difflib.get_close_matches(key, known, 1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ConfigError(where, f"unknown key {key!r}, expected one of {', '.join(known)}{hint}")
-    words = {
-        key: _words(table.get(key, []), f"{where} {key}")
-        for key in (*WORD_KEYS, SECRETS_KEY, KEPT_KEY)
-    }
+    words = {key: _words(table.get(key, []), f"{where} {key}") for key in WORD_KEYS}
     files = _words(table.get(SIGNATURES_KEY, []), f"{where} {SIGNATURES_KEY}")
     own = tuple(path.parent / name for name in files)
-    return ProjectConfig(file=path, tables=tables, signature_files=own, **words)
+    return ProjectConfig(
+        file=path,
+        tables=tables,
+        signature_files=own,
+        secret_names=_words(table.get(SECRETS_KEY, []), f"{where} {SECRETS_KEY}"),
+        kept_variables=_words(table.get(KEPT_KEY, []), f"{where} {KEPT_KEY}"),
+        golden_form=_word(table.get(GOLDEN_FORM_KEY), f"{where} {GOLDEN_FORM_KEY}"),
+        golden_platforms=platforms,
+        **words,
+    )
+
+
+def _word(value: JsonValue, where: str) -> str | None:
+    """Return a setting that is one word."""
+    if value is not None and not isinstance(value, str):
+        raise ConfigError(where, f"found {value!r}, expected text")
+    return value
+
+
+def _platforms(value: JsonValue, where: str) -> dict[str, str]:
+    """Return the table of other names; the name may be empty, for goldens that name none."""
+    if not isinstance(value, dict):
+        raise ConfigError(where, f"found {value!r}, expected a table of name to platform")
+    names = {name: word for name, word in value.items() if isinstance(word, str) and word}
+    for name in value.keys() - names.keys():
+        raise ConfigError(where, f"{name!r} is {value[name]!r}, expected a platform")
+    return names
 
 
 def _words(value: JsonValue, where: str) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from pytest_megatron.config import load_config
 from pytest_megatron.files import JsonValue
 from pytest_megatron.recipe.findings import Finding
 from pytest_megatron.recipe.lint import lint
@@ -37,7 +38,12 @@ def command(paths: tuple[Path, ...], root: Path, style: str) -> None:
     PATH is a recipe or a directory of recipes; by default recipes/. Exits with 1 if a finding is
     an error, with 0 if there are none or only warnings, with 2 if a path does not exist.
     """
-    findings = lint(paths or (Path("recipes"),), root=root, vocabulary=project_words(root))
+    findings = lint(
+        paths or (Path("recipes"),),
+        root=root,
+        vocabulary=project_words(root),
+        other_names=load_config(root).golden_platforms,
+    )
     click.echo(_FORMATS[style](findings), nl=False)
     sys.exit(any(finding.is_error for finding in findings))
 

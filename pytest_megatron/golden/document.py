@@ -24,12 +24,12 @@ from itertools import pairwise
 
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.files import JsonValue
+from pytest_megatron.golden.form import PROVENANCE_KEY
 from pytest_megatron.golden.generation import Generation, is_generation, parse_generation
 from pytest_megatron.golden.model import MetricMap, Series, Value, series_of
 
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _BASELINE_KEYS = {"forward_ms", "backward_ms", "throughput_tok_per_sec", "avg_latency_ms"}
-_PROVENANCE_KEY = "_provenance"
 _MAX_STEP_DIGITS = 18
 
 
@@ -65,7 +65,7 @@ def parse_document(text: str, where: str) -> Document:
         value = _load(value, where, notes)
     if not isinstance(value, dict):
         raise GoldenError(where, f"holds a JSON {_kind(value)}, expected an object of metrics")
-    provenance = value.pop(_PROVENANCE_KEY, None)
+    provenance = value.pop(PROVENANCE_KEY, None)
     blocks = {k: v for k, v in value.items() if isinstance(v, dict) and "values" in v}
     if not blocks and is_generation(value):
         return Document(

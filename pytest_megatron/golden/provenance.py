@@ -18,8 +18,17 @@ from pytest_megatron.golden.model import MetricMap, Series, Value, series_of
 # steps, or a series of its own.
 Spread: TypeAlias = float | Series
 
-_TEXTS = ("commit", "date", "driver", "gpu", "host_class", "image", "precision")
+_TEXTS = ("commit", "config_hash", "date", "driver", "gpu", "host_class", "image", "precision")
 _FLAGS = ("deterministic", "is_dirty")
+# Megatron-LM's reader takes every top-level key of a metric map for a metric and refuses a file
+# where one lacks these; with them, empty, it takes a file of ours and never looks at the values.
+# Source: Megatron-LM tests/functional_tests/python_test_utils/common.py, d98e8a64dd.
+AS_BLOCK: Mapping[str, JsonValue] = {
+    "start_step": 0,
+    "end_step": 0,
+    "step_interval": 1,
+    "values": {},
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +38,7 @@ class Provenance:
     Attributes:
         command: (num_arguments,) what was run.
         commit: Of the repository that holds the golden.
+        config_hash: The `fingerprint` of case and recipe row.
         is_dirty: Whether there were changes that the commit does not have.
         image: The container image with its digest.
         gpu: Model and count, as in `8x NVIDIA H100 80GB HBM3`.
@@ -45,6 +55,7 @@ class Provenance:
 
     command: tuple[str, ...] | None = None
     commit: str | None = None
+    config_hash: str | None = None
     is_dirty: bool | None = None
     image: str | None = None
     gpu: str | None = None
@@ -85,7 +96,7 @@ def parse_provenance(value: JsonValue, where: str) -> Provenance:
     """
     if not isinstance(value, dict):
         raise GoldenError(where, f"_provenance is {_kind(value)}, expected an object")
-    known = {f.name for f in fields(Provenance)} - {"extra"}
+    known = {f.name for f in fields(Provenance)} - {"extra"} | AS_BLOCK.keys()
     texts = {name: _text(value.get(name), name, where) for name in _TEXTS}
     flags = {name: _flag(value.get(name), name, where) for name in _FLAGS}
     return Provenance(
@@ -95,6 +106,7 @@ def parse_provenance(value: JsonValue, where: str) -> Provenance:
         spread=_spread(value.get("spread"), where),
         extra={key: kept for key, kept in value.items() if key not in known},
         commit=texts["commit"],
+        config_hash=texts["config_hash"],
         date=texts["date"],
         driver=texts["driver"],
         gpu=texts["gpu"],

@@ -7,32 +7,68 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pytest_megatron.errors import GoldenError, MetricsError
-from pytest_megatron.files import JsonValue, write_json_atomically
+from pytest_megatron.config import GOLDEN_FORM_KEY, load_config
+from pytest_megatron.errors import ConfigError, GoldenError, MetricsError
+from pytest_megatron.files import JsonValue, write_json_atomically, write_text_atomically
 from pytest_megatron.golden.document import metrics_to_json, parse_document
+from pytest_megatron.golden.form import PROVENANCE_KEY, Form, lay_out
 from pytest_megatron.golden.generation import Generation, find_not_finite, generation_to_json
 from pytest_megatron.golden.jsonlines import read_json_lines
 from pytest_megatron.golden.model import MetricMap, MetricsFile, Observed, is_finite
 from pytest_megatron.golden.provenance import (
+    AS_BLOCK,
     Golden,
     Provenance,
     parse_provenance,
     provenance_to_json,
 )
 from pytest_megatron.golden.tensorboard import read_tensorboard
+from pytest_megatron.recipe.model import Workload
 from pytest_megatron.recipe.places import golden_paths
 
 
-def golden_path(root: Path, *, model: str, test_case: str, environment: str, platform: str) -> Path:
-    """Return the golden of a workload under the repository `root`.
+def golden_path(root: Path, workload: Workload) -> Path:
+    """Return the golden of a workload under the repository `root`; it need not exist.
 
-    Our place is `golden_values/<model>/<test_case>/`; where nothing is there, a golden that lies
-    beside the case as Megatron-LM has it is taken. The path returned need not exist.
+    Of the places and names that it may have (`golden_paths`) the first that exists, else the
+    first of all.
+
+    Raises:
+        ConfigError: The project's settings are wrong.
     """
-    ours, megatrons = golden_paths(
-        root, model=model, test_case=test_case, environment=environment, platform=platform
-    )
-    return megatrons if megatrons.is_file() and not ours.is_file() else ours
+    places = golden_paths(root, workload, load_config(root).golden_platforms)
+    return next((place for place in places if place.is_file()), places[0])
+
+
+def new_golden_path(root: Path, workload: Workload) -> Path:
+    """Return where a golden of the workload is written: the old one, or our place.
+
+    A golden under another name of the platform is not overwritten: it may be read by others, and
+    the new one comes before it.
+
+    Raises:
+        ConfigError: The project's settings are wrong.
+    """
+    own_names = golden_paths(root, workload)
+    return next((place for place in own_names if place.is_file()), own_names[0])
+
+
+def project_form(root: Path) -> Form:
+    """Return how the project wants its goldens laid out.
+
+    Raises:
+        ConfigError: The project's settings are wrong.
+    """
+    config = load_config(root)
+    forms = {form.value: form for form in Form}
+    if config.golden_form is None:
+        return Form.COMPACT
+    if config.golden_form not in forms:
+        raise ConfigError(
+            f"{config.file}: [tool.pytest-megatron] {GOLDEN_FORM_KEY}",
+            f"found {config.golden_form!r}, expected one of {', '.join(sorted(forms))}",
+        )
+    return forms[config.golden_form]
 
 
 def read_golden(path: Path) -> Golden:
@@ -53,28 +89,32 @@ def read_golden(path: Path) -> Golden:
     )
 
 
-def write_generation_golden(path: Path, generation: Generation, provenance: Provenance) -> None:
-    """Write a golden of an inference program, in the form that such a program writes.
+def write_generation_golden(
+    path: Path, generation: Generation, provenance: Provenance, form: Form = Form.COMPACT
+) -> None:
+    """Write a golden of an inference program, with the keys that such a program writes.
 
     Raises:
         GoldenError: A value that is compared is not a finite number.
-        OSError: As from `write_json_atomically`; the old file is as it was.
+        OSError: As from `write_text_atomically`; the old file is as it was.
     """
     if problem := find_not_finite(generation):
         raise GoldenError(str(path), f"{problem}; not written")
     document = generation_to_json(generation)
-    document["_provenance"] = provenance_to_json(provenance)
-    write_json_atomically(path, document)
+    document[PROVENANCE_KEY] = provenance_to_json(provenance)
+    write_text_atomically(path, lay_out(document, form))
 
 
-def write_golden(path: Path, metrics: MetricMap, provenance: Provenance) -> None:
+def write_golden(
+    path: Path, metrics: MetricMap, provenance: Provenance, form: Form = Form.COMPACT
+) -> None:
     """Write a golden: metrics sorted, steps ascending, full precision, `_provenance` last.
 
     The directory must exist. A reader sees the old file or the new one, whole.
 
     Raises:
         GoldenError: There is no metric, a metric has no value, or a value is not a finite number.
-        OSError: As from `write_json_atomically`; the old file is as it was.
+        OSError: As from `write_text_atomically`; the old file is as it was.
     """
     if not metrics:
         raise GoldenError(str(path), "no metric to write")
@@ -87,8 +127,8 @@ def write_golden(path: Path, metrics: MetricMap, provenance: Provenance) -> None
                     str(path), f"{name}, step {step}: {value!r} is not finite; not written"
                 )
     document: dict[str, JsonValue] = metrics_to_json(metrics)
-    document["_provenance"] = provenance_to_json(provenance)
-    write_json_atomically(path, document)
+    document[PROVENANCE_KEY] = dict(AS_BLOCK) | provenance_to_json(provenance)
+    write_text_atomically(path, lay_out(document, form))
 
 
 def write_metrics(path: Path, metrics: MetricMap) -> None:

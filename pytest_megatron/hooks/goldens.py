@@ -14,8 +14,8 @@ import pytest
 
 from pytest_megatron.errors import GoldenError, MegatronError
 from pytest_megatron.files import JsonValue, write_text_atomically, write_texts_together
-from pytest_megatron.golden.compare import Policy
 from pytest_megatron.golden.model import MetricMap
+from pytest_megatron.golden.policy import Policy
 from pytest_megatron.golden.provenance import Provenance
 from pytest_megatron.golden.refresh import (
     Change,
@@ -25,15 +25,23 @@ from pytest_megatron.golden.refresh import (
     series_in,
     spread_of,
 )
-from pytest_megatron.golden.store import read_golden, write_generation_golden, write_golden
+from pytest_megatron.golden.store import (
+    project_form,
+    read_golden,
+    write_generation_golden,
+    write_golden,
+)
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.host import CPU_PLATFORM
 from pytest_megatron.launch.facts import Facts, utc_now
 from pytest_megatron.launch.own_dir import make_own_dir
+from pytest_megatron.recipe.fingerprint import fingerprint
+from pytest_megatron.recipe.places import case_path
 from pytest_megatron.report.text import mismatch
 from pytest_megatron.verdict.decide import Verdict
 from pytest_megatron.verdict.judge import compare_repeats
-from pytest_megatron.verdict.training import Training
+from pytest_megatron.verdict.training import Job, Training
+from pytest_megatron.yamllines import read_document
 
 _OWN_DIR = Path(".pytest_megatron")
 _LOCK = _OWN_DIR / "goldens.lock"
@@ -93,10 +101,11 @@ class GoldenWriter:
         metrics = repeats[0] if generation is not None else combine(repeats, names or ())
         candidate = training.job.dirs.root / _CANDIDATE
         provenance = self._provenance(training, metrics, repeats, facts)
+        form = project_form(self._root)
         if generation is None:
-            write_golden(candidate, metrics, provenance)
+            write_golden(candidate, metrics, provenance, form)
         else:
-            write_generation_golden(candidate, generation, provenance)
+            write_generation_golden(candidate, generation, provenance, form)
         shown = target.relative_to(self._root)
         return {"candidate": str(candidate), "target": str(shown)}, None
 
@@ -156,6 +165,7 @@ class GoldenWriter:
         return Provenance(
             command=("pytest", *self._arguments),
             commit=facts.commit,
+            config_hash=_config_hash(training.job),
             is_dirty=facts.is_dirty,
             image=facts.image,
             gpu=f"{num_gpus}x {gpus[0].name}" if is_gpu else None,
@@ -168,6 +178,12 @@ class GoldenWriter:
             deterministic=is_equal,
             spread=spread,
         )
+
+
+def _config_hash(job: Job) -> str:
+    """Return what the golden says of the case and the row that it belongs to."""
+    path = case_path(job.setting.root, job.workload)
+    return fingerprint(job.workload, read_document(path).value if path.is_file() else None)
 
 
 def _changes(target: Path, candidate: Path) -> tuple[Change, ...] | None:

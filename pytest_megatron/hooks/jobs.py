@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.golden.provenance import Golden
-from pytest_megatron.golden.store import golden_path, read_golden
+from pytest_megatron.golden.store import golden_path, new_golden_path, read_golden
 from pytest_megatron.hooks.options import MIN_REFRESH_REPEATS
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.launch.case import Case, Evaluation, read_case
@@ -68,15 +68,13 @@ def make_job(session: RunSession, workload: Workload, node_id: str) -> Job:
 
 
 def golden_path_of(job: Job) -> Path:
-    """Return where the golden of a job is, or would be written."""
-    workload = job.workload
-    return golden_path(
-        job.setting.root,
-        model=workload.model,
-        test_case=workload.test_case,
-        environment=workload.environment,
-        platform=workload.platform,
-    )
+    """Return where the golden of a job is, or would be."""
+    return golden_path(job.setting.root, job.workload)
+
+
+def new_golden_path_of(job: Job) -> Path:
+    """Return where a new golden of a job is written."""
+    return new_golden_path(job.setting.root, job.workload)
 
 
 def read_golden_of(session: RunSession, job: Job) -> Golden | None:

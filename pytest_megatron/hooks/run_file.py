@@ -1,11 +1,12 @@
 """`run.json` of a session, which the roles for workloads and for distributed tests share.
 
 It also closes the run directory: when everything has ended, secrets are taken out of what was
-written, and only then the run is called finished.
+written.
 """
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -32,9 +33,18 @@ class RunFile:
         self._records: dict[str, JsonValue] = {}
         self._started = utc_now()
         self._patch: tuple[JsonValue] | None = None
-        self._is_finished = False
+        self._is_redacted = False
         self._unclean: tuple[str, ...] = ()
+        self._end: dict[str, JsonValue] = {"ended": None, "exit_code": None}
         self.problem: str | None = None
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None]:
+        """Say how the run ended, after all others had a say in it."""
+        yield
+        self._end = {"ended": utc_now(), "exit_code": int(session.exitstatus)}
+        if self._records:
+            self.write()
 
     def keep(self, node_id: str, record: JsonValue) -> None:
         """Take the record of an item; the next `write` has it."""
@@ -48,9 +58,9 @@ class RunFile:
         except OSError as error:  # the disk is full; the terminal still says what it was
             self.problem = self._session.cannot_write(error)
 
-    @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self) -> None:
-        """Take secrets out of what was written, then call the run finished."""
+    @pytest.hookimpl(specname="pytest_sessionfinish", trylast=True)
+    def pytest_megatron_redact(self) -> None:
+        """Take secrets out of what was written, when everything has ended."""
         from pytest_megatron.verdict.redaction import redact_file, redact_tree  # noqa: PLC0415 - late
 
         run_dir, redactor = self._session.run_dir, self._session.redactor
@@ -62,9 +72,7 @@ class RunFile:
                 redact_file(Path(junit), redactor)
             except OSError as error:
                 self._unclean += (f"{junit}: {error.strerror}",)
-        if self._records:
-            self._is_finished = not self._unclean
-            self.write()
+        self._is_redacted = not self._unclean
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Say which files may still hold secrets."""
@@ -82,7 +90,8 @@ class RunFile:
             "schema": 1,
             "started": self._started,
             "updated": utc_now(),
-            "is_finished": self._is_finished,
+            "is_redacted": self._is_redacted,
+            **self._end,
             "arguments": list[JsonValue](self._session.arguments),
             **surroundings(self._config, self._session),
             **self._session.facts.as_json(),

@@ -12,11 +12,12 @@ import pytest
 
 from pytest_megatron.errors import LaunchError, MegatronError
 from pytest_megatron.files import JsonValue, write_json_atomically
-from pytest_megatron.golden.compare import Policy, policy_named
+from pytest_megatron.golden.policy import Policy
+from pytest_megatron.golden.policy_file import policy_named
 from pytest_megatron.hooks.goldens import GoldenWriter
 from pytest_megatron.hooks.history import register_history
 from pytest_megatron.hooks.item import WorkloadItem
-from pytest_megatron.hooks.jobs import golden_path_of, make_job, read_golden_of
+from pytest_megatron.hooks.jobs import golden_path_of, make_job, new_golden_path_of, read_golden_of
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.recipes import PLUGIN_NAME
 from pytest_megatron.hooks.results import ResultsPlugin
@@ -49,7 +50,7 @@ def register_roles(config: pytest.Config, options: Options) -> None:
     _ = session.table  # a file of the user's that cannot be read is refused before anything runs
     try:
         vocabulary = project_words(session.root)
-        policy = policy_named(options.golden_policy)
+        policy = policy_named(options.golden_policy, root=session.root)
     except MegatronError as error:
         raise pytest.UsageError(str(error)) from None
     goldens = GoldenWriter(session.root, options, session.arguments)
@@ -147,10 +148,9 @@ class WorkloadPlugin:
         write_json_atomically(job.dirs.comparison, judgement.as_json())
         problem = self._session.shorten(mismatch(training, judgement)) if judgement.failed else None
         candidate: dict[str, JsonValue] = {}
-        target = golden_path_of(job)
-        if problem is None and job.is_compared and self._goldens.wants(target):
+        if problem is None and job.is_compared and self._goldens.wants(golden_path_of(job)):
             candidate, problem = self._goldens.take(
-                training, target, self._policy, self._session.facts
+                training, new_golden_path_of(job), self._policy, self._session.facts
             )
         record = self._evaluated(training, judgement, problem)
         self._record(item, {**record, "golden": candidate})

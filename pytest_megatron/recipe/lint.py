@@ -5,7 +5,7 @@ Reads files and changes none.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pytest_megatron.recipe.cases import check_case, compares_metrics, starts_frozen
@@ -13,13 +13,23 @@ from pytest_megatron.recipe.expand import Profile
 from pytest_megatron.recipe.findings import Finding, Severity
 from pytest_megatron.recipe.load import BUILT_IN_WORDS, find_recipes, read_recipe
 from pytest_megatron.recipe.model import Workload
-from pytest_megatron.recipe.places import CASES, GOLDENS, case_path, golden_paths
+from pytest_megatron.recipe.places import (
+    CASES,
+    GOLDENS,
+    NO_OTHER_NAMES,
+    case_path,
+    golden_paths,
+)
 from pytest_megatron.recipe.vocabulary import Vocabulary
 from pytest_megatron.yamllines import Document, YamlError, read_document
 
 
 def lint(
-    paths: Sequence[Path], *, root: Path, vocabulary: Vocabulary = BUILT_IN_WORDS
+    paths: Sequence[Path],
+    *,
+    root: Path,
+    vocabulary: Vocabulary = BUILT_IN_WORDS,
+    other_names: Mapping[str, str] = NO_OTHER_NAMES,
 ) -> tuple[Finding, ...]:
     """Return everything that is wrong in the recipes among and below `paths`.
 
@@ -30,6 +40,7 @@ def lint(
         paths: Recipes, and directories of recipes.
         root: The project's, which has the test cases and goldens.
         vocabulary: The words that the recipes may use.
+        other_names: Of platforms, in the names of goldens.
 
     Raises:
         RecipeError: A path does not exist.
@@ -40,9 +51,9 @@ def lint(
         loaded = read_recipe(file, Profile.STRICT, vocabulary)
         findings += loaded.findings
         workloads += loaded.workloads
-    findings += _check_rows(workloads, root)
+    findings += _check_rows(workloads, root, other_names)
     if any(path.is_dir() for path in paths):
-        findings += _unreachable_goldens(workloads, root)
+        findings += _unreachable_goldens(workloads, root, other_names)
     order = {severity: index for index, severity in enumerate(Severity)}
     return tuple(
         sorted(
@@ -52,7 +63,9 @@ def lint(
     )
 
 
-def _check_rows(workloads: Iterable[Workload], root: Path) -> Iterator[Finding]:
+def _check_rows(
+    workloads: Iterable[Workload], root: Path, other_names: Mapping[str, str]
+) -> Iterator[Finding]:
     """Yield what is wrong around the rows: programs, cases, goldens."""
     cases: dict[Path, Document | None] = {}
     for workload in workloads:
@@ -64,7 +77,7 @@ def _check_rows(workloads: Iterable[Workload], root: Path) -> Iterator[Finding]:
             yield from _check_program(workload, path)
         case = cases.get(path)
         if case is not None and compares_metrics(case):
-            yield from _check_golden(workload, root)
+            yield from _check_golden(workload, root, other_names)
         if case is not None and workload.script is None and starts_frozen(case):
             yield from _check_checkpoint(workload, root)
 
@@ -95,11 +108,13 @@ def _check_program(workload: Workload, case: Path) -> Iterator[Finding]:
         )
 
 
-def _check_golden(workload: Workload, root: Path) -> Iterator[Finding]:
+def _check_golden(
+    workload: Workload, root: Path, other_names: Mapping[str, str]
+) -> Iterator[Finding]:
     """Yield the golden that a row compares with and that is not there."""
     if workload.script is not None and "GOLDEN_VALUES_PATH" not in workload.script:
         return  # a script of its own judges the run
-    places = _golden_paths(root, workload)
+    places = golden_paths(root, workload, other_names)
     if not any(place.is_file() for place in places):
         yield _row_finding(
             workload,
@@ -136,9 +151,11 @@ def _row_finding(
     )
 
 
-def _unreachable_goldens(workloads: Iterable[Workload], root: Path) -> Iterator[Finding]:
+def _unreachable_goldens(
+    workloads: Iterable[Workload], root: Path, other_names: Mapping[str, str]
+) -> Iterator[Finding]:
     """Yield the golden files that no row reads."""
-    reached = {path for workload in workloads for path in _golden_paths(root, workload)}
+    reached = {path for row in workloads for path in golden_paths(root, row, other_names)}
     for directory in (root / GOLDENS, root / CASES):
         for path in sorted(directory.rglob("golden_values*.json")):
             if path not in reached:
@@ -149,13 +166,3 @@ def _unreachable_goldens(workloads: Iterable[Workload], root: Path) -> Iterator[
                     message="no row of the recipes reads this golden; remove it or add a row",
                     severity=Severity.WARNING,
                 )
-
-
-def _golden_paths(root: Path, workload: Workload) -> tuple[Path, Path]:
-    return golden_paths(
-        root,
-        model=workload.model,
-        test_case=workload.test_case,
-        environment=workload.environment,
-        platform=workload.platform,
-    )

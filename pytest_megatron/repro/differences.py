@@ -40,8 +40,8 @@ def differences(
         lines.append(f"processor: {run.cpu} there, {here.host.cpu} here")
     if plan is not None:
         lines += [f"missing here: {path}" for path in missing_paths(plan, root)]
-    if not run.is_finished:
-        lines.append("the run was not finished: it may hold less than happened")
+    if run.ended is None:
+        lines.append("the run did not come to its end: it may hold less than happened")
     return lines
 
 

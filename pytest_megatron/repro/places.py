@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath
 
 from pytest_megatron.errors import ReproError, TriageError
 from pytest_megatron.launch.patch import NAME as PATCH_NAME
@@ -69,7 +69,7 @@ def _below(root: Path) -> Iterator[Path]:
 
 
 def _unpacked(archive: Path, scratch: Path, *, with_checkpoints: bool) -> list[Path]:
-    def is_wanted(name: PurePosixPath) -> bool:
+    def is_wanted(name: PurePath) -> bool:
         is_saved = with_checkpoints and "checkpoints" in name.parts
         return is_saved or (name.name in _WANTED and "project" not in name.parts)
 

@@ -98,7 +98,7 @@ class RecordedRun(_Facts):
     seeds: dict[str, str | None] = field(default_factory=dict)
     options: dict[str, bool | int | float | str | list[str] | None] = field(default_factory=dict)
     patch: RecordedPatch | None = None
-    is_finished: bool = True
+    ended: str | None = None
     items: dict[str, RecordedItem] = field(default_factory=dict)
 
 

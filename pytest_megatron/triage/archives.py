@@ -13,7 +13,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import IO, Protocol
 
 from pytest_megatron.errors import TriageError
@@ -53,14 +53,14 @@ def is_archive(path: Path) -> bool:
 
 
 def unpack(
-    path: Path, target: Path, is_wanted: Callable[[PurePosixPath], bool] = is_worth_reading
+    path: Path, target: Path, is_wanted: Callable[[PurePath], bool] = is_worth_reading
 ) -> None:
     """Unpack what may be a log, or says something about logs.
 
     Args:
         path: A zip, a tar, packed or not, or one packed log.
         target: A directory of our own, which is there and empty.
-        is_wanted: Says by its name whether a member is unpacked.
+        is_wanted: Which members to unpack, by their names.
 
     Raises:
         TriageError: It cannot be read, or holds what no run leaves. Nothing outside of `target`
@@ -69,8 +69,9 @@ def unpack(
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as packed:
-                members = [_of_zip(info) for info in packed.infolist()]
-                _unpack(path, target, members, packed, is_wanted)
+                _unpack(
+                    path, target, [_of_zip(info) for info in packed.infolist()], packed, is_wanted
+                )
         elif tarfile.is_tarfile(path):
             with tarfile.open(path) as tar:
                 _unpack(path, target, list(_of_tar(path, tar)), tar, is_wanted)
@@ -120,7 +121,7 @@ def _unpack(
     target: Path,
     members: list[_Member],
     packed: zipfile.ZipFile | tarfile.TarFile,
-    is_wanted: Callable[[PurePosixPath], bool],
+    is_wanted: Callable[[PurePath], bool],
 ) -> None:
     _refuse(path, members)
     left = MOST_BYTES

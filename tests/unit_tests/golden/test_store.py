@@ -6,18 +6,36 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.errors import GoldenError, MetricsError
+from pytest_megatron.errors import ConfigError, GoldenError, MetricsError
+from pytest_megatron.golden.form import Form
 from pytest_megatron.golden.model import series_of
 from pytest_megatron.golden.provenance import Provenance
 from pytest_megatron.golden.store import (
     golden_path,
+    new_golden_path,
+    project_form,
     read_golden,
     read_metrics,
     write_golden,
     write_metrics,
 )
+from pytest_megatron.recipe.expand import Profile
+from pytest_megatron.recipe.load import load_document
+from pytest_megatron.recipe.model import Workload
+from pytest_megatron.yamllines import parse_document
 
 LOSS = series_of({1: 4.875300407409668, 2: 4.5}, is_full_precision=True)
+
+
+@pytest.fixture
+def workload() -> Workload:
+    text = """
+        type: basic
+        spec: {model: gpt, platforms: dgx_h100, gpus: 1, script: "true"}
+        products: [{test_case: [tp1], products: [{environment: [dev], scope: [mr]}]}]
+    """
+    loaded = load_document(parse_document(text, Path("r.yaml")), Profile.COMPAT)
+    return loaded.workloads[0]
 
 
 def test_a_golden_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -71,23 +89,48 @@ def test_a_golden_with_a_hole_is_not_written(
     assert path.read_text() == "old"
 
 
-def test_a_golden_of_ours_comes_before_one_beside_the_case(tmp_path: Path) -> None:
+def test_a_golden_of_ours_comes_before_one_beside_the_case(
+    tmp_path: Path, workload: Workload
+) -> None:
     name = "golden_values_dev_dgx_h100.json"
-    ours = tmp_path / "golden_values" / "gpt" / "tp2" / name
-    theirs = tmp_path / "tests" / "functional_tests" / "test_cases" / "gpt" / "tp2" / name
-
-    def find() -> Path:
-        return golden_path(
-            tmp_path, model="gpt", test_case="tp2", environment="dev", platform="dgx_h100"
-        )
-
-    assert find() == ours
+    ours = tmp_path / "golden_values" / "gpt" / "tp1" / name
+    theirs = tmp_path / "tests" / "functional_tests" / "test_cases" / "gpt" / "tp1" / name
+    assert golden_path(tmp_path, workload) == ours
     theirs.parent.mkdir(parents=True)
     theirs.write_text("{}")
-    assert find() == theirs
+    assert golden_path(tmp_path, workload) == new_golden_path(tmp_path, workload) == theirs
     ours.parent.mkdir(parents=True)
     ours.write_text("{}")
-    assert find() == ours
+    assert golden_path(tmp_path, workload) == new_golden_path(tmp_path, workload) == ours
+
+
+def test_a_golden_under_another_name_is_read_and_never_overwritten(
+    tmp_path: Path, workload: Workload
+) -> None:
+    settings = "[tool.pytest-megatron.golden-platforms]\nh100_dgxc = 'dgx_h100'\n'' = 'dgx_h100'\n"
+    (tmp_path / "pyproject.toml").write_text(settings)
+    ours = tmp_path / "golden_values" / "gpt" / "tp1" / "golden_values_dev_dgx_h100.json"
+    oldest, old = (
+        ours.with_name("golden_values_dev.json"),
+        ours.with_name("golden_values_dev_h100_dgxc.json"),
+    )
+    ours.parent.mkdir(parents=True)
+    oldest.write_text("{}")
+    assert golden_path(tmp_path, workload) == oldest
+    old.write_text("{}")
+    assert golden_path(tmp_path, workload) == old
+    assert new_golden_path(tmp_path, workload) == ours
+
+
+def test_a_golden_has_the_form_that_the_project_wants(tmp_path: Path) -> None:
+    pyproject = tmp_path / "pyproject.toml"
+    pyproject.write_text("[tool.pytest-megatron]\ngolden-form = 'steps'\n")
+    assert project_form(tmp_path) is Form.STEPS
+    pyproject.write_text("[tool.pytest-megatron]\n")
+    assert project_form(tmp_path) is Form.COMPACT
+    pyproject.write_text("[tool.pytest-megatron]\ngolden-form = 'tiny'\n")
+    with pytest.raises(ConfigError, match="golden-form: found 'tiny', expected one of compact, "):
+        project_form(tmp_path)
 
 
 def test_a_missing_or_binary_golden_is_named(tmp_path: Path) -> None:

@@ -154,7 +154,10 @@ SECRETS = {
     "HOUSE_WORD": "plantedByOwnName",
 }
 CASE_SECRETS = {"CASE_TOKEN": "plantedInTheCase"}
-ARGUMENTS: dict[str, JsonValue] = {"wandb_key": "plantedAsArgument", "url": "https://me:plantedInAnArgument@example.org"}
+ARGUMENTS: dict[str, JsonValue] = {
+    "wandb_key": "plantedAsArgument",
+    "url": "https://me:plantedInAnArgument@example.org",
+}
 PLANTED = (
     *("plantedInTheEnv1", 'planted<&>"pat"', "plantedInUrl", "plantedByOwnName"),
     *("plantedInTheCase", "plantedAsArgument", "plantedInAnArgument"),
@@ -164,7 +167,7 @@ PLANTED = (
 def test_no_planted_secret_is_anywhere_in_a_run(tmp_path: Path) -> None:
     project = Project(root=tmp_path)
     (tmp_path / "pyproject.toml").write_text(
-        '[tool.pytest-megatron]\nsecret_names = ["HOUSE_*"]\n[tool.pytest]\naddopts = ["-v"]\n'
+        '[tool.pytest-megatron]\nsecret-names = ["HOUSE_*"]\n[tool.pytest]\naddopts = ["-v"]\n'
     )
     project.add("leaks", "leak@2", "crash@4:1", env=CASE_SECRETS, config=None, **ARGUMENTS)
     commit(tmp_path)
@@ -186,4 +189,4 @@ def test_no_planted_secret_is_anywhere_in_a_run(tmp_path: Path) -> None:
     assert b"*" * len(CASE_SECRETS["CASE_TOKEN"]) in payload
     assert int.from_bytes(records[12 + length : 16 + length], "little") == masked_crc32c(payload)
     assert records.endswith(b"kept" + masked_crc32c(b"kept").to_bytes(4, "little"))
-    assert run.json["is_finished"] is True
+    assert run.json["is_redacted"] is True

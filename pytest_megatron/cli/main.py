@@ -22,6 +22,7 @@ SUBCOMMANDS = {
     "lint": ("pytest_megatron.cli.lint", "Report what is wrong in recipes, cases and goldens."),
     "plan": ("pytest_megatron.cli.plan", "Print what CI runs for labels and an event."),
     "repro": ("pytest_megatron.cli.repro", "Do a failing item of a run or artifact again, here."),
+    "report": ("pytest_megatron.cli.report", "Write pages and pictures of finished runs."),
     "triage": ("pytest_megatron.cli.triage", "Say why a run failed, from its logs."),
 }
 EXIT_UNUSABLE = 2

@@ -12,6 +12,7 @@ from typing_extensions import override
 __all__ = [
     "CaseError",
     "ConfigError",
+    "EmptyGoldenError",
     "GoldenError",
     "HostError",
     "LaunchError",
@@ -71,6 +72,10 @@ class MetricsError(MegatronError):
 
 class GoldenError(MegatronError):
     """A golden file is missing, cannot be read, or must not be written."""
+
+
+class EmptyGoldenError(GoldenError):
+    """A golden file holds nothing at all, so there is nothing in it that could be wrong."""
 
 
 class TriageError(MegatronError):

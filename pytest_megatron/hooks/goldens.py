@@ -14,8 +14,8 @@ import pytest
 
 from pytest_megatron.errors import GoldenError, MegatronError
 from pytest_megatron.files import JsonValue, write_text_atomically, write_texts_together
-from pytest_megatron.golden.compare import Policy
 from pytest_megatron.golden.model import MetricMap
+from pytest_megatron.golden.policy import Policy
 from pytest_megatron.golden.provenance import Provenance
 from pytest_megatron.golden.refresh import (
     Change,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from pytest_megatron.files import JsonValue
 from pytest_megatron.recipe.findings import Finding
+from pytest_megatron.wording import counted
 
 
 def _as_text(findings: Sequence[Finding]) -> str:
@@ -16,7 +17,7 @@ def _as_text(findings: Sequence[Finding]) -> str:
     ]
     num_errors = sum(finding.is_error for finding in findings)
     num_warnings = len(findings) - num_errors
-    lines.append(f"{_counted(num_errors, 'error')}, {_counted(num_warnings, 'warning')}")
+    lines.append(f"{counted(num_errors, 'error')}, {counted(num_warnings, 'warning')}")
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -53,7 +54,3 @@ def _escaped(text: str, special: str = "") -> str:
 
 
 FORMATS = {"text": _as_text, "json": _as_json, "github": _as_github}
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

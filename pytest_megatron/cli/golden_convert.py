@@ -19,6 +19,7 @@ from pytest_megatron.golden.naming import place_of
 from pytest_megatron.golden.store import project_form, read_text
 from pytest_megatron.recipe.load import project_words
 from pytest_megatron.recipe.places import CASES, GOLDENS
+from pytest_megatron.wording import counted
 
 EXIT_DIFFERENT = 1
 EXIT_UNUSABLE = 2
@@ -136,10 +137,12 @@ class _Movers:
         base = self._root if self._output is None else self._output
         if self._tree is not None:
             place = place_of(path, self._root, self._environments)
-            if place is None or place.is_second_run:
+            if place is None:
                 raise GoldenError(
-                    str(path), "its place and name do not say whose golden it is; not moved"
+                    str(path), "place and name do not say whose golden it is; not moved"
                 )
+            if place.is_second_run:
+                raise GoldenError(str(path), "the dump of a second run, no golden; not moved")
             return base / place.moved(self._tree, self._other_names)
         if self._output is None:
             return path
@@ -191,7 +194,7 @@ def _describe(change: _Change) -> Iterator[str]:
 
 
 def _sizes(changes: Sequence[_Change]) -> str:
-    lines = [sum(text.count("\n") for text in texts) for texts in _texts(changes)]
+    lines = [sum(len(text.splitlines()) for text in texts) for texts in _texts(changes)]
     sizes = [sum(len(text.encode()) for text in texts) for texts in _texts(changes)]
     return f"{lines[0]} -> {lines[1]} lines, {sizes[0]} -> {sizes[1]} bytes"
 
@@ -203,4 +206,4 @@ def _texts(changes: Sequence[_Change]) -> tuple[list[str], list[str]]:
 def _total(changes: Sequence[_Change], needed: Sequence[_Change], *, is_written: bool) -> str:
     what = "written" if is_written else "would change"
     sizes = f": {_sizes(needed)}" if needed else ""
-    return f"{len(needed)} of {len(changes)} goldens {what}{sizes}"
+    return f"{len(needed)} of {counted(len(changes), 'golden')} {what}{sizes}"

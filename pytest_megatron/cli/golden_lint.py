@@ -11,6 +11,7 @@ from pytest_megatron.cli.findings import FORMATS
 from pytest_megatron.config import load_config
 from pytest_megatron.golden.lint import Project, lint_goldens
 from pytest_megatron.recipe.load import project_words
+from pytest_megatron.wording import counted
 
 # Where recipes are looked for if nobody says where: ours, then Megatron-LM's.
 _RECIPES = (Path("recipes"), Path("tests/test_utils/recipes"))
@@ -56,7 +57,7 @@ def command(paths: tuple[Path, ...], root: Path, recipes: tuple[Path, ...], styl
     report = lint_goldens(paths, project)
     click.echo(FORMATS[style](report.findings), nl=False)
     if style == "text":
-        counts = f"{report.num_goldens} goldens, {report.num_bytes / 1e6:.1f} MB"
+        counts = f"{counted(report.num_goldens, 'golden')}, {report.num_bytes / 1e6:.1f} MB"
         reached = f"{report.num_read} of them read by a row" if project.recipes else "no recipes"
         click.echo(f"{counts}; {reached}")
     sys.exit(any(finding.is_error for finding in report.findings))

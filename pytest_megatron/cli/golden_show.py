@@ -20,6 +20,7 @@ from pytest_megatron.golden.model import series_of
 from pytest_megatron.golden.provenance import parse_provenance, provenance_to_json
 from pytest_megatron.golden.store import read_text
 from pytest_megatron.golden.summary import MetricSummary, shown, summarise
+from pytest_megatron.wording import counted
 
 EXIT_UNUSABLE = 2
 _WIDTH = 24  # of a curve
@@ -101,8 +102,7 @@ def _look_at(path: Path) -> _Shown:
 
 
 def _kind_of(generation: Generation) -> str:
-    count = len(generation.requests)
-    return f"output of an inference program, {count} request{'' if count == 1 else 's'}"
+    return f"output of an inference program, {counted(len(generation.requests), 'request')}"
 
 
 def _of_generation(generation: Generation) -> Iterator[MetricSummary]:

@@ -19,6 +19,7 @@ from pytest_megatron.golden.generation import Generation, find_not_finite, gener
 from pytest_megatron.golden.loading import load_object
 from pytest_megatron.golden.model import Series, Value
 from pytest_megatron.golden.provenance import AS_BLOCK
+from pytest_megatron.wording import counted
 
 _DECIMALS = 5
 _BLOCK_KEYS = ("end_step", "non_finite", "start_step", "step_interval", "value_precision", "values")
@@ -69,8 +70,8 @@ def convert(text: str, where: str, wish: Wish) -> Converted:
         new = _generation(document.generation, where)
     provenance = value.get(PROVENANCE_KEY)
     if wish.form is Form.MEGATRON and provenance is not None:
-        said = ", ".join(sorted(provenance)) if isinstance(provenance, dict) else "unreadable"
-        losses.append(f"its provenance ({said})")
+        names = provenance.keys() - AS_BLOCK.keys() if isinstance(provenance, dict) else ()
+        losses.append(f"its provenance ({', '.join(sorted(names))})")
     elif provenance is not None:
         new[PROVENANCE_KEY] = _provenance(provenance, is_block=document.generation is None)
     try:
@@ -126,7 +127,7 @@ class _Block:
         if self.wish.is_rounded:
             self._round(losses)
         if self.wish.form is Form.MEGATRON and self._non_finite:
-            losses.append(f"{self.name}: {len(self._non_finite)} values that are nan or inf")
+            losses.append(f"{self.name}: {counted(len(self._non_finite), 'value')} of nan or inf")
             self._non_finite = {}
         steps = sorted({*self._values, *self._non_finite})
         precision = None if self.wish.is_rounded else self.block.get("value_precision")
@@ -157,7 +158,9 @@ class _Block:
         texts = {step: text for step, text in self._values.items() if isinstance(text, str)}
         if texts:
             some = ", ".join(sorted({repr(text) for text in texts.values()})[:3])
-            losses.append(f"{self.name}: {len(texts)} steps with a text for a value ({some})")
+            losses.append(
+                f"{self.name}: {counted(len(texts), 'step')} with a text for a value ({some})"
+            )
         for step in texts:
             del self._values[step]
 
@@ -169,9 +172,10 @@ class _Block:
                 largest, num_rounded = max(largest, abs(rounded - value)), num_rounded + 1
                 self._values[step] = rounded
         if num_rounded:
-            losses.append(
-                f"{self.name}: digits of {num_rounded} values, rounded by {largest:.1e} at most"
-            )
+            count = counted(num_rounded, "value")
+            losses.append(f"{self.name}: digits of {count}, rounded by {largest:.1e} at most")
+        elif "value_precision" in self.block:
+            losses.append(f"{self.name}: that its values have all their digits")
 
 
 def _generation(generation: Generation, where: str) -> dict[str, JsonValue]:

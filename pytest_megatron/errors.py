@@ -21,6 +21,7 @@ __all__ = [
     "MegatronError",
     "MetricsError",
     "RecipeError",
+    "ReportError",
     "SelectionError",
     "TriageError",
 ]
@@ -90,3 +91,7 @@ class EmptyGoldenError(GoldenError):
 
 class TriageError(MegatronError):
     """A log, an artifact or a flight recorder's dump cannot be read as one."""
+
+
+class ReportError(MegatronError):
+    """A run directory or an artifact cannot be shown, or its pages cannot be written."""

@@ -13,6 +13,7 @@ __all__ = [
     "CaseError",
     "CiError",
     "ConfigError",
+    "EmptyGoldenError",
     "EmptySelectionError",
     "GoldenError",
     "HostError",
@@ -87,6 +88,10 @@ class MetricsError(MegatronError):
 
 class GoldenError(MegatronError):
     """A golden file is missing, cannot be read, or must not be written."""
+
+
+class EmptyGoldenError(GoldenError):
+    """A golden file holds nothing at all, so there is nothing in it that could be wrong."""
 
 
 class TriageError(MegatronError):

@@ -17,6 +17,7 @@ from pytest_megatron.launch.case import Case, Evaluation, read_case
 from pytest_megatron.launch.layout import item_dirs
 from pytest_megatron.launch.plan import Setting
 from pytest_megatron.launch.project_copy import look_at_machine
+from pytest_megatron.launch.replay import Replay
 from pytest_megatron.launch.script_row import Machine
 from pytest_megatron.launch.starter import FT_PACKAGE
 from pytest_megatron.recipe.model import Workload
@@ -32,9 +33,11 @@ def make_job(session: RunSession, workload: Workload, node_id: str) -> Job:
 
     Raises:
         CaseError: The case cannot be read, or names no metric.
+        LaunchError: What is to be done again is not said in numbers.
         RecipeError: What the row says about retries means nothing.
     """
-    options = session.options
+    options, replay = session.options, Replay.of(os.environ)
+    workload = replay.resized(workload)
     num_repeats = _num_repeats(options, workload)
     if options.is_writing_goldens:
         num_repeats = max(num_repeats, MIN_REFRESH_REPEATS)
@@ -45,6 +48,8 @@ def make_job(session: RunSession, workload: Workload, node_id: str) -> Job:
         is_lightweight=options.is_lightweight,
         has_ft_launcher=importlib.util.find_spec(FT_PACKAGE) is not None,
         machine=Machine() if workload.script is None else look_at_machine(os.environ),
+        secret_names=session.project.secret_names,
+        kept_variables=session.project.kept_variables,
     )
     return Job(
         node_id=node_id,
@@ -60,6 +65,7 @@ def make_job(session: RunSession, workload: Workload, node_id: str) -> Job:
             table=session.table,
         ),
         table=session.table,
+        replay=replay,
     )
 
 

@@ -17,17 +17,26 @@ from pytest_megatron.golden.policy_file import policy_named
 from pytest_megatron.hooks.goldens import GoldenWriter
 from pytest_megatron.hooks.history import register_history
 from pytest_megatron.hooks.item import WorkloadItem
-from pytest_megatron.hooks.jobs import golden_path_of, make_job, new_golden_path_of, read_golden_of
+from pytest_megatron.hooks.jobs import (
+    golden_path_of,
+    keep_golden,
+    make_job,
+    new_golden_path_of,
+    read_golden_of,
+)
 from pytest_megatron.hooks.options import Options
+from pytest_megatron.hooks.pages import register_pages
 from pytest_megatron.hooks.recipes import PLUGIN_NAME
 from pytest_megatron.hooks.results import ResultsPlugin
 from pytest_megatron.hooks.run_file import run_file_of
 from pytest_megatron.hooks.selection import SelectionPlugin
-from pytest_megatron.hooks.session import RunSession, make_own_dir, session_of
+from pytest_megatron.hooks.session import RunSession, session_of
 from pytest_megatron.hooks.terminal import LiveTerminal, Quiet, print_plan
 from pytest_megatron.launch.checkpoints import require_frozen
+from pytest_megatron.launch.own_dir import make_own_dir
 from pytest_megatron.recipe.load import project_words
 from pytest_megatron.recipe.vocabulary import Vocabulary
+from pytest_megatron.report.again import reproduce_line
 from pytest_megatron.report.record import item_record
 from pytest_megatron.report.text import mismatch, training_failure
 from pytest_megatron.triage.signature import Table
@@ -59,6 +68,7 @@ def register_roles(config: pytest.Config, options: Options) -> None:
         results = ResultsPlugin(session, goldens, run_file_of(config, session))
         manager.register(results, f"{PLUGIN_NAME}-results")
         register_history(config, session)
+        register_pages(config, session)
     if options.is_plan:
         config.option.dist = "no"  # pytest-xdist's workers have no terminal to print to
     # One malformed recipe is an error of this run and must not keep the others from running.
@@ -124,6 +134,7 @@ class WorkloadPlugin:
         read_golden_of(self._session, job)  # a missing golden is worth knowing before the training
         self._goldens.refuse_early(self._session.facts)
         self._make_run_dir(job)
+        keep_golden(self._session, job)
         live = self._listener(item)
         with contextlib.closing(live):
             retries = _Retries(self._session, item.nodeid, live)
@@ -161,6 +172,11 @@ class WorkloadPlugin:
         else:
             self._record(item, self._evaluated(training, None, problem))
         return problem
+
+    def with_way_back(self, problem: str, node_id: str) -> str:
+        """Return why a workload did not pass, and last how to have it again."""
+        redacted = self._session.redactor.text(problem)
+        return f"{redacted}\n{reproduce_line(self._session.where, node_id)}"
 
     def record_broken(
         self,

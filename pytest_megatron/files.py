@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeAlias
 
 JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
+OWN_DIR = Path(".pytest_megatron")
 
 
 def write_text_atomically(path: Path, text: str) -> None:
@@ -24,24 +24,6 @@ def write_text_atomically(path: Path, text: str) -> None:
         OSError: The directory is not there, is read only, or the disk is full; `path` is as it was.
     """
     _stage(path, text).replace(path)
-
-
-def write_texts_together(texts: Mapping[Path, str]) -> None:
-    """Replace several files; none of them unless all can be written.
-
-    Raises:
-        OSError: As from `write_text_atomically`; every file is as it was.
-    """
-    staged: dict[Path, Path] = {}
-    try:
-        for path, text in texts.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            staged[path] = _stage(path, text)
-        for path, temporary in staged.items():
-            temporary.replace(path)
-    finally:
-        for temporary in staged.values():
-            temporary.unlink(missing_ok=True)
 
 
 def _stage(path: Path, text: str) -> Path:
@@ -64,6 +46,18 @@ def _stage(path: Path, text: str) -> Path:
 def write_json_atomically(path: Path, value: JsonValue) -> None:
     """Write `value` as indented JSON with a final newline, keys in the order given."""
     write_text_atomically(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def make_own_dir(root: Path) -> None:
+    """Make our directory in a project, ignored by git: a run must not make the tree dirty.
+
+    Raises:
+        OSError: The project cannot be written.
+    """
+    directory = root / OWN_DIR
+    directory.mkdir(parents=True, exist_ok=True)
+    if not (directory / ".gitignore").exists():
+        write_text_atomically(directory / ".gitignore", "*\n")
 
 
 def _umask() -> int:

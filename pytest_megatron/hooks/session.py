@@ -12,13 +12,12 @@ import pytest
 
 from pytest_megatron.config import load_config
 from pytest_megatron.errors import ConfigError, TriageError
-from pytest_megatron.files import write_text_atomically
+from pytest_megatron.files import OWN_DIR, make_own_dir
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.launch.facts import Facts, gather_facts
 from pytest_megatron.triage.signature import Table, load_table
 from pytest_megatron.verdict.ledger import RunLedger
 
-OWN_DIR = Path(".pytest_megatron")
 _RUNS_DIR = OWN_DIR / "runs"
 _ARGUMENTS_KEY = "megatron_arguments"
 _RUN_DIR_KEY = "megatron_run_dir"
@@ -140,14 +139,6 @@ def session_of(config: pytest.Config, options: Options) -> RunSession:
     if _SESSION not in config.stash:
         config.stash[_SESSION] = RunSession(config, options)
     return config.stash[_SESSION]
-
-
-def make_own_dir(root: Path) -> None:
-    """Make our directory in a project, ignored by git: a run must not make the tree dirty."""
-    directory = root / OWN_DIR
-    directory.mkdir(parents=True, exist_ok=True)
-    if not (directory / ".gitignore").exists():
-        write_text_atomically(directory / ".gitignore", "*\n")
 
 
 def link_latest(run_dir: Path) -> None:

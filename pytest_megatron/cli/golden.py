@@ -11,6 +11,9 @@ from pathlib import Path
 
 import click
 
+from pytest_megatron.cli.golden_accept import command as accept
+from pytest_megatron.cli.golden_diff import command as diff
+from pytest_megatron.cli.golden_review import command as review
 from pytest_megatron.errors import GoldenError, MetricsError
 from pytest_megatron.files import JsonValue
 from pytest_megatron.golden.compare import Policy, compare, policy_named
@@ -22,6 +25,7 @@ from pytest_megatron.golden.policy_strict import why_not_timed
 from pytest_megatron.golden.provenance import Golden, provenance_to_json
 from pytest_megatron.golden.refresh import series_in
 from pytest_megatron.golden.store import read_golden, read_metrics
+from pytest_megatron.refresh.transaction import recover_above
 
 EXIT_FAILED = 1
 _SHOWN_TEXT = 16  # characters
@@ -29,7 +33,12 @@ _SHOWN_TEXT = 16  # characters
 
 @click.group("golden", context_settings={"help_option_names": ["-h", "--help"]})
 def command() -> None:
-    """Compare observed metrics with golden values."""
+    """Compare observed metrics with golden values, refresh and review them."""
+    recover_above(Path())  # what a killed refresh left half done
+
+
+for _subcommand in (accept, diff, review):
+    command.add_command(_subcommand)
 
 
 @command.command("check")

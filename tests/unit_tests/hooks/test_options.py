@@ -22,6 +22,7 @@ OPTIONS = """\
 --gang-start
 --golden
 --golden-policy
+--golden-reason
 --gpus
 --history
 --lightweight

@@ -11,7 +11,9 @@ from typing_extensions import override
 
 __all__ = [
     "CaseError",
+    "CiError",
     "ConfigError",
+    "EmptySelectionError",
     "GoldenError",
     "HostError",
     "LaunchError",
@@ -49,8 +51,16 @@ class SelectionError(MegatronError):
     """The selection options match no workload, or name something unknown."""
 
 
+class EmptySelectionError(SelectionError):
+    """Everything that was selected by is known, and nothing matches all of it."""
+
+
 class CaseError(MegatronError):
     """A test case's `model_config.yaml` cannot be read or cannot be turned into a command."""
+
+
+class CiError(MegatronError):
+    """A plan, a run or an artifact of CI cannot be read, or a file of CI must not be written."""
 
 
 class ConfigError(MegatronError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeAlias
 
@@ -24,6 +25,24 @@ def write_text_atomically(path: Path, text: str) -> None:
         OSError: The directory is not there, is read only, or the disk is full; `path` is as it was.
     """
     _stage(path, text).replace(path)
+
+
+def write_texts_together(texts: Mapping[Path, str]) -> None:
+    """Replace several files; none of them unless all can be written.
+
+    Raises:
+        OSError: As from `write_text_atomically`; every file is as it was.
+    """
+    staged: dict[Path, Path] = {}
+    try:
+        for path, text in texts.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            staged[path] = _stage(path, text)
+        for path, temporary in staged.items():
+            temporary.replace(path)
+    finally:
+        for temporary in staged.values():
+            temporary.unlink(missing_ok=True)
 
 
 def _stage(path: Path, text: str) -> Path:

@@ -16,18 +16,26 @@ from pytest_megatron.cli.golden_diff import command as diff
 from pytest_megatron.cli.golden_review import command as review
 from pytest_megatron.errors import GoldenError, MetricsError
 from pytest_megatron.files import JsonValue
-from pytest_megatron.golden.compare import Policy, compare, policy_named
-from pytest_megatron.golden.comparison import Comparison, comparisons_to_json, render
+from pytest_megatron.golden.compare import compare
+from pytest_megatron.golden.comparison import (
+    Comparison,
+    comparisons_to_json,
+    render,
+    render_layers,
+)
 from pytest_megatron.golden.generation import GENERATION_METRICS
 from pytest_megatron.golden.model import Observed, Value
+from pytest_megatron.golden.policy import Place, Policy
+from pytest_megatron.golden.policy_file import policy_named
 from pytest_megatron.golden.policy_generation import Pair, compare_generation
-from pytest_megatron.golden.policy_strict import why_not_timed
 from pytest_megatron.golden.provenance import Golden, provenance_to_json
 from pytest_megatron.golden.refresh import series_in
 from pytest_megatron.golden.store import read_golden, read_metrics
+from pytest_megatron.golden.surroundings import Surroundings, why_not_timed
 from pytest_megatron.refresh.transaction import recover_above
 
 EXIT_FAILED = 1
+_PATH_PARTS = 4  # of /<model>/<test_case>/golden_values_<environment>_<platform>.json
 _SHOWN_TEXT = 16  # characters
 
 
@@ -80,7 +88,7 @@ def check(  # noqa: PLR0913 - click hands over one argument an option
 
     Exit code 0: every metric passed. 1: at least one failed. 2: the input is unusable.
     """
-    policy = policy_named(golden_policy)
+    policy = policy_named(golden_policy).at(_place_of(golden_file))
     golden = read_golden(golden_file)
     observed = read_metrics(observed_path)
     _require_common_metric(golden, observed, observed_path)
@@ -93,7 +101,7 @@ def check(  # noqa: PLR0913 - click hands over one argument an option
             metrics=metrics or None,
             policy=policy,
             nondeterministic=nondeterministic,
-            host_class=host_class,
+            surroundings=Surroundings(host_class=host_class),
         )
     if not comparisons:
         raise GoldenError(
@@ -156,13 +164,12 @@ def _compare_generation(
         if name not in GENERATION_METRICS:
             known = ", ".join(sorted(GENERATION_METRICS))
             raise GoldenError("--metric", f"{name!r} is not compared, expected one of {known}")
-    is_strict = policy is Policy.STRICT
     pair = Pair(
         golden=golden.generation,
         observed=observed.generation,
         path=golden.path,
-        is_strict=is_strict,
-        not_timed=why_not_timed(golden, host_class) if is_strict else None,
+        policy=policy,
+        not_timed=why_not_timed(golden, host_class) if policy.is_strict else None,
     )
     wanted = metrics or tuple(m for m in GENERATION_METRICS if golden.generation.has(m))
     return compare_generation(pair, wanted) if wanted else ()
@@ -185,12 +192,26 @@ def _require_common_metric(golden: Golden, observed: Observed, path: Path) -> No
         )
 
 
+def _lines(comparison: Comparison) -> tuple[str, ...]:
+    layers = render_layers(comparison)
+    return (render(comparison),) if layers is None else (render(comparison), f"    {layers}")
+
+
+def _place_of(golden: Path) -> Place | None:
+    """Return the workload that a golden's path names, where it does."""
+    environment, _, platform = golden.stem.removeprefix("golden_values_").partition("_")
+    if not platform or environment == golden.stem or len(golden.absolute().parts) < _PATH_PARTS:
+        return None
+    *_, model, test_case, _ = golden.absolute().parts
+    return Place(case=f"{model}/{test_case}", platform=platform, environment=environment)
+
+
 def _as_text(comparisons: tuple[Comparison, ...], notes: tuple[str, ...], policy: Policy) -> str:
     num_failed = sum(not comparison.passed for comparison in comparisons)
     verdict = f"{num_failed} of {len(comparisons)} failed" if num_failed else "all passed"
     return "\n".join(
         [
-            *(render(comparison) for comparison in comparisons),
+            *(line for comparison in comparisons for line in _lines(comparison)),
             *(f"note: {note}" for note in notes),
             f"{policy.value}: {verdict}",
         ]

@@ -14,7 +14,7 @@ import click
 
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.files import OWN_DIR, make_own_dir
-from pytest_megatron.golden.compare import policy_named
+from pytest_megatron.golden.policy_file import policy_named
 from pytest_megatron.refresh.accept import Outcome, Terms, accept, write_pages
 from pytest_megatron.refresh.candidate import Candidate
 from pytest_megatron.refresh.forms import FORMS, outcome_text
@@ -80,7 +80,9 @@ def command(  # noqa: PLR0913 - click hands over one argument an option
     """
     terms = Terms(reason=clean_reason(reason), is_dirty_allowed=allow_dirty)
     with open_runs(runs) as found:
-        candidates = select(read_candidates(found, root, policy_named(golden_policy)), only)
+        candidates = select(
+            read_candidates(found, root, policy_named(golden_policy, root=root)), only
+        )
         outcome = write(candidates, root, terms, is_dry=is_dry)
     report(outcome, pages_directory(runs, root), terms, form=form, is_dry=is_dry)
 

@@ -21,7 +21,7 @@ from pytest_megatron.cli.golden_accept import (
 )
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.files import OWN_DIR
-from pytest_megatron.golden.compare import policy_named
+from pytest_megatron.golden.policy_file import policy_named
 from pytest_megatron.golden.refresh import series_in
 from pytest_megatron.refresh.accept import Offer, Terms, consider
 from pytest_megatron.refresh.candidate import Candidate, hard
@@ -68,7 +68,9 @@ def command(  # noqa: PLR0913 - click hands over one argument an option
             "needs a terminal to ask on; give --accept-all or --list, or use golden accept",
         )
     with open_runs(runs) as found:
-        candidates = select(read_candidates(found, root, policy_named(golden_policy)), only)
+        candidates = select(
+            read_candidates(found, root, policy_named(golden_policy, root=root)), only
+        )
         offers = [consider(c, root, terms) for c in candidates if c.golden is not None]
         offers = [offer for offer in offers if not offer.is_taken]
         if is_list:

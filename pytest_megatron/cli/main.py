@@ -15,10 +15,12 @@ from pytest_megatron.errors import MegatronError
 
 # name -> (module with a click command named `command`, one line of help)
 SUBCOMMANDS = {
+    "ci": ("pytest_megatron.cli.ci", "Write files for CI, and make one verdict of many jobs."),
     "expand": ("pytest_megatron.cli.expand", "Print the workloads that recipe files expand to."),
     "flaky": ("pytest_megatron.cli.flaky", "Tell how often items passed only when run again."),
     "golden": ("pytest_megatron.cli.golden", "Compare observed metrics with golden values."),
     "lint": ("pytest_megatron.cli.lint", "Report what is wrong in recipes, cases and goldens."),
+    "plan": ("pytest_megatron.cli.plan", "Print what CI runs for labels and an event."),
     "triage": ("pytest_megatron.cli.triage", "Say why a run failed, from its logs."),
 }
 EXIT_UNUSABLE = 2

@@ -26,6 +26,7 @@ RandomState: TypeAlias = tuple[object, ...]
 _LEAST_RANDOM_SEED = 1 << 53
 _is_wrapped = False
 _num_rendezvous = 0
+_device: str | None = None
 
 
 def rank_env(place: Place, world_size: int) -> dict[str, str]:
@@ -59,6 +60,8 @@ def become_rank(order: RankOrder, ends: RankEnds, *, random_state: RandomState |
         ends: What it shares with its nursery.
         random_state: Of `random`, if something seeded it: a fork seeds it anew.
     """
+    global _device  # noqa: PLW0603 - one process, one rank
+    _device = order.device
     os.environ.update(order.env)
     directory = Path(order.log_dir)
     faulthandler.enable(file=2)
@@ -81,6 +84,11 @@ def become_rank(order: RankOrder, ends: RankEnds, *, random_state: RandomState |
         threading.Thread(
             target=_serve_flight_recorder, args=(ends.trigger, directory / FLIGHT_FILE), daemon=True
         ).start()
+
+
+def device_of_rank() -> str | None:
+    """Return `cuda` or `cpu` in a rank, None in any other process."""
+    return _device
 
 
 _kept: list[object] = []

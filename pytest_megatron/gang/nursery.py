@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import mmap
 import os
 import select
 import signal
@@ -54,7 +55,7 @@ _PHASE_BYTES = 1024  # a node id while a rank collects
 _STACKS_S = 1.0  # for a rank to write its stack
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RankEnds:
     """Descriptors that a rank shares with its nursery.
 
@@ -65,10 +66,13 @@ class RankEnds:
 
     trigger: int
     phase: int
+    _page: mmap.mmap | None = None
 
     def note(self, when: str) -> None:
-        """Note the phase; costs a microsecond, and survives the rank."""
-        os.pwrite(self.phase, when.encode().ljust(_PHASE_BYTES)[:_PHASE_BYTES], 0)
+        """Note the phase; costs less than a microsecond, and survives the rank."""
+        if self._page is None:
+            self._page = mmap.mmap(self.phase, _PHASE_BYTES)
+        self._page[:] = when.encode()[:_PHASE_BYTES].ljust(_PHASE_BYTES, b"\0")
 
 
 class Starter(Protocol):
@@ -216,6 +220,7 @@ class Nursery:
     def _start(self, order: RankOrder, descriptors: Sequence[int]) -> None:
         trigger_read, trigger = os.pipe()
         phase = os.memfd_create("phase")
+        os.ftruncate(phase, _PHASE_BYTES)
         others = [c for c in self._children.values() if c.is_alive]
         unwanted = [fd for child in others for fd in (child.trigger, child.phase_file)]
         pid = self._starter.start(

@@ -58,12 +58,14 @@ def _megatron_world_size(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(scope="session")
-def device(request: pytest.FixtureRequest, local_rank: int) -> torch.device:
+def device(local_rank: int) -> torch.device:
     """Return this rank's device, made the current one if it is a GPU."""
     import torch  # noqa: PLC0415 - only tests that ask for it load it
 
-    plugin = request.config.pluginmanager.get_plugin(_RANK_PLUGIN)
-    kind = plugin.order.device if plugin is not None else None
+    from pytest_megatron.gang.bootstrap import device_of_rank  # noqa: PLC0415 - not for all
+
+    # Not by `request`: pytest makes one for each test, also where the fixture is there already.
+    kind = device_of_rank()
     if kind == "cpu" or (kind is None and not torch.cuda.is_available()):
         return torch.device("cpu")
     found = torch.device("cuda", local_rank)

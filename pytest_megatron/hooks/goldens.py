@@ -14,7 +14,7 @@ import pytest
 
 from pytest_megatron.errors import GoldenError, MegatronError
 from pytest_megatron.files import JsonValue
-from pytest_megatron.golden.compare import Policy
+from pytest_megatron.golden.policy import Policy
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.launch.facts import Facts
 from pytest_megatron.refresh.accept import Outcome, Terms, accept, consider, write_pages

@@ -31,6 +31,7 @@ from pytest_megatron.gang.messages import (
 )
 from pytest_megatron.gang.nursery import RankEnds
 from pytest_megatron.hooks.rank import RankPlugin
+from pytest_megatron.hooks.rank_logging import keep_handlers
 
 # Plugins that act for the whole session; in a rank the controller does what they do.
 _CONTROLLER_PLUGINS = (
@@ -223,3 +224,4 @@ def _make_rank_of(config: pytest.Config, plugin: RankPlugin) -> None:
     manager.register(plugin, "megatron-rank")
     manager.register(plugin.debugger, "megatron-rank-debugger")
     plugin.debugger.install(config)
+    keep_handlers(config)

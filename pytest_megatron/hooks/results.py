@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pytest_megatron.files import JsonValue
-from pytest_megatron.golden.compare import Policy
+from pytest_megatron.golden.policy import Policy
 from pytest_megatron.hooks.goldens import GoldenWriter
 from pytest_megatron.hooks.run_file import RunFile
 from pytest_megatron.hooks.session import RunSession

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+
 import pytest
 
 from pytest_megatron.files import JsonValue, write_json_atomically
@@ -20,7 +22,16 @@ class RunFile:
         self._session = session
         self._records: dict[str, JsonValue] = {}
         self._started = utc_now()
+        self._end: dict[str, JsonValue] = {"ended": None, "exit_code": None}
         self.problem: str | None = None
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None]:
+        """Say how the run ended, after all others had a say in it."""
+        yield
+        self._end = {"ended": utc_now(), "exit_code": int(session.exitstatus)}
+        if self._records:
+            self.write()
 
     def keep(self, node_id: str, record: JsonValue) -> None:
         """Take the record of an item; the next `write` has it."""
@@ -42,6 +53,7 @@ class RunFile:
             "schema": 1,
             "started": self._started,
             "updated": utc_now(),
+            **self._end,
             "arguments": list[JsonValue](self._session.arguments),
             **self._session.facts.as_json(),
             "items": self._records,
@@ -56,4 +68,7 @@ _RUN_FILE = pytest.StashKey[RunFile]()
 
 def run_file_of(config: pytest.Config, session: RunSession) -> RunFile:
     """Return the one `run.json` of a session, which all roles share."""
-    return config.stash.setdefault(_RUN_FILE, RunFile(session))
+    if _RUN_FILE not in config.stash:
+        config.stash[_RUN_FILE] = RunFile(session)
+        config.pluginmanager.register(config.stash[_RUN_FILE], "megatron-run-file")
+    return config.stash[_RUN_FILE]

@@ -132,7 +132,8 @@ class Executing:
     ) -> int:
         """Execute this interpreter anew."""
         del unwanted  # it gets what it is given
-        content = {"brief": asdict(self.brief), "order": _as_json(order), "ends": asdict(ends)}
+        shared = {"trigger": ends.trigger, "phase": ends.phase}
+        content = {"brief": asdict(self.brief), "order": _as_json(order), "ends": shared}
         code = _CODE.format(path=self.brief.path, name="fresh_main", argument=os.getpid())
         with tempfile.TemporaryFile() as file:
             file.write(json.dumps(content).encode())

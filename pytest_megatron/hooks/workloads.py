@@ -12,7 +12,8 @@ import pytest
 
 from pytest_megatron.errors import LaunchError, MegatronError
 from pytest_megatron.files import JsonValue, make_own_dir, write_json_atomically
-from pytest_megatron.golden.compare import Policy, policy_named
+from pytest_megatron.golden.policy import Policy
+from pytest_megatron.golden.policy_file import policy_named
 from pytest_megatron.hooks.goldens import GoldenWriter
 from pytest_megatron.hooks.history import register_history
 from pytest_megatron.hooks.item import WorkloadItem
@@ -48,7 +49,7 @@ def register_roles(config: pytest.Config, options: Options) -> None:
     _ = session.table  # a file of the user's that cannot be read is refused before anything runs
     try:
         vocabulary = project_words(session.root)
-        policy = policy_named(options.golden_policy)
+        policy = policy_named(options.golden_policy, root=session.root)
         recover(session.root)  # what a killed refresh left half done
     except MegatronError as error:
         raise pytest.UsageError(str(error)) from None

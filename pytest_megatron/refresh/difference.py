@@ -14,6 +14,7 @@ from pytest_megatron.golden.comparison import relative
 from pytest_megatron.golden.model import MetricMap, Series, Value, is_finite
 from pytest_megatron.golden.provenance import Golden, Provenance
 from pytest_megatron.golden.refresh import series_in
+from pytest_megatron.golden.surroundings import Surroundings
 
 # Relative deviations of single steps, as Megatron-LM's refresh skill sorts them (FORMATS 7).
 EDGES = (0.0, 1e-6, 1e-4, 1e-3, 1e-2, 1e-1, math.inf)
@@ -241,12 +242,13 @@ def _outside(old: Golden | None, new: Golden | None) -> frozenset[str]:
     if old is None or new is None:
         return frozenset()
     if old.generation is not None or new.generation is not None:
-        before, after = series_in(old), series_in(new)
-        names = before.keys() | after.keys()
-        return frozenset(n for n in names if _is_generated_otherwise(before.get(n), after.get(n)))
-    host_class = None if new.provenance is None else new.provenance.host_class
+        a, b = series_in(old), series_in(new)
+        both = a.keys() | b.keys()
+        return frozenset(n for n in both if _is_generated_otherwise(a.get(n), b.get(n)))
     names = old.metrics.keys() & new.metrics.keys()
-    found = compare(old, new.metrics, metrics=sorted(names), host_class=host_class)
+    after = new.provenance or Provenance()
+    there = Surroundings(host_class=after.host_class, image=after.image, versions=after.versions)
+    found = compare(old, new.metrics, metrics=sorted(names), surroundings=there)
     return frozenset(c.metric for c in found if not c.passed) | (old.metrics.keys() - names)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from pytest_megatron.markdown import code, escaped
 from pytest_megatron.refresh.candidate import Refusal
 from pytest_megatron.refresh.difference import (
     BUCKETS,
@@ -41,7 +42,7 @@ def markdown(differences: Sequence[FileDifference], *, reason: str | None = None
     """
     parts = ["## Goldens", "", _headline(differences), ""]
     if reason:
-        parts += [f"Reason: {_escaped(reason)}", ""]
+        parts += [f"Reason: {escaped(reason)}", ""]
     parts += [f"- {sentence}" for sentence in interpret(differences)] + [""]
     parts += _causes(differences)
     rows = _rows(differences)
@@ -178,7 +179,7 @@ def _row(difference: FileDifference, metric: MetricDifference) -> str:
     if metric.num_added or metric.num_lost:
         steps += f" (+{metric.num_added} -{metric.num_lost})"
     holes = " -> ".join(map(str, metric.num_not_finite)) if any(metric.num_not_finite) else "0"
-    name = f"**{_escaped(metric.metric)}**" if metric.is_outside else _escaped(metric.metric)
+    name = f"**{_name(metric.metric)}**" if metric.is_outside else _name(metric.metric)
     if not metric.num_new:
         name += " (gone)"
     elif not metric.num_old:
@@ -188,7 +189,7 @@ def _row(difference: FileDifference, metric: MetricDifference) -> str:
     if metric.start is Start.STEP_1:
         start = metric.start.value
     return (
-        f"| {_escaped(difference.path)} | {name} | {steps} | {holes} | {metric.num_changed} "
+        f"| {_name(difference.path)} | {name} | {steps} | {holes} | {metric.num_changed} "
         f"| {metric.median:.1e} | {metric.largest:.1e} | {metric.mean_signed:+.1e} | {start} |"
     )
 
@@ -211,7 +212,7 @@ def _histogram(differences: Sequence[FileDifference]) -> list[str]:
             minus, zero, plus = (total[name, bucket, sign] for sign in (-1, 0, 1))
             both = minus + zero + plus
             cells.append(f"{both} ({minus}- {plus}+)" if minus or plus else f"{both}")
-        lines.append(f"| {_escaped(name)} | {' | '.join(cells)} |")
+        lines.append(f"| {_name(name)} | {' | '.join(cells)} |")
     return [*_within(lines, _LIST_BYTES, "| and {} more metrics |"), ""]
 
 
@@ -230,7 +231,7 @@ def _directions(differences: Sequence[FileDifference]) -> list[str]:
     ]
     for name in sorted({name for name, _ in total}):
         counts = [total[name, trend] for trend in (Trend.WORSE, Trend.BETTER, Trend.SAME)]
-        lines.append(f"| {_escaped(name)} | {' | '.join(map(str, counts))} |")
+        lines.append(f"| {_name(name)} | {' | '.join(map(str, counts))} |")
     head = "Goldens by the signed mean of their deviations:"
     return [head, "", *_within(lines, _LIST_BYTES // 2, "| and {} more |"), ""]
 
@@ -238,7 +239,7 @@ def _directions(differences: Sequence[FileDifference]) -> list[str]:
 def _causes(differences: Sequence[FileDifference]) -> list[str]:
     """Return one line for all goldens whose surroundings changed in the same way."""
     groups = Counter(cause for d in differences if d.metrics for cause in d.causes)
-    lines = [f"- {_escaped(cause)}: {_counted(n, 'golden')}" for cause, n in groups.most_common()]
+    lines = [f"- {_name(cause)}: {_counted(n, 'golden')}" for cause, n in groups.most_common()]
     if not lines:
         return []
     return ["What else changed:", "", *_within(lines, _LIST_BYTES // 2, "- and {} more"), ""]
@@ -248,7 +249,7 @@ def _files(differences: Sequence[FileDifference]) -> list[str]:
     """Return what is new, gone or unchanged."""
     lines: list[str] = []
     for state in (State.NEW, State.UNREADABLE, State.GONE, State.UNCHANGED):
-        paths = [_escaped(d.path) for d in differences if d.state is state]
+        paths = [_name(d.path) for d in differences if d.state is state]
         if paths:
             lines += [f"{state.value.capitalize()} ({len(paths)}):", ""]
             listed = [f"- {path}" for path in sorted(paths)]
@@ -271,8 +272,6 @@ def _counted(count: int, one: str, many: str | None = None) -> str:
     return f"1 {one}" if count == 1 else f"{count} {many or f'{one}s'}"
 
 
-def _escaped(text: str) -> str:
-    """Return a text that stays in its cell and means nothing to Markdown or HTML."""
-    for letter, stands in (("&", "&amp;"), ("<", "&lt;"), ("|", "\\|"), ("`", "'")):
-        text = text.replace(letter, stands)
-    return " ".join(text.split())
+def _name(text: str) -> str:
+    """Return a name of somebody's as code that ends no cell."""
+    return code(text).replace("|", "\\|")

@@ -14,13 +14,14 @@ from pathlib import Path, PurePosixPath
 
 from pytest_megatron.errors import GoldenError, MegatronError
 from pytest_megatron.files import JsonValue
-from pytest_megatron.golden.compare import Policy
 from pytest_megatron.golden.comparison import render
 from pytest_megatron.golden.generation import Generation
 from pytest_megatron.golden.model import MetricMap
+from pytest_megatron.golden.policy import Place, Policy
 from pytest_megatron.golden.provenance import Golden, Provenance
 from pytest_megatron.golden.refresh import combine, series_in, series_of_generation
 from pytest_megatron.golden.store import read_golden, read_metrics
+from pytest_megatron.golden.surroundings import NOWHERE
 from pytest_megatron.launch.case import Case, read_case
 from pytest_megatron.launch.layout import ItemDirs
 from pytest_megatron.recipe.places import CASES, GOLDENS
@@ -125,7 +126,8 @@ def _with_values(found: Candidate, root: Path, policy: Policy) -> Candidate:
         damage=tuple(_falsified(found, golden, repeats, plan)),
     )
     sides = [m.generation or m.metrics for m in measured]
-    return replace(found, spread=tuple(_spread(case, sides, files, policy)))
+    place = Place(case="/".join(found.target.parts[-3:-1]), platform=found.platform)
+    return replace(found, spread=tuple(_spread(case, sides, files, policy.at(place))))
 
 
 def _spread(
@@ -141,7 +143,7 @@ def _spread(
     )
     for number, side in enumerate(sides[1:], start=2):
         for comparison in compare_in_mode(
-            case, stand_in, side, metrics=metric_names_of(case), policy=policy, host_class=None
+            case, stand_in, side, metrics=metric_names_of(case), policy=policy, surroundings=NOWHERE
         ):
             if not comparison.passed:
                 yield f"repeat {number}: {render(comparison)}"

@@ -9,10 +9,10 @@ import contextlib
 import tempfile
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath
 
 from pytest_megatron.errors import GoldenError
-from pytest_megatron.golden.compare import Policy
+from pytest_megatron.golden.policy import Policy
 from pytest_megatron.refresh.candidate import Candidate
 from pytest_megatron.refresh.reading import CANDIDATE, RUN_FILE, read_run
 from pytest_megatron.triage.archives import is_archive, unpack
@@ -86,5 +86,5 @@ def _runs_in(path: Path, place: Path) -> list[Path]:
     return found
 
 
-def _is_wanted(path: PurePosixPath) -> bool:
+def _is_wanted(path: PurePath) -> bool:
     return path.name in _WANTED and not set(_SKIPPED) & set(path.parts[:-1])

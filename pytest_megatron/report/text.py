@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import assert_never
 
-from pytest_megatron.golden.comparison import render
+from pytest_megatron.golden.comparison import render, render_layers
 from pytest_megatron.golden.model import MetricMap
 from pytest_megatron.launch.case import Evaluation
 from pytest_megatron.launch.phases import Frozen, Rewind
@@ -48,7 +48,10 @@ def mismatch(training: Training, judgement: Judgement) -> str:
     for repeat in judgement.failed:
         if job.num_repeats > 1 or repeat.against != "golden":
             lines.append(f"repeat {repeat.repeat} against the {repeat.against}:")
-        lines += [f"{_INDENT}{render(c)}" for c in repeat.failed[:_MAX_SHOWN]]
+        for comparison in repeat.failed[:_MAX_SHOWN]:
+            lines.append(f"{_INDENT}{render(comparison)}")
+            layers = render_layers(comparison)
+            lines += [] if layers is None else [f"{_INDENT}{_INDENT}{layers}"]
         if len(repeat.failed) > _MAX_SHOWN:
             num_more = len(repeat.failed) - _MAX_SHOWN
             lines.append(f"{_INDENT}and {num_more} more; see {job.dirs.comparison}")

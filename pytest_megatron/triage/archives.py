@@ -13,7 +13,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import IO, Protocol
 
 from pytest_megatron.errors import TriageError
@@ -53,14 +53,14 @@ def is_archive(path: Path) -> bool:
 
 
 def unpack(
-    path: Path, target: Path, is_wanted: Callable[[PurePosixPath], bool] = is_worth_reading
+    path: Path, target: Path, is_wanted: Callable[[PurePath], bool] = is_worth_reading
 ) -> None:
-    """Unpack some files: by default what may be a log, or says something about logs.
+    """Unpack what may be a log, or says something about logs.
 
     Args:
         path: A zip, a tar, packed or not, or one packed log.
         target: A directory of our own, which is there and empty.
-        is_wanted: Whether to unpack a file, by its name.
+        is_wanted: Which members to unpack, by their names.
 
     Raises:
         TriageError: It cannot be read, or holds what no run leaves. Nothing outside of `target`
@@ -69,12 +69,12 @@ def unpack(
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as packed:
-                members = [_of_zip(info) for info in packed.infolist()]
-                _unpack(path, _wanted(path, members, is_wanted), target, packed)
+                _unpack(
+                    path, target, [_of_zip(info) for info in packed.infolist()], packed, is_wanted
+                )
         elif tarfile.is_tarfile(path):
             with tarfile.open(path) as tar:
-                members = list(_of_tar(path, tar))
-                _unpack(path, _wanted(path, members, is_wanted), target, tar)
+                _unpack(path, target, list(_of_tar(path, tar)), tar, is_wanted)
         elif path.name.lower().endswith(".gz"):
             with gzip.open(path) as stream:
                 _copy(stream, target / path.name[: -len(".gz")], path, MOST_BYTES)
@@ -116,19 +116,18 @@ def _of_tar(path: Path, tar: tarfile.TarFile) -> Iterator[_Member]:
         )
 
 
-def _wanted(
-    path: Path, members: list[_Member], is_wanted: Callable[[PurePosixPath], bool]
-) -> list[_Member]:
-    """Return the files to unpack, of an archive that holds nothing odd."""
-    _refuse(path, members)
-    return [m for m in members if m.is_file and is_wanted(PurePosixPath(m.name))]
-
-
 def _unpack(
-    path: Path, members: list[_Member], target: Path, packed: zipfile.ZipFile | tarfile.TarFile
+    path: Path,
+    target: Path,
+    members: list[_Member],
+    packed: zipfile.ZipFile | tarfile.TarFile,
+    is_wanted: Callable[[PurePath], bool],
 ) -> None:
+    _refuse(path, members)
     left = MOST_BYTES
     for member in members:
+        if not member.is_file or not is_wanted(PurePosixPath(member.name)):
+            continue
         place = target.joinpath(*PurePosixPath(member.name).parts)
         place.parent.mkdir(parents=True, exist_ok=True)
         with _open(packed, member) as stream:

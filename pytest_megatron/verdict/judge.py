@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pytest_megatron.files import JsonValue
-from pytest_megatron.golden.compare import Policy, compare_resume
+from pytest_megatron.golden.compare import compare_resume
 from pytest_megatron.golden.comparison import Comparison, comparison_to_json
+from pytest_megatron.golden.policy import Place, Policy
 from pytest_megatron.golden.provenance import Golden
+from pytest_megatron.golden.surroundings import Surroundings
 from pytest_megatron.launch.case import Case, TestType
 from pytest_megatron.launch.facts import Facts
 from pytest_megatron.verdict.attempt import Attempt
@@ -116,8 +118,12 @@ def _with_golden(
             golden,
             attempt.generation or attempt.whole,
             metrics=names,
-            policy=policy,
-            host_class=facts.host.platform_class(training.job.workload.platform),
+            policy=policy.at(_place(training)),
+            surroundings=Surroundings(
+                host_class=facts.host.platform_class(training.job.workload.platform),
+                image=facts.image,
+                versions=facts.versions,
+            ),
         ),
     )
 
@@ -136,10 +142,19 @@ def _with_first_phase(training: Training, attempt: Attempt, policy: Policy) -> R
             attempt.metrics[1],
             train_iters=2 * half,
             metrics=names,
-            policy=policy,
+            policy=policy.at(_place(training)),
             nondeterministic=case.is_nondeterministic,
             where=str(attempt.dirs.phase(1).metrics),
         ),
+    )
+
+
+def _place(training: Training) -> Place:
+    workload = training.job.workload
+    return Place(
+        case=f"{workload.model}/{workload.test_case}",
+        platform=workload.platform,
+        environment=workload.environment,
     )
 
 

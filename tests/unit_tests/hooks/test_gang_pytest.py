@@ -149,6 +149,34 @@ EVERYTHING = '''
         assert caplog.messages == ["heard"]
 
 
+    ALONE = logging.getLogger("alone")
+    ALONE.propagate = False
+    MINE = logging.NullHandler()
+
+
+    def test_logger_that_does_not_propagate(caplog):
+        ALONE.error("heard alone")
+        ALONE.handlers.clear()
+        ALONE.addHandler(MINE)
+        assert caplog.messages == ["heard alone"]
+
+
+    def test_logger_after_its_handlers_were_cleared(caplog):
+        ALONE.error("heard again")
+        ALONE.propagate = True
+        assert ALONE.handlers[0] is MINE
+        assert caplog.messages == ["heard again"]
+        caplog.handler.setLevel("CRITICAL")
+
+
+    def test_logger_that_propagates_again(caplog):
+        logging.getLogger("alone.new").propagate = False
+        ALONE.error("heard once")
+        logging.getLogger("x").warning("not heard: the level of the handler was raised")
+        assert ALONE.handlers == [MINE]
+        assert caplog.messages == []
+
+
     def test_output():
         print("printed")
         os.write(1, b"written\\n")

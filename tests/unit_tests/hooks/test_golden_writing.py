@@ -101,7 +101,7 @@ def test_record_writes_only_what_is_missing(
     assert {path: text for path, text in now.items() if path != new} == before
     lines = run.stdout.splitlines()
     start = lines.index("New (1):")
-    assert lines[start + 2] == f"- {new}"
+    assert lines[start + 2] == f"- `{new}`"
 
 
 def test_a_clean_refresh_writes_every_golden(refreshed: Run, project: Project) -> None:
@@ -141,9 +141,9 @@ def test_a_refresh_prints_and_keeps_a_table_for_the_pull_request(
     new, old = (f"golden_values/gpt/{c}/golden_values_dev_cpu.json" for c in ("new", "old"))
     lines = refreshed.stdout.splitlines()
     assert "goldens: 2 written" in lines
-    row = f"| {old} | **lm loss** | 10 -> 10 | 0 | 1 | 0.0e+00 | 7.8e-02 | -7.8e-03 | by step"
+    row = f"| `{old}` | **`lm loss`** | 10 -> 10 | 0 | 1 | 0.0e+00 | 7.8e-02 | -7.8e-03 | by step"
     assert any(line.startswith(row) for line in lines)
-    assert f"- {new}" in lines
+    assert f"- `{new}`" in lines
     page = (refreshed.directory / "goldens.md").read_text().splitlines()
     start = lines.index(page[0])
     assert lines[start : start + len(page)] == page

@@ -1,0 +1,126 @@
+"""`pytest-megatron ci`: files for CI, and one verdict of many jobs."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+
+from pytest_megatron.errors import CiError
+
+EXIT_FAILED = 1
+
+
+@click.group("ci", context_settings={"help_option_names": ["-h", "--help"]})
+def command() -> None:
+    """Write files for CI, and make one verdict of many jobs."""
+
+
+@command.command("job")
+@click.argument("job", metavar="ID")
+@click.option("--test-case", metavar="NAME", help="Name the artifact after it.  [default: ID]")
+@click.option(
+    "--directory",
+    type=click.Path(path_type=Path),
+    default=Path("megatron-job"),
+    show_default=True,
+    help="Of the job's artifact; made here.",
+)
+def begin(*, job: str, test_case: str | None, directory: Path) -> None:
+    """Begin a job of the plan: make the directory of its artifact, with its name in it.
+
+    Prints the artifact's name, and hands it to later steps through GITHUB_OUTPUT.
+    """
+    from pytest_megatron.ci.job import new_job, write_job  # noqa: PLC0415 - each command its own
+    from pytest_megatron.ci.render import outputs_text  # noqa: PLC0415
+
+    record = new_job(job, test_case or job, os.environ)
+    write_job(record, directory)
+    click.echo(record.artifact)
+    outputs = os.environ.get("GITHUB_OUTPUT")
+    if outputs:
+        values = {"artifact": record.artifact, "directory": str(directory)}
+        _append(Path(outputs), outputs_text(values))
+
+
+@command.command("summary")
+@click.argument("paths", metavar="RUN...", nargs=-1, type=click.Path(path_type=Path))
+@click.option(
+    "--expect",
+    "plan",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="The plan; what it has and no RUN has is a failure.",
+)
+@click.option(
+    "--results",
+    metavar="JSON",
+    help="What the CI system says of its jobs, as GitHub's toJSON(needs).",
+)
+@click.option(
+    "--output",
+    "directory",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="Write summary.json, summary.md, comment.md and junit.xml there.",
+)
+@click.option("--step-summary", is_flag=True, help="Append it to GITHUB_STEP_SUMMARY.")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["text", "json", "markdown"]),
+    default="text",
+    show_default=True,
+)
+def summary(
+    *,
+    paths: tuple[Path, ...],
+    plan: Path | None,
+    results: str | None,
+    directory: Path | None,
+    step_summary: bool,
+    form: str,
+) -> None:
+    """Make one verdict of the runs of many jobs: run directories, artifacts, folders of them.
+
+    Exit code 0: all passed. 1: something failed or is missing. 2: the input is unusable.
+    """
+    from pytest_megatron.ci.collect import read_jobs  # noqa: PLC0415 - each command its own
+    from pytest_megatron.ci.expect import read_plan, read_results  # noqa: PLC0415
+    from pytest_megatron.ci.merge import merge  # noqa: PLC0415
+    from pytest_megatron.ci.output import write_outputs  # noqa: PLC0415
+    from pytest_megatron.ci.summary_text import as_markdown, as_text  # noqa: PLC0415
+
+    expected = None if plan is None else read_plan(plan)
+    told = None if results is None else read_results(results)
+    if not paths and expected is None:
+        raise CiError("RUN", "nothing was given, expected runs, artifacts or --expect")
+    with tempfile.TemporaryDirectory(prefix="pytest-megatron-summary-") as workspace:
+        found = merge(read_jobs(paths, Path(workspace)), expected, told)
+    if directory is not None:
+        write_outputs(found, directory)
+    if step_summary:
+        page = os.environ.get("GITHUB_STEP_SUMMARY")
+        if not page:
+            raise CiError("--step-summary", "GITHUB_STEP_SUMMARY is not set; leave it out here")
+        _append(Path(page), as_markdown(found))
+    match form:
+        case "json":
+            click.echo(json.dumps(found.as_json(), indent=2, allow_nan=False))
+        case "markdown":
+            click.echo(as_markdown(found), nl=False)
+        case _:
+            click.echo(as_text(found))
+    sys.exit(0 if found.has_passed else EXIT_FAILED)
+
+
+def _append(path: Path, text: str) -> None:
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise CiError(str(path), f"cannot be written: {error.strerror}") from error

@@ -134,7 +134,7 @@ def _refuse(outcome: Outcome) -> None:
     for line in refusals_text(outcome.refused):
         click.echo(f"refused: {line}", err=True)
     soft = all(refusal.rule.is_soft for _, refusal in outcome.refused)
-    way = "give --reason TEXT" if soft else "leave these out with --only, or run them again"
+    way = "give --reason TEXT" if soft else "run these again, or name the others with --only"
     click.echo(f"nothing was written; {way}", err=True)
     sys.exit(EXIT_REFUSED)
 

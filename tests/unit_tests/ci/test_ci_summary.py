@@ -330,8 +330,26 @@ def test_files_for_machines_and_viewers(monkeypatch: pytest.MonkeyPatch) -> None
     assert (told["verdict"], told["passed"], told["counts"]["failed"]) == ("failed", False, 1)
     assert json.loads(Path("out/summary.json").read_text()) == told
     assert Path("step.md").read_text() == Path("out/summary.md").read_text()
+    assert f"failed</span> {TEST}" in Path("out/index.html").read_text()
     suites = {s.get("name"): s for s in ET.parse("out/junit.xml").getroot()}  # noqa: S314 - ours
     assert (suites["unit"].get("failures"), suites["line"].get("errors")) == ("1", "1")
+
+
+def test_items_of_a_run_without_junit_are_in_the_xml_of_all() -> None:
+    bad = distributed("failed", problem="[rank 0] x\x1b[0m")
+    write_job(Path("all"), "unit", {TEST: distributed(), f"{TEST}2": bad}, ended=None)
+    summary("all", "--output", "out")
+    suite = next(iter(ET.parse("out/junit.xml").getroot()))  # noqa: S314 - ours
+    assert {key: suite.get(key) for key in ("tests", "failures", "errors")} == {
+        "tests": "3",
+        "failures": "1",
+        "errors": "1",
+    }
+    assert suite[0].attrib == {
+        "classname": "tests.unit.test_a",
+        "name": "test_one",
+        "time": "0.500",
+    }
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,15 @@ _DEPTH = 4  # directories from what is named to a job's
 _PLAN = "plan"  # an artifact of the plan is no job's
 
 
-def read_jobs(paths: Sequence[Path], workspace: Path) -> list[JobRun]:
+def read_jobs(
+    paths: Sequence[Path], workspace: Path, *, is_empty_allowed: bool = False
+) -> list[JobRun]:
     """Read every job below some paths, in the order given and by name.
 
     Args:
         paths: Run directories, zips, tars, or folders of them.
         workspace: A directory of our own, where archives are unpacked.
+        is_empty_allowed: Whether a folder may hold nothing: a plan says what is missing.
 
     Raises:
         CiError: A path is not there, or no job is.
@@ -35,7 +38,7 @@ def read_jobs(paths: Sequence[Path], workspace: Path) -> list[JobRun]:
                 str(path), "is no directory and no archive, expected a run or an artifact"
             )
         here = list(_in(path, workspace, str(path), _DEPTH))
-        if not here:
+        if not here and not (is_empty_allowed and path.is_dir()):
             raise CiError(
                 str(path), "holds no run, expected run.json, job.json, JUnit XML or artifacts"
             )

@@ -127,7 +127,8 @@ def summary(
     if not paths and expected is None:
         raise CiError("RUN", "nothing was given, expected runs, artifacts or --expect")
     with tempfile.TemporaryDirectory(prefix="pytest-megatron-summary-") as workspace:
-        found = merge(read_jobs(paths, Path(workspace)), expected, told)
+        runs = read_jobs(paths, Path(workspace), is_empty_allowed=expected is not None)
+        found = merge(runs, expected, told)
     if directory is not None:
         write_outputs(found, directory)
     if step_summary:

@@ -20,6 +20,7 @@ __all__ = [
     "MegatronError",
     "MetricsError",
     "RecipeError",
+    "ReportError",
     "SelectionError",
     "TriageError",
 ]
@@ -85,3 +86,7 @@ class GoldenError(MegatronError):
 
 class TriageError(MegatronError):
     """A log, an artifact or a flight recorder's dump cannot be read as one."""
+
+
+class ReportError(MegatronError):
+    """A run directory or an artifact cannot be shown, or its pages cannot be written."""

@@ -139,6 +139,7 @@ def _register_gangs(config: pytest.Config) -> GangPlugin:
     from pytest_megatron.hooks.gang_results import GangResults  # noqa: PLC0415 - not for all
     from pytest_megatron.hooks.gangs import PLUGIN_NAME, GangPlugin  # noqa: PLC0415 - not for all
     from pytest_megatron.hooks.history import register_history  # noqa: PLC0415 - not for all
+    from pytest_megatron.hooks.pages import register_pages  # noqa: PLC0415 - not for all
     from pytest_megatron.hooks.run_file import run_file_of  # noqa: PLC0415 - not for all
     from pytest_megatron.hooks.session import session_of  # noqa: PLC0415 - not for all
 
@@ -149,6 +150,7 @@ def _register_gangs(config: pytest.Config) -> GangPlugin:
         results = GangResults(session, run_file_of(config, session))
         config.pluginmanager.register(results, f"{PLUGIN_NAME}-results")
         register_history(config, session)
+        register_pages(config, session)
     config.stash[_HAS_GANGS] = True
     return plugin
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 from pathlib import Path
 
 from pytest_megatron.errors import GoldenError
@@ -94,6 +95,17 @@ def read_golden_of(session: RunSession, job: Job) -> Golden | None:
     if job.case is not None:
         check_golden_kind(job.case, golden)
     return golden
+
+
+def keep_golden(session: RunSession, job: Job) -> None:
+    """Copy the golden into the workload's directory: its page must show what was compared with.
+
+    Raises:
+        OSError: It cannot be copied.
+    """
+    path = golden_path_of(job)
+    if job.is_compared and session.options.golden != "off" and path.is_file():
+        shutil.copyfile(path, job.dirs.golden)
 
 
 def _read_case(root: Path, workload: Workload) -> Case | None:

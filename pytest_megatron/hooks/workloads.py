@@ -17,8 +17,15 @@ from pytest_megatron.golden.policy_file import policy_named
 from pytest_megatron.hooks.goldens import GoldenWriter
 from pytest_megatron.hooks.history import register_history
 from pytest_megatron.hooks.item import WorkloadItem
-from pytest_megatron.hooks.jobs import golden_path_of, make_job, new_golden_path_of, read_golden_of
+from pytest_megatron.hooks.jobs import (
+    golden_path_of,
+    keep_golden,
+    make_job,
+    new_golden_path_of,
+    read_golden_of,
+)
 from pytest_megatron.hooks.options import Options
+from pytest_megatron.hooks.pages import register_pages
 from pytest_megatron.hooks.recipes import PLUGIN_NAME
 from pytest_megatron.hooks.results import ResultsPlugin
 from pytest_megatron.hooks.run_file import run_file_of
@@ -59,6 +66,7 @@ def register_roles(config: pytest.Config, options: Options) -> None:
         results = ResultsPlugin(session, goldens, run_file_of(config, session))
         manager.register(results, f"{PLUGIN_NAME}-results")
         register_history(config, session)
+        register_pages(config, session)
     if options.is_plan:
         config.option.dist = "no"  # pytest-xdist's workers have no terminal to print to
     # One malformed recipe is an error of this run and must not keep the others from running.
@@ -124,6 +132,7 @@ class WorkloadPlugin:
         read_golden_of(self._session, job)  # a missing golden is worth knowing before the training
         self._goldens.refuse_early(self._session.facts)
         self._make_run_dir(job)
+        keep_golden(self._session, job)
         live = self._listener(item)
         with contextlib.closing(live):
             retries = _Retries(self._session, item.nodeid, live)

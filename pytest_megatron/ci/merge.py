@@ -56,9 +56,11 @@ class Summary:
         problems: What is wrong with the whole, such as runs of two commits.
         notes: What is worth knowing and fails nothing.
         headline: What was planned, in a line.
+        fetch: What to type to have the artifacts at home under the same names, None if they are.
     """
 
     jobs: tuple[JobRun, ...]
+    fetch: str | None = None
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     headline: str | None = None
@@ -120,6 +122,7 @@ class Summary:
             "verdict": self.verdict,
             "passed": self.has_passed,
             "planned": self.headline,
+            "fetch": self.fetch,
             "counts": dict(counts),
             "problems": list(self.problems),
             "notes": list(self.notes),

@@ -89,6 +89,7 @@ def read_run(root: Path, shown: str) -> JobRun:
         junits=tuple(book.junits),
         problems=tuple(book.problems),
         commits=frozenset(book.commits),
+        has_run_file=bool(run_dirs),
     )
 
 

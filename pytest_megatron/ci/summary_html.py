@@ -84,6 +84,8 @@ def _head(summary: Summary) -> Iterator[str]:
         for problem in job.problems
     ]
     problems += [f"note: {_text(note)}" for note in summary.notes]
+    if summary.fetch and summary.groups:
+        problems.append(f"to have the artifacts at home: <code>{_text(summary.fetch)}</code>")
     if problems:
         yield f"<ul>{''.join(f'<li>{problem}</li>' for problem in problems)}</ul>"
 

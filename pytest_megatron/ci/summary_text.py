@@ -66,6 +66,8 @@ def _text_head(summary: Summary) -> Iterator[str]:
             yield f"{_INDENT * 2}{problem}"
     for note in summary.notes:
         yield f"note: {note}"
+    if summary.fetch and summary.groups:
+        yield f"to have the artifacts at home: {summary.fetch}"
 
 
 def _text_group(group: Group) -> Iterator[str]:
@@ -158,6 +160,8 @@ def _markdown_head(summary: Summary) -> Iterator[str]:
         yield "\n".join(lines[start : start + 20])
     if summary.notes:
         yield "\n".join(f"- {escaped(note[:_MOST_TEXT])}" for note in summary.notes[:20])
+    if summary.fetch and summary.groups:
+        yield f"To reproduce a failure at home, first: {code(summary.fetch)}"
 
 
 def _markdown_group(group: Group) -> str:

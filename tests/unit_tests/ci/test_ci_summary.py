@@ -387,6 +387,27 @@ def test_archives_that_lead_out_are_refused_and_named(tmp_path: Path) -> None:
     assert not (tmp_path / "run.json").exists()
 
 
+def test_artifacts_of_the_plan_and_of_a_summary_are_no_jobs() -> None:
+    write_job(Path("all"), "unit", {TEST: distributed()})
+    write_plan(Path("all/plan-7/plan.json"), unit=None)
+    assert summary("all", "--output", "all/summary-7-1").exit_code == 0
+    for name in ("plan-7", "summary-7-1"):
+        pack(Path("all", name))
+    assert head("all") == (0, ["passed: 1 item in 1 job", "passed  unit  1 passed, 0.5 s"])
+
+
+def test_pages_of_the_runs_are_written_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GITHUB_RUN_ID", "7")
+    monkeypatch.setenv("GITHUB_REPOSITORY", "me/it")
+    pack(write_job(Path("all"), "unit", {TEST: distributed("failed", problem="[rank 0] x")}))
+    (write_job(Path("all"), "plain") / "junit.xml").write_text(JUNIT.format(name="a", child=""))
+    output = summary("all", "--output", "out").output
+    fetch = "gh run download 7 --repo me/it --pattern 'logs-*' --dir all"
+    assert f"to have the artifacts at home: {fetch}\n" in output
+    assert '<a href="pages/index.html">' in Path("out/index.html").read_text()
+    assert TEST in Path("out/pages/index.html").read_text()
+
+
 def test_xml_with_entities_is_refused() -> None:
     root = write_job(Path("all"), "unit")
     (root / "junit.xml").write_text('<!DOCTYPE x [<!ENTITY a "b">]><testsuites>&a;</testsuites>')

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
 JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
-OWN_DIR = Path(".pytest_megatron")
 
 
 def write_text_atomically(path: Path, text: str) -> None:
@@ -62,21 +62,35 @@ def _stage(path: Path, text: str) -> Path:
     return Path(temporary)
 
 
+def rewrite_lines_atomically(path: Path, change: Callable[[str], str]) -> None:
+    """Replace `path` by a file with every line changed; bytes that are no UTF-8 stay as they are.
+
+    Nobody else may be writing to the file.
+
+    Raises:
+        OSError: As from `write_text_atomically`.
+    """
+    descriptor, temporary = tempfile.mkstemp(
+        dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"
+    )
+    try:
+        with (
+            path.open(encoding="utf-8", errors="surrogateescape", newline="") as old,
+            os.fdopen(
+                descriptor, "w", encoding="utf-8", errors="surrogateescape", newline=""
+            ) as new,
+        ):
+            shutil.copymode(path, temporary)
+            new.writelines(map(change, old))
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
 def write_json_atomically(path: Path, value: JsonValue) -> None:
     """Write `value` as indented JSON with a final newline, keys in the order given."""
     write_text_atomically(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
-
-
-def make_own_dir(root: Path) -> None:
-    """Make our directory in a project, ignored by git: a run must not make the tree dirty.
-
-    Raises:
-        OSError: The project cannot be written.
-    """
-    directory = root / OWN_DIR
-    directory.mkdir(parents=True, exist_ok=True)
-    if not (directory / ".gitignore").exists():
-        write_text_atomically(directory / ".gitignore", "*\n")
 
 
 def _umask() -> int:

@@ -13,8 +13,8 @@ from typing import ParamSpec
 import click
 
 from pytest_megatron.errors import GoldenError
-from pytest_megatron.files import OWN_DIR, make_own_dir
 from pytest_megatron.golden.policy_file import policy_named
+from pytest_megatron.launch.own_dir import OWN_DIR, make_own_dir
 from pytest_megatron.refresh.accept import Outcome, Terms, accept, write_pages
 from pytest_megatron.refresh.candidate import Candidate
 from pytest_megatron.refresh.forms import FORMS, outcome_text

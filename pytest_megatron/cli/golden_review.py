@@ -20,9 +20,9 @@ from pytest_megatron.cli.golden_accept import (
     write,
 )
 from pytest_megatron.errors import GoldenError
-from pytest_megatron.files import OWN_DIR
 from pytest_megatron.golden.policy_file import policy_named
 from pytest_megatron.golden.refresh import series_in
+from pytest_megatron.launch.own_dir import OWN_DIR
 from pytest_megatron.refresh.accept import Offer, Terms, consider
 from pytest_megatron.refresh.candidate import Candidate, hard
 from pytest_megatron.refresh.difference import MetricDifference, State

@@ -12,6 +12,7 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass
 
+from pytest_megatron.golden.comparison import Allowed
 from pytest_megatron.golden.limits import (
     FULL_PRECISION,
     FULL_ROUNDING,
@@ -38,7 +39,8 @@ class Band:
 
     Attributes:
         steps: (num_steps,) the golden's.
-        allowed: (num_steps,) absolute deviation allowed at each.
+        allowed: (num_steps,) absolute deviation allowed at each: `widths` of the golden's
+            value, and `rounding`.
         num_outside: How many steps may be outside, each by `LossLimits.outside_factor` at most.
         bias: Absolute deviation allowed of the mean over all steps.
         tail: The same over the last steps (`TAIL_FRACTION`).
@@ -47,10 +49,22 @@ class Band:
 
     steps: tuple[int, ...]
     allowed: tuple[float, ...]
+    widths: tuple[float, ...]
+    rounding: float
     num_outside: int
     bias: float
     tail: float
     note: str
+
+    @property
+    def as_allowed(self) -> Allowed:
+        """The same in few numbers: a width holds for many steps."""
+        changes = [
+            (step, width)
+            for at, (step, width) in enumerate(zip(self.steps, self.widths, strict=True))
+            if at == 0 or width != self.widths[at - 1]
+        ]
+        return Allowed(relative=tuple(changes), absolute=self.rounding)
 
 
 def band_around(
@@ -94,6 +108,8 @@ def band_around(
     return Band(
         steps=series.steps,
         allowed=tuple(allowed),
+        widths=tuple(widths),
+        rounding=rounding,
         num_outside=0 if is_deterministic else int(limits.outside_fraction * len(scales)),
         bias=mean_of(limits.mean, allowed, scales),
         tail=mean_of(limits.tail_mean, allowed[first_of_tail:], scales[first_of_tail:]),

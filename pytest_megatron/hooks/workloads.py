@@ -11,14 +11,21 @@ from collections.abc import Generator
 import pytest
 
 from pytest_megatron.errors import LaunchError, MegatronError
-from pytest_megatron.files import JsonValue, make_own_dir, write_json_atomically
+from pytest_megatron.files import JsonValue, write_json_atomically
 from pytest_megatron.golden.policy import Policy
 from pytest_megatron.golden.policy_file import policy_named
 from pytest_megatron.hooks.goldens import GoldenWriter
 from pytest_megatron.hooks.history import register_history
 from pytest_megatron.hooks.item import WorkloadItem
-from pytest_megatron.hooks.jobs import golden_path_of, make_job, new_golden_path_of, read_golden_of
+from pytest_megatron.hooks.jobs import (
+    golden_path_of,
+    keep_golden,
+    make_job,
+    new_golden_path_of,
+    read_golden_of,
+)
 from pytest_megatron.hooks.options import Options
+from pytest_megatron.hooks.pages import register_pages
 from pytest_megatron.hooks.recipes import PLUGIN_NAME
 from pytest_megatron.hooks.results import ResultsPlugin
 from pytest_megatron.hooks.run_file import run_file_of
@@ -26,9 +33,11 @@ from pytest_megatron.hooks.selection import SelectionPlugin
 from pytest_megatron.hooks.session import RunSession, session_of
 from pytest_megatron.hooks.terminal import LiveTerminal, Quiet, print_plan
 from pytest_megatron.launch.checkpoints import require_frozen
+from pytest_megatron.launch.own_dir import make_own_dir
 from pytest_megatron.recipe.load import project_words
 from pytest_megatron.recipe.vocabulary import Vocabulary
 from pytest_megatron.refresh.transaction import recover
+from pytest_megatron.report.again import reproduce_line
 from pytest_megatron.report.record import item_record
 from pytest_megatron.report.text import mismatch, training_failure
 from pytest_megatron.triage.signature import Table
@@ -61,6 +70,7 @@ def register_roles(config: pytest.Config, options: Options) -> None:
         results = ResultsPlugin(session, goldens, policy, run_file_of(config, session))
         manager.register(results, f"{PLUGIN_NAME}-results")
         register_history(config, session)
+        register_pages(config, session)
     if options.is_plan:
         config.option.dist = "no"  # pytest-xdist's workers have no terminal to print to
     # One malformed recipe is an error of this run and must not keep the others from running.
@@ -126,6 +136,7 @@ class WorkloadPlugin:
         read_golden_of(self._session, job)  # a missing golden is worth knowing before the training
         self._goldens.refuse_early(self._session.facts)
         self._make_run_dir(job)
+        keep_golden(self._session, job)
         live = self._listener(item)
         with contextlib.closing(live):
             retries = _Retries(self._session, item.nodeid, live)
@@ -184,6 +195,11 @@ class WorkloadPlugin:
             record["golden"] = {"target": str(target.relative_to(training.job.setting.root))}
         self._record(item, record)
         return problem
+
+    def with_way_back(self, problem: str, node_id: str) -> str:
+        """Return why a workload did not pass, and last how to have it again."""
+        redacted = self._session.redactor.text(problem)
+        return f"{redacted}\n{reproduce_line(self._session.where, node_id)}"
 
     def record_broken(
         self,

@@ -27,7 +27,8 @@ from pathlib import Path, PurePosixPath
 import filelock
 
 from pytest_megatron.errors import GoldenError
-from pytest_megatron.files import OWN_DIR, JsonValue, make_own_dir, write_json_atomically
+from pytest_megatron.files import JsonValue, write_json_atomically
+from pytest_megatron.launch.own_dir import OWN_DIR, make_own_dir
 
 LOCK = OWN_DIR / "goldens.lock"
 _PREPARING, _REPLACING, _UNDOING = (

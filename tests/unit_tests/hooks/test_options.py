@@ -15,9 +15,12 @@ CASE_SECRET, HOST_SECRET = "secretOfTheCase", "secretOfTheHost"
 OPTIONS = """\
 --allow-dirty
 --allow-empty
+--bucket
 --cadence
+--ci-event
 --device
 --environment
+--experimental-tests
 --fail-flaky
 --gang-start
 --golden
@@ -25,6 +28,7 @@ OPTIONS = """\
 --golden-reason
 --gpus
 --history
+--labels
 --lightweight
 --max-attempts
 --max-retries-per-run

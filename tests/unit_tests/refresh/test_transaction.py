@@ -17,8 +17,8 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from pytest_megatron.errors import GoldenError
-from pytest_megatron.files import OWN_DIR
 from pytest_megatron.golden.store import read_golden
+from pytest_megatron.launch.own_dir import OWN_DIR
 from pytest_megatron.refresh.transaction import LOCK, locked, recover, replace_together
 
 GUEST = Path(__file__).parents[1] / "guests" / "killed_refresh.py"

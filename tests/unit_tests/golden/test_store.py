@@ -152,6 +152,18 @@ def test_the_metrics_of_a_run_are_read_as_they_were_written(tmp_path: Path) -> N
     assert dict(observed.metrics["lm loss"].items()) == {1: math.inf, 2: 1.5}
 
 
+def test_a_run_that_left_nothing_is_an_error_whatever_lies_beside_it(tmp_path: Path) -> None:
+    """Pain points 2 and 3: nothing of another attempt is read where an attempt left no logs."""
+    for name in ("attempt_1/tensorboard", "attempt_2/tensorboard"):
+        (tmp_path / name).mkdir(parents=True)
+    write_metrics(tmp_path / "attempt_1" / "metrics.json", {"lm loss": LOSS})
+    (tmp_path / "attempt_1/tensorboard/events.out.tfevents.1.host").write_bytes(b"")
+    with pytest.raises(MetricsError, match="attempt_2"):
+        read_metrics(tmp_path / "attempt_2" / "tensorboard")
+    with pytest.raises(MetricsError, match=r"attempt_2/metrics\.json: no such file"):
+        read_metrics(tmp_path / "attempt_2" / "metrics.json")
+
+
 def test_json_lines_are_recognised_by_their_suffix(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "a": 2}\n')

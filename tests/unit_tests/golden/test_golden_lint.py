@@ -307,8 +307,19 @@ def test_only_the_files_asked_for_are_looked_at(tree: Tree) -> None:
     (tree.beside / "golden_values_dev_cpu.json").write_text("{}")
     assert tree.lint(path) == []
     assert len(tree.lint(tree.beside)) == 1
+    (tree.root / "empty").mkdir()
+    with pytest.raises(GoldenError, match=r"empty: holds no golden_values\*\.json"):
+        tree.lint(tree.root / "empty")
     with pytest.raises(GoldenError, match="no such file or directory, expected goldens"):
         tree.lint(tree.root / "nothing")
+
+
+def test_a_file_of_no_tree_is_looked_at_as_if_it_were_read(tree: Tree) -> None:
+    (tree.root / "candidate.json").write_text("{}")
+    assert [finding.split(": ")[0] for finding in tree.lint(tree.root / "candidate.json")] == [
+        "candidate.json error golden-empty",
+        "candidate.json warning golden-misplaced",
+    ]
 
 
 def test_a_recipe_with_errors_is_named_since_its_rows_are_not_known(tree: Tree) -> None:

@@ -22,6 +22,7 @@ __all__ = [
     "MetricsError",
     "RecipeError",
     "ReportError",
+    "ReproError",
     "SelectionError",
     "TriageError",
 ]
@@ -47,6 +48,10 @@ class MegatronError(Exception):
 
 class RecipeError(MegatronError):
     """A recipe file cannot be read, or a row of it means nothing."""
+
+
+class ReproError(MegatronError):
+    """A run or an artifact cannot be read, or holds nothing that can be done again here."""
 
 
 class SelectionError(MegatronError):

@@ -20,6 +20,7 @@ SUBCOMMANDS = {
     "golden": ("pytest_megatron.cli.golden", "Compare observed metrics with golden values."),
     "lint": ("pytest_megatron.cli.lint", "Report what is wrong in recipes, cases and goldens."),
     "plan": ("pytest_megatron.cli.plan", "Print what CI runs for labels and an event."),
+    "repro": ("pytest_megatron.cli.repro", "Do a failing item of a run or artifact again, here."),
     "report": ("pytest_megatron.cli.report", "Write pages and pictures of finished runs."),
     "triage": ("pytest_megatron.cli.triage", "Say why a run failed, from its logs."),
 }

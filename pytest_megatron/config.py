@@ -20,6 +20,8 @@ from pytest_megatron.files import JsonValue
 
 WORD_KEYS = ("environments", "platforms", "scopes")
 SIGNATURES_KEY = "signatures"
+SECRETS_KEY = "secret-names"
+KEPT_KEY = "kept-variables"
 GOLDEN_FORM_KEY = "golden-form"
 GOLDEN_PLATFORMS_KEY = "golden-platforms"
 
@@ -32,6 +34,9 @@ class ProjectConfig:
         file: The `pyproject.toml` that was read, None where there is none.
         scopes: Words beside the built-in ones; `platforms` and `environments` alike.
         signature_files: Of signatures of the project's own, for triage.
+        secret_names: Patterns of names of variables and options that hold secrets, `MY_*`.
+        kept_variables: Patterns of names of variables that a run keeps, to be set again when it
+            is reproduced.
         golden_form: How goldens are laid out, as written there; None where it is not.
         golden_platforms: Other names that stand for a platform in the names of goldens.
         tables: The subtables of `[tool.pytest-megatron]` by name, unchecked.
@@ -42,6 +47,8 @@ class ProjectConfig:
     platforms: tuple[str, ...] = ()
     environments: tuple[str, ...] = ()
     signature_files: tuple[Path, ...] = ()
+    secret_names: tuple[str, ...] = ()
+    kept_variables: tuple[str, ...] = ()
     golden_form: str | None = None
     golden_platforms: Mapping[str, str] = field(default_factory=dict)
     tables: Mapping[str, JsonValue] = field(default_factory=dict)
@@ -81,7 +88,8 @@ def _read_config(path: Path, _mtime_ns: int, _size: int) -> ProjectConfig:
         raise ConfigError(where, f"found {table!r}, expected a table")
     platforms = _platforms(table.pop(GOLDEN_PLATFORMS_KEY, {}), f"{where} {GOLDEN_PLATFORMS_KEY}")
     tables = {key: value for key, value in table.items() if isinstance(value, dict)}
-    known = tuple(sorted((*WORD_KEYS, SIGNATURES_KEY, GOLDEN_FORM_KEY, GOLDEN_PLATFORMS_KEY)))
+    keys = (*WORD_KEYS, SIGNATURES_KEY, SECRETS_KEY, KEPT_KEY)
+    known = tuple(sorted((*keys, GOLDEN_FORM_KEY, GOLDEN_PLATFORMS_KEY)))
     for key in table.keys() - tables.keys() - set(known):
         close = difflib.get_close_matches(key, known, 1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
@@ -93,6 +101,8 @@ def _read_config(path: Path, _mtime_ns: int, _size: int) -> ProjectConfig:
         file=path,
         tables=tables,
         signature_files=own,
+        secret_names=_words(table.get(SECRETS_KEY, []), f"{where} {SECRETS_KEY}"),
+        kept_variables=_words(table.get(KEPT_KEY, []), f"{where} {KEPT_KEY}"),
         golden_form=_word(table.get(GOLDEN_FORM_KEY), f"{where} {GOLDEN_FORM_KEY}"),
         golden_platforms=platforms,
         **words,

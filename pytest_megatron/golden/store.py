@@ -41,16 +41,11 @@ def golden_path(root: Path, workload: Workload) -> Path:
 
 
 def new_golden_path(root: Path, workload: Workload) -> Path:
-    """Return where a golden of the workload is written: the old one, or our place.
+    """Return where a golden of the workload is written: always our place, under its own name.
 
-    A golden under another name of the platform is not overwritten: it may be read by others, and
-    the new one comes before it.
-
-    Raises:
-        ConfigError: The project's settings are wrong.
+    A golden elsewhere may be read by others, so it stays; the new one comes before it.
     """
-    own_names = golden_paths(root, workload)
-    return next((place for place in own_names if place.is_file()), own_names[0])
+    return golden_paths(root, workload)[0]
 
 
 def project_form(root: Path) -> Form:
@@ -78,7 +73,7 @@ def read_golden(path: Path) -> Golden:
         GoldenError: There is no such file, or it is not a golden; the text says what
             it is instead, with line and column where the JSON is broken.
     """
-    document = parse_document(_read_text(path), str(path))
+    document = parse_document(read_text(path), str(path))
     provenance = document.provenance
     return Golden(
         path=str(path),
@@ -149,7 +144,7 @@ def read_metrics(path: Path) -> Observed:
     if path.suffix == ".jsonl":
         return read_json_lines(path)
     try:
-        document = parse_document(_read_text(path), str(path))
+        document = parse_document(read_text(path), str(path))
     except GoldenError as error:
         raise MetricsError(error.where, error.problem) from error
     file = MetricsFile(path=str(path), num_records=len(document.metrics))
@@ -161,7 +156,12 @@ def read_metrics(path: Path) -> Observed:
     )
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Return the text of a golden or metrics file.
+
+    Raises:
+        GoldenError: There is no such file, or it is no text.
+    """
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:

@@ -32,9 +32,9 @@ from pytest_megatron.golden.store import (
     write_golden,
 )
 from pytest_megatron.hooks.options import Options
-from pytest_megatron.hooks.session import make_own_dir
 from pytest_megatron.host import CPU_PLATFORM
 from pytest_megatron.launch.facts import Facts, utc_now
+from pytest_megatron.launch.own_dir import make_own_dir
 from pytest_megatron.recipe.fingerprint import fingerprint
 from pytest_megatron.recipe.places import case_path
 from pytest_megatron.report.text import mismatch

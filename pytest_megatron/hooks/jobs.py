@@ -16,6 +16,7 @@ from pytest_megatron.launch.case import Case, Evaluation, read_case
 from pytest_megatron.launch.layout import item_dirs
 from pytest_megatron.launch.plan import Setting
 from pytest_megatron.launch.project_copy import look_at_machine
+from pytest_megatron.launch.replay import Replay
 from pytest_megatron.launch.script_row import Machine
 from pytest_megatron.launch.starter import FT_PACKAGE
 from pytest_megatron.recipe.model import Workload
@@ -31,9 +32,11 @@ def make_job(session: RunSession, workload: Workload, node_id: str) -> Job:
 
     Raises:
         CaseError: The case cannot be read, or names no metric.
+        LaunchError: What is to be done again is not said in numbers.
         RecipeError: What the row says about retries means nothing.
     """
-    options = session.options
+    options, replay = session.options, Replay.of(os.environ)
+    workload = replay.resized(workload)
     num_repeats = options.num_repeats or workload.n_repeat or 1
     if options.is_writing_goldens:
         num_repeats = max(num_repeats, MIN_REFRESH_REPEATS)
@@ -44,6 +47,8 @@ def make_job(session: RunSession, workload: Workload, node_id: str) -> Job:
         is_lightweight=options.is_lightweight,
         has_ft_launcher=importlib.util.find_spec(FT_PACKAGE) is not None,
         machine=Machine() if workload.script is None else look_at_machine(os.environ),
+        secret_names=session.project.secret_names,
+        kept_variables=session.project.kept_variables,
     )
     return Job(
         node_id=node_id,
@@ -59,6 +64,7 @@ def make_job(session: RunSession, workload: Workload, node_id: str) -> Job:
             table=session.table,
         ),
         table=session.table,
+        replay=replay,
     )
 
 

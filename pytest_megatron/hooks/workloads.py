@@ -30,11 +30,13 @@ from pytest_megatron.hooks.recipes import PLUGIN_NAME
 from pytest_megatron.hooks.results import ResultsPlugin
 from pytest_megatron.hooks.run_file import run_file_of
 from pytest_megatron.hooks.selection import SelectionPlugin
-from pytest_megatron.hooks.session import RunSession, make_own_dir, session_of
+from pytest_megatron.hooks.session import RunSession, session_of
 from pytest_megatron.hooks.terminal import LiveTerminal, Quiet, print_plan
 from pytest_megatron.launch.checkpoints import require_frozen
+from pytest_megatron.launch.own_dir import make_own_dir
 from pytest_megatron.recipe.load import project_words
 from pytest_megatron.recipe.vocabulary import Vocabulary
+from pytest_megatron.report.again import reproduce_line
 from pytest_megatron.report.record import item_record
 from pytest_megatron.report.text import mismatch, training_failure
 from pytest_megatron.triage.signature import Table
@@ -170,6 +172,11 @@ class WorkloadPlugin:
         else:
             self._record(item, self._evaluated(training, None, problem))
         return problem
+
+    def with_way_back(self, problem: str, node_id: str) -> str:
+        """Return why a workload did not pass, and last how to have it again."""
+        redacted = self._session.redactor.text(problem)
+        return f"{redacted}\n{reproduce_line(self._session.where, node_id)}"
 
     def record_broken(
         self,

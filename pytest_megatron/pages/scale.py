@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 _ROUND = (1, 2, 5, 10)
 _LARGE, _SMALL = 1e6, 1e-4
+_MOST_DIGITS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,9 @@ def tick_text(value: float, gap: float) -> str:
         return "0"
     if size >= _LARGE or size < _SMALL:
         digits = max(0, math.floor(math.log10(size)) - math.floor(math.log10(gap)))
-        return f"{value:.{min(digits, 6)}e}".replace("e+0", "e").replace("e-0", "e-")
+        if digits > _MOST_DIGITS and size >= _LARGE:
+            return f"{value:.0f}"
+        return f"{value:.{min(digits, _MOST_DIGITS)}e}".replace("e+0", "e").replace("e-0", "e-")
     return f"{value:.{min(8, max(0, -math.floor(math.log10(gap) + 1e-9)))}f}"
 
 

@@ -70,7 +70,7 @@
     const size = Math.abs(value);
     if (size >= 1e6 || size < 1e-4) {
       const digits = Math.max(0, Math.floor(Math.log10(size)) - Math.floor(Math.log10(gap)));
-      return value.toExponential(Math.min(digits, 6)).replace("e+", "e");
+      return digits > 5 && size >= 1e6 ? value.toFixed(0) : value.toExponential(Math.min(digits, 5)).replace("e+", "e");
     }
     return value.toFixed(Math.min(8, Math.max(0, -Math.floor(Math.log10(gap) + 1e-9))));
   }

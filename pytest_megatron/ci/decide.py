@@ -26,6 +26,7 @@ class Trigger:
         ref: `refs/heads/main`, "" where it is not known.
         cadence: What a schedule or a person asks for, None leaves it to the rule.
         environment: What a person asks for, None leaves it to labels.
+        option: Where the event was given, for errors.
     """
 
     event: str = "pull_request"
@@ -33,6 +34,7 @@ class Trigger:
     ref: str = ""
     cadence: str | None = None
     environment: str | None = None
+    option: str = "--event"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +59,7 @@ class Decision:
         unknown_labels: Those that nothing here reads, each with the nearest that is.
         suites: Further test suites that labels ask for.
         env: Variables that labels set.
+        may_repeat_less: Whether a row that asks for fewer repeats gets them.
     """
 
     scope: tuple[str, ...]
@@ -72,6 +75,7 @@ class Decision:
     unknown_labels: tuple[str, ...] = ()
     suites: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
+    may_repeat_less: bool = True
 
 
 def parse_labels(text: str) -> tuple[str, ...]:
@@ -101,7 +105,7 @@ def decide(trigger: Trigger, table: CiTable) -> Decision:
     if trigger.event not in table.events:
         choices = ", ".join(sorted(table.events))
         raise SelectionError(
-            "--event",
+            trigger.option,
             f"unknown event {trigger.event!r}, expected one of {choices}"
             + nearest(trigger.event, table.events),
         )
@@ -117,7 +121,7 @@ def decide(trigger: Trigger, table: CiTable) -> Decision:
         considered.append(Considered(rule=rule.name, is_deciding=holds, why=why))
     if chosen is None:
         raise SelectionError(
-            f"--event {trigger.event}",
+            f"{trigger.option} {trigger.event}",
             f"matches none of {len(table.rules)} rules; end the rules with one without 'when'",
         )
     why = next(one.why for one in considered if one.is_deciding)
@@ -173,6 +177,7 @@ def _with_labels(
         ),
         suites=tuple(dict.fromkeys(suite for effect in effects for suite in effect.suites)),
         env={name: value for effect in effects for name, value in effect.env.items()},
+        may_repeat_less=table.may_repeat_less,
     )
 
 

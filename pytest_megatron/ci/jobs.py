@@ -129,7 +129,7 @@ def workload_jobs(
 
 def _workload_job(workload: Workload, decision: Decision, table: CiTable) -> Job:
     node_id = f"{workload.file.as_posix()}::{workload.item_name}"
-    repeats = num_repeats_of(workload, decision, table)
+    repeats = num_repeats_of(workload, decision)
     limit_s = workload.time_limit_s or table.default_time_limit_s
     is_cpu = workload.platform == CPU_PLATFORM
     # --platform makes hardware that is missing an error; without it the row would be skipped.
@@ -156,11 +156,11 @@ def _workload_job(workload: Workload, decision: Decision, table: CiTable) -> Job
     )
 
 
-def num_repeats_of(workload: Workload, decision: Decision, table: CiTable) -> int:
+def num_repeats_of(workload: Workload, decision: Decision) -> int:
     """Return how often a row is trained: as the rule says, fewer where the row wants fewer."""
     if decision.is_lightweight:
         return 1
-    if table.may_repeat_less and workload.n_repeat is not None:
+    if decision.may_repeat_less and workload.n_repeat is not None:
         return min(decision.n_repeat, workload.n_repeat)
     return decision.n_repeat
 

@@ -112,7 +112,7 @@ def matrix_problem(plan: CiPlan) -> str | None:
         if number > MAX_MATRIX:
             return (
                 f"{number} {kind} jobs, a matrix of GitHub takes {MAX_MATRIX}; "
-                f"plan one platform at a time with --platform"
+                f"plan one platform at a time with --platform, or fewer --shards"
             )
     return None
 

@@ -9,14 +9,13 @@ from pathlib import Path
 
 from pytest_megatron.ci.buckets import Bucket, find_test_files, share_out
 from pytest_megatron.ci.jobs import Job, UnitRow, unit_job
+from pytest_megatron.ci.marks import EXPERIMENTAL, launch_mark, wanted_launch_marks
 from pytest_megatron.ci.shards import balance
 from pytest_megatron.ci.table import CiTable
 from pytest_megatron.errors import EmptySelectionError, RecipeError
 from pytest_megatron.recipe.model import Workload
 
 UNIT_MODEL = "unit-tests"
-EXPERIMENTAL = "experimental"
-LAUNCH_ON = "launch_on_"
 _LATEST = "latest"
 
 
@@ -53,11 +52,6 @@ class UnitJobs:
 
     jobs: tuple[Job, ...] = ()
     left_out: tuple[LeftOut, ...] = ()
-
-
-def launch_mark(platform: str) -> str:
-    """Return the mark of tests that run on a platform: `launch_on_gb200` of `dgx_gb200`."""
-    return f"{LAUNCH_ON}{platform.removeprefix('dgx_')}"
 
 
 def bucket_jobs(
@@ -159,8 +153,7 @@ def shard_jobs(
 def _jobs_of(bucket: Bucket, row: UnitRow, table: CiTable, root: Path) -> list[Job]:
     """Return the job of a bucket, and one more for its experimental tests, if it has any."""
     files = bucket.files
-    if row.platform in table.opt_in_platforms:
-        mark = launch_mark(row.platform)
+    for mark in wanted_launch_marks((row.platform,) if row.platform else (), table):
         files = tuple(file for file in files if mark in _text(root / file))
     if not files:
         return []

@@ -123,13 +123,13 @@ def main() -> int:
     """Run the scenarios and print a line for each."""
     parser = argparse.ArgumentParser(description=__doc__)
     names = [scenario.name for scenario in SCENARIOS]
-    parser.add_argument("scenarios", nargs="*", choices=[*names, []], default=names)
+    parser.add_argument("scenarios", nargs="*", metavar="SCENARIO", help=", ".join(names))
     parser.add_argument("--keep", type=Path)
     asked = parser.parse_args()
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     base = asked.keep or Path(tempfile.mkdtemp(prefix="simulated-ci-"))
     has_failed = False
-    for scenario in (s for s in SCENARIOS if s.name in asked.scenarios):
+    for scenario in (s for s in SCENARIOS if s.name in (asked.scenarios or names)):
         started = time.monotonic()
         simulation, results = simulate(scenario, base.resolve() / scenario.name)
         problems = problems_of(scenario, simulation, results)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pytest_megatron.config import GOLDEN_FORM_KEY, load_config
-from pytest_megatron.errors import ConfigError, GoldenError, MetricsError
+from pytest_megatron.config import load_config
+from pytest_megatron.errors import GoldenError, MetricsError
 from pytest_megatron.files import write_json_atomically, write_text_atomically
 from pytest_megatron.golden.document import metrics_to_json, parse_document
 from pytest_megatron.golden.form import PROVENANCE_KEY, Form, lay_out
@@ -54,16 +54,7 @@ def project_form(root: Path) -> Form:
     Raises:
         ConfigError: The project's settings are wrong.
     """
-    config = load_config(root)
-    forms = {form.value: form for form in Form}
-    if config.golden_form is None:
-        return Form.COMPACT
-    if config.golden_form not in forms:
-        raise ConfigError(
-            f"{config.file}: [tool.pytest-megatron] {GOLDEN_FORM_KEY}",
-            f"found {config.golden_form!r}, expected one of {', '.join(sorted(forms))}",
-        )
-    return forms[config.golden_form]
+    return Form(load_config(root).golden_form)
 
 
 def read_golden(path: Path) -> Golden:

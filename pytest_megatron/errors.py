@@ -21,8 +21,8 @@ __all__ = [
     "MegatronError",
     "MetricsError",
     "RecipeError",
-    "ReproError",
     "ReportError",
+    "ReproError",
     "SelectionError",
     "TriageError",
 ]

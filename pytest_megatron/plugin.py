@@ -48,14 +48,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) -> None:
     """Note how the session begins, before anything of the project is imported."""
+    words = options.early_words(early_config, "bucket")
+    if words:
+        from pytest_megatron.hooks.units import add_folders  # noqa: PLC0415 - not for all
+
+        add_folders(early_config, args, words)
     if not _is_rank(early_config):
         note_beginning(early_config)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the roles that this session is known to have."""
+    if options.may_ask_for_units(config):
+        from pytest_megatron.hooks.units import register_units  # noqa: PLC0415 - not for all
+
+        register_units(config, options.read_options(config))
     if _is_rank(config):
         declare_marks(config)
         return

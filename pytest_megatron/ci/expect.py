@@ -48,14 +48,15 @@ def expect(plan: Mapping[str, JsonValue], where: str) -> Expected:
         CiError: A job of it has no id.
     """
     jobs: dict[str, tuple[str, ...]] = {}
-    groups = dict.fromkeys(_GROUPS.values(), False)
+    groups: dict[str, tuple[str, ...]] = dict.fromkeys(_GROUPS.values(), ())
     for row in rows_of(plan, "jobs"):
         name = text_of(row, "id")
         if name is None:
             raise CiError(where, f"has a job without an id: {row}")
         kind, node_id = text_of(row, "kind"), text_of(row, "name")
         jobs[name] = (node_id,) if kind == "workload" and node_id is not None else ()
-        groups[_GROUPS.get(kind or "", kind or "")] = True
+        group = _GROUPS.get(kind or "", kind or "")
+        groups[group] = (*groups.get(group, ()), name)
     words = ((key, plan.get(key)) for key in ("event", "labels", "scope", "environment", "rule"))
     told = [f"{key} {_shown(value)}" for key, value in words if value]
     return Expected(

@@ -7,10 +7,11 @@ import os
 import shutil
 from pathlib import Path
 
+from pytest_megatron.ci.jobs import num_repeats_of
 from pytest_megatron.errors import GoldenError, LaunchError
 from pytest_megatron.golden.provenance import Golden
 from pytest_megatron.golden.store import golden_path, new_golden_path, read_golden
-from pytest_megatron.hooks.options import MIN_REFRESH_REPEATS
+from pytest_megatron.hooks.options import MIN_REFRESH_REPEATS, Options
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.launch.case import Case, Evaluation, read_case
 from pytest_megatron.launch.layout import item_dirs
@@ -37,12 +38,12 @@ def make_job(session: RunSession, workload: Workload, node_id: str) -> Job:
     """
     options, replay = session.options, Replay.of(os.environ)
     workload = replay.resized(workload)
-    num_repeats = options.num_repeats or workload.n_repeat or 1
+    num_repeats = _num_repeats(options, workload)
     if options.is_writing_goldens:
         num_repeats = max(num_repeats, MIN_REFRESH_REPEATS)
     setting = Setting(
         root=session.root,
-        env=os.environ,
+        env=os.environ if options.decision is None else {**os.environ, **options.decision.env},
         tee_ranks=options.tee_ranks,
         is_lightweight=options.is_lightweight,
         has_ft_launcher=importlib.util.find_spec(FT_PACKAGE) is not None,
@@ -66,6 +67,13 @@ def make_job(session: RunSession, workload: Workload, node_id: str) -> Job:
         table=session.table,
         replay=replay,
     )
+
+
+def _num_repeats(options: Options, workload: Workload) -> int:
+    """Return how often a workload is trained: what is typed wins, then labels, then the recipe."""
+    if options.num_repeats is None and options.decision is not None:
+        return num_repeats_of(workload, options.decision)
+    return options.num_repeats or workload.n_repeat or 1
 
 
 def golden_path_of(job: Job) -> Path:

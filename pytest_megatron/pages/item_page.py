@@ -53,7 +53,7 @@ def item_page(
         *(ends + curves if has_failed else curves + ends),
         _findings(item.others),
         *(f"<p class=quiet>{text(note)}</p>" for note in item.notes),
-        f"<h2>Run it again</h2><pre>pytest -p megatron {text(shlex.quote(item.node_id))}</pre>",
+        _again(item.node_id, run.name),
     ]
     return document(f"{item.verdict}: {item.node_id}", "\n".join(filter(None, parts)), "curves.js")
 
@@ -118,6 +118,15 @@ def _short(finding: Finding) -> str:
 
 def _verdict(verdict: str) -> str:
     return f'<span class="verdict {text(verdict)}">{text(verdict)}</span>'
+
+
+def _again(node_id: str, run: str) -> str:
+    words = shlex.quote(node_id)
+    return (
+        "<h2>Run it again</h2><p>This attempt, from the run's directory or an artifact of it; and "
+        f"the workload as it is now:</p><pre>pytest-megatron repro {text(shlex.quote(run))} "
+        f"{text(words)}\npytest -p megatron {text(words)}</pre>"
+    )
 
 
 def _facts(item: Item, run: RunFacts) -> str:

@@ -30,7 +30,7 @@ def write_in_place(reader: RunReader) -> Path:
         index = reader.directory / INDEX
         _write_index([_index_run(reader, rows, files="")], index)
     except OSError as error:
-        raise _cannot_write(error) from error
+        raise cannot_write(error) from error
     return index
 
 
@@ -70,7 +70,7 @@ def write_report(paths: Sequence[Path], output: Path | None = None) -> Path:
             index.parent.mkdir(parents=True, exist_ok=True)
             _write_index(runs, index)
         except OSError as error:
-            raise _cannot_write(error) from error
+            raise cannot_write(error) from error
     return index
 
 
@@ -132,6 +132,7 @@ def _new_name(name: str, used: set[str]) -> str:
     return chosen
 
 
-def _cannot_write(error: OSError) -> ReportError:
+def cannot_write(error: OSError) -> ReportError:
+    """Return what to say of a page or picture that could not be written."""
     reason = error.strerror or str(error)
     return ReportError(str(error.filename), f"{reason}; make room, or give another --output")

@@ -70,7 +70,7 @@
     const size = Math.abs(value);
     if (size >= 1e6 || size < 1e-4) {
       const digits = Math.max(0, Math.floor(Math.log10(size)) - Math.floor(Math.log10(gap)));
-      return value.toExponential(Math.min(digits, 6)).replace("e+", "e");
+      return digits > 5 && size >= 1e6 ? value.toFixed(0) : value.toExponential(Math.min(digits, 5)).replace("e+", "e");
     }
     return value.toFixed(Math.min(8, Math.max(0, -Math.floor(Math.log10(gap) + 1e-9))));
   }
@@ -106,8 +106,14 @@
     return [Math.max(0, indexOf(chart.x, state.x0) - 1), Math.min(chart.x.length - 1, indexOf(chart.x, state.x1))];
   }
 
+  // Whether a line is interrupted where a curve has no number: not where nobody expects one.
+  function isGap(chart, curve, at) {
+    if (curve.odd.get(at) !== "missing") return true;
+    return Boolean(chart.golden) && curve !== chart.golden && isDrawn(chart.golden.y[at]);
+  }
+
   // A path through the numbers; where there are more than pixels, through the extremes of each.
-  function path(chart, ys, [from, to], sx, sy) {
+  function path(chart, curve, ys, [from, to], sx, sy) {
     const parts = [];
     const few = to - from < 2 * chart.width;
     let isOpen = false;
@@ -115,13 +121,18 @@
       parts.push((isOpen ? "L" : "M") + sx(chart.x[i]).toFixed(1) + " " + sy(ys[i]).toFixed(1));
       isOpen = true;
     };
+    const end = () => {
+      if (isOpen && parts[parts.length - 1][0] === "M") parts.push("h0"); // a dot
+      isOpen = false;
+    };
     for (let i = from; i <= to;) {
-      if (!isDrawn(ys[i]) || !isDrawn(sy(ys[i]))) { isOpen = false; i++; continue; }
-      if (few) {
-        point(i);
-        const isAlone = parts[parts.length - 1][0] === "M" && !(i < to && isDrawn(ys[i + 1]));
-        if (isAlone) parts.push("h0");
+      if (!isDrawn(ys[i]) || !isDrawn(sy(ys[i]))) {
+        if (isDrawn(curve.y[i]) ? chart.golden && chart.golden.odd.get(i) !== "missing" : isGap(chart, curve, i)) end();
         i++;
+        continue;
+      }
+      if (few) {
+        point(i++);
         continue;
       }
       const pixel = Math.floor(sx(chart.x[i]));
@@ -135,6 +146,7 @@
       if (low !== high) point(Math.max(low, high));
       i = last;
     }
+    end();
     return parts.join("");
   }
 
@@ -273,8 +285,8 @@
     const clip = make("g", { "clip-path": `url(#${id})` }, chart.svg);
     bands(chart, clip, visible, main, strip, sx);
     for (const c of curves) {
-      make("path", { class: `curve ${c.paint}`, d: path(chart, c.y, visible, sx, main.sy), "data-curve": c.name }, clip);
-      if (c.off) make("path", { class: `curve ${c.paint}`, d: path(chart, c.off, visible, sx, strip.sy), "data-off": c.name }, clip);
+      make("path", { class: `curve ${c.paint}`, d: path(chart, c, c.y, visible, sx, main.sy), "data-curve": c.name }, clip);
+      if (c.off) make("path", { class: `curve ${c.paint}`, d: path(chart, c, c.off, visible, sx, strip.sy), "data-off": c.name }, clip);
       oddities(chart, clip, c, visible, sx);
     }
     if (chart.first !== undefined) {

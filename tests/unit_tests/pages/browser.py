@@ -201,8 +201,8 @@ def _above_9(descriptor: int) -> int:
     return other
 
 
-def pixels(png: bytes) -> tuple[int, int, list[bytes]]:
-    """Return width, height and the rows of an 8-bit RGB or RGBA PNG, as RGB bytes."""
+def pixels(png: bytes, *, most_rows: int = 1 << 30) -> tuple[int, int, list[bytes]]:
+    """Return width, height and the first rows of an 8-bit RGB or RGBA PNG, as RGB bytes."""
     at, packed, width, height, depth = 8, b"", 0, 0, 0
     while at < len(png):
         (size,), kind = struct.unpack(">I", png[at : at + 4]), png[at + 4 : at + 8]
@@ -216,7 +216,7 @@ def pixels(png: bytes) -> tuple[int, int, list[bytes]]:
     raw, stride = zlib.decompress(packed), width * depth
     rows: list[bytearray] = []
     above = bytearray(stride)
-    for y in range(height):
+    for y in range(min(height, most_rows)):
         start = y * (stride + 1)
         row = _unfilter(raw[start], bytearray(raw[start + 1 : start + 1 + stride]), above, depth)
         rows.append(row)

@@ -11,13 +11,18 @@ from typing_extensions import override
 
 __all__ = [
     "CaseError",
+    "CiError",
     "ConfigError",
+    "EmptyGoldenError",
+    "EmptySelectionError",
     "GoldenError",
     "HostError",
     "LaunchError",
     "MegatronError",
     "MetricsError",
     "RecipeError",
+    "ReportError",
+    "ReproError",
     "SelectionError",
     "TriageError",
 ]
@@ -45,12 +50,24 @@ class RecipeError(MegatronError):
     """A recipe file cannot be read, or a row of it means nothing."""
 
 
+class ReproError(MegatronError):
+    """A run or an artifact cannot be read, or holds nothing that can be done again here."""
+
+
 class SelectionError(MegatronError):
     """The selection options match no workload, or name something unknown."""
 
 
+class EmptySelectionError(SelectionError):
+    """Everything that was selected by is known, and nothing matches all of it."""
+
+
 class CaseError(MegatronError):
     """A test case's `model_config.yaml` cannot be read or cannot be turned into a command."""
+
+
+class CiError(MegatronError):
+    """A plan, a run or an artifact of CI cannot be read, or a file of CI must not be written."""
 
 
 class ConfigError(MegatronError):
@@ -73,5 +90,13 @@ class GoldenError(MegatronError):
     """A golden file is missing, cannot be read, or must not be written."""
 
 
+class EmptyGoldenError(GoldenError):
+    """A golden file holds nothing at all, so there is nothing in it that could be wrong."""
+
+
 class TriageError(MegatronError):
     """A log, an artifact or a flight recorder's dump cannot be read as one."""
+
+
+class ReportError(MegatronError):
+    """A run directory or an artifact cannot be shown, or its pages cannot be written."""

@@ -7,59 +7,23 @@ steps, from nothing at step 1, so a learned band is narrow where bugs show first
 
 from __future__ import annotations
 
+import functools
 import math
 from bisect import bisect_right
 from dataclasses import dataclass
 
+from pytest_megatron.golden.comparison import Allowed
+from pytest_megatron.golden.limits import (
+    FULL_PRECISION,
+    FULL_ROUNDING,
+    LEARNING,
+    ROUNDING,
+    TAIL_FRACTION,
+    LossLimits,
+)
 from pytest_megatron.golden.model import Series
-from pytest_megatron.golden.provenance import Golden, Spread
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Thresholds:
-    """Every number of the strict policy; relative to the golden unless the name says otherwise.
-
-    The values for a loss, num-zeros and memory come from the movement of Megatron-LM's own
-    goldens over 238 changes of container (JUDGING 1.2): 95 % of loss curves stay within 2e-3 at
-    every step and within 3e-4 in the mean.
-    """
-
-    # Loss, every step.
-    deterministic_band: float = 1e-4
-    band: float = 2e-3
-    outside_fraction: float = 0.02
-    outside_factor: float = 10.0
-    step_1: float = 1e-3
-    # Loss, over many steps.
-    bias: float = 3e-4
-    tail: float = 5e-4
-    least_steps_for_means: int = 8
-    # Loss, a learned band.
-    least_repeats: int = 3
-    few_repeats_factor: float = 4.0
-    look_back_steps: int = 8
-    # Of the mean band, where the band was learned and is wider than `bias` and `tail`.
-    learned_mean_fraction: float = 0.5
-    # Loss, a frozen curve.
-    least_frozen_steps: int = 5
-    frozen_fraction: float = 0.1
-    # Absolute: the rounding of a golden of five decimals, and of one of full precision.
-    rounding: float = 5e-6
-    full_rounding: float = 1e-9
-    # num-zeros; never by step. `zeros_absolute` counts.
-    zeros_mean: float = 0.08
-    zeros_tail: float = 0.12
-    zeros_median: float = 0.12
-    zeros_absolute: float = 1.0
-    # Time and memory, only upwards.
-    time_median: float = 0.10
-    warm_up_fraction: float = 0.1
-    memory: float = 0.01
-    tail_fraction: float = 0.25
-
-
-THRESHOLDS = Thresholds()
-REDUCED_PRECISIONS = ("bf16", "fp16")
+from pytest_megatron.golden.provenance import Golden, Provenance, Spread
+from pytest_megatron.golden.surroundings import NOWHERE, Surroundings, drift_between
 
 # Two-sided quantile of Student's t at p = 1e-3, by degrees of freedom.
 _T_DEGREES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 15, 20, 30, 60, 1000)
@@ -75,19 +39,32 @@ class Band:
 
     Attributes:
         steps: (num_steps,) the golden's.
-        allowed: (num_steps,) absolute deviation allowed at each.
-        num_outside: How many steps may be outside, each by `Thresholds.outside_factor` at most.
+        allowed: (num_steps,) absolute deviation allowed at each: `widths` of the golden's
+            value, and `rounding`.
+        num_outside: How many steps may be outside, each by `LossLimits.outside_factor` at most.
         bias: Absolute deviation allowed of the mean over all steps.
-        tail: The same over the last steps (`Thresholds.tail_fraction`).
+        tail: The same over the last steps (`TAIL_FRACTION`).
         note: Why the band is as it is, for the message.
     """
 
     steps: tuple[int, ...]
     allowed: tuple[float, ...]
+    widths: tuple[float, ...]
+    rounding: float
     num_outside: int
     bias: float
     tail: float
     note: str
+
+    @property
+    def as_allowed(self) -> Allowed:
+        """The same in few numbers: a width holds for many steps."""
+        changes = [
+            (step, width)
+            for at, (step, width) in enumerate(zip(self.steps, self.widths, strict=True))
+            if at == 0 or width != self.widths[at - 1]
+        ]
+        return Allowed(relative=tuple(changes), absolute=self.rounding)
 
 
 def band_around(
@@ -96,52 +73,48 @@ def band_around(
     series: Series,
     *,
     nondeterministic: bool,
-    host_class: str | None = None,
+    surroundings: Surroundings = NOWHERE,
+    limits: LossLimits | None = None,
 ) -> Band:
     """Return the band of one metric, whose golden values must all be finite numbers.
 
-    What repeats say holds for their class of host. Elsewhere other instructions round otherwise:
+    What repeats say holds for their platform. On another one other instructions round otherwise:
     in fp32 by 2e-7 at most in 50 steps, which any band forgives; in bf16 by 2e-4 (two kinds of
     CPU, one training), so that there the golden counts as one without repeats.
     """
-    limits = THRESHOLDS
-    provenance = golden.provenance
-    is_rounded_otherwise = (
-        provenance is not None
-        and provenance.precision in REDUCED_PRECISIONS
-        and None not in (host_class, provenance.host_class)
-        and host_class != provenance.host_class
-    )
-    is_deterministic = (
-        provenance is not None
-        and provenance.deterministic is True
-        and not nondeterministic
-        and not is_rounded_otherwise
-    )
-    repeats = 1 if provenance is None or provenance.repeats is None else provenance.repeats
-    spread = None if provenance is None else provenance.spread.get(metric)
-    is_learned = spread is not None and repeats >= limits.least_repeats and not is_rounded_otherwise
-    floor = limits.deterministic_band if is_deterministic or is_learned else limits.band
-    factor = prediction_factor(repeats) if is_learned else limits.few_repeats_factor
-    deviations = growing_deviation(spread, series.steps, limits.look_back_steps)
-    rounding = limits.full_rounding if series.is_full_precision else limits.rounding
+    limits = limits or LossLimits()
+    made = golden.provenance or Provenance()
+    has_moved = bool(drift_between(golden.provenance, surroundings).changes)
+    is_elsewhere = has_moved and made.precision != FULL_PRECISION
+    is_deterministic = made.deterministic is True and not nondeterministic and not is_elsewhere
+    repeats = 1 if made.repeats is None else made.repeats
+    spread = made.spread.get(metric)
+    is_learned = spread is not None and repeats >= LEARNING.least_repeats and not is_elsewhere
+    is_narrow = is_deterministic or is_learned
+    floor = limits.floor_in(made.precision) if is_narrow else limits.band
+    factor = prediction_factor(repeats) if is_learned else LEARNING.few_factor
+    deviations = growing_deviation(spread, series.steps, LEARNING.look_back_steps)
+    rounding = limits.absolute + (FULL_ROUNDING if series.is_full_precision else ROUNDING)
     scales = [abs(v) for v in series.values if isinstance(v, float)]
-    widths = [max(floor, factor * sd) for sd in deviations]
+    widths = [
+        max(floor if is_narrow else limits.fixed_at(step), factor * sd)
+        for step, sd in zip(series.steps, deviations, strict=True)
+    ]
     allowed = [w * scale + rounding for w, scale in zip(widths, scales, strict=True)]
     first_of_tail = len(scales) - tail_length(len(scales))
+    mean_of = functools.partial(
+        _mean_limit, absolute=limits.absolute, is_learned=spread is not None
+    )
     return Band(
         steps=series.steps,
         allowed=tuple(allowed),
+        widths=tuple(widths),
+        rounding=rounding,
         num_outside=0 if is_deterministic else int(limits.outside_fraction * len(scales)),
-        bias=_mean_limit(limits.bias, allowed, scales, is_learned=spread is not None),
-        tail=_mean_limit(
-            limits.tail,
-            allowed[first_of_tail:],
-            scales[first_of_tail:],
-            is_learned=spread is not None,
-        ),
-        note="golden of reduced precision from another class of host"
-        if is_rounded_otherwise
+        bias=mean_of(limits.mean, allowed, scales),
+        tail=mean_of(limits.tail_mean, allowed[first_of_tail:], scales[first_of_tail:]),
+        note="golden from another platform, where fewer digits are the same"
+        if is_elsewhere
         else _describe(repeats, is_deterministic=is_deterministic, is_learned=is_learned),
     )
 
@@ -179,18 +152,18 @@ def growing_deviation(
 
 def tail_length(num_steps: int) -> int:
     """Return how many of the last steps the tail has."""
-    return max(1, int(num_steps * THRESHOLDS.tail_fraction))
+    return max(1, int(num_steps * TAIL_FRACTION))
 
 
 def _mean_limit(
-    limit: float, allowed: list[float], scales: list[float], *, is_learned: bool
+    limit: float, allowed: list[float], scales: list[float], *, absolute: float, is_learned: bool
 ) -> float:
     """Return the absolute deviation that the mean over some steps may have."""
-    fixed = limit * math.fsum(scales) / len(scales)
+    fixed = limit * math.fsum(scales) / len(scales) + absolute
     if not is_learned:
-        return fixed + THRESHOLDS.rounding
+        return fixed + ROUNDING
     mean_allowed = math.fsum(allowed) / len(allowed)
-    return max(fixed, THRESHOLDS.learned_mean_fraction * mean_allowed)
+    return max(fixed, LEARNING.mean_fraction * mean_allowed)
 
 
 def _describe(repeats: int, *, is_deterministic: bool, is_learned: bool) -> str:

@@ -3,37 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
 from typing import assert_never
 
-from pytest_megatron.errors import GoldenError
 from pytest_megatron.golden.comparison import Comparison
 from pytest_megatron.golden.model import MetricMap
+from pytest_megatron.golden.policy import Base, Policy
 from pytest_megatron.golden.policy_megatron import DEFAULT_METRICS, compare_like_megatron
 from pytest_megatron.golden.policy_strict import compare_strictly
 from pytest_megatron.golden.provenance import Golden, Provenance
+from pytest_megatron.golden.surroundings import NOWHERE, Surroundings
 
-
-class Policy(Enum):
-    """How to compare; the value is what `--golden-policy` takes."""
-
-    STRICT = "strict"
-    MEGATRON = "megatron"
-
-
-def policy_named(text: str, where: str = "--golden-policy") -> Policy:
-    """Return the policy that a user named.
-
-    Raises:
-        GoldenError: It is none of ours; policies from files are not there yet.
-    """
-    for policy in Policy:
-        if policy.value == text:
-            return policy
-    names = ", ".join(sorted(policy.value for policy in Policy))
-    raise GoldenError(
-        where, f"unknown policy {text!r}, expected one of {names}; policy files cannot be read yet"
-    )
+__all__ = ["Policy", "compare", "compare_resume"]
 
 
 def compare(
@@ -43,7 +23,7 @@ def compare(
     metrics: Sequence[str] | None = None,
     policy: Policy = Policy.STRICT,
     nondeterministic: bool = False,
-    host_class: str | None = None,
+    surroundings: Surroundings = NOWHERE,
 ) -> tuple[Comparison, ...]:
     """Compare a run with its golden; one answer a metric, in the order of `metrics`.
 
@@ -52,26 +32,27 @@ def compare(
         observed: What this attempt measured.
         metrics: The case's METRICS. None takes what the policy has as default: every metric of
             the golden (strict), or `lm loss` and `num-zeros` where the golden has them (megatron).
-        policy: Who decides.
+        policy: Who decides, as it is for this workload (`Policy.at`).
         nondeterministic: The case's NON_DETERMINSTIC_RESULTS.
-        host_class: The class of host that the run was on, if known; only strict asks.
+        surroundings: Where the run was, as far as it is known; only strict asks.
     """
-    match policy:
-        case Policy.STRICT:
+    match policy.base:
+        case Base.STRICT:
             return compare_strictly(
                 golden,
                 observed,
                 metrics=metrics,
+                policy=policy,
                 nondeterministic=nondeterministic,
-                host_class=host_class,
+                surroundings=surroundings,
             )
-        case Policy.MEGATRON:
+        case Base.MEGATRON:
             if metrics is None:
                 metrics = [name for name in DEFAULT_METRICS if name in golden.metrics]
             return compare_like_megatron(
-                golden, observed, metrics=metrics, nondeterministic=nondeterministic
+                golden, observed, metrics=metrics, policy=policy, nondeterministic=nondeterministic
             )
-    assert_never(policy)
+    assert_never(policy.base)
 
 
 def compare_resume(  # noqa: PLR0913 - two runs, and the case's settings by name

@@ -10,6 +10,8 @@ from enum import Enum
 from pytest_megatron.files import JsonValue
 from pytest_megatron.golden.model import Value
 
+RELATIVE = "relative"
+
 
 class Rule(Enum):
     """What decided a comparison."""
@@ -25,21 +27,28 @@ class Rule(Enum):
     NAN = "nan"
     INF = "inf"
     TEXT = "text"
+    PRESENCE = "presence"
     NOT_JUDGED = "not judged"
     BITWISE = "bitwise equal"
-    FROZEN = "frozen"
+    EXACT = "exact"
     STEP_1 = "step 1"
+    FROZEN = "frozen"
+    EARLY = "early window"
     BAND = "band"
+    OUTLIER = "outlier"
     BIAS = "mean"
     TAIL = "tail mean"
     MEDIAN = "median"
+    QUARTILE = "upper quartile"
     PEAK = "peak"
+    # Passed by every layer, and yet not equal: for which reason.
+    DRIFT = "platform drift"
+    LAST_DIGITS = "differs only in the last digits"
     # Between checkpoints, whatever the policy.
     GRADIENT = "norm of the difference"
     NOT_FINITE = "not finite"
     SHAPE = "shape"
-    # megatron.
-    EXACT = "exact"
+    # megatron, beside `exact`.
     APPROXIMATE = "approximate"
     UNKNOWN = "unknown metric"
 
@@ -101,6 +110,49 @@ class Deviation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One test that a metric was put to, whether or not it decided.
+
+    Attributes:
+        rule: Which.
+        measured: What was found; None where there was nothing to measure.
+        limit: How much may be; more of it, in the layer's direction, fails.
+        unit: What both count: `relative`, a deviation as a part of the golden, or things.
+        place: Where it was found, as in `step 19`; None for all steps.
+    """
+
+    rule: Rule
+    passed: bool
+    measured: float | None = None
+    limit: float | None = None
+    unit: str = RELATIVE
+    place: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The layer for a person."""
+        place = "" if self.place is None else f" ({self.place})"
+        if self.measured is None or self.limit is None:
+            return f"{self.rule.value}{place}"
+        if self.unit == RELATIVE:
+            return f"{self.rule.value} {self.measured:.1e} of {self.limit:.1e}{place}"
+        return f"{self.rule.value} {self.measured:g} of {self.limit:g} {self.unit}{place}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allowed:
+    """How far from each value of a golden a run may be, as a picture of it needs to know.
+
+    Attributes:
+        relative: (step, part of the golden) each holds from its step on to the next one's.
+        absolute: Added to that, in the metric's own unit.
+    """
+
+    relative: tuple[tuple[int, float], ...]
+    absolute: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """The answer for one metric.
 
@@ -111,6 +163,9 @@ class Comparison:
         summary: The number that decided, where it was no single step.
         notes: What else to know, each a clause without a final period.
         unit: What `deviation` counts.
+        allowed: Around each value of the golden; None where no step has a limit of its own.
+        layers: Every test that was applied, in order; after one that failed the others are
+            measured too, as far as there is something to measure.
     """
 
     metric: str
@@ -122,6 +177,8 @@ class Comparison:
     deviation: Deviation = Deviation()
     notes: tuple[str, ...] = ()
     unit: str = "steps"
+    layers: tuple[Layer, ...] = ()
+    allowed: Allowed | None = None
 
     @property
     def is_judged(self) -> bool:
@@ -141,6 +198,20 @@ def render(comparison: Comparison) -> str:
             f"mean signed {deviation.mean_signed_relative:+.1e} over {deviation.num_compared} steps"
         )
     return "; ".join([*parts, comparison.golden_path])
+
+
+def render_layers(comparison: Comparison) -> str | None:
+    """Return one line on the layers, with what was measured and what may be.
+
+    None without any, and where there is nothing to tell: run and golden are equal.
+    """
+    if not comparison.layers or comparison.rule is Rule.BITWISE:
+        return None
+    failed = [layer.text for layer in comparison.layers if not layer.passed]
+    passed = [layer.text for layer in comparison.layers if layer.passed]
+    parts = [f"failed: {', '.join(failed)}"] if failed else []
+    parts += [f"passed: {', '.join(passed)}"] if passed else []
+    return "; ".join(parts)
 
 
 def comparisons_to_json(comparisons: Iterable[Comparison], policy: str) -> dict[str, JsonValue]:
@@ -179,8 +250,28 @@ def comparison_to_json(comparison: Comparison) -> dict[str, JsonValue]:
         "largest_absolute": _json_number(deviation.largest_absolute),
         "mean_signed_relative": _json_number(deviation.mean_signed_relative),
         "notes": list(comparison.notes),
+        "allowed": None if comparison.allowed is None else _allowed_to_json(comparison.allowed),
+        "layers": [_layer_to_json(layer) for layer in comparison.layers],
         "golden_path": comparison.golden_path,
         "text": render(comparison),
+    }
+
+
+def _allowed_to_json(allowed: Allowed) -> JsonValue:
+    return {
+        "relative": {str(step): _json_number(part) for step, part in allowed.relative},
+        "absolute": _json_number(allowed.absolute),
+    }
+
+
+def _layer_to_json(layer: Layer) -> JsonValue:
+    return {
+        "layer": layer.rule.value,
+        "passed": layer.passed,
+        "measured": _json_number(layer.measured),
+        "limit": _json_number(layer.limit),
+        "unit": layer.unit,
+        "place": layer.place,
     }
 
 

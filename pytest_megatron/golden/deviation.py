@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import dataclass, replace
 
 from pytest_megatron.golden.comparison import Deviation, Difference, relative
@@ -85,6 +86,19 @@ def first_difference(golden: Series, observed: Series) -> Difference | None:
         if not _is_same(at.get(step), value):
             return Difference(step=step, observed=at.get(step), golden=value)
     return None
+
+
+def ulps_between(observed: float, golden: float) -> int:
+    """Return how many float32 numbers lie between two of them, counted from one to the other."""
+    first, second = (_position(value) for value in (observed, golden))
+    return abs(first - second)
+
+
+def _position(value: float) -> int:
+    """Return the index of a float32 in the order of all of them."""
+    (bits,) = struct.unpack("<i", struct.pack("<f", value))
+    index: int = bits if bits >= 0 else -(bits & 0x7FFFFFFF)
+    return index
 
 
 def _is_same(observed: Value | None, golden: Value) -> bool:

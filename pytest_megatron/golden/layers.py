@@ -1,152 +1,258 @@
-"""The rules of the strict policy, one function for each kind of metric. Pure.
+"""The layers of the strict policy for a loss and for a count. Pure.
 
-Each gets the steps at which golden and run have a finite number, all steps of the golden, and
-says what decided; none looks at another metric.
+Every layer is measured, whether or not one before it failed, so that a verdict shows all of them;
+the first that failed decides. None looks at another metric.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
-from pytest_megatron.golden.band import THRESHOLDS, Band, tail_length
-from pytest_megatron.golden.comparison import Difference, Rule, Summary, relative
-from pytest_megatron.golden.deviation import Point
+from pytest_megatron.golden.band import Band, tail_length
+from pytest_megatron.golden.comparison import Allowed, Difference, Layer, Rule, Summary, relative
+from pytest_megatron.golden.deviation import Point, ulps_between
+from pytest_megatron.golden.limits import LEARNING, ROUNDING, CountLimits, LossLimits, Worse
 from pytest_megatron.golden.model import Series
 from pytest_megatron.golden.presence import find_frozen
+
+LAST_DIGITS = 1e-4  # relative; what other kernels and other instructions round otherwise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What one layer says of one metric; `first`, `summary`, `notes` as in `Comparison`."""
+
+    layer: Layer
+    first: Difference | None = None
+    summary: Summary | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """What one rule says of one metric; the attributes are those of `Comparison`."""
+    """What all layers say of one metric; the attributes are those of `Comparison`."""
 
     passed: bool
     rule: Rule
     first: Difference | None = None
     summary: Summary | None = None
     notes: tuple[str, ...] = ()
+    layers: tuple[Layer, ...] = ()
+    allowed: Allowed | None = None
 
 
-def judge_loss(golden: Series, observed: Series, points: list[Point], band: Band) -> Judgement:
-    """Judge a loss: its first step, its shape, every step, its mean and its tail."""
-    failure = (
-        _judge_step_1(points[0], band.allowed[0])
-        or _judge_shape(golden, observed)
-        or _judge_band(points, band)
-        or _judge_means(points, band)
+def decide(findings: Iterable[Finding], passed: Judgement) -> Judgement:
+    """Return the answer of the first layer that failed; `passed` where none did."""
+    found = tuple(findings)
+    layers = tuple(finding.layer for finding in found)
+    for finding in found:
+        if not finding.layer.passed:
+            return Judgement(
+                passed=False,
+                rule=finding.layer.rule,
+                first=finding.first,
+                summary=finding.summary,
+                notes=finding.notes,
+                layers=layers,
+            )
+    return replace(passed, layers=layers)
+
+
+def exact_layer(points: list[Point], *, is_demanded: bool) -> list[Finding]:
+    """Count the steps that differ at all, where none may."""
+    if not is_demanded:
+        return []
+    differing = [p for p in points if p.observed != p.golden]
+    layer = Layer(
+        rule=Rule.EXACT,
+        passed=not differing,
+        measured=float(len(differing)),
+        limit=0.0,
+        unit="steps differ",
     )
-    if failure is not None:
-        return failure
+    if not differing:
+        return [Finding(layer=layer)]
+    first = differing[0]
     largest = max(abs(relative(p.observed, p.golden)) for p in points)
-    notes: tuple[str, ...] = (f"within the band (largest {largest:.1e})", band.note)
-    if largest <= THRESHOLDS.deterministic_band:
-        notes = (f"differs only in the last digits (largest {largest:.0e})",)
-    return Judgement(passed=True, rule=Rule.BAND, notes=notes)
+    ulps = ulps_between(first.observed, first.golden)
+    notes = [
+        f"{len(differing)} of {len(points)} steps differ, the first by {ulps} float32 ulps",
+        "the golden is deterministic and from this image, these versions and this class of host",
+    ]
+    if largest <= LAST_DIGITS:
+        notes.insert(0, f"differs only in the last digits (largest {largest:.0e})")
+    return [Finding(layer=layer, first=_outside(first, 0.0), notes=tuple(notes))]
 
 
-def judge_zeros(points: list[Point]) -> Judgement:
-    """Judge a count of zeros: mean, mean of the tail, median; single steps vary too much."""
-    limits = THRESHOLDS
+def loss_layers(
+    golden: Series, observed: Series, points: list[Point], band: Band, limits: LossLimits
+) -> Iterable[Finding]:
+    """Judge a loss: first step, shape, early window, every step, mean and tail."""
+    if points[0].step == 1:
+        yield _step_1(points[0], band.allowed[0], limits)
+    yield _shape(golden, observed, limits)
+    pairs = list(zip(points, band.allowed, strict=True))
+    early = [pair for pair in pairs if 1 < pair[0].step <= limits.early_steps]
+    if early:
+        yield _every_step(Rule.EARLY, early, 0, band.note)
+    yield _every_step(Rule.BAND, pairs, band.num_outside, band.note)
+    yield _outlier(pairs, limits.outside_factor, band.note)
+    if len(points) >= LEARNING.least_steps_for_means:
+        yield _mean(Rule.BIAS, points, band.bias, band.note)
+        yield _mean(Rule.TAIL, _tail(points), band.tail, band.note)
+
+
+def count_layers(points: list[Point], limits: CountLimits) -> Iterable[Finding]:
+    """Judge a count: mean, mean of the tail, median; single steps vary too much."""
     tail = _tail(points)
     medians = (
         statistics.median(p.observed for p in points),
         statistics.median(p.golden for p in points),
     )
     for rule, name, (observed, golden), tolerance in (
-        (Rule.BIAS, _named("mean", points), _means(points), limits.zeros_mean),
-        (Rule.TAIL, _named("mean", tail), _means(tail), limits.zeros_tail),
-        (Rule.MEDIAN, _named("median", points), medians, limits.zeros_median),
+        (Rule.BIAS, named("mean", points), _means(points), limits.mean),
+        (Rule.TAIL, named("mean", tail), _means(tail), limits.tail_mean),
+        (Rule.MEDIAN, named("median", points), medians, limits.median),
     ):
-        if abs(observed - golden) > max(tolerance * abs(golden), limits.zeros_absolute):
-            summary = Summary(name=name, observed=observed, golden=golden, tolerance=tolerance)
-            return Judgement(passed=False, rule=rule, summary=summary)
-    return Judgement(passed=True, rule=Rule.BIAS)
+        allowed = max(tolerance * abs(golden), limits.absolute)
+        yield of_summary(
+            rule,
+            Summary(name=name, observed=observed, golden=golden, tolerance=tolerance),
+            passed=abs(observed - golden) <= allowed,
+            limit=allowed / abs(golden) if golden else math.inf,
+        )
 
 
-def judge_time(points: list[Point]) -> Judgement:
-    """Judge a time by its median after the warm-up, a tenth of the steps; faster is fine."""
-    warm_up = max(1, int(THRESHOLDS.warm_up_fraction * len(points)))
-    steady = points[warm_up:] or points
-    summary = Summary(
-        name=_named("median", steady),
-        observed=statistics.median(p.observed for p in steady),
-        golden=statistics.median(p.golden for p in steady),
-        tolerance=THRESHOLDS.time_median,
+def of_summary(
+    rule: Rule,
+    summary: Summary,
+    *,
+    passed: bool,
+    limit: float | None = None,
+    notes: tuple[str, ...] = (),
+) -> Finding:
+    """Return what a layer says that looks at one number made of many steps."""
+    layer = Layer(
+        rule=rule,
+        passed=passed,
+        measured=relative(summary.observed, summary.golden),
+        limit=summary.tolerance if limit is None else limit,
+        place=summary.name.partition(" of ")[2] or None,
     )
-    if summary.observed > (1 + summary.tolerance) * summary.golden:
-        return Judgement(passed=False, rule=Rule.MEDIAN, summary=summary)
-    note = f"{summary.name} {relative(summary.observed, summary.golden):+.1%}"
-    return Judgement(passed=True, rule=Rule.MEDIAN, notes=(note,))
+    return Finding(layer=layer, summary=summary, notes=notes)
 
 
-def judge_memory(points: list[Point]) -> Judgement:
-    """Judge memory by its peak and by its median, so that neither a spike nor a shift hides."""
-    observed, golden = [p.observed for p in points], [p.golden for p in points]
-    for rule, what, o, g in (
-        (Rule.PEAK, "peak", max(observed), max(golden)),
-        (Rule.MEDIAN, "median", statistics.median(observed), statistics.median(golden)),
-    ):
-        if o > (1 + THRESHOLDS.memory) * g:
-            name, tolerance = _named(what, points), THRESHOLDS.memory
-            summary = Summary(name=name, observed=o, golden=g, tolerance=tolerance)
-            return Judgement(passed=False, rule=rule, summary=summary)
-    note = f"peak {relative(max(observed), max(golden)):+.1%}"
-    return Judgement(passed=True, rule=Rule.PEAK, notes=(note,))
+def is_within(summary: Summary, worse: Worse) -> bool:
+    """Whether a number is within its tolerance on the side where it is worse."""
+    off = relative(summary.observed, summary.golden)
+    is_too_high = off > summary.tolerance and worse is not Worse.LOWER
+    is_too_low = off < -summary.tolerance and worse is not Worse.HIGHER
+    return not (is_too_high or is_too_low)
 
 
-def _judge_step_1(first: Point, allowed: float) -> Judgement | None:
+def named(what: str, points: Sequence[Point]) -> str:
+    """Return what a number made of `points` is called."""
+    return f"{what} of steps {points[0].step} to {points[-1].step}"
+
+
+def _step_1(first: Point, allowed: float, limits: LossLimits) -> Finding:
     """The first step has seen no update yet: a difference there is no drift of numerics."""
-    allowed = min(THRESHOLDS.step_1 * abs(first.golden) + THRESHOLDS.rounding, allowed)
-    if first.step != 1 or abs(first.signed) <= allowed:
-        return None
-    note = "data, initialisation or forward pass differ"
-    return Judgement(passed=False, rule=Rule.STEP_1, first=_outside(first, allowed), notes=(note,))
-
-
-def _judge_shape(golden: Series, observed: Series) -> Judgement | None:
-    least = max(THRESHOLDS.least_frozen_steps, int(THRESHOLDS.frozen_fraction * len(golden)))
-    frozen = find_frozen(golden, observed, least_steps=least)
-    if frozen is None:
-        return None
-    note = f"constant from step {frozen[0]} to {frozen[1]}, where the golden moves"
-    return Judgement(passed=False, rule=Rule.FROZEN, notes=(note,))
-
-
-def _judge_band(points: list[Point], band: Band) -> Judgement | None:
-    pairs = list(zip(points, band.allowed, strict=True))
-    outside = [(p, a) for p, a in pairs if abs(p.signed) > a]
-    far = [(p, a) for p, a in outside if abs(p.signed) > THRESHOLDS.outside_factor * a]
-    if len(outside) > band.num_outside:
-        point, allowed = outside[0]
-        note = f"{len(outside)} of {len(points)} steps outside, {band.num_outside} may be"
-    elif far:
-        point, allowed = far[0][0], THRESHOLDS.outside_factor * far[0][1]
-        note = f"{len(far)} of {len(points)} steps too far outside the band for any step"
-    else:
-        return None
-    return Judgement(
-        passed=False, rule=Rule.BAND, first=_outside(point, allowed), notes=(note, band.note)
+    allowed = min(limits.step_1 * abs(first.golden) + limits.absolute + ROUNDING, allowed)
+    return Finding(
+        layer=_deviation_layer(
+            Rule.STEP_1, first, allowed, passed=abs(first.signed) <= allowed, place=None
+        ),
+        first=_outside(first, allowed),
+        notes=("data, initialisation or forward pass differ",),
     )
 
 
-def _judge_means(points: list[Point], band: Band) -> Judgement | None:
+def _shape(golden: Series, observed: Series, limits: LossLimits) -> Finding:
+    least = max(limits.frozen_steps, int(limits.frozen_fraction * len(golden)))
+    frozen = find_frozen(golden, observed, least_steps=least)
+    steps = 0 if frozen is None else sum(frozen[0] <= s <= frozen[1] for s in golden.steps)
+    return Finding(
+        layer=Layer(
+            rule=Rule.FROZEN,
+            passed=frozen is None,
+            measured=float(steps),
+            limit=float(least - 1),
+            unit="steps",
+        ),
+        notes=()
+        if frozen is None
+        else (f"constant from step {frozen[0]} to {frozen[1]}, where the golden moves",),
+    )
+
+
+def _every_step(
+    rule: Rule, pairs: Sequence[tuple[Point, float]], budget: int, note: str
+) -> Finding:
+    """Count the steps outside of the band; name the one that comes nearest, or goes farthest."""
+    outside = [(p, a) for p, a in pairs if not abs(p.signed) <= a]
+    worst, widest = max(pairs, key=_excess)
+    layer = Layer(
+        rule=rule,
+        passed=len(outside) <= budget,
+        measured=float(len(outside)),
+        limit=float(budget),
+        unit="steps outside",
+        place=f"{_size(abs(worst.signed), worst)} of {_size(widest, worst)} at step {worst.step}",
+    )
+    count = f"{len(outside)} of {len(pairs)} steps outside, {budget} may be"
+    first = _outside(*outside[0]) if outside else None
+    return Finding(layer=layer, first=first, notes=(count, note))
+
+
+def _outlier(pairs: Sequence[tuple[Point, float]], factor: float, note: str) -> Finding:
+    """Look at the step that is farthest outside: even one that may be outside has a limit."""
+    far = [(p, a) for p, a in pairs if not abs(p.signed) <= factor * a]
+    point, allowed = far[0] if far else max(pairs, key=_excess)
+    count = f"{len(far)} of {len(pairs)} steps too far outside the band for any step"
+    return Finding(
+        layer=_deviation_layer(
+            Rule.OUTLIER, point, factor * allowed, passed=not far, place=f"step {point.step}"
+        ),
+        first=_outside(point, factor * allowed),
+        notes=(count, note),
+    )
+
+
+def _mean(rule: Rule, points: Sequence[Point], allowed: float, note: str) -> Finding:
     """Look for a small shift that lasts."""
-    if len(points) < THRESHOLDS.least_steps_for_means:
-        return None
-    for rule, part, allowed in (
-        (Rule.BIAS, points, band.bias),
-        (Rule.TAIL, _tail(points), band.tail),
-    ):
-        observed, golden = _means(part)
-        if abs(observed - golden) > allowed:
-            tolerance = allowed / abs(golden) if golden else math.inf
-            summary = Summary(
-                name=_named("mean", part), observed=observed, golden=golden, tolerance=tolerance
-            )
-            return Judgement(passed=False, rule=rule, summary=summary, notes=(band.note,))
-    return None
+    observed, golden = _means(points)
+    tolerance = allowed / abs(golden) if golden else math.inf
+    summary = Summary(
+        name=named("mean", points), observed=observed, golden=golden, tolerance=tolerance
+    )
+    return of_summary(rule, summary, passed=abs(observed - golden) <= allowed, notes=(note,))
+
+
+def _deviation_layer(
+    rule: Rule, point: Point, allowed: float, *, passed: bool, place: str | None
+) -> Layer:
+    return Layer(
+        rule=rule,
+        passed=passed,
+        measured=abs(relative(point.observed, point.golden)),
+        limit=allowed / abs(point.golden) if point.golden else math.inf,
+        place=place,
+    )
+
+
+def _excess(pair: tuple[Point, float]) -> float:
+    """Return by how many bands a step is off."""
+    point, allowed = pair
+    if allowed:
+        return abs(point.signed) / allowed
+    return math.inf if point.signed else 0.0
+
+
+def _size(amount: float, point: Point) -> str:
+    return f"{amount / abs(point.golden):.1e}" if point.golden else f"{amount:.1e} absolute"
 
 
 def _outside(point: Point, allowed: float) -> Difference:
@@ -160,10 +266,6 @@ def _means(points: Sequence[Point]) -> tuple[float, float]:
     observed = math.fsum(p.observed for p in points) / len(points)
     golden = math.fsum(p.golden for p in points) / len(points)
     return observed, golden
-
-
-def _named(what: str, points: Sequence[Point]) -> str:
-    return f"{what} of steps {points[0].step} to {points[-1].step}"
 
 
 def _tail(points: list[Point]) -> list[Point]:

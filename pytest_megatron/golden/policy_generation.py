@@ -16,7 +16,14 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pytest_megatron.golden.comparison import Comparison, Deviation, Difference, Rule, Summary
+from pytest_megatron.golden.comparison import (
+    Comparison,
+    Deviation,
+    Difference,
+    Layer,
+    Rule,
+    Summary,
+)
 from pytest_megatron.golden.generation import (
     COUNTS,
     LOGPROBS,
@@ -30,6 +37,9 @@ from pytest_megatron.golden.generation import (
     Request,
     has_metric,
 )
+from pytest_megatron.golden.layers import is_within, of_summary
+from pytest_megatron.golden.limits import Worse
+from pytest_megatron.golden.policy import Policy
 
 LOGPROB_ABSOLUTE = 1e-3
 _SLOWEST, _FASTEST = 0.9, 1.2
@@ -44,15 +54,30 @@ class Pair:
 
     Attributes:
         path: The golden's file, for messages.
-        is_strict: Which policy judges.
+        policy: Which policy judges.
         not_timed: Why throughput and memory are not judged; None where they are.
     """
 
     golden: Generation
     observed: Generation
     path: str
-    is_strict: bool
+    policy: Policy
     not_timed: str | None = None
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether it is `strict` that judges, or what inherits from it."""
+        return self.policy.is_strict
+
+    def limit(self, metric: str, key: str, default: float) -> float:
+        """Return one limit, after what the policy changes of it."""
+        value = self.policy.settings(metric).get(key)
+        return float(value) if isinstance(value, int | float) else default
+
+    def worse(self, metric: str, default: Worse) -> Worse:
+        """Return the side of the golden that fails."""
+        value = self.policy.settings(metric).get("worse")
+        return value if isinstance(value, Worse) else default
 
 
 def compare_generation(pair: Pair, metrics: Sequence[str]) -> tuple[Comparison, ...]:
@@ -128,7 +153,16 @@ def _compare_of_requests(pair: Pair, metric: str) -> Comparison | None:
     largest = max((_largest(metric, g, o) for _, g, o in shared), default=0.0)
     notes: tuple[str, ...] = ()
     if metric in LOGPROBS:
-        notes = (f"largest difference {largest:.1e}, {LOGPROB_ABSOLUTE:.0e} may be",)
+        allowed = pair.limit(metric, "absolute", LOGPROB_ABSOLUTE)
+        notes = (f"largest difference {largest:.1e}, {allowed:.0e} may be",)
+    layer = Layer(
+        rule=Rule.EXACT,
+        passed=not found,
+        measured=float(len(found)),
+        limit=0.0,
+        unit="requests differ",
+    )
+    answer = replace(answer, layers=(layer,))
     if found:
         name, first = next(iter(found.items()))
         first = replace(first, place=f"request {name!r}, {first.place}")
@@ -148,7 +182,7 @@ def _first_difference(
         return _first_in_text(golden.text or "", observed.text or "", is_strict=pair.is_strict)
     if metric == ROUTING:
         return _first_in_routing(golden, observed)
-    tolerance = 0.0 if metric == TOKENS else LOGPROB_ABSOLUTE
+    tolerance = 0.0 if metric == TOKENS else pair.limit(metric, "absolute", LOGPROB_ABSOLUTE)
     what = "token" if metric == TOKENS else "position"
     expected, got = _values(golden, metric), _values(observed, metric)
     for position, (e, g) in enumerate(zip(expected, got, strict=False)):
@@ -208,7 +242,9 @@ def _compare_throughput(pair: Pair) -> Comparison:
     """Judge tokens per second by the median after the warm-up."""
     golden, observed = _steady(pair.golden.throughput), _steady(pair.observed.throughput)
     too_fast = observed >= _FASTEST * golden
-    passed = observed >= _SLOWEST * golden and (pair.is_strict or not too_fast)
+    slowest = 1 - pair.limit(THROUGHPUT, "median", 1 - _SLOWEST)
+    worse = pair.worse(THROUGHPUT, Worse.LOWER if pair.is_strict else Worse.EITHER)
+    passed = observed >= slowest * golden and (worse is Worse.LOWER or not too_fast)
     notes: tuple[str, ...] = (f"median {observed:.6g} tokens/s, golden {golden:.6g}",)
     if too_fast:
         notes = (*notes, "much faster than the golden: refresh it, so that it guards this speed")
@@ -216,7 +252,7 @@ def _compare_throughput(pair: Pair) -> Comparison:
         name="median after the warm-up",
         observed=observed,
         golden=golden,
-        tolerance=1 - _SLOWEST if observed < golden else _FASTEST - 1,
+        tolerance=1 - slowest if observed < golden else _FASTEST - 1,
     )
     return _of_numbers(pair, THROUGHPUT, summary, passed=passed, notes=notes)
 
@@ -224,8 +260,9 @@ def _compare_throughput(pair: Pair) -> Comparison:
 def _compare_memory(pair: Pair) -> Comparison:
     """Judge peak memory by its median, both ways: a run that needs less did less."""
     golden, observed = _steady(pair.golden.memory_bytes), _steady(pair.observed.memory_bytes)
-    summary = Summary(name="median", observed=observed, golden=golden, tolerance=_MEMORY_RELATIVE)
-    passed = golden > 0 and abs(observed - golden) <= _MEMORY_RELATIVE * golden
+    tolerance = pair.limit(MEMORY, "median", _MEMORY_RELATIVE)
+    summary = Summary(name="median", observed=observed, golden=golden, tolerance=tolerance)
+    passed = golden > 0 and is_within(summary, pair.worse(MEMORY, Worse.EITHER))
     return _of_numbers(pair, MEMORY, summary, passed=passed, notes=())
 
 
@@ -239,6 +276,7 @@ def _of_numbers(
         summary=summary,
         deviation=Deviation(num_compared=1),
         notes=notes,
+        layers=(of_summary(Rule.MEDIAN, summary, passed=passed).layer,),
     )
 
 

@@ -14,9 +14,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pytest_megatron.golden.comparison import Comparison, Difference, Rule, Summary
+from pytest_megatron.golden.comparison import Allowed, Comparison, Difference, Rule, Summary
 from pytest_megatron.golden.deviation import align, first_difference, measure, shared_points
 from pytest_megatron.golden.model import MetricMap, Series, Value, is_finite
+from pytest_megatron.golden.policy import Policy
 from pytest_megatron.golden.provenance import Golden
 
 DEFAULT_METRICS = ("lm loss", "num-zeros")
@@ -53,7 +54,12 @@ _NUM_FALLBACK_STEPS = 4
 
 
 def compare_like_megatron(
-    golden: Golden, observed: MetricMap, *, metrics: Sequence[str], nondeterministic: bool
+    golden: Golden,
+    observed: MetricMap,
+    *,
+    metrics: Sequence[str],
+    policy: Policy = Policy.MEGATRON,
+    nondeterministic: bool,
 ) -> tuple[Comparison, ...]:
     """Compare `metrics` of a run with a golden as Megatron-LM does.
 
@@ -62,18 +68,44 @@ def compare_like_megatron(
         observed: What the run measured; of full precision it is rounded to five decimals first,
             as Megatron-LM's extraction does, unless the golden is of full precision too.
         metrics: The case's METRICS.
+        policy: May change which tests a metric has, and give tests to one that has none.
         nondeterministic: The case's NON_DETERMINSTIC_RESULTS: approximate tests only.
     """
     return tuple(
-        _compare(golden, observed, metric, nondeterministic=nondeterministic) for metric in metrics
+        _compare(
+            golden,
+            observed,
+            metric,
+            tests=_tests_of(metric, policy),
+            nondeterministic=nondeterministic,
+        )
+        for metric in metrics
+    )
+
+
+def _tests_of(metric: str, policy: Policy) -> _Tests | None:
+    """Return the tests of a metric; None where there are none."""
+    tests, settings = TESTS.get(metric), policy.settings(metric)
+    exact, approximate = settings.get("exact"), settings.get("approximate")
+    if tests is None and approximate is None:
+        return None
+    tests = tests or _Tests(has_exact=False, rtol=0.0)
+    return _Tests(
+        has_exact=exact if isinstance(exact, bool) else tests.has_exact,
+        rtol=float(approximate) if isinstance(approximate, int | float) else tests.rtol,
     )
 
 
 def _compare(
-    golden: Golden, observed: MetricMap, metric: str, *, nondeterministic: bool
+    golden: Golden,
+    observed: MetricMap,
+    metric: str,
+    *,
+    tests: _Tests | None,
+    nondeterministic: bool,
 ) -> Comparison:
     rule = None
-    if metric not in TESTS:
+    if tests is None:
         rule = Rule.UNKNOWN
     elif metric not in golden.metrics:
         rule = Rule.NO_GOLDEN
@@ -82,8 +114,9 @@ def _compare(
     if rule is not None:
         return Comparison(metric=metric, passed=False, rule=rule, golden_path=golden.path)
     expected, got = align(golden.metrics[metric], observed[metric])
+    assert tests is not None
     passed, rule, first, summary, notes = _judge(
-        metric, expected, got, nondeterministic=nondeterministic
+        metric, expected, got, tests=tests, nondeterministic=nondeterministic
     )
     return Comparison(
         metric=metric,
@@ -94,19 +127,28 @@ def _compare(
         summary=summary,
         deviation=measure(shared_points(expected, got)),
         notes=notes,
+        allowed=_allowed(metric, expected, rule, tests.rtol),
     )
+
+
+def _allowed(metric: str, golden: Series, rule: Rule, rtol: float) -> Allowed | None:
+    if metric == _TIME or not len(golden):
+        return None
+    share = rtol if rule is Rule.APPROXIMATE else 0.0
+    return Allowed(relative=((golden.steps[0], share),))
 
 
 _Answer = tuple[bool, Rule, Difference | None, Summary | None, tuple[str, ...]]
 
 
-def _judge(metric: str, golden: Series, observed: Series, *, nondeterministic: bool) -> _Answer:
+def _judge(
+    metric: str, golden: Series, observed: Series, *, tests: _Tests, nondeterministic: bool
+) -> _Answer:
     if not len(golden):
         return False, Rule.GOLDEN_UNUSABLE, None, None, ("it has no value",)
     refused = _refused_by_extraction(golden, observed)
     if refused is not None:
         return False, Rule.APPROXIMATE, refused, None, ("extraction refuses a value not finite",)
-    tests = TESTS[metric]
     if metric == _TIME:
         return _judge_time(golden, observed, tests.rtol)
     if tests.has_exact and not nondeterministic:

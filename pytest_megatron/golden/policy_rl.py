@@ -12,10 +12,17 @@ Source: Megatron-LM tests/functional_tests/python_test_utils/test_grpo_training_
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pytest_megatron.golden.comparison import Comparison, Difference, Rule, Summary, relative
+from pytest_megatron.golden.comparison import (
+    Comparison,
+    Difference,
+    Layer,
+    Rule,
+    Summary,
+    relative,
+)
 from pytest_megatron.golden.deviation import (
     Point,
     align,
@@ -23,7 +30,10 @@ from pytest_megatron.golden.deviation import (
     measure,
     shared_points,
 )
+from pytest_megatron.golden.layers import is_within, of_summary
+from pytest_megatron.golden.limits import Worse
 from pytest_megatron.golden.model import MetricMap, Series, is_finite
+from pytest_megatron.golden.policy import Policy
 from pytest_megatron.golden.presence import find_absent, find_unusable
 from pytest_megatron.golden.provenance import Golden
 
@@ -31,10 +41,11 @@ LOSS = "lm loss"
 _LOSS_SPELT_OTHERWISE = "lm-loss"
 _TIME = "iteration-time"
 _MEMORY = ("mem-allocated-bytes", "mem-max-allocated-bytes")
-_LOSS_RELATIVE, _LOSS_ABSOLUTE = 0.01, 1e-6
+# A policy file changes these under the names that they have for a training.
+_LOSS: Mapping[str, float] = {"band": 0.01, "absolute": 1e-6}
+_TIME_LIMITS: Mapping[str, float] = {"median": 0.15}
+_MEMORY_LIMITS: Mapping[str, float] = {"peak": 0.10}
 _LEARNED_FACTOR = 4.0  # standard deviations of the repeats
-_TIME_RELATIVE = 0.15
-_MEMORY_RELATIVE = 0.10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,14 +53,29 @@ class RlRules:
     """How a run is judged.
 
     Attributes:
-        is_strict: Which policy judges.
+        policy: Which policy judges.
         start: Values of iteration-time to leave out at the start (THROUGHPUT_START_STEP).
         not_timed: Why time and memory are not judged; None where they are.
     """
 
-    is_strict: bool
+    policy: Policy
     start: int = 1
     not_timed: str | None = None
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether it is `strict` that judges, or what inherits from it."""
+        return self.policy.is_strict
+
+    def limit(self, metric: str, key: str, defaults: Mapping[str, float]) -> float:
+        """Return one limit, after what the policy changes of it."""
+        value = self.policy.settings(metric).get(key)
+        return float(value) if isinstance(value, int | float) else defaults[key]
+
+    def worse(self, metric: str, default: Worse) -> Worse:
+        """Return the side of the golden that fails."""
+        value = self.policy.settings(metric).get("worse")
+        return value if isinstance(value, Worse) else default
 
 
 def rl_metrics(metrics: Sequence[str] | None) -> tuple[str, ...]:
@@ -104,6 +130,14 @@ def _compare(golden: Golden, observed: MetricMap, metric: str, rules: RlRules) -
         return _unjudged(answer, "Megatron-LM does not compare it")
     if metric == _TIME:  # a step without a time, such as the first, is no hole
         expected = _finite(expected)
+    presence = Layer(
+        rule=Rule.PRESENCE,
+        passed=len(points) >= len(expected),
+        measured=float(len(points)),
+        limit=float(len(expected)),
+        unit="steps",
+    )
+    answer = replace(answer, layers=(presence,))
     hole = _find_hole(answer, expected, got)
     return _judge(answer, points, golden, rules) if hole is None else hole
 
@@ -116,7 +150,9 @@ def _judge(answer: Comparison, points: list[Point], golden: Golden, rules: RlRul
     if is_time:
         return _judge_time(answer, points, rules)
     return (
-        _judge_memory(answer, points, rules) if is_memory else _judge_loss(answer, points, golden)
+        _judge_memory(answer, points, rules)
+        if is_memory
+        else _judge_loss(answer, points, golden, rules)
     )
 
 
@@ -132,27 +168,43 @@ def _find_hole(answer: Comparison, golden: Series, observed: Series) -> Comparis
     return replace(answer, rule=rule, first=first, notes=notes)
 
 
-def _judge_loss(answer: Comparison, points: list[Point], golden: Golden) -> Comparison:
+def _judge_loss(
+    answer: Comparison, points: list[Point], golden: Golden, rules: RlRules
+) -> Comparison:
     """Judge every step: by a part of the golden, a small amount, or what repeats differed by."""
     spread = None if golden.provenance is None else golden.provenance.spread.get(answer.metric)
     at = dict(spread.items()) if isinstance(spread, Series) else {}
+    band, absolute = (rules.limit(answer.metric, key, _LOSS) for key in ("band", "absolute"))
+    outside: list[Difference] = []
     for point in points:
         learned = at.get(point.step, spread if isinstance(spread, float) else 0.0)
         assert isinstance(learned, float)  # a spread holds numbers only
         scale = abs(point.golden)
-        part = max(_LOSS_RELATIVE, _LEARNED_FACTOR * learned) * scale
-        allowed = part + _LOSS_ABSOLUTE
+        part = max(band, _LEARNED_FACTOR * learned) * scale
+        allowed = part + absolute
         if scale == 0:  # there the spread is absolute
             allowed += _LEARNED_FACTOR * learned
         if not abs(point.signed) <= allowed:
-            outside = Difference(
-                step=point.step,
-                observed=point.observed,
-                golden=point.golden,
-                tolerance=allowed / scale if scale else allowed,
+            outside.append(
+                Difference(
+                    step=point.step,
+                    observed=point.observed,
+                    golden=point.golden,
+                    tolerance=allowed / scale if scale else allowed,
+                )
             )
-            return replace(answer, rule=Rule.BAND, first=outside)
-    return replace(answer, passed=True, rule=Rule.BAND)
+    layer = Layer(
+        rule=Rule.BAND,
+        passed=not outside,
+        measured=float(len(outside)),
+        limit=0.0,
+        unit="steps outside",
+        place=f"band {band:g} and {absolute:g} absolute",
+    )
+    first = outside[0] if outside else answer.first
+    return replace(
+        answer, passed=not outside, rule=Rule.BAND, first=first, layers=(*answer.layers, layer)
+    )
 
 
 def _judge_time(answer: Comparison, points: list[Point], rules: RlRules) -> Comparison:
@@ -162,11 +214,10 @@ def _judge_time(answer: Comparison, points: list[Point], rules: RlRules) -> Comp
         name=f"median of steps {steady[0].step} to {steady[-1].step}",
         observed=statistics.median(p.observed for p in steady),
         golden=statistics.median(p.golden for p in steady),
-        tolerance=_TIME_RELATIVE,
+        tolerance=rules.limit(answer.metric, "median", _TIME_LIMITS),
     )
-    off = relative(summary.observed, summary.golden)
-    passed = off <= _TIME_RELATIVE and (rules.is_strict or off >= -_TIME_RELATIVE)
-    return _of_summary(answer, summary, Rule.MEDIAN, passed=passed)
+    default = Worse.HIGHER if rules.is_strict else Worse.EITHER
+    return _of_summary(answer, summary, Rule.MEDIAN, rules.worse(answer.metric, default))
 
 
 def _judge_memory(answer: Comparison, points: list[Point], rules: RlRules) -> Comparison:
@@ -176,21 +227,23 @@ def _judge_memory(answer: Comparison, points: list[Point], rules: RlRules) -> Co
         name=f"peak of steps {steady[0].step} to {steady[-1].step}",
         observed=max(p.observed for p in steady),
         golden=max(p.golden for p in steady),
-        tolerance=_MEMORY_RELATIVE,
+        tolerance=rules.limit(answer.metric, "peak", _MEMORY_LIMITS),
     )
-    off = relative(summary.observed, summary.golden)
-    passed = off <= _MEMORY_RELATIVE and (not rules.is_strict or off >= -_MEMORY_RELATIVE)
-    return _of_summary(answer, summary, Rule.PEAK, passed=passed)
+    default = Worse.EITHER if rules.is_strict else Worse.HIGHER
+    return _of_summary(answer, summary, Rule.PEAK, rules.worse(answer.metric, default))
 
 
-def _of_summary(answer: Comparison, summary: Summary, rule: Rule, *, passed: bool) -> Comparison:
+def _of_summary(answer: Comparison, summary: Summary, rule: Rule, worse: Worse) -> Comparison:
+    passed = is_within(summary, worse)
     off = f"{summary.name} {relative(summary.observed, summary.golden):+.1%}"
+    layer = of_summary(rule, summary, passed=passed).layer
     return replace(
         answer,
         passed=passed,
         rule=rule,
         summary=None if passed else summary,
         notes=(off,) if passed else (),
+        layers=(*answer.layers, layer),
     )
 
 

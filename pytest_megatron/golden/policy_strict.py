@@ -1,30 +1,46 @@
 """The default policy: a run passes only if it is whole and where the golden says it was. Pure.
 
-Layers, in this order; the first that fails decides and is named in the answer:
+Layers, in this order; the first that fails decides and is named in the answer, and all are in it:
 
-1. the golden is whole, the run is whole (`presence.py`): missing, nan, inf and text are different;
-2. equal bit for bit: passed;
-3. by kind of metric (`layers.py`): a loss, and any metric that is none of the others, by its
-   first step, its shape, every step, mean and tail; num-zeros by mean, tail and median; time and
-   memory upwards only, and only against a golden of the same class of host.
+1. presence: the golden is whole, the run is whole (`presence.py`): missing, nan, inf and text are
+   different;
+2. exact: a deterministic golden, and a run on its image, versions and class of host;
+3. by kind of metric (`limits.py`): a loss, and any metric that is none of the others, by its
+   first step, its shape, its early window, every step, mean and tail (`layers.py`); a count by
+   mean, tail and median; time and memory on the side where they are worse, and only against a
+   golden of the same class of host (`layers_cost.py`).
+
+A run that is equal bit for bit has passed all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import assert_never
 
-from pytest_megatron.golden.band import band_around
-from pytest_megatron.golden.comparison import Comparison, Rule
-from pytest_megatron.golden.deviation import align, first_difference, measure, shared_points
-from pytest_megatron.golden.layers import (
-    Judgement,
-    judge_loss,
-    judge_memory,
-    judge_time,
-    judge_zeros,
+from pytest_megatron.golden.band import Band, band_around
+from pytest_megatron.golden.comparison import Allowed, Comparison, Layer, Rule, relative
+from pytest_megatron.golden.deviation import (
+    Point,
+    align,
+    first_difference,
+    measure,
+    shared_points,
 )
+from pytest_megatron.golden.layers import (
+    LAST_DIGITS,
+    Finding,
+    Judgement,
+    count_layers,
+    decide,
+    exact_layer,
+    loss_layers,
+)
+from pytest_megatron.golden.layers_cost import cost_layers, memory_layers
+from pytest_megatron.golden.limits import CostLimits, CountLimits, Exact, LossLimits, MemoryLimits
 from pytest_megatron.golden.model import MetricMap, Series, is_finite
+from pytest_megatron.golden.policy import Policy
 from pytest_megatron.golden.presence import (
     describe_extra,
     describe_skipped,
@@ -32,11 +48,11 @@ from pytest_megatron.golden.presence import (
     find_unusable,
 )
 from pytest_megatron.golden.provenance import Golden
+from pytest_megatron.golden.surroundings import Surroundings, drift_between, why_not_timed
 
 _TIME = "iteration-time"
 _ZEROS = "num-zeros"
 _WITH_PLACEHOLDERS = (_TIME, _ZEROS)
-_MEMORY = ("mem-allocated-bytes", "mem-max-allocated-bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +60,9 @@ class _Case:
     """What is the same for every metric of one comparison; as `compare_strictly` has it."""
 
     golden: Golden
+    policy: Policy
     nondeterministic: bool
-    host_class: str | None
+    surroundings: Surroundings
     is_metric_asked_for: bool
 
 
@@ -54,8 +71,9 @@ def compare_strictly(
     observed: MetricMap,
     *,
     metrics: Sequence[str] | None,
+    policy: Policy,
     nondeterministic: bool,
-    host_class: str | None,
+    surroundings: Surroundings,
 ) -> tuple[Comparison, ...]:
     """Compare a run with a golden, metric by metric.
 
@@ -64,14 +82,17 @@ def compare_strictly(
         observed: What the run measured.
         metrics: Which to compare; None means every metric of the golden, where one without any
             number (Megatron-LM writes "nan" for what it did not measure) is not judged.
+        policy: Its limits; `strict` itself, or a file that inherits from it.
         nondeterministic: Whether the case says that its results vary from run to run.
-        host_class: The class of host of the run; time and memory are judged only against a golden
-            of the same class, and a loss of reduced precision more loosely against one of another.
+        surroundings: Of the run; time and memory are judged only against a golden of the same
+            class of host, every bit only against one of the same platform, and a loss of reduced
+            precision more loosely against one of another.
     """
     case = _Case(
         golden=golden,
+        policy=policy,
         nondeterministic=nondeterministic,
-        host_class=host_class,
+        surroundings=surroundings,
         is_metric_asked_for=metrics is not None,
     )
     wanted = tuple(golden.metrics) if metrics is None else tuple(metrics)
@@ -83,6 +104,9 @@ def _compare(case: _Case, metric: str, observed: Series | None) -> Comparison:
     answer = Comparison(
         metric=metric, passed=False, rule=Rule.NO_GOLDEN, golden_path=case.golden.path
     )
+    if not case.policy.is_judged(metric):
+        note = "the policy leaves it out"
+        return replace(answer, passed=True, rule=Rule.NOT_JUDGED, notes=(note,))
     if golden is None:
         return answer
     if not (case.is_metric_asked_for or any(is_finite(value) for value in golden.values)):
@@ -97,45 +121,127 @@ def _compare(case: _Case, metric: str, observed: Series | None) -> Comparison:
     if metric == _TIME:
         golden = _without_untimed_start(golden, observed)
     first = first_difference(golden, observed)
+    points = shared_points(golden, observed)
     judgement = _find_hole(golden, observed)
-    if judgement is None and first is None:
-        equal = "bitwise equal" if golden.is_full_precision else "equal to five decimals"
-        judgement = Judgement(passed=True, rule=Rule.BITWISE, notes=(equal,))
+    presence = Layer(
+        rule=Rule.PRESENCE,
+        passed=judgement is None,
+        measured=float(len(points)),
+        limit=float(len(golden)),
+        unit="steps",
+    )
     if judgement is None:
         judgement = _judge(case, metric, golden, observed)
+        if judgement.passed and judgement.rule is not Rule.NOT_JUDGED:
+            judgement = _name_pass(case, judgement, golden, points)
     return replace(
         answer,
         passed=judgement.passed,
         rule=judgement.rule,
         first=judgement.first or first,
         summary=judgement.summary,
-        deviation=measure(shared_points(golden, observed)),
+        deviation=measure(points),
         notes=(
             *judgement.notes,
             *describe_skipped(num_steps - len(golden)),
             *describe_extra(golden, observed),
         ),
+        layers=(presence, *judgement.layers),
+        allowed=judgement.allowed or _allowed(case, metric, golden),
     )
 
 
 def _judge(case: _Case, metric: str, golden: Series, observed: Series) -> Judgement:
-    """Judge two whole series that differ, by the kind of the metric."""
+    """Judge two whole series by the kind of the metric."""
     points = shared_points(golden, observed)
-    if metric == _ZEROS:
-        return judge_zeros(points)
-    if metric == _TIME or metric in _MEMORY:
-        reason = why_not_timed(case.golden, case.host_class)
-        if reason is not None:
-            return Judgement(passed=True, rule=Rule.NOT_JUDGED, notes=(reason,))
-        return judge_time(points) if metric == _TIME else judge_memory(points)
-    band = band_around(
+    limits = case.policy.limits(metric)
+    match limits:
+        case CostLimits() | MemoryLimits():
+            return _judge_cost(case, limits, points)
+        case CountLimits():
+            findings = [*_exact(case, limits.exact, points), *count_layers(points, limits)]
+            return decide(findings, Judgement(passed=True, rule=Rule.BIAS))
+        case LossLimits():
+            band = _band(case, metric, golden, limits)
+            largest = measure(points).largest_relative
+            notes = (f"within the band (largest {largest:.1e})", band.note)
+            layers = loss_layers(golden, observed, points, band, limits)
+            judgement = decide(
+                [*_exact(case, limits.exact, points), *layers],
+                Judgement(passed=True, rule=Rule.BAND, notes=notes),
+            )
+            return replace(judgement, allowed=band.as_allowed)
+    assert_never(limits)
+
+
+def _band(case: _Case, metric: str, golden: Series, limits: LossLimits) -> Band:
+    return band_around(
         case.golden,
         metric,
         golden,
         nondeterministic=case.nondeterministic,
-        host_class=case.host_class,
+        surroundings=case.surroundings,
+        limits=limits,
     )
-    return judge_loss(golden, observed, points, band)
+
+
+def _allowed(case: _Case, metric: str, golden: Series) -> Allowed | None:
+    """Return what a run with a hole would have been allowed, where the golden is whole."""
+    limits = case.policy.limits(metric)
+    is_whole = len(golden) and find_unusable(golden) is None
+    if not isinstance(limits, LossLimits) or not is_whole:
+        return None
+    return _band(case, metric, golden, limits).as_allowed
+
+
+def _judge_cost(case: _Case, limits: CostLimits | MemoryLimits, points: list[Point]) -> Judgement:
+    """Judge time or memory, if the golden is from a host like this one."""
+    if all(p.observed == p.golden for p in points):
+        return Judgement(passed=True, rule=Rule.BITWISE)
+    reason = why_not_timed(case.golden, case.surroundings.host_class)
+    if reason is not None:
+        return Judgement(passed=True, rule=Rule.NOT_JUDGED, notes=(reason,))
+    if isinstance(limits, MemoryLimits):
+        what, findings = "peak", list(memory_layers(points, limits))
+    else:
+        what, findings = None, list(cost_layers(points, limits))
+    decisive = findings[0]
+    assert decisive.summary is not None
+    assert decisive.layer.measured is not None
+    note = f"{what or decisive.summary.name} {decisive.layer.measured:+.1%}"
+    return decide(findings, Judgement(passed=True, rule=decisive.layer.rule, notes=(note,)))
+
+
+def _exact(case: _Case, when: Exact, points: list[Point]) -> list[Finding]:
+    """Look at every bit where there is reason to expect each to be the golden's."""
+    provenance = case.golden.provenance
+    is_deterministic = provenance is not None and provenance.deterministic is True
+    is_expected = (
+        is_deterministic
+        and not case.nondeterministic
+        and drift_between(provenance, case.surroundings).is_same_platform
+    )
+    return exact_layer(
+        points, is_demanded=when is Exact.ALWAYS or (when is Exact.AUTO and is_expected)
+    )
+
+
+def _name_pass(case: _Case, judgement: Judgement, golden: Series, points: list[Point]) -> Judgement:
+    """Say how near a run is that passed: equal, drifted with its platform, or within its band."""
+    if all(p.observed == p.golden for p in points):
+        equal = "bitwise equal" if golden.is_full_precision else "equal to five decimals"
+        return replace(judgement, rule=Rule.BITWISE, notes=(equal,))
+    if judgement.rule is not Rule.BAND:
+        return judgement
+    largest = max(abs(relative(p.observed, p.golden)) for p in points)
+    if largest <= LAST_DIGITS:
+        note = f"differs only in the last digits (largest {largest:.0e})"
+        judgement = replace(judgement, rule=Rule.LAST_DIGITS, notes=(note,))
+    drift = drift_between(case.golden.provenance, case.surroundings)
+    if drift.changes:
+        notes = (*judgement.notes, drift.text)
+        judgement = replace(judgement, rule=Rule.DRIFT, notes=notes)
+    return judgement
 
 
 def _find_hole(golden: Series, observed: Series) -> Judgement | None:
@@ -171,15 +277,3 @@ def _without_untimed_start(golden: Series, observed: Series) -> Series:
     if len(golden) > 1 and not is_finite(observed.at(golden.steps[0])):
         return golden.after(golden.steps[0])
     return golden
-
-
-def why_not_timed(golden: Golden, host_class: str | None) -> str | None:
-    """Return why time and memory of a run are not judged; None where they are."""
-    theirs = None if golden.provenance is None else golden.provenance.host_class
-    if theirs is None:
-        return "the golden does not say on which class of host it was measured"
-    if host_class is None:
-        return f"the golden is from {theirs!r}, the class of this host is not known"
-    if theirs != host_class:
-        return f"the golden is from {theirs!r}, this host is {host_class!r}"
-    return None

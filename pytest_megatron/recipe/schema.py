@@ -216,7 +216,7 @@ def json_schema() -> dict[str, JsonValue]:
 def _problem(error: ErrorDetails, top: type[BasicRecipe | BuildRecipe]) -> SchemaProblem:
     """Put one of pydantic's errors into our words."""
     path, kind = tuple(error["loc"]), error["type"]
-    rule, where, found = "schema", _dotted(path), _shown(error["input"])
+    rule, where, found = "schema", dotted(path), shown(error["input"])
     if kind in {"missing", "too_short"} and (path[0], path[2:]) == ("products", ("products",)):
         rule = "no-products"
     if kind == "missing":
@@ -226,20 +226,20 @@ def _problem(error: ErrorDetails, top: type[BasicRecipe | BuildRecipe]) -> Schem
         message = f"{where}: unknown key, expected one of {', '.join(keys)}"
         message += nearest(str(path[-1]), keys)
     else:
-        message = f"{where}: found {found}, expected {_expected(error)}"
+        message = f"{where}: found {found}, expected {expected(error)}"
         if kind == "list_type" and path[0] == "products" and len(path) > 1:
             rule = "bare-string"
             message += f"; write [{error['input']}]" if isinstance(error["input"], str) else ""
     return SchemaProblem(path=path, rule=rule, message=message)
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """Return a value from the file, not too much of it."""
     text = repr(value)
     return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
 
 
-def _expected(error: ErrorDetails) -> str:
+def expected(error: ErrorDetails) -> str:
     """Return what pydantic expected, in our words."""
     match error["type"]:
         case "greater_than_equal":
@@ -253,7 +253,7 @@ def _expected(error: ErrorDetails) -> str:
             return _EXPECTED.get(kind, error["msg"])
 
 
-def _dotted(path: Sequence[str | int]) -> str:
+def dotted(path: Sequence[str | int]) -> str:
     """Return `products[3].products[0].scope` for a path."""
     text = ""
     for step in path:

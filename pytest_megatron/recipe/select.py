@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
-from pytest_megatron.errors import SelectionError
+from pytest_megatron.errors import EmptySelectionError, SelectionError
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.recipe.vocabulary import SCOPE_ALIASES, Vocabulary, enabled_scope, nearest
 
@@ -50,7 +50,7 @@ def select(
         _check_words(name, words, workloads, vocabulary)
     scopes = tuple(SCOPE_ALIASES.get(word, word) for word in selection.scope)
     filters = replace(selection, scope=scopes).words()
-    selected = tuple(w for w in workloads if not _failing(w, filters))
+    selected = tuple(w for w in workloads if not failing(w, filters))
     if not selected:
         raise _nothing(workloads, filters)
     return selected
@@ -61,7 +61,7 @@ def option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _values(workload: Workload, name: str) -> tuple[str, ...]:
+def values(workload: Workload, name: str) -> tuple[str, ...]:
     """Return what a workload has for a filter."""
     match name:
         case "cadence":
@@ -72,10 +72,15 @@ def _values(workload: Workload, name: str) -> tuple[str, ...]:
             return (str(getattr(workload, name)),)
 
 
-def _failing(workload: Workload, filters: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """Return the filters that a workload does not pass."""
+def failing(workload: Workload, filters: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """Return the filters that a workload does not pass.
+
+    Args:
+        workload: Any.
+        filters: As `Selection.words`, scopes without aliases.
+    """
     return tuple(
-        name for name, words in filters.items() if not set(words) & set(_values(workload, name))
+        name for name, words in filters.items() if not set(words) & set(values(workload, name))
     )
 
 
@@ -83,7 +88,7 @@ def _check_words(
     name: str, words: Iterable[str], workloads: Sequence[Workload], vocabulary: Vocabulary
 ) -> None:
     """Refuse a word that is neither in the vocabulary nor in a workload."""
-    choices = {value for workload in workloads for value in _values(workload, name)}
+    choices = {value for workload in workloads for value in values(workload, name)}
     choices |= vocabulary.known(_RECIPE_KEYS.get(name, name)) or frozenset()
     for word in words:
         if word in choices or (name == "scope" and enabled_scope(word) in choices):
@@ -105,12 +110,12 @@ def _nothing(workloads: Sequence[Workload], filters: dict[str, tuple[str, ...]])
     """Return the error for a selection without workloads; names the filters to drop."""
     where = _as_options(filters) or "the selection"
     if not workloads:
-        return SelectionError(where, "there are no workloads, expected recipes with some")
-    failing = {index: _failing(workload, filters) for index, workload in enumerate(workloads)}
-    fewest = min(len(names) for names in failing.values())
+        return EmptySelectionError(where, "there are no workloads, expected recipes with some")
+    missed = {index: failing(workload, filters) for index, workload in enumerate(workloads)}
+    fewest = min(len(names) for names in missed.values())
     problem = f"matches none of {len(workloads)} workloads"
     nearest_by_filters: dict[tuple[str, ...], list[str]] = {}
-    for index, names in failing.items():
+    for index, names in missed.items():
         if len(names) == fewest:
             nearest_by_filters.setdefault(names, []).append(workloads[index].item_name)
     for names, rows in sorted(nearest_by_filters.items()):
@@ -118,7 +123,7 @@ def _nothing(workloads: Sequence[Workload], filters: dict[str, tuple[str, ...]])
         count = "1 workload matches" if len(rows) == 1 else f"{len(rows)} workloads match"
         listed = ", ".join(rows[:MAX_ROWS]) + (", ..." if len(rows) > MAX_ROWS else "")
         problem += f"; {count} without {without}: {listed}"
-    return SelectionError(where, problem)
+    return EmptySelectionError(where, problem)
 
 
 def _as_options(filters: dict[str, tuple[str, ...]]) -> str:

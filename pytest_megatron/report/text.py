@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import assert_never
 
-from pytest_megatron.golden.comparison import render
+from pytest_megatron.golden.comparison import render, render_layers
 from pytest_megatron.golden.model import MetricMap
 from pytest_megatron.launch.case import Evaluation
 from pytest_megatron.launch.phases import Frozen, Rewind
@@ -48,7 +48,10 @@ def mismatch(training: Training, judgement: Judgement) -> str:
     for repeat in judgement.failed:
         if job.num_repeats > 1 or repeat.against != "golden":
             lines.append(f"repeat {repeat.repeat} against the {repeat.against}:")
-        lines += [f"{_INDENT}{render(c)}" for c in repeat.failed[:_MAX_SHOWN]]
+        for comparison in repeat.failed[:_MAX_SHOWN]:
+            lines.append(f"{_INDENT}{render(comparison)}")
+            layers = render_layers(comparison)
+            lines += [] if layers is None else [f"{_INDENT}{_INDENT}{layers}"]
         if len(repeat.failed) > _MAX_SHOWN:
             num_more = len(repeat.failed) - _MAX_SHOWN
             lines.append(f"{_INDENT}and {num_more} more; see {job.dirs.comparison}")
@@ -93,7 +96,7 @@ def _why_in_short(training: Training, judgement: Judgement | None) -> str:
 
 def plan_text(job: Job, plan: AttemptPlan, golden: Path | None) -> str:
     """Return what would run, for `--plan`: the words can be pasted into a shell."""
-    redactor = job.redactor
+    redactor = job.redactor(plan)
     lines = [
         job.node_id,
         f"  golden: {golden if golden is not None else 'none'}",
@@ -106,7 +109,7 @@ def plan_text(job: Job, plan: AttemptPlan, golden: Path | None) -> str:
         lines.append(f"  tolerance of gradients: {job.gradient_tolerance:.1e} of the norm")
     phases = plan.phases if plan.target is None else plan.phases[:1]
     for phase in phases:
-        lines += _phase_lines(job, phase)
+        lines += _phase_lines(redactor, phase)
     if plan.target is not None:
         lines.append(
             f"  again from its checkpoint, in up to {len(plan.phases)} windows, "
@@ -117,8 +120,8 @@ def plan_text(job: Job, plan: AttemptPlan, golden: Path | None) -> str:
     return "\n".join(lines)
 
 
-def _phase_lines(job: Job, phase: PhasePlan) -> list[str]:
-    redactor, lines = job.redactor, []
+def _phase_lines(redactor: Redactor, phase: PhasePlan) -> list[str]:
+    lines: list[str] = []
     match phase.origin:
         case Rewind():
             lines.append(f"  then back to iteration {phase.origin.back_to}, and")

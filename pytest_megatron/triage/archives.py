@@ -11,9 +11,9 @@ import shutil
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import IO, Protocol
 
 from pytest_megatron.errors import TriageError
@@ -52,12 +52,15 @@ def is_archive(path: Path) -> bool:
     return path.name.lower().endswith(_SUFFIXES)
 
 
-def unpack(path: Path, target: Path) -> None:
+def unpack(
+    path: Path, target: Path, is_wanted: Callable[[PurePath], bool] = is_worth_reading
+) -> None:
     """Unpack what may be a log, or says something about logs.
 
     Args:
         path: A zip, a tar, packed or not, or one packed log.
         target: A directory of our own, which is there and empty.
+        is_wanted: Which members to unpack, by their names.
 
     Raises:
         TriageError: It cannot be read, or holds what no run leaves. Nothing outside of `target`
@@ -66,10 +69,12 @@ def unpack(path: Path, target: Path) -> None:
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as packed:
-                _unpack(path, target, [_of_zip(info) for info in packed.infolist()], packed)
+                _unpack(
+                    path, target, [_of_zip(info) for info in packed.infolist()], packed, is_wanted
+                )
         elif tarfile.is_tarfile(path):
             with tarfile.open(path) as tar:
-                _unpack(path, target, list(_of_tar(path, tar)), tar)
+                _unpack(path, target, list(_of_tar(path, tar)), tar, is_wanted)
         elif path.name.lower().endswith(".gz"):
             with gzip.open(path) as stream:
                 _copy(stream, target / path.name[: -len(".gz")], path, MOST_BYTES)
@@ -112,12 +117,16 @@ def _of_tar(path: Path, tar: tarfile.TarFile) -> Iterator[_Member]:
 
 
 def _unpack(
-    path: Path, target: Path, members: list[_Member], packed: zipfile.ZipFile | tarfile.TarFile
+    path: Path,
+    target: Path,
+    members: list[_Member],
+    packed: zipfile.ZipFile | tarfile.TarFile,
+    is_wanted: Callable[[PurePath], bool],
 ) -> None:
     _refuse(path, members)
     left = MOST_BYTES
     for member in members:
-        if not member.is_file or not is_worth_reading(PurePosixPath(member.name)):
+        if not member.is_file or not is_wanted(PurePosixPath(member.name)):
             continue
         place = target.joinpath(*PurePosixPath(member.name).parts)
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -141,12 +150,20 @@ def _refuse(path: Path, members: list[_Member]) -> None:
     Raises:
         TriageError: It does not.
     """
+    seen: set[PurePosixPath] = set()
     for member in members:
         name = PurePosixPath(member.name)
         if name.is_absolute() or ".." in name.parts or "\\" in member.name or "\0" in member.name:
             raise TriageError(
                 f"{path}!{member.name}", "leads out of the archive, expected a name within it"
             )
+        if not member.name.isprintable():
+            raise TriageError(
+                f"{path}!{member.name!r}", "is a name with control characters, expected plain text"
+            )
+        if member.is_file and name in seen:
+            raise TriageError(f"{path}!{member.name}", "is there twice, expected every name once")
+        seen.add(name)
         if not member.is_file and not member.is_directory:
             raise TriageError(
                 f"{path}!{member.name}", "is a link or a device, expected plain files only"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pytest_megatron.markdown import code, escaped
 from pytest_megatron.triage.triage import Group, Triage
 
 _INDENT = "    "
@@ -27,11 +28,11 @@ def as_markdown(found: Triage) -> str:
     for group in found.groups:
         first = group.first
         kind = "transient" if first.is_transient else "not transient"
-        lines += [f"### {first.signature.family} ({kind})", "", _escaped(first.text), ""]
-        lines += [f"- `{e.file}:{e.line}`: {_code(e.text)}" for e in first.evidence]
+        lines += [f"### {first.signature.family} ({kind})", "", escaped(first.text), ""]
+        lines += [f"- `{e.file}:{e.line}`: {code(e.text)}" for e in first.evidence]
         lines += [f"- {first.reason}", f"- signature `{first.signature.id}`: {_advice(group)}"]
         if first.command is not None:
-            lines.append(f"- next: {_code(first.command)}")
+            lines.append(f"- next: {code(first.command)}")
         if len(group.diagnoses) > 1:
             lines.append(f"- {_also(group)}")
         lines.append("")
@@ -71,15 +72,3 @@ def _notes(found: Triage) -> list[str]:
 
 def _launches(number: int) -> str:
     return f"{number} {'launch' if number == 1 else 'launches'}"
-
-
-def _code(text: str) -> str:
-    fence = "``" if "`" in text else "`"
-    pad = " " if "`" in text else ""
-    return f"{fence}{pad}{text}{pad}{fence}"
-
-
-def _escaped(text: str) -> str:
-    for character in "\\`*_<>[]#|":
-        text = text.replace(character, f"\\{character}")
-    return text

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pytest_megatron.files import JsonValue
-from pytest_megatron.golden.compare import Policy, compare_resume
+from pytest_megatron.golden.compare import compare_resume
 from pytest_megatron.golden.comparison import Comparison, comparison_to_json
-from pytest_megatron.golden.provenance import Golden, Provenance
+from pytest_megatron.golden.policy import Place, Policy
+from pytest_megatron.golden.provenance import Golden
+from pytest_megatron.golden.surroundings import Surroundings
 from pytest_megatron.launch.case import Case, TestType
 from pytest_megatron.launch.facts import Facts
 from pytest_megatron.verdict.attempt import Attempt
@@ -85,21 +87,6 @@ def judge(training: Training, golden: Golden | None, policy: Policy, facts: Fact
     return Judgement(repeats=tuple(found))
 
 
-def compare_repeats(training: Training, policy: Policy, facts: Facts) -> Judgement:
-    """Compare every repeat but the first with the first, as if that were the golden."""
-    first, *others = training.clean
-    case, _ = _case(training)
-    stand_in = Golden(
-        path=str(first.whole_path),
-        metrics=first.whole if first.generation is None else {},
-        generation=first.generation,
-        provenance=Provenance(deterministic=not case.is_nondeterministic),
-    )
-    found = [_with_golden(training, other, stand_in, policy, facts) for other in others]
-    found += [one for attempt in training.clean for one in _within(training, attempt, policy)]
-    return Judgement(repeats=tuple(found))
-
-
 def _within(training: Training, attempt: Attempt, policy: Policy) -> list[RepeatComparison]:
     """Compare the phases of an attempt with one another, as its test type asks."""
     case, _ = _case(training)
@@ -131,8 +118,12 @@ def _with_golden(
             golden,
             attempt.generation or attempt.whole,
             metrics=names,
-            policy=policy,
-            host_class=facts.host.platform_class(training.job.workload.platform),
+            policy=policy.at(_place(training)),
+            surroundings=Surroundings(
+                host_class=facts.host.platform_class(training.job.workload.platform),
+                image=facts.image,
+                versions=facts.versions,
+            ),
         ),
     )
 
@@ -151,10 +142,19 @@ def _with_first_phase(training: Training, attempt: Attempt, policy: Policy) -> R
             attempt.metrics[1],
             train_iters=2 * half,
             metrics=names,
-            policy=policy,
+            policy=policy.at(_place(training)),
             nondeterministic=case.is_nondeterministic,
             where=str(attempt.dirs.phase(1).metrics),
         ),
+    )
+
+
+def _place(training: Training) -> Place:
+    workload = training.job.workload
+    return Place(
+        case=f"{workload.model}/{workload.test_case}",
+        platform=workload.platform,
+        environment=workload.environment,
     )
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pytest_megatron.errors import CaseError, GoldenError
-from pytest_megatron.golden.compare import Policy, compare
+from pytest_megatron.golden.compare import compare
 from pytest_megatron.golden.comparison import Comparison
 from pytest_megatron.golden.generation import GENERATION_METRICS, Generation
 from pytest_megatron.golden.model import MetricMap
+from pytest_megatron.golden.policy import Policy
 from pytest_megatron.golden.policy_generation import Pair, compare_generation
 from pytest_megatron.golden.policy_rl import RlRules, compare_rl, rl_metrics
-from pytest_megatron.golden.policy_strict import why_not_timed
 from pytest_megatron.golden.provenance import Golden
+from pytest_megatron.golden.surroundings import Surroundings, why_not_timed
 from pytest_megatron.launch.case import Case, Mode
 from pytest_megatron.verdict.attempt import DEFAULT_METRICS
 
@@ -70,7 +71,7 @@ def compare_in_mode(
     *,
     metrics: Sequence[str],
     policy: Policy,
-    host_class: str | None,
+    surroundings: Surroundings,
 ) -> tuple[Comparison, ...]:
     """Compare one phase with its golden as the case's MODE asks.
 
@@ -79,18 +80,17 @@ def compare_in_mode(
         golden: Of the kind that `check_golden_kind` lets through.
         observed: Series of a training, or what an inference program generated.
         metrics: As `metric_names_of` returns them.
-        policy: How close is close enough.
-        host_class: Of the host of the run.
+        policy: How close is close enough for this workload.
+        surroundings: Of the run.
     """
-    is_strict = policy is Policy.STRICT
-    not_timed = why_not_timed(golden, host_class) if is_strict else None
+    not_timed = why_not_timed(golden, surroundings.host_class) if policy.is_strict else None
     if isinstance(observed, Generation):
         assert golden.generation is not None
         pair = Pair(
             golden=golden.generation,
             observed=observed,
             path=golden.path,
-            is_strict=is_strict,
+            policy=policy,
             not_timed=not_timed,
         )
         return compare_generation(pair, metrics)
@@ -100,7 +100,7 @@ def compare_in_mode(
             raise CaseError(
                 str(case.path), f"ENV_VARS.{_START_VARIABLE} is {start!r}, expected a number"
             )
-        rules = RlRules(is_strict=is_strict, start=int(start), not_timed=not_timed)
+        rules = RlRules(policy=policy, start=int(start), not_timed=not_timed)
         return compare_rl(golden, observed, metrics, rules)
     return compare(
         golden,
@@ -108,5 +108,5 @@ def compare_in_mode(
         metrics=metrics,
         policy=policy,
         nondeterministic=case.is_nondeterministic,
-        host_class=host_class,
+        surroundings=surroundings,
     )

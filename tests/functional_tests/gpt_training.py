@@ -119,7 +119,8 @@ def disturb_gradients(model: torch.nn.Module, noise: float) -> None:
     draws.seed()  # from the system: two runs never agree
     for parameter in model.parameters():
         factors = 1 + noise * torch.randn(parameter.shape, generator=draws)
-        parameter.main_grad.mul_(factors.to(parameter.main_grad))
+        gradient: torch.Tensor = vars(parameter)["main_grad"]  # megatron-core put it there
+        gradient.mul_(factors.to(gradient))
 
 
 def microbatches(arguments: Arguments, device: torch.device, iteration: int) -> list[Batch]:

@@ -65,8 +65,9 @@ def test_a_different_run_fails_and_says_where(
     answer = json.loads(capsys.readouterr().out)
     assert (answer["passed"], answer["policy"], answer["notes"]) == (False, "strict", [])
     (comparison,) = answer["comparisons"]
+    assert {"layer": "presence", "measured": 50.0}.items() <= comparison["layers"][0].items()
     wanted = ("metric", "rule", "first_step", "worst_step")
-    assert [comparison[key] for key in wanted] == ["lm loss", "band", 7, 7]
+    assert [comparison[key] for key in wanted] == ["lm loss", "early window", 7, 7]
 
 
 def test_the_policy_and_its_mode_can_be_chosen(
@@ -93,7 +94,7 @@ def test_the_policy_and_its_mode_can_be_chosen(
         pytest.param(
             {},
             ("--golden-policy", "mine.toml"),
-            "--golden-policy: unknown policy 'mine.toml', expected one of megatron, strict",
+            "--golden-policy: unknown policy 'mine.toml', expected megatron, strict or a YAML file",
             id="policy",
         ),
         pytest.param({}, ("--format", "xml"), "--format", id="usage"),
@@ -133,8 +134,8 @@ def test_show_prints_one_line_a_metric_and_the_provenance(
 ) -> None:
     assert run(monkeypatch, "show", golden) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "metric   values  steps  first  last  precision",
-        "lm loss  50      1-50   4.99   4.5   full",
+        "metric   values  steps  first  last  least  most  precision  curve",
+        "lm loss  50      1-50   4.99   4.5   4.5    4.99  full       ███▇▇▇▆▆▆▅▅▅▄▄▄▃▃▃▂▂▂▁▁▁",
         "deterministic: true",
         "gpu: 1x H100",
         "repeats: 2",

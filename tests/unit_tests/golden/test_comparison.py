@@ -10,11 +10,13 @@ from pytest_megatron.golden.comparison import (
     Comparison,
     Deviation,
     Difference,
+    Layer,
     Rule,
     Summary,
     comparisons_to_json,
     relative,
     render,
+    render_layers,
 )
 
 DEVIATION = Deviation(
@@ -102,6 +104,7 @@ def test_json_is_flat_and_has_texts_for_what_is_not_finite() -> None:
         Rule.NAN,
         first=Difference(step=7, observed=math.nan, golden=4.5),
         deviation=Deviation(num_compared=1, worst_step=1, largest_relative=math.inf),
+        layers=(Layer(rule=Rule.STEP_1, passed=False, measured=math.inf, limit=1e-3),),
     )
     written = comparisons_to_json([comparison], "strict")
     json.dumps(written, allow_nan=False)
@@ -124,10 +127,32 @@ def test_json_is_flat_and_has_texts_for_what_is_not_finite() -> None:
             "largest_absolute": 0.0,
             "mean_signed_relative": 0.0,
             "notes": [],
+            "allowed": None,
+            "layers": [
+                {
+                    "layer": "step 1",
+                    "passed": False,
+                    "measured": "inf",
+                    "limit": 0.001,
+                    "unit": "relative",
+                    "place": None,
+                }
+            ],
             "golden_path": "g.json",
             "text": render(comparison),
         }
     ]
+
+
+def test_the_layers_read_as_one_line_what_failed_first() -> None:
+    layers = (
+        Layer(rule=Rule.PRESENCE, passed=True, measured=50.0, limit=50.0, unit="steps"),
+        Layer(rule=Rule.OUTLIER, passed=False, measured=0.2, limit=0.01, place="step 7"),
+    )
+    assert render_layers(failed(Rule.OUTLIER, layers=layers)) == (
+        "failed: outlier 2.0e-01 of 1.0e-02 (step 7); passed: presence 50 of 50 steps"
+    )
+    assert render_layers(failed(Rule.OUTLIER)) is None
 
 
 @pytest.mark.parametrize(

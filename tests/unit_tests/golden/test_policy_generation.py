@@ -9,6 +9,7 @@ import pytest
 from pytest_megatron.files import JsonValue
 from pytest_megatron.golden.comparison import Rule, render
 from pytest_megatron.golden.generation import GENERATION_METRICS, Generation, parse_generation
+from pytest_megatron.golden.policy import Policy
 from pytest_megatron.golden.policy_generation import Pair, compare_generation
 
 REQUEST: dict[str, JsonValue] = {
@@ -43,16 +44,16 @@ def changed(path: str, value: JsonValue) -> Generation:
     return parse_generation(whole, "o.json")
 
 
-def failed(observed: Generation, *metrics: str, is_strict: bool = True) -> list[str]:
+def failed(observed: Generation, *metrics: str, policy: Policy = Policy.STRICT) -> list[str]:
     golden = parse_generation(GOLDEN, "g.json")
-    pair = Pair(golden=golden, observed=observed, path="g.json", is_strict=is_strict)
+    pair = Pair(golden=golden, observed=observed, path="g.json", policy=policy)
     answers = compare_generation(pair, metrics or ALL)
     return [render(answer) for answer in answers if not answer.passed]
 
 
 def test_the_very_same_output_passes_under_both_policies() -> None:
     same = parse_generation(GOLDEN, "o.json")
-    assert (failed(same), failed(same, is_strict=False)) == ([], [])
+    assert (failed(same), failed(same, policy=Policy.MEGATRON)) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -137,7 +138,7 @@ def test_truncated_text_fails_here_and_passes_in_megatron() -> None:
         "generated_text, request '0', character 1: observed the text 'a', "
         "golden the text 'and so it goes on'; 1 of 2 requests differ; g.json"
     )
-    assert failed(short, is_strict=False) == []
+    assert failed(short, policy=Policy.MEGATRON) == []
 
 
 def test_a_missing_request_is_a_difference_that_names_it() -> None:
@@ -162,10 +163,10 @@ def test_a_listed_metric_must_be_on_both_sides(metric: str) -> None:
         (without, whole, Rule.NO_GOLDEN),
         (whole, without, Rule.NO_METRIC),
     ):
-        pair = Pair(golden=golden, observed=observed, path="g.json", is_strict=True)
+        pair = Pair(golden=golden, observed=observed, path="g.json", policy=Policy.STRICT)
         answer = compare_generation(pair, [metric])[-1]
         assert (answer.metric, answer.passed, answer.rule) == (metric, False, rule)
-    pair = Pair(golden=without, observed=whole, path="g.json", is_strict=False)
+    pair = Pair(golden=without, observed=whole, path="g.json", policy=Policy.MEGATRON)
     assert all(a.passed for a in compare_generation(pair, [metric, "generated_tokens"]))
 
 
@@ -173,7 +174,7 @@ def test_small_noise_in_logprobs_and_a_faster_run_pass() -> None:
     assert failed(changed("0/logprobs", [-1.5004, -2.0, -0.25])) == []
     faster = changed("throughput", [1.0, 30.0, 30.0])
     assert failed(faster) == []
-    assert len(failed(faster, is_strict=False)) == 1
+    assert len(failed(faster, policy=Policy.MEGATRON)) == 1
 
 
 def test_time_and_memory_are_judged_on_the_goldens_kind_of_host_only() -> None:
@@ -181,7 +182,7 @@ def test_time_and_memory_are_judged_on_the_goldens_kind_of_host_only() -> None:
         golden=parse_generation(GOLDEN, "g.json"),
         observed=changed("throughput", [1.0, 2.0]),
         path="g.json",
-        is_strict=True,
+        policy=Policy.STRICT,
         not_timed="another host",
     )
     (answer,) = compare_generation(pair, ["throughput"])

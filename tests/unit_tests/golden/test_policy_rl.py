@@ -8,12 +8,13 @@ import pytest
 
 from pytest_megatron.golden.comparison import Rule, render
 from pytest_megatron.golden.model import MetricMap, series_of
+from pytest_megatron.golden.policy import Policy
 from pytest_megatron.golden.policy_rl import RlRules, compare_rl, rl_metrics
 from pytest_megatron.golden.provenance import Golden, Provenance
 
 STEPS = range(1, 11)
-STRICT = RlRules(is_strict=True)
-MEGATRON = RlRules(is_strict=False)
+STRICT = RlRules(policy=Policy.STRICT)
+MEGATRON = RlRules(policy=Policy.MEGATRON)
 SOUND: MetricMap = {
     "lm loss": series_of({s: 0.01 * (-1) ** s for s in STEPS}, is_full_precision=True),
     "iteration-time": series_of({s: 2.0 for s in STEPS if s > 1}, is_full_precision=True),
@@ -78,7 +79,7 @@ def test_the_warm_up_can_be_left_out_of_the_time() -> None:
     slow_start = {s: 9.0 if s < 7 else 2.0 for s in STEPS if s > 1}
     observed = {**SOUND, "iteration-time": series_of(dict(slow_start), is_full_precision=True)}
     assert failed(observed) == ["iteration-time: median"]
-    assert failed(observed, RlRules(is_strict=True, start=5)) == []
+    assert failed(observed, RlRules(policy=Policy.STRICT, start=5)) == []
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, "text"])

@@ -1,0 +1,1 @@
+"""What CI runs: labels and events to a scope, rows and test files to jobs."""

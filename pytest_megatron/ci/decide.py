@@ -1,0 +1,190 @@
+"""From labels and an event to what CI runs. Pure; the rules are data.
+
+Source: Megatron-LM .github/workflows/cicd-main.yml, job `configure`, d98e8a64dd
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pytest_megatron.ci.globs import matches_any
+from pytest_megatron.ci.table import CiTable, LabelEffect, Rule
+from pytest_megatron.errors import SelectionError
+from pytest_megatron.files import JsonValue
+from pytest_megatron.recipe.vocabulary import nearest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trigger:
+    """What made CI run.
+
+    Attributes:
+        event: Of the table's events.
+        labels: Of the pull request, as they are.
+        ref: `refs/heads/main`, "" where it is not known.
+        cadence: What a schedule or a person asks for, None leaves it to the rule.
+        environment: What a person asks for, None leaves it to labels.
+        option: Where the event was given, for errors.
+    """
+
+    event: str = "pull_request"
+    labels: tuple[str, ...] = ()
+    ref: str = ""
+    cadence: str | None = None
+    environment: str | None = None
+    option: str = "--event"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Considered:
+    """A rule, whether it decided, and why or why not."""
+
+    rule: str
+    is_deciding: bool
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What CI runs.
+
+    Attributes:
+        scope, cadence: Words to select by; no cadence is no filter.
+        rule: Name of the rule that decided.
+        reason: Why it did, in a sentence.
+        considered: All rules in their order.
+        label_effects: What labels did beside the rule, a line for each.
+        unknown_labels: Those that nothing here reads, each with the nearest that is.
+        suites: Further test suites that labels ask for.
+        env: Variables that labels set.
+        may_repeat_less: Whether a row that asks for fewer repeats gets them.
+    """
+
+    scope: tuple[str, ...]
+    cadence: tuple[str, ...]
+    n_repeat: int
+    is_lightweight: bool
+    environment: str
+    image: str
+    rule: str
+    reason: str
+    considered: tuple[Considered, ...]
+    label_effects: tuple[str, ...] = ()
+    unknown_labels: tuple[str, ...] = ()
+    suites: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    may_repeat_less: bool = True
+
+
+def parse_labels(text: str) -> tuple[str, ...]:
+    """Return labels of a list with commas, or of a JSON array; a blank text is none.
+
+    Raises:
+        SelectionError: It looks like JSON and is no array of strings.
+    """
+    if not text.strip().startswith("["):
+        return tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    problem = f"{text!r} is no list of labels, expected words with commas or a JSON array of words"
+    try:
+        found: JsonValue = json.loads(text)
+    except json.JSONDecodeError:
+        raise SelectionError("--labels", problem) from None
+    if not isinstance(found, list) or not all(isinstance(word, str) for word in found):
+        raise SelectionError("--labels", problem)
+    return tuple(dict.fromkeys(str(word).strip() for word in found if str(word).strip()))
+
+
+def decide(trigger: Trigger, table: CiTable) -> Decision:
+    """Return what CI runs: the first rule that matches, and what labels do besides.
+
+    Raises:
+        SelectionError: The event is unknown, or no rule matches.
+    """
+    if trigger.event not in table.events:
+        choices = ", ".join(sorted(table.events))
+        raise SelectionError(
+            trigger.option,
+            f"unknown event {trigger.event!r}, expected one of {choices}"
+            + nearest(trigger.event, table.events),
+        )
+    chosen: Rule | None = None
+    considered: list[Considered] = []
+    for rule in table.rules:
+        if chosen is not None:
+            why = f"not looked at, {chosen.name!r} comes first"
+            considered.append(Considered(rule=rule.name, is_deciding=False, why=why))
+            continue
+        holds, why = _holds(rule, trigger)
+        chosen = rule if holds else None
+        considered.append(Considered(rule=rule.name, is_deciding=holds, why=why))
+    if chosen is None:
+        raise SelectionError(
+            f"{trigger.option} {trigger.event}",
+            f"matches none of {len(table.rules)} rules; end the rules with one without 'when'",
+        )
+    why = next(one.why for one in considered if one.is_deciding)
+    return _with_labels(chosen, why, trigger, table, tuple(considered))
+
+
+def _holds(rule: Rule, trigger: Trigger) -> tuple[bool, str]:
+    """Return whether a rule matches, and why or why not."""
+    labels = {label.casefold() for label in trigger.labels}
+    attached = next((label for label in rule.labels if label.casefold() in labels), None)
+    asked = trigger.cadence or "none"
+    tests = (
+        (rule.events, trigger.event in rule.events, f"event {trigger.event}", "event"),
+        (rule.labels, attached is not None, f"label {attached!r}", "label"),
+        (rule.refs, matches_any(trigger.ref, rule.refs), f"ref {trigger.ref or '-'}", "ref"),
+        (rule.cadences, asked in rule.cadences, f"cadence {asked}", "cadence"),
+    )
+    used = [(words, holds, found, what) for words, holds, found, what in tests if words]
+    for words, holds, found, what in used:
+        if not holds:
+            needs = " or ".join(map(repr, words))
+            has = "it is not attached" if what == "label" else f"it is {found.partition(' ')[2]}"
+            return False, f"needs {what} {needs}, {has}"
+    return True, ", ".join(found for _, _, found, _ in used) or "no other rule matched"
+
+
+def _with_labels(
+    rule: Rule, why: str, trigger: Trigger, table: CiTable, considered: tuple[Considered, ...]
+) -> Decision:
+    """Add to a rule what labels do besides."""
+    known = {label.casefold() for label in table.known_labels}
+    attached = {label.casefold() for label in trigger.labels}
+    effects = [effect for effect in table.labels if effect.label.casefold() in attached]
+    environments = [e.environment for e in effects if e.environment is not None]
+    images = [e.image for e in effects if e.image is not None]
+    environment = trigger.environment or (environments or [table.environment])[-1]
+    cadence = rule.cadence or ()
+    return Decision(
+        scope=rule.scope,
+        cadence=cadence if trigger.cadence is None else (trigger.cadence,),
+        n_repeat=rule.n_repeat,
+        is_lightweight=rule.is_lightweight,
+        environment=environment,
+        image=(images or [table.image])[-1],
+        rule=rule.name,
+        reason=f"rule {rule.name!r}: {why}",
+        considered=considered,
+        label_effects=tuple(map(_effect_line, effects)),
+        unknown_labels=tuple(
+            label + nearest(label, table.known_labels)
+            for label in trigger.labels
+            if label.casefold() not in known
+        ),
+        suites=tuple(dict.fromkeys(suite for effect in effects for suite in effect.suites)),
+        env={name: value for effect in effects for name, value in effect.env.items()},
+        may_repeat_less=table.may_repeat_less,
+    )
+
+
+def _effect_line(effect: LabelEffect) -> str:
+    """Return `container::lts: environment lts, image lts`."""
+    parts = [f"environment {effect.environment}"] if effect.environment else []
+    parts += [f"image {effect.image}"] if effect.image else []
+    parts += [f"suite {suite}" for suite in effect.suites]
+    parts += [f"{name}={value}" for name, value in effect.env.items()]
+    return f"{effect.label}: {', '.join(parts)}"

@@ -1,0 +1,222 @@
+"""From rows and buckets to jobs, each with the command that runs it. Pure."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pytest_megatron.ci.buckets import Bucket
+from pytest_megatron.ci.decide import Decision
+from pytest_megatron.ci.table import CiTable
+from pytest_megatron.files import JsonValue
+from pytest_megatron.launch.layout import item_dirs
+from pytest_megatron.recipe.model import Workload
+
+PYTEST = ("pytest", "-p", "megatron")
+CPU_PLATFORM = "cpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One job of CI.
+
+    Attributes:
+        id: Good for the name of a job and of an artifact; unique in the plan. Of a workload, the
+            name of its directory in a run.
+        kind: `workload` or `unit`.
+        name: What a person reads: a node id, a bucket, a shard.
+        test_case: Of a workload, or the bucket's pattern.
+        build: The row's container build, "" where it has none.
+        gpus: On each node; 0 on the platform cpu.
+        ranks: On each node.
+        time_limit_s: For one training, or for all tests of a bucket.
+        timeout_minutes: For the whole job: every repeat at its limit, and a margin.
+        argv: What runs it, from the project's root.
+        env: Variables that go with it.
+        files: The test files of a unit job.
+    """
+
+    id: str
+    kind: str
+    name: str
+    model: str
+    test_case: str
+    environment: str
+    platform: str
+    build: str
+    nodes: int
+    gpus: int
+    ranks: int
+    n_repeat: int
+    is_lightweight: bool
+    time_limit_s: int
+    timeout_minutes: int
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    files: tuple[str, ...] = ()
+
+    @property
+    def command(self) -> str:
+        """The one line to type, here or in CI."""
+        words = [f"{name}={shlex.quote(value)}" for name, value in sorted(self.env.items())]
+        return " ".join([*words, shlex.join(self.argv)])
+
+    def as_json(self) -> dict[str, JsonValue]:
+        """Return it as an entry of a matrix."""
+        return {
+            "id": self.id,
+            "kind": self.kind,
+            "name": self.name,
+            "model": self.model,
+            "test_case": self.test_case,
+            "environment": self.environment,
+            "platform": self.platform,
+            "build": self.build,
+            "nodes": self.nodes,
+            "gpus": self.gpus,
+            "ranks": self.ranks,
+            "n_repeat": self.n_repeat,
+            "lightweight": self.is_lightweight,
+            "time_limit_s": self.time_limit_s,
+            "timeout_minutes": self.timeout_minutes,
+            "num_files": len(self.files),
+            "command": self.command,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitRow:
+    """What all commands of unit jobs on one platform share.
+
+    Attributes:
+        tag: "" where none is asked for.
+        platform: "" where the command takes any.
+        gpus, ranks: Of a gang; without both, tests run in pytest's own process.
+    """
+
+    environment: str
+    tag: str = ""
+    platform: str = ""
+    build: str = ""
+    gpus: int = 0
+    ranks: int = 0
+    time_limit_s: int | None = None
+
+    @staticmethod
+    def of(row: Workload) -> UnitRow:
+        """Return what a row of unit tests says."""
+        is_cpu = row.platform == CPU_PLATFORM
+        return UnitRow(
+            environment=row.environment,
+            tag=row.tag or "",
+            platform=row.platform,
+            build=str(row.spec.get("build") or ""),
+            gpus=0 if is_cpu else row.gpus,
+            ranks=row.gpus,
+            time_limit_s=row.time_limit_s,
+        )
+
+
+def workload_jobs(
+    workloads: Iterable[Workload], decision: Decision, table: CiTable
+) -> tuple[Job, ...]:
+    """Return a job for each row."""
+    return tuple(_workload_job(workload, decision, table) for workload in workloads)
+
+
+def _workload_job(workload: Workload, decision: Decision, table: CiTable) -> Job:
+    node_id = f"{workload.file.as_posix()}::{workload.item_name}"
+    repeats = num_repeats_of(workload, decision)
+    limit_s = workload.time_limit_s or table.default_time_limit_s
+    is_cpu = workload.platform == CPU_PLATFORM
+    # --platform makes hardware that is missing an error; without it the row would be skipped.
+    argv = [*PYTEST, node_id, "--platform", workload.platform, "--n-repeat", str(repeats)]
+    argv += ["--lightweight"] if decision.is_lightweight else []
+    return Job(
+        id=item_dirs(Path(), node_id).root.name,
+        kind="workload",
+        name=node_id,
+        model=workload.model,
+        test_case=workload.test_case,
+        environment=workload.environment,
+        platform=workload.platform,
+        build=str(workload.spec.get("build") or ""),
+        nodes=workload.nodes,
+        gpus=0 if is_cpu else workload.gpus,
+        ranks=workload.gpus,
+        n_repeat=repeats,
+        is_lightweight=decision.is_lightweight,
+        time_limit_s=limit_s,
+        timeout_minutes=math.ceil(repeats * limit_s / 60) + table.job_margin_minutes,
+        argv=tuple(argv),
+        env=decision.env,
+    )
+
+
+def num_repeats_of(workload: Workload, decision: Decision) -> int:
+    """Return how often a row is trained: as the rule says, fewer where the row wants fewer."""
+    if decision.is_lightweight:
+        return 1
+    if decision.may_repeat_less and workload.n_repeat is not None:
+        return min(decision.n_repeat, workload.n_repeat)
+    return decision.n_repeat
+
+
+def unit_job(name: str, bucket: Bucket, row: UnitRow, table: CiTable, *, experimental: str) -> Job:
+    """Return the job of a bucket or a shard.
+
+    Args:
+        name: What a person reads.
+        bucket: What it runs.
+        row: What its command takes besides.
+        table: For the time limit.
+        experimental: `exclude`, or `only`, of tests with the mark `experimental`.
+    """
+    limit_s = row.time_limit_s or table.default_time_limit_s
+    argv = [*PYTEST, *_gang_options(row), "--environment", row.environment]
+    argv += ["--tag", row.tag] if row.tag else []
+    argv += ["--platform", row.platform] if row.platform else []
+    argv += ["--experimental-tests", "only"] if experimental == "only" else []
+    argv += ["--bucket", ",".join(bucket.words)]
+    kind = "-experimental" if experimental == "only" else ""
+    where = f"{row.environment}-{row.platform or 'any'}-{row.tag or 'any'}{kind}"
+    return Job(
+        id=item_dirs(Path(), f"unit-{name}-{where}").root.name,
+        kind="unit",
+        name=f"{name} (experimental)" if kind else name,
+        model="unit-tests",
+        test_case=bucket.pattern,
+        environment=row.environment,
+        platform=row.platform,
+        build=row.build,
+        nodes=1,
+        gpus=row.gpus,
+        ranks=row.ranks,
+        n_repeat=1,
+        is_lightweight=False,
+        time_limit_s=limit_s,
+        timeout_minutes=math.ceil(limit_s / 60) + table.job_margin_minutes,
+        argv=tuple(argv),
+        files=bucket.files,
+    )
+
+
+def _gang_options(row: UnitRow) -> list[str]:
+    if row.gpus:
+        return ["--gpus", str(row.gpus)]
+    return ["--ranks", str(row.ranks), "--device", "cpu"] if row.ranks else []
+
+
+def unit_matrix(jobs: Sequence[Job]) -> list[JsonValue]:
+    """Return Megatron-LM's matrix of unit tests: a bucket for each entry."""
+    buckets = dict.fromkeys(job.test_case for job in jobs if job.kind == "unit")
+    return [{"bucket": bucket} for bucket in buckets]
+
+
+def integration_matrix(jobs: Sequence[Job]) -> list[JsonValue]:
+    """Return Megatron-LM's matrix of workloads; rows of one test case are one entry there."""
+    cases = dict.fromkeys((job.model, job.test_case) for job in jobs if job.kind == "workload")
+    return [{"model": model, "test_case": test_case} for model, test_case in cases]

@@ -1,0 +1,249 @@
+"""Makes one verdict of many jobs. Pure; whatever is not known to have passed has not.
+
+What it does better than its Source: Megatron-LM .github/workflows/cicd-main.yml, whose verdict job
+counts no failure where it cannot ask for the jobs, d98e8a64dd
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from pytest_megatron.ci.outcome import Item, JobRun
+from pytest_megatron.files import JsonValue
+
+SHORT_S = 0.1  # what takes less is no slow item
+SUCCESS = "success"
+FAILURE = "failure"
+SKIPPED = "skipped"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What the plan says that CI runs.
+
+    Attributes:
+        jobs: Id of each job -> node ids of the workloads that it must have run.
+        groups: Job of the workflow -> the jobs of the plan that it runs; as `unit: ()`.
+        commit: What was planned for, None where the plan does not say.
+        headline: Scope, event and the like, in a line.
+    """
+
+    jobs: Mapping[str, tuple[str, ...]]
+    groups: Mapping[str, tuple[str, ...]]
+    commit: str | None = None
+    headline: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Failures of one cause; the first of them stands for all."""
+
+    items: tuple[Item, ...]
+
+    @property
+    def first(self) -> Item:
+        """The one that stands for all."""
+        return self.items[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What all jobs came to.
+
+    Attributes:
+        jobs: The last try of each, those that the plan has and that left nothing as well.
+        problems: What is wrong with the whole, such as runs of two commits.
+        notes: What is worth knowing and fails nothing.
+        headline: What was planned, in a line.
+        fetch: What to type to have the artifacts at home under the same names, None if they are.
+    """
+
+    jobs: tuple[JobRun, ...]
+    fetch: str | None = None
+    problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    headline: str | None = None
+
+    @property
+    def verdict(self) -> str:
+        """`failed`, `broken`, `flaky` or `passed`."""
+        verdicts = {job.verdict for job in self.jobs}
+        if "failed" in verdicts:
+            return "failed"
+        if self.problems or "broken" in verdicts or not self.jobs:
+            return "broken"
+        return "flaky" if "flaky" in verdicts else "passed"
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether CI may be green."""
+        return self.verdict in ("passed", "flaky")
+
+    @property
+    def items(self) -> tuple[Item, ...]:
+        """The items of all jobs."""
+        return tuple(item for job in self.jobs for item in job.items)
+
+    @property
+    def bad_jobs(self) -> tuple[JobRun, ...]:
+        """Jobs that are wrong beside their items."""
+        return tuple(job for job in self.jobs if job.problems)
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """Failures by cause: those of the code first, then what most items share."""
+        found: dict[str, list[Item]] = {}
+        for item in self.items:
+            if item.is_bad:
+                key = item.node_id if item.cause is None else item.cause.key
+                found.setdefault(key, []).append(item)
+        return tuple(sorted((Group(items=tuple(items)) for items in found.values()), key=_interest))
+
+    @property
+    def flaky(self) -> tuple[Item, ...]:
+        """Items that passed when they were run again, and those whose failure does not count."""
+        return tuple(i for i in self.items if i.verdict == "flaky" or i.is_held)
+
+    def slowest(self, number: int) -> tuple[Item, ...]:
+        """Return the items that took longest."""
+        ran = [item for item in self.items if item.duration_s >= SHORT_S]
+        return tuple(sorted(ran, key=lambda item: -item.duration_s)[:number])
+
+    def count(self, *verdicts: str) -> int:
+        """Return how many items have one of these verdicts."""
+        return sum(item.verdict in verdicts for item in self.items)
+
+    def as_json(self) -> dict[str, JsonValue]:
+        """Return it for `summary.json`."""
+        counts = {v: self.count(v) for v in ("passed", "failed", "flaky", "broken", "skipped")}
+        return {
+            "schema": 1,
+            "verdict": self.verdict,
+            "passed": self.has_passed,
+            "planned": self.headline,
+            "fetch": self.fetch,
+            "counts": dict(counts),
+            "problems": list(self.problems),
+            "notes": list(self.notes),
+            "jobs": [job.as_json() for job in self.jobs],
+            "failures": [
+                {**group.first.as_json(), "also": [_at(item) for item in group.items[1:]]}
+                for group in self.groups
+            ],
+            "flaky": [item.as_json() for item in self.flaky],
+            "slowest": [item.as_json() for item in self.slowest(10)],
+        }
+
+
+def merge(
+    runs: Sequence[JobRun],
+    expected: Expected | None = None,
+    results: Mapping[str, str] | None = None,
+) -> Summary:
+    """Make one verdict.
+
+    Args:
+        runs: What jobs left, in any order.
+        expected: What the plan says; None believes that what there is is all.
+        results: Job of the workflow -> `success`, `failure`, `cancelled` or `skipped`, as the CI
+            system says; None where it does not.
+    """
+    by_name: dict[str, list[JobRun]] = {}
+    for run in runs:
+        by_name.setdefault(run.name, []).append(run)
+    jobs: list[JobRun] = []
+    notes: list[str] = []
+    for name, tries in by_name.items():
+        job, earlier = _last(tries)
+        notes += earlier
+        if expected is not None:
+            job = _checked(job, expected.jobs.get(name))
+        jobs.append(job)
+    if expected is not None:
+        jobs += [_missing(name) for name in expected.jobs if name not in by_name]
+    problems = [*_commits(jobs, expected), *_results(results or {}, expected, jobs)]
+    return Summary(
+        jobs=tuple(sorted(jobs, key=lambda job: job.name)),
+        problems=tuple(problems),
+        notes=tuple(notes),
+        headline=None if expected is None else expected.headline,
+    )
+
+
+def _last(tries: Sequence[JobRun]) -> tuple[JobRun, list[str]]:
+    """Return the last try of a job; two of the same number cannot be told apart."""
+    ordered = sorted(tries, key=lambda run: run.run_attempt)
+    last = ordered[-1]
+    same = [run for run in ordered if run.run_attempt == last.run_attempt]
+    if len(same) > 1:
+        names = ", ".join(str(run.artifact) for run in same)
+        problem = (
+            f"{len(same)} artifacts say that they are this job, try {last.run_attempt}: {names}"
+        )
+        items = tuple(item for run in same for item in run.items)
+        problems = tuple(problem for run in same for problem in run.problems)
+        last = replace(last, items=items, problems=(problem, *problems))
+    earlier = [
+        f"{run.name}: try {run.run_attempt} was {run.verdict} ({run.artifact}); "
+        f"try {last.run_attempt} counts"
+        for run in ordered
+        if run.run_attempt != last.run_attempt
+    ]
+    return last, earlier
+
+
+def _checked(job: JobRun, node_ids: tuple[str, ...] | None) -> JobRun:
+    """Return a job with what the plan says that it should have run and did not."""
+    if node_ids is None:
+        return replace(job, problems=(*job.problems, "is not in the plan"))
+    ran = {item.node_id for item in job.items}
+    left_out = [node_id for node_id in node_ids if node_id not in ran]
+    if not left_out or job.problems:
+        return job  # a job that was killed did not run some items for that reason
+    return replace(job, problems=(*job.problems, f"did not run {', '.join(left_out)}"))
+
+
+def _missing(name: str) -> JobRun:
+    problem = "is in the plan and left nothing: it was cancelled, or its artifact was not uploaded"
+    return JobRun(name=name, artifact=None, problems=(problem,))
+
+
+def _commits(jobs: Sequence[JobRun], expected: Expected | None) -> list[str]:
+    """Say that not all jobs tested the same."""
+    found: dict[str, list[str]] = {}
+    for job in jobs:
+        for commit in sorted(job.commits):
+            found.setdefault(commit, []).append(job.name)
+    planned = None if expected is None else expected.commit
+    if len(found) < 2 and (planned is None or set(found) <= {planned}):  # noqa: PLR2004
+        return []
+    told = "; ".join(f"{commit[:12]} in {', '.join(names)}" for commit, names in found.items())
+    plan = f", the plan is of {planned[:12]}" if planned else ""
+    return [f"jobs tested different commits: {told}{plan}"]
+
+
+def _results(
+    results: Mapping[str, str], expected: Expected | None, jobs: Sequence[JobRun]
+) -> list[str]:
+    """Say what the CI system knows that no artifact tells."""
+    bad = {job.name for job in jobs if job.verdict in ("failed", "broken")}
+    problems = []
+    for name, result in sorted(results.items()):
+        planned = None if expected is None else expected.groups.get(name)
+        is_told = result == FAILURE and bool(bad & set(planned or ()))
+        if result == SUCCESS or is_told or (result == SKIPPED and planned == ()):
+            continue
+        what = {SKIPPED: "was skipped, and the plan has something for it"}.get(result)
+        problems.append(f"job {name!r} of the workflow {what or f'ended as {result!r}'}")
+    return problems
+
+
+def _interest(group: Group) -> tuple[bool, bool, int, str]:
+    first = group.first
+    is_transient = first.cause is not None and first.cause.is_transient
+    return first.verdict == "broken", is_transient, -len(group.items), first.node_id
+
+
+def _at(item: Item) -> dict[str, JsonValue]:
+    return {"node_id": item.node_id, "job": item.job}

@@ -1,0 +1,311 @@
+"""The plan of a CI run: the decision, the rows, a job for each, and what was left out and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pytest_megatron.ci.buckets import find_test_files
+from pytest_megatron.ci.changes import Change, Suggestion, suggest
+from pytest_megatron.ci.decide import Decision, Trigger, decide
+from pytest_megatron.ci.durations import read_durations
+from pytest_megatron.ci.jobs import Job, UnitRow, integration_matrix, unit_matrix, workload_jobs
+from pytest_megatron.ci.table import CiTable, load_table
+from pytest_megatron.ci.units import (
+    UNIT_MODEL,
+    LeftOut,
+    UnitChoice,
+    UnitJobs,
+    bucket_jobs,
+    shard_jobs,
+    unit_rows,
+)
+from pytest_megatron.config import load_config
+from pytest_megatron.errors import EmptySelectionError, RecipeError
+from pytest_megatron.files import JsonValue
+from pytest_megatron.recipe.expand import Profile
+from pytest_megatron.recipe.findings import Finding
+from pytest_megatron.recipe.load import BUILT_IN_WORDS, find_recipes, read_recipe
+from pytest_megatron.recipe.model import Workload
+from pytest_megatron.recipe.select import Selection, failing, select, values
+from pytest_megatron.recipe.vocabulary import Vocabulary
+
+HISTORY = Path(".pytest_megatron/history.jsonl")
+
+
+class BrokenRecipesError(RecipeError):
+    """Recipes have errors; all of them are in `findings`."""
+
+    def __init__(self, findings: Sequence[Finding]) -> None:
+        super().__init__(findings[0].where, findings[0].message)
+        self.findings = tuple(findings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a plan is asked for.
+
+    Attributes:
+        root: The project's; `recipes` and test files are found from here.
+        recipes: Files and directories; empty leaves it to the table.
+        profile: None leaves it to the table.
+        platforms, models, test_cases: Empty is any.
+        tag: None leaves it to the table.
+        kinds: Out of `workload` and `unit`.
+        num_shards: None makes jobs of the buckets that recipes name.
+        durations: Files of recorded durations; empty is the project's history, if it is there.
+        unit_row: What commands of shards take besides.
+        changes: Changed paths, None where they are not known.
+        is_suggestion_applied: Whether the label that the paths suggest counts as attached.
+        is_empty_allowed: Whether a plan without jobs is no error.
+    """
+
+    root: Path
+    trigger: Trigger
+    recipes: tuple[Path, ...] = ()
+    profile: Profile | None = None
+    platforms: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
+    test_cases: tuple[str, ...] = ()
+    tag: str | None = None
+    kinds: tuple[str, ...] = ("workload", "unit")
+    num_shards: int | None = None
+    durations: tuple[Path, ...] = ()
+    gpus: int = 0
+    ranks: int = 0
+    changes: tuple[Change, ...] | None = None
+    is_suggestion_applied: bool = False
+    is_empty_allowed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CiPlan:
+    """What CI runs.
+
+    Attributes:
+        workloads: The rows that run, in the order of the recipes.
+        jobs: One for each row, then one for each bucket or shard.
+        left_out: Every other row, with what keeps it out.
+    """
+
+    trigger: Trigger
+    decision: Decision
+    platforms: tuple[str, ...]
+    workloads: tuple[Workload, ...]
+    jobs: tuple[Job, ...]
+    left_out: tuple[LeftOut, ...]
+    suggestion: Suggestion | None
+
+    def as_json(self, *, is_explained: bool = False) -> dict[str, JsonValue]:
+        """Return it for `plan --format json`; words of a list are joined with commas."""
+        decision = self.decision
+        found: dict[str, JsonValue] = {
+            "schema": 1,
+            "event": self.trigger.event,
+            "labels": list(self.trigger.labels),
+            "scope": ",".join(decision.scope),
+            "cadence": ",".join(decision.cadence),
+            "n_repeat": decision.n_repeat,
+            "lightweight": decision.is_lightweight,
+            "environment": decision.environment,
+            "platform": ",".join(self.platforms),
+            "image": decision.image,
+            "suites": list(decision.suites),
+            "rule": decision.rule,
+            "reason": decision.reason,
+            "label_effects": list(decision.label_effects),
+            "unknown_labels": list(decision.unknown_labels),
+            "suggestion": None if self.suggestion is None else self.suggestion.as_json(),
+            "workloads": [_row(workload) for workload in self.workloads],
+            "jobs": [job.as_json() for job in self.jobs],
+            "matrix": {
+                "unit": unit_matrix(self.jobs),
+                "integration": integration_matrix(self.jobs),
+            },
+        }
+        if is_explained:
+            found["rules"] = [
+                {"rule": one.rule, "decides": one.is_deciding, "why": one.why}
+                for one in decision.considered
+            ]
+            found["left_out"] = [
+                {"id": one.name, "reasons": list(one.reasons)} for one in self.left_out
+            ]
+        return found
+
+
+def make_plan(request: Request) -> CiPlan:
+    """Return what CI runs.
+
+    Raises:
+        ConfigError: The project's table is wrong.
+        BrokenRecipesError: Recipes have errors.
+        RecipeError: Buckets do not hold every test file once, or recipes are not there.
+        SelectionError: The event or a word is unknown, or nothing is selected.
+    """
+    config = load_config(request.root)
+    words = BUILT_IN_WORDS.extended(
+        scopes=config.scopes, platforms=config.platforms, environments=config.environments
+    )
+    table = load_table(config, words)
+    trigger, suggestion = _with_suggestion(request, table)
+    decision = decide(trigger, table)
+    rows = _read_rows(request, table, words)
+    workloads: tuple[Workload, ...] = ()
+    jobs: list[Job] = []
+    left_out: list[LeftOut] = []
+    if "workload" in request.kinds:
+        workloads, left_out = _select(rows, request, decision, words)
+        jobs += workload_jobs(workloads, decision, table)
+    if "unit" in request.kinds:
+        units = _unit_jobs(unit_rows(rows), request, decision, table)
+        jobs += units.jobs
+        left_out += units.left_out
+    if not jobs and not request.is_empty_allowed:
+        raise EmptySelectionError("the plan", "has no jobs, expected some; is this the root?")
+    return CiPlan(
+        trigger=trigger,
+        decision=decision,
+        platforms=request.platforms,
+        workloads=workloads,
+        jobs=tuple(jobs),
+        left_out=tuple(left_out),
+        suggestion=suggestion,
+    )
+
+
+def _with_suggestion(request: Request, table: CiTable) -> tuple[Trigger, Suggestion | None]:
+    trigger = request.trigger
+    if request.changes is None:
+        return trigger, None
+    suggestion = suggest(request.changes, table)
+    if not request.is_suggestion_applied:
+        return trigger, suggestion
+    labels = tuple(dict.fromkeys((*trigger.labels, *suggestion.labels)))
+    return (
+        Trigger(
+            event=trigger.event,
+            labels=labels,
+            ref=trigger.ref,
+            cadence=trigger.cadence,
+            environment=trigger.environment,
+        ),
+        suggestion,
+    )
+
+
+def _read_rows(request: Request, table: CiTable, words: Vocabulary) -> tuple[Workload, ...]:
+    """Return the rows of all recipes.
+
+    A project without the table's own folders of recipes has none; what was asked for must be there.
+    """
+    given = request.recipes or tuple(request.root / name for name in table.recipes)
+    paths = given if request.recipes else [p for p in given if p.exists()]
+    profile = request.profile or Profile(table.recipe_profile)
+    loaded = [read_recipe(file, profile, words) for file in find_recipes(paths)]
+    errors = [error for one in loaded for error in one.errors]
+    if errors:
+        raise BrokenRecipesError(errors)
+    return tuple(row for one in loaded for row in one.workloads)
+
+
+def _select(
+    rows: Sequence[Workload], request: Request, decision: Decision, words: Vocabulary
+) -> tuple[tuple[Workload, ...], list[LeftOut]]:
+    """Return the rows that run, and why the others do not.
+
+    Raises:
+        SelectionError: None runs, and that is not allowed.
+    """
+    trainings = [row for row in rows if row.model != UNIT_MODEL]
+    if not trainings and ("unit" in request.kinds and (rows or request.num_shards)):
+        return (), []
+    selection = Selection(
+        scope=decision.scope,
+        cadence=decision.cadence,
+        environment=(decision.environment,),
+        platform=request.platforms,
+        model=request.models,
+        test_case=request.test_cases,
+        tag=() if request.tag is None else (request.tag,),
+    )
+    try:
+        selected = select(trainings, selection, words)
+    except EmptySelectionError:
+        if not request.is_empty_allowed:
+            raise
+        selected = ()
+    chosen = set(map(id, selected))
+    filters = selection.words()
+    left_out = [_left_out(row, filters) for row in trainings if id(row) not in chosen]
+    return selected, left_out
+
+
+def _left_out(row: Workload, filters: dict[str, tuple[str, ...]]) -> LeftOut:
+    """Return what keeps a row out; what disables it comes first, and is all there is to say."""
+    reasons = [] if row.disabled_reason is None else [row.disabled_reason]
+    if not reasons:
+        reasons = [
+            f"{name.replace('_', ' ')} {','.join(values(row, name)) or '-'}, "
+            f"asked {','.join(filters[name])}"
+            for name in failing(row, filters)
+        ]
+    return LeftOut(name=f"{row.file.as_posix()}::{row.item_name}", reasons=tuple(reasons))
+
+
+def _unit_jobs(
+    rows: Sequence[Workload], request: Request, decision: Decision, table: CiTable
+) -> UnitJobs:
+    """Return the jobs of unit tests.
+
+    Raises:
+        SelectionError: There are rows of unit tests, and none is asked for.
+    """
+    tag = table.tag if request.tag is None else request.tag
+    if request.num_shards is not None:
+        files = find_test_files(request.root, table.unit_tests)
+        history = request.root / HISTORY
+        paths = request.durations or ((history,) if history.exists() else ())
+        row = UnitRow(
+            environment=decision.environment,
+            tag=tag,
+            platform=request.platforms[0] if len(request.platforms) == 1 else "",
+            gpus=request.gpus,
+            ranks=request.ranks,
+        )
+        durations = read_durations(paths, files)
+        return shard_jobs(request.root, request.num_shards, durations, row, table)
+    choice = UnitChoice(environment=decision.environment, platforms=request.platforms, tag=tag)
+    found = bucket_jobs(rows, choice, table, request.root) if rows else UnitJobs()
+    is_empty = not found.jobs and (bool(rows) or request.kinds == ("unit",))
+    if is_empty and not request.is_empty_allowed:
+        where = f"--environment {choice.environment}" + (f" --tag {tag}" if tag else "")
+        where += f" --platform {','.join(choice.platforms)}" if choice.platforms else ""
+        nearest = f"; {found.left_out[0].name}: {found.left_out[0].reasons[0]}" if rows else ""
+        raise EmptySelectionError(
+            where,
+            f"matches none of {len(rows)} rows of unit tests{nearest}; "
+            f"give --shards to share files out without rows",
+        )
+    return found
+
+
+def _row(workload: Workload) -> dict[str, JsonValue]:
+    return {
+        "id": f"{workload.file.as_posix()}::{workload.item_name}",
+        "file": workload.file.as_posix(),
+        "line": workload.line,
+        "model": workload.model,
+        "test_case": workload.test_case,
+        "environment": workload.environment,
+        "platform": workload.platform,
+        "scope": workload.scope,
+        "cadence": list(workload.cadence),
+        "tag": workload.tag,
+        "nodes": workload.nodes,
+        "gpus": workload.gpus,
+        "n_repeat": workload.n_repeat,
+        "time_limit": workload.time_limit_s,
+        "spec": dict(workload.spec),
+    }

@@ -1,0 +1,232 @@
+"""Text and Markdown of a summary. Pure; names and logs in it are anybody's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from pytest_megatron.ci.merge import Group, Summary
+from pytest_megatron.ci.outcome import Cause, Item, JobRun
+from pytest_megatron.markdown import code, escaped, fenced, plain, table
+
+STEP_SUMMARY_BYTES = 900_000  # GitHub takes 1 MiB for a step
+COMMENT_BYTES = 60_000  # GitHub takes 65,536 characters for a comment
+_MOST_NAME = 300
+_MOST_TEXT = 1500
+_MOST_ALSO = 5
+_MOST_SLOW = 10
+_INDENT = "    "
+_MARKS = {
+    "passed": ":white_check_mark:",
+    "flaky": ":warning:",
+    "failed": ":x:",
+    "broken": ":boom:",
+}
+
+
+def headline(summary: Summary) -> str:
+    """Return `failed: 2 of 40 items, 1 of 5 jobs has a problem`."""
+    bad = sum(item.is_bad for item in summary.items)
+    parts = [f"{bad} of {_number(len(summary.items), 'item')}" if bad else ""]
+    num_bad = len(summary.bad_jobs)
+    verb = "has" if num_bad == 1 else "have"
+    parts.append(
+        f"{num_bad} of {_number(len(summary.jobs), 'job')} {verb} a problem" if num_bad else ""
+    )
+    parts.append(_number(len(summary.problems), "problem") + " besides" if summary.problems else "")
+    told = ", ".join(part for part in parts if part)
+    ran = f"{_number(len(summary.items), 'item')} in {_number(len(summary.jobs), 'job')}"
+    flaky = f", {summary.count('flaky')} flaky" if summary.count("flaky") else ""
+    return f"{summary.verdict}: {told or ran + flaky}"
+
+
+def as_text(summary: Summary) -> str:
+    """Return the summary for a terminal."""
+    blocks = ["\n".join(_text_head(summary))]
+    blocks += ["\n".join(_text_group(group)) for group in summary.groups]
+    if summary.flaky:
+        lines = (f"{_INDENT}{item.node_id}: {how_flaky(item)}" for item in summary.flaky)
+        blocks.append("\n".join(["flaky", *lines]))
+    slow = summary.slowest(_MOST_SLOW)
+    if slow:
+        lines = (f"{_INDENT}{item.duration_s:8.1f} s  {item.node_id} ({item.job})" for item in slow)
+        blocks.append("\n".join(["slowest", *lines]))
+    return plain("\n\n".join(blocks))
+
+
+def _text_head(summary: Summary) -> Iterator[str]:
+    yield headline(summary)
+    if summary.headline:
+        yield f"planned: {summary.headline}"
+    for problem in summary.problems:
+        yield f"problem: {problem}"
+    width = max((len(job.name) for job in summary.jobs), default=0)
+    for job in summary.jobs:
+        yield f"{_INDENT}{job.verdict:<7} {job.name:<{width}}  {counts(job)}"
+        for problem in job.problems:
+            yield f"{_INDENT * 2}{problem}"
+    for note in summary.notes:
+        yield f"note: {note}"
+    if summary.fetch and summary.groups:
+        yield f"to have the artifacts at home: {summary.fetch}"
+
+
+def _text_group(group: Group) -> Iterator[str]:
+    item, cause = group.first, group.first.cause
+    yield f"{item.verdict} {item.node_id} ({item.job})"
+    if cause is not None:
+        for line in cause.text.splitlines():
+            yield f"{_INDENT}{line}"
+        if cause.rank is not None or cause.place:
+            yield f"{_INDENT}{_started(cause.rank, cause.place or '')}"
+        if cause.line:
+            yield f"{_INDENT * 2}{cause.line}"
+        if cause.signature:
+            kind = "transient" if cause.is_transient else "not transient"
+            advice = f": {cause.advice}" if cause.advice else ""
+            yield f"{_INDENT}known as {cause.signature}, {kind}{advice}"
+    if len(group.items) > 1:
+        yield f"{_INDENT}{_also(group, lambda name: name)}"
+    if item.reproduce:
+        yield f"{_INDENT}reproduce: {item.reproduce}"
+
+
+def as_markdown(summary: Summary, most_bytes: int = STEP_SUMMARY_BYTES) -> str:
+    """Return the summary for a step summary or a comment.
+
+    Args:
+        summary: What to tell.
+        most_bytes: Of UTF-8. What does not fit is counted, the least interesting first.
+    """
+    budget = most_bytes - 200  # for the lines that say what was left out
+    found: list[str] = []
+    for title, blocks in _sections(summary):
+        budget, part = _fit(title, list(blocks), budget)
+        found += part
+    return "\n\n".join(found) + "\n"
+
+
+def _fit(title: str, blocks: Sequence[str], budget: int) -> tuple[int, list[str]]:
+    """Return what is left of a budget, and as many blocks as it has room for."""
+    shown = [title] if title and blocks else []
+    size = sum(_bytes(text) for text in shown)
+    for number, block in enumerate(blocks):
+        if size + _bytes(block) > budget:
+            shown.append(f"... and {len(blocks) - number} more; `summary.json` has all.")
+            return 0, shown if budget > _bytes(title) else []
+        shown.append(block)
+        size += _bytes(block)
+    return budget - size, shown
+
+
+def _bytes(text: str) -> int:
+    return len(text.encode()) + 2  # and a blank line
+
+
+def _sections(summary: Summary) -> Iterator[tuple[str, Iterator[str]]]:
+    yield "", _markdown_head(summary)
+    yield "### What failed", (_markdown_group(group) for group in summary.groups)
+    yield (
+        "### Flaky",
+        _tables(
+            ("item", "job", "why"),
+            [(_name(i), code(i.job, _MOST_NAME), escaped(how_flaky(i))) for i in summary.flaky],
+        ),
+    )
+    yield "### Jobs", _tables(("job", "verdict", "came to", "artifact"), list(_job_rows(summary)))
+    slow = summary.slowest(_MOST_SLOW)
+    rows = [(_name(i), code(i.job, _MOST_NAME), f"{i.duration_s:.1f}") for i in slow]
+    yield "### Slowest", _tables(("item", "job", "s"), rows, numbers=(2,))
+
+
+def _tables(
+    head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()
+) -> Iterator[str]:
+    """Yield a table in parts of 50 rows, so that a part of a long one can be left out."""
+    for start in range(0, len(rows), 50):
+        yield table(head, rows[start : start + 50], numbers)
+
+
+def _markdown_head(summary: Summary) -> Iterator[str]:
+    yield f"## {_MARKS[summary.verdict]} {escaped(headline(summary))}"
+    if summary.headline:
+        yield f"Planned: {escaped(summary.headline)}."
+    lines = [f"- {escaped(problem[:_MOST_TEXT])}" for problem in summary.problems]
+    lines += [
+        f"- {code(job.name, _MOST_NAME)} {escaped(problem[:_MOST_TEXT])}"
+        for job in summary.bad_jobs
+        for problem in job.problems
+    ]
+    for start in range(0, len(lines), 20):
+        yield "\n".join(lines[start : start + 20])
+    if summary.notes:
+        yield "\n".join(f"- {escaped(note[:_MOST_TEXT])}" for note in summary.notes[:20])
+    if summary.fetch and summary.groups:
+        yield f"To reproduce a failure at home, first: {code(summary.fetch)}"
+
+
+def _markdown_group(group: Group) -> str:
+    item, cause = group.first, group.first.cause
+    lines = [f"#### {_MARKS[item.verdict]} {_name(item)}", ""]
+    if cause is not None:
+        lines += [fenced(cause.text, _MOST_TEXT), ""]
+        if cause.rank is not None or cause.place:
+            lines.append(f"- {_markdown_place(cause)}")
+        if cause.signature:
+            kind = "transient" if cause.is_transient else "not transient"
+            advice = f": {escaped(cause.advice)}" if cause.advice else ""
+            lines.append(f"- known as {code(cause.signature)}, {kind}{advice}")
+    lines.append(f"- in job {code(item.job, _MOST_NAME)}")
+    if len(group.items) > 1:
+        lines.append(f"- {_also(group, code)}")
+    if item.reproduce:
+        lines += ["", fenced(item.reproduce, language="sh")]
+    return "\n".join(lines)
+
+
+def _markdown_place(cause: Cause) -> str:
+    line = "" if cause.line is None else f": {code(cause.line, _MOST_NAME)}"
+    place = "" if cause.place is None else code(cause.place, _MOST_NAME)
+    return f"{_started(cause.rank, place)}{line}"
+
+
+def _job_rows(summary: Summary) -> Iterator[tuple[str, str, str, str]]:
+    for job in sorted(summary.jobs, key=lambda job: job.verdict in ("passed", "flaky")):
+        artifact = "" if job.artifact is None else code(job.artifact, _MOST_NAME)
+        mark = f"{_MARKS[job.verdict]} {job.verdict}"
+        yield code(job.name, _MOST_NAME), mark, escaped(counts(job)), artifact
+
+
+def _started(rank: int | None, place: str) -> str:
+    if rank is None:
+        return f"see {place}"
+    return f"started on rank {rank}" + (f", {place}" if place else "")
+
+
+def counts(job: JobRun) -> str:
+    """Return `2 failed, 40 passed, 12.0 s`."""
+    words = ("failed", "broken", "flaky", "passed", "skipped")
+    told = [f"{number} {word}" for word in words if (number := job.count(word))]
+    return f"{', '.join(told) or 'no items'}, {job.duration_s:.1f} s"
+
+
+def how_flaky(item: Item) -> str:
+    """Return why an item that did not pass at once fails nothing."""
+    if item.is_held:
+        return f"{item.verdict}, in quarantine"
+    causes = f": {', '.join(item.causes)}" if item.causes else ""
+    return f"passed at attempt {max(item.num_attempts, 2)}{causes}"
+
+
+def _also(group: Group, form: Callable[[str], str]) -> str:
+    others = [f"{item.node_id} ({item.job})" for item in group.items[1:]]
+    shown = [form(name[:_MOST_NAME]) for name in others[:_MOST_ALSO]]
+    more = f" and {len(others) - _MOST_ALSO} more" if len(others) > _MOST_ALSO else ""
+    return f"the same in {', '.join(shown)}{more}"
+
+
+def _name(item: Item) -> str:
+    return code(item.node_id, _MOST_NAME)
+
+
+def _number(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -1,0 +1,184 @@
+"""`pytest-megatron ci`: files for CI, and one verdict of many jobs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from pytest_megatron.errors import CiError, MegatronError
+
+if TYPE_CHECKING:
+    from pytest_megatron.ci.merge import Summary
+
+EXIT_FAILED = 1
+_PAGES = "pages"
+
+
+@click.group("ci", context_settings={"help_option_names": ["-h", "--help"]})
+def command() -> None:
+    """Write files for CI, and make one verdict of many jobs."""
+
+
+@command.command("init")
+@click.option("--github", "kind", flag_value="github", default="github", help="The default.")
+@click.option("--gitlab", "kind", flag_value="gitlab")
+@click.option("--force", is_flag=True, help="Replace a file that is there.")
+def init(*, kind: str, force: bool) -> None:
+    """Write a workflow for GitHub Actions, or a pipeline for GitLab, that runs the plan.
+
+    What is particular to a project comes from [tool.pytest-megatron.ci.workflow].
+    """
+    from pytest_megatron.ci.init import write_files  # noqa: PLC0415 - each command its own
+
+    for line in write_files(Path(), kind, is_forced=force):
+        click.echo(line)
+
+
+@command.command("child")
+@click.argument("plan", metavar="PLAN", type=click.Path(path_type=Path))
+def child(*, plan: Path) -> None:
+    """Print GitLab's child pipeline of a plan, which has a job for each of its jobs."""
+    from pytest_megatron.ci.expect import load_plan  # noqa: PLC0415 - each command its own
+    from pytest_megatron.ci.init import project_workflow  # noqa: PLC0415
+    from pytest_megatron.ci.workflow import child_pipeline  # noqa: PLC0415
+
+    content, where = load_plan(plan)
+    click.echo(child_pipeline(content, project_workflow(Path()), where), nl=False)
+
+
+@command.command("job")
+@click.argument("job", metavar="ID")
+@click.option("--test-case", metavar="NAME", help="Name the artifact after it.  [default: ID]")
+@click.option(
+    "--directory",
+    type=click.Path(path_type=Path),
+    default=Path("megatron-job"),
+    show_default=True,
+    help="Of the job's artifact; made here.",
+)
+def begin(*, job: str, test_case: str | None, directory: Path) -> None:
+    """Begin a job of the plan: make the directory of its artifact, with its name in it.
+
+    Prints the artifact's name, and hands it to later steps through GITHUB_OUTPUT.
+    """
+    from pytest_megatron.ci.job import new_job, write_job  # noqa: PLC0415 - each command its own
+    from pytest_megatron.ci.render import outputs_text  # noqa: PLC0415
+
+    record = new_job(job, test_case or job, os.environ)
+    write_job(record, directory)
+    click.echo(record.artifact)
+    outputs = os.environ.get("GITHUB_OUTPUT")
+    if outputs:
+        values = {"artifact": record.artifact, "directory": str(directory)}
+        _append(Path(outputs), outputs_text(values))
+
+
+@command.command("summary")
+@click.argument("paths", metavar="RUN...", nargs=-1, type=click.Path(path_type=Path))
+@click.option(
+    "--expect",
+    "plan",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="The plan; what it has and no RUN has is a failure.",
+)
+@click.option(
+    "--results",
+    metavar="JSON",
+    help="What the CI system says of its jobs, as GitHub's toJSON(needs).",
+)
+@click.option(
+    "--output",
+    "directory",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="Write summary.json, summary.md, comment.md and junit.xml there.",
+)
+@click.option("--step-summary", is_flag=True, help="Append it to GITHUB_STEP_SUMMARY.")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["text", "json", "markdown"]),
+    default="text",
+    show_default=True,
+)
+def summary(
+    *,
+    paths: tuple[Path, ...],
+    plan: Path | None,
+    results: str | None,
+    directory: Path | None,
+    step_summary: bool,
+    form: str,
+) -> None:
+    """Make one verdict of the runs of many jobs: run directories, artifacts, folders of them.
+
+    Exit code 0: all passed. 1: something failed or is missing. 2: the input is unusable.
+    """
+    from pytest_megatron.ci.collect import read_jobs  # noqa: PLC0415 - each command its own
+    from pytest_megatron.ci.expect import read_plan, read_results  # noqa: PLC0415
+    from pytest_megatron.ci.merge import merge  # noqa: PLC0415
+    from pytest_megatron.ci.output import write_outputs  # noqa: PLC0415
+    from pytest_megatron.ci.summary_text import as_markdown, as_text  # noqa: PLC0415
+
+    expected = None if plan is None else read_plan(plan)
+    told = None if results is None else read_results(results)
+    if not paths and expected is None:
+        raise CiError("RUN", "nothing was given, expected runs, artifacts or --expect")
+    with tempfile.TemporaryDirectory(prefix="pytest-megatron-summary-") as workspace:
+        runs = read_jobs(paths, Path(workspace), is_empty_allowed=expected is not None)
+        found = replace(merge(runs, expected, told), fetch=_fetch(paths))
+    if directory is not None:
+        write_outputs(found, directory, _write_pages(found, directory))
+    if step_summary:
+        page = os.environ.get("GITHUB_STEP_SUMMARY")
+        if not page:
+            raise CiError("--step-summary", "GITHUB_STEP_SUMMARY is not set; leave it out here")
+        _append(Path(page), as_markdown(found))
+    match form:
+        case "json":
+            click.echo(json.dumps(found.as_json(), indent=2, allow_nan=False))
+        case "markdown":
+            click.echo(as_markdown(found), nl=False)
+        case _:
+            click.echo(as_text(found))
+    sys.exit(0 if found.has_passed else EXIT_FAILED)
+
+
+def _fetch(paths: tuple[Path, ...]) -> str | None:
+    """Return what fetches the artifacts of this run of GitHub Actions, by their names here."""
+    run_id, repository = (os.environ.get(f"GITHUB_{name}") for name in ("RUN_ID", "REPOSITORY"))
+    if run_id is None or repository is None or len(paths) != 1:
+        return None
+    words = ("--repo", repository, "--pattern", "logs-*", "--dir", str(paths[0]))
+    return shlex.join(["gh", "run", "download", run_id, *words])
+
+
+def _write_pages(found: Summary, directory: Path) -> str | None:
+    """Write the pages of the runs that can be read; return where, from the directory, if any."""
+    from pytest_megatron.pages.write import write_report  # noqa: PLC0415
+
+    names = (job.artifact for job in found.jobs if job.artifact is not None and job.has_run_file)
+    runs = tuple(dict.fromkeys(Path(name.partition("!")[0]) for name in names))
+    try:
+        index = write_report(runs, directory / _PAGES)
+    except MegatronError as error:
+        click.echo(f"no pages of the runs: {error}", err=True)
+        return None
+    return index.relative_to(directory).as_posix()
+
+
+def _append(path: Path, text: str) -> None:
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise CiError(str(path), f"cannot be written: {error.strerror}") from error

@@ -1,0 +1,211 @@
+"""`pytest-megatron plan`: what CI runs for these labels and this event, and what to type for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import click
+from typing_extensions import TypedDict, Unpack
+
+from pytest_megatron.ci.changes import Change, changes_since, parse_changes
+from pytest_megatron.ci.decide import Trigger, parse_labels
+from pytest_megatron.ci.plan import BrokenRecipesError, CiPlan, Request, make_plan
+from pytest_megatron.ci.render import as_text, github_outputs, matrix_problem, outputs_text
+from pytest_megatron.errors import EmptySelectionError, SelectionError
+from pytest_megatron.recipe.expand import Profile
+from pytest_megatron.recipe.vocabulary import CADENCES
+
+EXIT_UNUSABLE = 2
+EXIT_EMPTY = 5  # as pytest's for no tests
+OUTPUT_VARIABLE = "GITHUB_OUTPUT"
+_KINDS = {"workloads": ("workload",), "units": ("unit",), "all": ("workload", "unit")}
+_FILES = click.Path(path_type=Path)
+
+
+class _Given(TypedDict):
+    """The values of the options."""
+
+    labels: str
+    event: str
+    ref: str
+    cadence: str | None
+    environment: str | None
+    platform: tuple[str, ...]
+    model: tuple[str, ...]
+    test_case: tuple[str, ...]
+    tag: str | None
+    recipes: tuple[Path, ...]
+    recipe_profile: str | None
+    only: str
+    shards: int | None
+    durations: tuple[Path, ...]
+    gpus: int
+    ranks: int
+    changed_paths: str | None
+    diff: str | None
+    apply_suggestion: bool
+    explain: bool
+    allow_empty: bool
+    style: str
+
+
+@click.command(name="plan")
+@click.option(
+    "--labels",
+    default="",
+    metavar="LIST",
+    help="Labels of the pull request: with commas, or a JSON array.",
+)
+@click.option("--event", default="pull_request", show_default=True, metavar="NAME")
+@click.option("--ref", default="", metavar="REF", help="For rules about pushes: refs/heads/main.")
+@click.option("--cadence", type=click.Choice(CADENCES), help="What a schedule is for.")
+@click.option("--environment", metavar="NAME", help="Instead of what labels say.")
+@click.option("--platform", multiple=True, metavar="LIST", help="Only jobs for this hardware.")
+@click.option("--model", multiple=True, metavar="LIST", help="Only workloads of this model.")
+@click.option(
+    "--test-case", multiple=True, metavar="LIST", help="Only workloads of this test case."
+)
+@click.option("--tag", metavar="NAME", help="Only rows with this tag; of unit tests latest.")
+@click.option(
+    "--recipes",
+    multiple=True,
+    type=_FILES,
+    metavar="PATH",
+    help="Recipe or directory, repeatable; recipes/ by default.",
+)
+@click.option("--recipe-profile", type=click.Choice([p.value for p in Profile]))
+@click.option("--only", type=click.Choice(list(_KINDS)), default="all", show_default=True)
+@click.option(
+    "--shards",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="N jobs of unit tests, balanced by durations, instead of the recipes' buckets.",
+)
+@click.option(
+    "--durations",
+    multiple=True,
+    type=_FILES,
+    metavar="PATH",
+    help="History, JUnit XML or JSON, repeatable; the project's history by default.",
+)
+@click.option("--gpus", type=click.IntRange(min=0), default=0, help="Of each shard's gang.")
+@click.option("--ranks", type=click.IntRange(min=0), default=0, help="The same on the CPU.")
+@click.option(
+    "--changed-paths",
+    metavar="FILE|-",
+    help="Changed paths, or git diff --name-status; suggests a label.",
+)
+@click.option("--diff", metavar="REV", help="The same for what changed since REV.")
+@click.option("--apply-suggestion", is_flag=True, help="Plan as if that label were attached.")
+@click.option("--explain", is_flag=True, help="Say why each rule and row is in or out.")
+@click.option("--allow-empty", is_flag=True, help="A plan without jobs is no error.")
+@click.option(
+    "--format",
+    "style",
+    type=click.Choice(["text", "json", "github"]),
+    default="text",
+    show_default=True,
+    help=f"github appends step outputs to ${OUTPUT_VARIABLE}.",
+)
+def command(**given: Unpack[_Given]) -> None:
+    """Print what CI runs for labels and an event, with the exact command of each job.
+
+    Run it from the project's root. Exits with 5 if nothing is selected, with 2 if the labels, the
+    event, a recipe or the project's table are unusable.
+    """
+    try:
+        plan = make_plan(_request(given))
+    except BrokenRecipesError as broken:
+        for finding in broken.findings:
+            click.echo(f"pytest-megatron: {finding}", err=True)
+        sys.exit(EXIT_UNUSABLE)
+    except EmptySelectionError as error:
+        click.echo(f"pytest-megatron: {error}", err=True)
+        sys.exit(EXIT_EMPTY)
+    _STYLES[given["style"]](plan, is_explained=given["explain"])
+
+
+def _request(given: _Given) -> Request:
+    if given["changed_paths"] is not None and given["diff"] is not None:
+        raise SelectionError("--diff", "--changed-paths is given as well; give one of them")
+    if given["gpus"] and given["ranks"]:
+        raise SelectionError("--gpus", "--ranks is given as well; give one of them")
+    root, profile = Path(), given["recipe_profile"]
+    return Request(
+        root=root,
+        trigger=Trigger(
+            event=given["event"],
+            labels=parse_labels(given["labels"]),
+            ref=given["ref"],
+            cadence=given["cadence"],
+            environment=given["environment"],
+        ),
+        recipes=given["recipes"],
+        profile=None if profile is None else Profile(profile),
+        platforms=_split(given["platform"]),
+        models=_split(given["model"]),
+        test_cases=_split(given["test_case"]),
+        tag=given["tag"],
+        kinds=_KINDS[given["only"]],
+        num_shards=given["shards"],
+        durations=given["durations"],
+        gpus=given["gpus"],
+        ranks=given["ranks"] or given["gpus"],
+        changes=_changes(root, given["changed_paths"], given["diff"]),
+        is_suggestion_applied=given["apply_suggestion"],
+        is_empty_allowed=given["allow_empty"],
+    )
+
+
+def _split(lists: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the words of lists with commas; empty words are none."""
+    return tuple(word.strip() for text in lists for word in text.split(",") if word.strip())
+
+
+def _changes(root: Path, path: str | None, revision: str | None) -> tuple[Change, ...] | None:
+    if revision is not None:
+        return changes_since(root, revision)
+    if path is None:
+        return None
+    try:
+        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise SelectionError(f"--changed-paths {path}", f"cannot be read: {problem}") from None
+    return parse_changes(text)
+
+
+def _print_text(plan: CiPlan, *, is_explained: bool) -> None:
+    click.echo(as_text(plan, is_explained=is_explained), nl=False)
+
+
+def _print_json(plan: CiPlan, *, is_explained: bool) -> None:
+    click.echo(json.dumps(plan.as_json(is_explained=is_explained), indent=1))
+
+
+def _write_outputs(plan: CiPlan, *, is_explained: bool) -> None:
+    """Append outputs to the step's file; the log gets the text.
+
+    Raises:
+        SelectionError: GitHub would refuse the matrix, or the file cannot be written.
+    """
+    problem = matrix_problem(plan)
+    if problem is not None:
+        raise SelectionError("--format github", problem)
+    text = outputs_text(github_outputs(plan))
+    path = os.environ.get(OUTPUT_VARIABLE)
+    if not path:
+        click.echo(text, nl=False)
+        return
+    try:
+        with Path(path).open("a", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as problem_of_file:
+        where = f"${OUTPUT_VARIABLE}"
+        raise SelectionError(where, f"cannot be written: {problem_of_file}") from None
+    _print_text(plan, is_explained=is_explained)
+
+
+_STYLES = {"text": _print_text, "json": _print_json, "github": _write_outputs}

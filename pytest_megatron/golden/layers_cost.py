@@ -1,0 +1,53 @@
+"""The layers of the strict policy for time, throughput and memory. Pure.
+
+By default a run fails only on the side where it is worse: one that is faster or smaller passes and
+says so. All are robust statistics, since single steps of a shared machine say little.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+
+from pytest_megatron.golden.comparison import Rule, Summary
+from pytest_megatron.golden.deviation import Point
+from pytest_megatron.golden.layers import Finding, is_within, named, of_summary
+from pytest_megatron.golden.limits import CostLimits, MemoryLimits, Worse
+
+_Statistic = Callable[[Sequence[float]], float]
+
+
+def cost_layers(points: list[Point], limits: CostLimits) -> Iterable[Finding]:
+    """Judge a time or a rate after the warm-up: its median, and how bad its worse steps are."""
+    steady = points[max(1, int(limits.warm_up * len(points))) :] or points
+    yield _layer(Rule.MEDIAN, "median", steady, statistics.median, (limits.median, limits.worse))
+    quarter = _lower_quartile if limits.worse is Worse.LOWER else _upper_quartile
+    name = "lower quartile" if limits.worse is Worse.LOWER else "upper quartile"
+    yield _layer(Rule.QUARTILE, name, steady, quarter, (limits.quartile, limits.worse))
+
+
+def memory_layers(points: list[Point], limits: MemoryLimits) -> Iterable[Finding]:
+    """Judge memory by its peak and by its median, so that neither a spike nor a shift hides."""
+    yield _layer(Rule.PEAK, "peak", points, max, (limits.peak, limits.worse))
+    yield _layer(Rule.MEDIAN, "median", points, statistics.median, (limits.median, limits.worse))
+
+
+def _layer(
+    rule: Rule, name: str, points: Sequence[Point], of: _Statistic, limit: tuple[float, Worse]
+) -> Finding:
+    tolerance, worse = limit
+    summary = Summary(
+        name=named(name, points),
+        observed=of([p.observed for p in points]),
+        golden=of([p.golden for p in points]),
+        tolerance=tolerance,
+    )
+    return of_summary(rule, summary, passed=is_within(summary, worse))
+
+
+def _upper_quartile(values: Sequence[float]) -> float:
+    return statistics.quantiles(values, n=4)[2] if len(values) > 1 else values[0]
+
+
+def _lower_quartile(values: Sequence[float]) -> float:
+    return statistics.quantiles(values, n=4)[0] if len(values) > 1 else values[0]

@@ -1,0 +1,185 @@
+"""Every number of the strict policy, by kind of metric. Pure; numbers only.
+
+A fraction is relative to the golden unless the name says otherwise. The values for a loss, a count
+and memory come from the movement of Megatron-LM's own goldens over 238 changes of container: 95 %
+of loss curves stay within 2e-3 at every step and within 3e-4 in the mean. Those of a learned band
+and of the first steps come from `benchmarks/compare_curves.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias
+
+TAIL_FRACTION = 0.25
+# Absolute: the rounding of a golden of five decimals, and of one of full precision.
+ROUNDING, FULL_ROUNDING = 5e-6, 1e-9
+FULL_PRECISION = "fp32"
+_FLOORS: Mapping[str, float] = {FULL_PRECISION: 2e-5, "bf16": 1e-4, "fp16": 1e-4}
+_FLOOR = 1e-4  # of a precision that is not known
+
+
+class Kind(Enum):
+    """What kind of number a metric is, which decides how it is judged."""
+
+    LOSS = "loss"
+    COUNT = "count"
+    COST = "cost"
+    MEMORY = "memory"
+
+
+class Worse(Enum):
+    """On which side of the golden a run is worse; it fails only there."""
+
+    HIGHER = "higher"
+    LOWER = "lower"
+    EITHER = "either"
+
+
+class Exact(Enum):
+    """When every value must be that of the golden bit for bit."""
+
+    AUTO = "auto"  # the golden is deterministic, and the run has its image, versions and host
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossLimits:
+    """How a loss is judged, and every metric that is of no other kind.
+
+    Attributes:
+        exact: When every bit counts.
+        step_1: Of the first step, which has seen no update.
+        early_steps: How many steps are the early window, where no step may be outside.
+        early_band: There, of a golden without a band of its own.
+        band: Of every step of a golden without a band of its own.
+        floor: The narrowest band that is learned; by precision where it is None.
+        absolute: Added to every band, in the metric's own unit.
+        outside_fraction: Of the steps, how many may be outside the band.
+        outside_factor: How many bands such a step may be off.
+        mean: Of all steps.
+        tail_mean: Of the last quarter.
+        frozen_steps: From how many steps without a change on a curve is frozen.
+        frozen_fraction: The same as a part of all steps; the larger counts.
+    """
+
+    exact: Exact = Exact.AUTO
+    step_1: float = 1e-3
+    early_steps: int = 10
+    early_band: float = 1e-3
+    band: float = 2e-3
+    floor: float | None = None
+    absolute: float = 0.0
+    outside_fraction: float = 0.02
+    outside_factor: float = 5.0
+    mean: float = 3e-4
+    tail_mean: float = 5e-4
+    frozen_steps: int = 5
+    frozen_fraction: float = 0.1
+
+    def fixed_at(self, step: int) -> float:
+        """Return the band of a step of a golden without a band of its own."""
+        return min(self.early_band, self.band) if step <= self.early_steps else self.band
+
+    def floor_in(self, precision: str | None) -> float:
+        """Return the narrowest band of a model that computes in `precision`."""
+        if self.floor is not None:
+            return self.floor
+        return _FLOORS.get(precision or "", _FLOOR)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountLimits:
+    """How a count is judged, such as num-zeros; never by step.
+
+    Attributes:
+        exact: As for a loss.
+        absolute: In counts; less than this is no difference.
+    """
+
+    exact: Exact = Exact.AUTO
+    mean: float = 0.08
+    tail_mean: float = 0.12
+    median: float = 0.12
+    absolute: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostLimits:
+    """How a time or a rate is judged, on the golden's class of host only.
+
+    Attributes:
+        median: Of the steps after the warm-up.
+        quartile: Of their slowest quarter's border, so that slow steps do not hide.
+        warm_up: Part of the steps that is left out at the start.
+        worse: The side that fails.
+    """
+
+    median: float = 0.10
+    quartile: float = 0.25
+    warm_up: float = 0.1
+    worse: Worse = Worse.HIGHER
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLimits:
+    """How memory is judged, on the golden's class of host only."""
+
+    peak: float = 0.01
+    median: float = 0.01
+    worse: Worse = Worse.HIGHER
+
+
+Limits: TypeAlias = LossLimits | CountLimits | CostLimits | MemoryLimits
+
+# A metric that is computed from the schedule alone, and one that varies more than a loss does.
+_SCHEDULE = LossLimits(
+    step_1=1e-6, early_band=1e-6, band=1e-6, floor=1e-6, mean=1e-6, tail_mean=1e-6
+)
+_NORM = LossLimits(step_1=5e-3, early_band=1e-2, band=2e-2, floor=1e-3, mean=5e-3, tail_mean=5e-3)
+DEFAULTS: Mapping[str, Limits] = {
+    "grad-norm": _NORM,
+    "learning-rate": _SCHEDULE,
+    "num-zeros": CountLimits(),
+    "iteration-time": CostLimits(),
+    "throughput": CostLimits(worse=Worse.LOWER),
+    "mem-allocated-bytes": MemoryLimits(),
+    "mem-max-allocated-bytes": MemoryLimits(),
+}
+BY_KIND: Mapping[Kind, Limits] = {
+    Kind.LOSS: LossLimits(),
+    Kind.COUNT: CountLimits(),
+    Kind.COST: CostLimits(),
+    Kind.MEMORY: MemoryLimits(),
+}
+
+
+def kind_of(metric: str) -> Kind:
+    """Return the kind of a metric by its name."""
+    limits = DEFAULTS.get(metric, BY_KIND[Kind.LOSS])
+    return next(kind for kind, one in BY_KIND.items() if type(one) is type(limits))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learning:
+    """How a band is learned from repeats.
+
+    Attributes:
+        least_repeats: Fewer give no band of their own; their spread only widens the fixed one.
+        few_factor: By how many of their standard deviations.
+        look_back_steps: The estimate of a step is the largest of so many.
+        mean_fraction: Of the mean band, which a mean may be off by.
+        least_steps_for_means: Fewer steps have no mean worth judging.
+    """
+
+    least_repeats: int = 3
+    few_factor: float = 4.0
+    look_back_steps: int = 8
+    mean_fraction: float = 0.5
+    least_steps_for_means: int = 8
+
+
+LEARNING = Learning()

@@ -1,0 +1,164 @@
+"""A policy: how a run is compared with its golden, and what a project changes of it. Pure.
+
+`Policy.STRICT` and `Policy.MEGATRON` are the two that come with the package; a file
+(`policy_file.py`) inherits from one of them and changes limits by metric, by case, by platform and
+by environment.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
+from typing import ClassVar, TypeAlias
+
+from pytest_megatron.golden.limits import (
+    BY_KIND,
+    DEFAULTS,
+    CostLimits,
+    CountLimits,
+    Exact,
+    Kind,
+    Limits,
+    LossLimits,
+    MemoryLimits,
+    Worse,
+    kind_of,
+)
+
+# One number or word of a policy file, already parsed: as the field of the limits has it.
+Setting: TypeAlias = float | int | bool | Kind | Worse | Exact
+Settings: TypeAlias = Mapping[str, Setting]
+
+
+class Base(Enum):
+    """The policies of the package; the value is what `--golden-policy` takes."""
+
+    STRICT = "strict"
+    MEGATRON = "megatron"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Which workload is compared.
+
+    Attributes:
+        case: `<model>/<test_case>`.
+    """
+
+    case: str
+    platform: str | None = None
+    environment: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Override:
+    """Settings for some workloads; each of the three is a list of patterns, empty for all.
+
+    Attributes:
+        metrics: Metric, or a pattern of metrics, to what it changes.
+    """
+
+    cases: tuple[str, ...] = ()
+    platforms: tuple[str, ...] = ()
+    environments: tuple[str, ...] = ()
+    metrics: Mapping[str, Settings] = field(default_factory=dict)
+
+    def is_at(self, place: Place | None) -> bool:
+        """Whether it holds there; an override for some places holds nowhere else."""
+        wanted = (self.cases, self.platforms, self.environments)
+        here = (None,) * 3 if place is None else (place.case, place.platform, place.environment)
+        return all(
+            not patterns or (name is not None and any(fnmatch.fnmatch(name, p) for p in patterns))
+            for patterns, name in zip(wanted, here, strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """How to compare.
+
+    Attributes:
+        base: What it inherits from.
+        name: What verdicts call it: the base's, or its file's.
+        metrics: Metric, or a pattern of metrics, to what it changes; a later one wins.
+        overrides: The same for some workloads; a later one wins.
+    """
+
+    STRICT: ClassVar[Policy]
+    MEGATRON: ClassVar[Policy]
+
+    base: Base
+    name: str
+    metrics: Mapping[str, Settings] = field(default_factory=dict)
+    overrides: tuple[Override, ...] = ()
+
+    @property
+    def value(self) -> str:
+        """What verdicts call it."""
+        return self.name
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether it is `strict`, or inherits from it."""
+        return self.base is Base.STRICT
+
+    def at(self, place: Place | None) -> Policy:
+        """Return the policy as it is for one workload."""
+        return replace(
+            self,
+            overrides=tuple(
+                replace(o, cases=(), platforms=(), environments=())
+                for o in self.overrides
+                if o.is_at(place)
+            ),
+        )
+
+    def settings(self, metric: str) -> Settings:
+        """Return what the policy changes of a metric; by `at` for which workload."""
+        found: dict[str, Setting] = {}
+        everywhere = (o.metrics for o in self.overrides if o.is_at(None))
+        for metrics in (self.metrics, *everywhere):
+            for pattern, settings in metrics.items():
+                if fnmatch.fnmatchcase(metric, pattern):
+                    found |= settings
+        return found
+
+    def is_judged(self, metric: str) -> bool:
+        """Whether a metric is judged at all."""
+        return self.settings(metric).get("judged") is not False
+
+    def limits(self, metric: str) -> Limits:
+        """Return the limits of a metric under `strict`, after the policy's changes."""
+        settings = dict(self.settings(metric))
+        kind = settings.pop("kind", None)
+        if kind is None or kind is kind_of(metric):
+            limits = DEFAULTS.get(metric, BY_KIND[Kind.LOSS])
+        else:
+            assert isinstance(kind, Kind)
+            limits = BY_KIND[kind]
+        known = keys_of(limits)
+        return _replaced(limits, {k: v for k, v in settings.items() if k in known})
+
+
+Policy.STRICT = Policy(base=Base.STRICT, name=Base.STRICT.value)
+Policy.MEGATRON = Policy(base=Base.MEGATRON, name=Base.MEGATRON.value)
+
+
+def keys_of(limits: Limits) -> frozenset[str]:
+    """Return the names of the numbers of one kind."""
+    return frozenset(f.name for f in fields(limits))
+
+
+def _replaced(limits: Limits, changes: Settings) -> Limits:
+    """Return limits with some numbers changed; a file's settings have the types of the fields."""
+    match limits:
+        case LossLimits():
+            return replace(limits, **changes)  # type: ignore[arg-type] # see the docstring
+        case CountLimits():
+            return replace(limits, **changes)  # type: ignore[arg-type] # see the docstring
+        case CostLimits():
+            return replace(limits, **changes)  # type: ignore[arg-type] # see the docstring
+        case MemoryLimits():
+            return replace(limits, **changes)  # type: ignore[arg-type] # see the docstring

@@ -1,0 +1,106 @@
+"""Artifacts of jobs as runs leave them, for tests of what is made of many."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+
+from pytest_megatron.files import JsonValue
+
+COMMIT = "c" * 40
+ROW = "recipes/tiny.yaml::line[dev-cpu]"
+TEST = "tests/unit/test_a.py::test_one"
+
+
+def workload(verdict: str = "passed", **keys: JsonValue) -> dict[str, JsonValue]:
+    """Return the record of a workload in `run.json`."""
+    attempt: dict[str, JsonValue] = {"cause": None, "root_rank": None, "signature": None}
+    return {
+        "verdict": verdict,
+        "problem": None,
+        "duration_s": 4.0,
+        "directory": "/ci/run/tiny-line",
+        "attempts": [attempt],
+        **keys,
+    }
+
+
+def distributed(verdict: str = "passed", **keys: JsonValue) -> dict[str, JsonValue]:
+    """Return the record of a distributed test in `run.json`."""
+    return {
+        "verdict": verdict,
+        "outcome": verdict,
+        "problem": None,
+        "duration_s": 0.5,
+        "world_size": 2,
+        "attempts": [{"directory": "/ci/run/ranks/attempt_1", "is_transient": False}],
+        **keys,
+    }
+
+
+def write_run(directory: Path, items: dict[str, JsonValue], **keys: JsonValue) -> Path:
+    """Write the `run.json` of a run that ended as its items say."""
+    has_failed = any(
+        isinstance(item, dict) and item["verdict"] in ("failed", "broken")
+        for item in items.values()
+    )
+    run: dict[str, JsonValue] = {
+        "schema": 1,
+        "updated": "2026-11-21T12:00:00Z",
+        "ended": "2026-11-21T12:00:01Z",
+        "exit_code": int(has_failed),
+        "commit": COMMIT,
+        "items": items,
+        **keys,
+    }
+    write_json(directory / "run.json", run)
+    return directory
+
+
+def write_job(
+    folder: Path,
+    job: str,
+    items: dict[str, JsonValue] | None = None,
+    *,
+    run_attempt: int = 1,
+    commit: str = COMMIT,
+    **keys: JsonValue,
+) -> Path:
+    """Write the artifact of a job, as a directory; without items it left nothing but its name."""
+    root = folder / f"logs-{job}-7-{run_attempt}{len(list(folder.glob('*')))}"
+    record: dict[str, JsonValue] = {"job": job, "run_attempt": run_attempt, "commit": commit}
+    write_json(root / "job.json", record)
+    if items is not None:
+        write_run(root / "run", items, **{"commit": commit, **keys})
+    return root
+
+
+def write_plan(path: Path, **jobs: str | None) -> Path:
+    """Write a plan of jobs; the value is a workload's node id, None a bucket of unit tests."""
+    rows: list[JsonValue] = [
+        {"id": job, "kind": "unit" if node_id is None else "workload", "name": node_id or job}
+        for job, node_id in jobs.items()
+    ]
+    write_json(path, {"event": "pull_request", "scope": "L0", "labels": [], "jobs": rows})
+    return path
+
+
+def write_json(path: Path, value: JsonValue) -> None:
+    """Write a file, and the directories that it needs."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value))
+
+
+def pack(directory: Path) -> Path:
+    """Replace a directory by a zip of what is in it."""
+    path = directory.with_name(f"{directory.name}.zip")
+    with zipfile.ZipFile(path, "w") as archive:
+        for file in sorted(directory.rglob("*")):
+            archive.write(file, file.relative_to(directory))
+            if file.is_file():
+                file.unlink()
+    for left in sorted(directory.rglob("*"), reverse=True):
+        left.rmdir()
+    directory.rmdir()
+    return path

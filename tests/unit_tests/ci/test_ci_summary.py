@@ -1,0 +1,414 @@
+"""One verdict of many jobs: what is missing, torn, twice or unfinished is a failure with a name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+from ci_artifacts import (
+    COMMIT,
+    ROW,
+    TEST,
+    distributed,
+    pack,
+    workload,
+    write_job,
+    write_json,
+    write_plan,
+    write_run,
+)
+from click.testing import CliRunner, Result
+
+from pytest_megatron.cli.ci import command
+from pytest_megatron.errors import CiError
+from pytest_megatron.files import JsonValue
+
+JUNIT = (
+    '<?xml version="1.0"?><testsuites><testsuite><testcase classname="tests.unit.test_a" '
+    'name="{name}" time="0.1">{child}</testcase></testsuite></testsuites>'
+)
+FAILURE = '<failure message="assert 1 == 2">\ntests/unit/test_a.py:3: AssertionError</failure>'
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("all").mkdir()
+
+
+def summary(*arguments: str) -> Result:
+    return CliRunner().invoke(command, ["summary", *arguments])
+
+
+def head(*arguments: str) -> tuple[int, list[str]]:
+    """Return exit code and the first block of the text, without indents."""
+    result = summary(*arguments)
+    return result.exit_code, [line.strip() for line in result.output.split("\n\n")[0].splitlines()]
+
+
+def test_all_passed() -> None:
+    write_job(Path("all"), "unit", {TEST: distributed()})
+    pack(write_job(Path("all"), "line", {ROW: workload()}))
+    write_plan(Path("plan.json"), unit=None, line=ROW)
+    assert head("all", "--expect", "plan.json") == (
+        0,
+        [
+            "passed: 2 items in 2 jobs",
+            "planned: event pull_request, scope L0",
+            "passed  line  1 passed, 4.0 s",
+            "passed  unit  1 passed, 0.5 s",
+        ],
+    )
+
+
+def test_a_job_without_an_artifact_is_a_failure() -> None:
+    """FORMATS 9 line 38: the verdict does not fail open."""
+    write_job(Path("all"), "unit", {TEST: distributed()})
+    write_plan(Path("plan.json"), unit=None, line=ROW)
+    code, lines = head("all", "--expect", "plan.json")
+    assert (code, lines[0], lines[2:4]) == (
+        1,
+        "broken: 1 of 2 jobs has a problem",
+        [
+            "broken  line  no items, 0.0 s",
+            "is in the plan and left nothing: it was cancelled, or its artifact was not uploaded",
+        ],
+    )
+
+
+def test_no_artifact_at_all_is_a_failure() -> None:
+    write_plan(Path("plan.json"), unit=None)
+    assert summary("--expect", "plan.json").exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("items", "keys", "problem"),
+    [
+        pytest.param(
+            {TEST: distributed()},
+            {"ended": None, "exit_code": None},
+            "never finished: it was killed; the last thing that it wrote is of "
+            "2026-11-21T12:00:00Z",
+            id="killed",
+        ),
+        pytest.param(
+            {TEST: distributed()},
+            {"exit_code": 2},
+            "pytest was interrupted (exit code 2)",
+            id="interrupted",
+        ),
+        pytest.param(
+            {TEST: distributed()},
+            {"exit_code": 1},
+            "pytest ended with exit code 1, and no item says why; read the job's log",
+            id="failed-silently",
+        ),
+        pytest.param({}, {}, "ran no test", id="nothing-ran"),
+        pytest.param(
+            {}, {"exit_code": 5}, "pytest found no test to run (exit code 5)", id="nothing-chosen"
+        ),
+        pytest.param(
+            None,
+            {},
+            "left no run.json and no JUnit XML: it was killed early, or pytest did not start",
+            id="never-started",
+        ),
+    ],
+)
+def test_a_run_that_did_not_end_well_is_a_failure(
+    items: dict[str, JsonValue], keys: dict[str, JsonValue], problem: str
+) -> None:
+    root = write_job(Path("all"), "unit", None)
+    if items is not None:
+        write_run(root / "run", items, **keys)
+    code, lines = head("all")
+    assert (code, lines[0], lines[2]) == (1, "broken: 1 of 1 job has a problem", problem)
+
+
+def test_a_killed_run_names_the_workload_that_was_running() -> None:
+    root = write_job(Path("all"), "line", {TEST: distributed()}, ended=None, exit_code=None)
+    write_json(
+        root / "run" / "tiny-line" / "repeat_1" / "attempt_1" / "plan.json", {"node_id": ROW}
+    )
+    assert f"it was killed during {ROW};" in summary("all").output
+
+
+def test_a_workload_that_did_not_run_is_a_failure() -> None:
+    """FORMATS 9 line 15: no test is no success."""
+    write_job(Path("all"), "line", {TEST: distributed()})
+    write_plan(Path("plan.json"), line=ROW)
+    code, lines = head("all", "--expect", "plan.json")
+    assert (code, lines[3]) == (1, f"did not run {ROW}")
+
+
+def test_damaged_archives_and_empty_artifacts_are_failures() -> None:
+    whole = pack(write_job(Path("all"), "unit", {TEST: distributed()}))
+    Path("all/logs-torn.zip").write_bytes(whole.read_bytes()[:-40])
+    Path("all/logs-empty").mkdir()
+    code, lines = head("all")
+    assert (code, lines[0]) == (1, "broken: 2 of 3 jobs have a problem")
+    assert lines[1:3] == ["broken  logs-empty  no items, 0.0 s", "is empty: the job left nothing"]
+    assert lines[4] == "is no zip and no tar, in spite of its name"
+
+
+def test_a_torn_run_json_and_a_torn_junit_are_failures() -> None:
+    root = write_job(Path("all"), "unit", {TEST: distributed()})
+    (root / "run" / "run.json").write_text('{"items": {')
+    (root / "junit.xml").write_text("<testsuites><testsuite>")
+    output = summary("all").output
+    assert "run/run.json: is not whole, or is no record of a run" in output
+    assert "junit.xml: cannot be read as JUnit XML: no element found" in output
+
+
+def test_a_later_try_of_a_job_counts_and_the_earlier_is_named() -> None:
+    """FORMATS 9 line 29: artifacts of a re-run do not replace others by the order of a listing."""
+    write_job(Path("all"), "line", {ROW: workload()}, run_attempt=2)
+    write_job(Path("all"), "line", {ROW: workload("failed", problem="bad")}, run_attempt=1)
+    code, lines = head("all")
+    assert (code, lines[0]) == (0, "passed: 1 item in 1 job")
+    assert lines[2] == "note: line: try 1 was failed (all/logs-line-7-11); try 2 counts"
+
+
+def test_two_artifacts_of_one_try_are_a_failure() -> None:
+    """FORMATS 9 line 29: of two jobs with one name neither is lost."""
+    write_job(Path("all"), "line", {ROW: workload("failed", problem="bad")})
+    write_job(Path("all"), "line", {ROW: workload()})
+    code, lines = head("all")
+    assert (code, lines[0]) == (1, "failed: 1 of 2 items, 1 of 1 job has a problem")
+    assert lines[2].startswith("2 artifacts say that they are this job, try 1: all/logs-line-7-10")
+
+
+def test_jobs_of_different_commits_are_a_failure() -> None:
+    write_job(Path("all"), "unit", {TEST: distributed()})
+    write_job(Path("all"), "line", {ROW: workload()}, commit="d" * 40)
+    code, lines = head("all")
+    told = f"{'d' * 12} in line; {COMMIT[:12]} in unit"
+    assert (code, lines[1]) == (1, f"problem: jobs tested different commits: {told}")
+
+
+def test_a_job_that_is_not_in_the_plan_is_a_failure() -> None:
+    write_job(Path("all"), "line", {ROW: workload()})
+    write_job(Path("all"), "unit", {TEST: distributed()})
+    write_plan(Path("plan.json"), line=ROW)
+    code, lines = head("all", "--expect", "plan.json")
+    assert (code, lines[-1]) == (1, "is not in the plan")
+
+
+@pytest.mark.parametrize(
+    ("results", "problem"),
+    [
+        pytest.param({"unit": "cancelled"}, "ended as 'cancelled'", id="cancelled"),
+        pytest.param({"unit": "failure"}, "ended as 'failure'", id="failed"),
+        pytest.param(
+            {"unit": "skipped"}, "was skipped, and the plan has something for it", id="skipped"
+        ),
+        pytest.param({"unit": "success", "integration": "skipped"}, None, id="nothing-planned"),
+    ],
+)
+def test_results_of_the_ci_system_count(results: dict[str, str], problem: str | None) -> None:
+    """FORMATS 9 line 38: what was cancelled or skipped has not passed."""
+    write_job(Path("all"), "unit", {TEST: distributed()})
+    write_plan(Path("plan.json"), unit=None)
+    needs = json.dumps({job: {"result": result, "outputs": {}} for job, result in results.items()})
+    code, lines = head("all", "--expect", "plan.json", "--results", needs)
+    told = [line for line in lines if line.startswith("problem: ")]
+    expected = [] if problem is None else [f"problem: job 'unit' of the workflow {problem}"]
+    assert (code, told) == (int(problem is not None), expected)
+
+
+def test_why_a_workload_failed_and_what_to_type() -> None:
+    attempt: JsonValue = {
+        "cause": "rank 1 of 2 was killed by SIGSEGV after iteration 6 of 20",
+        "root_rank": 1,
+        "signature": "native_crash",
+        "is_transient": False,
+        "fingerprint": "f",
+    }
+    record = workload("failed", problem="long", attempts=[attempt])
+    root = write_job(Path("all"), "line", {ROW: record})
+    evidence: JsonValue = {
+        "file": "/ci/run/tiny-line/repeat_1/1.log",
+        "line": 7,
+        "text": "Fatal Python error",
+    }
+    triage: JsonValue = {"evidence": [evidence], "advice": "run with faulthandler"}
+    write_json(root / "run" / "tiny-line" / "triage.json", triage)
+    write_job(Path("all"), "again", {f"{ROW}2": record})
+    assert summary("all").output.split("\n\n")[1].splitlines() == [
+        f"failed {ROW}2 (again)",
+        "    rank 1 of 2 was killed by SIGSEGV after iteration 6 of 20",
+        "    started on rank 1",
+        "    known as native_crash, not transient",
+        f"    the same in {ROW} (line)",
+        f"    reproduce: pytest-megatron repro all/logs-again-7-11/run '{ROW}2'",
+    ]
+    only = summary(str(root)).output.split("\n\n")[1].splitlines()
+    assert only[2:5] == [
+        "    started on rank 1, all/logs-line-7-10/run/tiny-line/repeat_1/1.log:7",
+        "        Fatal Python error",
+        "    known as native_crash, not transient: run with faulthandler",
+    ]
+
+
+def test_where_a_distributed_test_failed() -> None:
+    bad = distributed("failed", problem="[rank 1] assert 1 == 2")
+    dead = distributed("failed", problem="rank 0 of 2 was killed by SIGSEGV")
+    root = write_job(Path("all"), "unit", {TEST: bad, f"{TEST}2": dead})
+    (root / "junit.xml").write_text(JUNIT.format(name="test_one", child=FAILURE))
+    log = root / "run" / "ranks" / "attempt_1" / "0" / "stderr.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("hello\nFatal Python error: Segmentation fault\nCurrent thread\n")
+    output = summary("all").output
+    assert "    started on rank 1, tests/unit/test_a.py:3\n" in output
+    shown = "all/logs-unit-7-10/run/ranks/attempt_1/0/stderr.log:2"
+    assert f"    started on rank 0, {shown}\n        Fatal Python error: Seg" in output
+
+
+def test_records_that_lead_out_of_the_artifact_are_not_followed() -> None:
+    Path("ranks").mkdir()
+    Path("secret").write_text("Fatal Python error: a secret\n")
+    bad = distributed("failed", problem="rank 0 of 2 was killed by SIGSEGV")
+    bad["attempts"] = [{"directory": "/x/../.."}]
+    root = write_job(
+        Path("all"),
+        "unit",
+        {TEST: bad, f"{TEST}2": distributed("failed", problem="rank 1 of 2 died")},
+    )
+    place = root / "run" / "ranks" / "attempt_1" / "1"
+    place.mkdir(parents=True)
+    (place / "stderr.log").symlink_to(Path("secret").resolve())
+    assert "a secret" not in summary("all").output
+
+
+def test_plain_tests_come_from_junit() -> None:
+    root = write_job(Path("all"), "unit")
+    (root / "junit.xml").write_text(JUNIT.format(name="test_two[a]", child=FAILURE))
+    assert summary("all").output.split("\n\n")[1].splitlines() == [
+        "failed tests/unit/test_a.py::test_two[a] (unit)",
+        "    assert 1 == 2",
+        "    see tests/unit/test_a.py:3",
+        "    reproduce: pytest 'tests/unit/test_a.py::test_two[a]'",
+    ]
+
+
+def test_a_teardown_that_failed_later_fails_an_item_that_had_passed() -> None:
+    root = write_job(Path("all"), "unit", {TEST: distributed()}, exit_code=1)
+    error = '<error message="teardown failed">boom</error>'
+    (root / "junit.xml").write_text(JUNIT.format(name="test_one", child=error))
+    assert head("all") == (1, ["broken: 1 of 1 item", "broken  unit  1 broken, 0.5 s"])
+
+
+def test_flaky_passes_and_quarantine_does_not_count() -> None:
+    retried: JsonValue = {
+        "cause": "rank 0 of 1 raised OSError",
+        "signature": "dns",
+        "is_transient": True,
+    }
+    flaky = workload("flaky", attempts=[retried, {"cause": None}])
+    held = workload("failed", problem="bad", quarantine={"holds": True})
+    write_job(Path("all"), "line", {ROW: flaky, f"{ROW}2": held}, exit_code=0)
+    result = summary("all")
+    assert result.exit_code == 0
+    assert result.output.split("\n\n")[1].splitlines() == [
+        "flaky",
+        f"    {ROW}: passed at attempt 2: dns",
+        f"    {ROW}2: failed, in quarantine",
+    ]
+
+
+def test_files_for_machines_and_viewers(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = write_job(Path("all"), "unit", {TEST: distributed("failed", problem="[rank 0] x")})
+    (root / "junit.xml").write_text(JUNIT.format(name="test_one", child=FAILURE))
+    write_plan(Path("plan.json"), unit=None, line=ROW)
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", "step.md")
+    result = summary(
+        "all", "--expect", "plan.json", "--output", "out", "--step-summary", "--format", "json"
+    )
+    told = json.loads(result.output)
+    assert (told["verdict"], told["passed"], told["counts"]["failed"]) == ("failed", False, 1)
+    assert json.loads(Path("out/summary.json").read_text()) == told
+    assert Path("step.md").read_text() == Path("out/summary.md").read_text()
+    assert f"failed</span> {TEST}" in Path("out/index.html").read_text()
+    suites = {s.get("name"): s for s in ET.parse("out/junit.xml").getroot()}  # noqa: S314 - ours
+    assert (suites["unit"].get("failures"), suites["line"].get("errors")) == ("1", "1")
+
+
+def test_items_of_a_run_without_junit_are_in_the_xml_of_all() -> None:
+    bad = distributed("failed", problem="[rank 0] x\x1b[0m")
+    write_job(Path("all"), "unit", {TEST: distributed(), f"{TEST}2": bad}, ended=None)
+    summary("all", "--output", "out")
+    suite = next(iter(ET.parse("out/junit.xml").getroot()))  # noqa: S314 - ours
+    assert {key: suite.get(key) for key in ("tests", "failures", "errors")} == {
+        "tests": "3",
+        "failures": "1",
+        "errors": "1",
+    }
+    assert suite[0].attrib == {
+        "classname": "tests.unit.test_a",
+        "name": "test_one",
+        "time": "0.500",
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        pytest.param(["nowhere"], "nowhere: no such file or directory", id="no-path"),
+        pytest.param(["all"], "all: holds no run, expected run.json,", id="no-run"),
+        pytest.param(["a.txt"], "a.txt: is no directory and no archive", id="no-archive"),
+        pytest.param([], "RUN: nothing was given", id="nothing"),
+        pytest.param(["--expect", "a.txt"], "a.txt: cannot be read as a plan: Exp", id="no-plan"),
+        pytest.param(["--expect", "b.json"], "b.json: has no 'jobs', expected what", id="no-jobs"),
+        pytest.param(
+            ["--expect", "p.json", "--results", "[]"],
+            "--results: found '[]', expected an object",
+            id="results",
+        ),
+    ],
+)
+def test_unusable_input_is_one_error(arguments: list[str], problem: str) -> None:
+    Path("a.txt").write_text("words")
+    Path("b.json").write_text("{}")
+    write_plan(Path("p.json"), unit=None)
+    result = summary(*arguments)
+    assert isinstance(result.exception, CiError)
+    assert str(result.exception).startswith(problem)
+
+
+def test_archives_that_lead_out_are_refused_and_named(tmp_path: Path) -> None:
+    import zipfile
+
+    with zipfile.ZipFile("all/logs-evil.zip", "w") as archive:
+        archive.writestr("../run.json", "{}")
+    code, lines = head("all")
+    assert (code, lines[2]) == (1, "leads out of the archive, expected a name within it")
+    assert not (tmp_path / "run.json").exists()
+
+
+def test_artifacts_of_the_plan_and_of_a_summary_are_no_jobs() -> None:
+    write_job(Path("all"), "unit", {TEST: distributed()})
+    write_plan(Path("all/plan-7/plan.json"), unit=None)
+    assert summary("all", "--output", "all/summary-7-1").exit_code == 0
+    for name in ("plan-7", "summary-7-1"):
+        pack(Path("all", name))
+    assert head("all") == (0, ["passed: 1 item in 1 job", "passed  unit  1 passed, 0.5 s"])
+
+
+def test_pages_of_the_runs_are_written_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GITHUB_RUN_ID", "7")
+    monkeypatch.setenv("GITHUB_REPOSITORY", "me/it")
+    pack(write_job(Path("all"), "unit", {TEST: distributed("failed", problem="[rank 0] x")}))
+    (write_job(Path("all"), "plain") / "junit.xml").write_text(JUNIT.format(name="a", child=""))
+    output = summary("all", "--output", "out").output
+    fetch = "gh run download 7 --repo me/it --pattern 'logs-*' --dir all"
+    assert f"to have the artifacts at home: {fetch}\n" in output
+    assert '<a href="pages/index.html">' in Path("out/index.html").read_text()
+    assert TEST in Path("out/pages/index.html").read_text()
+
+
+def test_xml_with_entities_is_refused() -> None:
+    root = write_job(Path("all"), "unit")
+    (root / "junit.xml").write_text('<!DOCTYPE x [<!ENTITY a "b">]><testsuites>&a;</testsuites>')
+    assert "declares entities, expected plain JUnit XML; refused" in summary("all").output

@@ -23,6 +23,7 @@ SIGNATURES_KEY = "signatures"
 SECRETS_KEY = "secret-names"
 KEPT_KEY = "kept-variables"
 GOLDEN_FORM_KEY = "golden-form"
+GOLDEN_FORMS = ("compact", "list", "megatron", "steps")
 GOLDEN_PLATFORMS_KEY = "golden-platforms"
 
 
@@ -37,7 +38,7 @@ class ProjectConfig:
         secret_names: Patterns of names of variables and options that hold secrets, `MY_*`.
         kept_variables: Patterns of names of variables that a run keeps, to be set again when it
             is reproduced.
-        golden_form: How goldens are laid out, as written there; None where it is not.
+        golden_form: How goldens are laid out, one of `GOLDEN_FORMS`.
         golden_platforms: Other names that stand for a platform in the names of goldens.
         tables: The subtables of `[tool.pytest-megatron]` by name, unchecked.
     """
@@ -49,7 +50,7 @@ class ProjectConfig:
     signature_files: tuple[Path, ...] = ()
     secret_names: tuple[str, ...] = ()
     kept_variables: tuple[str, ...] = ()
-    golden_form: str | None = None
+    golden_form: str = GOLDEN_FORMS[0]
     golden_platforms: Mapping[str, str] = field(default_factory=dict)
     tables: Mapping[str, JsonValue] = field(default_factory=dict)
 
@@ -103,17 +104,19 @@ def _read_config(path: Path, _mtime_ns: int, _size: int) -> ProjectConfig:
         signature_files=own,
         secret_names=_words(table.get(SECRETS_KEY, []), f"{where} {SECRETS_KEY}"),
         kept_variables=_words(table.get(KEPT_KEY, []), f"{where} {KEPT_KEY}"),
-        golden_form=_word(table.get(GOLDEN_FORM_KEY), f"{where} {GOLDEN_FORM_KEY}"),
+        golden_form=_form(
+            table.get(GOLDEN_FORM_KEY, GOLDEN_FORMS[0]), f"{where} {GOLDEN_FORM_KEY}"
+        ),
         golden_platforms=platforms,
         **words,
     )
 
 
-def _word(value: JsonValue, where: str) -> str | None:
-    """Return a setting that is one word."""
-    if value is not None and not isinstance(value, str):
-        raise ConfigError(where, f"found {value!r}, expected text")
-    return value
+def _form(value: JsonValue, where: str) -> str:
+    """Return how goldens are laid out."""
+    if value not in GOLDEN_FORMS:
+        raise ConfigError(where, f"found {value!r}, expected one of {', '.join(GOLDEN_FORMS)}")
+    return str(value)
 
 
 def _platforms(value: JsonValue, where: str) -> dict[str, str]:

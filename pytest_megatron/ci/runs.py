@@ -83,7 +83,7 @@ def read_run(root: Path, shown: str) -> JobRun:
         book.problems.append("ran no test")
     return JobRun(
         name=name,
-        artifact=shown,
+        artifact=shown.removesuffix("!"),
         record=record,
         items=tuple(book.items.values()),
         junits=tuple(book.junits),

@@ -1,13 +1,31 @@
-"""Findings of the lint commands as text, JSON and workflow commands of GitHub."""
+"""What the lint commands share: their options, and findings as text, JSON and GitHub's commands."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
+
+import click
 
 from pytest_megatron.files import JsonValue
 from pytest_megatron.recipe.findings import Finding
 from pytest_megatron.wording import counted
+
+root_option = click.option(
+    "--root",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    default=Path(),
+    help="Directory with the test cases and golden values (default: the current one).",
+)
+format_option = click.option(
+    "--format",
+    "style",
+    type=click.Choice(["text", "json", "github"]),
+    default="text",
+    show_default=True,
+    help="github prints workflow commands, which annotate a pull request.",
+)
 
 
 def _as_text(findings: Sequence[Finding]) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from pytest_megatron.cli.findings import root_option
 from pytest_megatron.config import load_config
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.files import write_texts_together
@@ -68,12 +69,7 @@ class _Change:
     help="Write the new files below this directory instead.",
 )
 @click.option("--allow-loss", is_flag=True, help="Write also what cannot say all that it said.")
-@click.option(
-    "--root",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    default=Path(),
-    help="Directory with the test cases and golden values (default: the current one).",
-)
+@root_option
 def command(  # noqa: PLR0913 - click hands over one argument an option
     *,
     paths: tuple[Path, ...],

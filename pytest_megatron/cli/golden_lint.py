@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from pytest_megatron.cli.findings import FORMATS
+from pytest_megatron.cli.findings import FORMATS, format_option, root_option
 from pytest_megatron.config import load_config
 from pytest_megatron.golden.lint import Project, lint_goldens
 from pytest_megatron.recipe.load import project_words
@@ -19,12 +19,7 @@ _RECIPES = (Path("recipes"), Path("tests/test_utils/recipes"))
 
 @click.command("lint")
 @click.argument("paths", metavar="[PATH]...", nargs=-1, type=click.Path(path_type=Path))
-@click.option(
-    "--root",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    default=Path(),
-    help="Directory with the test cases and golden values (default: the current one).",
-)
+@root_option
 @click.option(
     "--recipes",
     type=click.Path(path_type=Path),
@@ -32,14 +27,7 @@ _RECIPES = (Path("recipes"), Path("tests/test_utils/recipes"))
     help="Recipe, or directory of recipes, whose rows read the goldens (repeatable).  "
     "[default: recipes or tests/test_utils/recipes in the root]",
 )
-@click.option(
-    "--format",
-    "style",
-    type=click.Choice(["text", "json", "github"]),
-    default="text",
-    show_default=True,
-    help="github prints workflow commands, which annotate a pull request.",
-)
+@format_option
 def command(paths: tuple[Path, ...], root: Path, recipes: tuple[Path, ...], style: str) -> None:
     """Report what is wrong with goldens.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from pytest_megatron.cli.findings import FORMATS
+from pytest_megatron.cli.findings import FORMATS, format_option, root_option
 from pytest_megatron.config import load_config
 from pytest_megatron.recipe.lint import lint
 from pytest_megatron.recipe.load import project_words
@@ -15,20 +15,8 @@ from pytest_megatron.recipe.load import project_words
 
 @click.command(name="lint")
 @click.argument("paths", metavar="[PATH]...", nargs=-1, type=click.Path(path_type=Path))
-@click.option(
-    "--root",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    default=Path(),
-    help="Directory with the test cases and golden values (default: the current one).",
-)
-@click.option(
-    "--format",
-    "style",
-    type=click.Choice(["text", "json", "github"]),
-    default="text",
-    show_default=True,
-    help="github prints workflow commands, which annotate a pull request.",
-)
+@root_option
+@format_option
 def command(paths: tuple[Path, ...], root: Path, style: str) -> None:
     """Report what is wrong in recipes, their test cases and goldens.
 

@@ -62,17 +62,24 @@ def find_goldens(paths: Sequence[Path]) -> list[Path]:
     """Return the golden files among and below `paths`, each once, sorted.
 
     Raises:
-        GoldenError: A path does not exist.
+        GoldenError: A path does not exist, or is a directory without goldens.
     """
     found: set[Path] = set()
     for path in paths:
         if path.is_dir():
-            found.update(p for p in path.rglob(PATTERN) if p.is_file())
+            below = _goldens_below(path)
+            if not below:
+                raise GoldenError(str(path), f"holds no {PATTERN}; give a directory that does")
+            found |= below
         elif path.is_file():
             found.add(path)
         else:
             raise GoldenError(str(path), "no such file or directory, expected goldens")
     return sorted(found)
+
+
+def _goldens_below(directory: Path) -> set[Path]:
+    return {path for path in directory.rglob(PATTERN) if path.is_file()}
 
 
 def lint_goldens(paths: Sequence[Path], project: Project) -> Report:
@@ -85,7 +92,11 @@ def lint_goldens(paths: Sequence[Path], project: Project) -> Report:
         RecipeError: The same of a recipe.
     """
     trees = [project.root / tree for tree in (GOLDENS, CASES)]
-    files = find_goldens(paths or [tree for tree in trees if tree.is_dir()])
+    files = (
+        find_goldens(paths)
+        if paths
+        else sorted(_goldens_below(trees[0]) | _goldens_below(trees[1]))
+    )
     linter = _Linter(project)
     for file in files:
         linter.look_at(file)
@@ -210,7 +221,9 @@ class _Linter:
         return None
 
     def _read(self, path: Path) -> Sheet | None:
-        is_read = path.absolute() in self.readers or not self._project.recipes
+        tree = tree_of(path, self._project.root)
+        is_known = tree is not None and bool(self._project.recipes)
+        is_read = path.absolute() in self.readers or not is_known
         try:
             text = read_text(path)
             self.num_bytes += len(text)
@@ -225,9 +238,13 @@ class _Linter:
                 Finding(file=path, line=line, rule=rule, message=error.problem, severity=severity)
             )
             return None
-        is_ours = tree_of(path, self._project.root) == GOLDENS
         return Sheet(
-            path=path, text=text, value=value, document=document, is_ours=is_ours, is_read=is_read
+            path=path,
+            text=text,
+            value=value,
+            document=document,
+            is_ours=tree == GOLDENS,
+            is_read=is_read,
         )
 
     def _case_of(self, place: Place) -> CaseDocument | None:

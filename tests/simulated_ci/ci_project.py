@@ -122,6 +122,7 @@ def make_project(
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     run("pytest-megatron", "ci", "init", cwd=root)
+    run("pytest-megatron", "ci", "init", "--gitlab", cwd=root)
     git = ("git", "-c", "user.name=ci", "-c", "user.email=ci@example.com")
     run("git", "init", "--quiet", "--initial-branch", "main", cwd=root)
     run("git", "add", "--all", cwd=root)

@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ci_project import MARK, WORKLOAD, make_project, run
+from gitlab import Pipelines
 from runner import Simulation
 
-from pytest_megatron.ci.workflow import GITHUB_FILE
+from pytest_megatron.ci.workflow import GITHUB_FILE, GITLAB_FILE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +120,14 @@ def problems_of(scenario: Scenario, simulation: Simulation, results: dict[str, s
     return found + [f"no {text!r}" for text in scenario.expected if text not in simulation.summary]
 
 
+def gitlab_problems(root: Path) -> list[str]:
+    """Run GitLab's pipelines on the same project; return what is not green."""
+    pipelines = Pipelines(origin=root / "origin", root=root / "gitlab")
+    results = pipelines.run(GITLAB_FILE)
+    bad = [name for name, is_good in results.items() if not is_good]
+    return [f"GitLab's {name}: {pipelines.outputs[name]}" for name in bad]
+
+
 def main() -> int:
     """Run the scenarios and print a line for each."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -133,6 +142,8 @@ def main() -> int:
         started = time.monotonic()
         simulation, results = simulate(scenario, base.resolve() / scenario.name)
         problems = problems_of(scenario, simulation, results)
+        if scenario.name == "green":
+            problems += gitlab_problems(base.resolve() / scenario.name)
         has_failed = has_failed or bool(problems)
         state = f"NOT AS EXPECTED: {'; '.join(problems)}" if problems else "as expected"
         print(

@@ -131,7 +131,7 @@ def test_broken_json_has_its_line(tree: Tree) -> None:
 
 
 def test_what_is_no_number_has_its_line(tree: Tree) -> None:
-    """Covers line 8 of what goes wrong in Megatron-LM: text, nan and inf in goldens are equal."""
+    """Pain point 8: text, nan and inf in goldens are equal."""
     path = tree.golden(tree.beside / NAME)
     document = json.loads(path.read_text())
     document["lm loss"]["values"]["3"] = float("nan")
@@ -188,7 +188,7 @@ def test_a_golden_fits_its_case(tree: Tree) -> None:
 
 
 def test_goldens_in_the_wrong_place_are_named(tree: Tree) -> None:
-    """Covers line 31 of what goes wrong in Megatron-LM: 544 goldens unread, 103 of them junk."""
+    """Pain point 31: 544 goldens unread, 103 of them junk."""
     names = ("dev_dgx_h100_2nd", "dev_oldcluster", "lts", "weekly_dgx_h100", "lts_dgx_h100")
     for name in names:
         tree.golden(tree.beside / f"golden_values_{name}.json")
@@ -227,7 +227,7 @@ def test_another_name_of_a_platform_is_read_until_its_own_is_there(tree: Tree) -
 
 
 def test_a_copied_golden_is_found_whatever_its_form(tree: Tree) -> None:
-    """Covers line 29 of what goes wrong in Megatron-LM: goldens can be laundered."""
+    """Pain point 29: goldens can be laundered."""
     path = tree.golden(tree.beside / NAME)
     copy = tree.beside / "golden_values_dev_cpu.json"
     copy.write_text(json.dumps(json.loads(path.read_text())))
@@ -250,7 +250,7 @@ def test_a_copied_golden_is_found_whatever_its_form(tree: Tree) -> None:
 def test_bad_provenance_is_named(
     tree: Tree, provenance: dict[str, JsonValue], expected: str
 ) -> None:
-    """Covers line 29 of what goes wrong in Megatron-LM: no golden says where it comes from."""
+    """Pain point 29: no golden says where it comes from."""
     tree.golden(tree.ours / NAME, provenance)
     (finding,) = tree.lint()
     assert f" golden-provenance: {expected}" in finding
@@ -307,8 +307,19 @@ def test_only_the_files_asked_for_are_looked_at(tree: Tree) -> None:
     (tree.beside / "golden_values_dev_cpu.json").write_text("{}")
     assert tree.lint(path) == []
     assert len(tree.lint(tree.beside)) == 1
+    (tree.root / "empty").mkdir()
+    with pytest.raises(GoldenError, match=r"empty: holds no golden_values\*\.json"):
+        tree.lint(tree.root / "empty")
     with pytest.raises(GoldenError, match="no such file or directory, expected goldens"):
         tree.lint(tree.root / "nothing")
+
+
+def test_a_file_of_no_tree_is_looked_at_as_if_it_were_read(tree: Tree) -> None:
+    (tree.root / "candidate.json").write_text("{}")
+    assert [finding.split(": ")[0] for finding in tree.lint(tree.root / "candidate.json")] == [
+        "candidate.json error golden-empty",
+        "candidate.json warning golden-misplaced",
+    ]
 
 
 def test_a_recipe_with_errors_is_named_since_its_rows_are_not_known(tree: Tree) -> None:

@@ -85,7 +85,10 @@ def _of_gpus(chosen: Chosen, here: Facts, num_ranks: int) -> Iterator[str]:
         yield f"GPUs: {_count(there)} there, {_count(own)} here"
     is_on_gpus = chosen.item.device == "cuda" or chosen.item.platform not in (None, "cpu")
     if is_on_gpus and len(own) < num_ranks:
-        yield f"GPUs: {num_ranks} are needed, {len(own)} are here; give --ranks"
+        way = "give --ranks"
+        if chosen.item.device == "cuda":
+            way += ", or run it on the CPU: --pytest-args '--device cpu'"
+        yield f"GPUs: {num_ranks} are needed, {len(own)} are here; {way}"
 
 
 def _count(names: list[str]) -> str:

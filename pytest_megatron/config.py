@@ -20,7 +20,10 @@ from pytest_megatron.files import JsonValue
 
 WORD_KEYS = ("environments", "platforms", "scopes")
 SIGNATURES_KEY = "signatures"
+SECRETS_KEY = "secret-names"
+KEPT_KEY = "kept-variables"
 GOLDEN_FORM_KEY = "golden-form"
+GOLDEN_FORMS = ("compact", "list", "megatron", "steps")
 GOLDEN_PLATFORMS_KEY = "golden-platforms"
 
 
@@ -32,7 +35,10 @@ class ProjectConfig:
         file: The `pyproject.toml` that was read, None where there is none.
         scopes: Words beside the built-in ones; `platforms` and `environments` alike.
         signature_files: Of signatures of the project's own, for triage.
-        golden_form: How goldens are laid out, as written there; None where it is not.
+        secret_names: Patterns of names of variables and options that hold secrets, `MY_*`.
+        kept_variables: Patterns of names of variables that a run keeps, to be set again when it
+            is reproduced.
+        golden_form: How goldens are laid out, one of `GOLDEN_FORMS`.
         golden_platforms: Other names that stand for a platform in the names of goldens.
         tables: The subtables of `[tool.pytest-megatron]` by name, unchecked.
     """
@@ -42,7 +48,9 @@ class ProjectConfig:
     platforms: tuple[str, ...] = ()
     environments: tuple[str, ...] = ()
     signature_files: tuple[Path, ...] = ()
-    golden_form: str | None = None
+    secret_names: tuple[str, ...] = ()
+    kept_variables: tuple[str, ...] = ()
+    golden_form: str = GOLDEN_FORMS[0]
     golden_platforms: Mapping[str, str] = field(default_factory=dict)
     tables: Mapping[str, JsonValue] = field(default_factory=dict)
 
@@ -81,7 +89,8 @@ def _read_config(path: Path, _mtime_ns: int, _size: int) -> ProjectConfig:
         raise ConfigError(where, f"found {table!r}, expected a table")
     platforms = _platforms(table.pop(GOLDEN_PLATFORMS_KEY, {}), f"{where} {GOLDEN_PLATFORMS_KEY}")
     tables = {key: value for key, value in table.items() if isinstance(value, dict)}
-    known = tuple(sorted((*WORD_KEYS, SIGNATURES_KEY, GOLDEN_FORM_KEY, GOLDEN_PLATFORMS_KEY)))
+    keys = (*WORD_KEYS, SIGNATURES_KEY, SECRETS_KEY, KEPT_KEY)
+    known = tuple(sorted((*keys, GOLDEN_FORM_KEY, GOLDEN_PLATFORMS_KEY)))
     for key in table.keys() - tables.keys() - set(known):
         close = difflib.get_close_matches(key, known, 1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
@@ -93,17 +102,21 @@ def _read_config(path: Path, _mtime_ns: int, _size: int) -> ProjectConfig:
         file=path,
         tables=tables,
         signature_files=own,
-        golden_form=_word(table.get(GOLDEN_FORM_KEY), f"{where} {GOLDEN_FORM_KEY}"),
+        secret_names=_words(table.get(SECRETS_KEY, []), f"{where} {SECRETS_KEY}"),
+        kept_variables=_words(table.get(KEPT_KEY, []), f"{where} {KEPT_KEY}"),
+        golden_form=_form(
+            table.get(GOLDEN_FORM_KEY, GOLDEN_FORMS[0]), f"{where} {GOLDEN_FORM_KEY}"
+        ),
         golden_platforms=platforms,
         **words,
     )
 
 
-def _word(value: JsonValue, where: str) -> str | None:
-    """Return a setting that is one word."""
-    if value is not None and not isinstance(value, str):
-        raise ConfigError(where, f"found {value!r}, expected text")
-    return value
+def _form(value: JsonValue, where: str) -> str:
+    """Return how goldens are laid out."""
+    if value not in GOLDEN_FORMS:
+        raise ConfigError(where, f"found {value!r}, expected one of {', '.join(GOLDEN_FORMS)}")
+    return str(value)
 
 
 def _platforms(value: JsonValue, where: str) -> dict[str, str]:

@@ -13,6 +13,7 @@ __all__ = [
     "CaseError",
     "CiError",
     "ConfigError",
+    "EmptyGoldenError",
     "EmptySelectionError",
     "GoldenError",
     "HostError",
@@ -20,6 +21,8 @@ __all__ = [
     "MegatronError",
     "MetricsError",
     "RecipeError",
+    "ReportError",
+    "ReproError",
     "SelectionError",
     "TriageError",
 ]
@@ -45,6 +48,10 @@ class MegatronError(Exception):
 
 class RecipeError(MegatronError):
     """A recipe file cannot be read, or a row of it means nothing."""
+
+
+class ReproError(MegatronError):
+    """A run or an artifact cannot be read, or holds nothing that can be done again here."""
 
 
 class SelectionError(MegatronError):
@@ -83,5 +90,13 @@ class GoldenError(MegatronError):
     """A golden file is missing, cannot be read, or must not be written."""
 
 
+class EmptyGoldenError(GoldenError):
+    """A golden file holds nothing at all, so there is nothing in it that could be wrong."""
+
+
 class TriageError(MegatronError):
     """A log, an artifact or a flight recorder's dump cannot be read as one."""
+
+
+class ReportError(MegatronError):
+    """A run directory or an artifact cannot be shown, or its pages cannot be written."""

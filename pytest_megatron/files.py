@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
@@ -59,6 +60,32 @@ def _stage(path: Path, text: str) -> Path:
         Path(temporary).unlink(missing_ok=True)
         raise
     return Path(temporary)
+
+
+def rewrite_lines_atomically(path: Path, change: Callable[[str], str]) -> None:
+    """Replace `path` by a file with every line changed; bytes that are no UTF-8 stay as they are.
+
+    Nobody else may be writing to the file.
+
+    Raises:
+        OSError: As from `write_text_atomically`.
+    """
+    descriptor, temporary = tempfile.mkstemp(
+        dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"
+    )
+    try:
+        with (
+            path.open(encoding="utf-8", errors="surrogateescape", newline="") as old,
+            os.fdopen(
+                descriptor, "w", encoding="utf-8", errors="surrogateescape", newline=""
+            ) as new,
+        ):
+            shutil.copymode(path, temporary)
+            new.writelines(map(change, old))
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
 
 
 def write_json_atomically(path: Path, value: JsonValue) -> None:

@@ -48,14 +48,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) -> None:
     """Note how the session begins, before anything of the project is imported."""
+    words = options.early_words(early_config, "bucket")
+    if words:
+        from pytest_megatron.hooks.units import add_folders  # noqa: PLC0415 - not for all
+
+        add_folders(early_config, args, words)
     if not _is_rank(early_config):
         note_beginning(early_config)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the roles that this session is known to have."""
+    if options.may_ask_for_units(config):
+        from pytest_megatron.hooks.units import register_units  # noqa: PLC0415 - not for all
+
+        register_units(config, options.read_options(config))
     if _is_rank(config):
         declare_marks(config)
         return
@@ -139,6 +148,7 @@ def _register_gangs(config: pytest.Config) -> GangPlugin:
     from pytest_megatron.hooks.gang_results import GangResults  # noqa: PLC0415 - not for all
     from pytest_megatron.hooks.gangs import PLUGIN_NAME, GangPlugin  # noqa: PLC0415 - not for all
     from pytest_megatron.hooks.history import register_history  # noqa: PLC0415 - not for all
+    from pytest_megatron.hooks.pages import register_pages  # noqa: PLC0415 - not for all
     from pytest_megatron.hooks.run_file import run_file_of  # noqa: PLC0415 - not for all
     from pytest_megatron.hooks.session import session_of  # noqa: PLC0415 - not for all
 
@@ -149,6 +159,7 @@ def _register_gangs(config: pytest.Config) -> GangPlugin:
         results = GangResults(session, run_file_of(config, session))
         config.pluginmanager.register(results, f"{PLUGIN_NAME}-results")
         register_history(config, session)
+        register_pages(config, session)
     config.stash[_HAS_GANGS] = True
     return plugin
 

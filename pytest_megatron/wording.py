@@ -1,4 +1,4 @@
-"""Words that every report uses for ranks and for ends of processes. Pure."""
+"""Words that every report uses for ranks, for ends of processes and for numbers of things. Pure."""
 
 from __future__ import annotations
 
@@ -32,3 +32,8 @@ def name_ranks(ranks: Iterable[int]) -> str:
         parts.append(str(numbers[start]) if start == end else f"{numbers[start]}-{numbers[end]}")
         start = end + 1
     return f"{'rank' if len(numbers) == 1 else 'ranks'} {', '.join(parts)}"
+
+
+def counted(number: int, what: str) -> str:
+    """Return `1 error`, or `3 errors`."""
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -65,7 +65,7 @@ def cause_of_test(
     if place is None and rank is not None and directory is not None:
         log = Path(*Path(directory).parts[-2:], str(rank), "stderr.log")
         if is_within(run_dir / log, run_dir):
-            number, line = _telling_line(run_dir / log)
+            number, line = telling_line(run_dir / log)
             place = f"{shown}/{log}" + (f":{number}" if number else "")
     return Cause(text=problem, rank=rank, place=place, line=line)
 
@@ -107,7 +107,7 @@ def _place(
     return (f"{shown}/{item}/{rest}" if found else file) + (f":{number:.0f}" if number else "")
 
 
-def _telling_line(log: Path) -> tuple[int | None, str | None]:
+def telling_line(log: Path) -> tuple[int | None, str | None]:
     """Return number and text of the line of a log that says what happened, if one does."""
     try:
         with log.open("rb") as file:

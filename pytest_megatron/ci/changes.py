@@ -136,9 +136,12 @@ def changes_since(root: Path, revision: str) -> tuple[Change, ...]:
     base = _git(root, where, ["merge-base", "HEAD", revision]).strip()
     tracked = _git(root, where, ["diff", "--name-status", "--no-renames", "-z", base])
     words = iter(tracked.split("\0"))
-    changed = [f"{status}\t{path}" for status, path in zip(words, words, strict=False)]
+    changed = [
+        Change(path=path, status=status if status in ("A", "D") else "M")
+        for status, path in zip(words, words, strict=False)
+    ]
     new = _git(root, where, ["ls-files", "--others", "--exclude-standard", "-z"]).split("\0")
-    return parse_changes("\n".join([*changed, *(f"A\t{path}" for path in new if path)]))
+    return (*changed, *(Change(path=path, status="A") for path in new if path))
 
 
 def _git(root: Path, where: str, arguments: Iterable[str]) -> str:

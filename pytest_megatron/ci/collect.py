@@ -14,14 +14,18 @@ from pytest_megatron.triage.names import is_worth_reading
 
 _DEPTH = 4  # directories from what is named to a job's
 _PLAN = "plan"  # an artifact of the plan is no job's
+_SUMMARY = "summary.json"
 
 
-def read_jobs(paths: Sequence[Path], workspace: Path) -> list[JobRun]:
+def read_jobs(
+    paths: Sequence[Path], workspace: Path, *, is_empty_allowed: bool = False
+) -> list[JobRun]:
     """Read every job below some paths, in the order given and by name.
 
     Args:
         paths: Run directories, zips, tars, or folders of them.
         workspace: A directory of our own, where archives are unpacked.
+        is_empty_allowed: Whether a folder may hold nothing: a plan says what is missing.
 
     Raises:
         CiError: A path is not there, or no job is.
@@ -35,7 +39,7 @@ def read_jobs(paths: Sequence[Path], workspace: Path) -> list[JobRun]:
                 str(path), "is no directory and no archive, expected a run or an artifact"
             )
         here = list(_in(path, workspace, str(path), _DEPTH))
-        if not here:
+        if not here and not (is_empty_allowed and path.is_dir()):
             raise CiError(
                 str(path), "holds no run, expected run.json, job.json, JUnit XML or artifacts"
             )
@@ -44,8 +48,8 @@ def read_jobs(paths: Sequence[Path], workspace: Path) -> list[JobRun]:
 
 
 def _in(path: Path, workspace: Path, shown: str, depth: int) -> Iterator[JobRun]:
-    if path.is_symlink():
-        return
+    if path.is_symlink() or (path / _SUMMARY).is_file():
+        return  # a link may lead anywhere; a summary's own artifact is no job's
     if path.is_file():
         yield from _in_archive(path, workspace, shown)
     elif is_job(path):
@@ -74,12 +78,13 @@ def _in_archive(path: Path, workspace: Path, shown: str) -> Iterator[JobRun]:
         return
     found = list(_in(root, workspace, f"{shown}!", _DEPTH))
     yield from found
-    if not found and not path.name.startswith(_PLAN):
+    is_other = path.name.startswith(_PLAN) or (root / _SUMMARY).is_file()
+    if not found and not is_other:
         yield _damaged(path, shown, "holds no run, expected run.json, job.json or JUnit XML")
 
 
 def _is_wanted(path: PurePath) -> bool:
-    is_result = path.name == FILE_NAME or path.suffix == ".xml"
+    is_result = path.name in (FILE_NAME, _SUMMARY) or path.suffix == ".xml"
     return is_result or is_worth_reading(path)
 
 

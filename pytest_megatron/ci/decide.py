@@ -6,7 +6,7 @@ Source: Megatron-LM .github/workflows/cicd-main.yml, job `configure`, d98e8a64dd
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pytest_megatron.ci.globs import matches_any
@@ -26,6 +26,7 @@ class Trigger:
         ref: `refs/heads/main`, "" where it is not known.
         cadence: What a schedule or a person asks for, None leaves it to the rule.
         environment: What a person asks for, None leaves it to labels.
+        option: Where the event was given, for errors.
     """
 
     event: str = "pull_request"
@@ -33,6 +34,7 @@ class Trigger:
     ref: str = ""
     cadence: str | None = None
     environment: str | None = None
+    option: str = "--event"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +59,7 @@ class Decision:
         unknown_labels: Those that nothing here reads, each with the nearest that is.
         suites: Further test suites that labels ask for.
         env: Variables that labels set.
+        may_repeat_less: Whether a row that asks for fewer repeats gets them.
     """
 
     scope: tuple[str, ...]
@@ -72,6 +75,7 @@ class Decision:
     unknown_labels: tuple[str, ...] = ()
     suites: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
+    may_repeat_less: bool = True
 
 
 def parse_labels(text: str) -> tuple[str, ...]:
@@ -101,7 +105,7 @@ def decide(trigger: Trigger, table: CiTable) -> Decision:
     if trigger.event not in table.events:
         choices = ", ".join(sorted(table.events))
         raise SelectionError(
-            "--event",
+            trigger.option,
             f"unknown event {trigger.event!r}, expected one of {choices}"
             + nearest(trigger.event, table.events),
         )
@@ -117,7 +121,7 @@ def decide(trigger: Trigger, table: CiTable) -> Decision:
         considered.append(Considered(rule=rule.name, is_deciding=holds, why=why))
     if chosen is None:
         raise SelectionError(
-            f"--event {trigger.event}",
+            f"{trigger.option} {trigger.event}",
             f"matches none of {len(table.rules)} rules; end the rules with one without 'when'",
         )
     why = next(one.why for one in considered if one.is_deciding)
@@ -152,7 +156,6 @@ def _with_labels(
     attached = {label.casefold() for label in trigger.labels}
     effects = [effect for effect in table.labels if effect.label.casefold() in attached]
     environments = [e.environment for e in effects if e.environment is not None]
-    images = [e.image for e in effects if e.image is not None]
     environment = trigger.environment or (environments or [table.environment])[-1]
     cadence = rule.cadence or ()
     return Decision(
@@ -161,7 +164,7 @@ def _with_labels(
         n_repeat=rule.n_repeat,
         is_lightweight=rule.is_lightweight,
         environment=environment,
-        image=(images or [table.image])[-1],
+        image=_image(environment, effects, trigger, table),
         rule=rule.name,
         reason=f"rule {rule.name!r}: {why}",
         considered=considered,
@@ -173,7 +176,24 @@ def _with_labels(
         ),
         suites=tuple(dict.fromkeys(suite for effect in effects for suite in effect.suites)),
         env={name: value for effect in effects for name, value in effect.env.items()},
+        may_repeat_less=table.may_repeat_less,
     )
+
+
+def _image(
+    environment: str, effects: Sequence[LabelEffect], trigger: Trigger, table: CiTable
+) -> str:
+    """Return the image: of a label that is attached, else the one that goes with the environment.
+
+    Tests of one environment in the image of another would judge nothing.
+    """
+    attached = [effect.image for effect in effects if effect.image is not None]
+    if attached and trigger.environment is None:
+        return attached[-1]
+    if environment == table.environment:
+        return table.image
+    going = [e.image for e in table.labels if e.environment == environment and e.image is not None]
+    return going[-1] if going else environment
 
 
 def _effect_line(effect: LabelEffect) -> str:

@@ -22,6 +22,15 @@ def read_plan(path: Path) -> Expected:
     Raises:
         CiError: It cannot be read, or is no plan.
     """
+    return expect(*load_plan(path))
+
+
+def load_plan(path: Path) -> tuple[dict[str, JsonValue], str]:
+    """Return a plan, and the name of its file for errors.
+
+    Raises:
+        CiError: It cannot be read, or is no plan.
+    """
     file = path / _PLAN if path.is_dir() else path
     try:
         plan = cast("JsonValue", json.loads(file.read_bytes()))
@@ -29,7 +38,7 @@ def read_plan(path: Path) -> Expected:
         raise CiError(str(file), f"cannot be read as a plan: {error}") from error
     if not isinstance(plan, dict) or not isinstance(plan.get("jobs"), list):
         raise CiError(str(file), "has no 'jobs', expected what 'plan --format json' prints")
-    return expect(plan, str(file))
+    return plan, str(file)
 
 
 def expect(plan: Mapping[str, JsonValue], where: str) -> Expected:
@@ -39,14 +48,15 @@ def expect(plan: Mapping[str, JsonValue], where: str) -> Expected:
         CiError: A job of it has no id.
     """
     jobs: dict[str, tuple[str, ...]] = {}
-    groups = dict.fromkeys(_GROUPS.values(), False)
+    groups: dict[str, tuple[str, ...]] = dict.fromkeys(_GROUPS.values(), ())
     for row in rows_of(plan, "jobs"):
         name = text_of(row, "id")
         if name is None:
             raise CiError(where, f"has a job without an id: {row}")
         kind, node_id = text_of(row, "kind"), text_of(row, "name")
         jobs[name] = (node_id,) if kind == "workload" and node_id is not None else ()
-        groups[_GROUPS.get(kind or "", kind or "")] = True
+        group = _GROUPS.get(kind or "", kind or "")
+        groups[group] = (*groups.get(group, ()), name)
     words = ((key, plan.get(key)) for key in ("event", "labels", "scope", "environment", "rule"))
     told = [f"{key} {_shown(value)}" for key, value in words if value]
     return Expected(

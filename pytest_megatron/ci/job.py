@@ -16,8 +16,7 @@ from pytest_megatron.errors import CiError
 from pytest_megatron.files import JsonValue, write_json_atomically
 
 FILE_NAME = "job.json"
-RUN_DIRECTORY = "run"
-JUNIT_NAME = "junit.xml"
+LOG_NAME = "pytest.log"
 _FORBIDDEN = re.compile(r'["<>|:\r\n\\?/*\x00-\x1f ]')  # what names of artifacts must not have
 _COMMIT = ("GITHUB_SHA", "CI_COMMIT_SHA")
 _RUN_ID = ("GITHUB_RUN_ID", "CI_PIPELINE_ID")

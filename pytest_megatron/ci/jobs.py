@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pytest_megatron.ci.buckets import Bucket
@@ -37,6 +37,7 @@ class Job:
         argv: What runs it, from the project's root.
         env: Variables that go with it.
         files: The test files of a unit job.
+        is_compared: Whether a workload is compared with a golden; None where that is not known.
     """
 
     id: str
@@ -57,6 +58,7 @@ class Job:
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
     files: tuple[str, ...] = ()
+    is_compared: bool | None = None
 
     @property
     def command(self) -> str:
@@ -83,6 +85,7 @@ class Job:
             "time_limit_s": self.time_limit_s,
             "timeout_minutes": self.timeout_minutes,
             "num_files": len(self.files),
+            "compared": self.is_compared,
             "command": self.command,
         }
 
@@ -121,15 +124,31 @@ class UnitRow:
 
 
 def workload_jobs(
-    workloads: Iterable[Workload], decision: Decision, table: CiTable
+    workloads: Iterable[Workload],
+    decision: Decision,
+    table: CiTable,
+    compares: Callable[[Workload], bool | None],
 ) -> tuple[Job, ...]:
-    """Return a job for each row."""
-    return tuple(_workload_job(workload, decision, table) for workload in workloads)
+    """Return a job for each row.
+
+    Args:
+        workloads: The rows that are selected.
+        decision: How often and how short they run.
+        table: For time limits.
+        compares: Whether the row's case is compared with a golden, None where that is not known.
+    """
+    return tuple(
+        replace(
+            _workload_job(workload, decision, table),
+            is_compared=not decision.is_lightweight and compares(workload),
+        )
+        for workload in workloads
+    )
 
 
 def _workload_job(workload: Workload, decision: Decision, table: CiTable) -> Job:
     node_id = f"{workload.file.as_posix()}::{workload.item_name}"
-    repeats = num_repeats_of(workload, decision, table)
+    repeats = num_repeats_of(workload, decision)
     limit_s = workload.time_limit_s or table.default_time_limit_s
     is_cpu = workload.platform == CPU_PLATFORM
     # --platform makes hardware that is missing an error; without it the row would be skipped.
@@ -156,11 +175,11 @@ def _workload_job(workload: Workload, decision: Decision, table: CiTable) -> Job
     )
 
 
-def num_repeats_of(workload: Workload, decision: Decision, table: CiTable) -> int:
+def num_repeats_of(workload: Workload, decision: Decision) -> int:
     """Return how often a row is trained: as the rule says, fewer where the row wants fewer."""
     if decision.is_lightweight:
         return 1
-    if table.may_repeat_less and workload.n_repeat is not None:
+    if decision.may_repeat_less and workload.n_repeat is not None:
         return min(decision.n_repeat, workload.n_repeat)
     return decision.n_repeat
 

@@ -67,11 +67,13 @@ class Suite:
     """What one job adds to the XML of all.
 
     Attributes:
+        others: Items that the files do not have: of a run that was killed, say.
         problems: Why the job counts as failed beside its tests; each becomes an error.
     """
 
     name: str
     junits: Sequence[Junit]
+    others: Sequence[Case] = ()
     problems: Sequence[str] = ()
 
 
@@ -131,9 +133,9 @@ def join(suites: Iterable[Suite]) -> str:
         element = ET.SubElement(root, "testsuite", {"name": plain(suite.name)})
         for junit in suite.junits:
             element.extend(copy.deepcopy(junit.elements))
+        element.extend(_element(case) for case in suite.others)
         for problem in suite.problems:
-            case = ET.SubElement(element, "testcase", {"classname": "job", "name": suite.name})
-            ET.SubElement(case, "error", {"message": plain(problem)}).text = plain(problem)
+            element.append(_element(_job_case(suite.name, problem)))
         cases = [_case(case) for case in element]
         element.attrib.update(
             tests=str(len(cases)),
@@ -144,3 +146,19 @@ def join(suites: Iterable[Suite]) -> str:
         )
     ET.indent(root)
     return ET.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def _job_case(name: str, problem: str) -> Case:
+    return Case(
+        classname="job", name=name, outcome="broken", message=problem, text=problem, duration_s=0.0
+    )
+
+
+def _element(case: Case) -> ET.Element:
+    """Return a case as XML, without characters that XML must not have."""
+    attributes = {"classname": plain(case.classname), "name": plain(case.name)}
+    element = ET.Element("testcase", {**attributes, "time": f"{case.duration_s:.3f}"})
+    tag = next((tag for tag, outcome in _BAD.items() if outcome == case.outcome), None)
+    if tag is not None:
+        ET.SubElement(element, tag, {"message": plain(case.message)}).text = plain(case.text)
+    return element

@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from pytest_megatron.ci.outcome import Item, JobRun
 from pytest_megatron.files import JsonValue
 
+SHORT_S = 0.1  # what takes less is no slow item
 SUCCESS = "success"
+FAILURE = "failure"
 SKIPPED = "skipped"
 
 
@@ -22,13 +24,13 @@ class Expected:
 
     Attributes:
         jobs: Id of each job -> node ids of the workloads that it must have run.
-        groups: Job of the workflow -> whether the plan has anything for it; as `unit: False`.
+        groups: Job of the workflow -> the jobs of the plan that it runs; as `unit: ()`.
         commit: What was planned for, None where the plan does not say.
         headline: Scope, event and the like, in a line.
     """
 
     jobs: Mapping[str, tuple[str, ...]]
-    groups: Mapping[str, bool]
+    groups: Mapping[str, tuple[str, ...]]
     commit: str | None = None
     headline: str | None = None
 
@@ -54,9 +56,11 @@ class Summary:
         problems: What is wrong with the whole, such as runs of two commits.
         notes: What is worth knowing and fails nothing.
         headline: What was planned, in a line.
+        fetch: What to type to have the artifacts at home under the same names, None if they are.
     """
 
     jobs: tuple[JobRun, ...]
+    fetch: str | None = None
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     headline: str | None = None
@@ -103,7 +107,7 @@ class Summary:
 
     def slowest(self, number: int) -> tuple[Item, ...]:
         """Return the items that took longest."""
-        ran = [item for item in self.items if item.duration_s > 0]
+        ran = [item for item in self.items if item.duration_s >= SHORT_S]
         return tuple(sorted(ran, key=lambda item: -item.duration_s)[:number])
 
     def count(self, *verdicts: str) -> int:
@@ -118,6 +122,7 @@ class Summary:
             "verdict": self.verdict,
             "passed": self.has_passed,
             "planned": self.headline,
+            "fetch": self.fetch,
             "counts": dict(counts),
             "problems": list(self.problems),
             "notes": list(self.notes),
@@ -157,7 +162,7 @@ def merge(
         jobs.append(job)
     if expected is not None:
         jobs += [_missing(name) for name in expected.jobs if name not in by_name]
-    problems = [*_commits(jobs, expected), *_results(results or {}, expected)]
+    problems = [*_commits(jobs, expected), *_results(results or {}, expected, jobs)]
     return Summary(
         jobs=tuple(sorted(jobs, key=lambda job: job.name)),
         problems=tuple(problems),
@@ -218,12 +223,16 @@ def _commits(jobs: Sequence[JobRun], expected: Expected | None) -> list[str]:
     return [f"jobs tested different commits: {told}{plan}"]
 
 
-def _results(results: Mapping[str, str], expected: Expected | None) -> list[str]:
+def _results(
+    results: Mapping[str, str], expected: Expected | None, jobs: Sequence[JobRun]
+) -> list[str]:
     """Say what the CI system knows that no artifact tells."""
+    bad = {job.name for job in jobs if job.verdict in ("failed", "broken")}
     problems = []
     for name, result in sorted(results.items()):
-        is_empty = expected is not None and expected.groups.get(name) is False
-        if result == SUCCESS or (result == SKIPPED and is_empty):
+        planned = None if expected is None else expected.groups.get(name)
+        is_told = result == FAILURE and bool(bad & set(planned or ()))
+        if result == SUCCESS or is_told or (result == SKIPPED and planned == ()):
             continue
         what = {SKIPPED: "was skipped, and the plan has something for it"}.get(result)
         problems.append(f"job {name!r} of the workflow {what or f'ended as {result!r}'}")

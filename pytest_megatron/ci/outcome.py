@@ -104,6 +104,7 @@ class JobRun:
         artifact: What it was read from, as a user would type it; None if there is none.
         problems: Why the job counts as failed beside its items.
         commits: What its runs say that they tested.
+        has_run_file: Whether it left a `run.json`, and not JUnit XML alone.
     """
 
     name: str
@@ -113,6 +114,7 @@ class JobRun:
     junits: tuple[Junit, ...] = ()
     problems: tuple[str, ...] = ()
     commits: frozenset[str] = frozenset()
+    has_run_file: bool = False
 
     @property
     def run_attempt(self) -> int:

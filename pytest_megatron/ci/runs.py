@@ -11,8 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pytest_megatron.ci.causes import cause_of_case, cause_of_test, cause_of_workload, is_within
-from pytest_megatron.ci.job import FILE_NAME, JobRecord, read_job
+from pytest_megatron.ci.causes import (
+    cause_of_case,
+    cause_of_test,
+    cause_of_workload,
+    is_within,
+    telling_line,
+)
+from pytest_megatron.ci.job import FILE_NAME, LOG_NAME, JobRecord, read_job
 from pytest_megatron.ci.junit import Case, Junit, address, read_junit
 from pytest_megatron.ci.outcome import Item, JobRun, number_of, rows_of, text_of
 from pytest_megatron.errors import CiError, TriageError
@@ -77,12 +83,13 @@ def read_run(root: Path, shown: str) -> JobRun:
         book.problems.append("ran no test")
     return JobRun(
         name=name,
-        artifact=shown,
+        artifact=shown.removesuffix("!"),
         record=record,
         items=tuple(book.items.values()),
         junits=tuple(book.junits),
         problems=tuple(book.problems),
         commits=frozenset(book.commits),
+        has_run_file=bool(run_dirs),
     )
 
 
@@ -246,4 +253,7 @@ def _nothing(root: Path) -> str:
         found = triage([root])
     except TriageError:
         return text
-    return f"{text}; {found.groups[0].first.text}" if found.groups else text
+    if found.groups:
+        return f"{text}; {found.groups[0].first.text}"
+    _, line = telling_line(root / LOG_NAME)
+    return f"{text}; the last line of {LOG_NAME}: {line}" if line else text

@@ -75,6 +75,22 @@ class PathKeys(TypedDict):
 
 
 @with_config(_CLOSED)
+class WorkflowKeys(TypedDict, total=False):
+    """What `ci init` writes into the files for CI."""
+
+    branches: Annotated[Texts, Field(description="Pushes to these are tested.")]
+    nightly: Annotated[Text, Field(description="When, as cron has it, UTC.")]
+    weekly: Annotated[Text, Field(description="The same.")]
+    python: Annotated[Text, Field(description="Version for jobs without an image.")]
+    setup: Annotated[Texts, Field(description="Shell lines that install what a job needs.")]
+    plan_setup: Annotated[Texts, Field(description="The same for plan and verdict.")]
+    plan: Annotated[list[Text], Field(description="Further arguments of the plan.")]
+    runners: Annotated[dict[str, Texts], Field(description="Platform to labels of its runners.")]
+    images: Annotated[dict[str, Text], Field(description="A plan's image to a container's name.")]
+    retention_days: Annotated[Positive, Field(description="How long artifacts are kept.")]
+
+
+@with_config(_CLOSED)
 class CiKeys(TypedDict, total=False):
     """What CI runs for which labels and events."""
 
@@ -95,6 +111,7 @@ class CiKeys(TypedDict, total=False):
     ]
     default_time_limit: Annotated[Positive, Field(description="Seconds, of rows without one.")]
     job_margin_minutes: Count
+    workflow: WorkflowKeys
     opt_in_platforms: Annotated[
         list[Text], Field(description="Where only tests marked launch_on_<platform> run.")
     ]
@@ -119,11 +136,12 @@ def json_schema() -> dict[str, JsonValue]:
     }
 
 
-_TABLES: dict[str, type[RuleKeys | LabelKeys | MarkKeys | PathKeys]] = {
+_TABLES: dict[str, type[RuleKeys | LabelKeys | MarkKeys | PathKeys | WorkflowKeys]] = {
     "rules": RuleKeys,
     "labels": LabelKeys,
     "marks": MarkKeys,
     "paths": PathKeys,
+    "workflow": WorkflowKeys,
 }
 
 

@@ -32,9 +32,7 @@ def headline(summary: Summary) -> str:
     parts.append(
         f"{num_bad} of {_number(len(summary.jobs), 'job')} {verb} a problem" if num_bad else ""
     )
-    parts.append(
-        _number(len(summary.problems), "problem") + " of the whole" if summary.problems else ""
-    )
+    parts.append(_number(len(summary.problems), "problem") + " besides" if summary.problems else "")
     told = ", ".join(part for part in parts if part)
     ran = f"{_number(len(summary.items), 'item')} in {_number(len(summary.jobs), 'job')}"
     flaky = f", {summary.count('flaky')} flaky" if summary.count("flaky") else ""
@@ -46,7 +44,7 @@ def as_text(summary: Summary) -> str:
     blocks = ["\n".join(_text_head(summary))]
     blocks += ["\n".join(_text_group(group)) for group in summary.groups]
     if summary.flaky:
-        lines = (f"{_INDENT}{item.node_id}: {_how_flaky(item)}" for item in summary.flaky)
+        lines = (f"{_INDENT}{item.node_id}: {how_flaky(item)}" for item in summary.flaky)
         blocks.append("\n".join(["flaky", *lines]))
     slow = summary.slowest(_MOST_SLOW)
     if slow:
@@ -63,11 +61,13 @@ def _text_head(summary: Summary) -> Iterator[str]:
         yield f"problem: {problem}"
     width = max((len(job.name) for job in summary.jobs), default=0)
     for job in summary.jobs:
-        yield f"{_INDENT}{job.verdict:<7} {job.name:<{width}}  {_counts(job)}"
+        yield f"{_INDENT}{job.verdict:<7} {job.name:<{width}}  {counts(job)}"
         for problem in job.problems:
             yield f"{_INDENT * 2}{problem}"
     for note in summary.notes:
         yield f"note: {note}"
+    if summary.fetch and summary.groups:
+        yield f"to have the artifacts at home: {summary.fetch}"
 
 
 def _text_group(group: Group) -> Iterator[str]:
@@ -129,7 +129,7 @@ def _sections(summary: Summary) -> Iterator[tuple[str, Iterator[str]]]:
         "### Flaky",
         _tables(
             ("item", "job", "why"),
-            [(_name(i), code(i.job, _MOST_NAME), escaped(_how_flaky(i))) for i in summary.flaky],
+            [(_name(i), code(i.job, _MOST_NAME), escaped(how_flaky(i))) for i in summary.flaky],
         ),
     )
     yield "### Jobs", _tables(("job", "verdict", "came to", "artifact"), list(_job_rows(summary)))
@@ -160,6 +160,8 @@ def _markdown_head(summary: Summary) -> Iterator[str]:
         yield "\n".join(lines[start : start + 20])
     if summary.notes:
         yield "\n".join(f"- {escaped(note[:_MOST_TEXT])}" for note in summary.notes[:20])
+    if summary.fetch and summary.groups:
+        yield f"To reproduce a failure at home, first: {code(summary.fetch)}"
 
 
 def _markdown_group(group: Group) -> str:
@@ -191,7 +193,7 @@ def _job_rows(summary: Summary) -> Iterator[tuple[str, str, str, str]]:
     for job in sorted(summary.jobs, key=lambda job: job.verdict in ("passed", "flaky")):
         artifact = "" if job.artifact is None else code(job.artifact, _MOST_NAME)
         mark = f"{_MARKS[job.verdict]} {job.verdict}"
-        yield code(job.name, _MOST_NAME), mark, escaped(_counts(job)), artifact
+        yield code(job.name, _MOST_NAME), mark, escaped(counts(job)), artifact
 
 
 def _started(rank: int | None, place: str) -> str:
@@ -200,13 +202,15 @@ def _started(rank: int | None, place: str) -> str:
     return f"started on rank {rank}" + (f", {place}" if place else "")
 
 
-def _counts(job: JobRun) -> str:
+def counts(job: JobRun) -> str:
+    """Return `2 failed, 40 passed, 12.0 s`."""
     words = ("failed", "broken", "flaky", "passed", "skipped")
     told = [f"{number} {word}" for word in words if (number := job.count(word))]
     return f"{', '.join(told) or 'no items'}, {job.duration_s:.1f} s"
 
 
-def _how_flaky(item: Item) -> str:
+def how_flaky(item: Item) -> str:
+    """Return why an item that did not pass at once fails nothing."""
     if item.is_held:
         return f"{item.verdict}, in quarantine"
     causes = f": {', '.join(item.causes)}" if item.causes else ""

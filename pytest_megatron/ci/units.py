@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import functools
+import ast
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pytest_megatron.ci.buckets import Bucket, find_test_files, share_out
 from pytest_megatron.ci.jobs import Job, UnitRow, unit_job
+from pytest_megatron.ci.marks import EXPERIMENTAL, launch_mark, wanted_launch_marks
 from pytest_megatron.ci.shards import balance
 from pytest_megatron.ci.table import CiTable
 from pytest_megatron.errors import EmptySelectionError, RecipeError
 from pytest_megatron.recipe.model import Workload
 
 UNIT_MODEL = "unit-tests"
-EXPERIMENTAL = "experimental"
-LAUNCH_ON = "launch_on_"
 _LATEST = "latest"
 
 
@@ -53,11 +52,6 @@ class UnitJobs:
 
     jobs: tuple[Job, ...] = ()
     left_out: tuple[LeftOut, ...] = ()
-
-
-def launch_mark(platform: str) -> str:
-    """Return the mark of tests that run on a platform: `launch_on_gb200` of `dgx_gb200`."""
-    return f"{LAUNCH_ON}{platform.removeprefix('dgx_')}"
 
 
 def bucket_jobs(
@@ -159,23 +153,38 @@ def shard_jobs(
 def _jobs_of(bucket: Bucket, row: UnitRow, table: CiTable, root: Path) -> list[Job]:
     """Return the job of a bucket, and one more for its experimental tests, if it has any."""
     files = bucket.files
-    if row.platform in table.opt_in_platforms:
-        mark = launch_mark(row.platform)
-        files = tuple(file for file in files if mark in _text(root / file))
+    for mark in wanted_launch_marks((row.platform,) if row.platform else (), table):
+        files = tuple(file for file in files if _has_mark(root / file, mark))
     if not files:
         return []
     own = replace(bucket, files=files)
     jobs = [unit_job(bucket.pattern, own, row, table, experimental="exclude")]
-    tests = tuple(file for file in files if f"mark.{EXPERIMENTAL}" in _text(root / file))
+    tests = tuple(file for file in files if _has_mark(root / file, EXPERIMENTAL))
     if tests and row.tag in ("", _LATEST):
         own = replace(bucket, files=tests)
         jobs.append(unit_job(bucket.pattern, own, row, table, experimental="only"))
     return jobs
 
 
-@functools.lru_cache(maxsize=4096)
-def _text(file: Path) -> str:
-    return file.read_text(encoding="utf-8", errors="replace")
+def _has_mark(file: Path, mark: str) -> bool:
+    """Whether a file uses a mark, not merely its name in a string: a job for it has tests then."""
+    text = file.read_text(encoding="utf-8", errors="replace")
+    if mark not in text:
+        return False
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return True  # pytest says what is wrong with it
+    return any(
+        isinstance(node, ast.Attribute) and node.attr == mark and _is_mark(node.value)
+        for node in ast.walk(tree)
+    )
+
+
+def _is_mark(node: ast.expr) -> bool:
+    """Whether an expression is `pytest.mark`, or `mark`."""
+    name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+    return name == "mark"
 
 
 def _name(row: Workload) -> str:

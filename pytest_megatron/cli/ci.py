@@ -4,20 +4,54 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from pytest_megatron.errors import CiError
+from pytest_megatron.errors import CiError, MegatronError
+
+if TYPE_CHECKING:
+    from pytest_megatron.ci.merge import Summary
 
 EXIT_FAILED = 1
+_PAGES = "pages"
 
 
 @click.group("ci", context_settings={"help_option_names": ["-h", "--help"]})
 def command() -> None:
     """Write files for CI, and make one verdict of many jobs."""
+
+
+@command.command("init")
+@click.option("--github", "kind", flag_value="github", default="github", help="The default.")
+@click.option("--gitlab", "kind", flag_value="gitlab")
+@click.option("--force", is_flag=True, help="Replace a file that is there.")
+def init(*, kind: str, force: bool) -> None:
+    """Write a workflow for GitHub Actions, or a pipeline for GitLab, that runs the plan.
+
+    What is particular to a project comes from [tool.pytest-megatron.ci.workflow].
+    """
+    from pytest_megatron.ci.init import write_files  # noqa: PLC0415 - each command its own
+
+    for line in write_files(Path(), kind, is_forced=force):
+        click.echo(line)
+
+
+@command.command("child")
+@click.argument("plan", metavar="PLAN", type=click.Path(path_type=Path))
+def child(*, plan: Path) -> None:
+    """Print GitLab's child pipeline of a plan, which has a job for each of its jobs."""
+    from pytest_megatron.ci.expect import load_plan  # noqa: PLC0415 - each command its own
+    from pytest_megatron.ci.init import project_workflow  # noqa: PLC0415
+    from pytest_megatron.ci.workflow import child_pipeline  # noqa: PLC0415
+
+    content, where = load_plan(plan)
+    click.echo(child_pipeline(content, project_workflow(Path()), where), nl=False)
 
 
 @command.command("job")
@@ -100,9 +134,10 @@ def summary(
     if not paths and expected is None:
         raise CiError("RUN", "nothing was given, expected runs, artifacts or --expect")
     with tempfile.TemporaryDirectory(prefix="pytest-megatron-summary-") as workspace:
-        found = merge(read_jobs(paths, Path(workspace)), expected, told)
+        runs = read_jobs(paths, Path(workspace), is_empty_allowed=expected is not None)
+        found = replace(merge(runs, expected, told), fetch=_fetch(paths))
     if directory is not None:
-        write_outputs(found, directory)
+        write_outputs(found, directory, _write_pages(found, directory))
     if step_summary:
         page = os.environ.get("GITHUB_STEP_SUMMARY")
         if not page:
@@ -116,6 +151,29 @@ def summary(
         case _:
             click.echo(as_text(found))
     sys.exit(0 if found.has_passed else EXIT_FAILED)
+
+
+def _fetch(paths: tuple[Path, ...]) -> str | None:
+    """Return what fetches the artifacts of this run of GitHub Actions, by their names here."""
+    run_id, repository = (os.environ.get(f"GITHUB_{name}") for name in ("RUN_ID", "REPOSITORY"))
+    if run_id is None or repository is None or len(paths) != 1:
+        return None
+    words = ("--repo", repository, "--pattern", "logs-*", "--dir", str(paths[0]))
+    return shlex.join(["gh", "run", "download", run_id, *words])
+
+
+def _write_pages(found: Summary, directory: Path) -> str | None:
+    """Write the pages of the runs that can be read; return where, from the directory, if any."""
+    from pytest_megatron.pages.write import write_report  # noqa: PLC0415
+
+    names = (job.artifact for job in found.jobs if job.artifact is not None and job.has_run_file)
+    runs = tuple(dict.fromkeys(Path(name.partition("!")[0]) for name in names))
+    try:
+        index = write_report(runs, directory / _PAGES)
+    except MegatronError as error:
+        click.echo(f"no pages of the runs: {error}", err=True)
+        return None
+    return index.relative_to(directory).as_posix()
 
 
 def _append(path: Path, text: str) -> None:

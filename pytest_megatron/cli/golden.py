@@ -1,4 +1,4 @@
-"""`pytest-megatron golden`: compare a run with a golden, and show one, outside pytest.
+"""`pytest-megatron golden`: goldens outside pytest; here the comparison of a run with one.
 
 Thin: reads, compares and prints. Errors go up to `main`, which ends with exit code 2.
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 
+from pytest_megatron.cli.lazy import LazyGroup
 from pytest_megatron.errors import GoldenError, MetricsError
 from pytest_megatron.files import JsonValue
 from pytest_megatron.golden.compare import compare
@@ -21,23 +22,37 @@ from pytest_megatron.golden.comparison import (
     render_layers,
 )
 from pytest_megatron.golden.generation import GENERATION_METRICS
-from pytest_megatron.golden.model import Observed, Value
+from pytest_megatron.golden.model import Observed
 from pytest_megatron.golden.policy import Place, Policy
 from pytest_megatron.golden.policy_file import policy_named
 from pytest_megatron.golden.policy_generation import Pair, compare_generation
-from pytest_megatron.golden.provenance import Golden, provenance_to_json
-from pytest_megatron.golden.refresh import series_in
+from pytest_megatron.golden.provenance import Golden
 from pytest_megatron.golden.store import read_golden, read_metrics
 from pytest_megatron.golden.surroundings import Surroundings, why_not_timed
+from pytest_megatron.refresh.transaction import recover_above
 
 EXIT_FAILED = 1
 _PATH_PARTS = 4  # of /<model>/<test_case>/golden_values_<environment>_<platform>.json
-_SHOWN_TEXT = 16  # characters
 
 
-@click.group("golden", context_settings={"help_option_names": ["-h", "--help"]})
+class _Commands(LazyGroup):
+    lazy = {  # noqa: RUF012 - the base class says what it is
+        "accept": ("pytest_megatron.cli.golden_accept", "Make goldens of what runs measured."),
+        "convert": (
+            "pytest_megatron.cli.golden_convert",
+            "Write goldens in another form, place or precision.",
+        ),
+        "diff": ("pytest_megatron.cli.golden_diff", "Say how goldens differ."),
+        "lint": ("pytest_megatron.cli.golden_lint", "Report what is wrong with goldens."),
+        "review": ("pytest_megatron.cli.golden_review", "Ask about each golden that runs change."),
+        "show": ("pytest_megatron.cli.golden_show", "Print what goldens hold."),
+    }
+
+
+@click.group("golden", cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 def command() -> None:
-    """Compare observed metrics with golden values."""
+    """Compare observed metrics with golden values, refresh and review them."""
+    recover_above(Path())  # what a killed refresh left half done
 
 
 @command.command("check")
@@ -112,39 +127,6 @@ def check(  # noqa: PLR0913 - click hands over one argument an option
         click.echo(_as_text(comparisons, notes, policy))
     if not all(comparison.passed for comparison in comparisons):
         sys.exit(EXIT_FAILED)
-
-
-@command.command("show")
-@click.argument("golden_file", metavar="FILE", type=click.Path(path_type=Path))
-def show(*, golden_file: Path) -> None:
-    """Print what a golden holds, one line a metric."""
-    golden = read_golden(golden_file)
-    rows = [("metric", "values", "steps", "first", "last", "precision")]
-    for name, series in series_in(golden).items():
-        rows.append(
-            (
-                name,
-                str(len(series)),
-                f"{series.steps[0]}-{series.steps[-1]}" if len(series) else "-",
-                _shown(series.values[0]) if len(series) else "-",
-                _shown(series.values[-1]) if len(series) else "-",
-                "full" if series.is_full_precision else "5 decimals",
-            )
-        )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        click.echo("  ".join(cells).rstrip())
-    for note in golden.notes:
-        click.echo(f"note: {note}")
-    if golden.provenance is not None:
-        for key, value in provenance_to_json(golden.provenance).items():
-            click.echo(f"{key}: {value if isinstance(value, str) else json.dumps(value)}")
-
-
-def _shown(value: Value) -> str:
-    """Return a value for a cell: text quoted and cut, so that it stays on its line."""
-    return ascii(value[:_SHOWN_TEXT]) if isinstance(value, str) else str(value)
 
 
 def _compare_generation(

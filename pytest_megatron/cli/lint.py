@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
+from pytest_megatron.cli.findings import FORMATS, format_option, root_option
 from pytest_megatron.config import load_config
-from pytest_megatron.files import JsonValue
-from pytest_megatron.recipe.findings import Finding
 from pytest_megatron.recipe.lint import lint
 from pytest_megatron.recipe.load import project_words
 
 
 @click.command(name="lint")
 @click.argument("paths", metavar="[PATH]...", nargs=-1, type=click.Path(path_type=Path))
-@click.option(
-    "--root",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    default=Path(),
-    help="Directory with the test cases and golden values (default: the current one).",
-)
-@click.option(
-    "--format",
-    "style",
-    type=click.Choice(["text", "json", "github"]),
-    default="text",
-    show_default=True,
-    help="github prints workflow commands, which annotate a pull request.",
-)
+@root_option
+@format_option
 def command(paths: tuple[Path, ...], root: Path, style: str) -> None:
     """Report what is wrong in recipes, their test cases and goldens.
 
@@ -44,55 +29,5 @@ def command(paths: tuple[Path, ...], root: Path, style: str) -> None:
         vocabulary=project_words(root),
         other_names=load_config(root).golden_platforms,
     )
-    click.echo(_FORMATS[style](findings), nl=False)
+    click.echo(FORMATS[style](findings), nl=False)
     sys.exit(any(finding.is_error for finding in findings))
-
-
-def _as_text(findings: Sequence[Finding]) -> str:
-    lines = [
-        f"{found.where}: {found.severity.value}: {found.message} [{found.rule}]"
-        for found in findings
-    ]
-    num_errors = sum(finding.is_error for finding in findings)
-    num_warnings = len(findings) - num_errors
-    lines.append(f"{_counted(num_errors, 'error')}, {_counted(num_warnings, 'warning')}")
-    return "".join(f"{line}\n" for line in lines)
-
-
-def _as_json(findings: Sequence[Finding]) -> str:
-    rows: list[JsonValue] = [
-        {
-            "file": str(found.file),
-            "line": found.line,
-            "severity": found.severity.value,
-            "rule": found.rule,
-            "message": found.message,
-        }
-        for found in findings
-    ]
-    return json.dumps(rows, indent=1) + "\n"
-
-
-def _as_github(findings: Sequence[Finding]) -> str:
-    lines = []
-    for found in findings:
-        places = {"file": str(found.file), "line": found.line, "title": found.rule}
-        properties = ",".join(
-            f"{key}={_escaped(str(value), ',:')}" for key, value in places.items() if value
-        )
-        lines.append(f"::{found.severity.value} {properties}::{_escaped(found.message)}")
-    return "".join(f"{line}\n" for line in lines)
-
-
-def _escaped(text: str, special: str = "") -> str:
-    """Escape text for a workflow command of GitHub."""
-    for character in "%\r\n" + special:
-        text = text.replace(character, f"%{ord(character):02X}")
-    return text
-
-
-_FORMATS = {"text": _as_text, "json": _as_json, "github": _as_github}
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

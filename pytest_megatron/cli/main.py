@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 
 import click
-from typing_extensions import override
 
+from pytest_megatron.cli.lazy import LazyGroup
 from pytest_megatron.errors import MegatronError
 
 # name -> (module with a click command named `command`, one line of help)
@@ -21,33 +20,18 @@ SUBCOMMANDS = {
     "golden": ("pytest_megatron.cli.golden", "Compare observed metrics with golden values."),
     "lint": ("pytest_megatron.cli.lint", "Report what is wrong in recipes, cases and goldens."),
     "plan": ("pytest_megatron.cli.plan", "Print what CI runs for labels and an event."),
+    "repro": ("pytest_megatron.cli.repro", "Do a failing item of a run or artifact again, here."),
+    "report": ("pytest_megatron.cli.report", "Write pages and pictures of finished runs."),
     "triage": ("pytest_megatron.cli.triage", "Say why a run failed, from its logs."),
 }
 EXIT_UNUSABLE = 2
 
 
-class _LazyGroup(click.Group):
-    """A group whose commands are imported on first use."""
-
-    @override
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(SUBCOMMANDS)
-
-    @override
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in SUBCOMMANDS:
-            return None
-        command = importlib.import_module(SUBCOMMANDS[cmd_name][0]).command
-        assert isinstance(command, click.Command)
-        return command
-
-    @override
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in sorted(SUBCOMMANDS.items())])
+class _Commands(LazyGroup):
+    lazy = SUBCOMMANDS
 
 
-@click.command(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="pytest-megatron")
 def group() -> None:
     """Recipes, goldens and runs of pytest-megatron, outside pytest."""

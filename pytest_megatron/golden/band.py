@@ -11,6 +11,7 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass
 
+from pytest_megatron.golden.comparison import Allowed
 from pytest_megatron.golden.limits import (
     FULL_PRECISION,
     FULL_ROUNDING,
@@ -38,7 +39,8 @@ class Band:
 
     Attributes:
         steps: (num_steps,) the golden's.
-        allowed: (num_steps,) absolute deviation allowed at each.
+        allowed: (num_steps,) absolute deviation allowed at each: `widths` of the golden's
+            value, and `rounding`.
         num_outside: How many steps may be outside, each by `LossLimits.outside_factor` at most.
         bias: Absolute deviation allowed of the mean over all steps.
         tail: The same over the last steps (`TAIL_FRACTION`).
@@ -47,10 +49,22 @@ class Band:
 
     steps: tuple[int, ...]
     allowed: tuple[float, ...]
+    widths: tuple[float, ...]
+    rounding: float
     num_outside: int
     bias: float
     tail: float
     note: str
+
+    @property
+    def as_allowed(self) -> Allowed:
+        """The same in few numbers: a width holds for many steps."""
+        changes = [
+            (step, width)
+            for at, (step, width) in enumerate(zip(self.steps, self.widths, strict=True))
+            if at == 0 or width != self.widths[at - 1]
+        ]
+        return Allowed(relative=tuple(changes), absolute=self.rounding)
 
 
 def band_around(
@@ -66,7 +80,7 @@ def band_around(
 
     What repeats say holds for their platform. On another one other instructions round otherwise:
     in fp32 by 2e-7 at most in 50 steps, which any band forgives; in bf16 by 2e-4 (two kinds of
-    CPU, one training), so that there the golden counts as one without repeats.
+    CPU, one training), so that there the band is at least that of a golden without repeats.
     """
     limits = limits or LossLimits()
     made = golden.provenance or Provenance()
@@ -85,10 +99,8 @@ def band_around(
     ]
     rounding = limits.absolute + (FULL_ROUNDING if series.is_full_precision else ROUNDING)
     scales = [abs(v) for v in series.values if isinstance(v, float)]
-    allowed = [
-        max(widths) * scale + rounding
-        for *widths, scale in zip(learned, fixed, scales, strict=True)
-    ]
+    widths = tuple(map(max, learned, fixed))
+    allowed = [width * scale + rounding for width, scale in zip(widths, scales, strict=True)]
     noise = [width * scale for width, scale in zip(learned, scales, strict=True)]
     of_tail = slice(len(scales) - tail_length(len(scales)), None)
     mean, tail = (
@@ -101,6 +113,8 @@ def band_around(
     return Band(
         steps=series.steps,
         allowed=tuple(allowed),
+        widths=widths,
+        rounding=rounding,
         num_outside=0 if is_deterministic else int(limits.outside_fraction * len(scales)),
         bias=mean + limits.absolute + ROUNDING,
         tail=tail + limits.absolute + ROUNDING,

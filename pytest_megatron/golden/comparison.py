@@ -140,6 +140,19 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Allowed:
+    """How far from each value of a golden a run may be, as a picture of it needs to know.
+
+    Attributes:
+        relative: (step, part of the golden) each holds from its step on to the next one's.
+        absolute: Added to that, in the metric's own unit.
+    """
+
+    relative: tuple[tuple[int, float], ...]
+    absolute: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """The answer for one metric.
 
@@ -150,6 +163,7 @@ class Comparison:
         summary: The number that decided, where it was no single step.
         notes: What else to know, each a clause without a final period.
         unit: What `deviation` counts.
+        allowed: Around each value of the golden; None where no step has a limit of its own.
         layers: Every test that was applied, in order; after one that failed the others are
             measured too, as far as there is something to measure.
     """
@@ -164,6 +178,7 @@ class Comparison:
     notes: tuple[str, ...] = ()
     unit: str = "steps"
     layers: tuple[Layer, ...] = ()
+    allowed: Allowed | None = None
 
     @property
     def is_judged(self) -> bool:
@@ -235,9 +250,17 @@ def comparison_to_json(comparison: Comparison) -> dict[str, JsonValue]:
         "largest_absolute": _json_number(deviation.largest_absolute),
         "mean_signed_relative": _json_number(deviation.mean_signed_relative),
         "notes": list(comparison.notes),
+        "allowed": None if comparison.allowed is None else _allowed_to_json(comparison.allowed),
         "layers": [_layer_to_json(layer) for layer in comparison.layers],
         "golden_path": comparison.golden_path,
         "text": render(comparison),
+    }
+
+
+def _allowed_to_json(allowed: Allowed) -> JsonValue:
+    return {
+        "relative": {str(step): _json_number(part) for step, part in allowed.relative},
+        "absolute": _json_number(allowed.absolute),
     }
 
 

@@ -15,22 +15,25 @@ Source: FORMATS of Megatron-LM tests/functional_tests/python_test_utils/common.p
 
 from __future__ import annotations
 
-import json
 import math
+import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from pytest_megatron.errors import GoldenError
+from pytest_megatron.errors import EmptyGoldenError, GoldenError
 from pytest_megatron.files import JsonValue
 from pytest_megatron.golden.form import PROVENANCE_KEY
 from pytest_megatron.golden.generation import Generation, is_generation, parse_generation
+from pytest_megatron.golden.loading import kind_of, load_object
 from pytest_megatron.golden.model import MetricMap, Series, Value, series_of
 
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _BASELINE_KEYS = {"forward_ms", "backward_ms", "throughput_tok_per_sec", "avg_latency_ms"}
 _MAX_STEP_DIGITS = 18
+_IS_STEP = re.compile(rf"[0-9]{{1,{_MAX_STEP_DIGITS}}}").fullmatch
+_VALUE_TYPES = {float, str}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,14 +61,24 @@ def parse_document(text: str, where: str) -> Document:
             kind: an empty object, JSON lines, a performance baseline, a
             block with impossible steps or values. `where` names the file.
     """
-    notes: list[str] = []
-    value = _load(text, where, notes)
-    if isinstance(value, str):
-        notes.append("JSON inside a JSON string, decoded twice")
-        value = _load(value, where, notes)
-    if not isinstance(value, dict):
-        raise GoldenError(where, f"holds a JSON {_kind(value)}, expected an object of metrics")
-    provenance = value.pop(PROVENANCE_KEY, None)
+    value, notes = load_object(text, where)
+    return document_of(value, where, notes)
+
+
+def document_of(value: dict[str, JsonValue], where: str, notes: Sequence[str] = ()) -> Document:
+    """Return the metrics in the JSON object of a golden or a metric-map file.
+
+    Args:
+        value: As `load_object` returns it.
+        where: The file, for messages.
+        notes: What is to be said of the file already.
+
+    Raises:
+        GoldenError: As from `parse_document`.
+    """
+    notes = list(notes)
+    provenance = value.get(PROVENANCE_KEY)
+    value = {name: part for name, part in value.items() if name != PROVENANCE_KEY}
     blocks = {k: v for k, v in value.items() if isinstance(v, dict) and "values" in v}
     if not blocks and is_generation(value):
         return Document(
@@ -73,6 +86,10 @@ def parse_document(text: str, where: str) -> Document:
             provenance=provenance,
             notes=tuple(notes),
             generation=parse_generation(value, where),
+        )
+    if not value:
+        raise EmptyGoldenError(
+            where, "holds no metric ({}), expected an object of metrics; record it again"
         )
     if not blocks:
         raise GoldenError(where, _explain(value))
@@ -95,6 +112,12 @@ def metrics_to_json(metrics: MetricMap) -> dict[str, JsonValue]:
     except whole numbers, which are written as they are. Not finite ones go to `non_finite`.
     """
     return {name: _block_to_json(series) for name, series in sorted(metrics.items())}
+
+
+def step_interval(steps: Sequence[int]) -> int:
+    """Return the distance of ascending steps, that from step 1 left out, as Megatron-LM counts."""
+    spaced = [step for step in steps if step != 1]
+    return math.gcd(*(b - a for a, b in pairwise(spaced))) or 1
 
 
 def shortest(value: float) -> float:
@@ -121,79 +144,29 @@ def to_float32(value: float) -> float:
     return number
 
 
-def _load(text: str, where: str, notes: list[str]) -> JsonValue:
-    if not text.strip():
-        size = len(text.encode())
-        raise GoldenError(where, f"empty file ({size} bytes), expected JSON; record it again")
-    literals: list[str] = []
-
-    def keep_literal(literal: str) -> float:
-        literals.append(literal)
-        return float(literal)
-
-    def refuse_duplicates(pairs: list[tuple[str, JsonValue]]) -> dict[str, JsonValue]:
-        seen: dict[str, JsonValue] = {}
-        for key, value in pairs:
-            if key in seen:
-                raise GoldenError(where, f"the key {key!r} is there twice; keep one of them")
-            seen[key] = value
-        return seen
-
-    try:
-        value: JsonValue = json.loads(
-            text, parse_constant=keep_literal, object_pairs_hook=refuse_duplicates
-        )
-    except ValueError as error:
-        raise _explain_syntax(error, text, where) from error
-    except RecursionError as error:
-        raise GoldenError(where, "JSON nested too deeply, expected an object of metrics") from error
-    if literals:
-        names = ", ".join(sorted(set(literals)))
-        notes.append(f"{len(literals)} bare {names} literal(s), which are not JSON")
-    return value
-
-
-def _explain_syntax(error: ValueError, text: str, where: str) -> GoldenError:
-    if not isinstance(error, json.JSONDecodeError):  # a whole number of thousands of digits
-        return GoldenError(where, f"not JSON of numbers: {error}")
-    num_lines = _count_json_lines(text)
-    if num_lines is not None:
-        return GoldenError(
-            where, f"JSON lines ({num_lines} values, one a line), expected one object"
-        )
-    return GoldenError(
-        f"{where}:{error.lineno}:{error.colno}", f"not JSON: {error.msg[:1].lower()}{error.msg[1:]}"
-    )
-
-
-def _count_json_lines(text: str) -> int | None:
-    """Return how many JSON values `text` has, one a line, or None if it is no JSON-lines file."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    try:
-        for line in lines:
-            json.loads(line)
-    except ValueError:
-        return None
-    return len(lines) if len(lines) > 1 else None
-
-
 def _explain(value: Mapping[str, JsonValue]) -> str:
     """Say what a file without any metric block is."""
-    if not value:
-        return "holds no metric ({}), expected an object of metrics; record it again"
-    nested = [v for v in value.values() if isinstance(v, dict)]
-    inner = [v for n in nested for v in n.values() if isinstance(v, dict)]
-    keys = {key for v in nested for key in v}
-    if (keys | {key for v in inner for key in v}) & _BASELINE_KEYS:
+    if is_baseline(value):
         return "performance baseline, not a golden; it has no curve to compare"
     some = ", ".join(repr(key) for key in sorted(value)[:3])
     return f"no metric block with 'values' in it, found {some}; this is not a golden"
 
 
+def is_baseline(value: Mapping[str, JsonValue]) -> bool:
+    """Whether a JSON object holds the numbers of a performance test: by case, or by platform too.
+
+    Source: Megatron-LM's `baseline_values.json` of its performance tests, d98e8a64dd.
+    """
+    nested = [v for v in value.values() if isinstance(v, dict)]
+    inner = [v for n in nested for v in n.values() if isinstance(v, dict)]
+    keys = {key for v in nested for key in v}
+    return bool((keys | {key for v in inner for key in v}) & _BASELINE_KEYS)
+
+
 def _parse_block(block: Mapping[str, JsonValue], name: str, where: str, notes: list[str]) -> Series:
     raw = block["values"]
     if isinstance(raw, dict):
-        values = {_step(k, name, where): _value(v, name, k, where) for k, v in raw.items()}
+        values = _parse_map(raw, name, where)
     elif isinstance(raw, list):
         start, interval = (
             _number(block, "start_step", name, where),
@@ -205,7 +178,7 @@ def _parse_block(block: Mapping[str, JsonValue], name: str, where: str, notes: l
             for i, v in enumerate(raw)
         }
     else:
-        raise GoldenError(where, f"{name}: 'values' is {_kind(raw)}, expected step to number")
+        raise GoldenError(where, f"{name}: 'values' is {kind_of(raw)}, expected step to number")
     values |= _parse_non_finite(block.get("non_finite", {}), name, where)
     precision = block.get("value_precision")
     if precision not in {None, "full"}:
@@ -213,9 +186,23 @@ def _parse_block(block: Mapping[str, JsonValue], name: str, where: str, notes: l
     return series_of(values, is_full_precision=precision == "full")
 
 
+def _parse_map(raw: Mapping[str, JsonValue], name: str, where: str) -> dict[int, Value]:
+    """Return step to value; what is as it should be is not looked at one by one: it is much."""
+    values: dict[int, Value]
+    if set(map(type, raw.values())) <= _VALUE_TYPES and all(map(_IS_STEP, raw)):
+        values = dict(zip(map(int, raw), raw.values(), strict=True))  # type: ignore[arg-type] # types are those
+    else:
+        values = {_step(k, name, where): _value(v, name, k, where) for k, v in raw.items()}
+    if len(values) != len(raw):
+        steps = [int(key) for key in raw]
+        twice = next(step for step in steps if steps.count(step) > 1)
+        raise GoldenError(where, f"{name}: step {twice} is there twice; keep one of them")
+    return values
+
+
 def _parse_non_finite(raw: JsonValue, name: str, where: str) -> dict[int, Value]:
     if not isinstance(raw, dict):
-        raise GoldenError(where, f"{name}: 'non_finite' is {_kind(raw)}, expected an object")
+        raise GoldenError(where, f"{name}: 'non_finite' is {kind_of(raw)}, expected an object")
     values: dict[int, Value] = {}
     for key, text in raw.items():
         if not isinstance(text, str) or text not in _NON_FINITE:
@@ -235,7 +222,7 @@ def _number(block: Mapping[str, JsonValue], key: str, name: str, where: str) -> 
 
 
 def _step(key: str, name: str, where: str) -> int:
-    if not (key.isascii() and key.isdecimal() and len(key) <= _MAX_STEP_DIGITS):
+    if not _IS_STEP(key):
         raise GoldenError(
             where, f"{name}: step {key!r}, expected a decimal number of at most 18 digits"
         )
@@ -246,28 +233,18 @@ def _value(value: JsonValue, name: str, step: str, where: str) -> Value:
     if isinstance(value, str):
         return value
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise GoldenError(where, f"{name}, step {step}: {_kind(value)}, expected a number")
+        raise GoldenError(where, f"{name}, step {step}: {kind_of(value)}, expected a number")
     try:
         return float(value)
     except OverflowError as error:
         raise GoldenError(where, f"{name}, step {step}: {error}") from error
 
 
-def _kind(value: JsonValue) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, list):
-        return f"list of {len(value)}"
-    return f"{type(value).__name__} {str(value)[:40]!r}"
-
-
 def _block_to_json(series: Series) -> dict[str, JsonValue]:
-    steps = [step for step in series.steps if step != 1]
-    interval = math.gcd(*(b - a for a, b in pairwise(steps))) or 1
     block: dict[str, JsonValue] = {
         "start_step": series.steps[0] if series.steps else 0,
         "end_step": series.steps[-1] if series.steps else 0,
-        "step_interval": interval,
+        "step_interval": step_interval(series.steps),
     }
     if series.is_full_precision:
         block["value_precision"] = "full"

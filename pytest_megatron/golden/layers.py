@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from pytest_megatron.golden.band import Band, tail_length
-from pytest_megatron.golden.comparison import Difference, Layer, Rule, Summary, relative
+from pytest_megatron.golden.comparison import Allowed, Difference, Layer, Rule, Summary, relative
 from pytest_megatron.golden.deviation import Point, ulps_between
 from pytest_megatron.golden.limits import LEARNING, ROUNDING, CountLimits, LossLimits, Worse
 from pytest_megatron.golden.model import Series
@@ -41,6 +41,7 @@ class Judgement:
     summary: Summary | None = None
     notes: tuple[str, ...] = ()
     layers: tuple[Layer, ...] = ()
+    allowed: Allowed | None = None
 
 
 def decide(findings: Iterable[Finding], passed: Judgement) -> Judgement:

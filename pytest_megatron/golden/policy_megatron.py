@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pytest_megatron.golden.comparison import Comparison, Difference, Rule, Summary
+from pytest_megatron.golden.comparison import Allowed, Comparison, Difference, Rule, Summary
 from pytest_megatron.golden.deviation import align, first_difference, measure, shared_points
 from pytest_megatron.golden.model import MetricMap, Series, Value, is_finite
 from pytest_megatron.golden.policy import Policy
@@ -127,7 +127,15 @@ def _compare(
         summary=summary,
         deviation=measure(shared_points(expected, got)),
         notes=notes,
+        allowed=_allowed(metric, expected, rule, tests.rtol),
     )
+
+
+def _allowed(metric: str, golden: Series, rule: Rule, rtol: float) -> Allowed | None:
+    if metric == _TIME or not len(golden):
+        return None
+    share = rtol if rule is Rule.APPROXIMATE else 0.0
+    return Allowed(relative=((golden.steps[0], share),))
 
 
 _Answer = tuple[bool, Rule, Difference | None, Summary | None, tuple[str, ...]]

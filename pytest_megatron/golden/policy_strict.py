@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from pytest_megatron.golden.band import band_around
-from pytest_megatron.golden.comparison import Comparison, Layer, Rule, relative
+from pytest_megatron.golden.band import Band, band_around
+from pytest_megatron.golden.comparison import Allowed, Comparison, Layer, Rule, relative
 from pytest_megatron.golden.deviation import (
     Point,
     align,
@@ -147,6 +147,7 @@ def _compare(case: _Case, metric: str, observed: Series | None) -> Comparison:
             *describe_extra(golden, observed),
         ),
         layers=(presence, *judgement.layers),
+        allowed=judgement.allowed or _allowed(case, metric, golden),
     )
 
 
@@ -161,22 +162,36 @@ def _judge(case: _Case, metric: str, golden: Series, observed: Series) -> Judgem
             findings = [*_exact(case, limits.exact, points), *count_layers(points, limits)]
             return decide(findings, Judgement(passed=True, rule=Rule.BIAS))
         case LossLimits():
-            band = band_around(
-                case.golden,
-                metric,
-                golden,
-                nondeterministic=case.nondeterministic,
-                surroundings=case.surroundings,
-                limits=limits,
-            )
+            band = _band(case, metric, golden, limits)
             largest = measure(points).largest_relative
             notes = (f"within the band (largest {largest:.1e})", band.note)
             layers = loss_layers(golden, observed, points, band, limits)
-            return decide(
+            judgement = decide(
                 [*_exact(case, limits.exact, points), *layers],
                 Judgement(passed=True, rule=Rule.BAND, notes=notes),
             )
+            return replace(judgement, allowed=band.as_allowed)
     assert_never(limits)
+
+
+def _band(case: _Case, metric: str, golden: Series, limits: LossLimits) -> Band:
+    return band_around(
+        case.golden,
+        metric,
+        golden,
+        nondeterministic=case.nondeterministic,
+        surroundings=case.surroundings,
+        limits=limits,
+    )
+
+
+def _allowed(case: _Case, metric: str, golden: Series) -> Allowed | None:
+    """Return what a run with a hole would have been allowed, where the golden is whole."""
+    limits = case.policy.limits(metric)
+    is_whole = len(golden) and find_unusable(golden) is None
+    if not isinstance(limits, LossLimits) or not is_whole:
+        return None
+    return _band(case, metric, golden, limits).as_allowed
 
 
 def _judge_cost(case: _Case, limits: CostLimits | MemoryLimits, points: list[Point]) -> Judgement:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pytest_megatron.config import GOLDEN_FORM_KEY, load_config
-from pytest_megatron.errors import ConfigError, GoldenError, MetricsError
-from pytest_megatron.files import JsonValue, write_json_atomically, write_text_atomically
+from pytest_megatron.config import load_config
+from pytest_megatron.errors import GoldenError, MetricsError
+from pytest_megatron.files import write_json_atomically, write_text_atomically
 from pytest_megatron.golden.document import metrics_to_json, parse_document
 from pytest_megatron.golden.form import PROVENANCE_KEY, Form, lay_out
 from pytest_megatron.golden.generation import Generation, find_not_finite, generation_to_json
@@ -41,16 +41,11 @@ def golden_path(root: Path, workload: Workload) -> Path:
 
 
 def new_golden_path(root: Path, workload: Workload) -> Path:
-    """Return where a golden of the workload is written: the old one, or our place.
+    """Return where a golden of the workload is written: always our place, under its own name.
 
-    A golden under another name of the platform is not overwritten: it may be read by others, and
-    the new one comes before it.
-
-    Raises:
-        ConfigError: The project's settings are wrong.
+    A golden elsewhere may be read by others, so it stays; the new one comes before it.
     """
-    own_names = golden_paths(root, workload)
-    return next((place for place in own_names if place.is_file()), own_names[0])
+    return golden_paths(root, workload)[0]
 
 
 def project_form(root: Path) -> Form:
@@ -59,16 +54,7 @@ def project_form(root: Path) -> Form:
     Raises:
         ConfigError: The project's settings are wrong.
     """
-    config = load_config(root)
-    forms = {form.value: form for form in Form}
-    if config.golden_form is None:
-        return Form.COMPACT
-    if config.golden_form not in forms:
-        raise ConfigError(
-            f"{config.file}: [tool.pytest-megatron] {GOLDEN_FORM_KEY}",
-            f"found {config.golden_form!r}, expected one of {', '.join(sorted(forms))}",
-        )
-    return forms[config.golden_form]
+    return Form(load_config(root).golden_form)
 
 
 def read_golden(path: Path) -> Golden:
@@ -78,37 +64,76 @@ def read_golden(path: Path) -> Golden:
         GoldenError: There is no such file, or it is not a golden; the text says what
             it is instead, with line and column where the JSON is broken.
     """
-    document = parse_document(_read_text(path), str(path))
+    return parse_golden(read_text(path), str(path))
+
+
+def parse_golden(text: str, where: str) -> Golden:
+    """Return the golden in a text, wherever that is from: a file, a commit.
+
+    Raises:
+        GoldenError: As from `read_golden`; `where` names the place.
+    """
+    document = parse_document(text, where)
     provenance = document.provenance
     return Golden(
-        path=str(path),
+        path=where,
         metrics=document.metrics,
-        provenance=None if provenance is None else parse_provenance(provenance, str(path)),
+        provenance=None if provenance is None else parse_provenance(provenance, where),
         notes=document.notes,
         generation=document.generation,
     )
 
 
+def golden_text(golden: Golden, form: Form = Form.COMPACT) -> str:
+    """Return the text of a golden's file, whichever kind it is; it must have a provenance.
+
+    Of a training: metrics sorted, steps ascending, full precision, `_provenance` last. Of an
+    inference program: the keys that such a program writes, and `_provenance`.
+
+    Raises:
+        GoldenError: There is no metric, a metric has no value, or a value is not a finite number;
+            `golden.path` names the place.
+    """
+    assert golden.provenance is not None
+    provenance = provenance_to_json(golden.provenance)
+    if golden.generation is not None:
+        if problem := find_not_finite(golden.generation):
+            raise GoldenError(golden.path, f"{problem}; not written")
+        document = generation_to_json(golden.generation)
+        document[PROVENANCE_KEY] = provenance
+        return lay_out(document, form)
+    if not golden.metrics:
+        raise GoldenError(golden.path, "no metric to write")
+    for name, series in sorted(golden.metrics.items()):
+        if not len(series):
+            raise GoldenError(golden.path, f"{name} has no value; not written")
+        for step, value in series.items():
+            if not is_finite(value):
+                raise GoldenError(
+                    golden.path, f"{name}, step {step}: {value!r} is not finite; not written"
+                )
+    document = metrics_to_json(golden.metrics)
+    document[PROVENANCE_KEY] = dict(AS_BLOCK) | provenance
+    return lay_out(document, form)
+
+
 def write_generation_golden(
     path: Path, generation: Generation, provenance: Provenance, form: Form = Form.COMPACT
 ) -> None:
-    """Write a golden of an inference program, with the keys that such a program writes.
+    """Write a golden of an inference program, see `golden_text`.
 
     Raises:
         GoldenError: A value that is compared is not a finite number.
         OSError: As from `write_text_atomically`; the old file is as it was.
     """
-    if problem := find_not_finite(generation):
-        raise GoldenError(str(path), f"{problem}; not written")
-    document = generation_to_json(generation)
-    document[PROVENANCE_KEY] = provenance_to_json(provenance)
-    write_text_atomically(path, lay_out(document, form))
+    golden = Golden(path=str(path), metrics={}, provenance=provenance, generation=generation)
+    write_text_atomically(path, golden_text(golden, form))
 
 
 def write_golden(
     path: Path, metrics: MetricMap, provenance: Provenance, form: Form = Form.COMPACT
 ) -> None:
-    """Write a golden: metrics sorted, steps ascending, full precision, `_provenance` last.
+    """Write a golden of a training, see `golden_text`.
 
     The directory must exist. A reader sees the old file or the new one, whole.
 
@@ -116,19 +141,8 @@ def write_golden(
         GoldenError: There is no metric, a metric has no value, or a value is not a finite number.
         OSError: As from `write_text_atomically`; the old file is as it was.
     """
-    if not metrics:
-        raise GoldenError(str(path), "no metric to write")
-    for name, series in sorted(metrics.items()):
-        if not len(series):
-            raise GoldenError(str(path), f"{name} has no value; not written")
-        for step, value in series.items():
-            if not is_finite(value):
-                raise GoldenError(
-                    str(path), f"{name}, step {step}: {value!r} is not finite; not written"
-                )
-    document: dict[str, JsonValue] = metrics_to_json(metrics)
-    document[PROVENANCE_KEY] = dict(AS_BLOCK) | provenance_to_json(provenance)
-    write_text_atomically(path, lay_out(document, form))
+    golden = Golden(path=str(path), metrics=metrics, provenance=provenance)
+    write_text_atomically(path, golden_text(golden, form))
 
 
 def write_metrics(path: Path, metrics: MetricMap) -> None:
@@ -149,7 +163,7 @@ def read_metrics(path: Path) -> Observed:
     if path.suffix == ".jsonl":
         return read_json_lines(path)
     try:
-        document = parse_document(_read_text(path), str(path))
+        document = parse_document(read_text(path), str(path))
     except GoldenError as error:
         raise MetricsError(error.where, error.problem) from error
     file = MetricsFile(path=str(path), num_records=len(document.metrics))
@@ -161,7 +175,12 @@ def read_metrics(path: Path) -> Observed:
     )
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Return the text of a golden or metrics file.
+
+    Raises:
+        GoldenError: There is no such file, or it is no text.
+    """
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:

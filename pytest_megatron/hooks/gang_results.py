@@ -16,10 +16,17 @@ from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.run_file import RunFile
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.host import Gpu, this_host
+from pytest_megatron.report.again import reproduce_line
 from pytest_megatron.report.gangs import flaky_lines, header_line, replaced_line
 
 RECORD = "megatron_test"  # attribute of a test's last report
 _WRITE_EVERY_S = 5.0  # after a failure; a run that is killed still says what it did
+
+
+def add_way_back(report: pytest.TestReport, run: RunSession) -> None:
+    """Have the report of a failure end with what to type to have it again."""
+    if report.failed:
+        report.sections.append(("again", reproduce_line(run.where, report.nodeid)))
 
 
 class GangResults:

@@ -19,7 +19,7 @@ from pytest_megatron.gang.spec import GangSpec, RunEnd
 from pytest_megatron.hooks import recipes
 from pytest_megatron.hooks.crew import Crew
 from pytest_megatron.hooks.dispatch import Dispatcher
-from pytest_megatron.hooks.gang_results import RECORD
+from pytest_megatron.hooks.gang_results import RECORD, add_way_back
 from pytest_megatron.hooks.markers import num_reruns_of, spec_of, timeout_of
 from pytest_megatron.hooks.merged import (
     build_report,
@@ -320,6 +320,7 @@ class GangPlugin:
         if causes:
             report.user_properties.append(("megatron.reruns", len(causes)))
             report.user_properties.append(("megatron.signature", causes[-1].id))
+        add_way_back(report, self._run)
         if call.when == "teardown":
             history = self._open_dispatcher.history[item]
             report.__dict__[RECORD] = test_record(execution.merged, self._specs[item], history)

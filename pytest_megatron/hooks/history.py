@@ -13,8 +13,9 @@ import pytest
 
 from pytest_megatron.files import JsonValue
 from pytest_megatron.history import FILE_NAME, Entry, append, known_items
-from pytest_megatron.hooks.session import OWN_DIR, RunSession, make_own_dir
+from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.launch.facts import utc_now
+from pytest_megatron.launch.own_dir import OWN_DIR, make_own_dir
 
 NAME = "megatron-history"
 RECORDS = {"megatron_workload": "workload", "megatron_test": "test"}

@@ -58,7 +58,7 @@ class WorkloadItem(pytest.Item):
             if self._training.verdict is Verdict.BROKEN:
                 problem = plugin.record_training(self, self._training)
         if problem is not None:  # outside of `except`: the user sees one error, not a chain
-            pytest.fail(problem, pytrace=False)
+            pytest.fail(plugin.with_way_back(problem, self.nodeid), pytrace=False)
 
     @override
     def runtest(self) -> None:
@@ -81,7 +81,8 @@ class WorkloadItem(pytest.Item):
             return
         if self.record.get("is_expected"):
             pytest.xfail(str(problem).partition("\n")[0])
-        pytest.fail(str(problem), pytrace=False)  # with --runxfail, the expected one too
+        text = plugin.with_way_back(str(problem), self.nodeid)
+        pytest.fail(text, pytrace=False)  # with --runxfail, the expected one too
 
     @override
     def reportinfo(self) -> tuple[os.PathLike[str] | str, int | None, str]:

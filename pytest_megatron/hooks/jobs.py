@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 from pathlib import Path
 
+from pytest_megatron.ci.jobs import num_repeats_of
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.golden.provenance import Golden
 from pytest_megatron.golden.store import golden_path, new_golden_path, read_golden
-from pytest_megatron.hooks.options import MIN_REFRESH_REPEATS
+from pytest_megatron.hooks.options import MIN_REFRESH_REPEATS, Options
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.launch.case import Case, Evaluation, read_case
 from pytest_megatron.launch.layout import item_dirs
 from pytest_megatron.launch.plan import Setting
 from pytest_megatron.launch.project_copy import look_at_machine
+from pytest_megatron.launch.replay import Replay
 from pytest_megatron.launch.script_row import Machine
 from pytest_megatron.launch.starter import FT_PACKAGE
 from pytest_megatron.recipe.model import Workload
@@ -30,19 +33,23 @@ def make_job(session: RunSession, workload: Workload, node_id: str) -> Job:
 
     Raises:
         CaseError: The case cannot be read, or names no metric.
+        LaunchError: What is to be done again is not said in numbers.
         RecipeError: What the row says about retries means nothing.
     """
-    options = session.options
-    num_repeats = options.num_repeats or workload.n_repeat or 1
+    options, replay = session.options, Replay.of(os.environ)
+    workload = replay.resized(workload)
+    num_repeats = _num_repeats(options, workload)
     if options.is_writing_goldens:
         num_repeats = max(num_repeats, MIN_REFRESH_REPEATS)
     setting = Setting(
         root=session.root,
-        env=os.environ,
+        env=os.environ if options.decision is None else {**os.environ, **options.decision.env},
         tee_ranks=options.tee_ranks,
         is_lightweight=options.is_lightweight,
         has_ft_launcher=importlib.util.find_spec(FT_PACKAGE) is not None,
         machine=Machine() if workload.script is None else look_at_machine(os.environ),
+        secret_names=session.project.secret_names,
+        kept_variables=session.project.kept_variables,
     )
     return Job(
         node_id=node_id,
@@ -58,7 +65,15 @@ def make_job(session: RunSession, workload: Workload, node_id: str) -> Job:
             table=session.table,
         ),
         table=session.table,
+        replay=replay,
     )
+
+
+def _num_repeats(options: Options, workload: Workload) -> int:
+    """Return how often a workload is trained: what is typed wins, then labels, then the recipe."""
+    if options.num_repeats is None and options.decision is not None:
+        return num_repeats_of(workload, options.decision)
+    return options.num_repeats or workload.n_repeat or 1
 
 
 def golden_path_of(job: Job) -> Path:
@@ -94,6 +109,17 @@ def read_golden_of(session: RunSession, job: Job) -> Golden | None:
     if job.case is not None:
         check_golden_kind(job.case, golden)
     return golden
+
+
+def keep_golden(session: RunSession, job: Job) -> None:
+    """Copy the golden into the workload's directory: its page must show what was compared with.
+
+    Raises:
+        OSError: It cannot be copied.
+    """
+    path = golden_path_of(job)
+    if job.is_compared and session.options.golden != "off" and path.is_file():
+        shutil.copyfile(path, job.dirs.golden)
 
 
 def _read_case(root: Path, workload: Workload) -> Case | None:

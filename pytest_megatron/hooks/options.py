@@ -9,15 +9,19 @@ import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import pytest
 
 from pytest_megatron.hooks import option_values as values
 
+if TYPE_CHECKING:
+    from pytest_megatron.ci.decide import Decision
+
 GoldenMode = Literal["check", "record", "refresh", "off"]
 Device = Literal["auto", "cuda", "cpu"]
 GangStart = Literal["fork", "fresh"]
+Experimental = Literal["exclude", "include", "only"]
 MIN_REFRESH_REPEATS = 2
 _SLURM_STEP = ("SLURM_STEP_ID", "SLURM_STEPID")
 _LAST_PORT = 65_535
@@ -31,6 +35,15 @@ _LISTS = {
     "test-case": "test case",
     "tag": "tag of a row",
 }
+_ABOUT_UNITS = (
+    "bucket",
+    "experimental-tests",
+    "environment",
+    "platform",
+    "tag",
+    "labels",
+    "ci-event",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +61,7 @@ class Options:
         history: The file of past outcomes, `off`, or "" for the project's own.
         tee_ranks: Ranks copied to the terminal; None is all of them.
         is_tee_typed: Whether the command line says so, for python tests whose output is captured.
+        golden_reason: Why goldens get worse, or None.
         num_gpus: Ranks of a gang, one for each CUDA device; 0 is all of them; None if not asked.
         num_ranks: Ranks of a gang on a node, on any device; None if not asked.
         device: `auto`, `cuda` or `cpu`.
@@ -58,6 +72,9 @@ class Options:
         num_transient_reruns: How often a distributed test is rerun after a transient failure.
         pdb_rank: The rank whose failures open the debugger; None is the first that fails.
         gang_start: `fork` or `fresh`.
+        decision: What labels and an event mean; None where neither is given.
+        bucket: Patterns of test files, `!` takes away; empty is all files.
+        experimental: What becomes of tests with the mark `experimental`.
         asks_for_workloads: Whether an option was typed that makes sense for workloads only; the
             defaults of an ini file must not make a plain pytest train.
     """
@@ -73,6 +90,7 @@ class Options:
     is_lightweight: bool
     golden: GoldenMode
     golden_policy: str
+    golden_reason: str | None
     is_plan: bool
     tee_ranks: tuple[int, ...] | None
     is_tee_typed: bool
@@ -90,6 +108,9 @@ class Options:
     num_transient_reruns: int
     pdb_rank: int | None
     gang_start: GangStart
+    decision: Decision | None
+    bucket: tuple[str, ...]
+    experimental: Experimental
     asks_for_workloads: bool
 
     @property
@@ -117,9 +138,18 @@ def add_options(parser: pytest.Parser) -> None:
         group.addoption(f"--{name}", dest=dest, default=None, help=help_text, **settings)
         parser.addini(dest, help=f"default of --{name}", default=None)
 
+    several = {"action": "append", "metavar": "LIST"}
     for name, meaning in _LISTS.items():
-        add(name, f"only workloads of this {meaning}", action="append", metavar="LIST")
+        add(name, f"only workloads of this {meaning}", **several)
     add("run-dir", "where logs and results go", metavar="DIR")
+    add("labels", "CI labels of a pull request; give scope, repeats and more", metavar="LIST")
+    add("ci-event", "what CI runs for: pull_request (default), merge_group, ...", metavar="NAME")
+    add("bucket", "python tests of these files or dir/**/*.py, without those of !...", **several)
+    add(
+        "experimental-tests",
+        "tests marked experimental, where python tests are selected: exclude (default)",
+        metavar="exclude|include|only",
+    )
     add("n-repeat", "how often each workload runs", metavar="N")
     add("max-attempts", "how often at most after a transient failure (3)", metavar="N")
     add("max-retries-per-run", "further attempts of all items of a run (10)", metavar="N")
@@ -134,6 +164,7 @@ def add_options(parser: pytest.Parser) -> None:
         metavar="check|record|refresh|off",
     )
     add("golden-policy", "how to compare: strict (default), megatron or a file", metavar="POLICY")
+    add("golden-reason", "why goldens get worse, which they then say", metavar="TEXT")
     add("plan", "print what would run and run nothing", action="store_true")
     add("tee-ranks", "ranks copied live to the terminal (0,3; all; none)", metavar="LIST")
     add("allow-empty", "a selection that matches nothing is no error", action="store_true")
@@ -181,6 +212,7 @@ def read_options(config: pytest.Config) -> Options:
         is_lightweight=values.flag(config, "lightweight"),
         golden=cast("GoldenMode", golden),
         golden_policy=values.text(config, "golden-policy", "strict"),
+        golden_reason=values.text(config, "golden-reason", "").strip() or None,
         is_plan=values.flag(config, "plan"),
         tee_ranks=values.ranks(values.text(config, "tee-ranks", "0,3")),
         is_tee_typed=values.typed(config, "tee-ranks") is not None,
@@ -198,13 +230,36 @@ def read_options(config: pytest.Config) -> Options:
         num_transient_reruns=values.index(config, "rerun-transient") or 0,
         pdb_rank=values.index(config, "pdb-rank"),
         gang_start=cast("GangStart", values.choice(config, "gang-start", ("fork", "fresh"))),
-        asks_for_workloads=(
-            any(values.typed(config, name) for name in (*_LISTS, "plan"))
-            or values.typed(config, "golden") in ("record", "refresh")
-        ),
+        decision=None,
+        bucket=values.words(config, "bucket"),
+        experimental=cast("Experimental", _experimental(config)),
+        asks_for_workloads=_asks_for_workloads(config),
     )
+    if any(values.given(config, name) is not None for name in ("labels", "ci-event")):
+        from pytest_megatron.hooks.labels import with_labels  # noqa: PLC0415 - not for all
+
+        options = with_labels(config, options)
     _refuse_contradictions(options)
     return options
+
+
+def may_ask_for_units(config: pytest.Config) -> bool:
+    """Whether an option is given that leaves out python tests by file or by mark."""
+    return any(values.given(config, name) is not None for name in _ABOUT_UNITS)
+
+
+def _asks_for_workloads(config: pytest.Config) -> bool:
+    """Whether the command line says something that makes sense for workloads only."""
+    if values.typed(config, "golden") in ("record", "refresh"):
+        return True
+    # With a bucket, the words choose among python tests.
+    is_about_units = values.typed(config, "bucket") is not None
+    typed = [values.typed(config, n) for n in (*_LISTS, "plan", "labels", "ci-event")]
+    return not is_about_units and any(word not in (None, False) for word in typed)
+
+
+def _experimental(config: pytest.Config) -> str:
+    return values.choice(config, "experimental-tests", ("exclude", "include", "only"))
 
 
 def _nodes(config: pytest.Config) -> tuple[int, int, str]:
@@ -248,6 +303,17 @@ def _nodes(config: pytest.Config) -> tuple[int, int, str]:
             f"the same on every node"
         )
     return num_nodes, node_rank, endpoint
+
+
+def early_words(early_config: pytest.Config, name: str) -> tuple[str, ...]:
+    """Return the words of an option before conftest files are loaded.
+
+    Words that are wrong are passed on: `read_options` says so.
+    """
+    dest = values.dest(name)
+    lists = vars(early_config.known_args_namespace).get(dest) or early_config.getini(dest) or ()
+    lines = [lists] if isinstance(lists, str) else lists
+    return tuple(word.strip() for line in lines for word in line.split(",") if word.strip())
 
 
 def early_size(early_config: pytest.Config) -> tuple[int, int] | None:

@@ -1,14 +1,23 @@
-"""`run.json` of a session, which the roles for workloads and for distributed tests share."""
+"""`run.json` of a session, which the roles for workloads and for distributed tests share.
+
+It also closes the run directory: when everything has ended, secrets are taken out of what was
+written.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 
 from pytest_megatron.files import JsonValue, write_json_atomically
 from pytest_megatron.hooks.session import RunSession, link_latest
+from pytest_megatron.hooks.surroundings import keep_patch, surroundings
 from pytest_megatron.launch.facts import utc_now
+
+NAME = "megatron-run-file"
+_MOST_SHOWN = 5
 
 
 class RunFile:
@@ -18,10 +27,14 @@ class RunFile:
         problem: Why the file lacks something, or None.
     """
 
-    def __init__(self, session: RunSession) -> None:
+    def __init__(self, config: pytest.Config, session: RunSession) -> None:
+        self._config = config
         self._session = session
         self._records: dict[str, JsonValue] = {}
         self._started = utc_now()
+        self._patch: tuple[JsonValue] | None = None
+        self._is_redacted = False
+        self._unclean: tuple[str, ...] = ()
         self._end: dict[str, JsonValue] = {"ended": None, "exit_code": None}
         self.problem: str | None = None
 
@@ -35,7 +48,7 @@ class RunFile:
 
     def keep(self, node_id: str, record: JsonValue) -> None:
         """Take the record of an item; the next `write` has it."""
-        self._records[node_id] = record
+        self._records[node_id] = self._session.redactor.json(record)
 
     def write(self) -> None:
         """Write what is known, so that a run that is killed still says what it did."""
@@ -45,17 +58,44 @@ class RunFile:
         except OSError as error:  # the disk is full; the terminal still says what it was
             self.problem = self._session.cannot_write(error)
 
+    @pytest.hookimpl(specname="pytest_sessionfinish", trylast=True)
+    def pytest_megatron_redact(self) -> None:
+        """Take secrets out of what was written, when everything has ended."""
+        from pytest_megatron.verdict.redaction import redact_file, redact_tree  # noqa: PLC0415 - late
+
+        run_dir, redactor = self._session.run_dir, self._session.redactor
+        if run_dir.is_dir():
+            self._unclean = redact_tree(run_dir, redactor)
+        junit = getattr(self._config.option, "xmlpath", None)
+        if junit and Path(junit).is_file():
+            try:
+                redact_file(Path(junit), redactor)
+            except OSError as error:
+                self._unclean += (f"{junit}: {error.strerror}",)
+        self._is_redacted = not self._unclean
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Say which files may still hold secrets."""
+        for text in self._unclean[:_MOST_SHOWN]:
+            line = f"megatron: secrets may be left in {self._session.shorten(text)}"
+            terminalreporter.write_line(line, red=True)
+
     def _write(self) -> None:
         run_dir = self._session.run_dir
         if not run_dir.is_dir():
             return  # nothing could be started
+        if self._patch is None:
+            self._patch = (keep_patch(self._session),)
         run: dict[str, JsonValue] = {
             "schema": 1,
             "started": self._started,
             "updated": utc_now(),
+            "is_redacted": self._is_redacted,
             **self._end,
             "arguments": list[JsonValue](self._session.arguments),
+            **surroundings(self._config, self._session),
             **self._session.facts.as_json(),
+            "patch": self._patch[0],
             "items": self._records,
         }
         write_json_atomically(run_dir / "run.json", run)
@@ -69,6 +109,6 @@ _RUN_FILE = pytest.StashKey[RunFile]()
 def run_file_of(config: pytest.Config, session: RunSession) -> RunFile:
     """Return the one `run.json` of a session, which all roles share."""
     if _RUN_FILE not in config.stash:
-        config.stash[_RUN_FILE] = RunFile(session)
-        config.pluginmanager.register(config.stash[_RUN_FILE], "megatron-run-file")
+        config.stash[_RUN_FILE] = RunFile(config, session)
+        config.pluginmanager.register(config.stash[_RUN_FILE], NAME)
     return config.stash[_RUN_FILE]

@@ -31,6 +31,8 @@ class SelectionPlugin:
             pytest.UsageError: Nothing is selected, or a word is unknown.
         """
         workloads = [item for item in items if isinstance(item, WorkloadItem)]
+        if not workloads and items and self._is_about_python_tests():
+            return
         try:
             chosen = {id(workload) for workload in self._selected(workloads)}
         except MegatronError as error:
@@ -68,6 +70,11 @@ class SelectionPlugin:
         """Say what a worker could not say."""
         if self._usage_error is not None:
             terminalreporter.write_line(f"ERROR: {self._usage_error}", red=True)
+
+    def _is_about_python_tests(self) -> bool:
+        """Whether all that is selected by has a meaning for python tests as well."""
+        used = {name for name, words in self._session.options.selection.items() if words}
+        return used <= {"environment", "platform", "tag"}
 
     def _selected(self, items: list[WorkloadItem]) -> list[object]:
         """Return the workloads that the options select."""

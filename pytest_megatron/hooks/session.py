@@ -10,16 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.config import load_config
+from pytest_megatron.config import ProjectConfig, load_config
 from pytest_megatron.errors import ConfigError, TriageError
-from pytest_megatron.files import write_text_atomically
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.launch.facts import Facts, gather_facts
+from pytest_megatron.launch.own_dir import RUNS_DIR, make_own_dir
+from pytest_megatron.launch.secrets import Redactor
 from pytest_megatron.triage.signature import Table, load_table
 from pytest_megatron.verdict.ledger import RunLedger
 
-OWN_DIR = Path(".pytest_megatron")
-_RUNS_DIR = OWN_DIR / "runs"
 _ARGUMENTS_KEY = "megatron_arguments"
 _RUN_DIR_KEY = "megatron_run_dir"
 
@@ -31,7 +30,6 @@ class RunSession:
         root: The project: recipes, cases and goldens are found from here.
         options: What the user asked for.
         run_dir: Made when the first workload starts; a worker has the controller's.
-        arguments: What the user typed after `pytest`.
         is_worker: Whether this is a worker of pytest-xdist.
     """
 
@@ -45,17 +43,50 @@ class RunSession:
         self._worker_id = None if worker is None else worker["workerid"]
         self._is_open = False
         self._table: Table | None = None
+        self._project: ProjectConfig | None = None
+        self._redactor: Redactor | None = None
         if worker is not None:
             self.run_dir = Path(worker[_RUN_DIR_KEY])
-            self.arguments: list[str] = json.loads(worker[_ARGUMENTS_KEY])
+            self._typed: list[str] = json.loads(worker[_ARGUMENTS_KEY])
         else:
             self.run_dir = self._new_run_dir()
-            self.arguments = [str(argument) for argument in config.invocation_params.args]
+            self._typed = [str(argument) for argument in config.invocation_params.args]
 
     @property
     def facts(self) -> Facts:
         """Where and with what this session runs."""
         return gather_facts(self.root)
+
+    @property
+    def project(self) -> ProjectConfig:
+        """The project's settings.
+
+        Raises:
+            pytest.UsageError: They are wrong.
+        """
+        if self._project is None:
+            try:
+                self._project = load_config(self.root)
+            except ConfigError as error:
+                raise pytest.UsageError(str(error)) from None
+        return self._project
+
+    @property
+    def redactor(self) -> Redactor:
+        """What knows the secrets of this process and of what the user typed.
+
+        Raises:
+            pytest.UsageError: The project's settings are wrong.
+        """
+        if self._redactor is None:
+            names = self.project.secret_names
+            self._redactor = Redactor.of(os.environ, self._typed, names)
+        return self._redactor
+
+    @property
+    def arguments(self) -> list[str]:
+        """What the user typed after `pytest`, without secrets."""
+        return self.redactor.words(self._typed)
 
     @property
     def table(self) -> Table:
@@ -67,9 +98,9 @@ class RunSession:
         if self._table is None:
             try:
                 typed = (Path(self._directory, path) for path in self.options.signatures)
-                own = (*load_config(self.root).signature_files, *typed)
+                own = (*self.project.signature_files, *typed)
                 self._table = load_table(own)
-            except (ConfigError, TriageError) as error:
+            except TriageError as error:
                 raise pytest.UsageError(str(error)) from None
         return self._table
 
@@ -112,9 +143,14 @@ class RunSession:
         if self.run_dir.exists() and not self.run_dir.is_dir():
             raise pytest.UsageError(f"--run-dir: {where} is no directory; give another")
 
+    @property
+    def where(self) -> str:
+        """The run directory, as the user would type it here."""
+        return self.shorten(str(self.run_dir))
+
     def worker_input(self) -> dict[str, str]:
         """Return what a worker of pytest-xdist has to be told."""
-        return {_RUN_DIR_KEY: str(self.run_dir), _ARGUMENTS_KEY: json.dumps(self.arguments)}
+        return {_RUN_DIR_KEY: str(self.run_dir), _ARGUMENTS_KEY: json.dumps(self._typed)}
 
     def shorten(self, text: str) -> str:
         """Name files as the user would type them here."""
@@ -129,7 +165,7 @@ class RunSession:
         if self.options.run_dir is not None:
             return Path(self._directory, self.options.run_dir).absolute()
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-        return self.root / _RUNS_DIR / name
+        return self.root / RUNS_DIR / name
 
 
 _SESSION = pytest.StashKey[RunSession]()
@@ -140,14 +176,6 @@ def session_of(config: pytest.Config, options: Options) -> RunSession:
     if _SESSION not in config.stash:
         config.stash[_SESSION] = RunSession(config, options)
     return config.stash[_SESSION]
-
-
-def make_own_dir(root: Path) -> None:
-    """Make our directory in a project, ignored by git: a run must not make the tree dirty."""
-    directory = root / OWN_DIR
-    directory.mkdir(parents=True, exist_ok=True)
-    if not (directory / ".gitignore").exists():
-        write_text_atomically(directory / ".gitignore", "*\n")
 
 
 def link_latest(run_dir: Path) -> None:

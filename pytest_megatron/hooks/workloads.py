@@ -17,17 +17,27 @@ from pytest_megatron.golden.policy_file import policy_named
 from pytest_megatron.hooks.goldens import GoldenWriter
 from pytest_megatron.hooks.history import register_history
 from pytest_megatron.hooks.item import WorkloadItem
-from pytest_megatron.hooks.jobs import golden_path_of, make_job, new_golden_path_of, read_golden_of
+from pytest_megatron.hooks.jobs import (
+    golden_path_of,
+    keep_golden,
+    make_job,
+    new_golden_path_of,
+    read_golden_of,
+)
 from pytest_megatron.hooks.options import Options
+from pytest_megatron.hooks.pages import register_pages
 from pytest_megatron.hooks.recipes import PLUGIN_NAME
 from pytest_megatron.hooks.results import ResultsPlugin
 from pytest_megatron.hooks.run_file import run_file_of
 from pytest_megatron.hooks.selection import SelectionPlugin
-from pytest_megatron.hooks.session import RunSession, make_own_dir, session_of
+from pytest_megatron.hooks.session import RunSession, session_of
 from pytest_megatron.hooks.terminal import LiveTerminal, Quiet, print_plan
 from pytest_megatron.launch.checkpoints import require_frozen
+from pytest_megatron.launch.own_dir import make_own_dir
 from pytest_megatron.recipe.load import project_words
 from pytest_megatron.recipe.vocabulary import Vocabulary
+from pytest_megatron.refresh.transaction import recover
+from pytest_megatron.report.again import reproduce_line
 from pytest_megatron.report.record import item_record
 from pytest_megatron.report.text import mismatch, training_failure
 from pytest_megatron.triage.signature import Table
@@ -49,6 +59,7 @@ def register_roles(config: pytest.Config, options: Options) -> None:
     try:
         vocabulary = project_words(session.root)
         policy = policy_named(options.golden_policy, root=session.root)
+        recover(session.root)  # what a killed refresh left half done
     except MegatronError as error:
         raise pytest.UsageError(str(error)) from None
     goldens = GoldenWriter(session.root, options, session.arguments)
@@ -56,9 +67,10 @@ def register_roles(config: pytest.Config, options: Options) -> None:
     manager.register(WorkloadPlugin(config, session, policy, vocabulary, goldens), PLUGIN_NAME)
     manager.register(SelectionPlugin(session, vocabulary), f"{PLUGIN_NAME}-selection")
     if not session.is_worker:
-        results = ResultsPlugin(session, goldens, run_file_of(config, session))
+        results = ResultsPlugin(session, goldens, policy, run_file_of(config, session))
         manager.register(results, f"{PLUGIN_NAME}-results")
         register_history(config, session)
+        register_pages(config, session)
     if options.is_plan:
         config.option.dist = "no"  # pytest-xdist's workers have no terminal to print to
     # One malformed recipe is an error of this run and must not keep the others from running.
@@ -124,6 +136,7 @@ class WorkloadPlugin:
         read_golden_of(self._session, job)  # a missing golden is worth knowing before the training
         self._goldens.refuse_early(self._session.facts)
         self._make_run_dir(job)
+        keep_golden(self._session, job)
         live = self._listener(item)
         with contextlib.closing(live):
             retries = _Retries(self._session, item.nodeid, live)
@@ -145,22 +158,48 @@ class WorkloadPlugin:
         judgement = judge(training, golden, self._policy, self._session.facts)
         write_json_atomically(job.dirs.comparison, judgement.as_json())
         problem = self._session.shorten(mismatch(training, judgement)) if judgement.failed else None
-        candidate: dict[str, JsonValue] = {}
-        if problem is None and job.is_compared and self._goldens.wants(golden_path_of(job)):
-            candidate, problem = self._goldens.take(
-                training, new_golden_path_of(job), self._policy, self._session.facts
-            )
         record = self._evaluated(training, judgement, problem)
-        self._record(item, {**record, "golden": candidate})
+        is_wanted = problem is None and self._goldens.wants(golden_path_of(job))
+        if not job.is_compared or (problem is None and not is_wanted):
+            self._record(item, record)
+            return
+        golden_record = self._goldens.keep(training, new_golden_path_of(job), self._session.facts)
+        record = {**record, "golden": golden_record}
+        if is_wanted:
+            record = self._offered(training, judgement, record)
+        self._record(item, record)
+
+    def _offered(
+        self, training: Training, judgement: Judgement, record: dict[str, JsonValue]
+    ) -> dict[str, JsonValue]:
+        """Return the record of a workload whose candidate is to become a golden, if it may."""
+        job = training.job
+        typed = {**record, "platform": job.workload.platform}
+        problem = self._goldens.refusal(job.node_id, typed, job.dirs.root, self._policy)
+        golden = record["golden"]
+        assert isinstance(golden, dict)
+        if problem is None:
+            return {**record, "golden": {**golden, "is_offered": True}}
+        refused = self._evaluated(training, judgement, self._session.shorten(problem))
+        return {**refused, "golden": golden, "summary": f"{record['summary']}, no golden"}
 
     def record_training(self, item: WorkloadItem, training: Training) -> str:
         """Record a training that failed or broke; return why."""
         problem = self._session.shorten(training_failure(training))
         if training.verdict is Verdict.BROKEN:
-            self._record(item, item_record(training, None, problem=problem))
+            record = item_record(training, None, problem=problem)
         else:
-            self._record(item, self._evaluated(training, None, problem))
+            record = self._evaluated(training, None, problem)
+        if training.job.is_compared:
+            target = new_golden_path_of(training.job)
+            record["golden"] = {"target": str(target.relative_to(training.job.setting.root))}
+        self._record(item, record)
         return problem
+
+    def with_way_back(self, problem: str, node_id: str) -> str:
+        """Return why a workload did not pass, and last how to have it again."""
+        redacted = self._session.redactor.text(problem)
+        return f"{redacted}\n{reproduce_line(self._session.where, node_id)}"
 
     def record_broken(
         self,

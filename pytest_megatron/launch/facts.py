@@ -11,11 +11,11 @@ import functools
 import importlib.metadata
 import os
 import platform
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 from pytest_megatron.files import JsonValue
+from pytest_megatron.git import ask_git
 from pytest_megatron.host import Host, this_host
 
 _PACKAGES = (
@@ -68,9 +68,9 @@ class Facts:
 @functools.cache
 def gather_facts(root: Path) -> Facts:
     """Ask git, the packages and the host; once per process."""
-    status = _git(root, "status", "--porcelain", "--", ".", ":(exclude)golden_values")
+    status = ask_git(root, "status", "--porcelain", "--", ".", ":(exclude)golden_values")
     return Facts(
-        commit=_git(root, "rev-parse", "HEAD"),
+        commit=ask_git(root, "rev-parse", "HEAD"),
         is_dirty=bool(status),
         image=next((os.environ[name] for name in _IMAGE_VARIABLES if name in os.environ), None),
         host=this_host(),
@@ -89,17 +89,3 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _git(root: Path, *arguments: str) -> str | None:
-    """Return git's answer; None without git or outside of a checkout."""
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(root), *arguments],  # noqa: S607 - the user's git
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    except OSError:
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None

@@ -4,7 +4,7 @@
     <run-dir>/<item>/repeat_<i>/attempt_<k>/{plan,health}.json
     <run-dir>/<item>/repeat_<i>/attempt_<k>/phase_<n>/logs/<rank>/{stdout,stderr}.log
     <run-dir>/<item>/repeat_<i>/attempt_<k>/phase_<n>/{tensorboard/, metrics.json}
-    <run-dir>/<item>/{comparison.json, triage.json}
+    <run-dir>/<item>/{golden.json, comparison.json, triage.json, curves.html}
 
 Every attempt has directories of its own, so that nothing of another attempt can be read when it is
 judged.
@@ -169,9 +169,19 @@ class ItemDirs:
         return self.root / "comparison.json"
 
     @property
+    def golden(self) -> Path:
+        """A copy of the golden as it was when the workload started."""
+        return self.root / "golden.json"
+
+    @property
     def triage(self) -> Path:
         """Why attempts failed; not there if none did."""
         return self.root / "triage.json"
+
+    @property
+    def curves(self) -> Path:
+        """The page that shows all curves."""
+        return self.root / "curves.html"
 
 
 def item_dirs(run_dir: Path, node_id: str) -> ItemDirs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -105,12 +106,16 @@ def run_attempt(
         for directory in (plan.dirs.root, plan.dirs.checkpoints, plan.dirs.no_checkpoint):
             directory.mkdir(parents=True)
         write_json_atomically(plan.dirs.plan, description)
+        if plan.start_from is not None:
+            shutil.copytree(plan.start_from, plan.dirs.checkpoints, dirs_exist_ok=True)
     except OSError as error:
         raise _cannot_write(error, plan.dirs.root) from error
     ends: list[PhaseEnd] = []
     deadline = time.monotonic() + plan.time_limit_s
     for phase in plan.phases:
         if phase.origin is not None and (problem := find_no_checkpoint(phase.origin)):
+            if not ends:  # of an earlier run, that this one is to go on from
+                raise LaunchError(phase.name, problem)
             ends[-1] = replace(ends[-1], end=End.NO_CHECKPOINT, problem=problem)
             break
         _prepare(plan, phase)

@@ -115,6 +115,7 @@ class AttemptPlan:
         target: When the windows of a release are enough; None for every other test type.
         script: Text to be put into the file that the only phase runs, or None.
         script_files: What that needs beside itself.
+        start_from: Checkpoints of an earlier run that the first phase finds, or None.
     """
 
     phases: tuple[PhasePlan, ...]
@@ -125,6 +126,7 @@ class AttemptPlan:
     target: Target | None = None
     script: str | None = None
     script_files: ScriptFiles | None = None
+    start_from: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +141,8 @@ class Setting:
         devices: GPUs by UUID that a training may see; None leaves what the controller sees.
         has_ft_launcher: Whether nvidia-resiliency-ext is installed.
         machine: What a recipe's script finds.
+        secret_names: Patterns of names that hold secrets, beside the usual ones.
+        kept_variables: Patterns of names of variables that `plan.json` keeps, likewise.
     """
 
     root: Path
@@ -149,6 +153,8 @@ class Setting:
     python: str = sys.executable
     has_ft_launcher: bool = False
     machine: Machine = field(default_factory=Machine)
+    secret_names: tuple[str, ...] = ()
+    kept_variables: tuple[str, ...] = ()
 
 
 def plan_attempt(

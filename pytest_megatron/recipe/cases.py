@@ -87,6 +87,23 @@ def starts_frozen(document: Document) -> bool:
     return document.value.get("TEST_TYPE") in ("frozen-resume", "frozen-start")
 
 
+def compared_metrics(document: Document) -> tuple[str, ...]:
+    """Return the METRICS that a case names; none where it names none, or compares nothing."""
+    named = document.value.get("METRICS")
+    if not isinstance(named, list) or not compares_metrics(document):
+        return ()
+    return tuple(name for name in named if isinstance(name, str))
+
+
+def last_step(document: Document) -> int | None:
+    """Return the iteration at which a training of the case ends; None where it does not say so."""
+    arguments = document.value.get("MODEL_ARGS")
+    if not isinstance(arguments, dict) or not compares_metrics(document):
+        return None
+    counts = (arguments.get("--train-iters"), arguments.get("--exit-interval"))
+    return min((c for c in counts if isinstance(c, int) and c > 0), default=None)
+
+
 def _finding(document: Document, path: tuple[str, ...], rule: str, message: str) -> Finding:
     return Finding(file=document.file, line=document.line_of(path), rule=rule, message=message)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -44,6 +44,28 @@ RULES = {
     "unreadable": "A recipe cannot be read as YAML",
 }
 
+# The same for goldens, which `pytest-megatron golden lint` looks into.
+GOLDEN_RULES = {
+    "golden-commit": "The commit that a golden was made at is not in the repository",
+    "golden-copy": "Two goldens hold the same values, times included",
+    "golden-duplicate": "Another golden of the same case, environment and platform counts",
+    "golden-empty": "A golden, or a metric of it, holds nothing",
+    "golden-kind": "A golden is not of the kind that the MODE of its case needs",
+    "golden-metric": "A golden lacks a metric that its case compares",
+    "golden-misplaced": "A golden lies where nothing looks for it",
+    "golden-name": "The name of a golden has an unknown environment or platform",
+    "golden-not-finite": "A golden holds text, nan or inf where a number belongs",
+    "golden-orphan": "There is no test case that a golden could belong to",
+    "golden-precision": "The values of a golden were rounded",
+    "golden-provenance": "A golden does not say where it comes from, or nothing good",
+    "golden-recipes": "A recipe has errors, so what it reads is not known",
+    "golden-second-run": "A file is the dump of a second run, which nothing reads",
+    "golden-stale": "The test case or the row has changed since the golden was made",
+    "golden-steps": "The steps of a metric have holes, or are not what its block says",
+    "golden-truncated": "A golden ends before the training of its case does",
+    "golden-unreadable": "A golden cannot be read as one",
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
@@ -51,7 +73,7 @@ class Finding:
 
     Attributes:
         line: Counted from 1; None where the file as a whole is meant.
-        rule: A key of `RULES`.
+        rule: A key of `RULES` or `GOLDEN_RULES`.
         message: What is wrong, what was expected, what to do; lower case, no final period.
     """
 
@@ -62,7 +84,7 @@ class Finding:
     severity: Severity = Severity.ERROR
 
     def __post_init__(self) -> None:
-        assert self.rule in RULES, self.rule
+        assert self.rule in RULES or self.rule in GOLDEN_RULES, self.rule
 
     @property
     def where(self) -> str:
@@ -82,6 +104,17 @@ class Finding:
 def errors_of(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     """Return the findings that are errors."""
     return tuple(finding for finding in findings if finding.is_error)
+
+
+def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Return findings by file, line and severity, each once."""
+    order = {severity: index for index, severity in enumerate(Severity)}
+    return tuple(
+        sorted(
+            dict.fromkeys(findings),
+            key=lambda found: (str(found.file), found.line or 0, order[found.severity]),
+        )
+    )
 
 
 def as_error(findings: Sequence[Finding]) -> RecipeError:

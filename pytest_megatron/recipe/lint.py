@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pytest_megatron.recipe.cases import check_case, compares_metrics, starts_frozen
 from pytest_megatron.recipe.expand import Profile
-from pytest_megatron.recipe.findings import Finding, Severity
+from pytest_megatron.recipe.findings import Finding, Severity, in_order
 from pytest_megatron.recipe.load import BUILT_IN_WORDS, find_recipes, read_recipe
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.recipe.places import (
@@ -54,13 +54,7 @@ def lint(
     findings += _check_rows(workloads, root, other_names)
     if any(path.is_dir() for path in paths):
         findings += _unreachable_goldens(workloads, root, other_names)
-    order = {severity: index for index, severity in enumerate(Severity)}
-    return tuple(
-        sorted(
-            dict.fromkeys(findings),
-            key=lambda found: (str(found.file), found.line or 0, order[found.severity]),
-        )
-    )
+    return in_order(findings)
 
 
 def _check_rows(
@@ -77,7 +71,7 @@ def _check_rows(
             yield from _check_program(workload, path)
         case = cases.get(path)
         if case is not None and compares_metrics(case):
-            yield from _check_golden(workload, root, other_names)
+            yield from check_golden(workload, root, other_names)
         if case is not None and workload.script is None and starts_frozen(case):
             yield from _check_checkpoint(workload, root)
 
@@ -108,7 +102,7 @@ def _check_program(workload: Workload, case: Path) -> Iterator[Finding]:
         )
 
 
-def _check_golden(
+def check_golden(
     workload: Workload, root: Path, other_names: Mapping[str, str]
 ) -> Iterator[Finding]:
     """Yield the golden that a row compares with and that is not there."""

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_megatron.config import load_config
-from pytest_megatron.errors import RecipeError
+from pytest_megatron.config import GOLDEN_PLATFORMS_KEY, load_config
+from pytest_megatron.errors import ConfigError, RecipeError
 from pytest_megatron.recipe.expand import Expansion, Profile, expand_compat
 from pytest_megatron.recipe.findings import Finding, Severity, as_error, errors_of
 from pytest_megatron.recipe.model import Row, Workload, parse_row
 from pytest_megatron.recipe.strict import expand_strict
 from pytest_megatron.recipe.variants import duplicates_of, variants_of
-from pytest_megatron.recipe.vocabulary import Vocabulary
+from pytest_megatron.recipe.vocabulary import Vocabulary, nearest
 from pytest_megatron.yamllines import Document, YamlError, read_document
 
 if TYPE_CHECKING:
@@ -48,9 +48,17 @@ def project_words(root: Path) -> Vocabulary:
         ConfigError: The project's settings are wrong.
     """
     config = load_config(root)
-    return BUILT_IN_WORDS.extended(
+    words = BUILT_IN_WORDS.extended(
         scopes=config.scopes, platforms=config.platforms, environments=config.environments
     )
+    for name, platform in config.golden_platforms.items():
+        if platform not in words.platforms:
+            raise ConfigError(
+                f"{config.file}: [tool.pytest-megatron] {GOLDEN_PLATFORMS_KEY}",
+                f"{name!r} is {platform!r}, expected one of {', '.join(sorted(words.platforms))}"
+                + nearest(platform, words.platforms),
+            )
+    return words
 
 
 def find_recipes(paths: Iterable[Path]) -> list[Path]:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from pytest_megatron.recipe.model import Workload
 
 CASES = Path("tests/functional_tests/test_cases")
+CASE_NAME = "model_config.yaml"
 GOLDENS = Path("golden_values")
 GOLDEN_PREFIX = "golden_values"
 NO_OTHER_NAMES: Mapping[str, str] = MappingProxyType({})
@@ -16,7 +17,7 @@ NO_OTHER_NAMES: Mapping[str, str] = MappingProxyType({})
 
 def case_path(root: Path, workload: Workload) -> Path:
     """Return the `model_config.yaml` of a workload."""
-    return root / CASES / workload.model / workload.test_case / "model_config.yaml"
+    return root / CASES / workload.model / workload.test_case / CASE_NAME
 
 
 def golden_name(environment: str, platform: str) -> str:

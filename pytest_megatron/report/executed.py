@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from pytest_megatron.files import JsonValue
 from pytest_megatron.gang.spec import GangSpec, RunEnd
+from pytest_megatron.report.again import headline_fingerprint
 from pytest_megatron.report.merge import Merged
 from pytest_megatron.verdict.signature import Signature
 
@@ -53,15 +54,22 @@ def test_record(
         "world_size": spec.world_size,
         "device": spec.device,
         "is_isolated": spec.is_isolated,
+        "fingerprint": _fingerprint(failed, executions) if failed else None,
         "ranks": dict(failed[0].ranks) if failed else {},
         "attempts": [_execution_record(execution) for execution in executions],
     }
+
+
+def _fingerprint(failed: Sequence[Merged], executions: Sequence[Executed]) -> str:
+    reason = executions[-1].end.reason.name.lower() if executions else ""
+    return headline_fingerprint(failed[0].message, reason)
 
 
 def _execution_record(executed: Executed) -> dict[str, JsonValue]:
     signature = executed.signature
     return {
         "gang": executed.gang,
+        "run": executed.end.run,
         "directory": executed.directory,
         "duration_s": round(executed.end.duration_s, 3),
         "end": executed.end.reason.name.lower(),

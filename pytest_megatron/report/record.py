@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pytest_megatron.files import JsonValue
 from pytest_megatron.health import Health
+from pytest_megatron.report.again import headline_fingerprint
 from pytest_megatron.report.text import summary_line
 from pytest_megatron.verdict.attempt import Attempt
 from pytest_megatron.verdict.decide import Verdict
@@ -38,8 +39,23 @@ def item_record(
         "duration_s": round(training.duration_s, 3),
         "directory": str(training.job.dirs.root),
         "not_run_again": training.stopped,
+        "fingerprint": _fingerprint(training, judgement) if problem is not None else None,
         "attempts": [_attempt_record(attempt) for attempt in training.attempts],
     }
+
+
+def _fingerprint(training: Training, judgement: Judgement | None) -> str:
+    """Return what two failures of a workload have in common that failed in the same way.
+
+    Of a cause, what triage says of it; of a mismatch, the metrics that disagree.
+    """
+    cause = training.attempts[-1].cause
+    if cause is not None:
+        found = cause.diagnosis
+        return headline_fingerprint(cause.text) if found is None else found.fingerprint
+    repeats = () if judgement is None else judgement.failed
+    names = sorted({f"{r.against}: {c.metric}" for r in repeats for c in r.failed})
+    return f"mismatch|{', '.join(names)}" if names else "not as expected"
 
 
 def _attempt_record(attempt: Attempt) -> dict[str, JsonValue]:

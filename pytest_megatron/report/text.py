@@ -96,7 +96,7 @@ def _why_in_short(training: Training, judgement: Judgement | None) -> str:
 
 def plan_text(job: Job, plan: AttemptPlan, golden: Path | None) -> str:
     """Return what would run, for `--plan`: the words can be pasted into a shell."""
-    redactor = job.redactor
+    redactor = job.redactor(plan)
     lines = [
         job.node_id,
         f"  golden: {golden if golden is not None else 'none'}",
@@ -109,7 +109,7 @@ def plan_text(job: Job, plan: AttemptPlan, golden: Path | None) -> str:
         lines.append(f"  tolerance of gradients: {job.gradient_tolerance:.1e} of the norm")
     phases = plan.phases if plan.target is None else plan.phases[:1]
     for phase in phases:
-        lines += _phase_lines(job, phase)
+        lines += _phase_lines(redactor, phase)
     if plan.target is not None:
         lines.append(
             f"  again from its checkpoint, in up to {len(plan.phases)} windows, "
@@ -120,8 +120,8 @@ def plan_text(job: Job, plan: AttemptPlan, golden: Path | None) -> str:
     return "\n".join(lines)
 
 
-def _phase_lines(job: Job, phase: PhasePlan) -> list[str]:
-    redactor, lines = job.redactor, []
+def _phase_lines(redactor: Redactor, phase: PhasePlan) -> list[str]:
+    lines: list[str] = []
     match phase.origin:
         case Rewind():
             lines.append(f"  then back to iteration {phase.origin.back_to}, and")

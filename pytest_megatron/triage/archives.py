@@ -150,12 +150,20 @@ def _refuse(path: Path, members: list[_Member]) -> None:
     Raises:
         TriageError: It does not.
     """
+    seen: set[PurePosixPath] = set()
     for member in members:
         name = PurePosixPath(member.name)
         if name.is_absolute() or ".." in name.parts or "\\" in member.name or "\0" in member.name:
             raise TriageError(
                 f"{path}!{member.name}", "leads out of the archive, expected a name within it"
             )
+        if not member.name.isprintable():
+            raise TriageError(
+                f"{path}!{member.name!r}", "is a name with control characters, expected plain text"
+            )
+        if member.is_file and name in seen:
+            raise TriageError(f"{path}!{member.name}", "is there twice, expected every name once")
+        seen.add(name)
         if not member.is_file and not member.is_directory:
             raise TriageError(
                 f"{path}!{member.name}", "is a link or a device, expected plain files only"

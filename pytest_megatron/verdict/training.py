@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -18,10 +18,13 @@ from pytest_megatron.host import CPU_PLATFORM, Gpu
 from pytest_megatron.launch.case import Case, Mode, TestType
 from pytest_megatron.launch.checkpoints import iteration_name, require_frozen
 from pytest_megatron.launch.facts import Facts, utc_now
+from pytest_megatron.launch.follow import Progress
 from pytest_megatron.launch.health import HealthWatch
+from pytest_megatron.launch.kept import kept_variables
 from pytest_megatron.launch.layout import ItemDirs
 from pytest_megatron.launch.local import Listener, run_attempt
 from pytest_megatron.launch.plan import AttemptPlan, Setting, plan_attempt
+from pytest_megatron.launch.replay import Replay
 from pytest_megatron.launch.secrets import Redactor
 from pytest_megatron.lease import lease_gpus
 from pytest_megatron.recipe.model import Workload
@@ -32,6 +35,7 @@ from pytest_megatron.verdict.generated import judge_generation
 from pytest_megatron.verdict.gradients import compare_gradients, measure_gradients, tolerance_of
 from pytest_megatron.verdict.hardware import with_health
 from pytest_megatron.verdict.modes import metric_names_of
+from pytest_megatron.verdict.redaction import redact_tree
 from pytest_megatron.verdict.retry import RetryPolicy, Stop, next_step, with_policy
 from pytest_megatron.verdict.script_result import judge_script
 from pytest_megatron.verdict.triaged import note_triage
@@ -47,6 +51,7 @@ class Job:
         num_repeats: How often it is trained.
         retry: When a repeat is started again.
         table: The signatures that a failure is looked up in.
+        replay: What of it is done again, where this is about an earlier run.
     """
 
     node_id: str
@@ -57,6 +62,7 @@ class Job:
     num_repeats: int
     retry: RetryPolicy
     table: Table = field(default_factory=builtin_table)
+    replay: Replay = field(default_factory=Replay)
 
     @property
     def metric_names(self) -> tuple[str, ...] | None:
@@ -67,11 +73,14 @@ class Job:
             return DEFAULT_METRICS[:1]
         return metric_names_of(self.case)
 
-    @property
-    def redactor(self) -> Redactor:
-        """What knows the secrets of the controller's environment and of the case."""
+    def redactor(self, plan: AttemptPlan) -> Redactor:
+        """Return what knows the secrets of the controller, of the case and of its arguments."""
+        words = [word for phase in plan.phases for word in phase.argv]
+        env = {k: v for phase in plan.phases for k, v in phase.own_env.items()}
         own = {} if self.case is None else self.case.env
-        return Redactor.of({**self.setting.env, **own})
+        names = self.setting.secret_names
+        known = Redactor.of({**self.setting.env, **own}, words, names)
+        return known.knowing(Redactor.of(env, (), names).values)
 
     @property
     def is_compared(self) -> bool:
@@ -88,7 +97,7 @@ class Job:
     @property
     def _is_judged(self) -> bool:
         case = self.case
-        if case is None or case.is_never_compared:
+        if case is None or case.is_never_compared or self.replay.phase is not None:
             return False
         return not (self.setting.is_lightweight or case.is_always_lightweight)
 
@@ -124,6 +133,22 @@ class Training:
         return sum(attempt.duration_s for attempt in self.attempts)
 
 
+class _Redacting:
+    """Shows a listener the lines of ranks without secrets."""
+
+    def __init__(self, listener: Listener, redactor: Redactor) -> None:
+        self._redactor = redactor
+        self._listener = listener
+
+    def on_lines(self, lines: list[str]) -> None:
+        """Take lines of tee'd ranks."""
+        self._listener.on_lines([self._redactor.text(line) for line in lines])
+
+    def on_progress(self, phase: int, progress: Progress) -> None:
+        """Take how far the training of a phase is."""
+        self._listener.on_progress(phase, progress)
+
+
 class Retries(Protocol):
     """Who has a say in further attempts, and wants to know of them."""
 
@@ -150,7 +175,8 @@ def train(job: Job, facts: Facts, listener: Listener, retries: Retries) -> Train
     require_frozen(plan_job(job))  # a missing checkpoint is worth knowing before the training
     attempts: list[Attempt] = []
     stopped = None
-    for repeat in range(1, job.num_repeats + 1):
+    first = job.replay.repeat
+    for repeat in range(first, first + job.num_repeats):
         found, stopped = _repeat(job, facts, listener, retries, repeat=repeat)
         attempts += found
         if attempts[-1].cause is not None:
@@ -176,24 +202,30 @@ def _repeat(
         time.sleep(step.pause_s)
 
 
-def plan_job(job: Job, *, repeat: int = 1, number: int = 1) -> AttemptPlan:
+def plan_job(job: Job, *, repeat: int | None = None, number: int = 1) -> AttemptPlan:
     """Plan one attempt of a job.
 
     Raises:
         MegatronError: The case or the row cannot be planned.
     """
+    repeat = repeat or job.replay.repeat
     dirs = job.dirs.attempt(repeat=repeat, attempt=number)
-    return plan_attempt(job.workload, job.case, dirs, job.setting, repeat=repeat)
+    plan = plan_attempt(job.workload, job.case, dirs, job.setting, repeat=repeat)
+    return job.replay.cut(plan, job.node_id)
 
 
-def describe_plan(job: Job, plan: AttemptPlan, facts: Facts) -> dict[str, JsonValue]:
+def describe_plan(
+    job: Job, plan: AttemptPlan, facts: Facts, *, repeat: int, number: int
+) -> dict[str, JsonValue]:
     """Return a plan as `plan.json` keeps it: all that is needed to do it again, without secrets."""
-    redactor = job.redactor
+    redactor, kept = job.redactor(plan), job.setting.kept_variables
     phases: list[JsonValue] = [
         {
             "number": phase.number,
             "argv": list[JsonValue](redactor.words(phase.argv)),
-            "env": dict[str, JsonValue](redactor.env(_worth_keeping(phase.env, phase.own_env))),
+            "env": dict[str, JsonValue](
+                redactor.env(kept_variables(phase.env, phase.own_env, kept))
+            ),
             "name": phase.name,
             "world_size": phase.world_size,
             "last_iteration": phase.last_iteration,
@@ -207,32 +239,25 @@ def describe_plan(job: Job, plan: AttemptPlan, facts: Facts) -> dict[str, JsonVa
     return {
         "schema": 1,
         "node_id": job.node_id,
+        "repeat": repeat,
+        "attempt": number,
         "recipe": job.workload.where,
         "case": None if case is None else str(case.path),
         "cwd": str(plan.cwd),
         "phases": phases,
         "script": _redacted(redactor, plan.script),
         "world_size": plan.world_size,
+        "nodes": job.workload.nodes,
+        "platform": job.workload.platform,
         "time_limit_s": plan.time_limit_s,
         "until_iteration": None if plan.target is None else plan.target.iteration,
         "gradient_tolerance": job.gradient_tolerance,
         "seed": None if case is None else case.argument("--seed"),
         "is_lightweight": job.setting.is_lightweight,
+        "python_hash_seed": job.setting.env.get("PYTHONHASHSEED"),
         "planned": utc_now(),
         **facts.as_json(),
     }
-
-
-# Inherited variables that change what a training does; the rest of an environment is nobody's
-# business.
-_KEPT_PREFIXES = (
-    *("CUBLAS_", "CUDA_", "GLOO_", "HF_", "LD_", "MASTER_", "MEGATRON_", "MKL_", "NCCL_", "NVTE_"),
-    *("OMP_", "PYTHON", "PYTORCH_", "TORCH", "UCX_", "VIRTUAL_ENV", "WANDB_"),
-)
-
-
-def _worth_keeping(env: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
-    return {k: v for k, v in env.items() if k in own or k == "PATH" or k.startswith(_KEPT_PREFIXES)}
 
 
 def _attempt(
@@ -249,9 +274,15 @@ def _attempt(
             devices = tuple(gpu.uuid for gpu in lease.gpus)
             job = replace(job, setting=replace(job.setting, devices=devices))
         plan = plan_job(job, repeat=repeat, number=number)
-        description = describe_plan(job, plan, facts)
-        ends = run_attempt(plan, description, listener, lease.descriptors)
+        description = describe_plan(job, plan, facts, repeat=repeat, number=number)
+        redactor = job.redactor(plan)
+        ends = run_attempt(plan, description, _Redacting(listener, redactor), lease.descriptors)
         health = watch.finish()
+    for end in ends:  # a script before the training may have exported some
+        redactor = redactor.knowing(Redactor.of(end.plan.env, (), redactor.names).values)
+    unclean = redact_tree(plan.dirs.root, redactor)
+    if unclean:
+        listener.on_lines([f"secrets may be left in {text}" for text in unclean])
     if health is not None:
         write_json_atomically(plan.dirs.health, health.as_json())
     attempt = Attempt(

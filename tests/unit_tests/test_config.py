@@ -33,7 +33,10 @@ def test_a_project_without_settings_has_the_defaults(tmp_path: Path) -> None:
         ),
         ("scopes = 'a'", "[tool.pytest-megatron] scopes: found 'a', expected a list of non-empty"),
         ("scopes = ['']", "[tool.pytest-megatron] scopes: found [''], expected a list of non-emp"),
-        ("golden-form = 1", "[tool.pytest-megatron] golden-form: found 1, expected text"),
+        (
+            "golden-form = 1",
+            "[tool.pytest-megatron] golden-form: found 1, expected one of compa",
+        ),
         ("golden-platforms = 1", "golden-platforms: found 1, expected a table of name to platform"),
         ("golden-platforms.a = 1", "golden-platforms: 'a' is 1, expected a platform"),
         ("scopes = [", "pyproject.toml: cannot be read: "),

@@ -8,6 +8,7 @@ import pytest
 
 from pytest_megatron.ci.merge import merge
 from pytest_megatron.ci.outcome import Cause, Item, JobRun
+from pytest_megatron.ci.summary_html import as_html
 from pytest_megatron.ci.summary_text import COMMENT_BYTES, STEP_SUMMARY_BYTES, as_markdown, as_text
 from pytest_megatron.markdown import code, escaped, fenced, plain, table
 
@@ -41,6 +42,14 @@ def test_names_and_logs_are_inert() -> None:
     assert not re.search(r"[<>]|\x1b|\u202e|!\[|@\w", outside)
     assert not re.search(r"\x1b|\u202e", page)
     assert "\n````text\n" in page
+
+
+def test_a_page_has_no_markup_of_names_and_logs() -> None:
+    page = as_html(merge([job(2, text=EVIL, name=EVIL)]))
+    tags = set(re.findall(r"<(\w+)", page))
+    assert not tags & {"script", "img", "a", "iframe"}
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
+    assert "\x1b" not in page
 
 
 def test_a_large_summary_fits_a_step_and_a_comment() -> None:

@@ -134,8 +134,8 @@ def test_show_prints_one_line_a_metric_and_the_provenance(
 ) -> None:
     assert run(monkeypatch, "show", golden) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "metric   values  steps  first  last  precision",
-        "lm loss  50      1-50   4.99   4.5   full",
+        "metric   values  steps  first  last  least  most  precision  curve",
+        "lm loss  50      1-50   4.99   4.5   4.5    4.99  full       ███▇▇▇▆▆▆▅▅▅▄▄▄▃▃▃▂▂▂▁▁▁",
         "deterministic: true",
         "gpu: 1x H100",
         "repeats: 2",

@@ -127,6 +127,7 @@ def test_json_is_flat_and_has_texts_for_what_is_not_finite() -> None:
             "largest_absolute": 0.0,
             "mean_signed_relative": 0.0,
             "notes": [],
+            "allowed": None,
             "layers": [
                 {
                     "layer": "step 1",

@@ -132,6 +132,11 @@ def test_bare_literals_are_read_and_noted() -> None:
             id="boolean",
         ),
         pytest.param(
+            '{"a": {"values": {"1": 1.0, "01": 2.0}}}',
+            "g.json: a: step 1 is there twice; keep one of them",
+            id="step-twice",
+        ),
+        pytest.param(
             '{"a": {"values": 3}}',
             "g.json: a: 'values' is int '3', expected step to number",
             id="values",

@@ -27,7 +27,7 @@ GOLDEN: dict[str, JsonValue] = {
 
 
 def test_the_compact_form_has_a_line_for_each_metric_and_each_fact() -> None:
-    """Covers line 31 of what goes wrong in Megatron-LM: goldens were 75 % of all added lines."""
+    """Pain point 31: goldens were 75 % of all added lines."""
     assert lay_out(GOLDEN, Form.COMPACT) == (
         "{\n"
         '  "lm loss": {"start_step": 1, "end_step": 3, "step_interval": 1, '

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.errors import ConfigError, GoldenError, MetricsError
+from pytest_megatron.config import GOLDEN_FORMS
+from pytest_megatron.errors import GoldenError, MetricsError
 from pytest_megatron.golden.form import Form
 from pytest_megatron.golden.model import series_of
 from pytest_megatron.golden.provenance import Provenance
@@ -98,10 +99,11 @@ def test_a_golden_of_ours_comes_before_one_beside_the_case(
     assert golden_path(tmp_path, workload) == ours
     theirs.parent.mkdir(parents=True)
     theirs.write_text("{}")
-    assert golden_path(tmp_path, workload) == new_golden_path(tmp_path, workload) == theirs
+    assert golden_path(tmp_path, workload) == theirs
+    assert new_golden_path(tmp_path, workload) == ours
     ours.parent.mkdir(parents=True)
     ours.write_text("{}")
-    assert golden_path(tmp_path, workload) == new_golden_path(tmp_path, workload) == ours
+    assert golden_path(tmp_path, workload) == ours
 
 
 def test_a_golden_under_another_name_is_read_and_never_overwritten(
@@ -128,9 +130,7 @@ def test_a_golden_has_the_form_that_the_project_wants(tmp_path: Path) -> None:
     assert project_form(tmp_path) is Form.STEPS
     pyproject.write_text("[tool.pytest-megatron]\n")
     assert project_form(tmp_path) is Form.COMPACT
-    pyproject.write_text("[tool.pytest-megatron]\ngolden-form = 'tiny'\n")
-    with pytest.raises(ConfigError, match="golden-form: found 'tiny', expected one of compact, "):
-        project_form(tmp_path)
+    assert {form.value for form in Form} == set(GOLDEN_FORMS)
 
 
 def test_a_missing_or_binary_golden_is_named(tmp_path: Path) -> None:
@@ -149,6 +149,18 @@ def test_the_metrics_of_a_run_are_read_as_they_were_written(tmp_path: Path) -> N
     write_metrics(path, {"lm loss": series_of({1: math.inf, 2: 1.5}, is_full_precision=True)})
     observed = read_metrics(path)
     assert dict(observed.metrics["lm loss"].items()) == {1: math.inf, 2: 1.5}
+
+
+def test_a_run_that_left_nothing_is_an_error_whatever_lies_beside_it(tmp_path: Path) -> None:
+    """Pain points 2 and 3: nothing of another attempt is read where an attempt left no logs."""
+    for name in ("attempt_1/tensorboard", "attempt_2/tensorboard"):
+        (tmp_path / name).mkdir(parents=True)
+    write_metrics(tmp_path / "attempt_1" / "metrics.json", {"lm loss": LOSS})
+    (tmp_path / "attempt_1/tensorboard/events.out.tfevents.1.host").write_bytes(b"")
+    with pytest.raises(MetricsError, match="attempt_2"):
+        read_metrics(tmp_path / "attempt_2" / "tensorboard")
+    with pytest.raises(MetricsError, match=r"attempt_2/metrics\.json: no such file"):
+        read_metrics(tmp_path / "attempt_2" / "metrics.json")
 
 
 def test_json_lines_are_recognised_by_their_suffix(tmp_path: Path) -> None:

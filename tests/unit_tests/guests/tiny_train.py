@@ -88,8 +88,8 @@ class Faults:
                 leave_a_grandchild()
             case "transient" | "ecc" if self.is_first_attempt:
                 fail_this_time(kind)
-            case "watchdog":
-                report_a_hang()
+            case "watchdog" | "leak":
+                report_a_hang() if kind == "watchdog" else leak_secrets()
             case "flood":
                 print(("x" * 1023 + "\n") * (FLOOD_BYTES // 1024), end="", flush=True)
             case _:
@@ -103,6 +103,16 @@ def fail_this_time(kind: str) -> None:
         raise RuntimeError("The server socket has failed to listen: EADDRINUSE")
     count_uncorrected_error()
     raise RuntimeError("CUDA error: unspecified launch failure")
+
+
+def leak_secrets() -> None:
+    """Print all that this rank was given, to both streams and into TensorBoard's directory."""
+    for stream in (sys.stdout, sys.stderr):
+        print(*sys.argv, *os.environ.items(), sep="\n", file=stream, flush=True)
+    if IS_LAST:
+        (OUTPUT / "notes.json").write_text(json.dumps({"env": dict(os.environ), "n": 1234567}))
+        payload = f"args: {sys.argv} {os.environ['CASE_TOKEN']}".encode() + b"\0"
+        (OUTPUT / "events.out.tfevents.args").write_bytes(tf_record(payload) + tf_record(b"kept"))
 
 
 def hang_for_ever() -> None:
@@ -221,6 +231,8 @@ def main() -> None:
     parser.add_argument("--save-interval", type=int)
     parser.add_argument("--tensorboard-dir", type=Path)
     parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--wandb-key")
+    parser.add_argument("--url")
     parser.add_argument("--fault", nargs="*", default=[])
     args = parser.parse_args()
     faults = Faults(args.fault)

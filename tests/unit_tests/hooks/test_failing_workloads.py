@@ -261,3 +261,12 @@ def test_signatures_that_cannot_be_read_end_the_session_before_anything_runs(
     assert run.returncode == pytest.ExitCode.USAGE_ERROR
     assert f"{tmp_path}/no.toml: cannot be read as a table of signatures: " in run.stderr
     assert not run.directory.exists()
+
+
+def test_every_workload_has_a_page_and_the_index_is_named_once(run: Run) -> None:
+    assert run.stdout.count("megatron: curves and logs of this run: run/index.html\n") == 1
+    index = (run.directory / "index.html").read_text()
+    assert index.index("::crash[") < index.index("::sound[")
+    assert "SIGSEGV" in index
+    for case in ("crash", "nan", "differs", "sound"):
+        assert "::" + case + "[" in (run.item_dir(case) / "curves.html").read_text()

@@ -15,15 +15,20 @@ CASE_SECRET, HOST_SECRET = "secretOfTheCase", "secretOfTheHost"
 OPTIONS = """\
 --allow-dirty
 --allow-empty
+--bucket
 --cadence
+--ci-event
 --device
 --environment
+--experimental-tests
 --fail-flaky
 --gang-start
 --golden
 --golden-policy
+--golden-reason
 --gpus
 --history
+--labels
 --lightweight
 --max-attempts
 --max-retries-per-run

@@ -74,6 +74,8 @@ def test_the_directory_of_an_attempt_holds_all_that_belongs_to_it(run: Run) -> N
     kept = [name for name in found if "tfevents" not in name and "/meeting/" not in name]
     assert kept == [
         "comparison.json",
+        "curves.html",
+        "golden.json",
         f"{attempt}/phase_1/launcher.log",
         *(f"{attempt}/phase_1/logs/{r}/std{s}.log" for r in (0, 1) for s in ("err", "out")),
         f"{attempt}/phase_1/metrics.json",

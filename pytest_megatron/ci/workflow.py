@@ -1,0 +1,301 @@
+"""The files that run a plan in CI: a workflow for GitHub Actions, a pipeline for GitLab. Pure.
+
+What a job runs is the plan's own line, so that it is the same at home. Actions are pinned by
+commit; no text of a pull request becomes part of a script.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from pytest_megatron.ci.outcome import number_of, rows_of, text_of
+from pytest_megatron.config import ProjectConfig
+from pytest_megatron.errors import CiError
+from pytest_megatron.files import JsonValue
+
+GITHUB_FILE = Path(".github/workflows/megatron.yml")
+GITLAB_FILE = Path(".gitlab/megatron.yml")
+TABLE = "workflow"
+_TEMPLATES = Path(__file__).parent / "templates"
+_CHECKOUT = "actions/checkout@08c6903cd8c0fde910a37f88322edcfb5dd907a8 # v5.0.0"
+_PYTHON = "actions/setup-python@a26af69be951a213d495a4c3e4e4022e16d87065 # v5.6.0"
+_UPLOAD = "actions/upload-artifact@ea165f8d65b6e75b540449e92b4886f43607fa02 # v4.6.2"
+_DOWNLOAD = "actions/download-artifact@d3f86a106a0bac45b974a628896c90dbdf5c8093 # v4.3.0"
+_TRUSTED = (
+    "(github.event_name != 'pull_request' || "
+    "github.event.pull_request.head.repo.full_name == github.repository)"
+)
+_HOSTED = "ubuntu-24.04"
+_SHARED_MEMORY = "--ipc=host --ulimit memlock=-1"
+_GITLAB_TIMEOUT = 24 * 60  # minutes; a project's own limit may be lower
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workflow:
+    """What is particular to a project.
+
+    Attributes:
+        branches: Pushes to these are tested.
+        nightly, weekly: When, as cron has it, UTC.
+        python: Version for jobs without an image.
+        setup, plan_setup: Shell lines that install what jobs, and plan and verdict, need.
+        plan: Further arguments of `pytest-megatron plan`.
+        runners: Platform -> labels of its runners; others are `self-hosted` and the platform.
+        images: A plan's image -> reference of a container; empty runs on the runner itself.
+        retention_days: How long artifacts are kept.
+    """
+
+    branches: tuple[str, ...] = ("main",)
+    nightly: str = "17 1 * * 1-6"
+    weekly: str = "17 1 * * 0"
+    python: str = "3.12"
+    setup: tuple[str, ...] = ("python -m pip install --quiet pytest-megatron",)
+    plan_setup: tuple[str, ...] = ()
+    plan: tuple[str, ...] = ()
+    runners: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"cpu": (_HOSTED,)})
+    images: Mapping[str, str] = field(default_factory=dict)
+    retention_days: int = 14
+
+    @property
+    def light_setup(self) -> tuple[str, ...]:
+        """What plan and verdict need."""
+        return self.plan_setup or self.setup
+
+
+def workflow_of(config: ProjectConfig) -> Workflow:
+    """Return what `[tool.pytest-megatron.ci.workflow]` says, the rest as built in.
+
+    The table was checked with the rest of `[tool.pytest-megatron.ci]`.
+    """
+    ci = config.tables.get("ci")
+    found = ci.get(TABLE) if isinstance(ci, dict) else None
+    table = found if isinstance(found, dict) else {}
+    built_in = Workflow()
+    runners, images = table.get("runners"), table.get("images")
+    own_runners = runners if isinstance(runners, dict) else {}
+    own_images = images if isinstance(images, dict) else {}
+    days = number_of(table, "retention_days")
+    return Workflow(
+        branches=_words(table, "branches") or built_in.branches,
+        nightly=text_of(table, "nightly") or built_in.nightly,
+        weekly=text_of(table, "weekly") or built_in.weekly,
+        python=text_of(table, "python") or built_in.python,
+        setup=_words(table, "setup") or built_in.setup,
+        plan_setup=_words(table, "plan_setup"),
+        plan=_words(table, "plan"),
+        runners={**built_in.runners, **{name: _words(own_runners, name) for name in own_runners}},
+        images={name: str(image) for name, image in own_images.items()},
+        retention_days=built_in.retention_days if days is None else int(days),
+    )
+
+
+def _words(table: Mapping[str, JsonValue], key: str) -> tuple[str, ...]:
+    value = table.get(key)
+    return tuple(str(word) for word in value) if isinstance(value, list) else ()
+
+
+def github_workflow(workflow: Workflow) -> str:
+    """Return the text of a workflow for GitHub Actions."""
+    blocks = {
+        "checkout": f"- uses: {_CHECKOUT}\n  with:\n    persist-credentials: false",
+        "python": _python_step(workflow),
+        "job_python": "" if workflow.images else _python_step(workflow),
+        "plan_setup": _step("Set up", workflow.light_setup),
+        "setup": _step("Set up", workflow.setup),
+        "container": _container(workflow),
+        "image_check": _image_check(workflow),
+    }
+    words = {
+        "branches": json.dumps(list(workflow.branches)),
+        "nightly": _quoted(workflow.nightly),
+        "weekly": _quoted(workflow.weekly),
+        "hosted": _HOSTED,
+        "runner": _runner(workflow),
+        "upload": _UPLOAD,
+        "download": _DOWNLOAD,
+        "trusted": _TRUSTED,
+        "plan_arguments": "".join(f" {shlex.quote(word)}" for word in workflow.plan),
+        "retention_days": str(workflow.retention_days),
+    }
+    job = _fill(_read("github_job.yml"), blocks, words)
+    return _fill(_read("github.yml"), {**blocks, "job": job}, words)
+
+
+def _python_step(workflow: Workflow) -> str:
+    return f"- uses: {_PYTHON}\n  with:\n    python-version: {_quoted(workflow.python)}"
+
+
+def _step(name: str, lines: Sequence[str]) -> str:
+    shown = "\n".join(f"    {line}" for line in lines)
+    return f"- name: {name}\n  run: |\n{shown}"
+
+
+def _runner(workflow: Workflow) -> str:
+    """Return labels by platform; one that is not listed waits for a runner that is named so."""
+    labels = _json({name: list(labels) for name, labels in workflow.runners.items()})
+    other = 'fromJSON(format(\'["self-hosted","{0}"]\', matrix.platform))'
+    return f"${{{{ fromJSON('{labels}')[matrix.platform || 'cpu'] || {other} }}}}"
+
+
+def _container(workflow: Workflow) -> str:
+    if not workflow.images:
+        return ""
+    images = _json(dict(workflow.images))
+    image = f"${{{{ fromJSON('{images}')[needs.plan.outputs.image] }}}}"
+    gpus = f"${{{{ matrix.gpus > 0 && '--gpus all {_SHARED_MEMORY}' || '{_SHARED_MEMORY}' }}}}"
+    return (
+        f"container:\n  image: {image}\n  options: {gpus}\nenv:\n  PYTEST_MEGATRON_IMAGE: {image}"
+    )
+
+
+def _json(value: JsonValue) -> str:
+    """Return JSON for a string of an expression; without spaces it is a plain scalar of YAML."""
+    return json.dumps(value, separators=(",", ":")).replace("'", "''")
+
+
+def _image_check(workflow: Workflow) -> str:
+    """Return a step that refuses an image that nobody filled in: it would be left out silently."""
+    if not workflow.images:
+        return ""
+    names = "|".join(shlex.quote(name) for name in workflow.images)
+    where = "[tool.pytest-megatron.ci.workflow] images"
+    problem = f"::error::the plan wants the image '$IMAGE', which {where} does not have"
+    refuse = f'  *) echo "{problem}"; exit 1 ;;'
+    lines = ('case "$IMAGE" in', f"  {names}) ;;", refuse, "esac")
+    step = _step("Check the image", lines)
+    return f"{step}\n  env:\n    IMAGE: ${{{{ steps.plan.outputs.image }}}}"
+
+
+def gitlab_pipeline(workflow: Workflow) -> str:
+    """Return the text of the parent pipeline for GitLab, which plans and starts the child."""
+    blocks = {"plan_setup": _lines(workflow.light_setup)}
+    words = {
+        "file": GITLAB_FILE.as_posix(),
+        "hosted_image": f"python:{workflow.python}",
+        "plan_arguments": "".join(f" {shlex.quote(word)}" for word in workflow.plan),
+        "retention_days": str(workflow.retention_days),
+    }
+    return _fill(_read("gitlab.yml"), blocks, words)
+
+
+def _lines(lines: Sequence[str]) -> str:
+    return "\n".join(f"- {_quoted(line)}" for line in lines)
+
+
+def child_pipeline(plan: Mapping[str, JsonValue], workflow: Workflow, where: str) -> str:
+    """Return GitLab's child pipeline of a plan: a job for each of its jobs, and the verdict.
+
+    Args:
+        plan: What `pytest-megatron plan --format json` printed.
+        workflow: What is particular to the project.
+        where: Name of the plan, for errors.
+
+    Raises:
+        CiError: It has no jobs, or one without an id and a command.
+    """
+    image = workflow.images.get(text_of(plan, "image") or "")
+    jobs: dict[str, JsonValue] = {"stages": ["plan", "jobs", "verdict"]}
+    jobs["plan"] = _fetch_plan(workflow)
+    for row in rows_of(plan, "jobs"):
+        name, command = text_of(row, "id"), text_of(row, "command")
+        if name is None or command is None:
+            raise CiError(where, f"has a job without id or command: {row}")
+        jobs[f"test {name}"] = _child_job(row, name, command, workflow, image)
+    if len(jobs) == 2:  # noqa: PLR2004 - stages and the plan's own
+        raise CiError(where, "has no jobs, expected what 'plan --format json' prints")
+    jobs["verdict"] = {
+        "stage": "verdict",
+        "image": f"python:{workflow.python}",
+        "timeout": "20 minutes",
+        "when": "always",
+        "script": [
+            *workflow.light_setup,
+            "mkdir -p megatron-jobs",
+            "pytest-megatron ci summary megatron-jobs --expect plan.json --output summary",
+        ],
+        "artifacts": {
+            "when": "always",
+            "paths": ["summary"],
+            "reports": {"junit": "summary/junit.xml"},
+            "expire_in": f"{workflow.retention_days} days",
+        },
+    }
+    return yaml.safe_dump(jobs, sort_keys=False, width=1000)
+
+
+def _fetch_plan(workflow: Workflow) -> dict[str, JsonValue]:
+    """Return the job that hands the parent's plan on to the verdict."""
+    return {
+        "stage": "plan",
+        "timeout": "20 minutes",
+        "needs": [{"pipeline": "$MEGATRON_PARENT_PIPELINE", "job": "megatron:plan"}],
+        "variables": {"GIT_STRATEGY": "none"},
+        "script": ["test -s plan.json"],
+        "artifacts": {"paths": ["plan.json"], "expire_in": f"{workflow.retention_days} days"},
+    }
+
+
+def _child_job(
+    row: Mapping[str, JsonValue], name: str, command: str, workflow: Workflow, image: str | None
+) -> dict[str, JsonValue]:
+    platform = text_of(row, "platform") or "cpu"
+    labels = workflow.runners.get(platform, (platform,))
+    minutes = min(int(number_of(row, "timeout_minutes") or 60), _GITLAB_TIMEOUT)
+    directory = "megatron-jobs/$CI_JOB_ID"
+    job = shlex.join([name, "--test-case", text_of(row, "test_case") or name])
+    found: dict[str, JsonValue] = {"stage": "jobs", "timeout": f"{minutes} minutes"}
+    if platform != "cpu" or labels != (_HOSTED,):
+        found["tags"] = list(labels)
+    if image is not None:
+        found["image"] = image
+        found["variables"] = {"PYTEST_MEGATRON_IMAGE": image}
+    elif platform == "cpu":
+        found["image"] = f"python:{workflow.python}"
+    line = f'{command} --run-dir "{directory}/run" --junit-xml "{directory}/junit.xml"'
+    line += f' 2>&1 | tee "{directory}/pytest.log"'
+    found["script"] = [
+        *workflow.setup,
+        f'pytest-megatron ci job {job} --directory "{directory}"',
+        f"bash -euo pipefail -c {shlex.quote(line)}",
+    ]
+    found["artifacts"] = {
+        "when": "always",
+        "name": f"logs-{name}-$CI_PIPELINE_ID-$CI_JOB_ID",
+        "paths": [directory],
+        "exclude": [f"{directory}/run/**/checkpoints/**/*", f"{directory}/run/**/data_cache/**/*"],
+        "reports": {"junit": f"{directory}/junit.xml"},
+        "expire_in": f"{workflow.retention_days} days",
+    }
+    return found
+
+
+def _read(name: str) -> str:
+    return (_TEMPLATES / name).read_text(encoding="utf-8")
+
+
+def _quoted(text: str) -> str:
+    """Return a scalar of YAML, and of GitHub's expressions, for any text."""
+    quoted = text.replace("'", "''")
+    return f"'{quoted}'"
+
+
+def _fill(template: str, blocks: Mapping[str, str], words: Mapping[str, str]) -> str:
+    """Put blocks where a line is `@name@`, with that line's indent, and words anywhere."""
+    lines: list[str] = []
+    for line in template.splitlines():
+        name = line.strip().strip("@")
+        if line.strip() == f"@{name}@" and name in blocks:
+            indent = line[: len(line) - len(line.lstrip())]
+            lines += [indent + part if part else "" for part in blocks[name].splitlines()]
+        else:
+            lines.append(line)
+    text = "\n".join(lines) + "\n"
+    for name, word in words.items():
+        text = text.replace(f"@{name}@", word)
+    return text

@@ -1,0 +1,205 @@
+"""`pytest-megatron golden convert`: goldens in another form, place or precision."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from pytest_megatron.cli.findings import root_option
+from pytest_megatron.config import load_config
+from pytest_megatron.errors import GoldenError
+from pytest_megatron.files import write_texts_together
+from pytest_megatron.golden.convert import Converted, Wish, convert
+from pytest_megatron.golden.form import Form
+from pytest_megatron.golden.lint import find_goldens
+from pytest_megatron.golden.naming import place_of
+from pytest_megatron.golden.store import project_form, read_text
+from pytest_megatron.recipe.load import project_words
+from pytest_megatron.recipe.places import CASES, GOLDENS
+from pytest_megatron.wording import counted
+
+EXIT_DIFFERENT = 1
+EXIT_UNUSABLE = 2
+_LAYOUTS = {"ours": GOLDENS, "megatron": CASES}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Change:
+    """One file: what it was, what it becomes and where."""
+
+    source: Path
+    target: Path
+    old: str
+    new: Converted
+
+    @property
+    def is_needed(self) -> bool:
+        return self.old != self.new.text or self.source != self.target
+
+
+@click.command("convert")
+@click.argument(
+    "paths", metavar="PATH...", nargs=-1, required=True, type=click.Path(path_type=Path)
+)
+@click.option(
+    "--to",
+    "form",
+    type=click.Choice([form.value for form in Form]),
+    help="compact: one line a metric; steps: one line a step; list: compact, without the steps; "
+    "megatron: as Megatron-LM writes it, without provenance.  [default: golden-form, or compact]",
+)
+@click.option(
+    "--layout",
+    type=click.Choice(sorted(_LAYOUTS)),
+    help="Move goldens to golden_values/<model>/<test_case>, or beside their test cases; other "
+    "names of a platform become its own.",
+)
+@click.option("--five-decimals", is_flag=True, help="Round, as Megatron-LM does.")
+@click.option("--drop-text", is_flag=True, help='Leave out steps whose value is a text ("nan").')
+@click.option("--check", "is_check", is_flag=True, help="Exit with 1 if a file would change.")
+@click.option("--write", "is_writing", is_flag=True, help="Replace the files.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Write the new files below this directory instead.",
+)
+@click.option("--allow-loss", is_flag=True, help="Write also what cannot say all that it said.")
+@root_option
+def command(  # noqa: PLR0913 - click hands over one argument an option
+    *,
+    paths: tuple[Path, ...],
+    form: str | None,
+    layout: str | None,
+    five_decimals: bool,
+    drop_text: bool,
+    is_check: bool,
+    is_writing: bool,
+    output: Path | None,
+    allow_loss: bool,
+    root: Path,
+) -> None:
+    """Write goldens in another form, place or precision.
+
+    PATH is a golden or a directory of goldens. Without --write, --output or --check it only says
+    what would change. A file that is no golden is named and left alone (exit code 2); where
+    something would be lost, nothing is written without --allow-loss (exit code 1).
+    """
+    if sum((is_check, is_writing, output is not None)) > 1:
+        raise click.UsageError("--check, --write and --output exclude one another; give one")
+    wish = Wish(
+        form=project_form(root) if form is None else Form(form),
+        is_rounded=five_decimals,
+        drops_text=drop_text,
+    )
+    movers = _Movers(root, layout, output)
+    changes, problems = _plan(find_goldens(paths), wish, movers)
+    for problem in problems:
+        click.echo(f"pytest-megatron: {problem}", err=True)
+    needed = [change for change in changes if change.is_needed or output is not None]
+    for change in needed:
+        click.echo("\n".join(_describe(change)))
+    is_asked = is_writing or output is not None
+    is_refused = is_asked and not allow_loss and any(change.new.losses for change in needed)
+    if is_asked and not is_refused:
+        _write(needed, keeps_sources=output is not None)
+    click.echo(_total(changes, needed, is_written=is_asked and not is_refused))
+    if is_refused:
+        click.echo("nothing written, since something would be lost: give --allow-loss", err=True)
+    is_failed = is_refused or (is_check and needed)
+    sys.exit(EXIT_UNUSABLE if problems else EXIT_DIFFERENT if is_failed else 0)
+
+
+class _Movers:
+    """Says where the new text of a file goes."""
+
+    def __init__(self, root: Path, layout: str | None, output: Path | None) -> None:
+        self._root = root
+        self._tree = None if layout is None else _LAYOUTS[layout]
+        self._output = output
+        self._environments = project_words(root).environments
+        self._other_names = load_config(root).golden_platforms
+
+    def target_of(self, path: Path) -> Path:
+        """Return where to.
+
+        Raises:
+            GoldenError: The place of the file does not say whose golden it is.
+        """
+        base = self._root if self._output is None else self._output
+        if self._tree is not None:
+            place = place_of(path, self._root, self._environments)
+            if place is None:
+                raise GoldenError(
+                    str(path), "place and name do not say whose golden it is; not moved"
+                )
+            if place.is_second_run:
+                raise GoldenError(str(path), "the dump of a second run, no golden; not moved")
+            return base / place.moved(self._tree, self._other_names)
+        if self._output is None:
+            return path
+        absolute, root = path.absolute(), self._root.absolute()
+        return base / (absolute.relative_to(root) if absolute.is_relative_to(root) else path.name)
+
+
+def _plan(
+    files: Sequence[Path], wish: Wish, movers: _Movers
+) -> tuple[list[_Change], list[GoldenError]]:
+    """Return what becomes of each file, and which ones stay because of what."""
+    changes: dict[Path, _Change] = {}
+    problems: list[GoldenError] = []
+    sources = {file.absolute() for file in files}
+    for file in files:
+        try:
+            target = movers.target_of(file)
+            old = read_text(file)
+            new = convert(old, str(file), wish)
+        except GoldenError as error:
+            problems.append(error)
+            continue
+        is_taken = target.absolute() != file.absolute() and target.exists()
+        if target in changes or (is_taken and target.absolute() not in sources):
+            other = changes[target].source if target in changes else target
+            problems.append(GoldenError(str(file), f"would become {target}, as {other}; not moved"))
+            continue
+        changes[target] = _Change(source=file, target=target, old=old, new=new)
+    return list(changes.values()), problems
+
+
+def _write(changes: Sequence[_Change], *, keeps_sources: bool) -> None:
+    try:
+        write_texts_together({change.target: change.new.text for change in changes})
+        targets = {change.target.absolute() for change in changes}
+        for change in changes if not keeps_sources else ():
+            if change.source.absolute() not in targets:
+                change.source.unlink()
+    except OSError as error:
+        where = str(error.filename or changes[0].target)
+        raise GoldenError(where, f"cannot be written: {error.strerror}") from error
+
+
+def _describe(change: _Change) -> Iterator[str]:
+    moved = "" if change.source == change.target else f" -> {change.target}"
+    yield f"{change.source}{moved}: {_sizes([change])}"
+    yield from (f"  note: {note}" for note in change.new.notes)
+    yield from (f"  loses {loss}" for loss in change.new.losses)
+
+
+def _sizes(changes: Sequence[_Change]) -> str:
+    lines = [sum(len(text.splitlines()) for text in texts) for texts in _texts(changes)]
+    sizes = [sum(len(text.encode()) for text in texts) for texts in _texts(changes)]
+    return f"{lines[0]} -> {lines[1]} lines, {sizes[0]} -> {sizes[1]} bytes"
+
+
+def _texts(changes: Sequence[_Change]) -> tuple[list[str], list[str]]:
+    return [change.old for change in changes], [change.new.text for change in changes]
+
+
+def _total(changes: Sequence[_Change], needed: Sequence[_Change], *, is_written: bool) -> str:
+    what = "written" if is_written else "would change"
+    sizes = f": {_sizes(needed)}" if needed else ""
+    return f"{len(needed)} of {counted(len(changes), 'golden')} {what}{sizes}"

@@ -1,0 +1,51 @@
+"""`pytest-megatron golden lint`: what is wrong with goldens, each and as a set."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from pytest_megatron.cli.findings import FORMATS, format_option, root_option
+from pytest_megatron.config import load_config
+from pytest_megatron.golden.lint import Project, lint_goldens
+from pytest_megatron.recipe.load import project_words
+from pytest_megatron.wording import counted
+
+# Where recipes are looked for if nobody says where: ours, then Megatron-LM's.
+_RECIPES = (Path("recipes"), Path("tests/test_utils/recipes"))
+
+
+@click.command("lint")
+@click.argument("paths", metavar="[PATH]...", nargs=-1, type=click.Path(path_type=Path))
+@root_option
+@click.option(
+    "--recipes",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    help="Recipe, or directory of recipes, whose rows read the goldens (repeatable).  "
+    "[default: recipes or tests/test_utils/recipes in the root]",
+)
+@format_option
+def command(paths: tuple[Path, ...], root: Path, recipes: tuple[Path, ...], style: str) -> None:
+    """Report what is wrong with goldens.
+
+    PATH is a golden or a directory of goldens; by default all of the project. Exits with 1 if a
+    finding is an error, with 0 if there are none or only warnings, with 2 if a path does not
+    exist.
+    """
+    found = tuple(root / path for path in _RECIPES if (root / path).is_dir())
+    project = Project(
+        root=root,
+        recipes=recipes or found[:1],
+        vocabulary=project_words(root),
+        other_names=load_config(root).golden_platforms,
+    )
+    report = lint_goldens(paths, project)
+    click.echo(FORMATS[style](report.findings), nl=False)
+    if style == "text":
+        counts = f"{counted(report.num_goldens, 'golden')}, {report.num_bytes / 1e6:.1f} MB"
+        reached = f"{report.num_read} of them read by a row" if project.recipes else "no recipes"
+        click.echo(f"{counts}; {reached}")
+    sys.exit(any(finding.is_error for finding in report.findings))

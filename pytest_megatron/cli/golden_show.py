@@ -1,0 +1,204 @@
+"""`pytest-megatron golden show`: what goldens hold, of whichever kind they are."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from pytest_megatron.errors import GoldenError
+from pytest_megatron.files import JsonValue
+from pytest_megatron.golden.document import document_of, is_baseline
+from pytest_megatron.golden.generation import Generation
+from pytest_megatron.golden.lint import find_goldens
+from pytest_megatron.golden.loading import load_object
+from pytest_megatron.golden.model import series_of
+from pytest_megatron.golden.provenance import parse_provenance, provenance_to_json
+from pytest_megatron.golden.store import read_text
+from pytest_megatron.golden.summary import MetricSummary, shown, summarise
+from pytest_megatron.wording import counted
+
+EXIT_UNUSABLE = 2
+_WIDTH = 24  # of a curve
+_COLUMNS = ("metric", "values", "steps", "first", "last", "least", "most", "precision", "curve")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shown:
+    """One file: its kind, its rows and what else is known of it."""
+
+    path: Path
+    kind: str
+    metrics: tuple[MetricSummary, ...]
+    notes: tuple[str, ...]
+    provenance: Mapping[str, JsonValue]
+
+
+@click.command("show")
+@click.argument(
+    "paths", metavar="PATH...", nargs=-1, required=True, type=click.Path(path_type=Path)
+)
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["text", "json", "markdown"]),
+    default="text",
+    show_default=True,
+)
+def command(*, paths: tuple[Path, ...], form: str) -> None:
+    """Print what goldens hold, one line a metric with its curve.
+
+    PATH is a golden or a directory of goldens. A file that cannot be read is named on stderr, the
+    others are shown, and the exit code is 2.
+    """
+    files = find_goldens(paths)
+    pages: list[_Shown] = []
+    for file in files:
+        try:
+            pages.append(_look_at(file))
+        except GoldenError as error:
+            click.echo(f"pytest-megatron: {error}", err=True)
+    if form == "json":
+        click.echo(json.dumps([_as_json(page) for page in pages], indent=2, allow_nan=False))
+    elif pages:
+        render = _as_markdown if form == "markdown" else _as_text
+        blocks = ["\n".join(render(page, is_named=len(files) > 1)) for page in pages]
+        click.echo("\n\n".join(blocks))
+    sys.exit(EXIT_UNUSABLE if len(pages) < len(files) else 0)
+
+
+def _look_at(path: Path) -> _Shown:
+    value, notes = load_object(read_text(path), str(path))
+    if is_baseline(value):
+        metrics = tuple(_of_baseline(value))
+        return _Shown(
+            path=path,
+            kind="performance baseline, which no run is compared with",
+            metrics=metrics,
+            notes=tuple(notes),
+            provenance={},
+        )
+    document = document_of(value, str(path), notes)
+    provenance: Mapping[str, JsonValue] = {}
+    if document.provenance is not None:
+        provenance = provenance_to_json(parse_provenance(document.provenance, str(path)))
+    generation = document.generation
+    series = document.metrics.items()
+    return _Shown(
+        path=path,
+        kind="series of a training" if generation is None else _kind_of(generation),
+        metrics=tuple(summarise(name, one, width=_WIDTH) for name, one in series)
+        if generation is None
+        else tuple(_of_generation(generation)),
+        notes=document.notes,
+        provenance=provenance,
+    )
+
+
+def _kind_of(generation: Generation) -> str:
+    return f"output of an inference program, {counted(len(generation.requests), 'request')}"
+
+
+def _of_generation(generation: Generation) -> Iterator[MetricSummary]:
+    """Yield what was generated, by position, and what the whole run took."""
+    for name, request in generation.requests.items():
+        rows: dict[str, Sequence[float | str]] = {}
+        if request.tokens is not None:
+            rows["generated_tokens"] = [float(token) for token in request.tokens]
+        rows |= request.logprobs
+        if request.text is not None:
+            rows["generated_text"] = (request.text,)
+        if request.routing is not None:
+            rows["routing_indices"] = [str(row) for row in request.routing.values()]
+        for metric, row in rows.items():
+            yield _row(f"{metric} of {name}", row)
+    yield from (
+        _row(name, row)
+        for name, row in (
+            ("throughput", generation.throughput),
+            ("mem-max-allocated-bytes", generation.memory_bytes),
+            *((name, (count,)) for name, count in generation.counts.items()),
+        )
+        if row
+    )
+
+
+def _of_baseline(value: Mapping[str, JsonValue], prefix: str = "") -> Iterator[MetricSummary]:
+    """Yield every number of a performance baseline, named by its way there."""
+    for name, item in value.items():
+        path = f"{prefix}{name}"
+        if isinstance(item, dict):
+            yield from _of_baseline(item, f"{path} / ")
+        elif isinstance(item, int | float) and not isinstance(item, bool):
+            yield _row(path, (float(item),))
+
+
+def _row(name: str, values: Sequence[float | str]) -> MetricSummary:
+    series = series_of(dict(enumerate(values, start=1)), is_full_precision=True)
+    return summarise(name, series, width=_WIDTH)
+
+
+def _cells(metric: MetricSummary) -> tuple[str, ...]:
+    num_holes = metric.num_values - metric.num_finite
+    is_text = isinstance(metric.first, str) and not metric.num_finite
+    values = f"{metric.num_values}" + (
+        f", {num_holes} no number" if num_holes and not is_text else ""
+    )
+    ends = (shown(metric.first), shown(metric.last), shown(metric.least), shown(metric.most))
+    return (metric.name, values, metric.steps, *ends, metric.precision, metric.spark)
+
+
+def _as_text(page: _Shown, *, is_named: bool) -> Iterator[str]:
+    if is_named:
+        yield f"{page.path}: {page.kind}"
+    elif not page.kind.startswith("series"):
+        yield page.kind
+    rows = [_COLUMNS, *map(_cells, page.metrics)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        yield "  ".join(cells).rstrip()
+    yield from (f"note: {note}" for note in page.notes)
+    if not is_named:
+        yield from (f"{key}: {_fact(key, value)}" for key, value in page.provenance.items())
+
+
+def _fact(key: str, value: JsonValue) -> str:
+    """Return a fact of the provenance on one line; of a spread, the largest of each metric."""
+    if key == "spread" and isinstance(value, dict):
+        largest = {name: _most(spread) for name, spread in value.items()}
+        return ", ".join(f"{name} {most}" for name, most in largest.items()) + " at most"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _most(spread: JsonValue) -> float:
+    numbers = spread.values() if isinstance(spread, dict) else [spread]
+    return max((n for n in numbers if isinstance(n, int | float)), default=0.0)
+
+
+def _as_markdown(page: _Shown, *, is_named: bool) -> Iterator[str]:
+    del is_named  # a table in a pull request always says of which file it is
+    yield f"**{page.path}**: {page.kind}"
+    yield ""
+    yield f"| {' | '.join(_COLUMNS)} |"
+    yield "|---|---:|---|---:|---:|---:|---:|---|---|"
+    for metric in page.metrics:
+        yield f"| {' | '.join(cell.replace('|', '&#124;') for cell in _cells(metric))} |"
+    yield from (f"\nNote: {note}" for note in page.notes)
+    facts = {k: v for k, v in page.provenance.items() if k not in ("command", "spread")}
+    if facts:
+        yield "\n" + "; ".join(f"{key} {_fact(key, value)}" for key, value in facts.items())
+
+
+def _as_json(page: _Shown) -> dict[str, JsonValue]:
+    return {
+        "path": str(page.path),
+        "kind": page.kind,
+        "metrics": [metric.as_json() for metric in page.metrics],
+        "notes": list(page.notes),
+        "provenance": dict(page.provenance),
+    }

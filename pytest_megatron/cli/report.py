@@ -1,0 +1,63 @@
+"""`pytest-megatron report`: pages and pictures of finished runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from pytest_megatron.errors import ReportError
+from pytest_megatron.pages.pictures import write_pictures
+from pytest_megatron.pages.write import write_report
+
+
+@click.command(name="report")
+@click.argument(
+    "runs",
+    metavar="RUN...",
+    nargs=-1,
+    required=True,
+    type=click.Path(path_type=Path),
+)
+@click.option(
+    "--output",
+    metavar="DIR|FILE",
+    type=click.Path(path_type=Path),
+    help="Where pages go; by default into the run directory, or into ./report.",
+)
+@click.option(
+    "--svg",
+    "pictures",
+    metavar="DIR",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Write a picture of each metric into a directory, and no pages.",
+)
+@click.option("--png", "is_png", is_flag=True, help="PNG beside SVG; needs the extra 'png'.")
+@click.option("--metric", "metrics", multiple=True, help="Only this one in pictures (repeatable).")
+@click.option("--failed", "is_failed_only", is_flag=True, help="Pictures of what failed only.")
+def command(
+    *,
+    runs: tuple[Path, ...],
+    output: Path | None,
+    pictures: Path | None,
+    is_png: bool,
+    metrics: tuple[str, ...],
+    is_failed_only: bool,
+) -> None:
+    """Write pages of runs: run directories, zip and tar artifacts, folders of them."""
+    if pictures is None:
+        if is_png or metrics or is_failed_only:
+            raise ReportError(
+                "--png, --metric, --failed", "are for pictures; give their directory by --svg"
+            )
+        click.echo(write_report(runs, output))
+        return
+    if output is not None:
+        raise ReportError("--output", "is for pages, --svg for pictures; give one of them")
+    written = write_pictures(
+        runs, pictures, metrics=metrics, is_png=is_png, is_failed_only=is_failed_only
+    )
+    for path in written:
+        click.echo(path)
+    if not written:
+        raise ReportError(", ".join(map(str, runs)), "there is no such curve to draw")

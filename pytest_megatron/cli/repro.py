@@ -1,0 +1,300 @@
+"""`pytest-megatron repro`: a failing item of a run or an artifact once more, here."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import click
+
+from pytest_megatron.errors import MegatronError, ReproError
+from pytest_megatron.launch.facts import gather_facts
+from pytest_megatron.launch.layout import item_dirs
+from pytest_megatron.launch.own_dir import OWN_DIR, RUNS_DIR, make_own_dir
+from pytest_megatron.repro.again import Stage
+from pytest_megatron.repro.choose import Chosen, choose
+from pytest_megatron.repro.command import Again, Wishes, container_lines
+from pytest_megatron.repro.differences import differences
+from pytest_megatron.repro.order import smallest_cause
+from pytest_megatron.repro.outcome import Exit, Outcome
+from pytest_megatron.repro.places import find_runs
+from pytest_megatron.repro.recorded import RecordedPlan, find_plan, read_run
+from pytest_megatron.repro.sizes import say_fewer_ranks, sizes_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prepared:
+    """Everything that was decided before anything runs."""
+
+    path: Path
+    stage: Stage
+    chosen: Chosen
+    plan: RecordedPlan | None
+    wishes: Wishes
+    notes: tuple[str, ...]
+
+
+@click.command(name="repro")
+@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("item", required=False)
+@click.option("--attempt", type=click.IntRange(min=1), metavar="K", help="The last by default.")
+@click.option("--repeat", type=click.IntRange(min=1), metavar="I", help="Of a workload, likewise.")
+@click.option("--phase", type=click.IntRange(min=1), metavar="N", help="Only this one.")
+@click.option("--ranks", type=click.IntRange(min=1), metavar="N", help="On N ranks of one node.")
+@click.option("--shell", "is_shell", is_flag=True, help="Open a shell in its environment instead.")
+@click.option("--print", "is_print", is_flag=True, help="Print what would run instead.")
+@click.option(
+    "--bisect-order", "is_bisect", is_flag=True, help="Find which earlier tests it takes."
+)
+@click.option("--trust", "is_trusted", is_flag=True, help="Use every variable that the run holds.")
+@click.option("--project", type=click.Path(path_type=Path), default=Path(), help="The checkout.")
+@click.option("--pytest-args", default="", metavar="TEXT", help="More arguments for pytest.")
+def command(  # noqa: PLR0913 - one for each option
+    *,
+    path: Path,
+    item: str | None,
+    attempt: int | None,
+    repeat: int | None,
+    phase: int | None,
+    ranks: int | None,
+    is_shell: bool,
+    is_print: bool,
+    is_bisect: bool,
+    is_trusted: bool,
+    project: Path,
+    pytest_args: str,
+) -> None:
+    """Do a failing item of a run again: PATH is a run directory, a zip or a tar of one.
+
+    ITEM is a node id or a part of one; without it, the only item that failed.
+
+    Exit code 0: it passes here. 1: it fails in the same way. 3: it fails in another way. 125: that
+    cannot be said, also for 3 while git bisects.
+    """
+    wishes = Wishes(
+        num_ranks=ranks,
+        phase=phase,
+        is_trusted=is_trusted,
+        words=tuple(shlex.split(pytest_args)),
+    )
+    try:
+        prepared = _prepare(path, item, wishes, project.absolute(), attempt=attempt, repeat=repeat)
+        act = _open_shell if is_shell else _print_only if is_print else _run_again
+        outcome = (_bisect if is_bisect else act)(prepared)
+    except MegatronError as error:
+        click.echo(f"pytest-megatron: {plain(str(error))}", err=True)
+        sys.exit(Exit.UNKNOWN)
+    except KeyboardInterrupt:
+        sys.exit(Exit.INTERRUPTED)
+    code = outcome.exit
+    if outcome.text:
+        click.echo(plain(f"repro: {outcome.text}"))
+    if code is Exit.OTHER and _is_bisecting(prepared.stage.root):
+        code = Exit.UNKNOWN
+    sys.exit(code)
+
+
+def plain(text: str) -> str:
+    """Return text of an artifact with control characters written out, for a terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+
+
+def _prepare(
+    path: Path,
+    item: str | None,
+    wishes: Wishes,
+    root: Path,
+    *,
+    attempt: int | None,
+    repeat: int | None,
+) -> _Prepared:
+    """Find the item and say what is different here."""
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    stage = Stage(root=root, scratch=root / OWN_DIR / "repro" / name)
+    make_own_dir(root)
+    runs = find_runs(path, stage.scratch, with_checkpoints=(wishes.phase or 1) > 1)
+    records = {run: read_run(run / "run.json") for run in runs}
+    chosen = choose(records, item, where=str(path), attempt=attempt, repeat=repeat)
+    is_own = chosen.run_dir.resolve().is_relative_to((root / RUNS_DIR).resolve())
+    wishes = replace(wishes, is_trusted=wishes.is_trusted or is_own)
+    file = root / chosen.node_id.partition("::")[0]
+    if not file.is_file():
+        raise ReproError(
+            str(file), "is not here; run this in the project's checkout, or give --project"
+        )
+    plan = _plan_of(chosen)
+    there = chosen.item.world_size or (plan.world_size if plan is not None else 1)
+    notes = []
+    if wishes.num_ranks is not None:
+        words = [word for phase in plan.phases for word in phase.argv] if plan else []
+        notes += say_fewer_ranks(sizes_of(words), there=there, here=wishes.num_ranks)
+    wishes = _with_checkpoints(chosen, plan, wishes)
+    facts = gather_facts(root)
+    num_ranks = wishes.num_ranks or there
+    notes += differences(chosen, plan, facts, root, num_ranks=num_ranks)
+    return _Prepared(
+        path=path, stage=stage, chosen=chosen, plan=plan, wishes=wishes, notes=tuple(notes)
+    )
+
+
+def _plan_of(chosen: Chosen) -> RecordedPlan | None:
+    found = chosen.attempt
+    if not chosen.item.is_workload or found is None or not (found.repeat and found.attempt):
+        return None
+    return find_plan(chosen.run_dir, chosen.node_id, found.repeat, found.attempt)[1]
+
+
+def _with_checkpoints(chosen: Chosen, plan: RecordedPlan | None, wishes: Wishes) -> Wishes:
+    """Return the wishes with what earlier phases saved, where one phase is asked for.
+
+    Raises:
+        ReproError: There is no such phase, or its checkpoints are not there or not trusted.
+    """
+    if wishes.phase is None:
+        return wishes
+    if not chosen.item.is_workload:
+        raise ReproError("--phase", f"{chosen.node_id} is a test, which has no phases; drop it")
+    numbers = [phase.number for phase in plan.phases] if plan is not None else []
+    if wishes.phase not in numbers:
+        said = ", ".join(map(str, numbers)) or "none"
+        raise ReproError(
+            "--phase", f"{chosen.node_id} has no phase {wishes.phase}, expected {said}"
+        )
+    if wishes.phase == 1:
+        return wishes
+    found = chosen.attempt
+    assert found is not None
+    dirs = item_dirs(chosen.run_dir, chosen.node_id)
+    saved = dirs.attempt(repeat=found.repeat or 1, attempt=found.attempt or 1).checkpoints
+    if not saved.is_dir():
+        raise ReproError(str(saved), "is not in the run; drop --phase to train from the start")
+    if not wishes.is_trusted:
+        raise ReproError(
+            str(saved), "loading a checkpoint can run what it holds; give --trust if you know it"
+        )
+    return replace(wishes, checkpoints=str(saved.absolute()))
+
+
+def _say(prepared: _Prepared, again: Again) -> None:
+    """Tell what is done again and what is different."""
+    chosen = prepared.chosen
+    lines = [f"repro: {chosen.node_id}, {chosen.item.verdict} in {prepared.path}"]
+    if chosen.problem:
+        lines.append(f"  there: {chosen.problem}")
+    if chosen.before:
+        count = len(chosen.before)
+        lines.append(f"  after: {count} {'test' if count == 1 else 'tests'} on the same gang")
+    lines += [f"  {note}" for note in prepared.notes]
+    lines += [f"  not set: {note}" for note in again.left_out]
+    for text in lines:
+        click.echo(plain(text))
+
+
+def _lines(prepared: _Prepared, again: Again) -> list[str]:
+    """Return the lines that do it by hand."""
+    root, image = prepared.stage.root, prepared.chosen.run.image
+    lines = [f"cd {shlex.quote(str(root))}", again.line]
+    if image is not None:
+        item, wishes = prepared.chosen.item, prepared.wishes
+        is_on_gpus = item.device == "cuda" or item.platform not in (None, "cpu")
+        there = item.world_size or (prepared.plan.world_size if prepared.plan else 1)
+        num_gpus = (wishes.num_ranks or there) if is_on_gpus else 0
+        lines.append("# in the container of the run, with docker or under Slurm:")
+        lines += [f"# {line}" for line in container_lines(image, again, num_gpus=num_gpus)]
+    return lines
+
+
+def _again(prepared: _Prepared) -> Again:
+    return prepared.stage.command(prepared.chosen, prepared.wishes, prepared.chosen.before)
+
+
+def _run_again(prepared: _Prepared) -> Outcome:
+    again = _again(prepared)
+    _say(prepared, again)
+    image = prepared.chosen.run.image
+    if image is not None and image != os.environ.get("PYTEST_MEGATRON_IMAGE"):
+        click.echo("  --print shows how to run it in that image")
+    click.echo(plain(f"  {again.line}"))
+    return prepared.stage.run(prepared.chosen, again, is_quiet=False)
+
+
+def _print_only(prepared: _Prepared) -> Outcome:
+    for line in _lines(prepared, _again(prepared)):
+        click.echo(plain(line))
+    return Outcome(exit=Exit.PASSED, text="")
+
+
+def _open_shell(prepared: _Prepared) -> Outcome:
+    """Open a shell in the environment of the item; `$REPRO` is a script that runs it."""
+    again, stage = _again(prepared), prepared.stage
+    _say(prepared, again)
+    stage.scratch.mkdir(parents=True, exist_ok=True)
+    script = stage.scratch / "again.sh"
+    script.write_text("\n".join(_lines(prepared, again)) + "\n", encoding="utf-8")
+    click.echo(plain(f'  a shell in {stage.root}; sh "$REPRO" runs it, exit leaves'))
+    env = {**stage.env(again), "REPRO": str(script)}
+    shell = os.environ.get("SHELL") or "/bin/sh"
+    try:
+        subprocess.run([shell], cwd=stage.root, env=env, check=False)
+    except OSError as error:
+        raise ReproError("SHELL", f"{shell!r} cannot be started: {error.strerror}") from error
+    return Outcome(exit=Exit.PASSED, text="")
+
+
+def _bisect(prepared: _Prepared) -> Outcome:
+    """Find the tests before the item without which it passes."""
+    chosen = prepared.chosen
+    if chosen.item.is_workload:
+        raise ReproError(
+            "--bisect-order", f"{chosen.node_id} is a workload, which nothing precedes"
+        )
+    _say(prepared, _again(prepared))
+    trial = _trials(prepared)
+    if trial(()):
+        return Outcome(exit=Exit.SAME, text="fails by itself: no earlier test is needed")
+    if not chosen.before:
+        return Outcome(exit=Exit.PASSED, text="passes by itself, and nothing ran before it")
+    if not trial(chosen.before):
+        return Outcome(
+            exit=Exit.UNKNOWN, text="cannot tell: it passes here after all that ran before it"
+        )
+    found = smallest_cause(chosen.before, trial)
+    line = prepared.stage.command(chosen, prepared.wishes, found, name="smallest").line
+    tests = "".join(f"\n  {node_id}" for node_id in found)
+    return Outcome(exit=Exit.SAME, text=f"fails in the same way after{tests}\n{line}")
+
+
+def _trials(prepared: _Prepared) -> Callable[[Sequence[str]], bool]:
+    """Return what runs the item after some tests, says so, and tells whether it fails as it did."""
+    chosen, stage = prepared.chosen, prepared.stage
+    number = 0
+
+    def trial(before: Sequence[str]) -> bool:
+        nonlocal number
+        number += 1
+        name = f"trial_{number}"
+        again = stage.command(chosen, prepared.wishes, before, name=name)
+        outcome = stage.run(chosen, again, name, is_quiet=True)
+        word = {Exit.PASSED: "passes", Exit.SAME: "fails", Exit.OTHER: "fails in another way"}
+        said = word.get(outcome.exit, outcome.text.partition("\n")[0])
+        click.echo(plain(f"  trial {number}, after {len(before)}: {said}"))
+        return outcome.exit is Exit.SAME
+
+    return trial
+
+
+def _is_bisecting(root: Path) -> bool:
+    """Whether git bisects in a checkout."""
+    words = ["git", "-C", str(root), "rev-parse", "--git-path", "BISECT_START"]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+    except OSError:
+        return False
+    return done.returncode == 0 and (root / done.stdout.strip()).exists()

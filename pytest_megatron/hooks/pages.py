@@ -1,0 +1,61 @@
+"""The role that writes a run's pages when it has ended. Lives in the controller alone."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import pytest
+
+from pytest_megatron.errors import MegatronError
+from pytest_megatron.hooks.gang_results import RECORD
+from pytest_megatron.hooks.session import RunSession
+from pytest_megatron.pages.gather import RUN_FILE, RunReader
+from pytest_megatron.pages.write import write_in_place
+
+_NAME = "megatron-pages"
+_GOOD = ("passed", "skipped")
+
+
+class PagesPlugin:
+    """Writes `index.html` and every workload's `curves.html`, and says where on failure."""
+
+    def __init__(self, session: RunSession) -> None:
+        self._session = session
+        self._has_workloads = False
+        self._has_failures = False
+        self._line: str | None = None
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note whether there is anything to show."""
+        workload = getattr(report, "megatron_workload", None)
+        record = workload or getattr(report, RECORD, None)
+        self._has_workloads |= workload is not None
+        self._has_failures |= record is not None and record["verdict"] not in _GOOD
+
+    @pytest.hookimpl(wrapper=True, trylast=True)  # `run.json` is whole, the summary comes later
+    def pytest_sessionfinish(self) -> Generator[None]:
+        """Write them; a run whose pages cannot be written is as good or bad as without."""
+        yield
+        run_dir = self._session.run_dir
+        has_any = self._has_workloads or self._has_failures
+        if not has_any or not (run_dir / RUN_FILE).is_file():
+            return
+        try:
+            index = write_in_place(RunReader(run_dir))
+        except (MegatronError, OSError) as error:
+            self._line = f"the pages of this run are not complete: {error}"
+            return
+        if self._has_failures:
+            self._line = f"curves and logs of this run: {index}"
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Say where the pages are."""
+        if self._line is not None:
+            terminalreporter.write_line(self._session.shorten(f"megatron: {self._line}"))
+
+
+def register_pages(config: pytest.Config, session: RunSession) -> None:
+    """Have pages written at the end of a session, once, whoever asks."""
+    if not config.pluginmanager.has_plugin(_NAME):
+        config.pluginmanager.register(PagesPlugin(session), _NAME)

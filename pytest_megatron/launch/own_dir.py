@@ -1,0 +1,18 @@
+"""The directory in a project that is ours: runs, history, reproductions (effects: files)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pytest_megatron.files import write_text_atomically
+
+OWN_DIR = Path(".pytest_megatron")
+RUNS_DIR = OWN_DIR / "runs"
+
+
+def make_own_dir(root: Path) -> None:
+    """Make our directory in a project, ignored by git: a run must not make the tree dirty."""
+    directory = root / OWN_DIR
+    directory.mkdir(parents=True, exist_ok=True)
+    if not (directory / ".gitignore").exists():
+        write_text_atomically(directory / ".gitignore", "*\n")

@@ -1,0 +1,176 @@
+"""What pages show, as data: curves, what was found of them, items, runs. Pure.
+
+Everything here was read from files that may be anybody's (an artifact): texts are shown as texts,
+and nothing is a path that was not put together by us.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from pytest_megatron.golden.model import Series
+
+# In the order in which an index lists them.
+VERDICTS = ("broken", "failed", "flaky", "skipped", "passed")
+
+
+class Role(Enum):
+    """What a curve is; the value is its name in a page's data."""
+
+    GOLDEN = "golden"
+    RUN = "run"
+    FAILED = "failed"  # of an attempt that is no good
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """One metric of one source.
+
+    Attributes:
+        name: As in a legend: `golden`, `repeat 1`, `repeat 1, attempt 2, phase 2`.
+    """
+
+    name: str
+    role: Role
+    series: Series
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What a comparison said of one metric of one repeat.
+
+    Attributes:
+        rule: What decided.
+        first_step: The first that is outside of what is allowed; None if no single one decided.
+        text: For a person.
+    """
+
+    metric: str
+    repeat: int
+    against: str
+    passed: bool
+    rule: str
+    first_step: int | None
+    text: str
+    largest: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """All curves of one metric.
+
+    Attributes:
+        curves: The golden first, if there is one.
+        allowed: (num_steps of the golden,) how far from it a value may be; None without a band.
+        findings: Of this metric, in the order of repeats.
+    """
+
+    metric: str
+    curves: tuple[Curve, ...]
+    allowed: tuple[float, ...] | None = None
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def golden(self) -> Curve | None:
+        """What the others are compared with."""
+        first = self.curves[0] if self.curves else None
+        return first if first is not None and first.role is Role.GOLDEN else None
+
+    @property
+    def passed(self) -> bool | None:
+        """Whether every comparison of it passed; None if there was none."""
+        return all(f.passed for f in self.findings) if self.findings else None
+
+    @property
+    def first_step(self) -> int | None:
+        """The first bad step of the first repeat that disagrees."""
+        bad = [f.first_step for f in self.findings if not f.passed and f.first_step is not None]
+        return min(bad, default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A file, by its path below the directory that its page is about."""
+
+    text: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptRow:
+    """One attempt, as a table shows it."""
+
+    name: str
+    cause: str | None
+    signature: str | None
+    is_transient: bool
+    root_rank: int | None
+    duration_s: float
+    links: tuple[Link, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One workload of a run.
+
+    Attributes:
+        directory: Its name in the run's directory.
+        summary: One line.
+        triage: Why attempts failed, in words.
+        links: Files of the whole item.
+        others: Findings without a curve: of gradients, of what a model generated.
+    """
+
+    node_id: str
+    directory: str
+    verdict: str
+    platform: str
+    problem: str | None
+    summary: str
+    duration_s: float | None
+    attempts: tuple[AttemptRow, ...] = ()
+    charts: tuple[Chart, ...] = ()
+    others: tuple[Finding, ...] = ()
+    triage: tuple[str, ...] = ()
+    links: tuple[Link, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """All of them."""
+        return (*(f for chart in self.charts for f in chart.findings), *self.others)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TestRow:
+    """One distributed test that did not simply pass.
+
+    Attributes:
+        ranks: (rank, what it did).
+        links: Logs of its gangs, below the run's directory.
+    """
+
+    node_id: str
+    verdict: str
+    problem: str
+    world_size: int
+    duration_s: float
+    num_attempts: int
+    ranks: tuple[tuple[str, str], ...]
+    links: tuple[Link, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What ran, where, with what.
+
+    Attributes:
+        facts: (word, text), for the head of a page.
+    """
+
+    name: str
+    started: str
+    arguments: Sequence[str]
+    facts: tuple[tuple[str, str], ...]

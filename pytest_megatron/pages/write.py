@@ -1,0 +1,138 @@
+"""Writes the pages of runs: in their own directories, or elsewhere (effects: files)."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from pytest_megatron.errors import ReportError
+from pytest_megatron.files import write_text_atomically
+from pytest_megatron.pages.gather import RunReader
+from pytest_megatron.pages.index_page import IndexRow, IndexRun, index_page, index_row, titles
+from pytest_megatron.pages.item_page import item_page
+from pytest_megatron.pages.sources import find_runs
+
+INDEX, CURVES = "index.html", "curves.html"
+_UNSAFE = re.compile(r"[^\w.+=-]+", re.ASCII)
+
+
+def write_in_place(reader: RunReader) -> Path:
+    """Write the pages of a run into its own directory; return its index.
+
+    Raises:
+        ReportError: They cannot be written.
+    """
+    try:
+        rows = _write_items(reader, reader.directory, files="", page="")
+        index = reader.directory / INDEX
+        _write_index([_index_run(reader, rows, files="")], index)
+    except OSError as error:
+        raise cannot_write(error) from error
+    return index
+
+
+def write_report(paths: Sequence[Path], output: Path | None = None) -> Path:
+    """Write the pages of runs; return the index.
+
+    Args:
+        paths: Run directories, artifacts, folders of either.
+        output: A directory, or the index as one file ending in `.html`, whose pages lie in a
+            directory of that name beside it. None writes into the directory of a single run,
+            else into `report`.
+
+    Raises:
+        ReportError: There is no run, or nothing can be written.
+        TriageError: An artifact cannot be unpacked.
+    """
+    with tempfile.TemporaryDirectory(prefix="pytest-megatron-report-") as workspace:
+        sources = find_runs(paths, Path(workspace))
+        if output is None and len(sources) == 1 and not sources[0].is_unpacked:
+            return write_in_place(sources[0].reader)
+        output = output or Path("report")
+        is_file = output.suffix in (".html", ".htm")
+        index, pages = (output, output.with_suffix("")) if is_file else (output / INDEX, output)
+        runs: list[IndexRun] = []
+        used: set[str] = set()
+        try:
+            for source in sources:
+                name = _new_name(source.reader.facts.name, used)
+                target = pages / name
+                where = None if source.is_unpacked else source.reader.directory
+                from_page = None if where is None else _relative(where, target / "item")
+                from_index = None if where is None else _relative(where, index.parent)
+                back = _relative(index.parent, target / "item") + index.name
+                page = _relative(target, index.parent)
+                rows = _write_items(source.reader, target, files=from_page, page=page, index=back)
+                runs.append(_index_run(source.reader, rows, files=from_index))
+            index.parent.mkdir(parents=True, exist_ok=True)
+            _write_index(runs, index)
+        except OSError as error:
+            raise cannot_write(error) from error
+    return index
+
+
+def _write_items(
+    reader: RunReader,
+    target: Path,
+    *,
+    files: str | None,
+    page: str,
+    index: str = f"../{INDEX}",
+) -> tuple[IndexRow, ...]:
+    """Write the page of every workload; return the rows of an index.
+
+    Args:
+        reader: Of the run.
+        target: Where its items get a directory each.
+        files: What leads from such a directory to the run's; "" where they are the same.
+        page: What leads from the index to `target`.
+        index: What leads from a page to the index.
+    """
+    facts = reader.facts
+    rows = []
+    for item in reader.items():
+        if not (reader.directory / item.directory).is_dir():  # nothing of it was started
+            rows.append(index_row(item, None, facts.name))
+            continue
+        directory = target / item.directory
+        to_files = files if not files else f"{files}{item.directory}/"
+        content = item_page(item, facts, files=to_files, index=index)
+        directory.mkdir(parents=True, exist_ok=True)
+        write_text_atomically(directory / CURVES, content)
+        rows.append(index_row(item, f"{page}{item.directory}/{CURVES}", facts.name))
+    return tuple(rows)
+
+
+def _index_run(reader: RunReader, rows: tuple[IndexRow, ...], files: str | None) -> IndexRun:
+    counts, tests = reader.tests()
+    return IndexRun(facts=reader.facts, rows=rows, num_tests=counts, tests=tests, files=files)
+
+
+def _write_index(runs: Sequence[IndexRun], path: Path) -> None:
+    write_text_atomically(path, index_page(runs, titles(runs)))
+
+
+def _relative(target: Path, start: Path) -> str:
+    """Return what leads from a directory to another, with a slash at its end; "" for the same."""
+    path = Path(os.path.relpath(target.resolve(), start.resolve())).as_posix()
+    return "" if path == "." else f"{path}/"
+
+
+def _new_name(name: str, used: set[str]) -> str:
+    """Return a name for the directory of a run that no other has."""
+    plain = _UNSAFE.sub("-", name).strip("-.") or "run"
+    chosen, number = plain, 1
+    while chosen in used:
+        number += 1
+        chosen = f"{plain}-{number}"
+    used.add(chosen)
+    return chosen
+
+
+def cannot_write(error: OSError) -> ReportError:
+    """Return what to say of a page or picture that could not be written."""
+    reason = error.strerror or str(error)
+    return ReportError(str(error.filename), f"{reason}; make room, or give another --output")

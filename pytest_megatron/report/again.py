@@ -1,0 +1,34 @@
+"""How a failure is done again, and by what two failures are told to be the same one. Pure."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+_PATH = re.compile(r"(?<![\w:/])/[^\s;,:']+")
+_NUMBER = re.compile(r"\d+")
+_RANK = re.compile(r"^\[rank \d+\] ")
+_MOST = 160
+
+
+def reproduce_line(where: str, node_id: str) -> str:
+    """Return the last line of a failure's report: what to type to have it again.
+
+    Args:
+        where: The run directory, as the user would type it.
+        node_id: Of the item.
+    """
+    return f"reproduce: pytest-megatron repro {shlex.quote(where)} {shlex.quote(node_id)}"
+
+
+def headline_fingerprint(headline: str, end: str = "") -> str:
+    """Return what two failures of a test have in common that failed in the same way.
+
+    Args:
+        headline: What the failure is, as it was printed; its first line counts.
+        end: How the execution ended: `died`, `hung`, ...
+    """
+    first = _RANK.sub("", headline.strip().partition("\n")[0])
+    plain = _NUMBER.sub("#", _PATH.sub("PATH", _ADDRESS.sub("#", first)))
+    return "|".join((end, plain[:_MOST]))

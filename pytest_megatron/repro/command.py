@@ -1,0 +1,214 @@
+"""The command that does an item again, and the environment that it gets. Pure.
+
+Nothing that an artifact holds is run, and no text of it passes through a shell: it only chooses a
+test of the checkout, numbers, and variables that change how a training computes.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from pytest_megatron.launch.replay import CHECKPOINTS, PHASE, RANKS, REPEAT
+from pytest_megatron.launch.secrets import REDACTED
+from pytest_megatron.repro.choose import Chosen
+
+# Of the machine that it was: set again by us, or of no meaning here.
+_OF_MACHINE = frozenset(
+    {"CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "MASTER_PORT", "PATH", "VIRTUAL_ENV"}
+    | {"PYTHONFAULTHANDLER", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "PYTHONPATH"}
+)
+# Beside the seed and these, a variable of an artifact could make a program load what it names.
+_SAFE_PREFIXES = (
+    *("CUBLAS_", "CUDA_DEVICE_MAX", "CUDA_LAUNCH_BLOCKING", "GLOO_", "MKL_", "NCCL_", "NVTE_"),
+    *("OMP_", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "TORCH_NCCL_", "UCX_"),
+    *("TORCH_FR_", "TOKENIZERS_PARALLELISM", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"),
+    *("TORCH_ALLOW_TF32", "TORCH_DETERMINISTIC", "PYTHONHASHSEED"),
+)
+_NAMES_CODE = re.compile(r"PLUGIN|PRELOAD|INJECTION|LIBRARY|_LIB$|_SO$|_PATH$|_FILE$|EXEC|TOOL")
+_DEFAULT_POLICY = "strict"
+_IMAGE_TAG = re.compile(r"\d\d\.\d\d").fullmatch
+_DEFAULTS = {"rank_timeout": 300.0, "rank_grace": 10.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What the user says beside the item.
+
+    Attributes:
+        num_ranks: None leaves the number that it ran on.
+        phase: Of a workload; None runs all.
+        checkpoints: What earlier phases of it saved, as a path, or "".
+        is_trusted: Whether every variable and option of the run may be used.
+        words: Arguments for pytest of the user's own.
+    """
+
+    num_ranks: int | None = None
+    phase: int | None = None
+    checkpoints: str = ""
+    is_trusted: bool = False
+    words: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Again:
+    """What is started.
+
+    Attributes:
+        argv: Program and arguments; no shell comes between.
+        env: Variables beside those of the user.
+        left_out: Variables of the run that are not set here, with the reason.
+    """
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def line(self) -> str:
+        """The same, to be pasted into a shell."""
+        words = [f"{name}={shlex.quote(value)}" for name, value in sorted(self.env.items())]
+        return " ".join([*words, shlex.join(self.argv)])
+
+
+def command_for(
+    chosen: Chosen,
+    wishes: Wishes,
+    before: Sequence[str],
+    *,
+    python: str,
+    has_randomly: bool,
+    run_dir: str,
+) -> Again:
+    """Return the command that does an item again.
+
+    Args:
+        chosen: The item.
+        wishes: The user's.
+        before: Node ids to run before it on the same gang.
+        python: Interpreter.
+        has_randomly: Whether pytest-randomly is installed here, which would change the order.
+        run_dir: Where results go.
+    """
+    env, left_out = _environment(chosen, wishes)
+    words = ["--rootdir", ".", "--run-dir", run_dir, "--history", "off", "--maxfail", "0"]
+    if chosen.item.is_workload:
+        words += _workload_words(chosen, wishes)
+        env |= _replay_env(chosen, wishes)
+    else:
+        words += _test_words(chosen, wishes)
+    words += _seed_words(chosen.run.seeds, has_randomly=has_randomly)
+    words += [*wishes.words, *before, chosen.node_id]
+    return Again(
+        argv=(python, "-m", "pytest", "-p", "megatron", *words), env=env, left_out=tuple(left_out)
+    )
+
+
+def _workload_words(chosen: Chosen, wishes: Wishes) -> list[str]:
+    options = chosen.run.options
+    words = ["--n-repeat", "1", "--max-attempts", "1", "--platform", chosen.item.platform or ""]
+    words = words if chosen.item.platform else words[:4]
+    if options.get("golden") == "off" or wishes.phase is not None:
+        words += ["--golden", "off"]
+    policy = options.get("golden_policy")
+    if isinstance(policy, str) and policy != _DEFAULT_POLICY and _may_name(policy, wishes):
+        words.append(f"--golden-policy={policy}")
+    if options.get("lightweight") is True:
+        words.append("--lightweight")
+    signatures = options.get("signatures")
+    paths = signatures if isinstance(signatures, list) else []
+    return words + [f"--signatures={path}" for path in paths if _may_name(path, wishes)]
+
+
+def _may_name(text: str, wishes: Wishes) -> bool:
+    """Whether a file that a run names may be used: one of the checkout."""
+    path = PurePosixPath(text)
+    return wishes.is_trusted or not (path.is_absolute() or ".." in path.parts)
+
+
+def _replay_env(chosen: Chosen, wishes: Wishes) -> dict[str, str]:
+    env = {}
+    if chosen.attempt is not None and (chosen.attempt.repeat or 1) > 1:
+        env[REPEAT] = str(chosen.attempt.repeat)
+    if wishes.phase is not None:
+        env[PHASE] = str(wishes.phase)
+    if wishes.num_ranks is not None:
+        env[RANKS] = str(wishes.num_ranks)
+    if wishes.checkpoints:
+        env[CHECKPOINTS] = wishes.checkpoints
+    return env
+
+
+def _test_words(chosen: Chosen, wishes: Wishes) -> list[str]:
+    item, options = chosen.item, chosen.run.options
+    words = ["--ranks", str(wishes.num_ranks or item.world_size)]
+    words += ["--device", item.device] if item.device else []
+    for name, default in _DEFAULTS.items():
+        value = options.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool) and value != default:
+            words += [f"--{name.replace('_', '-')}", f"{value:g}"]
+    if options.get("gang_start") == "fresh":
+        words += ["--gang-start", "fresh"]
+    if chosen.attempt is not None and "ranks-" in chosen.attempt.directory:
+        words.append("-n0")  # it ran in a worker of pytest-xdist, which `addopts` may ask for
+    return words
+
+
+def _seed_words(seeds: Mapping[str, str | None], *, has_randomly: bool) -> list[str]:
+    """Return the seed that pytest-randomly had, and keep it from shuffling what is given here."""
+    seed = seeds.get("randomly_seed")
+    if seed is not None and re.fullmatch(r"\d{1,20}", seed):
+        return [f"--randomly-seed={seed}", "--randomly-dont-reorganize"] if has_randomly else []
+    return ["-p", "no:randomly"] if has_randomly else []
+
+
+def _environment(chosen: Chosen, wishes: Wishes) -> tuple[dict[str, str], list[str]]:
+    """Return the variables that are set again, and those that are not, with the reason."""
+    recorded = dict(chosen.run.env)
+    if (seed := chosen.run.seeds.get("PYTHONHASHSEED")) is not None:
+        recorded["PYTHONHASHSEED"] = seed
+    env: dict[str, str] = {}
+    left_out: list[str] = []
+    for name, value in sorted(recorded.items()):
+        if name in _OF_MACHINE:
+            continue
+        if REDACTED in value:
+            left_out.append(f"{name} is a secret, which the run does not hold; set it yourself")
+        elif wishes.is_trusted or _is_harmless(name, value):
+            env[name] = value
+        else:
+            left_out.append(f"{name}={shlex.quote(value)} is not set here; --trust does")
+    return env, left_out
+
+
+def _is_harmless(name: str, value: str) -> bool:
+    is_known = name.startswith(_SAFE_PREFIXES) and _NAMES_CODE.search(name) is None
+    return is_known and "/" not in value and value.isprintable()
+
+
+def container_lines(image: str, again: Again, *, num_gpus: int) -> list[str]:
+    """Return what runs a command in the container image that a run had, for docker and for Slurm.
+
+    The project is mounted where it lies here; variables are handed in by name and value.
+    """
+    if _IMAGE_TAG(image):
+        image = f"nvcr.io/nvidia/pytorch:{image}-py3"  # of NVIDIA_PYTORCH_VERSION
+    inside = ("python", *again.argv[1:])
+    variables = [f"{name}={value}" for name, value in sorted(again.env.items())]
+    docker = ["docker", "run", "--rm", "--ipc=host", "--ulimit", "memlock=-1"]
+    docker += ["--gpus", "all"] if num_gpus else []
+    docker += [word for pair in variables for word in ("-e", pair)]
+    srun = ["srun", "--nodes=1", "--ntasks=1", *([f"--gpus={num_gpus}"] if num_gpus else [])]
+    registry, _, rest = image.partition("/")
+    enroot = f"{registry}#{rest}" if "." in registry and rest else image
+    srun.append(f"--container-image={enroot}")
+    place = '-v "$PWD:$PWD" -w "$PWD"'
+    mounts = '--container-mounts="$PWD:$PWD" --container-workdir="$PWD"'
+    prefix = shlex.join(["env", *variables]) + " " if variables else ""
+    return [
+        f"{shlex.join(docker)} {place} {shlex.quote(image)} {shlex.join(inside)}",
+        f"{shlex.join(srun)} {mounts} {prefix}{shlex.join(inside)}",
+    ]

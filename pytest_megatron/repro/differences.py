@@ -1,0 +1,141 @@
+"""What is different here from where a run took place (effects: looks for files and at git)."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from pytest_megatron.launch.facts import Facts
+from pytest_megatron.launch.patch import NAME, make_patch
+from pytest_megatron.repro.choose import Chosen
+from pytest_megatron.repro.recorded import RecordedPlan
+
+_SHORT = 12
+
+
+def differences(
+    chosen: Chosen, plan: RecordedPlan | None, here: Facts, root: Path, *, num_ranks: int
+) -> list[str]:
+    """Return a line for each thing that may make the outcome another one.
+
+    Args:
+        chosen: The item and its run.
+        plan: Of a workload.
+        here: This host and this checkout.
+        root: The project here.
+        num_ranks: That it will run on.
+    """
+    run = chosen.run
+    lines = list(_of_commit(chosen, here, root))
+    lines += _of_words(
+        {"python": run.python, **run.versions}, {"python": here.python, **here.versions}
+    )
+    lines += _of_gpus(chosen, here, num_ranks)
+    if run.driver != here.host.driver:
+        lines.append(f"driver: {run.driver or 'none'} there, {here.host.driver or 'none'} here")
+    if run.image != here.image:
+        lines.append(f"image: {run.image or 'none'} there, {here.image or 'none'} here")
+    if run.cpu is not None and run.cpu != here.host.cpu:
+        lines.append(f"processor: {run.cpu} there, {here.host.cpu} here")
+    if plan is not None:
+        lines += [f"missing here: {path}" for path in missing_paths(plan, root)]
+    if run.ended is None:
+        lines.append("the run did not come to its end: it may hold less than happened")
+    return lines
+
+
+def _of_commit(chosen: Chosen, here: Facts, root: Path) -> Iterator[str]:
+    run = chosen.run
+    if run.commit is not None and run.commit != here.commit:
+        short, own = run.commit[:_SHORT], (here.commit or "no commit")[:_SHORT]
+        way = f"git checkout {short}" if _has_commit(root, run.commit) else "git fetch it first"
+        yield f"commit: {short} there, {own} here; {way}"
+    own_patch = make_patch(root).text if here.is_dirty else ""
+    if run.is_dirty and here.is_dirty and own_patch == _patch_of(chosen):
+        return  # the same changes
+    if run.is_dirty:
+        patch = run.patch
+        if patch is not None and patch.file is not None:
+            way = f"read it, then: git apply {chosen.run_dir / patch.file}"
+        else:
+            way = (patch and patch.problem) or "what they were is not kept"
+        yield f"tree: had uncommitted changes there; {way}"
+    if here.is_dirty:
+        yield "tree: has uncommitted changes here"
+
+
+def _patch_of(chosen: Chosen) -> str | None:
+    patch = chosen.run.patch
+    path = chosen.run_dir / NAME
+    if patch is None or patch.file is None or path.is_symlink() or not path.is_file():
+        return None
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def _of_words(there: Mapping[str, str | None], here: Mapping[str, str]) -> Iterator[str]:
+    for name, version in there.items():
+        if version is not None and version != here.get(name):
+            yield f"{name}: {version} there, {here.get(name, 'not installed')} here"
+
+
+def _of_gpus(chosen: Chosen, here: Facts, num_ranks: int) -> Iterator[str]:
+    there, own = list(chosen.run.gpus), [gpu.name for gpu in here.host.gpus]
+    if there != own:
+        yield f"GPUs: {_count(there)} there, {_count(own)} here"
+    is_on_gpus = chosen.item.device == "cuda" or chosen.item.platform not in (None, "cpu")
+    if is_on_gpus and len(own) < num_ranks:
+        yield f"GPUs: {num_ranks} are needed, {len(own)} are here; give --ranks"
+
+
+def _count(names: list[str]) -> str:
+    if not names:
+        return "none"
+    kinds = dict.fromkeys(names)
+    return ", ".join(f"{names.count(kind)} x {kind}" for kind in kinds)
+
+
+def missing_paths(plan: RecordedPlan, root: Path) -> list[str]:
+    """Return what a training was given by path and is not here: data, tokenizers, checkpoints.
+
+    Paths below the project are looked for below the project here; directories of the run itself do
+    not count.
+    """
+    own = [str(Path(plan.cwd) / ".pytest_megatron")]
+    found: dict[str, None] = {}
+    for phase in plan.phases:
+        words = [word.partition("=")[2] or word for word in _after_program(phase.argv)]
+        words += [
+            phase.env[name] for name in ("DATA_PATH", "CHECKPOINT_LOAD_PATH") if name in phase.env
+        ]
+        own += [
+            phase.env[name] for name in ("OUTPUT_PATH", "CHECKPOINT_SAVE_PATH") if name in phase.env
+        ]
+        own += [phase.env[name] for name in ("LOG_DIR", "TENSORBOARD_PATH") if name in phase.env]
+        found |= dict.fromkeys(word for word in words if word.startswith("/"))
+    attempts = [str(Path(path).parent) for path in own[1:]]
+    return [path for path in found if not _is_here(path, plan, root, (*own, *attempts))]
+
+
+def _after_program(argv: list[str]) -> list[str]:
+    start = next((i for i, word in enumerate(argv) if word.endswith(".py")), 0)
+    return argv[start + 1 :]
+
+
+def _is_here(text: str, plan: RecordedPlan, root: Path, own: tuple[str, ...]) -> bool:
+    path = Path(text)
+    if any(text == place or text.startswith(f"{place}/") for place in own):
+        return True
+    try:
+        is_inside = bool(plan.cwd) and path.is_relative_to(plan.cwd)
+        return (root / path.relative_to(plan.cwd) if is_inside else path).exists()
+    except OSError:
+        return False
+
+
+def _has_commit(root: Path, commit: str) -> bool:
+    command = ["git", "-C", str(root), "cat-file", "-e", f"{commit}^{{commit}}"]
+    try:
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False

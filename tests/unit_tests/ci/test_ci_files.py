@@ -1,0 +1,245 @@
+"""What `ci init` and `ci child` write: sound for linters, and never over a file."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import cast
+
+import pytest
+import yaml
+from ci_artifacts import ROW
+from click.testing import CliRunner, Result
+from expressions import evaluate, fill
+
+from pytest_megatron.ci.workflow import GITHUB_FILE, GITLAB_FILE
+from pytest_megatron.cli.ci import command
+from pytest_megatron.errors import CiError, ConfigError
+from pytest_megatron.files import JsonValue
+
+TABLE_NAME = "tool.pytest-megatron.ci.workflow"
+TABLE = """\
+[tool.pytest-megatron.ci.workflow]
+branches = ["main", "release/*"]
+setup = ["python3 dev.py setup", "echo 'it''s up'"]
+plan_setup = ["pip install ."]
+plan = ["--platform", "cpu,dgx_h100"]
+runners = {dgx_h100 = ["self-hosted", "h100"]}
+images = {dev = "registry.example.com/dev:1", lts = "registry.example.com/lts:1"}
+retention_days = 7
+"""
+JOBS: list[JsonValue] = [
+    {
+        "id": "tiny-line-dev-cpu",
+        "kind": "workload",
+        "name": ROW,
+        "test_case": "line",
+        "platform": platform,
+        "timeout_minutes": 40,
+        "command": f"pytest -p megatron '{ROW}'",
+    }
+    for platform in ("cpu",)
+]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def ci(*arguments: str) -> Result:
+    return CliRunner().invoke(command, arguments)
+
+
+def project(table: str = "") -> None:
+    Path("pyproject.toml").write_text(table)
+
+
+def github() -> dict[str, JsonValue]:
+    """Return the workflow as it was written."""
+    return cast("dict[str, JsonValue]", yaml.safe_load(GITHUB_FILE.read_text()))
+
+
+def lint(*command_line: str) -> tuple[int, str]:
+    """Run a linter of this environment."""
+    scripts = Path(sys.executable).parent
+    done = subprocess.run(
+        [scripts / command_line[0], *command_line[1:]], check=False, capture_output=True, text=True
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("table", [pytest.param("", id="plain"), pytest.param(TABLE, id="own")])
+def test_files_are_sound_for_linters(table: str) -> None:
+    project(table)
+    Path("plan.json").write_text(json.dumps({"image": "dev", "jobs": JOBS}))
+    written = (ci("init"), ci("init", "--gitlab"))
+    assert [result.exit_code for result in written] == [0, 0]
+    Path("child.yml").write_text(ci("child", "plan.json").output)
+    schema = ("check-jsonschema", "--builtin-schema")
+    assert lint(*schema, "vendor.github-workflows", str(GITHUB_FILE))[0] == 0
+    assert lint(*schema, "custom.github-workflows-require-timeout", str(GITHUB_FILE))[0] == 0
+    code, output = lint(*schema, "vendor.gitlab-ci", str(GITLAB_FILE), "child.yml")
+    assert code == 0, output
+    audit = ("zizmor", "--offline", "--min-severity", "medium", "--min-confidence", "medium")
+    code, output = lint(*audit, str(GITHUB_FILE))
+    assert code == 0, output
+
+
+def test_actions_are_pinned_and_permissions_least() -> None:
+    ci("init")
+    text = GITHUB_FILE.read_text()
+    uses = re.findall(r"uses: (.*)", text)
+    assert uses
+    assert all(re.fullmatch(r"actions/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", use) for use in uses)
+    workflow = github()
+    jobs = cast("dict[str, dict[str, JsonValue]]", workflow["jobs"])
+    assert (workflow["permissions"], {str(job["permissions"]) for job in jobs.values()}) == (
+        {},
+        {"{'contents': 'read'}"},
+    )
+    assert all("timeout-minutes" in job for job in jobs.values())
+
+
+def test_no_text_of_an_event_becomes_part_of_a_script() -> None:
+    ci("init")
+    jobs = cast("dict[str, dict[str, list[dict[str, str]]]]", github()["jobs"])
+    scripts = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    assert len(scripts) == 10
+    assert not [script for script in scripts if "${{" in script]
+
+
+def test_nightly_and_weekly_really_run() -> None:
+    """FORMATS 9 line 17: a schedule that nobody starts, and tiers that nothing reaches."""
+    ci("init")
+    workflow = github()
+    crons = re.findall(r"- cron: '(.*)'", GITHUB_FILE.read_text())
+    jobs = cast("dict[str, dict[str, list[dict[str, dict[str, str]]]]]", workflow["jobs"])
+    step = next(step for step in jobs["plan"]["steps"] if "env" in step)
+    found = {}
+    for cron in crons:
+        event: JsonValue = {"event_name": "schedule", "event": {"schedule": cron}}
+        found[cron] = fill(step["env"]["CADENCE"], {"github": event, "inputs": {}})
+    assert list(found.values()) == ["nightly", "weekly"]
+
+
+@pytest.mark.parametrize(
+    ("platform", "labels"),
+    [
+        pytest.param("cpu", ["ubuntu-24.04"], id="built-in"),
+        pytest.param("", ["ubuntu-24.04"], id="shards"),
+        pytest.param("dgx_h100", ["self-hosted", "h100"], id="own"),
+        pytest.param("dgx_gb200", ["self-hosted", "dgx_gb200"], id="not-filled-in"),
+    ],
+)
+def test_runners_by_platform(platform: str, labels: list[str]) -> None:
+    project(TABLE)
+    ci("init")
+    jobs = cast("dict[str, dict[str, str]]", github()["jobs"])
+    context: dict[str, JsonValue] = {"matrix": {"platform": platform}}
+    assert evaluate(jobs["integration"]["runs-on"], context) == labels
+
+
+def test_an_image_that_is_not_filled_in_is_refused() -> None:
+    """FORMATS 9 line 16: with the label of another environment, its image runs or nothing does."""
+    project(TABLE)
+    ci("init")
+    jobs = cast("dict[str, dict[str, list[dict[str, str]]]]", github()["jobs"])
+    script = next(s["run"] for s in jobs["plan"]["steps"] if s.get("name") == "Check the image")
+    ended = [
+        subprocess.run(
+            ["/bin/bash", "-c", script], env={"IMAGE": image}, check=False, capture_output=True
+        )
+        for image in ("lts", "other")
+    ]
+    assert [done.returncode for done in ended] == [0, 1]
+    assert b"the plan wants the image 'other'" in ended[1].stdout
+
+
+def test_a_pull_request_of_a_fork_runs_nothing_on_own_runners() -> None:
+    ci("init")
+    jobs = cast("dict[str, dict[str, str]]", github()["jobs"])
+    needs: JsonValue = {"plan": {"outputs": {"has_units": "true"}}}
+    found = []
+    for name in ("me/it", "stranger/it"):
+        head: JsonValue = {"pull_request": {"head": {"repo": {"full_name": name}}}}
+        event: JsonValue = {"event_name": "pull_request", "repository": "me/it", "event": head}
+        found.append(evaluate(jobs["unit"]["if"], {"needs": needs, "github": event}))
+    assert found == [True, False]
+
+
+def test_a_file_that_is_there_is_not_replaced() -> None:
+    assert ci("init").exit_code == 0
+    GITHUB_FILE.write_text("mine")
+    result = ci("init")
+    assert (str(result.exception), GITHUB_FILE.read_text()) == (
+        ".github/workflows/megatron.yml: is there already; --force replaces it",
+        "mine",
+    )
+    assert ci("init", "--force").exit_code == 0
+    assert GITHUB_FILE.read_text() != "mine"
+
+
+def test_init_says_what_is_left_to_fill_in() -> None:
+    project(TABLE)
+    assert ci("init").output.splitlines() == [
+        "wrote .github/workflows/megatron.yml",
+        f"fill in, in [{TABLE_NAME}] of pyproject.toml, and write it again with --force:",
+        "  runners.cpu: ubuntu-24.04 (by default)",
+        "  setup: python3 dev.py setup; echo 'it''s up' (set)",
+        "  images: dev = registry.example.com/dev:1, lts = registry.example.com/lts:1",
+        "then require the check 'megatron verdict' on the branch",
+    ]
+
+
+def test_a_table_that_is_wrong_writes_nothing() -> None:
+    project("[tool.pytest-megatron.ci.workflow]\nrunner = {cpu = ['x']}\n")
+    result = ci("init")
+    assert isinstance(result.exception, ConfigError)
+    assert "workflow.runner: unknown key, expected one of" in str(result.exception)
+    assert "did you mean 'runners'?" in str(result.exception)
+    assert not Path(".github").exists()
+
+
+def test_the_child_pipeline_has_every_job_and_the_verdict() -> None:
+    project(TABLE)
+    Path("plan.json").write_text(json.dumps({"image": "dev", "jobs": JOBS}))
+    found = yaml.safe_load(ci("child", "plan.json").output)
+    assert list(found) == ["stages", "plan", "test tiny-line-dev-cpu", "verdict"]
+    job = found["test tiny-line-dev-cpu"]
+    assert (job["timeout"], job["image"]) == ("40 minutes", "registry.example.com/dev:1")
+    assert found["verdict"]["when"] == "always"
+
+
+@pytest.mark.parametrize(
+    ("plan", "problem"),
+    [
+        pytest.param({"jobs": []}, "plan.json: has no jobs, expected what", id="empty"),
+        pytest.param({"jobs": [{}]}, "plan.json: has a job without id or command: {}", id="row"),
+    ],
+)
+def test_a_plan_without_jobs_is_no_pipeline(plan: JsonValue, problem: str) -> None:
+    """FORMATS 6.4: no placeholder stands for an empty selection."""
+    Path("plan.json").write_text(json.dumps(plan))
+    result = ci("child", "plan.json")
+    assert isinstance(result.exception, CiError)
+    assert str(result.exception).startswith(problem)
+
+
+def test_a_job_names_its_artifact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FORMATS 6.6, and 9 line 29: two tries of one test case never share a name."""
+    monkeypatch.setenv("GITHUB_RUN_ID", "4711")
+    monkeypatch.setenv("GITHUB_RUN_ATTEMPT", "2")
+    monkeypatch.setenv("GITHUB_OUTPUT", "outputs")
+    name = "tests/unit_tests/**/*.py"
+    names = [ci("job", "a", "--test-case", name, "--directory", d).output for d in ("one", "two")]
+    pattern = r"logs-tests-unit_tests-----.py-4711-[0-9a-f-]{36}\n"
+    assert all(re.fullmatch(pattern, found) for found in names)
+    assert names[0] != names[1]
+    record = json.loads(Path("one/job.json").read_text())
+    assert (record["job"], record["run_attempt"]) == ("a", 2)
+    assert f"\n{names[0]}" in Path("outputs").read_text()
+    assert isinstance(ci("job", "a", "--directory", "one").exception, CiError)

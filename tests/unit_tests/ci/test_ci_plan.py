@@ -1,0 +1,525 @@
+"""`pytest-megatron plan`: rows, jobs with their commands, buckets, outputs, empty selections."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from pytest_megatron.cli.plan import command
+from pytest_megatron.files import JsonValue
+
+RECIPE = """\
+type: basic
+format_version: 1
+spec:
+  {name: "{test_case}", model: gpt, gpus: 8, platforms: dgx_h100, script: run,
+   build: "image-{environment}"}
+products:
+  - test_case: [slim]
+    products:
+      - {environment: [dev], scope: [mr-github-slim, mr-github], n_repeat: [1],
+         platforms: [dgx_h100, dgx_gb200]}
+  - test_case: [two_nodes]
+    products: [{environment: [dev, lts], scope: [mr-github], nodes: [2], time_limit: [600]}]
+  - test_case: [night]
+    products: [{environment: [dev], scope: [nightly, weekly]}]
+  - test_case: [merge]
+    products: [{environment: [dev], scope: [mr-github], cadence: [mergegroup]}]
+  - test_case: [switched_off]
+    products: [{environment: [dev], scope: [mr-github-broken]}]
+"""
+UNITS = """\
+type: basic
+format_version: 1
+spec: {name: "{test_case}", model: unit-tests, gpus: 8, platforms: dgx_h100, script: "run"}
+products:
+  - test_case: [tests/unit_tests/**/*.py]
+    products: [{environment: [lts, dev], tag: [latest, legacy], scope: [unit-tests]}]
+  - test_case: [tests/unit_tests/moe/**/*.py]
+    products: [{environment: [dev], tag: [latest], scope: [unit-tests]}]
+  - test_case: [tests/unit_tests/ssm/test_ssm.py]
+    products: [{environment: [dev], tag: [latest], scope: [unit-tests-broken]}]
+"""
+PLAIN = "NO_MARK = '@pytest.mark.experimental'\ndef test_a(): pass\n"
+MARKED = """\
+import pytest
+
+@pytest.mark.launch_on_gb200
+@pytest.mark.experimental
+def test_gb(): pass
+"""
+FILES = ("test_a.py", "test_b.py", "moe/test_moe.py", "moe/test_gb.py", "ssm/test_ssm.py")
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make a project with workloads of every tier and buckets of unit tests."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("GITHUB_OUTPUT", raising=False)
+    write(tmp_path / "recipes/gpt.yaml", RECIPE)
+    write(tmp_path / "recipes/unit-tests.yaml", UNITS)
+    for name in FILES:
+        write(tmp_path / "tests/unit_tests" / name, PLAIN)
+    write(tmp_path / "tests/unit_tests/moe/test_gb.py", MARKED)
+    return tmp_path
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def invoke(*arguments: str, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(command, arguments, input=stdin)
+
+
+def plan(*arguments: str) -> dict[str, JsonValue]:
+    result = invoke(*arguments, "--format", "json")
+    assert result.exit_code == 0, result.output
+    found: JsonValue = json.loads(result.stdout)
+    assert isinstance(found, dict)
+    return found
+
+
+def rows(value: JsonValue) -> list[dict[str, JsonValue]]:
+    assert isinstance(value, list)
+    return [row for row in value if isinstance(row, dict)]
+
+
+def jobs(*arguments: str) -> dict[str, dict[str, JsonValue]]:
+    return {str(job["name"]): job for job in rows(plan(*arguments)["jobs"])}
+
+
+def names(*arguments: str) -> list[str]:
+    return [f"{row['test_case']} {row['platform']}" for row in rows(plan(*arguments)["workloads"])]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        pytest.param((), ["slim dgx_h100", "slim dgx_gb200"], id="L0"),
+        pytest.param(
+            ("--labels", "Run tests", "--platform", "dgx_h100"),
+            ["slim dgx_h100", "two_nodes dgx_h100", "merge dgx_h100"],
+            id="L1, any cadence",
+        ),
+        pytest.param(
+            ("--event", "merge_group", "--platform", "dgx_h100"),
+            ["slim dgx_h100", "two_nodes dgx_h100", "merge dgx_h100"],
+            id="merge group",
+        ),
+        pytest.param(
+            ("--event", "push", "--platform", "dgx_h100"),
+            ["slim dgx_h100", "two_nodes dgx_h100"],
+            id="cadence pr",
+        ),
+        pytest.param(("--event", "schedule"), ["night dgx_h100"], id="nightly"),
+        pytest.param(
+            ("--event", "schedule", "--cadence", "weekly"), ["night dgx_h100"], id="weekly"
+        ),
+        pytest.param(
+            ("--labels", "Run functional tests,container::lts"), ["two_nodes dgx_h100"], id="lts"
+        ),
+    ],
+)
+def test_rows_are_selected_by_scope_cadence_environment_and_platform(
+    arguments: tuple[str, ...], expected: list[str]
+) -> None:
+    """FORMATS 9.16 and 9.17: the cadence filters, lts reaches the rows, L2 and L3 run."""
+    assert names("--only", "workloads", *arguments) == expected
+
+
+def test_the_json_has_the_decision_under_the_names_of_the_contract() -> None:
+    found = plan("--only", "workloads", "--labels", "Run tests,bug", "--platform", "dgx_gb200")
+    expected = {
+        "event": "pull_request",
+        "labels": ["Run tests", "bug"],
+        "scope": "L1",
+        "cadence": "",
+        "n_repeat": 1,
+        "lightweight": True,
+        "environment": "dev",
+        "platform": "dgx_gb200",
+        "image": "dev",
+        "suites": [],
+        "reason": "rule 'label Run tests': label 'Run tests'",
+        "unknown_labels": ["bug"],
+        "matrix": {"unit": [], "integration": [{"model": "gpt", "test_case": "slim"}]},
+    }
+    assert {key: found[key] for key in expected} == expected
+    (row,) = rows(found["workloads"])
+    assert (row["id"], row["line"]) == ("recipes/gpt.yaml::slim[dev-dgx_gb200-L1]", 9)
+    assert isinstance(row["spec"], dict)
+    assert row["spec"]["script"] == "run"
+
+
+def test_each_job_has_its_exact_command_nodes_and_a_time_that_holds_all_repeats() -> None:
+    """FORMATS 9.18 and 9.32: time limits, nodes and repeats of a recipe count."""
+    found = jobs(
+        "--only", "workloads", "--labels", "Run functional tests", "--platform", "dgx_h100"
+    )
+    two = found["recipes/gpt.yaml::two_nodes[dev-dgx_h100]"]
+    assert two == {
+        "id": two["id"],
+        "kind": "workload",
+        "name": "recipes/gpt.yaml::two_nodes[dev-dgx_h100]",
+        "model": "gpt",
+        "test_case": "two_nodes",
+        "environment": "dev",
+        "platform": "dgx_h100",
+        "build": "image-dev",
+        "nodes": 2,
+        "gpus": 8,
+        "ranks": 8,
+        "n_repeat": 5,
+        "lightweight": False,
+        "time_limit_s": 600,
+        "timeout_minutes": 60,
+        "num_files": 0,
+        "compared": None,
+        "command": "pytest -p megatron 'recipes/gpt.yaml::two_nodes[dev-dgx_h100]' "
+        "--platform dgx_h100 --n-repeat 5",
+    }
+    slim = found["recipes/gpt.yaml::slim[dev-dgx_h100-L1]"]
+    assert (slim["n_repeat"], slim["timeout_minutes"]) == (1, 40)
+
+
+def test_a_plan_says_which_rows_are_compared_with_nothing(project: Path) -> None:
+    """FORMATS 9.14: most rows of the default tier are lightweight by their own config there."""
+    config = project / "tests/functional_tests/test_cases/gpt"
+    write(config / "slim/model_config.yaml", "ENV_VARS: {ENABLE_LIGHTWEIGHT_MODE: true}\n")
+    write(config / "two_nodes/model_config.yaml", "TEST_TYPE: regular\n")
+    given = ("--only", "workloads", "--event", "push", "--platform", "dgx_h100")
+    assert [job["compared"] for job in jobs(*given).values()] == [False, True]
+    lines = invoke(*given).stdout.splitlines()
+    assert lines[2] == "1 of 2 workloads is compared with no golden, because of the case"
+    assert [line.endswith(", not compared") for line in lines if "ranks" in line] == [True, False]
+
+
+def test_jobs_on_two_platforms_have_ids_of_their_own() -> None:
+    """FORMATS 9.33: there local jobs overwrite each other across platforms."""
+    found = plan("--labels", "Run functional tests", "--only", "workloads")
+    ids = [str(job["id"]) for job in rows(found["jobs"])]
+    assert len(ids) == len({i.casefold() for i in ids}) == 4
+    assert all(i.replace("-", "").replace("_", "").isalnum() for i in ids)
+
+
+def test_a_label_sets_variables_of_the_commands() -> None:
+    found = jobs("--only", "workloads", "--labels", "Record checkpoints", "--platform", "dgx_h100")
+    (job,) = found.values()
+    assert str(job["command"]).startswith("RECORD_CHECKPOINTS=true pytest -p megatron ")
+
+
+def test_buckets_share_out_every_file_and_say_what_stays_out() -> None:
+    found = plan("--only", "units", "--platform", "dgx_h100", "--explain")
+    common = "pytest -p megatron --gpus 8 --environment dev --tag latest --platform dgx_h100"
+    moe, ssm = "tests/unit_tests/moe/**/*.py", "tests/unit_tests/ssm/test_ssm.py"
+    assert [str(job["command"]) for job in rows(found["jobs"])] == [
+        f"{common} --bucket 'tests/unit_tests/**/*.py,!{moe},!{ssm}'",
+        f"{common} --bucket '{moe}'",
+        f"{common} --experimental-tests only --bucket '{moe}'",
+    ]
+    assert found["matrix"] == {
+        "unit": [
+            {"bucket": "tests/unit_tests/**/*.py"},
+            {"bucket": "tests/unit_tests/moe/**/*.py"},
+        ],
+        "integration": [],
+    }
+    reasons = {str(row["id"]): row["reasons"] for row in rows(found["left_out"])}
+    assert reasons["recipes/unit-tests.yaml::tests/unit_tests/ssm/test_ssm.py[dev-dgx_h100]"] == [
+        "scope 'unit-tests-broken' disables the row"
+    ]
+    assert reasons["recipes/unit-tests.yaml::tests/unit_tests/**/*.py[lts-dgx_h100-legacy]"] == [
+        "environment lts, asked dev",
+        "tag legacy, asked latest",
+    ]
+
+
+def test_a_bucket_that_is_not_for_an_environment_does_not_fall_to_a_wider_one() -> None:
+    (job,) = jobs("--only", "units", "--labels", "container::lts").values()
+    assert "!tests/unit_tests/moe/**/*.py" in str(job["command"])
+    assert " --environment lts " in str(job["command"])
+
+
+def test_on_a_platform_that_is_opted_into_only_marked_files_count(project: Path) -> None:
+    text = UNITS.partition("  - test_case: [tests/unit_tests/moe")[0].replace(
+        "dgx_h100", "dgx_gb200"
+    )
+    write(project / "recipes/gb200/unit-tests.yaml", text)
+    found = jobs("--only", "units", "--platform", "dgx_gb200")
+    assert {name: job["num_files"] for name, job in found.items()} == {
+        "tests/unit_tests/**/*.py": 1,
+        "tests/unit_tests/**/*.py (experimental)": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        pytest.param(
+            UNITS.replace(
+                "  - test_case: [tests/unit_tests/**/*.py]",
+                "  - test_case: [tests/unit_tests/ssm/**/*.py]",
+            ),
+            "recipes/unit-tests.yaml: no bucket holds tests/unit_tests/test_a.py, ",
+            id="a file in no bucket",
+        ),
+        pytest.param(
+            UNITS.replace("moe/**/*.py", "mo/**/*.py"),
+            "recipes/unit-tests.yaml:8: bucket 'tests/unit_tests/mo/**/*.py' holds no test file",
+            id="a misspelt bucket",
+        ),
+    ],
+)
+def test_buckets_that_miss_files_are_an_error(project: Path, text: str, error: str) -> None:
+    write(project / "recipes/unit-tests.yaml", text)
+    result = invoke("--only", "units")
+    assert (type(result.exception).__name__, str(result.exception)[: len(error)]) == (
+        "RecipeError",
+        error,
+    )
+
+
+def test_a_bucket_that_two_recipes_name_is_an_error(project: Path) -> None:
+    write(project / "recipes/z.yaml", UNITS)
+    result = invoke("--only", "units")
+    assert "recipes/z.yaml:6: bucket 'tests/unit_tests/**/*.py' is also at recipes/unit-" in str(
+        result.exception
+    )
+
+
+def shards(*arguments: str) -> dict[str, list[str]]:
+    """Return the files of each shard, from its command."""
+    return {
+        name: shlex.split(str(job["command"]))[-1].split(",")
+        for name, job in jobs("--only", "units", *arguments).items()
+        if "experimental" not in name
+    }
+
+
+def test_shards_hold_every_file_once_and_follow_recorded_durations(project: Path) -> None:
+    slow = {f"tests/unit_tests/{name}::test_a": 1.0 for name in FILES}
+    slow["tests/unit_tests/ssm/test_ssm.py::test_a"] = 9.0
+    write(project / "durations.json", json.dumps(slow))
+    found = shards("--shards", "2", "--durations", "durations.json")
+    assert found["shard-1-of-2"] == ["tests/unit_tests/ssm/test_ssm.py"]
+    held = [file for files in found.values() for file in files]
+    assert sorted(held) == sorted(f"tests/unit_tests/{name}" for name in FILES)
+
+
+def test_shards_run_on_the_gang_that_is_asked_for() -> None:
+    found = jobs("--only", "units", "--shards", "1", "--ranks", "2", "--platform", "cpu")
+    assert str(found["shard-1-of-1"]["command"]).startswith(
+        "pytest -p megatron --ranks 2 --device cpu --environment dev --tag latest --platform cpu "
+        "--bucket tests/unit_tests/moe/test_gb.py,"
+    )
+
+
+def test_durations_come_from_histories_and_junit_as_well(project: Path) -> None:
+    entry: dict[str, JsonValue] = {
+        "schema": 1,
+        "time": "2026-01-01T00:00:00Z",
+        "run": "r",
+        "kind": "test",
+        "node_id": "tests/unit_tests/test_a.py::test_a",
+        "verdict": "passed",
+        "num_attempts": 1,
+        "causes": [],
+        "duration_s": 50.0,
+        "commit": None,
+        "is_dirty": False,
+        "platform": "cpu-2",
+    }
+    history = ".pytest_megatron/history.jsonl"
+    write(project / history, json.dumps(entry) + "\n")
+    cases = (
+        "<testcase classname='tests.unit_tests.test_b.TestB' name='test_x' time='60'/>"
+        "<testcase classname='tests.unit_tests.moe.test_moe' name='test_y' time='1'/>"
+    )
+    write(project / "junit.xml", f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
+    # Of the two files without a duration each counts as 50 s, the median.
+    found = shards("--shards", "3", "--durations", history, "--durations", "junit.xml")
+    assert {name: [Path(file).stem for file in files] for name, files in found.items()} == {
+        "shard-1-of-3": ["test_b"],
+        "shard-2-of-3": ["test_gb", "test_a"],
+        "shard-3-of-3": ["test_moe", "test_ssm"],
+    }
+    # The project's own history is used without being asked for: here it says nothing new.
+    assert len(shards("--shards", "2")["shard-1-of-2"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("nothing", "holds no durations, expected a history, JUnit XML or a JSON object of node"),
+        ('{"a": "x"}', "a: found 'x', expected seconds from 0 on"),
+        ('{"a": -1}', "a: found -1, expected seconds from 0 on"),
+        ("<a", "is no XML: "),
+    ],
+)
+def test_durations_that_cannot_be_read_are_one_clear_error(
+    project: Path, text: str, error: str
+) -> None:
+    write(project / "bad", text)
+    result = invoke("--only", "units", "--shards", "2", "--durations", "bad")
+    assert str(result.exception).startswith(f"--durations bad: {error}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        pytest.param(
+            ("--platform", "dgx_a100"),
+            "--scope L0 --cadence pr --environment dev --platform dgx_a100: matches none of 10 "
+            "workloads; 2 workloads match without --platform dgx_a100: slim[dev-dgx_h100-L0], ",
+            id="workloads",
+        ),
+        pytest.param(
+            ("--only", "units", "--tag", "oldest"),
+            "--environment dev --tag oldest: matches none of 6 rows of unit tests; ",
+            id="units",
+        ),
+        pytest.param(("--recipes", "empty"), "the selection: there are no workloads", id="none"),
+    ],
+)
+def test_an_empty_plan_is_an_error_that_names_what_is_nearest(
+    project: Path, arguments: tuple[str, ...], error: str
+) -> None:
+    """FORMATS 9.15 and 6.4: there a placeholder is planned, which nothing can run."""
+    (project / "empty").mkdir()
+    result = invoke(*arguments)
+    assert (result.exit_code, result.stdout) == (5, "")
+    assert error.partition(":")[2] in result.stderr
+    allowed = invoke(*arguments, "--allow-empty", "--format", "json")
+    assert allowed.exit_code == 0
+    assert "placeholder" not in allowed.stdout
+
+
+def test_every_error_of_the_recipes_is_told(project: Path) -> None:
+    write(
+        project / "recipes/gpt.yaml", RECIPE.replace("nightly", "nightlyy").replace("lts", "ltss")
+    )
+    result = invoke()
+    assert result.exit_code == 2
+    assert [line.partition(": ")[2][:24] for line in result.stderr.splitlines()] == [
+        "recipes/gpt.yaml:12: env",
+        "recipes/gpt.yaml:14: sco",
+    ]
+
+
+def test_the_profile_of_megatrons_parser_may_be_asked_for(project: Path) -> None:
+    text = RECIPE.replace("[dgx_h100, dgx_gb200]", '["dg  x_h100"]')
+    write(project / "recipes/gpt.yaml", text)
+    assert invoke("--only", "workloads").exit_code == 2
+    assert names("--only", "workloads", "--recipe-profile", "compat") == ["slim dg  x_h100"]
+
+
+EXPLAINED = """\
+scope L1, cadence pr, 5 repeats, full, environment dev, platform dgx_h100, image dev
+because of rule 'CI workload': event push, ref -
+
+rules, the first that holds decides:
+     merge group: needs event 'merge_group', it is push
+     label Run tests: needs label 'Run tests', it is not attached
+     label Run functional tests: needs label 'Run functional tests', it is not attached
+     label Run weekly: needs label 'Run weekly', it is not attached
+     label Run nightly: needs label 'Run nightly', it is not attached
+     weekly: needs event 'schedule' or 'workflow_dispatch', it is push
+     nightly: needs event 'schedule', it is push
+     dispatch: needs event 'workflow_dispatch', it is push
+  -> CI workload: event push, ref -
+     otherwise: not looked at, 'CI workload' comes first
+
+2 workloads
+  G::slim[dev-dgx_h100-L1]  1x8 ranks, at most 40 min
+    pytest -p megatron 'G::slim[dev-dgx_h100-L1]' --platform dgx_h100 --n-repeat 1
+  G::two_nodes[dev-dgx_h100]  2x8 ranks, at most 60 min
+    pytest -p megatron 'G::two_nodes[dev-dgx_h100]' --platform dgx_h100 --n-repeat 5
+
+left out: 8 rows
+  1: cadence mergegroup, asked pr: G::merge[dev-dgx_h100]
+  1: environment lts, asked dev: G::two_nodes[lts-dgx_h100]
+  1: platform dgx_gb200, asked dgx_h100: G::slim[dev-dgx_gb200-L1]
+  1: scope 'mr-github-broken' disables the row: G::switched_off[dev-dgx_h100]
+  1: scope L0, asked L1: G::slim[dev-dgx_h100-L0]
+  1: scope L0, asked L1; platform dgx_gb200, asked dgx_h100: G::slim[dev-dgx_gb200-L0]
+  1: scope L2, asked L1; cadence nightly, asked pr: G::night[dev-dgx_h100-L2]
+  1: scope L3, asked L1; cadence weekly, asked pr: G::night[dev-dgx_h100-L3]
+"""
+
+
+def test_explain_says_why_each_rule_and_row_is_in_or_out() -> None:
+    result = invoke("--only", "workloads", "--event", "push", "--explain", "--platform", "dgx_h100")
+    assert result.stdout.replace("recipes/gpt.yaml", "G") == EXPLAINED
+
+
+def test_github_outputs_cannot_be_set_by_what_a_stranger_writes(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GITHUB_OUTPUT", str(project / "outputs"))
+    (project / "outputs").write_text("before=1\n")
+    label = "x\nscope=L3\nend-"
+    labels = json.dumps(["Run tests", label])
+    result = invoke("--labels", labels, "--format", "github", "--platform", "dgx_h100")
+    assert result.exit_code == 0
+    outputs = read_outputs((project / "outputs").read_text())
+    assert (outputs["before"], outputs["scope"], outputs["lightweight"]) == ("1", "L1", "true")
+    assert json.loads(outputs["unit-tests"])[1] == {"bucket": "tests/unit_tests/moe/**/*.py"}
+    assert [job["test_case"] for job in json.loads(outputs["workload_jobs"])] == [
+        *("slim", "two_nodes", "merge"),
+    ]
+    assert json.loads(outputs["integration-tests"])[0] == {"model": "gpt", "test_case": "slim"}
+
+
+def read_outputs(text: str) -> dict[str, str]:
+    """Read them as GitHub does: `name=value`, or `name<<WORD`, lines, `WORD`."""
+    found: dict[str, str] = {}
+    lines = iter(text.splitlines())
+    for line in lines:
+        name, is_long, word = line.partition("<<")
+        if not is_long:
+            found[line.partition("=")[0]] = line.partition("=")[2]
+            continue
+        value = []
+        while (part := next(lines)) != word:
+            value.append(part)
+        found[name] = "\n".join(value)
+    return found
+
+
+def test_a_matrix_that_github_would_refuse_is_an_error(project: Path) -> None:
+    for number in range(257):
+        write(project / f"tests/unit_tests/many/test_{number}.py", "")
+    result = invoke("--only", "units", "--shards", "300", "--format", "github")
+    assert str(result.exception).startswith("--format github: 263 unit jobs, a matrix of GitHub ")
+
+
+def test_changed_paths_suggest_a_label_that_may_be_applied() -> None:
+    given = ("--changed-paths", "-", "--only", "workloads", "--format", "json")
+    told = json.loads(invoke(*given, stdin="M\tpretrain_gpt.py\n").stdout)
+    applied = json.loads(invoke(*given, "--apply-suggestion", stdin="pretrain_gpt.py\n").stdout)
+    assert (told["scope"], told["suggestion"]["label"]) == ("L0", "Run functional tests")
+    assert (applied["scope"], applied["rule"]) == ("L1", "label Run functional tests")
+    docs = invoke("--changed-paths", "-", stdin="docs/a.md\n").stdout.splitlines()
+    assert "label for these changes: none, only docs changed" in docs
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (("--changed-paths", "x", "--diff", "y"), "--diff: --changed-paths is given as well; give"),
+        (("--changed-paths", "gone"), "--changed-paths gone: cannot be read: "),
+        (("--gpus", "1", "--ranks", "1"), "--gpus: --ranks is given as well; give one of them"),
+        (("--event", "pushed"), "--event: unknown event 'pushed', expected one of merge_group,"),
+        (("--platform", "dgx_h10"), "--platform: unknown platform 'dgx_h10', expected one of cpu"),
+        (("--recipes", "gone"), "gone: no such file or directory, expected recipes"),
+        (("--labels", "["), "--labels: '[' is no list of labels, expected words with commas"),
+    ],
+)
+def test_bad_input_is_one_clear_error(arguments: tuple[str, ...], error: str) -> None:
+    assert str(invoke(*arguments).exception).startswith(error)

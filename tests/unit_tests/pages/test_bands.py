@@ -1,0 +1,58 @@
+"""A chart shows the band that the comparison had."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from made_run import curve
+
+from pytest_megatron.golden.band import band_around
+from pytest_megatron.golden.compare import compare
+from pytest_megatron.golden.comparison import comparison_to_json
+from pytest_megatron.golden.model import series_of
+from pytest_megatron.golden.policy import Policy
+from pytest_megatron.golden.provenance import Golden, Provenance
+from pytest_megatron.pages.bands import allowed_around
+from pytest_megatron.pages.fields import Fields
+
+
+def shown(golden: Golden, policy: Policy = Policy.STRICT) -> tuple[float, ...] | None:
+    (found,) = compare(golden, golden.metrics, policy=policy)
+    allowed = Fields(comparison_to_json(found)).inner("allowed")
+    return allowed_around(golden.metrics[found.metric], allowed)
+
+
+def test_a_learned_band_comes_back_step_by_step() -> None:
+    spread = series_of({s: 1e-6 * s for s in range(1, 41)}, is_full_precision=True)
+    golden = Golden(
+        path="g.json",
+        metrics={"lm loss": curve(60)},
+        provenance=Provenance(repeats=5, spread={"lm loss": spread}),
+    )
+    band = band_around(golden, "lm loss", golden.metrics["lm loss"], nondeterministic=False)
+    assert shown(golden) == pytest.approx(band.allowed)
+    assert len(set(band.widths)) > 5
+
+
+def test_five_per_cent_of_megatron_are_five_per_cent() -> None:
+    golden = Golden(path="g.json", metrics={"mem-allocated-bytes": series_of({1: 10.0, 2: 20.0})})
+    (found,) = compare(
+        golden, golden.metrics, metrics=["mem-allocated-bytes"], policy=Policy.MEGATRON
+    )
+    allowed = Fields(comparison_to_json(found)).inner("allowed")
+    assert allowed_around(golden.metrics["mem-allocated-bytes"], allowed) == (0.5, 1.0)
+
+
+def test_what_is_judged_as_a_whole_has_no_band() -> None:
+    assert shown(Golden(path="g.json", metrics={"num-zeros": curve(20)})) is None
+
+
+def test_a_band_of_another_version_or_a_strange_one_is_none() -> None:
+    golden = series_of({1: 1.0, 2: "nan"})
+    assert allowed_around(golden, Fields({})) is None
+    assert allowed_around(golden, Fields({"relative": {"x": 1, "-1": 2}})) is None
+    band = allowed_around(golden, Fields({"relative": {"5": 0.5}, "absolute": "inf"}))
+    assert band is not None
+    assert band[0] == 0.5
+    assert math.isnan(band[1])

@@ -1,0 +1,145 @@
+"""Pictures for pull requests: where lines are, in SVG by itself and in PNG by a library."""
+
+from __future__ import annotations
+
+import math
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+from browser import pixels
+from click.testing import CliRunner, Result
+from made_run import MadeRun, changed, curve
+
+from pytest_megatron.cli.main import group
+from pytest_megatron.golden.model import Series, series_of
+from pytest_megatron.pages.model import Chart, Curve, Role
+from pytest_megatron.pages.scale import scale_of
+from pytest_megatron.pages.svg import chart_svg
+
+SVG = "{http://www.w3.org/2000/svg}"
+EVIL = '"/><script>alert(1)</script>&\x00'
+
+
+def picture(golden: Series | None, *runs: Series, title: str = "a case") -> ET.Element:
+    curves = [] if golden is None else [Curve(name="golden", role=Role.GOLDEN, series=golden)]
+    curves += [Curve(name=f"repeat {n}", role=Role.RUN, series=s) for n, s in enumerate(runs, 1)]
+    return ET.fromstring(chart_svg(Chart(metric="lm loss", curves=tuple(curves)), title))  # noqa: S314
+
+
+def paths(root: ET.Element, colour: str) -> list[str]:
+    found = root.iter(f"{SVG}path")
+    return [p.attrib["d"] for p in found if p.get("stroke") == colour and p.get("stroke-width")]
+
+
+def points(path: str) -> list[tuple[float, float]]:
+    return [(float(x), float(y)) for x, y in re.findall(r"[ML]?([\d.]+) ([\d.]+)", path)]
+
+
+def report(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(group, ["report", *map(str, arguments)])
+
+
+def test_a_line_is_where_its_numbers_say() -> None:
+    straight = series_of({s: 10.0 - s for s in range(1, 11)})
+    bent = changed(straight, {6: 9.0})
+    root = picture(straight, bent)
+    _, _, run = paths(root, "#0063b2")[:3]
+    (golden, *_), (strip, *_) = [points(p) for p in paths(root, "#b07d00")[1:]], [points(run)]
+    assert [x for x, _ in golden] == pytest.approx([72 + 672 * i / 9 for i in range(10)], abs=0.1)
+    assert golden[0][1] < golden[-1][1]
+    assert strip[5][1] < strip[4][1] == pytest.approx(strip[6][1])
+
+
+def test_gaps_and_what_is_no_number_are_seen() -> None:
+    golden = curve(40)
+    run = changed(golden, {10: math.nan, 20: None, 21: None, 30: "nan"})
+    root = picture(golden, run)
+    words = {t.text for t in root.iter(f"{SVG}text")}
+    assert {"nan", "no value", "text"} <= words
+    line = paths(root, "#0063b2")[1]
+    assert line.count("M") == 4
+
+
+def test_a_golden_of_every_fifth_step_is_one_line() -> None:
+    root = picture(curve(40, every=5), curve(40))
+    assert [p.count("M") for p in paths(root, "#b07d00")[1:]] == [1]
+    assert paths(root, "#0063b2")[1].count("M") == 1
+
+
+@pytest.mark.parametrize(
+    "series",
+    [
+        pytest.param(series_of({1: 1.0}), id="one step"),
+        pytest.param(series_of({1: math.nan}), id="no number"),
+        pytest.param(series_of({1: 1e308, 2: -1e308}), id="huge"),
+        pytest.param(series_of({1: 0.0, 2: 0.0}), id="constant"),
+        pytest.param(series_of({1: 1e-300, 2: 2e-300}), id="tiny"),
+        pytest.param(series_of({10**15: 1.0, 10**15 + 1: 2.0}), id="late"),
+    ],
+)
+def test_odd_curves_are_drawn(series: Series) -> None:
+    assert picture(series, series) is not None
+    assert picture(None, series) is not None
+
+
+def test_a_long_curve_is_a_small_picture_and_keeps_its_spike() -> None:
+    run = changed(curve(10_000), {5_000: 100.0})
+    svg = chart_svg(
+        Chart(metric="x", curves=(Curve(name="run", role=Role.RUN, series=run),)), "long"
+    )
+    assert len(svg) < 40_000
+    heights = [y for _, y in points(paths(ET.fromstring(svg), "#0063b2")[1])]  # noqa: S314
+    assert min(heights) < sorted(heights)[1] - 50
+
+
+def test_ticks_are_round_and_tell_neighbours_apart() -> None:
+    assert [w for _, w in scale_of([0.0, 1.0], start=0, end=1, pad=0).ticks(5)] == [
+        *("0", "0.2", "0.4", "0.6", "0.8", "1.0")
+    ]
+    words = [w for _, w in scale_of([1e10, 1e10 + 5], start=0, end=1).ticks(5)]
+    assert len(set(words)) > 1
+
+
+def test_names_stay_text_in_a_picture() -> None:
+    root = picture(curve(5), title=EVIL)
+    assert [e.tag for e in root.iter() if "script" in e.tag] == []
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = MadeRun(root=tmp_path_factory.mktemp("pictures") / "run")
+    golden = {"lm loss": curve(20), "num-zeros": curve(20, seed=3)}
+    bad = {**golden, "lm loss": changed(golden["lm loss"], {7: 1.0})}
+    made.item("recipes/a.yaml::good[dev-cpu]", [golden], golden=golden)
+    made.item("recipes/a.yaml::bad[dev-cpu]", [bad], golden=golden)
+    return made.write()
+
+
+def test_pictures_of_what_failed(run: Path, tmp_path: Path) -> None:
+    result = report(run, "--svg", tmp_path / "out", "--failed")
+    assert result.exit_code == 0
+    (written,) = [Path(line) for line in result.output.splitlines()]
+    assert re.fullmatch(r"a-bad-dev-cpu-\w{6}-lm-loss\.svg", written.name)
+    assert "first off: step 7" in written.read_text()
+    assert not (run / "index.html").exists()
+
+
+def test_png_shows_the_same(run: Path, tmp_path: Path) -> None:
+    pytest.importorskip("resvg_py", reason="needs resvg-py, the extra png")
+    result = report(run, "--svg", tmp_path, "--png", "--metric", "num-zeros", "--failed")
+    assert isinstance(result.exception, Exception)
+    assert "there is no such curve to draw" in str(result.exception)
+    assert report(run, "--svg", tmp_path, "--png", "--failed").exit_code == 0
+    (png,) = tmp_path.glob("*.png")
+    width, height, rows = pixels(png.read_bytes(), most_rows=170)
+    assert (width, height) == (1520, 860)
+    assert rows[3][:3] == b"\xff\xff\xff"
+    assert any(b"\xb0\x7d\x00" in row for row in rows)
+
+
+def test_options_that_do_not_fit_are_one_error(run: Path, tmp_path: Path) -> None:
+    assert "give their directory by --svg" in str(report(run, "--png").exception)
+    both = report(run, "--svg", tmp_path, "--output", tmp_path)
+    assert "give one of them" in str(both.exception)

@@ -1,0 +1,68 @@
+"""Which item of a run is meant, and what ran before it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from recorded_runs import ROW, TEST, a_row, a_test, execution, write_run
+
+from pytest_megatron.errors import ReproError
+from pytest_megatron.repro.choose import choose
+from pytest_megatron.repro.recorded import read_run
+
+
+def test_the_only_failure_is_taken_with_what_its_gang_ran_before(tmp_path: Path) -> None:
+    items = {
+        "test_a.py::later": a_test("passed", attempts=[execution(4)]),
+        TEST: a_test(),
+        "test_a.py::first": a_test("passed", attempts=[execution(1)]),
+        "test_a.py::elsewhere": a_test("passed", attempts=[execution(2, gang=2)]),
+        "test_a.py::second": a_test("skipped", attempts=[execution(2)]),
+    }
+    run = read_run(write_run(tmp_path, items) / "run.json")
+    chosen = choose({tmp_path: run}, None)
+    assert (chosen.node_id, chosen.before) == (TEST, ("test_a.py::first", "test_a.py::second"))
+
+
+def test_a_rerun_has_the_order_of_its_own_gang(tmp_path: Path) -> None:
+    executions = [execution(2), execution(3, gang=2)]
+    items = {
+        TEST: a_test("flaky", attempts=list(executions)),
+        "test_a.py::first": a_test("passed", attempts=[execution(1)]),
+    }
+    runs = {tmp_path: read_run(write_run(tmp_path, items) / "run.json")}
+    assert choose(runs, None).before == ()
+    first = choose(runs, TEST, attempt=1)
+    assert (first.before, first.has_failed) == (("test_a.py::first",), True)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        (
+            None,
+            r"2 items failed; name one:\n  test_a.py::test_x\n  recipes/a.yaml::line\[dev-cpu\]",
+        ),
+        ("tset_x", r"tset_x: is no item of the run; nearest:\n  test_a.py::test_x"),
+        ("a", r"a: fits 2 items, expected one:"),
+    ],
+)
+def test_what_is_not_one_item_is_told_with_the_choices(
+    tmp_path: Path, wanted: str | None, message: str
+) -> None:
+    run = read_run(write_run(tmp_path, {TEST: a_test(), ROW: a_row()}) / "run.json")
+    with pytest.raises(ReproError, match=message):
+        choose({tmp_path: run}, wanted)
+
+
+def test_a_run_without_a_failure_lists_what_it_has(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path, {TEST: a_test("passed")}) / "run.json")
+    with pytest.raises(ReproError, match="nothing failed in it; name what is to run again:"):
+        choose({tmp_path: run}, None)
+
+
+def test_an_attempt_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path, {ROW: a_row()}) / "run.json")
+    with pytest.raises(ReproError, match="no such attempt, expected repeat 1 attempt 1"):
+        choose({tmp_path: run}, None, attempt=2)

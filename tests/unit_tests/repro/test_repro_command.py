@@ -1,0 +1,156 @@
+"""The command that does an item again: what of an artifact gets into it, and what does not."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from recorded_runs import ROW, TEST, a_row, a_test, chosen_of, execution
+
+from pytest_megatron.files import JsonValue
+from pytest_megatron.repro.choose import Chosen
+from pytest_megatron.repro.command import Again, Wishes, command_for, container_lines
+
+COMMON = ["py", "-m", "pytest", "-p", "megatron", "--rootdir", ".", "--run-dir", "new"]
+COMMON += ["--history", "off", "--maxfail", "0"]
+
+
+def made(
+    chosen: Chosen, wishes: Wishes | None = None, *before: str, has_randomly: bool = False
+) -> Again:
+    return command_for(
+        chosen,
+        wishes or Wishes(),
+        before,
+        python="py",
+        has_randomly=has_randomly,
+        run_dir="new",
+    )
+
+
+def test_a_test_runs_after_what_ran_before_it_on_as_many_ranks(tmp_path: Path) -> None:
+    options: JsonValue = {"rank_timeout": 60.0, "rank_grace": 10.0, "gang_start": "fresh"}
+    chosen = chosen_of(tmp_path, a_test(), options=options)
+    expected = ["--ranks", "2", "--device", "cpu", "--rank-timeout", "60", "--gang-start", "fresh"]
+    assert made(chosen, None, "a.py::b").argv == (*COMMON, *expected, "a.py::b", TEST)
+
+
+def test_a_workload_runs_once_and_is_judged_as_it_was(tmp_path: Path) -> None:
+    options: JsonValue = {"golden": "refresh", "golden_policy": "megatron", "lightweight": True}
+    chosen = chosen_of(tmp_path, a_row(), options=options)
+    once = ["--n-repeat", "1", "--max-attempts", "1", "--platform", "cpu"]
+    again = made(chosen, Wishes(num_ranks=1))
+    assert again.argv == (*COMMON, *once, "--golden-policy=megatron", "--lightweight", ROW)
+    assert again.env == {"PYTEST_MEGATRON_RANKS": "1"}
+
+
+def test_a_repeat_keeps_its_number_as_its_seed(tmp_path: Path) -> None:
+    attempt: JsonValue = {"repeat": 3, "attempt": 1}
+    again = made(chosen_of(tmp_path, a_row(attempts=[attempt])))
+    assert again.env == {"PYTEST_MEGATRON_REPEAT": "3"}
+
+
+@pytest.mark.parametrize(
+    ("seed", "has_randomly", "expected"),
+    [
+        ("17", True, ["--randomly-seed=17", "--randomly-dont-reorganize"]),
+        ("17", False, []),
+        (None, True, ["-p", "no:randomly"]),
+        ("1 --basetemp=/", True, ["-p", "no:randomly"]),
+    ],
+)
+def test_pytest_randomly_keeps_its_seed_and_not_its_shuffling(
+    tmp_path: Path, seed: str | None, expected: list[str], *, has_randomly: bool
+) -> None:
+    chosen = chosen_of(tmp_path, a_test(), seeds={"randomly_seed": seed, "PYTHONHASHSEED": "0"})
+    again = made(chosen, has_randomly=has_randomly)
+    assert list(again.argv[-1 - len(expected) : -1]) == expected
+    assert again.env == {"PYTHONHASHSEED": "0"}
+
+
+def test_a_test_of_a_worker_of_xdist_runs_in_one_process(tmp_path: Path) -> None:
+    directory = "/ci/run/ranks-gw1/attempt_1"
+    chosen = chosen_of(tmp_path, a_test(attempts=[{**execution(1), "directory": directory}]))
+    assert "-n0" in made(chosen).argv
+
+
+# What an artifact may not decide: its variables could have the program load what it names.
+HOSTILE = {
+    "LD_PRELOAD": "/opt/evil.so",
+    "PYTHONSTARTUP": "/opt/evil.py",
+    "PYTHONPATH": "/opt/evil",
+    "PATH": "/opt/evil",
+    "NCCL_NET_PLUGIN": "evil",
+    "NCCL_TOPO_FILE": "/etc/shadow",
+    "CUDA_INJECTION64_PATH": "/opt/evil.so",
+    "HF_ENDPOINT": "http://evil",
+    "TORCH_EXTENSIONS_DIR": "/opt/evil",
+    "NCCL_DEBUG": "INFO\nLD_PRELOAD=x",
+}
+HARMLESS = {"NCCL_ALGO": "Ring", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONHASHSEED": "0"}
+
+
+def test_variables_that_could_run_code_are_not_set(tmp_path: Path) -> None:
+    again = made(chosen_of(tmp_path, a_test(), env={**HOSTILE, **HARMLESS, "WANDB_KEY": "***"}))
+    assert again.env == HARMLESS
+    told = " ".join(again.left_out)
+    assert all(name in told for name in HOSTILE if name not in ("PATH", "PYTHONPATH"))
+    assert "WANDB_KEY is a secret, which the run does not hold; set it yourself" in told
+
+
+def test_who_trusts_a_run_gets_its_variables_but_those_of_the_machine(tmp_path: Path) -> None:
+    chosen = chosen_of(tmp_path, a_test(), env={**HOSTILE, "MY_FLAG": "1"})
+    again = made(chosen, Wishes(is_trusted=True))
+    assert again.env == {
+        name: value
+        for name, value in {**HOSTILE, "MY_FLAG": "1"}.items()
+        if name not in ("PATH", "PYTHONPATH")
+    }
+
+
+def test_options_of_an_artifact_are_chosen_from_what_we_know(tmp_path: Path) -> None:
+    options: JsonValue = {
+        "golden_policy": "/opt/evil.py",
+        "gang_start": "fresh; evil",
+        "rank_timeout": "1",
+        "signatures": ["/opt/evil.toml"],
+        "basetemp": "/home",
+    }
+    for record in (a_test(), a_row()):
+        words = made(chosen_of(tmp_path, record, options=options)).argv
+        assert not any("evil" in word or "home" in word for word in words)
+        assert "--rank-timeout" not in words
+
+
+def test_a_policy_and_signatures_of_the_project_are_those_of_the_checkout(tmp_path: Path) -> None:
+    options: JsonValue = {"golden_policy": "ci/own.toml", "signatures": ["ci/own.toml", "../x"]}
+    words = made(chosen_of(tmp_path, a_row(), options=options)).argv
+    assert "--golden-policy=ci/own.toml" in words
+    assert [word for word in words if "signatures" in word] == ["--signatures=ci/own.toml"]
+
+
+def test_a_line_for_a_shell_is_quoted(tmp_path: Path) -> None:
+    name = "test_a.py::test_x[$(touch pwned) `id` ; '\"]"
+    chosen = replace(chosen_of(tmp_path, a_test(), env={"OMP_X": "$(id)"}), node_id=name)
+    again = made(chosen)
+    assert shlex.split(again.line) == ["OMP_X=$(id)", *again.argv]
+    for line in container_lines("nvcr.io/nvidia/pytorch:25.03-py3", again, num_gpus=2):
+        assert shlex.quote(name) in line
+        assert shlex.split(line)[-1] == name
+
+
+def test_the_image_of_a_run_is_started_by_docker_or_slurm() -> None:
+    again = Again(argv=("py", "-m", "pytest", "t.py::a"), env={"NCCL_ALGO": "Ring"})
+    inside = "python -m pytest t.py::a"
+    docker = (
+        "docker run --rm --ipc=host --ulimit memlock=-1 --gpus all -e NCCL_ALGO=Ring "
+        '-v "$PWD:$PWD" -w "$PWD" nvcr.io/nvidia/pytorch:25.03-py3'
+    )
+    srun = (
+        "srun --nodes=1 --ntasks=1 --gpus=8 '--container-image=nvcr.io#nvidia/pytorch:25.03-py3' "
+        '--container-mounts="$PWD:$PWD" --container-workdir="$PWD" env NCCL_ALGO=Ring'
+    )
+    expected = [f"{docker} {inside}", f"{srun} {inside}"]
+    assert container_lines("25.03", again, num_gpus=8) == expected

@@ -1,0 +1,158 @@
+"""Artifacts that mean harm: each is refused with one error, and nothing outside is touched."""
+
+from __future__ import annotations
+
+import io
+import json
+import stat
+import tarfile
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+from recorded_runs import TEST, a_test, write_run
+
+from pytest_megatron.errors import ReproError
+from pytest_megatron.files import JsonValue
+from pytest_megatron.repro.places import find_runs
+from pytest_megatron.repro.recorded import read_run
+
+RUN = json.dumps({"schema": 1, "items": {TEST: a_test()}})
+
+
+def zipped(path: Path, names: Mapping[str, str], *, mode: int = 0) -> Path:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("run.json", RUN)
+        for name, text in names.items():
+            info = zipfile.ZipInfo(name)
+            info.external_attr = mode << 16
+            archive.writestr(info, text)
+    return path
+
+
+def tarred(path: Path, *members: tuple[str, bytes, str]) -> Path:
+    with tarfile.open(path, "w:gz") as archive:
+        info = tarfile.TarInfo("run.json")
+        info.size = len(RUN)
+        archive.addfile(info, io.BytesIO(RUN.encode()))
+        for name, kind, target in members:
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = kind, target
+            archive.addfile(info)
+    return path
+
+
+def twice(path: Path) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("run.json", RUN)
+        with pytest.warns(UserWarning, match="Duplicate"):
+            archive.writestr("run.json", RUN)
+    return path
+
+
+def bomb(path: Path) -> Path:
+    with (
+        zipfile.ZipFile(path, "w", zipfile.ZIP_BZIP2) as archive,
+        archive.open("run.json", "w", force_zip64=True) as file,
+    ):
+        for _ in range(65):
+            file.write(b" " * (1 << 20))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        pytest.param(lambda p: zipped(p, {"../x": ""}), "leads out of the archive", id="escape"),
+        pytest.param(lambda p: zipped(p, {"/etc/x": ""}), "leads out of the", id="absolute"),
+        pytest.param(lambda p: zipped(p, {"a\\..\\x": ""}), "leads out of the", id="backslash"),
+        pytest.param(
+            lambda p: zipped(p, {"plan.json": "/etc/passwd"}, mode=stat.S_IFLNK | 0o777),
+            "is a link or a device",
+            id="symlink",
+        ),
+        pytest.param(lambda p: zipped(p, {"a\x1b[2J": ""}), "control characters", id="escapes"),
+        pytest.param(twice, "is there twice", id="duplicate"),
+        pytest.param(bomb, "which no log does; not unpacked", id="bomb"),
+    ],
+)
+def test_a_zip_that_means_harm_is_refused(
+    tmp_path: Path, make: Callable[[Path], Path], message: str
+) -> None:
+    artifact = make(tmp_path / "artifact.zip")
+    with pytest.raises(ReproError, match=message) as raised:
+        find_runs(artifact, tmp_path / "scratch")
+    assert "\x1b" not in str(raised.value)
+    assert [p for p in (tmp_path / "scratch").rglob("*") if p.is_file()] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "target"),
+    [
+        pytest.param(tarfile.SYMTYPE, "/etc/passwd", id="symlink"),
+        pytest.param(tarfile.LNKTYPE, "../../secret", id="hard link"),
+        pytest.param(tarfile.CHRTYPE, "", id="device"),
+        pytest.param(tarfile.FIFOTYPE, "", id="pipe"),
+    ],
+)
+def test_a_tar_with_anything_but_files_is_refused(tmp_path: Path, kind: bytes, target: str) -> None:
+    artifact = tarred(tmp_path / "artifact.tar.gz", ("plan.json", kind, target))
+    with pytest.raises(ReproError, match="is a link or a device"):
+        find_runs(artifact, tmp_path / "scratch")
+
+
+@pytest.mark.parametrize(
+    "node_id",
+    [
+        "--basetemp=/home/user::x",
+        "@arguments.txt::x",
+        "../outside/test_a.py::x",
+        "/etc/test_a.py::x",
+        "test_a.py",
+        "test_a.py::x\n--pdb",
+        "test_a.py::\x1b[2J",
+        "a\\..\\test_a.py::x",
+    ],
+)
+def test_a_name_that_is_no_test_of_the_project_is_refused(tmp_path: Path, node_id: str) -> None:
+    run_dir = write_run(tmp_path, {node_id: a_test()})
+    with pytest.raises(ReproError, match="is no node id of a test in the project; refused"):
+        read_run(run_dir / "run.json")
+
+
+@pytest.mark.parametrize(
+    ("more", "place"),
+    [
+        ({"commit": "HEAD; rm -rf ~"}, "commit"),
+        ({"commit": "--upload-pack=x"}, "commit"),
+        ({"image": "--privileged"}, "image"),
+        ({"image": "x $(id)"}, "image"),
+        ({"env": {"A=B; C": "1"}}, "env"),
+        ({"patch": {"file": "../../.bashrc"}}, "patch.file"),
+        ({"seeds": {"randomly_seed": 1}}, "seeds.randomly_seed"),
+    ],
+)
+def test_a_record_with_a_value_that_none_has_is_refused(
+    tmp_path: Path, more: dict[str, JsonValue], place: str
+) -> None:
+    run_dir = write_run(tmp_path, {TEST: a_test()}, **more)
+    with pytest.raises(ReproError) as raised:
+        read_run(run_dir / "run.json")
+    assert f"run.json: '{place}" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[" * 100_000, "\xff", "[]"], ids=["torn", "deep", "binary", "list"]
+)
+def test_a_record_that_is_no_record_is_one_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ReproError, match=r"run\.json"):
+        read_run(tmp_path / "run.json")
+
+
+def test_a_record_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere.json").write_text(RUN)
+    (tmp_path / "run.json").symlink_to(tmp_path / "elsewhere.json")
+    with pytest.raises(ReproError, match="no plain file"):
+        read_run(tmp_path / "run.json")

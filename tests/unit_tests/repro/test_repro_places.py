@@ -1,0 +1,59 @@
+"""Where runs are found: a run directory, anything in it, artifacts."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from recorded_runs import ROW, TEST, a_row, a_test, write_run
+
+from pytest_megatron.errors import ReproError
+from pytest_megatron.launch.layout import item_dirs
+from pytest_megatron.repro.places import find_runs
+from pytest_megatron.repro.recorded import find_plan, read_run
+
+
+def test_a_path_in_a_run_leads_to_it(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {ROW: a_row()})
+    attempt = item_dirs(run, ROW).attempt(repeat=1, attempt=1)
+    for path in (run, run / "run.json", attempt.root, attempt.plan):
+        assert find_runs(path, tmp_path / "scratch") == [run]
+    assert not (tmp_path / "scratch").exists()
+
+
+@pytest.mark.parametrize("kind", ["zip", "gztar", "xztar"])
+def test_an_artifact_is_unpacked_beside_the_project(tmp_path: Path, kind: str) -> None:
+    run = write_run(tmp_path / "jobs/unit/run", {ROW: a_row()})
+    (run / "big.bin").write_bytes(b"\0" * 1000)
+    artifact = Path(shutil.make_archive(str(tmp_path / "artifact"), kind, tmp_path / "jobs"))
+    (found,) = find_runs(artifact, tmp_path / "scratch")
+    assert found == tmp_path / "scratch/artifact/unit/run"
+    assert not (found / "big.bin").exists()
+    assert find_plan(found, ROW, 1, 1)[1].node_id == ROW
+
+
+def test_a_folder_of_artifacts_holds_the_runs_of_all(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        run = write_run(tmp_path / name, {TEST: a_test()})
+        shutil.make_archive(str(tmp_path / "downloads" / name), "zip", run)
+    runs = find_runs(tmp_path / "downloads", tmp_path / "scratch")
+    assert [list(read_run(run / "run.json").items) for run in runs] == [[TEST], [TEST]]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("nothing", "is not there; give a run"), ("empty", r"holds no run\.json, expected a run")],
+)
+def test_a_path_without_a_run_is_one_error(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ReproError, match=message):
+        find_runs(tmp_path / name, tmp_path / "scratch")
+
+
+def test_a_plan_of_another_item_is_refused(tmp_path: Path) -> None:
+    run = write_run(tmp_path, {ROW: a_row()})
+    plan = item_dirs(run, ROW).attempt(repeat=1, attempt=1).plan
+    plan.write_text(plan.read_text().replace("line", "lime"))
+    with pytest.raises(ReproError, match=r"is of 'recipes/a\.yaml::lime\[dev-cpu\]', expected"):
+        find_plan(run, ROW, 1, 1)

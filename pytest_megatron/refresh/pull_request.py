@@ -125,7 +125,7 @@ def commit_message(differences: Sequence[FileDifference], *, reason: str | None 
     what = f"the golden of {cases[0]}" if len(cases) == 1 else f"goldens of {len(cases)} cases"
     subject = f"{verb} {what}"
     if len(subject) > _SUBJECT_LENGTH:
-        subject = f"{verb} {len(written)} goldens"
+        subject = f"{verb} {_counted(len(written), 'golden')}"
     lines = [subject, ""]
     if reason:
         lines += [reason, ""]

@@ -56,7 +56,7 @@ def test_a_finished_run_is_accepted_as_a_whole(staged: Staged) -> None:
     assert (result.exit_code, result.stderr) == (0, "")
     lines = result.stdout.splitlines()
     assert "golden_values/gpt/better/golden_values_dev_cpu.json: changed, outside the band" in lines
-    assert "golden_values/gpt/new/golden_values_dev_cpu.json: new, 1 metrics" in lines
+    assert "golden_values/gpt/new/golden_values_dev_cpu.json: new, 1 metric" in lines
     assert "2 written" in lines
     assert read_golden(staged.root / staged.target("better")).metrics == BETTER
     page = (staged.run_dir / "goldens.md").read_text()
@@ -199,6 +199,8 @@ def test_a_review_accepts_rejects_and_skips(
     assert [line.split()[0] for line in run("review", "run", "--list").stdout.splitlines()] == [
         "recipes/r.yaml::third[dev-cpu]"
     ]
+    assert run("accept", "run").exit_code == 0
+    assert goldens(staged) == {"better", "third"}
 
 
 def test_quitting_a_review_decides_nothing(staged: Staged, monkeypatch: pytest.MonkeyPatch) -> None:

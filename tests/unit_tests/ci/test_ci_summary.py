@@ -79,8 +79,10 @@ def test_a_job_without_an_artifact_is_a_failure() -> None:
 
 
 def test_no_artifact_at_all_is_a_failure() -> None:
-    write_plan(Path("plan.json"), unit=None)
-    assert summary("--expect", "plan.json").exit_code == 1
+    write_plan(Path("plan.json"), unit=None, other=None)
+    result = summary("all", "--expect", "plan.json", "--format", "markdown")
+    assert result.exit_code == 1
+    assert "- 2 jobs, `other`, `unit`: each is in the plan and left nothing" in result.output
 
 
 @pytest.mark.parametrize(
@@ -291,6 +293,15 @@ def test_plain_tests_come_from_junit() -> None:
         "    see tests/unit/test_a.py:3",
         "    reproduce: pytest 'tests/unit/test_a.py::test_two[a]'",
     ]
+
+
+def test_a_module_that_could_not_be_collected_is_named() -> None:
+    root = write_job(Path("all"), "unit")
+    error = '<error message="collection failure">ImportError: no module named x</error>'
+    text = JUNIT.format(name="tests.unit.test_a", child=error)
+    (root / "junit.xml").write_text(text.replace('"tests.unit.test_a" n', '"" n'))
+    told = summary("all").output.split("\n\n")[1].splitlines()
+    assert told[:2] == ["broken tests/unit/test_a.py (unit)", "    collection failure"]
 
 
 def test_a_teardown_that_failed_later_fails_an_item_that_had_passed() -> None:

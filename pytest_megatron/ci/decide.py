@@ -6,7 +6,7 @@ Source: Megatron-LM .github/workflows/cicd-main.yml, job `configure`, d98e8a64dd
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pytest_megatron.ci.globs import matches_any
@@ -156,7 +156,6 @@ def _with_labels(
     attached = {label.casefold() for label in trigger.labels}
     effects = [effect for effect in table.labels if effect.label.casefold() in attached]
     environments = [e.environment for e in effects if e.environment is not None]
-    images = [e.image for e in effects if e.image is not None]
     environment = trigger.environment or (environments or [table.environment])[-1]
     cadence = rule.cadence or ()
     return Decision(
@@ -165,7 +164,7 @@ def _with_labels(
         n_repeat=rule.n_repeat,
         is_lightweight=rule.is_lightweight,
         environment=environment,
-        image=(images or [table.image])[-1],
+        image=_image(environment, effects, trigger, table),
         rule=rule.name,
         reason=f"rule {rule.name!r}: {why}",
         considered=considered,
@@ -179,6 +178,22 @@ def _with_labels(
         env={name: value for effect in effects for name, value in effect.env.items()},
         may_repeat_less=table.may_repeat_less,
     )
+
+
+def _image(
+    environment: str, effects: Sequence[LabelEffect], trigger: Trigger, table: CiTable
+) -> str:
+    """Return the image: of a label that is attached, else the one that goes with the environment.
+
+    Tests of one environment in the image of another would judge nothing.
+    """
+    attached = [effect.image for effect in effects if effect.image is not None]
+    if attached and trigger.environment is None:
+        return attached[-1]
+    if environment == table.environment:
+        return table.image
+    going = [e.image for e in table.labels if e.environment == environment and e.image is not None]
+    return going[-1] if going else environment
 
 
 def _effect_line(effect: LabelEffect) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pytest_megatron.ci.buckets import Bucket
@@ -37,6 +37,7 @@ class Job:
         argv: What runs it, from the project's root.
         env: Variables that go with it.
         files: The test files of a unit job.
+        is_compared: Whether a workload is compared with a golden; None where that is not known.
     """
 
     id: str
@@ -57,6 +58,7 @@ class Job:
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
     files: tuple[str, ...] = ()
+    is_compared: bool | None = None
 
     @property
     def command(self) -> str:
@@ -83,6 +85,7 @@ class Job:
             "time_limit_s": self.time_limit_s,
             "timeout_minutes": self.timeout_minutes,
             "num_files": len(self.files),
+            "compared": self.is_compared,
             "command": self.command,
         }
 
@@ -121,10 +124,26 @@ class UnitRow:
 
 
 def workload_jobs(
-    workloads: Iterable[Workload], decision: Decision, table: CiTable
+    workloads: Iterable[Workload],
+    decision: Decision,
+    table: CiTable,
+    compares: Callable[[Workload], bool | None],
 ) -> tuple[Job, ...]:
-    """Return a job for each row."""
-    return tuple(_workload_job(workload, decision, table) for workload in workloads)
+    """Return a job for each row.
+
+    Args:
+        workloads: The rows that are selected.
+        decision: How often and how short they run.
+        table: For time limits.
+        compares: Whether the row's case is compared with a golden, None where that is not known.
+    """
+    return tuple(
+        replace(
+            _workload_job(workload, decision, table),
+            is_compared=not decision.is_lightweight and compares(workload),
+        )
+        for workload in workloads
+    )
 
 
 def _workload_job(workload: Workload, decision: Decision, table: CiTable) -> Job:

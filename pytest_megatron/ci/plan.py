@@ -24,14 +24,18 @@ from pytest_megatron.ci.units import (
 from pytest_megatron.config import load_config
 from pytest_megatron.errors import EmptySelectionError, RecipeError
 from pytest_megatron.files import JsonValue
+from pytest_megatron.recipe.cases import compares_metrics
 from pytest_megatron.recipe.expand import Profile
 from pytest_megatron.recipe.findings import Finding
 from pytest_megatron.recipe.load import BUILT_IN_WORDS, find_recipes, read_recipe
 from pytest_megatron.recipe.model import Workload
+from pytest_megatron.recipe.places import case_path
 from pytest_megatron.recipe.select import Selection, failing, select, values
 from pytest_megatron.recipe.vocabulary import Vocabulary
+from pytest_megatron.yamllines import YamlError, read_document
 
 HISTORY = Path(".pytest_megatron/history.jsonl")
+_NAMED = {"model": "model", "test_case": "test case"}  # too many to tell rows apart by
 
 
 class BrokenRecipesError(RecipeError):
@@ -157,7 +161,7 @@ def make_plan(request: Request) -> CiPlan:
     left_out: list[LeftOut] = []
     if "workload" in request.kinds:
         workloads, left_out = _select(rows, request, decision, words)
-        jobs += workload_jobs(workloads, decision, table)
+        jobs += workload_jobs(workloads, decision, table, _Cases(request.root).compares)
     if "unit" in request.kinds:
         units = _unit_jobs(unit_rows(rows), request, decision, table)
         jobs += units.jobs
@@ -242,14 +246,34 @@ def _select(
     return selected, left_out
 
 
+class _Cases:
+    """The test cases of rows, each read once."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._found: dict[Path, bool | None] = {}
+
+    def compares(self, workload: Workload) -> bool | None:
+        """Whether a case is compared with a golden; None where there is none to read."""
+        path = case_path(self._root, workload)
+        if path not in self._found:
+            try:
+                self._found[path] = compares_metrics(read_document(path))
+            except (YamlError, OSError):
+                self._found[path] = None  # `lint` says so
+        return self._found[path]
+
+
 def _left_out(row: Workload, filters: dict[str, tuple[str, ...]]) -> LeftOut:
     """Return what keeps a row out; what disables it comes first, and is all there is to say."""
     reasons = [] if row.disabled_reason is None else [row.disabled_reason]
     if not reasons:
-        reasons = [
-            f"{name.replace('_', ' ')} {','.join(values(row, name)) or '-'}, "
-            f"asked {','.join(filters[name])}"
-            for name in failing(row, filters)
+        missed = failing(row, filters)
+        reasons = [f"not the {_NAMED[name]} that is asked for" for name in missed if name in _NAMED]
+        reasons += [
+            f"{name} {','.join(values(row, name)) or '-'}, asked {','.join(filters[name])}"
+            for name in missed
+            if name not in _NAMED
         ]
     return LeftOut(name=f"{row.file.as_posix()}::{row.item_name}", reasons=tuple(reasons))
 

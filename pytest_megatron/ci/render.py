@@ -19,6 +19,13 @@ MAX_SHOWN = 3  # rows of one reason
 def as_text(plan: CiPlan, *, is_explained: bool = False) -> str:
     """Return what a person wants to know: what runs, why, and the line that runs it."""
     lines = list(_header(plan))
+    unjudged = [job for job in plan.jobs if job.is_compared is False]
+    if unjudged and not plan.decision.is_lightweight:
+        num_rows = len(plan.workloads)
+        lines.append(
+            f"{len(unjudged)} of {_counted(num_rows, 'workload')} "
+            f"{'is' if len(unjudged) == 1 else 'are'} compared with no golden, because of the case"
+        )
     if is_explained:
         lines += ["", "rules, the first that holds decides:"]
         for one in plan.decision.considered:
@@ -54,7 +61,8 @@ def _header(plan: CiPlan) -> Iterator[str]:
 def _job_lines(job: Job) -> Iterator[str]:
     ranks = f"{job.nodes}x{job.ranks} ranks" if job.ranks else "no gang"
     files = f", {_counted(len(job.files), 'file')}" if job.kind == "unit" else ""
-    yield f"  {job.name}  {ranks}{files}, at most {job.timeout_minutes} min"
+    judged = ", not compared" if job.is_compared is False and not job.is_lightweight else ""
+    yield f"  {job.name}  {ranks}{files}, at most {job.timeout_minutes} min{judged}"
     yield f"    {job.command}"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import ast
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -154,21 +154,37 @@ def _jobs_of(bucket: Bucket, row: UnitRow, table: CiTable, root: Path) -> list[J
     """Return the job of a bucket, and one more for its experimental tests, if it has any."""
     files = bucket.files
     for mark in wanted_launch_marks((row.platform,) if row.platform else (), table):
-        files = tuple(file for file in files if mark in _text(root / file))
+        files = tuple(file for file in files if _has_mark(root / file, mark))
     if not files:
         return []
     own = replace(bucket, files=files)
     jobs = [unit_job(bucket.pattern, own, row, table, experimental="exclude")]
-    tests = tuple(file for file in files if f"mark.{EXPERIMENTAL}" in _text(root / file))
+    tests = tuple(file for file in files if _has_mark(root / file, EXPERIMENTAL))
     if tests and row.tag in ("", _LATEST):
         own = replace(bucket, files=tests)
         jobs.append(unit_job(bucket.pattern, own, row, table, experimental="only"))
     return jobs
 
 
-@functools.lru_cache(maxsize=4096)
-def _text(file: Path) -> str:
-    return file.read_text(encoding="utf-8", errors="replace")
+def _has_mark(file: Path, mark: str) -> bool:
+    """Whether a file uses a mark, not merely its name in a string: a job for it has tests then."""
+    text = file.read_text(encoding="utf-8", errors="replace")
+    if mark not in text:
+        return False
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return True  # pytest says what is wrong with it
+    return any(
+        isinstance(node, ast.Attribute) and node.attr == mark and _is_mark(node.value)
+        for node in ast.walk(tree)
+    )
+
+
+def _is_mark(node: ast.expr) -> bool:
+    """Whether an expression is `pytest.mark`, or `mark`."""
+    name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+    return name == "mark"
 
 
 def _name(row: Workload) -> str:

@@ -29,6 +29,7 @@ from pytest_megatron.golden.policy_generation import Pair, compare_generation
 from pytest_megatron.golden.provenance import Golden
 from pytest_megatron.golden.store import read_golden, read_metrics
 from pytest_megatron.golden.surroundings import Surroundings, why_not_timed
+from pytest_megatron.refresh.transaction import recover_above
 
 EXIT_FAILED = 1
 _PATH_PARTS = 4  # of /<model>/<test_case>/golden_values_<environment>_<platform>.json
@@ -36,18 +37,22 @@ _PATH_PARTS = 4  # of /<model>/<test_case>/golden_values_<environment>_<platform
 
 class _Commands(LazyGroup):
     lazy = {  # noqa: RUF012 - the base class says what it is
+        "accept": ("pytest_megatron.cli.golden_accept", "Make goldens of what runs measured."),
         "convert": (
             "pytest_megatron.cli.golden_convert",
             "Write goldens in another form, place or precision.",
         ),
+        "diff": ("pytest_megatron.cli.golden_diff", "Say how goldens differ."),
         "lint": ("pytest_megatron.cli.golden_lint", "Report what is wrong with goldens."),
+        "review": ("pytest_megatron.cli.golden_review", "Ask about each golden that runs change."),
         "show": ("pytest_megatron.cli.golden_show", "Print what goldens hold."),
     }
 
 
 @click.group("golden", cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 def command() -> None:
-    """Compare observed metrics with golden values."""
+    """Compare observed metrics with golden values, refresh and review them."""
+    recover_above(Path())  # what a killed refresh left half done
 
 
 @command.command("check")

@@ -18,8 +18,12 @@ from pytest_megatron.golden.model import MetricMap, Series, Value, series_of
 # steps, or a series of its own.
 Spread: TypeAlias = float | Series
 
-_TEXTS = ("commit", "config_hash", "date", "driver", "gpu", "host_class", "image", "precision")
+_TEXTS = (
+    *("commit", "config_hash", "date", "driver", "gpu", "host_class", "image", "layout", "policy"),
+    *("precision", "reason", "run", "supersedes"),
+)
 _FLAGS = ("deterministic", "is_dirty")
+_COUNTS = ("repeats", "seed", "world_size")
 # Megatron-LM's reader takes every top-level key of a metric map for a metric and refuses a file
 # where one lacks these; with them, empty, it takes a file of ours and never looks at the values.
 # Source: Megatron-LM tests/functional_tests/python_test_utils/common.py, d98e8a64dd.
@@ -50,6 +54,14 @@ class Provenance:
         repeats: How many runs the spread was learned from.
         deterministic: Whether the repeats agreed bit for bit.
         spread: Metric to its spread over the repeats.
+        directions: Metric to `lower_is_better`, `higher_is_better` or `either`.
+        layout: How the model was spread over the ranks, as in `tp2 pp2`.
+        policy: The one under which the repeats agreed.
+        reason: Why the golden was replaced although a figure got worse, as somebody typed it.
+        run: The directory of the run, or the page of a CI system that shows it.
+        seed: `--seed` of the case.
+        supersedes: SHA-256 of the file that this one replaced.
+        world_size: Ranks of the training.
         extra: Keys that this version does not know, kept when the golden is written again.
     """
 
@@ -67,6 +79,14 @@ class Provenance:
     repeats: int | None = None
     deterministic: bool | None = None
     spread: Mapping[str, Spread] = field(default_factory=dict)
+    directions: Mapping[str, str] = field(default_factory=dict)
+    layout: str | None = None
+    policy: str | None = None
+    reason: str | None = None
+    run: str | None = None
+    seed: int | None = None
+    supersedes: str | None = None
+    world_size: int | None = None
     extra: Mapping[str, JsonValue] = field(default_factory=dict)
 
 
@@ -98,15 +118,24 @@ def parse_provenance(value: JsonValue, where: str) -> Provenance:
         raise GoldenError(where, f"_provenance is {_kind(value)}, expected an object")
     known = {f.name for f in fields(Provenance)} - {"extra"} | AS_BLOCK.keys()
     texts = {name: _text(value.get(name), name, where) for name in _TEXTS}
+    counts = {name: _count(value.get(name), name, where) for name in _COUNTS}
     flags = {name: _flag(value.get(name), name, where) for name in _FLAGS}
     return Provenance(
         command=_command(value.get("command"), where),
-        versions=_versions(value.get("versions"), where),
-        repeats=_count(value.get("repeats"), where),
+        versions=_texts_by_name(value.get("versions"), "versions", where),
+        directions=_texts_by_name(value.get("directions"), "directions", where),
+        repeats=counts["repeats"],
+        seed=counts["seed"],
+        world_size=counts["world_size"],
         spread=_spread(value.get("spread"), where),
         extra={key: kept for key, kept in value.items() if key not in known},
         commit=texts["commit"],
         config_hash=texts["config_hash"],
+        layout=texts["layout"],
+        policy=texts["policy"],
+        reason=texts["reason"],
+        run=texts["run"],
+        supersedes=texts["supersedes"],
         date=texts["date"],
         driver=texts["driver"],
         gpu=texts["gpu"],
@@ -121,14 +150,15 @@ def parse_provenance(value: JsonValue, where: str) -> Provenance:
 def provenance_to_json(provenance: Provenance) -> dict[str, JsonValue]:
     """Return the JSON form, keys sorted; what is not known is left out."""
     values: dict[str, JsonValue] = dict(provenance.extra)
-    for name in (*_TEXTS, *_FLAGS, "repeats"):
+    for name in (*_TEXTS, *_FLAGS, *_COUNTS):
         value = getattr(provenance, name)
         if value is not None:
             values[name] = value
     if provenance.command is not None:
         values["command"] = list(provenance.command)
-    if provenance.versions:
-        values["versions"] = dict(sorted(provenance.versions.items()))
+    for name, table in (("directions", provenance.directions), ("versions", provenance.versions)):
+        if table:
+            values[name] = dict(sorted(table.items()))
     if provenance.spread:
         values["spread"] = {
             metric: _spread_to_json(spread) for metric, spread in sorted(provenance.spread.items())
@@ -154,9 +184,9 @@ def _flag(value: JsonValue, name: str, where: str) -> bool | None:
     return value
 
 
-def _count(value: JsonValue, where: str) -> int | None:
+def _count(value: JsonValue, name: str, where: str) -> int | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-        raise GoldenError(where, f"_provenance: 'repeats' is {_kind(value)}, expected a count")
+        raise GoldenError(where, f"_provenance: {name!r} is {_kind(value)}, expected a count")
     return value
 
 
@@ -173,14 +203,14 @@ def _command(value: JsonValue, where: str) -> tuple[str, ...] | None:
     raise GoldenError(where, f"_provenance: 'command' is {_kind(value)}, expected a list of text")
 
 
-def _versions(value: JsonValue, where: str) -> dict[str, str]:
+def _texts_by_name(value: JsonValue, name: str, where: str) -> dict[str, str]:
     if value is None:
         return {}
     if isinstance(value, dict):
-        versions = {key: text for key, text in value.items() if isinstance(text, str)}
-        if len(versions) == len(value):
-            return versions
-    raise GoldenError(where, "_provenance: 'versions' is not an object of texts")
+        texts = {key: text for key, text in value.items() if isinstance(text, str)}
+        if len(texts) == len(value):
+            return texts
+    raise GoldenError(where, f"_provenance: {name!r} is not an object of texts")
 
 
 def _spread(value: JsonValue, where: str) -> dict[str, Spread]:

@@ -1,10 +1,9 @@
-"""A new golden from repeats of one clean run, and how it differs from the old one. Pure."""
+"""A new golden from repeats of one clean run. Pure."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from pytest_megatron.golden.generation import ROUTING, TEXT, TOKENS, Generation
 from pytest_megatron.golden.model import MetricMap, Series, Value, is_finite, series_of
@@ -23,24 +22,6 @@ KEPT_METRICS = (
     "num-zeros",
     "total loss",
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    """How one metric of a golden changes.
-
-    Attributes:
-        num_changed: Steps whose value differs, those that are new or gone among them.
-        largest_relative: |new - old| / |old|, the largest over the steps that both have.
-        mean_signed_relative: Their mean with the sign: positive means that the value grew.
-    """
-
-    metric: str
-    num_old: int
-    num_new: int
-    num_changed: int
-    largest_relative: float
-    mean_signed_relative: float
 
 
 def combine(repeats: Sequence[MetricMap], metrics: Sequence[str]) -> dict[str, Series]:
@@ -100,32 +81,6 @@ def series_of_generation(generation: Generation) -> dict[str, Series]:
     return found
 
 
-def changes(old: MetricMap, new: MetricMap) -> tuple[Change, ...]:
-    """Return what is different, metric by metric, the unchanged ones left out."""
-    found = [_change(name, old, new) for name in sorted({*old, *new})]
-    return tuple(change for change in found if change.num_changed)
-
-
-def markdown(files: Mapping[str, tuple[Change, ...] | None]) -> str:
-    """Return the changes as a table for a pull request; None stands for a new file."""
-    lines = [
-        "| golden | metric | steps | changed | largest | mean, signed |",
-        "|---|---|---:|---:|---:|---:|",
-    ]
-    for path, found in sorted(files.items()):
-        if found is None:
-            lines.append(f"| {path} | new | | | | |")
-        elif not found:
-            lines.append(f"| {path} | unchanged | | 0 | | |")
-        for change in found or ():
-            steps = f"{change.num_old} -> {change.num_new}"
-            lines.append(
-                f"| {path} | {change.metric} | {steps} | {change.num_changed} "
-                f"| {change.largest_relative:.1e} | {change.mean_signed_relative:+.1e} |"
-            )
-    return "\n".join(lines)
-
-
 def _median(series: Sequence[Series]) -> Series:
     maps = [dict(one.items()) for one in series]
     steps = sorted(set(maps[0]).intersection(*maps[1:]))
@@ -135,22 +90,3 @@ def _median(series: Sequence[Series]) -> Series:
         if len(numbers) == len(maps):
             values[step] = statistics.median(numbers)
     return series_of(values, is_full_precision=True)
-
-
-def _change(name: str, old: MetricMap, new: MetricMap) -> Change:
-    before = dict(old[name].items()) if name in old else {}
-    after = dict(new[name].items()) if name in new else {}
-    relative = []
-    for step in before.keys() & after.keys():
-        a, b = before[step], after[step]
-        if isinstance(a, float) and isinstance(b, float) and is_finite(a) and is_finite(b):
-            relative.append((b - a) / (abs(a) or 1.0))
-    num_changed = sum(before.get(step) != after.get(step) for step in before.keys() | after.keys())
-    return Change(
-        metric=name,
-        num_old=len(before),
-        num_new=len(after),
-        num_changed=num_changed,
-        largest_relative=max(map(abs, relative), default=0.0),
-        mean_signed_relative=statistics.fmean(relative) if relative else 0.0,
-    )

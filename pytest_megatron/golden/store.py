@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pytest_megatron.config import load_config
 from pytest_megatron.errors import GoldenError, MetricsError
-from pytest_megatron.files import JsonValue, write_json_atomically, write_text_atomically
+from pytest_megatron.files import write_json_atomically, write_text_atomically
 from pytest_megatron.golden.document import metrics_to_json, parse_document
 from pytest_megatron.golden.form import PROVENANCE_KEY, Form, lay_out
 from pytest_megatron.golden.generation import Generation, find_not_finite, generation_to_json
@@ -64,37 +64,76 @@ def read_golden(path: Path) -> Golden:
         GoldenError: There is no such file, or it is not a golden; the text says what
             it is instead, with line and column where the JSON is broken.
     """
-    document = parse_document(read_text(path), str(path))
+    return parse_golden(read_text(path), str(path))
+
+
+def parse_golden(text: str, where: str) -> Golden:
+    """Return the golden in a text, wherever that is from: a file, a commit.
+
+    Raises:
+        GoldenError: As from `read_golden`; `where` names the place.
+    """
+    document = parse_document(text, where)
     provenance = document.provenance
     return Golden(
-        path=str(path),
+        path=where,
         metrics=document.metrics,
-        provenance=None if provenance is None else parse_provenance(provenance, str(path)),
+        provenance=None if provenance is None else parse_provenance(provenance, where),
         notes=document.notes,
         generation=document.generation,
     )
 
 
+def golden_text(golden: Golden, form: Form = Form.COMPACT) -> str:
+    """Return the text of a golden's file, whichever kind it is; it must have a provenance.
+
+    Of a training: metrics sorted, steps ascending, full precision, `_provenance` last. Of an
+    inference program: the keys that such a program writes, and `_provenance`.
+
+    Raises:
+        GoldenError: There is no metric, a metric has no value, or a value is not a finite number;
+            `golden.path` names the place.
+    """
+    assert golden.provenance is not None
+    provenance = provenance_to_json(golden.provenance)
+    if golden.generation is not None:
+        if problem := find_not_finite(golden.generation):
+            raise GoldenError(golden.path, f"{problem}; not written")
+        document = generation_to_json(golden.generation)
+        document[PROVENANCE_KEY] = provenance
+        return lay_out(document, form)
+    if not golden.metrics:
+        raise GoldenError(golden.path, "no metric to write")
+    for name, series in sorted(golden.metrics.items()):
+        if not len(series):
+            raise GoldenError(golden.path, f"{name} has no value; not written")
+        for step, value in series.items():
+            if not is_finite(value):
+                raise GoldenError(
+                    golden.path, f"{name}, step {step}: {value!r} is not finite; not written"
+                )
+    document = metrics_to_json(golden.metrics)
+    document[PROVENANCE_KEY] = dict(AS_BLOCK) | provenance
+    return lay_out(document, form)
+
+
 def write_generation_golden(
     path: Path, generation: Generation, provenance: Provenance, form: Form = Form.COMPACT
 ) -> None:
-    """Write a golden of an inference program, with the keys that such a program writes.
+    """Write a golden of an inference program, see `golden_text`.
 
     Raises:
         GoldenError: A value that is compared is not a finite number.
         OSError: As from `write_text_atomically`; the old file is as it was.
     """
-    if problem := find_not_finite(generation):
-        raise GoldenError(str(path), f"{problem}; not written")
-    document = generation_to_json(generation)
-    document[PROVENANCE_KEY] = provenance_to_json(provenance)
-    write_text_atomically(path, lay_out(document, form))
+    golden = Golden(path=str(path), metrics={}, provenance=provenance, generation=generation)
+    write_text_atomically(path, golden_text(golden, form))
 
 
 def write_golden(
     path: Path, metrics: MetricMap, provenance: Provenance, form: Form = Form.COMPACT
 ) -> None:
-    """Write a golden: metrics sorted, steps ascending, full precision, `_provenance` last.
+    """Write a golden of a training, see `golden_text`.
 
     The directory must exist. A reader sees the old file or the new one, whole.
 
@@ -102,19 +141,8 @@ def write_golden(
         GoldenError: There is no metric, a metric has no value, or a value is not a finite number.
         OSError: As from `write_text_atomically`; the old file is as it was.
     """
-    if not metrics:
-        raise GoldenError(str(path), "no metric to write")
-    for name, series in sorted(metrics.items()):
-        if not len(series):
-            raise GoldenError(str(path), f"{name} has no value; not written")
-        for step, value in series.items():
-            if not is_finite(value):
-                raise GoldenError(
-                    str(path), f"{name}, step {step}: {value!r} is not finite; not written"
-                )
-    document: dict[str, JsonValue] = metrics_to_json(metrics)
-    document[PROVENANCE_KEY] = dict(AS_BLOCK) | provenance_to_json(provenance)
-    write_text_atomically(path, lay_out(document, form))
+    golden = Golden(path=str(path), metrics=metrics, provenance=provenance)
+    write_text_atomically(path, golden_text(golden, form))
 
 
 def write_metrics(path: Path, metrics: MetricMap) -> None:

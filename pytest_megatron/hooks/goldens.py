@@ -1,7 +1,8 @@
-"""Writes goldens at the end of a session: all that were asked for, or none.
+"""Candidates for goldens, and their writing at the end of a session: all of them, or none.
 
-A workload only hands in a candidate; what it measured becomes a golden when every workload of the
-session passed cleanly.
+A workload only hands in a candidate, which stays in the run directory; what it measured becomes a
+golden when every item of the session passed and the gate lets all of them through. A workload that
+disagrees with its golden leaves one too, for `pytest-megatron golden review` and `golden accept`.
 """
 
 from __future__ import annotations
@@ -9,43 +10,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import filelock
 import pytest
 
 from pytest_megatron.errors import GoldenError, MegatronError
-from pytest_megatron.files import JsonValue, write_text_atomically, write_texts_together
-from pytest_megatron.golden.model import MetricMap
+from pytest_megatron.files import JsonValue
 from pytest_megatron.golden.policy import Policy
-from pytest_megatron.golden.provenance import Provenance
-from pytest_megatron.golden.refresh import (
-    Change,
-    changes,
-    combine,
-    markdown,
-    series_in,
-    spread_of,
-)
-from pytest_megatron.golden.store import (
-    project_form,
-    read_golden,
-    write_generation_golden,
-    write_golden,
-)
 from pytest_megatron.hooks.options import Options
-from pytest_megatron.host import CPU_PLATFORM
-from pytest_megatron.launch.facts import Facts, utc_now
-from pytest_megatron.launch.own_dir import make_own_dir
-from pytest_megatron.recipe.fingerprint import fingerprint
-from pytest_megatron.recipe.places import case_path
-from pytest_megatron.report.text import mismatch
-from pytest_megatron.verdict.decide import Verdict
-from pytest_megatron.verdict.judge import compare_repeats
-from pytest_megatron.verdict.training import Job, Training
-from pytest_megatron.yamllines import read_document
+from pytest_megatron.launch.facts import Facts
+from pytest_megatron.refresh.accept import Outcome, Terms, accept, consider, write_pages
+from pytest_megatron.refresh.candidate import Candidate
+from pytest_megatron.refresh.making import make_candidate
+from pytest_megatron.refresh.pull_request import commit_message, markdown
+from pytest_megatron.refresh.reading import read_candidate
+from pytest_megatron.verdict.training import Training
 
-_OWN_DIR = Path(".pytest_megatron")
-_LOCK = _OWN_DIR / "goldens.lock"
-_CANDIDATE = "golden_candidate.json"
+_MOST_LINES = 60  # of the page in the terminal
 
 
 class GoldenWriter:
@@ -59,6 +38,7 @@ class GoldenWriter:
         self._root = root
         self._options = options
         self._arguments = arguments
+        self._terms = Terms(reason=options.golden_reason, is_dirty_allowed=options.is_dirty_allowed)
         self.lines: list[str] = []
 
     def wants(self, golden: Path) -> bool:
@@ -82,116 +62,91 @@ class GoldenWriter:
             f"can name; commit first, or give --allow-dirty, which the golden then says",
         )
 
-    def take(
-        self, training: Training, target: Path, policy: Policy, facts: Facts
-    ) -> tuple[dict[str, JsonValue], str | None]:
-        """Make a candidate of a clean training; return it for the record, or why there is none."""
-        if training.verdict is not Verdict.PASSED:
-            return {}, f"{training.job.node_id}: needed another attempt, so it is no golden"
-        faults = [f.text for a in training.attempts if a.health for f in a.health.faults]
-        if faults:
-            return {}, f"{training.job.node_id}: {faults[0]} meanwhile, so it is no golden"
-        spread = compare_repeats(training, policy, facts)
-        if spread.failed:
-            text = mismatch(training, spread)
-            return {}, f"{text}\nthe repeats differ from one another, so there is no new golden"
-        generation = training.clean[0].generation
-        repeats = [attempt.series for attempt in training.clean]
-        names = training.job.metric_names
-        metrics = repeats[0] if generation is not None else combine(repeats, names or ())
-        candidate = training.job.dirs.root / _CANDIDATE
-        provenance = self._provenance(training, metrics, repeats, facts)
-        form = project_form(self._root)
-        if generation is None:
-            write_golden(candidate, metrics, provenance, form)
-        else:
-            write_generation_golden(candidate, generation, provenance, form)
-        shown = target.relative_to(self._root)
-        return {"candidate": str(candidate), "target": str(shown)}, None
+    def keep(self, training: Training, target: Path, facts: Facts) -> dict[str, JsonValue]:
+        """Leave a candidate in the run directory; return what the record says of it."""
+        shown: dict[str, JsonValue] = {"target": str(target.relative_to(self._root))}
+        if not training.clean:
+            return shown
+        try:
+            policy = self._options.golden_policy
+            path = make_candidate(training, facts, arguments=self._arguments, policy=policy)
+        except GoldenError as error:
+            return {**shown, "problem": error.problem}
+        return {**shown, "candidate": str(path)}
 
-    def finish(self, records: Sequence[JsonValue], exit_status: int) -> bool:
+    def refusal(
+        self, node_id: str, record: Mapping[str, JsonValue], directory: Path, policy: Policy
+    ) -> str | None:
+        """Return why the gate keeps a workload's candidate from becoming a golden, or None."""
+        candidate = read_candidate(node_id, record, directory, self._root, policy)
+        refusals = consider(candidate, self._root, self._terms).refusals
+        if not refusals:
+            return None
+        lines = [f"{node_id}: {refusals[0].line}", *(r.line for r in refusals[1:])]
+        if all(refusal.rule.is_soft for refusal in refusals):
+            lines.append("give the reason with --golden-reason TEXT, which the golden then says")
+        return "\n".join(lines)
+
+    def finish(self, records: Mapping[str, JsonValue], policy: Policy, exit_status: int) -> bool:
         """Write every candidate, if the session was clean; return False if that went wrong."""
-        found = [
-            c for r in records if isinstance(r, dict) if isinstance(c := r.get("golden"), dict)
-        ]
-        pairs = {
-            self._root / str(c["target"]): Path(str(c["candidate"])) for c in found if "target" in c
-        }
+        offered = {n: r for n, r in records.items() if isinstance(r, dict) and _is_offered(r)}
+        num_left = sum(isinstance(r, dict) and _has_candidate(r) for r in records.values())
+        if num_left and (exit_status != pytest.ExitCode.OK or not offered):
+            self.lines.append(
+                f"goldens: {num_left} candidates in the run directory; look at them with "
+                "`pytest-megatron golden review`"
+            )
         if not self._options.is_writing_goldens or not records:
             return True
         if exit_status != pytest.ExitCode.OK:
             self.lines.append("goldens: none written, since not all of this run was clean")
-        elif not pairs:
+        elif not offered:
             self.lines.append("goldens: none written, none was missing")
         else:
             try:
-                self._write(pairs)
+                return self._write([self._read(n, r, policy) for n, r in offered.items()])
             except (OSError, MegatronError) as error:
                 self.lines.append(f"goldens: none written: {error}")
                 return False
         return True
 
-    def _write(self, pairs: Mapping[Path, Path]) -> None:
-        """Put candidates in the place of their goldens, all or none."""
-        lock = self._root / _LOCK
-        make_own_dir(self._root)
-        with filelock.FileLock(lock):
-            difference = {str(t.relative_to(self._root)): _changes(t, c) for t, c in pairs.items()}
-            table = markdown(difference)
-            page = next(iter(pairs.values())).parent.parent / "goldens.md"
-            write_text_atomically(page, table + "\n")
-            write_texts_together({t: c.read_text(encoding="utf-8") for t, c in pairs.items()})
-        self.lines += [f"goldens: {len(pairs)} written; for the pull request ({page}):", table]
+    def _read(self, node_id: str, record: Mapping[str, JsonValue], policy: Policy) -> Candidate:
+        return read_candidate(node_id, record, Path(str(record["directory"])), self._root, policy)
 
-    def _provenance(
-        self,
-        training: Training,
-        metrics: MetricMap,
-        repeats: Sequence[MetricMap],
-        facts: Facts,
-    ) -> Provenance:
-        """Say where the values come from."""
-        gpus = facts.host.gpus
-        num_gpus = training.job.workload.gpus
-        platform = training.job.workload.platform
-        is_gpu = platform != CPU_PLATFORM and bool(gpus)
-        is_generation = training.clean[0].generation is not None
-        spread = {} if is_generation else spread_of(repeats, metrics)
-        is_equal = all(
-            spread[name] == 0.0 for name in training.job.metric_names or () if name in spread
-        )
-        if is_generation:
-            is_equal = not any(changes(metrics, repeat) for repeat in repeats)
-        return Provenance(
-            command=("pytest", *self._arguments),
-            commit=facts.commit,
-            config_hash=_config_hash(training.job),
-            is_dirty=facts.is_dirty,
-            image=facts.image,
-            gpu=f"{num_gpus}x {gpus[0].name}" if is_gpu else None,
-            driver=facts.host.driver if is_gpu else None,
-            host_class=facts.host.platform_class(platform),
-            precision=None if training.job.case is None else training.job.case.precision,
-            versions=facts.versions | {"python": facts.python},
-            date=utc_now(),
-            repeats=len(repeats),
-            deterministic=is_equal,
-            spread=spread,
-        )
+    def _write(self, candidates: Sequence[Candidate]) -> bool:
+        outcome = accept(candidates, self._root, self._terms)
+        if outcome.refused:
+            self.lines += [
+                f"goldens: none written: {name}: {refusal.line}"
+                for name, refusal in outcome.refused
+            ]
+            return False
+        self.lines += self._pages(outcome, candidates[0].directory.parent)
+        return True
+
+    def _pages(self, outcome: Outcome, run_dir: Path) -> list[str]:
+        """Write what goes with the goldens, and return what to print."""
+        reason = self._terms.reason
+        lines = [f"goldens: {len(outcome.differences)} written"]
+        try:
+            page, message = write_pages(run_dir, outcome, reason)
+        except OSError as error:
+            lines.append(f"goldens: {error.filename}: {error.strerror}; the page is only here")
+        else:
+            lines.append(f"for the pull request: {page}")
+            lines.append(f"for the commit: git add golden_values && git commit -F {message}")
+        shown = markdown(outcome.differences, reason=reason).splitlines()
+        lines += shown[:_MOST_LINES]
+        if len(shown) > _MOST_LINES:
+            lines.append(f"... {len(shown) - _MOST_LINES} more lines in the page")
+        return [*lines, "", *commit_message(outcome.differences, reason=reason).splitlines()]
 
 
-def _config_hash(job: Job) -> str:
-    """Return what the golden says of the case and the row that it belongs to."""
-    path = case_path(job.setting.root, job.workload)
-    return fingerprint(job.workload, read_document(path).value if path.is_file() else None)
+def _is_offered(record: Mapping[str, JsonValue]) -> bool:
+    golden = record.get("golden")
+    return isinstance(golden, dict) and golden.get("is_offered") is True
 
 
-def _changes(target: Path, candidate: Path) -> tuple[Change, ...] | None:
-    """Return how a golden changes; None where it is new."""
-    if not target.exists():
-        return None
-    try:
-        old = series_in(read_golden(target))
-    except GoldenError:
-        old = {}  # an unreadable golden is replaced whole
-    return changes(old, series_in(read_golden(candidate)))
+def _has_candidate(record: Mapping[str, JsonValue]) -> bool:
+    golden = record.get("golden")
+    return isinstance(golden, dict) and "candidate" in golden

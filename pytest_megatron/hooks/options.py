@@ -61,6 +61,7 @@ class Options:
         history: The file of past outcomes, `off`, or "" for the project's own.
         tee_ranks: Ranks copied to the terminal; None is all of them.
         is_tee_typed: Whether the command line says so, for python tests whose output is captured.
+        golden_reason: Why goldens get worse, or None.
         num_gpus: Ranks of a gang, one for each CUDA device; 0 is all of them; None if not asked.
         num_ranks: Ranks of a gang on a node, on any device; None if not asked.
         device: `auto`, `cuda` or `cpu`.
@@ -89,6 +90,7 @@ class Options:
     is_lightweight: bool
     golden: GoldenMode
     golden_policy: str
+    golden_reason: str | None
     is_plan: bool
     tee_ranks: tuple[int, ...] | None
     is_tee_typed: bool
@@ -162,6 +164,7 @@ def add_options(parser: pytest.Parser) -> None:
         metavar="check|record|refresh|off",
     )
     add("golden-policy", "how to compare: strict (default) or megatron", metavar="NAME")
+    add("golden-reason", "why goldens get worse, which they then say", metavar="TEXT")
     add("plan", "print what would run and run nothing", action="store_true")
     add("tee-ranks", "ranks copied live to the terminal (0,3; all; none)", metavar="LIST")
     add("allow-empty", "a selection that matches nothing is no error", action="store_true")
@@ -209,6 +212,7 @@ def read_options(config: pytest.Config) -> Options:
         is_lightweight=values.flag(config, "lightweight"),
         golden=cast("GoldenMode", golden),
         golden_policy=values.text(config, "golden-policy", "strict"),
+        golden_reason=values.text(config, "golden-reason", "").strip() or None,
         is_plan=values.flag(config, "plan"),
         tee_ranks=values.ranks(values.text(config, "tee-ranks", "0,3")),
         is_tee_typed=values.typed(config, "tee-ranks") is not None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pytest_megatron.files import JsonValue
+from pytest_megatron.golden.policy import Policy
 from pytest_megatron.hooks.goldens import GoldenWriter
 from pytest_megatron.hooks.run_file import RunFile
 from pytest_megatron.hooks.session import RunSession
@@ -14,9 +15,12 @@ from pytest_megatron.hooks.terminal import print_summary
 class ResultsPlugin:
     """Lives in the controller alone: a worker's records reach it on the reports."""
 
-    def __init__(self, session: RunSession, goldens: GoldenWriter, file: RunFile) -> None:
+    def __init__(
+        self, session: RunSession, goldens: GoldenWriter, policy: Policy, file: RunFile
+    ) -> None:
         self._session = session
         self._goldens = goldens
+        self._policy = policy
         self._file = file
         self._records: dict[str, JsonValue] = {}
 
@@ -38,7 +42,7 @@ class ResultsPlugin:
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Write goldens, if all of the run was clean."""
-        is_written = self._goldens.finish(list(self._records.values()), session.exitstatus)
+        is_written = self._goldens.finish(self._records, self._policy, session.exitstatus)
         is_whole = is_written and self._file.problem is None
         if not is_whole and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED

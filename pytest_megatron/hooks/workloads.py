@@ -36,6 +36,7 @@ from pytest_megatron.launch.checkpoints import require_frozen
 from pytest_megatron.launch.own_dir import make_own_dir
 from pytest_megatron.recipe.load import project_words
 from pytest_megatron.recipe.vocabulary import Vocabulary
+from pytest_megatron.refresh.transaction import recover
 from pytest_megatron.report.again import reproduce_line
 from pytest_megatron.report.record import item_record
 from pytest_megatron.report.text import mismatch, training_failure
@@ -58,6 +59,7 @@ def register_roles(config: pytest.Config, options: Options) -> None:
     try:
         vocabulary = project_words(session.root)
         policy = policy_named(options.golden_policy, root=session.root)
+        recover(session.root)  # what a killed refresh left half done
     except MegatronError as error:
         raise pytest.UsageError(str(error)) from None
     goldens = GoldenWriter(session.root, options, session.arguments)
@@ -65,7 +67,7 @@ def register_roles(config: pytest.Config, options: Options) -> None:
     manager.register(WorkloadPlugin(config, session, policy, vocabulary, goldens), PLUGIN_NAME)
     manager.register(SelectionPlugin(session, vocabulary), f"{PLUGIN_NAME}-selection")
     if not session.is_worker:
-        results = ResultsPlugin(session, goldens, run_file_of(config, session))
+        results = ResultsPlugin(session, goldens, policy, run_file_of(config, session))
         manager.register(results, f"{PLUGIN_NAME}-results")
         register_history(config, session)
         register_pages(config, session)
@@ -156,21 +158,42 @@ class WorkloadPlugin:
         judgement = judge(training, golden, self._policy, self._session.facts)
         write_json_atomically(job.dirs.comparison, judgement.as_json())
         problem = self._session.shorten(mismatch(training, judgement)) if judgement.failed else None
-        candidate: dict[str, JsonValue] = {}
-        if problem is None and job.is_compared and self._goldens.wants(golden_path_of(job)):
-            candidate, problem = self._goldens.take(
-                training, new_golden_path_of(job), self._policy, self._session.facts
-            )
         record = self._evaluated(training, judgement, problem)
-        self._record(item, {**record, "golden": candidate})
+        is_wanted = problem is None and self._goldens.wants(golden_path_of(job))
+        if not job.is_compared or (problem is None and not is_wanted):
+            self._record(item, record)
+            return
+        golden_record = self._goldens.keep(training, new_golden_path_of(job), self._session.facts)
+        record = {**record, "golden": golden_record}
+        if is_wanted:
+            record = self._offered(training, judgement, record)
+        self._record(item, record)
+
+    def _offered(
+        self, training: Training, judgement: Judgement, record: dict[str, JsonValue]
+    ) -> dict[str, JsonValue]:
+        """Return the record of a workload whose candidate is to become a golden, if it may."""
+        job = training.job
+        typed = {**record, "platform": job.workload.platform}
+        problem = self._goldens.refusal(job.node_id, typed, job.dirs.root, self._policy)
+        golden = record["golden"]
+        assert isinstance(golden, dict)
+        if problem is None:
+            return {**record, "golden": {**golden, "is_offered": True}}
+        refused = self._evaluated(training, judgement, self._session.shorten(problem))
+        return {**refused, "golden": golden, "summary": f"{record['summary']}, no golden"}
 
     def record_training(self, item: WorkloadItem, training: Training) -> str:
         """Record a training that failed or broke; return why."""
         problem = self._session.shorten(training_failure(training))
         if training.verdict is Verdict.BROKEN:
-            self._record(item, item_record(training, None, problem=problem))
+            record = item_record(training, None, problem=problem)
         else:
-            self._record(item, self._evaluated(training, None, problem))
+            record = self._evaluated(training, None, problem)
+        if training.job.is_compared:
+            target = new_golden_path_of(training.job)
+            record["golden"] = {"target": str(target.relative_to(training.job.setting.root))}
+        self._record(item, record)
         return problem
 
     def with_way_back(self, problem: str, node_id: str) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from pytest_megatron.errors import GoldenError, MetricsError, ReportError
+from pytest_megatron.golden.comparison import RELATIVE, Layer, Rule
 from pytest_megatron.golden.model import MetricMap
 from pytest_megatron.golden.provenance import Golden
 from pytest_megatron.golden.store import read_golden, read_metrics
@@ -173,7 +174,25 @@ def _findings(comparison: Fields) -> Iterator[Finding]:
                 first_step=None if row.flag("passed") else row.whole("first_step"),
                 text=row.text("text"),
                 largest=row.number("largest_relative"),
+                layers=tuple(_layers(row)),
             )
+
+
+def _layers(comparison: Fields) -> Iterator[tuple[bool, str]]:
+    """Yield what the layers of a comparison say, those that this version knows."""
+    rules = {rule.value: rule for rule in Rule}
+    for row in comparison.rows("layers"):
+        rule = rules.get(row.text("layer"))
+        if rule is not None:
+            layer = Layer(
+                rule=rule,
+                passed=row.flag("passed"),
+                measured=row.number("measured"),
+                limit=row.number("limit"),
+                unit=row.text("unit", RELATIVE),
+                place=row.text("place") or None,
+            )
+            yield layer.passed, layer.text
 
 
 def _allowed(comparison: Fields) -> dict[str, Fields]:

@@ -86,7 +86,18 @@ def charts_block(charts: Sequence[Chart], *, most_bytes: int = MOST_BYTES) -> st
     encoded: list[JsonValue] = []
     for chart, values in zip(drawn, encode_charts(drawn, most_bytes=most_bytes), strict=True):
         assert isinstance(values, dict)
-        encoded.append({**values, "t": list[JsonValue](_texts(chart.findings))})
+        shown = next((f for f in chart.findings if not f.passed), None) or next(
+            iter(chart.findings), None
+        )
+        layers: list[JsonValue] = [] if shown is None else [[ok, say] for ok, say in shown.layers]
+        encoded.append(
+            {
+                **values,
+                "t": list[JsonValue](_texts(chart.findings)),
+                "l": layers,
+                "rule": "" if shown is None else shown.rule,
+            }
+        )
     return (
         f"<h2>Curves</h2>{_CONTROLS}<noscript><p>The curves are drawn by a script, which this "
         "browser does not run. <code>pytest-megatron report --svg DIR</code> writes pictures.</p>"

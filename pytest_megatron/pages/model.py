@@ -45,6 +45,8 @@ class Finding:
         rule: What decided.
         first_step: The first that is outside of what is allowed; None if no single one decided.
         text: For a person.
+        largest: The largest relative deviation.
+        layers: (whether it passed, in words) of every test that the metric was put to.
     """
 
     metric: str
@@ -55,6 +57,7 @@ class Finding:
     first_step: int | None
     text: str
     largest: float | None = None
+    layers: tuple[tuple[bool, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from pytest_megatron.files import JsonValue
 from pytest_megatron.golden.compare import compare_resume
 from pytest_megatron.golden.comparison import Comparison, comparison_to_json
 from pytest_megatron.golden.policy import Place, Policy
-from pytest_megatron.golden.provenance import Golden, Provenance
+from pytest_megatron.golden.provenance import Golden
 from pytest_megatron.golden.surroundings import Surroundings
 from pytest_megatron.launch.case import Case, TestType
 from pytest_megatron.launch.facts import Facts
@@ -84,21 +84,6 @@ def judge(training: Training, golden: Golden | None, policy: Policy, facts: Fact
         if golden is not None:
             found.append(_with_golden(training, attempt, golden, policy, facts))
         found += _within(training, attempt, policy)
-    return Judgement(repeats=tuple(found))
-
-
-def compare_repeats(training: Training, policy: Policy, facts: Facts) -> Judgement:
-    """Compare every repeat but the first with the first, as if that were the golden."""
-    first, *others = training.clean
-    case, _ = _case(training)
-    stand_in = Golden(
-        path=str(first.whole_path),
-        metrics=first.whole if first.generation is None else {},
-        generation=first.generation,
-        provenance=Provenance(deterministic=not case.is_nondeterministic),
-    )
-    found = [_with_golden(training, other, stand_in, policy, facts) for other in others]
-    found += [one for attempt in training.clean for one in _within(training, attempt, policy)]
     return Judgement(repeats=tuple(found))
 
 

@@ -112,6 +112,13 @@ def test_the_lts_container_label_switches_environment_and_image(first: tuple[str
     assert row(plain) == row(lts)
 
 
+def test_the_image_follows_an_environment_that_is_asked_for() -> None:
+    labels = ("container::lts",)
+    lts = decide(Trigger(environment="lts"), TABLE)
+    dev = decide(Trigger(environment="dev", labels=labels), TABLE)
+    assert (lts.environment, lts.image, dev.environment, dev.image) == ("lts", "lts", "dev", "dev")
+
+
 def test_labels_of_other_suites_count_besides_the_rule() -> None:
     decision = decided("pull_request", "Run MBridge tests", "Run tests", "Run NeMoRL tests")
     assert (decision.suites, row(decision)) == (("mbridge", "nemorl"), ("L1", 1, True))

@@ -44,6 +44,14 @@ products:
   - test_case: [tests/unit_tests/ssm/test_ssm.py]
     products: [{environment: [dev], tag: [latest], scope: [unit-tests-broken]}]
 """
+PLAIN = "NO_MARK = '@pytest.mark.experimental'\ndef test_a(): pass\n"
+MARKED = """\
+import pytest
+
+@pytest.mark.launch_on_gb200
+@pytest.mark.experimental
+def test_gb(): pass
+"""
 FILES = ("test_a.py", "test_b.py", "moe/test_moe.py", "moe/test_gb.py", "ssm/test_ssm.py")
 
 
@@ -55,11 +63,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write(tmp_path / "recipes/gpt.yaml", RECIPE)
     write(tmp_path / "recipes/unit-tests.yaml", UNITS)
     for name in FILES:
-        write(tmp_path / "tests/unit_tests" / name, "def test_a(): pass\n")
-    write(
-        tmp_path / "tests/unit_tests/moe/test_gb.py",
-        "@pytest.mark.launch_on_gb200\n@pytest.mark.experimental\n",
-    )
+        write(tmp_path / "tests/unit_tests" / name, PLAIN)
+    write(tmp_path / "tests/unit_tests/moe/test_gb.py", MARKED)
     return tmp_path
 
 
@@ -175,11 +180,24 @@ def test_each_job_has_its_exact_command_nodes_and_a_time_that_holds_all_repeats(
         "time_limit_s": 600,
         "timeout_minutes": 60,
         "num_files": 0,
+        "compared": None,
         "command": "pytest -p megatron 'recipes/gpt.yaml::two_nodes[dev-dgx_h100]' "
         "--platform dgx_h100 --n-repeat 5",
     }
     slim = found["recipes/gpt.yaml::slim[dev-dgx_h100-L1]"]
     assert (slim["n_repeat"], slim["timeout_minutes"]) == (1, 40)
+
+
+def test_a_plan_says_which_rows_are_compared_with_nothing(project: Path) -> None:
+    """FORMATS 9.14: most rows of the default tier are lightweight by their own config there."""
+    config = project / "tests/functional_tests/test_cases/gpt"
+    write(config / "slim/model_config.yaml", "ENV_VARS: {ENABLE_LIGHTWEIGHT_MODE: true}\n")
+    write(config / "two_nodes/model_config.yaml", "TEST_TYPE: regular\n")
+    given = ("--only", "workloads", "--event", "push", "--platform", "dgx_h100")
+    assert [job["compared"] for job in jobs(*given).values()] == [False, True]
+    lines = invoke(*given).stdout.splitlines()
+    assert lines[2] == "1 of 2 workloads is compared with no golden, because of the case"
+    assert [line.endswith(", not compared") for line in lines if "ranks" in line] == [True, False]
 
 
 def test_jobs_on_two_platforms_have_ids_of_their_own() -> None:

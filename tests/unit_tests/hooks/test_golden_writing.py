@@ -80,8 +80,8 @@ def test_workloads_that_are_not_clean_keep_every_golden_from_being_written(
     run = project.run("recipes", *arguments, run_dir="run-unclean")
     causes = {
         "crash": "rank 0 of 2 raised ValueError",
-        "jitter": "the repeats differ from one another, so there is no new golden",
-        "flaky": "needed another attempt, so it is no golden",
+        "jitter": "[spread] the repeats differ from one another, so there is no new golden",
+        "flaky": "[retry] needed another attempt, so it is no golden",
     }
     assert run.outcomes == {"new": "PASSED", **dict.fromkeys(causes, "FAILED")}
     assert {case: cause in run.problem(case) for case, cause in causes.items()} == dict.fromkeys(
@@ -99,7 +99,9 @@ def test_record_writes_only_what_is_missing(
     new = project.golden_path("new").relative_to(project.root).as_posix()
     now = goldens(project)
     assert {path: text for path, text in now.items() if path != new} == before
-    assert f"| {new} | new | | | | |" in run.stdout.splitlines()
+    lines = run.stdout.splitlines()
+    start = lines.index("New (1):")
+    assert lines[start + 2] == f"- `{new}`"
 
 
 def test_a_clean_refresh_writes_every_golden(refreshed: Run, project: Project) -> None:
@@ -114,8 +116,7 @@ def test_a_clean_refresh_writes_every_golden(refreshed: Run, project: Project) -
     )
 
 
-@pytest.mark.usefixtures("refreshed")
-def test_a_new_golden_says_where_it_comes_from(project: Project) -> None:
+def test_a_new_golden_says_where_it_comes_from(refreshed: Run, project: Project) -> None:
     """FORMATS 9.29: goldens bear no provenance there."""
     provenance = read_golden(project.golden_path("new")).provenance
     assert provenance is not None
@@ -127,26 +128,39 @@ def test_a_new_golden_says_where_it_comes_from(project: Project) -> None:
     assert (provenance.gpu, provenance.driver) == (None, None)
     assert provenance.date is not None
     assert "torch" in provenance.versions
+    assert (provenance.world_size, provenance.policy) == (2, "strict")
+    assert provenance.directions == {"lm loss": "lower_is_better", "num-zeros": "either"}
+    assert provenance.run == refreshed.directory.name
+    assert provenance.supersedes is not None
+    assert provenance.config_hash is not None
 
 
 def test_a_refresh_prints_and_keeps_a_table_for_the_pull_request(
     refreshed: Run, project: Project
 ) -> None:
     new, old = (f"golden_values/gpt/{c}/golden_values_dev_cpu.json" for c in ("new", "old"))
-    table = [
-        "| golden | metric | steps | changed | largest | mean, signed |",
-        "|---|---|---:|---:|---:|---:|",
-        f"| {new} | unchanged | | 0 | | |",
-    ]
     lines = refreshed.stdout.splitlines()
-    start = lines.index(table[0])
-    assert lines[start : start + 3] == table
-    assert lines[start + 3].startswith(f"| {old} | lm loss | 10 -> 10 | 1 | 7.8e-02 | -7.8e-03 |")
-    page = (refreshed.directory / "goldens.md").read_text()
-    assert page.splitlines() == lines[start : start + 4]
-    assert f"for the pull request ({refreshed.directory.relative_to(project.root)}" in (
-        refreshed.stdout
+    assert "goldens: 2 written" in lines
+    row = f"| `{old}` | **`lm loss`** | 10 -> 10 | 0 | 1 | 0.0e+00 | 7.8e-02 | -7.8e-03 | by step"
+    assert any(line.startswith(row) for line in lines)
+    assert f"- `{new}`" in lines
+    page = (refreshed.directory / "goldens.md").read_text().splitlines()
+    start = lines.index(page[0])
+    assert lines[start : start + len(page)] == page
+    shown = refreshed.directory.relative_to(project.root)
+    assert f"for the pull request: {shown}/goldens.md" in lines
+
+
+def test_a_refresh_proposes_a_commit_message(refreshed: Run, project: Project) -> None:
+    text = (refreshed.directory / "goldens_commit_message.txt").read_text()
+    subject, _, command, commit_line, largest = text.splitlines()
+    assert subject == "Refresh goldens of 2 cases"
+    assert command.endswith(f"recipes {' '.join(REFRESH)}")
+    assert commit_line == f"Measured at commit: {git(project, 'rev-parse', 'HEAD')}"
+    assert largest.startswith(
+        "Largest relative change: 7.8e-02, lm loss at step 3 of golden_values"
     )
+    assert text.rstrip() in refreshed.stdout
 
 
 def test_the_written_golden_passes_in_pytest_and_on_the_command_line(

@@ -25,6 +25,7 @@ OPTIONS = """\
 --gang-start
 --golden
 --golden-policy
+--golden-reason
 --gpus
 --history
 --labels

@@ -193,6 +193,13 @@ def test_hovering_tells_values_and_what_is_allowed(browser: Browser, root: Path)
     assert "golden\t6.8" in told
     assert "repeat 2\t8.8\t+2.9e-1" in told
     assert "allowed\t" in told
+    assert browser.run(
+        "(() => { const chart = document.querySelector('.chart');"
+        " const [a, b] = ['svg.plot', '.readout'].map((name) =>"
+        " chart.querySelector(name).getBoundingClientRect());"
+        " return a.left <= b.left && a.top <= b.top && b.right <= a.right && b.bottom <= a.bottom;"
+        " })()"
+    )  # the readout is within the picture
 
 
 def test_everything_can_be_done_with_keys(browser: Browser, root: Path) -> None:

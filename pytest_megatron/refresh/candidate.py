@@ -1,0 +1,139 @@
+"""A golden that may be written, and all that a run says of how it was measured. Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path, PurePosixPath
+
+from pytest_megatron.golden.model import MetricMap
+from pytest_megatron.golden.provenance import Golden
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """One attempt, as the run's record has it.
+
+    Attributes:
+        exit_codes: Of the launcher, one for each phase; negative for a signal.
+        cause: Why it is no good, or None.
+        faults: Failures of the hardware meanwhile.
+        repeated_steps: Metric to a step that its files hold more than once.
+    """
+
+    repeat: int
+    number: int
+    exit_codes: tuple[int, ...]
+    cause: str | None = None
+    signature: str | None = None
+    faults: tuple[str, ...] = ()
+    repeated_steps: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One workload of a run that measured values for a golden.
+
+    Attributes:
+        target: Where the golden belongs, relative to the project.
+        directory: Of the workload, in the run or in what was unpacked of it.
+        verdict: The run's word: `passed`, `failed`, `flaky` or `broken`.
+        problem: Why it did not pass, as the run printed it.
+        golden: Values and provenance, None where the run left none.
+        repeats: What each clean repeat measured.
+        last_step: The iteration that the plan trains to; None where it names none.
+        num_ranks: Of the plan.
+        platform: Of the row.
+        spread: In what the repeats differ more than the policy allows, a line each.
+        disagreements: What disagrees that is not the golden: a resumed training, gradients.
+        is_expected_to_fail: `TEST_EVALUATION: xpass`, and it did.
+        is_quarantined: Its failure did not count.
+        damage: What is missing or wrong in the run's files.
+    """
+
+    node_id: str
+    target: PurePosixPath
+    directory: Path
+    verdict: str
+    problem: str | None = None
+    golden: Golden | None = None
+    attempts: tuple[Ran, ...] = ()
+    repeats: tuple[MetricMap, ...] = ()
+    last_step: int | None = None
+    num_ranks: int | None = None
+    platform: str | None = None
+    spread: tuple[str, ...] = ()
+    disagreements: tuple[str, ...] = ()
+    is_expected_to_fail: bool = False
+    is_quarantined: bool = False
+    is_lightweight: bool = False
+    damage: tuple[str, ...] = ()
+
+
+class Rule(Enum):
+    """Why a golden is not written; the value is the name that is printed."""
+
+    # Never.
+    DAMAGED = "damaged-run"
+    NOT_TRAINED = "not-trained"
+    SIGNAL = "signal"
+    WATCHDOG = "watchdog"
+    EXIT_CODE = "exit-code"
+    RETRY = "retry"
+    HARDWARE = "hardware"
+    EXPECTED_FAILURE = "expected-failure"
+    QUARANTINE = "quarantine"
+    LIGHTWEIGHT = "lightweight"
+    DISAGREES = "disagrees"
+    REPEATS = "repeats"
+    SPREAD = "spread"
+    NOT_FINITE = "not-finite"
+    MISSING = "missing-steps"
+    DUPLICATE = "duplicate-steps"
+    TRUNCATED = "truncated"
+    FROZEN = "frozen"
+    FEWER_METRICS = "fewer-metrics"
+    OTHER_KIND = "other-kind"
+    NOT_COMMITTED = "not-committed"
+    DIRTY = "dirty"
+    PLATFORM = "platform"
+    GPU = "gpu"
+    WORLD_SIZE = "world-size"
+    # Only with a reason.
+    CONFIG = "config-changed"
+    STEP_1 = "step-1"
+    LOSS = "loss-worse"
+    MEMORY = "memory"
+    TIME = "time"
+    MASS = "one-direction"
+
+    @property
+    def is_soft(self) -> bool:
+        """Whether a reason is enough."""
+        return self in _SOFT
+
+
+_SOFT = frozenset((Rule.CONFIG, Rule.STEP_1, Rule.LOSS, Rule.MEMORY, Rule.TIME, Rule.MASS))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """Why one golden, or a set of them, is not written.
+
+    Attributes:
+        text: What was found, what was expected, what to do.
+    """
+
+    rule: Rule
+    text: str
+
+    @property
+    def line(self) -> str:
+        """For a person: the rule by name, then the text."""
+        return f"[{self.rule.value}] {self.text}"
+
+
+def hard(refusals: Sequence[Refusal]) -> tuple[Refusal, ...]:
+    """Return those that no reason outweighs."""
+    return tuple(refusal for refusal in refusals if not refusal.rule.is_soft)

@@ -1,0 +1,136 @@
+"""Makes the candidate of a training: the median of its repeats and where they come from.
+
+The file stays in the run directory. Whether it may become a golden is the gate's to say, later and
+from the run's files alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from pytest_megatron.files import write_text_atomically
+from pytest_megatron.golden.model import MetricMap
+from pytest_megatron.golden.provenance import Golden, Provenance
+from pytest_megatron.golden.refresh import combine, spread_of
+from pytest_megatron.golden.store import golden_text, project_form
+from pytest_megatron.host import CPU_PLATFORM
+from pytest_megatron.launch.case import Case
+from pytest_megatron.launch.facts import Facts, utc_now
+from pytest_megatron.recipe.fingerprint import fingerprint
+from pytest_megatron.recipe.places import case_path
+from pytest_megatron.refresh.reading import CANDIDATE
+from pytest_megatron.verdict.training import Job, Training
+from pytest_megatron.yamllines import read_document
+
+_SIZES = {
+    "tp": "--tensor-model-parallel-size",
+    "pp": "--pipeline-model-parallel-size",
+    "cp": "--context-parallel-size",
+    "ep": "--expert-model-parallel-size",
+}
+_EITHER = "num-zeros"
+
+
+def make_candidate(
+    training: Training, facts: Facts, *, arguments: Sequence[str], policy: str
+) -> Path:
+    """Write what a training measured, as a golden, into its run directory; return the file.
+
+    Args:
+        training: At least one repeat of it is clean.
+        facts: Where it ran.
+        arguments: What was typed after `pytest`.
+        policy: The one that the run compares under.
+
+    Raises:
+        GoldenError: A value is not a finite number, so that it could be no golden.
+        OSError: It cannot be written.
+    """
+    generation = training.clean[0].generation
+    repeats = [attempt.series for attempt in training.clean]
+    names = training.job.metric_names or ()
+    metrics = repeats[0] if generation is not None else combine(repeats, names)
+    provenance = _provenance(training, metrics, repeats, facts)
+    path = training.job.dirs.root / CANDIDATE
+    golden = Golden(
+        path=str(path),
+        metrics=metrics if generation is None else {},
+        generation=generation,
+        provenance=_with_run(provenance, training, arguments=arguments, policy=policy),
+    )
+    write_text_atomically(path, golden_text(golden, project_form(training.job.setting.root)))
+    return path
+
+
+def _provenance(
+    training: Training, metrics: MetricMap, repeats: Sequence[MetricMap], facts: Facts
+) -> Provenance:
+    """Say what the values are of and how sure they are."""
+    job = training.job
+    is_gpu = job.workload.platform != CPU_PLATFORM and bool(facts.host.gpus)
+    is_generation = training.clean[0].generation is not None
+    spread = {} if is_generation else spread_of(repeats, metrics)
+    is_equal = (
+        all(repeat == metrics for repeat in repeats)
+        if is_generation
+        else all(spread[name] == 0.0 for name in job.metric_names or () if name in spread)
+    )
+    return Provenance(
+        commit=facts.commit,
+        is_dirty=facts.is_dirty,
+        image=facts.image,
+        gpu=f"{job.workload.gpus}x {facts.host.gpus[0].name}" if is_gpu else None,
+        driver=facts.host.driver if is_gpu else None,
+        host_class=facts.host.platform_class(job.workload.platform),
+        precision=None if job.case is None else job.case.precision,
+        versions=facts.versions | {"python": facts.python},
+        date=utc_now(),
+        repeats=len(repeats),
+        deterministic=is_equal,
+        spread=spread,
+        directions={n: "either" if n == _EITHER else "lower_is_better" for n in metrics}
+        if not is_generation
+        else {},
+    )
+
+
+def _with_run(
+    provenance: Provenance, training: Training, *, arguments: Sequence[str], policy: str
+) -> Provenance:
+    """Add what was run, and as what."""
+    job = training.job
+    ends = training.clean[0].ends
+    seed = None if job.case is None else job.case.argument("--seed")
+    return replace(
+        provenance,
+        command=("pytest", *arguments),
+        config_hash=_config_hash(job),
+        world_size=ends[0].plan.world_size if ends else None,
+        layout=None if job.case is None else _layout(job.case),
+        policy=policy,
+        seed=int(seed) if seed is not None and seed.isdecimal() else None,
+        run=_ci_page(os.environ) or job.dirs.root.parent.name,
+    )
+
+
+def _config_hash(job: Job) -> str:
+    """Return what the golden says of the case and the row that it belongs to."""
+    path = case_path(job.setting.root, job.workload)
+    return fingerprint(job.workload, read_document(path).value if path.is_file() else None)
+
+
+def _layout(case: Case) -> str | None:
+    """Return `tp2 pp2`; None where nothing is split."""
+    parts = [f"{name}{size}" for name, key in _SIZES.items() if (size := case.argument(key))]
+    return " ".join(parts) or None
+
+
+def _ci_page(env: Mapping[str, str]) -> str | None:
+    """Return the page of the CI job that this runs in, as GitHub and GitLab name it."""
+    if {"GITHUB_SERVER_URL", "GITHUB_REPOSITORY", "GITHUB_RUN_ID"} <= env.keys():
+        repository = f"{env['GITHUB_SERVER_URL']}/{env['GITHUB_REPOSITORY']}"
+        return f"{repository}/actions/runs/{env['GITHUB_RUN_ID']}"
+    return env.get("CI_JOB_URL")

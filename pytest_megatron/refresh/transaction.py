@@ -1,0 +1,290 @@
+"""Replaces several files of a project together: all of them, or none (effects: files, a lock).
+
+A rename is atomic for one file only. So the set is written beside its targets first, under names
+that a journal lists; the journal's own name says how far it got, and a rename of the journal is the
+instant at which the new set counts:
+
+    goldens.preparing.json   new files are being written: whoever finds it deletes them
+    goldens.replacing.json   all are on the disk: whoever finds it renames what is left
+    goldens.undoing.json     a rename failed: whoever finds it puts the old files back
+
+Whoever is killed leaves one of the three, and the next command or session of ours ends what it
+began. Writing and renaming happen under a lock; a reader needs it only where a journal lies. The
+change of state needs no room on the disk. A journal names files relative to the project, which
+hosts may see under different paths.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import filelock
+
+from pytest_megatron.errors import GoldenError
+from pytest_megatron.files import JsonValue, write_json_atomically
+from pytest_megatron.launch.own_dir import OWN_DIR, make_own_dir
+
+LOCK = OWN_DIR / "goldens.lock"
+_PREPARING, _REPLACING, _UNDOING = (
+    OWN_DIR / f"goldens.{state}.json" for state in ("preparing", "replacing", "undoing")
+)
+_JOURNALS = (_PREPARING, _REPLACING, _UNDOING)
+_LOCK_WAIT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    """One file of a set, relative to the project.
+
+    Attributes:
+        has_old: Whether the target was there before.
+    """
+
+    target: PurePosixPath
+    has_old: bool
+
+    @property
+    def new(self) -> PurePosixPath:
+        """Where the new file waits, beside its target."""
+        return self.target.with_name(f".{self.target.name}.new")
+
+    @property
+    def old(self) -> PurePosixPath:
+        """A second name of the old file, until all is done."""
+        return self.target.with_name(f".{self.target.name}.old")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Journal:
+    """What a set consists of.
+
+    Attributes:
+        made: Directories that were not there before, the outer ones first.
+    """
+
+    entries: tuple[_Entry, ...]
+    made: tuple[PurePosixPath, ...]
+
+    def as_json(self) -> dict[str, JsonValue]:
+        """Return the content of the file."""
+        return {
+            "schema": 1,
+            "entries": [{"target": str(e.target), "has_old": e.has_old} for e in self.entries],
+            "made": [str(directory) for directory in self.made],
+        }
+
+
+@contextlib.contextmanager
+def locked(root: Path) -> Iterator[None]:
+    """Hold the lock of a project's goldens, after what others left half done is ended.
+
+    Raises:
+        GoldenError: Another refresh holds it and does not end, or nothing can be written here.
+    """
+    try:
+        make_own_dir(root)
+        with filelock.FileLock(root / LOCK, timeout=_LOCK_WAIT_S):
+            _recover(root)
+            yield
+    except filelock.Timeout as error:
+        raise GoldenError(
+            str(root / LOCK),
+            f"another refresh has held the goldens for {_LOCK_WAIT_S:g} s; wait for it, or end it",
+        ) from error
+
+
+def recover(root: Path) -> None:
+    """End what a killed refresh of this project left half done; costs three looks if it is none.
+
+    Raises:
+        GoldenError: It cannot be ended: until then the goldens may be a mixture of two sets.
+    """
+    if not any((root / journal).exists() for journal in _JOURNALS):
+        return
+    try:
+        with locked(root):
+            pass
+    except OSError as error:
+        raise GoldenError(
+            str(error.filename or root),
+            f"a refresh was interrupted and cannot be ended: {error.strerror}; make the project "
+            "writable, then repeat this",
+        ) from error
+
+
+def recover_above(directory: Path) -> None:
+    """Do so for the project that a directory lies in, wherever its root is.
+
+    Raises:
+        GoldenError: As from `recover`.
+    """
+    for root in (directory.absolute(), *directory.absolute().parents):
+        recover(root)
+
+
+def replace_together(root: Path, texts: Mapping[PurePosixPath, str]) -> None:
+    """Replace files of a project, or none of them; the caller holds `locked`.
+
+    Args:
+        root: The project.
+        texts: What the files shall hold, by their path relative to `root`.
+
+    Raises:
+        OSError: The disk is full, a directory is read only, a target is no file; every file is as
+            it was, unless the process is killed before it ends this, see `recover`.
+    """
+    journal = _Journal(
+        entries=tuple(_Entry(target=t, has_old=(root / t).is_file()) for t in sorted(texts)),
+        made=tuple(sorted({d for target in texts for d in _missing_above(root, target)})),
+    )
+    write_json_atomically(root / _PREPARING, journal.as_json())
+    _sync(root / OWN_DIR)
+    try:
+        _stage(root, journal, texts)
+        _move(root, _PREPARING, _REPLACING)
+    except BaseException:
+        _drop(root, journal)
+        raise
+    _replace(root, journal)
+
+
+def _stage(root: Path, journal: _Journal, texts: Mapping[PurePosixPath, str]) -> None:
+    """Put the new files and second names of the old ones beside the targets, onto the disk."""
+    for directory in journal.made:
+        (root / directory).mkdir(exist_ok=True)
+    for entry in journal.entries:
+        _write(root / entry.new, texts[entry.target].encode())
+        if entry.has_old:
+            _keep(root / entry.target, root / entry.old)
+    parents = {directory.parent for directory in journal.made}
+    for directory in {entry.target.parent for entry in journal.entries} | parents:
+        _sync(root / directory)
+
+
+def _replace(root: Path, journal: _Journal) -> None:
+    """Rename what is not renamed yet; if that goes wrong, put everything back."""
+    try:
+        for entry in journal.entries:
+            if (root / entry.new).exists():
+                (root / entry.new).replace(root / entry.target)
+        _sync_targets(root, journal)
+    except OSError:
+        _move(root, _REPLACING, _UNDOING)
+        _undo(root, journal)
+        raise
+    for entry in journal.entries:
+        (root / entry.old).unlink(missing_ok=True)
+    (root / _REPLACING).unlink()
+
+
+def _undo(root: Path, journal: _Journal) -> None:
+    for entry in journal.entries:
+        if (root / entry.old).exists():
+            (root / entry.old).replace(root / entry.target)
+        elif not entry.has_old and (root / entry.target).is_file():
+            (root / entry.target).unlink()
+    _sync_targets(root, journal)
+    _drop(root, journal)
+
+
+def _drop(root: Path, journal: _Journal) -> None:
+    """Take away what waits beside the targets, and the journal last."""
+    for entry in journal.entries:
+        (root / entry.new).unlink(missing_ok=True)
+        (root / entry.old).unlink(missing_ok=True)
+    for directory in reversed(journal.made):
+        with contextlib.suppress(OSError):  # somebody else may have put a file there
+            (root / directory).rmdir()
+    for name in _JOURNALS:
+        (root / name).unlink(missing_ok=True)
+
+
+def _recover(root: Path) -> None:
+    """End what a journal says that somebody began; the caller holds the lock.
+
+    Raises:
+        OSError: Something cannot be renamed or deleted.
+        GoldenError: The journal is not one of ours.
+    """
+    found = next((name for name in reversed(_JOURNALS) if (root / name).exists()), None)
+    if found is None:
+        return
+    journal = _read(root / found)
+    if found == _REPLACING:
+        try:
+            _replace(root, journal)
+        except OSError:
+            if any((root / name).exists() for name in _JOURNALS):
+                raise  # else everything is as it was before that refresh
+    elif found == _UNDOING:
+        _undo(root, journal)
+    else:
+        _drop(root, journal)
+
+
+def _read(path: Path) -> _Journal:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+        journal = _Journal(
+            entries=tuple(
+                _Entry(target=PurePosixPath(e["target"]), has_old=bool(e["has_old"]))
+                for e in value["entries"]
+            ),
+            made=tuple(PurePosixPath(directory) for directory in value["made"]),
+        )
+    except (ValueError, TypeError, KeyError) as error:
+        raise GoldenError(
+            str(path), f"is no journal of a refresh ({error}); look at the goldens, then delete it"
+        ) from error
+    for name in (*(entry.target for entry in journal.entries), *journal.made):
+        if name.is_absolute() or ".." in name.parts:
+            raise GoldenError(str(path), f"{str(name)!r} leads out of the project; delete the file")
+    return journal
+
+
+def _missing_above(root: Path, target: PurePosixPath) -> Iterator[PurePosixPath]:
+    for directory in target.parents:
+        if directory.parts and not (root / directory).exists():
+            yield directory
+
+
+def _write(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _keep(target: Path, old: Path) -> None:
+    """Give a file a second name, or a copy where the file system knows no such thing."""
+    old.unlink(missing_ok=True)
+    try:
+        os.link(target, old)
+    except OSError:
+        _write(old, target.read_bytes())
+        shutil.copymode(target, old)
+
+
+def _move(root: Path, name: Path, new_name: Path) -> None:
+    (root / name).replace(root / new_name)
+    _sync(root / OWN_DIR)
+
+
+def _sync_targets(root: Path, journal: _Journal) -> None:
+    for directory in {entry.target.parent for entry in journal.entries}:
+        _sync(root / directory)
+
+
+def _sync(directory: Path) -> None:
+    """Put the names in a directory onto the disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -30,11 +30,13 @@ class Curve:
 
     Attributes:
         name: As in a legend: `golden`, `repeat 1`, `repeat 1, attempt 2, phase 2`.
+        is_resumed: Whether it may start later than others.
     """
 
     name: str
     role: Role
     series: Series
+    is_resumed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

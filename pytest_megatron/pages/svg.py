@@ -6,6 +6,7 @@ Colours follow the reader's scheme where a browser draws it; elsewhere they are 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
@@ -228,8 +229,9 @@ def _points(curve: Curve, golden: Curve | None) -> list[tuple[int, float, str | 
     """Return step, value and what stands in place of a number; the golden's steps included."""
     at = dict(curve.series.items())
     expected = () if golden is None else golden.series.steps
+    steps = sorted({*at, *expected})
     points = []
-    for step in sorted({*at, *expected}):
+    for step in steps[bisect_left(steps, min(at, default=0)) :] if curve.is_resumed else steps:
         value = at.get(step)
         is_number = isinstance(value, float) and math.isfinite(value)
         kind = None if is_number else _MISSING if value is None else _kind(value)

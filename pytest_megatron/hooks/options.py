@@ -35,15 +35,7 @@ _LISTS = {
     "test-case": "test case",
     "tag": "tag of a row",
 }
-_ABOUT_UNITS = (
-    "bucket",
-    "experimental-tests",
-    "environment",
-    "platform",
-    "tag",
-    "labels",
-    "ci-event",
-)
+_ALSO_ABOUT_UNITS = ("environment", "platform", "tag", "labels", "ci-event")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,8 +236,13 @@ def read_options(config: pytest.Config) -> Options:
 
 
 def may_ask_for_units(config: pytest.Config) -> bool:
-    """Whether an option is given that leaves out python tests by file or by mark."""
-    return any(values.given(config, name) is not None for name in _ABOUT_UNITS)
+    """Whether an option is given that leaves out python tests by file or by mark.
+
+    Words that also choose among workloads have to be typed: their default in an ini file must not
+    leave out tests of a plain pytest.
+    """
+    is_theirs = any(values.given(config, n) is not None for n in ("bucket", "experimental-tests"))
+    return is_theirs or any(values.typed(config, name) is not None for name in _ALSO_ABOUT_UNITS)
 
 
 def _asks_for_workloads(config: pytest.Config) -> bool:

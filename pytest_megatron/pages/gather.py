@@ -173,6 +173,7 @@ def _findings(comparison: Fields) -> Iterator[Finding]:
                 rule=row.text("rule"),
                 first_step=None if row.flag("passed") else row.whole("first_step"),
                 text=row.text("text"),
+                golden_path=row.text("golden_path"),
                 largest=row.number("largest_relative"),
                 layers=tuple(_layers(row)),
             )
@@ -245,8 +246,11 @@ def _measured(dirs: AttemptDirs, notes: list[str]) -> Iterator[tuple[int | None,
 
 def _source(dirs: PhaseDirs) -> Path | None:
     """Return what to read of a phase; one that failed may have no `metrics.json`."""
-    places = (dirs.metrics, dirs.metrics_lines, dirs.tensorboard)
-    return next((path for path in places if path.exists()), None)
+    for path in (dirs.metrics, dirs.metrics_lines):
+        if path.exists():
+            return path
+    is_empty = not dirs.tensorboard.is_dir() or not any(dirs.tensorboard.iterdir())
+    return None if is_empty else dirs.tensorboard
 
 
 def _read(path: Path | None, notes: list[str]) -> Iterator[MetricMap]:

@@ -47,6 +47,7 @@ class Finding:
         rule: What decided.
         first_step: The first that is outside of what is allowed; None if no single one decided.
         text: For a person.
+        golden_path: The file that it ends with.
         largest: The largest relative deviation.
         layers: (whether it passed, in words) of every test that the metric was put to.
     """
@@ -58,6 +59,7 @@ class Finding:
     rule: str
     first_step: int | None
     text: str
+    golden_path: str = ""
     largest: float | None = None
     layers: tuple[tuple[bool, str], ...] = ()
 

@@ -24,6 +24,7 @@ _MOST_POINTS = 700
 _MOST_NAMES = 6
 _ROOM = 90  # that a word needs
 _MISSING = "no value"
+_DOT = "m-2 0a2 2 0 1 0 4 0a2 2 0 1 0 -4 0"
 _LETTER = 7.0  # width of one, about
 _GOLDEN, _BACK, _TEXT, _SOFT, _GRID = "#b07d00", "#ffffff", "#1b1f24", "#57606a", "#e2e7ec"
 _BAD, _GOOD = "#c62f2f", "#1a7f37"
@@ -276,7 +277,7 @@ def _path(points: Sequence[tuple[float, float]]) -> str:
         if is_gap:
             continue
         places = [f"{x:.1f} {y:.1f}" for x, y in run]
-        parts.append(f"M{'L'.join(places)}{'h0.1' if len(places) == 1 else ''}")
+        parts.append(f"M{'L'.join(places)}{_DOT if len(places) == 1 else ''}")
     return "".join(parts)
 
 

@@ -122,7 +122,7 @@
       isOpen = true;
     };
     const end = () => {
-      if (isOpen && parts[parts.length - 1][0] === "M") parts.push("h0"); // a dot
+      if (isOpen && parts[parts.length - 1][0] === "M") parts.push("m-2 0a2 2 0 1 0 4 0a2 2 0 1 0 -4 0"); // a dot
       isOpen = false;
     };
     for (let i = from; i <= to;) {

@@ -83,6 +83,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[_HAS_GANGS] = True
     elif chosen.asks_for_gangs:
         _register_gangs(config)
+    elif chosen.run_dir is not None:
+        _register_run_file(config, chosen)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -162,6 +164,16 @@ def _register_gangs(config: pytest.Config) -> GangPlugin:
         register_pages(config, session)
     config.stash[_HAS_GANGS] = True
     return plugin
+
+
+def _register_run_file(config: pytest.Config, chosen: options.Options) -> None:
+    """Have `run.json` written if nothing but plain tests run: CI reads there how it ended."""
+    from pytest_megatron.hooks.run_file import run_file_of  # noqa: PLC0415 - not for all
+    from pytest_megatron.hooks.session import session_of  # noqa: PLC0415 - not for all
+
+    session = session_of(config, chosen)
+    if not session.is_worker:
+        run_file_of(config, session)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -155,7 +155,7 @@ def add_options(parser: pytest.Parser) -> None:
         "off: do not compare",
         metavar="check|record|refresh|off",
     )
-    add("golden-policy", "how to compare: strict (default) or megatron", metavar="NAME")
+    add("golden-policy", "how to compare: strict (default), megatron or a file", metavar="POLICY")
     add("golden-reason", "why goldens get worse, which they then say", metavar="TEXT")
     add("plan", "print what would run and run nothing", action="store_true")
     add("tee-ranks", "ranks copied live to the terminal (0,3; all; none)", metavar="LIST")

@@ -291,3 +291,19 @@ def test_bad_sides_of_a_difference_are_clear_errors(repository: Staged) -> None:
     result = run("diff", target, "broken.json", "--exit-code")
     assert result.exit_code == 1
     assert result.stderr.startswith("broken.json: holds no metric ({})")
+
+
+def test_a_command_ends_what_a_killed_refresh_began(staged: Staged) -> None:
+    """The journal says that all new files are on the disk; one of two was renamed already."""
+    targets = [staged.target("better"), staged.target("new")]
+    entries = [{"target": t, "has_old": n == 0} for n, t in enumerate(targets)]
+    text = (staged.run_dir / "r-new-dev-cpu" / "golden_candidate.json").read_text()
+    waiting = staged.root / "golden_values/gpt/new/.golden_values_dev_cpu.json.new"
+    waiting.parent.mkdir()
+    waiting.write_text(text)
+    (staged.root / ".pytest_megatron").mkdir()
+    journal = staged.root / ".pytest_megatron" / "goldens.replacing.json"
+    journal.write_text(json.dumps({"schema": 1, "entries": entries, "made": []}))
+    assert run("review", "run", "--list").exit_code == 0
+    assert (staged.root / staged.target("new")).read_text() == text
+    assert (waiting.exists(), journal.exists()) == (False, False)

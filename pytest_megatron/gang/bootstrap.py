@@ -18,7 +18,8 @@ from typing import Protocol, TypeAlias, cast
 from pytest_megatron.gang.logs import FLIGHT_FILE, STACKS_FILE
 from pytest_megatron.gang.messages import RankOrder
 from pytest_megatron.gang.nodes import Place
-from pytest_megatron.gang.nursery import STACK_SIGNAL, RankEnds
+from pytest_megatron.gang.nursery import STACK_SIGNAL
+from pytest_megatron.gang.rank_ends import RankEnds
 
 _RECORDED_COLLECTIVES = "2000"
 RandomState: TypeAlias = tuple[object, ...]

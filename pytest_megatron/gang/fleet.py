@@ -10,23 +10,24 @@ import functools
 import selectors
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TypeAlias, assert_never
 
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.gang.channel import Channel, Listener, WrongKeyError
-from pytest_megatron.gang.followers import Followers
-from pytest_megatron.gang.lifecycle import (
+from pytest_megatron.gang.actions import (
     Action,
     AskForStacks,
     Finish,
     KillGang,
-    Lifecycle,
     SendClose,
     SendRun,
-    State,
 )
+from pytest_megatron.gang.channel import Channel, Listener, WrongKeyError
+from pytest_megatron.gang.followers import Followers
+from pytest_megatron.gang.gangs import Gang, Template, join_stacks, send_to_ranks, with_store
+from pytest_megatron.gang.lifecycle import State
 from pytest_megatron.gang.messages import (
     Adopt,
     AskStacks,
@@ -46,73 +47,17 @@ from pytest_megatron.gang.messages import (
     Run,
     Stacks,
     StoreOpened,
-    encode,
 )
 from pytest_megatron.gang.nodes import describe_node
-from pytest_megatron.gang.spec import GangSpec, RunEnd
 
 _OF_NODE = -1  # in the place of a rank
 _LOST_S = 2.0  # between the end of a rank's connection and the news of its death
 _ORPHANED = "ended, as the process that starts ranks was killed"
 
 
-@dataclass(slots=True, kw_only=True)
-class Gang:
-    """The ranks that run one test together, seen from the controller.
-
-    Attributes:
-        number: Counted from 1 in this session.
-        orders: What its ranks were told, by rank.
-        descriptors: Of leased devices, for ranks to inherit.
-        ends: How its tests ended, until the controller takes them.
-        nurseries: Connections of nurseries that still hold something of it.
-        silent: Connections of nurseries that have not answered the last question for stacks.
-        starters: Rank -> connection of the nursery that starts it.
-        keepers: Rank -> connection of the nursery that has it: another one where the first one
-            becomes the rank; and the one that has the store.
-        missing: Rank -> node id -> why the rank has no such test.
-        orphans: Orders of ranks that nobody can start, as their node is gone.
-    """
-
-    number: int
-    spec: GangSpec
-    orders: tuple[RankOrder, ...]
-    lifecycle: Lifecycle
-    descriptors: tuple[int, ...] = ()
-    channels: dict[int, Channel] = field(default_factory=dict)
-    lost: dict[int, float] = field(default_factory=dict)
-    ends: list[RunEnd] = field(default_factory=list)
-    nurseries: set[int] = field(default_factory=set)
-    silent: set[int] = field(default_factory=set)
-    stacks: list[Stacks] = field(default_factory=list)
-    starters: dict[int, Channel] = field(default_factory=dict)
-    keepers: dict[int, Channel] = field(default_factory=dict)
-    missing: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
-    orphans: list[RankOrder] = field(default_factory=list)
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether nothing of it is left."""
-        return self.lifecycle.state is State.GONE
-
-
 OnDebugger: TypeAlias = Callable[[Gang, int, Channel, Message], None]
 TemplateWord: TypeAlias = Collected | Died | Stacks | StoreOpened
 OnTemplate: TypeAlias = Callable[[int, TemplateWord, int], None]
-
-
-@dataclass(slots=True, kw_only=True)
-class Template:
-    """A nursery of one rank that has collected.
-
-    Attributes:
-        number: What it was started under; below 0, where gangs have numbers above.
-        is_single: Whether it cannot fork and becomes the rank itself.
-    """
-
-    number: int
-    channel: Channel
-    is_single: bool
 
 
 class Fleet:
@@ -198,6 +143,8 @@ class Fleet:
     def start(self, gang: Gang) -> None:
         """Start the ranks of a gang; first its store, then they are forked."""
         self._gangs[gang.number] = gang
+        # Of ranks that call over TCP nobody knows whose words are still underway.
+        gang.is_in_lockstep = all(order.node_rank == 0 for order in gang.orders)
         for order in gang.orders:
             if self.has_nursery(order.node_rank, _OF_NODE):
                 self._choose_nursery(gang, order)
@@ -216,6 +163,17 @@ class Fleet:
             gang, gang.lifecycle.assign(run, limit_s=limit_s, is_isolated=is_isolated, now=now)
         )
         self._lose(gang, gang.orphans)
+
+    def may_send_ahead(self, gang: Gang) -> bool:
+        """Whether a gang can take a test beside the one that it runs.
+
+        Its ranks have to come from one nursery, so that they can agree among themselves.
+        """
+        return gang.is_in_lockstep and gang.lifecycle.may_send_ahead
+
+    def send_ahead(self, gang: Gang, run: Run, *, limit_s: float) -> None:
+        """Have a gang run a test right after the one that it runs, if all ranks end that well."""
+        self._carry_out(gang, gang.lifecycle.send_ahead(run, limit_s=limit_s))
 
     def close(self, gang: Gang) -> None:
         """End a gang: politely if it is idle, and has processes."""
@@ -301,6 +259,7 @@ class Fleet:
             channel = self._nursery_of_node(order.node_rank)
             gang.starters[order.rank] = gang.keepers[order.rank] = channel
             return
+        gang.is_in_lockstep = False
         gang.starters[order.rank] = gang.keepers[order.rank] = template.channel
         if template.is_single:
             del self._templates[key]
@@ -377,8 +336,8 @@ class Fleet:
             self._on_rank(gang, hello.rank, source)
 
         self._selector.modify(source, selectors.EVENT_READ, on_rank)
-        for message in rest:
-            self._tell(gang, hello.rank, message)
+        gang.inboxes[hello.rank] = deque(rest)
+        self._deliver(gang)
 
     def _on_follower(self, source: object) -> None:
         assert isinstance(source, Channel)
@@ -452,13 +411,16 @@ class Fleet:
                 self._fork(gang, port, problem)
             case Died(rank=rank):
                 self._drain_rank(gang, rank)
+                if gang.lifecycle.is_past(rank):  # it may have died in the test sent ahead
+                    self._drain_others(gang)
+                    self._deliver(gang)
                 gang.lost.pop(rank, None)
                 self._tell(gang, rank, message)
             case Stacks():
                 gang.stacks.append(message)
                 gang.silent.discard(source.fileno())
                 if not gang.silent:
-                    self._tell(gang, 0, _join_stacks(gang.stacks))
+                    self._tell(gang, 0, join_stacks(gang.stacks))
             case Killed():
                 self._on_killed(gang, source.fileno())
             case _:
@@ -468,7 +430,7 @@ class Fleet:
         """Take in what a node's nursery says of those of single ranks."""
         match message:
             case StoreOpened(gang=number, port=port, problem=""):
-                orders = _with_store(self._raised[number][0], port)
+                orders = with_store(self._raised[number][0], port)
                 for node_rank in {order.node_rank for order in orders}:
                     here = tuple(order for order in orders if order.node_rank == node_rank)
                     if self.has_nursery(node_rank, -1):
@@ -496,7 +458,7 @@ class Fleet:
         if problem:
             self._tell(gang, 0, Broken(problem=problem))
             return
-        gang.orders = _with_store(gang.orders, port)
+        gang.orders = with_store(gang.orders, port)
         by_nursery: dict[int, list[RankOrder]] = {}
         channels = {}
         for order in gang.orders:
@@ -517,8 +479,30 @@ class Fleet:
         """Take what a rank said; before its death is told, also its last words."""
         channel = gang.channels.get(rank)
         if channel is not None:
-            for message in channel.drain():
-                self._tell(gang, rank, message)
+            gang.inboxes.setdefault(rank, deque()).extend(channel.drain())
+            self._deliver(gang)
+
+    def _deliver(self, gang: Gang) -> None:
+        """Look at what ranks said, what they said of the running test first.
+
+        A rank that has ended it may have gone on; what it says then comes after the last words of
+        all others on the running test, which are underway at the least.
+        """
+        while ranks := [rank for rank, inbox in gang.inboxes.items() if inbox]:
+            present = [rank for rank in ranks if not gang.lifecycle.is_past(rank)]
+            if not present and self._drain_others(gang):
+                continue
+            rank = (present or ranks)[0]
+            self._tell(gang, rank, gang.inboxes[rank].popleft())
+
+    def _drain_others(self, gang: Gang) -> bool:
+        """Read what all ranks of a gang have said by now; return whether there was anything."""
+        is_new = False
+        for rank, channel in gang.channels.items():
+            found = channel.drain()
+            gang.inboxes.setdefault(rank, deque()).extend(found)
+            is_new = is_new or bool(found)
+        return is_new
 
     def _tell(self, gang: Gang, rank: int, message: Message) -> None:
         if isinstance(message, Ready) and rank in gang.missing:
@@ -535,9 +519,9 @@ class Fleet:
         for action in actions:
             match action:
                 case SendRun(run=run):
-                    _send_to_ranks(gang, run)
+                    send_to_ranks(gang, run)
                 case SendClose():
-                    _send_to_ranks(gang, Close())
+                    send_to_ranks(gang, Close())
                 case AskForStacks(ranks=ranks):
                     self._ask_for_stacks(gang, ranks)
                 case KillGang():
@@ -570,24 +554,3 @@ class Fleet:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(channel)
         channel.close()
-
-
-def _send_to_ranks(gang: Gang, message: Message) -> None:
-    frame = encode(message)
-    for channel in gang.channels.values():
-        channel.send_frame(frame)
-
-
-def _with_store(orders: Sequence[RankOrder], port: int) -> tuple[RankOrder, ...]:
-    """Return the orders with the port of the store to meet in."""
-    return tuple(replace(o, env={**o.env, "MASTER_PORT": str(port)}) for o in orders)
-
-
-def _join_stacks(answers: Sequence[Stacks]) -> Stacks:
-    """Return one answer of what several nurseries said."""
-    return Stacks(
-        gang=answers[0].gang,
-        stacks={rank: text for answer in answers for rank, text in answer.stacks.items()},
-        flights={rank: text for answer in answers for rank, text in answer.flights.items()},
-        phases={rank: phase for answer in answers for rank, phase in answer.phases.items()},
-    )

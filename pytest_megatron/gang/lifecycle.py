@@ -8,11 +8,17 @@ limit counts. Who is not done by then is asked for its stack and killed with the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from enum import Enum
-from typing import TypeAlias
 
 from pytest_megatron.files import JsonValue
+from pytest_megatron.gang.actions import (
+    Action,
+    AskForStacks,
+    Finish,
+    KillGang,
+    SendClose,
+    SendRun,
+)
 from pytest_megatron.gang.messages import (
     Broken,
     Closed,
@@ -29,7 +35,8 @@ from pytest_megatron.gang.messages import (
     Run,
     Stacks,
 )
-from pytest_megatron.gang.spec import RankEnd, Reason, RunEnd
+from pytest_megatron.gang.rank_state import RankState
+from pytest_megatron.gang.spec import Reason, RunEnd
 from pytest_megatron.wording import describe_exit, name_ranks
 
 _EXIT_S = 1.0  # for other ranks to end, where one has asked pytest itself to
@@ -49,97 +56,6 @@ class State(Enum):
     GONE = "gone"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendRun:
-    """Send the test to every rank."""
-
-    run: Run
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendClose:
-    """Tell every rank to tear down and end."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AskForStacks:
-    """Ask these ranks where they are."""
-
-    ranks: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KillGang:
-    """Kill every rank."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finish:
-    """Tell whoever waits how the test ended."""
-
-    end: RunEnd
-
-
-Action: TypeAlias = SendRun | SendClose | AskForStacks | KillGang | Finish
-
-
-@dataclass(slots=True, kw_only=True)
-class _Rank:
-    """What is known of one rank."""
-
-    rank: int
-    log_dir: str
-    is_ready: bool = False
-    exit_code: int | None = None
-    is_closed: bool = False
-    problem: str = ""
-    missing: dict[str, str] = field(default_factory=dict)
-    # Of the current run:
-    done: Done | None = None
-    early: list[JsonValue] = field(default_factory=list)
-    at: float | None = None
-    failed_phase: str = ""
-    outcome: str = ""
-    phase: str = ""
-    stack: str = ""
-    flight: str = ""
-
-    def reset(self) -> None:
-        self.done, self.at, self.failed_phase, self.outcome, self.phase = None, None, "", "", ""
-        self.problem = self.stack = self.flight = ""
-        self.early = []
-
-    def undo(self) -> None:
-        """Take back that it ended the test: it was lost before the others did."""
-        if self.done is not None:
-            self.early = [
-                report
-                for report in self.done.reports
-                if isinstance(report, dict) and report.get("outcome") != "passed"
-            ]
-            self.done = None
-
-    @property
-    def is_settled(self) -> bool:
-        return self.done is not None or self.exit_code is not None or bool(self.problem)
-
-    def end(self) -> RankEnd:
-        return RankEnd(
-            rank=self.rank,
-            done=self.done,
-            early=tuple(self.early),
-            exit_code=self.exit_code,
-            at=self.at,
-            failed_phase=self.failed_phase,
-            outcome=self.outcome,
-            phase=self.phase,
-            problem=self.problem,
-            stack=self.stack,
-            flight=self.flight,
-            log_dir=self.log_dir,
-        )
-
-
 class Lifecycle:
     """One gang, from its first rank to its last."""
 
@@ -154,9 +70,10 @@ class Lifecycle:
         self.state = State.STARTING
         self.problems: list[str] = []
         self.late: dict[int, JsonValue] = {}
-        self._ranks = [_Rank(rank=rank, log_dir=path) for rank, path in enumerate(log_dirs)]
+        self._ranks = [RankState(rank=rank, log_dir=path) for rank, path in enumerate(log_dirs)]
         self._grace_s = grace_s
         self._run: Run | None = None
+        self._ahead: tuple[Run, float] | None = None
         self._limit_s = 0.0
         self._is_isolated = False
         self._started_at = now
@@ -178,13 +95,50 @@ class Lifecycle:
             now: Seconds of the clock.
         """
         assert self._run is None
-        self._run, self._limit_s, self._is_isolated = run, limit_s, is_isolated
+        self._is_isolated = is_isolated
+        self._begin(run, limit_s, now)
+        return self._send() if self.state is State.IDLE else []
+
+    def _begin(self, run: Run, limit_s: float, now: float) -> None:
+        self._run, self._limit_s = run, limit_s
         for rank in self._ranks:
             rank.reset()
         self._started_at = self._phase_at = now
         self._sign_at = self._stop = None
         self._patience_s = self._grace_s
-        return self._send() if self.state is State.IDLE else []
+
+    def send_ahead(self, run: Run, *, limit_s: float) -> list[Action]:
+        """Send the test that follows the running one; ranks start it if all end that well.
+
+        In any other case it is dropped, here as in the ranks, which know the same.
+        """
+        assert self._run is not None
+        assert self._ahead is None
+        assert run.after == self._run.run
+        self._ahead = run, limit_s
+        return [SendRun(run=run)]
+
+    @property
+    def may_send_ahead(self) -> bool:
+        """Whether it runs a test that may end well, and has nothing to go on with."""
+        return (
+            self.state is State.RUNNING
+            and self._ahead is None
+            and self._sign_at is None
+            and not self._is_isolated
+        )
+
+    @property
+    def ahead(self) -> int:
+        """Number of the execution that was sent ahead, 0 without one."""
+        return 0 if self._ahead is None else self._ahead[0].run
+
+    def is_past(self, rank: int) -> bool:
+        """Whether what a rank says now may be of the test that was sent ahead.
+
+        If it is, all ranks have said that they ended the running one.
+        """
+        return self._ahead is not None and self._ranks[rank].done is not None
 
     def close(self, now: float) -> list[Action]:
         """Tear down an idle gang; one that is busy or starts is killed.
@@ -203,7 +157,7 @@ class Lifecycle:
         if self.state in (State.KILLING, State.GONE):
             return []
         self.state = State.KILLING
-        self._run = None
+        self._run = self._ahead = None
         return [KillGang()]
 
     @property
@@ -271,7 +225,7 @@ class Lifecycle:
             case _:
                 return self._on_word(self._ranks[rank], message, now)
 
-    def _on_word(self, rank: _Rank, message: Message, now: float) -> list[Action]:
+    def _on_word(self, rank: RankState, message: Message, now: float) -> list[Action]:
         match message:
             case Ready(missing=missing):
                 rank.is_ready, rank.missing = True, dict(missing)
@@ -300,7 +254,7 @@ class Lifecycle:
                 self._on_debugger(rank, message, now)
         return []
 
-    def _on_closed(self, rank: _Rank, message: Closed) -> None:
+    def _on_closed(self, rank: RankState, message: Closed) -> None:
         rank.is_closed = True
         if message.late is not None:
             self.late[rank.rank] = message.late
@@ -316,7 +270,7 @@ class Lifecycle:
         self._started_at = self._phase_at = now
         return self._send()
 
-    def _on_debugger(self, rank: _Rank, message: Message, now: float) -> None:
+    def _on_debugger(self, rank: RankState, message: Message, now: float) -> None:
         """Stop the clocks while a debugger is open; it starts them anew when it is left."""
         match message:
             case DebuggerWanted() | DebuggerWrote() | DebuggerReads():
@@ -334,25 +288,25 @@ class Lifecycle:
     def _is_current(self, run: int) -> bool:
         return self._run is not None and self._run.run == run and self.state is not State.KILLING
 
-    def _note(self, rank: _Rank, when: str, outcome: str, now: float) -> None:
+    def _note(self, rank: RankState, when: str, outcome: str, now: float) -> None:
         if outcome != "passed" and not rank.failed_phase:
             rank.failed_phase, rank.outcome = when, outcome
             self._sign(rank, now)
 
-    def _sign(self, rank: _Rank, now: float) -> None:
+    def _sign(self, rank: RankState, now: float) -> None:
         if rank.at is None:
             rank.at = now
         if self._sign_at is None:
             self._sign_at = now
 
-    def _on_death(self, rank: _Rank, exit_code: int, now: float) -> list[Action]:
+    def _on_death(self, rank: RankState, exit_code: int, now: float) -> list[Action]:
         if rank.exit_code is not None:
             return []
         rank.exit_code = exit_code
         self._debugging.discard(rank.rank)
         return self._on_loss(rank, describe_exit(exit_code), now)
 
-    def _on_loss(self, rank: _Rank, what: str, now: float) -> list[Action]:
+    def _on_loss(self, rank: RankState, what: str, now: float) -> list[Action]:
         """Go on after a rank was lost, be it its process or its connection."""
         is_between = self.state in (State.IDLE, State.CLOSING)
         if is_between and not rank.is_closed:
@@ -399,7 +353,16 @@ class Lifecycle:
             return self._end(Reason.DESYNCHRONISED, 0.0, now, is_kept=False)
         is_dead = any(r.exit_code is not None for r in self._ranks)
         is_kept = is_in_step and not is_dead and not any(d.poison for d in done)
+        if is_kept and self._ahead is not None and all(d.is_clean for d in done):
+            return self._go_on(*self._ahead, now)
         return self._end(Reason.DONE, 0.0, now, is_kept=is_kept)
+
+    def _go_on(self, run: Run, limit_s: float, now: float) -> list[Action]:
+        """End the test and take up the one that the ranks have started by themselves."""
+        finish = self._finished(Reason.DONE, 0.0, now, is_kept=True)
+        self._ahead = None
+        self._begin(run, limit_s, now)
+        return [finish]
 
     def _kind_of_sign(self) -> Reason:
         first = min((r for r in self._ranks if r.at is not None), key=lambda r: (r.at, r.rank))
@@ -424,22 +387,25 @@ class Lifecycle:
 
     def _end(self, reason: Reason, limit_s: float, now: float, *, is_kept: bool) -> list[Action]:
         is_kept = is_kept and not self._is_isolated
-        run = self._run
-        self._run = None
         actions: list[Action] = []
         if is_kept:
             self.state = State.IDLE
         else:
             self.state = State.KILLING
             actions.append(KillGang())
-        if run is not None:
-            end = RunEnd(
-                run=run.run,
+        if self._run is not None:
+            actions.append(self._finished(reason, limit_s, now, is_kept=is_kept))
+        self._run = self._ahead = None
+        return actions
+
+    def _finished(self, reason: Reason, limit_s: float, now: float, *, is_kept: bool) -> Finish:
+        return Finish(
+            end=RunEnd(
+                run=self.run,
                 reason=reason,
                 ranks=tuple(r.end() for r in self._ranks),
                 limit_s=limit_s,
                 duration_s=now - self._started_at,
                 is_kept=is_kept,
             )
-            actions.append(Finish(end=end))
-        return actions
+        )

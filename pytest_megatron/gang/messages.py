@@ -102,6 +102,7 @@ class Done:
         printed: What pytest wrote to its terminal in this rank (`--setup-show`).
         printed_late: The same from the teardown on.
         late: Report of the teardown of what the test before this one left; None if it went well.
+        is_clean: Whether every phase passed, so that ranks may go on by themselves.
     """
 
     run: int
@@ -114,6 +115,7 @@ class Done:
     printed: str = ""
     printed_late: str = ""
     late: JsonValue = None
+    is_clean: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +181,8 @@ class Run:
             `UNKNOWN` (only the test itself is).
         shared_dir: One directory for all ranks, for this execution.
         is_last_if_failed: Whether a failure ends the session, so that everything is torn down.
+        after: The execution that all ranks have to end well first, else this one is dropped; 0
+            for one that starts at once.
     """
 
     run: int
@@ -188,6 +192,7 @@ class Run:
     next_node_id: str
     shared_dir: str
     is_last_if_failed: bool
+    after: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import mmap
 import os
 import select
 import signal
@@ -20,10 +19,11 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang.channel import Channel
+from pytest_megatron.gang.lockstep import Lockstep
 from pytest_megatron.gang.logs import FLIGHT_FILE, STACKS_FILE, file_size
 from pytest_megatron.gang.messages import (
     Adopt,
@@ -48,63 +48,12 @@ from pytest_megatron.gang.processes import (
     kill_descendants,
     send_signal,
 )
+from pytest_megatron.gang.rank_ends import PHASE_BYTES, RankEnds
+from pytest_megatron.gang.starter import Keeper, Starter
 
 STACK_SIGNAL = signal.SIGRTMIN + 9
 _POLL_S = 0.02
-_PHASE_BYTES = 1024  # a node id while a rank collects
 _STACKS_S = 1.0  # for a rank to write its stack
-
-
-@dataclass(slots=True)
-class RankEnds:
-    """Descriptors that a rank shares with its nursery.
-
-    Attributes:
-        trigger: Read end of a pipe; a byte in it asks for NCCL's flight recorder.
-        phase: A file in memory in which the rank notes the phase of a test that it is in.
-    """
-
-    trigger: int
-    phase: int
-    _page: mmap.mmap | None = None
-
-    def note(self, when: str) -> None:
-        """Note the phase; costs less than a microsecond, and survives the rank."""
-        if self._page is None:
-            self._page = mmap.mmap(self.phase, _PHASE_BYTES)
-        self._page[:] = when.encode()[:_PHASE_BYTES].ljust(_PHASE_BYTES, b"\0")
-
-
-class Starter(Protocol):
-    """How ranks come into being."""
-
-    def start(
-        self, order: RankOrder, ends: RankEnds, inherited: Sequence[int], unwanted: Sequence[int]
-    ) -> int:
-        """Start a rank; return its process.
-
-        Args:
-            order: What it has to know.
-            ends: What it shares with the nursery.
-            inherited: Descriptors that it holds as long as it lives.
-            unwanted: Descriptors of the nursery's own that it must not hold.
-        """
-
-    def open_store(self, host: str) -> int:
-        """Return the port of a new key-value store.
-
-        Raises:
-            LaunchError: There can be none.
-        """
-
-    def close_store(self, port: int) -> None:
-        """Close the store of a gang that is gone."""
-
-    def is_own(self, pid: int) -> bool:
-        """Return whether a process belongs to the nursery itself and not to a gang."""
-
-    def take_note_of_end(self, pid: int) -> None:
-        """Replace a process of the nursery's own that ended; any other is no matter."""
 
 
 @dataclass(slots=True)
@@ -117,7 +66,7 @@ class _Child:
 
     @property
     def phase(self) -> str:
-        return os.pread(self.phase_file, _PHASE_BYTES, 0).decode(errors="replace").strip("\0 ")
+        return os.pread(self.phase_file, PHASE_BYTES, 0).decode(errors="replace").strip("\0 ")
 
     def close(self, exit_code: int) -> None:
         self.is_alive, self.exit_code = False, exit_code
@@ -200,8 +149,7 @@ class Nursery:
     def _handle(self, message: Message, descriptors: Sequence[int]) -> None:
         match message:
             case Fork(orders=orders):
-                for order in orders:
-                    self._start(order, descriptors)
+                self._start_gang(orders, descriptors)
             case OpenStore(gang=gang, host=host):
                 self._channel.send(self._open_store(gang, host))
             case Kill(gang=gang):
@@ -217,14 +165,27 @@ class Nursery:
             case _:
                 raise AssertionError(f"not for a nursery: {message!r}")
 
-    def _start(self, order: RankOrder, descriptors: Sequence[int]) -> None:
+    def _start_gang(self, orders: Sequence[RankOrder], descriptors: Sequence[int]) -> None:
+        is_whole = len(orders) == orders[0].world_size
+        lockstep = Lockstep(len(orders)) if is_whole else None
+        for order in orders:
+            self._start(order, descriptors, lockstep)
+        if lockstep is not None:
+            lockstep.close()
+
+    def _start(
+        self, order: RankOrder, descriptors: Sequence[int], lockstep: Lockstep | None
+    ) -> None:
         trigger_read, trigger = os.pipe()
         phase = os.memfd_create("phase")
-        os.ftruncate(phase, _PHASE_BYTES)
+        os.ftruncate(phase, PHASE_BYTES)
         others = [c for c in self._children.values() if c.is_alive]
         unwanted = [fd for child in others for fd in (child.trigger, child.phase_file)]
         pid = self._starter.start(
-            order, RankEnds(trigger_read, phase), descriptors, [*unwanted, *self._own, trigger]
+            order,
+            RankEnds(trigger_read, phase, lockstep),
+            descriptors,
+            [*unwanted, *self._own, trigger],
         )
         os.close(trigger_read)
         self._children[pid] = _Child(order, trigger, phase)
@@ -402,28 +363,6 @@ class Forking:
     def take_note_of_end(self, pid: int) -> None:
         """Tell the keeper."""
         self.keeper.take_note_of_end(pid)
-
-
-class Keeper(Protocol):
-    """Opens stores that outlive ranks.
-
-    Attributes:
-        pid: Its process, or None before the first store.
-    """
-
-    pid: int | None
-
-    def open_store(self, host: str) -> int:
-        """Return the port of a new store."""
-
-    def close_store(self, port: int) -> None:
-        """Close the store of a gang that is gone."""
-
-    def take_note_of_end(self, pid: int) -> None:
-        """Replace its process if that is the one that ended."""
-
-    def forget(self) -> None:
-        """Let go of it in a forked child."""
 
 
 def _texts(directories: dict[int, Path], name: str) -> dict[str, str]:

@@ -80,6 +80,19 @@ class Schedule:
         self._waiting.discard(index)
         return index, self._plan(gang, spec)
 
+    def take_planned(self, gang: int, spec: GangSpec) -> tuple[int, int] | None:
+        """Return the test that a gang was told to expect next and what comes after it, or None."""
+        return self.take(gang, spec) if gang in self._planned else None
+
+    def put_back(self, gang: int, index: int) -> None:
+        """Undo `take_planned`: plan the test again, and what was to come after it behind it."""
+        following = self._planned.pop(gang, None)
+        if following is not None:
+            self.give_back(following)
+            self._chunks[self._tests[following][0]][0].owner = gang
+        self._waiting.add(index)
+        self._planned[gang] = index
+
     def give_back(self, index: int) -> None:
         """Put a test that was interrupted back, in front."""
         spec, file = self._tests[index]

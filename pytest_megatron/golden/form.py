@@ -85,8 +85,9 @@ def _without_steps(value: JsonValue) -> JsonValue:
     """Return a block with a list of values, if start and interval give every step of it."""
     if not isinstance(value, dict) or not isinstance(values := value.get("values"), dict):
         return value
-    interval = _interval(list(map(int, values)))
-    if interval is None:
+    steps = list(map(int, values))
+    interval = _interval(steps)
+    if interval is None or value.get("start_step") != steps[0]:
         return value
     numbers: list[JsonValue] = list(values.values())
     return value | {"step_interval": interval, "values": numbers}

@@ -5,7 +5,7 @@ Reads files and asks git; changes nothing. What is wrong inside one file is `che
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,12 +91,9 @@ def lint_goldens(paths: Sequence[Path], project: Project) -> Report:
         GoldenError: A path does not exist.
         RecipeError: The same of a recipe.
     """
-    trees = [project.root / tree for tree in (GOLDENS, CASES)]
-    files = (
-        find_goldens(paths)
-        if paths
-        else sorted(_goldens_below(trees[0]) | _goldens_below(trees[1]))
-    )
+    root = project.root
+    everywhere = _goldens_below(root / GOLDENS) | _goldens_below(root / CASES)
+    files = find_goldens(paths) if paths else sorted(everywhere)
     linter = _Linter(project)
     for file in files:
         linter.look_at(file)
@@ -115,8 +112,9 @@ class _Linter:
     """Looks at one file after the other and remembers what is compared between them.
 
     Attributes:
+        findings: What was found so far.
+        num_bytes: How much was read so far.
         readers: The rows that read a golden, by its absolute path.
-        shadowed: A golden that counts for nothing, to the one that counts.
     """
 
     def __init__(self, project: Project) -> None:
@@ -146,7 +144,9 @@ class _Linter:
             message = "is the dump of a second run, which nothing reads; remove it"
             self._add(path, "golden-second-run", message)
             return
-        self.findings += self._check_place(path, place)
+        problem = self._misplaced(path) if place is None else self._unread(path, place)
+        if problem is not None:
+            self._add(path, *problem)
         sheet = self._read(path)
         if sheet is None:
             return
@@ -179,14 +179,6 @@ class _Linter:
             Finding(file=path, line=None, rule=rule, message=message, severity=Severity.WARNING)
         )
 
-    def _check_place(self, path: Path, place: Place | None) -> Iterator[Finding]:
-        problem = self._misplaced(path) if place is None else self._unread(path, place)
-        if problem is not None:
-            rule, message = problem
-            yield Finding(
-                file=path, line=None, rule=rule, message=message, severity=Severity.WARNING
-            )
-
     def _misplaced(self, path: Path) -> tuple[str, str] | None:
         root = self._project.root.absolute()
         if not path.absolute().is_relative_to(root):
@@ -210,11 +202,12 @@ class _Linter:
             return "golden-orphan", f"there is no {case}; remove it, or move it to its case"
         platforms = self._project.vocabulary.platforms
         if not is_known and place.platform not in platforms | self._project.other_names.keys():
-            named = f"platform {place.platform!r}" if place.platform else "no platform"
-            message = f"unknown {named}" if place.platform else "names no platform"
-            message += f"{nearest(place.platform, platforms)}; say in [tool.pytest-megatron] "
-            key = place.platform or '""'
-            return "golden-name", f"{message}golden-platforms which one {key} is, or remove it"
+            message, key = "names no platform", '""'
+            if place.platform:
+                message = f"unknown platform {place.platform!r}{nearest(place.platform, platforms)}"
+                key = place.platform
+            message += f"; say in [tool.pytest-megatron] golden-platforms which one {key} is, or "
+            return "golden-name", f"{message}remove it"
         if not is_known and self._project.recipes:
             message = "no row of the recipes reads this golden; remove it or add a row"
             return "unreachable-golden", message

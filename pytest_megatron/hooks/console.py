@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from pytest_megatron.gang.channel import Channel
-from pytest_megatron.gang.fleet import Gang
+from pytest_megatron.gang.gangs import Gang
 from pytest_megatron.gang.lifecycle import State
 from pytest_megatron.gang.messages import (
     INTERRUPTED_LINE,

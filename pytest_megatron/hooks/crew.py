@@ -14,7 +14,8 @@ import pytest
 from pytest_megatron.gang import measure
 from pytest_megatron.gang.bootstrap import state_if_seeded
 from pytest_megatron.gang.channel import listen_locally
-from pytest_megatron.gang.fleet import Fleet, Gang
+from pytest_megatron.gang.fleet import Fleet
+from pytest_megatron.gang.gangs import Gang
 from pytest_megatron.gang.lifecycle import Lifecycle, State
 from pytest_megatron.gang.messages import Welcome
 from pytest_megatron.gang.nodes import Nodes

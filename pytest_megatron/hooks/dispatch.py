@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.files import JsonValue
-from pytest_megatron.gang.fleet import Gang
+from pytest_megatron.gang.gangs import Gang
 from pytest_megatron.gang.lifecycle import State
 from pytest_megatron.gang.logs import file_size
 from pytest_megatron.gang.messages import NOTHING, UNKNOWN, Run
@@ -80,6 +80,10 @@ class Dispatcher:
         self._late: list[tuple[pytest.Item, Merged]] = []
         self._num_runs = 0
         self._is_claiming = False  # room is being made for a test that the schedule does not have
+        option = session.config.option
+        self._may_send_ahead = not any(
+            getattr(option, name, None) for name in ("maxfail", "usepdb", "trace")
+        )
         self._has_closed = threading.Event()
 
     # What the loop asks
@@ -148,6 +152,7 @@ class Dispatcher:
                     self._assign(gang, *taken)
             elif has_left(gang):
                 schedule.forget(gang.number)
+            self._send_ahead(gang)
         while (spec := schedule.wanted(crew.num_free(), crew.count())) is not None:
             started = crew.start(spec)
             if started is None:
@@ -251,11 +256,43 @@ class Dispatcher:
         is_busy = any(g is gang for g, _ in self._running.values())
         return not is_busy and gang.lifecycle.state in (State.IDLE, State.STARTING)
 
+    def _send_ahead(self, gang: Gang) -> None:
+        """Have a gang go on by itself where it is known with what, and nobody may object.
+
+        Who wants a say in whether there is a next test: a limit of failures, reruns, a debugger,
+        and other gangs that may be idle by then.
+        """
+        if not self._may_send_ahead or not self._crew.fleet.may_send_ahead(gang):
+            return
+        if not (self.is_in_order or self.is_serial):
+            return
+        taken = self._schedule.take_planned(gang.number, gang.spec)
+        if taken is not None:
+            index, next_index = taken
+            after = gang.lifecycle.run
+            if num_reruns_of(self._items[index], self._num_reruns):
+                self._schedule.put_back(gang.number, index)
+                return
+            run = self._prepare(gang, index, next_index, after)
+            self._crew.fleet.send_ahead(gang, run, limit_s=self._limits_s[self._items[index]])
+
     def _assign(self, gang: Gang, index: int, next_index: int) -> None:
+        run = self._prepare(gang, index, next_index)
+        self._crew.fleet.assign(gang, run, limit_s=self._limits_s[self._items[index]])
+        self._take_ends(gang)
+
+    def _prepare(self, gang: Gang, index: int, next_index: int, after: int = 0) -> Run:
+        """Note that a gang will run a test, and return what its ranks are told."""
         self._num_runs += 1
         item = self._items[index]
         maxfail = item.config.option.maxfail
-        run = Run(
+        log_starts: list[int] = []
+        if num_reruns_of(item, self._num_reruns):
+            log_starts = [file_size(Path(o.log_dir, "stderr.log")) for o in gang.orders]
+        execution = Execution(index, item, self._last.get(gang.number), log_starts)
+        self._running[self._num_runs] = gang, execution
+        self._last[gang.number] = item
+        return Run(
             run=self._num_runs,
             index=index,
             node_id=str(item.nodeid),
@@ -263,15 +300,8 @@ class Dispatcher:
             next_node_id=str(self._items[next_index].nodeid) if next_index >= 0 else "",
             shared_dir=str(self._crew.orders.shared_dir(gang.orders) / str(self._num_runs)),
             is_last_if_failed=bool(maxfail) and item.session.testsfailed + 1 >= maxfail,
+            after=after,
         )
-        log_starts: list[int] = []
-        if num_reruns_of(item, self._num_reruns):
-            log_starts = [file_size(Path(o.log_dir, "stderr.log")) for o in gang.orders]
-        execution = Execution(index, item, self._last.get(gang.number), log_starts)
-        self._running[self._num_runs] = gang, execution
-        self._last[gang.number] = item
-        self._crew.fleet.assign(gang, run, limit_s=self._limits_s[item])
-        self._take_ends(gang)
 
     def _sweep(self) -> None:
         for gang in list(self._crew.gangs.values()):
@@ -293,7 +323,19 @@ class Dispatcher:
             )
             late = {r.rank: r.done.late for r in end.ranks if r.done and r.done.late is not None}
             self._keep_late(execution.before, late, gang)
+        if gang.ends:
+            self._take_back(gang)
         gang.ends.clear()
+
+    def _take_back(self, gang: Gang) -> None:
+        """Take back the test that was sent ahead, where the one before it did not end well."""
+        numbers = (gang.lifecycle.run, gang.lifecycle.ahead)
+        for number, (owner, execution) in list(self._running.items()):
+            if owner is gang and number not in numbers:
+                del self._running[number]
+                assert execution.before is not None
+                self._last[gang.number] = execution.before
+                self._schedule.put_back(gang.number, execution.index)
 
     def _keep_late(
         self, item: pytest.Item | None, late: Mapping[int, JsonValue], gang: Gang

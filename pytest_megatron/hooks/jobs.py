@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from pytest_megatron.ci.jobs import num_repeats_of
-from pytest_megatron.errors import GoldenError
+from pytest_megatron.errors import GoldenError, LaunchError
 from pytest_megatron.golden.provenance import Golden
 from pytest_megatron.golden.store import golden_path, new_golden_path, read_golden
 from pytest_megatron.hooks.options import MIN_REFRESH_REPEATS, Options
@@ -115,11 +115,17 @@ def keep_golden(session: RunSession, job: Job) -> None:
     """Copy the golden into the workload's directory: its page must show what was compared with.
 
     Raises:
-        OSError: It cannot be copied.
+        LaunchError: It cannot be copied.
     """
     path = golden_path_of(job)
     if job.is_compared and session.options.golden != "off" and path.is_file():
-        shutil.copyfile(path, job.dirs.golden)
+        try:
+            shutil.copyfile(path, job.dirs.golden)
+        except OSError as error:
+            raise LaunchError(
+                str(job.dirs.golden),
+                f"{error.strerror}; give another --run-dir, or make room; nothing was run",
+            ) from error
 
 
 def _read_case(root: Path, workload: Workload) -> Case | None:

@@ -19,6 +19,7 @@ from _pytest.runner import runtestprotocol
 from pytest_megatron.files import JsonValue
 from pytest_megatron.gang import bootstrap, measure
 from pytest_megatron.gang.channel import Channel
+from pytest_megatron.gang.lockstep import Ending
 from pytest_megatron.gang.logs import RankLogs, flush_streams
 from pytest_megatron.gang.messages import (
     NOTHING,
@@ -27,7 +28,7 @@ from pytest_megatron.gang.messages import (
     RankOrder,
     Run,
 )
-from pytest_megatron.gang.nursery import RankEnds
+from pytest_megatron.gang.rank_ends import RankEnds
 from pytest_megatron.hooks.mirror import describe_warning, plain
 from pytest_megatron.hooks.rank_debugger import RankDebugger
 
@@ -52,6 +53,7 @@ class RankPlugin:
         self._warnings: list[JsonValue] = []
         self._has_failed = False
         self._has_failed_subtest = False
+        self._is_clean = True
         self._is_in_phase = False
         self._last: pytest.Item | None = None
         self.printed = _Printed()
@@ -70,6 +72,7 @@ class RankPlugin:
             _forget_failure(item)
         self._reports, self._warnings = [], []
         self._has_failed = self._has_failed_subtest = False
+        self._is_clean = True
         self._last = item
         self.shared_dir = Path(run.shared_dir)
         self.printed.take()
@@ -99,7 +102,26 @@ class RankPlugin:
             stop=stop,
             printed=self._shown,
             printed_late=self.printed.take(),
+            is_clean=self._is_clean and not stop,
         )
+
+    def may_start(self, run: Run) -> bool:
+        """Wait for the other ranks; return whether all ended the test before this one well."""
+        lockstep = self._ends.lockstep
+        assert lockstep is not None
+        return lockstep.may_start(self.order.rank, run=run.run, after=run.after)
+
+    def tell_others(self, done: Done) -> None:
+        """Tell the other ranks how the test ended, once the controller was told."""
+        lockstep = self._ends.lockstep
+        if lockstep is not None and not self._channel.is_closed:
+            ending = Ending(
+                run=done.run,
+                is_clean=done.is_clean,
+                num_collectives=done.num_collectives,
+                num_rendezvous=done.num_rendezvous,
+            )
+            lockstep.tell(self.order.rank, ending)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
@@ -148,7 +170,9 @@ class RankPlugin:
         run = self._run
         assert run is not None
         is_failed = report.when == "call" and self._has_failed_subtest
-        if report.outcome != "passed" or is_failed or report.duration > _SLOW_S:
+        is_passed = report.outcome == "passed" and not is_failed
+        self._is_clean = self._is_clean and is_passed
+        if not is_passed or report.duration > _SLOW_S:
             self._channel.send(
                 PhaseEnded(
                     run=run.run,

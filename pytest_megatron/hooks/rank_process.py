@@ -29,7 +29,7 @@ from pytest_megatron.gang.messages import (
     Ready,
     Run,
 )
-from pytest_megatron.gang.nursery import RankEnds
+from pytest_megatron.gang.rank_ends import RankEnds
 from pytest_megatron.hooks.rank import RankPlugin
 from pytest_megatron.hooks.rank_logging import keep_handlers
 
@@ -115,6 +115,8 @@ def serve(
         while True:
             match channel.receive():
                 case Run() as run:
+                    if run.after and not plugin.may_start(run):
+                        continue
                     item = find(run.index, run.node_id)
                     assert item is not None
                     late: JsonValue = None
@@ -126,6 +128,7 @@ def serve(
                     nextitem = cast("pytest.Item | None", item.parent if is_unknown else planned)
                     done = plugin.run_item(run, item, nextitem)
                     channel.send(done if late is None else replace(done, late=late))
+                    plugin.tell_others(done)
                 case Close():
                     late = plugin.tear_down_late(session, None)
                     problem = _finish_session(session) if is_own_session else ""

@@ -27,7 +27,8 @@ from pytest_megatron.gang.channel import Channel, connect
 from pytest_megatron.gang.clean import find_obstacle
 from pytest_megatron.gang.logs import STACKS_FILE, RankLogs
 from pytest_megatron.gang.messages import Collected, Fork, Hello, RankOrder
-from pytest_megatron.gang.nursery import STACK_SIGNAL, Forking, Nursery, RankEnds
+from pytest_megatron.gang.nursery import STACK_SIGNAL, Forking, Nursery
+from pytest_megatron.gang.rank_ends import RankEnds
 from pytest_megatron.gang.stores import StoreKeeper
 from pytest_megatron.hooks.beginning import HARMLESS_ENV, RANK_PLUGIN_NAME
 from pytest_megatron.hooks.rank_process import Home, run_rank, with_own_temp

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.gang.fleet import Gang
+from pytest_megatron.gang.gangs import Gang
 from pytest_megatron.gang.logs import Tail
 from pytest_megatron.hooks.options import Options
 

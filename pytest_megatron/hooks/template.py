@@ -21,8 +21,9 @@ from pytest_megatron.gang.bootstrap import RandomState
 from pytest_megatron.gang.channel import connect, remove_socket
 from pytest_megatron.gang.fleet import Fleet
 from pytest_megatron.gang.messages import Hello, RankOrder
-from pytest_megatron.gang.nursery import Forking, Nursery, RankEnds
+from pytest_megatron.gang.nursery import Forking, Nursery
 from pytest_megatron.gang.processes import run_guarded
+from pytest_megatron.gang.rank_ends import RankEnds
 from pytest_megatron.gang.stores import StoreKeeper
 from pytest_megatron.hooks.rank_process import (
     Home,

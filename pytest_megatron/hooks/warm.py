@@ -19,8 +19,9 @@ from typing import Literal, NoReturn
 
 from pytest_megatron.gang.channel import connect, remove_socket
 from pytest_megatron.gang.messages import Hello, RankOrder
-from pytest_megatron.gang.nursery import Forking, Nursery, RankEnds
+from pytest_megatron.gang.nursery import Forking, Nursery
 from pytest_megatron.gang.processes import die_with, run_guarded
+from pytest_megatron.gang.rank_ends import RankEnds
 from pytest_megatron.gang.stores import StoreKeeper
 from pytest_megatron.hooks.rank_template import Brief, collect_and_serve
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from pytest_megatron.errors import GoldenError, MetricsError, ReportError
+from pytest_megatron.golden.comparison import RELATIVE, Layer, Rule
 from pytest_megatron.golden.model import MetricMap
 from pytest_megatron.golden.provenance import Golden
 from pytest_megatron.golden.store import read_golden, read_metrics
@@ -172,8 +173,27 @@ def _findings(comparison: Fields) -> Iterator[Finding]:
                 rule=row.text("rule"),
                 first_step=None if row.flag("passed") else row.whole("first_step"),
                 text=row.text("text"),
+                golden_path=row.text("golden_path"),
                 largest=row.number("largest_relative"),
+                layers=tuple(_layers(row)),
             )
+
+
+def _layers(comparison: Fields) -> Iterator[tuple[bool, str]]:
+    """Yield what the layers of a comparison say, those that this version knows."""
+    rules = {rule.value: rule for rule in Rule}
+    for row in comparison.rows("layers"):
+        rule = rules.get(row.text("layer"))
+        if rule is not None:
+            layer = Layer(
+                rule=rule,
+                passed=row.flag("passed"),
+                measured=row.number("measured"),
+                limit=row.number("limit"),
+                unit=row.text("unit", RELATIVE),
+                place=row.text("place") or None,
+            )
+            yield layer.passed, layer.text
 
 
 def _allowed(comparison: Fields) -> dict[str, Fields]:
@@ -204,7 +224,7 @@ def _curves(dirs: ItemDirs, attempts: list[Fields], notes: list[str]) -> list[tu
         for phase, metrics in measured:
             label = name if phase is None else f"{name}, phase {phase}"
             found += [
-                (metric, Curve(name=label, role=role, series=series))
+                (metric, Curve(name=label, role=role, series=series, is_resumed=(phase or 1) > 1))
                 for metric, series in metrics.items()
             ]
     return found
@@ -226,8 +246,11 @@ def _measured(dirs: AttemptDirs, notes: list[str]) -> Iterator[tuple[int | None,
 
 def _source(dirs: PhaseDirs) -> Path | None:
     """Return what to read of a phase; one that failed may have no `metrics.json`."""
-    places = (dirs.metrics, dirs.metrics_lines, dirs.tensorboard)
-    return next((path for path in places if path.exists()), None)
+    for path in (dirs.metrics, dirs.metrics_lines):
+        if path.exists():
+            return path
+    is_empty = not dirs.tensorboard.is_dir() or not any(dirs.tensorboard.iterdir())
+    return None if is_empty else dirs.tensorboard
 
 
 def _read(path: Path | None, notes: list[str]) -> Iterator[MetricMap]:
@@ -283,15 +306,16 @@ def _logs(item: Path, attempt: Path, rank: int) -> Iterator[Link]:
         phase = f"phase_{number}"
         if not (attempt / phase).is_dir():
             break
-        shown = f"phase {number}: " if number > 1 else ""
+        start = f"phase {number}: " if number > 1 else ""
         for text, path in (
-            (f"{shown}rank {rank} stderr", f"{phase}/logs/{rank}/stderr.log"),
-            (f"{shown}stdout", f"{phase}/logs/{rank}/stdout.log"),
-            (f"{shown}launcher", f"{phase}/launcher.log"),
-            (f"{shown}all ranks", f"{phase}/logs/"),
+            (f"rank {rank} stderr", f"{phase}/logs/{rank}/stderr.log"),
+            ("stdout", f"{phase}/logs/{rank}/stdout.log"),
+            ("launcher", f"{phase}/launcher.log"),
+            ("all ranks", f"{phase}/logs/"),
         ):
             if (attempt / path).exists():
-                yield Link(text=text, path=f"{prefix}/{path}")
+                yield Link(text=f"{start}{text}", path=f"{prefix}/{path}")
+                start = ""
     if (attempt / "plan.json").is_file():
         yield Link(text="plan", path=f"{prefix}/plan.json")
 

@@ -4,25 +4,45 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path, PurePath
+
+from pydantic import TypeAdapter, ValidationError
 
 from pytest_megatron.errors import ReproError, TriageError
 from pytest_megatron.launch.patch import NAME as PATCH_NAME
 from pytest_megatron.triage.archives import is_archive, unpack
 
 RUN_FILE = "run.json"
+SUMMARY_FILE = "summary.json"
 _WANTED = (RUN_FILE, "plan.json", "triage.json", "comparison.json", PATCH_NAME)
-_SKIPPED = frozenset(
-    ("checkpoints", "data_cache", "project", "home", "logs", "tensorboard", "ranks")
-)
+_SKIPPED = frozenset(("checkpoints", "data_cache", "home", "project", "tensorboard"))
 _DEEPEST = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """A job in a summary."""
+
+    artifact: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Summary:
+    """What of a summary tells where runs are."""
+
+    jobs: list[_Job]
+
+
+_SUMMARY = TypeAdapter(_Summary)
 
 
 def find_runs(path: Path, scratch: Path, *, with_checkpoints: bool = False) -> list[Path]:
     """Return the run directories at a path.
 
     Args:
-        path: A run directory or anything in it; an artifact; a directory with several of either.
+        path: A run directory or anything in it; an artifact; a directory with several of either;
+            what `pytest-megatron ci summary` wrote.
         scratch: A directory for what artifacts hold; made where one has to be unpacked.
         with_checkpoints: Whether checkpoints are unpacked as well.
 
@@ -36,11 +56,41 @@ def find_runs(path: Path, scratch: Path, *, with_checkpoints: bool = False) -> l
     above = _above(path)
     if above is not None:
         return [above]
+    summary = path / SUMMARY_FILE if path.is_dir() else path
+    if summary.name == SUMMARY_FILE and summary.is_file():
+        named = _named_by(summary)
+        found = [
+            find_runs(artifact, scratch / str(number), with_checkpoints=with_checkpoints)
+            for number, artifact in enumerate(named)
+        ]
+        return [run for runs in found for run in runs]
     runs = list(_below(path)) if path.is_dir() else []
     if not runs and path.is_dir():
         for number, archive in enumerate(sorted(filter(is_archive, path.rglob("*")))):
             runs += _unpacked(archive, scratch / str(number), with_checkpoints=with_checkpoints)
     return _required(runs, path)
+
+
+def _named_by(summary: Path) -> list[Path]:
+    """Return the artifacts of what `pytest-megatron ci summary` wrote.
+
+    Raises:
+        ReproError: It is none, or none of its artifacts is here.
+    """
+    try:
+        jobs = _SUMMARY.validate_json(summary.read_bytes()).jobs
+    except (OSError, ValidationError) as error:
+        raise ReproError(str(summary), f"is no summary of jobs: {error}") from None
+    names = [job.artifact.partition("!")[0] for job in jobs if job.artifact]
+    bases = (Path(), summary.parent, summary.parent.parent)
+    found = [next((b / name for b in bases if (b / name).exists()), None) for name in names]
+    artifacts = list(dict.fromkeys(path for path in found if path is not None))
+    if not artifacts:
+        said = ", ".join(names[:5]) or "none"
+        raise ReproError(
+            str(summary), f"names artifacts that are not here: {said}; give the path of one"
+        )
+    return artifacts
 
 
 def _required(runs: list[Path], path: Path) -> list[Path]:

@@ -75,7 +75,7 @@ def _redact(path: Path, redactor: Redactor) -> None:
         rewrite_lines_atomically(path, lambda line: _redact_json(line, redactor))
     elif _is_binary(path):
         path.write_bytes(_blank(path.read_bytes(), redactor))
-    else:
+    elif _changes(path, redactor):
         rewrite_lines_atomically(path, redactor.text)
 
 
@@ -87,6 +87,12 @@ def _is_suspect(path: Path, redactor: Redactor) -> bool:
             return False
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return any(data.find(needle) >= 0 for needle in needles)
+
+
+def _changes(path: Path, redactor: Redactor) -> bool:
+    """Whether any line holds a secret: what a secret may look like is in many files."""
+    with path.open(encoding="utf-8", errors="surrogateescape", newline="") as file:
+        return any(redactor.text(line) != line for line in file)
 
 
 def _is_binary(path: Path) -> bool:

@@ -3,12 +3,12 @@
 (() => {
   const page = JSON.parse(document.getElementById("data").textContent);
   const TOP = 16, MAIN = 200, GAP = 14, STRIP = 64, BOTTOM = 34, LEFT = 66, RIGHT = 12;
-  const HEIGHT = TOP + MAIN + GAP + STRIP + BOTTOM;
+  const footOf = (chart) => TOP + MAIN + (chart.golden ? GAP + STRIP : 0);
   const state = { x0: 0, x1: 1, isLog: false, hidden: new Set(), step: null, active: null };
   const isDrawn = (value) => value === value && Math.abs(value) !== Infinity;
 
   function make(name, attributes, parent, text) {
-    const isHtml = /^(div|span|p|h3|header|button|label|input|table|tr|td|section)$/.test(name);
+    const isHtml = /^(div|span|p|h3|header|button|label|input|table|tr|td|section|details|summary)$/.test(name);
     const node = isHtml ? document.createElement(name) : document.createElementNS("http://www.w3.org/2000/svg", name);
     for (const key in attributes) node.setAttribute(key, attributes[key]);
     if (text !== undefined) node.textContent = text;
@@ -122,7 +122,7 @@
       isOpen = true;
     };
     const end = () => {
-      if (isOpen && parts[parts.length - 1][0] === "M") parts.push("h0"); // a dot
+      if (isOpen && parts[parts.length - 1][0] === "M") parts.push("m-2 0a2 2 0 1 0 4 0a2 2 0 1 0 -4 0"); // a dot
       isOpen = false;
     };
     for (let i = from; i <= to;) {
@@ -216,7 +216,7 @@
   }
 
   function axes(chart, main, strip, sx) {
-    const right = chart.width - RIGHT, foot = TOP + MAIN + GAP + STRIP, g = make("g", {}, chart.svg);
+    const right = chart.width - RIGHT, foot = footOf(chart), g = make("g", {}, chart.svg);
     for (const value of main.at) {
       const y = main.sy(value);
       if (!(y >= TOP - 1 && y <= TOP + MAIN + 1)) continue;
@@ -227,15 +227,12 @@
     for (const value of steps.at) {
       if (!Number.isInteger(Number(value.toFixed(6)))) continue;
       const x = sx(value).toFixed(1);
-      make("path", { class: "grid", d: `M${x} ${TOP}V${TOP + MAIN}M${x} ${TOP + MAIN + GAP}V${foot}` }, g);
+      make("path", { class: "grid", d: `M${x} ${TOP}V${TOP + MAIN}` + (strip ? `M${x} ${TOP + MAIN + GAP}V${foot}` : "") }, g);
       make("text", { x, y: foot + 14, "text-anchor": "middle" }, g, String(Math.round(value)));
     }
     make("text", { x: right, y: foot + 28, "text-anchor": "end" }, g, "step");
     make("path", { class: "frame", d: `M${LEFT} ${TOP}H${right}V${TOP + MAIN}H${LEFT}Z` }, g);
-    if (!strip) {
-      make("text", { x: LEFT + 6, y: TOP + MAIN + GAP + STRIP / 2 + 4 }, g, "no golden to compare with");
-      return;
-    }
+    if (!strip) return;
     const high = TOP + MAIN + GAP;
     make("path", { class: "frame", d: `M${LEFT} ${high}H${right}V${foot}H${LEFT}Z` }, g);
     for (const [value, y] of [[strip.limit, high + 9], [0, high + STRIP / 2 + 4], [-strip.limit, foot]])
@@ -255,7 +252,7 @@
   function oddities(chart, clip, curve, visible, sx) {
     for (const [from, count, kind] of curve.oddRuns) {
       const to = from + count - 1;
-      if (to < visible[0] || from > visible[1]) continue;
+      if (to < visible[0] || from > visible[1] || kind === "before") continue;
       if (kind === "missing" && !(chart.golden && curve !== chart.golden && isDrawn(chart.golden.y[from]))) continue;
       const x0 = sx(chart.x[from]) - 3, x1 = Math.max(sx(chart.x[to]) + 3, x0 + 6);
       const y = kind === "missing" ? TOP + MAIN - 3 : TOP + 3;
@@ -270,7 +267,7 @@
 
   function draw(chart) {
     chart.width = Math.max(300, Math.round(chart.svg.clientWidth || chart.section.clientWidth - 24 || 640));
-    chart.svg.setAttribute("viewBox", `0 0 ${chart.width} ${HEIGHT}`);
+    chart.svg.setAttribute("viewBox", `0 0 ${chart.width} ${footOf(chart) + BOTTOM}`);
     chart.svg.replaceChildren();
     const inner = chart.width - LEFT - RIGHT;
     const sx = (step) => LEFT + (inner * (step - state.x0)) / (state.x1 - state.x0);
@@ -291,7 +288,7 @@
     }
     if (chart.first !== undefined) {
       const x = sx(chart.first), isLate = x > chart.width - 110;
-      make("path", { class: "first", d: `M${x.toFixed(1)} ${TOP}V${HEIGHT - BOTTOM}` }, clip);
+      make("path", { class: "first", d: `M${x.toFixed(1)} ${TOP}V${footOf(chart)}` }, clip);
       if (x >= LEFT && x <= chart.width - RIGHT)
         make("text", { class: "first", x: (x + (isLate ? -4 : 4)).toFixed(1), y: TOP - 4, "text-anchor": isLate ? "end" : "start" }, chart.svg, `first off: step ${chart.first}`);
     }
@@ -315,7 +312,7 @@
     chart.readout.hidden = true;
     if (state.step === null || state.step < state.x0 || state.step > state.x1) return;
     const at = nearest(chart, state.step), { sx, main, strip } = chart.place, x = sx(chart.x[at]).toFixed(1);
-    make("path", { class: "cross", d: `M${x} ${TOP}V${HEIGHT - BOTTOM}` }, chart.over);
+    make("path", { class: "cross", d: `M${x} ${TOP}V${footOf(chart)}` }, chart.over);
     for (const c of chart.curves) {
       if (state.hidden.has(c.name)) continue;
       for (const [value, scale] of [[c.y[at], main], [c.off ? c.off[at] : NaN, strip]]) {
@@ -344,10 +341,11 @@
       make("td", {}, row, g ? `\u00b1${(chart.allowed[at] / g).toExponential(1)}` : "");
     }
     box.hidden = false;
-    const scale = chart.svg.clientWidth / chart.width, left = x * scale + 12, place = chart.svg.offsetLeft;
-    const isLeft = left + place + 18 + box.offsetWidth > chart.section.clientWidth;
-    box.style.left = `${Math.max(4, isLeft ? place + x * scale - box.offsetWidth - 8 : place + left + 4)}px`;
-    box.style.top = `${chart.svg.offsetTop + TOP + 8}px`;
+    const picture = chart.svg.getBoundingClientRect(), around = chart.section.getBoundingClientRect();
+    const at0 = picture.left - around.left + (x * picture.width) / chart.width;
+    const isLeft = at0 + 24 + box.offsetWidth > around.width;
+    box.style.left = `${Math.max(4, isLeft ? at0 - box.offsetWidth - 14 : at0 + 12)}px`;
+    box.style.top = `${picture.top - around.top + TOP + 6}px`;
   }
 
   function look(chart, step) {
@@ -398,7 +396,7 @@
         drag.to = step;
         const { sx } = chart.place, [a, b] = [sx(drag.from), sx(step)].sort((p, q) => p - q);
         look(chart, null);
-        make("rect", { class: "pick", x: a, y: TOP, width: b - a, height: HEIGHT - TOP - BOTTOM }, chart.over);
+        make("rect", { class: "pick", x: a, y: TOP, width: b - a, height: footOf(chart) - TOP }, chart.over);
         return;
       }
       const moved = ((event.clientX - drag.x) / svg.clientWidth) * (chart.width / (chart.width - LEFT - RIGHT)) * (drag.x1 - drag.x0);
@@ -458,18 +456,23 @@
     const section = make("section", { class: data.ok === false ? "chart failed-chart" : "chart" }, place);
     const header = make("header", {}, section);
     make("h3", { id: `title${number}` }, header, data.m);
-    if (data.ok !== undefined) make("span", { class: `verdict ${data.ok ? "passed" : "failed"}` }, header, data.ok ? "passed" : "failed");
+    if (data.ok !== undefined) make("span", { class: `verdict ${data.ok ? "passed" : "failed"}` }, header, (data.ok ? "passed" : "failed") + (data.rule ? `: ${data.rule}` : ""));
     if (chart.first !== undefined) {
       const span = Math.max(10, (whole[1] - whole[0]) / 100);
       const button = make("button", { type: "button" }, header, `show step ${chart.first}`);
       button.addEventListener("click", () => { view(chart.first - span, chart.first + span); look(chart, chart.first); });
     }
     for (const text of data.t || []) make("p", {}, section, text);
+    if (data.l && data.l.length) {
+      const bad = data.l.filter(([ok]) => !ok).length, details = make("details", {}, section);
+      make("summary", {}, details, `${data.l.length} layers${bad ? `, ${bad} failed` : ", all passed"}`);
+      for (const [ok, words] of data.l) make("p", ok ? {} : { class: "failed" }, details, `${ok ? "passed" : "failed"}: ${words}`);
+    }
     if (data.of) make("p", {}, section, `${chart.x.length} of ${data.of} steps are drawn, every extreme among them; metrics.json has all`);
     const label = `${data.m}: ${chart.curves.map((c) => c.name).join(", ")}; steps ${chart.x[0]} to ${chart.x[chart.x.length - 1]}`;
     Object.assign(chart, {
       section,
-      svg: make("svg", { class: "plot", tabindex: "0", role: "application", "aria-label": label, height: HEIGHT }, section),
+      svg: make("svg", { class: "plot", tabindex: "0", role: "application", "aria-label": label, height: footOf(chart) + BOTTOM }, section),
       readout: make("div", { class: "readout", role: "status", hidden: "" }, section),
     });
     listen(chart);

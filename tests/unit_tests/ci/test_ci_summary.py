@@ -79,8 +79,10 @@ def test_a_job_without_an_artifact_is_a_failure() -> None:
 
 
 def test_no_artifact_at_all_is_a_failure() -> None:
-    write_plan(Path("plan.json"), unit=None)
-    assert summary("--expect", "plan.json").exit_code == 1
+    write_plan(Path("plan.json"), unit=None, other=None)
+    result = summary("all", "--expect", "plan.json", "--format", "markdown")
+    assert result.exit_code == 1
+    assert "- 2 jobs, `other`, `unit`: each is in the plan and left nothing" in result.output
 
 
 @pytest.mark.parametrize(
@@ -112,7 +114,7 @@ def test_no_artifact_at_all_is_a_failure() -> None:
         pytest.param(
             None,
             {},
-            "left no run.json and no JUnit XML: it was killed early, or pytest did not start",
+            "left no run.json: it was killed early, or pytest did not start",
             id="never-started",
         ),
     ],
@@ -125,6 +127,14 @@ def test_a_run_that_did_not_end_well_is_a_failure(
         write_run(root / "run", items, **keys)
     code, lines = head("all")
     assert (code, lines[0], lines[2]) == (1, "broken: 1 of 1 job has a problem", problem)
+
+
+def test_junit_alone_does_not_say_that_a_job_came_to_its_end() -> None:
+    root = write_job(Path("all"), "unit")
+    (root / "junit.xml").write_text(JUNIT.format(name="test_one", child=""))
+    code, lines = head("all")
+    assert (code, lines[1]) == (1, "broken  unit  1 passed, 0.1 s")
+    assert lines[2].startswith("left no run.json")
 
 
 def test_a_killed_run_names_the_workload_that_was_running() -> None:
@@ -283,7 +293,7 @@ def test_records_that_lead_out_of_the_artifact_are_not_followed() -> None:
 
 
 def test_plain_tests_come_from_junit() -> None:
-    root = write_job(Path("all"), "unit")
+    root = write_job(Path("all"), "unit", {}, exit_code=1)
     (root / "junit.xml").write_text(JUNIT.format(name="test_two[a]", child=FAILURE))
     assert summary("all").output.split("\n\n")[1].splitlines() == [
         "failed tests/unit/test_a.py::test_two[a] (unit)",
@@ -291,6 +301,15 @@ def test_plain_tests_come_from_junit() -> None:
         "    see tests/unit/test_a.py:3",
         "    reproduce: pytest 'tests/unit/test_a.py::test_two[a]'",
     ]
+
+
+def test_a_module_that_could_not_be_collected_is_named() -> None:
+    root = write_job(Path("all"), "unit", {}, exit_code=2)
+    error = '<error message="collection failure">ImportError: no module named x</error>'
+    text = JUNIT.format(name="tests.unit.test_a", child=error)
+    (root / "junit.xml").write_text(text.replace('"tests.unit.test_a" n', '"" n'))
+    told = summary("all").output.split("\n\n")[1].splitlines()
+    assert told[:2] == ["broken tests/unit/test_a.py (unit)", "    collection failure"]
 
 
 def test_a_teardown_that_failed_later_fails_an_item_that_had_passed() -> None:

@@ -1,17 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from pytest_megatron.gang.lifecycle import (
-    START_LIMIT_S,
-    AskForStacks,
-    Finish,
-    KillGang,
-    Lifecycle,
-    SendClose,
-    SendRun,
-    State,
-)
+from pytest_megatron.gang.actions import AskForStacks, Finish, KillGang, SendClose, SendRun
+from pytest_megatron.gang.lifecycle import START_LIMIT_S, Lifecycle, State
 from pytest_megatron.gang.messages import (
     Broken,
     Closed,
@@ -442,3 +436,65 @@ def test_a_gang_that_is_asked_to_close_again_tears_down_in_peace() -> None:
     assert gang.close(1.0) == [SendClose()]
     assert gang.close(1.1) == []
     assert gang.state is State.CLOSING
+
+
+def ahead_gang() -> Lifecycle:
+    """A gang that runs test 1 and goes on with test 2 if all ends well."""
+    gang = busy_gang()
+    run = replace(run_of(2), after=1)
+    assert gang.send_ahead(run, limit_s=LIMIT_S / 2) == [SendRun(run=run)]
+    return gang
+
+
+def clean(run: int = 1) -> Done:
+    return replace(done(run), is_clean=True)
+
+
+def test_a_gang_goes_on_with_the_test_sent_ahead_once_all_ended_well() -> None:
+    gang = ahead_gang()
+    assert [gang.handle(rank, clean(), 1.0) for rank in range(SIZE - 1)] == [[]] * (SIZE - 1)
+    assert [gang.is_past(rank) for rank in range(SIZE)] == [True] * (SIZE - 1) + [False]
+    end = the_end(list(gang.handle(SIZE - 1, clean(), 4.0)))
+    assert (end.run, end.reason, end.is_kept, end.duration_s) == (1, Reason.DONE, True, 4.0)
+    assert (gang.state, gang.run, gang.ahead) == (State.RUNNING, 2, 0)
+    assert gang.deadline == 4.0 + LIMIT_S / 2
+    assert gang.may_send_ahead
+    end = the_end([a for r in range(SIZE) for a in gang.handle(r, clean(2), 5.0)])
+    assert (end.run, end.duration_s, gang.state) == (2, 1.0, State.IDLE)
+
+
+@pytest.mark.parametrize("last", [done(), replace(clean(), num_collectives=4)])
+def test_a_test_sent_ahead_is_dropped_where_a_rank_ended_otherwise(last: Done) -> None:
+    gang = ahead_gang()
+    for rank in range(SIZE - 1):
+        gang.handle(rank, clean(), 1.0)
+    assert the_end(list(gang.handle(SIZE - 1, last, 1.0))).run == 1
+    assert (gang.run, gang.ahead) == (0, 0)
+
+
+def test_a_rank_that_dies_once_all_have_gone_on_fails_the_next_test() -> None:
+    gang = ahead_gang()
+    for rank in range(SIZE):
+        gang.handle(rank, clean(), 1.0)
+    gang.handle(0, died(0), 1.0)
+    gang.tick(1.0 + GRACE_S)
+    end = the_end(list(gang.handle(0, stacks(*range(1, SIZE)), 12.0)))
+    assert (end.run, end.reason, end.ranks[0].exit_code) == (2, Reason.DIED, -9)
+
+
+def test_a_rank_that_dies_before_all_have_gone_on_fails_the_test_it_ended() -> None:
+    gang = ahead_gang()
+    gang.handle(0, clean(), 1.0)
+    gang.handle(0, died(0), 1.0)
+    end = the_end(end_all_but(gang, 0))
+    assert (end.run, end.reason, end.ranks[0].exit_code) == (1, Reason.DIED, -9)
+    assert (gang.state, gang.ahead) == (State.KILLING, 0)
+
+
+def test_nothing_is_sent_ahead_of_a_test_in_trouble() -> None:
+    assert busy_gang().may_send_ahead
+    gang = busy_gang()
+    gang.handle(0, failed(), 1.0)
+    assert not gang.may_send_ahead
+    assert not ahead_gang().may_send_ahead
+    assert not busy_gang(is_isolated=True).may_send_ahead

@@ -106,6 +106,23 @@ def test_a_gang_is_told_what_comes_next() -> None:
     assert schedule.take(1, spec(8)) is None
 
 
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_test_that_was_sent_ahead_in_vain_comes_next(is_gone: bool) -> None:  # noqa: FBT001
+    tests = [(i, spec(8), f"test_{i // 3}.py") for i in range(6)]
+    schedule = Schedule(tests, num_slots=SLOTS)
+    assert schedule.take_planned(1, spec(8)) is None
+    assert schedule.take(1, spec(8)) == (0, 1)
+    assert schedule.take_planned(1, spec(8)) == (1, 2)
+    schedule.put_back(1, 1)
+    assert schedule.holds(1)
+    if is_gone:
+        schedule.forget(1)
+    gang = 2 if is_gone else 1
+    taken = [schedule.take(gang, spec(8)) for _ in range(5)]
+    assert taken == [(1, 2), (2, 3), (3, 4), (4, 5), (5, NOTHING)]
+    assert schedule.is_empty
+
+
 def test_what_another_gang_may_take_is_not_promised() -> None:
     schedule = Schedule(file_of(spec(4), spec(4), spec(4)), num_slots=SLOTS)
     assert schedule.take(1, spec(4)) == (0, UNKNOWN)

@@ -57,8 +57,10 @@ def test_the_list_form_leaves_out_steps_at_equal_distances() -> None:
     even: JsonValue = block | {"values": {"5": 1.0, "10": 2.0, "15": 3.0}}
     uneven: JsonValue = block | {"values": {"1": 0.5, "5": 1.0, "10": 2.0}}
     single: JsonValue = block | {"values": {"5": 1.0}}
-    text = lay_out({"a": even, "b": uneven, "c": single}, Form.LIST)
-    assert json.loads(text) == {"a": block | {"values": [1.0, 2.0, 3.0]}, "b": uneven, "c": single}
+    later: JsonValue = block | {"values": {"10": 1.0, "15": 1.0}, "non_finite": {"5": "nan"}}
+    text = lay_out({"a": even, "b": uneven, "c": single, "d": later}, Form.LIST)
+    a = block | {"values": [1.0, 2.0, 3.0]}
+    assert json.loads(text) == {"a": a, "b": uneven, "c": single, "d": later}
 
 
 @pytest.mark.parametrize("form", Form)

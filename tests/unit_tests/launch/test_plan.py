@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.errors import CaseError, MegatronError, RecipeError
+from pytest_megatron.errors import CaseError, LaunchError, MegatronError, RecipeError
 from pytest_megatron.files import JsonValue
 from pytest_megatron.launch.case import read_case
 from pytest_megatron.launch.layout import AttemptDirs
 from pytest_megatron.launch.phases import Frozen, Rewind, Target, exit_minutes
 from pytest_megatron.launch.plan import AttemptPlan, Setting, plan_attempt
+from pytest_megatron.launch.replay import Replay
 from pytest_megatron.recipe.model import Row, Workload, parse_row
 
 DIRS = AttemptDirs(root=Path("/run/item/repeat_1/attempt_1"))
@@ -316,3 +317,15 @@ def test_a_release_is_done_at_its_exit_interval_in_as_many_windows_as_the_row_al
 )
 def test_a_program_ends_before_its_window_does(window_s: float, minutes: int) -> None:
     assert exit_minutes(window_s) == minutes
+
+
+def test_a_replay_has_one_phase_on_the_ranks_that_were_asked_for(tmp_path: Path) -> None:
+    saved = Path("/old/checkpoints")
+    replay = Replay(phase=2, num_ranks=1, checkpoints=saved)
+    whole = plan(tmp_path, RESUME, replay.resized(workload(nodes=2)))
+    cut = replay.cut(whole, "node")
+    (phase,) = cut.phases
+    assert (phase.number, phase.world_size, cut.start_from) == (2, 1, saved)
+    with pytest.raises(LaunchError, match="is 3, and node has 2 phases; expected 1 to 2"):
+        Replay(phase=3).cut(whole, "node")
+    assert Replay().cut(whole, "node") == whole

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -76,7 +77,7 @@ def drawn(browser: Browser, number: int = 0) -> dict[str, JsonValue]:
 
 
 def points(path: JsonValue) -> list[tuple[float, float]]:
-    parts = str(path).replace("h0", "").replace("M", "L").split("L")
+    parts = re.sub("m[^ML]*", "", str(path)).replace("M", "L").split("L")
     return [(float(x), float(y)) for x, y in (part.split() for part in parts if part)]
 
 
@@ -193,6 +194,13 @@ def test_hovering_tells_values_and_what_is_allowed(browser: Browser, root: Path)
     assert "golden\t6.8" in told
     assert "repeat 2\t8.8\t+2.9e-1" in told
     assert "allowed\t" in told
+    assert browser.run(
+        "(() => { const chart = document.querySelector('.chart');"
+        " const [a, b] = ['svg.plot', '.readout'].map((name) =>"
+        " chart.querySelector(name).getBoundingClientRect());"
+        " return a.left <= b.left && a.top <= b.top && b.right <= a.right && b.bottom <= a.bottom;"
+        " })()"
+    )  # the readout is within the picture
 
 
 def test_everything_can_be_done_with_keys(browser: Browser, root: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -39,6 +40,18 @@ def test_a_folder_of_artifacts_holds_the_runs_of_all(tmp_path: Path) -> None:
         shutil.make_archive(str(tmp_path / "downloads" / name), "zip", run)
     runs = find_runs(tmp_path / "downloads", tmp_path / "scratch")
     assert [list(read_run(run / "run.json").items) for run in runs] == [[TEST], [TEST]]
+
+
+def test_a_summary_of_jobs_leads_to_their_artifacts(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "artifacts/unit", {TEST: a_test()})
+    jobs = [{"job": "a", "artifact": "artifacts/unit"}, {"job": "b", "artifact": None}]
+    (tmp_path / "summary").mkdir()
+    (tmp_path / "summary/summary.json").write_text(json.dumps({"jobs": jobs}))
+    for path in (tmp_path / "summary", tmp_path / "summary/summary.json"):
+        assert find_runs(path, tmp_path / "scratch") == [run]
+    shutil.rmtree(run)
+    with pytest.raises(ReproError, match="not here: artifacts/unit; give the path of one"):
+        find_runs(tmp_path / "summary", tmp_path / "scratch")
 
 
 @pytest.mark.parametrize(

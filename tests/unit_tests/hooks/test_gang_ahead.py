@@ -1,0 +1,59 @@
+"""Ranks go on to the next test by themselves: nothing of it shows when tests end otherwise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rank_suite import Suite
+
+WAYS = ("passes", "fails", "passes", "skips", "dies", "late", "passes", "splits", "xfails", "dies")
+
+
+def test_tests_run_once_in_order_whatever_became_of_those_before_them(tmp_path: Path) -> None:
+    ways = [way for number in range(3) for way in (*WAYS[number:], *WAYS[:number], "passes")]
+    suite = Suite(root=tmp_path).write(
+        "test_many.py",
+        f"""
+        import os
+        import signal
+
+        import pytest
+
+        @pytest.fixture(scope="module")
+        def kept():
+            return []
+
+        @pytest.mark.parametrize("number, way", enumerate({ways}))
+        def test_it(number, way, rank, kept, request):
+            with open(f"ran.{{rank}}", "a") as file:
+                file.write(f"{{number}} {{len(kept)}}\\n")
+            kept.append(number)
+            if way == "fails":
+                raise AssertionError("struck")
+            if way == "skips":
+                pytest.skip("not now")
+            if way == "xfails":
+                pytest.xfail("known")
+            if way == "splits" and rank:
+                pytest.skip("not on this rank")
+            if way == "late" and rank:
+                request.addfinalizer(lambda: 1 / 0)
+            if way == "dies" and rank:
+                os.kill(os.getpid(), signal.SIGKILL)
+        """,
+    )
+    run = suite.run("--ranks=2", "--rank-grace=0.1")
+    words = {"passes": "PASSED", "late": "ERROR", "skips": None, "xfails": None}
+    expected = {
+        f"test_it[{number}-{way}]": word
+        for number, way in enumerate(ways)
+        if (word := words.get(way, "FAILED")) is not None
+    }
+    assert run.outcomes == expected
+    for rank in (0, 1):
+        rows = [line.split() for line in (tmp_path / f"ran.{rank}").read_text().splitlines()]
+        assert [int(row[0]) for row in rows] == list(range(len(ways)))
+        since = 0
+        for way, row in zip(ways, rows, strict=True):
+            assert int(row[1]) == since  # the fixture of the module lives as long as the gang
+            since = 0 if way == "dies" else since + 1

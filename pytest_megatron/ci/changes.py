@@ -6,8 +6,7 @@ Source: Megatron-LM skills/mcore-cicd/SKILL.md, "Which label to attach", d98e8a6
 from __future__ import annotations
 
 import re
-import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,11 +14,11 @@ from pytest_megatron.ci.globs import matches_any
 from pytest_megatron.ci.table import CiTable, PathClass
 from pytest_megatron.errors import SelectionError
 from pytest_megatron.files import JsonValue
+from pytest_megatron.git import ask_git
 
 NO_CLASS = "unknown"
 DOCS = "docs"
 _STATUS = re.compile(r"([ADMTUX]|[RC]\d*)\t(.+)").fullmatch
-_TIMEOUT_S = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,31 +132,23 @@ def changes_since(root: Path, revision: str) -> tuple[Change, ...]:
     where = f"--diff {revision}"
     if revision.startswith("-"):
         raise SelectionError(where, "is no revision, expected a branch, a tag or a commit")
-    base = _git(root, where, ["merge-base", "HEAD", revision]).strip()
-    tracked = _git(root, where, ["diff", "--name-status", "--no-renames", "-z", base])
+    base = _git(root, where, "merge-base", "HEAD", revision)
+    tracked = _git(root, where, "diff", "--name-status", "--no-renames", "-z", base)
     words = iter(tracked.split("\0"))
     changed = [
         Change(path=path, status=status if status in ("A", "D") else "M")
         for status, path in zip(words, words, strict=False)
     ]
-    new = _git(root, where, ["ls-files", "--others", "--exclude-standard", "-z"]).split("\0")
+    new = _git(root, where, "ls-files", "--others", "--exclude-standard", "-z").split("\0")
     return (*changed, *(Change(path=path, status="A") for path in new if path))
 
 
-def _git(root: Path, where: str, arguments: Iterable[str]) -> str:
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(root), *arguments],  # noqa: S607 - the user's git
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=_TIMEOUT_S,
-        )
-    except (OSError, subprocess.TimeoutExpired) as problem:
-        raise SelectionError(where, f"git does not answer: {problem}") from None
-    if done.returncode:
-        said = (done.stderr.strip().splitlines() or ["there is no common commit"])[0]
+def _git(root: Path, where: str, *arguments: str) -> str:
+    found = ask_git(root, *arguments)
+    if found is None:
         raise SelectionError(
-            where, f"git says: {said}; fetch the revision, or give --changed-paths"
+            where,
+            "git does not know it here, expected a revision with a commit in common; "
+            "fetch it, or give --changed-paths",
         )
-    return done.stdout
+    return found

@@ -74,7 +74,13 @@ def command() -> None:
     metavar="NAME",
     help="Compare this metric (repeatable).  [default: what the policy says]",
 )
-@click.option("--golden-policy", default=Policy.STRICT.value, show_default=True, metavar="NAME")
+@click.option(
+    "--golden-policy",
+    default=Policy.STRICT.value,
+    show_default=True,
+    metavar="POLICY",
+    help="strict, megatron or the path of a policy file.",
+)
 @click.option("--nondeterministic", is_flag=True, help="Results vary from run to run.")
 @click.option("--host-class", metavar="NAME", help="Judge time and memory of this class of host.")
 @click.option(

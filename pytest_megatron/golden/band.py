@@ -7,7 +7,6 @@ steps, from nothing at step 1, so a learned band is narrow where bugs show first
 
 from __future__ import annotations
 
-import functools
 import math
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from pytest_megatron.golden.limits import (
     LEARNING,
     ROUNDING,
     TAIL_FRACTION,
+    Learning,
     LossLimits,
 )
 from pytest_megatron.golden.model import Series
@@ -80,7 +80,7 @@ def band_around(
 
     What repeats say holds for their platform. On another one other instructions round otherwise:
     in fp32 by 2e-7 at most in 50 steps, which any band forgives; in bf16 by 2e-4 (two kinds of
-    CPU, one training), so that there the golden counts as one without repeats.
+    CPU, one training), so that there the band is at least that of a golden without repeats.
     """
     limits = limits or LossLimits()
     made = golden.provenance or Provenance()
@@ -89,30 +89,35 @@ def band_around(
     is_deterministic = made.deterministic is True and not nondeterministic and not is_elsewhere
     repeats = 1 if made.repeats is None else made.repeats
     spread = made.spread.get(metric)
-    is_learned = spread is not None and repeats >= LEARNING.least_repeats and not is_elsewhere
-    is_narrow = is_deterministic or is_learned
-    floor = limits.floor_in(made.precision) if is_narrow else limits.band
+    is_learned = spread is not None and repeats >= LEARNING.least_repeats
+    is_narrow = (is_deterministic or is_learned) and not is_elsewhere
     factor = prediction_factor(repeats) if is_learned else LEARNING.few_factor
-    deviations = growing_deviation(spread, series.steps, LEARNING.look_back_steps)
+    learned = [factor * sd for sd in growing_deviation(spread, series.steps)]
+    fixed = [
+        limits.floor_in(made.precision) if is_narrow else limits.fixed_at(step)
+        for step in series.steps
+    ]
     rounding = limits.absolute + (FULL_ROUNDING if series.is_full_precision else ROUNDING)
     scales = [abs(v) for v in series.values if isinstance(v, float)]
-    widths = [
-        max(floor if is_narrow else limits.fixed_at(step), factor * sd)
-        for step, sd in zip(series.steps, deviations, strict=True)
-    ]
-    allowed = [w * scale + rounding for w, scale in zip(widths, scales, strict=True)]
-    first_of_tail = len(scales) - tail_length(len(scales))
-    mean_of = functools.partial(
-        _mean_limit, absolute=limits.absolute, is_learned=spread is not None
+    widths = tuple(map(max, learned, fixed))
+    allowed = [width * scale + rounding for width, scale in zip(widths, scales, strict=True)]
+    noise = [width * scale for width, scale in zip(learned, scales, strict=True)]
+    of_tail = slice(len(scales) - tail_length(len(scales)), None)
+    mean, tail = (
+        max(limit * math.fsum(scale), part * math.fsum(width)) / len(scale)
+        for limit, part, width, scale in (
+            (limits.mean, LEARNING.mean_fraction, noise, scales),
+            (limits.tail_mean, LEARNING.tail_fraction, noise[of_tail], scales[of_tail]),
+        )
     )
     return Band(
         steps=series.steps,
         allowed=tuple(allowed),
-        widths=tuple(widths),
+        widths=widths,
         rounding=rounding,
         num_outside=0 if is_deterministic else int(limits.outside_fraction * len(scales)),
-        bias=mean_of(limits.mean, allowed, scales),
-        tail=mean_of(limits.tail_mean, allowed[first_of_tail:], scales[first_of_tail:]),
+        bias=mean + limits.absolute + ROUNDING,
+        tail=tail + limits.absolute + ROUNDING,
         note="golden from another platform, where fewer digits are the same"
         if is_elsewhere
         else _describe(repeats, is_deterministic=is_deterministic, is_learned=is_learned),
@@ -130,12 +135,12 @@ def prediction_factor(repeats: int) -> float:
 
 
 def growing_deviation(
-    spread: Spread | None, steps: tuple[int, ...], look_back_steps: int
+    spread: Spread | None, steps: tuple[int, ...], learning: Learning = LEARNING
 ) -> list[float]:
     """Return the relative standard deviation to use at each step.
 
-    At a step it is the largest of the `look_back_steps` values up to there: the estimate of one
-    step from a few repeats may be near 0 by chance. Steps that the spread lacks have the last.
+    At a step it is the largest of the values around it: the estimate of one step from a few repeats
+    may be near 0 by chance. Steps that the spread lacks have the last.
     """
     if spread is None:
         return [0.0] * len(steps)
@@ -144,26 +149,15 @@ def growing_deviation(
     known = [v for v in spread.values if isinstance(v, float)]
     deviations = []
     for step in steps:
-        end = bisect_right(spread.steps, step)
-        recent = known[max(0, end - look_back_steps) : end]
-        deviations.append(max(recent, default=0.0))
+        first = max(0, bisect_right(spread.steps, step) - learning.look_back_steps)
+        around = known[first : bisect_right(spread.steps, step + learning.look_ahead_steps)]
+        deviations.append(max(around, default=0.0))
     return deviations
 
 
 def tail_length(num_steps: int) -> int:
     """Return how many of the last steps the tail has."""
     return max(1, int(num_steps * TAIL_FRACTION))
-
-
-def _mean_limit(
-    limit: float, allowed: list[float], scales: list[float], *, absolute: float, is_learned: bool
-) -> float:
-    """Return the absolute deviation that the mean over some steps may have."""
-    fixed = limit * math.fsum(scales) / len(scales) + absolute
-    if not is_learned:
-        return fixed + ROUNDING
-    mean_allowed = math.fsum(allowed) / len(allowed)
-    return max(fixed, LEARNING.mean_fraction * mean_allowed)
 
 
 def _describe(repeats: int, *, is_deterministic: bool, is_learned: bool) -> str:

@@ -17,7 +17,7 @@ TAIL_FRACTION = 0.25
 # Absolute: the rounding of a golden of five decimals, and of one of full precision.
 ROUNDING, FULL_ROUNDING = 5e-6, 1e-9
 FULL_PRECISION = "fp32"
-_FLOORS: Mapping[str, float] = {FULL_PRECISION: 2e-5, "bf16": 1e-4, "fp16": 1e-4}
+_FLOORS: Mapping[str, float] = {FULL_PRECISION: 2e-5, "bf16": 2e-4, "fp16": 1e-4}
 _FLOOR = 1e-4  # of a precision that is not known
 
 
@@ -170,15 +170,20 @@ class Learning:
     Attributes:
         least_repeats: Fewer give no band of their own; their spread only widens the fixed one.
         few_factor: By how many of their standard deviations.
-        look_back_steps: The estimate of a step is the largest of so many.
-        mean_fraction: Of the mean band, which a mean may be off by.
+        look_back_steps: The estimate of a step is the largest of so many values up to there ...
+        look_ahead_steps: ... and of those up to so many steps later: where noise grows, that of
+            another platform, which begins a little larger, is a few steps ahead.
+        mean_fraction: The part of what single steps may be off by that their mean may be.
+        tail_fraction: The same of the mean of the last quarter.
         least_steps_for_means: Fewer steps have no mean worth judging.
     """
 
     least_repeats: int = 3
     few_factor: float = 4.0
     look_back_steps: int = 8
-    mean_fraction: float = 0.5
+    look_ahead_steps: int = 2
+    mean_fraction: float = 0.3
+    tail_fraction: float = 0.4
     least_steps_for_means: int = 8
 
 

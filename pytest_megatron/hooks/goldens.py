@@ -20,7 +20,7 @@ from pytest_megatron.launch.facts import Facts
 from pytest_megatron.refresh.accept import Outcome, Terms, accept, consider, write_pages
 from pytest_megatron.refresh.candidate import Candidate
 from pytest_megatron.refresh.making import make_candidate
-from pytest_megatron.refresh.pull_request import commit_message, markdown
+from pytest_megatron.refresh.pull_request import commit_message, counted, markdown
 from pytest_megatron.refresh.reading import read_candidate
 from pytest_megatron.verdict.training import Training
 
@@ -93,8 +93,8 @@ class GoldenWriter:
         num_left = sum(isinstance(r, dict) and _has_candidate(r) for r in records.values())
         if num_left and (exit_status != pytest.ExitCode.OK or not offered):
             self.lines.append(
-                f"goldens: {num_left} candidates in the run directory; look at them with "
-                "`pytest-megatron golden review`"
+                f"goldens: {counted(num_left, 'candidate')} in the run directory; to look at what "
+                "would change: pytest-megatron golden review"
             )
         if not self._options.is_writing_goldens or not records:
             return True

@@ -35,15 +35,7 @@ _LISTS = {
     "test-case": "test case",
     "tag": "tag of a row",
 }
-_ABOUT_UNITS = (
-    "bucket",
-    "experimental-tests",
-    "environment",
-    "platform",
-    "tag",
-    "labels",
-    "ci-event",
-)
+_ALSO_ABOUT_UNITS = ("environment", "platform", "tag", "labels", "ci-event")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +155,7 @@ def add_options(parser: pytest.Parser) -> None:
         "off: do not compare",
         metavar="check|record|refresh|off",
     )
-    add("golden-policy", "how to compare: strict (default) or megatron", metavar="NAME")
+    add("golden-policy", "how to compare: strict (default), megatron or a file", metavar="POLICY")
     add("golden-reason", "why goldens get worse, which they then say", metavar="TEXT")
     add("plan", "print what would run and run nothing", action="store_true")
     add("tee-ranks", "ranks copied live to the terminal (0,3; all; none)", metavar="LIST")
@@ -244,8 +236,13 @@ def read_options(config: pytest.Config) -> Options:
 
 
 def may_ask_for_units(config: pytest.Config) -> bool:
-    """Whether an option is given that leaves out python tests by file or by mark."""
-    return any(values.given(config, name) is not None for name in _ABOUT_UNITS)
+    """Whether an option is given that leaves out python tests by file or by mark.
+
+    Words that also choose among workloads have to be typed: their default in an ini file must not
+    leave out tests of a plain pytest.
+    """
+    is_theirs = any(values.given(config, n) is not None for n in ("bucket", "experimental-tests"))
+    return is_theirs or any(values.typed(config, name) is not None for name in _ALSO_ABOUT_UNITS)
 
 
 def _asks_for_workloads(config: pytest.Config) -> bool:

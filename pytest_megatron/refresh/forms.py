@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pytest_megatron.files import JsonValue
 from pytest_megatron.refresh.accept import Outcome
 from pytest_megatron.refresh.difference import BUCKETS, FileDifference, MetricDifference, State
-from pytest_megatron.refresh.pull_request import interpret, markdown
+from pytest_megatron.refresh.pull_request import counted, interpret, markdown
 
 FORMS = ("text", "json", "markdown")
 
@@ -81,7 +81,7 @@ def outcome_text(outcome: Outcome, form: str, *, reason: str | None = None) -> s
 def _state(difference: FileDifference) -> str:
     if difference.state is State.CHANGED:
         return "changed, outside the band" if difference.is_outside else "changed"
-    return f"{difference.state.value}, {difference.num_metrics} metrics"
+    return f"{difference.state.value}, {counted(difference.num_metrics, 'metric')}"
 
 
 def _file_json(difference: FileDifference) -> JsonValue:

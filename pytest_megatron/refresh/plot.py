@@ -81,7 +81,8 @@ def _deviation_lines(
 def _bar(off: float, largest: float) -> str:
     if not off:
         return " "
-    return _BARS[max(1, min(len(_BARS) - 1, math.ceil(off / largest * (len(_BARS) - 1))))]
+    share = min(1.0, off / largest)  # over an old value of 0 it is infinite
+    return _BARS[max(1, math.ceil(share * (len(_BARS) - 1)))]
 
 
 def _scaled(value: float, low: float, high: float, size: int) -> int:

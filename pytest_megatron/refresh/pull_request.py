@@ -60,12 +60,12 @@ def interpret(differences: Sequence[FileDifference]) -> list[str]:
     losses = [m for d in differences for m in d.metrics if "loss" in m.metric and m.deviations]
     found = []
     if holes := sum(m.num_not_finite[1] > 0 for d in differences for m in d.metrics):
-        found.append(f"{_counted(holes, 'metric')} with values that are no numbers.")
+        found.append(f"{counted(holes, 'metric')} with values that are no numbers.")
     if lost := sum(m.num_new > 0 and m.num_lost > 0 for d in differences for m in d.metrics):
-        found.append(f"{_counted(lost, 'metric')} with fewer steps: less is compared than before.")
+        found.append(f"{counted(lost, 'metric')} with fewer steps: less is compared than before.")
     if outside := sum(d.is_outside for d in differences):
         found.append(
-            f"{_counted(outside, 'golden')} outside the band: a run as it now is would have "
+            f"{counted(outside, 'golden')} outside the band: a run as it now is would have "
             "failed, so what is measured is another curve."
         )
     found += _of_losses(losses)
@@ -83,7 +83,7 @@ def _of_losses(losses: Sequence[MetricDifference]) -> Iterable[str]:
         return
     if starts := sum(m.start is Start.STEP_1 and abs(m.deviations[1]) > _SMALL for m in losses):
         yield (
-            f"{_counted(starts, 'loss', 'losses')} with another first step: data, initialisation "
+            f"{counted(starts, 'loss', 'losses')} with another first step: data, initialisation "
             "or the forward pass changed, not only numerics."
         )
     yield _size_of(losses)
@@ -94,7 +94,7 @@ def _of_losses(losses: Sequence[MetricDifference]) -> Iterable[str]:
             yield f"All {moving} losses that move get {trend.value}."
     if cancelled := sum(m.largest > _ATTENTION > _CANCELS * abs(m.mean_signed) for m in losses):
         yield (
-            f"{_counted(cancelled, 'loss', 'losses')} with deviations both ways, which cancel in "
+            f"{counted(cancelled, 'loss', 'losses')} with deviations both ways, which cancel in "
             "the signed mean: look at the largest one."
         )
 
@@ -125,7 +125,7 @@ def commit_message(differences: Sequence[FileDifference], *, reason: str | None 
     what = f"the golden of {cases[0]}" if len(cases) == 1 else f"goldens of {len(cases)} cases"
     subject = f"{verb} {what}"
     if len(subject) > _SUBJECT_LENGTH:
-        subject = f"{verb} {len(written)} goldens"
+        subject = f"{verb} {counted(len(written), 'golden')}"
     lines = [subject, ""]
     if reason:
         lines += [reason, ""]
@@ -164,7 +164,7 @@ def _headline(differences: Sequence[FileDifference]) -> str:
     parts = [f"{counts[state]} {state.value}" for state in State if counts[state]]
     outside = sum(d.is_outside for d in differences)
     tail = f"; **{outside} outside the band**" if outside else ""
-    return f"{_counted(len(differences), 'golden')}: {', '.join(parts) or 'none'}{tail}."
+    return f"{counted(len(differences), 'golden')}: {', '.join(parts) or 'none'}{tail}."
 
 
 def _rows(differences: Sequence[FileDifference]) -> list[str]:
@@ -239,7 +239,7 @@ def _directions(differences: Sequence[FileDifference]) -> list[str]:
 def _causes(differences: Sequence[FileDifference]) -> list[str]:
     """Return one line for all goldens whose surroundings changed in the same way."""
     groups = Counter(cause for d in differences if d.metrics for cause in d.causes)
-    lines = [f"- {_name(cause)}: {_counted(n, 'golden')}" for cause, n in groups.most_common()]
+    lines = [f"- {_name(cause)}: {counted(n, 'golden')}" for cause, n in groups.most_common()]
     if not lines:
         return []
     return ["What else changed:", "", *_within(lines, _LIST_BYTES // 2, "- and {} more"), ""]
@@ -268,7 +268,8 @@ def _within(lines: Sequence[str], most_bytes: int, rest: str) -> list[str]:
     return kept
 
 
-def _counted(count: int, one: str, many: str | None = None) -> str:
+def counted(count: int, one: str, many: str | None = None) -> str:
+    """Return `1 golden` or `2 goldens`."""
     return f"1 {one}" if count == 1 else f"{count} {many or f'{one}s'}"
 
 

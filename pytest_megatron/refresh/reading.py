@@ -37,7 +37,9 @@ _MOST_BYTES = 256 << 20
 
 
 def read_run(run_dir: Path, root: Path, policy: Policy) -> tuple[Candidate, ...]:
-    """Return the workloads of a run that are compared with goldens, in the order of the run.
+    """Return the workloads of a run that disagree with their goldens, in the order of the run.
+
+    Those that agree offer nothing, and what a review rejected is not offered again.
 
     Args:
         run_dir: A run directory, or what was unpacked of one.
@@ -53,8 +55,10 @@ def read_run(run_dir: Path, root: Path, policy: Policy) -> tuple[Candidate, ...]
         raise GoldenError(str(run_dir / RUN_FILE), "has no 'items', so it is not of a run")
     found = []
     for node_id, record in items.items():
-        if isinstance(record, dict) and "golden" in record:
-            directory = run_dir / PurePosixPath(str(record.get("directory", "none"))).name
+        if not isinstance(record, dict) or "golden" not in record:
+            continue
+        directory = run_dir / PurePosixPath(str(record.get("directory", "none"))).name
+        if not (directory / REJECTED).is_file():
             found.append(read_candidate(node_id, record, directory, root, policy))
     return tuple(found)
 

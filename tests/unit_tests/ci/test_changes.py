@@ -106,7 +106,7 @@ def test_changes_since_a_revision_hold_commits_edits_and_new_files(tmp_path: Pat
 @pytest.mark.parametrize(
     ("revision", "error"),
     [
-        ("nowhere", "--diff nowhere: git says: "),
+        ("nowhere", "--diff nowhere: git does not know it here, expected a revision"),
         ("--output=x", "--diff --output=x: is no revision, expected a branch"),
     ],
 )

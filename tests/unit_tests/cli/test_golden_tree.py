@@ -101,6 +101,16 @@ def test_convert_loses_nothing_unasked(
     assert read_golden(OLD).metrics["lm loss"].values[2] == 2.33333
 
 
+def test_convert_writes_all_or_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = OLD.read_text()
+    Path("golden_values").write_text("a file where the directory belongs")
+    assert run(monkeypatch, "convert", BESIDE, "--layout", "ours", "--write") == 2
+    assert "cannot be written: " in capsys.readouterr().err
+    assert OLD.read_text() == old
+
+
 def test_convert_asks_for_one_way_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(monkeypatch, "convert", OLD, "--check", "--write") == 2
 

@@ -1,4 +1,8 @@
-"""The comparison, tested by mutation: what is known to slip through other rules must not here."""
+"""The comparison, tested by mutation: what is known to slip through other rules must not here.
+
+The table that `benchmarks/compare_curves.py` measures on real trainings, on small curves: every
+regression on top of the noise of another platform, against every kind of golden.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ import pytest
 from pytest_megatron.golden.compare import Policy, compare
 from pytest_megatron.golden.model import Value, series_of
 from pytest_megatron.golden.provenance import Golden, Provenance
+from pytest_megatron.golden.surroundings import NOWHERE, Surroundings
 
 NUM_STEPS = 100
 Curve = dict[int, float]
@@ -23,12 +28,23 @@ def curve() -> Curve:
     return {s: 4.0 + 6.9 * math.exp(-s / 30) + rng.gauss(0, 0.03) for s in range(1, NUM_STEPS + 1)}
 
 
+def moved(seed: int = 0, size: float = 2e-4) -> Curve:
+    """Return the curve as another platform has it: step 1 the same, then noise that grows."""
+    rng = random.Random(seed)
+    return {s: v * (1 + rng.gauss(0, size) * min(1, (s - 1) / 40)) for s, v in curve().items()}
+
+
 def late(fraction: float) -> Mutation:
     return lambda c: {s: v * (1 + fraction * (s > NUM_STEPS // 2)) for s, v in c.items()}
 
 
 def spike(fraction: float) -> Mutation:
     return lambda c: {**c, 70: c[70] * (1 + fraction)}
+
+
+def warp(speed: float) -> Mutation:
+    """As a lower learning rate: the curve, `speed` times as fast."""
+    return lambda c: {s: c[max(1, round(1 + (s - 1) * speed))] for s in c}
 
 
 def put(value: float, *steps: int) -> Mutation:
@@ -46,7 +62,10 @@ MUTATIONS: dict[str, Mutation] = {
     "late +3 %": late(0.03),
     "late -1 %": late(-0.01),
     "ramp to +1 %": lambda c: {s: v * (1 + 0.01 * s / NUM_STEPS) for s, v in c.items()},
+    "lr x0.9": warp(0.9),
+    "lr x0.5": warp(0.5),
     "off by one step": lambda c: {s: c[max(1, s - 1)] for s in c},
+    "spike +2 %": spike(0.02),
     "spike +10 %": spike(0.1),
     "spike x2": spike(1.0),
     "nan at one step": put(math.nan, 70),
@@ -59,23 +78,46 @@ MUTATIONS: dict[str, Mutation] = {
     "truncated at 50 %": drop(*range(51, 101)),
     "frozen in the last half": lambda c: {s: c[min(s, 50)] for s in c},
 }
-PROVENANCES = {"deterministic": Provenance(deterministic=True, repeats=2), "unknown": None}
+HERE = Surroundings(host_class="H100", versions={"torch": "2.13"})
+BUMPED = Surroundings(host_class="H100", versions={"torch": "2.14"})
+MADE = {"host_class": HERE.host_class, "versions": HERE.versions, "precision": "bf16"}
+LEARNED = series_of({s: 1e-4 * min(1, (s - 1) / 40) for s in range(1, NUM_STEPS + 1)})
+# Where the golden is from, where the run was, and by how much its platform moved it.
+GOLDENS: dict[str, tuple[Provenance | None, Surroundings, float]] = {
+    "unknown": (None, NOWHERE, 2e-4),
+    "deterministic": (Provenance(deterministic=True, repeats=2), NOWHERE, 5e-6),
+    "deterministic-here": (Provenance(deterministic=True, repeats=2, **MADE), HERE, 0.0),  # type: ignore[arg-type] # spread out
+    "deterministic-bumped": (Provenance(deterministic=True, repeats=2, **MADE), BUMPED, 2e-4),  # type: ignore[arg-type] # spread out
+    "band": (Provenance(repeats=8, spread={"lm loss": LEARNED}), NOWHERE, 1e-4),
+}
 
 
-@pytest.mark.parametrize("provenance", sorted(PROVENANCES))
-@pytest.mark.parametrize("name", MUTATIONS)
-def test_strict_detects(name: str, provenance: str) -> None:
+def has_passed(name: str, run: dict[int, Value]) -> bool:
+    provenance, surroundings, _ = GOLDENS[name]
     golden = Golden(
         path="g",
         metrics={"lm loss": series_of({**curve()}, is_full_precision=True)},
-        provenance=PROVENANCES[provenance],
+        provenance=provenance,
     )
-    run = {"lm loss": series_of(MUTATIONS[name](curve()), is_full_precision=True)}
-    (comparison,) = compare(golden, run)
-    assert not comparison.passed
+    observed = {"lm loss": series_of(run, is_full_precision=True)}
+    return compare(golden, observed, surroundings=surroundings)[0].passed
+
+
+@pytest.mark.parametrize("golden", sorted(GOLDENS))
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_strict_detects(name: str, golden: str) -> None:
+    assert not has_passed(golden, MUTATIONS[name](moved(size=GOLDENS[golden][2])))
+
+
+@pytest.mark.parametrize("golden", sorted(GOLDENS))
+def test_strict_passes_what_is_only_another_platform(golden: str) -> None:
+    """FORMATS 9.20: 82 % of the changes of container break an exact test there."""
+    size = GOLDENS[golden][2]
+    assert all(has_passed(golden, {**moved(seed, size)}) for seed in range(20))
 
 
 def test_megatron_approximate_misses_what_its_rules_let_through() -> None:
+    """FORMATS 9.20: approximate mode is loose and blind to order."""
     golden = Golden(path="g", metrics={"lm loss": series_of({**curve()})})
     missed = {
         name
@@ -89,16 +131,52 @@ def test_megatron_approximate_misses_what_its_rules_let_through() -> None:
     }
     assert missed == {
         *("late +0.1 %", "late +0.5 %", "late +1 %", "late +3 %", "late -1 %", "ramp to +1 %"),
-        *("spike +10 %", "spike x2", "nan at one step", "inf at one step", "one step missing"),
-        *("truncated at 99 %", "off by one step"),
+        *("spike +2 %", "spike +10 %", "spike x2", "nan at one step", "inf at one step"),
+        *("one step missing", "truncated at 99 %", "off by one step"),
     }
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_strict_passes_the_noise_of_a_change_of_container(seed: int) -> None:
-    rng = random.Random(seed)
-    golden = Golden(path="g", metrics={"lm loss": series_of({**curve()})})
-    noisy: dict[int, Value] = {
-        s: v * (1 + rng.gauss(0, 2e-4) * (s > 1)) for s, v in curve().items()
-    }
-    assert compare(golden, {"lm loss": series_of(noisy)})[0].passed
+@pytest.mark.parametrize(
+    ("metric", "mutate", "by_megatron"),
+    [
+        pytest.param("num-zeros", lambda v: {s: 1.1 * x for s, x in v.items()}, False, id="+10%"),
+        pytest.param("num-zeros", lambda v: {s: 1.25 * x for s, x in v.items()}, True, id="+25%"),
+        pytest.param(
+            "num-zeros", lambda v: {s: x * (s <= 50) for s, x in v.items()}, True, id="half-to-zero"
+        ),
+        pytest.param(
+            "mem-max-allocated-bytes",
+            lambda v: {s: 1.02 * x for s, x in v.items()},
+            False,
+            id="memory+2%",
+        ),
+        pytest.param(
+            "mem-max-allocated-bytes",
+            lambda v: {**v, 70: 3.0 * v[70]},
+            False,
+            id="one-peak",
+        ),
+        pytest.param(
+            "iteration-time",
+            lambda v: {s: x * (1 if 30 <= s < 46 else 2) for s, x in v.items()},
+            False,
+            id="slow-outside-the-window",
+        ),
+    ],
+)
+def test_counts_memory_and_time_are_guarded_too(
+    metric: str, mutate: Callable[[Curve], Curve], *, by_megatron: bool
+) -> None:
+    """FORMATS 9.21: slow-downs outside of steps 30 to 45 pass there."""
+    values = {s: 1000.0 * (1 + 0.02 * (s % 3)) for s in range(1, NUM_STEPS + 1)}
+    made = Provenance(host_class=HERE.host_class)
+    golden = Golden(path="g", metrics={metric: series_of({**values})}, provenance=made)
+    run = {metric: series_of({**mutate(values)})}
+    ours, theirs = (
+        compare(golden, run, metrics=[metric], policy=policy, **more)[0].passed
+        for policy, more in (
+            (Policy.STRICT, {"surroundings": HERE}),
+            (Policy.MEGATRON, {"nondeterministic": True}),
+        )
+    )
+    assert (ours, theirs) == (False, not by_megatron)

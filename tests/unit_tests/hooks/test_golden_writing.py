@@ -11,8 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner, Result
 from tiny_project import Project, Run, read_object, send, wait_until
 
+from pytest_megatron.cli.main import group
 from pytest_megatron.golden.store import read_golden
 
 REFRESH = ("-k", "old or new", "--golden", "refresh", "-n", "2")
@@ -89,6 +91,37 @@ def test_workloads_that_are_not_clean_keep_every_golden_from_being_written(
     )
     assert "goldens: none written, since not all of this run was clean" in run.stdout
     assert goldens(project) == before
+    assert "to look at what would change: pytest-megatron golden review" in run.stdout
+    accepted = golden_command(project, "accept", "run-unclean")
+    assert accepted.exit_code == 1
+    refused = [x.split("[")[2].partition("]")[0] for x in accepted.stderr.splitlines()[:-1]]
+    assert sorted(refused) == ["exit-code", "retry", "spread"]
+    assert goldens(project) == before
+
+
+def golden_command(project: Project, command: str, run_dir: str) -> Result:
+    """Run a command in this process, as a user would in the project."""
+    words = ["golden", command, str(project.root / run_dir), "--root", str(project.root)]
+    return CliRunner().invoke(group, words)
+
+
+def test_a_workload_that_disagrees_leaves_a_candidate_that_may_be_accepted(
+    project: Project,
+) -> None:
+    """FORMATS 9.34: a failure says there only that a metric failed."""
+    before = goldens(project)
+    run = project.run("recipes", "--test-case", "old", "--n-repeat", "2", run_dir="run-differs")
+    assert run.verdict("old") == ("FAILED", "failed")
+    assert goldens(project) == before
+    assert "goldens: 1 candidate in the run directory" in run.stdout
+    accepted = golden_command(project, "accept", "run-differs")
+    assert (accepted.exit_code, accepted.stderr) == (0, "")
+    now = goldens(project)
+    assert [path for path in now if now[path] != before.get(path)] == [
+        "golden_values/gpt/old/golden_values_dev_cpu.json"
+    ]
+    for path, text in before.items():
+        (project.root / path).write_text(text)
 
 
 def test_record_writes_only_what_is_missing(

@@ -128,7 +128,7 @@ def test_each_option_is_an_ini_option_too(help_text: str) -> None:
     ("arguments", "error"),
     [
         (["--golden", "renew"], "--golden: 'renew' is not a way to use goldens, expected one of "),
-        (["--golden-policy", "lax"], "--golden-policy: unknown policy 'lax', expected one of "),
+        (["--golden-policy", "lax"], "--golden-policy: unknown policy 'lax', expected "),
         (["--n-repeat", "0"], "--n-repeat: '0' is not a count, expected a number from 1 on"),
         (["--n-repeat", "two"], "--n-repeat: 'two' is not a count, expected a number from 1 on"),
         (["--max-attempts", "-1"], "--max-attempts: '-1' is not a count, "),

@@ -143,6 +143,7 @@ def test_ranks_that_collect_for_themselves_find_the_same_tests(project: pytest.P
 
 
 def test_without_any_of_the_options_no_mark_means_anything(project: pytest.Pytester) -> None:
+    project.makeini("[pytest]\nmegatron_environment = dev\nmegatron_platform = dgx_gb200\n")
     result = run(project, "tests/moe", "--experimental", "-W", "ignore")
     assert (result.ret, ran(result)) == (0, ALL | {"deep"})
     assert "megatron:" not in result.stdout.str()

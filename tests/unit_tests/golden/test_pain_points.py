@@ -1,0 +1,121 @@
+"""What Megatron-LM's comparison gets wrong (FORMATS.md 9), beside what ours makes of the same."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from pytest_megatron.golden.compare import compare, compare_resume
+from pytest_megatron.golden.comparison import Comparison, Rule, render, render_layers
+from pytest_megatron.golden.model import Value, series_of
+from pytest_megatron.golden.policy import Policy
+from pytest_megatron.golden.provenance import Golden, Provenance
+from pytest_megatron.golden.surroundings import Surroundings
+
+Values = dict[int, Value]
+LOSS: Values = {s: round(2.7 + 2.2 * math.exp(-s / 20), 5) for s in range(1, 51)}
+HERE = Surroundings(host_class="H100")
+
+
+def judge(
+    golden: Values, observed: Values, policy: Policy, *, metric: str = "lm loss"
+) -> Comparison:
+    made = Golden(
+        path="g.json",
+        metrics={metric: series_of(golden)},
+        provenance=Provenance(host_class=HERE.host_class),
+    )
+    return compare(
+        made,
+        {metric: series_of(observed)},
+        metrics=[metric],
+        policy=policy,
+        nondeterministic=True,
+        surroundings=HERE,
+    )[0]
+
+
+def verdicts(golden: Values, observed: Values, metric: str = "lm loss") -> tuple[bool, bool]:
+    """Return whether Megatron-LM's policy passes it, and whether ours does."""
+    theirs, ours = (
+        judge(golden, observed, policy, metric=metric).passed
+        for policy in (Policy.MEGATRON, Policy.STRICT)
+    )
+    return theirs, ours
+
+
+@pytest.mark.parametrize(
+    ("golden", "observed"),
+    [
+        pytest.param(dict.fromkeys(LOSS, "nan"), dict.fromkeys(LOSS, "nan"), id="all-nan"),
+        pytest.param({**LOSS, 9: "nan"}, {s: v for s, v in LOSS.items() if s != 9}, id="nan-gone"),
+        pytest.param({**LOSS, 9: "nan"}, {**LOSS, 9: "what"}, id="another-text"),
+        pytest.param(LOSS, {**LOSS, 9: "nan"}, id="nan-in-the-run"),
+    ],
+)
+def test_no_number_is_never_equal_to_no_number(golden: Values, observed: Values) -> None:
+    """FORMATS 9.8: nan, inf, any text and missing are one and the same there, and equal."""
+    assert verdicts(golden, observed) == (True, False)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param({9: 9999.0}, id="one-step-is-anything"),
+        pytest.param({s: v * 1.049 for s, v in LOSS.items() if isinstance(v, float)}, id="+4.9%"),
+    ],
+)
+def test_five_percent_is_not_close(change: Values) -> None:
+    """FORMATS 9.20: one step may be anything there, and all may be 4.9 % off."""
+    assert verdicts(LOSS, {**LOSS, **change}) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("slower", "expected"),
+    [
+        pytest.param(dict.fromkeys(range(1, 30), 2.0), (True, False), id="outside-the-window"),
+        pytest.param(dict.fromkeys(range(30, 46, 3), 2.0), (True, True), id="single-steps"),
+        pytest.param(dict.fromkeys(range(1, 51), 0.14), (False, True), id="faster"),
+    ],
+)
+def test_time_is_judged_by_all_steps_after_the_warm_up_and_one_way(
+    slower: Values, expected: tuple[bool, bool]
+) -> None:
+    """FORMATS 9.21: slow steps outside 16 of them pass there, and improvements fail."""
+    times: Values = dict.fromkeys(range(1, 51), 0.2)
+    assert verdicts(times, {**times, **slower}, "iteration-time") == expected
+
+
+@pytest.mark.parametrize(
+    ("policy", "passed"), [(Policy.MEGATRON, False), (Policy.STRICT, True)], ids=["theirs", "ours"]
+)
+def test_a_restart_may_warm_up(policy: Policy, *, passed: bool) -> None:
+    """FORMATS 9.21: after resume exactly the steps of the warm-up are judged there."""
+    first = {"iteration-time": series_of(dict.fromkeys(range(1, 101), 0.2))}
+    times = {s: 3.0 if s < 55 else 0.2 for s in range(51, 101)}
+    second = {"iteration-time": series_of({**times})}
+    found = compare_resume(
+        first, second, train_iters=100, metrics=["iteration-time"], policy=policy
+    )
+    assert found[0].passed is passed
+
+
+def test_a_failure_says_where_by_how_much_and_what_may_be() -> None:
+    """FORMATS 9.34: two lists of numbers are all that is shown there."""
+    late: Values = {
+        s: v * (1.008 if s > 30 else 1) for s, v in LOSS.items() if isinstance(v, float)
+    }
+    comparison = judge(LOSS, late, Policy.STRICT)
+    assert comparison.rule is Rule.BAND
+    assert render(comparison).startswith(
+        "lm loss, step 31: observed 3.192286, golden 3.16695, off by 8.0e-03 relative, tolerance "
+        "allows 2.0e-03; 20 of 50 steps outside, 1 may be; "
+    )
+    assert "largest 8.0e-03 at step " in render(comparison)
+    assert render_layers(comparison) == (
+        "failed: band 20 of 1 steps outside (8.0e-03 of 2.0e-03 at step 31), mean 2.8e-03 of "
+        "3.0e-04 (steps 1 to 50), tail mean 8.0e-03 of 5.0e-04 (steps 39 to 50); passed: presence "
+        "50 of 50 steps, step 1 0.0e+00 of 1.0e-03, frozen 0 of 4 steps, early window 0 of 0 steps "
+        "outside (0.0e+00 of 1.0e-03 at step 2), outlier 8.0e-03 of 1.0e-02 (step 31)"
+    )

@@ -1,0 +1,315 @@
+"""What may become a golden. Megatron-LM's refresh has no gate at all (JUDGING 0.4)."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from staged_run import COMMIT, NUM_STEPS, ORIGIN, Staged, curve, metric_map
+
+from pytest_megatron.files import JsonValue
+from pytest_megatron.golden.model import MetricMap, Value
+from pytest_megatron.golden.policy import Policy
+from pytest_megatron.golden.provenance import Provenance
+from pytest_megatron.golden.store import read_golden
+from pytest_megatron.refresh.accept import Terms, accept
+from pytest_megatron.refresh.difference import differ
+from pytest_megatron.refresh.gate import refuse_mass
+from pytest_megatron.refresh.reading import read_run
+
+SOUND = metric_map(curve())
+
+
+@pytest.fixture
+def staged(tmp_path: Path) -> Staged:
+    return Staged(root=tmp_path)
+
+
+def rules(staged: Staged, terms: Terms = Terms()) -> list[str]:  # noqa: B008 - frozen
+    """Accept the run; return why not. Whatever is refused, the goldens are as they were."""
+    before = tree(staged)
+    outcome = accept(read_run(staged.run_dir, staged.root, Policy.STRICT), staged.root, terms)
+    assert outcome.is_written == (not outcome.refused)
+    assert outcome.is_written or tree(staged) == before
+    return [refusal.rule.value for _, refusal in outcome.refused]
+
+
+def tree(staged: Staged) -> dict[str, bytes]:
+    files = (staged.root / "golden_values").rglob("*")
+    return {str(p): p.read_bytes() for p in files if p.is_file()}
+
+
+def changed(steps: Callable[[int], bool], to: Callable[[float], Value]) -> MetricMap:
+    values = {s: to(float(v)) if steps(s) else v for s, v in curve().items()}
+    return metric_map(values)
+
+
+def test_what_two_clean_repeats_measured_is_taken(staged: Staged) -> None:
+    staged.add("c", [SOUND, SOUND])
+    assert rules(staged) == []
+    golden = read_golden(staged.root / staged.target("c"))
+    assert golden.metrics.keys() == SOUND.keys()
+    assert golden.provenance is not None
+    assert (golden.provenance.commit, golden.provenance.repeats) == (COMMIT, 2)
+
+
+BAD: dict[str, tuple[MetricMap, list[str]]] = {
+    "crashed after 3 steps": (metric_map(curve(3)), ["truncated"]),
+    "cancelled at step 60": (metric_map(curve(60)), ["truncated"]),
+    "NaN in the second half": (changed(lambda s: s > 50, lambda _: math.nan), ["not-finite"]),
+    "+30 and -30 % in turn": (
+        metric_map({s: float(v) * (1.3 if s % 2 else 0.7) for s, v in curve().items()}),
+        ["step-1"],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_the_four_bad_candidates_that_megatrons_refresh_takes_are_refused(
+    staged: Staged, what: str
+) -> None:
+    """JUDGING 0.4, FORMATS 9.29: there each of them overwrites the golden, and the report says 0.
+
+    The run claims that all went well; what it measured says otherwise.
+    """
+    bad, expected = BAD[what]
+    staged.golden("c")
+    staged.add("c", [bad, bad])
+    found = rules(staged)
+    assert set(expected) <= set(found)
+
+
+def test_a_cause_in_the_record_is_named_by_how_the_training_ended(staged: Staged) -> None:
+    """FORMATS 9.29: the tool there takes the values of jobs that failed, by design."""
+    causes: dict[str, dict[str, JsonValue]] = {
+        "exit-code": {
+            "exit_codes": [1],
+            "cause": "rank 0 of 2 raised ValueError after iteration 3",
+        },
+        "signal": {"exit_codes": [-9], "cause": "rank 1 of 2 was killed by SIGKILL"},
+        "watchdog": {"exit_codes": [-6], "cause": "a collective did not finish: rank 3 reported"},
+        "not-finite": {
+            "exit_codes": [0],
+            "cause": "lm loss is nan at step 51, the first that is not finite",
+        },
+    }
+    for name, cause in causes.items():
+        run = replace(staged, name=f"run-{name}", items={})
+        run.add(name, [metric_map(curve(3))], attempts=[cause])
+        assert rules(run) == [name]
+
+
+def test_a_repeat_that_needed_another_attempt_is_no_golden(staged: Staged) -> None:
+    """FORMATS 9.2: there a second attempt is judged by what the first one left."""
+    directory = staged.add("c", [SOUND, SOUND])
+    (directory / "repeat_1" / "attempt_1").rename(directory / "repeat_1" / "attempt_2")
+    (directory / "repeat_1" / "attempt_1").mkdir()
+    node = "recipes/r.yaml::c[dev-cpu]"
+    record = staged.items[node]
+    assert isinstance(record, dict)
+    attempts = record["attempts"]
+    assert isinstance(attempts, list)
+    second = dict(attempts[0]) if isinstance(attempts[0], dict) else {}
+    attempts[0] = {**second, "exit_codes": [1], "cause": "rank 1 raised: EADDRINUSE"}
+    attempts.insert(1, {**second, "attempt": 2})
+    staged.write()
+    assert rules(staged) == ["retry"]
+
+
+def test_an_attempt_that_the_record_keeps_quiet_about_is_found(staged: Staged) -> None:
+    directory = staged.add("c", [SOUND, SOUND])
+    (directory / "repeat_1" / "attempt_2").mkdir()
+    assert rules(staged) == ["damaged-run"]
+
+
+def test_a_run_without_metrics_takes_none_of_another_repeat(staged: Staged) -> None:
+    """FORMATS 9.3: missing logs reuse the result of the repeat before there."""
+    directory = staged.add("c", [SOUND, SOUND])
+    (directory / "repeat_2" / "attempt_1" / "phase_1" / "metrics.json").unlink()
+    assert rules(staged) == ["damaged-run"]
+
+
+def test_a_candidate_that_was_edited_is_refused(staged: Staged) -> None:
+    directory = staged.add("c", [SOUND, SOUND])
+    path = directory / "golden_candidate.json"
+    golden = json.loads(path.read_text())
+    golden["lm loss"]["values"]["50"] = 3.0
+    path.write_text(json.dumps(golden))
+    assert rules(staged) == ["damaged-run"]
+
+
+HOLES: dict[str, tuple[list[MetricMap], str]] = {
+    "one repeat": ([SOUND], "repeats"),
+    "repeats apart": ([SOUND, changed(lambda s: s > 9, lambda v: v * 1.01)], "spread"),
+    "a hole": (
+        [metric_map({s: v for s, v in curve().items() if s != 40})] * 2,
+        "missing-steps",
+    ),
+    "a hole in one repeat": (
+        [SOUND, metric_map({s: v for s, v in curve().items() if s != 40})],
+        "missing-steps",
+    ),
+    "stopped one step early": ([metric_map(curve(NUM_STEPS - 1))] * 2, "truncated"),
+    "inf at a step": ([changed(lambda s: s == 7, lambda _: math.inf)] * 2, "not-finite"),
+    "frozen": ([changed(lambda s: s > 70, lambda _: 2.5)] * 2, "frozen"),
+}
+
+
+@pytest.mark.parametrize("what", HOLES)
+@pytest.mark.parametrize("has_old", [False, True], ids=["new", "old"])
+def test_what_is_not_whole_is_refused(staged: Staged, what: str, *, has_old: bool) -> None:
+    repeats, rule = HOLES[what]
+    if has_old:
+        staged.golden("c")
+    staged.add("c", repeats)
+    assert rule in rules(staged)
+
+
+def test_a_step_that_is_there_twice_is_refused(staged: Staged) -> None:
+    directory = staged.add("c", [SOUND, SOUND])
+    lines = directory / "repeat_2" / "attempt_1" / "phase_1" / "metrics.jsonl"
+    lines.write_text('{"step": 1, "lm loss": 3.0}\n{"step": 1, "lm loss": 4.0}\n')
+    assert rules(staged) == ["duplicate-steps"]
+
+
+def test_a_metric_that_the_old_golden_has_must_not_go(staged: Staged) -> None:
+    staged.golden("c", metric_map(curve(), num_zeros={1: 4.0}))
+    staged.add("c", [SOUND, SOUND])
+    assert rules(staged) == ["fewer-metrics"]
+
+
+ORIGINS: dict[str, tuple[Provenance, str]] = {
+    "no commit": (replace(ORIGIN, commit=None), "not-committed"),
+    "dirty": (replace(ORIGIN, is_dirty=True), "dirty"),
+    "other ranks": (replace(ORIGIN, world_size=4), "world-size"),
+    "other GPU": (replace(ORIGIN, gpu="8x NVIDIA H200"), "gpu"),
+    "other case": (replace(ORIGIN, config_hash="0ther"), "config-changed"),
+}
+
+
+@pytest.mark.parametrize("what", ORIGINS)
+def test_where_it_was_measured_must_be_where_the_golden_is_of(staged: Staged, what: str) -> None:
+    origin, rule = ORIGINS[what]
+    staged.golden("c", origin=replace(ORIGIN, gpu="8x NVIDIA H100"))
+    staged.add("c", [SOUND, SOUND], origin=origin)
+    assert rules(staged) == [rule]
+
+
+def test_a_dirty_tree_may_be_allowed(staged: Staged) -> None:
+    staged.add("c", [SOUND, SOUND], origin=replace(ORIGIN, is_dirty=True))
+    assert rules(staged, Terms(is_dirty_allowed=True)) == []
+
+
+RECORDS: dict[str, dict[str, JsonValue]] = {
+    "expected-failure": {"is_expected": True},
+    "quarantine": {"quarantine": {"holds": True}},
+    "platform": {"platform": "dgx_h100"},
+}
+
+
+@pytest.mark.parametrize("rule", RECORDS)
+def test_what_nothing_says_is_right_is_refused(staged: Staged, rule: str) -> None:
+    staged.add("c", [SOUND, SOUND], record=RECORDS[rule])
+    assert rules(staged) == [rule]
+
+
+def test_hardware_that_failed_meanwhile_and_lightweight_runs_are_refused(staged: Staged) -> None:
+    faults: dict[str, JsonValue] = {
+        "health": {"faults": ["GPU 1 had an uncorrected ECC error"], "notes": []}
+    }
+    staged.add("c", [SOUND, SOUND], attempts=[faults])
+    assert rules(staged) == ["hardware"]
+    light = replace(staged, name="light", items={})
+    light.add("d", [SOUND, SOUND], plan={"is_lightweight": True})
+    assert rules(light) == ["lightweight"]
+
+
+def test_a_resumed_training_that_disagrees_is_no_golden(staged: Staged) -> None:
+    directory = staged.add("c", [SOUND, SOUND])
+    bad = {"metric": "lm loss", "passed": False, "text": "lm loss, step 51: off"}
+    repeat = {"repeat": 1, "against": "first phase", "comparisons": [bad]}
+    (directory / "comparison.json").write_text(json.dumps({"repeats": [repeat]}))
+    assert rules(staged) == ["disagrees"]
+
+
+COSTS = {"iteration_time": dict.fromkeys(range(1, 101), 1.0)}
+WORSE: dict[str, tuple[MetricMap, list[str]]] = {
+    "loss": (changed(lambda s: s > 1, lambda v: v * 1.002), ["loss-worse"]),
+    "first step": (changed(lambda s: s == 1, lambda v: v * 0.99), ["step-1"]),
+    "better": (changed(lambda s: s > 1, lambda v: v * 0.9), []),
+    "little worse": (changed(lambda s: s > 1, lambda v: v * 1.0005), []),
+}
+
+
+@pytest.mark.parametrize("what", WORSE)
+def test_a_loss_that_gets_worse_wants_a_reason(staged: Staged, what: str) -> None:
+    new, expected = WORSE[what]
+    staged.golden("c")
+    staged.add("c", [new, new])
+    assert rules(staged) == expected
+    if expected:
+        assert rules(staged, Terms(reason="the batch is twice as large")) == []
+        origin = read_golden(staged.root / staged.target("c")).provenance
+        assert origin is not None
+        assert (origin.reason, len(origin.supersedes or "")) == ("the batch is twice as large", 64)
+
+
+def test_memory_and_time_want_a_reason_on_one_class_of_host(staged: Staged) -> None:
+    def costs(time: float, memory: float) -> MetricMap:
+        steps = range(1, NUM_STEPS + 1)
+        return metric_map(
+            curve(),
+            iteration_time=dict.fromkeys(steps, time),
+            mem_max_allocated_bytes=dict.fromkeys(steps, memory),
+        )
+
+    staged.golden("c", costs(1.0, 1000.0))
+    new = costs(1.06, 1011.0)
+    staged.add("c", [new, new])
+    assert rules(staged) == ["memory", "time"]
+    busy = replace(staged, name="busy", items={})
+    staged.golden("e", costs(1.0, 1000.0), replace(ORIGIN, spread={"iteration-time": 0.2}))
+    busy.add("e", [costs(1.5, 1000.0)] * 2)
+    assert rules(busy) == []
+    other = replace(staged, name="elsewhere", items={})
+    staged.golden("d", costs(1.0, 1000.0), replace(ORIGIN, host_class="another"))
+    other.add("d", [new, new])
+    assert rules(other) == []
+
+
+@pytest.mark.parametrize(("factor", "word"), [(1.0004, "worse"), (0.9, "better")])
+def test_many_goldens_that_move_one_way_have_one_cause(
+    staged: Staged, factor: float, word: str
+) -> None:
+    """JUDGING 4.2: 102 of 126 got worse in one commit of Megatron-LM, and nobody was asked."""
+    new = changed(lambda s: s > 1, lambda v: v * factor)
+    for number in range(21):
+        staged.golden(f"c{number}")
+        staged.add(f"c{number}", [new, new])
+    candidates = read_run(staged.run_dir, staged.root, Policy.STRICT)
+    outcome = accept(candidates, staged.root, Terms())
+    ((name, refusal),) = outcome.refused
+    assert (name, refusal.rule.value, outcome.is_written) == ("21 goldens", "one-direction", False)
+    assert refusal.text.startswith(f"21 of 21 losses that change get {word}")
+    assert accept(candidates, staged.root, Terms(reason="new data")).is_written
+
+
+def test_many_goldens_that_move_both_ways_are_no_matter(staged: Staged) -> None:
+    old = read_golden(staged.golden("c"))
+    sides = [
+        replace(old, metrics=changed(lambda _: True, lambda v, f=factor: v * f))  # type: ignore[misc]
+        for factor in (1.01, 0.99)
+    ]
+    differences = [differ(f"g{n}", old, sides[n % 2]) for n in range(40)]
+    assert refuse_mass(differences) is None
+    assert refuse_mass(differences[:20:2]) is None
+
+
+def test_one_refusal_keeps_the_whole_set_from_being_written(staged: Staged) -> None:
+    staged.add("good", [SOUND, SOUND])
+    staged.add("bad", [metric_map(curve(60))] * 2)
+    assert rules(staged) == ["truncated", "truncated"]

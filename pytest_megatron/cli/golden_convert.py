@@ -94,6 +94,7 @@ def command(  # noqa: PLR0913 - click hands over one argument an option
         raise click.UsageError("--check, --write and --output exclude one another; give one")
     wish = Wish(
         form=project_form(root) if form is None else Form(form),
+        is_plain=form == Form.MEGATRON.value,
         is_rounded=five_decimals,
         drops_text=drop_text,
     )

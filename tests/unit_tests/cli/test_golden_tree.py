@@ -61,6 +61,16 @@ def test_convert_only_says_what_it_would_do(
     assert run(monkeypatch, "convert", BESIDE, "--check") == 0
 
 
+def test_convert_to_the_projects_own_form_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    document = json.loads(OLD.read_text()) | {"_provenance": {"commit": "abc"}}
+    OLD.write_text(json.dumps(document))
+    Path("pyproject.toml").write_text("[tool.pytest-megatron]\ngolden-form = 'megatron'\n")
+    assert run(monkeypatch, "convert", BESIDE, "--write") == 0
+    assert json.loads(OLD.read_text())["_provenance"]["commit"] == "abc"
+    assert run(monkeypatch, "convert", BESIDE, "--check") == 0
+    assert run(monkeypatch, "convert", BESIDE, "--to", "megatron", "--write") == 1
+
+
 def test_convert_moves_a_golden_to_our_place_under_its_platforms_own_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

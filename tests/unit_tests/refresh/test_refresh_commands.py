@@ -165,6 +165,30 @@ def test_a_run_file_that_is_none_is_one_clear_error(
     assert problem in fails("accept", "run")
 
 
+def test_words_of_an_artifact_do_not_steer_the_terminal(
+    staged: Staged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "recipes/r.yaml::evil\x1b[2J\x07[dev-cpu]"
+    evil = staged.items.pop("recipes/r.yaml::new[dev-cpu]")
+    staged.items[name] = {**evil, "problem": "\x1b[31m"}  # type: ignore[dict-item]
+    staged.write()
+    outputs = [run("accept", "run"), run("review", "run", "--list"), review(monkeypatch, "mss")]
+    assert [r for r in outputs if "\x1b" in r.output or "\x07" in r.output] == []
+    assert "recipes/r.yaml::evil[dev-cpu]: [damaged-run]" in outputs[0].stderr
+
+
+@pytest.mark.parametrize("directory", ["..", "/", "", None, 3, "/x/.."])
+def test_an_artifact_cannot_name_a_directory_outside_of_the_run(
+    staged: Staged, directory: str | int | None
+) -> None:
+    (staged.root / "golden_candidate.json").write_text("{}")
+    staged.items["recipes/r.yaml::new[dev-cpu]"] |= {"directory": directory}  # type: ignore[operator]
+    staged.write()
+    result = run("accept", "run", "--only", "new")
+    assert result.exit_code == 1
+    assert "[not-trained]" in result.stderr
+
+
 def test_what_is_no_run_is_one_clear_error(staged: Staged) -> None:
     assert fails("accept", "none").startswith("none: is not there, expected a run directory")
     (staged.root / "empty").mkdir()

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from xdist.workermanage import WorkerController  # type: ignore[import-untyped]
 
     from pytest_megatron.hooks.gangs import GangPlugin
+    from pytest_megatron.hooks.session import RunSession
 
 _USAGE_ERROR = "megatron_usage_error"
 _LAUNCHED = "TORCHELASTIC_RUN_ID"  # `torch.distributed.run` has started this process as a rank
@@ -83,6 +84,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[_HAS_GANGS] = True
     elif chosen.asks_for_gangs:
         _register_gangs(config)
+    elif chosen.run_dir is not None:
+        _register_run_file(config, chosen)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -93,6 +96,7 @@ def pytest_configure_node(node: WorkerController) -> None:
 
     session = session_of(node.config, options.read_options(node.config))
     register_quarantine(node.config)  # which the workers' reports tell of
+    _register_gang_results(node.config, session)  # only workers know whether tests have our marks
     node.workerinput.update(session.worker_input())
 
 
@@ -145,23 +149,43 @@ def _quarantine(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def _register_gangs(config: pytest.Config) -> GangPlugin:
-    from pytest_megatron.hooks.gang_results import GangResults  # noqa: PLC0415 - not for all
     from pytest_megatron.hooks.gangs import PLUGIN_NAME, GangPlugin  # noqa: PLC0415 - not for all
     from pytest_megatron.hooks.history import register_history  # noqa: PLC0415 - not for all
-    from pytest_megatron.hooks.pages import register_pages  # noqa: PLC0415 - not for all
-    from pytest_megatron.hooks.run_file import run_file_of  # noqa: PLC0415 - not for all
     from pytest_megatron.hooks.session import session_of  # noqa: PLC0415 - not for all
 
     session = session_of(config, options.read_options(config))
     plugin = GangPlugin(config, session)
     config.pluginmanager.register(plugin, PLUGIN_NAME)
     if not session.is_worker:
-        results = GangResults(session, run_file_of(config, session))
-        config.pluginmanager.register(results, f"{PLUGIN_NAME}-results")
+        _register_gang_results(config, session)
         register_history(config, session)
-        register_pages(config, session)
     config.stash[_HAS_GANGS] = True
     return plugin
+
+
+def _register_gang_results(config: pytest.Config, session: RunSession) -> None:
+    """Have what distributed tests come to kept and shown, once for a session."""
+    from pytest_megatron.hooks.gang_results import NAME, GangResults  # noqa: PLC0415 - not for all
+    from pytest_megatron.hooks.pages import register_pages  # noqa: PLC0415 - not for all
+    from pytest_megatron.hooks.run_file import run_file_of  # noqa: PLC0415 - not for all
+
+    if not config.pluginmanager.has_plugin(NAME):
+        results = GangResults(session, run_file_of(config, session))
+        config.pluginmanager.register(results, NAME)
+        register_pages(config, session)
+
+
+def _register_run_file(config: pytest.Config, chosen: options.Options) -> None:
+    """Have `run.json` written if nothing but plain tests run: CI reads there how it ended."""
+    from pytest_megatron.hooks.run_file import run_file_of  # noqa: PLC0415 - not for all
+    from pytest_megatron.hooks.session import session_of  # noqa: PLC0415 - not for all
+
+    session = session_of(config, chosen)
+    if session.is_worker:
+        return
+    run_file_of(config, session)
+    if not (chosen.is_plan or config.option.collectonly):
+        session.refuse_used_run_dir()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

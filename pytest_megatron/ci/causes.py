@@ -61,8 +61,10 @@ def cause_of_test(
     rank = None if found is None else int(found[1] or found[2])
     place, line = (None if case is None else case.location), None
     attempts = rows_of(record, "attempts")
-    directory = text_of(attempts[-1], "directory") if attempts else None
-    if place is None and rank is not None and directory is not None:
+    last = attempts[-1] if attempts else {}
+    directory = text_of(last, "directory")
+    has_log = text_of(last, "end") != "done"  # else the rank's log is of its other tests
+    if place is None and rank is not None and directory is not None and has_log:
         log = Path(*Path(directory).parts[-2:], str(rank), "stderr.log")
         if is_within(run_dir / log, run_dir):
             number, line = telling_line(run_dir / log)

@@ -156,7 +156,8 @@ def _with_labels(
     attached = {label.casefold() for label in trigger.labels}
     effects = [effect for effect in table.labels if effect.label.casefold() in attached]
     environments = [e.environment for e in effects if e.environment is not None]
-    environment = trigger.environment or (environments or [table.environment])[-1]
+    fallback = rule.environment or table.environment
+    environment = trigger.environment or (environments or [fallback])[-1]
     cadence = rule.cadence or ()
     return Decision(
         scope=rule.scope,

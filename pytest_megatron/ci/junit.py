@@ -14,6 +14,7 @@ from pytest_megatron.markdown import plain
 
 MOST_BYTES = 256 << 20
 _LOCATION = re.compile(r"^(\S+\.py:\d+): \S", re.MULTILINE)
+_YAML = ("yaml", "yml")
 _BAD = {"failure": "failed", "error": "broken", "skipped": "skipped"}
 
 
@@ -36,12 +37,14 @@ class Case:
     @property
     def node_id(self) -> str:
         """The node id, as far as the XML tells: modules begin in lower case, classes do not."""
-        parts = self.classname.split(".") if self.classname else []
-        if parts[-1:] in (["yaml"], ["yml"]):
-            return f"{'/'.join(parts[:-1])}.{parts[-1]}::{self.name}"
+        if not self.classname:  # a file that could not be collected
+            return _file_of(self.name.split("."))
+        parts = self.classname.split(".")
+        if parts[-1] in _YAML:
+            return f"{_file_of(parts)}::{self.name}"
         classes = next((i for i, part in enumerate(parts) if part[:1].isupper()), len(parts))
-        module = "/".join(parts[:classes])
-        return "::".join([f"{module}.py" if module else "", *parts[classes:], self.name])
+        module = _file_of(parts[:classes]) if classes else ""
+        return "::".join([module, *parts[classes:], self.name])
 
     @property
     def location(self) -> str | None:
@@ -96,6 +99,13 @@ def read_junit(path: Path) -> Junit:
         raise CiError(str(path), f"begins with <{root.tag[:40]}>, expected <testsuites>")
     elements = tuple(root.iter("testcase"))
     return Junit(cases=tuple(_case(element) for element in elements), elements=elements)
+
+
+def _file_of(parts: Sequence[str]) -> str:
+    """Return the file of a module or a recipe, of which the XML has dots for slashes."""
+    if parts[-1] in _YAML:
+        return f"{'/'.join(parts[:-1])}.{parts[-1]}"
+    return f"{'/'.join(parts)}.py"
 
 
 def _case(element: ET.Element) -> Case:

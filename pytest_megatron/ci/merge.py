@@ -91,6 +91,15 @@ class Summary:
         return tuple(job for job in self.jobs if job.problems)
 
     @property
+    def job_problems(self) -> Mapping[str, tuple[str, ...]]:
+        """What is wrong with jobs beside their items -> the jobs of which that is so."""
+        found: dict[str, tuple[str, ...]] = {}
+        for job in self.bad_jobs:
+            for problem in job.problems:
+                found[problem] = (*found.get(problem, ()), job.name)
+        return found
+
+    @property
     def groups(self) -> tuple[Group, ...]:
         """Failures by cause: those of the code first, then what most items share."""
         found: dict[str, list[Item]] = {}

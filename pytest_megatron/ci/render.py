@@ -35,6 +35,8 @@ def as_text(plan: CiPlan, *, is_explained: bool = False) -> str:
         if not jobs:
             continue
         lines += ["", _counted(len(jobs), title)] + [x for job in jobs for x in _job_lines(job)]
+    if not plan.jobs:
+        lines += ["", "no jobs"]
     if is_explained:
         lines += ["", *_left_out_lines(plan.left_out)]
     return "".join(f"{line}\n" for line in lines)

@@ -28,6 +28,7 @@ from pytest_megatron.triage.recorded import read_record
 from pytest_megatron.triage.triage import triage
 
 RUN_FILE = "run.json"
+_NO_ITEMS = "ran no workload and nothing on a gang, and left no JUnit XML of other tests"
 _DEPTH = 3  # directories from a job's to its run directories
 _EXITS = {
     2: "was interrupted",
@@ -77,10 +78,10 @@ def read_run(root: Path, shown: str) -> JobRun:
     for run_dir in run_dirs:
         _read_run_dir(book, run_dir, name, cases)
     _add_cases(book, name)
-    if not run_dirs and not book.junits:
+    if not run_dirs and (record is not None or not book.junits):
         book.problems.append(_nothing(root))
     elif not book.items and not book.problems:
-        book.problems.append("ran no test")
+        book.problems.append("ran no test" if book.junits else _NO_ITEMS)
     return JobRun(
         name=name,
         artifact=shown.removesuffix("!"),
@@ -248,7 +249,7 @@ def _add_cases(book: _Notebook, job: str) -> None:
 
 def _nothing(root: Path) -> str:
     """Say that a job left no result, and why, if logs tell."""
-    text = "left no run.json and no JUnit XML: it was killed early, or pytest did not start"
+    text = "left no run.json: it was killed early, or pytest did not start"
     try:
         found = triage([root])
     except TriageError:

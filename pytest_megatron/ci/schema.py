@@ -38,6 +38,7 @@ class RuleKeys(TypedDict):
     when: NotRequired[WhenKeys]
     scope: Texts
     cadence: NotRequired[Annotated[list[Cadence], Field(description="Missing: no filter.")]]
+    environment: NotRequired[Annotated[Text, Field(description="Where no label says otherwise.")]]
     n_repeat: Positive
     lightweight: bool
 

@@ -79,9 +79,8 @@ def _head(summary: Summary) -> Iterator[str]:
         yield f"<p>Planned: {_text(summary.headline)}</p>"
     problems = [_text(problem) for problem in summary.problems]
     problems += [
-        f"<b>{_text(job.name)}</b> {_text(problem)}"
-        for job in summary.bad_jobs
-        for problem in job.problems
+        f"<b>{_text(', '.join(names))}</b> {_text(problem)}"
+        for problem, names in summary.job_problems.items()
     ]
     problems += [f"note: {_text(note)}" for note in summary.notes]
     if summary.fetch and summary.groups:

@@ -13,6 +13,7 @@ COMMENT_BYTES = 60_000  # GitHub takes 65,536 characters for a comment
 _MOST_NAME = 300
 _MOST_TEXT = 1500
 _MOST_ALSO = 5
+_MOST_JOBS = 20
 _MOST_SLOW = 10
 _INDENT = "    "
 _MARKS = {
@@ -152,9 +153,8 @@ def _markdown_head(summary: Summary) -> Iterator[str]:
         yield f"Planned: {escaped(summary.headline)}."
     lines = [f"- {escaped(problem[:_MOST_TEXT])}" for problem in summary.problems]
     lines += [
-        f"- {code(job.name, _MOST_NAME)} {escaped(problem[:_MOST_TEXT])}"
-        for job in summary.bad_jobs
-        for problem in job.problems
+        f"- {_job_names(names)} {escaped(problem[:_MOST_TEXT])}"
+        for problem, names in summary.job_problems.items()
     ]
     for start in range(0, len(lines), 20):
         yield "\n".join(lines[start : start + 20])
@@ -162,6 +162,13 @@ def _markdown_head(summary: Summary) -> Iterator[str]:
         yield "\n".join(f"- {escaped(note[:_MOST_TEXT])}" for note in summary.notes[:20])
     if summary.fetch and summary.groups:
         yield f"To reproduce a failure at home, first: {code(summary.fetch)}"
+
+
+def _job_names(names: Sequence[str]) -> str:
+    """Return the names of jobs of which one thing is said."""
+    shown = ", ".join(code(name, _MOST_NAME) for name in names[:_MOST_JOBS])
+    more = f" and {len(names) - _MOST_JOBS} more" if len(names) > _MOST_JOBS else ""
+    return f"{shown}{more}" if len(names) == 1 else f"{len(names)} jobs, {shown}{more}: each"
 
 
 def _markdown_group(group: Group) -> str:

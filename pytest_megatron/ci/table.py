@@ -28,6 +28,7 @@ class Rule:
         events, labels, refs, cadences: When it decides: one word of each that has any.
         scope: Words of the selection; aliases are resolved.
         cadence: None is no filter.
+        environment: None leaves it to the table.
         n_repeat: How often a workload is trained.
     """
 
@@ -38,6 +39,7 @@ class Rule:
     cadences: tuple[str, ...] = ()
     scope: tuple[str, ...]
     cadence: tuple[str, ...] | None
+    environment: str | None = None
     n_repeat: int
     is_lightweight: bool
 
@@ -188,6 +190,7 @@ def _rule(keys: RuleKeys) -> Rule:
         cadences=tuple(when.get("cadence", ())),
         scope=tuple(SCOPE_ALIASES.get(word, word) for word in keys["scope"]),
         cadence=None if not cadence else tuple(cadence),
+        environment=keys.get("environment"),
         n_repeat=keys["n_repeat"],
         is_lightweight=keys["lightweight"],
     )
@@ -233,6 +236,8 @@ def _check_words(table: CiTable, where: str, vocabulary: Vocabulary) -> None:
         key = f"{where} rules[{index}]"
         _known(f"{key}.scope", rule.scope, vocabulary.scopes)
         _known(f"{key}.when.event", rule.events, table.events)
+        own = () if rule.environment is None else (rule.environment,)
+        _known(f"{key}.environment", own, environments)
     for index, effect in enumerate(table.labels):
         given = () if effect.environment is None else (effect.environment,)
         _known(f"{where} labels[{index}].environment", given, environments)

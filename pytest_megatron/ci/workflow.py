@@ -206,6 +206,8 @@ def child_pipeline(plan: Mapping[str, JsonValue], workflow: Workflow, where: str
         name, command = text_of(row, "id"), text_of(row, "command")
         if name is None or command is None:
             raise CiError(where, f"has a job without id or command: {row}")
+        if f"test {name}" in jobs:
+            raise CiError(where, f"has two jobs with the id {name!r}, expected each once")
         jobs[f"test {name}"] = _child_job(row, name, command, workflow, image)
     if len(jobs) == 2:  # noqa: PLR2004 - stages and the plan's own
         raise CiError(where, "has no jobs, expected what 'plan --format json' prints")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import click
 
@@ -20,6 +20,7 @@ from pytest_megatron.golden.naming import place_of
 from pytest_megatron.golden.store import project_form, read_text
 from pytest_megatron.recipe.load import project_words
 from pytest_megatron.recipe.places import CASES, GOLDENS
+from pytest_megatron.refresh.transaction import locked, replace_together
 from pytest_megatron.wording import counted
 
 EXIT_DIFFERENT = 1
@@ -93,6 +94,7 @@ def command(  # noqa: PLR0913 - click hands over one argument an option
         raise click.UsageError("--check, --write and --output exclude one another; give one")
     wish = Wish(
         form=project_form(root) if form is None else Form(form),
+        is_plain=form == Form.MEGATRON.value,
         is_rounded=five_decimals,
         drops_text=drop_text,
     )
@@ -105,8 +107,11 @@ def command(  # noqa: PLR0913 - click hands over one argument an option
         click.echo("\n".join(_describe(change)))
     is_asked = is_writing or output is not None
     is_refused = is_asked and not allow_loss and any(change.new.losses for change in needed)
-    if is_asked and not is_refused:
-        _write(needed, keeps_sources=output is not None)
+    if needed and is_asked and not is_refused:
+        if output is None:
+            _replace(root, needed)
+        else:
+            _write_copies(needed)
     click.echo(_total(changes, needed, is_written=is_asked and not is_refused))
     if is_refused:
         click.echo("nothing written, since something would be lost: give --allow-loss", err=True)
@@ -170,16 +175,42 @@ def _plan(
     return list(changes.values()), problems
 
 
-def _write(changes: Sequence[_Change], *, keeps_sources: bool) -> None:
+def _write_copies(changes: Sequence[_Change]) -> None:
+    """Write the new files, and leave the old ones where they are."""
     try:
         write_texts_together({change.target: change.new.text for change in changes})
-        targets = {change.target.absolute() for change in changes}
-        for change in changes if not keeps_sources else ():
-            if change.source.absolute() not in targets:
-                change.source.unlink()
     except OSError as error:
-        where = str(error.filename or changes[0].target)
-        raise GoldenError(where, f"cannot be written: {error.strerror}") from error
+        raise _cannot_write(error, changes) from error
+
+
+def _replace(root: Path, changes: Sequence[_Change]) -> None:
+    """Replace goldens together, as a refresh does it, and remove those that moved.
+
+    Raises:
+        GoldenError: One cannot be written, or has changed since it was read; all are as they were.
+    """
+    targets = {change.target.resolve(): change.new.text for change in changes}
+    base = root.resolve()
+    try:
+        with locked(root):
+            for change in changes:
+                if read_text(change.source) != change.old:
+                    raise GoldenError(str(change.source), "has changed meanwhile; convert it again")
+            if all(target.is_relative_to(base) for target in targets):
+                texts = {PurePosixPath(t.relative_to(base)): text for t, text in targets.items()}
+                replace_together(root, texts)
+            else:
+                write_texts_together(targets)
+            for change in changes:
+                if change.source.resolve() not in targets:
+                    change.source.unlink()
+    except OSError as error:
+        raise _cannot_write(error, changes) from error
+
+
+def _cannot_write(error: OSError, changes: Sequence[_Change]) -> GoldenError:
+    where = str(error.filename or changes[0].target)
+    return GoldenError(where, f"cannot be written: {error.strerror}; nothing was changed")
 
 
 def _describe(change: _Change) -> Iterator[str]:

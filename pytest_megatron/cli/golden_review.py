@@ -23,6 +23,7 @@ from pytest_megatron.errors import GoldenError
 from pytest_megatron.golden.policy_file import policy_named
 from pytest_megatron.golden.refresh import series_in
 from pytest_megatron.launch.own_dir import OWN_DIR
+from pytest_megatron.markdown import plain
 from pytest_megatron.refresh.accept import Offer, Terms, consider
 from pytest_megatron.refresh.candidate import Candidate, hard
 from pytest_megatron.refresh.difference import MetricDifference, State
@@ -91,12 +92,17 @@ def is_interactive() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
+def _say(text: str) -> None:
+    """Print what may hold somebody's words, which must not steer the terminal."""
+    click.echo(plain(text))
+
+
 def _list(offers: Sequence[Offer]) -> None:
     if not offers:
         click.echo("nothing waits for a decision")
     for offer in offers:
         state = offer.refusals[0].line if offer.refusals else "may be accepted"
-        click.echo(f"{offer.candidate.node_id}  {offer.candidate.target}  {state}")
+        _say(f"{offer.candidate.node_id}  {offer.candidate.target}  {state}")
 
 
 def _ask_all(offers: Sequence[Offer]) -> tuple[list[Candidate], list[Candidate]]:
@@ -108,7 +114,7 @@ def _ask_all(offers: Sequence[Offer]) -> tuple[list[Candidate], list[Candidate]]
     accepted: list[Candidate] = []
     rejected: list[Candidate] = []
     for number, offer in enumerate(offers, start=1):
-        click.echo(f"\n{number} of {len(offers)}: {offer.candidate.node_id}")
+        _say(f"\n{number} of {len(offers)}: {offer.candidate.node_id}")
         _show(offer, is_all=False)
         key = _ask(offer)
         if key == "q":
@@ -134,7 +140,7 @@ def _ask(offer: Offer) -> str:
             _show(offer, is_all=True)
         elif key == "a" and refused:
             needs = "it never may" if hard(offer.refusals) else "give --reason TEXT"
-            click.echo(f"cannot be accepted, {needs}: {offer.refusals[0].line}")
+            _say(f"cannot be accepted, {needs}: {offer.refusals[0].line}")
         elif key in ("a", "r", "s", "q"):
             return key
 
@@ -146,11 +152,11 @@ def _show(offer: Offer, *, is_all: bool) -> None:
     click.echo(f"{difference.path}: {difference.state.value}")
     shown = sorted(difference.metrics, key=_weight, reverse=True)
     for metric in shown:
-        click.echo(f"    {metric_line(metric)}")
+        _say(f"    {metric_line(metric)}")
     for sentence in interpret([difference]):
         click.echo(f"    {sentence}")
     for refusal in offer.refusals:
-        click.echo(f"    {refusal.line}")
+        _say(f"    {refusal.line}")
     width = min(_MOST_WIDTH, shutil.get_terminal_size().columns)
     before = {} if offer.old is None else series_in(offer.old)
     assert offer.candidate.golden is not None
@@ -159,7 +165,7 @@ def _show(offer: Offer, *, is_all: bool) -> None:
         marks = f"{OLD} golden, {NEW} candidate, {BOTH} both"
         if difference.state is State.NEW:
             marks = f"{NEW} candidate"
-        click.echo(f"\n{metric.metric} ({marks}):")
+        _say(f"\n{metric.metric} ({marks}):")
         series = before.get(metric.metric), after.get(metric.metric)
         click.echo(plot(*series, width=width, height=12 if is_all else 8))
     page = offer.candidate.directory / _PAGE
@@ -175,4 +181,4 @@ def _put_away(rejected: Sequence[Candidate]) -> None:
     for candidate in rejected:
         path = candidate.directory / CANDIDATE
         path.replace(path.with_name(REJECTED))
-        click.echo(f"rejected: {candidate.node_id}; {path.with_name(REJECTED)} keeps it")
+        _say(f"rejected: {candidate.node_id}; {path.with_name(REJECTED)} keeps it")

@@ -15,6 +15,7 @@ from pathlib import Path
 import click
 
 from pytest_megatron.errors import MegatronError, ReproError
+from pytest_megatron.git import ask_git
 from pytest_megatron.launch.facts import gather_facts
 from pytest_megatron.launch.layout import item_dirs
 from pytest_megatron.launch.own_dir import OWN_DIR, RUNS_DIR, make_own_dir
@@ -292,9 +293,5 @@ def _trials(prepared: _Prepared) -> Callable[[Sequence[str]], bool]:
 
 def _is_bisecting(root: Path) -> bool:
     """Whether git bisects in a checkout."""
-    words = ["git", "-C", str(root), "rev-parse", "--git-path", "BISECT_START"]
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
-    except OSError:
-        return False
-    return done.returncode == 0 and (root / done.stdout.strip()).exists()
+    found = ask_git(root, "rev-parse", "--git-path", "BISECT_START")
+    return found is not None and (root / found).exists()

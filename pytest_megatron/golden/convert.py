@@ -30,12 +30,14 @@ class Wish:
     """What is to become of a golden.
 
     Attributes:
-        form: How it is laid out. `megatron` also leaves out all that Megatron-LM does not write.
+        form: How it is laid out.
+        is_plain: Whether to leave out all that Megatron-LM does not write.
         is_rounded: Whether to round to five decimals, which Megatron-LM compares exactly.
         drops_text: Whether to leave out steps that have a text for a value.
     """
 
     form: Form
+    is_plain: bool = False
     is_rounded: bool = False
     drops_text: bool = False
 
@@ -69,7 +71,7 @@ def convert(text: str, where: str, wish: Wish) -> Converted:
     else:
         new = _generation(document.generation, where)
     provenance = value.get(PROVENANCE_KEY)
-    if wish.form is Form.MEGATRON and provenance is not None:
+    if wish.is_plain and provenance is not None:
         names = provenance.keys() - AS_BLOCK.keys() if isinstance(provenance, dict) else ()
         losses.append(f"its provenance ({', '.join(sorted(names))})")
     elif provenance is not None:
@@ -96,7 +98,7 @@ def _metrics(
     for name, other in value.items():
         if name == PROVENANCE_KEY or is_block(other):
             continue
-        if wish.form is Form.MEGATRON:
+        if wish.is_plain:
             losses.append(f"{name!r}, a number beside the metrics")
         else:
             new[name] = other
@@ -126,7 +128,7 @@ class _Block:
             self._drop_text(losses)
         if self.wish.is_rounded:
             self._round(losses)
-        if self.wish.form is Form.MEGATRON and self._non_finite:
+        if self.wish.is_plain and self._non_finite:
             losses.append(f"{self.name}: {counted(len(self._non_finite), 'value')} of nan or inf")
             self._non_finite = {}
         steps = sorted({*self._values, *self._non_finite})

@@ -19,6 +19,7 @@ from pytest_megatron.host import Gpu, this_host
 from pytest_megatron.report.again import reproduce_line
 from pytest_megatron.report.gangs import flaky_lines, header_line, replaced_line
 
+NAME = "megatron-gangs-results"
 RECORD = "megatron_test"  # attribute of a test's last report
 _WRITE_EVERY_S = 5.0  # after a failure; a run that is killed still says what it did
 

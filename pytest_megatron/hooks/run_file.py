@@ -43,12 +43,22 @@ class RunFile:
         """Say how the run ended, after all others had a say in it."""
         yield
         self._end = {"ended": utc_now(), "exit_code": int(session.exitstatus)}
-        if self._records:
+        if self._records or self._is_asked_for():
             self.write()
+
+    def _is_asked_for(self) -> bool:
+        """Whether a run without items of ours is to be told of; never over an earlier run."""
+        options = self._session.options
+        if options.run_dir is None or options.is_plan or self._config.option.collectonly:
+            return False
+        return not (self._session.run_dir / "run.json").exists()
 
     def keep(self, node_id: str, record: JsonValue) -> None:
         """Take the record of an item; the next `write` has it."""
-        self._records[node_id] = self._session.redactor.json(record)
+        redactor = self._session.redactor
+        has_passed = isinstance(record, dict) and record.get("outcome") == "passed"
+        # Of a test that passed there is no text that it wrote; there may be many thousands.
+        self._records[redactor.text(node_id)] = record if has_passed else redactor.json(record)
 
     def write(self) -> None:
         """Write what is known, so that a run that is killed still says what it did."""
@@ -83,7 +93,9 @@ class RunFile:
     def _write(self) -> None:
         run_dir = self._session.run_dir
         if not run_dir.is_dir():
-            return  # nothing could be started
+            if self._records or not self._is_asked_for():
+                return  # nothing could be started
+            run_dir.mkdir(parents=True)
         if self._patch is None:
             self._patch = (keep_patch(self._session),)
         run: dict[str, JsonValue] = {

@@ -16,7 +16,9 @@ from pytest_megatron.launch.kept import kept_variables
 def surroundings(config: pytest.Config, session: RunSession) -> dict[str, JsonValue]:
     """Return what `run.json` keeps of a session beside its items."""
     redactor = session.redactor
-    kept = kept_variables(os.environ, names=session.project.kept_variables)
+    decision = session.options.decision
+    own = {} if decision is None else decision.env
+    kept = kept_variables({**os.environ, **own}, own, names=session.project.kept_variables)
     return {
         "directory": _below(config, session),
         "positional": list[JsonValue](redactor.words(_positional(config))),

@@ -160,7 +160,8 @@ class WorkloadPlugin:
         problem = self._session.shorten(mismatch(training, judgement)) if judgement.failed else None
         record = self._evaluated(training, judgement, problem)
         is_wanted = problem is None and self._goldens.wants(golden_path_of(job))
-        if not job.is_compared or (problem is None and not is_wanted):
+        agrees = record["is_expected"] or (problem is None and not is_wanted)
+        if agrees or not job.is_compared:
             self._record(item, record)
             return
         golden_record = self._goldens.keep(training, new_golden_path_of(job), self._session.facts)
@@ -190,7 +191,7 @@ class WorkloadPlugin:
             record = item_record(training, None, problem=problem)
         else:
             record = self._evaluated(training, None, problem)
-        if training.job.is_compared:
+        if training.job.is_compared and not record["is_expected"]:
             target = new_golden_path_of(training.job)
             record["golden"] = {"target": str(target.relative_to(training.job.setting.root))}
         self._record(item, record)

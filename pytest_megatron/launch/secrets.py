@@ -39,6 +39,7 @@ MARKS = (
     *("://", "hf_", "ghp_", "gho_", "ghr_", "ghs_", "ghu_", "github_pat_", "glpat-", "nvapi-"),
     *("xoxa-", "xoxb-", "xoxp-", "xoxr-", "xoxs-", "AKIA", "uthorization", "UTHORIZATION"),
 )
+_MARK = re.compile("|".join(MARKS))
 _HEADER = re.compile(
     r"(?i)\b(authorization['\"]?\s*[:=]\s*['\"]?(?:bearer|basic|token)\s+)[^\s'\"]+"
 )
@@ -90,8 +91,9 @@ class Redactor:
         """Return `text` without any secret."""
         for value in self.values:
             text = text.replace(value, REDACTED)
-        if "://" in text:
-            text = _URL_PASSWORD.sub(rf"\1:{REDACTED}@", text)
+        if _MARK.search(text) is None:
+            return text
+        text = _URL_PASSWORD.sub(rf"\1:{REDACTED}@", text)
         return _HEADER.sub(rf"\1{REDACTED}", _SHAPES.sub(REDACTED, text))
 
     def words(self, words: Sequence[str]) -> list[str]:

@@ -5,7 +5,8 @@
 
 Values are float32, as TensorBoard's are and as the comparison sees them; whole numbers beyond what
 a float32 can hold are float64. What is not a finite number is nan there, and named in `o`: runs of
-steps, each (index, how many, `missing`, `nan`, `inf`, `-inf` or `text`).
+steps, each (index, how many, `missing`, `before` a resumed run, `nan`, `inf`, `-inf` or
+`text`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import base64
 import math
 import struct
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,6 +28,8 @@ MOST_BYTES = 220_000  # of base64 in a page: 8 charts of 10,000 steps stay below
 _LARGEST_WHOLE_FLOAT32 = 1 << 24
 _BYTES_A_VALUE = 4 / 3 * 4
 _LEAST_STEPS = 100
+_MISSING = "missing"
+_FIRST_STEPS, _AROUND = 20, 60  # steps that are kept: at the start, to each side of a bad one
 _DELTAS = ((1 << 8, "d1", "B"), (1 << 16, "d2", "H"), (1 << 32, "d4", "I"))
 
 
@@ -89,12 +93,14 @@ def _kept(chart: Chart, aligned: _Aligned, most: int) -> list[int]:
     columns = [c for at, c in enumerate(aligned.columns) if c not in aligned.columns[:at]]
     if chart.golden is not None:
         columns += [deviations(columns[0], other) for other in columns[1:]]
-    first = chart.first_step
-    keep = [] if first is None else [i for i, step in enumerate(aligned.steps) if step == first]
+    keep = list(range(_FIRST_STEPS))  # where most mistakes show first
+    if chart.first_step is not None:
+        at = bisect_left(aligned.steps, chart.first_step)
+        keep = [*range(at - _AROUND, at + _AROUND + 1), *keep]
     for one in aligned.values:
         for start, count, kind in _odd(one):
-            keep += [] if kind == "missing" else [start]
-            keep += [i for i in (start - 1, start + count) if kind == "missing"]
+            keep += [] if kind == _MISSING else [start]
+            keep += [i for i in (start - 1, start + count) if kind == _MISSING]
     return choose(columns, most=most, keep=keep[: most // 2])
 
 
@@ -109,7 +115,10 @@ def _encode(chart: Chart, aligned: _Aligned, kept: list[int]) -> JsonValue:
             encoded["v"] = {"as": same_as}
         else:
             encoded["v"] = _numbers([aligned.columns[number][at] for at in kept])
-        if odd := _odd(values):
+        odd = _odd(values)
+        if curve.is_resumed and odd and odd[0][0] == 0 and odd[0][2] == _MISSING:
+            odd[0] = (0, odd[0][1], "before")  # it has nothing there, and nobody expects it
+        if odd:
             encoded["o"] = [list[JsonValue](run) for run in odd]
         curves.append(encoded)
     result: dict[str, JsonValue] = {
@@ -165,7 +174,7 @@ def _odd(values: Sequence[Value | None]) -> list[tuple[int, int, str]]:
     for at, value in enumerate(values):
         if isinstance(value, float) and math.isfinite(value):
             continue
-        kind = "missing" if value is None else "text" if isinstance(value, str) else str(value)
+        kind = _MISSING if value is None else "text" if isinstance(value, str) else str(value)
         if runs and runs[-1][2] == kind and runs[-1][0] + runs[-1][1] == at:
             runs[-1] = (runs[-1][0], runs[-1][1] + 1, kind)
         else:

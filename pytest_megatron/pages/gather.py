@@ -135,6 +135,7 @@ class RunReader:
         curves = _curves(dirs, record.rows("attempts"), notes)
         charts = tuple(_charts(golden, curves, findings, _allowed(comparison)))
         shown = {chart.metric for chart in charts}
+        held = record.inner("quarantine")
         return Item(
             node_id=node_id,
             directory=dirs.root.name,
@@ -149,6 +150,7 @@ class RunReader:
             triage=_triage(dirs),
             links=_links(dirs.root, ("comparison.json", "triage.json", "golden.json")),
             notes=tuple(notes),
+            quarantine=held.text("reason", "no reason given") if held.flag("holds") else "",
         )
 
 
@@ -173,6 +175,7 @@ def _findings(comparison: Fields) -> Iterator[Finding]:
                 rule=row.text("rule"),
                 first_step=None if row.flag("passed") else row.whole("first_step"),
                 text=row.text("text"),
+                golden_path=row.text("golden_path"),
                 largest=row.number("largest_relative"),
                 layers=tuple(_layers(row)),
             )
@@ -223,7 +226,7 @@ def _curves(dirs: ItemDirs, attempts: list[Fields], notes: list[str]) -> list[tu
         for phase, metrics in measured:
             label = name if phase is None else f"{name}, phase {phase}"
             found += [
-                (metric, Curve(name=label, role=role, series=series))
+                (metric, Curve(name=label, role=role, series=series, is_resumed=(phase or 1) > 1))
                 for metric, series in metrics.items()
             ]
     return found
@@ -245,8 +248,11 @@ def _measured(dirs: AttemptDirs, notes: list[str]) -> Iterator[tuple[int | None,
 
 def _source(dirs: PhaseDirs) -> Path | None:
     """Return what to read of a phase; one that failed may have no `metrics.json`."""
-    places = (dirs.metrics, dirs.metrics_lines, dirs.tensorboard)
-    return next((path for path in places if path.exists()), None)
+    for path in (dirs.metrics, dirs.metrics_lines):
+        if path.exists():
+            return path
+    is_empty = not dirs.tensorboard.is_dir() or not any(dirs.tensorboard.iterdir())
+    return None if is_empty else dirs.tensorboard
 
 
 def _read(path: Path | None, notes: list[str]) -> Iterator[MetricMap]:
@@ -302,15 +308,16 @@ def _logs(item: Path, attempt: Path, rank: int) -> Iterator[Link]:
         phase = f"phase_{number}"
         if not (attempt / phase).is_dir():
             break
-        shown = f"phase {number}: " if number > 1 else ""
+        start = f"phase {number}: " if number > 1 else ""
         for text, path in (
-            (f"{shown}rank {rank} stderr", f"{phase}/logs/{rank}/stderr.log"),
-            (f"{shown}stdout", f"{phase}/logs/{rank}/stdout.log"),
-            (f"{shown}launcher", f"{phase}/launcher.log"),
-            (f"{shown}all ranks", f"{phase}/logs/"),
+            (f"rank {rank} stderr", f"{phase}/logs/{rank}/stderr.log"),
+            ("stdout", f"{phase}/logs/{rank}/stdout.log"),
+            ("launcher", f"{phase}/launcher.log"),
+            ("all ranks", f"{phase}/logs/"),
         ):
             if (attempt / path).exists():
-                yield Link(text=text, path=f"{prefix}/{path}")
+                yield Link(text=f"{start}{text}", path=f"{prefix}/{path}")
+                start = ""
     if (attempt / "plan.json").is_file():
         yield Link(text="plan", path=f"{prefix}/plan.json")
 

@@ -14,6 +14,7 @@ from pytest_megatron.pages.html import data_block, document, link, links, text
 from pytest_megatron.pages.model import AttemptRow, Chart, Finding, Item, RunFacts
 
 _MOST_TEXTS = 6  # of one chart
+_MOST_OPEN = 8  # comparisons without a curve
 _CONTROLS = (
     '<div class="bar"><span id="legend" class="bar-legend"></span>'
     '<label class="toggle"><input type="checkbox" id="log">log scale</label>'
@@ -122,9 +123,8 @@ def _texts(findings: Sequence[Finding]) -> Iterator[str]:
 
 def _short(finding: Finding) -> str:
     """Return the text of a finding without the file at its end and the metric at its start."""
-    words, _, last = finding.text.rpartition("; ")
-    kept = words if words and ("/" in last or last.endswith(".json")) else finding.text
-    return kept.removeprefix(f"{finding.metric}: ").removeprefix(f"{finding.metric}, ")
+    words = finding.text.removesuffix(f"; {finding.golden_path}")
+    return words.removeprefix(f"{finding.metric}: ").removeprefix(f"{finding.metric}, ")
 
 
 def _verdict(verdict: str) -> str:
@@ -142,8 +142,8 @@ def _again(node_id: str, run: str) -> str:
 
 def _facts(item: Item, run: RunFacts) -> str:
     duration = () if item.duration_s is None else (("time", f"{item.duration_s:.1f} s"),)
-    policy = (("summary", item.summary),) if item.summary else ()
-    shown = (*policy, *duration, ("platform", item.platform), ("started", run.started), *run.facts)
+    first = (("in quarantine", item.quarantine), ("summary", item.summary))
+    shown = (*first, *duration, ("platform", item.platform), ("started", run.started), *run.facts)
     pairs = "".join(
         f"<span><b>{text(word)}</b> {text(value)}</span>" for word, value in shown if value
     )
@@ -185,15 +185,29 @@ def _triage(texts: Sequence[str]) -> str:
 
 
 def _findings(findings: Sequence[Finding]) -> str:
-    """Return what was found where there is no curve to show it on."""
+    """Return what was found where there is no curve to show it on; many that passed folded up."""
     if not findings:
         return ""
+    failed = [f for f in findings if not f.passed]
+    passed = [f for f in findings if f.passed]
+    parts = [_table_of(failed)] if failed else []
+    if len(passed) > _MOST_OPEN:
+        parts.append(
+            f"<details><summary>{len(passed)} passed</summary>{_table_of(passed)}</details>"
+        )
+    elif passed:
+        parts.append(_table_of(passed))
+    return f"<h2>Other comparisons</h2>{''.join(parts)}"
+
+
+def _table_of(findings: Sequence[Finding]) -> str:
     rows = "".join(
         f"<tr><td>{_verdict('passed' if f.passed else 'failed')}<td>{text(f.metric)}"
         f"<td class=n>{f.repeat}<td>{text(f.against)}<td>{text(_short(f))}"
-        for f in sorted(findings, key=lambda f: f.passed)
+        f"<td class=n>{'' if f.largest is None else f'{f.largest:.1e}'}"
+        for f in findings
     )
     return (
-        "<h2>Other comparisons</h2><div class=wide><table><thead><tr><th>verdict<th>what"
-        f"<th class=n>repeat<th>against<th>found</thead><tbody>{rows}</tbody></table></div>"
+        "<div class=wide><table><thead><tr><th>verdict<th>what<th class=n>repeat<th>against"
+        f"<th>found<th class=n>off by</thead><tbody>{rows}</tbody></table></div>"
     )

@@ -30,11 +30,13 @@ class Curve:
 
     Attributes:
         name: As in a legend: `golden`, `repeat 1`, `repeat 1, attempt 2, phase 2`.
+        is_resumed: Whether it may start later than others.
     """
 
     name: str
     role: Role
     series: Series
+    is_resumed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,7 @@ class Finding:
         rule: What decided.
         first_step: The first that is outside of what is allowed; None if no single one decided.
         text: For a person.
+        golden_path: The file that it ends with.
         largest: The largest relative deviation.
         layers: (whether it passed, in words) of every test that the metric was put to.
     """
@@ -56,6 +59,7 @@ class Finding:
     rule: str
     first_step: int | None
     text: str
+    golden_path: str = ""
     largest: float | None = None
     layers: tuple[tuple[bool, str], ...] = ()
 
@@ -121,6 +125,7 @@ class Item:
     Attributes:
         directory: Its name in the run's directory.
         summary: One line.
+        quarantine: Why its failure did not count; empty if it did.
         triage: Why attempts failed, in words.
         links: Files of the whole item.
         others: Findings without a curve: of gradients, of what a model generated.
@@ -139,6 +144,7 @@ class Item:
     triage: tuple[str, ...] = ()
     links: tuple[Link, ...] = ()
     notes: tuple[str, ...] = ()
+    quarantine: str = ""
 
     @property
     def findings(self) -> tuple[Finding, ...]:

@@ -6,6 +6,7 @@ Colours follow the reader's scheme where a browser draws it; elsewhere they are 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
@@ -23,6 +24,7 @@ _MOST_POINTS = 700
 _MOST_NAMES = 6
 _ROOM = 90  # that a word needs
 _MISSING = "no value"
+_DOT = "m-2 0a2 2 0 1 0 4 0a2 2 0 1 0 -4 0"
 _LETTER = 7.0  # width of one, about
 _GOLDEN, _BACK, _TEXT, _SOFT, _GRID = "#b07d00", "#ffffff", "#1b1f24", "#57606a", "#e2e7ec"
 _BAD, _GOOD = "#c62f2f", "#1a7f37"
@@ -228,8 +230,9 @@ def _points(curve: Curve, golden: Curve | None) -> list[tuple[int, float, str | 
     """Return step, value and what stands in place of a number; the golden's steps included."""
     at = dict(curve.series.items())
     expected = () if golden is None else golden.series.steps
+    steps = sorted({*at, *expected})
     points = []
-    for step in sorted({*at, *expected}):
+    for step in steps[bisect_left(steps, min(at, default=0)) :] if curve.is_resumed else steps:
         value = at.get(step)
         is_number = isinstance(value, float) and math.isfinite(value)
         kind = None if is_number else _MISSING if value is None else _kind(value)
@@ -274,7 +277,7 @@ def _path(points: Sequence[tuple[float, float]]) -> str:
         if is_gap:
             continue
         places = [f"{x:.1f} {y:.1f}" for x, y in run]
-        parts.append(f"M{'L'.join(places)}{'h0.1' if len(places) == 1 else ''}")
+        parts.append(f"M{'L'.join(places)}{_DOT if len(places) == 1 else ''}")
     return "".join(parts)
 
 

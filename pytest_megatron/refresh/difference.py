@@ -11,6 +11,7 @@ from enum import Enum
 
 from pytest_megatron.golden.compare import compare
 from pytest_megatron.golden.comparison import relative
+from pytest_megatron.golden.generation import ROUTING, TEXT
 from pytest_megatron.golden.model import MetricMap, Series, Value, is_finite
 from pytest_megatron.golden.provenance import Golden, Provenance
 from pytest_megatron.golden.refresh import series_in
@@ -220,7 +221,7 @@ def _difference(
         metric=name,
         num_old=len(before),
         num_new=len(after),
-        num_not_finite=(_num_not_finite(before), _num_not_finite(after)),
+        num_not_finite=(_num_not_finite(name, before), _num_not_finite(name, after)),
         num_added=len(after.keys() - before.keys()),
         num_lost=len(before.keys() - after.keys()),
         num_changed=sum(not _is_same(before.get(step), after.get(step)) for step in steps),
@@ -233,8 +234,10 @@ def _is_same(a: Value | None, b: Value | None) -> bool:
     return a == b or (isinstance(a, float) and isinstance(b, float) and a != a and b != b)  # noqa: PLR0124 - nan
 
 
-def _num_not_finite(values: Mapping[int, Value]) -> int:
-    return sum(not is_finite(value) for value in values.values())
+def _num_not_finite(name: str, values: Mapping[int, Value]) -> int:
+    """Count what is no finite number, but for what a program generated as text."""
+    is_text = name.partition(" of ")[0] in (TEXT, ROUTING)
+    return sum(not is_finite(v) and not (is_text and isinstance(v, str)) for v in values.values())
 
 
 def _outside(old: Golden | None, new: Golden | None) -> frozenset[str]:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 
 from pytest_megatron.files import JsonValue
+from pytest_megatron.markdown import plain
 from pytest_megatron.refresh.accept import Outcome
 from pytest_megatron.refresh.difference import BUCKETS, FileDifference, MetricDifference, State
 from pytest_megatron.refresh.pull_request import counted, interpret, markdown
@@ -28,7 +29,7 @@ def differences_text(differences: Sequence[FileDifference]) -> str:
     num_same = sum(d.state is State.UNCHANGED for d in differences)
     if num_same:
         lines.append(f"{num_same} unchanged")
-    return "\n".join([*lines, *interpret(differences)])
+    return plain("\n".join([*lines, *interpret(differences)]))
 
 
 def metric_line(metric: MetricDifference) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from pytest_megatron.markdown import code, escaped
+from pytest_megatron.markdown import code, escaped, plain
 from pytest_megatron.refresh.candidate import Refusal
 from pytest_megatron.refresh.difference import (
     BUCKETS,
@@ -137,12 +137,12 @@ def commit_message(differences: Sequence[FileDifference], *, reason: str | None 
             f"Largest relative change: {metric.largest:.1e}, {metric.metric} at step "
             f"{metric.worst_step} of {worst.path}"
         )
-    return "\n".join(lines) + "\n"
+    return plain("\n".join(lines)) + "\n"
 
 
 def refusals_text(refusals: Sequence[tuple[str, Refusal]]) -> list[str]:
     """Return a line for each golden that is not written: which, the rule, what to do."""
-    return [f"{name}: {refusal.line}" for name, refusal in refusals]
+    return [plain(f"{name}: {refusal.line}") for name, refusal in refusals]
 
 
 def _origins(written: Sequence[FileDifference]) -> Iterable[tuple[str, str]]:

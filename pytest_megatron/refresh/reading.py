@@ -57,7 +57,7 @@ def read_run(run_dir: Path, root: Path, policy: Policy) -> tuple[Candidate, ...]
     for node_id, record in items.items():
         if not isinstance(record, dict) or "golden" not in record:
             continue
-        directory = run_dir / PurePosixPath(str(record.get("directory", "none"))).name
+        directory = run_dir / _name_of(record.get("directory"))
         if not (directory / REJECTED).is_file():
             found.append(read_candidate(node_id, record, directory, root, policy))
     return tuple(found)
@@ -317,6 +317,12 @@ def read_object(path: Path) -> dict[str, JsonValue]:
     if not isinstance(value, dict):
         raise GoldenError(str(path), f"holds a {type(value).__name__}, expected an object")
     return value
+
+
+def _name_of(directory: JsonValue) -> str:
+    """Return the name of a workload's directory, which lies in the run's."""
+    name = PurePosixPath(directory).name if isinstance(directory, str) else ""
+    return "none" if name in ("", "..") else name
 
 
 def _is_held(record: Mapping[str, JsonValue]) -> bool:

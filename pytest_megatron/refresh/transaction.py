@@ -105,7 +105,7 @@ def recover(root: Path) -> None:
     Raises:
         GoldenError: It cannot be ended: until then the goldens may be a mixture of two sets.
     """
-    if not any((root / journal).exists() for journal in _JOURNALS):
+    if not any(_is_there(root / journal) for journal in _JOURNALS):
         return
     try:
         with locked(root):
@@ -116,6 +116,13 @@ def recover(root: Path) -> None:
             f"a refresh was interrupted and cannot be ended: {error.strerror}; make the project "
             "writable, then repeat this",
         ) from error
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except PermissionError:  # the directory of somebody else, above the project
+        return False
 
 
 def recover_above(directory: Path) -> None:

@@ -9,6 +9,8 @@ _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _PATH = re.compile(r"(?<![\w:/])/[^\s;,:']+")
 _NUMBER = re.compile(r"\d+")
 _RANK = re.compile(r"^\[rank \d+\] ")
+_RANKS = re.compile(r"\branks? #(?:-#)?(?:, #(?:-#)?)*")  # who was late differs from run to run
+_ROW = re.compile(r"#(?:, #)+")  # and so does how much a list holds
 _MOST = 160
 
 
@@ -31,4 +33,5 @@ def headline_fingerprint(headline: str, end: str = "") -> str:
     """
     first = _RANK.sub("", headline.strip().partition("\n")[0])
     plain = _NUMBER.sub("#", _PATH.sub("PATH", _ADDRESS.sub("#", first)))
+    plain = _ROW.sub("#", _RANKS.sub("ranks", plain))
     return "|".join((end, plain[:_MOST]))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from pytest_megatron.git import ask_git
 from pytest_megatron.launch.facts import Facts
 from pytest_megatron.launch.patch import NAME, make_patch
 from pytest_megatron.repro.choose import Chosen
@@ -49,7 +49,8 @@ def _of_commit(chosen: Chosen, here: Facts, root: Path) -> Iterator[str]:
     run = chosen.run
     if run.commit is not None and run.commit != here.commit:
         short, own = run.commit[:_SHORT], (here.commit or "no commit")[:_SHORT]
-        way = f"git checkout {short}" if _has_commit(root, run.commit) else "git fetch it first"
+        has_it = ask_git(root, "cat-file", "-e", f"{run.commit}^{{commit}}") is not None
+        way = f"git checkout {short}" if has_it else "git fetch it first"
         yield f"commit: {short} there, {own} here; {way}"
     own_patch = make_patch(root).text if here.is_dirty else ""
     if run.is_dirty and here.is_dirty and own_patch == _patch_of(chosen):
@@ -85,7 +86,10 @@ def _of_gpus(chosen: Chosen, here: Facts, num_ranks: int) -> Iterator[str]:
         yield f"GPUs: {_count(there)} there, {_count(own)} here"
     is_on_gpus = chosen.item.device == "cuda" or chosen.item.platform not in (None, "cpu")
     if is_on_gpus and len(own) < num_ranks:
-        yield f"GPUs: {num_ranks} are needed, {len(own)} are here; give --ranks"
+        way = "give --ranks"
+        if chosen.item.device == "cuda":
+            way += ", or run it on the CPU: --pytest-args '--device cpu'"
+        yield f"GPUs: {num_ranks} are needed, {len(own)} are here; {way}"
 
 
 def _count(names: list[str]) -> str:
@@ -129,13 +133,5 @@ def _is_here(text: str, plan: RecordedPlan, root: Path, own: tuple[str, ...]) ->
     try:
         is_inside = bool(plan.cwd) and path.is_relative_to(plan.cwd)
         return (root / path.relative_to(plan.cwd) if is_inside else path).exists()
-    except OSError:
-        return False
-
-
-def _has_commit(root: Path, commit: str) -> bool:
-    command = ["git", "-C", str(root), "cat-file", "-e", f"{commit}^{{commit}}"]
-    try:
-        return subprocess.run(command, capture_output=True, check=False).returncode == 0
     except OSError:
         return False

@@ -37,7 +37,7 @@ class Outcome:
 _PYTEST = {
     2: "pytest was interrupted, or could not import a test module",
     3: "pytest itself failed",
-    4: "pytest could not use the command line, or has no such test here",
+    4: "pytest has no such test here, could not import its module, or refused an option",
     5: "there is no such test here",
 }
 

@@ -72,7 +72,10 @@ SCENARIOS = (
         trains=False,
         waits=True,
         killed="more",
-        expected=("1 of 3 jobs has a problem", "it was killed early, or pytest did not start"),
+        expected=(
+            "1 of 3 jobs has a problem",
+            "left no run.json: it was killed early, or pytest did not start",
+        ),
     ),
 )
 

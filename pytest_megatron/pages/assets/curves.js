@@ -122,7 +122,7 @@
       isOpen = true;
     };
     const end = () => {
-      if (isOpen && parts[parts.length - 1][0] === "M") parts.push("h0"); // a dot
+      if (isOpen && parts[parts.length - 1][0] === "M") parts.push("m-2 0a2 2 0 1 0 4 0a2 2 0 1 0 -4 0"); // a dot
       isOpen = false;
     };
     for (let i = from; i <= to;) {
@@ -252,7 +252,7 @@
   function oddities(chart, clip, curve, visible, sx) {
     for (const [from, count, kind] of curve.oddRuns) {
       const to = from + count - 1;
-      if (to < visible[0] || from > visible[1]) continue;
+      if (to < visible[0] || from > visible[1] || kind === "before") continue;
       if (kind === "missing" && !(chart.golden && curve !== chart.golden && isDrawn(chart.golden.y[from]))) continue;
       const x0 = sx(chart.x[from]) - 3, x1 = Math.max(sx(chart.x[to]) + 3, x0 + 6);
       const y = kind === "missing" ? TOP + MAIN - 3 : TOP + 3;
@@ -465,7 +465,7 @@
     for (const text of data.t || []) make("p", {}, section, text);
     if (data.l && data.l.length) {
       const bad = data.l.filter(([ok]) => !ok).length, details = make("details", {}, section);
-      make("summary", {}, details, `${data.l.length} layers${bad ? `, ${bad} failed` : ", all passed"}`);
+      make("summary", {}, details, `${data.l.length} layer${data.l.length > 1 ? "s" : ""}${bad ? `, ${bad} failed` : ", all passed"}`);
       for (const [ok, words] of data.l) make("p", ok ? {} : { class: "failed" }, details, `${ok ? "passed" : "failed"}: ${words}`);
     }
     if (data.of) make("p", {}, section, `${chart.x.length} of ${data.of} steps are drawn, every extreme among them; metrics.json has all`);

@@ -6,11 +6,19 @@ import json
 import zipfile
 from pathlib import Path
 
+from click.testing import CliRunner, Result
+
+from pytest_megatron.cli.ci import command
 from pytest_megatron.files import JsonValue
 
 COMMIT = "c" * 40
 ROW = "recipes/tiny.yaml::line[dev-cpu]"
 TEST = "tests/unit/test_a.py::test_one"
+JUNIT = (
+    '<?xml version="1.0"?><testsuites><testsuite><testcase classname="tests.unit.test_a" '
+    'name="{name}" time="0.1">{child}</testcase></testsuite></testsuites>'
+)
+FAILURE = '<failure message="assert 1 == 2">\ntests/unit/test_a.py:3: AssertionError</failure>'
 
 
 def workload(verdict: str = "passed", **keys: JsonValue) -> dict[str, JsonValue]:
@@ -104,3 +112,14 @@ def pack(directory: Path) -> Path:
         left.rmdir()
     directory.rmdir()
     return path
+
+
+def summary(*arguments: str) -> Result:
+    """Run `ci summary`."""
+    return CliRunner().invoke(command, ["summary", *arguments])
+
+
+def head(*arguments: str) -> tuple[int, list[str]]:
+    """Return exit code and the first block of the text, without indents."""
+    result = summary(*arguments)
+    return result.exit_code, [line.strip() for line in result.output.split("\n\n")[0].splitlines()]

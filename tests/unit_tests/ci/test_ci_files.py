@@ -33,7 +33,7 @@ retention_days = 7
 """
 JOBS: list[JsonValue] = [
     {
-        "id": "tiny-line-dev-cpu",
+        "id": f"tiny-line-dev-{platform}",
         "kind": "workload",
         "name": ROW,
         "test_case": "line",
@@ -41,7 +41,7 @@ JOBS: list[JsonValue] = [
         "timeout_minutes": 40,
         "command": f"pytest -p megatron '{ROW}'",
     }
-    for platform in ("cpu",)
+    for platform in ("cpu", "dgx_h100")
 ]
 
 
@@ -205,10 +205,13 @@ def test_a_table_that_is_wrong_writes_nothing() -> None:
 
 
 def test_the_child_pipeline_has_every_job_and_the_verdict() -> None:
+    """FORMATS 9 line 33: one test case on two platforms is two jobs."""
     project(TABLE)
     Path("plan.json").write_text(json.dumps({"image": "dev", "jobs": JOBS}))
     found = yaml.safe_load(ci("child", "plan.json").output)
-    assert list(found) == ["stages", "plan", "test tiny-line-dev-cpu", "verdict"]
+    jobs = ["test tiny-line-dev-cpu", "test tiny-line-dev-dgx_h100"]
+    assert list(found) == ["stages", "plan", *jobs, "verdict"]
+    assert [found[name].get("tags") for name in jobs] == [None, ["self-hosted", "h100"]]
     job = found["test tiny-line-dev-cpu"]
     assert (job["timeout"], job["image"]) == ("40 minutes", "registry.example.com/dev:1")
     assert found["verdict"]["when"] == "always"
@@ -218,6 +221,11 @@ def test_the_child_pipeline_has_every_job_and_the_verdict() -> None:
     ("plan", "problem"),
     [
         pytest.param({"jobs": []}, "plan.json: has no jobs, expected what", id="empty"),
+        pytest.param(
+            {"jobs": [{"id": "a", "command": "b"}] * 2},
+            "plan.json: has two jobs with the id 'a'",
+            id="twice",
+        ),
         pytest.param({"jobs": [{}]}, "plan.json: has a job without id or command: {}", id="row"),
     ],
 )

@@ -398,6 +398,8 @@ def test_an_empty_plan_is_an_error_that_names_what_is_nearest(
     allowed = invoke(*arguments, "--allow-empty", "--format", "json")
     assert allowed.exit_code == 0
     assert "placeholder" not in allowed.stdout
+    if "units" in arguments:
+        assert invoke(*arguments, "--allow-empty").stdout.endswith("\nno jobs\n")
 
 
 def test_every_error_of_the_recipes_is_told(project: Path) -> None:

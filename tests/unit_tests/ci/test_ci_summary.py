@@ -4,48 +4,32 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from xml.etree import ElementTree as ET
 
 import pytest
 from ci_artifacts import (
     COMMIT,
+    FAILURE,
+    JUNIT,
     ROW,
     TEST,
     distributed,
+    head,
     pack,
+    summary,
     workload,
     write_job,
     write_json,
     write_plan,
     write_run,
 )
-from click.testing import CliRunner, Result
 
-from pytest_megatron.cli.ci import command
-from pytest_megatron.errors import CiError
 from pytest_megatron.files import JsonValue
-
-JUNIT = (
-    '<?xml version="1.0"?><testsuites><testsuite><testcase classname="tests.unit.test_a" '
-    'name="{name}" time="0.1">{child}</testcase></testsuite></testsuites>'
-)
-FAILURE = '<failure message="assert 1 == 2">\ntests/unit/test_a.py:3: AssertionError</failure>'
 
 
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("all").mkdir()
-
-
-def summary(*arguments: str) -> Result:
-    return CliRunner().invoke(command, ["summary", *arguments])
-
-
-def head(*arguments: str) -> tuple[int, list[str]]:
-    """Return exit code and the first block of the text, without indents."""
-    result = summary(*arguments)
-    return result.exit_code, [line.strip() for line in result.output.split("\n\n")[0].splitlines()]
 
 
 def test_all_passed() -> None:
@@ -79,8 +63,10 @@ def test_a_job_without_an_artifact_is_a_failure() -> None:
 
 
 def test_no_artifact_at_all_is_a_failure() -> None:
-    write_plan(Path("plan.json"), unit=None)
-    assert summary("--expect", "plan.json").exit_code == 1
+    write_plan(Path("plan.json"), unit=None, other=None)
+    result = summary("all", "--expect", "plan.json", "--format", "markdown")
+    assert result.exit_code == 1
+    assert "- 2 jobs, `other`, `unit`: each is in the plan and left nothing" in result.output
 
 
 @pytest.mark.parametrize(
@@ -105,14 +91,19 @@ def test_no_artifact_at_all_is_a_failure() -> None:
             "pytest ended with exit code 1, and no item says why; read the job's log",
             id="failed-silently",
         ),
-        pytest.param({}, {}, "ran no test", id="nothing-ran"),
+        pytest.param(
+            {},
+            {},
+            "ran no workload and nothing on a gang, and left no JUnit XML of other tests",
+            id="nothing-ran",
+        ),
         pytest.param(
             {}, {"exit_code": 5}, "pytest found no test to run (exit code 5)", id="nothing-chosen"
         ),
         pytest.param(
             None,
             {},
-            "left no run.json and no JUnit XML: it was killed early, or pytest did not start",
+            "left no run.json: it was killed early, or pytest did not start",
             id="never-started",
         ),
     ],
@@ -125,6 +116,20 @@ def test_a_run_that_did_not_end_well_is_a_failure(
         write_run(root / "run", items, **keys)
     code, lines = head("all")
     assert (code, lines[0], lines[2]) == (1, "broken: 1 of 1 job has a problem", problem)
+
+
+def test_a_job_whose_pytest_did_not_start_says_why() -> None:
+    root = write_job(Path("all"), "unit")
+    (root / "pytest.log").write_text("pytest: error: unrecognized arguments: --no-such\n")
+    assert "wrote 'pytest: error: unrecognized arguments: --no-such'" in summary("all").output
+
+
+def test_junit_alone_does_not_say_that_a_job_came_to_its_end() -> None:
+    root = write_job(Path("all"), "unit")
+    (root / "junit.xml").write_text(JUNIT.format(name="test_one", child=""))
+    code, lines = head("all")
+    assert (code, lines[1]) == (1, "broken  unit  1 passed, 0.1 s")
+    assert lines[2].startswith("left no run.json")
 
 
 def test_a_killed_run_names_the_workload_that_was_running() -> None:
@@ -283,7 +288,7 @@ def test_records_that_lead_out_of_the_artifact_are_not_followed() -> None:
 
 
 def test_plain_tests_come_from_junit() -> None:
-    root = write_job(Path("all"), "unit")
+    root = write_job(Path("all"), "unit", {}, exit_code=1)
     (root / "junit.xml").write_text(JUNIT.format(name="test_two[a]", child=FAILURE))
     assert summary("all").output.split("\n\n")[1].splitlines() == [
         "failed tests/unit/test_a.py::test_two[a] (unit)",
@@ -291,6 +296,15 @@ def test_plain_tests_come_from_junit() -> None:
         "    see tests/unit/test_a.py:3",
         "    reproduce: pytest 'tests/unit/test_a.py::test_two[a]'",
     ]
+
+
+def test_a_module_that_could_not_be_collected_is_named() -> None:
+    root = write_job(Path("all"), "unit", {}, exit_code=2)
+    error = '<error message="collection failure">ImportError: no module named x</error>'
+    text = JUNIT.format(name="tests.unit.test_a", child=error)
+    (root / "junit.xml").write_text(text.replace('"tests.unit.test_a" n', '"" n'))
+    told = summary("all").output.split("\n\n")[1].splitlines()
+    assert told[:2] == ["broken tests/unit/test_a.py (unit)", "    collection failure"]
 
 
 def test_a_teardown_that_failed_later_fails_an_item_that_had_passed() -> None:
@@ -316,99 +330,3 @@ def test_flaky_passes_and_quarantine_does_not_count() -> None:
         f"    {ROW}: passed at attempt 2: dns",
         f"    {ROW}2: failed, in quarantine",
     ]
-
-
-def test_files_for_machines_and_viewers(monkeypatch: pytest.MonkeyPatch) -> None:
-    root = write_job(Path("all"), "unit", {TEST: distributed("failed", problem="[rank 0] x")})
-    (root / "junit.xml").write_text(JUNIT.format(name="test_one", child=FAILURE))
-    write_plan(Path("plan.json"), unit=None, line=ROW)
-    monkeypatch.setenv("GITHUB_STEP_SUMMARY", "step.md")
-    result = summary(
-        "all", "--expect", "plan.json", "--output", "out", "--step-summary", "--format", "json"
-    )
-    told = json.loads(result.output)
-    assert (told["verdict"], told["passed"], told["counts"]["failed"]) == ("failed", False, 1)
-    assert json.loads(Path("out/summary.json").read_text()) == told
-    assert Path("step.md").read_text() == Path("out/summary.md").read_text()
-    assert f"failed</span> {TEST}" in Path("out/index.html").read_text()
-    suites = {s.get("name"): s for s in ET.parse("out/junit.xml").getroot()}  # noqa: S314 - ours
-    assert (suites["unit"].get("failures"), suites["line"].get("errors")) == ("1", "1")
-
-
-def test_items_of_a_run_without_junit_are_in_the_xml_of_all() -> None:
-    bad = distributed("failed", problem="[rank 0] x\x1b[0m")
-    write_job(Path("all"), "unit", {TEST: distributed(), f"{TEST}2": bad}, ended=None)
-    summary("all", "--output", "out")
-    suite = next(iter(ET.parse("out/junit.xml").getroot()))  # noqa: S314 - ours
-    assert {key: suite.get(key) for key in ("tests", "failures", "errors")} == {
-        "tests": "3",
-        "failures": "1",
-        "errors": "1",
-    }
-    assert suite[0].attrib == {
-        "classname": "tests.unit.test_a",
-        "name": "test_one",
-        "time": "0.500",
-    }
-
-
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        pytest.param(["nowhere"], "nowhere: no such file or directory", id="no-path"),
-        pytest.param(["all"], "all: holds no run, expected run.json,", id="no-run"),
-        pytest.param(["a.txt"], "a.txt: is no directory and no archive", id="no-archive"),
-        pytest.param([], "RUN: nothing was given", id="nothing"),
-        pytest.param(["--expect", "a.txt"], "a.txt: cannot be read as a plan: Exp", id="no-plan"),
-        pytest.param(["--expect", "b.json"], "b.json: has no 'jobs', expected what", id="no-jobs"),
-        pytest.param(
-            ["--expect", "p.json", "--results", "[]"],
-            "--results: found '[]', expected an object",
-            id="results",
-        ),
-    ],
-)
-def test_unusable_input_is_one_error(arguments: list[str], problem: str) -> None:
-    Path("a.txt").write_text("words")
-    Path("b.json").write_text("{}")
-    write_plan(Path("p.json"), unit=None)
-    result = summary(*arguments)
-    assert isinstance(result.exception, CiError)
-    assert str(result.exception).startswith(problem)
-
-
-def test_archives_that_lead_out_are_refused_and_named(tmp_path: Path) -> None:
-    import zipfile
-
-    with zipfile.ZipFile("all/logs-evil.zip", "w") as archive:
-        archive.writestr("../run.json", "{}")
-    code, lines = head("all")
-    assert (code, lines[2]) == (1, "leads out of the archive, expected a name within it")
-    assert not (tmp_path / "run.json").exists()
-
-
-def test_artifacts_of_the_plan_and_of_a_summary_are_no_jobs() -> None:
-    write_job(Path("all"), "unit", {TEST: distributed()})
-    write_plan(Path("all/plan-7/plan.json"), unit=None)
-    assert summary("all", "--output", "all/summary-7-1").exit_code == 0
-    for name in ("plan-7", "summary-7-1"):
-        pack(Path("all", name))
-    assert head("all") == (0, ["passed: 1 item in 1 job", "passed  unit  1 passed, 0.5 s"])
-
-
-def test_pages_of_the_runs_are_written_beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GITHUB_RUN_ID", "7")
-    monkeypatch.setenv("GITHUB_REPOSITORY", "me/it")
-    pack(write_job(Path("all"), "unit", {TEST: distributed("failed", problem="[rank 0] x")}))
-    (write_job(Path("all"), "plain") / "junit.xml").write_text(JUNIT.format(name="a", child=""))
-    output = summary("all", "--output", "out").output
-    fetch = "gh run download 7 --repo me/it --pattern 'logs-*' --dir all"
-    assert f"to have the artifacts at home: {fetch}\n" in output
-    assert '<a href="pages/index.html">' in Path("out/index.html").read_text()
-    assert TEST in Path("out/pages/index.html").read_text()
-
-
-def test_xml_with_entities_is_refused() -> None:
-    root = write_job(Path("all"), "unit")
-    (root / "junit.xml").write_text('<!DOCTYPE x [<!ENTITY a "b">]><testsuites>&a;</testsuites>')
-    assert "declares entities, expected plain JUnit XML; refused" in summary("all").output

@@ -18,6 +18,16 @@ from pytest_megatron.recipe.load import project_words
 PUBLISHED = Path(__file__).parents[3] / "docs/reference/ci.schema.json"
 RULE = 'name = "a"\nscope = ["L0"]\nn_repeat = 2\nlightweight = false\n'
 
+LABEL = """
+[[tool.pytest-megatron.ci.labels]]
+label = "container::lts"
+environment = "lts"
+image = "old"
+[[tool.pytest-megatron.ci.labels]]
+label = "new"
+environment = "dev"
+"""
+
 
 def load(root: Path, text: str, above: str = "") -> CiTable:
     (root / "pyproject.toml").write_text(f"{above}\n[tool.pytest-megatron.ci]\n{text}")
@@ -54,6 +64,12 @@ def test_a_key_of_a_project_replaces_the_built_in_one_whole(tmp_path: Path) -> N
     decided = decide(Trigger(labels=("go",)), table)
     assert (decided.rule, decided.scope, decided.cadence) == ("b", ("L2",), ())
     assert decide(Trigger(labels=("go",), cadence="pr"), table).rule == "a"
+
+
+def test_a_rule_may_have_an_environment_which_labels_still_change(tmp_path: Path) -> None:
+    table = load(tmp_path, rules('environment = "lts"\n' + RULE) + LABEL)
+    plain, labelled = (decide(Trigger(labels=words), table) for words in ((), ("new",)))
+    assert [(d.environment, d.image) for d in (plain, labelled)] == [("lts", "old"), ("dev", "dev")]
 
 
 def test_a_project_may_name_scopes_environments_and_events_of_its_own(tmp_path: Path) -> None:

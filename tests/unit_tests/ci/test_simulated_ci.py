@@ -40,7 +40,7 @@ def test_one_job_fails_one_is_killed_one_is_lost(tmp_path: Path) -> None:
     told = simulation.summary.split("### Flaky")[0]
     assert "## :x: failed: 1 of 2 items, 2 of 3 jobs have a problem" in told
     assert "test_last.py-dev-cpu-latest-583450` is in the plan and left nothing" in told
-    assert "more-.py-dev-cpu-latest-ae8d37` left no run.json and no JUnit XML" in told
+    assert "more-.py-dev-cpu-latest-ae8d37` left no run.json: it was killed early" in told
     assert "- started on rank 1, `tests/unit_tests/test_one.py:4`" in told
     assert "artifacts/logs-tests-unit_tests-----.py-4711-" in told
     assert set(simulation.runners.values()) == {'["ubuntu-24.04"]', "ubuntu-24.04"}

@@ -61,6 +61,16 @@ def test_convert_only_says_what_it_would_do(
     assert run(monkeypatch, "convert", BESIDE, "--check") == 0
 
 
+def test_convert_to_the_projects_own_form_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    document = json.loads(OLD.read_text()) | {"_provenance": {"commit": "abc"}}
+    OLD.write_text(json.dumps(document))
+    Path("pyproject.toml").write_text("[tool.pytest-megatron]\ngolden-form = 'megatron'\n")
+    assert run(monkeypatch, "convert", BESIDE, "--write") == 0
+    assert json.loads(OLD.read_text())["_provenance"]["commit"] == "abc"
+    assert run(monkeypatch, "convert", BESIDE, "--check") == 0
+    assert run(monkeypatch, "convert", BESIDE, "--to", "megatron", "--write") == 1
+
+
 def test_convert_moves_a_golden_to_our_place_under_its_platforms_own_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -99,6 +109,16 @@ def test_convert_loses_nothing_unasked(
     assert err == "nothing written, since something would be lost: give --allow-loss\n"
     assert run(monkeypatch, "convert", OLD, "--five-decimals", "--write", "--allow-loss") == 0
     assert read_golden(OLD).metrics["lm loss"].values[2] == 2.33333
+
+
+def test_convert_writes_all_or_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = OLD.read_text()
+    Path("golden_values").write_text("a file where the directory belongs")
+    assert run(monkeypatch, "convert", BESIDE, "--layout", "ours", "--write") == 2
+    assert "cannot be written: " in capsys.readouterr().err
+    assert OLD.read_text() == old
 
 
 def test_convert_asks_for_one_way_to_write(monkeypatch: pytest.MonkeyPatch) -> None:

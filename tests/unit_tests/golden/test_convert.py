@@ -11,7 +11,7 @@ from pytest_megatron.golden.document import parse_document
 from pytest_megatron.golden.form import Form
 
 COMPACT = Wish(form=Form.COMPACT)
-MEGATRON = Wish(form=Form.MEGATRON)
+MEGATRON = Wish(form=Form.MEGATRON, is_plain=True)
 
 
 def block(values: JsonValue, **more: JsonValue) -> dict[str, JsonValue]:

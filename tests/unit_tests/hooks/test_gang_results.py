@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -139,10 +140,14 @@ def test_a_plan_says_which_gangs_would_run_what(tmp_path: Path) -> None:
     assert "flaky-0" not in [path.name for path in tmp_path.iterdir()]
 
 
-def test_a_session_without_gangs_writes_nothing(tmp_path: Path) -> None:
+def test_a_session_without_gangs_writes_how_it_ended_and_no_items(tmp_path: Path) -> None:
     suite = Suite(root=tmp_path).write("test_it.py", SUITE)
     suite.run("--ranks", "2", "-k", "of_the_controller")
-    assert not (tmp_path / "run").exists()
+    run = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert ([file.name for file in (tmp_path / "run").iterdir()], run["items"]) == (
+        ["run.json"],
+        {},
+    )
 
 
 def test_distributed_tests_share_the_limit_of_the_run_and_fail_it_when_flaky(

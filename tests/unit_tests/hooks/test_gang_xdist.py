@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from contextlib import closing
 from pathlib import Path
@@ -81,10 +82,22 @@ def test_marks_are_enough_under_xdist_too(tmp_path: Path) -> None:
             @pytest.mark.parametrize("n", range(4))
             def test_two(n, world_size): assert world_size == 2
             def test_none(world_size): assert world_size == 1
+
+            @pytest.mark.world_size(2)
+            def test_bad(rank): assert rank == 0, "<b>"
             """
     )
-    run = suite.run("-n", "2")
-    assert (run.returncode, run.summary) == (0, "5 passed")
+    run = suite.run("-n", "2", "--run-dir", "run")
+    assert (run.returncode, run.summary) == (1, "1 failed, 5 passed")
+    items = json.loads((tmp_path / "run" / "run.json").read_text())["items"]
+    assert [k.rpartition("::")[2] for k, v in items.items() if v["verdict"] != "passed"] == [
+        "test_bad"
+    ]
+    page = (tmp_path / "run" / "index.html").read_text()
+    assert "5 distributed tests: 1 failed, 4 passed" in page
+    assert "rank 1: " in page
+    assert "&lt;b&gt;" in page
+    assert run.stdout.count("megatron: curves and logs of this run: run/index.html") == 1
 
 
 def test_a_worker_that_is_killed_takes_its_ranks_along(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -76,7 +77,7 @@ def drawn(browser: Browser, number: int = 0) -> dict[str, JsonValue]:
 
 
 def points(path: JsonValue) -> list[tuple[float, float]]:
-    parts = str(path).replace("h0", "").replace("M", "L").split("L")
+    parts = re.sub("m[^ML]*", "", str(path)).replace("M", "L").split("L")
     return [(float(x), float(y)) for x, y in (part.split() for part in parts if part)]
 
 

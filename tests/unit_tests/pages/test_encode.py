@@ -6,6 +6,7 @@ import base64
 import json
 import math
 import struct
+from dataclasses import replace
 
 import pytest
 from made_run import changed, curve
@@ -103,12 +104,22 @@ def test_what_is_no_number_is_named_and_missing_is_another_thing_than_nan() -> N
     assert curves[1]["o"] == [[2, 2, "nan"], [5, 1, "-inf"], [6, 1, "text"], [8, 2, "missing"]]
 
 
+def test_a_resumed_curve_lacks_nothing_before_its_start() -> None:
+    late = Curve(name="phase 2", role=Role.RUN, series=curve(20).after(10), is_resumed=True)
+    one = chart(curve(20))
+    curves = encoded(replace(one, curves=(*one.curves, late)))["c"]
+    assert isinstance(curves, list)
+    assert isinstance(curves[1], dict)
+    assert curves[1]["o"] == [[0, 10, "before"]]
+
+
 def test_a_long_curve_keeps_every_kind_of_extreme() -> None:
     golden = curve(10_000)
     spiked = changed(golden, {5_003: 900.0, 7_001: -900.0, 8_888: math.nan})
     result = encoded(chart(golden, spiked, first=4_321), most_bytes=20_000)
     steps = steps_of(result)
-    assert {1, 4_321, 5_003, 7_001, 8_888, 10_000} <= set(steps)
+    assert {5_003, 7_001, 8_888, 10_000} <= set(steps)
+    assert {*range(1, 21), *range(4_261, 4_382)} <= set(steps)  # the start, and around a bad step
     assert result["of"] == 10_000
     assert values_of(result, 1)[steps.index(5_003)] == 900.0
     assert len(json.dumps(result)) < 25_000

@@ -121,6 +121,7 @@ def test_the_output_of_inference_programs_has_a_difference_too() -> None:
         "generated_text of 0",
     }
     assert "`generated_tokens of 0`" in markdown([other])
+    assert interpret([differ("g", None, old)]) == ["Nothing that was there changes."]
 
 
 def test_what_changed_around_goldens_is_one_line_for_all_of_them() -> None:

@@ -271,6 +271,10 @@ def test_memory_and_time_want_a_reason_on_one_class_of_host(staged: Staged) -> N
     new = costs(1.06, 1011.0)
     staged.add("c", [new, new])
     assert rules(staged) == ["memory", "time"]
+    busy = replace(staged, name="busy", items={})
+    staged.golden("e", costs(1.0, 1000.0), replace(ORIGIN, spread={"iteration-time": 0.2}))
+    busy.add("e", [costs(1.5, 1000.0)] * 2)
+    assert rules(busy) == []
     other = replace(staged, name="elsewhere", items={})
     staged.golden("d", costs(1.0, 1000.0), replace(ORIGIN, host_class="another"))
     other.add("d", [new, new])

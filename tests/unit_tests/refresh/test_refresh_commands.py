@@ -165,6 +165,30 @@ def test_a_run_file_that_is_none_is_one_clear_error(
     assert problem in fails("accept", "run")
 
 
+def test_words_of_an_artifact_do_not_steer_the_terminal(
+    staged: Staged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "recipes/r.yaml::evil\x1b[2J\x07[dev-cpu]"
+    evil = staged.items.pop("recipes/r.yaml::new[dev-cpu]")
+    staged.items[name] = {**evil, "problem": "\x1b[31m"}  # type: ignore[dict-item]
+    staged.write()
+    outputs = [run("accept", "run"), run("review", "run", "--list"), review(monkeypatch, "mss")]
+    assert [r for r in outputs if "\x1b" in r.output or "\x07" in r.output] == []
+    assert "recipes/r.yaml::evil[dev-cpu]: [damaged-run]" in outputs[0].stderr
+
+
+@pytest.mark.parametrize("directory", ["..", "/", "", None, 3, "/x/.."])
+def test_an_artifact_cannot_name_a_directory_outside_of_the_run(
+    staged: Staged, directory: str | int | None
+) -> None:
+    (staged.root / "golden_candidate.json").write_text("{}")
+    staged.items["recipes/r.yaml::new[dev-cpu]"] |= {"directory": directory}  # type: ignore[operator]
+    staged.write()
+    result = run("accept", "run", "--only", "new")
+    assert result.exit_code == 1
+    assert "[not-trained]" in result.stderr
+
+
 def test_what_is_no_run_is_one_clear_error(staged: Staged) -> None:
     assert fails("accept", "none").startswith("none: is not there, expected a run directory")
     (staged.root / "empty").mkdir()
@@ -291,3 +315,19 @@ def test_bad_sides_of_a_difference_are_clear_errors(repository: Staged) -> None:
     result = run("diff", target, "broken.json", "--exit-code")
     assert result.exit_code == 1
     assert result.stderr.startswith("broken.json: holds no metric ({})")
+
+
+def test_a_command_ends_what_a_killed_refresh_began(staged: Staged) -> None:
+    """The journal says that all new files are on the disk; one of two was renamed already."""
+    targets = [staged.target("better"), staged.target("new")]
+    entries = [{"target": t, "has_old": n == 0} for n, t in enumerate(targets)]
+    text = (staged.run_dir / "r-new-dev-cpu" / "golden_candidate.json").read_text()
+    waiting = staged.root / "golden_values/gpt/new/.golden_values_dev_cpu.json.new"
+    waiting.parent.mkdir()
+    waiting.write_text(text)
+    (staged.root / ".pytest_megatron").mkdir()
+    journal = staged.root / ".pytest_megatron" / "goldens.replacing.json"
+    journal.write_text(json.dumps({"schema": 1, "entries": entries, "made": []}))
+    assert run("review", "run", "--list").exit_code == 0
+    assert (staged.root / staged.target("new")).read_text() == text
+    assert (waiting.exists(), journal.exists()) == (False, False)

@@ -1,0 +1,124 @@
+"""What a summary of CI writes, what it leaves alone, and input that it cannot use."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+from ci_artifacts import (
+    FAILURE,
+    JUNIT,
+    ROW,
+    TEST,
+    distributed,
+    head,
+    pack,
+    summary,
+    write_job,
+    write_plan,
+)
+
+from pytest_megatron.errors import CiError
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("all").mkdir()
+
+
+def test_files_for_machines_and_viewers(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = write_job(Path("all"), "unit", {TEST: distributed("failed", problem="[rank 0] x")})
+    (root / "junit.xml").write_text(JUNIT.format(name="test_one", child=FAILURE))
+    write_plan(Path("plan.json"), unit=None, line=ROW)
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", "step.md")
+    result = summary(
+        "all", "--expect", "plan.json", "--output", "out", "--step-summary", "--format", "json"
+    )
+    told = json.loads(result.output)
+    assert (told["verdict"], told["passed"], told["counts"]["failed"]) == ("failed", False, 1)
+    assert json.loads(Path("out/summary.json").read_text()) == told
+    assert Path("step.md").read_text() == Path("out/summary.md").read_text()
+    assert f"failed</span> {TEST}" in Path("out/index.html").read_text()
+    suites = {s.get("name"): s for s in ET.parse("out/junit.xml").getroot()}  # noqa: S314 - ours
+    assert (suites["unit"].get("failures"), suites["line"].get("errors")) == ("1", "1")
+
+
+def test_items_of_a_run_without_junit_are_in_the_xml_of_all() -> None:
+    bad = distributed("failed", problem="[rank 0] x\x1b[0m")
+    write_job(Path("all"), "unit", {TEST: distributed(), f"{TEST}2": bad}, ended=None)
+    summary("all", "--output", "out")
+    suite = next(iter(ET.parse("out/junit.xml").getroot()))  # noqa: S314 - ours
+    assert {key: suite.get(key) for key in ("tests", "failures", "errors")} == {
+        "tests": "3",
+        "failures": "1",
+        "errors": "1",
+    }
+    assert suite[0].attrib == {
+        "classname": "tests.unit.test_a",
+        "name": "test_one",
+        "time": "0.500",
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        pytest.param(["nowhere"], "nowhere: no such file or directory", id="no-path"),
+        pytest.param(["all"], "all: holds no run, expected run.json,", id="no-run"),
+        pytest.param(["a.txt"], "a.txt: is no directory and no archive", id="no-archive"),
+        pytest.param([], "RUN: nothing was given", id="nothing"),
+        pytest.param(["--expect", "a.txt"], "a.txt: cannot be read as a plan: Exp", id="no-plan"),
+        pytest.param(["--expect", "b.json"], "b.json: has no 'jobs', expected what", id="no-jobs"),
+        pytest.param(
+            ["--expect", "p.json", "--results", "[]"],
+            "--results: found '[]', expected an object",
+            id="results",
+        ),
+    ],
+)
+def test_unusable_input_is_one_error(arguments: list[str], problem: str) -> None:
+    Path("a.txt").write_text("words")
+    Path("b.json").write_text("{}")
+    write_plan(Path("p.json"), unit=None)
+    result = summary(*arguments)
+    assert isinstance(result.exception, CiError)
+    assert str(result.exception).startswith(problem)
+
+
+def test_archives_that_lead_out_are_refused_and_named(tmp_path: Path) -> None:
+    with zipfile.ZipFile("all/logs-evil.zip", "w") as archive:
+        archive.writestr("../run.json", "{}")
+    code, lines = head("all")
+    assert (code, lines[2]) == (1, "leads out of the archive, expected a name within it")
+    assert not (tmp_path / "run.json").exists()
+
+
+def test_artifacts_of_the_plan_and_of_a_summary_are_no_jobs() -> None:
+    write_job(Path("all"), "unit", {TEST: distributed()})
+    write_plan(Path("all/plan-7/plan.json"), unit=None)
+    assert summary("all", "--output", "all/summary-7-1").exit_code == 0
+    for name in ("plan-7", "summary-7-1"):
+        pack(Path("all", name))
+    assert head("all") == (0, ["passed: 1 item in 1 job", "passed  unit  1 passed, 0.5 s"])
+
+
+def test_pages_of_the_runs_are_written_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GITHUB_RUN_ID", "7")
+    monkeypatch.setenv("GITHUB_REPOSITORY", "me/it")
+    pack(write_job(Path("all"), "unit", {TEST: distributed("failed", problem="[rank 0] x")}))
+    (write_job(Path("all"), "plain") / "junit.xml").write_text(JUNIT.format(name="a", child=""))
+    output = summary("all", "--output", "out").output
+    fetch = "gh run download 7 --repo me/it --pattern 'logs-*' --dir all"
+    assert f"to have the artifacts at home: {fetch}\n" in output
+    assert '<a href="pages/index.html">' in Path("out/index.html").read_text()
+    assert TEST in Path("out/pages/index.html").read_text()
+
+
+def test_xml_with_entities_is_refused() -> None:
+    root = write_job(Path("all"), "unit")
+    (root / "junit.xml").write_text('<!DOCTYPE x [<!ENTITY a "b">]><testsuites>&a;</testsuites>')
+    assert "declares entities, expected plain JUnit XML; refused" in summary("all").output

@@ -17,7 +17,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -105,7 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    option: Callable[..., object] = parser.add_argument
+    option = parser.add_argument
     option(
         "--runner", action="append", help="a name, repeatable; by default all that are installed"
     )

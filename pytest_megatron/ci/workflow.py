@@ -266,6 +266,7 @@ def _child_job(
         f'pytest-megatron ci job {job} --directory "{directory}"',
         f"bash -euo pipefail -c {shlex.quote(line)}",
     ]
+    found["after_script"] = [f'pytest-megatron ci redact "{directory}"']  # also of a killed job
     found["artifacts"] = {
         "when": "always",
         "name": f"logs-{name}-$CI_PIPELINE_ID-$CI_JOB_ID",

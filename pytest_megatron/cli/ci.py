@@ -81,6 +81,27 @@ def begin(*, job: str, test_case: str | None, directory: Path) -> None:
         _append(Path(outputs), outputs_text(values))
 
 
+@command.command("redact")
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+def redact(*, directory: Path) -> None:
+    """Take secrets out of what a job left, also of one that was killed, before it is uploaded.
+
+    Secrets are the values of variables of this environment whose names say so, and what has the
+    form of one. Exit code 1: a file could not be cleaned, so do not upload DIR.
+    """
+    from pytest_megatron.config import load_config  # noqa: PLC0415 - each command its own
+    from pytest_megatron.launch.secrets import Redactor  # noqa: PLC0415
+    from pytest_megatron.verdict.redaction import redact_tree  # noqa: PLC0415
+
+    if not directory.is_dir():
+        raise CiError(str(directory), "is no directory, expected what `ci job` made")
+    redactor = Redactor.of(os.environ, names=load_config(Path()).secret_names)
+    problems = redact_tree(directory, redactor)
+    for problem in problems:
+        click.echo(f"secrets may be left in {problem}", err=True)
+    sys.exit(EXIT_FAILED if problems else 0)
+
+
 @command.command("summary")
 @click.argument("paths", metavar="RUN...", nargs=-1, type=click.Path(path_type=Path))
 @click.option(

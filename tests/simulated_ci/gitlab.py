@@ -72,21 +72,26 @@ class Pipelines:
             "CI_JOB_ID": str(1000 + len(self.outputs)),
         }
         env["CI_COMMIT_SHA"] = _commit(self.origin)
-        script = "\n".join(cast("list[str]", job["script"]))
-        done = subprocess.run(
-            ["/bin/bash", "-eo", "pipefail", "-c", script],
-            cwd=place,
-            env=env,
-            check=False,
-            capture_output=True,
-            text=True,
-            timeout=_LIMIT_S,
-        )
-        self.outputs[name] = done.stdout + done.stderr
+        done = _run(cast("list[str]", job["script"]), place, env)
+        after = _run(cast("list[str]", job.get("after_script", [])), place, env)
+        assert after.returncode == 0, after.stderr
+        self.outputs[name] = done.stdout + done.stderr + after.stdout + after.stderr
         artifacts_of = cast("dict[str, JsonValue]", job["artifacts"])
         if done.returncode == 0 or artifacts_of.get("when") == "always":
             _keep(cast("list[str]", artifacts_of["paths"]), env, place, target)
         return done.returncode == 0
+
+
+def _run(lines: list[str], place: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["/bin/bash", "-eo", "pipefail", "-c", "\n".join(lines)],
+        cwd=place,
+        env=env,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=_LIMIT_S,
+    )
 
 
 def _load(path: Path) -> dict[str, dict[str, JsonValue]]:

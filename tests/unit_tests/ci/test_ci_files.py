@@ -108,7 +108,7 @@ def test_no_text_of_an_event_becomes_part_of_a_script() -> None:
     ci("init")
     jobs = cast("dict[str, dict[str, list[dict[str, str]]]]", github()["jobs"])
     scripts = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
-    assert len(scripts) == 10
+    assert len(scripts) == 12
     assert not [script for script in scripts if "${{" in script]
 
 
@@ -251,3 +251,18 @@ def test_a_job_names_its_artifact(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (record["job"], record["run_attempt"]) == ("a", 2)
     assert f"\n{names[0]}" in Path("outputs").read_text()
     assert isinstance(ci("job", "a", "--directory", "one").exception, CiError)
+
+
+def test_what_a_killed_job_left_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted = "correct-horse-battery"
+    monkeypatch.setenv("REGISTRY_PASSWORD", planted)
+    monkeypatch.setenv("HOUSE_NUMBER", "12 Elm Street")
+    Path("pyproject.toml").write_text('[tool.pytest-megatron]\nsecret-names = ["HOUSE_*"]\n')
+    logs = Path("job", "run", "ranks", "attempt_1", "0")
+    logs.mkdir(parents=True)
+    (logs / "stdout.log").write_text(f"pushing as {planted} from 12 Elm Street\n")
+    Path("job", "pytest.log").write_text(f"E  environ({{'REGISTRY_PASSWORD': '{planted}'}})\n")
+    assert (ci("redact", "job").exit_code, ci("redact", "job").output) == (0, "")
+    assert (logs / "stdout.log").read_text() == "pushing as *** from ***\n"
+    assert Path("job", "pytest.log").read_text() == "E  environ({'REGISTRY_PASSWORD': '***'})\n"
+    assert isinstance(ci("redact", "nowhere").exception, CiError)

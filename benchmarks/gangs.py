@@ -14,6 +14,7 @@ import argparse
 import importlib.util
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -37,6 +38,8 @@ class Runner:
     Attributes:
         command: From world size to the words after the interpreter, without the suite.
         is_slow: Whether it starts processes for each test, so that few tests must do.
+        needs: Module and program that it cannot run without.
+        launcher: From world size to the words before the interpreter.
     """
 
     name: str
@@ -44,6 +47,28 @@ class Runner:
     command: Callable[[int], list[str]]
     is_slow: bool = False
     env: tuple[tuple[str, str], ...] = ()
+    needs: tuple[str, ...] = ()
+    launcher: Callable[[int], list[str]] = lambda _: []
+
+    @property
+    def lacks(self) -> list[str]:
+        """What of `needs` is not installed."""
+        return [
+            name
+            for name in self.needs
+            if importlib.util.find_spec(name) is None and find_program(name) is None
+        ]
+
+
+def find_program(name: str) -> str | None:
+    """Return where a program is, one beside this interpreter before others."""
+    beside = str(Path(sys.executable).parent)
+    return shutil.which(name, path=os.pathsep.join([beside, os.environ.get("PATH", "")]))
+
+
+def mpiexec(world_size: int) -> list[str]:
+    """Return how MPI starts every rank."""
+    return [find_program("mpiexec") or "mpiexec", "-n", str(world_size)]
 
 
 def pytest_words(*words: str) -> list[str]:
@@ -67,24 +92,43 @@ def alone(_: int) -> list[str]:
     return pytest_words("-p", "no:megatron")
 
 
-def runners(device: str) -> dict[str, Runner]:
-    """Return every way to run the suite on a device."""
+def all_runners(device: str) -> list[Runner]:
+    """Return every way to run the suite on a device, also those that lack something."""
     spawn, fork = (("BENCH_METHOD", "spawn"),), (("BENCH_METHOD", "fork"),)
     every = [
         Runner(name="pytest alone", suite="plain", command=alone),
         Runner(name="gang", suite="gang", command=gang(device)),
         Runner(name="torchrun + pytest", suite="torchrun", command=torchrun),
         Runner(name="gang, torchrun's suite", suite="torchrun", command=gang(device)),
-        Runner(name="MultiProcContinuousTest", suite="continuous", command=alone),
+        Runner(
+            name="MultiProcContinuousTest", suite="continuous", command=alone, needs=("expecttest",)
+        ),
+        Runner(
+            name="mpi-pytest, SPMD",
+            suite="mpi",
+            command=alone,
+            needs=("pytest_mpi", "mpi4py", "mpiexec"),
+            launcher=mpiexec,
+        ),
         Runner(name="gang, isolated", suite="isolated", command=gang(device)),
         Runner(name="mp fork per test", suite="fork", command=alone, env=fork),
         Runner(name="mp spawn per test", suite="fork", command=alone, is_slow=True, env=spawn),
     ]
-    if device == "cuda":
-        every = every[1:4]
-    if importlib.util.find_spec("expecttest") is None:  # torch's own test cases need it
-        every = [runner for runner in every if runner.suite != "continuous"]
-    return {runner.name: runner for runner in every}
+    return every[1:4] if device == "cuda" else every
+
+
+def runners(device: str) -> dict[str, Runner]:
+    """Return every way to run the suite on a device."""
+    every = all_runners(device)
+    return {runner.name: runner for runner in every if not runner.lacks}
+
+
+def tell_lacking(device: str) -> None:
+    """Say which rivals are left out, and why."""
+    for runner in all_runners(device):
+        if runner.lacks:
+            lacking = ", ".join(runner.lacks)
+            print(f"left out: {runner.name}, for lack of {lacking}; see benchmarks/rivals.txt")
 
 
 def busy_cores() -> float:
@@ -119,7 +163,8 @@ def seconds(runner: Runner, world_size: int, num_tests: int, device: str, **env:
     with tempfile.TemporaryDirectory() as directory:
         for path in SUITES.glob("*.py"):
             (Path(directory) / path.name).write_text(path.read_text(encoding="utf-8"))
-        command = [sys.executable, *runner.command(world_size), f"suite_{runner.suite}.py"]
+        words = [*runner.launcher(world_size), sys.executable, *runner.command(world_size)]
+        command = [*words, f"suite_{runner.suite}.py"]
         started = time.perf_counter()
         done = subprocess.run(
             command, cwd=directory, env=variables, capture_output=True, text=True, check=False
@@ -231,6 +276,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     parts = asked.only.split(",")
+    tell_lacking(asked.device)
     results: list[object] = []
     for world_size in map(int, asked.worlds.split(",")):
         if "cold" in parts:

@@ -22,6 +22,10 @@ PLATFORM_GPUS: Mapping[str, str] = {
 }
 
 
+# Instructions by which kernels are chosen that round otherwise; a processor's name need not tell.
+_VECTOR_FLAGS = ("asimd", "sve", "avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
     """One GPU as NVML sees it.
@@ -45,11 +49,13 @@ class Host:
         gpus: Those that CUDA_VISIBLE_DEVICES leaves; empty without an NVIDIA driver.
         driver: Version of the NVIDIA driver, or None.
         cpu: Model name of the processor.
+        instructions: Those of the processor that decide how it rounds.
     """
 
     gpus: tuple[Gpu, ...]
     driver: str | None
     cpu: str
+    instructions: str = ""
 
     def platform_class(self, platform_name: str) -> str:
         """Return what decides whether times and memory of two runs may be compared."""
@@ -75,7 +81,9 @@ class Host:
 def this_host() -> Host:
     """Return this machine; asked once per process."""
     gpus, driver = _nvml()
-    return Host(gpus=gpus, driver=driver, cpu=_cpu_model())
+    flags = _cpu_line("flags", "Features").split()
+    instructions = " ".join(flag for flag in _VECTOR_FLAGS if flag in flags)
+    return Host(gpus=gpus, driver=driver, cpu=_cpu_model(), instructions=instructions)
 
 
 def has_driver() -> bool:
@@ -131,10 +139,16 @@ def _text(value: str | bytes) -> str:
 
 
 def _cpu_model() -> str:
+    return _cpu_line("model name") or platform.processor() or platform.machine()
+
+
+def _cpu_line(*names: str) -> str:
+    """Return what the kernel says of the first processor under one of `names`."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+            name, _, value = line.partition(":")
+            if name.strip() in names:
+                return value.strip()
     except OSError:
         pass
-    return platform.processor() or platform.machine()
+    return ""

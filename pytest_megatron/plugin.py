@@ -181,8 +181,11 @@ def _register_run_file(config: pytest.Config, chosen: options.Options) -> None:
     from pytest_megatron.hooks.session import session_of  # noqa: PLC0415 - not for all
 
     session = session_of(config, chosen)
-    if not session.is_worker:
-        run_file_of(config, session)
+    if session.is_worker:
+        return
+    run_file_of(config, session)
+    if not (chosen.is_plan or config.option.collectonly):
+        session.refuse_used_run_dir()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -9,13 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from bodies import BACKEND, NUM_TESTS, body
+from bodies_faults import group_timeout
 
 
 @pytest.fixture(scope="session", autouse=True)
 def group() -> Iterator[None]:
     if BACKEND == "nccl":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(BACKEND)
+    dist.init_process_group(BACKEND, timeout=group_timeout())
     yield
     dist.destroy_process_group()
 

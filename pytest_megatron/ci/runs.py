@@ -28,6 +28,7 @@ from pytest_megatron.triage.recorded import read_record
 from pytest_megatron.triage.triage import triage
 
 RUN_FILE = "run.json"
+_NO_ITEMS = "ran no workload and nothing on a gang, and left no JUnit XML of other tests"
 _DEPTH = 3  # directories from a job's to its run directories
 _EXITS = {
     2: "was interrupted",
@@ -80,7 +81,7 @@ def read_run(root: Path, shown: str) -> JobRun:
     if not run_dirs and (record is not None or not book.junits):
         book.problems.append(_nothing(root))
     elif not book.items and not book.problems:
-        book.problems.append("ran no test")
+        book.problems.append("ran no test" if book.junits else _NO_ITEMS)
     return JobRun(
         name=name,
         artifact=shown.removesuffix("!"),

@@ -11,7 +11,7 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from pytest_megatron.golden.comparison import Allowed
+from pytest_megatron.golden.comparison import Allowed, allowed_of
 from pytest_megatron.golden.limits import (
     FULL_PRECISION,
     FULL_ROUNDING,
@@ -59,12 +59,7 @@ class Band:
     @property
     def as_allowed(self) -> Allowed:
         """The same in few numbers: a width holds for many steps."""
-        changes = [
-            (step, width)
-            for at, (step, width) in enumerate(zip(self.steps, self.widths, strict=True))
-            if at == 0 or width != self.widths[at - 1]
-        ]
-        return Allowed(relative=tuple(changes), absolute=self.rounding)
+        return allowed_of(dict(zip(self.steps, self.widths, strict=True)), self.rounding)
 
 
 def band_around(

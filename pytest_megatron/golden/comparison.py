@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -150,6 +150,15 @@ class Allowed:
 
     relative: tuple[tuple[int, float], ...]
     absolute: float = 0.0
+
+
+def allowed_of(widths: Mapping[int, float], absolute: float) -> Allowed:
+    """Return a width for each step, in ascending order, in as few numbers as say the same."""
+    kept: list[tuple[int, float]] = []
+    for step, width in widths.items():
+        if not kept or kept[-1][1] != width:
+            kept.append((step, width))
+    return Allowed(relative=tuple(kept), absolute=absolute)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

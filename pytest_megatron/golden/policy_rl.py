@@ -21,6 +21,7 @@ from pytest_megatron.golden.comparison import (
     Layer,
     Rule,
     Summary,
+    allowed_of,
     relative,
 )
 from pytest_megatron.golden.deviation import (
@@ -176,12 +177,13 @@ def _judge_loss(
     at = dict(spread.items()) if isinstance(spread, Series) else {}
     band, absolute = (rules.limit(answer.metric, key, _LOSS) for key in ("band", "absolute"))
     outside: list[Difference] = []
+    widths: dict[int, float] = {}
     for point in points:
         learned = at.get(point.step, spread if isinstance(spread, float) else 0.0)
         assert isinstance(learned, float)  # a spread holds numbers only
         scale = abs(point.golden)
-        part = max(band, _LEARNED_FACTOR * learned) * scale
-        allowed = part + absolute
+        widths[point.step] = max(band, _LEARNED_FACTOR * learned)
+        allowed = widths[point.step] * scale + absolute
         if scale == 0:  # there the spread is absolute
             allowed += _LEARNED_FACTOR * learned
         if not abs(point.signed) <= allowed:
@@ -193,6 +195,7 @@ def _judge_loss(
                     tolerance=allowed / scale if scale else allowed,
                 )
             )
+    answer = replace(answer, allowed=allowed_of(widths, absolute))
     layer = Layer(
         rule=Rule.BAND,
         passed=not outside,

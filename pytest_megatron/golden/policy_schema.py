@@ -6,6 +6,7 @@ when a file is read: pydantic costs a quarter of a second that other runs should
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Literal, NotRequired, TypeAlias, cast
 
@@ -104,6 +105,7 @@ class PolicyKeys(TypedDict):
     overrides: NotRequired[Annotated[list[OverrideKeys], Field(min_length=1)]]
 
 
+_WITHOUT_POINT = re.compile(r"\d+e[-+]?\d+")
 _EXPECTED = {
     "bool_type": "true or false",
     "dict_type": "a mapping",
@@ -150,7 +152,12 @@ def _problem(error: ErrorDetails) -> tuple[tuple[str | int, ...], str]:
             f"{dotted(path)}: unknown key, expected one of {', '.join(keys)}"
             f"{nearest(str(path[-1]), keys)}"
         )
-    return path, f"{dotted(path)}: found {shown(error['input'])}, expected {_expected(error)}"
+    found = error["input"]
+    hint = ""
+    if isinstance(found, str) and _WITHOUT_POINT.fullmatch(found):
+        mantissa, exponent = found.split("e")
+        hint = f"; YAML 1.1 takes that for a text, write {mantissa}.0e{exponent}"
+    return path, f"{dotted(path)}: found {shown(found)}, expected {_expected(error)}{hint}"
 
 
 def _keys_at(path: tuple[str | int, ...]) -> frozenset[str]:

@@ -59,13 +59,12 @@ def drift_between(provenance: Provenance | None, run: Surroundings) -> Drift:
         ("host", provenance.host_class, run.host_class),
         ("image", provenance.image, run.image),
         *(
-            (name, version, run.versions.get(name))
-            for name, version in sorted(provenance.versions.items())
-            if name not in _IDLE_PACKAGES
+            (name, provenance.versions.get(name), run.versions.get(name))
+            for name in sorted({*provenance.versions, *run.versions} - _IDLE_PACKAGES)
         ),
     ]
     changes = [f"{name} {old} -> {new}" for name, old, new in pairs if old and new and old != new]
-    # A host or an image that only one side names is nothing to rely on.
+    # What only one side names is nothing to rely on.
     is_known = provenance.host_class is not None and all(old == new for _, old, new in pairs)
     has_versions = bool(provenance.versions.keys() - _IDLE_PACKAGES)
     return Drift(changes=tuple(changes), is_same_platform=is_known and has_versions)

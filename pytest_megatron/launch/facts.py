@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pytest_megatron.files import JsonValue
 from pytest_megatron.git import ask_git
-from pytest_megatron.host import Host, this_host
+from pytest_megatron.host import CPU_PLATFORM, Host, this_host
 
 _PACKAGES = (
     "pytest-megatron",
@@ -49,6 +49,12 @@ class Facts:
     host: Host
     python: str
     versions: dict[str, str]
+
+    def versions_on(self, platform_name: str) -> dict[str, str]:
+        """Return what decides how a workload of that platform rounds, and the other versions."""
+        if platform_name != CPU_PLATFORM or not self.host.instructions:
+            return dict(self.versions)
+        return self.versions | {"cpu": self.host.instructions}
 
     def as_json(self) -> dict[str, JsonValue]:
         """Return the facts for a file."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 import math
 import struct
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -28,6 +29,7 @@ _LARGEST_WHOLE_FLOAT32 = 1 << 24
 _BYTES_A_VALUE = 4 / 3 * 4
 _LEAST_STEPS = 100
 _MISSING = "missing"
+_FIRST_STEPS, _AROUND = 20, 60  # steps that are kept: at the start, to each side of a bad one
 _DELTAS = ((1 << 8, "d1", "B"), (1 << 16, "d2", "H"), (1 << 32, "d4", "I"))
 
 
@@ -91,8 +93,10 @@ def _kept(chart: Chart, aligned: _Aligned, most: int) -> list[int]:
     columns = [c for at, c in enumerate(aligned.columns) if c not in aligned.columns[:at]]
     if chart.golden is not None:
         columns += [deviations(columns[0], other) for other in columns[1:]]
-    first = chart.first_step
-    keep = [] if first is None else [i for i, step in enumerate(aligned.steps) if step == first]
+    keep = list(range(_FIRST_STEPS))  # where most mistakes show first
+    if chart.first_step is not None:
+        at = bisect_left(aligned.steps, chart.first_step)
+        keep = [*range(at - _AROUND, at + _AROUND + 1), *keep]
     for one in aligned.values:
         for start, count, kind in _odd(one):
             keep += [] if kind == _MISSING else [start]

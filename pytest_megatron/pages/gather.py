@@ -135,6 +135,7 @@ class RunReader:
         curves = _curves(dirs, record.rows("attempts"), notes)
         charts = tuple(_charts(golden, curves, findings, _allowed(comparison)))
         shown = {chart.metric for chart in charts}
+        held = record.inner("quarantine")
         return Item(
             node_id=node_id,
             directory=dirs.root.name,
@@ -149,6 +150,7 @@ class RunReader:
             triage=_triage(dirs),
             links=_links(dirs.root, ("comparison.json", "triage.json", "golden.json")),
             notes=tuple(notes),
+            quarantine=held.text("reason", "no reason given") if held.flag("holds") else "",
         )
 
 

@@ -60,7 +60,7 @@ def index_row(item: Item, page: str | None, run: str | None = None) -> IndexRow:
     return IndexRow(
         node_id=item.node_id,
         verdict=item.verdict,
-        headline=_headline(item),
+        headline=_with_quarantine(item, _headline(item)),
         duration_s=item.duration_s,
         num_attempts=len(item.attempts),
         largest=max(measured, default=None),
@@ -86,6 +86,10 @@ def index_page(runs: Sequence[IndexRun], title: str) -> str:
         {v: n for run in runs for v, n in run.num_tests.items()}
     )
     return document(f"{_counted(counts)}: {title}", "\n".join(filter(None, body)), "index.js")
+
+
+def _with_quarantine(item: Item, headline: str) -> str:
+    return f"in quarantine, {item.quarantine}: {headline}" if item.quarantine else headline
 
 
 def _headline(item: Item) -> str:

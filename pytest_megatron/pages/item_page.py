@@ -142,8 +142,8 @@ def _again(node_id: str, run: str) -> str:
 
 def _facts(item: Item, run: RunFacts) -> str:
     duration = () if item.duration_s is None else (("time", f"{item.duration_s:.1f} s"),)
-    policy = (("summary", item.summary),) if item.summary else ()
-    shown = (*policy, *duration, ("platform", item.platform), ("started", run.started), *run.facts)
+    first = (("in quarantine", item.quarantine), ("summary", item.summary))
+    shown = (*first, *duration, ("platform", item.platform), ("started", run.started), *run.facts)
     pairs = "".join(
         f"<span><b>{text(word)}</b> {text(value)}</span>" for word, value in shown if value
     )

@@ -125,6 +125,7 @@ class Item:
     Attributes:
         directory: Its name in the run's directory.
         summary: One line.
+        quarantine: Why its failure did not count; empty if it did.
         triage: Why attempts failed, in words.
         links: Files of the whole item.
         others: Findings without a curve: of gradients, of what a model generated.
@@ -143,6 +144,7 @@ class Item:
     triage: tuple[str, ...] = ()
     links: tuple[Link, ...] = ()
     notes: tuple[str, ...] = ()
+    quarantine: str = ""
 
     @property
     def findings(self) -> tuple[Finding, ...]:

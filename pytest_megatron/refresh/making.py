@@ -86,7 +86,7 @@ def _provenance(
         driver=facts.host.driver if is_gpu else None,
         host_class=facts.host.platform_class(job.workload.platform),
         precision=None if job.case is None else job.case.precision,
-        versions=facts.versions | {"python": facts.python},
+        versions=facts.versions_on(job.workload.platform) | {"python": facts.python},
         date=utc_now(),
         repeats=len(repeats),
         deterministic=is_equal,

@@ -72,7 +72,7 @@ def say_fewer_ranks(sizes: Sizes, *, there: int, here: int) -> list[str]:
     if here % sizes.least:
         raise ReproError(
             "--ranks",
-            f"{here} ranks are no multiple of {sizes.least}, which the training needs (TP "
+            f"{here} is no multiple of {sizes.least}, which the training needs (TP "
             f"{sizes.tp}, PP {sizes.pp}, CP {sizes.cp}, EP {sizes.ep}, expert TP {sizes.etp}); "
             f"give a multiple of {sizes.least}",
         )
@@ -80,7 +80,7 @@ def say_fewer_ranks(sizes: Sizes, *, there: int, here: int) -> list[str]:
         return []
     before, after = sizes.data_parallel(there), sizes.data_parallel(here)
     text = (
-        f"{here} ranks instead of {there}: data parallel {before} -> {after}; sums are taken in "
+        f"{here} instead of {there} ranks: data parallel {before} -> {after}; sums are taken in "
         f"another order, so curves differ in their last digits, and goldens, times and memory of "
         f"{there} ranks say little here"
     )

@@ -122,7 +122,7 @@ def _with_golden(
             surroundings=Surroundings(
                 host_class=facts.host.platform_class(training.job.workload.platform),
                 image=facts.image,
-                versions=facts.versions,
+                versions=facts.versions_on(training.job.workload.platform),
             ),
         ),
     )

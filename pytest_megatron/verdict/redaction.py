@@ -8,12 +8,14 @@ when the session has ended. A file without a secret is not touched.
 from __future__ import annotations
 
 import json
-import mmap
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 from struct import Struct
+
+import ahocorasick_rs
 
 from pytest_megatron.files import rewrite_lines_atomically, write_text_atomically
 from pytest_megatron.golden.wire import masked_crc32c
@@ -23,6 +25,9 @@ from pytest_megatron.launch.secrets import MARKS, Redactor
 LEFT_ALONE = frozenset(
     ("checkpoints", "data_cache", "no_checkpoint", "frozen_checkpoint", "coverage")
 )
+_PIECE_BYTES = 16 << 20
+_LONGEST_URL = 512
+_URL = re.compile(rb"://[^\s/:@'\"]{0,100}:[^\s/@'\"]{1,300}@")
 _HEADER = Struct("<QI")
 _CRC = Struct("<I")
 
@@ -36,9 +41,11 @@ def redact_tree(root: Path, redactor: Redactor) -> tuple[str, ...]:
         What could not be cleaned, and why.
     """
     problems: list[str] = []
+    search = _Search(redactor)
     for path in _files(root):
         try:
-            _redact(path, redactor)
+            if search.finds(path):
+                _redact(path, redactor)
         except OSError as error:
             problems.append(f"{path}: {error.strerror}")
     return tuple(problems)
@@ -50,7 +57,7 @@ def redact_file(path: Path, redactor: Redactor) -> None:
     Raises:
         OSError: It cannot be read or replaced.
     """
-    if stat.S_ISREG(path.lstat().st_mode):
+    if stat.S_ISREG(path.lstat().st_mode) and _Search(redactor).finds(path):
         _redact(path, redactor)
 
 
@@ -64,8 +71,6 @@ def _files(root: Path) -> Iterator[Path]:
 
 
 def _redact(path: Path, redactor: Redactor) -> None:
-    if not _is_suspect(path, redactor):
-        return
     if "tfevents" in path.name:
         path.write_bytes(_redact_events(path.read_bytes(), redactor))
     elif path.suffix == ".json":
@@ -79,14 +84,24 @@ def _redact(path: Path, redactor: Redactor) -> None:
         rewrite_lines_atomically(path, redactor.text)
 
 
-def _is_suspect(path: Path, redactor: Redactor) -> bool:
-    """Whether a file has bytes of a secret, or of what secrets look like."""
-    needles = [value.encode() for value in redactor.values] + [mark.encode() for mark in MARKS]
-    with path.open("rb") as file:
-        if not os.fstat(file.fileno()).st_size:
-            return False
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return any(data.find(needle) >= 0 for needle in needles)
+class _Search:
+    """Says whether bytes hold a secret, or what one is known by: a gigabyte in a second or two."""
+
+    def __init__(self, redactor: Redactor) -> None:
+        words = [word.encode() for word in (*redactor.values, *MARKS) if word != "://"]
+        self._longest = max(map(len, words))
+        self._words = ahocorasick_rs.BytesAhoCorasick(words)
+
+    def finds(self, path: Path) -> bool:
+        """Whether a file has any of it."""
+        before = b""
+        with path.open("rb") as file:
+            while piece := file.read(_PIECE_BYTES):
+                data = before + piece
+                if self._words.find_matches_as_indexes(data) or _URL.search(data) is not None:
+                    return True
+                before = data[-max(self._longest, _LONGEST_URL) :]
+        return False
 
 
 def _changes(path: Path, redactor: Redactor) -> bool:

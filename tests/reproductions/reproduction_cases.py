@@ -82,7 +82,7 @@ UNIT = (
         "def test_x(rank, process_group):\n"
         "    if rank == 1:\n        process_group.barrier().wait()\n",
         "rank 1 did not end in",
-        arguments=("--rank-timeout", "4"),
+        arguments=("--rank-timeout", "12"),
     ),
     _unit(
         "hang",

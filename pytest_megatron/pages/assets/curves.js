@@ -465,7 +465,7 @@
     for (const text of data.t || []) make("p", {}, section, text);
     if (data.l && data.l.length) {
       const bad = data.l.filter(([ok]) => !ok).length, details = make("details", {}, section);
-      make("summary", {}, details, `${data.l.length} layers${bad ? `, ${bad} failed` : ", all passed"}`);
+      make("summary", {}, details, `${data.l.length} layer${data.l.length > 1 ? "s" : ""}${bad ? `, ${bad} failed` : ", all passed"}`);
       for (const [ok, words] of data.l) make("p", ok ? {} : { class: "failed" }, details, `${ok ? "passed" : "failed"}: ${words}`);
     }
     if (data.of) make("p", {}, section, `${chart.x.length} of ${data.of} steps are drawn, every extreme among them; metrics.json has all`);

@@ -91,7 +91,12 @@ def test_no_artifact_at_all_is_a_failure() -> None:
             "pytest ended with exit code 1, and no item says why; read the job's log",
             id="failed-silently",
         ),
-        pytest.param({}, {}, "ran no test", id="nothing-ran"),
+        pytest.param(
+            {},
+            {},
+            "ran no workload and nothing on a gang, and left no JUnit XML of other tests",
+            id="nothing-ran",
+        ),
         pytest.param(
             {}, {"exit_code": 5}, "pytest found no test to run (exit code 5)", id="nothing-chosen"
         ),

@@ -42,6 +42,14 @@ def test_without_the_option_nothing_is_written(pytester: pytest.Pytester) -> Non
     assert not list(Path().glob("**/run.json"))
 
 
+def test_a_directory_that_holds_a_run_is_refused(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(SUITE.format(body="pass"))
+    pytester.runpytest_inprocess("--run-dir", "run")
+    again = pytester.runpytest_inprocess("--run-dir", "run")
+    again.stderr.fnmatch_lines(["ERROR: --run-dir: run holds an earlier run; give another"])
+    assert again.ret == pytest.ExitCode.USAGE_ERROR
+
+
 def test_collecting_alone_leaves_no_run(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(SUITE.format(body="pass"))
     pytester.runpytest_inprocess("--run-dir", "run", "--collect-only")

@@ -126,6 +126,7 @@ def test_a_regression_does_not_hide_behind_a_change_of_container() -> None:
         pytest.param(replace(HERE, versions=VERSIONS | {"pytest": "8"}), True, id="idle-package"),
         pytest.param(replace(HERE, host_class=None), False, id="host-unknown"),
         pytest.param(replace(HERE, image=None), False, id="image-unknown"),
+        pytest.param(replace(HERE, versions=VERSIONS | {"cpu": "avx2"}), False, id="one-side"),
         pytest.param(replace(HERE, versions={}), False, id="versions-unknown"),
         pytest.param(NOWHERE, False, id="nothing-known"),
     ],

@@ -126,6 +126,11 @@ def test_a_file_changes_the_rules_of_reinforcement_learning(tmp_path: Path) -> N
         ),
         ("band: 5.0e-3", "band: -1.0", ":4: metrics.lm loss.band: found -1.0, expected a number"),
         ("band: 5.0e-3", "band: wide", ":4: metrics.lm loss.band: found 'wide', expected a number"),
+        (
+            "band: 5.0e-3",
+            "band: 5e-3",
+            "expected a number; YAML 1.1 takes that for a text, write 5.0",
+        ),
         ("band: 5.0e-3", "band: .inf", ":4: metrics.lm loss.band: found inf, expected a finite"),
         (
             "band: 5.0e-3",

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 from pathlib import Path
@@ -64,3 +65,13 @@ def test_facts_are_json_with_versions_and_image(
 def test_times_are_utc_to_the_second() -> None:
     now = utc_now()
     assert (len(now), now[10], now[-1]) == (20, "T", "Z")
+
+
+def test_a_workload_on_the_cpu_has_its_instructions_among_its_versions(checkout: Path) -> None:
+    """One name of a processor stands for several that round otherwise."""
+    gathered = gather_facts(checkout)
+    facts = dataclasses.replace(
+        gathered, host=dataclasses.replace(gathered.host, instructions="avx2")
+    )
+    assert facts.versions_on("cpu") == facts.versions | {"cpu": "avx2"}
+    assert facts.versions_on("dgx_h100") == facts.versions

@@ -208,6 +208,16 @@ def test_a_workload_that_was_not_started_gets_a_line_and_no_directory(run: MadeR
     assert "no golden" in (run.root / "index.html").read_text()
 
 
+def test_a_failure_in_quarantine_says_so(run: MadeRun) -> None:
+    page = run.item("recipes/a.yaml::a[dev-cpu]", [off(whole(10))], golden=whole(10))
+    record = run.items["recipes/a.yaml::a[dev-cpu]"]
+    assert isinstance(record, dict)
+    record["quarantine"] = {"reason": "see #7", "holds": True}
+    report(run.write())
+    assert "in quarantine, see #7: lm loss" in (run.root / "index.html").read_text()
+    assert "<b>in quarantine</b> see #7" in page.read_text()
+
+
 def test_two_goldens_can_be_laid_over_one_another(tmp_path: Path) -> None:
     old, new = whole(20), {**whole(30), "lm loss": changed(curve(30), {4: math.nan})}
     path = write_comparison(tmp_path / "x.html", "a case", old=old, new=new)

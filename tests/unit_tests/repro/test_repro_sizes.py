@@ -35,7 +35,7 @@ def test_sizes_are_read_from_both_kinds_of_arguments(words: list[str], expected:
 
 
 def test_ranks_that_the_model_cannot_be_split_over_are_refused() -> None:
-    with pytest.raises(ReproError, match=r"3 ranks are no multiple of 4, .* \(TP 2, PP 2, CP 1"):
+    with pytest.raises(ReproError, match=r"3 is no multiple of 4, .* \(TP 2, PP 2, CP 1"):
         say_fewer_ranks(Sizes(tp=2, pp=2, etp=2), there=8, here=3)
 
 
@@ -45,5 +45,5 @@ def test_experts_need_ranks_of_their_own() -> None:
 
 def test_what_changes_is_said() -> None:
     (line,) = say_fewer_ranks(Sizes(tp=2, etp=2), there=8, here=2)
-    assert line.startswith("2 ranks instead of 8: data parallel 4 -> 1; ")
+    assert line.startswith("2 instead of 8 ranks: data parallel 4 -> 1; ")
     assert say_fewer_ranks(Sizes(), there=2, here=2) == []

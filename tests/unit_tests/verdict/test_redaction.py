@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from pytest_megatron.launch.secrets import Redactor
+from pytest_megatron.verdict import redaction
 from pytest_megatron.verdict.redaction import redact_tree
 
 WORD = "plantedSecret"
@@ -52,3 +55,16 @@ def test_files_without_a_secret_and_checkpoints_are_not_touched(tmp_path: Path) 
     assert paths[1].read_text() == WORD
     assert paths[1].stat().st_ino == before[1]
     assert (tmp_path / "outside.log").is_symlink()
+
+
+def test_a_secret_across_two_pieces_of_a_large_log_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redaction, "_PIECE_BYTES", 64)
+    for start in range(50, 70):
+        for name, text in (("word", WORD), ("url", "https://me:hidden@host")):
+            log = tmp_path / f"{name}{start}.log"
+            log.write_text("." * start + text + "." * 100)
+    redact_tree(tmp_path, REDACTOR)
+    texts = [path.read_text() for path in tmp_path.iterdir()]
+    assert [text for text in texts if WORD in text or "hidden" in text or "***" not in text] == []

@@ -23,6 +23,7 @@ from pytest_megatron.wording import describe_exit
 
 SCRIPTS = Path(__file__).parent / "scripts"
 _NVML_LIMIT_S = 30.0
+_IMPORT_SHARE = 5  # what of the time limit one module may take
 # Source: /proc/driver/nvidia/version: `NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.14`
 _DRIVER = re.compile(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)")
 
@@ -84,6 +85,7 @@ def look_at_torch(places: Places, package: Package | None, modules: Sequence[str
     answer = ask(
         places.python,
         SCRIPTS / "torch_facts.py",
+        str(max(1, int(places.import_limit_s / _IMPORT_SHARE))),
         *modules,
         limit_s=places.import_limit_s,
         env=places.env,

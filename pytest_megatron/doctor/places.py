@@ -23,7 +23,8 @@ class Places:
         temporary: The directory for temporary files.
         wheel_host: Host and port where projects publish wheels.
         rendezvous_port: The port that launchers take by default.
-        import_limit_s: Time limit for torch and its extensions to be imported.
+        import_limit_s: Time limit for torch and its extensions to be imported; a fifth of it for
+            each extension.
         collective_limit_s: Time limit for one all_reduce with all that it starts.
     """
 
@@ -35,7 +36,7 @@ class Places:
     temporary: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
     wheel_host: tuple[str, int] = ("github.com", 443)
     rendezvous_port: int = 29500
-    import_limit_s: float = 120.0
+    import_limit_s: float = 300.0
     collective_limit_s: float = 120.0
 
     def under(self, path: str) -> Path:

@@ -1,4 +1,4 @@
-"""Imports torch and then the modules it is told, and prints what happened as a line of JSON.
+"""Imports torch, then the modules of `SECONDS MODULE...`, and prints what happened as JSON.
 
 A module is imported in a fork of its own: it may crash. Runs under the Python of the environment
 that is looked at; standard library and torch only.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 
@@ -30,7 +31,6 @@ def ask_torch() -> Found:
         "abi": lambda: bool(torch.compiled_with_cxx11_abi()),
         "cudnn": lambda: torch.backends.cudnn.version(),  # noqa: PLW0108 - it may lack it
         "nccl": lambda: ".".join(map(str, torch.cuda.nccl.version())),
-        "count": lambda: torch.cuda.device_count(),  # noqa: PLW0108
         "architectures": lambda: list(torch.cuda.get_arch_list()),
     }
     for name, check in checks.items():
@@ -48,11 +48,16 @@ def ask_gpus() -> Found:
     if not getattr(torch.version, "cuda", None):
         return {}
     try:
-        torch.cuda.init()
-        count = torch.cuda.device_count()
-        return {"capabilities": [list(torch.cuda.get_device_capability(i)) for i in range(count)]}
+        found: Found = {"count": torch.cuda.device_count()}
     except Exception as error:  # noqa: BLE001 - its text is the finding
         return {"cuda_problem": one_line(error)}
+    try:
+        torch.cuda.init()
+        count = torch.cuda.device_count()
+        found["capabilities"] = [list(torch.cuda.get_device_capability(i)) for i in range(count)]
+    except Exception as error:  # noqa: BLE001 - its text is the finding
+        found["cuda_problem"] = one_line(error)
+    return found
 
 
 def driver_cuda() -> str | None:
@@ -67,11 +72,12 @@ def driver_cuda() -> str | None:
     return f"{number.value // 1000}.{number.value % 1000 // 10}"
 
 
-def imported(name: str) -> str | None:
-    """Return why a module cannot be imported, None where it can."""
+def imported(name: str, limit_s: int) -> str | None:
+    """Return why a module cannot be imported within a time limit, None where it can."""
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
+        signal.alarm(limit_s)
         try:
             importlib.import_module(name)
         except BaseException as error:  # noqa: BLE001 - whatever it is
@@ -84,6 +90,8 @@ def imported(name: str) -> str | None:
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if code == 0:
         return None
+    if code == -signal.SIGALRM:
+        return f"no end within {limit_s} s"
     return said or f"the import ended its process with {code}"
 
 
@@ -99,8 +107,10 @@ def main() -> None:
     except BaseException as error:  # noqa: BLE001 - also SystemExit
         found = {"problem": one_line(error)}
     else:
-        names = sys.argv[1:]
-        found["imports"] = {name: imported(name) for name in names}  # before CUDA starts: it forks
+        limit_s, names = int(sys.argv[1]), sys.argv[2:]
+        found["imports"] = {
+            name: imported(name, limit_s) for name in names
+        }  # before CUDA starts: it forks
         found.update(ask_gpus())
     print("\n" + json.dumps(found), flush=True)  # noqa: T201 - our parent reads it
 

@@ -140,6 +140,11 @@ class Crew:
         return self._fleet
 
     @property
+    def is_copying(self) -> bool:
+        """Whether ranks are copied to the terminal while they run."""
+        return self._tee.is_on
+
+    @property
     def is_closed(self) -> bool:
         """Whether it was shut down."""
         return self._fleet is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
@@ -25,6 +26,7 @@ from pytest_megatron.report.executed import Executed
 from pytest_megatron.report.merge import Merged, merge, merge_late
 from pytest_megatron.verdict.signature import Signature
 
+ALWAYS_AHEAD = "PYTEST_MEGATRON_AHEAD"  # set: gangs of every device and size go on by themselves
 _LEASE_POLL_S = 0.2  # between two looks at whether somebody waits for devices
 
 
@@ -81,9 +83,11 @@ class Dispatcher:
         self._num_runs = 0
         self._is_claiming = False  # room is being made for a test that the schedule does not have
         option = session.config.option
-        self._may_send_ahead = not any(
+        # Ranks that are copied live are copied under the name of the test that they run.
+        self._may_send_ahead = not crew.is_copying and not any(
             getattr(option, name, None) for name in ("maxfail", "usepdb", "trace")
         )
+        self._num_cores = len(os.sched_getaffinity(0))
         self._has_closed = threading.Event()
 
     # What the loop asks
@@ -264,7 +268,7 @@ class Dispatcher:
         """
         if not self._may_send_ahead or not self._crew.fleet.may_send_ahead(gang):
             return
-        if not (self.is_in_order or self.is_serial):
+        if not (self.is_in_order or self.is_serial) or not self._pays_ahead(gang.spec):
             return
         taken = self._schedule.take_planned(gang.number, gang.spec)
         if taken is not None:
@@ -275,6 +279,12 @@ class Dispatcher:
                 return
             run = self._prepare(gang, index, next_index, after)
             self._crew.fleet.send_ahead(gang, run, limit_s=self._limits_s[self._items[index]])
+
+    def _pays_ahead(self, spec: GangSpec) -> bool:
+        """Whether the controller has a core of its own; without one, ranks gain nothing."""
+        if os.environ.get(ALWAYS_AHEAD):
+            return True
+        return spec.device == "cpu" and self._num_cores > spec.world_size
 
     def _assign(self, gang: Gang, index: int, next_index: int) -> None:
         run = self._prepare(gang, index, next_index)

@@ -43,7 +43,8 @@ class RunFile:
         """Say how the run ended, after all others had a say in it."""
         yield
         self._end = {"ended": utc_now(), "exit_code": int(session.exitstatus)}
-        if self._records or self._is_asked_for():
+        is_refused = session.exitstatus == pytest.ExitCode.USAGE_ERROR  # corrected and typed again
+        if self._records or (self._is_asked_for() and not is_refused):
             self.write()
 
     def _is_asked_for(self) -> bool:

@@ -21,6 +21,7 @@ from pytest_megatron.launch.case import Case
 from pytest_megatron.launch.facts import Facts, utc_now
 from pytest_megatron.recipe.fingerprint import fingerprint
 from pytest_megatron.recipe.places import case_path
+from pytest_megatron.refresh.gate import is_loss
 from pytest_megatron.refresh.reading import CANDIDATE
 from pytest_megatron.verdict.training import Job, Training
 from pytest_megatron.yamllines import read_document
@@ -31,7 +32,6 @@ _SIZES = {
     "cp": "--context-parallel-size",
     "ep": "--expert-model-parallel-size",
 }
-_EITHER = "num-zeros"
 
 
 def make_candidate(
@@ -91,10 +91,14 @@ def _provenance(
         repeats=len(repeats),
         deterministic=is_equal,
         spread=spread,
-        directions={n: "either" if n == _EITHER else "lower_is_better" for n in metrics}
-        if not is_generation
-        else {},
+        directions={n: _direction(n) for n in metrics} if not is_generation else {},
     )
+
+
+def _direction(name: str) -> str:
+    """Return which way a metric is better: less time, memory or loss; of others nobody knows."""
+    is_cost = name.startswith(("iteration-time", "mem-"))
+    return "lower_is_better" if is_cost or is_loss(name) else "either"
 
 
 def _with_run(

@@ -20,6 +20,7 @@ from pytest_megatron.refresh.difference import (
     State,
     Trend,
 )
+from pytest_megatron.refresh.gate import is_loss
 
 MOST_BYTES = 60_000
 _ROW_BYTES = 44_000
@@ -27,6 +28,7 @@ _LIST_BYTES = 5_000
 _ATTENTION, _SMALL = 1e-3, 1e-6
 _CANCELS = 10  # the largest deviation over the signed mean
 _SUBJECT_LENGTH = 60
+_MOST_NAMES = 5
 _ROW_HEAD = (
     "| golden | metric | steps | not finite | changed | median | largest | mean, signed | parts |"
 )
@@ -64,10 +66,7 @@ def interpret(differences: Sequence[FileDifference]) -> list[str]:
     if lost := sum(m.num_new > 0 and m.num_lost > 0 for d in differences for m in d.metrics):
         found.append(f"{counted(lost, 'metric')} with fewer steps: less is compared than before.")
     if outside := sum(d.is_outside for d in differences):
-        found.append(
-            f"{counted(outside, 'golden')} outside the band: a run as it now is would have "
-            "failed, so what is measured is another curve."
-        )
+        found.append(f"{counted(outside, 'golden')} outside the band: {_what_is(differences)}")
     found += _of_losses(losses)
     changed = [d for d in differences if d.state is State.CHANGED]
     if not changed and not found:
@@ -76,6 +75,16 @@ def interpret(differences: Sequence[FileDifference]) -> list[str]:
     elif not losses and changed:
         found.append("No loss changes, only other metrics.")
     return found
+
+
+def _what_is(differences: Sequence[FileDifference]) -> str:
+    """Say what it means that metrics are outside: a loss is the curve, all others are around it."""
+    names = sorted({m.metric for d in differences for m in d.metrics if m.is_outside})
+    if any(map(is_loss, names)) or not names:
+        return "a run as it now is would have failed, so what is measured is another curve."
+    shown = ", ".join(escaped(name) for name in names[:_MOST_NAMES])
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return f"only in {shown}{more}; a run as it now is fails where a case compares that."
 
 
 def _of_losses(losses: Sequence[MetricDifference]) -> Iterable[str]:

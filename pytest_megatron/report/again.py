@@ -11,6 +11,7 @@ _NUMBER = re.compile(r"\d+")
 _RANK = re.compile(r"^\[rank \d+\] ")
 _RANKS = re.compile(r"\branks? #(?:-#)?(?:, #(?:-#)?)*")  # who was late differs from run to run
 _ROW = re.compile(r"#(?:, #)+")  # and so does how much a list holds
+_HELD = re.compile(r"\{.*")  # or what a mapping does: an environment, say, which is never the same
 _MOST = 160
 
 
@@ -32,6 +33,6 @@ def headline_fingerprint(headline: str, end: str = "") -> str:
         end: How the execution ended: `died`, `hung`, ...
     """
     first = _RANK.sub("", headline.strip().partition("\n")[0])
-    plain = _NUMBER.sub("#", _PATH.sub("PATH", _ADDRESS.sub("#", first)))
+    plain = _HELD.sub("{", _NUMBER.sub("#", _PATH.sub("PATH", _ADDRESS.sub("#", first))))
     plain = _ROW.sub("#", _RANKS.sub("ranks", plain))
     return "|".join((end, plain[:_MOST]))

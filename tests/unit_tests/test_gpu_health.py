@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pytest_megatron.files import JsonValue, write_json_atomically
 from pytest_megatron.gpu_watch import parse_xid
 from pytest_megatron.health import GpuState, Health, Xid
 from pytest_megatron.host import Gpu, this_host
@@ -35,13 +36,14 @@ class Nvml:
         shutil.copy(PRETENDED, directory / "pynvml.py")
         monkeypatch.setenv("PYTHONPATH", str(directory))
         monkeypatch.setenv("PRETEND_NVML", str(self._file))
-        self.gpus: list[dict[str, object]] = [
+        self.gpus: list[dict[str, JsonValue]] = [
             {"uuid": f"GPU-{i}", "name": "H", "bus_id": f"00000000:1{i}:00.0"} for i in range(2)
         ]
         self.write()
 
-    def write(self, **more: object) -> None:
-        self._file.write_text(json.dumps({"gpus": self.gpus, **more}))
+    def write(self, **more: JsonValue) -> None:
+        # At once: the watch reads it at any time, and takes a half-written one for a crash.
+        write_json_atomically(self._file, {"gpus": list[JsonValue](self.gpus), **more})
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from pytest_megatron.report.again import headline_fingerprint, reproduce_line
         ("ranks 0-1, 3 did not end in 300 s", "rank 2 did not end in 300 s"),
         ("rank 1 of 4 was killed by SIGSEGV", "rank 0 of 2 was killed by SIGSEGV"),
         ("assert not [1, 2, 3]", "assert not [7]"),
+        ("assert 'A' in environ({'SHELL': 'sh', ...", "assert 'A' in environ({'TERM': 'vt100'})"),
         ("<Foo at 0x7f00>: /tmp/a/b is gone\nmore", "<Foo at 0x8e11>: /home/x is gone"),
     ],
 )

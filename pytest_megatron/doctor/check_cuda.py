@@ -135,8 +135,7 @@ def _has_code(capability: tuple[int, int], architectures: tuple[str, ...]) -> bo
 def check_torch(facts: Facts, env: Mapping[str, str]) -> Iterator[Hit]:
     """Yield what is wrong with how torch was installed."""
     torch = facts.torch
-    for name, versions in facts.doubles.items():
-        yield Hit("installed-twice", package=name, versions=" and ".join(versions))
+    yield from _doubles(facts)
     if torch is None:
         return
     brought = env.get("PYTORCH_VERSION")
@@ -160,6 +159,22 @@ def check_torch(facts: Facts, env: Mapping[str, str]) -> Iterator[Hit]:
     nccl = facts.packages.get(f"nvidia-nccl-cu{major_of(torch.cuda)}")
     if nccl is not None and torch.nccl is not None and not _is_same(torch.nccl, nccl.version):
         yield Hit("nccl-differs", loaded=torch.nccl, package=nccl.name, installed=nccl.version)
+
+
+def _doubles(facts: Facts) -> Iterator[Hit]:
+    """Tell an installation that was cut off from one environment on top of another."""
+    for name, (first, *others) in facts.doubles.items():
+        beside = [other for other in others if other.location == first.location]
+        if beside:
+            versions = " and ".join(package.version for package in (first, *beside))
+            yield Hit("installed-twice", package=name, versions=versions)
+        elif name in ("torch", "megatron-core") and first.version != others[0].version:
+            yield Hit(
+                "in-front",
+                package=name,
+                first=f"{first.version} in {first.location}",
+                second=f"{others[0].version} in {others[0].location}",
+            )
 
 
 def _is_same(loaded: str, installed: str) -> bool:

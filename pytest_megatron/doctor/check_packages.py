@@ -14,6 +14,7 @@ from pytest_megatron.doctor.facts import (
     Extension,
     Facts,
     Package,
+    Python,
     Torch,
     major_of,
     minor_of,
@@ -67,6 +68,9 @@ def check_compiled(facts: Facts) -> Iterator[Hit]:
             yield Hit("not-apex", version=package.version, build=build)
             continue
         yield from _one(row, package, objects, facts)
+    if "megatron-core" in facts.packages:
+        fits = f"install megatron-core for {facts.python.tag} again"
+        yield from list(_tags(facts.packages["megatron-core"], [], facts, fits))[:1]
     yield from _transformer_engine(facts)
 
 
@@ -102,17 +106,26 @@ def _tags(package: Package, objects: list[Extension], facts: Facts, fits: str) -
     python = facts.python
     wanted = f"{python.tag} on {python.machine}"
     values = {"package": package.name, "version": package.version, "wanted": wanted, "fits": fits}
-    for tag in package.tags:
-        interpreter, _, rest = tag.partition("-")
-        abi, _, platform = rest.partition("-")
-        is_python = interpreter.startswith("py") or interpreter == python.tag or abi == "abi3"
-        is_machine = platform == "any" or platform.endswith(python.machine)
-        if not (is_python and is_machine):
-            yield Hit("python-tag", built=tag, **values)
+    if package.tags and not any(_fits(tag, python) for tag in package.tags):
+        yield Hit("python-tag", built=package.tags[0], **values)
     for extension in objects:
         match = _SOABI.search(extension.file.name)
         if match and not python.soabi.startswith(match[1] + "-"):
             yield Hit("python-tag", built=extension.file.name, **values)
+
+
+def _fits(tag: str, python: Python) -> bool:
+    """Whether a wheel of a tag, `cp312-cp312-linux_x86_64`, can be used by a Python."""
+    interpreters, _, rest = tag.partition("-")
+    abi, _, platforms = rest.partition("-")
+    is_python = any(
+        name.startswith("py") or name == python.tag or abi == "abi3"
+        for name in interpreters.split(".")
+    )
+    is_machine = any(
+        name == "any" or name.endswith(python.machine) for name in platforms.split(".")
+    )
+    return is_python and is_machine
 
 
 def _local_version(package: Package, torch: Torch, fits: str) -> Iterator[Hit]:

@@ -209,13 +209,13 @@ class Facts:
     """All of it.
 
     Attributes:
-        doubles: Packages that are installed more than once, with their versions.
+        doubles: Packages that are installed more than once, the one that is imported first.
         megatrons: Directories that `megatron.core` is found in, in order of import.
     """
 
     python: Python
     packages: Mapping[str, Package] = field(default_factory=dict)
-    doubles: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    doubles: Mapping[str, tuple[Package, ...]] = field(default_factory=dict)
     extensions: tuple[Extension, ...] = ()
     megatrons: tuple[Path, ...] = ()
     torch: Torch | None = None

@@ -27,18 +27,22 @@ _ASSIGNED = re.compile(r"^(\w+)\s*(?::[^=\n]+)?=\s*(.+)$", re.MULTILINE)
 
 def read_packages(
     paths: Iterable[Path],
-) -> tuple[dict[str, Package], dict[str, tuple[str, ...]]]:
-    """Return the packages by name, each the first on the path, and those that are there twice."""
+) -> tuple[dict[str, Package], dict[str, tuple[Package, ...]]]:
+    """Return the packages by name, each the first on the path, and those that are there again.
+
+    The latter by name, first the one that is found; in one directory that is a broken installation,
+    in several it is one environment on top of another.
+    """
     found: dict[str, Package] = {}
-    versions: dict[str, list[str]] = {}
+    doubles: dict[str, list[Package]] = {}
     for path in dict.fromkeys(p.resolve() for p in paths):
         for distribution in importlib.metadata.distributions(path=[str(path)]):
             package = _package(distribution, path)
             if package is None:
                 continue
             found.setdefault(package.name, package)
-            versions.setdefault(package.name, []).append(package.version)
-    return found, {name: tuple(many) for name, many in versions.items() if len(many) > 1}
+            doubles.setdefault(package.name, []).append(package)
+    return found, {name: tuple(many) for name, many in doubles.items() if len(many) > 1}
 
 
 def _package(distribution: importlib.metadata.Distribution, path: Path) -> Package | None:
@@ -101,7 +105,7 @@ def _extension(package: str, file: Path) -> Extension:
 
 def torch_symbols(directory: Path) -> frozenset[str]:
     """Return the symbols of c10 that a torch defines; none where they cannot be read."""
-    libraries = ("libc10.so", "libc10_cuda.so")
+    libraries = ("libc10.so", "libc10_cuda.so", "libtorch_cpu.so", "libtorch_cuda.so")
     reads = (read_shared_object(directory / "lib" / name, "_Z") for name in libraries)
     return frozenset(s for read in reads for s in read.defined if _OWN_SYMBOLS.match(s))
 

@@ -106,6 +106,21 @@ def numpy_twice(staged: Staged) -> None:
     staged.package("numpy", "2.0.0")
 
 
+@stage("in-front", "torch 2.8.0.cu128 in .* is in front of 2.9.0 in .*/below")
+def torch_in_front_of_another(staged: Staged) -> None:
+    staged.torch()
+    below = staged.root / "below/torch-2.9.0.dist-info"
+    below.mkdir(parents=True)
+    (below / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.9.0\n")
+    (staged.site / "below.pth").write_text(f"{below.parent}\n")
+
+
+@stage("python-tag", "megatron-core 0.19.2 was built for cp39-cp39-manylinux")
+def megatron_for_another_python(staged: Staged) -> None:
+    staged.torch()
+    staged.package("megatron-core", "0.19.2", tag="cp39-cp39-manylinux_2_28_x86_64")
+
+
 @stage("nvidia-wheels-mixed", "nvidia-nccl-cu12 2.27.3 and nvidia-nccl-cu13 2.28.9")
 def nccl_for_two_cudas(staged: Staged) -> None:
     staged.torch()

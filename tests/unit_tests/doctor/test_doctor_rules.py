@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import runpy
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 
 from pytest_megatron.doctor.compat import compat
 from pytest_megatron.doctor.elf import SharedObject, read_shared_object
+from pytest_megatron.doctor.packages import read_extensions, torch_symbols
 from pytest_megatron.doctor.rules import Hit, finding_of, rules
 
 ROOT = Path(__file__).parents[3]
@@ -50,3 +53,15 @@ def test_every_cuda_has_the_least_driver_of_its_major_version() -> None:
 def test_what_is_no_shared_object_asks_for_nothing(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.so").write_bytes(content)
     assert read_shared_object(tmp_path / "x.so") == SharedObject()
+
+
+def test_what_torch_built_for_itself_misses_no_symbol_of_torch() -> None:
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    libraries = Path(spec.origin).parent / "lib"
+    row = dataclasses.replace(compat().compiled[0], objects=("libtorch_python.so",))
+    (extension,) = read_extensions([libraries], [row])
+    assert extension.abi is True
+    assert extension.missing
+    assert extension.missing <= torch_symbols(libraries.parent)

@@ -15,6 +15,7 @@ from pytest_megatron.errors import MegatronError
 # name -> (module with a click command named `command`, one line of help)
 SUBCOMMANDS = {
     "ci": ("pytest_megatron.cli.ci", "Write files for CI, and make one verdict of many jobs."),
+    "doctor": ("pytest_megatron.cli.doctor", "Say what is wrong with this environment."),
     "expand": ("pytest_megatron.cli.expand", "Print the workloads that recipe files expand to."),
     "flaky": ("pytest_megatron.cli.flaky", "Tell how often items passed only when run again."),
     "golden": ("pytest_megatron.cli.golden", "Compare observed metrics with golden values."),

@@ -1,0 +1,79 @@
+"""Writes the tables of rules, troubles and drivers into `doctor.md` from the data.
+
+    python docs/reference/doctor_tables.py
+
+A test compares the page with the data.
+"""
+
+# ruff: noqa: INP001 - a script, no package
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+from pytest_megatron.doctor.compat import compat
+from pytest_megatron.doctor.rules import Rule, rules
+
+PAGE = Path(__file__).parent / "doctor.md"
+BEGIN, END = "<!-- tables: doctor_tables.py -->", "<!-- end of tables -->"
+
+
+def tables() -> str:
+    """Return all tables, with their headings."""
+    return "\n".join([*_rules(), *_troubles(), *_drivers(), *_packages()])
+
+
+def _rules() -> Iterator[str]:
+    yield "\n## Rules"
+    for group, members in itertools.groupby(rules().values(), key=lambda rule: rule.group):
+        yield f"\n### {group}\n"
+        yield "| id | severity | what is checked | why it matters | what to do | source |"
+        yield "|---|---|---|---|---|---|"
+        for rule in members:
+            cells = (rule.checks, rule.wrong, rule.mend, rule.source)
+            words = (cell.replace("|", "\\|").replace("*", "\\*") for cell in cells)
+            yield f"| `{rule.id}` | {rule.severity.value} | {' | '.join(words)} |"
+
+
+def _troubles() -> Iterator[str]:
+    yield "\n## Troubles by name\n"
+    yield "| what install guides call it | rules |"
+    yield "|---|---|"
+    found: dict[str, list[Rule]] = {}
+    for rule in rules().values():
+        if rule.trouble is not None:
+            found.setdefault(rule.trouble, []).append(rule)
+    for trouble, members in sorted(found.items()):
+        yield f"| {trouble} | {', '.join(f'`{rule.id}`' for rule in members)} |"
+
+
+def _drivers() -> Iterator[str]:
+    yield "\n## Drivers\n"
+    yield "| CUDA | driver of its release | least driver of the major version |"
+    yield "|---|---|---|"
+    for cuda, driver in compat().release_driver.items():
+        yield f"| {cuda} | {driver} | {compat().least_driver[cuda.partition('.')[0]]} |"
+
+
+def _packages() -> Iterator[str]:
+    yield "\n## Compiled packages\n"
+    yield "| package | for | published wheels are named | compiled with | source |"
+    yield "|---|---|---|---|---|"
+    for row in compat().compiled:
+        wheel = f"`{row.wheel}`" if row.wheel else "none are published"
+        build = row.build or f"{row.force} pip install --no-build-isolation {row.name}"
+        yield f"| {row.name} | {row.why} | {wheel} | `{build}` | {row.source} |"
+
+
+def main() -> None:
+    """Replace the tables."""
+    text = PAGE.read_text(encoding="utf-8")
+    head, _, rest = text.partition(BEGIN)
+    tail = rest.partition(END)[2]
+    PAGE.write_text(f"{head}{BEGIN}\n{tables()}\n\n{END}{tail}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""`pytest-megatron doctor`: what is wrong with this machine and this environment."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+from typing_extensions import TypedDict, Unpack
+
+from pytest_megatron.doctor.check_recipe import read_needs
+from pytest_megatron.doctor.examine import examine
+from pytest_megatron.doctor.places import here
+from pytest_megatron.doctor.render import FORMATS
+
+
+class _Given(TypedDict):
+    """The values of the options."""
+
+    python: Path | None
+    recipe: Path | None
+    platform: tuple[str, ...]
+    no_collective: bool
+    strict: bool
+    style: str
+
+
+@click.command(name="doctor")
+@click.option(
+    "--python",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    metavar="FILE",
+    help="Of the environment to check (default: the one that runs this command).",
+)
+@click.option(
+    "--for",
+    "recipe",
+    type=click.Path(path_type=Path),
+    metavar="RECIPE",
+    help="Check also what the rows of a recipe, or of a directory of recipes, need.",
+)
+@click.option("--platform", multiple=True, metavar="NAME", help="With --for: only these rows.")
+@click.option("--no-collective", is_flag=True, help="Try no all_reduce.")
+@click.option("--strict", is_flag=True, help="Exit with 1 if there are warnings.")
+@click.option(
+    "--format",
+    "style",
+    type=click.Choice(list(FORMATS)),
+    default="text",
+    show_default=True,
+)
+def command(**given: Unpack[_Given]) -> None:
+    """Check driver, CUDA, torch, packages, network, limits and the project against one another.
+
+    Run it where trainings are started. Exits with 2 if there are errors, with 1 if there are
+    warnings and --strict is given, else with 0.
+    """
+    if given["platform"] and given["recipe"] is None:
+        raise click.UsageError("--platform chooses rows of a recipe; give --for RECIPE too")
+    recipe = given["recipe"]
+    needs = None if recipe is None else read_needs(recipe, Path.cwd(), given["platform"])
+    examination = examine(
+        here(given["python"]), needs=needs, with_collective=not given["no_collective"]
+    )
+    click.echo(FORMATS[given["style"]](examination), nl=False)
+    sys.exit(examination.exit_code(is_strict=given["strict"]))

@@ -1,0 +1,154 @@
+"""The machine against what trainings need: limits, disks, network, container, Slurm. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from pytest_megatron.doctor.facts import Disk, Facts, Machine, Slurm
+from pytest_megatron.doctor.rules import Hit
+
+_LEAST_SHM_BYTES = 1 << 30
+_LEAST_FILES, _LEAST_PROCESSES = 4096, 4096
+_FULL_BYTES, _LOW_BYTES = 10**9, 10**10
+_LEAST_PORTS = 4096
+_NEEDED_CAPABILITIES = {"compute", "utility"}
+_SLURM_NEEDED = ("sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun")
+
+
+def check_machine(facts: Facts, env: Mapping[str, str]) -> Iterator[Hit]:
+    """Yield what is wrong with the machine."""
+    machine = facts.machine
+    yield from _limits(machine)
+    for disk in machine.disks:
+        yield from _disk(disk)
+    yield from _locale(facts, env)
+    value = env.get("NVIDIA_DRIVER_CAPABILITIES")
+    words = {word.strip() for word in (value or "all").split(",")}
+    if machine.container and "all" not in words and not words >= _NEEDED_CAPABILITIES:
+        yield Hit("driver-capabilities", value=repr(value), container=machine.container)
+    yield from _slurm(facts.slurm)
+
+
+def check_communication(facts: Facts, env: Mapping[str, str]) -> Iterator[Hit]:
+    """Yield what keeps ranks from talking to one another."""
+    machine = facts.machine
+    for tried in facts.collectives:
+        if tried.problem is not None:
+            yield Hit(
+                "collective-fails",
+                backend=tried.backend,
+                ranks=tried.world_size,
+                problem=tried.problem,
+            )
+    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        value = env.get(variable)
+        if value and machine.interfaces and not _names_one(value, machine.interfaces):
+            interfaces = ", ".join(machine.interfaces)
+            yield Hit("interface-unknown", variable=variable, value=value, interfaces=interfaces)
+    yield from _infiniband(machine, env)
+    if machine.port_problem is not None:
+        yield Hit("port-taken", problem=machine.port_problem)
+    if machine.host_problem is not None:
+        yield Hit("host-name", problem=machine.host_problem)
+    if machine.ephemeral_ports is not None:
+        first, last = machine.ephemeral_ports
+        if last - first + 1 < _LEAST_PORTS:
+            yield Hit("few-ports", first=first, last=last, count=last - first + 1)
+
+
+def _names_one(value: str, interfaces: tuple[str, ...]) -> bool:
+    """Whether NCCL's list leaves an interface: prefixes, `=` exact names, `^` all but these.
+
+    Source: NCCL's documentation of NCCL_SOCKET_IFNAME.
+    """
+    is_exclusion, rest = value.startswith("^"), value.lstrip("^")
+    is_exact, rest = rest.startswith("="), rest.lstrip("=")
+    names = [name for name in rest.split(",") if name]
+    if "lo" in names and not is_exclusion:
+        return True
+    named = [
+        interface
+        for interface in interfaces
+        if any(interface == n if is_exact else interface.startswith(n) for n in names)
+    ]
+    return len(named) < len(interfaces) if is_exclusion else bool(named)
+
+
+def _infiniband(machine: Machine, env: Mapping[str, str]) -> Iterator[Hit]:
+    active = [port for port, state in machine.infiniband.items() if state == "ACTIVE"]
+    down = [f"{port} ({s.lower()})" for port, s in machine.infiniband.items() if s != "ACTIVE"]
+    if down:
+        yield Hit("infiniband-down", ports=f"{', '.join(down)} {'is' if len(down) == 1 else 'are'}")
+    value = env.get("NCCL_IB_DISABLE", "0")
+    if active and value not in ("", "0"):
+        verb = "is" if len(active) == 1 else "are"
+        yield Hit("infiniband-off", value=value, ports=f"{', '.join(active)} {verb}")
+
+
+def _limits(machine: Machine) -> Iterator[Hit]:
+    if machine.shm_bytes is not None and machine.shm_bytes < _LEAST_SHM_BYTES:
+        yield Hit("shm-small", size=shown_bytes(machine.shm_bytes))
+    files = machine.limits.get("Max open files")
+    if files is not None and files < _LEAST_FILES:
+        yield Hit("limit-nofile", value=files)
+    processes = machine.limits.get("Max processes")
+    if processes is not None and processes < _LEAST_PROCESSES:
+        yield Hit("limit-nproc", value=processes)
+    locked = machine.limits.get("Max locked memory")
+    if locked is not None and machine.infiniband:
+        yield Hit("limit-memlock", value=shown_bytes(locked))
+
+
+def _disk(disk: Disk) -> Iterator[Hit]:
+    if disk.problem is not None:
+        advice = "mount it writable, or choose another place"
+        for word, variable in (("uv", "UV_CACHE_DIR"), ("pip", "PIP_CACHE_DIR")):
+            if disk.use.startswith(word):
+                advice = f"set {variable} to a directory that can be written to"
+        if disk.use.startswith("Triton"):
+            advice = "set TRITON_CACHE_DIR to a directory that can be written to"
+        yield Hit("not-writable", path=disk.path, use=disk.use, problem=disk.problem, advice=advice)
+    elif disk.free_bytes is not None and disk.free_bytes < _LOW_BYTES:
+        rule = "disk-full" if disk.free_bytes < _FULL_BYTES else "disk-low"
+        yield Hit(rule, path=disk.path, use=disk.use, free=shown_bytes(disk.free_bytes))
+
+
+def shown_bytes(number: int) -> str:
+    """Return `64.0 MiB`, as sizes of mounts and limits are thought of."""
+    for unit in ("B", "KiB", "MiB"):
+        if number < 1024:  # noqa: PLR2004 - of the next unit
+            return f"{number:g} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024  # type: ignore[assignment]
+    return f"{number:.1f} GiB"
+
+
+def _locale(facts: Facts, env: Mapping[str, str]) -> Iterator[Hit]:
+    encoding = facts.python.encoding
+    if encoding.lower().replace("-", "") not in ("utf8", "utf8sig"):
+        yield Hit(
+            "locale",
+            encoding=encoding,
+            lc_all=env.get("LC_ALL", ""),
+            lang=env.get("LANG", ""),
+            io=env.get("PYTHONIOENCODING", ""),
+        )
+
+
+def _slurm(slurm: Slurm) -> Iterator[Hit]:
+    if not slurm.programs:
+        return
+    if missing := [name for name in _SLURM_NEEDED if name not in slurm.programs]:
+        there = ", ".join(sorted(slurm.programs))
+        yield Hit("slurm-partial", there=there, missing=", ".join(missing))
+    if len(set(slurm.programs.values())) > 1:
+        versions = ", ".join(f"{name} {v}" for name, v in sorted(slurm.programs.items()))
+        yield Hit("slurm-versions", versions=versions)
+    if slurm.problem is not None:
+        yield Hit("slurm-silent", problem=slurm.problem)
+
+
+def check_megatron(facts: Facts) -> Iterator[Hit]:
+    """Yield what is wrong with where megatron comes from."""
+    if len(facts.megatrons) > 1:
+        first, *others = facts.megatrons
+        yield Hit("megatron-twice", first=first, others=", ".join(map(str, others)))

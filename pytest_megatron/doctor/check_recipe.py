@@ -1,0 +1,171 @@
+"""What the rows of a recipe need against what is here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pytest_megatron.doctor.check_packages import fitting
+from pytest_megatron.doctor.compat import Compiled, compat
+from pytest_megatron.doctor.facts import Facts
+from pytest_megatron.doctor.places import Places
+from pytest_megatron.doctor.rules import Hit
+from pytest_megatron.errors import CaseError, EmptySelectionError
+from pytest_megatron.host import CPU_PLATFORM, Host
+from pytest_megatron.launch.case import Case, Starter, read_case
+from pytest_megatron.launch.starter import LAUNCHER_VARIABLE
+from pytest_megatron.recipe.expand import Profile
+from pytest_megatron.recipe.load import find_recipes, load_recipe, project_words
+from pytest_megatron.recipe.model import Workload
+from pytest_megatron.recipe.places import case_path
+
+_MOST_ROWS = 3
+_FT_DISTRIBUTION = "nvidia-resiliency-ext"
+# Megatron's options of the sizes whose product divides the ranks. Source: parallel_state.py.
+_SIZES = {
+    "--tensor-model-parallel-size": "TP",
+    "--pipeline-model-parallel-size": "PP",
+    "--context-parallel-size": "CP",
+}
+_EXPERTS = {
+    "--expert-tensor-parallel-size": "ETP",
+    "--expert-model-parallel-size": "EP",
+    "--pipeline-model-parallel-size": "PP",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What of a recipe is asked about.
+
+    Attributes:
+        rows: The workloads that CI would run.
+        root: The directory with the test cases.
+    """
+
+    rows: tuple[Workload, ...]
+    root: Path
+
+
+def read_needs(recipe: Path, root: Path, platforms: Iterable[str] = ()) -> Needs:
+    """Read the rows of a recipe, or of all recipes in a directory.
+
+    Raises:
+        RecipeError: There is no such recipe, or it has an error.
+        EmptySelectionError: No row is left.
+    """
+    words, chosen = project_words(root), frozenset(platforms)
+    loaded = [
+        row for file in find_recipes([recipe]) for row in load_recipe(file, Profile.STRICT, words)
+    ]
+    rows = tuple(
+        row
+        for row in loaded
+        if row.disabled_reason is None and (not chosen or row.platform in chosen)
+    )
+    if not rows:
+        there = ", ".join(sorted({row.platform for row in loaded})) or "no row at all"
+        raise EmptySelectionError(
+            str(recipe), f"no row is left to be checked, expected a platform of {there}"
+        )
+    return Needs(rows=rows, root=root)
+
+
+def check_recipe(facts: Facts, places: Places, needs: Needs) -> Iterator[Hit]:
+    """Yield what rows need and this environment does not have; equal wants are one finding."""
+    found: dict[tuple[str, ...], tuple[Callable[[str], Hit], list[str]]] = {}
+    for row in needs.rows:
+        for key, make in _row(row, facts, places, needs.root):
+            found.setdefault(key, (make, []))[1].append(row.item_name)
+    for make, names in found.values():
+        more = len(names) - _MOST_ROWS
+        rows = ", ".join(names[:_MOST_ROWS]) + (f" and {more} more" if more > 0 else "")
+        yield make(rows)
+
+
+_Want = tuple[tuple[str, ...], Callable[[str], Hit]]
+
+
+def _want(rule: str, **values: object) -> _Want:
+    """Return a hit that waits for the rows that it is about, and what tells it from others."""
+    key = (rule, *(f"{name}={value}" for name, value in sorted(values.items())))
+    return key, lambda rows: Hit(rule, rows=rows, **values)
+
+
+def _row(row: Workload, facts: Facts, places: Places, root: Path) -> Iterator[_Want]:
+    host = Host(gpus=facts.devices.gpus, driver=facts.devices.driver, cpu="")
+    if lacks := host.lacks(row.platform, row.gpus * row.nodes):
+        yield _want("recipe-gpus", lacks=lacks)
+    if row.nodes > 1 and row.platform != CPU_PLATFORM and "sbatch" not in facts.slurm.programs:
+        yield _want("recipe-nodes", nodes=row.nodes)
+    yield from _paths(row, root)
+    build = row.spec.get("build")
+    if isinstance(build, str) and facts.machine.container is None and row.platform != CPU_PLATFORM:
+        yield _want("recipe-image", image=build)
+    path = case_path(root, row)
+    if not path.is_file():
+        if row.script is None:
+            yield _want("recipe-data", key="test case", path=path)
+        return
+    try:
+        case = read_case(path)
+    except CaseError as problem:
+        yield _want("recipe-case", problem=problem)
+        return
+    yield from _case(row, case, facts, places.env)
+
+
+def _paths(row: Workload, root: Path) -> Iterator[_Want]:
+    """Yield the paths that a row names and that are not there; those with variables are skipped."""
+    paths = {
+        "data_path": row.data_path,
+        "checkpoint_load_path": row.checkpoint_load_path,
+        "training_script_path": row.training_script_path,
+    }
+    for key, path in paths.items():
+        if path and not set(path) & set("{}$") and not (root / path).exists():
+            yield _want("recipe-data", key=key, path=path)
+
+
+def _case(row: Workload, case: Case, facts: Facts, env: Mapping[str, str]) -> Iterator[_Want]:
+    starter = env.get(LAUNCHER_VARIABLE) or case.starter.value
+    if starter == Starter.FT_LAUNCHER.value and _FT_DISTRIBUTION not in facts.packages:
+        yield _want("recipe-launcher", launcher=starter, package=_FT_DISTRIBUTION)
+    yield from _world_size(row, case)
+    for compiled in compat().compiled:
+        if {compiled.name, *compiled.also} & facts.packages.keys():
+            continue
+        if (argument := _needed_by(compiled, case)) is not None:
+            fits = fitting(compiled, facts)
+            yield _want(
+                "recipe-package",
+                argument=argument,
+                package=compiled.name,
+                fits=fits,
+                source=compiled.source,
+            )
+
+
+def _world_size(row: Workload, case: Case) -> Iterator[_Want]:
+    """Compare the ranks with the product of the parallel sizes; sizes of text are left alone."""
+    ranks = row.gpus * row.nodes
+    for options in (_SIZES, _EXPERTS):
+        texts = {letters: case.argument(option) for option, letters in options.items()}
+        sizes = {name: int(text) for name, text in texts.items() if text and text.isdigit()}
+        product = math.prod(sizes.values())
+        if ranks and product and ranks % product:
+            words = " x ".join(f"{name} {size}" for name, size in sizes.items())
+            yield _want("recipe-world-size", ranks=ranks, product=f"{words} = {product}")
+            return
+
+
+def _needed_by(compiled: Compiled, case: Case) -> str | None:
+    """Return the argument of a case that needs a package."""
+    for needed in compiled.needs:
+        option, _, value = needed.partition(" ")
+        text = case.argument(option)
+        if text is not None and (not value or text == value):
+            return needed
+    return None

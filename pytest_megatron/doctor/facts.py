@@ -1,0 +1,245 @@
+"""What is known of a machine and an environment, as data; a fact that could not be had is None."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from packaging.version import InvalidVersion, Version
+
+from pytest_megatron.host import Gpu
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Python:
+    """The interpreter of the environment.
+
+    Attributes:
+        tag: As in the names of wheels: `cp312`.
+        soabi: As in the names of shared objects: `cpython-312-x86_64-linux-gnu`.
+        paths: Where it imports from, in order, the current directory first.
+        encoding: Of what it prints.
+    """
+
+    executable: Path
+    version: str
+    tag: str
+    soabi: str
+    machine: str
+    prefix: Path
+    is_venv: bool
+    paths: tuple[Path, ...]
+    encoding: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Package:
+    """One installed distribution.
+
+    Attributes:
+        name: Normalised: `flash-attn`.
+        tags: Of the wheel: `cp312-cp312-linux_x86_64`.
+        requires: Its requirements as they are written.
+        editable: The checkout that it is installed from, where it is.
+    """
+
+    name: str
+    version: str
+    location: Path
+    tags: tuple[str, ...] = ()
+    requires: tuple[str, ...] = ()
+    requires_python: str | None = None
+    installer: str | None = None
+    editable: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Torch:
+    """The torch of the environment.
+
+    Attributes:
+        version: As it says itself, else as it is installed: `2.13.0+cpu`.
+        cuda: That it was built with, None for a CPU build.
+        abi: Whether it was built with C++11's strings.
+        driver_cuda: What libcuda offers.
+        count: GPUs that it sees.
+        capabilities: Of each GPU: (9, 0).
+        architectures: That it has code for: `sm_90`.
+        problem: Why it cannot be imported; `cuda_problem`: why CUDA does not start.
+        imports: Module of an extension -> why it cannot be imported, None where it can.
+    """
+
+    version: str
+    cuda: str | None = None
+    abi: bool | None = None
+    nccl: str | None = None
+    cudnn: str | None = None
+    driver_cuda: str | None = None
+    count: int = 0
+    capabilities: tuple[tuple[int, int], ...] = ()
+    architectures: tuple[str, ...] = ()
+    problem: str | None = None
+    cuda_problem: str | None = None
+    imports: Mapping[str, str | None] = field(default_factory=dict)
+    defined: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extension:
+    """A shared object of a package that is compiled against torch.
+
+    Attributes:
+        cuda_major: Of the libraries that it asks for.
+        abi: Of the strings in the symbols that it asks for.
+        missing: Symbols of c10 that it asks for.
+    """
+
+    package: str
+    file: Path
+    cuda_major: str | None = None
+    abi: bool | None = None
+    missing: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Devices:
+    """What the driver says.
+
+    Attributes:
+        driver: Version of the kernel's module.
+        num_nodes: Device files `/dev/nvidia0` and so on.
+        gpus: As NVML lists them.
+        problem: Why NVML does not answer, where it does not.
+        ill: What NVML says is wrong with GPUs, a text each.
+    """
+
+    driver: str | None = None
+    num_nodes: int = 0
+    gpus: tuple[Gpu, ...] = ()
+    problem: str | None = None
+    ill: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Toolkit:
+    """What is there to compile with.
+
+    Attributes:
+        nvcc: Its CUDA version.
+    """
+
+    cuda_home: Path | None = None
+    nvcc: str | None = None
+    nccl_header: Path | None = None
+    ninja: bool = False
+    compiler: bool = False
+    reaches_wheels: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disk:
+    """A directory that is written to.
+
+    Attributes:
+        use: What for.
+        problem: Why nothing can be written there.
+    """
+
+    use: str
+    path: Path
+    free_bytes: int | None = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The system around the environment.
+
+    Attributes:
+        limits: Soft limits of `/proc/self/limits` by name, None for unlimited.
+        interfaces: Network interfaces that are up, without loopback.
+        infiniband: Port -> its state: `ACTIVE`.
+        container: What kind of container this is; None on a bare host.
+        port_problem: Why the launchers' port cannot be had.
+        host_problem: Why this host's own name does not resolve.
+        shadows: Libraries of CUDA that LD_LIBRARY_PATH or LD_PRELOAD put before torch's own.
+    """
+
+    limits: Mapping[str, int | None] = field(default_factory=dict)
+    shm_bytes: int | None = None
+    disks: tuple[Disk, ...] = ()
+    interfaces: tuple[str, ...] = ()
+    infiniband: Mapping[str, str] = field(default_factory=dict)
+    container: str | None = None
+    ephemeral_ports: tuple[int, int] | None = None
+    port_problem: str | None = None
+    host_problem: str | None = None
+    shadows: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slurm:
+    """Slurm's client.
+
+    Attributes:
+        programs: Name -> version, for those that are on PATH.
+        problem: Why the controller does not answer.
+    """
+
+    programs: Mapping[str, str] = field(default_factory=dict)
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """One all_reduce.
+
+    Attributes:
+        problem: Why it failed, None where it is right.
+    """
+
+    backend: str
+    world_size: int
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """All of it.
+
+    Attributes:
+        doubles: Packages that are installed more than once, the one that is imported first.
+        megatrons: Directories that `megatron.core` is found in, in order of import.
+    """
+
+    python: Python
+    packages: Mapping[str, Package] = field(default_factory=dict)
+    doubles: Mapping[str, tuple[Package, ...]] = field(default_factory=dict)
+    extensions: tuple[Extension, ...] = ()
+    megatrons: tuple[Path, ...] = ()
+    torch: Torch | None = None
+    devices: Devices = field(default_factory=Devices)
+    toolkit: Toolkit = field(default_factory=Toolkit)
+    machine: Machine = field(default_factory=Machine)
+    slurm: Slurm = field(default_factory=Slurm)
+    collectives: tuple[Collective, ...] = ()
+
+
+def version_of(text: str | None) -> Version | None:
+    """Return a version, None where the text is none."""
+    try:
+        return Version(text) if text else None
+    except InvalidVersion:
+        return None
+
+
+def major_of(text: str | None) -> str | None:
+    """Return `12` of `12.8`."""
+    return text.partition(".")[0] if text else None
+
+
+def minor_of(text: str | None) -> str | None:
+    """Return `12.8` of `12.8.1+cu128`."""
+    version = version_of(text)
+    return f"{version.major}.{version.minor}" if version else None

@@ -1,0 +1,135 @@
+"""Reads what is installed in an environment, from metadata and shared objects; imports nothing."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import cast
+from urllib.parse import unquote, urlsplit
+
+from packaging.utils import canonicalize_name
+
+from pytest_megatron.doctor.compat import Compiled
+from pytest_megatron.doctor.elf import read_shared_object
+from pytest_megatron.doctor.facts import Extension, Package
+from pytest_megatron.files import JsonValue
+
+# Where torch defines what its extensions need; a symbol of these that is not there is never there.
+_OWN_SYMBOLS = re.compile(r"_ZNK?3c10(5Error|6detail|4cuda)")
+_OLD_STRING, _NEW_STRING = re.compile(r"_ZN3c105ErrorC[12]E.*Ss$"), "NSt7__cxx1112basic_string"
+_CUDA_LIBRARY = re.compile(r"lib(?:cudart|cublas|cublasLt|nvrtc)\.so\.(\d+)")
+_ASSIGNED = re.compile(r"^(\w+)\s*(?::[^=\n]+)?=\s*(.+)$", re.MULTILINE)
+
+
+def read_packages(
+    paths: Iterable[Path],
+) -> tuple[dict[str, Package], dict[str, tuple[Package, ...]]]:
+    """Return the packages by name, each the first on the path, and those that are there again.
+
+    The latter by name, first the one that is found; in one directory that is a broken installation,
+    in several it is one environment on top of another.
+    """
+    found: dict[str, Package] = {}
+    doubles: dict[str, list[Package]] = {}
+    for path in dict.fromkeys(p.resolve() for p in paths):
+        for distribution in importlib.metadata.distributions(path=[str(path)]):
+            package = _package(distribution, path)
+            if package is None:
+                continue
+            found.setdefault(package.name, package)
+            doubles.setdefault(package.name, []).append(package)
+    return found, {name: tuple(many) for name, many in doubles.items() if len(many) > 1}
+
+
+def _package(distribution: importlib.metadata.Distribution, path: Path) -> Package | None:
+    metadata = distribution.metadata
+    name, version = metadata["Name"], metadata["Version"]
+    if not name or not version:
+        return None  # a directory that an installation left behind
+    wheel = distribution.read_text("WHEEL") or ""
+    return Package(
+        name=canonicalize_name(str(name)),
+        version=str(version),
+        location=path,
+        tags=tuple(re.findall(r"^Tag: *(\S+)", wheel, re.MULTILINE)),
+        requires=tuple(distribution.requires or ()),
+        requires_python=metadata["Requires-Python"],
+        installer=(distribution.read_text("INSTALLER") or "").strip() or None,
+        editable=_editable(distribution.read_text("direct_url.json")),
+    )
+
+
+def _editable(text: str | None) -> Path | None:
+    """Return the checkout that a package is installed from, None where its files were copied."""
+    try:
+        value: JsonValue = json.loads(text or "null")
+    except ValueError:
+        return None
+    if not isinstance(value, dict) or not isinstance(value.get("dir_info"), dict):
+        return None
+    information = cast("dict[str, JsonValue]", value["dir_info"])
+    return Path(unquote(urlsplit(str(value["url"])).path)) if information.get("editable") else None
+
+
+def read_extensions(paths: Iterable[Path], compiled: Iterable[Compiled]) -> Iterator[Extension]:
+    """Yield the shared objects of packages that are compiled against torch."""
+    directories = list(dict.fromkeys(p.resolve() for p in paths))
+    for row in compiled:
+        for directory in directories:
+            for pattern in row.objects:
+                for file in sorted(directory.glob(pattern)):
+                    yield _extension(row.name, file)
+
+
+def _extension(package: str, file: Path) -> Extension:
+    read = read_shared_object(file, prefix="_Z")
+    majors = {match[1] for name in read.needed if (match := _CUDA_LIBRARY.match(name))}
+    own = {symbol for symbol in read.missing if _OWN_SYMBOLS.match(symbol)}
+    abi = None
+    if any(_OLD_STRING.match(symbol) for symbol in own):
+        abi = False
+    elif any(_NEW_STRING in symbol for symbol in own):
+        abi = True
+    return Extension(
+        package=package,
+        file=file,
+        cuda_major=min(majors) if majors else None,
+        abi=abi,
+        missing=frozenset(own),
+    )
+
+
+def torch_symbols(directory: Path) -> frozenset[str]:
+    """Return the symbols of c10 that a torch defines; none where they cannot be read."""
+    libraries = ("libc10.so", "libc10_cuda.so", "libtorch_cpu.so", "libtorch_cuda.so")
+    reads = (read_shared_object(directory / "lib" / name, "_Z") for name in libraries)
+    return frozenset(s for read in reads for s in read.defined if _OWN_SYMBOLS.match(s))
+
+
+def torch_version_file(directory: Path) -> Mapping[str, str | None]:
+    """Return what `torch/version.py` assigns, without running it."""
+    try:
+        text = (directory / "version.py").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return {}
+    found: dict[str, str | None] = {}
+    for name, value in _ASSIGNED.findall(text):
+        try:
+            literal: object = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            continue
+        if literal is None or isinstance(literal, str):
+            found[name] = literal
+    return found
+
+
+def find_megatrons(paths: Iterable[Path], packages: Mapping[str, Package]) -> tuple[Path, ...]:
+    """Return the directories that `megatron.core` would be imported from, the first one wins."""
+    checkout = packages["megatron-core"].editable if "megatron-core" in packages else None
+    places = [*paths, *([checkout] if checkout is not None else [])]
+    found = dict.fromkeys(path.resolve() for path in places)
+    return tuple(path for path in found if (path / "megatron/core/__init__.py").is_file())

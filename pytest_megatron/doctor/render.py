@@ -1,0 +1,108 @@
+"""What was found as text, JSON and Markdown. Pure."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+
+from pytest_megatron.doctor.compat import compat
+from pytest_megatron.doctor.examine import Examination
+from pytest_megatron.doctor.facts import Facts
+from pytest_megatron.doctor.rules import Finding, Severity, as_json
+from pytest_megatron.files import JsonValue
+from pytest_megatron.markdown import code, escaped, table
+from pytest_megatron.wording import counted
+
+_WIDTH = 110
+
+
+def summary_of(facts: Facts) -> dict[str, str]:
+    """Return the environment in a few lines: what -> which."""
+    torch, devices = facts.torch, facts.devices
+    names = ["megatron-core", *(n for row in compat().compiled for n in (row.name, *row.also))]
+    there = [f"{name} {facts.packages[name].version}" for name in names if name in facts.packages]
+    gpus = Counter(gpu.name for gpu in devices.gpus)
+    found = {
+        "python": f"{facts.python.version}, {facts.python.executable}",
+        "torch": "none",
+        "driver": devices.driver or "none",
+        "GPUs": ", ".join(f"{n} x {name}" for name, n in gpus.items()) or f"{devices.num_nodes}",
+        "packages": ", ".join(there) or "none that are compiled against torch",
+        "host": facts.machine.container or "bare host",
+        "slurm": ", ".join(sorted(set(facts.slurm.programs.values()))) or "no client",
+        "network": ", ".join(facts.machine.interfaces) or "loopback only",
+    }
+    if torch is not None:
+        parts = {"CUDA": torch.cuda, "NCCL": torch.nccl, "cuDNN": torch.cudnn}
+        shown = [f"{name} {value}" for name, value in parts.items() if value] or ["no CUDA"]
+        found["torch"] = f"{torch.version} ({', '.join(shown)})"
+    tried = [
+        f"{one.world_size} ranks with {one.backend}: {'failed' if one.problem else 'right'}"
+        for one in facts.collectives
+    ]
+    found["all_reduce"] = ", ".join(tried) or "not tried"
+    return found
+
+
+def _end(examination: Examination) -> str:
+    return ", ".join(counted(examination.count(one), one.value) for one in Severity)
+
+
+def _as_text(examination: Examination) -> str:
+    summary = summary_of(examination.facts)
+    width = max(map(len, summary))
+    lines = [f"{name:<{width}}  {value}" for name, value in summary.items()]
+    for finding in examination.findings:
+        lines += ["", f"{finding.severity.value}: {finding.found} [{finding.rule.id}]"]
+        lines += _indented(finding.wrong, "    ")
+        lines += _indented(f"-> {finding.mend}", "    ", "       ")
+        trouble = f"; known as: {finding.rule.trouble}" if finding.rule.trouble else ""
+        lines += _indented(f"({finding.source}{trouble})", "    ", "     ")
+    return "".join(f"{line}\n" for line in [*lines, "", _end(examination)])
+
+
+def _indented(text: str, first: str, rest: str | None = None) -> list[str]:
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=first,
+        subsequent_indent=first if rest is None else rest,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _as_json(examination: Examination) -> str:
+    summary: dict[str, JsonValue] = dict(summary_of(examination.facts))
+    value: dict[str, JsonValue] = {
+        "environment": summary,
+        "findings": [as_json(finding) for finding in examination.findings],
+        "counts": {one.value: examination.count(one) for one in Severity},
+    }
+    return json.dumps(value, indent=1) + "\n"
+
+
+def _as_markdown(examination: Examination) -> str:
+    rows = [[escaped(name), code(value)] for name, value in summary_of(examination.facts).items()]
+    parts = ["## Environment", table(["", ""], rows), f"**{_end(examination)}**"]
+    parts += _groups(examination.findings)
+    return "\n\n".join(parts) + "\n"
+
+
+def _groups(findings: tuple[Finding, ...]) -> Iterator[str]:
+    for group, members in itertools.groupby(findings, key=lambda finding: finding.rule.group):
+        rows = [
+            [f"{f.severity.value} {code(f.rule.id)}", escaped(f.found), escaped(f.mend)]
+            for f in members
+        ]
+        yield f"### {group}\n\n{table(['', 'found', 'what to do'], rows)}"
+
+
+FORMATS: Mapping[str, Callable[[Examination], str]] = {
+    "text": _as_text,
+    "json": _as_json,
+    "markdown": _as_markdown,
+}

@@ -1,0 +1,67 @@
+"""The table of rules is whole, and the reference page says what it says."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import runpy
+from pathlib import Path
+
+import pytest
+
+from pytest_megatron.doctor.compat import compat
+from pytest_megatron.doctor.elf import SharedObject, read_shared_object
+from pytest_megatron.doctor.packages import read_extensions, torch_symbols
+from pytest_megatron.doctor.rules import Hit, finding_of, rules
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_reference_has_the_tables_of_the_data() -> None:
+    script = runpy.run_path(str(ROOT / "docs/reference/doctor_tables.py"))
+    page = (ROOT / "docs/reference/doctor.md").read_text(encoding="utf-8")
+    assert page.partition(script["BEGIN"])[2].partition(script["END"])[0] == (
+        f"\n{script['tables']()}\n\n"
+    )
+
+
+@pytest.mark.parametrize("rule", rules().values(), ids=list(rules()))
+def test_a_rule_fills_in_its_texts(rule: object) -> None:
+    assert isinstance(rule, type(next(iter(rules().values()))))
+    finding = finding_of(Hit(rule.id, **dict.fromkeys(rule.names, "{x}")))
+    assert all((finding.found, finding.wrong, finding.mend, finding.source, rule.checks))
+
+
+def test_the_install_guides_troubles_are_there_by_name() -> None:
+    assert {rule.trouble for rule in rules().values()} - {None} == {
+        "abi mismatch",
+        "build stuck without network",
+        "torch replaced by a dependency",
+        "wrong CUDA for apex",
+    }
+
+
+def test_every_cuda_has_the_least_driver_of_its_major_version() -> None:
+    assert {cuda.partition(".")[0] for cuda in compat().release_driver} == set(
+        compat().least_driver
+    )
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\x7fELF\x02\x01", b"text", b"\x7fELF\x02\x01" + b"\xff" * 99]
+)
+def test_what_is_no_shared_object_asks_for_nothing(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x.so").write_bytes(content)
+    assert read_shared_object(tmp_path / "x.so") == SharedObject()
+
+
+def test_what_torch_built_for_itself_misses_no_symbol_of_torch() -> None:
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    libraries = Path(spec.origin).parent / "lib"
+    row = dataclasses.replace(compat().compiled[0], objects=("libtorch_python.so",))
+    (extension,) = read_extensions([libraries], [row])
+    assert extension.abi is True
+    assert extension.missing
+    assert extension.missing <= torch_symbols(libraries.parent)

@@ -136,6 +136,10 @@ class Layer:
             return f"{self.rule.value}{place}"
         if self.unit == RELATIVE:
             return f"{self.rule.value} {self.measured:.1e} of {self.limit:.1e}{place}"
+        if self.unit.startswith(
+            ("steps ", "requests ")
+        ):  # so many that differ, of which so many may
+            return f"{self.rule.value} {self.measured:g} {self.unit}, {self.limit:g} may{place}"
         return f"{self.rule.value} {self.measured:g} of {self.limit:g} {self.unit}{place}"
 
 

@@ -16,6 +16,7 @@ from pytest_megatron.config import ProjectConfig, load_config
 from pytest_megatron.errors import ConfigError, TriageError
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.launch.facts import Facts, gather_facts
+from pytest_megatron.launch.layout import RUN_FILE
 from pytest_megatron.launch.own_dir import RUNS_DIR, make_own_dir
 from pytest_megatron.launch.secrets import Redactor
 from pytest_megatron.triage.signature import Table, load_table
@@ -154,7 +155,7 @@ class RunSession:
             pytest.UsageError: The run directory holds an earlier run.
         """
         where = self.shorten(str(self.run_dir))
-        if (self.run_dir / "run.json").exists():
+        if (self.run_dir / RUN_FILE).exists():
             raise pytest.UsageError(f"--run-dir: {where} holds an earlier run; give another")
         if self.run_dir.exists() and not self.run_dir.is_dir():
             raise pytest.UsageError(f"--run-dir: {where} is no directory; give another")

@@ -12,7 +12,7 @@ from typing import assert_never
 from pytest_megatron.errors import MetricsError
 from pytest_megatron.golden.comparison import Comparison
 from pytest_megatron.golden.generation import Generation
-from pytest_megatron.golden.model import MetricMap, Series, Value, is_finite, series_of
+from pytest_megatron.golden.model import MetricMap, Series, Value, is_finite, is_loss, series_of
 from pytest_megatron.golden.policy_rl import with_one_loss_name
 from pytest_megatron.golden.refresh import series_of_generation
 from pytest_megatron.golden.store import read_metrics
@@ -211,7 +211,7 @@ def _non_finite(metrics: MetricMap, names: Sequence[str]) -> str | None:
     """Say where a metric is not a number."""
     for name in names:
         for step, value in metrics[name].items():
-            if not is_finite(value) and "loss" in name:
+            if not is_finite(value) and is_loss(name):
                 return f"{name} is {value} at step {step}, the first that is not finite"
     return None
 

@@ -1,3 +1,3 @@
 from __future__ import annotations
 
-pytest_plugins = ["pytester"]
+pytest_plugins = ["pytester", "labs"]

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pytest_megatron.files import write_text_atomically
-from pytest_megatron.golden.model import MetricMap
+from pytest_megatron.golden.model import MetricMap, is_loss
 from pytest_megatron.golden.provenance import Golden, Provenance
 from pytest_megatron.golden.refresh import combine, spread_of
 from pytest_megatron.golden.store import golden_text, project_form
@@ -21,9 +21,8 @@ from pytest_megatron.launch.case import Case
 from pytest_megatron.launch.facts import Facts, utc_now
 from pytest_megatron.recipe.fingerprint import fingerprint
 from pytest_megatron.recipe.places import case_path
-from pytest_megatron.refresh.gate import is_loss
 from pytest_megatron.refresh.reading import CANDIDATE
-from pytest_megatron.verdict.training import Job, Training
+from pytest_megatron.verdict.job import Job, Training
 from pytest_megatron.yamllines import read_document
 
 _SIZES = {

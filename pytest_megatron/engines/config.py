@@ -305,7 +305,14 @@ class DockerConfig:
         Field(description="Name to soft and hard limit; -1 is none."),
     ] = field(default_factory=lambda: {"memlock": -1, "stack": 67108864})
     network: Annotated[
-        Text | None, Field(description="Name of a network; by default a bridge of the engine's.")
+        Text | None, Field(description="Name of a network; by default Docker's own `bridge`.")
+    ] = None
+    memory: Annotated[
+        Text | None,
+        Field(
+            pattern=r"^\d+[bkmgBKMG]?$",
+            description="Limit of the container's memory; by default all that there is.",
+        ),
     ] = None
     user: Annotated[
         Text | None, Field(description="`UID[:GID]` in the container; by default who runs pytest.")
@@ -318,7 +325,7 @@ class DockerConfig:
         Field(description="Whether an image that is not here is fetched."),
     ] = "missing"
     runtime: Annotated[
-        Text | None, Field(description="`--runtime`; by default `nvidia` where GPUs are used.")
+        Text | None, Field(description="`--runtime`; GPUs are given without one.")
     ] = None
     privileged: Annotated[bool, Field(description="`--privileged`.")] = False
     env: Annotated[

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from pytest_megatron.engines.base import (
@@ -17,6 +17,7 @@ from pytest_megatron.engines.base import (
     Order,
     Outcome,
     Phase,
+    Resources,
     Trouble,
     TroubleKind,
     Update,
@@ -102,6 +103,7 @@ class SlurmEngine:
         self.interval_s = settings.interval_s
         self._context = context
         self._commands = commands
+        self._scripts = scripts
         self._settings = settings
         self._journal = journal
         self._now, self._pause = clock
@@ -112,13 +114,12 @@ class SlurmEngine:
         self._asked_account = -_ACCOUNT_S
 
     def settle(self, setting: Setting, workload: Workload) -> Setting:
-        """Return the setting with the interpreter of the jobs, and the GPUs that each is given."""
-        python = self._settings.python_of(workload.platform) or setting.python
-        return replace(setting, python=python, devices=None)
+        """Return the setting as plans for jobs need it."""
+        return self._scripts.settle(setting, workload.platform)
 
-    def check(self, _orders: Sequence[Order]) -> Mapping[str, str]:
+    def lacks(self, _needed: Resources) -> str | None:
         """Return nothing: what Slurm refuses, it says itself."""
-        return {}
+        return None
 
     def submit(self, orders: Sequence[Order]) -> None:
         """Submit orders, or take them up where an earlier controller left them.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from pytest_megatron.engines.base import Order, Resources
+from pytest_megatron.launch.plan import Setting
 
 _MOST_TITLE = 40  # characters of an item's name in a job's
 _NOT_PLAIN = re.compile(r"[^A-Za-z0-9_.-]+")
@@ -17,21 +18,28 @@ _NAME = re.compile(r"\.([0-9a-f]{8})-(\d+)$")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobScript:
-    """What sbatch is given for one shape of job.
+    """What sbatch is given for one shape of job, and what the specs of such jobs say.
 
     Attributes:
         path: The script; its only argument is a spec, or the directory of an array's specs.
         exclude: Hosts that its own `--exclude` names; ours would take the place of that.
+        env: Variables of the training, over those of the job.
+        options: For the programs that run in the job.
     """
 
     path: Path
     exclude: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, str] = field(default_factory=dict)
 
 
 class Scripts(Protocol):
     """Who writes the scripts of jobs."""
 
-    def __call__(self, wanted: Sequence[Resources]) -> dict[Resources, JobScript]:
+    def settle(self, setting: Setting, platform: str) -> Setting:
+        """Return the setting as plans for jobs on a platform need it."""
+
+    def write(self, wanted: Sequence[Resources]) -> dict[Resources, JobScript]:
         """Return a script for each.
 
         Raises:

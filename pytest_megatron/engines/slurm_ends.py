@@ -131,7 +131,13 @@ def _forgotten(job: SlurmJob | None) -> Trouble:
 
 
 def _with_evidence(trouble: Trouble, log: Path) -> Trouble:
-    """Return trouble with the end of the job's output."""
-    lines = tail(log)
-    text = f"{trouble.text}; see {log}" if lines else trouble.text
+    """Return trouble with the end of the job's output, but for what bash prints of its script."""
+    script_lines: set[str] = set()
+    with contextlib.suppress(OSError):
+        for script in (log.parents[1] / "scripts").glob("*.sh"):
+            script_lines |= {
+                line.rstrip() for line in script.read_text(encoding="utf-8").splitlines()
+            }
+    lines = tail(log, lambda line: line in script_lines or line.startswith("+"))
+    text = f"{trouble.text}; see {log}" if log.exists() else trouble.text
     return replace(trouble, text=text, evidence=(*trouble.evidence, *lines))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from pytest_megatron.engines.base import EngineContext, Order, Phase, Planned, Resources
@@ -41,18 +41,12 @@ class SlurmSettings:
         max_array: Elements of an array; None is what the cluster allows.
         patience_s: How long a record may come after Slurm said that the job ended well: shared
             file systems are late.
-        env_of: Variables of the training on a platform.
-        python_of: The interpreter of jobs there; None for the controller's.
-        options: For the programs that run in the job.
     """
 
     interval_s: float = 10.0
     max_jobs: int | None = None
     max_array: int | None = None
     patience_s: float = 60.0
-    env_of: Callable[[str], Mapping[str, str]] = field(default=lambda _platform: {})
-    python_of: Callable[[str], str | None] = field(default=lambda _platform: None)
-    options: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +137,7 @@ class Intake:
                 order.resources: None for order in ready if order.resources not in self._known
             }
             if unknown:
-                self._known |= self._scripts(list(unknown))
+                self._known |= self._scripts.write(list(unknown))
             self._learn_most()
         except SlurmAwayError:
             return []
@@ -299,22 +293,21 @@ class Intake:
         Raises:
             OSError: They cannot be written.
         """
-        directory = self._context.engine_dir
+        directory, script = self._context.engine_dir, self._known[planned[0][0].resources]
         for index, (order, found) in enumerate(planned):
             files = JobFiles.of(directory, batch.number, index)
             files.spec.parent.mkdir(parents=True, exist_ok=True)
             files.record.parent.mkdir(parents=True, exist_ok=True)
-            needed = order.resources
             spec = Spec(
                 key=order.key,
                 plan=found.plan,
                 outcome=files.record,
                 root=self._context.root,
                 description=json.dumps(found.description),
-                env=dict(self._settings.env_of(needed.platform)),
-                watches_gpus=needed.gpus_per_node > 0,
+                env=dict(script.env),
+                watches_gpus=order.resources.gpus_per_node > 0,
                 secret=secrets.token_hex(32),
-                options=dict(self._settings.options),
+                options=dict(script.options),
             )
             write_spec(files.spec, spec)
         first = JobFiles.of(directory, batch.number, 0).spec

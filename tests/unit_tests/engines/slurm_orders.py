@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from pytest_megatron.host import CPU_PLATFORM
 from pytest_megatron.launch.facts import gather_facts
 from pytest_megatron.launch.follow import Progress
 from pytest_megatron.launch.layout import AttemptDirs
-from pytest_megatron.launch.plan import AttemptPlan, PhasePlan
+from pytest_megatron.launch.plan import AttemptPlan, PhasePlan, Setting
 
 SCRIPT = """\
 #!/bin/bash
@@ -77,7 +77,7 @@ class Run:
         *,
         attempt: int = 1,
         nodes: int = 1,
-        avoid_hosts: Sequence[str] = (),
+        avoid_hosts: Iterable[str] = (),
         delay_s: float = 0.0,
     ) -> Order:
         """Return the order for an item whose training is a line of bash."""
@@ -109,7 +109,11 @@ class Run:
             listener=self.heard,
         )
 
-    def scripts(self, wanted: Sequence[Resources]) -> dict[Resources, JobScript]:
+    def settle(self, setting: Setting, _platform: str) -> Setting:
+        """Have jobs do as this process does."""
+        return setting
+
+    def write(self, wanted: Sequence[Resources]) -> dict[Resources, JobScript]:
         """Write the scripts of jobs."""
         found = {}
         self.run_dir.mkdir(exist_ok=True)
@@ -134,7 +138,7 @@ class Run:
         return SlurmEngine(
             self.context(env),
             commands,
-            self.scripts,
+            self,
             settings or SlurmSettings(interval_s=0.05, patience_s=6.0),
             journal,
             clock or (time.monotonic, time.sleep),

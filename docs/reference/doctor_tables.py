@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pytest_megatron.doctor.compat import compat
-from pytest_megatron.doctor.rules import Rule, rules
+from pytest_megatron.checks.rules import Rule
+from pytest_megatron.doctor.rules import rules
 
 PAGE = Path(__file__).parent / "doctor.md"
 BEGIN, END = "<!-- tables: doctor_tables.py -->", "<!-- end of tables -->"

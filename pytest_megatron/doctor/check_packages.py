@@ -20,7 +20,7 @@ from pytest_megatron.doctor.facts import (
     minor_of,
     version_of,
 )
-from pytest_megatron.doctor.rules import Hit
+from pytest_megatron.checks.rules import Hit
 
 _LOCAL = re.compile(r"cu(\d+)torch(\d+\.\d+)(?:\.\d+)*(?:cxx11abi(TRUE|FALSE))?", re.IGNORECASE)
 _SOABI = re.compile(r"\.(cpython-\d+[a-z]*)-([^.]+)\.so$")

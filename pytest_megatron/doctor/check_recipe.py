@@ -11,7 +11,7 @@ from pytest_megatron.doctor.check_packages import fitting
 from pytest_megatron.doctor.compat import Compiled, compat
 from pytest_megatron.doctor.facts import Facts
 from pytest_megatron.doctor.places import Places
-from pytest_megatron.doctor.rules import Hit
+from pytest_megatron.checks.rules import Hit
 from pytest_megatron.errors import CaseError, EmptySelectionError
 from pytest_megatron.host import CPU_PLATFORM, Host
 from pytest_megatron.launch.case import Case, Starter, read_case

@@ -17,7 +17,8 @@ from pytest_megatron.doctor.check_recipe import Needs, check_recipe
 from pytest_megatron.doctor.facts import Facts
 from pytest_megatron.doctor.gather import gather
 from pytest_megatron.doctor.places import Places
-from pytest_megatron.doctor.rules import Finding, Hit, Severity, finding_of, rules
+from pytest_megatron.checks.rules import Finding, Hit, Severity
+from pytest_megatron.doctor.rules import finding_of, rules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pytest_megatron.doctor.compat import compat
 from pytest_megatron.doctor.examine import Examination
 from pytest_megatron.doctor.facts import Facts
-from pytest_megatron.doctor.rules import Finding, Severity, as_json
+from pytest_megatron.checks.rules import Finding, Severity, as_json
 from pytest_megatron.files import JsonValue
 from pytest_megatron.markdown import code, escaped, table
 from pytest_megatron.wording import counted

@@ -12,7 +12,8 @@ import pytest
 from pytest_megatron.doctor.compat import compat
 from pytest_megatron.doctor.elf import SharedObject, read_shared_object
 from pytest_megatron.doctor.packages import read_extensions, torch_symbols
-from pytest_megatron.doctor.rules import Hit, finding_of, rules
+from pytest_megatron.checks.rules import Hit
+from pytest_megatron.doctor.rules import finding_of, rules
 
 ROOT = Path(__file__).parents[3]
 

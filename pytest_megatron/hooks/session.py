@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import secrets
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -19,6 +21,9 @@ from pytest_megatron.launch.own_dir import RUNS_DIR, make_own_dir
 from pytest_megatron.launch.secrets import Redactor
 from pytest_megatron.triage.signature import Table, load_table
 from pytest_megatron.verdict.ledger import RunLedger
+
+if TYPE_CHECKING:  # sessions without workloads need none
+    from pytest_megatron.engines.base import Engine
 
 _ARGUMENTS_KEY = "megatron_arguments"
 _RUN_DIR_KEY = "megatron_run_dir"
@@ -57,6 +62,17 @@ class RunSession:
     def facts(self) -> Facts:
         """Where and with what this session runs."""
         return gather_facts(self.root)
+
+    @functools.cached_property
+    def engine(self) -> Engine:
+        """Where workloads run."""
+        from pytest_megatron.engines.base import EngineContext  # noqa: PLC0415 - see TYPE_CHECKING
+        from pytest_megatron.engines.registry import LOCAL, open_engine  # noqa: PLC0415
+
+        context = EngineContext(
+            root=self.root, run_dir=self.run_dir, facts=self.facts, env=os.environ
+        )
+        return open_engine(LOCAL, context)
 
     @property
     def project(self) -> ProjectConfig:

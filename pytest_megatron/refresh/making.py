@@ -22,7 +22,7 @@ from pytest_megatron.launch.facts import Facts, utc_now
 from pytest_megatron.recipe.fingerprint import fingerprint
 from pytest_megatron.recipe.places import case_path
 from pytest_megatron.refresh.reading import CANDIDATE
-from pytest_megatron.verdict.training import Job, Training
+from pytest_megatron.verdict.job import Job, Training
 from pytest_megatron.yamllines import read_document
 
 _SIZES = {

@@ -17,6 +17,7 @@ from pytest_megatron.golden.policy_rl import with_one_loss_name
 from pytest_megatron.golden.refresh import series_of_generation
 from pytest_megatron.golden.store import read_metrics
 from pytest_megatron.health import Health
+from pytest_megatron.launch.facts import Facts
 from pytest_megatron.launch.failure import RankFailure, first_failure, read_failures, tail
 from pytest_megatron.launch.layout import AttemptDirs, PhaseDirs
 from pytest_megatron.launch.local import End, PhaseEnd
@@ -70,6 +71,7 @@ class Attempt:
         generation: What an inference program generated, which measures no series.
         gradients: For each phase but the first of a checkpoint-consistency, its name and how its
             gradients compare with those of the first.
+        facts: Where and with what it ran; None where that is the controller's machine.
     """
 
     repeat: int
@@ -82,6 +84,7 @@ class Attempt:
     is_in_windows: bool = False
     generation: Generation | None = None
     gradients: tuple[tuple[str, tuple[Comparison, ...]], ...] = ()
+    facts: Facts | None = None
 
     @property
     def series(self) -> MetricMap:

@@ -63,6 +63,8 @@ def lint_checks(workloads: Iterable[Workload], root: Path) -> tuple[LintFinding,
     cases: dict[Path, Case | None] = {}
     found: dict[LintFinding, None] = {}
     for workload in workloads:
+        if workload.disabled_reason is not None:
+            continue
         path = case_path(root, workload)
         if path not in cases:
             cases[path] = _read(path)

@@ -26,13 +26,12 @@ def check_connections(start: Start, env: Mapping[str, str]) -> Iterator[Hit]:
         start: What is started.
         env: What the user has set; the case wins.
     """
-    if start.platform == CPU_PLATFORM or VARIABLE in start.shell:
+    if start.platform == CPU_PLATFORM or VARIABLE in start.scripts:
         return
     value = start.env.get(VARIABLE, env.get(VARIABLE))
     if value is None:
         return
-    is_of_case = VARIABLE in start.env
-    where = f"{start.file}: ENV_VARS" if is_of_case else "the environment"
+    where = start.at_variable(VARIABLE)
     if not value.isdecimal() or not 1 <= int(value) <= MOST_CONNECTIONS:
         yield Hit("connections-number", where, value=repr(value))
         return

@@ -114,7 +114,9 @@ def _sequences(start: Start, sizes: Sizes) -> Iterator[Hit]:
             and start.mode is Mode.PRETRAINING
             and (length // sizes.cp) % sizes.tp
         ):
-            part = f"{length}" if sizes.cp == 1 else f"{length} / CP {sizes.cp} = {length // sizes.cp}"
+            part = (
+                f"{length}" if sizes.cp == 1 else f"{length} / CP {sizes.cp} = {length // sizes.cp}"
+            )
             yield Hit("layout-sequence", start.at(name), option=name, part=part, tp=sizes.tp)
 
 

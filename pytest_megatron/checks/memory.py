@@ -98,7 +98,8 @@ def gib(number: float) -> str:
 def _part(number: float, what: str, each: Bytes) -> str:
     names = {"weights": each.weight, "gradients": each.gradient, "optimizer": each.optimizer}
     split = " + ".join(f"{size:g} {name}" for name, size in names.items() if size)
-    return f"{number / 1e9:.2f} G {what} x {each.total:.3g} bytes ({split}) = {gib(number * each.total)}"
+    times = f"{each.total:.3g} bytes ({split})"
+    return f"{number / 1e9:.2f} G {what} x {times} = {gib(number * each.total)}"
 
 
 def estimate_memory(start: Start) -> Estimate | None:

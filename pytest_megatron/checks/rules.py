@@ -1,4 +1,4 @@
-"""Tables of rules, and findings: a rule with what was found. All texts are in a table, `rules.toml`.
+"""Rules, and findings: a rule with what was found. All texts are in `rules.toml`.
 
 `doctor` has a table of its own beside this one.
 """

@@ -87,7 +87,11 @@ def check_stages(start: Start, sizes: Sizes) -> Iterator[Hit]:
 
 def _stages(start: Start, found: Stages) -> Iterator[Hit]:
     where = start.at(_FIRST, _LAST, LAYERS, PP)
-    if found.middle < 0 or found.middle_stages < 0 or bool(found.middle) != bool(found.middle_stages):
+    if (
+        found.middle < 0
+        or found.middle_stages < 0
+        or bool(found.middle) != bool(found.middle_stages)
+    ):
         yield Hit("layout-middle", where, layers=found.text, stages=found.middle_stages)
     elif found.middle_stages and found.middle % found.middle_stages:
         yield Hit("layout-layers", where, layers=found.text, stages=found.middle_stages)

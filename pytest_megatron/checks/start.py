@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pytest_megatron.launch.case import Case, Evaluation, Mode
@@ -25,7 +25,8 @@ class Start:
         file: The case.
         ranks_per_node: `nodes` times that many train together.
         env: What the case sets for this start.
-        shell: What is run by a shell before the training, and can change its environment.
+        env_lines: Where the case says so.
+        scripts: Shell text that runs before the training, and can change its environment.
     """
 
     file: Path
@@ -35,7 +36,8 @@ class Start:
     platform: str
     mode: Mode
     env: Mapping[str, str]
-    shell: str = ""
+    env_lines: Mapping[str, int] = field(default_factory=dict)
+    scripts: str = ""
 
     @property
     def ranks(self) -> int:
@@ -51,6 +53,13 @@ class Start:
         """Return where one of some arguments stands, else the case."""
         line = self.arguments.line(*names)
         return str(self.file) if line is None else f"{self.file}:{line}"
+
+    def at_variable(self, name: str) -> str:
+        """Return where a variable is set: the case, or the environment of the user."""
+        if name not in self.env:
+            return "the environment"
+        line = self.env_lines.get(name)
+        return f"{self.file}: ENV_VARS" if line is None else f"{self.file}:{line}"
 
 
 def starts_of(workload: Workload, case: Case) -> Iterator[Start]:
@@ -70,5 +79,6 @@ def starts_of(workload: Workload, case: Case) -> Iterator[Start]:
                 platform=workload.platform,
                 mode=case.mode,
                 env={**case.env, **variant.env},
-                shell=f"{script or ''}\n{case.before_script or ''}",
+                env_lines=case.env_lines,
+                scripts=f"{script or ''}\n{case.before_script or ''}",
             )

@@ -10,8 +10,8 @@ import pytest
 from staged_environment import Staged
 from stages import STAGES
 
-from pytest_megatron.doctor.examine import examine
 from pytest_megatron.checks.rules import Severity
+from pytest_megatron.doctor.examine import examine
 
 # What the machine of the tests may have of itself.
 REAL = {"disk-low", "disk-full", "host-name"}

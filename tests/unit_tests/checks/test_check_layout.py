@@ -18,7 +18,7 @@ COUNTED = "--account-for-loss-in-pipeline-split"
 GROUPED = {"--group-query-attention": "true"}
 
 # Rule: arguments that go against it, and arguments that nearly do.
-LAYOUTS = {
+LAYOUTS: dict[str, list[tuple[dict[str, str | None], dict[str, str | None]]]] = {
     "layout-world-size": [({TP: "3"}, {TP: "4"}), ({PP: "8"}, {PP: "4"})],
     "layout-expert-ranks": [
         ({EP: "8", "--num-experts": "8"}, {EP: "8", "--num-experts": "8", ETP: "1"}),
@@ -104,7 +104,7 @@ def found(some: Case, **changes: str | int) -> list[str]:
 
 @pytest.mark.parametrize(("rule", "wrong", "right"), PAIRS)
 def test_a_layout_that_megatron_refuses_is_found_and_its_neighbour_is_not(
-    rule: str, wrong: dict[str, str], right: dict[str, str]
+    rule: str, wrong: dict[str, str | None], right: dict[str, str | None]
 ) -> None:
     assert (rule in found(case(wrong)), found(case(right))) == (True, [])
 

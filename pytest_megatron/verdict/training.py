@@ -211,12 +211,14 @@ def _order(
 
 def needs_of(workload: Workload, plan: AttemptPlan) -> Resources:
     """Return what an attempt of a workload needs; a release may take every window it has."""
+    segment = workload.spec.get("segment")
     return Resources(
         platform=workload.platform,
         num_nodes=workload.nodes,
         gpus_per_node=0 if workload.platform == CPU_PLATFORM else workload.gpus,
         ranks_per_node=workload.gpus,
         time_limit_s=plan.time_limit_s * (1 if plan.target is None else len(plan.phases)),
+        segment=segment if isinstance(segment, int) else None,
     )
 
 

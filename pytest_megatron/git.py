@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+from collections.abc import Collection
 from pathlib import Path
 
 
@@ -11,13 +13,27 @@ def ask_git(root: Path, *arguments: str) -> str | None:
 
     None where it fails, where there is no git, or outside of a checkout.
     """
+    said = read_git(root, *arguments)
+    return None if said is None else os.fsdecode(said).strip()
+
+
+def read_git(root: Path, *arguments: str, fine: Collection[int] = (0,)) -> bytes | None:
+    """Return what git prints in the directory `root`, byte for byte.
+
+    None where it ends with an exit code that is not `fine`, or where there is no git.
+    """
     try:
-        done = subprocess.run(
-            ["git", "-C", str(root), *arguments],  # noqa: S607 - the user's git
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = run_git(root, *arguments)
     except OSError:
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return done.stdout if done.returncode in fine else None
+
+
+def run_git(root: Path, *arguments: str, given: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    """Run git in the directory `root` to its end, with `given` as its input.
+
+    Raises:
+        OSError: It cannot be started.
+    """
+    command = ["git", "-C", str(root), *arguments]
+    return subprocess.run(command, input=given, capture_output=True, check=False)

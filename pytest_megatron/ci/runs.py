@@ -23,11 +23,11 @@ from pytest_megatron.ci.junit import Case, Junit, address, read_junit
 from pytest_megatron.ci.outcome import Item, JobRun, number_of, rows_of, text_of
 from pytest_megatron.errors import CiError, TriageError
 from pytest_megatron.files import JsonValue
+from pytest_megatron.launch.layout import RUN_FILE
 from pytest_megatron.triage.names import SKIPPED_DIRECTORIES
 from pytest_megatron.triage.recorded import read_record
 from pytest_megatron.triage.triage import triage
 
-RUN_FILE = "run.json"
 _NO_ITEMS = "ran no workload and nothing on a gang, and left no JUnit XML of other tests"
 _DEPTH = 3  # directories from a job's to its run directories
 _EXITS = {

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pytest_megatron.cli.formats import format_option
 from pytest_megatron.errors import CiError, MegatronError
 
 if TYPE_CHECKING:
@@ -124,13 +125,7 @@ def redact(*, directory: Path) -> None:
     help="Write summary.json, summary.md, comment.md and junit.xml there.",
 )
 @click.option("--step-summary", is_flag=True, help="Append it to GITHUB_STEP_SUMMARY.")
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["text", "json", "markdown"]),
-    default="text",
-    show_default=True,
-)
+@format_option("text", "json", "markdown")
 def summary(
     *,
     paths: tuple[Path, ...],

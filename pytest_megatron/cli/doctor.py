@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 from typing_extensions import TypedDict, Unpack
 
+from pytest_megatron.cli.formats import format_option
 from pytest_megatron.doctor.check_recipe import read_needs
 from pytest_megatron.doctor.examine import examine
 from pytest_megatron.doctor.places import here
@@ -22,7 +23,7 @@ class _Given(TypedDict):
     platform: tuple[str, ...]
     no_collective: bool
     strict: bool
-    style: str
+    form: str
 
 
 @click.command(name="doctor")
@@ -42,13 +43,7 @@ class _Given(TypedDict):
 @click.option("--platform", multiple=True, metavar="NAME", help="With --for: only these rows.")
 @click.option("--no-collective", is_flag=True, help="Try no all_reduce.")
 @click.option("--strict", is_flag=True, help="Exit with 1 if there are warnings.")
-@click.option(
-    "--format",
-    "style",
-    type=click.Choice(list(FORMATS)),
-    default="text",
-    show_default=True,
-)
+@format_option(*FORMATS)
 def command(**given: Unpack[_Given]) -> None:
     """Check driver, CUDA, torch, packages, network, limits and the project against one another.
 
@@ -62,5 +57,5 @@ def command(**given: Unpack[_Given]) -> None:
     examination = examine(
         here(given["python"]), needs=needs, with_collective=not given["no_collective"]
     )
-    click.echo(FORMATS[given["style"]](examination), nl=False)
+    click.echo(FORMATS[given["form"]](examination), nl=False)
     sys.exit(examination.exit_code(is_strict=given["strict"]))

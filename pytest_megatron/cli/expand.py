@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from pytest_megatron.cli.formats import format_option
 from pytest_megatron.files import JsonValue
 from pytest_megatron.recipe.expand import Profile
 from pytest_megatron.recipe.findings import Finding
@@ -25,15 +26,8 @@ EXIT_UNUSABLE = 2
     show_default=True,
     help="strict reports what Megatron-LM's parser drops or mangles; compat does as it does.",
 )
-@click.option(
-    "--format",
-    "style",
-    type=click.Choice(["json", "text"]),
-    default="text",
-    show_default=True,
-    help="json holds every key of a row.",
-)
-def command(recipes: tuple[Path, ...], profile: str, style: str) -> None:
+@format_option("text", "json", about="json holds every key of a row.")
+def command(recipes: tuple[Path, ...], profile: str, form: str) -> None:
     """Print the workloads of recipe files, and of the recipes in directories.
 
     Exits with 2, one line for each problem and no rows if any recipe has an error.
@@ -46,7 +40,7 @@ def command(recipes: tuple[Path, ...], profile: str, style: str) -> None:
         click.echo(f"pytest-megatron: {error}", err=True)
     if errors:
         sys.exit(EXIT_UNUSABLE)
-    click.echo(_as_json(loaded) if style == "json" else _as_text(loaded), nl=False)
+    click.echo(_as_json(loaded) if form == "json" else _as_text(loaded), nl=False)
 
 
 def _as_json(loaded: list[Loaded]) -> str:

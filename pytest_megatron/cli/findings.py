@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from pytest_megatron.cli.formats import format_option
 from pytest_megatron.files import JsonValue
 from pytest_megatron.recipe.findings import Finding
 from pytest_megatron.wording import counted
@@ -18,13 +19,9 @@ root_option = click.option(
     default=Path(),
     help="Directory with the test cases and golden values (default: the current one).",
 )
-format_option = click.option(
-    "--format",
-    "style",
-    type=click.Choice(["text", "json", "github"]),
-    default="text",
-    show_default=True,
-    help="github prints workflow commands, which annotate a pull request.",
+findings_option = format_option(
+    *("text", "json", "github"),
+    about="github prints workflow commands, which annotate a pull request.",
 )
 
 

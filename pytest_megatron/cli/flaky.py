@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from pytest_megatron.cli.formats import format_option
 from pytest_megatron.errors import ConfigError
 from pytest_megatron.files import JsonValue
 from pytest_megatron.history import FILE_NAME, Record, days_ago, flaky_records, read
@@ -34,15 +35,10 @@ _DAYS = {"h": 1 / 24, "d": 1.0, "w": 7.0}
     show_default=True,
     help="Leave out items that ran less often.",
 )
-@click.option(
-    "--format",
-    "style",
-    type=click.Choice(["text", "json", "markdown"]),
-    default="text",
-    show_default=True,
-    help="markdown is a table for a pull request or an issue.",
+@format_option(
+    "text", "json", "markdown", about="markdown is a table for a pull request or an issue."
 )
-def command(path: Path, since: str | None, min_runs: int, style: str) -> None:
+def command(path: Path, since: str | None, min_runs: int, form: str) -> None:
     """Tell how often each item was flaky, the worst first.
 
     An item is listed if it passed only when it was run again, or passed and failed at the same
@@ -60,7 +56,7 @@ def command(path: Path, since: str | None, min_runs: int, style: str) -> None:
         click.echo(problem, err=True)
     start = "" if since is None else days_ago(_days(since))
     records = flaky_records(history.entries, since=start, min_runs=min_runs)
-    click.echo(_FORMATS[style](records), nl=False)
+    click.echo(_FORMATS[form](records), nl=False)
 
 
 def _days(span: str) -> float:

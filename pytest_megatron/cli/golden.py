@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 
+from pytest_megatron.cli.formats import format_option
 from pytest_megatron.cli.lazy import LazyGroup
 from pytest_megatron.errors import GoldenError, MetricsError
 from pytest_megatron.files import JsonValue
@@ -83,9 +84,7 @@ def command() -> None:
 )
 @click.option("--nondeterministic", is_flag=True, help="Results vary from run to run.")
 @click.option("--host-class", metavar="NAME", help="Judge time and memory of this class of host.")
-@click.option(
-    "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True
-)
+@format_option("text", "json")
 def check(  # noqa: PLR0913 - click hands over one argument an option
     *,
     golden_file: Path,

@@ -12,6 +12,7 @@ from typing import ParamSpec
 
 import click
 
+from pytest_megatron.cli.formats import format_option
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.golden.policy_file import policy_named
 from pytest_megatron.launch.own_dir import OWN_DIR, make_own_dir
@@ -44,9 +45,7 @@ def shared_options(function: Callable[_Arguments, None]) -> Callable[_Arguments,
                 default=Path(),
                 help="The project.  [default: the current directory]",
             ),
-            click.option(
-                "--format", "form", type=click.Choice(FORMS), default="text", show_default=True
-            ),
+            format_option(*FORMS),
         )
     ):
         function = option(function)

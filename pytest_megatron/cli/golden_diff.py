@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 
+from pytest_megatron.cli.formats import format_option
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.refresh.difference import State
 from pytest_megatron.refresh.forms import FORMS, differences_json, differences_text
@@ -36,7 +37,7 @@ _MOST_REVISIONS = 2
     metavar="COMMIT",
     help="Compare the goldens of a commit with the working tree, or of two commits (A..B).",
 )
-@click.option("--format", "form", type=click.Choice(FORMS), default="text", show_default=True)
+@format_option(*FORMS)
 @click.option("--exit-code", is_flag=True, help="Exit with 1 if anything differs.")
 @click.option(
     "--root",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from pytest_megatron.cli.findings import FORMATS, format_option, root_option
+from pytest_megatron.cli.findings import FORMATS, findings_option, root_option
 from pytest_megatron.config import load_config
 from pytest_megatron.golden.lint import Project, lint_goldens
 from pytest_megatron.recipe.load import project_words
@@ -27,8 +27,8 @@ _RECIPES = (Path("recipes"), Path("tests/test_utils/recipes"))
     help="Recipe, or directory of recipes, whose rows read the goldens (repeatable).  "
     "[default: recipes or tests/test_utils/recipes in the root]",
 )
-@format_option
-def command(paths: tuple[Path, ...], root: Path, recipes: tuple[Path, ...], style: str) -> None:
+@findings_option
+def command(paths: tuple[Path, ...], root: Path, recipes: tuple[Path, ...], form: str) -> None:
     """Report what is wrong with goldens.
 
     PATH is a golden or a directory of goldens; by default all of the project. Exits with 1 if a
@@ -43,8 +43,8 @@ def command(paths: tuple[Path, ...], root: Path, recipes: tuple[Path, ...], styl
         other_names=load_config(root).golden_platforms,
     )
     report = lint_goldens(paths, project)
-    click.echo(FORMATS[style](report.findings), nl=False)
-    if style == "text":
+    click.echo(FORMATS[form](report.findings), nl=False)
+    if form == "text":
         counts = f"{counted(report.num_goldens, 'golden')}, {report.num_bytes / 1e6:.1f} MB"
         reached = f"{report.num_read} of them read by a row" if project.recipes else "no recipes"
         click.echo(f"{counts}; {reached}")

@@ -20,6 +20,7 @@ from pytest_megatron.cli.golden_accept import (
     write,
 )
 from pytest_megatron.errors import GoldenError
+from pytest_megatron.golden.model import is_loss
 from pytest_megatron.golden.policy_file import policy_named
 from pytest_megatron.golden.refresh import series_in
 from pytest_megatron.launch.own_dir import OWN_DIR
@@ -174,7 +175,7 @@ def _show(offer: Offer, *, is_all: bool) -> None:
 
 
 def _weight(metric: MetricDifference) -> tuple[bool, bool, float]:
-    return metric.is_outside, "loss" in metric.metric, metric.largest
+    return metric.is_outside, is_loss(metric.metric), metric.largest
 
 
 def _put_away(rejected: Sequence[Candidate]) -> None:

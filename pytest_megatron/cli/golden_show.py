@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 
+from pytest_megatron.cli.formats import format_option
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.files import JsonValue
 from pytest_megatron.golden.document import document_of, is_baseline
@@ -42,13 +43,7 @@ class _Shown:
 @click.argument(
     "paths", metavar="PATH...", nargs=-1, required=True, type=click.Path(path_type=Path)
 )
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["text", "json", "markdown"]),
-    default="text",
-    show_default=True,
-)
+@format_option("text", "json", "markdown")
 def command(*, paths: tuple[Path, ...], form: str) -> None:
     """Print what goldens hold, one line a metric with its curve.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from pytest_megatron.cli.findings import FORMATS, format_option, root_option
+from pytest_megatron.cli.findings import FORMATS, findings_option, root_option
 from pytest_megatron.config import load_config
 from pytest_megatron.recipe.lint import lint
 from pytest_megatron.recipe.load import project_words
@@ -16,8 +16,8 @@ from pytest_megatron.recipe.load import project_words
 @click.command(name="lint")
 @click.argument("paths", metavar="[PATH]...", nargs=-1, type=click.Path(path_type=Path))
 @root_option
-@format_option
-def command(paths: tuple[Path, ...], root: Path, style: str) -> None:
+@findings_option
+def command(paths: tuple[Path, ...], root: Path, form: str) -> None:
     """Report what is wrong in recipes, their test cases and goldens.
 
     PATH is a recipe or a directory of recipes; by default recipes/. Exits with 1 if a finding is
@@ -29,5 +29,5 @@ def command(paths: tuple[Path, ...], root: Path, style: str) -> None:
         vocabulary=project_words(root),
         other_names=load_config(root).golden_platforms,
     )
-    click.echo(FORMATS[style](findings), nl=False)
+    click.echo(FORMATS[form](findings), nl=False)
     sys.exit(any(finding.is_error for finding in findings))

@@ -14,6 +14,7 @@ from pytest_megatron.ci.changes import Change, changes_since, parse_changes
 from pytest_megatron.ci.decide import Trigger, parse_labels
 from pytest_megatron.ci.plan import BrokenRecipesError, CiPlan, Request, make_plan
 from pytest_megatron.ci.render import as_text, github_outputs, matrix_problem, outputs_text
+from pytest_megatron.cli.formats import format_option
 from pytest_megatron.errors import EmptySelectionError, SelectionError
 from pytest_megatron.recipe.expand import Profile
 from pytest_megatron.recipe.vocabulary import CADENCES
@@ -49,7 +50,7 @@ class _Given(TypedDict):
     apply_suggestion: bool
     explain: bool
     allow_empty: bool
-    style: str
+    form: str
 
 
 @click.command(name="plan")
@@ -102,13 +103,8 @@ class _Given(TypedDict):
 @click.option("--apply-suggestion", is_flag=True, help="Plan as if that label were attached.")
 @click.option("--explain", is_flag=True, help="Say why each rule and row is in or out.")
 @click.option("--allow-empty", is_flag=True, help="A plan without jobs is no error.")
-@click.option(
-    "--format",
-    "style",
-    type=click.Choice(["text", "json", "github"]),
-    default="text",
-    show_default=True,
-    help=f"github appends step outputs to ${OUTPUT_VARIABLE}.",
+@format_option(
+    "text", "json", "github", about=f"github appends step outputs to ${OUTPUT_VARIABLE}."
 )
 def command(**given: Unpack[_Given]) -> None:
     """Print what CI runs for labels and an event, with the exact command of each job.
@@ -125,7 +121,7 @@ def command(**given: Unpack[_Given]) -> None:
     except EmptySelectionError as error:
         click.echo(f"pytest-megatron: {error}", err=True)
         sys.exit(EXIT_EMPTY)
-    _STYLES[given["style"]](plan, is_explained=given["explain"])
+    _FORMS[given["form"]](plan, is_explained=given["explain"])
 
 
 def _request(given: _Given) -> Request:
@@ -208,4 +204,4 @@ def _write_outputs(plan: CiPlan, *, is_explained: bool) -> None:
     _print_text(plan, is_explained=is_explained)
 
 
-_STYLES = {"text": _print_text, "json": _print_json, "github": _write_outputs}
+_FORMS = {"text": _print_text, "json": _print_json, "github": _write_outputs}

@@ -17,7 +17,7 @@ import click
 from pytest_megatron.errors import MegatronError, ReproError
 from pytest_megatron.git import ask_git
 from pytest_megatron.launch.facts import gather_facts
-from pytest_megatron.launch.layout import item_dirs
+from pytest_megatron.launch.layout import RUN_FILE, item_dirs
 from pytest_megatron.launch.own_dir import OWN_DIR, RUNS_DIR, make_own_dir
 from pytest_megatron.repro.again import Stage
 from pytest_megatron.repro.choose import Chosen, choose
@@ -121,7 +121,7 @@ def _prepare(
     stage = Stage(root=root, scratch=root / OWN_DIR / "repro" / name)
     make_own_dir(root)
     runs = find_runs(path, stage.scratch, with_checkpoints=(wishes.phase or 1) > 1)
-    records = {run: read_run(run / "run.json") for run in runs}
+    records = {run: read_run(run / RUN_FILE) for run in runs}
     chosen = choose(records, item, where=str(path), attempt=attempt, repeat=repeat)
     is_own = chosen.run_dir.resolve().is_relative_to((root / RUNS_DIR).resolve())
     wishes = replace(wishes, is_trusted=wishes.is_trusted or is_own)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from pytest_megatron.cli.formats import format_option
 from pytest_megatron.config import load_config
 from pytest_megatron.triage.render import as_markdown, as_text
 from pytest_megatron.triage.signature import check_rules, load_table
@@ -26,13 +27,7 @@ CHECK = "check-rules"
     required=True,
     type=click.Path(path_type=Path),
 )
-@click.option(
-    "--format",
-    "style",
-    type=click.Choice(["text", "json", "markdown"]),
-    default="text",
-    show_default=True,
-)
+@format_option("text", "json", "markdown")
 @click.option(
     "--signatures",
     "files",
@@ -41,7 +36,7 @@ CHECK = "check-rules"
     type=click.Path(path_type=Path),
     help="A TOML file with signatures of your own (repeatable).",
 )
-def command(*, paths: tuple[Path, ...], style: str, files: tuple[Path, ...]) -> None:
+def command(*, paths: tuple[Path, ...], form: str, files: tuple[Path, ...]) -> None:
     """Say why a run failed: files, directories, zip and tar artifacts.
 
     PATH check-rules tries the examples of every signature instead.
@@ -53,10 +48,10 @@ def command(*, paths: tuple[Path, ...], style: str, files: tuple[Path, ...]) -> 
         _check_rules(own)
         return
     found = triage(paths, load_table(own))
-    if style == "json":
+    if form == "json":
         click.echo(json.dumps(found.as_json(), indent=2, allow_nan=False))
     else:
-        click.echo(as_text(found) if style == "text" else as_markdown(found))
+        click.echo(as_text(found) if form == "text" else as_markdown(found))
     sys.exit(EXIT_FAILED if found.groups else 0)
 
 

@@ -72,6 +72,11 @@ def series_of(values: Mapping[int, Value], *, is_full_precision: bool = False) -
 MetricMap: TypeAlias = Mapping[str, Series]
 
 
+def is_loss(name: str) -> bool:
+    """Whether a metric is a loss, by its name."""
+    return "loss" in name
+
+
 def is_finite(value: Value | None) -> bool:
     """Whether a value is a real number: not missing, not text, not nan, not inf."""
     return isinstance(value, float) and math.isfinite(value)

@@ -22,7 +22,7 @@ from pytest_megatron.refresh.candidate import Candidate
 from pytest_megatron.refresh.making import make_candidate
 from pytest_megatron.refresh.pull_request import commit_message, counted, markdown
 from pytest_megatron.refresh.reading import read_candidate
-from pytest_megatron.verdict.training import Training
+from pytest_megatron.verdict.job import Training
 
 _MOST_LINES = 60  # of the page in the terminal
 

@@ -21,7 +21,7 @@ from pytest_megatron.verdict.decide import Verdict
 
 if TYPE_CHECKING:
     from pytest_megatron.hooks.workloads import WorkloadPlugin
-    from pytest_megatron.verdict.training import Training
+    from pytest_megatron.verdict.job import Training
 
 
 class WorkloadItem(pytest.Item):

@@ -22,10 +22,10 @@ from pytest_megatron.launch.script_row import Machine
 from pytest_megatron.launch.starter import FT_PACKAGE
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.recipe.places import case_path
+from pytest_megatron.verdict.job import Job
 from pytest_megatron.verdict.modes import check_golden_kind, metric_names_of
 from pytest_megatron.verdict.retry import policy_of
 from pytest_megatron.verdict.script_result import is_judged_by_us
-from pytest_megatron.verdict.training import Job
 
 
 def make_job(session: RunSession, workload: Workload, node_id: str) -> Job:
@@ -56,7 +56,7 @@ def make_job(session: RunSession, workload: Workload, node_id: str) -> Job:
         workload=workload,
         case=_read_case(session.root, workload),
         dirs=item_dirs(session.run_dir, node_id),
-        setting=setting,
+        setting=session.engine.settle(setting, workload),
         num_repeats=1 if options.is_lightweight else num_repeats,
         retry=policy_of(
             workload,

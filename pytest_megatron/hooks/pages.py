@@ -9,7 +9,8 @@ import pytest
 from pytest_megatron.errors import MegatronError
 from pytest_megatron.hooks.gang_results import RECORD
 from pytest_megatron.hooks.session import RunSession
-from pytest_megatron.pages.gather import RUN_FILE, RunReader
+from pytest_megatron.launch.layout import RUN_FILE
+from pytest_megatron.pages.gather import RunReader
 from pytest_megatron.pages.write import write_in_place
 
 _NAME = "megatron-pages"

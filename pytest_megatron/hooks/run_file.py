@@ -15,6 +15,7 @@ from pytest_megatron.files import JsonValue, write_json_atomically
 from pytest_megatron.hooks.session import RunSession, link_latest
 from pytest_megatron.hooks.surroundings import keep_patch, surroundings
 from pytest_megatron.launch.facts import utc_now
+from pytest_megatron.launch.layout import RUN_FILE
 
 NAME = "megatron-run-file"
 _MOST_SHOWN = 5
@@ -43,16 +44,17 @@ class RunFile:
         """Say how the run ended, after all others had a say in it."""
         yield
         self._end = {"ended": utc_now(), "exit_code": int(session.exitstatus)}
-        is_refused = session.exitstatus == pytest.ExitCode.USAGE_ERROR  # corrected and typed again
-        if self._records or (self._is_asked_for() and not is_refused):
+        if self._records or self._is_asked_for():
             self.write()
 
     def _is_asked_for(self) -> bool:
         """Whether a run without items of ours is to be told of; never over an earlier run."""
+        if self._end["exit_code"] == pytest.ExitCode.USAGE_ERROR:  # corrected and typed again
+            return False
         options = self._session.options
         if options.run_dir is None or options.is_plan or self._config.option.collectonly:
             return False
-        return not (self._session.run_dir / "run.json").exists()
+        return not (self._session.run_dir / RUN_FILE).exists()
 
     def keep(self, node_id: str, record: JsonValue) -> None:
         """Take the record of an item; the next `write` has it."""
@@ -111,17 +113,17 @@ class RunFile:
             "patch": self._patch[0],
             "items": self._records,
         }
-        write_json_atomically(run_dir / "run.json", run)
+        write_json_atomically(run_dir / RUN_FILE, run)
         if self._session.options.run_dir is None:
             link_latest(run_dir)
 
 
-_RUN_FILE = pytest.StashKey[RunFile]()
+_OWN = pytest.StashKey[RunFile]()
 
 
 def run_file_of(config: pytest.Config, session: RunSession) -> RunFile:
     """Return the one `run.json` of a session, which all roles share."""
-    if _RUN_FILE not in config.stash:
-        config.stash[_RUN_FILE] = RunFile(config, session)
-        config.pluginmanager.register(config.stash[_RUN_FILE], NAME)
-    return config.stash[_RUN_FILE]
+    if _OWN not in config.stash:
+        config.stash[_OWN] = RunFile(config, session)
+        config.pluginmanager.register(config.stash[_OWN], NAME)
+    return config.stash[_OWN]

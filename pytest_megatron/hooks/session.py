@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import secrets
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,10 +16,14 @@ from pytest_megatron.config import ProjectConfig, load_config
 from pytest_megatron.errors import ConfigError, TriageError
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.launch.facts import Facts, gather_facts
+from pytest_megatron.launch.layout import RUN_FILE
 from pytest_megatron.launch.own_dir import RUNS_DIR, make_own_dir
 from pytest_megatron.launch.secrets import Redactor
 from pytest_megatron.triage.signature import Table, load_table
 from pytest_megatron.verdict.ledger import RunLedger
+
+if TYPE_CHECKING:  # sessions without workloads need none
+    from pytest_megatron.engines.base import Engine
 
 _ARGUMENTS_KEY = "megatron_arguments"
 _RUN_DIR_KEY = "megatron_run_dir"
@@ -56,6 +62,17 @@ class RunSession:
     def facts(self) -> Facts:
         """Where and with what this session runs."""
         return gather_facts(self.root)
+
+    @functools.cached_property
+    def engine(self) -> Engine:
+        """Where workloads run."""
+        from pytest_megatron.engines.base import EngineContext  # noqa: PLC0415 - see TYPE_CHECKING
+        from pytest_megatron.engines.registry import LOCAL, open_engine  # noqa: PLC0415
+
+        context = EngineContext(
+            root=self.root, run_dir=self.run_dir, facts=self.facts, env=os.environ
+        )
+        return open_engine(LOCAL, context)
 
     @property
     def project(self) -> ProjectConfig:
@@ -138,7 +155,7 @@ class RunSession:
             pytest.UsageError: The run directory holds an earlier run.
         """
         where = self.shorten(str(self.run_dir))
-        if (self.run_dir / "run.json").exists():
+        if (self.run_dir / RUN_FILE).exists():
             raise pytest.UsageError(f"--run-dir: {where} holds an earlier run; give another")
         if self.run_dir.exists() and not self.run_dir.is_dir():
             raise pytest.UsageError(f"--run-dir: {where} is no directory; give another")

@@ -13,7 +13,7 @@ from pytest_megatron.files import JsonValue
 from pytest_megatron.launch.follow import Progress, parse_progress
 from pytest_megatron.launch.plan import AttemptPlan
 from pytest_megatron.report.text import plan_text
-from pytest_megatron.verdict.training import Job
+from pytest_megatron.verdict.job import Job
 
 _LINE_EVERY_S = 10.0  # where the terminal cannot rewrite a line
 

@@ -44,8 +44,9 @@ from pytest_megatron.triage.signature import Table
 from pytest_megatron.verdict.attempt import Attempt
 from pytest_megatron.verdict.decide import Verdict
 from pytest_megatron.verdict.expected import evaluate
+from pytest_megatron.verdict.job import Job, Training, plan_job
 from pytest_megatron.verdict.judge import Judgement, judge
-from pytest_megatron.verdict.training import Job, Training, plan_job, train
+from pytest_megatron.verdict.training import needs_of, train
 
 
 def register_roles(config: pytest.Config, options: Options) -> None:
@@ -129,18 +130,18 @@ class WorkloadPlugin:
             MegatronError: It cannot be planned or started, or what it needs is missing.
         """
         job = make_job(self._session, item.workload, item.nodeid)
-        num_gpus = job.workload.nodes * job.workload.gpus  # nodes are on this machine, side by side
-        lacking = self._session.facts.host.lacks(job.workload.platform, num_gpus)
+        engine, facts = self._session.engine, self._session.facts
+        lacking = engine.lacks(needs_of(job.workload, plan_job(job)))
         if lacking is not None:
             raise LaunchError(job.node_id, f"{lacking}; nothing was run")
         read_golden_of(self._session, job)  # a missing golden is worth knowing before the training
-        self._goldens.refuse_early(self._session.facts)
+        self._goldens.refuse_early(facts)
         self._make_run_dir(job)
         keep_golden(self._session, job)
         live = self._listener(item)
         with contextlib.closing(live):
             retries = _Retries(self._session, item.nodeid, live)
-            training = train(job, self._session.facts, live, retries)
+            training = train(job, facts, live, retries, engine)
             retries.note_end(training)
             return training
 
@@ -155,7 +156,8 @@ class WorkloadPlugin:
             self._record(item, item_record(training, None))
             return
         golden = read_golden_of(self._session, job)
-        judgement = judge(training, golden, self._policy, self._session.facts)
+        facts = training.facts(self._session.facts)
+        judgement = judge(training, golden, self._policy, facts)
         write_json_atomically(job.dirs.comparison, judgement.as_json())
         problem = self._session.shorten(mismatch(training, judgement)) if judgement.failed else None
         record = self._evaluated(training, judgement, problem)
@@ -164,7 +166,7 @@ class WorkloadPlugin:
         if agrees or not job.is_compared:
             self._record(item, record)
             return
-        golden_record = self._goldens.keep(training, new_golden_path_of(job), self._session.facts)
+        golden_record = self._goldens.keep(training, new_golden_path_of(job), facts)
         record = {**record, "golden": golden_record}
         if is_wanted:
             record = self._offered(training, judgement, record)

@@ -17,6 +17,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+RUN_FILE = "run.json"
 FLIGHT_PREFIX = "nccl_trace_rank_"  # torch's; the rank follows
 _NODE = re.compile(r"node(\d+)").fullmatch
 _NAME_LENGTH = 150  # of a directory; file systems take 255 bytes

@@ -5,9 +5,10 @@ Goldens are left out, as they are when a tree is called dirty: they come of runs
 
 from __future__ import annotations
 
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+
+from pytest_megatron.git import read_git
 
 MOST_BYTES = 1 << 20
 MOST_NEW_FILES = 100
@@ -58,10 +59,5 @@ _NEW_FILE = ("diff", "--no-index", "--binary", "--", "/dev/null")
 
 def _git(root: Path, *arguments: str) -> bytes | None:
     """Return git's answer; None without git, outside of a checkout or on an error."""
-    command = ["git", "-C", str(root), "-c", "core.quotepath=off", *arguments]
-    try:
-        done = subprocess.run(command, capture_output=True, check=False)
-    except OSError:
-        return None
-    is_diff = "--no-index" in arguments and done.returncode == 1  # 1: there is a difference
-    return done.stdout if done.returncode == 0 or is_diff else None
+    fine = (0, 1) if "--no-index" in arguments else (0,)  # 1: there is a difference
+    return read_git(root, "-c", "core.quotepath=off", *arguments, fine=fine)

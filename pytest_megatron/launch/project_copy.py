@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from pytest_megatron.git import read_git
 from pytest_megatron.launch.script_row import Machine, ScriptFiles
 
 _NEVER = frozenset((".git", ".pytest_megatron", "__pycache__"))
@@ -106,14 +107,7 @@ def _copy(source: Path, target: Path) -> None:
 
 def _listed(project: Path, *flags: str) -> Iterator[str] | None:
     """Return what git lists, relative to the project; None without git."""
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(project), "ls-files", "-z", *flags],  # noqa: S607 - the user's git
-            capture_output=True,
-            check=False,
-        )
-    except OSError:
+    listed = read_git(project, "ls-files", "-z", *flags)
+    if listed is None:
         return None
-    if done.returncode:
-        return None
-    return (name.rstrip("/") for name in os.fsdecode(done.stdout).split("\0") if name)
+    return (name.rstrip("/") for name in os.fsdecode(listed).split("\0") if name)

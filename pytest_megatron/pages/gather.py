@@ -16,7 +16,7 @@ from pytest_megatron.golden.comparison import RELATIVE, Layer, Rule
 from pytest_megatron.golden.model import MetricMap
 from pytest_megatron.golden.provenance import Golden
 from pytest_megatron.golden.store import read_golden, read_metrics
-from pytest_megatron.launch.layout import AttemptDirs, ItemDirs, PhaseDirs, item_dirs
+from pytest_megatron.launch.layout import RUN_FILE, AttemptDirs, ItemDirs, PhaseDirs, item_dirs
 from pytest_megatron.pages.bands import allowed_around
 from pytest_megatron.pages.fields import Fields, read_fields, read_if_there
 from pytest_megatron.pages.model import (
@@ -31,7 +31,6 @@ from pytest_megatron.pages.model import (
     TestRow,
 )
 
-RUN_FILE = "run.json"
 _MOST_PHASES = 100
 _LOSS = "lm loss"
 _GANG_DIRECTORY = re.compile(r"(ranks(?:-[\w.-]+)?/attempt_\d+)/?$")

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from pytest_megatron.errors import ReportError
-from pytest_megatron.pages.gather import RUN_FILE, RunReader
+from pytest_megatron.launch.layout import RUN_FILE
+from pytest_megatron.launch.runs import runs_below
+from pytest_megatron.pages.gather import RunReader
 from pytest_megatron.triage.archives import is_archive, unpack
 
 _NAMES = frozenset(
@@ -61,7 +63,7 @@ def _in(path: Path, workspace: Path) -> Iterator[Source]:
             raise ReportError(str(path), "is no run; expected a run directory, a zip or a tar")
         yield from _unpacked(path, workspace)
         return
-    for directory in _directories(path, _MOST_DEPTH):
+    for directory in runs_below(path, depth=_MOST_DEPTH):
         yield Source(reader=RunReader(directory), is_unpacked=False)
     if (path / RUN_FILE).is_file():
         return
@@ -74,21 +76,10 @@ def _unpacked(path: Path, workspace: Path) -> Iterator[Source]:
     workspace.mkdir(parents=True)
     unpack(path, workspace, is_wanted=_is_wanted)
     name = path.name.split(".")[0]
-    for directory in _directories(workspace, _MOST_DEPTH):
+    for directory in runs_below(workspace, depth=_MOST_DEPTH):
         below = directory.relative_to(workspace).as_posix()
         shown = name if below == "." else f"{name}/{below}"
         yield Source(reader=RunReader(directory, shown), is_unpacked=True)
-
-
-def _directories(path: Path, depth: int) -> Iterator[Path]:
-    """Yield the run directories at or below a directory; runs are not looked for within a run."""
-    if (path / RUN_FILE).is_file():
-        yield path
-        return
-    if depth:
-        for inner in sorted(path.iterdir()):
-            if inner.is_dir() and not inner.is_symlink():
-                yield from _directories(inner, depth - 1)
 
 
 def _is_wanted(path: PurePath) -> bool:

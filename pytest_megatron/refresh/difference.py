@@ -12,7 +12,7 @@ from enum import Enum
 from pytest_megatron.golden.compare import compare
 from pytest_megatron.golden.comparison import relative
 from pytest_megatron.golden.generation import ROUTING, TEXT
-from pytest_megatron.golden.model import MetricMap, Series, Value, is_finite
+from pytest_megatron.golden.model import MetricMap, Series, Value, is_finite, is_loss
 from pytest_megatron.golden.provenance import Golden, Provenance
 from pytest_megatron.golden.refresh import series_in
 from pytest_megatron.golden.surroundings import Surroundings
@@ -158,7 +158,7 @@ class FileDifference:
     @property
     def trend(self) -> Trend | None:
         """Which way its loss goes; None without a loss that changes."""
-        found = [m for m in self.metrics if "loss" in m.metric and m.num_old and m.num_new]
+        found = [m for m in self.metrics if is_loss(m.metric) and m.num_old and m.num_new]
         return max(found, key=lambda m: abs(m.mean_signed)).trend if found else None
 
 

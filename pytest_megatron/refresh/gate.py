@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
-from pytest_megatron.golden.model import MetricMap, is_finite
+from pytest_megatron.golden.model import MetricMap, is_finite, is_loss
 from pytest_megatron.golden.presence import find_frozen
 from pytest_megatron.golden.provenance import Golden
 from pytest_megatron.golden.refresh import series_in
@@ -257,11 +257,6 @@ def _of_origin(
     ):
         text = f"the old golden is of {before.world_size} ranks, the run had {origin.world_size}"
         yield Refusal(rule=Rule.WORLD_SIZE, text=f"{text}; if that is meant, delete the old golden")
-
-
-def is_loss(name: str) -> bool:
-    """Whether a metric is a loss, by its name."""
-    return "loss" in name
 
 
 def _interval(steps: Sequence[int]) -> int:

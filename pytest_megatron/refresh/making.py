@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pytest_megatron.files import write_text_atomically
+from pytest_megatron.golden.limits import direction_of
 from pytest_megatron.golden.model import MetricMap
 from pytest_megatron.golden.provenance import Golden, Provenance
 from pytest_megatron.golden.refresh import combine, spread_of
@@ -21,9 +22,8 @@ from pytest_megatron.launch.case import Case
 from pytest_megatron.launch.facts import Facts, utc_now
 from pytest_megatron.recipe.fingerprint import fingerprint
 from pytest_megatron.recipe.places import case_path
-from pytest_megatron.refresh.gate import is_loss
 from pytest_megatron.refresh.reading import CANDIDATE
-from pytest_megatron.verdict.training import Job, Training
+from pytest_megatron.verdict.job import Job, Training
 from pytest_megatron.yamllines import read_document
 
 _SIZES = {
@@ -91,14 +91,8 @@ def _provenance(
         repeats=len(repeats),
         deterministic=is_equal,
         spread=spread,
-        directions={n: _direction(n) for n in metrics} if not is_generation else {},
+        directions={n: direction_of(n) for n in metrics} if not is_generation else {},
     )
-
-
-def _direction(name: str) -> str:
-    """Return which way a metric is better: less time, memory or loss; of others nobody knows."""
-    is_cost = name.startswith(("iteration-time", "mem-"))
-    return "lower_is_better" if is_cost or is_loss(name) else "either"
 
 
 def _with_run(

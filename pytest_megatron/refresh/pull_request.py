@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from pytest_megatron.golden.model import is_loss
 from pytest_megatron.markdown import code, escaped, plain
 from pytest_megatron.refresh.candidate import Refusal
 from pytest_megatron.refresh.difference import (
@@ -20,7 +21,6 @@ from pytest_megatron.refresh.difference import (
     State,
     Trend,
 )
-from pytest_megatron.refresh.gate import is_loss
 
 MOST_BYTES = 60_000
 _ROW_BYTES = 44_000
@@ -59,7 +59,7 @@ def markdown(differences: Sequence[FileDifference], *, reason: str | None = None
 
 def interpret(differences: Sequence[FileDifference]) -> list[str]:
     """Return what the figures mean, in words, the weightiest sentence first."""
-    losses = [m for d in differences for m in d.metrics if "loss" in m.metric and m.deviations]
+    losses = [m for d in differences for m in d.metrics if is_loss(m.metric) and m.deviations]
     found = []
     if holes := sum(m.num_not_finite[1] > 0 for d in differences for m in d.metrics):
         found.append(f"{counted(holes, 'metric')} with values that are no numbers.")

@@ -23,14 +23,13 @@ from pytest_megatron.golden.refresh import combine, series_in, series_of_generat
 from pytest_megatron.golden.store import read_golden, read_metrics
 from pytest_megatron.golden.surroundings import NOWHERE
 from pytest_megatron.launch.case import Case, read_case
-from pytest_megatron.launch.layout import ItemDirs
+from pytest_megatron.launch.layout import RUN_FILE, ItemDirs
 from pytest_megatron.recipe.places import CASES, GOLDENS
 from pytest_megatron.refresh.candidate import Candidate, Ran
 from pytest_megatron.verdict.modes import compare_in_mode, metric_names_of
 
 CANDIDATE = "golden_candidate.json"
 REJECTED = "golden_rejected.json"
-RUN_FILE = "run.json"
 _TARGET = re.compile(r"[\w.+=-]+/[\w.+=-]+/golden_values_[\w.+-]+\.json").fullmatch
 _ROUNDING = 1e-6  # of a median of values that were written with their fewest digits
 _MOST_BYTES = 256 << 20

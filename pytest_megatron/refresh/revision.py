@@ -5,12 +5,12 @@ A commit is read through git, so the working tree stays as it is.
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from pytest_megatron.errors import GoldenError
+from pytest_megatron.git import run_git
 from pytest_megatron.golden.provenance import Golden
 from pytest_megatron.golden.store import parse_golden
 from pytest_megatron.recipe.places import CASES, GOLDEN_PREFIX, GOLDENS
@@ -139,12 +139,7 @@ def _contents(root: Path, objects: Sequence[str]) -> Iterator[bytes]:
 
 def _git(root: Path, *arguments: str, given: str = "") -> bytes:
     try:
-        done = subprocess.run(
-            ["git", "-C", str(root), *arguments],  # noqa: S607 - the user's git
-            input=given.encode(),
-            capture_output=True,
-            check=False,
-        )
+        done = run_git(root, *arguments, given=given.encode())
     except OSError as error:
         raise GoldenError("git", f"cannot be started: {error.strerror}") from error
     if done.returncode:

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterator
 
 from pytest_megatron.golden.deviation import mean_signed, shared_points
-from pytest_megatron.golden.model import Series
+from pytest_megatron.golden.model import Series, is_loss
 from pytest_megatron.golden.provenance import Golden
 from pytest_megatron.refresh.candidate import Refusal, Rule
 
@@ -33,7 +33,7 @@ def soft_refusals(old: Golden, new: Golden) -> Iterator[Refusal]:
         if None not in hashes and hashes[0] != hashes[1]:
             yield Refusal(rule=Rule.CONFIG, text="the case asks for something else than before")
     for name in sorted(old.metrics.keys() & new.metrics.keys()):
-        if "loss" in name:
+        if is_loss(name):
             yield from _of_loss(name, old.metrics[name], new)
     if before is None or after is None or before.host_class != after.host_class:
         return

@@ -13,8 +13,9 @@ from pathlib import Path, PurePath
 
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.golden.policy import Policy
+from pytest_megatron.launch.layout import RUN_FILE
 from pytest_megatron.refresh.candidate import Candidate
-from pytest_megatron.refresh.reading import CANDIDATE, RUN_FILE, read_run
+from pytest_megatron.refresh.reading import CANDIDATE, read_run
 from pytest_megatron.triage.archives import is_archive, unpack
 
 _WANTED = (

@@ -8,9 +8,9 @@ from pytest_megatron.report.again import headline_fingerprint
 from pytest_megatron.report.text import summary_line
 from pytest_megatron.verdict.attempt import Attempt
 from pytest_megatron.verdict.decide import Verdict
+from pytest_megatron.verdict.job import Training
 from pytest_megatron.verdict.judge import Judgement
 from pytest_megatron.verdict.retry import fingerprint
-from pytest_megatron.verdict.training import Training
 
 
 def item_record(

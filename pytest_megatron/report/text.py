@@ -14,8 +14,8 @@ from pytest_megatron.launch.phases import Frozen, Rewind
 from pytest_megatron.launch.plan import AttemptPlan, PhasePlan
 from pytest_megatron.launch.secrets import Redactor
 from pytest_megatron.verdict.attempt import Attempt
+from pytest_megatron.verdict.job import Job, Training
 from pytest_megatron.verdict.judge import Judgement
-from pytest_megatron.verdict.training import Job, Training
 
 _INDENT = "    "
 _MAX_SHOWN = 10  # metrics or gradients of one repeat

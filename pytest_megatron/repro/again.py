@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pytest_megatron.errors import ReproError
+from pytest_megatron.launch.layout import RUN_FILE
 from pytest_megatron.repro.choose import Chosen
 from pytest_megatron.repro.command import Again, Wishes, command_for
 from pytest_megatron.repro.outcome import Outcome, judge_again
@@ -85,5 +86,5 @@ class Stage:
         return {**own, **again.env}
 
     def _item(self, node_id: str, name: str) -> RecordedItem | None:
-        path = self.scratch / name / "run.json"
+        path = self.scratch / name / RUN_FILE
         return read_run(path).items.get(node_id) if path.is_file() else None

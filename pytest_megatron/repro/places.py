@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from pydantic import TypeAdapter, ValidationError
 
 from pytest_megatron.errors import ReproError, TriageError
+from pytest_megatron.launch.layout import RUN_FILE
 from pytest_megatron.launch.patch import NAME as PATCH_NAME
+from pytest_megatron.launch.runs import runs_below
 from pytest_megatron.triage.archives import is_archive, unpack
 
-RUN_FILE = "run.json"
 SUMMARY_FILE = "summary.json"
 _WANTED = (RUN_FILE, "plan.json", "triage.json", "comparison.json", PATCH_NAME)
 _SKIPPED = frozenset(("checkpoints", "data_cache", "home", "project", "tensorboard"))
@@ -64,7 +63,7 @@ def find_runs(path: Path, scratch: Path, *, with_checkpoints: bool = False) -> l
             for number, artifact in enumerate(named)
         ]
         return [run for runs in found for run in runs]
-    runs = list(_below(path)) if path.is_dir() else []
+    runs = list(runs_below(path, depth=_DEEPEST, skipped=_SKIPPED)) if path.is_dir() else []
     if not runs and path.is_dir():
         for number, archive in enumerate(sorted(filter(is_archive, path.rglob("*")))):
             runs += _unpacked(archive, scratch / str(number), with_checkpoints=with_checkpoints)
@@ -109,15 +108,6 @@ def _above(path: Path) -> Path | None:
     return None
 
 
-def _below(root: Path) -> Iterator[Path]:
-    for directory, names, files in os.walk(root):
-        depth = len(Path(directory).relative_to(root).parts)
-        names[:] = [n for n in sorted(names) if n not in _SKIPPED and depth < _DEEPEST]
-        if RUN_FILE in files:
-            names.clear()
-            yield Path(directory)
-
-
 def _unpacked(archive: Path, scratch: Path, *, with_checkpoints: bool) -> list[Path]:
     def is_wanted(name: PurePath) -> bool:
         is_saved = with_checkpoints and "checkpoints" in name.parts
@@ -129,4 +119,4 @@ def _unpacked(archive: Path, scratch: Path, *, with_checkpoints: bool) -> list[P
         unpack(archive, target, is_wanted)
     except TriageError as error:
         raise ReproError(error.where, error.problem) from None
-    return list(_below(target))
+    return list(runs_below(target, depth=_DEEPEST, skipped=_SKIPPED))

@@ -12,11 +12,12 @@ from typing import assert_never
 from pytest_megatron.errors import MetricsError
 from pytest_megatron.golden.comparison import Comparison
 from pytest_megatron.golden.generation import Generation
-from pytest_megatron.golden.model import MetricMap, Series, Value, is_finite, series_of
+from pytest_megatron.golden.model import MetricMap, Series, Value, is_finite, is_loss, series_of
 from pytest_megatron.golden.policy_rl import with_one_loss_name
 from pytest_megatron.golden.refresh import series_of_generation
 from pytest_megatron.golden.store import read_metrics
 from pytest_megatron.health import Health
+from pytest_megatron.launch.facts import Facts
 from pytest_megatron.launch.failure import RankFailure, first_failure, read_failures, tail
 from pytest_megatron.launch.layout import AttemptDirs, PhaseDirs
 from pytest_megatron.launch.local import End, PhaseEnd
@@ -70,6 +71,7 @@ class Attempt:
         generation: What an inference program generated, which measures no series.
         gradients: For each phase but the first of a checkpoint-consistency, its name and how its
             gradients compare with those of the first.
+        facts: Where and with what it ran; None where that is the controller's machine.
     """
 
     repeat: int
@@ -82,6 +84,7 @@ class Attempt:
     is_in_windows: bool = False
     generation: Generation | None = None
     gradients: tuple[tuple[str, tuple[Comparison, ...]], ...] = ()
+    facts: Facts | None = None
 
     @property
     def series(self) -> MetricMap:
@@ -208,7 +211,7 @@ def _non_finite(metrics: MetricMap, names: Sequence[str]) -> str | None:
     """Say where a metric is not a number."""
     for name in names:
         for step, value in metrics[name].items():
-            if not is_finite(value) and "loss" in name:
+            if not is_finite(value) and is_loss(name):
                 return f"{name} is {value} at step {step}, the first that is not finite"
     return None
 

@@ -15,8 +15,8 @@ from pytest_megatron.golden.surroundings import Surroundings
 from pytest_megatron.launch.case import Case, TestType
 from pytest_megatron.launch.facts import Facts
 from pytest_megatron.verdict.attempt import Attempt
+from pytest_megatron.verdict.job import Training
 from pytest_megatron.verdict.modes import check_golden_kind, compare_in_mode
-from pytest_megatron.verdict.training import Training
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,9 +11,9 @@ from pytest_megatron.report.record import item_record
 from pytest_megatron.report.text import summary_line, training_failure
 from pytest_megatron.verdict.attempt import Attempt, Cause
 from pytest_megatron.verdict.decide import decide_training
+from pytest_megatron.verdict.job import Job, Training
 from pytest_megatron.verdict.retry import RetryPolicy, fingerprint
 from pytest_megatron.verdict.signature import match_signature
-from pytest_megatron.verdict.training import Job, Training
 
 SETTING = Setting(root=Path("/p"), env={}, tee_ranks=(), is_lightweight=False)
 WORKLOAD = parse_row(

@@ -1,0 +1,228 @@
+"""What a job is told and what it answers, as files: `SPEC.json` and an outcome.
+
+A spec holds the plan without the environment that the controller has: a job has its own. It can
+hold what a case sets, and so is readable by its owner only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from pytest_megatron.engines.base import Outcome, Planned, Trouble
+from pytest_megatron.errors import LaunchError
+from pytest_megatron.files import write_json_atomically
+from pytest_megatron.health import Health
+from pytest_megatron.launch.facts import Facts
+from pytest_megatron.launch.follow import Progress
+from pytest_megatron.launch.local import End, PhaseEnd
+from pytest_megatron.launch.plan import AttemptPlan, PhasePlan
+from pytest_megatron.launch.scripts import ScriptEnd
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec:
+    """What one job carries out.
+
+    Attributes:
+        key: The order's.
+        outcome: The file that the job leaves.
+        root: The project.
+        description: The content of `plan.json`, as JSON.
+        env: Variables of the engine's configuration, over the job's own and under the plan's.
+        watches_gpus: Whether the job asks its GPUs how they are.
+        secret: What tasks of one job on several nodes know one another by.
+        options: For the engine's own programs.
+    """
+
+    key: str
+    plan: AttemptPlan
+    outcome: Path
+    root: Path
+    description: str
+    env: dict[str, str]
+    watches_gpus: bool
+    secret: str = ""
+    options: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptRecord:
+    """A `ScriptEnd` without its environment."""
+
+    key: str
+    returncode: int | None
+    log: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndRecord:
+    """A `PhaseEnd` without its plan, which the controller has."""
+
+    number: int
+    end: End
+    returncode: int
+    num_left: int
+    duration_s: float
+    hung_rank: int | None
+    progress: Progress | None
+    problem: str | None
+    script: ScriptRecord | None
+    saved: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRecord:
+    """What a job says of itself when it ends.
+
+    Attributes:
+        job_id: The scheduler's, or "".
+        num_restarts: How often the scheduler started it again.
+        started, ended: Seconds since 1970.
+    """
+
+    key: str
+    ends: tuple[EndRecord, ...]
+    health: Health | None
+    facts: Facts
+    hosts: tuple[str, ...]
+    trouble: Trouble | None
+    job_id: str = ""
+    num_restarts: int = 0
+    started: float = 0.0
+    ended: float = 0.0
+
+
+_SPEC = TypeAdapter(Spec)
+_RECORD = TypeAdapter(JobRecord)
+
+
+def write_spec(path: Path, spec: Spec) -> None:
+    """Write a spec for its owner's eyes; the plan's inherited environment is left out.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    phases = tuple(replace(phase, env={}) for phase in spec.plan.phases)
+    bare = replace(spec, plan=replace(spec.plan, phases=phases))
+    partial = path.with_suffix(".partial")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(_SPEC.dump_json(bare))
+    partial.replace(path)
+
+
+def read_spec(path: Path) -> Spec:
+    """Read a spec.
+
+    Raises:
+        LaunchError: It is missing, or no spec.
+    """
+    try:
+        return _SPEC.validate_json(path.read_bytes())
+    except OSError as error:
+        raise LaunchError(
+            str(path),
+            f"{error.strerror}; the job must see the run directory of the controller under the "
+            f"same path, so it belongs on a shared file system",
+        ) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise LaunchError(
+            str(path),
+            f"is no spec of this version: {where}: {first['msg']}; the job must have the same "
+            f"pytest-megatron as the controller",
+        ) from error
+
+
+def end_record(end: PhaseEnd) -> EndRecord:
+    """Return what is kept of how a phase ended."""
+    script = end.script
+    return EndRecord(
+        number=end.plan.number,
+        end=end.end,
+        returncode=end.returncode,
+        num_left=end.num_left,
+        duration_s=end.duration_s,
+        hung_rank=end.hung_rank,
+        progress=end.progress,
+        problem=end.problem,
+        script=None
+        if script is None
+        else ScriptRecord(key=script.key, returncode=script.returncode, log=script.log),
+        saved=end.saved,
+    )
+
+
+def write_record(path: Path, record: JobRecord) -> None:
+    """Write what a job says, whole or not at all.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json_atomically(path, json.loads(_RECORD.dump_json(record)))
+
+
+def read_record(path: Path) -> JobRecord | None:
+    """Read what a job said; None where there is no such file yet.
+
+    Raises:
+        LaunchError: The file is no record.
+    """
+    try:
+        return _RECORD.validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValidationError) as error:
+        raise LaunchError(str(path), f"cannot be read as the outcome of a job: {error}") from error
+
+
+def outcome_of(record: JobRecord, planned: Planned, controller: Facts) -> Outcome:
+    """Return what the controller makes of a job's record.
+
+    Args:
+        record: The job's.
+        planned: What the job carried out.
+        controller: The commit is known by the controller's checkout.
+    """
+    phases = {phase.number: phase for phase in planned.plan.phases}
+    facts = replace(record.facts, commit=controller.commit, is_dirty=controller.is_dirty)
+    return Outcome(
+        ends=_ends(record.ends, phases),
+        health=record.health,
+        facts=facts,
+        hosts=record.hosts,
+        trouble=record.trouble,
+    )
+
+
+def _ends(records: Sequence[EndRecord], phases: Mapping[int, PhasePlan]) -> tuple[PhaseEnd, ...]:
+    """Return how phases ended, with their plans."""
+    return tuple(
+        PhaseEnd(
+            plan=phases[found.number],
+            end=found.end,
+            returncode=found.returncode,
+            num_left=found.num_left,
+            duration_s=found.duration_s,
+            hung_rank=found.hung_rank,
+            progress=found.progress,
+            problem=found.problem,
+            script=_script(found.script),
+            saved=found.saved,
+        )
+        for found in records
+    )
+
+
+def _script(record: ScriptRecord | None) -> ScriptEnd | None:
+    if record is None:
+        return None
+    return ScriptEnd(key=record.key, returncode=record.returncode, log=record.log, env={})

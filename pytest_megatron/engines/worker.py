@@ -1,0 +1,145 @@
+"""Carries out one attempt inside the job of an engine.
+
+Started as `python -m pytest_megatron.engines.worker SPEC`. SPEC is a file, or a directory: element
+N of a job array then takes `N.json` in it. The environment is the job's, under the plan's own
+variables. It leaves the attempt's files as a local run does, and at the end the file that the spec
+names, whole or not at all. The exit code is 0 if every phase was clean, 1 if not, 2 if the spec
+cannot be read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+from pytest_megatron.engines.base import Trouble, TroubleKind
+from pytest_megatron.engines.records import (
+    EndRecord,
+    JobRecord,
+    Spec,
+    end_record,
+    read_spec,
+    write_record,
+)
+from pytest_megatron.errors import LaunchError, MegatronError
+from pytest_megatron.health import Health
+from pytest_megatron.launch.facts import gather_facts
+from pytest_megatron.launch.follow import Progress
+from pytest_megatron.launch.health import HealthWatch
+from pytest_megatron.launch.local import run_attempt
+from pytest_megatron.launch.plan import AttemptPlan, inherited
+
+_ARRAY_INDEX = "SLURM_ARRAY_TASK_ID"
+
+
+class ToldToEndError(BaseException):
+    """The job was told to end; everything that runs in it is ended on the way out."""
+
+
+class SecondStartError(Exception):
+    """The scheduler has started the job before, and what that left must not be mixed up."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run what the spec says."""
+    try:
+        spec = read_spec(spec_path(Path(arguments[0]), os.environ))
+    except LaunchError as error:
+        print(f"pytest-megatron: {error}", file=sys.stderr)  # noqa: T201 - the job's log
+        return 2
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _end)
+    return run(spec)
+
+
+def spec_path(named: Path, env: Mapping[str, str]) -> Path:
+    """Return the spec's file.
+
+    Raises:
+        LaunchError: A directory is named outside of a job array.
+    """
+    if not named.is_dir():
+        return named
+    if _ARRAY_INDEX not in env:
+        raise LaunchError(str(named), f"is a directory and {_ARRAY_INDEX} is not set; name a spec")
+    return named / f"{env[_ARRAY_INDEX]}.json"
+
+
+def run(spec: Spec) -> int:
+    """Carry out a spec and write its record; return the exit code."""
+    started = time.time()
+    ends: tuple[EndRecord, ...] = ()
+    health: Health | None = None
+    trouble: Trouble | None = None
+    host = socket.gethostname()
+    try:
+        ends, health = _carry_out(spec)
+    except SecondStartError as second:
+        trouble = Trouble(kind=TroubleKind.REQUEUED, text=str(second))
+    except ToldToEndError as told:
+        trouble = Trouble(kind=TroubleKind.CANCELLED, text=f"{told} on {host}")
+    except (MegatronError, OSError) as error:
+        trouble = Trouble(kind=TroubleKind.NOT_STARTED, text=str(error))
+    record = JobRecord(
+        key=spec.key,
+        ends=ends,
+        health=health,
+        facts=gather_facts(spec.root),
+        hosts=(os.environ.get("SLURMD_NODENAME", host),),
+        trouble=trouble,
+        job_id=os.environ.get("SLURM_JOB_ID", ""),
+        num_restarts=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
+        started=started,
+        ended=time.time(),
+    )
+    write_record(spec.outcome, record)
+    return 0 if trouble is None and all(end.returncode == 0 for end in ends) else 1
+
+
+def _carry_out(spec: Spec) -> tuple[tuple[EndRecord, ...], Health | None]:
+    """Run the attempt of a spec."""
+    if spec.plan.dirs.root.exists():
+        raise SecondStartError(
+            f"the job was started a second time, and {spec.plan.dirs.root} holds what the first "
+            f"start left; nothing was run"
+        )
+    plan = in_this_environment(spec, os.environ)
+    gpus = gather_facts(spec.root).host.gpus if spec.watches_gpus else ()
+    with HealthWatch(gpus) as watch:
+        ends = run_attempt(plan, json.loads(spec.description), _Printer())
+        return tuple(end_record(end) for end in ends), watch.finish()
+
+
+def in_this_environment(spec: Spec, env: Mapping[str, str]) -> AttemptPlan:
+    """Return the plan of a spec with the environment of the job around each phase."""
+    base = {**inherited(env), **spec.env}
+    phases = tuple(replace(phase, env={**base, **phase.own_env}) for phase in spec.plan.phases)
+    return replace(spec.plan, phases=phases)
+
+
+class _Printer:
+    """Copies lines of ranks to the job's log."""
+
+    def on_lines(self, lines: list[str]) -> None:
+        """Print lines of tee'd ranks."""
+        print(*lines, sep="\n", flush=True)  # noqa: T201 - the job's log
+
+    def on_progress(self, phase: int, progress: Progress) -> None:
+        """Take no notice: the line stands in the log."""
+
+
+def _end(number: int, _frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_IGN)  # once is enough; ending takes a while
+    raise ToldToEndError(f"the job was told to end by {signal.Signals(number).name}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

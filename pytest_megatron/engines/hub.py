@@ -218,8 +218,9 @@ class TeamProcess(Running):
         for task in self._team.lost.keys() & self._begins.keys() - self._noted:
             self._noted.add(task)
             self._say(self._team.lost[task].text)
-            if task not in self._finished:
+            if task not in self._finished:  # what it lost, nobody needs to explain
                 self._fail(1)
+                self._stop_at = min(self._stop_at, now_s)
         running = self._running()
         if not running:
             self._end()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from enum import Enum
 from pathlib import Path
 
+from pytest_megatron.engines.config import Mode
 from pytest_megatron.engines.task_messages import Begin, Here
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.launch.node_agents import node_command
@@ -19,13 +19,6 @@ RANK_LOGS = Path("srun_native", "attempt_0")  # as torch.distributed.run has it,
 NODE_LOG = "launcher.node{node}.log"  # until its lines are in the phase's launcher.log
 # What torch.distributed.run gives ranks whose environment has none of it.
 _RANK_DEFAULTS = {"OMP_NUM_THREADS": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-
-
-class Mode(Enum):
-    """Who starts the ranks."""
-
-    TORCHRUN = "torchrun"  # one task a node, which starts torch.distributed.run
-    SRUN_NATIVE = "srun-native"  # srun: every task is a rank
 
 
 def begin_phase(

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pytest_megatron.engines.slurm_states import expand_hosts
 from pytest_megatron.errors import LaunchError
 
-DEFAULT_PORTS = "20000-29999"
 _NUM_TRIES = 16  # ports that a job looks at; others of the same node have some of them
 _PORTS_PER_JOB = 31  # apart, so that jobs and their steps seldom meet
 _REPEATED = re.compile(r"(\d+)(?:\(x(\d+)\))?")

@@ -10,13 +10,14 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Self
 
+from pytest_megatron.engines.config import Mode, SlurmConfig
 from pytest_megatron.engines.hub import TeamProcess
 from pytest_megatron.engines.meeting import call, free_port, gather
 from pytest_megatron.engines.records import Spec
 from pytest_megatron.engines.serving import Servant, describe_task
-from pytest_megatron.engines.task_commands import Mode, begin_phase
+from pytest_megatron.engines.task_commands import begin_phase
 from pytest_megatron.engines.task_messages import encode
-from pytest_megatron.engines.task_places import DEFAULT_PORTS, Place, find_place, find_ports
+from pytest_megatron.engines.task_places import Place, find_place, find_ports
 from pytest_megatron.engines.team import Team
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.host import Gpu
@@ -24,6 +25,7 @@ from pytest_megatron.launch.health import HealthWatch
 from pytest_megatron.launch.plan import PhasePlan
 from pytest_megatron.launch.process import Running
 
+_CONFIG = SlurmConfig()
 # Of `Spec.options`.
 MODE, PORTS, GATHER_S = "mode", "ports", "gather_s"
 _DEFAULT_GATHER_S = "300"  # containers are fetched at different speeds
@@ -65,7 +67,7 @@ class Step:
             place=place,
             mode=mode,
             key=sha256(spec.secret.encode()).digest(),
-            ports=find_ports(spec.options.get(PORTS, DEFAULT_PORTS), place.seed),
+            ports=find_ports(spec.options.get(PORTS, _CONFIG.ports), place.seed),
             gather_s=float(spec.options.get(GATHER_S, _DEFAULT_GATHER_S)),
         )
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
-import pytest
 
 from pytest_megatron.engines.base import TroubleKind
 from pytest_megatron.engines.records import JobRecord, Spec, read_record, write_spec
@@ -62,7 +62,11 @@ class Step:
 
     def wait_until_met(self, num_ranks: int) -> None:
         pattern = "srun_native/attempt_0/*/stdout.log"
-        wait_for(lambda: sum("has met" in path.read_text() for path in self.logs.glob(pattern)) == num_ranks)
+        wait_for(
+            lambda: (
+                sum("has met" in path.read_text() for path in self.logs.glob(pattern)) == num_ranks
+            )
+        )
 
     def alive(self) -> list[int]:
         return [p.pid for p in psutil.process_iter() if mark_of(p) == str(self.root)]
@@ -75,7 +79,7 @@ def mark_of(process: psutil.Process) -> str | None:
         return None
 
 
-def wait_for(is_so) -> None:  # type: ignore[no-untyped-def]
+def wait_for(is_so: Callable[[], bool]) -> None:
     give_up_at = time.monotonic() + DEADLINE_S
     while not is_so():
         assert time.monotonic() < give_up_at
@@ -123,7 +127,7 @@ def spec_of(root: Path, plan: AttemptPlan, **options: str) -> Spec:
         description="{}",
         env={},
         watches_gpus=False,
-        secret="of this job",
+        secret=str(root),
         options=options,
     )
 
@@ -147,7 +151,12 @@ def task_env(root: Path, task: int, num_nodes: int, per_node: int) -> dict[str, 
 
 @contextmanager
 def step(
-    root: Path, spec: Spec, num_nodes: int, per_node: int, missing: tuple[int, ...] = (), **more: str
+    root: Path,
+    spec: Spec,
+    num_nodes: int,
+    per_node: int,
+    missing: tuple[int, ...] = (),
+    **more: str,
 ) -> Iterator[Step]:
     path = root / "spec.json"
     write_spec(path, spec)
@@ -164,9 +173,9 @@ def step(
         yield found
         wait_for(lambda: not found.alive())
     finally:
-        for task in tasks:
-            task.kill()
-            task.wait()
+        for process in tasks:
+            process.kill()
+            process.wait()
 
 
 def native(root: Path, *deeds: str, per_node: int = 1, **options: str) -> Spec:
@@ -178,7 +187,7 @@ def paused(root: Path, per_node: int = 1) -> Spec:
     return native(root, *(f"pause@{rank}" for rank in range(4)), per_node=per_node)
 
 
-def test_ranks_of_srun_know_their_place_and_log_where_those_of_torchrun_do(tmp_path: Path) -> None:
+def test_ranks_of_srun_know_their_place_and_log_as_those_of_torchrun_do(tmp_path: Path) -> None:
     with step(tmp_path, native(tmp_path, per_node=2), 2, 2) as found:
         record = found.record()
     (end,) = record.ends
@@ -301,7 +310,7 @@ def test_a_task_that_never_comes_names_its_host(tmp_path: Path) -> None:
 def test_a_task_with_another_key_is_not_let_in(tmp_path: Path) -> None:
     stranger = tmp_path / "stranger.json"
     spec = native(tmp_path, gather_s="3")
-    write_spec(stranger, replace(spec, secret="of another job", options={"gather_s": "1"}))
+    write_spec(stranger, replace(spec, secret=str(stranger), options={"gather_s": "1"}))
     with step(tmp_path, spec, 2, 1, missing=(1,)) as found:
         wait_for(lambda: is_listening(found.tasks[0]))
         command = [sys.executable, "-m", "pytest_megatron.engines.worker", str(stranger)]
@@ -325,8 +334,52 @@ def test_what_a_job_has_set_stays_and_what_makes_no_sense_is_refused(tmp_path: P
     with step(tmp_path, native(tmp_path), 2, 1, RANK="0", MASTER_PORT="29511") as found:
         record = found.record()
     assert record.trouble is not None
-    assert (record.trouble.kind, record.trouble.text) == (
-        TroubleKind.NOT_STARTED,
+    assert record.trouble.kind is TroubleKind.NOT_STARTED
+    assert record.trouble.text == (
         "RANK: is 0 on node0, 0 on node1 in the job's environment, expected each of 0-1 once; "
-        "unset it where the job is submitted, so that it follows from SLURM_PROCID",
+        "unset it where the job is submitted, so that it follows from SLURM_PROCID"
     )
+
+
+def test_phases_follow_one_another_and_scripts_run_on_task_0_alone(tmp_path: Path) -> None:
+    """What BEFORE_SCRIPT exports reaches every rank; the second phase has other ranks and ports."""
+    spec = native(tmp_path)
+    (first,) = spec.plan.phases
+    assert first.start is not None
+    words = [str(tmp_path / "second"), "raise@1"]
+    dirs = spec.plan.dirs.phase(2)
+    ranks = replace(first.start.ranks, logs=dirs.logs)
+    second = replace(
+        first,
+        number=2,
+        dirs=dirs,
+        before_script=None,
+        start=started(sys.executable, ranks, str(GUEST), words),
+    )
+    script = "export EXPORTED='of the script'; unset OTHER; echo once >> scripts"
+    first = replace(first, before_script=script, after_script="echo after $EXIT_CODE >> scripts")
+    spec = replace(spec, plan=replace(spec.plan, phases=(first, second)))
+    with step(tmp_path, spec, 2, 1, OMP_NUM_THREADS="3") as found:
+        record = found.record()
+    assert [(end.number, end.returncode) for end in record.ends] == [(1, 0), (2, 1)]
+    assert [found.shown(rank, "EXPORTED") for rank in range(2)] == ["of the script"] * 2
+    assert [found.shown(rank, "OMP_NUM_THREADS") for rank in range(2)] == ["3", "3"]
+    assert (tmp_path / "scripts").read_text() == "once\nafter 0\n"
+    assert (dirs.logs / "1" / "stdout.log").read_text() == "rank 1 has met 2\n"
+
+
+def test_a_launcher_on_every_node_makes_one_training(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, plan_of(tmp_path, ("kill@3", "leave@2", "leave@1", "leave@0"), 2, 2))
+    with step(tmp_path, spec, 2, 1) as found:
+        record = found.record()
+    assert [(end.end, end.returncode) for end in record.ends] == [(End.EXITED, 1)]
+    assert (first_of(found).rank, first_of(found).exit_code) == (3, -signal.SIGKILL)
+    assert [found.shown(rank, "LOCAL_RANK") for rank in range(4)] == ["0", "1", "0", "1"]
+    assert sorted(path.name for path in found.logs.iterdir()) == ["0", "1", "2", "3"]
+    lines = found.launcher_log.splitlines()
+    assert "[default0]:rank 0 has met 4" in lines
+    assert "[default3]:rank 3 has met 4" in lines
+    assert any(
+        re.fullmatch(r"\[nodes\]: node 1 \(node1\) ended with exit code 1", x) for x in lines
+    )
+    assert not list(found.dirs.phase(1).root.glob("launcher.node*"))

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 DEADLINE_S = 60.0
@@ -51,6 +52,8 @@ def do(deed: str, others: list[Path]) -> None:
             pids = [json.loads(path.read_text())["pid"] for path in others]
             wait_for(lambda: not all(is_alive(pid) for pid in pids))
             sys.exit(7)
+        case _:
+            raise AssertionError(deed)
 
 
 def pause() -> None:
@@ -60,11 +63,11 @@ def pause() -> None:
 
 def is_alive(pid: int) -> bool:
     with contextlib.suppress(OSError):
-        return "Z" != Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
 
 
-def wait_for(is_so) -> None:  # type: ignore[no-untyped-def]
+def wait_for(is_so: Callable[[], bool]) -> None:
     give_up_at = time.monotonic() + DEADLINE_S
     while not is_so():
         if time.monotonic() > give_up_at:

@@ -24,6 +24,7 @@ from pytest_megatron.launch.plan import AttemptPlan
 from pytest_megatron.launch.secrets import Redactor
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.verdict.attempt import Attempt
+from pytest_megatron.verdict.checked import refuse_wrong
 from pytest_megatron.verdict.decide import decide_training
 from pytest_megatron.verdict.hardware import with_health
 from pytest_megatron.verdict.job import Job, Training, describe_plan, plan_job
@@ -102,8 +103,9 @@ def begin(job: Job, facts: Facts, listener: Listener, retries: Retries) -> tuple
     """Return the repeats of a job; nothing of them has run yet.
 
     Raises:
-        MegatronError: It cannot be planned.
+        MegatronError: It cannot be planned, or a check finds an error.
     """
+    refuse_wrong(job)
     require_frozen(plan_job(job))  # a missing checkpoint is worth knowing before the training
     first = job.replay.repeat
     return tuple(

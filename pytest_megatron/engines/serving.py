@@ -6,6 +6,7 @@ import select
 import signal
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from types import FrameType
 
 from pytest_megatron.engines.task_messages import (
@@ -78,8 +79,10 @@ class Servant:
     def _report(self) -> None:
         """Send what is new of the command."""
         for message in [] if self._work is None else self._work.poll():
-            self._send(message)
-            if isinstance(message, Finished) and self._work is not None:
+            if not isinstance(message, Finished):
+                self._send(message)
+            elif self._work is not None:
+                self._send(replace(message, told=self._told))
                 self._work.__exit__(None, None, None)
                 self._work = None
 

@@ -179,7 +179,7 @@ def mounts_of(place: SlurmConfig, paths: ShapePaths) -> tuple[str, ...]:
                 "cannot be mounted into a container: pyxis and enroot read a blank, a comma and "
                 "a colon as the end of a path; use a directory without them",
             )
-    own = [f"{path}:{path}" for path in needed]
+    own = [f"{path}:{path}" for path in needed if not {*path.parents} & {*needed}]
     return tuple(dict.fromkeys([*place.container.mounts, *own]))
 
 

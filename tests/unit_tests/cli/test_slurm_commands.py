@@ -76,7 +76,7 @@ def test_interactive_prints_a_shell_on_one_node_and_what_to_type_in_it(project: 
         "module load cuda\n"
         "srun --account=team --nodes=1 --partition=batch --time=00:40:00 --gpus-per-node=2 "
         "--ntasks=1 --container-image=dev.sqsh "
-        f"--container-mounts={project}:{project},{project}/run:{project}/run "
+        f"--container-mounts={project}:{project} "
         f"--container-workdir={project} --no-container-mount-home --pty bash -i\n"
         "# in it:\n"
         "export TEXT='it'\"'\"'s $HOME'\n"
@@ -90,8 +90,10 @@ def test_interactive_on_several_nodes_leaves_a_spec_for_their_tasks(project: Pat
     lines = told("two_nodes[dev-dgx_h100]").splitlines()
     assert lines[:2] == [
         "# its nodes:",
-        "salloc --account=team --nodes=2 --ntasks-per-node=1 --partition=batch --segment=2 "
-        "--time=00:40:00 --gpus-per-node=2",
+        (
+            "salloc --account=team --nodes=2 --ntasks-per-node=1 --partition=batch --segment=2 "
+            "--time=00:40:00 --gpus-per-node=2"
+        ),
     ]
     spec = project / "run/engine/spec.json"
     assert any(line.endswith(f" python -m pytest_megatron.engines.worker {spec}") for line in lines)

@@ -112,11 +112,13 @@ class Trouble:
     Attributes:
         text: One line for a person: what happened, who says so, job and host.
         evidence: Lines of a log that belong to it.
+        is_transient: Whether another attempt may pass; None is as the table of signatures says.
     """
 
     kind: TroubleKind
     text: str
     evidence: tuple[str, ...] = ()
+    is_transient: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,8 +24,12 @@ from pytest_megatron.engines.base import (
     Update,
 )
 from pytest_megatron.engines.journal import Ended, Journal
-from pytest_megatron.engines.slurm_batches import Scripts
-from pytest_megatron.engines.slurm_commands import SlurmAwayError, SlurmCommands
+from pytest_megatron.engines.slurm_batches import Scripts, scancel_labels
+from pytest_megatron.engines.slurm_commands import (
+    SlurmAwayError,
+    SlurmCommands,
+    who_cancelled,
+)
 from pytest_megatron.engines.slurm_ends import (
     JobFiles,
     find_record,
@@ -49,7 +54,6 @@ _CANCEL_S = 60.0  # for jobs to end; Slurm waits 30 s by itself between TERM and
 _CANCEL_POLL_S = 0.5
 _HASTY = 6.0  # a job that did not end well is waited for by so much less than one that did
 _ACCOUNT_S = 30.0  # between two questions to the accounting
-_MOST_LABELS = 5  # in a sentence
 _Clock = tuple[Callable[[], float], Callable[[float], None]]
 
 
@@ -208,23 +212,16 @@ class SlurmEngine:
         return [tracked for tracked in self._tracked.values() if tracked.is_cancelled]
 
     def _labels(self, wanted: Iterable[_Tracked]) -> list[str]:
-        """Return what scancel takes: whole arrays where all that is left of them is wanted."""
-        batches: dict[int, list[_Tracked]] = {}
+        """Return what scancel takes for these."""
+        num_live = Counter(tracked.batch for tracked in self._tracked.values())
+        chosen: dict[int, list[int]] = {}
         for tracked in wanted:
             if tracked.batch is not None:
-                batches.setdefault(tracked.batch, []).append(tracked)
-        num_live: dict[int | None, int] = {}
-        for tracked in self._tracked.values():
-            num_live[tracked.batch] = num_live.get(tracked.batch, 0) + 1
-        found: list[str] = []
-        for number, some in batches.items():
-            batch = self._journal.batches[number]
-            if batch.job_id is None:
-                continue
-            if not batch.is_array or len(some) == num_live[number]:
-                found.append(str(batch.job_id))
-            else:
-                found += (label_of(batch.job_id, tracked.index) for tracked in some)
+                chosen.setdefault(tracked.batch, []).append(tracked.index)
+        found = []
+        for number, indices in chosen.items():
+            is_whole = len(indices) == num_live[number]
+            found += scancel_labels(self._journal.batches[number], indices, is_whole=is_whole)
         return found
 
     def _submit_ready(self) -> None:
@@ -292,12 +289,7 @@ class SlurmEngine:
             and (job := seen.get(self._place(tracked) or (0, None))) is not None
             and job.state == "CANCELLED"
         }
-        if foreign:
-            for known in self._commands.accounted(sorted(foreign)):
-                job = seen.get(known.place)
-                if job is not None and known.by_uid is not None:
-                    seen[known.place] = replace(job, by_uid=known.by_uid)
-        return seen
+        return seen if not foreign else seen | who_cancelled(self._commands, seen, foreign)
 
     def _look(self, tracked: _Tracked, job: SlurmJob) -> None:
         """Learn what became of an order from what Slurm says of its job."""
@@ -358,6 +350,9 @@ class SlurmEngine:
             with contextlib.suppress(SlurmAwayError):
                 bad = self._commands.bad_nodes(outcome.hosts)
             outcome = narrowed(outcome, bad)
+        is_late = trouble is not None and trouble.kind is TroubleKind.TIMEOUT
+        if trouble is not None and is_late and self._settings.retries_timeout:
+            outcome = replace(outcome, trouble=replace(trouble, is_transient=True))
         if trouble is not None and tracked.is_cancelled:
             label = "" if job is None else f" (job {job.label})"
             outcome = replace(outcome, trouble=_cancelled(f"by this run{label}"))

@@ -41,12 +41,14 @@ class SlurmSettings:
         max_array: Elements of an array; None is what the cluster allows.
         patience_s: How long a record may come after Slurm said that the job ended well: shared
             file systems are late.
+        retries_timeout: Whether a job that Slurm ended for its time limit is worth another attempt.
     """
 
     interval_s: float = 10.0
     max_jobs: int | None = None
     max_array: int | None = None
     patience_s: float = 60.0
+    retries_timeout: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,10 @@ def open_slurm(context: EngineContext) -> SlurmEngine:
         RealSlurm(context.env, context.root, [journal.descriptor]),
         NemoScripts(ScriptWriter(config, paths, context.engine_dir)),
         SlurmSettings(
-            interval_s=config.interval, max_jobs=config.max_jobs, max_array=config.max_array
+            interval_s=config.interval,
+            max_jobs=config.max_jobs,
+            max_array=config.max_array,
+            retries_timeout=config.retry_timeout,
         ),
         journal,
     )

@@ -8,8 +8,10 @@ from pathlib import Path
 
 from pytest_megatron.checks.mounts import Mount, Reach, mount_of
 from pytest_megatron.checks.rules import Hit
+from pytest_megatron.wording import counted
 
 _LEAST_PORT, _MOST_PORT = 1024, 65535
+_PORTS_OF_JOB = 2  # one for its tasks, one for its ranks
 # Where the system's own programs are, on every node its own.
 _SYSTEM = tuple(Path(name) for name in ("/usr", "/bin", "/opt", "/sbin"))
 
@@ -61,7 +63,7 @@ def check_ports(
     Args:
         ports: Of which each job takes one by its number.
         ephemeral: What the kernel gives to connections, first and last; None where unknown.
-        num_jobs: That may run at a time and share nodes.
+        num_jobs: That a node may have at a time.
         where: What says so.
     """
     if not ports or ports[0] < _LEAST_PORT or ports[-1] > _MOST_PORT:
@@ -70,8 +72,8 @@ def check_ports(
     if ephemeral is not None and ports[0] <= ephemeral[1] and ports[-1] >= ephemeral[0]:
         taken = f"{ephemeral[0]}-{ephemeral[1]}"
         yield Hit("ports-ephemeral", where, ports=f"{ports[0]}-{ports[-1]}", taken=taken)
-    if len(ports) < num_jobs:
-        yield Hit("ports-few", where, count=len(ports), jobs=num_jobs)
+    if len(ports) < _PORTS_OF_JOB * num_jobs:
+        yield Hit("ports-few", where, count=len(ports), jobs=counted(num_jobs, "job"))
 
 
 def in_container(path: Path, mounts: Mapping[Path, Path]) -> Path | None:

@@ -100,7 +100,7 @@ class SlurmChecks:
             where=where,
         )
         yield from check_partition(cluster, wanted)
-        jobs = _jobs_at_a_time(cluster, needed.num_nodes, gpus, place)
+        jobs = _jobs_on_a_node(cluster, gpus, place)
         yield from check_ports(place.port_range, self._around.ephemeral, jobs, where)
         if not (cluster.hosts and cluster.hosts <= self._around.hosts):
             paths = [*self._own_paths(place), *self._named_paths(workload, setting, place)]
@@ -204,18 +204,14 @@ def _gpus_per_node(needed: Resources, place: SlurmConfig) -> int:
     return int(flags.get("gpus-per-node", 0))
 
 
-def _jobs_at_a_time(cluster: Cluster, nodes: int, gpus: int, place: SlurmConfig) -> int:
-    """Return how many jobs may run at a time and share nodes; 0 where none share one."""
+def _jobs_on_a_node(cluster: Cluster, gpus: int, place: SlurmConfig) -> int:
+    """Return how many such jobs a node may have at a time."""
+    if not gpus or place.exclusive:
+        return 1
     named = place.partition.split(",") if place.partition else []
-    found = 0
-    for partition in cluster.partitions:
-        if not gpus or not (partition.name in named or (not named and partition.is_default)):
-            continue
-        shared = [(number, each // gpus) for number, each in partition.gpus if each >= 2 * gpus]
-        found += sum(number * jobs for number, jobs in shared) // nodes
-    if place.exclusive:
-        return 0
-    return found if place.max_jobs is None else min(found, place.max_jobs)
+    chosen = [p for p in cluster.partitions if p.name in named or (not named and p.is_default)]
+    most = max((each // gpus for p in chosen for _, each in p.gpus), default=1)
+    return max(1, most if place.max_jobs is None else min(most, place.max_jobs))
 
 
 def _container_mounts(place: SlurmConfig, context: EngineContext) -> dict[Path, Path]:

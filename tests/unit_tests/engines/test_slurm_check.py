@@ -149,10 +149,10 @@ def test_partitions_are_asked_of_a_real_slurm(place: Place, slurm_lab: SlurmLab)
         "either": place.found(replace(short, partition="short,debug", time_slack=9), needed=fits),
         "name": place.found(replace(SOUND, partition="shrt")),
         "ports": place.found(
-            replace(SOUND, ports="20000-20006"),
+            replace(SOUND, ports="20000-20002"),
             needed=replace(NEEDED, num_nodes=1, gpus_per_node=4),
         ),
-        "ports of whole nodes": place.found(replace(SOUND, ports="20000-20006")),
+        "ports of whole nodes": place.found(replace(SOUND, ports="20000-20002")),
     }
     assert wanted == {
         "sound": [],

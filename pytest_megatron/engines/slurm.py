@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from pytest_megatron.checks.rules import Finding
 from pytest_megatron.engines.base import (
     EngineContext,
     Order,
@@ -43,7 +44,6 @@ from pytest_megatron.engines.slurm_states import (
     Place,
     SlurmJob,
     detail_of,
-    label_of,
     phase_of,
     why_never,
 )
@@ -125,6 +125,13 @@ class SlurmEngine:
         """Return nothing: what Slurm refuses, it says itself."""
         return None
 
+    def findings(
+        self, workload: Workload, setting: Setting, needed: Resources
+    ) -> Sequence[Finding]:
+        """Return what is wrong with the jobs of a workload, as far as this machine can know."""
+        checks = self._settings.checks
+        return () if checks is None else checks.findings(workload, setting, needed)
+
     def submit(self, orders: Sequence[Order]) -> None:
         """Submit orders, or take them up where an earlier controller left them.
 
@@ -182,12 +189,11 @@ class SlurmEngine:
         try:
             self._cancel_until(until)
         finally:
-            left = self._cancelled_ones()
-            if left:
-                labels = " ".join(self._labels(left)) or f"--name of run {self._journal.run_id}"
-                left[0].order.listener.on_lines(
-                    [f"jobs may be left in Slurm's queue; to end them: scancel {labels}"]
-                )
+            if left := self._cancelled_ones():
+                labels = " ".join(self._labels(left))
+                how = f"scancel {labels}" if labels else f"those named .{self._journal.run_id}-N"
+                said = f"jobs may be left in Slurm's queue; to end them: {how}"
+                left[0].order.listener.on_lines([said])
 
     def _cancel_until(self, until: float) -> None:
         """Cancel and look, until all that is to be cancelled is gone."""
@@ -232,15 +238,10 @@ class SlurmEngine:
                 case Refused(text=text):
                     trouble = Trouble(kind=TroubleKind.NOT_STARTED, text=text)
                     self._finish(tracked, Outcome(trouble=trouble))
-                case Submitted(batch=batch, index=index, note=note):
+                case Submitted(batch=batch, index=index, note=note, label=label):
                     tracked.batch, tracked.index, tracked.note = batch, index, note
-                    self._tell(tracked, Phase.WAITING, self._submitted_as(batch, index))
-
-    def _submitted_as(self, batch: int, index: int) -> str:
-        found = self._journal.batches[batch]
-        if found.job_id is None:
-            return "submitted; Slurm has not answered yet"
-        return f"job {label_of(found.job_id, index if found.is_array else None)} is submitted"
+                    what = f"job {label} is submitted" if label else "Slurm has not answered yet"
+                    self._tell(tracked, Phase.WAITING, what)
 
     def _look_at_all(self) -> None:
         """Learn from one query what became of all orders that are in the queue.

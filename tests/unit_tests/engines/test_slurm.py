@@ -227,7 +227,9 @@ def test_the_nodes_that_are_out_of_service_are_the_bad_ones(tmp_path: Path) -> N
     assert ends(engine) == {}
     slurm.wait(11)
     found = ends(engine)
-    assert (found["a"].hosts, text_of(found, "a")) == (
+    trouble = found["a"].trouble
+    assert trouble is not None
+    assert (trouble.hosts, trouble.text) == (
         ("node3",),
         "job 41 on node[1-4] ended as NODE_FAIL: a node of it failed; out of service: node3",
     )

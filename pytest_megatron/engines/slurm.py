@@ -146,7 +146,7 @@ class SlurmEngine:
         ended = self._journal.ends.get(order.key)
         batch, index = self._journal.places.get(order.key, (None, 0))
         if ended is not None:
-            files = None if batch is None else self._files(batch, index)
+            files = None if batch is None else JobFiles.of(self._context.engine_dir, batch, index)
             outcome = taken_up(order, ended, files, self._context.facts)
             self._news.append(Update(key=order.key, phase=Phase.ENDED, outcome=outcome))
             return
@@ -185,9 +185,8 @@ class SlurmEngine:
                 tracked.batch, tracked.index = self._journal.places[key]
             else:
                 self._finish(tracked, Outcome(trouble=_cancelled("before it was submitted")))
-        until = self._now() + _CANCEL_S
         try:
-            self._cancel_until(until)
+            self._cancel_until(self._now() + _CANCEL_S)
         finally:
             if left := self._cancelled_ones():
                 labels = " ".join(self._labels(left))
@@ -395,10 +394,7 @@ class SlurmEngine:
 
     def _files_of(self, tracked: _Tracked) -> JobFiles:
         assert tracked.batch is not None
-        return self._files(tracked.batch, tracked.index)
-
-    def _files(self, batch: int, index: int) -> JobFiles:
-        return JobFiles.of(self._context.engine_dir, batch, index)
+        return JobFiles.of(self._context.engine_dir, tracked.batch, tracked.index)
 
 
 def _cancelled(text: str) -> Trouble:

@@ -27,11 +27,6 @@ class Form(Enum):
     LIST = "list"
     MEGATRON = "megatron"
 
-    @property
-    def is_read_by_megatron(self) -> bool:
-        """Whether Megatron-LM's own reader takes a metric map of this form."""
-        return self is not Form.LIST
-
 
 def lay_out(document: Mapping[str, JsonValue], form: Form) -> str:
     """Return the text of a golden, with a final newline; keys in the order given.

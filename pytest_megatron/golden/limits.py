@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
+from pytest_megatron.golden.model import is_loss
+
 TAIL_FRACTION = 0.25
 # Absolute: the rounding of a golden of five decimals, and of one of full precision.
 ROUNDING, FULL_ROUNDING = 5e-6, 1e-9
@@ -36,6 +38,13 @@ class Worse(Enum):
     HIGHER = "higher"
     LOWER = "lower"
     EITHER = "either"
+
+
+_BETTER: Mapping[Worse, str] = {
+    Worse.HIGHER: "lower_is_better",
+    Worse.LOWER: "higher_is_better",
+    Worse.EITHER: "either",
+}
 
 
 class Exact(Enum):
@@ -161,6 +170,17 @@ def kind_of(metric: str) -> Kind:
     """Return the kind of a metric by its name."""
     limits = DEFAULTS.get(metric, BY_KIND[Kind.LOSS])
     return next(kind for kind, one in BY_KIND.items() if type(one) is type(limits))
+
+
+def direction_of(metric: str) -> str:
+    """Return which way a metric is better, as provenance names it: away from where it is worse.
+
+    Less of a loss is better, although more or less than the golden's fails; of others nobody knows.
+    """
+    limits = DEFAULTS.get(metric)
+    if isinstance(limits, CostLimits | MemoryLimits):
+        return _BETTER[limits.worse]
+    return _BETTER[Worse.HIGHER if is_loss(metric) else Worse.EITHER]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

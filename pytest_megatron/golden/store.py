@@ -12,7 +12,7 @@ from pytest_megatron.errors import GoldenError, MetricsError
 from pytest_megatron.files import write_json_atomically, write_text_atomically
 from pytest_megatron.golden.document import metrics_to_json, parse_document
 from pytest_megatron.golden.form import PROVENANCE_KEY, Form, lay_out
-from pytest_megatron.golden.generation import Generation, find_not_finite, generation_to_json
+from pytest_megatron.golden.generation import find_not_finite, generation_to_json
 from pytest_megatron.golden.jsonlines import read_json_lines
 from pytest_megatron.golden.model import MetricMap, MetricsFile, Observed, is_finite
 from pytest_megatron.golden.provenance import (
@@ -115,19 +115,6 @@ def golden_text(golden: Golden, form: Form = Form.COMPACT) -> str:
     document = metrics_to_json(golden.metrics)
     document[PROVENANCE_KEY] = dict(AS_BLOCK) | provenance
     return lay_out(document, form)
-
-
-def write_generation_golden(
-    path: Path, generation: Generation, provenance: Provenance, form: Form = Form.COMPACT
-) -> None:
-    """Write a golden of an inference program, see `golden_text`.
-
-    Raises:
-        GoldenError: A value that is compared is not a finite number.
-        OSError: As from `write_text_atomically`; the old file is as it was.
-    """
-    golden = Golden(path=str(path), metrics={}, provenance=provenance, generation=generation)
-    write_text_atomically(path, golden_text(golden, form))
 
 
 def write_golden(

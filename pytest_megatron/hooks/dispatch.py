@@ -87,7 +87,9 @@ class Dispatcher:
         self._may_send_ahead = not crew.is_copying and not any(
             getattr(option, name, None) for name in ("maxfail", "usepdb", "trace")
         )
-        self._num_cores = len(os.sched_getaffinity(0))
+        # How many ranks go on by themselves: without a core for the controller, they gain nothing.
+        self._most_ahead = len(os.sched_getaffinity(0)) - 1
+        self._is_always_ahead = bool(os.environ.get(ALWAYS_AHEAD))
         self._has_closed = threading.Event()
 
     # What the loop asks
@@ -281,10 +283,8 @@ class Dispatcher:
             self._crew.fleet.send_ahead(gang, run, limit_s=self._limits_s[self._items[index]])
 
     def _pays_ahead(self, spec: GangSpec) -> bool:
-        """Whether the controller has a core of its own; without one, ranks gain nothing."""
-        if os.environ.get(ALWAYS_AHEAD):
-            return True
-        return spec.device == "cpu" and self._num_cores > spec.world_size
+        is_cheap = spec.device == "cpu" and spec.world_size <= self._most_ahead
+        return self._is_always_ahead or is_cheap
 
     def _assign(self, gang: Gang, index: int, next_index: int) -> None:
         run = self._prepare(gang, index, next_index)

@@ -44,12 +44,13 @@ class RunFile:
         """Say how the run ended, after all others had a say in it."""
         yield
         self._end = {"ended": utc_now(), "exit_code": int(session.exitstatus)}
-        is_refused = session.exitstatus == pytest.ExitCode.USAGE_ERROR  # corrected and typed again
-        if self._records or (self._is_asked_for() and not is_refused):
+        if self._records or self._is_asked_for():
             self.write()
 
     def _is_asked_for(self) -> bool:
         """Whether a run without items of ours is to be told of; never over an earlier run."""
+        if self._end["exit_code"] == pytest.ExitCode.USAGE_ERROR:  # corrected and typed again
+            return False
         options = self._session.options
         if options.run_dir is None or options.is_plan or self._config.option.collectonly:
             return False

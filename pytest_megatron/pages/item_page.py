@@ -59,26 +59,6 @@ def item_page(
     return document(f"{item.verdict}: {item.node_id}", "\n".join(filter(None, parts)), "curves.js")
 
 
-def comparison_page(
-    title: str, charts: Sequence[Chart], *, notes: Sequence[str] = (), problem: str | None = None
-) -> str:
-    """Return a page of two sets of curves, such as an old golden and a new one.
-
-    Args:
-        title: What it is about.
-        charts: Of each metric; what the others are compared with has the role of the golden.
-        notes: What to know of them.
-        problem: What to put first.
-    """
-    parts = [
-        f"<h1>{text(title)}</h1>",
-        f"<pre class=problem>{text(problem)}</pre>" if problem else "",
-        *(f"<p>{text(note)}</p>" for note in notes),
-        charts_block(charts),
-    ]
-    return document(title, "\n".join(filter(None, parts)), "curves.js")
-
-
 def charts_block(charts: Sequence[Chart], *, most_bytes: int = MOST_BYTES) -> str:
     """Return the charts of a page, with what they are drawn from."""
     drawn = [chart for chart in charts if any(len(curve.series) for curve in chart.curves)]

@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from pytest_megatron.files import write_text_atomically
-from pytest_megatron.golden.model import MetricMap, is_loss
+from pytest_megatron.golden.limits import direction_of
+from pytest_megatron.golden.model import MetricMap
 from pytest_megatron.golden.provenance import Golden, Provenance
 from pytest_megatron.golden.refresh import combine, spread_of
 from pytest_megatron.golden.store import golden_text, project_form
@@ -90,14 +91,8 @@ def _provenance(
         repeats=len(repeats),
         deterministic=is_equal,
         spread=spread,
-        directions={n: _direction(n) for n in metrics} if not is_generation else {},
+        directions={n: direction_of(n) for n in metrics} if not is_generation else {},
     )
-
-
-def _direction(name: str) -> str:
-    """Return which way a metric is better: less time, memory or loss; of others nobody knows."""
-    is_cost = name.startswith(("iteration-time", "mem-"))
-    return "lower_is_better" if is_cost or is_loss(name) else "either"
 
 
 def _with_run(

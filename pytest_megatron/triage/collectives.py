@@ -78,14 +78,6 @@ def analyse(dumps: Mapping[int, FlightDump], world_size: int | None = None) -> t
     return tuple(sorted(found, key=order))
 
 
-def missing_ranks(
-    dumps: Mapping[int, FlightDump], world_size: int | None = None
-) -> tuple[int, ...]:
-    """Return the ranks that the others wait for, nothing where that cannot be said."""
-    findings = analyse(dumps, world_size)
-    return findings[0].ranks if findings and findings[0].is_certain else ()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
     """The collectives of one group, side by side.

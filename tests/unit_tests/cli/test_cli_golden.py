@@ -1,12 +1,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
+from golden_command import run
 
-from pytest_megatron.cli.main import main
 from pytest_megatron.golden.model import Value, series_of
 from pytest_megatron.golden.provenance import Provenance
 from pytest_megatron.golden.store import write_golden, write_metrics
@@ -27,15 +26,6 @@ def observed(tmp_path: Path) -> Path:
     path = tmp_path / "metrics.json"
     write_metrics(path, {"lm loss": series_of(LOSS, is_full_precision=True)})
     return path
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
-    """Run `pytest-megatron golden` in this process; return its exit code."""
-    monkeypatch.setattr(sys, "argv", ["pytest-megatron", "golden", *map(str, arguments)])
-    with pytest.raises(SystemExit) as caught:
-        main()
-    code = caught.value.code
-    return code if isinstance(code, int) else 0
 
 
 def check(monkeypatch: pytest.MonkeyPatch, golden: Path, observed: Path, *more: str) -> int:

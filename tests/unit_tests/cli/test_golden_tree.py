@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
+from golden_command import run
 
-from pytest_megatron.cli.main import main
 from pytest_megatron.golden.store import read_golden
 
 BESIDE = Path("tests/functional_tests/test_cases/gpt/tp1")
@@ -35,15 +34,6 @@ def _project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = {str(step): 2 + 1 / step for step in range(1, 31)}
     block = {"start_step": 1, "end_step": 30, "step_interval": 1, "values": values}
     OLD.write_text(json.dumps({"lm loss": block}, indent=4))
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
-    """Run `pytest-megatron golden` in this process; return its exit code."""
-    monkeypatch.setattr(sys, "argv", ["pytest-megatron", "golden", *map(str, arguments)])
-    with pytest.raises(SystemExit) as caught:
-        main()
-    code = caught.value.code
-    return code if isinstance(code, int) else 0
 
 
 def test_convert_only_says_what_it_would_do(

@@ -7,8 +7,8 @@ import pytest
 
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.files import JsonValue
-from pytest_megatron.golden.provenance import Provenance
-from pytest_megatron.golden.store import read_golden, read_metrics, write_generation_golden
+from pytest_megatron.golden.provenance import Golden, Provenance
+from pytest_megatron.golden.store import golden_text, read_golden, read_metrics
 
 STATIC: dict[str, JsonValue] = {
     "0": {"generated_tokens": [3, 1, 2], "logprobs": [-1.5, -2.0], "generated_text": "abc"}
@@ -51,7 +51,10 @@ def test_a_written_golden_holds_all_of_the_output_and_its_provenance(tmp_path: P
     (tmp_path / "o.json").write_text(json.dumps(DYNAMIC))
     generation = read_metrics(tmp_path / "o.json").generation
     assert generation is not None
-    write_generation_golden(tmp_path / "g.json", generation, Provenance(commit="abc"))
+    golden = Golden(
+        path="g.json", metrics={}, provenance=Provenance(commit="abc"), generation=generation
+    )
+    (tmp_path / "g.json").write_text(golden_text(golden))
     written = json.loads((tmp_path / "g.json").read_text())
     assert written == {**DYNAMIC, "_provenance": {"commit": "abc"}}
     golden = read_golden(tmp_path / "g.json")
@@ -110,5 +113,6 @@ def test_a_logprob_that_is_not_finite_becomes_no_golden(tmp_path: Path) -> None:
     (tmp_path / "o.json").write_text('{"0": {"logprobs": [-1.0, NaN]}}')
     generation = read_metrics(tmp_path / "o.json").generation
     assert generation is not None
+    golden = Golden(path="g", metrics={}, provenance=Provenance(), generation=generation)
     with pytest.raises(GoldenError, match="logprobs of request '0' is nan at position 1"):
-        write_generation_golden(tmp_path / "g.json", generation, Provenance())
+        golden_text(golden)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import zipfile
 from collections.abc import Sequence
@@ -16,7 +15,6 @@ from made_run import METRICS, MadeRun, changed, curve
 from pytest_megatron.cli.main import group
 from pytest_megatron.errors import MegatronError
 from pytest_megatron.golden.model import MetricMap
-from pytest_megatron.pages.compare import write_comparison
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\u2028"
 
@@ -216,11 +214,3 @@ def test_a_failure_in_quarantine_says_so(run: MadeRun) -> None:
     report(run.write())
     assert "in quarantine, see #7: lm loss" in (run.root / "index.html").read_text()
     assert "<b>in quarantine</b> see #7" in page.read_text()
-
-
-def test_two_goldens_can_be_laid_over_one_another(tmp_path: Path) -> None:
-    old, new = whole(20), {**whole(30), "lm loss": changed(curve(30), {4: math.nan})}
-    path = write_comparison(tmp_path / "x.html", "a case", old=old, new=new)
-    data = json.loads(path.read_text().partition('id="data">')[2].partition("</script>")[0])
-    assert data["charts"][0]["m"] == "lm loss"
-    assert [c["n"] for c in data["charts"][0]["c"]] == ["old", "new"]

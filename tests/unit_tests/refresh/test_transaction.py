@@ -11,7 +11,6 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -94,19 +93,6 @@ def _umask() -> int:
     current = os.umask(0)
     os.umask(current)
     return current
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 KiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
-    if subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("may not mount a file system")
-    yield disk
-    umount = ["umount", str(disk)]
-    subprocess.run(umount, check=True)
 
 
 def _remounted(disk: Path) -> list[str]:

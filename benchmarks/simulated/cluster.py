@@ -250,9 +250,7 @@ class Cluster:
     def _take_first(self, shape: Shape, nodes: list[_Node]) -> None:
         self._start(self._jobs[self._queues[shape].pop(0)], nodes)
 
-    def _room_for(
-        self, shape: Shape, but: frozenset[str] = frozenset()
-    ) -> list[_Node] | None:
+    def _room_for(self, shape: Shape, but: frozenset[str] = frozenset()) -> list[_Node] | None:
         """Return nodes that a job can start on now, the fullest ones that do."""
         barred = shape.excluded | but
         fitting = [

@@ -67,7 +67,7 @@ class Standing:
         num_ended: Workloads that were handed out.
         num_waiting: Orders that the engine has and does not run yet.
         num_held: What was not submitted yet: it has enough, or a further attempt pauses first.
-        reasons: Why they wait, in the engine's words, with how often.
+        detail: What the engine says of the first order that waits, else of the first that runs.
         share_done: Of the GPU time that is expected, from 0 to 1; None where nothing is known.
     """
 
@@ -76,7 +76,7 @@ class Standing:
     num_running: int
     num_waiting: int
     num_held: int
-    reasons: tuple[tuple[str, int], ...]
+    detail: str
     share_done: float | None
 
 
@@ -130,6 +130,7 @@ class Campaign:
         self._delayed: list[tuple[float, int, _Next]] = []
         self._open: dict[str, _Open] = {}  # by the key of each order, wherever that is
         self._phases: dict[str, tuple[Phase, str]] = {}  # of orders that the engine has
+        self._num_works = self._num_ended = 0
         self._expected = self._done = 0.0
         self._poll_at = float("-inf")
 
@@ -157,14 +158,14 @@ class Campaign:
     def standing(self) -> Standing:
         """How far it is."""
         phases = Counter(phase for phase, _ in self._phases.values())
-        waiting = Counter(d for phase, d in self._phases.values() if d and phase is Phase.WAITING)
+        details = {phase: text for phase, text in reversed(self._phases.values()) if text}
         return Standing(
             num_works=self._num_works,
             num_ended=self._num_ended,
             num_running=phases[Phase.RUNNING],
             num_waiting=phases[Phase.WAITING],
             num_held=len(self._todo) + len(self._delayed),
-            reasons=tuple(waiting.most_common()),
+            detail=details.get(Phase.WAITING) or details.get(Phase.RUNNING, ""),
             share_done=self._done / self._expected if self._expected else None,
         )
 
@@ -208,7 +209,8 @@ class Campaign:
         while self._delayed and self._delayed[0][0] <= self._clock():
             following = heapq.heappop(self._delayed)[2]
             rank = following.of.work.rank
-            heapq.heappush(self._todo, (rank, next(self._number), following))
+            at_once = replace(following, order=replace(following.order, delay_s=0.0))
+            heapq.heappush(self._todo, (rank, next(self._number), at_once))
         ended: list[WorkEnd] = []
         orders: list[Order] = []
         room = min(_CHUNK, self._most_orders - len(self._phases))
@@ -235,26 +237,16 @@ class Campaign:
         self._open[order.key] = found
 
     def _submit(self, orders: Sequence[Order]) -> list[WorkEnd]:
-        """Check orders and hand them to the engine."""
+        """Hand orders to the engine."""
         if not orders:
             return []
-        ended: list[WorkEnd] = []
-        problems = self._engine.check(orders)
-        for order in orders:
-            if order.key in problems and order.key in self._open:
-                text = f"{problems[order.key]}; nothing was run"
-                ended.append(self._end(self._open[order.key], LaunchError(order.node_id, text)))
-        sound = [order for order in orders if order.key in self._open]
         try:
-            if sound:
-                self._engine.submit(sound)
+            self._engine.submit(orders)
         except LaunchError as error:
-            for order in sound:
-                if order.key in self._open:
-                    ended.append(self._end(self._open[order.key], error))
-            return ended
-        self._phases |= {order.key: (Phase.WAITING, "") for order in sound}
-        return ended
+            found = {id(of): of for order in orders if (of := self._open.get(order.key))}
+            return [self._end(of, error) for of in found.values()]
+        self._phases |= {order.key: (Phase.WAITING, "") for order in orders}
+        return []
 
     def _take(self, update: Update) -> list[WorkEnd]:
         """Take note of what the engine says of an order."""
@@ -302,7 +294,7 @@ class Campaign:
 
 
 def _weight(rank: Rank) -> float:
-    """Return the GPU seconds that a workload is expected to take; 0 where the past tells nothing."""
+    """Return the GPU seconds that a workload is expected to take; 0 where nothing is known."""
     return rank[0] * min(-1, rank[1])
 
 

@@ -30,6 +30,7 @@ class Resources:
         gpus_per_node: 0 on the platform `cpu`.
         ranks_per_node: As many as GPUs where there are any.
         time_limit_s: Of all phases together; an engine adds what starting and ending takes it.
+        segment: How many nodes must be near one another, as the recipe says; None if it does not.
     """
 
     platform: str
@@ -37,6 +38,7 @@ class Resources:
     gpus_per_node: int
     ranks_per_node: int
     time_limit_s: float
+    segment: int | None = None
 
     @property
     def num_gpus(self) -> int:

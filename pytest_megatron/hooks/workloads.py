@@ -14,6 +14,7 @@ from pytest_megatron.errors import LaunchError, MegatronError
 from pytest_megatron.files import JsonValue, write_json_atomically
 from pytest_megatron.golden.policy import Policy
 from pytest_megatron.golden.policy_file import policy_named
+from pytest_megatron.hooks.checks import checked, finding_lines, warn_once
 from pytest_megatron.hooks.goldens import GoldenWriter
 from pytest_megatron.hooks.history import register_history
 from pytest_megatron.hooks.item import WorkloadItem
@@ -111,7 +112,8 @@ class WorkloadPlugin:
         """With `--plan`, print what would run instead of running it.
 
         Raises:
-            pytest.UsageError: The run directory holds an earlier run.
+            pytest.UsageError: The run directory holds an earlier run, or a workload of the plan
+                would be refused.
         """
         if self._config.option.collectonly or self._session.is_worker:
             return None
@@ -120,9 +122,10 @@ class WorkloadPlugin:
             return None
         if session.testsfailed:
             return None
-        for item in session.items:
-            if isinstance(item, WorkloadItem):
-                self._print_plan(item)
+        workloads = [item for item in session.items if isinstance(item, WorkloadItem)]
+        refused = [item.nodeid for item in workloads if not self._print_plan(item)]
+        if refused:
+            raise pytest.UsageError(f"{', '.join(refused)}: would be refused, see above")
         return True
 
     def prepare(self, item: WorkloadItem) -> Job:
@@ -150,6 +153,7 @@ class WorkloadPlugin:
         job = self.prepare(item)
         live = self._listener(item)
         with contextlib.closing(live):
+            warn_once(self._session, job, live)
             retries = ItemRetries(self._session, item.nodeid, live)
             training = train(job, self._session.facts, live, retries, self._session.engine)
             retries.note_end(training)
@@ -279,21 +283,25 @@ class WorkloadPlugin:
                 str(error.filename), f"{error.strerror}; give another --run-dir; nothing was run"
             ) from error
 
-    def _print_plan(self, item: WorkloadItem) -> None:
+    def _print_plan(self, item: WorkloadItem) -> bool:
+        """Print the plan of a workload; return whether it would be started."""
         if (skip := item.get_closest_marker("skip")) is not None:
             self._config.get_terminal_writer().line(
                 f"{item.nodeid}\n  skipped: {skip.kwargs['reason']}\n"
             )
-            return
+            return True
         try:
             job = make_job(self._session, item.workload, item.nodeid)
             is_compared = job.is_compared and self._session.options.golden != "off"
             golden = golden_path_of(job) if is_compared else None
             plan = plan_job(job)
-            print_plan(self._config, job, plan, golden)
+            found = checked(self._session, job)
+            lines = [self._session.shorten(line) for line in finding_lines(found)]
+            print_plan(self._config, job, plan, golden, lines)
             require_frozen(plan)
         except MegatronError as error:
             raise pytest.UsageError(str(error)) from None
+        return not any(finding.is_error for finding in found)
 
     def _listener(self, item: WorkloadItem) -> LiveTerminal | Quiet:
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")

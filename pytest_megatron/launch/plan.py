@@ -15,7 +15,9 @@ from pytest_megatron.errors import CaseError, RecipeError
 from pytest_megatron.host import CPU_PLATFORM
 from pytest_megatron.launch.arguments import command_words
 from pytest_megatron.launch.case import Case, TestType
+from pytest_megatron.launch.connections import planned_connections
 from pytest_megatron.launch.layout import FLIGHT_PREFIX, AttemptDirs, PhaseDirs
+from pytest_megatron.launch.model_args import ModelArgs
 from pytest_megatron.launch.phases import (
     DEFAULT_TIME_LIMIT_S,
     Frozen,
@@ -219,6 +221,7 @@ def _plan_phase(
     own = {
         **{k: v for k, v in NCCL_DEFAULTS.items() if k not in setting.env},
         **_flight_recorder(workload, phase, setting),
+        **planned_connections(ModelArgs(start.arguments), workload.platform, setting.env),
         **case.env,
         **start.variant.env,
         **_variables(workload, dirs, phase, setting, start, repeat),

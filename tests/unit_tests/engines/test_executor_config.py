@@ -103,7 +103,7 @@ def test_times_of_slurm(time: str, minutes: int) -> None:
     [
         ("slurm: {partitoin: x}", "slurm.partitoin: unknown key, .* did you mean 'partition'"),
         ("slurm: {container: {imag: x}}", "slurm.container.image: is missing; add it"),
-        ("slurm: {uv_sync: {venv: /x, arg: []}}", "uv_sync.arg: unknown key, .* mean 'args'"),
+        ("slurm: {uv_sync: {venv: /v/x, arg: []}}", "uv_sync.arg: unknown key, .* mean 'args'"),
         ("slurm: {platforms: {a: {mode: torchrun}}}", r"slurm.platforms.a.mode: unknown key"),
         ("slurm: {time: soon}", "slurm.time: found 'soon', expected a time of Slurm's"),
         ("slurm: {ports: 9-5}", "slurm.ports: found '9-5', expected FIRST-LAST within 1-65535"),

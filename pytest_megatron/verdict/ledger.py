@@ -175,3 +175,5 @@ class _Counts:
                     self._broken[str(row["broken_by"])] += 1
             case "infrastructure":
                 self.was_said = True
+            case _:
+                pass

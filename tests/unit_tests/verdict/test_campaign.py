@@ -297,4 +297,5 @@ def test_the_standing_counts_orders_and_quotes_the_engine() -> None:
     found = campaign.standing
     assert (found.num_works, found.num_ended, found.num_running) == (5, 1, 1)
     assert (found.num_waiting, found.num_held) == (2, 1)
-    assert (found.detail, found.share_done) == ("waits: Resources", pytest.approx(0.2))
+    assert found.detail == "waits: Resources"
+    assert found.share_done == pytest.approx(0.2)

@@ -16,7 +16,7 @@ import pytest
 from _pytest.skipping import evaluate_skip_marks
 
 from pytest_megatron.history import FILE_NAME, typical_durations
-from pytest_megatron.hooks.checks import warn_once
+from pytest_megatron.hooks.checks import refuse_or_warn
 from pytest_megatron.hooks.item import WorkloadItem, plugin_of
 from pytest_megatron.hooks.options import LOCAL
 from pytest_megatron.hooks.queue_terminal import QueueTerminal
@@ -156,7 +156,7 @@ class QueuePlugin:
         """Plan a workload; what it says goes to the terminal under its name."""
         job = plugin_of(self._config).prepare(item)
         live = self._terminal.listener(item.name)
-        warn_once(self._session, job, live)
+        refuse_or_warn(self._session, job, live)
         retries = ItemRetries(self._session, item.nodeid, live)
         self._begun[item.nodeid] = (job, retries)
         return begin(job, self._session.facts, live, retries)

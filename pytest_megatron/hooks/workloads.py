@@ -14,7 +14,7 @@ from pytest_megatron.errors import LaunchError, MegatronError
 from pytest_megatron.files import JsonValue, write_json_atomically
 from pytest_megatron.golden.policy import Policy
 from pytest_megatron.golden.policy_file import policy_named
-from pytest_megatron.hooks.checks import checked, finding_lines, warn_once
+from pytest_megatron.hooks.checks import checked, finding_lines, refuse_or_warn
 from pytest_megatron.hooks.goldens import GoldenWriter
 from pytest_megatron.hooks.history import register_history
 from pytest_megatron.hooks.item import WorkloadItem
@@ -153,7 +153,7 @@ class WorkloadPlugin:
         job = self.prepare(item)
         live = self._listener(item)
         with contextlib.closing(live):
-            warn_once(self._session, job, live)
+            refuse_or_warn(self._session, job, live)
             retries = ItemRetries(self._session, item.nodeid, live)
             training = train(job, self._session.facts, live, retries, self._session.engine)
             retries.note_end(training)

@@ -112,10 +112,12 @@ class Trouble:
     Attributes:
         text: One line for a person: what happened, who says so, job and host.
         evidence: Lines of a log that belong to it.
+        hosts: Those that it is about, where it is not about all that the attempt ran on.
     """
 
     kind: TroubleKind
     text: str
+    hosts: tuple[str, ...] = ()
     evidence: tuple[str, ...] = ()
 
 

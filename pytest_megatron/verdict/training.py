@@ -200,7 +200,7 @@ def _order(
         resources=needs_of(workload, plan),
         dirs=dirs,
         planned=planned,
-        avoid_hosts=frozenset(host for o in earlier if _is_of_host(o) for host in o.hosts),
+        avoid_hosts=frozenset(host for outcome in earlier for host in _suspects(outcome)),
         avoid_gpus=frozenset(
             f.uuid for health in healths for f in health.faults if f.uuid is not None
         ),
@@ -222,10 +222,14 @@ def needs_of(workload: Workload, plan: AttemptPlan) -> Resources:
     )
 
 
-def _is_of_host(outcome: Outcome) -> bool:
-    """Whether the machine is to be avoided from now on."""
+def _suspects(outcome: Outcome) -> tuple[str, ...]:
+    """Return the machines that are to be avoided from now on."""
+    trouble = outcome.trouble
+    if trouble is not None and trouble.hosts:
+        return trouble.hosts
     has_faults = outcome.health is not None and bool(outcome.health.faults)
-    return has_faults or (outcome.trouble is not None and outcome.trouble.kind.is_of_host)
+    is_of_host = trouble is not None and trouble.kind.is_of_host
+    return outcome.hosts if has_faults or is_of_host else ()
 
 
 def _judged(job: Job, planned: Planned, outcome: Outcome, *, repeat: int, number: int) -> Attempt:

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 UV_VERSION = "0.13.8"
-EXTRAS = ("megatron",)
+EXTRAS = ("megatron", "cluster")
 LOWEST, ABOVE = (3, 11), (3, 14)
 
 
@@ -80,6 +80,7 @@ def set_up(variant: str) -> None:
         variant,
         sys.version,
         UV_VERSION,
+        *EXTRAS,
         *(p.read_text() for p in (ROOT / "uv.lock", ROOT / "pyproject.toml")),
     ]
     wanted = hashlib.sha256("\0".join(recipe).encode()).hexdigest()

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 
 from packaging.version import Version
 
+from pytest_megatron.checks.rules import Hit
 from pytest_megatron.doctor.compat import compat
 from pytest_megatron.doctor.facts import Devices, Facts, Torch, major_of, version_of
-from pytest_megatron.doctor.rules import Hit
 
 _MOST_SHADOWS = 4
 # What torch says when CUDA does not start -> what to do.
@@ -89,15 +89,18 @@ def _fitting(driver: Version) -> str:
 def _gpus(devices: Devices, torch: Torch, env: Mapping[str, str]) -> Iterator[Hit]:
     if torch.cuda is None or torch.problem is not None:
         return
+    visible = env.get("CUDA_VISIBLE_DEVICES")
     if torch.cuda_problem is not None:
         advice = next((text for code, text in _STARTS if code in torch.cuda_problem), _ELSE)
+        if visible is not None:
+            advice = f"unset CUDA_VISIBLE_DEVICES, which is {visible!r}; else {advice}"
         yield Hit(
             "cuda-does-not-start", torch=torch.version, problem=torch.cuda_problem, advice=advice
         )
     elif torch.count < devices.num_nodes:
-        visible = env.get("CUDA_VISIBLE_DEVICES")
+        named = devices.num_nodes if visible is None else len(visible.split(","))
         yield Hit(
-            "gpus-not-seen",
+            "gpus-not-seen" if torch.count < named else "gpus-hidden",
             nodes=devices.num_nodes,
             count=torch.count,
             visible="not set" if visible is None else repr(visible),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
@@ -26,6 +27,8 @@ _NVML_LIMIT_S = 30.0
 _IMPORT_SHARE = 5  # what of the time limit one module may take
 # Source: /proc/driver/nvidia/version: `NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.14`
 _DRIVER = re.compile(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)")
+_RANK = re.compile(r"^\[rank\d+\]:")
+_MOST_SHOWN = 400  # characters of a line
 
 
 def look_at_devices(places: Places) -> Devices:
@@ -172,12 +175,23 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], logs: Path, limit_s: float) 
     for rank, code in enumerate(left):
         if code:
             text = (logs / f"{rank}.log").read_text(encoding="utf-8", errors="replace")
-            return f"rank {rank} {describe_exit(code)}: {_said(text)}"
+            return f"rank {rank} {describe_exit(code)}: {last_words(text)}"
     return None
 
 
-def _said(text: str) -> str:
-    """Return the line that says most: the last exception, else the last line."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["it printed nothing"]
-    raised = [line for line in lines if re.match(r"\S*(Error|Exception)\b", line)]
-    return (raised or lines)[-1][:400]
+def last_words(text: str) -> str:
+    """Return what says most: the last exception with NCCL's own reason, else the last line.
+
+    Source: torch puts `[rank0]: ` before an exception, `[rank0]:[W` before a warning;
+    torch/csrc/distributed/c10d/NCCLUtils.hpp, `Last error:`.
+    """
+    lines = [_RANK.sub("", line).strip() for line in text.splitlines()]
+    lines = [line for line in lines if line and not line.startswith("[W")]
+    raised = [n for n, line in enumerate(lines) if re.match(r"\S*(Error|Exception)\b", line)]
+    if not raised:
+        return (lines or ["it printed nothing"])[-1][:_MOST_SHOWN]
+    said = lines[raised[-1]][:_MOST_SHOWN]
+    for line, reason in itertools.pairwise(lines[raised[-1] :]):
+        if line == "Last error:":
+            return f"{said}: {reason[:_MOST_SHOWN]}"
+    return said

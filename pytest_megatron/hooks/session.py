@@ -37,6 +37,7 @@ class RunSession:
         options: What the user asked for.
         run_dir: Made when the first workload starts; a worker has the controller's.
         is_worker: Whether this is a worker of pytest-xdist.
+        warned: What was shown about workloads, and is not shown again.
     """
 
     def __init__(self, config: pytest.Config, options: Options) -> None:
@@ -47,6 +48,7 @@ class RunSession:
         worker: dict[str, str] | None = getattr(config, "workerinput", None)
         self.is_worker = worker is not None
         self._worker_id = None if worker is None else worker["workerid"]
+        self.warned: set[str] = set()
         self._is_open = False
         self._table: Table | None = None
         self._project: ProjectConfig | None = None

@@ -14,6 +14,7 @@ from pytest_megatron.errors import LaunchError, MegatronError
 from pytest_megatron.files import JsonValue, write_json_atomically
 from pytest_megatron.golden.policy import Policy
 from pytest_megatron.golden.policy_file import policy_named
+from pytest_megatron.hooks.checks import checked, finding_lines, refuse_or_warn
 from pytest_megatron.hooks.goldens import GoldenWriter
 from pytest_megatron.hooks.history import register_history
 from pytest_megatron.hooks.item import WorkloadItem
@@ -109,7 +110,8 @@ class WorkloadPlugin:
         """With `--plan`, print what would run instead of running it.
 
         Raises:
-            pytest.UsageError: The run directory holds an earlier run.
+            pytest.UsageError: The run directory holds an earlier run, or a workload of the plan
+                would be refused.
         """
         if self._config.option.collectonly or self._session.is_worker:
             return None
@@ -118,9 +120,10 @@ class WorkloadPlugin:
             return None
         if session.testsfailed:
             return None
-        for item in session.items:
-            if isinstance(item, WorkloadItem):
-                self._print_plan(item)
+        workloads = [item for item in session.items if isinstance(item, WorkloadItem)]
+        refused = [item.nodeid for item in workloads if not self._print_plan(item)]
+        if refused:
+            raise pytest.UsageError(f"{', '.join(refused)}: would be refused, see above")
         return True
 
     def train(self, item: WorkloadItem) -> Training:
@@ -140,6 +143,7 @@ class WorkloadPlugin:
         keep_golden(self._session, job)
         live = self._listener(item)
         with contextlib.closing(live):
+            refuse_or_warn(self._session, job, live)
             retries = _Retries(self._session, item.nodeid, live)
             training = train(job, facts, live, retries, engine)
             retries.note_end(training)
@@ -269,21 +273,25 @@ class WorkloadPlugin:
                 str(error.filename), f"{error.strerror}; give another --run-dir; nothing was run"
             ) from error
 
-    def _print_plan(self, item: WorkloadItem) -> None:
+    def _print_plan(self, item: WorkloadItem) -> bool:
+        """Print the plan of a workload; return whether it would be started."""
         if (skip := item.get_closest_marker("skip")) is not None:
             self._config.get_terminal_writer().line(
                 f"{item.nodeid}\n  skipped: {skip.kwargs['reason']}\n"
             )
-            return
+            return True
         try:
             job = make_job(self._session, item.workload, item.nodeid)
             is_compared = job.is_compared and self._session.options.golden != "off"
             golden = golden_path_of(job) if is_compared else None
             plan = plan_job(job)
-            print_plan(self._config, job, plan, golden)
+            found = checked(self._session, job)
+            lines = [self._session.shorten(line) for line in finding_lines(found)]
+            print_plan(self._config, job, plan, golden, lines)
             require_frozen(plan)
         except MegatronError as error:
             raise pytest.UsageError(str(error)) from None
+        return not any(finding.is_error for finding in found)
 
     def _listener(self, item: WorkloadItem) -> LiveTerminal | Quiet:
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")

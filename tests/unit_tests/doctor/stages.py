@@ -41,17 +41,24 @@ def no_fabric_manager(staged: Staged) -> None:
     staged.torch(cuda_problem="Error 802: system not yet initialized", count=0)
 
 
+@stage("cuda-does-not-start", "No CUDA GPUs are .*unset CUDA_VISIBLE_DEVICES, which is '7'")
+def no_gpu_of_that_number(staged: Staged) -> None:
+    staged.driver("570.26", num_gpus=4)
+    staged.torch(cuda_problem="RuntimeError: No CUDA GPUs are available", count=0)
+    staged.env["CUDA_VISIBLE_DEVICES"] = "7"
+
+
 @stage("cuda-does-not-start", "Error 803.*restart the machine")
 def driver_updated_under_a_running_container(staged: Staged) -> None:
     staged.driver("570.26")
     staged.torch(cuda_problem="Error 803: system has unsupported display driver / cuda driver")
 
 
-@stage("gpus-not-seen", "has 8 GPUs, torch sees 2; CUDA_VISIBLE_DEVICES is '0,1'")
-def hidden_gpus(staged: Staged) -> None:
+@stage("gpus-not-seen", "has 8 GPUs, torch sees 2; CUDA_VISIBLE_DEVICES is '0,1,9'")
+def gpus_that_are_not_there(staged: Staged) -> None:
     staged.driver("570.26", num_gpus=8)
     staged.torch()
-    staged.env["CUDA_VISIBLE_DEVICES"] = "0,1"
+    staged.env["CUDA_VISIBLE_DEVICES"] = "0,1,9"
 
 
 @stage("gpu-too-new", "capability 10.3; .* code for sm_80, sm_90")

@@ -10,8 +10,9 @@ import pytest
 from staged_environment import Staged
 from stages import STAGES
 
+from pytest_megatron.checks.rules import Severity
+from pytest_megatron.doctor.devices import last_words
 from pytest_megatron.doctor.examine import examine
-from pytest_megatron.doctor.rules import Severity
 
 # What the machine of the tests may have of itself.
 REAL = {"disk-low", "disk-full", "host-name"}
@@ -65,9 +66,34 @@ def test_an_older_minor_driver_is_a_note(staged: Staged) -> None:
     assert found[0] == "driver-older-than-cuda"
 
 
+def test_gpus_that_the_user_hides_are_a_note(staged: Staged) -> None:
+    staged.driver("570.26", num_gpus=8)
+    staged.torch()
+    staged.env["CUDA_VISIBLE_DEVICES"] = "0,1"
+    first = examine(staged.places, with_collective=False).findings[0]
+    assert (first.rule.id, first.severity) == ("gpus-hidden", Severity.NOTE)
+    assert "the driver has 8 GPUs, CUDA_VISIBLE_DEVICES is '0,1' and leaves 2" in first.found
+
+
 def test_a_collective_that_cannot_run_is_an_error(staged: Staged) -> None:
     staged.torch("2.8.0", cuda=None, count=0)  # made up: it has no torch.distributed
     found = examine(staged.places).findings[0]
     assert found.rule.id == "collective-fails"
     assert "all_reduce of 2 ranks with gloo: rank " in found.found
     assert "ModuleNotFoundError: No module named 'torch.distributed'" in found.found
+
+
+def test_a_rank_is_quoted_by_its_exception_and_by_what_nccl_says_of_it() -> None:
+    text = (
+        "[rank0]: Traceback (most recent call last):\n"
+        "[rank0]: torch.distributed.DistBackendError: NCCL error in: ../NCCLUtils.cpp:94, invalid\n"
+        "[rank0]: ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\n"
+        "[rank0]: Last error:\n"
+        "[rank0]: Bootstrap : no socket interface found\n"
+        "[rank0]:[W1121 15:59:18.6 ProcessGroupNCCL.cpp:1575] Warning: not destroyed\n"
+    )
+    assert last_words(text) == (
+        "torch.distributed.DistBackendError: NCCL error in: ../NCCLUtils.cpp:94, invalid: "
+        "Bootstrap : no socket interface found"
+    )
+    assert last_words("[rank1]:[W0 x.cpp:1] Warning: only this\n") == "it printed nothing"

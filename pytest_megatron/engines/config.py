@@ -1,0 +1,370 @@
+"""What the file of `--executor-config` can say: one mapping for each engine. Pure but for reading.
+
+`docs/reference/executor-config.schema.json` and the tables of `executor-config.md` are made from
+here. Only engines that take settings import this module: pydantic is slow to import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
+from enum import Enum
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import ConfigDict, Field, with_config
+
+from pytest_megatron.files import JsonValue
+
+_CLOSED = ConfigDict(extra="forbid", strict=True)
+_TIME = r"(\d+-)?\d+(:\d+){0,2}"
+_MOST_MINUTES_PARTS = 2
+_MINUTES_OF_DAY, _SECONDS_OF_MINUTE = 1440, 60
+
+Text: TypeAlias = Annotated[str, Field(min_length=1)]
+Positive: TypeAlias = Annotated[int, Field(ge=1)]
+Count: TypeAlias = Annotated[int, Field(ge=0)]
+Seconds: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Flag: TypeAlias = Annotated[str, Field(pattern=r"^--[a-z][a-z0-9-]*(=.*)?$")]
+Mount: TypeAlias = Annotated[str, Field(pattern=r"^/[^:]*:/[^:]*(:[^:]+)?$")]
+# pyxis cuts the list at commas, enroot an entry of it at blanks; options are joined by `+`.
+PlainMount: TypeAlias = Annotated[str, Field(pattern=r"^/[^:,\s]*:/[^:,\s]*(:[^:,\s]+)?$")]
+Variables: TypeAlias = dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], str]
+
+
+class Mode(Enum):
+    """Who starts the ranks of a job."""
+
+    TORCHRUN = "torchrun"  # one task a node, each starts torch.distributed.run
+    SRUN_NATIVE = "srun-native"  # one task a rank, started by srun
+
+
+class Where(Enum):
+    """On which nodes of a job an environment is made."""
+
+    NODE = "node"
+    JOB = "job"
+
+
+@with_config(_CLOSED)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContainerConfig:
+    """The container of a Slurm job, as enroot and pyxis take it."""
+
+    image: Annotated[
+        Text, Field(description="`--container-image`: a registry's name or a `.sqsh` file.")
+    ]
+    mounts: Annotated[
+        tuple[PlainMount, ...],
+        Field(
+            description="`SOURCE:TARGET[:ro]`, both absolute. The project and the run directory "
+            "are mounted by themselves, at the paths that they have outside."
+        ),
+    ] = ()
+    workdir: Annotated[
+        Text | None, Field(description="`--container-workdir`; by default the project.")
+    ] = None
+    mounts_home: Annotated[
+        bool, Field(description="Whether the home directory is mounted, as pyxis does by itself.")
+    ] = False
+    env: Annotated[
+        tuple[Text, ...],
+        Field(description="`--container-env`: variables whose outer value beats the image's."),
+    ] = ()
+
+
+@with_config(_CLOSED)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UvSyncConfig:
+    """An environment that `uv sync` makes in the job before the training, in two phases."""
+
+    venv: Annotated[
+        Text,
+        Field(
+            pattern=r"^/[^/]+/.",
+            description="Where the environment goes. `{digest}` stands for a digest of the "
+            "project's path, its `uv.lock` and these settings, so that two states do not share "
+            "one; `{user}` for the user's name.",
+        ),
+    ]
+    where: Annotated[
+        Where,
+        Field(
+            description="`node`: on every node, for a directory of the node's own; `job`: on "
+            "the first node, for a shared one."
+        ),
+    ] = Where.NODE
+    project: Annotated[
+        Text | None, Field(description="Directory of `uv.lock`; by default the project.")
+    ] = None
+    cache: Annotated[Text | None, Field(description="`UV_CACHE_DIR`.")] = None
+    args: Annotated[
+        tuple[Text, ...],
+        Field(description="Words of both phases after `uv sync --frozen`: extras and groups."),
+    ] = ()
+    first: Annotated[
+        tuple[Text, ...],
+        Field(
+            description="Words of the first phase alone. Packages that build against torch go "
+            "here as `--no-install-package NAME`."
+        ),
+    ] = ("--no-install-project",)
+    second: Annotated[tuple[Text, ...], Field(description="Words of the second phase alone.")] = ()
+    uv: Annotated[Text, Field(description="The program.")] = "uv"
+
+
+@with_config(_CLOSED)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceConfig:
+    """Where in the cluster jobs go and what they find; also for one platform alone.
+
+    None, and empty, is what the file does not say.
+    """
+
+    account: Annotated[Text | None, Field(description="`--account`.")] = None
+    partition: Annotated[Text | None, Field(description="`--partition`.")] = None
+    qos: Annotated[Text | None, Field(description="`--qos`.")] = None
+    reservation: Annotated[Text | None, Field(description="`--reservation`.")] = None
+    constraint: Annotated[Text | None, Field(description="`--constraint`.")] = None
+    exclude: Annotated[
+        tuple[Text, ...],
+        Field(description="`--exclude`: hosts, such as `node[3-4]`; hosts that failed are added."),
+    ] = ()
+    nodelist: Annotated[tuple[Text, ...], Field(description="`--nodelist`.")] = ()
+    segment: Annotated[
+        Positive | None,
+        Field(description="`--segment`: nodes that must be on one switch; beats the recipe's."),
+    ] = None
+    mem: Annotated[
+        Text | None, Field(description="`--mem`: of a node, such as `200G`; `0` is all of it.")
+    ] = None
+    cpus_per_task: Annotated[
+        Positive | None,
+        Field(description="`--cpus-per-task`, for the job and for its step."),
+    ] = None
+    exclusive: Annotated[
+        bool | None, Field(description="`--exclusive`: no other job on its nodes.")
+    ] = None
+    gpus_per_node: Annotated[
+        Count | None,
+        Field(
+            description="`--gpus-per-node`. By default the recipe's `gpus`, and none on platform "
+            "`cpu`; 0 asks for none, where nodes are given out whole."
+        ),
+    ] = None
+    gres: Annotated[
+        Text | None,
+        Field(
+            description="`--gres` in place of `--gpus-per-node`; `{gpus}` stands for the "
+            "recipe's number, as in `gpu:h100:{gpus}`."
+        ),
+    ] = None
+    time: Annotated[
+        Text | None,
+        Field(
+            pattern=rf"^{_TIME}$",
+            description="`--time` of every job, as Slurm writes it. By default the recipe's "
+            "time limit and `time_slack`.",
+        ),
+    ] = None
+    sbatch_flags: Annotated[
+        tuple[Flag, ...],
+        Field(description="Further flags of sbatch, such as `--switches=1`."),
+    ] = ()
+    srun_flags: Annotated[
+        tuple[Flag, ...], Field(description="Further flags of the srun that starts the tasks.")
+    ] = ()
+    mpi: Annotated[Text | None, Field(description="`--mpi` of srun, such as `pmix`.")] = None
+    container: Annotated[ContainerConfig | None, Field(description="See below.")] = None
+    uv_sync: Annotated[UvSyncConfig | None, Field(description="See below.")] = None
+    python: Annotated[
+        Text | None,
+        Field(
+            description="The interpreter in the job, which has pytest-megatron. By default that "
+            "of `uv_sync`, else `python3` in a container, else the one that pytest runs on."
+        ),
+    ] = None
+    setup: Annotated[
+        tuple[str, ...],
+        Field(
+            description="Lines of bash that the batch script runs first, on the job's first "
+            "node and outside of any container, such as `module load cuda`."
+        ),
+    ] = ()
+    env: Annotated[
+        Variables,
+        Field(
+            description="Variables of the training. They arrive as they are written: nothing in "
+            "them is expanded."
+        ),
+    ] = field(default_factory=dict)
+    job_env: Annotated[
+        Variables,
+        Field(
+            description="Variables that the batch script exports, for what Slurm, enroot or NCCL's "
+            "plugins read before the training starts; everybody can read them in the script."
+        ),
+    ] = field(default_factory=dict)
+
+    @property
+    def time_minutes(self) -> int | None:
+        """`time` in minutes, rounded up; None where it is not given."""
+        return None if self.time is None else minutes_of(self.time)
+
+
+@with_config(_CLOSED)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmConfig(PlaceConfig):
+    """The section `slurm`."""
+
+    mode: Annotated[
+        Mode,
+        Field(
+            description="`torchrun`: one task a node, which starts `torch.distributed.run`; "
+            "`srun-native`: one task a rank, which Slurm starts."
+        ),
+    ] = Mode.TORCHRUN
+    ports: Annotated[
+        str,
+        Field(
+            pattern=r"^\d+-\d+$",
+            description="`FIRST-LAST`: where the ranks of a job meet; which port it is follows "
+            "from the job's number.",
+        ),
+    ] = "20000-29999"
+    time_slack: Annotated[
+        Count,
+        Field(
+            description="Minutes that a job may take longer than its training: for the container, "
+            "`uv sync` and its end."
+        ),
+    ] = 10
+    retry_timeout: Annotated[
+        bool, Field(description="Whether a job that Slurm ended for its time is tried again.")
+    ] = False
+    max_jobs: Annotated[
+        Positive | None,
+        Field(description="Jobs of a run that are in the queue at a time; by default all."),
+    ] = None
+    max_array: Annotated[
+        Positive | None,
+        Field(description="Elements of a job array at most; by default what the cluster allows."),
+    ] = None
+    interval: Annotated[
+        Seconds, Field(description="Seconds between two questions about the queue.")
+    ] = 10.0
+    shared_paths: Annotated[
+        tuple[Text, ...],
+        Field(
+            description="Directories of which you know that every node sees them, whatever kind "
+            "of file system they are on."
+        ),
+    ] = ()
+    platforms: Annotated[
+        dict[Text, PlaceConfig],
+        Field(description="Platform to the keys that are different there, see below."),
+    ] = field(default_factory=dict)
+
+    @property
+    def port_range(self) -> range:
+        """`ports` as numbers."""
+        first, _, last = self.ports.partition("-")
+        return range(int(first), int(last) + 1)
+
+    def at(self, platform: str) -> SlurmConfig:
+        """Return the settings as they are for one platform; `platforms` is empty in them."""
+        own = self.platforms.get(platform, PlaceConfig())
+        changes: dict[str, object] = {
+            key.name: value
+            for key in fields(PlaceConfig)
+            if (value := getattr(own, key.name)) != _default(key)
+        }
+        changes["env"] = {**self.env, **own.env}
+        changes["job_env"] = {**self.job_env, **own.job_env}
+        return replace(self, platforms={}, **changes)  # type: ignore[arg-type] # fields' own values
+
+
+@with_config(_CLOSED)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DockerConfig:
+    """The section `docker`."""
+
+    image: Annotated[Text, Field(description="Name, or `sha256:...` of an image that is here.")]
+    mounts: Annotated[
+        tuple[Mount, ...],
+        Field(
+            description="`SOURCE:TARGET[:ro]`, both absolute. The project and the run directory "
+            "are mounted by themselves, at the paths that they have outside."
+        ),
+    ] = ()
+    shm_size: Annotated[
+        Text, Field(pattern=r"^\d+[bkmgBKMG]?$", description="Size of `/dev/shm`.")
+    ] = "16g"
+    ipc: Annotated[Text | None, Field(description="`--ipc`, such as `host`.")] = None
+    ulimits: Annotated[
+        dict[Text, int],
+        Field(description="Name to soft and hard limit; -1 is none."),
+    ] = field(default_factory=lambda: {"memlock": -1, "stack": 67108864})
+    network: Annotated[
+        Text | None, Field(description="Name of a network; by default Docker's own `bridge`.")
+    ] = None
+    memory: Annotated[
+        Text | None,
+        Field(
+            pattern=r"^\d+[bkmgBKMG]?$",
+            description="Limit of the container's memory; by default all that there is.",
+        ),
+    ] = None
+    user: Annotated[
+        Text | None, Field(description="`UID[:GID]` in the container; by default who runs pytest.")
+    ] = None
+    python: Annotated[
+        Text, Field(description="The interpreter in the container, which has pytest-megatron.")
+    ] = "python3"
+    pull: Annotated[
+        Literal["never", "missing"],
+        Field(description="Whether an image that is not here is fetched."),
+    ] = "missing"
+    runtime: Annotated[
+        Text | None, Field(description="`--runtime`; GPUs are given without one.")
+    ] = None
+    privileged: Annotated[bool, Field(description="`--privileged`.")] = False
+    env: Annotated[
+        Variables,
+        Field(description="Variables of the training, which arrive as they are written."),
+    ] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutorConfig:
+    """A whole file.
+
+    Attributes:
+        slurm: The section of that name, or None; `docker` alike.
+        others: Sections for engines of other packages, unchecked.
+    """
+
+    slurm: SlurmConfig | None = None
+    docker: DockerConfig | None = None
+    others: Mapping[str, JsonValue] = field(default_factory=dict)
+
+
+def minutes_of(time: str) -> int:
+    """Return a time of Slurm's in minutes, rounded up.
+
+    Source: sbatch(1), `--time`: minutes, minutes:seconds, hours:minutes:seconds, days-hours,
+    days-hours:minutes, days-hours:minutes:seconds.
+    """
+    days, dash, rest = time.rpartition("-")
+    numbers = [int(word) for word in rest.split(":")]
+    if dash or len(numbers) > _MOST_MINUTES_PARTS:
+        hours, minutes, seconds = [*numbers, 0, 0][:3]
+    else:
+        hours, (minutes, seconds) = 0, [*numbers, 0][:2]
+    whole = int(days or 0) * _MINUTES_OF_DAY + hours * 60 + minutes
+    return whole + -(-seconds // _SECONDS_OF_MINUTE)
+
+
+def _default(key: object) -> object:
+    """Return what a field of a dataclass has where nothing is said."""
+    factory = getattr(key, "default_factory", MISSING)
+    return getattr(key, "default", None) if factory is MISSING else factory()

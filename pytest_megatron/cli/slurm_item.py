@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -16,13 +16,16 @@ import click
 from typing_extensions import TypedDict
 
 from pytest_megatron.checks.check import findings_of, hits_of, problem_of
+from pytest_megatron.checks.rules import Finding
 from pytest_megatron.config import load_config
-from pytest_megatron.engines.base import Resources
+from pytest_megatron.engines.base import EngineContext, Resources
 from pytest_megatron.engines.config import SlurmConfig
 from pytest_megatron.engines.config_file import read_slurm_config
 from pytest_megatron.engines.records import Spec, write_spec
-from pytest_megatron.engines.script import place_of
+from pytest_megatron.engines.script import ScriptWriter
 from pytest_megatron.engines.shapes import ShapePaths
+from pytest_megatron.engines.slurm_check import SlurmChecks, ask_slurm, look_around
+from pytest_megatron.engines.slurm_start import NemoScripts
 from pytest_megatron.errors import LaunchError, SelectionError
 from pytest_megatron.launch.checkpoints import require_frozen
 from pytest_megatron.launch.facts import gather_facts
@@ -151,15 +154,21 @@ def prepare(item: str, given: Given) -> SlurmItem:
     workload, node_id = find_workload(item, root, given["recipes"])
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     run_dir = (given["run_dir"] or root / RUNS_DIR / name).absolute()
-    place = place_of(config, workload.platform, root)
-    assert place.python is not None
+    context = EngineContext(
+        root=root,
+        run_dir=run_dir,
+        facts=gather_facts(root),
+        env=os.environ,
+        config_file=given["executor_config"],
+    )
+    paths = ShapePaths(root=root, run_dir=run_dir, logs=context.engine_dir / "logs")
+    writer = ScriptWriter(config, paths, context.engine_dir)
     project = load_config(root)
     setting = Setting(
         root=root,
-        env={**os.environ, **place.env},
+        env=os.environ,
         tee_ranks=None if given["lightweight"] else (0, 3),
         is_lightweight=given["lightweight"],
-        python=place.python,
         has_ft_launcher=importlib.util.find_spec(FT_PACKAGE) is not None,
         machine=Machine() if workload.script is None else look_at_machine(os.environ),
         secret_names=project.secret_names,
@@ -170,7 +179,7 @@ def prepare(item: str, given: Given) -> SlurmItem:
         workload=workload,
         case=read_case_of(root, workload),
         dirs=item_dirs(run_dir, node_id),
-        setting=setting,
+        setting=NemoScripts(writer).settle(setting, workload.platform),
         num_repeats=1,
         retry=policy_of(workload, max_attempts=None, backoff_s=0),
     )
@@ -178,6 +187,8 @@ def prepare(item: str, given: Given) -> SlurmItem:
     plan = plan_job(job)
     require_frozen(plan)
     needed = needs_of(workload, plan)
+    _say_of_cluster(job, needed, config, context)
+    place = writer.place(workload.platform)
     return SlurmItem(job=job, plan=plan, place=place, needed=needed, run_dir=run_dir)
 
 
@@ -193,8 +204,25 @@ def _check(job: Job) -> None:
     problem = problem_of(findings)
     if problem is not None:
         raise LaunchError(*problem)
+    _say(findings, job)
+
+
+def _say_of_cluster(
+    job: Job, needed: Resources, config: SlurmConfig, context: EngineContext
+) -> None:
+    """Say what would go wrong in the cluster, where this machine belongs to one."""
+    cluster = ask_slurm(context.env)
+    if not cluster.partitions:
+        return
+    checks = SlurmChecks(config, context, look_around(), lambda: cluster)
+    _say(checks.findings(job.workload, job.setting, needed), job)
+
+
+def _say(findings: Iterable[Finding], job: Job) -> None:
     for finding in findings:
-        click.echo(f"pytest-megatron: {finding.where or job.node_id}: {finding.text}", err=True)
+        word = "error" if finding.is_error else "warning"
+        where = finding.where or job.node_id
+        click.echo(f"pytest-megatron: {word}: {where}: {finding.text}", err=True)
 
 
 def find_workload(item: str, root: Path, recipes: Path | None) -> tuple[Workload, str]:

@@ -34,12 +34,14 @@ def checked(session: RunSession, job: Job) -> tuple[Finding, ...]:
 def refuse_or_warn(session: RunSession, job: Job, listener: Listener) -> None:
     """Show the warnings about a job that this session has not shown yet.
 
+    A run that is taken over has its jobs in the queue already: errors are only shown then.
+
     Raises:
         LaunchError: A check finds an error, and nothing of the job may start.
     """
     found = checked(session, job)
     problem = problem_of(found)
-    if problem is not None:
+    if problem is not None and not session.options.is_attached:
         raise LaunchError(*problem)
     lines = [f"megatron: {session.shorten(line)}" for line in finding_lines(found)]
     new = [line for line in dict.fromkeys(lines) if line not in session.warned]

@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -16,13 +16,15 @@ import click
 from typing_extensions import TypedDict
 
 from pytest_megatron.checks.check import findings_of, hits_of, problem_of
+from pytest_megatron.checks.rules import Finding
 from pytest_megatron.config import load_config
-from pytest_megatron.engines.base import Resources
+from pytest_megatron.engines.base import EngineContext, Resources
 from pytest_megatron.engines.config import SlurmConfig
 from pytest_megatron.engines.config_file import read_slurm_config
 from pytest_megatron.engines.records import Spec, write_spec
 from pytest_megatron.engines.script import place_of
 from pytest_megatron.engines.shapes import ShapePaths
+from pytest_megatron.engines.slurm_check import SlurmChecks, ask_slurm, look_around
 from pytest_megatron.errors import LaunchError, SelectionError
 from pytest_megatron.launch.checkpoints import require_frozen
 from pytest_megatron.launch.facts import gather_facts
@@ -178,6 +180,14 @@ def prepare(item: str, given: Given) -> SlurmItem:
     plan = plan_job(job)
     require_frozen(plan)
     needed = needs_of(workload, plan)
+    context = EngineContext(
+        root=root,
+        run_dir=run_dir,
+        facts=gather_facts(root),
+        env=os.environ,
+        config_file=given["executor_config"],
+    )
+    _look_at_cluster(context, config, job, needed)
     return SlurmItem(job=job, plan=plan, place=place, needed=needed, run_dir=run_dir)
 
 
@@ -193,8 +203,23 @@ def _check(job: Job) -> None:
     problem = problem_of(findings)
     if problem is not None:
         raise LaunchError(*problem)
+    _say(findings)
+
+
+def _look_at_cluster(
+    context: EngineContext, config: SlurmConfig, job: Job, needed: Resources
+) -> None:
+    """Say what the cluster would not take, where one answers; whoever submits it may know better."""
+    cluster = ask_slurm(context.env)
+    if cluster.partitions:
+        checks = SlurmChecks(config, context, look_around(), lambda: cluster)
+        _say(checks.findings(job.workload, job.setting, needed))
+
+
+def _say(findings: Iterable[Finding]) -> None:
+    """Print findings beside the script."""
     for finding in findings:
-        click.echo(f"pytest-megatron: {finding.where or job.node_id}: {finding.text}", err=True)
+        click.echo(f"pytest-megatron: {finding.line}", err=True)
 
 
 def find_workload(item: str, root: Path, recipes: Path | None) -> tuple[Workload, str]:

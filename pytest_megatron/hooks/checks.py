@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from pytest_megatron.checks.check import problem_of
 from pytest_megatron.checks.rules import Finding
 from pytest_megatron.engines.base import Checking
@@ -43,18 +41,8 @@ def refuse_or_warn(session: RunSession, job: Job, listener: Listener) -> None:
     problem = problem_of(found)
     if problem is not None and not session.options.is_attached:
         raise LaunchError(*problem)
-    lines = [f"megatron: {session.shorten(line)}" for line in finding_lines(found)]
+    lines = [f"megatron: {session.shorten(finding.line)}" for finding in found]
     new = [line for line in dict.fromkeys(lines) if line not in session.warned]
     session.warned.update(new)
     if new:
         listener.on_lines(new)
-
-
-def finding_lines(findings: Iterable[Finding]) -> list[str]:
-    """Return findings as lines of a terminal."""
-    return [
-        f"{found.severity.value}: {found.where}: {found.text}"
-        if found.where
-        else f"{found.severity.value}: {found.text}"
-        for found in findings
-    ]

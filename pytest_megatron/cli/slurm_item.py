@@ -15,7 +15,7 @@ from typing import ParamSpec, TypeVar
 import click
 from typing_extensions import TypedDict
 
-from pytest_megatron.checks.check import findings_of, hits_of, problem_of
+from pytest_megatron.checks.check import problem_of
 from pytest_megatron.checks.rules import Finding
 from pytest_megatron.config import load_config
 from pytest_megatron.engines.base import EngineContext, Resources
@@ -38,6 +38,7 @@ from pytest_megatron.recipe.expand import Profile
 from pytest_megatron.recipe.load import find_recipes, load_recipe, project_words
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.recipe.vocabulary import nearest
+from pytest_megatron.verdict.checked import check_job
 from pytest_megatron.verdict.job import Job, describe_plan, plan_job
 from pytest_megatron.verdict.retry import policy_of
 from pytest_megatron.verdict.row_case import read_case_of
@@ -197,9 +198,7 @@ def _check(job: Job) -> None:
     Raises:
         LaunchError: There is an error in the workload's layout or environment.
     """
-    if job.case is None:
-        return
-    findings = findings_of(hits_of(job.workload, job.case, job.setting.env))
+    findings = check_job(job)
     problem = problem_of(findings)
     if problem is not None:
         raise LaunchError(*problem)
@@ -209,7 +208,7 @@ def _check(job: Job) -> None:
 def _look_at_cluster(
     context: EngineContext, config: SlurmConfig, job: Job, needed: Resources
 ) -> None:
-    """Say what the cluster would not take, where one answers; whoever submits it may know better."""
+    """Say what the cluster would not take, where one answers; whoever submits may know better."""
     cluster = ask_slurm(context.env)
     if cluster.partitions:
         checks = SlurmChecks(config, context, look_around(), lambda: cluster)

@@ -42,7 +42,7 @@ def main() -> int:
         lab.start_controller()
         run.do_at(asked.jobs * 4 // 10, "node 2 came back", lambda: lab.start_node(2))
         run.do_at(asked.jobs // 2, "half of it has begun", run.kill_pytest)
-        run.start("--attach", str(root / "run"))
+        run.start(f"--attach={root}/run")
         run.do_at(asked.jobs * 7 // 10, "node 3 was killed", lambda: lab.kill_node(3))
         run.do_at(asked.jobs * 8 // 10, "node 3 came back", lambda: lab.start_node(3))
         exit_code = run.wait()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -137,7 +137,7 @@ class Simulation:
         self._facts: Facts = gather_facts(root)
         self._chance = random.Random(seed)
         self._trouble = trouble
-        self._chains: Counter[str] = Counter()
+        self._chains: defaultdict[str, float] = defaultdict(float)
         self._begun: dict[str, Job] = {}
         run_dir = root / "run"
         run_dir.mkdir()

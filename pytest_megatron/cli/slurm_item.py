@@ -15,7 +15,7 @@ from typing import ParamSpec, TypeVar
 import click
 from typing_extensions import TypedDict
 
-from pytest_megatron.checks.check import findings_of, hits_of, problem_of
+from pytest_megatron.checks.check import problem_of
 from pytest_megatron.checks.rules import Finding
 from pytest_megatron.config import load_config
 from pytest_megatron.engines.base import EngineContext, Resources
@@ -39,6 +39,7 @@ from pytest_megatron.recipe.expand import Profile
 from pytest_megatron.recipe.load import find_recipes, load_recipe, project_words
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.recipe.vocabulary import nearest
+from pytest_megatron.verdict.checked import check_job
 from pytest_megatron.verdict.job import Job, describe_plan, plan_job
 from pytest_megatron.verdict.retry import policy_of
 from pytest_megatron.verdict.row_case import read_case_of
@@ -167,7 +168,7 @@ def prepare(item: str, given: Given) -> SlurmItem:
     setting = Setting(
         root=root,
         env=os.environ,
-        tee_ranks=None if given["lightweight"] else (0, 3),
+        tee_ranks=(0, 3),
         is_lightweight=given["lightweight"],
         has_ft_launcher=importlib.util.find_spec(FT_PACKAGE) is not None,
         machine=Machine() if workload.script is None else look_at_machine(os.environ),
@@ -187,7 +188,7 @@ def prepare(item: str, given: Given) -> SlurmItem:
     plan = plan_job(job)
     require_frozen(plan)
     needed = needs_of(workload, plan)
-    _say_of_cluster(job, needed, config, context)
+    _look_at_cluster(context, config, job, needed)
     place = writer.place(workload.platform)
     return SlurmItem(job=job, plan=plan, place=place, needed=needed, run_dir=run_dir)
 
@@ -198,31 +199,27 @@ def _check(job: Job) -> None:
     Raises:
         LaunchError: There is an error in the workload's layout or environment.
     """
-    if job.case is None:
-        return
-    findings = findings_of(hits_of(job.workload, job.case, job.setting.env))
+    findings = check_job(job)
     problem = problem_of(findings)
     if problem is not None:
         raise LaunchError(*problem)
-    _say(findings, job)
+    _say(findings)
 
 
-def _say_of_cluster(
-    job: Job, needed: Resources, config: SlurmConfig, context: EngineContext
+def _look_at_cluster(
+    context: EngineContext, config: SlurmConfig, job: Job, needed: Resources
 ) -> None:
-    """Say what would go wrong in the cluster, where this machine belongs to one."""
+    """Say what the cluster would not take, where one answers; whoever submits may know better."""
     cluster = ask_slurm(context.env)
-    if not cluster.partitions:
-        return
-    checks = SlurmChecks(config, context, look_around(), lambda: cluster)
-    _say(checks.findings(job.workload, job.setting, needed), job)
+    if cluster.partitions:
+        checks = SlurmChecks(config, context, look_around(), lambda: cluster)
+        _say(checks.findings(job.workload, job.setting, needed))
 
 
-def _say(findings: Iterable[Finding], job: Job) -> None:
+def _say(findings: Iterable[Finding]) -> None:
+    """Print findings beside the script."""
     for finding in findings:
-        word = "error" if finding.is_error else "warning"
-        where = finding.where or job.node_id
-        click.echo(f"pytest-megatron: {word}: {where}: {finding.text}", err=True)
+        click.echo(f"pytest-megatron: {finding.line}", err=True)
 
 
 def find_workload(item: str, root: Path, recipes: Path | None) -> tuple[Workload, str]:

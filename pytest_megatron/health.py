@@ -7,7 +7,7 @@ Sources: NVIDIA's Xid catalogue and its GPU debug guidelines (which Xids are the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from pytest_megatron.files import JsonValue
@@ -185,6 +185,20 @@ class Health:
         for state in self.after:
             if state.uuid in earlier:
                 yield earlier[state.uuid], state
+
+
+def merge_health(found: Iterable[Health | None]) -> Health | None:
+    """Return what is known of the GPUs of several machines; None without any."""
+    known = [health for health in found if health is not None]
+    if not known:
+        return None
+    problems = [health.problem for health in known if health.problem is not None]
+    return Health(
+        before=tuple(state for health in known for state in health.before),
+        after=tuple(state for health in known for state in health.after),
+        xids=tuple(xid for health in known for xid in health.xids),
+        problem="; ".join(dict.fromkeys(problems)) or None,
+    )
 
 
 def state_from_json(found: Mapping[str, JsonValue]) -> GpuState:

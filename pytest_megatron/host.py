@@ -22,6 +22,39 @@ PLATFORM_GPUS: Mapping[str, str] = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuModel:
+    """What is known of a kind of GPU without having one.
+
+    Attributes:
+        architecture: Major compute capability: 8 Ampere, 9 Hopper, 10 Blackwell.
+        memory_gib: Of the largest of its name, as NVML gives it, in GiB, rounded up.
+    """
+
+    architecture: int
+    memory_gib: int
+
+
+# The word in a platform's name -> its GPUs. Source: NVIDIA's data sheets, nvidia-smi.
+GPU_MODELS: Mapping[str, GpuModel] = {
+    "v100": GpuModel(architecture=7, memory_gib=32),
+    "a100": GpuModel(architecture=8, memory_gib=80),
+    "h100": GpuModel(architecture=9, memory_gib=80),
+    "h200": GpuModel(architecture=9, memory_gib=141),
+    "gh200": GpuModel(architecture=9, memory_gib=141),
+    "b200": GpuModel(architecture=10, memory_gib=186),
+    "gb200": GpuModel(architecture=10, memory_gib=186),
+    "b300": GpuModel(architecture=10, memory_gib=288),
+    "gb300": GpuModel(architecture=10, memory_gib=288),
+}
+
+
+def gpu_model_of(platform_name: str) -> GpuModel | None:
+    """Return the GPUs that a platform such as `dgx_h100` names; None for cpu and unknown ones."""
+    words = platform_name.lower().replace("-", "_").split("_")
+    return next((GPU_MODELS[word] for word in words if word in GPU_MODELS), None)
+
+
 # Instructions by which kernels are chosen that round otherwise; a processor's name need not tell.
 _VECTOR_FLAGS = ("asimd", "sve", "avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
 

@@ -20,8 +20,8 @@ def describe_exit(exit_code: int) -> str:
         return f"was killed by signal {-exit_code}"
 
 
-def name_ranks(ranks: Iterable[int]) -> str:
-    """Return `rank 3`, or `ranks 0-2, 4`."""
+def name_ranks(ranks: Iterable[int], what: str = "rank") -> str:
+    """Return `rank 3`, or `ranks 0-2, 4`; of something else than ranks, with its own word."""
     numbers = sorted(set(ranks))
     parts: list[str] = []
     start = 0
@@ -31,7 +31,7 @@ def name_ranks(ranks: Iterable[int]) -> str:
             end += 1
         parts.append(str(numbers[start]) if start == end else f"{numbers[start]}-{numbers[end]}")
         start = end + 1
-    return f"{'rank' if len(numbers) == 1 else 'ranks'} {', '.join(parts)}"
+    return f"{what}{'' if len(numbers) == 1 else 's'} {', '.join(parts)}"
 
 
 def counted(number: int, what: str) -> str:

@@ -1,4 +1,4 @@
-"""Writes the tables of rules, troubles and drivers into `doctor.md` from the data.
+"""Writes the tables of rules, troubles and drivers into `doctor.md` and `checks.md` from the data.
 
     python docs/reference/doctor_tables.py
 
@@ -10,24 +10,32 @@ A test compares the page with the data.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from pytest_megatron.checks.rules import Rule, check_rules
 from pytest_megatron.doctor.compat import compat
-from pytest_megatron.doctor.rules import Rule, rules
+from pytest_megatron.doctor.rules import rules
 
 PAGE = Path(__file__).parent / "doctor.md"
+CHECKS = Path(__file__).parent / "checks.md"
 BEGIN, END = "<!-- tables: doctor_tables.py -->", "<!-- end of tables -->"
 
 
 def tables() -> str:
     """Return all tables, with their headings."""
-    return "\n".join([*_rules(), *_troubles(), *_drivers(), *_packages()])
+    own = {name: rule for name, rule in rules().items() if name not in check_rules()}
+    return "\n".join([*_rules(own), *_troubles(), *_drivers(), *_packages()])
 
 
-def _rules() -> Iterator[str]:
+def check_tables() -> str:
+    """Return the tables of what is checked about workloads."""
+    return "\n".join(_rules(check_rules()))
+
+
+def _rules(shown: Mapping[str, Rule]) -> Iterator[str]:
     yield "\n## Rules"
-    for group, members in itertools.groupby(rules().values(), key=lambda rule: rule.group):
+    for group, members in itertools.groupby(shown.values(), key=lambda rule: rule.group):
         yield f"\n### {group}\n"
         yield "| id | severity | what is checked | why it matters | what to do | source |"
         yield "|---|---|---|---|---|---|"
@@ -68,11 +76,11 @@ def _packages() -> Iterator[str]:
 
 
 def main() -> None:
-    """Replace the tables."""
-    text = PAGE.read_text(encoding="utf-8")
-    head, _, rest = text.partition(BEGIN)
-    tail = rest.partition(END)[2]
-    PAGE.write_text(f"{head}{BEGIN}\n{tables()}\n\n{END}{tail}", encoding="utf-8")
+    """Replace the tables of both pages."""
+    for page, made in ((PAGE, tables()), (CHECKS, check_tables())):
+        head, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+        tail = rest.partition(END)[2]
+        page.write_text(f"{head}{BEGIN}\n{made}\n\n{END}{tail}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from pytest_megatron.checks.check import lint_checks
 from pytest_megatron.cli.findings import FORMATS, findings_option, root_option
 from pytest_megatron.config import load_config
 from pytest_megatron.recipe.lint import lint
@@ -28,6 +29,7 @@ def command(paths: tuple[Path, ...], root: Path, form: str) -> None:
         root=root,
         vocabulary=project_words(root),
         other_names=load_config(root).golden_platforms,
+        row_checks=[lint_checks],
     )
     click.echo(FORMATS[form](findings), nl=False)
     sys.exit(any(finding.is_error for finding in findings))

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 
 from packaging.version import Version
 
+from pytest_megatron.checks.rules import Hit
 from pytest_megatron.doctor.compat import compat
 from pytest_megatron.doctor.facts import Devices, Facts, Torch, major_of, version_of
-from pytest_megatron.doctor.rules import Hit
 
 _MOST_SHADOWS = 4
 # What torch says when CUDA does not start -> what to do.

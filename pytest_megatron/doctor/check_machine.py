@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from pytest_megatron.checks.rules import Hit
 from pytest_megatron.doctor.facts import Disk, Facts, Machine, Slurm
-from pytest_megatron.doctor.rules import Hit
 
 _LEAST_SHM_BYTES = 1 << 30
 _LEAST_FILES, _LEAST_PROCESSES = 4096, 4096

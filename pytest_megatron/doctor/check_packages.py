@@ -9,6 +9,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 
+from pytest_megatron.checks.rules import Hit
 from pytest_megatron.doctor.compat import Compiled, compat
 from pytest_megatron.doctor.facts import (
     Extension,
@@ -20,7 +21,6 @@ from pytest_megatron.doctor.facts import (
     minor_of,
     version_of,
 )
-from pytest_megatron.doctor.rules import Hit
 
 _LOCAL = re.compile(r"cu(\d+)torch(\d+\.\d+)(?:\.\d+)*(?:cxx11abi(TRUE|FALSE))?", re.IGNORECASE)
 _SOABI = re.compile(r"\.(cpython-\d+[a-z]*)-([^.]+)\.so$")

@@ -11,10 +11,10 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
+from pytest_megatron.checks.rules import Hit
 from pytest_megatron.config import find_pyproject
 from pytest_megatron.doctor.facts import Facts
 from pytest_megatron.doctor.places import Places
-from pytest_megatron.doctor.rules import Hit
 from pytest_megatron.files import JsonValue
 
 _MOST_SHOWN = 5

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from pytest_megatron.checks.check import hits_of
+from pytest_megatron.checks.rules import Hit
 from pytest_megatron.doctor.check_packages import fitting
 from pytest_megatron.doctor.compat import Compiled, compat
 from pytest_megatron.doctor.facts import Facts
 from pytest_megatron.doctor.places import Places
-from pytest_megatron.doctor.rules import Hit
 from pytest_megatron.errors import CaseError, EmptySelectionError
 from pytest_megatron.host import CPU_PLATFORM, Host
 from pytest_megatron.launch.case import Case, Starter, read_case
@@ -23,17 +23,6 @@ from pytest_megatron.recipe.places import case_path
 
 _MOST_ROWS = 3
 _FT_DISTRIBUTION = "nvidia-resiliency-ext"
-# Megatron's options of the sizes whose product divides the ranks. Source: parallel_state.py.
-_SIZES = {
-    "--tensor-model-parallel-size": "TP",
-    "--pipeline-model-parallel-size": "PP",
-    "--context-parallel-size": "CP",
-}
-_EXPERTS = {
-    "--expert-tensor-parallel-size": "ETP",
-    "--expert-model-parallel-size": "EP",
-    "--pipeline-model-parallel-size": "PP",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +103,7 @@ def _row(row: Workload, facts: Facts, places: Places, root: Path) -> Iterator[_W
     except CaseError as problem:
         yield _want("recipe-case", problem=problem)
         return
-    yield from _case(row, case, facts, places.env)
+    yield from _case(row, case, facts, host, places.env)
 
 
 def _paths(row: Workload, root: Path) -> Iterator[_Want]:
@@ -129,11 +118,14 @@ def _paths(row: Workload, root: Path) -> Iterator[_Want]:
             yield _want("recipe-data", key=key, path=path)
 
 
-def _case(row: Workload, case: Case, facts: Facts, env: Mapping[str, str]) -> Iterator[_Want]:
+def _case(
+    row: Workload, case: Case, facts: Facts, host: Host, env: Mapping[str, str]
+) -> Iterator[_Want]:
     starter = env.get(LAUNCHER_VARIABLE) or case.starter.value
     if starter == Starter.FT_LAUNCHER.value and _FT_DISTRIBUTION not in facts.packages:
         yield _want("recipe-launcher", launcher=starter, package=_FT_DISTRIBUTION)
-    yield from _world_size(row, case)
+    for hit in hits_of(row, case, env, memory_bytes=_memory_bytes(host, row)):
+        yield _checked(hit)
     for compiled in compat().compiled:
         if {compiled.name, *compiled.also} & facts.packages.keys():
             continue
@@ -148,17 +140,15 @@ def _case(row: Workload, case: Case, facts: Facts, env: Mapping[str, str]) -> It
             )
 
 
-def _world_size(row: Workload, case: Case) -> Iterator[_Want]:
-    """Compare the ranks with the product of the parallel sizes; sizes of text are left alone."""
-    ranks = row.gpus * row.nodes
-    for options in (_SIZES, _EXPERTS):
-        texts = {letters: case.argument(option) for option, letters in options.items()}
-        sizes = {name: int(text) for name, text in texts.items() if text and text.isdigit()}
-        product = math.prod(sizes.values())
-        if ranks and product and ranks % product:
-            words = " x ".join(f"{name} {size}" for name, size in sizes.items())
-            yield _want("recipe-world-size", ranks=ranks, product=f"{words} = {product}")
-            return
+def _checked(hit: Hit) -> _Want:
+    """Return a hit of the checks of workloads, which waits for the rows that it is about."""
+    key = (hit.rule, hit.where or "", *(f"{name}={value}" for name, value in hit.values.items()))
+    return key, lambda rows: Hit(hit.rule, f"{hit.where} ({rows})", **hit.values)
+
+
+def _memory_bytes(host: Host, row: Workload) -> int | None:
+    """Return the memory of the smallest GPU here that the row may get; None without any."""
+    return min((gpu.memory_bytes for gpu in host.fitting(row.platform)), default=None)
 
 
 def _needed_by(compiled: Compiled, case: Case) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from pytest_megatron.checks.rules import Finding, Hit, Severity
 from pytest_megatron.doctor.check_cuda import check_cuda, check_torch
 from pytest_megatron.doctor.check_machine import (
     check_communication,
@@ -17,7 +18,7 @@ from pytest_megatron.doctor.check_recipe import Needs, check_recipe
 from pytest_megatron.doctor.facts import Facts
 from pytest_megatron.doctor.gather import gather
 from pytest_megatron.doctor.places import Places
-from pytest_megatron.doctor.rules import Finding, Hit, Severity, finding_of, rules
+from pytest_megatron.doctor.rules import finding_of, rules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

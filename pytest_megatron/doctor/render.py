@@ -8,10 +8,10 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
+from pytest_megatron.checks.rules import Finding, Severity, as_json
 from pytest_megatron.doctor.compat import compat
 from pytest_megatron.doctor.examine import Examination
 from pytest_megatron.doctor.facts import Facts
-from pytest_megatron.doctor.rules import Finding, Severity, as_json
 from pytest_megatron.files import JsonValue
 from pytest_megatron.markdown import code, escaped, table
 from pytest_megatron.wording import counted
@@ -56,12 +56,16 @@ def _as_text(examination: Examination) -> str:
     width = max(map(len, summary))
     lines = [f"{name:<{width}}  {value}" for name, value in summary.items()]
     for finding in examination.findings:
-        lines += ["", f"{finding.severity.value}: {finding.found} [{finding.rule.id}]"]
+        lines += ["", f"{finding.severity.value}: {_found(finding)} [{finding.rule.id}]"]
         lines += _indented(finding.wrong, "    ")
         lines += _indented(f"-> {finding.mend}", "    ", "       ")
         trouble = f"; known as: {finding.rule.trouble}" if finding.rule.trouble else ""
         lines += _indented(f"({finding.source}{trouble})", "    ", "     ")
     return "".join(f"{line}\n" for line in [*lines, "", _end(examination)])
+
+
+def _found(finding: Finding) -> str:
+    return finding.found if finding.where is None else f"{finding.where}: {finding.found}"
 
 
 def _indented(text: str, first: str, rest: str | None = None) -> list[str]:
@@ -95,7 +99,7 @@ def _as_markdown(examination: Examination) -> str:
 def _groups(findings: tuple[Finding, ...]) -> Iterator[str]:
     for group, members in itertools.groupby(findings, key=lambda finding: finding.rule.group):
         rows = [
-            [f"{f.severity.value} {code(f.rule.id)}", escaped(f.found), escaped(f.mend)]
+            [f"{f.severity.value} {code(f.rule.id)}", escaped(_found(f)), escaped(f.mend)]
             for f in members
         ]
         yield f"### {group}\n\n{table(['', 'found', 'what to do'], rows)}"

@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from pytest_megatron.checks.rules import Finding
 from pytest_megatron.files import JsonValue
 from pytest_megatron.health import Health
 from pytest_megatron.launch.facts import Facts
@@ -30,6 +31,7 @@ class Resources:
         gpus_per_node: 0 on the platform `cpu`.
         ranks_per_node: As many as GPUs where there are any.
         time_limit_s: Of all phases together; an engine adds what starting and ending takes it.
+        segment: How many nodes must be near one another, as the recipe says; None if it does not.
     """
 
     platform: str
@@ -37,6 +39,7 @@ class Resources:
     gpus_per_node: int
     ranks_per_node: int
     time_limit_s: float
+    segment: int | None = None
 
     @property
     def num_gpus(self) -> int:
@@ -110,11 +113,15 @@ class Trouble:
     Attributes:
         text: One line for a person: what happened, who says so, job and host.
         evidence: Lines of a log that belong to it.
+        hosts: Those that it is about, where it is not about all that the attempt ran on.
+        is_transient: Whether another attempt may pass; None is as the table of signatures says.
     """
 
     kind: TroubleKind
     text: str
+    hosts: tuple[str, ...] = ()
     evidence: tuple[str, ...] = ()
+    is_transient: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +206,20 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Leave nothing behind that is not meant to go on."""
+
+
+@runtime_checkable
+class Checking(Protocol):
+    """What an engine may have beside: it knows what of a workload cannot work where it runs it."""
+
+    def findings(
+        self, workload: Workload, setting: Setting, needed: Resources
+    ) -> Sequence[Finding]:
+        """Return what is wrong; an error refuses the workload, a warning is shown once for a run.
+
+        Raises:
+            LaunchError: The settings ask for what is not there.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

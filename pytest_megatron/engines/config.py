@@ -25,7 +25,9 @@ Positive: TypeAlias = Annotated[int, Field(ge=1)]
 Count: TypeAlias = Annotated[int, Field(ge=0)]
 Seconds: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Flag: TypeAlias = Annotated[str, Field(pattern=r"^--[a-z][a-z0-9-]*(=.*)?$")]
-Mount: TypeAlias = Annotated[str, Field(pattern=r"^/[^:,]*:/[^:,]*(:[^:,]+)?$")]
+Mount: TypeAlias = Annotated[str, Field(pattern=r"^/[^:]*:/[^:]*(:[^:]+)?$")]
+# pyxis cuts the list at commas, enroot an entry of it at blanks; options are joined by `+`.
+PlainMount: TypeAlias = Annotated[str, Field(pattern=r"^/[^:,\s]*:/[^:,\s]*(:[^:,\s]+)?$")]
 Variables: TypeAlias = dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], str]
 
 
@@ -52,7 +54,7 @@ class ContainerConfig:
         Text, Field(description="`--container-image`: a registry's name or a `.sqsh` file.")
     ]
     mounts: Annotated[
-        tuple[Mount, ...],
+        tuple[PlainMount, ...],
         Field(
             description="`SOURCE:TARGET[:ro]`, both absolute. The project and the run directory "
             "are mounted by themselves, at the paths that they have outside."
@@ -78,7 +80,7 @@ class UvSyncConfig:
     venv: Annotated[
         Text,
         Field(
-            pattern=r"^/",
+            pattern=r"^/[^/]+/.",
             description="Where the environment goes. `{digest}` stands for a digest of the "
             "project's path, its `uv.lock` and these settings, so that two states do not share "
             "one; `{user}` for the user's name.",
@@ -300,10 +302,20 @@ class DockerConfig:
     ipc: Annotated[Text | None, Field(description="`--ipc`, such as `host`.")] = None
     ulimits: Annotated[
         dict[Text, int],
-        Field(description="Name to soft and hard limit; -1 is none."),
+        Field(
+            description="Name to soft and hard limit; -1 is none. By default none on `memlock`, "
+            "and 64 MiB for `stack`."
+        ),
     ] = field(default_factory=lambda: {"memlock": -1, "stack": 67108864})
     network: Annotated[
-        Text | None, Field(description="Name of a network; by default a bridge of the engine's.")
+        Text | None, Field(description="Name of a network; by default Docker's own `bridge`.")
+    ] = None
+    memory: Annotated[
+        Text | None,
+        Field(
+            pattern=r"^\d+[bkmgBKMG]?$",
+            description="Limit of the container's memory; by default all that there is.",
+        ),
     ] = None
     user: Annotated[
         Text | None, Field(description="`UID[:GID]` in the container; by default who runs pytest.")
@@ -316,7 +328,7 @@ class DockerConfig:
         Field(description="Whether an image that is not here is fetched."),
     ] = "missing"
     runtime: Annotated[
-        Text | None, Field(description="`--runtime`; by default `nvidia` where GPUs are used.")
+        Text | None, Field(description="`--runtime`; GPUs are given without one.")
     ] = None
     privileged: Annotated[bool, Field(description="`--privileged`.")] = False
     env: Annotated[

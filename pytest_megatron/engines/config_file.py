@@ -79,11 +79,11 @@ _EXPECTED = {
 _PATTERNS = {
     "sbatch_flags": "a long flag, --name or --name=value",
     "srun_flags": "a long flag, --name or --name=value",
-    "mounts": "SOURCE:TARGET or SOURCE:TARGET:ro, both absolute, without commas",
+    "mounts": "SOURCE:TARGET or SOURCE:TARGET:ro, both absolute, without commas and blanks",
     "ports": "FIRST-LAST, such as 20000-29999",
     "shm_size": "a size, such as 16g",
     "time": "a time of Slurm's: minutes, hours:minutes:seconds or days-hours",
-    "venv": "an absolute path",
+    "venv": "an absolute path, in a directory of its own",
     "env": "the name of a variable",
     "job_env": "the name of a variable",
 }

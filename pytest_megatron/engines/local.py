@@ -59,7 +59,7 @@ class LocalEngine:
     def _run(self, order: Order) -> Outcome:
         """Run an order on GPUs that nobody else has."""
         needed = order.resources
-        fitting = _trusted_first(self._host.fitting(needed.platform), order.avoid_gpus)
+        fitting = trusted_first(self._host.fitting(needed.platform), order.avoid_gpus)
         leased = lease_gpus(fitting, needed.num_gpus, lambda text: order.listener.on_lines([text]))
         with contextlib.closing(leased) as lease, HealthWatch(lease.gpus) as watch:
             is_on_gpus = needed.platform != CPU_PLATFORM
@@ -69,6 +69,6 @@ class LocalEngine:
             return Outcome(ends=ends, health=watch.finish())
 
 
-def _trusted_first(gpus: Sequence[Gpu], avoided: frozenset[str]) -> tuple[Gpu, ...]:
+def trusted_first(gpus: Sequence[Gpu], avoided: frozenset[str]) -> tuple[Gpu, ...]:
     """Return the GPUs with those last on which the hardware failed before."""
     return tuple(sorted(gpus, key=lambda gpu: gpu.uuid in avoided))

@@ -17,10 +17,12 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
 from pytest_megatron.engines.base import Trouble, TroubleKind
+from pytest_megatron.engines.meeting import MissingTasksError
 from pytest_megatron.engines.records import (
     EndRecord,
     JobRecord,
@@ -29,12 +31,13 @@ from pytest_megatron.engines.records import (
     read_spec,
     write_record,
 )
+from pytest_megatron.engines.tasks import Step, watches
 from pytest_megatron.errors import LaunchError, MegatronError
-from pytest_megatron.health import Health
+from pytest_megatron.health import Health, merge_health
 from pytest_megatron.launch.facts import gather_facts
 from pytest_megatron.launch.follow import Progress
 from pytest_megatron.launch.health import HealthWatch
-from pytest_megatron.launch.local import run_attempt
+from pytest_megatron.launch.local import StartPhase, run_attempt
 from pytest_megatron.launch.plan import AttemptPlan, inherited
 
 _ARRAY_INDEX = "SLURM_ARRAY_TASK_ID"
@@ -52,12 +55,17 @@ def main(arguments: list[str]) -> int:
     """Run what the spec says."""
     try:
         spec = read_spec(spec_path(Path(arguments[0]), os.environ))
+        step = Step.of(spec, os.environ)
     except LaunchError as error:
         print(f"pytest-megatron: {error}", file=sys.stderr)  # noqa: T201 - the job's log
         return 2
+    if step is not None and step.place.task > 0:
+        has_gpus = spec.watches_gpus and watches(step.place, os.environ)
+        gpus = gather_facts(spec.root).host.gpus if has_gpus else ()
+        return step.serve(os.environ, gpus)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end)
-    return run(spec)
+    return run(spec, step)
 
 
 def spec_path(named: Path, env: Mapping[str, str]) -> Path:
@@ -73,17 +81,22 @@ def spec_path(named: Path, env: Mapping[str, str]) -> Path:
     return named / f"{env[_ARRAY_INDEX]}.json"
 
 
-def run(spec: Spec) -> int:
-    """Carry out a spec and write its record; return the exit code."""
+def run(spec: Spec, step: Step | None) -> int:
+    """Carry out a spec, with other tasks or alone, and write its record; return the exit code."""
     started = time.time()
     ends: tuple[EndRecord, ...] = ()
     health: Health | None = None
     trouble: Trouble | None = None
     host = socket.gethostname()
     try:
-        ends, health = _carry_out(spec)
+        if step is None:
+            ends, health = _carry_out(spec, None)
+        else:
+            ends, health, trouble = _carry_out_together(spec, step)
     except SecondStartError as second:
         trouble = Trouble(kind=TroubleKind.REQUEUED, text=str(second))
+    except MissingTasksError as missing:
+        trouble = missing.trouble
     except ToldToEndError as told:
         trouble = Trouble(kind=TroubleKind.CANCELLED, text=f"{told} on {host}")
     except (MegatronError, OSError) as error:
@@ -93,7 +106,7 @@ def run(spec: Spec) -> int:
         ends=ends,
         health=health,
         facts=gather_facts(spec.root),
-        hosts=(os.environ.get("SLURMD_NODENAME", host),),
+        hosts=(os.environ.get("SLURMD_NODENAME", host),) if step is None else step.place.hosts,
         trouble=trouble,
         job_id=os.environ.get("SLURM_JOB_ID", ""),
         num_restarts=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
@@ -104,7 +117,23 @@ def run(spec: Spec) -> int:
     return 0 if trouble is None and all(end.returncode == 0 for end in ends) else 1
 
 
-def _carry_out(spec: Spec) -> tuple[tuple[EndRecord, ...], Health | None]:
+def _carry_out_together(
+    spec: Spec, step: Step
+) -> tuple[tuple[EndRecord, ...], Health | None, Trouble | None]:
+    """Run the attempt of a spec on all tasks; also return what became of tasks that were lost."""
+    with step.team(os.environ) as team:
+        try:
+            ends, health = _carry_out(spec, partial(step.start, team, os.environ))
+        except ToldToEndError:  # maybe since srun ends a step of which a task was lost
+            team.receive(0.0)
+            if (trouble := team.trouble()) is None:
+                raise
+            return (), None, trouble
+        team.say_goodbye()
+        return ends, merge_health((health, *team.healths)), team.trouble()
+
+
+def _carry_out(spec: Spec, start: StartPhase | None) -> tuple[tuple[EndRecord, ...], Health | None]:
     """Run the attempt of a spec."""
     if spec.plan.dirs.root.exists():
         raise SecondStartError(
@@ -114,7 +143,7 @@ def _carry_out(spec: Spec) -> tuple[tuple[EndRecord, ...], Health | None]:
     plan = in_this_environment(spec, os.environ)
     gpus = gather_facts(spec.root).host.gpus if spec.watches_gpus else ()
     with HealthWatch(gpus) as watch:
-        ends = run_attempt(plan, json.loads(spec.description), _Printer())
+        ends = run_attempt(plan, json.loads(spec.description), _Printer(), start=start)
         return tuple(end_record(end) for end in ends), watch.finish()
 
 

@@ -61,6 +61,12 @@ class Channel:
         """Return the descriptor, for `select`."""
         return self._socket.fileno()
 
+    @property
+    def own_host(self) -> str:
+        """The address of this side, by which the other one came; "" of a local socket."""
+        name = self._socket.getsockname()
+        return str(name[0]) if isinstance(name, tuple) else ""
+
     def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         """Send a message; one to a side that is gone is lost, as its death is told elsewhere.
 
@@ -117,6 +123,16 @@ class Channel:
 
         What is no message (a test may write to any descriptor) ends the connection.
         """
+        messages = []
+        try:
+            for frame in self.drain_frames():
+                messages.append(decode(frame))  # noqa: PERF401 - those before a bad one count
+        except ValueError:
+            self._give_up()
+        return messages
+
+    def drain_frames(self) -> list[bytes]:
+        """Return the frames that are there, as `drain` does with messages."""
         try:
             while True:
                 chunk = self._socket.recv(_CHUNK_BYTES, socket.MSG_DONTWAIT)
@@ -128,14 +144,17 @@ class Channel:
             pass
         except OSError:
             self.is_closed = True
-        messages = []
+        frames = []
         try:
-            while (message := self._next()) is not None:
-                messages.append(message)
+            while (frame := self._next_frame()) is not None:
+                frames.append(frame)
         except ValueError:
-            self.is_closed = True
-            self._buffer.clear()
-        return messages
+            self._give_up()
+        return frames
+
+    def _give_up(self) -> None:
+        self.is_closed = True
+        self._buffer.clear()
 
     def close(self) -> None:
         """Close it; may be called again."""
@@ -164,12 +183,16 @@ class Channel:
         return end if len(self._buffer) >= end else None
 
     def _next(self) -> Message | None:
+        frame = self._next_frame()
+        return None if frame is None else decode(frame)
+
+    def _next_frame(self) -> bytes | None:
         end = self._frame_end()
         if end is None:
             return None
         frame = bytes(self._buffer[_LENGTH.size : end])
         del self._buffer[:end]
-        return decode(frame)
+        return frame
 
 
 @dataclass(slots=True)
@@ -297,8 +320,8 @@ def remove_socket(address: str) -> None:
             Path(path).parent.rmdir()
 
 
-def connect(address: str, key: bytes, hello: Hello) -> Channel:
-    """Call the controller.
+def connect(address: str, key: bytes, hello: Hello | None) -> Channel:
+    """Call the controller, and greet it; None is for whoever has greetings of another kind.
 
     On one host a caller waits until it is answered, since the controller may be busy with a test of
     its own for minutes; if it dies, the kernel hangs up.
@@ -323,7 +346,8 @@ def connect(address: str, key: bytes, hello: Hello) -> Channel:
     except OSError:
         connection.close()
         raise
-    channel.send(hello)
+    if hello is not None:
+        channel.send(hello)
     return channel
 
 

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from pytest_megatron.files import JsonValue
-from pytest_megatron.gang.slurm import count_unused_nodes
+from pytest_megatron.gang.slurm_step import count_unused_nodes
 from pytest_megatron.gang.spec import GangSpec
 from pytest_megatron.hooks.markers import device_of
 from pytest_megatron.hooks.options import Options

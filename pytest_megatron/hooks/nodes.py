@@ -19,7 +19,7 @@ from pytest_megatron.gang.fleet import Fleet
 from pytest_megatron.gang.followers import Followers
 from pytest_megatron.gang.messages import Ended, RankOrder, Welcome
 from pytest_megatron.gang.nodes import KEY_VARIABLE, Nodes, find_key
-from pytest_megatron.gang.slurm import choose_ports
+from pytest_megatron.gang.slurm_step import choose_ports
 from pytest_megatron.hooks.mirror import mirror_log, mirror_report, mirror_warning
 from pytest_megatron.hooks.options import Options
 

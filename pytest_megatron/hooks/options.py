@@ -23,6 +23,7 @@ Device = Literal["auto", "cuda", "cpu"]
 GangStart = Literal["fork", "fresh"]
 Experimental = Literal["exclude", "include", "only"]
 MIN_REFRESH_REPEATS = 2
+LOCAL = "local"
 _SLURM_STEP = ("SLURM_STEP_ID", "SLURM_STEPID")
 _LAST_PORT = 65_535
 
@@ -53,6 +54,9 @@ class Options:
         history: The file of past outcomes, `off`, or "" for the project's own.
         tee_ranks: Ranks copied to the terminal; None is all of them.
         is_tee_typed: Whether the command line says so, for python tests whose output is captured.
+        executor: Name of the engine that runs workloads.
+        executor_config: Its settings, below the directory of the user; or None.
+        is_attached: Whether the run directory is that of a run whose controller is gone.
         golden_reason: Why goldens get worse, or None.
         num_gpus: Ranks of a gang, one for each CUDA device; 0 is all of them; None if not asked.
         num_ranks: Ranks of a gang on a node, on any device; None if not asked.
@@ -81,6 +85,9 @@ class Options:
     is_flaky_failure: bool
     history: str
     is_lightweight: bool
+    executor: str
+    executor_config: Path | None
+    is_attached: bool
     golden: GoldenMode
     golden_policy: str
     golden_reason: str | None
@@ -157,6 +164,9 @@ def add_options(parser: pytest.Parser) -> None:
         "off: do not compare",
         metavar="check|record|refresh|off",
     )
+    add("executor", "where workloads run: local (default), docker, slurm", metavar="NAME")
+    add("executor-config", "settings of the executor", metavar="FILE")
+    add("attach", "take over a run whose pytest is gone, with what it was told", metavar="RUN")
     add("golden-policy", "how to compare: strict (default), megatron or a file", metavar="POLICY")
     add("golden-reason", "why goldens get worse, which they then say", metavar="TEXT")
     add("plan", "print what would run and run nothing", action="store_true")
@@ -189,7 +199,9 @@ def read_options(config: pytest.Config) -> Options:
             f"--golden: {golden!r} is not a way to use goldens, "
             f"expected one of check, off, record, refresh"
         )
-    run_dir = values.text(config, "run-dir", "")
+    attached = str(values.typed(config, "attach") or "")
+    run_dir = attached or values.text(config, "run-dir", "")
+    executor_config = values.text(config, "executor-config", "")
     num_nodes, node_rank, rdzv_endpoint, rdzv_step = _nodes(config)
     max_retries = values.index(config, "max-retries-per-run")
     options = Options(
@@ -204,6 +216,9 @@ def read_options(config: pytest.Config) -> Options:
         or bool(getattr(config.option, "fail_on_flaky", None)),
         history=values.text(config, "history", ""),
         is_lightweight=values.flag(config, "lightweight"),
+        executor=values.text(config, "executor", LOCAL),
+        executor_config=Path(executor_config) if executor_config else None,
+        is_attached=bool(attached),
         golden=cast("GoldenMode", golden),
         golden_policy=values.text(config, "golden-policy", "strict"),
         golden_reason=values.text(config, "golden-reason", "").strip() or None,
@@ -274,7 +289,7 @@ def _nodes(config: pytest.Config) -> tuple[int, int, str, str]:
     num_nodes, name = given or 1, ""
     if asks_for_gangs and given != 1 and any(name in os.environ for name in _SLURM_STEP):
         from pytest_megatron.errors import LaunchError  # noqa: PLC0415 - not at every start
-        from pytest_megatron.gang.slurm import (  # noqa: PLC0415 - see above
+        from pytest_megatron.gang.slurm_step import (  # noqa: PLC0415 - see above
             find_slurm_step,
             slurm_address,
         )
@@ -333,7 +348,7 @@ def early_size(early_config: pytest.Config) -> tuple[int, int] | None:
     num_ranks = texts["ranks"] or texts["gpus"]
     if num_ranks and not texts["nnodes"] and any(name in os.environ for name in _SLURM_STEP):
         from pytest_megatron.errors import LaunchError  # noqa: PLC0415 - not at every start
-        from pytest_megatron.gang.slurm import find_slurm_step  # noqa: PLC0415 - see above
+        from pytest_megatron.gang.slurm_step import find_slurm_step  # noqa: PLC0415 - see above
 
         with contextlib.suppress(LaunchError):
             step = find_slurm_step(os.environ)

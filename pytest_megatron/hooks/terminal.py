@@ -90,10 +90,14 @@ class LiveTerminal:
             self._writer.write(status, flush=True)
 
 
-def print_plan(config: pytest.Config, job: Job, plan: AttemptPlan, golden: Path | None) -> None:
-    """Print what would run."""
+def print_plan(
+    config: pytest.Config, job: Job, plan: AttemptPlan, golden: Path | None, found: Sequence[str]
+) -> None:
+    """Print what would run, and what the checks found about it."""
     writer = config.get_terminal_writer()
     writer.line(plan_text(job, plan, golden))
+    for line in found:
+        writer.line(f"  {line}")
     writer.line()
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import TypeVar
@@ -98,6 +98,7 @@ class Case:
         expected_failure: Regular expression that the cause of a case with `xpass` must match, or
             None for any failure.
         gradient_tolerance: GRADIENT_TOLERANCE, or None for what follows from the precision.
+        env_lines: Where the names of `env` stand in the file, from 1.
     """
 
     path: Path
@@ -112,6 +113,7 @@ class Case:
     after_script: str | None
     expected_failure: str | None
     gradient_tolerance: float | None
+    env_lines: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def arguments(self) -> tuple[Argument, ...]:
@@ -208,6 +210,7 @@ def read_case(path: Path) -> Case:
         after_script=reader.script("AFTER_SCRIPT"),
         expected_failure=reader.pattern("EXPECTED_FAILURE"),
         gradient_tolerance=reader.tolerance("GRADIENT_TOLERANCE"),
+        env_lines=reader.lines("ENV_VARS"),
     )
 
 
@@ -250,6 +253,9 @@ class _Reader:
 
     def env(self, key: str) -> dict[str, str]:
         return self._texts([key], self._mapping(key))
+
+    def lines(self, key: str) -> dict[str, int]:
+        return {name: self._document.line_of([key, name]) for name in self._mapping(key)}
 
     def _variant_env(self, key: str) -> dict[str, str]:
         own = self._mapping("MODEL_ENV_VARS").get(key) or {}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,10 +85,14 @@ def first_failure(failures: Sequence[RankFailure]) -> RankFailure | None:
     return min(guilty, key=order, default=None)
 
 
-def tail(path: Path) -> tuple[str, ...]:
+def tail(path: Path, is_noise: Callable[[str], bool] | None = None) -> tuple[str, ...]:
     """Return the last lines of a log that say something; none where it cannot be read.
 
     Of a log that ends in a traceback, only that, without torch's `[rank0]:` in front.
+
+    Args:
+        path: The log.
+        is_noise: Which lines say nothing, beside empty ones.
     """
     try:
         with path.open("rb") as file:
@@ -97,7 +101,8 @@ def tail(path: Path) -> tuple[str, ...]:
             text = file.read().decode(errors="replace")
     except OSError:
         return ()
-    lines = [_RANK_PREFIX.sub("", x).rstrip() for x in text.splitlines() if x.strip()]
+    said = (_RANK_PREFIX.sub("", x).rstrip() for x in text.splitlines() if x.strip())
+    lines = [line for line in said if is_noise is None or not is_noise(line)]
     starts = [index for index, line in enumerate(lines) if line.startswith(_TRACE_STARTS)]
     kept = lines[starts[-1] :] if starts else lines[-_TAIL_LINES:]
     if len(kept) > _TRACE_LINES:

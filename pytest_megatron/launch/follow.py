@@ -94,6 +94,10 @@ class FollowedFile:
         for line in lines:
             yield line.decode(errors="replace").rstrip("\r")
 
+    def last_line(self) -> str:
+        """Return what stands behind the last end of a line."""
+        return self._rest.decode(errors="replace").rstrip("\r")
+
 
 @dataclass(slots=True)
 class LogWatch:

@@ -3,9 +3,10 @@
 Started as a file, in a session of its own: `guard.py CONTROL RESULT GRACE COMMAND...`.
 CONTROL is the read end of a pipe that the controller holds: its end of file (the controller is
 gone, even by SIGKILL) or a byte `t` stops the command, a byte `k` kills it at once, a byte `a` asks
-every process for its Python stack first (SIGABRT with faulthandler). RESULT is the descriptor that
-gets one line of JSON when nothing is left. Ranks that start sessions of their own are found as
-well: the guard is their subreaper. Standard library only, so that it starts in milliseconds.
+every process below it for its Python stack first (SIGABRT with faulthandler), a byte `A` also the
+command. RESULT is the descriptor that gets one line of JSON when nothing is left. Ranks that start
+sessions of their own are found as well: the guard is their subreaper. Standard library only, so
+that it starts in milliseconds.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def main() -> None:
         return
     returncode = _wait(child.pid, control, grace_s)
     child.returncode = returncode  # collected here, not by Popen
-    _answer(result, {"returncode": returncode, "num_left": _kill_descendants()})
+    num_left = _kill_descendants()
+    _answer(result, {"returncode": returncode, "num_left": num_left, "pid": child.pid})
 
 
 def _wait(child: int, control: int, grace_s: float) -> int:
@@ -58,9 +60,9 @@ def _wait(child: int, control: int, grace_s: float) -> int:
         match order:
             case None:
                 continue
-            case b"a":
+            case b"a" | b"A":
                 for pid in _descendants():
-                    if pid != child:
+                    if pid != child or order == b"A":
                         _send(pid, signal.SIGABRT)
             case _:  # t, k, or the controller is gone
                 is_open = order != b""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.files import JsonValue, write_json_atomically, write_text_atomically
@@ -22,17 +23,21 @@ from pytest_megatron.launch.follow import LogWatch, Progress
 from pytest_megatron.launch.layout import PhaseDirs
 from pytest_megatron.launch.phases import Target
 from pytest_megatron.launch.plan import FLIGHT_VARIABLE, AttemptPlan, PhasePlan
-from pytest_megatron.launch.process import Ended, GuardedProcess
+from pytest_megatron.launch.process import Ended, GuardedProcess, Running
 from pytest_megatron.launch.project_copy import lay_out_script
 from pytest_megatron.launch.scripts import ScriptEnd, run_script
 
 _POLL_S = 0.1
-_STOP_GRACE_S = 10.0  # for the agent to end its ranks
+STOP_GRACE_S = 10.0  # for the agent to end its ranks
 _STACKS_S = 3.0  # for aborted ranks to print their stacks
 _WATCHDOG_GRACE_S = 5.0  # for the other ranks to say which collective they wait in
 _DUMPS_S = 10.0  # for what the ranks' flight recorders dump, where they are on
 _QUIET_S = 1.0  # dumps of all ranks that did not grow for so long are whole
 _QUIET_ALONE_S = 3.0  # after that, the other ranks will not dump any more
+
+
+# Starts the program of a phase in a directory.
+StartPhase: TypeAlias = Callable[[PhasePlan, Path], Running]
 
 
 class Listener(Protocol):
@@ -88,7 +93,11 @@ class PhaseEnd:
 
 
 def run_attempt(
-    plan: AttemptPlan, description: JsonValue, listener: Listener, kept_open: Sequence[int] = ()
+    plan: AttemptPlan,
+    description: JsonValue,
+    listener: Listener,
+    kept_open: Sequence[int] = (),
+    start: StartPhase | None = None,
 ) -> tuple[PhaseEnd, ...]:
     """Run the phases of an attempt one after the other, up to the first that is not clean.
 
@@ -97,6 +106,7 @@ def run_attempt(
         description: Goes to `plan.json` before anything starts.
         listener: Told about lines and progress while it runs.
         kept_open: Descriptors, of GPU locks, that must not close before the last rank is gone.
+        start: Starts the program of a phase elsewhere than on this machine alone.
 
     Raises:
         LaunchError: Directories cannot be made, or the launcher cannot be started.
@@ -111,6 +121,7 @@ def run_attempt(
     except OSError as error:
         raise _cannot_write(error, plan.dirs.root) from error
     ends: list[PhaseEnd] = []
+    start = start or partial(_start_here, kept_open=kept_open)
     deadline = time.monotonic() + plan.time_limit_s
     for phase in plan.phases:
         if phase.origin is not None and (problem := find_no_checkpoint(phase.origin)):
@@ -121,7 +132,7 @@ def run_attempt(
         _prepare(plan, phase)
         if plan.target is not None:
             deadline = time.monotonic() + plan.time_limit_s
-        end = _run_phase(plan, phase, listener, deadline, kept_open)
+        end = _run_phase(plan, phase, listener, deadline, start)
         ends.append(_look_at_checkpoints(end, ends, plan))
         settle_logs(phase.dirs, phase.world_size // phase.num_nodes)
         if not ends[-1].is_clean or _is_reached(plan.target, ends[-1]):
@@ -206,7 +217,7 @@ def _run_phase(
     phase: PhasePlan,
     listener: Listener,
     deadline: float,
-    kept_open: Sequence[int],
+    start: StartPhase,
 ) -> PhaseEnd:
     """Run the scripts around a phase and the phase itself."""
     env, before = phase.env, None
@@ -227,7 +238,7 @@ def _run_phase(
             progress=None,
             script=before,
         )
-    end = _train(plan, replace(phase, env=env), listener, deadline, kept_open)
+    end = _train(plan, replace(phase, env=env), listener, deadline, start)
     if phase.after_script is None or end.end is not End.EXITED:
         return end
     path = phase.dirs.script("after")
@@ -242,21 +253,14 @@ def _train(
     phase: PhasePlan,
     listener: Listener,
     deadline: float,
-    kept_open: Sequence[int],
+    start: StartPhase,
 ) -> PhaseEnd:
     """Start the program of a phase and watch it to its end."""
     scripts = plan.dirs.assets if phase.is_script else None
     watch = LogWatch(phase.dirs, phase.world_size // phase.num_nodes, scripts=scripts)
     end = End.EXITED
     hung_at = 0.0
-    with GuardedProcess(
-        phase.argv,
-        env=phase.env,
-        cwd=plan.cwd,
-        output=phase.dirs.launcher_log,
-        grace_s=_STOP_GRACE_S,
-        kept_open=kept_open,
-    ) as process:
+    with start(phase, plan.cwd) as process:
         while (ended := process.poll(_POLL_S)) is None:
             _tell(listener, phase, watch)
             hung_at = hung_at or (0.0 if watch.hung_rank is None else time.monotonic())
@@ -296,7 +300,19 @@ def _has_said_all(phase: PhasePlan, world_size: int, waited_s: float) -> bool:
     return quiet_s >= needed_s or waited_s >= _DUMPS_S
 
 
-def _stop(process: GuardedProcess) -> Ended:
+def _start_here(phase: PhasePlan, cwd: Path, *, kept_open: Sequence[int]) -> GuardedProcess:
+    """Start the launcher of a phase on this machine."""
+    return GuardedProcess(
+        phase.argv,
+        env=phase.env,
+        cwd=cwd,
+        output=phase.dirs.launcher_log,
+        grace_s=STOP_GRACE_S,
+        kept_open=kept_open,
+    )
+
+
+def _stop(process: Running) -> Ended:
     """Get every rank's stack into its log, then end it all."""
     process.dump_stacks()
     ended = process.poll(_STACKS_S)

@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     port = free_port()
     agents = [
         subprocess.Popen(
-            node_command(arguments[3:], node, per_node, tee, port),
+            node_command(arguments[3:], node, per_node, tee, ("127.0.0.1", port)),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -63,15 +63,16 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def node_command(
-    command: Sequence[str], node: int, per_node: int, tee: str, port: int
+    command: Sequence[str], node: int, per_node: int, tee: str, endpoint: tuple[str, int]
 ) -> list[str]:
-    """Return the launcher's command for one node."""
+    """Return the launcher's command for one node; all of them meet at the endpoint of node 0."""
     filled = [word.replace("{node}", str(node)) for word in command]
     at = filled.index("--nnodes") + 2
     ranks = range(node * per_node, (node + 1) * per_node)
     chosen = ranks if tee == "all" else [int(r) for r in tee.split(",") if r and int(r) in ranks]
     copied = ",".join(f"{rank - node * per_node}:3" for rank in chosen)
-    meeting = ["--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    host, port = endpoint
+    meeting = ["--node-rank", str(node), "--master-addr", host, "--master-port", str(port)]
     return [*filled[:at], *meeting, *(["--tee", copied] if copied else []), *filled[at:]]
 
 
@@ -94,19 +95,21 @@ def free_port() -> int:
 def copy_lines(agent: subprocess.Popen[bytes], node: int, per_node: int) -> None:
     """Copy what a launcher prints, line by line, with ranks as they are over all nodes."""
     assert agent.stdout is not None
-
-    def over_all_nodes(match: re.Match[bytes]) -> bytes:
-        return match[1] + b"%d" % (int(match[2]) + node * per_node)
-
     for line in agent.stdout:
-        found = _RANK_LINE.match(line)
-        if found is None:
-            text = b"[node%d]: " % node + _FAILED.sub(over_all_nodes, line)
-        else:
-            text = b"[default%d]:" % (int(found[1]) + node * per_node) + line[found.end() :]
+        text = over_all_nodes(line, node, per_node)
         with _PRINTING:
             sys.stdout.buffer.write(text)
             sys.stdout.buffer.flush()
+
+
+def over_all_nodes(line: bytes, node: int, per_node: int) -> bytes:
+    """Return a line of the launcher of one node as it is printed for all of them."""
+    first = node * per_node
+    found = _RANK_LINE.match(line)
+    if found is not None:
+        return b"[default%d]:" % (int(found[1]) + first) + line[found.end() :]
+    text = _FAILED.sub(lambda match: match[1] + b"%d" % (int(match[2]) + first), line)
+    return b"[node%d]: " % node + text
 
 
 def watch(agents: Sequence[subprocess.Popen[bytes]]) -> int:

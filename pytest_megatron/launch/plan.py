@@ -15,7 +15,9 @@ from pytest_megatron.errors import CaseError, RecipeError
 from pytest_megatron.host import CPU_PLATFORM
 from pytest_megatron.launch.arguments import command_words
 from pytest_megatron.launch.case import Case, TestType
+from pytest_megatron.launch.connections import planned_connections
 from pytest_megatron.launch.layout import FLIGHT_PREFIX, AttemptDirs, PhaseDirs
+from pytest_megatron.launch.model_args import ModelArgs
 from pytest_megatron.launch.phases import (
     DEFAULT_TIME_LIMIT_S,
     Frozen,
@@ -32,7 +34,14 @@ from pytest_megatron.launch.script_row import (
     script_env,
     script_files,
 )
-from pytest_megatron.launch.starter import LAUNCHER_VARIABLE, Ranks, start_words, starter_of
+from pytest_megatron.launch.starter import (
+    LAUNCHER_VARIABLE,
+    Ranks,
+    Started,
+    start_words,
+    started,
+    starter_of,
+)
 from pytest_megatron.recipe.model import Workload
 
 # What Megatron-LM's driver exports where the user has not.
@@ -79,6 +88,7 @@ class PhasePlan:
         frozen_paths: What it reads below the recipe's `checkpoint_load_path`, and so must exist.
         before_script: Shell text to run before the training, or None; likewise `after_script`.
         is_script: Whether a recipe's script runs instead of a launcher.
+        start: What `argv` starts, for an engine that starts ranks in another way; None of a script.
     """
 
     number: int
@@ -96,6 +106,7 @@ class PhasePlan:
     before_script: str | None = None
     after_script: str | None = None
     is_script: bool = False
+    start: Started | None = None
 
     @property
     def resumes_after(self) -> int | None:
@@ -219,6 +230,7 @@ def _plan_phase(
     own = {
         **{k: v for k, v in NCCL_DEFAULTS.items() if k not in setting.env},
         **_flight_recorder(workload, phase, setting),
+        **planned_connections(ModelArgs(start.arguments), workload.platform, setting.env),
         **case.env,
         **start.variant.env,
         **_variables(workload, dirs, phase, setting, start, repeat),
@@ -234,11 +246,12 @@ def _plan_phase(
         logs=phase.logs,
     )
     words = command_words(start.arguments, env, file=str(case.path))
-    argv = start_words(setting.python, ranks, program, words)
+    launch = started(setting.python, ranks, program, words)
     return PhasePlan(
         number=start.number,
         name=start.name,
-        argv=argv,
+        argv=start_words(launch),
+        start=launch,
         env=env,
         own_env=own,
         dirs=phase,

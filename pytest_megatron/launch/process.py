@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from pytest_megatron.errors import LaunchError
 
@@ -28,11 +28,40 @@ class Ended:
         returncode: As `Popen.returncode`: negative means killed by that signal.
         num_left: Processes of it that outlived it and were killed.
         duration_s: From start to end, by the monotonic clock.
+        pid: The command's, while it lived.
     """
 
     returncode: int
     num_left: int
     duration_s: float
+    pid: int = 0
+
+
+class Running(Protocol):
+    """Something that was started, here or on several machines; none of it outlives the context."""
+
+    def __enter__(self) -> Self:
+        """Enter the context."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End it if it has not ended."""
+
+    def poll(self, timeout_s: float) -> Ended | None:
+        """Return how it ended, or None if it runs for `timeout_s` more seconds."""
+
+    def wait(self) -> Ended:
+        """Wait for the end, however long it takes."""
+
+    def stop(self) -> None:
+        """Tell it to end; after its grace it is killed."""
+
+    def dump_stacks(self) -> None:
+        """Abort every rank; with faulthandler on, each prints its stacks."""
 
 
 class GuardedProcess:
@@ -44,17 +73,17 @@ class GuardedProcess:
         *,
         env: Mapping[str, str],
         cwd: Path,
-        output: Path,
+        output: Path | tuple[Path, Path],
         grace_s: float,
         kept_open: Sequence[int] = (),
     ) -> None:
-        """Start `command` with stdout and stderr going to the file `output`.
+        """Start `command` with its output going to files.
 
         Args:
             command: Program and arguments, no shell.
             env: The whole environment of the command.
             cwd: Its working directory.
-            output: Created, or emptied.
+            output: One file for stdout and stderr, or one for each; created, or emptied.
             grace_s: How long it may take to end once it is told to.
             kept_open: Descriptors that the guard, not the command, holds until all is over.
 
@@ -66,16 +95,18 @@ class GuardedProcess:
         self._started = time.monotonic()
         self._answer = b""
         self._ended: Ended | None = None
+        paths = output if isinstance(output, tuple) else (output,)
         own = [str(control_read), str(result_write), str(grace_s)]
         try:
-            with output.open("wb") as file:
+            with contextlib.ExitStack() as opened:
+                files = [opened.enter_context(path.open("wb")) for path in paths]
                 self._guard = subprocess.Popen(
                     [sys.executable, "-I", "-S", str(_GUARD), *own, *command],
                     env=dict(env),
                     cwd=cwd,
                     stdin=subprocess.DEVNULL,
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
+                    stdout=files[0],
+                    stderr=files[-1],
                     pass_fds=(control_read, result_write, *kept_open),
                     start_new_session=True,
                 )
@@ -83,7 +114,7 @@ class GuardedProcess:
             os.close(self._control)
             os.close(self._result)
             raise LaunchError(
-                str(error.filename or output), f"{error.strerror}; nothing was run"
+                str(error.filename or paths[0]), f"{error.strerror}; nothing was run"
             ) from error
         finally:
             os.close(control_read)
@@ -135,9 +166,13 @@ class GuardedProcess:
         """Kill the command and everything below it."""
         self._order(b"k")
 
-    def dump_stacks(self) -> None:
-        """Abort every process below the command; with faulthandler on, each prints its stacks."""
-        self._order(b"a")
+    def dump_stacks(self, *, of_all: bool = False) -> None:
+        """Abort every process below the command; with faulthandler on, each prints its stacks.
+
+        Args:
+            of_all: The command as well, where it is a rank itself and no launcher.
+        """
+        self._order(b"A" if of_all else b"a")
 
     def _order(self, order: bytes) -> None:
         with contextlib.suppress(BrokenPipeError):
@@ -156,4 +191,5 @@ class GuardedProcess:
             returncode=found["returncode"],
             num_left=found["num_left"],
             duration_s=time.monotonic() - self._started,
+            pid=found["pid"],
         )

@@ -18,6 +18,7 @@ FT_PACKAGE = "nvidia_resiliency_ext"
 # For a machine without nvidia-resiliency-ext: nearly all of Megatron-LM's cases ask for it.
 LAUNCHER_VARIABLE = "PYTEST_MEGATRON_LAUNCHER"
 NODE_AGENTS = Path(__file__).with_name("node_agents.py")
+_NO_PYTHON = "--no-python"
 
 _MODULES = {
     Starter.TORCHRUN: "torch.distributed.run",
@@ -31,7 +32,7 @@ class Ranks:
 
     Attributes:
         starter: What starts the ranks of a node.
-        num_nodes: All on this machine, each with an agent of its own.
+        num_nodes: On this machine, unless an engine has several: each with an agent of its own.
         per_node: Ranks of a node.
         tee_ranks: Ranks over all nodes whose output is copied live; None is all of them.
         logs: Directory of their logs.
@@ -42,6 +43,50 @@ class Ranks:
     per_node: int
     tee_ranks: tuple[int, ...] | None
     logs: Path
+
+    @property
+    def world_size(self) -> int:
+        """Ranks over all nodes."""
+        return self.num_nodes * self.per_node
+
+    @property
+    def copied(self) -> str:
+        """The ranks whose output is copied live, as `node_agents.py` takes them."""
+        return "all" if self.tee_ranks is None else ",".join(map(str, self.tee_ranks))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """A program and its ranks, for whoever starts them in another way than `start_words`.
+
+    Attributes:
+        python: Interpreter of launcher and program.
+        program: The program and its arguments, as torch.distributed.run takes them.
+    """
+
+    python: str
+    ranks: Ranks
+    program: tuple[str, ...]
+
+    @property
+    def rank_words(self) -> tuple[str, ...]:
+        """What one rank runs, as torch.distributed.run would have it."""
+        if self.program[0] == _NO_PYTHON:
+            return self.program[1:]
+        return (self.python, "-u", *self.program)
+
+    @property
+    def launcher_words(self) -> tuple[str, ...]:
+        """What starts the ranks of a node; of several, `node_agents.node_command` fills in."""
+        ranks = self.ranks
+        own = (
+            *("--max-restarts", "0", "--nproc-per-node", str(ranks.per_node)),
+            *("--log-dir", str(_log_dir(ranks)), "--redirects", "3"),
+        )
+        launcher = (self.python, "-m", _MODULES[ranks.starter])
+        if ranks.num_nodes == 1:
+            return (*launcher, "--standalone", *own, *_tee_words(ranks), *self.program)
+        return (*launcher, "--nnodes", str(ranks.num_nodes), *own, *self.program)
 
 
 def starter_of(case: Case, asked: str | None, *, has_ft_launcher: bool) -> Starter:
@@ -69,11 +114,8 @@ def starter_of(case: Case, asked: str | None, *, has_ft_launcher: bool) -> Start
     return starter
 
 
-def start_words(python: str, ranks: Ranks, program: str, words: Sequence[str]) -> tuple[str, ...]:
-    """Return the command that starts a program's ranks; none of them is ever started again.
-
-    A rank that dies ends the run at once, whichever the launcher: a restart would hide it. Several
-    nodes are as many launchers on this machine, under `node_agents.py`.
+def started(python: str, ranks: Ranks, program: str, words: Sequence[str]) -> Started:
+    """Return what is started.
 
     Args:
         python: Interpreter of launcher and program.
@@ -82,21 +124,23 @@ def start_words(python: str, ranks: Ranks, program: str, words: Sequence[str]) -
             pretrain`, which is started as it is.
         words: The program's arguments.
     """
-    launcher = (python, "-m", _MODULES[ranks.starter])
     command = shlex.split(program)
     is_python = command[0].endswith(".py")
-    own = (
-        *("--max-restarts", "0", "--nproc-per-node", str(ranks.per_node)),
-        *("--log-dir", str(_log_dir(ranks)), "--redirects", "3"),
-    )
-    started = (*(() if is_python else ("--no-python",)), *command, *words)
+    whole = (*(() if is_python else (_NO_PYTHON,)), *command, *words)
+    return Started(python=python, ranks=ranks, program=whole)
+
+
+def start_words(start: Started) -> tuple[str, ...]:
+    """Return the command that starts all ranks here; none of them is ever started again.
+
+    A rank that dies ends the run at once, whichever the launcher: a restart would hide it. Several
+    nodes are as many launchers on this machine, under `node_agents.py`.
+    """
+    ranks = start.ranks
     if ranks.num_nodes == 1:
-        return (*launcher, "--standalone", *own, *_tee_words(ranks), *started)
-    copied = "all" if ranks.tee_ranks is None else ",".join(map(str, ranks.tee_ranks))
-    return (
-        *(python, "-I", str(NODE_AGENTS), str(ranks.num_nodes), str(ranks.per_node), copied),
-        *(*launcher, "--nnodes", str(ranks.num_nodes), *own, *started),
-    )
+        return start.launcher_words
+    sizes = (str(ranks.num_nodes), str(ranks.per_node), ranks.copied)
+    return (start.python, "-I", str(NODE_AGENTS), *sizes, *start.launcher_words)
 
 
 def _log_dir(ranks: Ranks) -> Path:

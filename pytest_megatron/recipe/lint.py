@@ -5,7 +5,7 @@ Reads files and changes none.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pytest_megatron.recipe.cases import check_case, compares_metrics, starts_frozen
@@ -23,6 +23,8 @@ from pytest_megatron.recipe.places import (
 from pytest_megatron.recipe.vocabulary import Vocabulary
 from pytest_megatron.yamllines import Document, YamlError, read_document
 
+RowCheck = Callable[[Iterable[Workload], Path], Iterable[Finding]]
+
 
 def lint(
     paths: Sequence[Path],
@@ -30,6 +32,7 @@ def lint(
     root: Path,
     vocabulary: Vocabulary = BUILT_IN_WORDS,
     other_names: Mapping[str, str] = NO_OTHER_NAMES,
+    row_checks: Sequence[RowCheck] = (),
 ) -> tuple[Finding, ...]:
     """Return everything that is wrong in the recipes among and below `paths`.
 
@@ -41,6 +44,7 @@ def lint(
         root: The project's, which has the test cases and goldens.
         vocabulary: The words that the recipes may use.
         other_names: Of platforms, in the names of goldens.
+        row_checks: What else to ask about the rows, from layers above this one.
 
     Raises:
         RecipeError: A path does not exist.
@@ -52,6 +56,8 @@ def lint(
         findings += loaded.findings
         workloads += loaded.workloads
     findings += _check_rows(workloads, root, other_names)
+    for check in row_checks:
+        findings += check(workloads, root)
     if any(path.is_dir() for path in paths):
         findings += _unreachable_goldens(workloads, root, other_names)
     return in_order(findings)

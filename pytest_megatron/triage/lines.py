@@ -14,6 +14,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 # What GitHub, and Docker with --timestamps, put before each line.
 _STAMPED = re.compile(r"^(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d+Z) ")
 _TAGGED = re.compile(r"^\[(?P<tag>rank|default)(?P<rank>\d+)\]: ?")
+_OF_NODE = re.compile(r"^\[node(?:s|\d+)\]: ?")  # of a launcher for several nodes
 _LABELLED = re.compile(r"^ *(?P<rank>\d+): ?")
 # `Rank 3]` as torch's C++ writes it: [PG ID 0 PG GUID 0(default_pg) Rank 3]
 _SPOKEN = re.compile(r"^\[[EWIF]\d{4} .*?\bRank (\d+)\]")
@@ -65,6 +66,8 @@ def parse_line(raw: str, *, is_labelled: bool = False) -> Line:
     if is_labelled and (label := _LABELLED.match(text)) is not None:
         rank = int(label["rank"])
         text = text[label.end() :]
+    if (node := _OF_NODE.match(text)) is not None:
+        text = text[node.end() :]
     while (tag := _TAGGED.match(text)) is not None:
         if rank is None or tag["tag"] == "rank":  # [default3] counts on its node only
             rank = int(tag["rank"])

@@ -24,6 +24,7 @@ from pytest_megatron.launch.plan import AttemptPlan
 from pytest_megatron.launch.secrets import Redactor
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.verdict.attempt import Attempt
+from pytest_megatron.verdict.checked import refuse_wrong
 from pytest_megatron.verdict.decide import decide_training
 from pytest_megatron.verdict.hardware import with_health
 from pytest_megatron.verdict.job import Job, Training, describe_plan, plan_job
@@ -102,8 +103,9 @@ def begin(job: Job, facts: Facts, listener: Listener, retries: Retries) -> tuple
     """Return the repeats of a job; nothing of them has run yet.
 
     Raises:
-        MegatronError: It cannot be planned.
+        MegatronError: It cannot be planned, or a check finds an error.
     """
+    refuse_wrong(job)
     require_frozen(plan_job(job))  # a missing checkpoint is worth knowing before the training
     first = job.replay.repeat
     return tuple(
@@ -198,7 +200,7 @@ def _order(
         resources=needs_of(workload, plan),
         dirs=dirs,
         planned=planned,
-        avoid_hosts=frozenset(host for o in earlier if _is_of_host(o) for host in o.hosts),
+        avoid_hosts=frozenset(host for outcome in earlier for host in _suspects(outcome)),
         avoid_gpus=frozenset(
             f.uuid for health in healths for f in health.faults if f.uuid is not None
         ),
@@ -209,19 +211,25 @@ def _order(
 
 def needs_of(workload: Workload, plan: AttemptPlan) -> Resources:
     """Return what an attempt of a workload needs; a release may take every window it has."""
+    segment = workload.spec.get("segment")
     return Resources(
         platform=workload.platform,
         num_nodes=workload.nodes,
         gpus_per_node=0 if workload.platform == CPU_PLATFORM else workload.gpus,
         ranks_per_node=workload.gpus,
         time_limit_s=plan.time_limit_s * (1 if plan.target is None else len(plan.phases)),
+        segment=segment if isinstance(segment, int) else None,
     )
 
 
-def _is_of_host(outcome: Outcome) -> bool:
-    """Whether the machine is to be avoided from now on."""
+def _suspects(outcome: Outcome) -> tuple[str, ...]:
+    """Return the machines that are to be avoided from now on."""
+    trouble = outcome.trouble
+    if trouble is not None and trouble.hosts:
+        return trouble.hosts
     has_faults = outcome.health is not None and bool(outcome.health.faults)
-    return has_faults or (outcome.trouble is not None and outcome.trouble.kind.is_of_host)
+    is_of_host = trouble is not None and trouble.kind.is_of_host
+    return outcome.hosts if has_faults or is_of_host else ()
 
 
 def _judged(job: Job, planned: Planned, outcome: Outcome, *, repeat: int, number: int) -> Attempt:

@@ -88,11 +88,10 @@ def test_rows_of_a_recipe_are_compared_with_what_is_here(staged: Staged) -> None
     staged.torch()
     needs = read_needs(recipe, staged.project)
     found = examine(staged.places, needs=needs, with_collective=False).findings
-    texts = [(f.rule.id, f.found) for f in found if f.rule.group == "Recipe"]
+    texts = [(f.rule.id, f.found) for f in found if f.rule.group in ("Recipe", "Layout")]
     rows = "tp3[dev-dgx_h100]"
     assert texts == [
         ("recipe-gpus", f"{rows}: dgx_h100 needs 8 x H100, this host has no GPU"),
-        ("recipe-world-size", f"{rows}: 8 ranks, and TP 3 = 3 does not divide them"),
         (
             "recipe-launcher",
             f"{rows}: LAUNCHER is ft_launcher, and nvidia-resiliency-ext is not installed",
@@ -110,7 +109,10 @@ def test_rows_of_a_recipe_are_compared_with_what_is_here(staged: Staged) -> None
             "recipe-image",
             f"{rows}: built for the image mcore-pyt-dev, and this is a bare host",
         ),
+        ("layout-world-size", "TP 3 = 3 does not divide the 8 ranks (nodes 1 x gpus 8)"),
     ]
+    (layout,) = (f.where for f in found if f.rule.group == "Layout")
+    assert layout == f"{case / 'model_config.yaml'}:5 ({rows})"
     with pytest.raises(EmptySelectionError, match="expected a platform of dgx_h100"):
         read_needs(recipe, staged.project, ["cpu"])
 

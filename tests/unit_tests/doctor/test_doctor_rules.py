@@ -9,20 +9,22 @@ from pathlib import Path
 
 import pytest
 
+from pytest_megatron.checks.rules import Hit
 from pytest_megatron.doctor.compat import compat
 from pytest_megatron.doctor.elf import SharedObject, read_shared_object
 from pytest_megatron.doctor.packages import read_extensions, torch_symbols
-from pytest_megatron.doctor.rules import Hit, finding_of, rules
+from pytest_megatron.doctor.rules import finding_of, rules
 
 ROOT = Path(__file__).parents[3]
 
 
 def test_the_reference_has_the_tables_of_the_data() -> None:
     script = runpy.run_path(str(ROOT / "docs/reference/doctor_tables.py"))
-    page = (ROOT / "docs/reference/doctor.md").read_text(encoding="utf-8")
-    assert page.partition(script["BEGIN"])[2].partition(script["END"])[0] == (
-        f"\n{script['tables']()}\n\n"
-    )
+    for name, tables in (("doctor", "tables"), ("checks", "check_tables")):
+        page = (ROOT / f"docs/reference/{name}.md").read_text(encoding="utf-8")
+        assert page.partition(script["BEGIN"])[2].partition(script["END"])[0] == (
+            f"\n{script[tables]()}\n\n"
+        )
 
 
 @pytest.mark.parametrize("rule", rules().values(), ids=list(rules()))

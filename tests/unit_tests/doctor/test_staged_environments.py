@@ -10,9 +10,9 @@ import pytest
 from staged_environment import Staged
 from stages import STAGES
 
+from pytest_megatron.checks.rules import Severity
 from pytest_megatron.doctor.devices import last_words
 from pytest_megatron.doctor.examine import examine
-from pytest_megatron.doctor.rules import Severity
 
 # What the machine of the tests may have of itself.
 REAL = {"disk-low", "disk-full", "host-name"}

@@ -329,3 +329,23 @@ def test_a_replay_has_one_phase_on_the_ranks_that_were_asked_for(tmp_path: Path)
     with pytest.raises(LaunchError, match="is 3, and node has 2 phases; expected 1 to 2"):
         Replay(phase=3).cut(whole, "node")
     assert Replay().cut(whole, "node") == whole
+
+
+@pytest.mark.parametrize(
+    ("platform", "case_env", "own_env", "value"),
+    [
+        pytest.param("dgx_h100", "", {}, "1", id="by the rule"),
+        pytest.param("dgx_gb200", "", {}, None, id="hardware without the rule"),
+        pytest.param("cpu", "", {}, None, id="no GPU"),
+        pytest.param("dgx_h100", "8", {}, "8", id="the case's"),
+        pytest.param("dgx_h100", "", {"CUDA_DEVICE_MAX_CONNECTIONS": "4"}, "4", id="the user's"),
+    ],
+)
+def test_connections_follow_hardware_and_parallelism_where_nobody_set_them(
+    tmp_path: Path, platform: str, case_env: str, own_env: dict[str, str], value: str | None
+) -> None:
+    text = "TEST_TYPE: regular\nMODEL_ARGS: {--tensor-model-parallel-size: 2}\n"
+    text += f"ENV_VARS: {{CUDA_DEVICE_MAX_CONNECTIONS: {case_env}}}\n" if case_env else ""
+    setting = replace(SETTING, env={**SETTING.env, **own_env})
+    (phase,) = plan(tmp_path, text, workload(platforms=platform), setting).phases
+    assert phase.env.get("CUDA_DEVICE_MAX_CONNECTIONS") == value

@@ -8,7 +8,7 @@ import pytest
 from pytest_megatron.errors import CaseError
 from pytest_megatron.launch.case import Case, Starter, read_case
 from pytest_megatron.launch.node_agents import node_command
-from pytest_megatron.launch.starter import NODE_AGENTS, Ranks, start_words, starter_of
+from pytest_megatron.launch.starter import NODE_AGENTS, Ranks, start_words, started, starter_of
 
 RANKS = Ranks(
     starter=Starter.TORCHRUN, num_nodes=1, per_node=2, tee_ranks=(0, 3), logs=Path("/run/logs")
@@ -24,7 +24,8 @@ def ft_case(tmp_path: Path) -> Case:
 def test_no_launcher_starts_a_rank_again() -> None:
     """FORMATS 9.28: restarts of ft_launcher hide crashes there."""
     for starter in Starter:
-        words = start_words("python", replace(RANKS, starter=starter), "train.py", ["--a", "1"])
+        ranks = replace(RANKS, starter=starter)
+        words = start_words(started("python", ranks, "train.py", ["--a", "1"]))
         at = words.index("--max-restarts")
         assert words[at + 1] == "0"
     assert words == (
@@ -52,14 +53,20 @@ def test_the_variable_wins_over_the_case(ft_case: Case) -> None:
 
 
 def test_a_command_that_is_no_python_file_is_started_as_it_is() -> None:
-    words = start_words("python", RANKS, "nemo llm pretrain", ["a.b=c"])
-    assert words[-5:] == ("--no-python", "nemo", "llm", "pretrain", "a.b=c")
+    start = started("python", RANKS, "nemo llm pretrain", ["a.b=c"])
+    assert start_words(start)[-5:] == ("--no-python", "nemo", "llm", "pretrain", "a.b=c")
+    assert start.rank_words == ("nemo", "llm", "pretrain", "a.b=c")
+
+
+def test_a_rank_alone_runs_what_the_launcher_would_run() -> None:
+    start = started("python", RANKS, "train.py", ["--a"])
+    assert start.rank_words == ("python", "-u", "train.py", "--a")
 
 
 def test_every_node_has_an_agent_that_knows_its_rank_and_where_to_meet() -> None:
-    words = start_words("python", replace(RANKS, num_nodes=2), "train.py", [])
+    words = start_words(started("python", replace(RANKS, num_nodes=2), "train.py", []))
     assert words[:6] == ("python", "-I", str(NODE_AGENTS), "2", "2", "0,3")
-    assert node_command(words[6:], 1, 2, "0,3", 1234) == [
+    assert node_command(words[6:], 1, 2, "0,3", ("127.0.0.1", 1234)) == [
         *("python", "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", "1"),
         *("--master-addr", "127.0.0.1", "--master-port", "1234", "--tee", "1:3"),
         *("--max-restarts", "0", "--nproc-per-node", "2", "--log-dir", "/run/logs/node1"),

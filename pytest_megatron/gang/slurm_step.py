@@ -58,7 +58,7 @@ def find_slurm_step(env: Mapping[str, str]) -> SlurmStep | None:
         raise LaunchError(
             "srun",
             f"started {tasks} tasks on {nodes} nodes, expected one on each; "
-            f"give srun --ntasks={nodes} --ntasks-per-node=1 (in a job of more tasks it needs both), "
+            f"give srun both of --ntasks={nodes} --ntasks-per-node=1, "
             f"and pytest --gpus or --ranks",
         )
     cluster, restart = env.get("SLURM_CLUSTER_NAME", ""), env.get("SLURM_RESTART_COUNT", "0")

@@ -1,0 +1,1 @@
+"""What is wrong with a workload before anything of it is started or submitted."""

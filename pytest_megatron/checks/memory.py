@@ -1,0 +1,201 @@
+"""What a training needs of a GPU's memory, by arithmetic from its arguments. Pure.
+
+Weights, gradients and optimizer states are counted exactly but for biases; activations are rough:
+they leave out what attention without flash keeps, buffers of NCCL and of the allocator.
+
+Source: Megatron-LM megatron/training/theoretical_memory_usage.py, for dense layers; experts are
+divided by EP and ETP as megatron/core/transformer/moe/experts.py divides them, and not by TP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pytest_megatron.checks.parameters import Parameters, parameters_of
+from pytest_megatron.checks.rules import Hit
+from pytest_megatron.checks.sizes import Sizes, product_text, sizes_of
+from pytest_megatron.checks.start import Start
+from pytest_megatron.host import CPU_PLATFORM, gpu_model_of
+from pytest_megatron.launch.case import Mode
+from pytest_megatron.launch.connections import FSDP
+from pytest_megatron.launch.model_args import ModelArgs
+
+GIB = 2**30
+# Models with parts that are frozen, or that these arguments say nothing of.
+_OTHER_MODELS = (
+    *("--model-provider", "--dataset-provider", "--language-model-checkpoint", "--freeze-LM"),
+    *("--freeze-ViT", "--encoder-num-layers", "--hybrid-layer-pattern", "--export-kd-teacher-load"),
+    *("--hybrid-override-pattern", "--spec", "--moe-use-upcycling", "--lora-rank"),
+)
+_CACHE = "--inference-dynamic-batching-buffer-size-gb"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bytes:
+    """Bytes on a GPU for each parameter that it holds."""
+
+    weight: float
+    gradient: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.weight + self.gradient + self.optimizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """Memory of the fullest GPU, in bytes.
+
+    Attributes:
+        dense: For each parameter outside of experts; `expert` likewise.
+        rest: Activations, or the cache of an inference.
+    """
+
+    parameters: Parameters
+    sizes: Sizes
+    dense: Bytes
+    expert: Bytes
+    rest: float
+    is_training: bool
+
+    @property
+    def weights(self) -> float:
+        """Of the weights alone."""
+        held = self.parameters
+        return held.dense * self.dense.weight + held.experts * self.expert.weight
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        held = self.parameters
+        return held.dense * self.dense.total + held.experts * self.expert.total + self.rest
+
+    @property
+    def text(self) -> str:
+        """The arithmetic."""
+        held = self.parameters
+        parts = [_part(held.dense, "parameters", self.dense)]
+        if held.experts:
+            by = product_text({"EP": self.sizes.ep, "ETP": self.sizes.etp})
+            of = f"{held.num_experts} experts / ({by})"
+            parts.append(_part(held.experts, f"parameters of {of}", self.expert))
+        if self.rest:
+            name = "activations (rough)" if self.is_training else "cache"
+            parts.append(f"{name} {gib(self.rest)}")
+        return f"{' + '.join(parts)} = {gib(self.total)}" + (
+            "" if held.has_vocabulary else ", without the embeddings (no --vocab-size)"
+        )
+
+
+def gib(number: float) -> str:
+    """Return bytes in GiB."""
+    return f"{number / GIB:.1f} GiB"
+
+
+def _part(number: float, what: str, each: Bytes) -> str:
+    names = {"weights": each.weight, "gradients": each.gradient, "optimizer": each.optimizer}
+    split = " + ".join(f"{size:g} {name}" for name, size in names.items() if size)
+    times = f"{each.total:.3g} bytes ({split})"
+    return f"{number / 1e9:.2f} G {what} x {times} = {gib(number * each.total)}"
+
+
+def estimate_memory(start: Start) -> Estimate | None:
+    """Return what the fullest GPU needs; None for models that the arguments do not describe."""
+    given, sizes = start.arguments, sizes_of(start.arguments)
+    if sizes is None or not start.has_own_shape or given.has_any(*_OTHER_MODELS):
+        return None
+    parameters = parameters_of(given, sizes)
+    if parameters is None:
+        return None
+    is_training = start.mode is not Mode.INFERENCE
+    dense_ranks = max(start.ranks // (sizes.tp * sizes.pp), 1)
+    expert_ranks = max(start.ranks // (sizes.etp * sizes.ep * sizes.pp), 1)
+    return Estimate(
+        parameters=parameters,
+        sizes=sizes,
+        dense=bytes_of(given, dense_ranks, is_training=is_training),
+        expert=bytes_of(given, expert_ranks, is_training=is_training),
+        rest=_activations(given, sizes) if is_training else (given.number(_CACHE) or 0) * GIB,
+        is_training=is_training,
+    )
+
+
+def bytes_of(given: ModelArgs, ranks: int, *, is_training: bool) -> Bytes:
+    """Return the bytes for each parameter.
+
+    Args:
+        given: The arguments.
+        ranks: That hold the same parameters, and share what is sharded.
+        is_training: Whether there are gradients and an optimizer.
+    """
+    is_reduced = given.is_on("--bf16", "--fp16")
+    weight = 1.0 if given.is_on("--fp8-param-gather") else 2.0 if is_reduced else 4.0
+    if not is_training:
+        return Bytes(weight=weight, gradient=0, optimizer=0)
+    is_short = given.is_on("--grad-reduce-in-bf16") or given.text("--main-grads-dtype") == "bf16"
+    is_short |= given.is_on("--fp16") and not given.is_on("--accumulate-allreduce-grads-in-fp32")
+    gradient = 2.0 if is_short else 4.0
+    optimizer = _states(given) + (4.0 if is_reduced else 0.0)
+    if given.is_on("--optimizer-cpu-offload"):
+        optimizer = 0.0
+    is_fsdp = given.is_on(*FSDP)
+    if given.is_on("--use-distributed-optimizer") or is_fsdp:
+        optimizer /= ranks
+    strategy = given.text("--data-parallel-sharding-strategy")
+    if given.is_on("--use-torch-fsdp2") or (is_fsdp and strategy == "optim_grads_params"):
+        weight /= ranks
+    if given.is_on("--use-torch-fsdp2") or (is_fsdp and str(strategy).startswith("optim_grads")):
+        gradient /= ranks
+    return Bytes(weight=weight, gradient=gradient, optimizer=optimizer)
+
+
+def _states(given: ModelArgs) -> float:
+    """Return the bytes of the moments that the optimizer keeps."""
+    widths = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0}
+    first = widths.get(given.text("--exp-avg-dtype") or "fp32", 4.0)
+    second = widths.get(given.text("--exp-avg-sq-dtype") or "fp32", 4.0)
+    optimizer = given.text("--optimizer") or "adam"
+    return first + (0.0 if optimizer != "adam" else second)
+
+
+def _activations(given: ModelArgs, sizes: Sizes) -> float:
+    """Return the bytes of activations of the first stage, which keeps as many layers as there are.
+
+    Source: Korthikanti et al., https://arxiv.org/abs/2205.05198, table 2, with flash attention.
+    """
+    names = ("--seq-length", "--micro-batch-size", "--hidden-size", "--num-layers")
+    length, batch, hidden, layers = (given.number(name) or 0 for name in names)
+    tokens = length / sizes.cp * batch
+    if given.text("--recompute-granularity") == "full":
+        return tokens * hidden * 2 * layers / (sizes.tp if _is_sequence_split(given) else 1)
+    split = 34 / sizes.tp if _is_sequence_split(given) else 10 + 24 / sizes.tp
+    return tokens * hidden * split * layers
+
+
+def _is_sequence_split(given: ModelArgs) -> bool:
+    return given.is_on("--sequence-parallel")
+
+
+def check_memory(start: Start, memory_bytes: int | None = None) -> Iterator[Hit]:
+    """Yield a training that does not fit.
+
+    Args:
+        start: What is started.
+        memory_bytes: Of a GPU that it will run on, where one is known; else that of the platform.
+    """
+    model = gpu_model_of(start.platform)
+    capacity = memory_bytes or (0 if model is None else model.memory_gib * GIB)
+    if start.platform == CPU_PLATFORM or not capacity or not start.ranks:
+        return
+    found = estimate_memory(start)
+    if found is None:
+        return
+    where = start.at("--num-layers")
+    values = {"platform": start.platform, "capacity": gib(capacity), "sum": found.text}
+    if found.weights > capacity:
+        yield Hit("memory-weights", where, weights=gib(found.weights), **values)
+    elif found.total > capacity:
+        yield Hit("memory-estimate", where, total=gib(found.total), **values)

@@ -1,0 +1,154 @@
+"""What the Docker engine and its child process say to each other: one packet, one message. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field, TypeAdapter
+
+JOB_DIR = "/nemo_run"  # where nemo-run mounts a job's own directory in its container
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mount:
+    """A directory or file of the host that a container sees."""
+
+    source: str
+    target: str
+    is_read_only: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Start a container; the GPUs' lock files come as descriptors with it.
+
+    Attributes:
+        key: The order's, for the container's label.
+        run_dir: Of the run, likewise.
+        name: Of the container; its host name as well.
+        image: As the user names it.
+        pull: When to ask a registry for the image.
+        job_dir: Of the host; is `JOB_DIR` in the container.
+        user: `uid:gid`, or None for the image's own.
+        groups: Further group ids.
+        gpus: Exactly these, by UUID.
+        ulimits: `name=soft` or `name=soft:hard`.
+        network: As Docker has it: `bridge`, `host`, `none` or the name of one.
+        env: What the container itself needs; all else is in the job's spec.
+        memory: Limit, as Docker writes it, or None.
+        runtime: Name of an OCI runtime that the daemon knows, or None for its own choice.
+    """
+
+    type: Literal["run"] = "run"
+    key: str
+    run_dir: str
+    name: str
+    image: str
+    pull: Literal["missing", "never"] = "missing"
+    job_dir: str
+    mounts: tuple[Mount, ...] = ()
+    user: str | None = None
+    groups: tuple[str, ...] = ()
+    gpus: tuple[str, ...] = ()
+    shm_size: str | None = None
+    ipc: str | None = None
+    ulimits: tuple[str, ...] = ()
+    network: str = "bridge"
+    env: dict[str, str]
+    memory: str | None = None
+    runtime: str | None = None
+    is_privileged: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """End the container: politely, and by force where that takes too long, or at once."""
+
+    type: Literal["stop"] = "stop"
+    is_at_once: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """The child process reached the daemon.
+
+    Attributes:
+        daemon: Its version.
+        num_removed: Containers of dead runs that it removed.
+    """
+
+    type: Literal["ready"] = "ready"
+    daemon: str
+    num_removed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """Nothing was started, and would not be the next time either."""
+
+    type: Literal["refused"] = "refused"
+    where: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """Something takes its time."""
+
+    type: Literal["waiting"] = "waiting"
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """The container was started."""
+
+    type: Literal["running"] = "running"
+    container: str
+    image: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gone:
+    """The container was removed.
+
+    Attributes:
+        exit_code: None where the daemon did not say.
+        was_oom: Whether the kernel killed a process in it for want of memory.
+        signal: That somebody else sent it (`docker stop`, `docker kill`), or None.
+        entrypoint: Of the image.
+    """
+
+    type: Literal["gone"] = "gone"
+    exit_code: int | None
+    was_oom: bool = False
+    signal: str | None = None
+    entrypoint: tuple[str, ...] = ()
+
+
+Request: TypeAlias = Run | Stop
+Answer: TypeAlias = Ready | Refused | Waiting | Running | Gone
+
+_REQUEST: TypeAdapter[Request] = TypeAdapter(Annotated[Request, Field(discriminator="type")])
+_ANSWER: TypeAdapter[Answer] = TypeAdapter(Annotated[Answer, Field(discriminator="type")])
+
+
+def encode_request(request: Request) -> bytes:
+    """Return a request as a packet."""
+    return _REQUEST.dump_json(request)
+
+
+def decode_request(packet: bytes) -> Request:
+    """Return the request of a packet."""
+    return _REQUEST.validate_json(packet)
+
+
+def encode_answer(answer: Answer) -> bytes:
+    """Return an answer as a packet."""
+    return _ANSWER.dump_json(answer)
+
+
+def decode_answer(packet: bytes) -> Answer:
+    """Return the answer of a packet."""
+    return _ANSWER.validate_json(packet)

@@ -1,0 +1,172 @@
+"""Orders whose trainings are lines of bash, scripts for them, and an engine on the lab."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from labs import DEADLINE_S, SlurmLab
+
+from pytest_megatron.engines.base import (
+    EngineContext,
+    Order,
+    Outcome,
+    Planned,
+    Resources,
+    Update,
+)
+from pytest_megatron.engines.journal import Journal
+from pytest_megatron.engines.slurm import SlurmEngine
+from pytest_megatron.engines.slurm_batches import JobScript
+from pytest_megatron.engines.slurm_commands import RealSlurm, SlurmCommands
+from pytest_megatron.engines.slurm_intake import SlurmSettings
+from pytest_megatron.host import CPU_PLATFORM
+from pytest_megatron.launch.facts import gather_facts
+from pytest_megatron.launch.follow import Progress
+from pytest_megatron.launch.layout import AttemptDirs
+from pytest_megatron.launch.plan import AttemptPlan, PhasePlan, Setting
+
+SCRIPT = """\
+#!/bin/bash
+#SBATCH --nodes={nodes} --ntasks-per-node=1 --time={minutes} {flags}
+exec {python} -m pytest_megatron.engines.worker "$1"
+"""
+
+
+@dataclass
+class Heard:
+    """A listener that keeps what it was told."""
+
+    lines: list[str] = field(default_factory=list)
+
+    def on_lines(self, lines: list[str]) -> None:
+        self.lines += lines
+
+    def on_progress(self, phase: int, progress: Progress) -> None: ...
+
+
+@dataclass
+class Run:
+    """A run directory, and what is ordered in it.
+
+    Attributes:
+        flags: Of every job.
+    """
+
+    root: Path
+    flags: str = ""
+    heard: Heard = field(default_factory=Heard)
+
+    @property
+    def run_dir(self) -> Path:
+        return self.root / "run"
+
+    def context(self, env: dict[str, str]) -> EngineContext:
+        """What an engine of this run is made from."""
+        facts = gather_facts(self.root)
+        return EngineContext(root=self.root, run_dir=self.run_dir, facts=facts, env=env)
+
+    def order(
+        self,
+        item: str,
+        line: str = "true",
+        *,
+        attempt: int = 1,
+        nodes: int = 1,
+        avoid_hosts: Iterable[str] = (),
+        delay_s: float = 0.0,
+    ) -> Order:
+        """Return the order for an item whose training is a line of bash."""
+        dirs = AttemptDirs(root=self.run_dir / item / "repeat_1" / f"attempt_{attempt}")
+        phase = PhasePlan(
+            number=1,
+            argv=("bash", "-c", line),
+            env={},
+            own_env={"ITEM": item},
+            dirs=dirs.phase(1),
+            last_iteration=None,
+        )
+        plan = AttemptPlan(phases=(phase,), dirs=dirs, cwd=self.root, world_size=1, time_limit_s=60)
+        needed = Resources(
+            platform=CPU_PLATFORM,
+            num_nodes=nodes,
+            gpus_per_node=0,
+            ranks_per_node=1,
+            time_limit_s=60.0,
+        )
+        return Order(
+            key=f"{item}/repeat_1/attempt_{attempt}",
+            node_id=f"recipes/x.yaml::{item}[dev-cpu]",
+            resources=needed,
+            dirs=dirs,
+            planned=lambda _devices: Planned(plan=plan, description={"item": item}),
+            avoid_hosts=frozenset(avoid_hosts),
+            delay_s=delay_s,
+            listener=self.heard,
+        )
+
+    def settle(self, setting: Setting, _platform: str) -> Setting:
+        """Have jobs do as this process does."""
+        return setting
+
+    def write(self, wanted: Sequence[Resources]) -> dict[Resources, JobScript]:
+        """Write the scripts of jobs."""
+        found = {}
+        self.run_dir.mkdir(exist_ok=True)
+        for number, needed in enumerate(wanted):
+            path = self.run_dir / f"{needed.num_nodes}_{number}.sh"
+            text = SCRIPT.format(
+                nodes=needed.num_nodes, minutes=2, flags=self.flags, python=sys.executable
+            )
+            path.write_text(text)
+            found[needed] = JobScript(path=path)
+        return found
+
+    def engine(
+        self,
+        commands: SlurmCommands,
+        env: dict[str, str],
+        settings: SlurmSettings | None = None,
+        clock: tuple[Callable[[], float], Callable[[float], None]] | None = None,
+    ) -> SlurmEngine:
+        """Return an engine that goes on where an earlier one of this run ended."""
+        journal = Journal.open(self.run_dir / "engine")
+        return SlurmEngine(
+            self.context(env),
+            commands,
+            self,
+            settings or SlurmSettings(interval_s=0.05, patience_s=6.0),
+            journal,
+            clock or (time.monotonic, time.sleep),
+        )
+
+
+def on_lab(run: Run, lab: SlurmLab, settings: SlurmSettings | None = None) -> SlurmEngine:
+    """Return an engine over the lab's Slurm."""
+    env = {**os.environ, **lab.env}
+    run.root.mkdir(exist_ok=True)
+    return run.engine(RealSlurm(env, run.root), env, settings)
+
+
+def until(engine: SlurmEngine, is_enough: Callable[[dict[str, Update]], bool]) -> dict[str, Update]:
+    """Poll until what was last said of each order is enough; return that."""
+    last: dict[str, Update] = {}
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_enough(last):
+        assert time.monotonic() < deadline, f"not within {DEADLINE_S:g} s: {last}"
+        for update in engine.poll():
+            last[update.key.split("/")[0]] = update
+        time.sleep(engine.interval_s)
+    return last
+
+
+def outcomes(engine: SlurmEngine, num_orders: int) -> dict[str, Outcome]:
+    """Poll until so many orders have ended; return what came of each item."""
+    last = until(
+        engine, lambda said: sum(u.outcome is not None for u in said.values()) == num_orders
+    )
+    return {item: update.outcome for item, update in last.items() if update.outcome is not None}

@@ -1,0 +1,105 @@
+"""What an order and the settings make of a job, before anything becomes text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pytest_megatron.engines.base import Resources
+from pytest_megatron.engines.config import (
+    ContainerConfig,
+    Mode,
+    PlaceConfig,
+    SlurmConfig,
+    UvSyncConfig,
+    Where,
+)
+from pytest_megatron.engines.shapes import (
+    ShapePaths,
+    gpu_flags,
+    minutes_of_job,
+    place_flags,
+    shape_of,
+    sync_script,
+    tasks_per_node,
+)
+from pytest_megatron.errors import LaunchError
+
+PATHS = ShapePaths(root=Path("/p"), run_dir=Path("/r"), logs=Path("/r/logs"))
+GPUS = Resources(
+    platform="dgx_h100", num_nodes=2, gpus_per_node=8, ranks_per_node=8, time_limit_s=601
+)
+CPU = replace(GPUS, platform="cpu", gpus_per_node=0)
+
+
+@pytest.mark.parametrize(
+    ("needed", "place", "flags"),
+    [
+        (GPUS, SlurmConfig(), {"gpus-per-node": "8"}),
+        (GPUS, SlurmConfig(gpus_per_node=4), {"gpus-per-node": "4"}),
+        (GPUS, SlurmConfig(gpus_per_node=0), {}),
+        (GPUS, SlurmConfig(gres="gpu:h100:{gpus}", gpus_per_node=4), {"gres": "gpu:h100:8"}),
+        (CPU, SlurmConfig(), {}),
+        (CPU, SlurmConfig(gres="gpu:{gpus}"), {}),
+    ],
+)
+def test_gpus_are_asked_for_as_the_cluster_wants_it(
+    needed: Resources, place: SlurmConfig, flags: dict[str, str]
+) -> None:
+    assert gpu_flags(needed, place) == flags
+
+
+def test_slurm_ends_a_job_later_than_we_do() -> None:
+    assert minutes_of_job(GPUS, SlurmConfig()) == 11 + 10
+    assert minutes_of_job(GPUS, SlurmConfig(time_slack=0)) == 11
+    assert place_flags(GPUS, SlurmConfig(time="1-2:30"))["time"] == "26:30:00"
+
+
+def test_a_segment_is_the_recipes_unless_the_file_says_another() -> None:
+    near = replace(GPUS, segment=2)
+    assert "segment" not in place_flags(GPUS, SlurmConfig())
+    assert place_flags(near, SlurmConfig())["segment"] == "2"
+    assert place_flags(near, SlurmConfig(segment=4))["segment"] == "4"
+
+
+def test_srun_starts_a_task_for_each_rank_or_for_each_node() -> None:
+    assert tasks_per_node(GPUS, Mode.TORCHRUN) == 1
+    assert tasks_per_node(GPUS, Mode.SRUN_NATIVE) == 8
+
+
+def test_orders_of_one_shape_have_one_script() -> None:
+    place = SlurmConfig(python="python", platforms={"dgx_h100": PlaceConfig(partition="h100")})
+    on_h100 = place.at("dgx_h100")
+    assert shape_of(GPUS, on_h100, PATHS) == shape_of(
+        replace(GPUS, time_limit_s=650), on_h100, PATHS
+    )
+    assert shape_of(GPUS, on_h100, PATHS) != shape_of(GPUS, place.at("dgx_h200"), PATHS)
+
+
+def test_values_of_the_training_are_not_in_the_script() -> None:
+    place = SlurmConfig(python="python", env={"TOKEN": "a secret"})
+    assert "secret" not in repr(shape_of(GPUS, place, PATHS))
+
+
+def test_uv_sync_has_two_phases_on_every_node_or_on_the_first() -> None:
+    sync = UvSyncConfig(venv="/v x", args=("--extra", "dev"), second=("--inexact",))
+    assert sync_script(sync, Path("/p")) == (
+        "export UV_PROJECT_ENVIRONMENT='/v x'; cd /p; "
+        "uv sync --frozen --extra dev --no-install-project; "
+        "uv sync --frozen --extra dev --inexact"
+    )
+    on_nodes = shape_of(GPUS, SlurmConfig(python="p", uv_sync=sync), PATHS)
+    at_first = replace(sync, where=Where.JOB)
+    on_one = shape_of(GPUS, SlurmConfig(python="p", uv_sync=at_first), PATHS)
+    start = "srun --nodes={0} --ntasks={0} --ntasks-per-node=1 bash -euxc "
+    assert [shape.setup[2].startswith(start.format(n)) for shape, n in [(on_nodes, 2), (on_one, 1)]]
+    assert on_nodes.setup[0] == "spec=${1:?no spec is given}"
+    assert (on_nodes.setup[1], on_nodes.setup[-1]) == ("set -e", "set +e")
+
+
+def test_a_path_that_enroot_would_cut_is_refused() -> None:
+    place = SlurmConfig(python="p", container=ContainerConfig(image="i"))
+    with pytest.raises(LaunchError, match=r"/my run: cannot be mounted into a container"):
+        shape_of(GPUS, place, replace(PATHS, run_dir=Path("/my run")))

@@ -1,0 +1,142 @@
+"""The Slurm engine on a real Slurm: what can become of a job, and what the engine makes of it."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from labs import SlurmLab
+from slurm_orders import Run, on_lab, outcomes, until
+
+from pytest_megatron.engines.base import Outcome, TroubleKind, Update
+from pytest_megatron.engines.slurm_intake import SlurmSettings
+
+FOREVER = 'touch "up-$ITEM"; exec sleep 1000'
+KILLS_ITS_JOB = "kill -KILL $(ps -o ppid= -p $PPID)"  # the guard's parent is the job's own process
+NODES = frozenset({"node1", "node2", "node3", "node4"})
+
+
+def are_up(run: Run, *items: str) -> bool:
+    """Whether these trainings run."""
+    return all((run.root / f"up-{item}").exists() for item in items)
+
+
+def job_of(update: Update) -> str:
+    """Return the job that an update is about, as scancel takes it."""
+    found = re.search(r"job (\d+(?:_\d+)?) ", update.detail)
+    assert found is not None, update
+    return found[1]
+
+
+def test_equal_jobs_are_an_array_and_each_leaves_its_own_outcome(
+    slurm_lab: SlurmLab, tmp_path: Path
+) -> None:
+    run = Run(tmp_path)
+    engine = on_lab(run, slurm_lab)
+    lines = {"good": "true", "bad": "echo no such rank >&2; exit 3", "env": '[ "$ITEM" = env ]'}
+    engine.submit([*(run.order(item, line) for item, line in lines.items())])
+    engine.submit([run.order("wide", nodes=2)])
+    first = {u.key.split("/")[0]: job_of(u) for u in engine.poll()[:4]}
+    assert len({job.split("_")[0] for job in first.values()}) == 2
+    found = outcomes(engine, 4)
+    engine.close()
+    codes = {item: (o.ends[0].returncode, o.trouble) for item, o in found.items()}
+    assert codes == {"good": (0, None), "bad": (3, None), "env": (0, None), "wide": (0, None)}
+    assert [(len(o.hosts), set(o.hosts) <= NODES) for o in (found["good"], found["wide"])] == [
+        (1, True),
+        (2, True),
+    ]
+    assert not list((run.run_dir / "engine/specs").rglob("*.json"))
+
+
+@pytest.fixture(scope="module")
+def troubled(
+    slurm_lab: SlurmLab, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Mapping[str, Outcome]]:
+    """What came of jobs to which everything happened at once."""
+    run = Run(tmp_path_factory.mktemp("troubled"))
+    engine = on_lab(run, slurm_lab)
+    elsewhere, on_node1 = ("node1", "node2"), NODES - {"node1"}
+    engine.submit(
+        [
+            run.order("cancelled", FOREVER, avoid_hosts=elsewhere),
+            run.order("requeued", FOREVER, avoid_hosts=elsewhere),
+            run.order("killed", KILLS_ITS_JOB, avoid_hosts=elsewhere),
+            run.order("on_the_node", FOREVER, avoid_hosts=on_node1),
+            run.order("on_two_nodes", FOREVER, nodes=2, avoid_hosts=("node3", "node4")),
+            run.order("too_wide", nodes=9),
+        ]
+    )
+    items = ["cancelled", "requeued", "on_the_node", "on_two_nodes"]
+    last = until(engine, lambda _: are_up(run, *items))
+    requeued = job_of(last["requeued"])
+    slurm_lab.ask("scancel", job_of(last["cancelled"]))
+    slurm_lab.ask("scontrol", "update", f"job={requeued}", "requeue=1")
+    slurm_lab.ask("scontrol", "requeue", requeued)
+    slurm_lab.ask("scontrol", "update", "nodename=node1", "state=down", "reason=test")
+    ended = {item: u.outcome for item, u in last.items() if u.outcome is not None}
+    yield {**ended, **outcomes(engine, 6 - len(ended))}
+    engine.close()
+    slurm_lab.mend()
+
+
+@pytest.mark.parametrize(
+    ("item", "kind", "said", "hosts"),
+    [
+        ("cancelled", TroubleKind.CANCELLED, r"ended as CANCELLED: it was cancelled", r"node[34]"),
+        ("requeued", TroubleKind.REQUEUED, "put into the queue again once after", r"node[34]"),
+        ("killed", TroubleKind.LOST, "was killed by SIGKILL, and left no record", r"node[34]"),
+        ("on_the_node", TroubleKind.NODE_FAIL, "on node1 ended as NODE_FAIL", "node1"),
+        ("on_two_nodes", TroubleKind.NODE_FAIL, "ended as NODE_FAIL", "node1(,node2)?"),
+        ("too_wide", TroubleKind.NOT_STARTED, "Slurm refused it: .*Node count specif", ""),
+    ],
+)
+def test_what_happened_to_a_job_is_told_apart(
+    troubled: Mapping[str, Outcome], item: str, kind: TroubleKind, said: str, hosts: str
+) -> None:
+    trouble = troubled[item].trouble
+    assert trouble is not None
+    assert (trouble.kind, bool(re.search(said, trouble.text))) == (kind, True), trouble
+    assert re.fullmatch(hosts, ",".join(troubled[item].hosts)), troubled[item]
+
+
+def test_trouble_shows_the_end_of_the_jobs_own_log(troubled: Mapping[str, Outcome]) -> None:
+    trouble = troubled["on_the_node"].trouble
+    assert trouble is not None
+    assert "DUE TO NODE FAILURE" in trouble.evidence[-1]
+
+
+def test_slurmctld_may_go_while_jobs_run_and_be_asked_to_submit(
+    slurm_lab: SlurmLab, tmp_path: Path
+) -> None:
+    run = Run(tmp_path)
+    engine = on_lab(run, slurm_lab)
+    engine.submit([run.order("early", 'touch "up-$ITEM"; until [ -e go ]; do sleep 0.1; done')])
+    until(engine, lambda _: are_up(run, "early"))
+    slurm_lab.kill_controller()
+    (tmp_path / "go").touch()
+    restart = threading.Timer(1.0, slurm_lab.start_controller)
+    restart.start()
+    engine.submit([run.order("late")])
+    found = outcomes(engine, 2)
+    engine.close()
+    restart.join()
+    assert {item: o.trouble for item, o in found.items()} == {"early": None, "late": None}
+
+
+def test_cancel_ends_ours_and_nobody_elses(slurm_lab: SlurmLab, tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    other = slurm_lab.submit("--wrap", "sleep 1000", "--output=/dev/null")
+    engine = on_lab(run, slurm_lab, SlurmSettings(interval_s=0.05, patience_s=6.0, max_jobs=2))
+    engine.submit([run.order(item, FOREVER) for item in ("a", "b", "c")])
+    until(engine, lambda _: are_up(run, "a", "b"))
+    engine.cancel([run.order(item).key for item in ("a", "b", "c")])
+    found = {u.key[0]: u.outcome for u in engine.poll() if u.outcome is not None}
+    engine.close()
+    kinds = {item: o.trouble.kind for item, o in found.items() if o.trouble is not None}
+    assert kinds == dict.fromkeys("abc", TroubleKind.CANCELLED)
+    assert slurm_lab.ask("squeue", "-h", "-o", "%A").split() == [str(other)]
+    slurm_lab.cancel_all()

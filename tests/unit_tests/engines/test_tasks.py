@@ -1,0 +1,385 @@
+"""Job steps of several tasks: real processes with Slurm's variables, on one machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from pytest_megatron.engines.base import TroubleKind
+from pytest_megatron.engines.records import JobRecord, Spec, read_record, write_spec
+from pytest_megatron.launch.case import Starter
+from pytest_megatron.launch.failure import RankFailure, first_failure, read_failures
+from pytest_megatron.launch.layout import AttemptDirs
+from pytest_megatron.launch.local import End
+from pytest_megatron.launch.plan import AttemptPlan, PhasePlan
+from pytest_megatron.launch.starter import Ranks, start_words, started
+
+GUEST = Path(__file__).parents[1] / "guests" / "task_rank.py"
+DEADLINE_S = 60.0
+MARK = "PYTEST_MEGATRON_GUEST_OF"
+
+
+@dataclass
+class Step:
+    """A step that runs: its tasks, and what they leave."""
+
+    root: Path
+    tasks: list[subprocess.Popen[bytes]]
+
+    @property
+    def dirs(self) -> AttemptDirs:
+        return AttemptDirs(root=self.root / "attempt_1")
+
+    @property
+    def logs(self) -> Path:
+        return self.dirs.phase(1).logs
+
+    @property
+    def launcher_log(self) -> str:
+        return self.dirs.phase(1).launcher_log.read_text()
+
+    def record(self) -> JobRecord:
+        """Wait for every task to end; return what task 0 says."""
+        for task in self.tasks:
+            task.wait(timeout=DEADLINE_S)
+        found = read_record(self.root / "outcome.json")
+        assert found is not None
+        return found
+
+    def shown(self, rank: int, name: str) -> str:
+        return json.loads((self.root / "meeting" / f"{rank}.json").read_text())[name]  # type: ignore[no-any-return]
+
+    def wait_until_met(self, num_ranks: int) -> None:
+        pattern = "srun_native/attempt_0/*/stdout.log"
+        wait_for(
+            lambda: (
+                sum("has met" in path.read_text() for path in self.logs.glob(pattern)) == num_ranks
+            )
+        )
+
+    def alive(self) -> list[int]:
+        return [p.pid for p in psutil.process_iter() if mark_of(p) == str(self.root)]
+
+
+def mark_of(process: psutil.Process) -> str | None:
+    try:
+        return process.environ().get(MARK)
+    except psutil.Error:
+        return None
+
+
+def wait_for(is_so: Callable[[], bool]) -> None:
+    give_up_at = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
+
+
+def plan_of(root: Path, deeds: tuple[str, ...], num_nodes: int, per_node: int) -> AttemptPlan:
+    dirs = AttemptDirs(root=root / "attempt_1")
+    phase = dirs.phase(1)
+    ranks = Ranks(
+        starter=Starter.TORCHRUN,
+        num_nodes=num_nodes,
+        per_node=per_node,
+        tee_ranks=(0, 3),
+        logs=phase.logs,
+    )
+    start = started(sys.executable, ranks, str(GUEST), [str(root / "meeting"), *deeds])
+    own = {"OWN": "a b $HOME 'c'", "PYTHONFAULTHANDLER": "1"}
+    only = PhasePlan(
+        number=1,
+        argv=start_words(start),
+        env=own,
+        own_env=own,
+        dirs=phase,
+        last_iteration=None,
+        world_size=ranks.world_size,
+        num_nodes=num_nodes,
+        start=start,
+    )
+    return AttemptPlan(
+        phases=(only,),
+        dirs=dirs,
+        cwd=root,
+        world_size=ranks.world_size,
+        time_limit_s=DEADLINE_S,
+    )
+
+
+def spec_of(root: Path, plan: AttemptPlan, **options: str) -> Spec:
+    return Spec(
+        key="item/repeat_1/attempt_1",
+        plan=plan,
+        outcome=root / "outcome.json",
+        root=root,
+        description="{}",
+        env={},
+        watches_gpus=False,
+        secret=str(root),
+        options=options,
+    )
+
+
+def task_env(root: Path, task: int, num_nodes: int, per_node: int) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "MASTER_"))}
+    return kept | {
+        MARK: str(root),
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": str(task),
+        "SLURM_LOCALID": str(task % per_node),
+        "SLURM_NODEID": str(task // per_node),
+        "SLURM_STEP_NUM_TASKS": str(num_nodes * per_node),
+        "SLURM_STEP_NUM_NODES": str(num_nodes),
+        "SLURM_STEP_NODELIST": f"node[0-{num_nodes - 1}]" if num_nodes > 1 else "node0",
+        "SLURM_STEP_TASKS_PER_NODE": f"{per_node}(x{num_nodes})",
+        "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1",
+    }
+
+
+@contextmanager
+def step(
+    root: Path,
+    spec: Spec,
+    num_nodes: int,
+    per_node: int,
+    missing: tuple[int, ...] = (),
+    **more: str,
+) -> Iterator[Step]:
+    path = root / "spec.json"
+    write_spec(path, spec)
+    command = [sys.executable, "-m", "pytest_megatron.engines.worker", str(path)]
+    tasks = []
+    for task in range(num_nodes * per_node):
+        if task in missing:
+            continue
+        env = task_env(root, task, num_nodes, per_node) | more
+        with (root / f"task_{task}.log").open("wb") as log:
+            tasks.append(subprocess.Popen(command, env=env, cwd=root, stdout=log, stderr=log))
+    found = Step(root=root, tasks=tasks)
+    try:
+        yield found
+        wait_for(lambda: not found.alive())
+    finally:
+        for process in tasks:
+            process.kill()
+            process.wait()
+
+
+def native(root: Path, *deeds: str, per_node: int = 1, **options: str) -> Spec:
+    """Two nodes with so many ranks each, which srun starts."""
+    return spec_of(root, plan_of(root, deeds, 2, per_node), mode="srun-native", **options)
+
+
+def paused(root: Path, per_node: int = 1) -> Spec:
+    return native(root, *(f"pause@{rank}" for rank in range(4)), per_node=per_node)
+
+
+def test_ranks_of_srun_know_their_place_and_log_as_those_of_torchrun_do(tmp_path: Path) -> None:
+    with step(tmp_path, native(tmp_path, per_node=2), 2, 2) as found:
+        record = found.record()
+    (end,) = record.ends
+    assert (end.end, end.returncode, end.num_left, record.trouble) == (End.EXITED, 0, 0, None)
+    assert record.hosts == ("node0", "node1")
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_PROCID")
+    assert [[found.shown(rank, name) for name in names] for rank in range(4)] == [
+        ["0", "0", "4", "2", "0"],
+        ["1", "1", "4", "2", "1"],
+        ["2", "0", "4", "2", "2"],
+        ["3", "1", "4", "2", "3"],
+    ]
+    assert {found.shown(rank, "MASTER_ADDR") for rank in range(4)} == {"127.0.0.1"}
+    assert {found.shown(rank, "OWN") for rank in range(4)} == {"a b $HOME 'c'"}
+    assert [path.name for path in sorted(found.logs.iterdir())] == ["0", "1", "2", "3"]
+    assert (found.logs / "3" / "stdout.log").read_text() == "rank 3 has met 4\n"
+    lines = sorted(found.launcher_log.splitlines())
+    assert lines == ["[default0]:rank 0 has met 4", "[default3]:rank 3 has met 4"]
+
+
+def first_of(found: Step) -> RankFailure:
+    first = first_failure(read_failures(found.dirs.phase(1)))
+    assert first is not None
+    return first
+
+
+def test_a_rank_that_raises_ends_those_that_wait_for_it(tmp_path: Path) -> None:
+    with step(tmp_path, native(tmp_path, "pause@0", "raise@1"), 2, 1) as found:
+        record = found.record()
+    (end,) = record.ends
+    assert (end.end, end.returncode, record.trouble) == (End.EXITED, 1, None)
+    first = first_of(found)
+    assert (first.rank, first.exit_code) == (1, 1)
+    assert first.message == "ValueError: as it was told"
+    lines = [line for line in found.launcher_log.splitlines() if line.startswith("[nodes]")]
+    assert "failed (exitcode: 1) local_rank: 1" in lines[0]
+    assert lines[1] == "[nodes]: task 0 on node0 did not end by itself and is stopped"
+    assert sum("exitcode  : -15" in line for line in lines) == 1
+
+
+def test_a_rank_that_is_killed_is_the_first_whatever_the_others_say(tmp_path: Path) -> None:
+    with step(tmp_path, native(tmp_path, "leave@0", "kill@1"), 2, 1) as found:
+        record = found.record()
+    assert [(end.end, end.returncode) for end in record.ends] == [(End.EXITED, 1)]
+    assert (first_of(found).rank, first_of(found).exit_code) == (1, -signal.SIGKILL)
+
+
+def test_a_rank_that_leaves_early_is_no_success(tmp_path: Path) -> None:
+    with step(tmp_path, native(tmp_path, "leave@0", "exit0@1"), 2, 1) as found:
+        record = found.record()
+    assert [(end.end, end.returncode) for end in record.ends] == [(End.EXITED, 1)]
+    codes = [failure.exit_code for failure in read_failures(found.dirs.phase(1))]
+    assert codes == [7, None]
+
+
+def test_a_hang_leaves_the_stacks_of_the_ranks_of_every_node(tmp_path: Path) -> None:
+    spec = paused(tmp_path)
+    spec = replace(spec, plan=replace(spec.plan, time_limit_s=4.0))
+    with step(tmp_path, spec, 2, 1) as found:
+        record = found.record()
+    assert [(end.end, end.num_left) for end in record.ends] == [(End.TIME_LIMIT, 0)]
+    stacks = [(found.logs / str(rank) / "stderr.log").read_text() for rank in range(2)]
+    assert all("task_rank.py" in text and "in pause" in text for text in stacks)
+    assert "FAILED" not in found.launcher_log  # nobody failed: it was stopped
+
+
+def test_a_task_that_is_killed_is_the_trouble_of_its_host(tmp_path: Path) -> None:
+    with step(tmp_path, paused(tmp_path), 2, 1) as found:
+        found.wait_until_met(2)
+        found.tasks[1].kill()
+        record = found.record()
+    assert record.trouble is not None
+    assert record.trouble.kind is TroubleKind.LOST
+    assert record.trouble.text == "task 1 on node1 was lost: it ended, or its host does not answer"
+    assert record.trouble.hosts == ("node1",)
+    assert [end.returncode for end in record.ends] == [1]
+
+
+def test_nothing_outlives_task_0(tmp_path: Path) -> None:
+    with step(tmp_path, paused(tmp_path), 2, 1) as found:
+        found.wait_until_met(2)
+        found.tasks[0].kill()
+        codes = [task.wait(timeout=DEADLINE_S) for task in found.tasks]
+    assert codes == [-signal.SIGKILL, 1]
+    assert not (tmp_path / "outcome.json").exists()
+
+
+def test_the_end_of_a_whole_job_still_leaves_an_outcome(tmp_path: Path) -> None:
+    with step(tmp_path, paused(tmp_path), 2, 1) as found:
+        found.wait_until_met(2)
+        for task in found.tasks:
+            task.terminate()
+        record = found.record()
+    assert record.trouble is not None
+    assert record.trouble.kind is TroubleKind.CANCELLED
+    assert "SIGTERM" in record.trouble.text
+    assert (found.logs / "srun_native/attempt_0/1/stdout.log").read_text() == "rank 1 has met 2\n"
+
+
+def test_a_task_that_is_told_to_end_says_so(tmp_path: Path) -> None:
+    with step(tmp_path, paused(tmp_path), 2, 1) as found:
+        found.wait_until_met(2)
+        found.tasks[1].terminate()
+        record = found.record()
+    assert record.trouble is not None
+    assert (record.trouble.kind, record.trouble.hosts) == (TroubleKind.CANCELLED, ("node1",))
+    assert record.trouble.text == "task 1 on node1 was told to end by SIGTERM"
+
+
+def test_a_task_that_never_comes_names_its_host(tmp_path: Path) -> None:
+    with step(tmp_path, native(tmp_path, gather_s="1"), 2, 1, missing=(1,)) as found:
+        record = found.record()
+    assert record.trouble is not None
+    assert (record.trouble.kind, record.trouble.hosts) == (TroubleKind.BOOT_FAIL, ("node1",))
+    assert record.trouble.text.startswith(
+        "1 of 1 task on node1 did not come to task 0 within 1 s; see the log of the job"
+    )
+
+
+def test_a_task_with_another_key_is_not_let_in(tmp_path: Path) -> None:
+    stranger = tmp_path / "stranger.json"
+    spec = native(tmp_path, gather_s="3")
+    write_spec(stranger, replace(spec, secret=str(stranger), options={"gather_s": "1"}))
+    with step(tmp_path, spec, 2, 1, missing=(1,)) as found:
+        wait_for(lambda: is_listening(found.tasks[0]))
+        command = [sys.executable, "-m", "pytest_megatron.engines.worker", str(stranger)]
+        env = task_env(tmp_path, 1, 2, 1)
+        with subprocess.Popen(command, env=env, cwd=tmp_path, stderr=subprocess.PIPE) as task:
+            said = task.communicate(timeout=DEADLINE_S)[1].decode()
+        record = found.record()
+    assert record.trouble is not None
+    assert "calls had the key of another job" in record.trouble.text
+    assert task.returncode == 1
+    assert said.startswith("pytest-megatron: task 1: task 0 on node0: does not answer within 1 s")
+    assert "another job listens, or this one has another key" in said
+
+
+def is_listening(task: subprocess.Popen[bytes]) -> bool:
+    found = psutil.Process(task.pid).net_connections()
+    return any(c.status == psutil.CONN_LISTEN for c in found)
+
+
+def test_what_a_job_has_set_stays_and_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
+    with step(tmp_path, native(tmp_path), 2, 1, RANK="0", MASTER_PORT="29511") as found:
+        record = found.record()
+    assert record.trouble is not None
+    assert record.trouble.kind is TroubleKind.NOT_STARTED
+    assert record.trouble.text == (
+        "RANK: is 0 on node0, 0 on node1 in the job's environment, expected each of 0-1 once; "
+        "unset it where the job is submitted, so that it follows from SLURM_PROCID"
+    )
+
+
+def test_phases_follow_one_another_and_scripts_run_on_task_0_alone(tmp_path: Path) -> None:
+    """What BEFORE_SCRIPT exports reaches every rank; the second phase has other ranks and ports."""
+    spec = native(tmp_path)
+    (first,) = spec.plan.phases
+    assert first.start is not None
+    words = [str(tmp_path / "second"), "raise@1"]
+    dirs = spec.plan.dirs.phase(2)
+    ranks = replace(first.start.ranks, logs=dirs.logs)
+    second = replace(
+        first,
+        number=2,
+        dirs=dirs,
+        before_script=None,
+        start=started(sys.executable, ranks, str(GUEST), words),
+    )
+    script = "export EXPORTED='of the script'; unset OTHER; echo once >> scripts"
+    first = replace(first, before_script=script, after_script="echo after $EXIT_CODE >> scripts")
+    spec = replace(spec, plan=replace(spec.plan, phases=(first, second)))
+    with step(tmp_path, spec, 2, 1, OMP_NUM_THREADS="3") as found:
+        record = found.record()
+    assert [(end.number, end.returncode) for end in record.ends] == [(1, 0), (2, 1)]
+    assert [found.shown(rank, "EXPORTED") for rank in range(2)] == ["of the script"] * 2
+    assert [found.shown(rank, "OMP_NUM_THREADS") for rank in range(2)] == ["3", "3"]
+    assert (tmp_path / "scripts").read_text() == "once\nafter 0\n"
+    assert (dirs.logs / "1" / "stdout.log").read_text() == "rank 1 has met 2\n"
+
+
+def test_a_launcher_on_every_node_makes_one_training(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, plan_of(tmp_path, ("kill@3", "leave@2", "leave@1", "leave@0"), 2, 2))
+    with step(tmp_path, spec, 2, 1) as found:
+        record = found.record()
+    assert [(end.end, end.returncode) for end in record.ends] == [(End.EXITED, 1)]
+    assert (first_of(found).rank, first_of(found).exit_code) == (3, -signal.SIGKILL)
+    assert [found.shown(rank, "LOCAL_RANK") for rank in range(4)] == ["0", "1", "0", "1"]
+    assert sorted(path.name for path in found.logs.iterdir()) == ["0", "1", "2", "3"]
+    lines = found.launcher_log.splitlines()
+    assert "[default0]:rank 0 has met 4" in lines
+    assert "[default3]:rank 3 has met 4" in lines
+    assert any(
+        re.fullmatch(r"\[nodes\]: node 1 \(node1\) ended with exit code 1", x) for x in lines
+    )
+    assert not list(found.dirs.phase(1).root.glob("launcher.node*"))

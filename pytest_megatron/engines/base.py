@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from pytest_megatron.checks.rules import Finding
 from pytest_megatron.files import JsonValue
 from pytest_megatron.health import Health
 from pytest_megatron.launch.facts import Facts
@@ -203,6 +204,20 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Leave nothing behind that is not meant to go on."""
+
+
+@runtime_checkable
+class Checking(Protocol):
+    """What an engine may have beside: it knows what of a workload cannot work where it runs it."""
+
+    def findings(
+        self, workload: Workload, setting: Setting, needed: Resources
+    ) -> Sequence[Finding]:
+        """Return what is wrong; an error refuses the workload, a warning is shown once for a run.
+
+        Raises:
+            LaunchError: The settings ask for what is not there.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from pytest_megatron.checks.rules import Finding
 from pytest_megatron.engines.base import (
     EngineContext,
     Order,
@@ -120,6 +121,13 @@ class SlurmEngine:
     def lacks(self, _needed: Resources) -> str | None:
         """Return nothing: what Slurm refuses, it says itself."""
         return None
+
+    def findings(
+        self, workload: Workload, setting: Setting, needed: Resources
+    ) -> Sequence[Finding]:
+        """Return what is wrong with the jobs of a workload, as far as this machine can know."""
+        checks = self._settings.checks
+        return () if checks is None else checks.findings(workload, setting, needed)
 
     def submit(self, orders: Sequence[Order]) -> None:
         """Submit orders, or take them up where an earlier controller left them.

@@ -9,7 +9,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pytest_megatron.engines.base import EngineContext, Order, Phase, Planned, Resources
+from pytest_megatron.engines.base import (
+    Checking,
+    EngineContext,
+    Order,
+    Phase,
+    Planned,
+    Resources,
+)
 from pytest_megatron.engines.journal import Batch, Journal
 from pytest_megatron.engines.records import Spec, write_spec
 from pytest_megatron.engines.slurm_batches import (
@@ -41,12 +48,14 @@ class SlurmSettings:
         max_array: Elements of an array; None is what the cluster allows.
         patience_s: How long a record may come after Slurm said that the job ended well: shared
             file systems are late.
+        checks: Know what would go wrong with a workload; None where nobody looks.
     """
 
     interval_s: float = 10.0
     max_jobs: int | None = None
     max_array: int | None = None
     patience_s: float = 60.0
+    checks: Checking | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from pytest_megatron.engines.script import ScriptWriter
 from pytest_megatron.engines.shapes import ShapePaths
 from pytest_megatron.engines.slurm import SlurmEngine
 from pytest_megatron.engines.slurm_batches import JobScript
+from pytest_megatron.engines.slurm_check import SlurmChecks, ask_slurm, look_around
 from pytest_megatron.engines.slurm_commands import RealSlurm
 from pytest_megatron.engines.slurm_intake import SlurmSettings
 from pytest_megatron.launch.plan import Setting
@@ -32,7 +33,10 @@ def open_slurm(context: EngineContext) -> SlurmEngine:
         RealSlurm(context.env, context.root, [journal.descriptor]),
         NemoScripts(ScriptWriter(config, paths, context.engine_dir)),
         SlurmSettings(
-            interval_s=config.interval, max_jobs=config.max_jobs, max_array=config.max_array
+            interval_s=config.interval,
+            max_jobs=config.max_jobs,
+            max_array=config.max_array,
+            checks=SlurmChecks(config, context, look_around(), lambda: ask_slurm(context.env)),
         ),
         journal,
     )

@@ -4,27 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from pytest_megatron.checks.check import problem_of
 from pytest_megatron.checks.rules import Finding
+from pytest_megatron.engines.base import Checking
+from pytest_megatron.errors import LaunchError
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.launch.local import Listener
 from pytest_megatron.verdict.checked import check_job
-from pytest_megatron.verdict.job import Job
+from pytest_megatron.verdict.job import Job, plan_job
+from pytest_megatron.verdict.training import needs_of
 
 
 def checked(session: RunSession, job: Job) -> tuple[Finding, ...]:
-    """Return what is wrong with a job, on the GPUs that are here where it will run here."""
-    is_here = session.engine.name == "local"
-    gpus = session.facts.host.fitting(job.workload.platform) if is_here else ()
-    return check_job(job, memory_bytes=min((gpu.memory_bytes for gpu in gpus), default=None))
+    """Return what is wrong with a job, where it is to run.
+
+    Raises:
+        MegatronError: It cannot be planned.
+    """
+    engine = session.engine
+    # The GPUs that are here count where it runs here.
+    gpus = () if engine.is_queue else session.facts.host.fitting(job.workload.platform)
+    found = check_job(job, memory_bytes=min((gpu.memory_bytes for gpu in gpus), default=None))
+    if isinstance(engine, Checking):
+        needed = needs_of(job.workload, plan_job(job))
+        found += tuple(engine.findings(job.workload, job.setting, needed))
+    return found
 
 
-def warn_once(session: RunSession, job: Job, listener: Listener) -> None:
-    """Show the warnings about a job that this session has not shown yet."""
-    found = [line for line in finding_lines(checked(session, job)) if line.startswith("warning")]
-    new = [line for line in dict.fromkeys(found) if line not in session.warned]
+def refuse_or_warn(session: RunSession, job: Job, listener: Listener) -> None:
+    """Show the warnings about a job that this session has not shown yet.
+
+    Raises:
+        LaunchError: A check finds an error, and nothing of the job may start.
+    """
+    found = checked(session, job)
+    problem = problem_of(found)
+    if problem is not None:
+        raise LaunchError(*problem)
+    lines = [f"megatron: {session.shorten(line)}" for line in finding_lines(found)]
+    new = [line for line in dict.fromkeys(lines) if line not in session.warned]
     session.warned.update(new)
     if new:
-        listener.on_lines([f"megatron: {session.shorten(line)}" for line in new])
+        listener.on_lines(new)
 
 
 def finding_lines(findings: Iterable[Finding]) -> list[str]:

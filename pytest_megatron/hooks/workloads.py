@@ -14,7 +14,7 @@ from pytest_megatron.errors import LaunchError, MegatronError
 from pytest_megatron.files import JsonValue, write_json_atomically
 from pytest_megatron.golden.policy import Policy
 from pytest_megatron.golden.policy_file import policy_named
-from pytest_megatron.hooks.checks import checked, finding_lines, warn_once
+from pytest_megatron.hooks.checks import checked, finding_lines, refuse_or_warn
 from pytest_megatron.hooks.goldens import GoldenWriter
 from pytest_megatron.hooks.history import register_history
 from pytest_megatron.hooks.item import WorkloadItem
@@ -143,7 +143,7 @@ class WorkloadPlugin:
         keep_golden(self._session, job)
         live = self._listener(item)
         with contextlib.closing(live):
-            warn_once(self._session, job, live)
+            refuse_or_warn(self._session, job, live)
             retries = _Retries(self._session, item.nodeid, live)
             training = train(job, facts, live, retries, engine)
             retries.note_end(training)

@@ -51,6 +51,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) -> None:
     """Note how the session begins, before anything of the project is imported."""
+    run = options.early_words(early_config, "attach")
+    if run:
+        from pytest_megatron.hooks.attach import add_recorded  # noqa: PLC0415 - not for all
+
+        add_recorded(early_config, args, ",".join(run))
     words = options.early_words(early_config, "bucket")
     if words:
         from pytest_megatron.hooks.units import add_folders  # noqa: PLC0415 - not for all

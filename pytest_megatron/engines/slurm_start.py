@@ -36,6 +36,7 @@ def open_slurm(context: EngineContext) -> SlurmEngine:
             interval_s=config.interval,
             max_jobs=config.max_jobs,
             max_array=config.max_array,
+            retries_timeout=config.retry_timeout,
             checks=SlurmChecks(config, context, look_around(), lambda: ask_slurm(context.env)),
         ),
         journal,

@@ -59,6 +59,10 @@ class Schedule:
         """Whether a test was not handed out yet."""
         return index in self._waiting
 
+    def has_more(self, spec: GangSpec) -> bool:
+        """Whether tests of a spec wait that no gang is meant to run next."""
+        return bool(self._chunks.get(spec))
+
     def planned(self, gang: int, spec: GangSpec) -> int:
         """Return the test that a gang was told to expect next, `NOTHING` or `UNKNOWN`."""
         if gang in self._planned:

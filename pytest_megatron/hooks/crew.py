@@ -64,6 +64,7 @@ class Crew:
         options = self._options = run.options
         self._specs = set(specs)
         self.gangs: dict[int, Gang] = {}
+        self._spares: dict[GangSpec, Gang] = {}
         self.num_slots = max([default_size, *(spec.world_size for spec in self._specs)])
         self._nodes = nodes_of(options, len(this_host().gpus))
         if options.num_nodes == 1:
@@ -149,9 +150,27 @@ class Crew:
         """Whether it was shut down."""
         return self._fleet is None
 
+    def start_ahead(self, spec: GangSpec) -> None:
+        """Start the gang that `start` will return next, while others run.
+
+        Only where that is one fork and holds nothing that others need: on the CPU of this node.
+        """
+        is_plain = self.per_rank is None and self.leader is None and spec.device == "cpu"
+        if is_plain and spec not in self._spares and self.fleet.has_nursery(0, -1):
+            gang = self._spares[spec] = self._make(spec, None)
+            self._tee.follow(gang)
+            self.fleet.start(gang)
+
+    def is_spare(self, gang: Gang) -> bool:
+        """Whether a gang was started ahead, and nobody has asked for it."""
+        return self._spares.get(gang.spec) is gang
+
     def start(self, spec: GangSpec) -> Gang | None:
         """Start a gang; None while its devices are not free, or its ranks still collect."""
         fleet, per_rank = self.fleet, self.per_rank
+        spare = self._spares.pop(spec, None)
+        if spare is not None and spare.lifecycle.state in (State.STARTING, State.IDLE):
+            return spare
         if self._template is not None:
             self._template.wait()
         lease = None
@@ -210,7 +229,7 @@ class Crew:
         return counts
 
     def _present(self) -> list[Gang]:
-        return [gang for gang in self.gangs.values() if not has_left(gang)]
+        return [g for g in self.gangs.values() if not has_left(g) and not self.is_spare(g)]
 
     def pump(self) -> None:
         """Take in what ranks say, until there is news; copy what they print."""
@@ -225,6 +244,8 @@ class Crew:
     def forget(self, gang: Gang) -> None:
         """Let go of a gang that is gone."""
         del self.gangs[gang.number]
+        if self.is_spare(gang):
+            del self._spares[gang.spec]
         self._tee.forget(gang)
         self.leases.release(gang.number)
 
@@ -253,6 +274,7 @@ class Crew:
         fleet, self._fleet = self.fleet, None
         self.leases.close()
         self.gangs.clear()
+        self._spares.clear()
         fleet.stop()
         if self._template is not None:
             self._template.close()

@@ -259,7 +259,7 @@ class Dispatcher:
         return self._index[nextitem] if self._specs.get(nextitem) == gang.spec else UNKNOWN
 
     def _is_free(self, gang: Gang) -> bool:
-        is_busy = any(g is gang for g, _ in self._running.values())
+        is_busy = any(g is gang for g, _ in self._running.values()) or self._crew.is_spare(gang)
         return not is_busy and gang.lifecycle.state in (State.IDLE, State.STARTING)
 
     def _send_ahead(self, gang: Gang) -> None:
@@ -290,6 +290,8 @@ class Dispatcher:
         run = self._prepare(gang, index, next_index)
         self._crew.fleet.assign(gang, run, limit_s=self._limits_s[self._items[index]])
         self._take_ends(gang)
+        if gang.spec.is_isolated and self._schedule.has_more(gang.spec):
+            self._crew.start_ahead(gang.spec)
 
     def _prepare(self, gang: Gang, index: int, next_index: int, after: int = 0) -> Run:
         """Note that a gang will run a test, and return what its ranks are told."""

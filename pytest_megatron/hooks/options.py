@@ -23,6 +23,7 @@ Device = Literal["auto", "cuda", "cpu"]
 GangStart = Literal["fork", "fresh"]
 Experimental = Literal["exclude", "include", "only"]
 MIN_REFRESH_REPEATS = 2
+LOCAL = "local"
 _SLURM_STEP = ("SLURM_STEP_ID", "SLURM_STEPID")
 _LAST_PORT = 65_535
 
@@ -53,6 +54,9 @@ class Options:
         history: The file of past outcomes, `off`, or "" for the project's own.
         tee_ranks: Ranks copied to the terminal; None is all of them.
         is_tee_typed: Whether the command line says so, for python tests whose output is captured.
+        executor: Name of the engine that runs workloads.
+        executor_config: Its settings, below the directory of the user; or None.
+        is_attached: Whether the run directory is that of a run whose controller is gone.
         golden_reason: Why goldens get worse, or None.
         num_gpus: Ranks of a gang, one for each CUDA device; 0 is all of them; None if not asked.
         num_ranks: Ranks of a gang on a node, on any device; None if not asked.
@@ -80,6 +84,9 @@ class Options:
     is_flaky_failure: bool
     history: str
     is_lightweight: bool
+    executor: str
+    executor_config: Path | None
+    is_attached: bool
     golden: GoldenMode
     golden_policy: str
     golden_reason: str | None
@@ -155,6 +162,9 @@ def add_options(parser: pytest.Parser) -> None:
         "off: do not compare",
         metavar="check|record|refresh|off",
     )
+    add("executor", "where workloads run: local (default), docker, slurm", metavar="NAME")
+    add("executor-config", "settings of the executor", metavar="FILE")
+    add("attach", "take over a run whose pytest is gone, with what it was told", metavar="RUN")
     add("golden-policy", "how to compare: strict (default), megatron or a file", metavar="POLICY")
     add("golden-reason", "why goldens get worse, which they then say", metavar="TEXT")
     add("plan", "print what would run and run nothing", action="store_true")
@@ -187,7 +197,9 @@ def read_options(config: pytest.Config) -> Options:
             f"--golden: {golden!r} is not a way to use goldens, "
             f"expected one of check, off, record, refresh"
         )
-    run_dir = values.text(config, "run-dir", "")
+    attached = str(values.typed(config, "attach") or "")
+    run_dir = attached or values.text(config, "run-dir", "")
+    executor_config = values.text(config, "executor-config", "")
     num_nodes, node_rank, rdzv_endpoint = _nodes(config)
     max_retries = values.index(config, "max-retries-per-run")
     options = Options(
@@ -202,6 +214,9 @@ def read_options(config: pytest.Config) -> Options:
         or bool(getattr(config.option, "fail_on_flaky", None)),
         history=values.text(config, "history", ""),
         is_lightweight=values.flag(config, "lightweight"),
+        executor=values.text(config, "executor", LOCAL),
+        executor_config=Path(executor_config) if executor_config else None,
+        is_attached=bool(attached),
         golden=cast("GoldenMode", golden),
         golden_policy=values.text(config, "golden-policy", "strict"),
         golden_reason=values.text(config, "golden-reason", "").strip() or None,

@@ -36,18 +36,20 @@ _SLOW_S = 0.2  # a phase this long is told of at its end, not with the test
 
 
 class RankPlugin:
-    """Hooks of one rank.
+    """Hooks of one rank; made and registered before ranks are forked, once for all of them.
 
     Attributes:
+        order: Which rank.
         shared_dir: One directory for all ranks of the running test.
     """
 
-    def __init__(self, order: RankOrder, channel: Channel, logs: RankLogs, ends: RankEnds) -> None:
-        self.order = order
-        self._ends = ends
+    order: RankOrder
+    _channel: Channel
+    _logs: RankLogs
+    _ends: RankEnds
+
+    def __init__(self) -> None:
         self.shared_dir = Path()
-        self._channel = channel
-        self._logs = logs
         self._run: Run | None = None
         self._reports: list[JsonValue] = []
         self._warnings: list[JsonValue] = []
@@ -58,8 +60,13 @@ class RankPlugin:
         self._last: pytest.Item | None = None
         self.printed = _Printed()
         self._shown = ""
-        self.debugger = RankDebugger(channel, self.printed)
+        self.debugger = RankDebugger(self.printed)
         self.measurement: measure.Measurement | None = None
+
+    def begin(self, order: RankOrder, channel: Channel, logs: RankLogs, ends: RankEnds) -> None:
+        """Be the rank of `order`, in its own process."""
+        self.order, self._channel, self._logs, self._ends = order, channel, logs, ends
+        self.debugger.begin(channel)
 
     def is_rerun(self, item: pytest.Item) -> bool:
         """Whether the test that just failed is to run again."""

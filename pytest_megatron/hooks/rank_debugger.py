@@ -55,16 +55,26 @@ class _MakeDebugger(Protocol):
 
 
 class RankDebugger:
-    """Decides nothing: the controller says which rank may stop."""
+    """Decides nothing: the controller says which rank may stop.
 
-    def __init__(self, channel: Channel, printed: Divertible) -> None:
-        self._channel = channel
+    Attributes:
+        channel: To the controller.
+    """
+
+    channel: Channel
+
+    def __init__(self, printed: Divertible) -> None:
         self._printed = printed
-        self._pid = os.getpid()
+        self._pid = 0
         self._invoke: PdbInvoke | None = None
         self._streams: tuple[TextIO, TextIO] | None = None
-        self.screen = cast("TextIO", _Screen(channel, self))
-        self.keyboard = cast("TextIO", _Keyboard(channel, self))
+        self.screen = cast("TextIO", _Screen(self))
+        self.keyboard = cast("TextIO", _Keyboard(self))
+
+    def begin(self, channel: Channel) -> None:
+        """Be the debugger of this process, which is a rank now."""
+        self.channel = channel
+        self._pid = os.getpid()
 
     def install(self, config: pytest.Config) -> None:
         """Take the place of pytest's own ways into the debugger."""
@@ -101,10 +111,10 @@ class RankDebugger:
         """Ask for leave; return whether it was given."""
         if os.getpid() != self._pid or threading.current_thread() is not threading.main_thread():
             return False  # only the main thread may speak with the controller
-        self._channel.send(DebuggerWanted(reason=reason))
-        answer = self._channel.receive()
+        self.channel.send(DebuggerWanted(reason=reason))
+        answer = self.channel.receive()
         if not (isinstance(answer, DebuggerAnswer) and answer.may_enter):
-            self._channel.send(DebuggerLeft())
+            self.channel.send(DebuggerLeft())
             return False
         self._streams = sys.stdin, sys.stdout
         self._printed.diverted = self.screen
@@ -117,7 +127,7 @@ class RankDebugger:
         self.screen.flush()
         sys.stdin, sys.stdout = self._streams
         self._streams = self._printed.diverted = None
-        self._channel.send(DebuggerLeft())
+        self.channel.send(DebuggerLeft())
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_exception_interact(
@@ -160,8 +170,7 @@ class _Screen(io.TextIOBase):
 
     encoding = "utf-8"
 
-    def __init__(self, channel: Channel, debugger: RankDebugger) -> None:
-        self._channel = channel
+    def __init__(self, debugger: RankDebugger) -> None:
         self._debugger = debugger
         self._parts: list[str] = []
 
@@ -181,7 +190,7 @@ class _Screen(io.TextIOBase):
         text = "".join(self._parts)
         self._parts.clear()
         if text and self._debugger.is_or_gets_open():
-            self._channel.send(DebuggerWrote(text=text))
+            self._debugger.channel.send(DebuggerWrote(text=text))
 
 
 class _Keyboard(io.TextIOBase):
@@ -189,8 +198,7 @@ class _Keyboard(io.TextIOBase):
 
     encoding = "utf-8"
 
-    def __init__(self, channel: Channel, debugger: RankDebugger) -> None:
-        self._channel = channel
+    def __init__(self, debugger: RankDebugger) -> None:
         self._debugger = debugger
 
     @override
@@ -207,8 +215,8 @@ class _Keyboard(io.TextIOBase):
         self._debugger.screen.flush()
         if not self._debugger.is_or_gets_open():
             return ""
-        self._channel.send(DebuggerReads())
-        line = self._channel.receive()
+        self._debugger.channel.send(DebuggerReads())
+        line = self._debugger.channel.receive()
         text = line.text if isinstance(line, DebuggerLine) else ""
         if text == INTERRUPTED_LINE:
             raise KeyboardInterrupt

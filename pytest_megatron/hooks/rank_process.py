@@ -50,18 +50,47 @@ class Home:
         address: Of the controller.
         key: Of the session.
         random_state: Of `random`, if collecting seeded it.
+        plugin: Of the session, as `prepare` returned it.
         is_own_session: Whether it collected for one rank alone, and not the controller for all.
     """
 
     address: str
     key: bytes
     random_state: bootstrap.RandomState | None
+    plugin: RankPlugin
     is_own_session: bool = False
+
+
+def prepare(session: pytest.Session) -> RankPlugin:
+    """Do what is the same for every rank, before they are forked: it costs each 2 ms.
+
+    Returns:
+        The plugin of all ranks.
+    """
+    config, plugin = session.config, RankPlugin()
+    session.__dict__.pop("gethookproxy", None)
+    capture = config.pluginmanager.get_plugin("capturemanager")
+    if capture is not None:  # a rank's log is its capture
+        with contextlib.suppress(OSError, ValueError):
+            capture.stop_global_capturing()
+        capture._method = "no"  # noqa: SLF001 - its only way
+        capture.start_global_capturing()
+    _drop_controller_plugins(config)
+    manager = config.pluginmanager
+    config.option.maxfail = 0
+    reporter = manager.get_plugin("terminalreporter")
+    if reporter is not None:
+        reporter._tw._file = plugin.printed  # noqa: SLF001 - its only way
+    manager.register(plugin, "megatron-rank")
+    manager.register(plugin.debugger, "megatron-rank-debugger")
+    plugin.debugger.install(config)
+    keep_handlers(config)
+    return plugin
 
 
 def run_rank(session: pytest.Session, order: RankOrder, ends: RankEnds, home: Home) -> NoReturn:
     """Be a rank, with the collected session in it; never returns."""
-    config = session.config
+    config, plugin = session.config, home.plugin
     if not home.is_own_session:
         atexit._clear()  # noqa: SLF001 - what the controller wants to do at its end is not ours
     measurement = measure.start(order.coverage, order.coverage_file)
@@ -78,11 +107,9 @@ def run_rank(session: pytest.Session, order: RankOrder, ends: RankEnds, home: Ho
             pid=os.getpid(),
         ),
     )
-    plugin = RankPlugin(order, channel, logs, ends)
+    plugin.begin(order, channel, logs, ends)
     plugin.measurement = measurement
-    _make_rank_of(config, plugin)
-    for name in ("gethookproxy",):
-        session.__dict__.pop(name, None)
+    _take_temp(config, order)
     serve(session, plugin, channel, is_own_session=home.is_own_session)
 
 
@@ -183,24 +210,17 @@ def _close(session: pytest.Session) -> str:
 
 
 def _take_streams(config: pytest.Config, order: RankOrder) -> RankLogs:
-    """Send this process's output to its own files; pytest captures nothing any longer."""
-    capture = config.pluginmanager.get_plugin("capturemanager")
-    if capture is not None:
-        with contextlib.suppress(OSError, ValueError):
-            capture.stop_global_capturing()
+    """Send this process's output to its own files."""
     logs = RankLogs(Path(order.log_dir))
     logs.redirect()
     stderr = config.stash.get(fault_handler_stderr_fd_key, None)
     if stderr is not None:  # pytest's own copy of the controller's stderr, for its time limit
         os.dup2(2, stderr)
-    if capture is not None:
-        capture._method = "no"  # noqa: SLF001 - a rank's log is its capture
-        capture.start_global_capturing()
     return logs
 
 
-def drop_controller_plugins(config: pytest.Config) -> None:
-    """Unregister what acts for the whole session; it takes milliseconds, so once for all ranks."""
+def _drop_controller_plugins(config: pytest.Config) -> None:
+    """Unregister what acts for the whole session."""
     manager = config.pluginmanager
     for name, other in list(manager.list_name_plugin()):
         module = getattr(other, "__name__", type(other).__module__)
@@ -212,19 +232,9 @@ def drop_controller_plugins(config: pytest.Config) -> None:
             manager.unregister(name=name)
 
 
-def _make_rank_of(config: pytest.Config, plugin: RankPlugin) -> None:
-    """Turn the controller's configuration into a rank's."""
-    drop_controller_plugins(config)
-    manager = config.pluginmanager
-    config.option.maxfail = 0
-    reporter = manager.get_plugin("terminalreporter")
-    if reporter is not None:
-        reporter._tw._file = plugin.printed  # noqa: SLF001 - its only way
+def _take_temp(config: pytest.Config, order: RankOrder) -> None:
+    """Have `tmp_path` be in the rank's own directory."""
     factory = config._tmp_path_factory  # type: ignore[attr-defined]  # noqa: SLF001 - xdist's way
-    Path(plugin.order.base_temp).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    factory._given_basetemp = Path(plugin.order.base_temp)  # noqa: SLF001 - see above
+    Path(order.base_temp).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    factory._given_basetemp = Path(order.base_temp)  # noqa: SLF001 - see above
     factory._basetemp = None  # noqa: SLF001 - see above
-    manager.register(plugin, "megatron-rank")
-    manager.register(plugin.debugger, "megatron-rank-debugger")
-    plugin.debugger.install(config)
-    keep_handlers(config)

@@ -31,7 +31,8 @@ from pytest_megatron.gang.nursery import STACK_SIGNAL, Forking, Nursery
 from pytest_megatron.gang.rank_ends import RankEnds
 from pytest_megatron.gang.stores import StoreKeeper
 from pytest_megatron.hooks.beginning import HARMLESS_ENV, RANK_PLUGIN_NAME
-from pytest_megatron.hooks.rank_process import Home, run_rank, with_own_temp
+from pytest_megatron.hooks.rank import RankPlugin
+from pytest_megatron.hooks.rank_process import Home, prepare, run_rank, with_own_temp
 
 _RECIPES = (".yaml", ".yml")
 
@@ -214,24 +215,27 @@ class CollectingPlugin:
                 obstacle=obstacle,
             )
         )
+        plugin = prepare(session)
         if obstacle:
-            self._become_rank(session)
+            self._become_rank(session, plugin)
 
         def run(order: RankOrder, ends: RankEnds) -> NoReturn:
-            self._run_rank(session, order, ends)
+            self._run_rank(session, plugin, order, ends)
 
         Nursery(self._channel, Forking(self._channel, run, StoreKeeper())).serve()
         os._exit(0)
 
-    def _become_rank(self, session: pytest.Session) -> NoReturn:
+    def _become_rank(self, session: pytest.Session, plugin: RankPlugin) -> NoReturn:
         """Wait for the order to be a rank, and be it."""
         message = self._channel.receive()  # descriptors of locks that came along stay open
         if not isinstance(message, Fork):
             os._exit(0)
         self._channel.close()
-        self._run_rank(session, message.orders[0], self._ends)
+        self._run_rank(session, plugin, message.orders[0], self._ends)
 
-    def _run_rank(self, session: pytest.Session, order: RankOrder, ends: RankEnds) -> NoReturn:
+    def _run_rank(
+        self, session: pytest.Session, plugin: RankPlugin, order: RankOrder, ends: RankEnds
+    ) -> NoReturn:
         run_rank(
             session,
             with_own_temp(order, self._brief.base_temp),
@@ -240,6 +244,7 @@ class CollectingPlugin:
                 address=self._brief.address,
                 key=bytes.fromhex(self._brief.key),
                 random_state=self._random_state,
+                plugin=plugin,
                 is_own_session=True,
             ),
         )

@@ -25,12 +25,8 @@ from pytest_megatron.gang.nursery import Forking, Nursery
 from pytest_megatron.gang.processes import run_guarded
 from pytest_megatron.gang.rank_ends import RankEnds
 from pytest_megatron.gang.stores import StoreKeeper
-from pytest_megatron.hooks.rank_process import (
-    Home,
-    drop_controller_plugins,
-    run_rank,
-    with_own_temp,
-)
+from pytest_megatron.hooks.rank import RankPlugin
+from pytest_megatron.hooks.rank_process import Home, prepare, run_rank, with_own_temp
 
 _NURSERY_S = 60.0  # to call after it was forked
 _CALL_S = 0.02  # between looks at one that has not called
@@ -89,21 +85,25 @@ class Template:
         measurement = measure.start(self.coverage, self.coverage_file)
         if self.items is not None:
             self.session.items = cast("list[pytest.Item]", list(self.items))
-        drop_controller_plugins(self.session.config)
+        plugin = prepare(self.session)
         hello = Hello(role="nursery", gang=0, rank=-1, node_rank=self.node_rank, pid=os.getpid())
         channel = connect(self.address, self.key, hello)
-        Nursery(channel, Forking(channel, self._run_rank, StoreKeeper()), self.leash).serve()
+
+        def run(order: RankOrder, ends: RankEnds) -> NoReturn:
+            self._run_rank(order, ends, plugin)
+
+        Nursery(channel, Forking(channel, run, StoreKeeper()), self.leash).serve()
         remove_socket(self.address)  # a controller that was killed leaves it
         if measurement is not None:
             measurement.save()
 
-    def _run_rank(self, order: RankOrder, ends: RankEnds) -> NoReturn:
+    def _run_rank(self, order: RankOrder, ends: RankEnds, plugin: RankPlugin) -> NoReturn:
         order = with_own_temp(order, self.base_temp)
         run_rank(
             self.session,
             order,
             ends,
-            Home(address=self.address, key=self.key, random_state=self.random_state),
+            Home(address=self.address, key=self.key, random_state=self.random_state, plugin=plugin),
         )
 
 

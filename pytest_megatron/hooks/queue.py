@@ -94,6 +94,7 @@ class QueuePlugin:
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")
         if reporter is not None:
             reporter.showfspath = False  # the file changes with every item, as in pytest-xdist
+            self._terminal.write([])  # letters begin in a line of their own
         ready = deque(ended)
         while ready or not campaign.is_done:
             if not ready:

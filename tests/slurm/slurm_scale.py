@@ -93,6 +93,12 @@ class ScaleRun:
         self._process.wait()
         self.happened.append(f"pytest was killed at {self.num_marks} executions")
 
+    def end(self) -> None:
+        """Leave no pytest behind."""
+        if self._process is not None and self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
     def wait(self) -> int:
         """Wait for pytest; return its exit code."""
         assert self._process is not None

@@ -64,7 +64,7 @@ def carry_out(run: ScaleRun, num_jobs: int) -> int:
     time.sleep(3)
     run.lab.start_controller()
     run.do_at(num_jobs * 4 // 10, "node 2 came back", lambda: run.lab.start_node(2))
-    run.do_at(num_jobs // 2, "half of it has begun", run.kill_pytest)
+    run.do_at(num_jobs // 2, "pytest was killed", run.kill_pytest)
     run.start(f"--attach={run.root}/run")
     run.do_at(num_jobs * 7 // 10, "node 3 was killed", lambda: run.lab.kill_node(3))
     run.do_at(num_jobs * 8 // 10, "node 3 came back", lambda: run.lab.start_node(3))

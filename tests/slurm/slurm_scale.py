@@ -108,7 +108,6 @@ class ScaleRun:
         assert self._process is not None
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        self.happened.append(f"pytest was killed at {self.num_marks} executions")
 
     def end(self) -> None:
         """Leave no pytest behind."""

@@ -31,7 +31,7 @@ def carry_out(run: ScaleRun) -> None:
     run.do_at(2, "node1 went down", lambda: run.lab.ask(*down))
     code, said = run.attach_meanwhile()
     assert (code, "another controller follows" in said) == (pytest.ExitCode.USAGE_ERROR, True), said
-    run.do_at(4, "some have begun", run.kill_pytest)
+    run.do_at(4, "pytest was killed", run.kill_pytest)
     run.go()
     run.start(f"--attach={run.root}/run")
     assert run.wait() == pytest.ExitCode.TESTS_FAILED, (run.root / "pytest.log").read_text()

@@ -11,7 +11,8 @@ import datetime as dt
 import json
 import os
 import re
-from collections import Counter
+import statistics
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ FILE_NAME = "history.jsonl"
 MAX_BYTES = 16 << 20  # some 50,000 lines; half of it is kept when it is full
 _NODE_ID = re.compile(rb'"node_id": ("(?:[^"\\]|\\.)*")')
 _GOOD = frozenset(("passed", "flaky"))
+_NUM_RECENT = 5  # executions that say how long the next one takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +166,24 @@ def known_items(path: Path) -> frozenset[str]:
     except FileNotFoundError:
         return frozenset()
     return frozenset(str(json.loads(found)) for found in set(_NODE_ID.findall(text)))
+
+
+def typical_durations(path: Path) -> dict[str, float]:
+    """Return how many seconds one attempt of each item took of late, as far as a file tells.
+
+    The median of the last executions that came to their end; an item without one is not there, and
+    nothing is where the file cannot be read.
+    """
+    try:
+        entries = read(path).entries
+    except OSError:
+        return {}
+    took: dict[str, deque[float]] = {}
+    for entry in entries:
+        if entry.verdict in _GOOD and entry.num_attempts:
+            recent = took.setdefault(entry.node_id, deque(maxlen=_NUM_RECENT))
+            recent.append(entry.duration_s / entry.num_attempts)
+    return {node_id: statistics.median(recent) for node_id, recent in took.items()}
 
 
 def flaky_records(

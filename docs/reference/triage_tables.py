@@ -20,6 +20,7 @@ _PLACES = {
     Where.LINE: "any line",
     Where.RAISED: "an exception",
     Where.EXIT: "exit of a rank",
+    Where.ENGINE: "an engine's word",
 }
 
 

@@ -19,10 +19,15 @@ SUBCOMMANDS = {
     "expand": ("pytest_megatron.cli.expand", "Print the workloads that recipe files expand to."),
     "flaky": ("pytest_megatron.cli.flaky", "Tell how often items passed only when run again."),
     "golden": ("pytest_megatron.cli.golden", "Compare observed metrics with golden values."),
+    "interactive": (
+        "pytest_megatron.cli.interactive",
+        "Print how to get a shell of Slurm for a workload.",
+    ),
     "lint": ("pytest_megatron.cli.lint", "Report what is wrong in recipes, cases and goldens."),
     "plan": ("pytest_megatron.cli.plan", "Print what CI runs for labels and an event."),
     "repro": ("pytest_megatron.cli.repro", "Do a failing item of a run or artifact again, here."),
     "report": ("pytest_megatron.cli.report", "Write pages and pictures of finished runs."),
+    "sbatch": ("pytest_megatron.cli.sbatch", "Print the script that runs a workload in Slurm."),
     "triage": ("pytest_megatron.cli.triage", "Say why a run failed, from its logs."),
 }
 EXIT_UNUSABLE = 2

@@ -114,12 +114,14 @@ class Trouble:
         text: One line for a person: what happened, who says so, job and host.
         evidence: Lines of a log that belong to it.
         hosts: Those that it is about, where it is not about all that the attempt ran on.
+        is_transient: Whether another attempt may pass; None is as the table of signatures says.
     """
 
     kind: TroubleKind
     text: str
     hosts: tuple[str, ...] = ()
     evidence: tuple[str, ...] = ()
+    is_transient: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -302,7 +302,10 @@ class DockerConfig:
     ipc: Annotated[Text | None, Field(description="`--ipc`, such as `host`.")] = None
     ulimits: Annotated[
         dict[Text, int],
-        Field(description="Name to soft and hard limit; -1 is none."),
+        Field(
+            description="Name to soft and hard limit; -1 is none. By default none on `memlock`, "
+            "and 64 MiB for `stack`."
+        ),
     ] = field(default_factory=lambda: {"memlock": -1, "stack": 67108864})
     network: Annotated[
         Text | None, Field(description="Name of a network; by default Docker's own `bridge`.")

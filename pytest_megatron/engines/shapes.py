@@ -89,11 +89,7 @@ def shape_of(needed: Resources, place: SlurmConfig, paths: ShapePaths) -> Shape:
         mounts=() if container is None else mounts_of(place, paths),
         container_env=() if container is None else container.env,
         workdir=_workdir(place, paths),
-        step_flags=(
-            *_cpu_flags(place),
-            *_own_container_flags(place),
-            *place.srun_flags,
-        ),
+        step_flags=(*_home_flags(place), *step_flags(place)),
         setup=tuple(_setup(needed, place, paths)),
         command=f'{shlex.join(words)} "${SPEC_VARIABLE}"',
     )
@@ -147,6 +143,12 @@ def place_flags(needed: Resources, place: SlurmConfig) -> dict[str, str]:
     }
 
 
+def step_flags(place: SlurmConfig) -> list[str]:
+    """Return the flags of a step of tasks that are not about its container."""
+    mpi = [] if place.mpi is None else [f"--mpi={place.mpi}"]
+    return [*_cpu_flags(place), *mpi, *place.srun_flags]
+
+
 def container_words(place: SlurmConfig, paths: ShapePaths) -> tuple[str, ...]:
     """Return the words of an srun of ours whose task is to be in the container, if there is one."""
     container = place.container
@@ -159,9 +161,7 @@ def container_words(place: SlurmConfig, paths: ShapePaths) -> tuple[str, ...]:
     ]
     if container.env:
         found.append(f"--container-env={','.join(container.env)}")
-    if not container.mounts_home:
-        found.append("--no-container-mount-home")
-    return tuple(found)
+    return (*found, *_home_flags(place))
 
 
 def mounts_of(place: SlurmConfig, paths: ShapePaths) -> tuple[str, ...]:
@@ -179,7 +179,7 @@ def mounts_of(place: SlurmConfig, paths: ShapePaths) -> tuple[str, ...]:
                 "cannot be mounted into a container: pyxis and enroot read a blank, a comma and "
                 "a colon as the end of a path; use a directory without them",
             )
-    own = [f"{path}:{path}" for path in needed]
+    own = [f"{path}:{path}" for path in needed if not {*path.parents} & {*needed}]
     return tuple(dict.fromkeys([*place.container.mounts, *own]))
 
 
@@ -197,12 +197,9 @@ def _cpu_flags(place: SlurmConfig) -> list[str]:
     return [] if place.cpus_per_task is None else [f"--cpus-per-task={place.cpus_per_task}"]
 
 
-def _own_container_flags(place: SlurmConfig) -> list[str]:
-    """Return what nemo-run does not know."""
-    found = [] if place.mpi is None else [f"--mpi={place.mpi}"]
-    if place.container is not None and not place.container.mounts_home:
-        found.append("--no-container-mount-home")
-    return found
+def _home_flags(place: SlurmConfig) -> list[str]:
+    is_hidden = place.container is not None and not place.container.mounts_home
+    return ["--no-container-mount-home"] if is_hidden else []
 
 
 def _workdir(place: SlurmConfig, paths: ShapePaths) -> str:
@@ -220,15 +217,15 @@ def _setup(needed: Resources, place: SlurmConfig, paths: ShapePaths) -> Iterator
     for name, value in place.job_env.items():
         yield f"export {name}={shlex.quote(value)}"
     yield from place.setup
-    if place.uv_sync is not None:
-        yield from _sync_lines(needed, place, place.uv_sync, paths)
+    yield from sync_lines(needed, place, paths)
     yield "set +e"
 
 
-def _sync_lines(
-    needed: Resources, place: SlurmConfig, sync: UvSyncConfig, paths: ShapePaths
-) -> Iterator[str]:
+def sync_lines(needed: Resources, place: SlurmConfig, paths: ShapePaths) -> Iterator[str]:
     """Yield the steps that make the environment, on every node or on the first."""
+    sync = place.uv_sync
+    if sync is None:
+        return
     number = needed.num_nodes if sync.where is Where.NODE else 1
     step = ["srun", f"--nodes={number}", f"--ntasks={number}", "--ntasks-per-node=1"]
     if place.container is not None:  # a mount has to be there before the container is

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,8 +25,12 @@ from pytest_megatron.engines.base import (
     Update,
 )
 from pytest_megatron.engines.journal import Ended, Journal
-from pytest_megatron.engines.slurm_batches import Scripts
-from pytest_megatron.engines.slurm_commands import SlurmAwayError, SlurmCommands
+from pytest_megatron.engines.slurm_batches import Scripts, scancel_labels
+from pytest_megatron.engines.slurm_commands import (
+    SlurmAwayError,
+    SlurmCommands,
+    who_cancelled,
+)
 from pytest_megatron.engines.slurm_ends import (
     JobFiles,
     find_record,
@@ -39,7 +44,6 @@ from pytest_megatron.engines.slurm_states import (
     Place,
     SlurmJob,
     detail_of,
-    label_of,
     phase_of,
     why_never,
 )
@@ -50,7 +54,6 @@ _CANCEL_S = 60.0  # for jobs to end; Slurm waits 30 s by itself between TERM and
 _CANCEL_POLL_S = 0.5
 _HASTY = 6.0  # a job that did not end well is waited for by so much less than one that did
 _ACCOUNT_S = 30.0  # between two questions to the accounting
-_MOST_LABELS = 5  # in a sentence
 _Clock = tuple[Callable[[], float], Callable[[float], None]]
 
 
@@ -143,7 +146,7 @@ class SlurmEngine:
         ended = self._journal.ends.get(order.key)
         batch, index = self._journal.places.get(order.key, (None, 0))
         if ended is not None:
-            files = None if batch is None else self._files(batch, index)
+            files = None if batch is None else JobFiles.of(self._context.engine_dir, batch, index)
             outcome = taken_up(order, ended, files, self._context.facts)
             self._news.append(Update(key=order.key, phase=Phase.ENDED, outcome=outcome))
             return
@@ -182,16 +185,14 @@ class SlurmEngine:
                 tracked.batch, tracked.index = self._journal.places[key]
             else:
                 self._finish(tracked, Outcome(trouble=_cancelled("before it was submitted")))
-        until = self._now() + _CANCEL_S
         try:
-            self._cancel_until(until)
+            self._cancel_until(self._now() + _CANCEL_S)
         finally:
-            left = self._cancelled_ones()
-            if left:
-                labels = " ".join(self._labels(left)) or f"--name of run {self._journal.run_id}"
-                left[0].order.listener.on_lines(
-                    [f"jobs may be left in Slurm's queue; to end them: scancel {labels}"]
-                )
+            if left := self._cancelled_ones():
+                labels = " ".join(self._labels(left))
+                how = f"scancel {labels}" if labels else f"those named .{self._journal.run_id}-N"
+                said = f"jobs may be left in Slurm's queue; to end them: {how}"
+                left[0].order.listener.on_lines([said])
 
     def _cancel_until(self, until: float) -> None:
         """Cancel and look, until all that is to be cancelled is gone."""
@@ -216,23 +217,16 @@ class SlurmEngine:
         return [tracked for tracked in self._tracked.values() if tracked.is_cancelled]
 
     def _labels(self, wanted: Iterable[_Tracked]) -> list[str]:
-        """Return what scancel takes: whole arrays where all that is left of them is wanted."""
-        batches: dict[int, list[_Tracked]] = {}
+        """Return what scancel takes for these."""
+        num_live = Counter(tracked.batch for tracked in self._tracked.values())
+        chosen: dict[int, list[int]] = {}
         for tracked in wanted:
             if tracked.batch is not None:
-                batches.setdefault(tracked.batch, []).append(tracked)
-        num_live: dict[int | None, int] = {}
-        for tracked in self._tracked.values():
-            num_live[tracked.batch] = num_live.get(tracked.batch, 0) + 1
-        found: list[str] = []
-        for number, some in batches.items():
-            batch = self._journal.batches[number]
-            if batch.job_id is None:
-                continue
-            if not batch.is_array or len(some) == num_live[number]:
-                found.append(str(batch.job_id))
-            else:
-                found += (label_of(batch.job_id, tracked.index) for tracked in some)
+                chosen.setdefault(tracked.batch, []).append(tracked.index)
+        found = []
+        for number, indices in chosen.items():
+            is_whole = len(indices) == num_live[number]
+            found += scancel_labels(self._journal.batches[number], indices, is_whole=is_whole)
         return found
 
     def _submit_ready(self) -> None:
@@ -243,15 +237,10 @@ class SlurmEngine:
                 case Refused(text=text):
                     trouble = Trouble(kind=TroubleKind.NOT_STARTED, text=text)
                     self._finish(tracked, Outcome(trouble=trouble))
-                case Submitted(batch=batch, index=index, note=note):
+                case Submitted(batch=batch, index=index, note=note, label=label):
                     tracked.batch, tracked.index, tracked.note = batch, index, note
-                    self._tell(tracked, Phase.WAITING, self._submitted_as(batch, index))
-
-    def _submitted_as(self, batch: int, index: int) -> str:
-        found = self._journal.batches[batch]
-        if found.job_id is None:
-            return "submitted; Slurm has not answered yet"
-        return f"job {label_of(found.job_id, index if found.is_array else None)} is submitted"
+                    what = f"job {label} is submitted" if label else "Slurm has not answered yet"
+                    self._tell(tracked, Phase.WAITING, what)
 
     def _look_at_all(self) -> None:
         """Learn from one query what became of all orders that are in the queue.
@@ -300,12 +289,7 @@ class SlurmEngine:
             and (job := seen.get(self._place(tracked) or (0, None))) is not None
             and job.state == "CANCELLED"
         }
-        if foreign:
-            for known in self._commands.accounted(sorted(foreign)):
-                job = seen.get(known.place)
-                if job is not None and known.by_uid is not None:
-                    seen[known.place] = replace(job, by_uid=known.by_uid)
-        return seen
+        return seen if not foreign else seen | who_cancelled(self._commands, seen, foreign)
 
     def _look(self, tracked: _Tracked, job: SlurmJob) -> None:
         """Learn what became of an order from what Slurm says of its job."""
@@ -366,6 +350,9 @@ class SlurmEngine:
             with contextlib.suppress(SlurmAwayError):
                 bad = self._commands.bad_nodes(outcome.hosts)
             outcome = narrowed(outcome, bad)
+        is_late = trouble is not None and trouble.kind is TroubleKind.TIMEOUT
+        if trouble is not None and is_late and self._settings.retries_timeout:
+            outcome = replace(outcome, trouble=replace(trouble, is_transient=True))
         if trouble is not None and tracked.is_cancelled:
             label = "" if job is None else f" (job {job.label})"
             outcome = replace(outcome, trouble=_cancelled(f"by this run{label}"))
@@ -407,10 +394,7 @@ class SlurmEngine:
 
     def _files_of(self, tracked: _Tracked) -> JobFiles:
         assert tracked.batch is not None
-        return self._files(tracked.batch, tracked.index)
-
-    def _files(self, batch: int, index: int) -> JobFiles:
-        return JobFiles.of(self._context.engine_dir, batch, index)
+        return JobFiles.of(self._context.engine_dir, tracked.batch, tracked.index)
 
 
 def _cancelled(text: str) -> Trouble:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Protocol
 
 from pytest_megatron.engines.base import Order, Resources
+from pytest_megatron.engines.journal import Batch
+from pytest_megatron.engines.slurm_states import label_of
 from pytest_megatron.launch.plan import Setting
 
 _MOST_TITLE = 40  # characters of an item's name in a job's
@@ -74,6 +76,21 @@ def parse_name(name: str) -> tuple[str, int] | None:
     """Return run and batch of a job's name; None if it is none of ours."""
     found = _NAME.search(name)
     return None if found is None else (found[1], int(found[2]))
+
+
+def scancel_labels(batch: Batch, indices: Iterable[int], *, is_whole: bool) -> list[str]:
+    """Return what scancel takes for elements of a batch.
+
+    Args:
+        batch: Without an id there is nothing to cancel yet.
+        indices: Of the elements.
+        is_whole: Whether that is all that is left of it.
+    """
+    if batch.job_id is None:
+        return []
+    if is_whole or not batch.is_array:
+        return [str(batch.job_id)]
+    return [label_of(batch.job_id, index) for index in indices]
 
 
 def sbatch_words(

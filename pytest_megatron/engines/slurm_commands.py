@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 from pytest_megatron.engines.slurm_states import (
     SACCT_FIELDS,
     SQUEUE_FORMAT,
+    Place,
     SlurmJob,
     parse_sacct,
     parse_squeue,
@@ -192,6 +194,17 @@ class RealSlurm:
         if done.returncode != 0 and _AWAY.search(done.stderr):
             raise SlurmAwayError(_said(done))
         return done
+
+
+def who_cancelled(
+    commands: SlurmCommands, seen: Mapping[Place, SlurmJob], ids: Iterable[int]
+) -> dict[Place, SlurmJob]:
+    """Return jobs of these that were cancelled by somebody, as far as the accounting knows."""
+    return {
+        known.place: replace(seen[known.place], by_uid=known.by_uid)
+        for known in commands.accounted(sorted(ids))
+        if known.by_uid is not None and known.place in seen
+    }
 
 
 def _said(done: subprocess.CompletedProcess[str]) -> str:

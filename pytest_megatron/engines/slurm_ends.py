@@ -67,7 +67,7 @@ def outcome_with(
     is_whole = bool(outcome.ends) and all(end.is_clean for end in outcome.ends)
     trouble = outcome.trouble
     if said is not None and (not is_whole or said.kind is TroubleKind.REQUEUED):
-        trouble = said
+        trouble = said if trouble is None else replace(said, hosts=trouble.hosts)
     if trouble is not None:
         trouble = _with_evidence(trouble, log)
     return replace(outcome, trouble=trouble, hosts=hosts or outcome.hosts)
@@ -104,7 +104,7 @@ def remove_spec(files: JobFiles) -> None:
 
 
 def narrowed(outcome: Outcome, bad: Iterable[str]) -> Outcome:
-    """Return an outcome with those of its hosts that are bad, all where nobody says which.
+    """Return an outcome whose trouble names the bad ones of its hosts, if anybody knows them.
 
     Args:
         outcome: With trouble of a node.
@@ -114,15 +114,11 @@ def narrowed(outcome: Outcome, bad: Iterable[str]) -> Outcome:
     if trouble is None:
         return outcome
     named = {name for line in trouble.evidence for name in _FAILED_NODE(line)}
-    failed = sorted({*bad, *named} & {*outcome.hosts})
+    failed = sorted({*bad, *named, *trouble.hosts} & {*outcome.hosts})
     if not failed:
         return outcome
-    names = ", ".join(failed)
-    return replace(
-        outcome,
-        hosts=tuple(failed),
-        trouble=replace(trouble, text=f"{trouble.text}; out of service: {names}"),
-    )
+    text = f"{trouble.text}; out of service: {', '.join(failed)}"
+    return replace(outcome, trouble=replace(trouble, text=text, hosts=tuple(failed)))
 
 
 def _forgotten(job: SlurmJob | None) -> Trouble:

@@ -33,7 +33,12 @@ from pytest_megatron.engines.slurm_commands import (
     SlurmRefusedError,
 )
 from pytest_megatron.engines.slurm_ends import JobFiles, remove_spec
-from pytest_megatron.engines.slurm_states import Place, SlurmJob, phase_of
+from pytest_megatron.engines.slurm_states import (
+    Place,
+    SlurmJob,
+    label_of,
+    phase_of,
+)
 from pytest_megatron.errors import MegatronError
 
 SETTLE_S = 15.0  # for a submission that was not answered to show in the queue
@@ -48,6 +53,7 @@ class SlurmSettings:
         max_array: Elements of an array; None is what the cluster allows.
         patience_s: How long a record may come after Slurm said that the job ended well: shared
             file systems are late.
+        retries_timeout: Whether a job that Slurm ended for its time limit is worth another attempt.
         checks: Know what would go wrong with a workload; None where nobody looks.
     """
 
@@ -55,6 +61,7 @@ class SlurmSettings:
     max_jobs: int | None = None
     max_array: int | None = None
     patience_s: float = 60.0
+    retries_timeout: bool = False
     checks: Checking | None = None
 
 
@@ -64,12 +71,14 @@ class Submitted:
 
     Attributes:
         batch: Number of it in the journal.
+        label: Of its job, or "" where that is not known yet.
         note: What is to be said of it, or "".
     """
 
     order: Order
     batch: int
     index: int
+    label: str
     note: str = ""
 
 
@@ -205,9 +214,14 @@ class Intake:
             if error.is_full and self._makes_room(len(good), num_live):
                 return found or None
             return [*found, *(self._refused(order, f"Slurm refused it: {error}") for order in good)]
+        batch = self._journal.batches[batch.number]
         for index, order in enumerate(good):
             del self._waiting[order.key]
-            found.append(Submitted(order=order, batch=batch.number, index=index, note=note))
+            element = index if batch.is_array else None
+            label = "" if batch.job_id is None else label_of(batch.job_id, element)
+            found.append(
+                Submitted(order=order, batch=batch.number, index=index, label=label, note=note)
+            )
         return found
 
     def _makes_room(self, num_orders: int, num_live: int) -> bool:

@@ -6,13 +6,14 @@ knows comes on the reports.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from pytest_megatron.files import JsonValue
-from pytest_megatron.history import FILE_NAME, Entry, append, known_items
+from pytest_megatron.history import FILE_NAME, Entry, append, known_items, read
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.launch.facts import utc_now
 from pytest_megatron.launch.own_dir import OWN_DIR, make_own_dir
@@ -34,6 +35,7 @@ class HistoryPlugin:
         else:
             self._path = session.root / OWN_DIR / FILE_NAME
         self._kept: dict[str, Entry] = {}
+        self._earlier = self._of_this_run() if session.options.is_attached else frozenset()
         self._known: frozenset[str] | None = None
         self._num_flaky = 0
         self._problem: str | None = None
@@ -71,9 +73,18 @@ class HistoryPlugin:
         verdict = record["verdict"]
         if verdict == "flaky" and not _is_quarantined(record):
             self._num_flaky += 1
-        if self._path is None:
+        if self._path is None or node_id in self._earlier:
             return False
         return kind == "workload" or verdict in ("flaky", "failed") or self._knows(node_id)
+
+    def _of_this_run(self) -> frozenset[str]:
+        """Return the items of which the controller that is gone wrote already."""
+        if self._path is None:
+            return frozenset()
+        with contextlib.suppress(OSError):  # `_knows` says it
+            entries = read(self._path).entries
+            return frozenset(e.node_id for e in entries if e.run == self._session.run_dir.name)
+        return frozenset()
 
     def _knows(self, node_id: str) -> bool:
         """Whether the history has an item already: then its passes count as well."""

@@ -7,6 +7,7 @@ fault fails the call.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,14 +31,18 @@ class WorkloadItem(pytest.Item):
     Attributes:
         workload: The row.
         record: What `run.json` says of it; empty until it ran.
+        finish: Returns what came of its training, or raises why there is none, where that ran
+            before pytest's protocol reaches the item; None where the item trains by itself.
     """
 
     record: dict[str, JsonValue]
+    finish: Callable[[], Training] | None
 
     def __init__(self, *, workload: Workload, **kwargs: object) -> None:
         super().__init__(**kwargs)  # type: ignore[arg-type]  # pytest's own keywords
         self.workload = workload
         self.record = {}
+        self.finish = None
         self._training: Training | None = None
 
     @override
@@ -51,7 +56,7 @@ class WorkloadItem(pytest.Item):
         plugin = plugin_of(self.config)
         problem = None
         try:
-            self._training = plugin.train(self)
+            self._training = plugin.train(self) if self.finish is None else self.finish()
         except (MegatronError, OSError) as error:
             problem = plugin.record_broken(self, error)
         else:
@@ -83,6 +88,11 @@ class WorkloadItem(pytest.Item):
             pytest.xfail(str(problem).partition("\n")[0])
         text = plugin.with_way_back(str(problem), self.nodeid)
         pytest.fail(text, pytrace=False)  # with --runxfail, the expected one too
+
+    @override
+    def teardown(self) -> None:
+        """Forget what was measured: there may be thousands of items."""
+        self._training = None
 
     @override
     def reportinfo(self) -> tuple[os.PathLike[str] | str, int | None, str]:

@@ -13,7 +13,7 @@ from pytest_megatron.golden.provenance import Golden
 from pytest_megatron.golden.store import golden_path, new_golden_path, read_golden
 from pytest_megatron.hooks.options import MIN_REFRESH_REPEATS, Options
 from pytest_megatron.hooks.session import RunSession
-from pytest_megatron.launch.case import Case, Evaluation, read_case
+from pytest_megatron.launch.case import Evaluation
 from pytest_megatron.launch.layout import item_dirs
 from pytest_megatron.launch.plan import Setting
 from pytest_megatron.launch.project_copy import look_at_machine
@@ -21,11 +21,10 @@ from pytest_megatron.launch.replay import Replay
 from pytest_megatron.launch.script_row import Machine
 from pytest_megatron.launch.starter import FT_PACKAGE
 from pytest_megatron.recipe.model import Workload
-from pytest_megatron.recipe.places import case_path
 from pytest_megatron.verdict.job import Job
-from pytest_megatron.verdict.modes import check_golden_kind, metric_names_of
+from pytest_megatron.verdict.modes import check_golden_kind
 from pytest_megatron.verdict.retry import policy_of
-from pytest_megatron.verdict.script_result import is_judged_by_us
+from pytest_megatron.verdict.row_case import read_case_of
 
 
 def make_job(session: RunSession, workload: Workload, node_id: str) -> Job:
@@ -54,7 +53,7 @@ def make_job(session: RunSession, workload: Workload, node_id: str) -> Job:
     return Job(
         node_id=node_id,
         workload=workload,
-        case=_read_case(session.root, workload),
+        case=read_case_of(session.root, workload),
         dirs=item_dirs(session.run_dir, node_id),
         setting=session.engine.settle(setting, workload),
         num_repeats=1 if options.is_lightweight else num_repeats,
@@ -126,19 +125,3 @@ def keep_golden(session: RunSession, job: Job) -> None:
                 str(job.dirs.golden),
                 f"{error.strerror}; give another --run-dir, or make room; nothing was run",
             ) from error
-
-
-def _read_case(root: Path, workload: Workload) -> Case | None:
-    """Return the test case of a row.
-
-    None for a row that brings its own script and either has no case or one that only the script
-    can judge.
-    """
-    path = case_path(root, workload)
-    if workload.script is not None and not path.is_file():
-        return None
-    case = read_case(path)
-    if workload.script is not None and not is_judged_by_us(case):
-        return None
-    metric_names_of(case)  # a case that compares nothing is told before it costs anything
-    return case

@@ -23,6 +23,7 @@ Device = Literal["auto", "cuda", "cpu"]
 GangStart = Literal["fork", "fresh"]
 Experimental = Literal["exclude", "include", "only"]
 MIN_REFRESH_REPEATS = 2
+LOCAL = "local"
 _SLURM_STEP = ("SLURM_STEP_ID", "SLURM_STEPID")
 _LAST_PORT = 65_535
 
@@ -53,11 +54,15 @@ class Options:
         history: The file of past outcomes, `off`, or "" for the project's own.
         tee_ranks: Ranks copied to the terminal; None is all of them.
         is_tee_typed: Whether the command line says so, for python tests whose output is captured.
+        executor: Name of the engine that runs workloads.
+        executor_config: Its settings, below the directory of the user; or None.
+        is_attached: Whether the run directory is that of a run whose controller is gone.
         golden_reason: Why goldens get worse, or None.
         num_gpus: Ranks of a gang, one for each CUDA device; 0 is all of them; None if not asked.
         num_ranks: Ranks of a gang on a node, on any device; None if not asked.
         device: `auto`, `cuda` or `cpu`.
         rdzv_endpoint: `HOST:PORT` of node 0, or "".
+        rdzv_step: Name of the step of Slurm that has the endpoint, or "".
         rank_timeout_s: Limit for one phase of a distributed test; 0 is none.
         rank_grace_s: How long ranks may take after the first one failed.
         signatures: Files with signatures of the user's own.
@@ -80,6 +85,9 @@ class Options:
     is_flaky_failure: bool
     history: str
     is_lightweight: bool
+    executor: str
+    executor_config: Path | None
+    is_attached: bool
     golden: GoldenMode
     golden_policy: str
     golden_reason: str | None
@@ -94,6 +102,7 @@ class Options:
     num_nodes: int
     node_rank: int
     rdzv_endpoint: str
+    rdzv_step: str
     rank_timeout_s: float
     rank_grace_s: float
     signatures: tuple[Path, ...]
@@ -155,6 +164,9 @@ def add_options(parser: pytest.Parser) -> None:
         "off: do not compare",
         metavar="check|record|refresh|off",
     )
+    add("executor", "where workloads run: local (default), docker, slurm", metavar="NAME")
+    add("executor-config", "settings of the executor", metavar="FILE")
+    add("attach", "take over a run whose pytest is gone, with what it was told", metavar="RUN")
     add("golden-policy", "how to compare: strict (default), megatron or a file", metavar="POLICY")
     add("golden-reason", "why goldens get worse, which they then say", metavar="TEXT")
     add("plan", "print what would run and run nothing", action="store_true")
@@ -187,8 +199,10 @@ def read_options(config: pytest.Config) -> Options:
             f"--golden: {golden!r} is not a way to use goldens, "
             f"expected one of check, off, record, refresh"
         )
-    run_dir = values.text(config, "run-dir", "")
-    num_nodes, node_rank, rdzv_endpoint = _nodes(config)
+    attached = str(values.typed(config, "attach") or "")
+    run_dir = attached or values.text(config, "run-dir", "")
+    executor_config = values.text(config, "executor-config", "")
+    num_nodes, node_rank, rdzv_endpoint, rdzv_step = _nodes(config)
     max_retries = values.index(config, "max-retries-per-run")
     options = Options(
         selection={name: values.words(config, name) for name in _LISTS},
@@ -202,6 +216,9 @@ def read_options(config: pytest.Config) -> Options:
         or bool(getattr(config.option, "fail_on_flaky", None)),
         history=values.text(config, "history", ""),
         is_lightweight=values.flag(config, "lightweight"),
+        executor=values.text(config, "executor", LOCAL),
+        executor_config=Path(executor_config) if executor_config else None,
+        is_attached=bool(attached),
         golden=cast("GoldenMode", golden),
         golden_policy=values.text(config, "golden-policy", "strict"),
         golden_reason=values.text(config, "golden-reason", "").strip() or None,
@@ -216,6 +233,7 @@ def read_options(config: pytest.Config) -> Options:
         num_nodes=num_nodes,
         node_rank=node_rank,
         rdzv_endpoint=rdzv_endpoint,
+        rdzv_step=rdzv_step,
         rank_timeout_s=values.seconds(config, "rank-timeout", 300.0),
         rank_grace_s=values.seconds(config, "rank-grace", 10.0),
         signatures=tuple(Path(name) for name in values.words(config, "signatures")),
@@ -259,8 +277,8 @@ def _experimental(config: pytest.Config) -> str:
     return values.choice(config, "experimental-tests", ("exclude", "include", "only"))
 
 
-def _nodes(config: pytest.Config) -> tuple[int, int, str]:
-    """Return how many nodes there are, which one this is, and the address of node 0.
+def _nodes(config: pytest.Config) -> tuple[int, int, str, str]:
+    """Return how many nodes there are, which one this is, the address of node 0, and the step.
 
     Where they are not given, the step of Slurm says so that distributed tests run in.
     """
@@ -268,10 +286,13 @@ def _nodes(config: pytest.Config) -> tuple[int, int, str]:
     node_rank = values.index(config, "node-rank")
     endpoint = values.text(config, "rdzv-endpoint", "")
     asks_for_gangs = any(values.given(config, name) is not None for name in ("gpus", "ranks"))
-    num_nodes = given or 1
+    num_nodes, name = given or 1, ""
     if asks_for_gangs and given != 1 and any(name in os.environ for name in _SLURM_STEP):
         from pytest_megatron.errors import LaunchError  # noqa: PLC0415 - not at every start
-        from pytest_megatron.gang.nodes import find_slurm_step  # noqa: PLC0415 - see above
+        from pytest_megatron.gang.slurm_step import (  # noqa: PLC0415 - see above
+            find_slurm_step,
+            slurm_address,
+        )
 
         try:
             step = find_slurm_step(os.environ)
@@ -280,9 +301,10 @@ def _nodes(config: pytest.Config) -> tuple[int, int, str]:
         if step is not None and given in (None, step.num_nodes):
             num_nodes = step.num_nodes
             node_rank = step.node_rank if node_rank is None else node_rank
-            endpoint = endpoint or step.endpoint
+            if not endpoint:
+                endpoint, name = f"{slurm_address(step.host)}:{step.port}", step.name
     if num_nodes == 1:
-        return 1, node_rank or 0, endpoint
+        return 1, node_rank or 0, endpoint, ""
     if not asks_for_gangs:
         raise pytest.UsageError(
             f"--nnodes: {num_nodes} nodes run tests on gangs; give --ranks or --gpus, the ranks "
@@ -299,7 +321,7 @@ def _nodes(config: pytest.Config) -> tuple[int, int, str]:
             f"--rdzv-endpoint: {endpoint!r} is no address, expected HOST:PORT of node 0, "
             f"the same on every node"
         )
-    return num_nodes, node_rank, endpoint
+    return num_nodes, node_rank, endpoint, name
 
 
 def early_words(early_config: pytest.Config, name: str) -> tuple[str, ...]:
@@ -326,7 +348,7 @@ def early_size(early_config: pytest.Config) -> tuple[int, int] | None:
     num_ranks = texts["ranks"] or texts["gpus"]
     if num_ranks and not texts["nnodes"] and any(name in os.environ for name in _SLURM_STEP):
         from pytest_megatron.errors import LaunchError  # noqa: PLC0415 - not at every start
-        from pytest_megatron.gang.nodes import find_slurm_step  # noqa: PLC0415 - see above
+        from pytest_megatron.gang.slurm_step import find_slurm_step  # noqa: PLC0415 - see above
 
         with contextlib.suppress(LaunchError):
             step = find_slurm_step(os.environ)

@@ -7,6 +7,7 @@ import pytest
 from pytest_megatron.files import JsonValue
 from pytest_megatron.golden.policy import Policy
 from pytest_megatron.hooks.goldens import GoldenWriter
+from pytest_megatron.hooks.options import LOCAL
 from pytest_megatron.hooks.run_file import RunFile
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.hooks.terminal import print_summary
@@ -29,6 +30,8 @@ class ResultsPlugin:
         gpus = self._session.facts.host.gpus
         found = f"{len(gpus)} x {gpus[0].name}" if gpus else "no GPU"
         where = self._session.shorten(str(self._session.run_dir))
+        engine = self._session.options.executor
+        found = found if engine == LOCAL else f"engine {engine}"
         return f"megatron: {found}, goldens: {self._session.options.golden}, results in {where}"
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -38,7 +41,7 @@ class ResultsPlugin:
             return
         self._records[report.nodeid] = record
         self._file.keep(report.nodeid, record)
-        self._file.write()
+        self._file.update()
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Write goldens, if all of the run was clean."""

@@ -6,6 +6,9 @@ written.
 
 from __future__ import annotations
 
+import contextlib
+import json
+import time
 from collections.abc import Generator
 from pathlib import Path
 
@@ -19,6 +22,8 @@ from pytest_megatron.launch.layout import RUN_FILE
 
 NAME = "megatron-run-file"
 _MOST_SHOWN = 5
+_CHEAP_S = 0.1
+_SPARINGLY = 20  # a dear file is written in one twentieth of the time
 
 
 class RunFile:
@@ -32,9 +37,11 @@ class RunFile:
         self._config = config
         self._session = session
         self._records: dict[str, JsonValue] = {}
-        self._started = utc_now()
+        self._started = _started(session)
         self._patch: tuple[JsonValue] | None = None
         self._is_redacted = False
+        self._is_there = False
+        self._next_at = 0.0
         self._unclean: tuple[str, ...] = ()
         self._end: dict[str, JsonValue] = {"ended": None, "exit_code": None}
         self.problem: str | None = None
@@ -44,7 +51,7 @@ class RunFile:
         """Say how the run ended, after all others had a say in it."""
         yield
         self._end = {"ended": utc_now(), "exit_code": int(session.exitstatus)}
-        if self._records or self._is_asked_for():
+        if self._records or self._is_there or self._is_asked_for():
             self.write()
 
     def _is_asked_for(self) -> bool:
@@ -63,13 +70,22 @@ class RunFile:
         # Of a test that passed there is no text that it wrote; there may be many thousands.
         self._records[redactor.text(node_id)] = record if has_passed else redactor.json(record)
 
+    def update(self) -> None:
+        """Write what is known, unless that was done a moment ago and takes its time."""
+        if time.monotonic() >= self._next_at:
+            self.write()
+
     def write(self) -> None:
         """Write what is known, so that a run that is killed still says what it did."""
+        before = time.monotonic()
         try:
             self._write()
+            self._is_there = True
             self.problem = None
         except OSError as error:  # the disk is full; the terminal still says what it was
             self.problem = self._session.cannot_write(error)
+        cost_s = time.monotonic() - before  # grows with the number of items: thousands, in a queue
+        self._next_at = before + (0.0 if cost_s < _CHEAP_S else cost_s * _SPARINGLY)
 
     @pytest.hookimpl(specname="pytest_sessionfinish", trylast=True)
     def pytest_megatron_redact(self) -> None:
@@ -127,3 +143,12 @@ def run_file_of(config: pytest.Config, session: RunSession) -> RunFile:
         config.stash[_OWN] = RunFile(config, session)
         config.pluginmanager.register(config.stash[_OWN], NAME)
     return config.stash[_OWN]
+
+
+def _started(session: RunSession) -> JsonValue:
+    """Return when the run began: for one that is taken over, what it said itself."""
+    if session.options.is_attached:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            found: JsonValue = json.loads((session.run_dir / RUN_FILE).read_text())["started"]
+            return found
+    return utc_now()

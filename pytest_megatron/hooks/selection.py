@@ -6,6 +6,7 @@ import pytest
 
 from pytest_megatron.errors import MegatronError, SelectionError
 from pytest_megatron.hooks.item import WorkloadItem
+from pytest_megatron.hooks.options import LOCAL
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.recipe.select import Selection, select
 from pytest_megatron.recipe.vocabulary import Vocabulary
@@ -91,6 +92,8 @@ class SelectionPlugin:
             raise
 
     def _skip_what_does_not_fit(self, items: list[WorkloadItem]) -> None:
+        if self._session.options.executor != LOCAL:
+            return  # the engine says so itself, of a machine that is not this one
         host = self._session.facts.host
         for item in items:
             lacking = host.lacks(item.workload.platform, item.workload.nodes * item.workload.gpus)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_megatron.config import ProjectConfig, load_config
-from pytest_megatron.errors import ConfigError, TriageError
+from pytest_megatron.errors import ConfigError, MegatronError, TriageError
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.launch.facts import Facts, gather_facts
 from pytest_megatron.launch.layout import RUN_FILE
@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # sessions without workloads need none
 
 _ARGUMENTS_KEY = "megatron_arguments"
 _RUN_DIR_KEY = "megatron_run_dir"
+RECORDED = pytest.StashKey[list[str]]()  # what the run was told that this session takes over
 
 
 class RunSession:
@@ -50,6 +51,7 @@ class RunSession:
         self._worker_id = None if worker is None else worker["workerid"]
         self.warned: set[str] = set()
         self._is_open = False
+        self._is_ours = False
         self._table: Table | None = None
         self._project: ProjectConfig | None = None
         self._redactor: Redactor | None = None
@@ -58,7 +60,8 @@ class RunSession:
             self._typed: list[str] = json.loads(worker[_ARGUMENTS_KEY])
         else:
             self.run_dir = self._new_run_dir()
-            self._typed = [str(argument) for argument in config.invocation_params.args]
+            typed = config.stash.get(RECORDED, config.invocation_params.args)
+            self._typed = [str(argument) for argument in typed]
 
     @property
     def facts(self) -> Facts:
@@ -67,14 +70,26 @@ class RunSession:
 
     @functools.cached_property
     def engine(self) -> Engine:
-        """Where workloads run."""
-        from pytest_megatron.engines.base import EngineContext  # noqa: PLC0415 - see TYPE_CHECKING
-        from pytest_megatron.engines.registry import LOCAL, open_engine  # noqa: PLC0415
+        """Where workloads run.
 
+        Raises:
+            pytest.UsageError: There is no such engine, or it cannot be used as it is set up.
+        """
+        from pytest_megatron.engines.base import EngineContext  # noqa: PLC0415 - see TYPE_CHECKING
+        from pytest_megatron.engines.registry import open_engine  # noqa: PLC0415
+
+        file = self.options.executor_config
         context = EngineContext(
-            root=self.root, run_dir=self.run_dir, facts=self.facts, env=os.environ
+            root=self.root,
+            run_dir=self.run_dir,
+            facts=self.facts,
+            env=os.environ,
+            config_file=None if file is None else Path(self._directory, file),
         )
-        return open_engine(LOCAL, context)
+        try:
+            return open_engine(self.options.executor, context)
+        except MegatronError as error:
+            raise pytest.UsageError(self.shorten(str(error))) from None
 
     @property
     def project(self) -> ProjectConfig:
@@ -123,10 +138,14 @@ class RunSession:
                 raise pytest.UsageError(str(error)) from None
         return self._table
 
-    @property
+    @functools.cached_property
     def ledger(self) -> RunLedger:
         """What this run has spent on further attempts; the run directory must be there."""
-        return RunLedger(run_dir=self.run_dir, max_retries=self.options.max_retries)
+        return RunLedger(
+            run_dir=self.run_dir,
+            max_retries=self.options.max_retries,
+            is_attached=self.options.is_attached,
+        )
 
     @property
     def ranks_dir(self) -> str:
@@ -156,11 +175,14 @@ class RunSession:
         Raises:
             pytest.UsageError: The run directory holds an earlier run.
         """
+        if self.options.is_attached or self._is_ours:
+            return
         where = self.shorten(str(self.run_dir))
         if (self.run_dir / RUN_FILE).exists():
             raise pytest.UsageError(f"--run-dir: {where} holds an earlier run; give another")
         if self.run_dir.exists() and not self.run_dir.is_dir():
             raise pytest.UsageError(f"--run-dir: {where} is no directory; give another")
+        self._is_ours = True  # from now on, what is there is of this run
 
     @property
     def where(self) -> str:

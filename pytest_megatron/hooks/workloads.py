@@ -14,7 +14,7 @@ from pytest_megatron.errors import LaunchError, MegatronError
 from pytest_megatron.files import JsonValue, write_json_atomically
 from pytest_megatron.golden.policy import Policy
 from pytest_megatron.golden.policy_file import policy_named
-from pytest_megatron.hooks.checks import checked, finding_lines, refuse_or_warn
+from pytest_megatron.hooks.checks import checked, refuse_or_warn
 from pytest_megatron.hooks.goldens import GoldenWriter
 from pytest_megatron.hooks.history import register_history
 from pytest_megatron.hooks.item import WorkloadItem
@@ -27,8 +27,10 @@ from pytest_megatron.hooks.jobs import (
 )
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.pages import register_pages
+from pytest_megatron.hooks.queue import register_queue
 from pytest_megatron.hooks.recipes import PLUGIN_NAME
 from pytest_megatron.hooks.results import ResultsPlugin
+from pytest_megatron.hooks.retries import ItemRetries
 from pytest_megatron.hooks.run_file import run_file_of
 from pytest_megatron.hooks.selection import SelectionPlugin
 from pytest_megatron.hooks.session import RunSession, session_of
@@ -42,7 +44,6 @@ from pytest_megatron.report.again import reproduce_line
 from pytest_megatron.report.record import item_record
 from pytest_megatron.report.text import mismatch, training_failure
 from pytest_megatron.triage.signature import Table
-from pytest_megatron.verdict.attempt import Attempt
 from pytest_megatron.verdict.decide import Verdict
 from pytest_megatron.verdict.expected import evaluate
 from pytest_megatron.verdict.job import Job, Training, plan_job
@@ -73,6 +74,7 @@ def register_roles(config: pytest.Config, options: Options) -> None:
         manager.register(results, f"{PLUGIN_NAME}-results")
         register_history(config, session)
         register_pages(config, session)
+    register_queue(config, session)
     if options.is_plan:
         config.option.dist = "no"  # pytest-xdist's workers have no terminal to print to
     # One malformed recipe is an error of this run and must not keep the others from running.
@@ -126,26 +128,34 @@ class WorkloadPlugin:
             raise pytest.UsageError(f"{', '.join(refused)}: would be refused, see above")
         return True
 
+    def prepare(self, item: WorkloadItem) -> Job:
+        """Put a workload's job together and make its directory.
+
+        Raises:
+            MegatronError: It cannot be planned, or what it needs is missing.
+        """
+        job = make_job(self._session, item.workload, item.nodeid)
+        lacking = self._session.engine.lacks(needs_of(job.workload, plan_job(job)))
+        if lacking is not None:
+            raise LaunchError(job.node_id, f"{lacking}; nothing was run")
+        read_golden_of(self._session, job)  # a missing golden is worth knowing before the training
+        self._goldens.refuse_early(self._session.facts)
+        self._make_run_dir(job)
+        keep_golden(self._session, job)
+        return job
+
     def train(self, item: WorkloadItem) -> Training:
         """Train a workload.
 
         Raises:
             MegatronError: It cannot be planned or started, or what it needs is missing.
         """
-        job = make_job(self._session, item.workload, item.nodeid)
-        engine, facts = self._session.engine, self._session.facts
-        lacking = engine.lacks(needs_of(job.workload, plan_job(job)))
-        if lacking is not None:
-            raise LaunchError(job.node_id, f"{lacking}; nothing was run")
-        read_golden_of(self._session, job)  # a missing golden is worth knowing before the training
-        self._goldens.refuse_early(facts)
-        self._make_run_dir(job)
-        keep_golden(self._session, job)
+        job = self.prepare(item)
         live = self._listener(item)
         with contextlib.closing(live):
             refuse_or_warn(self._session, job, live)
-            retries = _Retries(self._session, item.nodeid, live)
-            training = train(job, facts, live, retries, engine)
+            retries = ItemRetries(self._session, item.nodeid, live)
+            training = train(job, self._session.facts, live, retries, self._session.engine)
             retries.note_end(training)
             return training
 
@@ -263,7 +273,7 @@ class WorkloadPlugin:
             self._session.run_dir.mkdir(parents=True, exist_ok=True)
             if self._session.options.run_dir is None:
                 make_own_dir(self._session.root)
-            job.dirs.root.mkdir()
+            job.dirs.root.mkdir(exist_ok=self._session.options.is_attached)
         except FileExistsError as error:
             raise LaunchError(
                 str(error.filename), "holds an earlier run; give another --run-dir"
@@ -286,7 +296,7 @@ class WorkloadPlugin:
             golden = golden_path_of(job) if is_compared else None
             plan = plan_job(job)
             found = checked(self._session, job)
-            lines = [self._session.shorten(line) for line in finding_lines(found)]
+            lines = [self._session.shorten(finding.line) for finding in found]
             print_plan(self._config, job, plan, golden, lines)
             require_frozen(plan)
         except MegatronError as error:
@@ -310,39 +320,6 @@ class WorkloadPlugin:
             item.user_properties.append(("megatron.causes", ", ".join(failed)))
         if "directory" in record:
             item.user_properties.append(("megatron.directory", record["directory"]))
-
-
-class _Retries:
-    """What a run says to further attempts of one item, and tells the user of them."""
-
-    def __init__(self, session: RunSession, node_id: str, live: LiveTerminal | Quiet) -> None:
-        self._session = session
-        self._node_id = node_id
-        self._live = live
-
-    def claim(self, attempt: Attempt) -> str | None:
-        """Take a further attempt from what the run may have."""
-        return self._session.ledger.claim(self._node_id, _signature_of(attempt) or "")
-
-    def on_retry(self, attempt: Attempt, pause_s: float) -> None:
-        """Print why, and when."""
-        assert attempt.cause is not None
-        when = f"in {pause_s:g} s" if pause_s else "at once"
-        text = f"attempt {attempt.number}: {attempt.cause.text}; again {when}"
-        self._live.on_lines([self._session.shorten(text)])
-
-    def note_end(self, training: Training) -> None:
-        """Count the item, and say so if the machine or the network is the matter of the run."""
-        is_broken = training.verdict is Verdict.BROKEN
-        broken_by = _signature_of(training.attempts[-1]) if is_broken else None
-        if text := self._session.ledger.note_end(self._node_id, broken_by):
-            self._live.on_lines([f"megatron: {text}"])
-
-
-def _signature_of(attempt: Attempt) -> str | None:
-    """Return the id of what an attempt failed of."""
-    signature = None if attempt.cause is None else attempt.cause.signature
-    return None if signature is None else signature.id
 
 
 def _mapping(value: JsonValue) -> dict[str, JsonValue]:

@@ -50,6 +50,7 @@ class Where(Enum):
     LINE = "line"  # in every line of every log
     RAISED = "raised"  # in what an exception that ended a rank says
     EXIT = "exit"  # in how a rank ended: `SIGKILL`, `exit code 3`
+    ENGINE = "engine"  # in no file: what an engine says of a job, `node_fail`
 
 
 class Policy(Enum):
@@ -124,7 +125,7 @@ class Signature:
             case Where.LINE:
                 matches = (self.match_line(line) for line in message.splitlines())
                 return next((match for match in matches if match is not None), None)
-            case Where.EXIT:
+            case Where.EXIT | Where.ENGINE:
                 return None
 
 
@@ -153,8 +154,15 @@ class Table:
 
     def exit(self, ended: str) -> Signature | None:
         """Return the first row that matches how a rank ended: `SIGKILL`, `exit code 3`."""
-        rows = (row for row in self.signatures if row.where is Where.EXIT)
-        return next((row for row in rows if row.search(ended)), None)
+        return self._first(Where.EXIT, ended)
+
+    def engine(self, kind: str) -> Signature | None:
+        """Return the first row that matches what an engine says of a job: `node_fail`."""
+        return self._first(Where.ENGINE, kind)
+
+    def _first(self, where: Where, text: str) -> Signature | None:
+        rows = (row for row in self.signatures if row.where is where)
+        return next((row for row in rows if row.search(text)), None)
 
     @property
     def lines(self) -> tuple[Signature, ...]:
@@ -227,6 +235,8 @@ def _wrong_example(table: Table, row: Signature, example: str) -> str | None:
             first = table.raised(example, () if row.frames is None else (_a_frame(row.frames),))
         case Where.EXIT:
             first = table.exit(example)
+        case Where.ENGINE:
+            first = table.engine(example)
     assert first is not None
     return None if first.id == row.id else f"{first.id}, an earlier row, takes it"
 

@@ -44,6 +44,8 @@ class Cause:
         rank: The rank that failed first, where one did.
         signature: The row of the table that it is known as, or None.
         diagnosis: All that triage found in the files of the phase that failed, or None.
+        is_of_engine: Whether an engine kept the attempt from ending by itself, so that nothing is
+            known about the code.
     """
 
     text: str
@@ -51,6 +53,7 @@ class Cause:
     rank: int | None = None
     signature: Signature | None = None
     diagnosis: Diagnosis | None = None
+    is_of_engine: bool = False
 
     @property
     def is_transient(self) -> bool:

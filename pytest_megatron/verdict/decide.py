@@ -24,7 +24,7 @@ def decide_training(attempts: Sequence[Attempt]) -> Verdict:
     """
     final = {attempt.repeat: attempt for attempt in attempts}
     causes = [attempt.cause for attempt in final.values() if attempt.cause is not None]
-    if any(not cause.is_transient for cause in causes):
+    if any(not (cause.is_transient or cause.is_of_engine) for cause in causes):
         return Verdict.FAILED
     if causes:
         return Verdict.BROKEN

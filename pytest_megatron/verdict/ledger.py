@@ -1,7 +1,8 @@
 """The attempts that a whole run may add, counted over all its processes.
 
 One file in the run directory, which pytest-xdist's workers share under a lock. It stays there as
-the record of what was run again and why not more.
+the record of what was run again and why not more. Each process reads only what is new in it: a run
+may have many thousands of items.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import contextlib
 import fcntl
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from pytest_megatron.files import JsonValue
@@ -23,30 +24,43 @@ _MOSTLY_BROKEN = "more than half of the run failed for causes of the machine or 
 _LEAST_ENDED = 3  # before that, "more than half" says nothing about the machine
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RunLedger:
-    """What a run has spent on further attempts.
+    """What a run has spent on further attempts."""
 
-    Attributes:
-        run_dir: Is there before the first call.
-        max_retries: How many further attempts all items of the run may have together.
-    """
+    def __init__(
+        self,
+        *,
+        run_dir: Path,
+        max_retries: int = DEFAULT_MAX_RETRIES,
+        is_attached: bool = False,
+    ) -> None:
+        """Read nothing yet.
 
-    run_dir: Path
-    max_retries: int = DEFAULT_MAX_RETRIES
+        Args:
+            run_dir: Is there before the first call.
+            max_retries: How many further attempts all items of the run may have together.
+            is_attached: Whether all that a controller did which is gone is gone through again:
+                attempts that it claimed are claimed already.
+        """
+        self._path = run_dir / _FILE
+        self._max_retries = max_retries
+        self._is_attached = is_attached
+        self._counts = _Counts()
+        self._granted: Counter[str] | None = None
 
     def claim(self, node_id: str, signature: str) -> str | None:
         """Take one further attempt for an item; return why it cannot have one, or None."""
         try:
-            with self._open() as (rows, append):
-                if _is_infrastructure(rows):
+            with self._open() as counts:
+                if self._is_granted(node_id):
+                    return None
+                if counts.is_infrastructure:
                     return _MOSTLY_BROKEN
-                num_retries = sum(row["event"] == "retry" for row in rows)
-                if num_retries >= self.max_retries:
-                    return f"the run's {self.max_retries} further attempts are used up"
-                append({"event": "retry", "node_id": node_id, "signature": signature})
+                if counts.num_retries >= self._max_retries:
+                    return f"the run's {self._max_retries} further attempts are used up"
+                counts.append({"event": "retry", "node_id": node_id, "signature": signature})
         except OSError as error:  # the disk is full, most likely
-            return f"{self.run_dir / _FILE}: {error.strerror}"
+            return f"{self._path}: {error.strerror}"
         return None
 
     def note_end(self, node_id: str, broken_by: str | None) -> str | None:
@@ -56,73 +70,110 @@ class RunLedger:
             node_id: The item.
             broken_by: Id of the transient cause that it failed with to the end, or None.
         """
-        with contextlib.suppress(OSError), self._open() as (rows, append):
-            append({"event": "end", "node_id": node_id, "broken_by": broken_by})
-            if _is_infrastructure(rows) and not _was_said(rows):
-                append({"event": "infrastructure"})
-                return _text(rows)
+        with contextlib.suppress(OSError), self._open() as counts:
+            if not (self._is_attached and node_id in counts.ended):
+                counts.append({"event": "end", "node_id": node_id, "broken_by": broken_by})
+            if counts.is_infrastructure and not counts.was_said:
+                counts.append({"event": "infrastructure"})
+                return counts.text
         return None
 
     def infrastructure(self) -> str | None:
         """Return what is to be said of the run, if that was said already, else None."""
-        if not (self.run_dir / _FILE).exists():
+        if not self._path.exists():
             return None
-        with contextlib.suppress(OSError), self._open() as (rows, _):
-            return _text(rows) if _was_said(rows) else None
+        with contextlib.suppress(OSError), self._open() as counts:
+            return counts.text if counts.was_said else None
         return None
+
+    def _is_granted(self, node_id: str) -> bool:
+        """Take back a claim of the controller that is gone."""
+        assert self._granted is not None
+        self._granted[node_id] -= 1
+        return self._granted[node_id] >= 0
 
     @contextmanager
-    def _open(self) -> Iterator[tuple[list[dict[str, JsonValue]], _Append]]:
-        descriptor = os.open(self.run_dir / _FILE, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        with os.fdopen(descriptor, "r+", encoding="utf-8") as file:
+    def _open(self) -> Iterator[_Counts]:
+        """Have the file locked and all of it counted."""
+        counts = self._counts
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        with os.fdopen(descriptor, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(counts.num_bytes)
             text = file.read()
-            rows = [row for line in text.splitlines() if (row := _parse(line)) is not None]
-            if text and not text.endswith("\n"):  # a writer was killed within a line
+            if text and not text.endswith(b"\n"):  # a writer was killed within a line
+                text += b"\n"
                 os.write(descriptor, b"\n")
-            yield rows, _Append(rows, descriptor)
+            counts.take(text)
+            if self._granted is None:
+                self._granted = counts.retries_of.copy() if self._is_attached else Counter()
+            counts.descriptor = descriptor
+            yield counts
 
 
-class _Append:
-    """Adds rows to the file and to what was read from it."""
+class _Counts:
+    """What the rows of the file come to.
 
-    def __init__(self, rows: list[dict[str, JsonValue]], descriptor: int) -> None:
-        self._rows = rows
-        self._descriptor = descriptor
+    Attributes:
+        num_bytes: That were counted.
+        ended: Items that ended.
+        retries_of: Item to the number of its further attempts.
+        descriptor: Of the file while it is locked.
+    """
 
-    def __call__(self, row: dict[str, JsonValue]) -> None:
-        self._rows.append(row)
-        os.write(self._descriptor, (json.dumps(row) + "\n").encode())
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.num_retries = 0
+        self.num_ended = 0
+        self.was_said = False
+        self.ended: set[str] = set()
+        self.retries_of: Counter[str] = Counter()
+        self.descriptor = -1
+        self._broken: Counter[str] = Counter()
 
+    @property
+    def is_infrastructure(self) -> bool:
+        """Whether the machine or the network is the matter of the run."""
+        return self.num_ended >= _LEAST_ENDED and 2 * self._broken.total() > self.num_ended
 
-def _parse(line: str) -> dict[str, JsonValue] | None:
-    """Return a row; None for a line that was not finished."""
-    try:
-        row: JsonValue = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) and "event" in row else None
+    @property
+    def text(self) -> str:
+        """What to say then."""
+        known = ", ".join(sorted(self._broken))
+        return (
+            f"infrastructure: {self._broken.total()} of {self.num_ended} workloads failed for "
+            f"causes of the machine or the network ({known}); nothing more is run again"
+        )
 
+    def append(self, row: dict[str, JsonValue]) -> None:
+        """Add a row to the file and to what was counted."""
+        line = json.dumps(row).encode() + b"\n"
+        os.write(self.descriptor, line)
+        self.take(line)
 
-def _ends(rows: list[dict[str, JsonValue]]) -> tuple[int, list[str]]:
-    """Return how many items ended, and the causes of those that were broken."""
-    ends = [row for row in rows if row["event"] == "end"]
-    return len(ends), [str(row["broken_by"]) for row in ends if row["broken_by"] is not None]
+    def take(self, lines: bytes) -> None:
+        """Count rows; those that were not finished are left out."""
+        self.num_bytes += len(lines)
+        for line in lines.splitlines():
+            try:
+                row: JsonValue = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict):
+                self._count(row)
 
-
-def _was_said(rows: list[dict[str, JsonValue]]) -> bool:
-    return any(row["event"] == "infrastructure" for row in rows)
-
-
-def _is_infrastructure(rows: list[dict[str, JsonValue]]) -> bool:
-    num_ended, broken = _ends(rows)
-    return num_ended >= _LEAST_ENDED and 2 * len(broken) > num_ended
-
-
-def _text(rows: list[dict[str, JsonValue]]) -> str:
-    num_ended, broken = _ends(rows)
-    known = ", ".join(sorted(set(broken)))
-    return (
-        f"infrastructure: {len(broken)} of {num_ended} workloads failed for causes of the machine "
-        f"or the network ({known}); nothing more is run again"
-    )
+    def _count(self, row: dict[str, JsonValue]) -> None:
+        node_id = str(row.get("node_id"))
+        match row.get("event"):
+            case "retry":
+                self.num_retries += 1
+                self.retries_of[node_id] += 1
+            case "end":
+                self.num_ended += 1
+                self.ended.add(node_id)
+                if row["broken_by"] is not None:
+                    self._broken[str(row["broken_by"])] += 1
+            case "infrastructure":
+                self.was_said = True
+            case _:
+                pass

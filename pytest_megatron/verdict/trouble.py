@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pytest_megatron.engines.base import Outcome
+from dataclasses import replace
+
+from pytest_megatron.engines.base import Outcome, TroubleKind
 from pytest_megatron.triage.signature import Table
 from pytest_megatron.verdict.attempt import Cause
 
@@ -12,10 +14,16 @@ def cause_of(outcome: Outcome, table: Table) -> Cause:
 
     Args:
         outcome: With trouble.
-        table: Has a row `engine_<kind>` for each kind that is more than the code's own matter.
+        table: The signatures.
     """
     trouble = outcome.trouble
     assert trouble is not None
-    name = f"engine_{trouble.kind.value}"
-    row = next((row for row in table.signatures if row.id == name), None)
-    return Cause(text=trouble.text, evidence=trouble.evidence, signature=row)
+    row = table.engine(trouble.kind.value)
+    if row is not None and trouble.is_transient is not None:
+        row = replace(row, is_transient=trouble.is_transient)
+    return Cause(
+        text=trouble.text,
+        evidence=trouble.evidence,
+        signature=row,
+        is_of_engine=trouble.kind is not TroubleKind.OUT_OF_MEMORY,
+    )

@@ -75,7 +75,7 @@ def test_options_are_documented_with_their_ini_names(pytester: pytest.Pytester) 
 
 
 def test_every_command_is_documented() -> None:
-    headings = _HEADING.findall((REFERENCE / "commands.md").read_text(encoding="utf-8"))
+    headings = _HEADING.findall(prose(REFERENCE / "commands.md"))
     assert headings[1:] == sorted(commands(group))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 
 import pytest
@@ -140,3 +141,9 @@ def test_an_unknown_platform_and_a_file_of_another_version(tmp_path: Path) -> No
         read_executor_config(written(tmp_path, "slurm: {}\n"))
     with pytest.raises(ConfigError, match="cannot be read"):
         read_executor_config(tmp_path / "none.yaml")
+
+
+def test_the_tables_of_the_page_are_up_to_date() -> None:
+    script = runpy.run_path(str(PUBLISHED.parent / "executor_tables.py"))
+    page = (PUBLISHED.parent / "executor-config.md").read_text()
+    assert script["tables"]() in page

@@ -15,11 +15,14 @@ CASE_SECRET, HOST_SECRET = "secretOfTheCase", "secretOfTheHost"
 OPTIONS = """\
 --allow-dirty
 --allow-empty
+--attach
 --bucket
 --cadence
 --ci-event
 --device
 --environment
+--executor
+--executor-config
 --experimental-tests
 --fail-flaky
 --gang-start

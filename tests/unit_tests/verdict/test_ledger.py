@@ -66,3 +66,20 @@ def test_a_ledger_that_cannot_be_written_grants_nothing_and_fails_nothing(tmp_pa
     said = f"{tmp_path}/gone/retries.jsonl: No such file or directory"
     assert ledger.claim("a", "dns") == said
     assert (ledger.note_end("a", "dns"), ledger.infrastructure()) == (None, None)
+
+
+def test_who_takes_over_a_run_has_its_claims_and_ends_already(tmp_path: Path) -> None:
+    gone = RunLedger(run_dir=tmp_path, max_retries=2)
+    assert [gone.claim(name, "dns") for name in ("a", "a")] == [None, None]
+    gone.note_end("b", None)
+    size = (tmp_path / "retries.jsonl").stat().st_size
+    ledger = RunLedger(run_dir=tmp_path, max_retries=2, is_attached=True)
+    used_up = "the run's 2 further attempts are used up"
+    assert [ledger.claim(name, "dns") for name in ("b", "a", "a", "a")] == [
+        used_up,
+        None,
+        None,
+        used_up,
+    ]
+    assert ledger.note_end("b", None) is None
+    assert (tmp_path / "retries.jsonl").stat().st_size == size

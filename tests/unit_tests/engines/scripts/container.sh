@@ -54,7 +54,7 @@ set +e
 
 # Command 1
 
-srun --output all --container-image '/images/dev image.sqsh' --container-mounts /data:/data:ro,/shared/project:/shared/project,/shared/run:/shared/run,/scratch:/scratch,/uv/cache:/uv/cache --container-workdir /shared/project --container-env NCCL_DEBUG --wait=0 --kill-on-bad-exit=0 --cpus-per-task=32 --mpi=pmix --no-container-mount-home --cpu-bind=none /scratch/venv/bin/python -m pytest_megatron.engines.worker "$spec"
+srun --output all --container-image '/images/dev image.sqsh' --container-mounts /data:/data:ro,/shared/project:/shared/project,/shared/run:/shared/run,/scratch:/scratch,/uv/cache:/uv/cache --container-workdir /shared/project --container-env NCCL_DEBUG --wait=0 --kill-on-bad-exit=0 --no-container-mount-home --cpus-per-task=32 --mpi=pmix --cpu-bind=none /scratch/venv/bin/python -m pytest_megatron.engines.worker "$spec"
 
 exitcode=$?
 

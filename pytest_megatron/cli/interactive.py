@@ -1,0 +1,29 @@
+"""`pytest-megatron interactive`: how to get a shell of Slurm in which a workload runs."""
+
+from __future__ import annotations
+
+import click
+from typing_extensions import Unpack
+
+from pytest_megatron.cli.slurm_item import Given, item_options, prepare
+from pytest_megatron.engines.interactive import allocation_lines, shell_lines
+
+
+@click.command(name="interactive")
+@item_options
+def command(item: str, **given: Unpack[Given]) -> None:
+    """Print how to get nodes of Slurm for ITEM, and what to type there; needs no Slurm.
+
+    ITEM is a node id, recipes/gpt.yaml::tp2[dev-dgx_h100], or what stands behind its ::. One that
+    needs several nodes is described in a run directory, where its tasks find what to do.
+    """
+    found = prepare(item, given)
+    if found.needed.num_nodes == 1:
+        assert found.place.python is not None
+        inside = [found.place.python, "-m", "pytest", "-p", "megatron", found.job.node_id]
+        inside += ["--lightweight"] if given["lightweight"] else []
+        lines = shell_lines(found.needed, found.place, found.paths, inside)
+    else:
+        found.write()
+        lines = allocation_lines(found.needed, found.place, found.paths)
+    click.echo("\n".join(lines))

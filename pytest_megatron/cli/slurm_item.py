@@ -1,0 +1,282 @@
+"""What `sbatch` and `interactive` need of a workload: its row, its plan, its place in a cluster."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+import click
+from typing_extensions import TypedDict
+
+from pytest_megatron.checks.check import problem_of
+from pytest_megatron.checks.rules import Finding
+from pytest_megatron.config import load_config
+from pytest_megatron.engines.base import EngineContext, Resources
+from pytest_megatron.engines.config import SlurmConfig
+from pytest_megatron.engines.config_file import read_slurm_config
+from pytest_megatron.engines.records import Spec, write_spec
+from pytest_megatron.engines.script import ScriptWriter
+from pytest_megatron.engines.shapes import ShapePaths
+from pytest_megatron.engines.slurm_check import SlurmChecks, ask_slurm, look_around
+from pytest_megatron.engines.slurm_start import NemoScripts
+from pytest_megatron.errors import LaunchError, SelectionError
+from pytest_megatron.launch.checkpoints import require_frozen
+from pytest_megatron.launch.facts import gather_facts
+from pytest_megatron.launch.layout import item_dirs
+from pytest_megatron.launch.own_dir import RUNS_DIR, make_own_dir
+from pytest_megatron.launch.plan import AttemptPlan, Setting
+from pytest_megatron.launch.project_copy import look_at_machine
+from pytest_megatron.launch.script_row import Machine
+from pytest_megatron.launch.starter import FT_PACKAGE
+from pytest_megatron.recipe.expand import Profile
+from pytest_megatron.recipe.load import find_recipes, load_recipe, project_words
+from pytest_megatron.recipe.model import Workload
+from pytest_megatron.recipe.vocabulary import nearest
+from pytest_megatron.verdict.checked import check_job
+from pytest_megatron.verdict.job import Job, describe_plan, plan_job
+from pytest_megatron.verdict.retry import policy_of
+from pytest_megatron.verdict.row_case import read_case_of
+from pytest_megatron.verdict.training import needs_of
+
+_MOST_SHOWN = 5
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+class Given(TypedDict):
+    """The values of the options that both commands have."""
+
+    executor_config: Path | None
+    recipes: Path | None
+    run_dir: Path | None
+    project: Path
+    lightweight: bool
+
+
+def item_options(command: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Add the argument and the options that both commands have."""
+    where = click.Path(path_type=Path)
+    for option in (
+        click.option("--lightweight", is_flag=True, help="4 iterations."),
+        click.option("--project", type=where, default=Path(), help="The checkout."),
+        click.option("--run-dir", type=where, metavar="DIR", help="Where the job writes."),
+        click.option(
+            "--recipes", type=where, metavar="DIR", help="Where ITEM is looked for (recipes)."
+        ),
+        click.option(
+            "--executor-config", type=where, metavar="FILE", help="Settings of the cluster."
+        ),
+        click.argument("item"),
+    ):
+        command = option(command)
+    return command
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmItem:
+    """A workload, ready to be put into a job.
+
+    Attributes:
+        place: The settings of the cluster for its platform.
+        needed: By its first attempt, which `plan` is.
+    """
+
+    job: Job
+    plan: AttemptPlan
+    place: SlurmConfig
+    needed: Resources
+    run_dir: Path
+
+    @property
+    def spec(self) -> Path:
+        """What the job is told."""
+        return self.run_dir / "engine" / "spec.json"
+
+    @property
+    def outcome(self) -> Path:
+        """What the job says at its end."""
+        return self.run_dir / "engine" / "outcome.json"
+
+    @property
+    def paths(self) -> ShapePaths:
+        """What its script needs to know."""
+        return ShapePaths(
+            root=self.job.setting.root,
+            run_dir=self.run_dir,
+            logs=self.run_dir / "engine" / "logs",
+            spec=self.spec,
+        )
+
+    def write(self) -> None:
+        """Write what the job is told.
+
+        Raises:
+            LaunchError: The run directory holds an earlier run, or cannot be written.
+        """
+        if self.plan.dirs.root.exists() or self.outcome.exists():
+            raise LaunchError("--run-dir", f"{self.run_dir} holds an earlier run; give another")
+        facts = gather_facts(self.job.setting.root)
+        spec = Spec(
+            key=f"{self.job.dirs.root.name}/{self.plan.dirs.root.relative_to(self.job.dirs.root)}",
+            plan=self.plan,
+            outcome=self.outcome,
+            root=self.job.setting.root,
+            description=json.dumps(describe_plan(self.job, self.plan, facts, repeat=1, number=1)),
+            env=self.place.env,
+            watches_gpus=self.needed.gpus_per_node > 0,
+            secret=secrets.token_hex(32),
+            options={"mode": self.place.mode.value, "ports": self.place.ports},
+        )
+        try:
+            make_own_dir(self.job.setting.root)
+            self.paths.logs.mkdir(parents=True, exist_ok=True)
+            write_spec(self.spec, spec)
+        except OSError as error:
+            where = str(error.filename or self.run_dir)
+            raise LaunchError(where, f"{error.strerror}; give another --run-dir") from error
+
+
+def prepare(item: str, given: Given) -> SlurmItem:
+    """Find a workload and plan it; nothing is written.
+
+    Raises:
+        MegatronError: There is no such workload, it cannot be planned, or the settings are wrong.
+    """
+    root = given["project"].absolute()
+    words = project_words(root)
+    config = read_slurm_config(given["executor_config"], words.platforms)
+    workload, node_id = find_workload(item, root, given["recipes"])
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    run_dir = (given["run_dir"] or root / RUNS_DIR / name).absolute()
+    context = EngineContext(
+        root=root,
+        run_dir=run_dir,
+        facts=gather_facts(root),
+        env=os.environ,
+        config_file=given["executor_config"],
+    )
+    paths = ShapePaths(root=root, run_dir=run_dir, logs=context.engine_dir / "logs")
+    writer = ScriptWriter(config, paths, context.engine_dir)
+    project = load_config(root)
+    setting = Setting(
+        root=root,
+        env=os.environ,
+        tee_ranks=(0, 3),
+        is_lightweight=given["lightweight"],
+        has_ft_launcher=importlib.util.find_spec(FT_PACKAGE) is not None,
+        machine=Machine() if workload.script is None else look_at_machine(os.environ),
+        secret_names=project.secret_names,
+        kept_variables=project.kept_variables,
+    )
+    job = Job(
+        node_id=node_id,
+        workload=workload,
+        case=read_case_of(root, workload),
+        dirs=item_dirs(run_dir, node_id),
+        setting=NemoScripts(writer).settle(setting, workload.platform),
+        num_repeats=1,
+        retry=policy_of(workload, max_attempts=None, backoff_s=0),
+    )
+    _check(job)
+    plan = plan_job(job)
+    require_frozen(plan)
+    needed = needs_of(workload, plan)
+    _look_at_cluster(context, config, job, needed)
+    place = writer.place(workload.platform)
+    return SlurmItem(job=job, plan=plan, place=place, needed=needed, run_dir=run_dir)
+
+
+def _check(job: Job) -> None:
+    """Refuse what cannot work wherever it runs, and say what may not.
+
+    Raises:
+        LaunchError: There is an error in the workload's layout or environment.
+    """
+    findings = check_job(job)
+    problem = problem_of(findings)
+    if problem is not None:
+        raise LaunchError(*problem)
+    _say(findings)
+
+
+def _look_at_cluster(
+    context: EngineContext, config: SlurmConfig, job: Job, needed: Resources
+) -> None:
+    """Say what the cluster would not take, where one answers; whoever submits may know better."""
+    cluster = ask_slurm(context.env)
+    if cluster.partitions:
+        checks = SlurmChecks(config, context, look_around(), lambda: cluster)
+        _say(checks.findings(job.workload, job.setting, needed))
+
+
+def _say(findings: Iterable[Finding]) -> None:
+    """Print findings beside the script."""
+    for finding in findings:
+        click.echo(f"pytest-megatron: {finding.line}", err=True)
+
+
+def find_workload(item: str, root: Path, recipes: Path | None) -> tuple[Workload, str]:
+    """Return the workload that an item names, and its node id.
+
+    Args:
+        item: A node id, `recipes/gpt.yaml::tp2[dev-cpu]`, or what stands behind its `::`.
+        root: The project.
+        recipes: Where recipes are; None is `recipes` in the project.
+
+    Raises:
+        RecipeError: A recipe cannot be read.
+        SelectionError: No workload, or more than one, has that name.
+    """
+    file, _, name = item.rpartition("::")
+    found = list(_rows(root, recipes, file))
+    named = [(row, node_id) for row, node_id in found if row.item_name == name]
+    if len(named) == 1:
+        return named[0]
+    where = file or str(recipes or "recipes")
+    if named:
+        raise SelectionError(
+            item,
+            f"is the name of {len(named)} workloads, expected one; "
+            f"give one of {', '.join(sorted(node_id for _, node_id in named)[:_MOST_SHOWN])}",
+        )
+    names = sorted({row.item_name for row, _ in found})
+    alike = [one for one in names if one.startswith(f"{name.partition('[')[0]}[")] or names
+    more = f" and {len(alike) - _MOST_SHOWN} more" if len(alike) > _MOST_SHOWN else ""
+    raise SelectionError(
+        item,
+        f"no workload {name!r} in {where}, expected one of {', '.join(alike[:_MOST_SHOWN])}{more}"
+        f"{nearest(name, names)}",
+    )
+
+
+def _rows(root: Path, recipes: Path | None, file: str) -> Iterator[tuple[Workload, str]]:
+    """Yield the workloads that an item may mean, with their node ids."""
+    words = project_words(root)
+    if file:
+        own = (recipes or root) / file
+        files = [own] if recipes is None or own.is_file() else _ending(recipes, file)
+    else:
+        files = find_recipes([recipes or root / "recipes"])
+    for path in files:
+        for row in load_recipe(path, Profile.STRICT, words):
+            whole = Path(os.path.relpath(path, root)).as_posix()
+            yield row, f"{whole}::{row.item_name}"
+
+
+def _ending(recipes: Path, file: str) -> list[Path]:
+    """Return the recipes whose path ends like the one that was named."""
+    wanted = Path(file).parts
+    found = [path for path in find_recipes([recipes]) if path.parts[-len(wanted) :] == wanted]
+    if not found:
+        raise SelectionError(
+            f"--recipes {recipes}",
+            f"holds no {file}, expected the recipe that the item is in; name another directory",
+        )
+    return found

@@ -1,0 +1,116 @@
+"""What is printed while workloads wait in a queue: on a terminal one line that stays at the bottom.
+
+Elsewhere a line is printed where the counts changed, and not more often than every ten seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from pytest_megatron.launch.follow import Progress
+from pytest_megatron.report.queue import queue_text
+from pytest_megatron.verdict.campaign import Standing
+
+_LINE_EVERY_S = 10.0  # where the terminal cannot rewrite a line
+_ERASE_BELOW = "\r\x1b[2K\x1b[1A"  # the line that we are in, and up to the one above
+
+
+class QueueTerminal:
+    """Shows the state of the queue below what pytest prints."""
+
+    def __init__(self, config: pytest.Config, engine: str) -> None:
+        """Begin to count the time that is left from now on."""
+        self._config = config
+        self._engine = engine
+        self._started = time.monotonic()
+        self._is_shown = False
+        self._counts: tuple[int, ...] = ()
+        self._next_line_at = self._started
+
+    @property
+    def _reporter(self) -> pytest.TerminalReporter | None:
+        reporter: pytest.TerminalReporter | None = self._config.pluginmanager.get_plugin(
+            "terminalreporter"
+        )
+        return reporter
+
+    def listener(self, name: str) -> QueueListener:
+        """Return what prints the lines of one workload under its name."""
+        return QueueListener(self, name)
+
+    def show(self, standing: Standing) -> None:
+        """Show the state of the queue, if it is new."""
+        reporter = self._reporter
+        if reporter is None:
+            return
+        text = queue_text(self._engine, standing, time.monotonic() - self._started)
+        if reporter.isatty:
+            self.close()
+            self._show_below(reporter, text)
+            return
+        counts = (standing.num_ended, standing.num_running, standing.num_waiting)
+        if counts != self._counts and time.monotonic() >= self._next_line_at:
+            self._counts = counts
+            self._next_line_at = time.monotonic() + _LINE_EVERY_S
+            self.write([text])
+
+    def write(self, lines: Sequence[str]) -> None:
+        """Print whole lines."""
+        reporter = self._reporter
+        if reporter is None:
+            return
+        self.close()
+        writer = reporter._tw  # noqa: SLF001 - pytest's own plugins reach it this way
+        with self._uncaptured():
+            reporter.ensure_newline()
+            if writer.width_of_current_line:
+                writer.line()
+            for line in lines:
+                writer.line(line)
+
+    def close(self) -> None:
+        """Take the line away; what pytest prints next goes on where it was."""
+        reporter = self._reporter
+        if not self._is_shown or reporter is None:
+            return
+        self._is_shown = False
+        column = reporter._tw.width_of_current_line  # noqa: SLF001 - see above
+        self._print(reporter, _ERASE_BELOW + (f"\x1b[{column}C" if column else ""))
+
+    def _show_below(self, reporter: pytest.TerminalReporter, text: str) -> None:
+        shown = text[: reporter._tw.fullwidth - 1]  # noqa: SLF001 - a wrapped line stays behind
+        self._print(reporter, f"\n{shown}")
+        self._is_shown = True
+
+    def _print(self, reporter: pytest.TerminalReporter, text: str) -> None:
+        """Print past pytest's writer, which counts the columns of its own line."""
+        with self._uncaptured():
+            file = reporter._tw._file  # noqa: SLF001 - see above
+            file.write(text)
+            file.flush()
+
+    def _uncaptured(self) -> contextlib.AbstractContextManager[None]:
+        capture = self._config.pluginmanager.get_plugin("capturemanager")
+        if capture is None:
+            return contextlib.nullcontext()
+        found: contextlib.AbstractContextManager[None] = capture.global_and_fixture_disabled()
+        return found
+
+
+class QueueListener:
+    """Prints what is said of one workload under its name; how far it is, its job's log says."""
+
+    def __init__(self, terminal: QueueTerminal, name: str) -> None:
+        self._terminal = terminal
+        self._name = name
+
+    def on_lines(self, lines: list[str]) -> None:
+        """Print lines."""
+        self._terminal.write([f"{self._name}: {line}" for line in lines])
+
+    def on_progress(self, phase: int, progress: Progress) -> None:
+        """Take no notice."""

@@ -1,0 +1,176 @@
+"""`pytest-megatron sbatch` and `interactive`: what a person would submit, and what it does."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from labs import SlurmLab
+
+from pytest_megatron.cli.interactive import command as interactive
+from pytest_megatron.cli.sbatch import command as sbatch
+from pytest_megatron.errors import LaunchError
+
+ROOT = Path(__file__).parents[3]
+RECIPE = """\
+type: basic
+format_version: 1
+spec:
+  model: gpt
+  nodes: 1
+  gpus: 2
+  platforms: cpu
+  training_script_path: train.py
+products:
+  - test_case: [tp2]
+    products:
+      - {environment: [dev], scope: [mr], platforms: [cpu, dgx_h100]}
+  - test_case: [two_nodes]
+    products:
+      - {environment: [dev], scope: [mr], platforms: [dgx_h100], nodes: [2], segment: [2]}
+"""
+CASE = "TEST_TYPE: regular\nENV_VARS: {}\nMODEL_ARGS: {--train-iters: 4}\nMETRICS: [lm loss]\n"
+CLUSTER = """\
+format_version: 1
+slurm:
+  account: team
+  partition: batch
+  python: python
+  env: {TEXT: "it's $HOME"}
+  platforms:
+    dgx_h100:
+      job_env: {ENROOT_X: "a b"}
+      container: {image: dev.sqsh}
+      setup: ["module load cuda"]
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project with a recipe and the settings of a cluster, as the current directory."""
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes/gpt.yaml").write_text(RECIPE)
+    (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    for name in ("tp2", "two_nodes"):
+        case = tmp_path / "tests/functional_tests/test_cases/gpt" / name
+        case.mkdir(parents=True)
+        (case / "model_config.yaml").write_text(CASE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def told(*arguments: str) -> str:
+    words = [*arguments, "--executor-config", "cluster.yaml", "--run-dir", "run"]
+    done = CliRunner().invoke(interactive, words, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout.replace(" \\\n    ", " ")  # how far lines go depends on paths
+
+
+def test_interactive_prints_a_shell_on_one_node_and_what_to_type_in_it(project: Path) -> None:
+    assert told("recipes/gpt.yaml::tp2[dev-dgx_h100]", "--lightweight") == (
+        "# a shell on a node with what it needs:\n"
+        "export ENROOT_X='a b'\n"
+        "module load cuda\n"
+        "srun --account=team --nodes=1 --partition=batch --time=00:40:00 --gpus-per-node=2 "
+        "--ntasks=1 --container-image=dev.sqsh "
+        f"--container-mounts={project}:{project} "
+        f"--container-workdir={project} --no-container-mount-home --pty bash -i\n"
+        "# in it:\n"
+        "export TEXT='it'\"'\"'s $HOME'\n"
+        f"cd {project}\n"
+        "python -m pytest -p megatron 'recipes/gpt.yaml::tp2[dev-dgx_h100]' --lightweight\n"
+    )
+    assert not (project / "run").exists()
+
+
+def test_interactive_on_several_nodes_leaves_a_spec_for_their_tasks(project: Path) -> None:
+    lines = told("two_nodes[dev-dgx_h100]").splitlines()
+    assert lines[:2] == [
+        "# its nodes:",
+        (
+            "salloc --account=team --nodes=2 --ntasks-per-node=1 --partition=batch --segment=2 "
+            "--time=00:40:00 --gpus-per-node=2"
+        ),
+    ]
+    spec = project / "run/engine/spec.json"
+    assert any(line.endswith(f" python -m pytest_megatron.engines.worker {spec}") for line in lines)
+    assert stat.S_IMODE(spec.stat().st_mode) == 0o600
+    assert json.loads(spec.read_text())["env"] == {"TEXT": "it's $HOME"}
+
+
+@pytest.mark.parametrize(
+    ("item", "options", "message"),
+    [
+        ("tp3[dev-cpu]", [], r"no workload 'tp3\[dev-cpu\]' in recipes, .* mean 'tp2\[dev-cpu\]'"),
+        ("recipes/gpt.yaml::tp2", [], r"expected one of tp2\[dev-cpu\], tp2\[dev-dgx_h100\]"),
+        ("gpt.yaml::tp2[dev-cpu]", ["--recipes", "recipes/none"], "no such file or directory"),
+        ("t5.yaml::tp2[dev-cpu]", ["--recipes", "recipes"], "--recipes recipes: holds no t5.yaml"),
+        ("recipes/t5.yaml::tp2[dev-cpu]", [], "t5.yaml: cannot be read: No such file"),
+    ],
+)
+def test_an_item_that_is_not_there(
+    project: Path, item: str, options: list[str], message: str
+) -> None:
+    del project
+    with pytest.raises(Exception, match=message):
+        CliRunner().invoke(interactive, [item, *options], catch_exceptions=False)
+
+
+def test_a_run_directory_is_used_once(project: Path) -> None:
+    told("two_nodes[dev-dgx_h100]")
+    (project / "run/engine/outcome.json").write_text("{}")
+    with pytest.raises(LaunchError, match="holds an earlier run; give another"):
+        told("two_nodes[dev-dgx_h100]")
+
+
+def test_without_nemo_run_sbatch_says_so_and_leaves_nothing(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (project / "broken").mkdir()
+    code = "raise ModuleNotFoundError('no', name='nemo_run')"
+    (project / "broken/nemo_run.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(project / "broken"))
+    with pytest.raises(LaunchError, match=r"^nemo-run: is not installed, .* pip install"):
+        CliRunner().invoke(sbatch, ["tp2[dev-cpu]", "--run-dir", "run"], catch_exceptions=False)
+    assert not (project / "run").exists()
+
+
+def test_what_sbatch_prints_trains_when_it_is_submitted(
+    slurm_lab: SlurmLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_dir = tmp_path / "a run"
+    words = ["tp1_pp1[dev-cpu]", "--project", str(ROOT), "--recipes", str(ROOT / "recipes")]
+    words.append("--lightweight")
+    done = CliRunner().invoke(sbatch, [*words, "--run-dir", str(run_dir)], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    script = tmp_path / "job.sh"
+    script.write_text(done.stdout)
+    job = slurm_lab.submit(str(script), cwd=tmp_path)
+    state = slurm_lab.wait_for(job)
+    (log,) = (run_dir / "engine/logs").iterdir()
+    assert (state, log.name) == ("COMPLETED", f"megatron-1x1-{job}.out"), log.read_text()
+    outcome = json.loads((run_dir / "engine/outcome.json").read_text())
+    (end,) = outcome["ends"]
+    assert (end["end"], end["returncode"], outcome["job_id"]) == ("exited", 0, str(job))
+    (attempt,) = run_dir.glob("*/repeat_1/attempt_1")
+    assert "iteration        4/" in (attempt / "phase_1/logs/0/stdout.log").read_text()
+
+
+def test_what_the_cluster_would_not_take_is_said_beside_the_script(
+    project: Path, slurm_lab: SlurmLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SLURM_CONF", "PATH"):
+        monkeypatch.setenv(name, slurm_lab.env[name])
+    (project / "cluster.yaml").write_text(CLUSTER.replace("batch", "short"))
+    words = ["tp2[dev-cpu]", "--executor-config", "cluster.yaml", "--run-dir", "runs"]
+    result = CliRunner().invoke(interactive, words)
+    assert result.exit_code == 0
+    assert result.stderr == (
+        "pytest-megatron: error: cluster.yaml: slurm: the job asks for 00:40:00, and partition "
+        "short gives at most 00:02:00: it is refused, or waits for ever; lower the recipe's "
+        "time_limit or time_slack, or choose another partition [partition-time]\n"
+    )

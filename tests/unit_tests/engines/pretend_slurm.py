@@ -1,0 +1,84 @@
+"""A cluster in memory: what the engine asked of it, and what it is to answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from pytest_megatron.engines.slurm_commands import SlurmAwayError
+from pytest_megatron.engines.slurm_states import Place, SlurmJob
+
+
+@dataclass
+class PretendSlurm:
+    """Commands of Slurm without Slurm.
+
+    Attributes:
+        table: What squeue says.
+        accounts: What sacct says.
+        submissions: The words of every sbatch.
+        cancelled: The words of every scancel.
+        num_queries: How often squeue was asked.
+        answers: What comes of the next calls of sbatch: None is an id, Slurm's answer by default.
+        loses: Whether a submission that is not answered is lost, too.
+        is_away: Whether nobody answers.
+    """
+
+    table: dict[Place, SlurmJob] = field(default_factory=dict)
+    accounts: tuple[SlurmJob, ...] = ()
+    submissions: list[list[str]] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+    num_queries: int = 0
+    answers: list[BaseException | None] = field(default_factory=list)
+    loses: bool = False
+    is_away: bool = False
+    bad: frozenset[str] = frozenset()
+    most: int = 1001
+    ends_what_is_cancelled: bool = True
+    now: float = 0.0
+
+    def submit(self, words: Sequence[str]) -> int:
+        self.submissions.append(list(words))
+        answer = self.answers.pop(0) if self.answers else None
+        if answer is not None and (self.loses or not isinstance(answer, SlurmAwayError)):
+            raise answer
+        given = dict(word.removeprefix("--").partition("=")[::2] for word in words)
+        job_id = 1 + max((job_id for job_id, _ in self.table), default=40)
+        last = given.get("array", "").rpartition("-")[2]
+        elements = range(int(last) + 1) if last else (None,)
+        for element in elements:
+            job = SlurmJob(job_id=job_id, element=element, state="PENDING", name=given["job-name"])
+            self.table[job.place] = job
+        if answer is not None:
+            raise answer
+        return job_id
+
+    def jobs(self) -> tuple[SlurmJob, ...]:
+        self.num_queries += 1
+        if self.is_away:
+            raise SlurmAwayError("Unable to contact slurm controller")
+        return tuple(self.table.values())
+
+    def accounted(self, ids: Sequence[int]) -> tuple[SlurmJob, ...]:
+        return tuple(job for job in self.accounts if job.job_id in ids)
+
+    def cancel(self, labels: Sequence[str]) -> None:
+        self.cancelled += labels
+        for place, job in self.table.items():
+            is_meant = job.label in labels or str(job.job_id) in labels
+            if is_meant and self.ends_what_is_cancelled and job.state in ("PENDING", "RUNNING"):
+                self.table[place] = replace(job, state="CANCELLED")
+
+    def max_array_size(self) -> int:
+        return self.most
+
+    def bad_nodes(self, hosts: Sequence[str]) -> frozenset[str]:
+        return self.bad & frozenset(hosts)
+
+    def set(self, place: Place, state: str, **changes: object) -> None:
+        """Change what squeue says of a job."""
+        self.table[place] = replace(self.table[place], state=state, **changes)  # type: ignore[arg-type] # fields of a job
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass."""
+        self.now += seconds

@@ -1,0 +1,335 @@
+"""The Slurm engine on a pretended cluster: what is hard to bring about on a real one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from pretend_slurm import PretendSlurm
+from slurm_orders import Run
+
+from pytest_megatron.engines.base import Order, Outcome, Phase, TroubleKind
+from pytest_megatron.engines.journal import Journal
+from pytest_megatron.engines.records import JobRecord, write_record
+from pytest_megatron.engines.slurm import SlurmEngine
+from pytest_megatron.engines.slurm_commands import SlurmAwayError, SlurmRefusedError
+from pytest_megatron.engines.slurm_ends import JobFiles
+from pytest_megatron.engines.slurm_intake import SlurmSettings
+from pytest_megatron.errors import LaunchError
+from pytest_megatron.launch.facts import gather_facts
+
+AWAY = "Socket timed out on send/recv operation"
+
+
+def engine_on(run: Run, slurm: PretendSlurm, settings: SlurmSettings | None = None) -> SlurmEngine:
+    """Return an engine that lives by the pretended cluster's clock."""
+    clock = (lambda: slurm.now, slurm.wait)
+    return run.engine(slurm, {}, settings or SlurmSettings(patience_s=60.0), clock)
+
+
+def ends(engine: SlurmEngine) -> dict[str, Outcome]:
+    """Poll once; return what ended."""
+    return {
+        update.key.split("/")[0]: update.outcome
+        for update in engine.poll()
+        if update.outcome is not None
+    }
+
+
+def kinds(found: dict[str, Outcome]) -> dict[str, TroubleKind | None]:
+    return {item: None if o.trouble is None else o.trouble.kind for item, o in found.items()}
+
+
+def text_of(found: dict[str, Outcome], item: str) -> str:
+    trouble = found[item].trouble
+    assert trouble is not None
+    return trouble.text
+
+
+def leave_record(run: Run, order: Order, batch: int = 1, index: int = 0) -> None:
+    """Write what a job leaves that could not plan its training: the shortest record."""
+    record = JobRecord(
+        key=order.key,
+        ends=(),
+        health=None,
+        facts=gather_facts(run.root),
+        hosts=("node1",),
+        trouble=None,
+    )
+    write_record(JobFiles.of(run.run_dir / "engine", batch, index).record, record)
+
+
+def test_a_submission_that_arrived_unanswered_is_found_by_its_name(tmp_path: Path) -> None:
+    run, slurm = Run(tmp_path), PretendSlurm(answers=[SlurmAwayError(AWAY)])
+    engine = engine_on(run, slurm)
+    engine.submit([run.order("a")])
+    assert ends(engine) == {}
+    slurm.wait(100)
+    assert (ends(engine), len(slurm.submissions)) == ({}, 1)
+    leave_record(run, run.order("a"))
+    slurm.set((41, None), "COMPLETED", nodes="node1")
+    assert kinds(ends(engine)) == {"a": None}
+
+
+def test_one_that_did_not_arrive_is_submitted_again_and_never_runs_twice(tmp_path: Path) -> None:
+    run, slurm = Run(tmp_path), PretendSlurm(answers=[SlurmAwayError(AWAY)], loses=True)
+    engine = engine_on(run, slurm)
+    engine.submit([run.order("a")])
+    assert (ends(engine), len(slurm.submissions)) == ({}, 1)
+    slurm.wait(16)
+    assert (ends(engine), len(slurm.submissions)) == ({}, 2)
+    slurm.submit(slurm.submissions[0])  # it was on its way all the time
+    ends(engine)
+    assert slurm.cancelled == ["42"]
+    assert not JobFiles.of(run.run_dir / "engine", 1, 0).spec.exists()
+
+
+def test_a_controller_of_slurm_that_is_away_is_waited_for(tmp_path: Path) -> None:
+    run, slurm = Run(tmp_path), PretendSlurm()
+    engine = engine_on(run, slurm)
+    engine.submit([run.order("a")])
+    engine.poll()
+    slurm.is_away = True
+    (said,) = engine.poll()
+    slurm.wait(10_000)
+    assert (said.phase, said.detail) == (
+        Phase.WAITING,
+        "Slurm does not answer: Unable to contact slurm controller",
+    )
+    assert list(engine.poll()) == []
+    slurm.is_away = False
+    (said,) = engine.poll()
+    assert said.detail == "job 41 waits"
+
+
+def test_one_query_for_all_jobs_and_arrays_of_what_is_equal(tmp_path: Path) -> None:
+    run, slurm = Run(tmp_path), PretendSlurm(most=2)
+    engine = engine_on(run, slurm)
+    engine.submit([run.order(item, nodes=2 if item in "be" else 1) for item in "abcde"])
+    engine.poll()
+    arrays = [[w for w in words if "--array" in w] for words in slurm.submissions]
+    assert (arrays, slurm.num_queries) == ([["--array=0-1"], [], ["--array=0-1"]], 1)
+
+
+def test_no_more_than_the_limit_are_in_the_queue_and_the_first_come_first(tmp_path: Path) -> None:
+    run, slurm = Run(tmp_path), PretendSlurm()
+    engine = engine_on(run, slurm, SlurmSettings(max_jobs=2))
+    engine.submit([run.order(item) for item in "abc"])
+    assert len(slurm.table) == 2
+    leave_record(run, run.order("a"))
+    slurm.set((41, 0), "COMPLETED", nodes="node1")
+    ends(engine)
+    assert sorted(slurm.table) == [(41, 0), (41, 1), (42, None)]
+
+
+def test_a_limit_on_submissions_is_waited_for(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    full = SlurmRefusedError("QOSMaxSubmitJobPerUserLimit", is_full=True)
+    slurm = PretendSlurm(answers=[None, full, full, None])
+    engine = engine_on(run, slurm)
+    engine.submit([run.order("wide", nodes=2)])
+    engine.submit([run.order(item) for item in "abcd"])
+    assert ends(engine) == {}
+    assert ends(engine) == {}
+    assert len(slurm.submissions) == 2  # nothing ended, so there is no more room than before
+    leave_record(run, run.order("wide"))
+    slurm.set((41, None), "COMPLETED", nodes="node[1-2]")
+    assert list(ends(engine)) == ["wide"]
+    ends(engine)
+    assert [[w for w in words if "--array" in w] for words in slurm.submissions[2:]][-1] == []
+
+
+def test_a_limit_that_never_goes_by_is_a_refusal(tmp_path: Path) -> None:
+    full = SlurmRefusedError("AssocMaxSubmitJobLimit", is_full=True)
+    run, slurm = Run(tmp_path), PretendSlurm(answers=[full])
+    engine = engine_on(run, slurm)
+    engine.submit([run.order("a")])
+    assert text_of(ends(engine), "a") == "Slurm refused it: AssocMaxSubmitJobLimit"
+
+
+def test_hosts_that_failed_are_excluded_unless_nothing_else_is_left(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    slurm = PretendSlurm(answers=[None, SlurmRefusedError("not available")])
+    engine = engine_on(run, slurm)
+    engine.submit([run.order("a", avoid_hosts=["node2", "node1"])])
+    engine.submit([run.order("b", avoid_hosts=["node1"])])
+    excluded = [[w for w in words if "exclude" in w] for words in slurm.submissions]
+    assert excluded == [["--exclude=node1,node2"], ["--exclude=node1"], []]
+    said = {update.key[0]: update.detail for update in engine.poll()}
+    assert "also on node1, since Slurm said: not available" in said["b"]
+
+
+def test_a_record_may_be_late_but_not_for_ever(tmp_path: Path) -> None:
+    run, slurm = Run(tmp_path), PretendSlurm()
+    engine = engine_on(run, slurm)
+    engine.submit([run.order(item) for item in ("late", "never", "failed")])
+    for index in range(2):
+        slurm.set((41, index), "COMPLETED", nodes="node1")
+    slurm.set((41, 2), "FAILED", nodes="node1", exit_status=256)
+    assert ends(engine) == {}
+    slurm.wait(11)
+    assert kinds(ends(engine)) == {"failed": TroubleKind.LOST}
+    slurm.wait(40)
+    leave_record(run, run.order("late"), 1, 0)
+    assert kinds(ends(engine)) == {"late": None}
+    slurm.wait(10)
+    found = ends(engine)
+    assert text_of(found, "never") == (
+        "job 41_1 on node1 ended as COMPLETED, exit code 0, and left no record"
+    )
+
+
+def test_a_job_that_was_started_again_is_taken_back(tmp_path: Path) -> None:
+    run, slurm = Run(tmp_path), PretendSlurm()
+    engine = engine_on(run, slurm)
+    engine.submit([run.order("a")])
+    slurm.set((41, None), "PENDING", num_restarts=1, reason="BeginTime")
+    assert kinds(ends(engine)) == {"a": TroubleKind.REQUEUED}
+    assert slurm.cancelled == ["41"]
+
+
+def test_a_job_that_can_never_start_is_taken_back_and_others_wait(tmp_path: Path) -> None:
+    run, slurm = Run(tmp_path), PretendSlurm()
+    engine = engine_on(run, slurm)
+    engine.submit([run.order("a"), run.order("b")])
+    slurm.set((41, 0), "PENDING", reason="PartitionTimeLimit")
+    slurm.set((41, 1), "PENDING", reason="QOSMaxJobsPerUserLimit")
+    found = ends(engine)
+    assert text_of(found, "a") == "job 41_0 can never start: Slurm says PartitionTimeLimit"
+    assert (kinds(found), slurm.cancelled) == ({"a": TroubleKind.NOT_STARTED}, ["41_0"])
+
+
+def test_what_slurm_has_forgotten_the_accounting_may_know(tmp_path: Path) -> None:
+    run, slurm = Run(tmp_path), PretendSlurm()
+    engine = engine_on(run, slurm)
+    orders = [run.order(item) for item in ("recorded", "accounted", "unknown")]
+    engine.submit(orders)
+    leave_record(run, orders[0])
+    slurm.set((41, 1), "NODE_FAIL", nodes="node7")
+    slurm.accounts = (slurm.table[41, 1],)
+    slurm.table.clear()
+    assert kinds(ends(engine)) == {"recorded": None}
+    slurm.wait(31)
+    assert kinds(ends(engine)) == {"accounted": TroubleKind.NODE_FAIL}
+    slurm.wait(31)
+    found = ends(engine)
+    assert kinds(found) == {"unknown": TroubleKind.LOST}
+    assert "Slurm knows nothing of the job" in text_of(found, "unknown")
+
+
+def test_the_nodes_that_are_out_of_service_are_the_bad_ones(tmp_path: Path) -> None:
+    run, slurm = Run(tmp_path), PretendSlurm(bad=frozenset({"node3", "node9"}))
+    engine = engine_on(run, slurm)
+    engine.submit([run.order("a", nodes=4)])
+    slurm.set((41, None), "NODE_FAIL", nodes="node[1-4]")
+    assert ends(engine) == {}
+    slurm.wait(11)
+    found = ends(engine)
+    trouble = found["a"].trouble
+    assert trouble is not None
+    assert (trouble.hosts, trouble.text) == (
+        ("node3",),
+        "job 41 on node[1-4] ended as NODE_FAIL: a node of it failed; out of service: node3",
+    )
+
+
+def test_who_cancelled_a_job_is_said_where_the_accounting_knows(tmp_path: Path) -> None:
+    run, slurm = Run(tmp_path), PretendSlurm()
+    engine = engine_on(run, slurm)
+    engine.submit([run.order("a")])
+    slurm.set((41, None), "CANCELLED")
+    slurm.accounts = (replace(slurm.table[41, None], by_uid=1007),)
+    assert text_of(ends(engine), "a") == (
+        "job 41 ended as CANCELLED: it was cancelled by the user with the id 1007"
+    )
+
+
+@pytest.mark.parametrize("retries", [False, True])
+def test_a_time_limit_of_slurm_is_tried_again_where_the_settings_say_so(
+    tmp_path: Path, *, retries: bool
+) -> None:
+    run, slurm = Run(tmp_path), PretendSlurm()
+    engine = engine_on(run, slurm, SlurmSettings(patience_s=0.0, retries_timeout=retries))
+    engine.submit([run.order("a")])
+    slurm.set((41, None), "TIMEOUT", nodes="node1")
+    trouble = ends(engine)["a"].trouble
+    assert trouble is not None
+    assert (trouble.kind, trouble.is_transient) == (TroubleKind.TIMEOUT, retries or None)
+
+
+def test_another_controller_goes_on_where_the_first_was_killed(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    slurm = PretendSlurm(answers=[None, SlurmAwayError(AWAY)])
+    first = engine_on(run, slurm)
+    first.submit([run.order(item) for item in ("done", "lost", "runs")])
+    first.submit([run.order("unanswered", nodes=2)])
+    leave_record(run, run.order("done"), 1, 0)
+    slurm.set((41, 0), "COMPLETED", nodes="node1")
+    slurm.set((41, 1), "CANCELLED")
+    slurm.set((41, 2), "RUNNING", nodes="node1")
+    assert len(ends(first)) == 2
+    with pytest.raises(LaunchError, match="another controller follows the jobs of this run"):
+        Journal.open(run.run_dir / "engine")
+    first.close()
+    with (run.run_dir / "engine/journal.jsonl").open("a") as file:
+        file.write('{"event": "inte')  # it was killed in the middle of a line
+    second = engine_on(run, slurm)
+    second.submit([run.order(item) for item in ("done", "lost", "runs", "new")])
+    second.submit([run.order("unanswered", nodes=2)])
+    assert kinds(ends(second)) == {"done": None, "lost": TroubleKind.CANCELLED}
+    assert len(slurm.submissions) == 3  # of those, only `new` is submitted now
+    leave_record(run, run.order("runs"), 1, 2)
+    leave_record(run, run.order("unanswered"), 2, 0)
+    slurm.set((41, 2), "COMPLETED", nodes="node1")
+    slurm.set((42, None), "COMPLETED", nodes="node1")
+    assert kinds(ends(second)) == {"runs": None, "unanswered": None}
+    second.close()
+
+
+def test_ctrl_c_within_sbatch_loses_no_job(tmp_path: Path) -> None:
+    run, slurm = Run(tmp_path), PretendSlurm(answers=[None])
+    engine = engine_on(run, slurm)
+
+    def submit_and_be_interrupted(words: Sequence[str]) -> int:
+        PretendSlurm.submit(slurm, words)
+        raise KeyboardInterrupt
+
+    slurm.submit = submit_and_be_interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        engine.submit([run.order("a")])
+    engine.cancel([run.order("a").key])
+    assert slurm.cancelled == ["41"]
+    assert text_of(ends(engine), "a") == "it was cancelled by this run (job 41)"
+
+
+def test_a_second_ctrl_c_leaves_at_once_and_says_what_is_left(tmp_path: Path) -> None:
+    run, slurm = Run(tmp_path), PretendSlurm(ends_what_is_cancelled=False)
+    engine = engine_on(run, slurm)
+    orders = [run.order(item) for item in "abc"]
+    engine.submit(orders)
+    engine.poll()
+
+    def interrupt(_seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    engine._pause = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        engine.cancel([order.key for order in orders[:2]])
+    assert slurm.cancelled == ["41_0", "41_1"]
+    assert run.heard.lines == ["jobs may be left in Slurm's queue; to end them: scancel 41_0 41_1"]
+
+
+def test_what_was_cancelled_before_it_began_is_submitted_again_by_who_attaches(
+    tmp_path: Path,
+) -> None:
+    run, slurm = Run(tmp_path), PretendSlurm()
+    engine = engine_on(run, slurm)
+    engine.submit([run.order("a")])
+    engine.cancel([run.order("a").key])
+    engine.close()
+    second = engine_on(run, slurm)
+    second.submit([run.order("a")])
+    assert (ends(second), len(slurm.submissions)) == ({}, 2)
+    second.close()

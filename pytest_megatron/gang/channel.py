@@ -11,9 +11,11 @@ import contextlib
 import hmac
 import os
 import secrets
+import select
 import socket
 import struct
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +28,7 @@ _PROOF_BYTES = 32
 _MAX_FRAME_BYTES = 1 << 28
 _MAX_FDS = 64
 _BACKLOG = 512
+_IPV4_IN_IPV6 = "::ffff:"  # of a socket that listens for both
 _LOOPBACKS = ("127.0.0.1", "localhost", "::1")
 _CHUNK_BYTES = 1 << 18
 _HANDSHAKE_S = 20.0
@@ -63,7 +66,7 @@ class Channel:
     def own_host(self) -> str:
         """The address of this side, by which the other one came; "" of a local socket."""
         name = self._socket.getsockname()
-        return str(name[0]) if isinstance(name, tuple) else ""
+        return str(name[0]).removeprefix(_IPV4_IN_IPV6) if isinstance(name, tuple) else ""
 
     def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         """Send a message; one to a side that is gone is lost, as its death is told elsewhere.
@@ -158,6 +161,18 @@ class Channel:
         """Close it; may be called again."""
         self.is_closed = True
         self._socket.close()
+
+    def leave(self) -> None:
+        """Let go of it, but have the kernel close it when this process is gone, not before."""
+        self.is_closed = True
+        self._socket.detach()
+
+    def wait_for_end(self, limit_s: float) -> None:
+        """Wait until the other side is gone, whatever it says before."""
+        deadline = time.monotonic() + limit_s
+        while not self.is_closed and (left_s := deadline - time.monotonic()) > 0:
+            if select.select([self._socket], [], [], left_s)[0]:
+                self.drain()
 
     def _frame_end(self) -> int | None:
         if len(self._buffer) < _LENGTH.size:

@@ -27,6 +27,7 @@ NUM_NODES = 4
 GPUS_PER_NODE = 8
 IMAGE = "hostusr:1"
 _HERE = Path(__file__).parent
+_SCRIPTS = Path(sys.executable).parent  # of this environment
 _KEEPER = _HERE / "lab_keeper.py"
 _POLL_S = 0.05
 # Below the ports that sessions of several nodes meet at, and apart by more than a lab needs.
@@ -101,7 +102,7 @@ class SlurmLab:
         self.env: dict[str, str] = {
             **kept,
             "SLURM_CONF": str(self._config),
-            "PATH": f"{directory}/bin:{kept.get('PATH', os.defpath)}",
+            "PATH": f"{directory}/bin:{_SCRIPTS}:{kept.get('PATH', os.defpath)}",
         }
         own = {
             "SLURM_LAB_DIR": str(directory),
@@ -184,14 +185,21 @@ class SlurmLab:
 
         Jobs go on without it. One that was not saved yet would be forgotten for good.
         """
-        jobs = self.ask("squeue", "-h", "-o", "%A").split()
-        if jobs:
-            saved, word = self.directory / "state" / "job_state", str(time.time_ns())
-            self.ask("scontrol", "update", f"job={jobs[0]}", f"comment={word}")
+        saved, word = self.directory / "state" / "job_state", str(time.time_ns())
+
+        def is_saved() -> bool:
+            return saved.exists() and self.run("grep", "-qF", word, str(saved)).returncode == 0
+
+        def is_told() -> bool:
+            """Whether one job has the word, or none is left: the first may end meanwhile."""
+            jobs = self.ask("squeue", "-h", "-r", "-o", "%i").split()
+            words = ("scontrol", "update", f"job={jobs[0]}", f"comment={word}") if jobs else ()
+            return not jobs or self.run(*words).returncode == 0
+
+        if self.ask("squeue", "-h", "-o", "%i").split():
+            wait_until(is_told, "a job is marked")
             wait_until(
-                lambda: (
-                    saved.exists() and self.run("grep", "-qF", word, str(saved)).returncode == 0
-                ),
+                lambda: is_saved() or not self.ask("squeue", "-h", "-o", "%i").split(),
                 "jobs are saved",
             )
         self._keeper.do("kill-controller")
@@ -203,6 +211,8 @@ class SlurmLab:
     def mend(self) -> None:
         """Bring back what was killed and end all jobs: as after the start, but for old jobs."""
         self.start_controller()
+        for number in range(1, NUM_NODES + 1):  # or jobs on dead nodes end only when it is noticed
+            self.start_node(number)
         self.cancel_all()
         self.start()
 

@@ -27,6 +27,7 @@ from pytest_megatron.launch.own_dir import OWN_DIR
 from pytest_megatron.verdict.campaign import Campaign, Work, WorkEnd
 from pytest_megatron.verdict.job import Job, Training
 from pytest_megatron.verdict.training import Repeat, begin, conclude
+from pytest_megatron.wording import counted
 
 NAME = "megatron-queue"
 
@@ -62,6 +63,11 @@ class QueuePlugin:
         self._has_begun = True
         self._session.open_run_dir()
         run_file_of(self._config, self._session).write()  # who takes over reads there what to do
+        verb = "taking up" if self._session.options.is_attached else "submitting"
+        # A cluster that does not answer takes minutes to say so.
+        self._terminal.write(
+            [f"{self._session.options.executor}: {verb} {counted(len(mine), 'workload')}"]
+        )
         campaign = Campaign(self._session.engine)
         campaign.add(self._works(mine))
         try:

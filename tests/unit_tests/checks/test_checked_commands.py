@@ -114,6 +114,14 @@ def test_what_the_cluster_cannot_take_is_refused_without_a_job(
     assert not list(project.glob("run/*/repeat_1"))
 
 
+def test_settings_that_cannot_be_read_are_one_line(project: Path) -> None:
+    (project / "slurm.yaml").write_text("slurm: {}\n")
+    words = ("--executor", "slurm", "--executor-config", "slurm.yaml")
+    result = run_pytest(project, "recipes", "--platform", "cpu", *words)
+    assert result.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "ERROR: slurm.yaml:1: format_version: is missing, expected 1" in result.stderr
+
+
 def test_our_own_recipes_have_nothing_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parents[3])
     rows = [row for file in find_recipes([Path("recipes")]) for row in load_recipe(file)]

@@ -125,6 +125,11 @@ class Cluster:
         """Names of all nodes."""
         return tuple(self._nodes)
 
+    @property
+    def down(self) -> frozenset[str]:
+        """Names of the nodes that have failed and are not back."""
+        return frozenset(node.name for node in self._nodes.values() if not node.is_up)
+
     def submit(self, key: str, shape: Shape) -> SimulatedJob:
         """Put a job at the end of the queue; it starts in `advance`, at the earliest."""
         assert shape.gpus <= self._size
@@ -162,6 +167,10 @@ class Cluster:
                 heapq.heappop(self._events)[2]()
             self._schedule()
         self.now = until
+
+    def pass_by(self, seconds: float) -> None:
+        """Let so much time pass."""
+        self.advance(self.now + seconds)
 
     def take_down(self, name: str, for_s: float) -> None:
         """Have a node fail, with all that runs on it, and come back after a time."""

@@ -94,6 +94,12 @@ class Finding:
         """All of it as one error says it, without the place."""
         return f"{self.found}: {self.wrong}; {self.mend} [{self.rule.id}]"
 
+    @property
+    def line(self) -> str:
+        """All of it with its severity and its place, for a terminal."""
+        place = "" if self.where is None else f"{self.where}: "
+        return f"{self.severity.value}: {place}{self.text}"
+
 
 def read_rules(table: Path) -> Mapping[str, Rule]:
     """Return the rules of a table by id, in the order of the report."""

@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -15,14 +15,16 @@ from typing import ParamSpec, TypeVar
 import click
 from typing_extensions import TypedDict
 
-from pytest_megatron.checks.check import findings_of, hits_of, problem_of
+from pytest_megatron.checks.check import problem_of
+from pytest_megatron.checks.rules import Finding
 from pytest_megatron.config import load_config
-from pytest_megatron.engines.base import Resources
+from pytest_megatron.engines.base import EngineContext, Resources
 from pytest_megatron.engines.config import SlurmConfig
 from pytest_megatron.engines.config_file import read_slurm_config
 from pytest_megatron.engines.records import Spec, write_spec
 from pytest_megatron.engines.script import place_of
 from pytest_megatron.engines.shapes import ShapePaths
+from pytest_megatron.engines.slurm_check import SlurmChecks, ask_slurm, look_around
 from pytest_megatron.errors import LaunchError, SelectionError
 from pytest_megatron.launch.checkpoints import require_frozen
 from pytest_megatron.launch.facts import gather_facts
@@ -36,6 +38,7 @@ from pytest_megatron.recipe.expand import Profile
 from pytest_megatron.recipe.load import find_recipes, load_recipe, project_words
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.recipe.vocabulary import nearest
+from pytest_megatron.verdict.checked import check_job
 from pytest_megatron.verdict.job import Job, describe_plan, plan_job
 from pytest_megatron.verdict.retry import policy_of
 from pytest_megatron.verdict.row_case import read_case_of
@@ -178,6 +181,14 @@ def prepare(item: str, given: Given) -> SlurmItem:
     plan = plan_job(job)
     require_frozen(plan)
     needed = needs_of(workload, plan)
+    context = EngineContext(
+        root=root,
+        run_dir=run_dir,
+        facts=gather_facts(root),
+        env=os.environ,
+        config_file=given["executor_config"],
+    )
+    _look_at_cluster(context, config, job, needed)
     return SlurmItem(job=job, plan=plan, place=place, needed=needed, run_dir=run_dir)
 
 
@@ -187,14 +198,27 @@ def _check(job: Job) -> None:
     Raises:
         LaunchError: There is an error in the workload's layout or environment.
     """
-    if job.case is None:
-        return
-    findings = findings_of(hits_of(job.workload, job.case, job.setting.env))
+    findings = check_job(job)
     problem = problem_of(findings)
     if problem is not None:
         raise LaunchError(*problem)
+    _say(findings)
+
+
+def _look_at_cluster(
+    context: EngineContext, config: SlurmConfig, job: Job, needed: Resources
+) -> None:
+    """Say what the cluster would not take, where one answers; whoever submits may know better."""
+    cluster = ask_slurm(context.env)
+    if cluster.partitions:
+        checks = SlurmChecks(config, context, look_around(), lambda: cluster)
+        _say(checks.findings(job.workload, job.setting, needed))
+
+
+def _say(findings: Iterable[Finding]) -> None:
+    """Print findings beside the script."""
     for finding in findings:
-        click.echo(f"pytest-megatron: {finding.where or job.node_id}: {finding.text}", err=True)
+        click.echo(f"pytest-megatron: {finding.line}", err=True)
 
 
 def find_workload(item: str, root: Path, recipes: Path | None) -> tuple[Workload, str]:

@@ -92,10 +92,12 @@ def _refuse_other_directory(
     Raises:
         pytest.UsageError: The user is elsewhere.
     """
-    here = early_config.invocation_params.dir
-    then = Path(os.path.normpath(early_config.rootpath / str(recorded.get("directory", "."))))
+    here, root = early_config.invocation_params.dir, early_config.rootpath
+    then = Path(os.path.normpath(root / str(recorded.get("directory", "."))))
     if then != here:
+        # As a word of its own, pytest takes the path for one of tests when it looks for the root.
         raise pytest.UsageError(
-            f"--attach: {run} was started in {then}, and its paths mean something from there; "
-            f"change to that directory"
+            f"--attach: {run} was started in {then}, if the project's root is {root}, and you are "
+            f"in {here}; change to the directory where it was started, and write --attach=RUN as "
+            f"one word if the run is elsewhere"
         )

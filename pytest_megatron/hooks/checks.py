@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from pytest_megatron.checks.check import problem_of
 from pytest_megatron.checks.rules import Finding
 from pytest_megatron.engines.base import Checking
@@ -34,25 +32,17 @@ def checked(session: RunSession, job: Job) -> tuple[Finding, ...]:
 def refuse_or_warn(session: RunSession, job: Job, listener: Listener) -> None:
     """Show the warnings about a job that this session has not shown yet.
 
+    A run that is taken over has its jobs in the queue already: errors are only shown then.
+
     Raises:
         LaunchError: A check finds an error, and nothing of the job may start.
     """
     found = checked(session, job)
     problem = problem_of(found)
-    if problem is not None:
+    if problem is not None and not session.options.is_attached:
         raise LaunchError(*problem)
-    lines = [f"megatron: {session.shorten(line)}" for line in finding_lines(found)]
+    lines = [f"megatron: {session.shorten(finding.line)}" for finding in found]
     new = [line for line in dict.fromkeys(lines) if line not in session.warned]
     session.warned.update(new)
     if new:
         listener.on_lines(new)
-
-
-def finding_lines(findings: Iterable[Finding]) -> list[str]:
-    """Return findings as lines of a terminal."""
-    return [
-        f"{found.severity.value}: {found.where}: {found.text}"
-        if found.where
-        else f"{found.severity.value}: {found.text}"
-        for found in findings
-    ]

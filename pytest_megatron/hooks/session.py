@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_megatron.config import ProjectConfig, load_config
-from pytest_megatron.errors import ConfigError, LaunchError, TriageError
+from pytest_megatron.errors import ConfigError, MegatronError, TriageError
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.launch.facts import Facts, gather_facts
 from pytest_megatron.launch.layout import RUN_FILE
@@ -88,7 +88,7 @@ class RunSession:
         )
         try:
             return open_engine(self.options.executor, context)
-        except (ConfigError, LaunchError) as error:
+        except MegatronError as error:
             raise pytest.UsageError(self.shorten(str(error))) from None
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from pytest_megatron.errors import LaunchError, MegatronError
 from pytest_megatron.files import JsonValue, write_json_atomically
 from pytest_megatron.golden.policy import Policy
 from pytest_megatron.golden.policy_file import policy_named
-from pytest_megatron.hooks.checks import checked, finding_lines, refuse_or_warn
+from pytest_megatron.hooks.checks import checked, refuse_or_warn
 from pytest_megatron.hooks.goldens import GoldenWriter
 from pytest_megatron.hooks.history import register_history
 from pytest_megatron.hooks.item import WorkloadItem
@@ -300,7 +300,7 @@ class WorkloadPlugin:
             golden = golden_path_of(job) if is_compared else None
             plan = plan_job(job)
             found = checked(self._session, job)
-            lines = [self._session.shorten(line) for line in finding_lines(found)]
+            lines = [self._session.shorten(finding.line) for finding in found]
             print_plan(self._config, job, plan, golden, lines)
             require_frozen(plan)
         except MegatronError as error:

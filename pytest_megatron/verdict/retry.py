@@ -28,6 +28,11 @@ _OWN_FAMILIES = frozenset(
     | {"import", "mismatch", "nonfinite_loss"}
 )
 NEVER_TRANSIENT = frozenset(row.id for row in SIGNATURES if row.family in _OWN_FAMILIES)
+# Of these, each has a cause of its own outside of the run, however alike their texts are.
+_FROM_OUTSIDE = frozenset(
+    {"engine_boot_fail", "engine_cancelled", "engine_node_fail", "engine_preempted"}
+    | {"engine_requeued", "slurm_node_fail", "slurm_preempted"}
+)
 # A failed assertion may quote any line of the table; it is the code's all the same.
 _ASSERTION = re.compile(r"(?:AssertionError|ImportError|ModuleNotFoundError)\b")
 _PATH = re.compile(r"(?<![\w:/])/[^\s;,:']+")
@@ -146,7 +151,8 @@ def next_step(attempts: Sequence[Attempt], policy: RetryPolicy, draw: float) -> 
         return Stop()
     earlier = {fingerprint(a.cause): a.number for a in attempts[:-1] if a.cause is not None}
     same = earlier.get(fingerprint(cause))
-    if same is not None:
+    assert cause.signature is not None
+    if same is not None and cause.signature.id not in _FROM_OUTSIDE:
         return Stop(reason=f"it failed as attempt {same} did, at the same place: not by chance")
     if len(attempts) >= policy.max_attempts:
         return Stop(reason=f"it was the last of {policy.max_attempts} attempts")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from labs import SlurmLab
 
 from pytest_megatron.cli.lint import command as lint
 
@@ -65,9 +67,13 @@ CASES = "tests/functional_tests/test_cases/gpt"
 LAYERS = f"{CASES}/wrong/model_config.yaml:4: 3 layers cannot be divided over 2 pipeline stages: "
 
 
-def run_pytest(project: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def run_pytest(
+    project: Path, *words: str, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-p", "megatron", *words]
-    return subprocess.run(command, cwd=project, check=False, capture_output=True, text=True)
+    return subprocess.run(
+        command, cwd=project, env=env, check=False, capture_output=True, text=True
+    )
 
 
 def test_a_wrong_workload_is_refused_before_anything_of_it_starts(project: Path) -> None:
@@ -84,6 +90,34 @@ def test_a_plan_shows_what_would_be_refused_and_goes_on(project: Path) -> None:
     first, _, second = result.stdout.partition(f"  error: {LAYERS}")
     assert ("recipes/gpt.yaml::wrong" in first, "recipes/gpt.yaml::right" in second) == (True, True)
     assert "recipes/gpt.yaml::wrong[dev-cpu]: would be refused, see above" in result.stderr
+
+
+def test_what_the_cluster_cannot_take_is_refused_without_a_job(
+    project: Path, slurm_lab: SlurmLab
+) -> None:
+    (project / "slurm.yaml").write_text(
+        "format_version: 1\n"
+        "slurm: {account: none, partition: short, time_slack: 3, ports: 40000-40100}\n"
+    )
+    words = ("recipes", "--platform", "cpu", "--run-dir", "run")
+    slurm = ("--executor", "slurm", "--executor-config", "slurm.yaml")
+    result = run_pytest(project, *words, *slurm, env=slurm_lab.env)
+    assert (result.returncode, "2 errors" in result.stdout) == (1, True)
+    wanted = (
+        LAYERS,
+        "the job asks for 00:33:00, and partition short gives at most 00:02:00: it is refused",
+    )
+    assert [text in result.stdout for text in wanted] == [True, True]
+    assert not list(project.glob("run/engine/**/*.sh"))
+    assert not list(project.glob("run/*/repeat_1"))
+
+
+def test_settings_that_cannot_be_read_are_one_line(project: Path) -> None:
+    (project / "slurm.yaml").write_text("slurm: {}\n")
+    words = ("--executor", "slurm", "--executor-config", "slurm.yaml")
+    result = run_pytest(project, "recipes", "--platform", "cpu", *words)
+    assert result.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "ERROR: slurm.yaml:1: format_version: is missing, expected 1" in result.stderr
 
 
 def test_lint_knows_what_needs_no_machine(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

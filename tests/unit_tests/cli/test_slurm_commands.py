@@ -158,3 +158,19 @@ def test_what_sbatch_prints_trains_when_it_is_submitted(
     assert (end["end"], end["returncode"], outcome["job_id"]) == ("exited", 0, str(job))
     (attempt,) = run_dir.glob("*/repeat_1/attempt_1")
     assert "iteration        4/" in (attempt / "phase_1/logs/0/stdout.log").read_text()
+
+
+def test_what_the_cluster_would_not_take_is_said_beside_the_script(
+    project: Path, slurm_lab: SlurmLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SLURM_CONF", "PATH"):
+        monkeypatch.setenv(name, slurm_lab.env[name])
+    (project / "cluster.yaml").write_text(CLUSTER.replace("batch", "short"))
+    words = ["tp2[dev-cpu]", "--executor-config", "cluster.yaml", "--run-dir", "runs"]
+    result = CliRunner().invoke(interactive, words)
+    assert result.exit_code == 0
+    assert result.stderr == (
+        "pytest-megatron: error: cluster.yaml: slurm: the job asks for 00:40:00, and partition "
+        "short gives at most 00:02:00: it is refused, or waits for ever; lower the recipe's "
+        "time_limit or time_slack, or choose another partition [partition-time]\n"
+    )

@@ -250,7 +250,7 @@ REFUSED: list[tuple[object, list[str], str]] = [
     (
         {"arguments": [], "directory": "elsewhere"},
         ["--attach", "old"],
-        "elsewhere, and its paths mean something from there; change to that directory",
+        "change to the directory where it was started, and write --attach=RUN as one word",
     ),
     ({"arguments": ["recipes"]}, ["--attach", "old"], "--attach: the executor local has no queue"),
     ({}, ["recipes", "--executor", "pool", "-n2"], "--executor pool: has a queue, which takes all"),

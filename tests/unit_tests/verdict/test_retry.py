@@ -20,7 +20,7 @@ from pytest_megatron.verdict.retry import (
     policy_of,
     with_policy,
 )
-from pytest_megatron.verdict.signature import match_signature
+from pytest_megatron.verdict.signature import SIGNATURES, match_signature
 
 DNS = match_signature(["Temporary failure in name resolution"])
 PORT = match_signature(["EADDRINUSE"])
@@ -81,6 +81,15 @@ def test_pauses_grow_up_to_a_limit_and_differ_between_runs() -> None:
 
 def test_a_port_in_use_does_not_wait() -> None:
     assert next_step(attempts(cause(signature=PORT)), RetryPolicy(), 0.5) == Retry(pause_s=0.0)
+
+
+@pytest.mark.parametrize("name", ["engine_node_fail", "engine_preempted"])
+def test_what_machines_do_may_happen_twice_with_the_same_words(name: str) -> None:
+    (row,) = [row for row in SIGNATURES if row.id == name]
+    text = "job 41235 on node0007 ended as it did: the numbers are no part of a fingerprint"
+    found = attempts(*(Cause(text=text.replace("7", n), signature=row) for n in "78"))
+    assert len({fingerprint(a.cause) for a in found if a.cause is not None}) == 1
+    assert next_step(found, RetryPolicy(), 0.5) == Retry(pause_s=0.0)
 
 
 def test_the_same_failure_twice_is_not_by_chance() -> None:

@@ -1,0 +1,150 @@
+"""Slurm's commands over a cluster that is not there: the engine's own protocol, `SlurmCommands`.
+
+What sbatch is given is read as Slurm reads it (`--array`, `--exclude`, script, argument). A job
+ends by leaving what the worker would have left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from pytest_megatron.engines.base import Resources
+from pytest_megatron.engines.slurm_batches import JobScript
+from pytest_megatron.engines.slurm_commands import SlurmRefusedError
+from pytest_megatron.engines.slurm_states import SlurmJob
+from pytest_megatron.launch.plan import Setting
+from simulated.cluster import Cluster, Shape, SimulatedJob, State
+
+_EPOCH = datetime(2026, 1, 1)  # noqa: DTZ001 - Slurm prints times without a zone
+_KEPT_S = 300.0  # how long Slurm remembers a job that has ended, by default
+_MAX_ARRAY = 1001  # Slurm's default
+_SLACK_S = 600.0  # that a job may take longer than its training
+
+
+class SimulatedScripts:
+    """One script for each shape of job; nobody ever runs it."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.needs: dict[str, Resources] = {}
+
+    def settle(self, setting: Setting, _platform: str) -> Setting:
+        """Return the setting as it is."""
+        return setting
+
+    def write(self, wanted: Sequence[Resources]) -> dict[Resources, JobScript]:
+        """Name a script for each."""
+        found = {}
+        for needed in wanted:
+            path = self._directory / f"{len(self.needs)}.sh"
+            self.needs[str(path)] = needed
+            found[needed] = JobScript(path=path)
+        return found
+
+
+class SimulatedSlurm:
+    """The commands.
+
+    Attributes:
+        num_queries: How often `jobs` was asked.
+        num_submissions: How often `submit` was.
+        num_jobs: Elements of arrays, and jobs that are none.
+    """
+
+    def __init__(
+        self, cluster: Cluster, scripts: SimulatedScripts, key_of: Callable[[Path], str]
+    ) -> None:
+        """Take the cluster, what its jobs need, and what tells the order of a spec's file."""
+        self._cluster = cluster
+        self._scripts = scripts
+        self._key_of = key_of
+        self._numbers: dict[tuple[int, int | None], int] = {}
+        self._seen: dict[int, SlurmJob] = {}
+        self._next_id = 1
+        self.num_queries = self.num_submissions = self.num_jobs = 0
+
+    def submit(self, words: Sequence[str]) -> int:
+        """Put a job, or every element of an array, into the queue.
+
+        Raises:
+            SlurmRefusedError: There are not so many nodes.
+        """
+        self.num_submissions += 1
+        *flags, script, argument = words
+        given = dict(word.lstrip("-").partition("=")[::2] for word in flags)
+        needed = self._scripts.needs[script]
+        shape = Shape(
+            num_nodes=needed.num_nodes,
+            gpus=needed.gpus_per_node,
+            limit_s=needed.time_limit_s + _SLACK_S,
+            excluded=frozenset(filter(None, given.get("exclude", "").split(","))),
+        )
+        if len(frozenset(self._cluster.nodes) - shape.excluded) < shape.num_nodes:
+            raise SlurmRefusedError("Requested node configuration is not available")
+        job_id, self._next_id = self._next_id, self._next_id + 1
+        elements: list[int | None] = [None]
+        if "array" in given:
+            elements = [*range(int(given["array"].partition("-")[2]) + 1)]
+        for element in elements:
+            spec = Path(argument) if element is None else Path(argument) / f"{element}.json"
+            job = self._cluster.submit(self._key_of(spec), shape)
+            place = (job_id, element)
+            self._numbers[place] = job.number
+            self._seen[job.number] = SlurmJob(
+                job_id=job_id, element=element, state="PENDING", name=given["job-name"]
+            )
+        self.num_jobs += len(elements)
+        return job_id
+
+    def jobs(self) -> tuple[SlurmJob, ...]:
+        """Return all jobs that Slurm remembers."""
+        self.num_queries += 1
+        for job in list(self._cluster.jobs()):
+            if job.ended is not None and self._cluster.now - job.ended > _KEPT_S:
+                self._cluster.forget(job.number)
+                seen = self._seen.pop(job.number)
+                del self._numbers[seen.place]
+        return tuple(self._said(job) for job in self._cluster.jobs())
+
+    def accounted(self, _ids: Sequence[int]) -> tuple[SlurmJob, ...]:
+        """Return nothing: there is no accounting."""
+        return ()
+
+    def cancel(self, labels: Sequence[str]) -> None:
+        """End jobs."""
+        for label in labels:
+            first, _, element = label.partition("_")
+            places = [(int(first), int(element))] if element else self._places(int(first))
+            for place in places:
+                if place in self._numbers:
+                    self._cluster.cancel(self._numbers[place])
+
+    def max_array_size(self) -> int:
+        """Return Slurm's default."""
+        return _MAX_ARRAY
+
+    def bad_nodes(self, hosts: Sequence[str]) -> frozenset[str]:
+        """Return those that are down."""
+        return frozenset(hosts) & self._cluster.down
+
+    def _places(self, job_id: int) -> list[tuple[int, int | None]]:
+        return [place for place in self._numbers if place[0] == job_id]
+
+    def _said(self, job: SimulatedJob) -> SlurmJob:
+        """Return what squeue prints of a job."""
+        seen = self._seen[job.number]
+        if seen.state == job.state.value:
+            return seen
+        start = None if job.started is None else _EPOCH + timedelta(seconds=job.started)
+        self._seen[job.number] = found = replace(
+            seen,
+            state=job.state.value,
+            reason="Resources" if job.state is State.PENDING else "",
+            exit_status=1 << 8 if job.state is State.FAILED else 0,
+            start=start,
+            nodes=",".join(job.nodes),
+        )
+        return found

@@ -83,10 +83,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if chosen.num_nodes > 1 and getattr(config.option, "dist", "no") != "no":
         raise pytest.UsageError("--nnodes: pytest-xdist (-n) runs on one node; drop one of them")
     if chosen.node_rank > 0:
-        from pytest_megatron.hooks.nodes import FOLLOWER_NAME, FollowerPlugin  # noqa: PLC0415 - not for all
+        from pytest_megatron.hooks.follower import FOLLOWER_NAME, FollowerPlugin  # noqa: PLC0415 - not for all
 
         config.pluginmanager.register(FollowerPlugin(config, chosen), FOLLOWER_NAME)
         config.stash[_HAS_GANGS] = True
+        _register_cancelled(config, is_follower=True)
     elif chosen.asks_for_gangs:
         _register_gangs(config)
     elif chosen.run_dir is not None:
@@ -161,11 +162,21 @@ def _register_gangs(config: pytest.Config) -> GangPlugin:
     session = session_of(config, options.read_options(config))
     plugin = GangPlugin(config, session)
     config.pluginmanager.register(plugin, PLUGIN_NAME)
+    _register_cancelled(config, is_follower=False)
     if not session.is_worker:
         _register_gang_results(config, session)
         register_history(config, session)
     config.stash[_HAS_GANGS] = True
     return plugin
+
+
+def _register_cancelled(config: pytest.Config, *, is_follower: bool) -> None:
+    """End in order when Slurm cancels the job."""
+    if "SLURM_JOB_ID" in os.environ:
+        from pytest_megatron.hooks.cancelled import CancelledPlugin  # noqa: PLC0415 - not for all
+
+        job = os.environ["SLURM_JOB_ID"]
+        config.pluginmanager.register(CancelledPlugin(job, is_follower=is_follower))
 
 
 def _register_gang_results(config: pytest.Config, session: RunSession) -> None:

@@ -22,9 +22,10 @@ from pytest_megatron.engines.base import EngineContext, Resources
 from pytest_megatron.engines.config import SlurmConfig
 from pytest_megatron.engines.config_file import read_slurm_config
 from pytest_megatron.engines.records import Spec, write_spec
-from pytest_megatron.engines.script import place_of
+from pytest_megatron.engines.script import ScriptWriter
 from pytest_megatron.engines.shapes import ShapePaths
 from pytest_megatron.engines.slurm_check import SlurmChecks, ask_slurm, look_around
+from pytest_megatron.engines.slurm_start import NemoScripts
 from pytest_megatron.errors import LaunchError, SelectionError
 from pytest_megatron.launch.checkpoints import require_frozen
 from pytest_megatron.launch.facts import gather_facts
@@ -154,15 +155,21 @@ def prepare(item: str, given: Given) -> SlurmItem:
     workload, node_id = find_workload(item, root, given["recipes"])
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     run_dir = (given["run_dir"] or root / RUNS_DIR / name).absolute()
-    place = place_of(config, workload.platform, root)
-    assert place.python is not None
+    context = EngineContext(
+        root=root,
+        run_dir=run_dir,
+        facts=gather_facts(root),
+        env=os.environ,
+        config_file=given["executor_config"],
+    )
+    paths = ShapePaths(root=root, run_dir=run_dir, logs=context.engine_dir / "logs")
+    writer = ScriptWriter(config, paths, context.engine_dir)
     project = load_config(root)
     setting = Setting(
         root=root,
-        env={**os.environ, **place.env},
-        tee_ranks=None if given["lightweight"] else (0, 3),
+        env=os.environ,
+        tee_ranks=(0, 3),
         is_lightweight=given["lightweight"],
-        python=place.python,
         has_ft_launcher=importlib.util.find_spec(FT_PACKAGE) is not None,
         machine=Machine() if workload.script is None else look_at_machine(os.environ),
         secret_names=project.secret_names,
@@ -173,7 +180,7 @@ def prepare(item: str, given: Given) -> SlurmItem:
         workload=workload,
         case=read_case_of(root, workload),
         dirs=item_dirs(run_dir, node_id),
-        setting=setting,
+        setting=NemoScripts(writer).settle(setting, workload.platform),
         num_repeats=1,
         retry=policy_of(workload, max_attempts=None, backoff_s=0),
     )
@@ -181,14 +188,8 @@ def prepare(item: str, given: Given) -> SlurmItem:
     plan = plan_job(job)
     require_frozen(plan)
     needed = needs_of(workload, plan)
-    context = EngineContext(
-        root=root,
-        run_dir=run_dir,
-        facts=gather_facts(root),
-        env=os.environ,
-        config_file=given["executor_config"],
-    )
     _look_at_cluster(context, config, job, needed)
+    place = writer.place(workload.platform)
     return SlurmItem(job=job, plan=plan, place=place, needed=needed, run_dir=run_dir)
 
 

@@ -10,9 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import selectors
-import shutil
 import socket
-import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,11 +21,10 @@ from pytest_megatron.engines.task_messages import Here, decode, encode
 from pytest_megatron.engines.team import Team
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang.channel import Channel, Listener, WrongKeyError, connect, listen_on
+from pytest_megatron.gang.slurm_step import slurm_address
 
 _PAUSE_S = 0.2  # between two rounds of calls
 _NUM_EASY_ROUNDS = 10  # before names are looked up, which takes long where nobody knows them
-_SCONTROL_S = 10.0
-_NODE_ADDRESS = "NodeAddr="
 
 
 class MissingTasksError(Exception):
@@ -182,7 +179,7 @@ def say_here(channel: Channel, here: Here) -> None:
 
 def find_addresses(host: str) -> Iterator[str]:
     """Yield what may be the address of a host, the likeliest first."""
-    for name in (host, _slurm_address(host)):
+    for name in (host, slurm_address(host)):
         with contextlib.suppress(OSError):  # of no such host; another one may do
             yield from (str(found[4][0]) for found in socket.getaddrinfo(name, None))
 
@@ -213,19 +210,3 @@ def _all_taken(ports: Sequence[int]) -> LaunchError:
         f"{socket.gethostname()}, ports {ports[0]}-{ports[-1]}",
         "all are taken; give other `ports` in the executor's configuration",
     )
-
-
-def _slurm_address(host: str) -> str:
-    """Return what Slurm itself reaches a host by; `host` where its client is not there."""
-    scontrol = shutil.which("scontrol")
-    if scontrol is None:
-        return host
-    command = [scontrol, "show", "node", host, "-o"]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_SCONTROL_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return host
-    words = [word for word in done.stdout.split() if word.startswith(_NODE_ADDRESS)]
-    return words[0].removeprefix(_NODE_ADDRESS) if words else host

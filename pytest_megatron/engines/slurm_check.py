@@ -72,6 +72,7 @@ class SlurmChecks:
         self._context = context
         self._around = around
         self._ask = ask
+        self._places: dict[str, SlurmConfig] = {}  # that of a platform may read uv.lock
 
     def findings(
         self, workload: Workload, setting: Setting, needed: Resources
@@ -81,7 +82,10 @@ class SlurmChecks:
         Raises:
             LaunchError: The settings ask for what is not there.
         """
-        place = place_of(self._config, workload.platform, self._context.root)
+        platform = workload.platform
+        if platform not in self._places:
+            self._places[platform] = place_of(self._config, platform, self._context.root)
+        place = self._places[platform]
         return findings_of(self._hits(workload, setting, needed, place))
 
     def _hits(

@@ -16,6 +16,7 @@ from pytest_megatron.engines.slurm_check import SlurmChecks, ask_slurm, look_aro
 from pytest_megatron.engines.slurm_commands import RealSlurm
 from pytest_megatron.engines.slurm_intake import SlurmSettings
 from pytest_megatron.launch.plan import Setting
+from pytest_megatron.recipe.load import project_words
 
 
 def open_slurm(context: EngineContext) -> SlurmEngine:
@@ -25,7 +26,7 @@ def open_slurm(context: EngineContext) -> SlurmEngine:
         ConfigError: The settings are wrong.
         LaunchError: Another controller has the run.
     """
-    config = read_slurm_config(context.config_file)
+    config = read_slurm_config(context.config_file, project_words(context.root).platforms)
     journal = Journal.open(context.engine_dir)
     paths = ShapePaths(root=context.root, run_dir=context.run_dir, logs=context.engine_dir / "logs")
     return SlurmEngine(

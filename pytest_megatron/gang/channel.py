@@ -11,9 +11,11 @@ import contextlib
 import hmac
 import os
 import secrets
+import select
 import socket
 import struct
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -158,6 +160,18 @@ class Channel:
         """Close it; may be called again."""
         self.is_closed = True
         self._socket.close()
+
+    def leave(self) -> None:
+        """Let go of it, but have the kernel close it when this process is gone, not before."""
+        self.is_closed = True
+        self._socket.detach()
+
+    def wait_for_end(self, limit_s: float) -> None:
+        """Wait until the other side is gone, whatever it says before."""
+        deadline = time.monotonic() + limit_s
+        while not self.is_closed and (left_s := deadline - time.monotonic()) > 0:
+            if select.select([self._socket], [], [], left_s)[0]:
+                self.drain()
 
     def _frame_end(self) -> int | None:
         if len(self._buffer) < _LENGTH.size:

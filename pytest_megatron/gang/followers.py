@@ -60,8 +60,8 @@ class Followers:
             channel.send_frame(frame)
 
     def dismiss(self, ended: Ended) -> None:
-        """Tell every session that it is over."""
+        """Tell every session that it is over; they wait for the end of this process."""
         self.tell(ended)
         for channel in self._channels.values():
-            channel.close()
+            channel.leave()
         self._channels.clear()

@@ -6,8 +6,8 @@ Pure but for the key, which is a file in the user's home; nothing here talks to 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import os
-import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,9 +20,6 @@ KEY_VARIABLE = "PYTEST_MEGATRON_KEY"
 _KEY_FILE = Path(".pytest_megatron", "key")
 _KEY_BYTES = 32
 _OTHERS = 0o077
-# Below the range from which the kernel takes ports for connections, above those of services.
-_FIRST_PORT, _NUM_PORTS = 20_000, 12_000
-_STEPS_PER_JOB = 31  # apart, so that steps of one job seldom meet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,61 +77,22 @@ class Nodes:
         return max(0, room - sum(world_sizes))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlurmStep:
-    """The nodes that `srun` started this process on.
-
-    Attributes:
-        endpoint: `HOST:PORT` of the first node; each step has a port of its own.
-    """
-
-    num_nodes: int
-    node_rank: int
-    endpoint: str
-
-
-def find_slurm_step(env: Mapping[str, str]) -> SlurmStep | None:
-    """Return what Slurm says of this step; None outside of `srun`, and on one node.
-
-    Raises:
-        LaunchError: The step has not one task on each node.
-    """
-    nodes = env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_JOB_NUM_NODES", "1"))
-    hosts = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", ""))
-    step = env.get("SLURM_STEP_ID", env.get("SLURM_STEPID", ""))
-    job, node_rank = env.get("SLURM_JOB_ID", ""), env.get("SLURM_NODEID", "")
-    is_known = all(word.isdecimal() for word in (nodes, step, job, node_rank))
-    if not is_known or int(nodes) == 1 or not hosts:
-        return None
-    tasks = env.get("SLURM_STEP_NUM_TASKS", nodes)
-    if tasks != nodes:
-        raise LaunchError(
-            "srun",
-            f"started {tasks} tasks on {nodes} nodes, expected one on each; "
-            f"give srun --ntasks-per-node=1, and pytest --gpus or --ranks",
-        )
-    port = _FIRST_PORT + (int(job) * _STEPS_PER_JOB + int(step)) % _NUM_PORTS
-    return SlurmStep(
-        num_nodes=int(nodes), node_rank=int(node_rank), endpoint=f"{first_host(hosts)}:{port}"
-    )
-
-
-def first_host(hosts: str) -> str:
-    """Return the first of Slurm's list of hosts, such as `rack[1-2]node[004-007,9],login`."""
-    first = re.split(r",(?![^\[]*\])", hosts, maxsplit=1)[0]
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
-
-
-def find_key(env: Mapping[str, str], home: Path) -> bytes:
-    """Return the key that all nodes of this user share; whoever comes first makes it.
+def find_key(env: Mapping[str, str], home: Path, step: str = "") -> bytes:
+    """Return the key that all nodes of this session share; whoever comes first makes the user's.
 
     Args:
         env: Where PYTEST_MEGATRON_KEY may be.
         home: Else the key is a file in this directory, which nodes of a cluster share.
+        step: Name of the step of Slurm, so that one does not answer the nodes of another.
 
     Raises:
         LaunchError: There is none, and none can be made, or others can read it.
     """
+    key = _user_key(env, home)
+    return hmac.digest(key, step.encode(), "sha256") if step else key
+
+
+def _user_key(env: Mapping[str, str], home: Path) -> bytes:
     named = env.get(KEY_VARIABLE)
     if named:
         return hashlib.sha256(named.encode()).digest()

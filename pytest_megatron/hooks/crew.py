@@ -129,8 +129,7 @@ class Crew:
             node_ids=tuple(item.nodeid for item in session.items),
             collecting="" if self.per_rank is None else self._options.gang_start,
         )
-        endpoint = self._options.rdzv_endpoint
-        leader = Leader(self._config, self.fleet, welcome=welcome, endpoint=endpoint)
+        leader = Leader(self._config, self.fleet, welcome=welcome, options=self._options)
         self._config.pluginmanager.register(leader, "megatron-leader")
         return leader
 

@@ -5,11 +5,13 @@ Lives in the controller alone: a worker's records reach it on the reports.
 
 from __future__ import annotations
 
+import os
 import time
 
 import pytest
 
 from pytest_megatron.files import JsonValue
+from pytest_megatron.gang.slurm_step import count_unused_nodes
 from pytest_megatron.gang.spec import GangSpec
 from pytest_megatron.hooks.markers import device_of
 from pytest_megatron.hooks.options import Options
@@ -17,7 +19,7 @@ from pytest_megatron.hooks.run_file import RunFile
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.host import Gpu, this_host
 from pytest_megatron.report.again import reproduce_line
-from pytest_megatron.report.gangs import flaky_lines, header_line, replaced_line
+from pytest_megatron.report.gangs import flaky_lines, header_line, replaced_line, unused_nodes_line
 
 NAME = "megatron-gangs-results"
 RECORD = "megatron_test"  # attribute of a test's last report
@@ -45,17 +47,20 @@ class GangResults:
         if not session.config.option.collectonly:
             _refuse_lack(self._run.options)
 
-    def pytest_report_header(self) -> str | None:
+    def pytest_report_header(self) -> list[str]:
         """Say what gangs of tests without a mark are."""
         options = self._run.options
         if not options.asks_for_gangs:
-            return None
+            return []
         gpus = None if options.device == "cpu" else this_host().gpus
         num_gpus = len(gpus or ())
         per_node = num_gpus if options.num_gpus == 0 else options.num_gpus or options.num_ranks or 0
         size = per_node * options.num_nodes
         spec = GangSpec(world_size=size, device=device_of(options, size, num_gpus))
-        return header_line(spec, gpus, self._run.shorten(str(self._run.run_dir)))
+        lines = [header_line(spec, gpus, self._run.shorten(str(self._run.run_dir)))]
+        if options.num_nodes == 1 and (num_unused := count_unused_nodes(os.environ)):
+            lines.append(unused_nodes_line(num_unused))
+        return lines
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the record of a test; errors that come after it make it fail."""

@@ -62,6 +62,7 @@ class Options:
         num_ranks: Ranks of a gang on a node, on any device; None if not asked.
         device: `auto`, `cuda` or `cpu`.
         rdzv_endpoint: `HOST:PORT` of node 0, or "".
+        rdzv_step: Name of the step of Slurm that has the endpoint, or "".
         rank_timeout_s: Limit for one phase of a distributed test; 0 is none.
         rank_grace_s: How long ranks may take after the first one failed.
         signatures: Files with signatures of the user's own.
@@ -101,6 +102,7 @@ class Options:
     num_nodes: int
     node_rank: int
     rdzv_endpoint: str
+    rdzv_step: str
     rank_timeout_s: float
     rank_grace_s: float
     signatures: tuple[Path, ...]
@@ -200,7 +202,7 @@ def read_options(config: pytest.Config) -> Options:
     attached = str(values.typed(config, "attach") or "")
     run_dir = attached or values.text(config, "run-dir", "")
     executor_config = values.text(config, "executor-config", "")
-    num_nodes, node_rank, rdzv_endpoint = _nodes(config)
+    num_nodes, node_rank, rdzv_endpoint, rdzv_step = _nodes(config)
     max_retries = values.index(config, "max-retries-per-run")
     options = Options(
         selection={name: values.words(config, name) for name in _LISTS},
@@ -231,6 +233,7 @@ def read_options(config: pytest.Config) -> Options:
         num_nodes=num_nodes,
         node_rank=node_rank,
         rdzv_endpoint=rdzv_endpoint,
+        rdzv_step=rdzv_step,
         rank_timeout_s=values.seconds(config, "rank-timeout", 300.0),
         rank_grace_s=values.seconds(config, "rank-grace", 10.0),
         signatures=tuple(Path(name) for name in values.words(config, "signatures")),
@@ -274,8 +277,8 @@ def _experimental(config: pytest.Config) -> str:
     return values.choice(config, "experimental-tests", ("exclude", "include", "only"))
 
 
-def _nodes(config: pytest.Config) -> tuple[int, int, str]:
-    """Return how many nodes there are, which one this is, and the address of node 0.
+def _nodes(config: pytest.Config) -> tuple[int, int, str, str]:
+    """Return how many nodes there are, which one this is, the address of node 0, and the step.
 
     Where they are not given, the step of Slurm says so that distributed tests run in.
     """
@@ -283,10 +286,13 @@ def _nodes(config: pytest.Config) -> tuple[int, int, str]:
     node_rank = values.index(config, "node-rank")
     endpoint = values.text(config, "rdzv-endpoint", "")
     asks_for_gangs = any(values.given(config, name) is not None for name in ("gpus", "ranks"))
-    num_nodes = given or 1
+    num_nodes, name = given or 1, ""
     if asks_for_gangs and given != 1 and any(name in os.environ for name in _SLURM_STEP):
         from pytest_megatron.errors import LaunchError  # noqa: PLC0415 - not at every start
-        from pytest_megatron.gang.nodes import find_slurm_step  # noqa: PLC0415 - see above
+        from pytest_megatron.gang.slurm_step import (  # noqa: PLC0415 - see above
+            find_slurm_step,
+            slurm_address,
+        )
 
         try:
             step = find_slurm_step(os.environ)
@@ -295,9 +301,10 @@ def _nodes(config: pytest.Config) -> tuple[int, int, str]:
         if step is not None and given in (None, step.num_nodes):
             num_nodes = step.num_nodes
             node_rank = step.node_rank if node_rank is None else node_rank
-            endpoint = endpoint or step.endpoint
+            if not endpoint:
+                endpoint, name = f"{slurm_address(step.host)}:{step.port}", step.name
     if num_nodes == 1:
-        return 1, node_rank or 0, endpoint
+        return 1, node_rank or 0, endpoint, ""
     if not asks_for_gangs:
         raise pytest.UsageError(
             f"--nnodes: {num_nodes} nodes run tests on gangs; give --ranks or --gpus, the ranks "
@@ -314,7 +321,7 @@ def _nodes(config: pytest.Config) -> tuple[int, int, str]:
             f"--rdzv-endpoint: {endpoint!r} is no address, expected HOST:PORT of node 0, "
             f"the same on every node"
         )
-    return num_nodes, node_rank, endpoint
+    return num_nodes, node_rank, endpoint, name
 
 
 def early_words(early_config: pytest.Config, name: str) -> tuple[str, ...]:
@@ -341,7 +348,7 @@ def early_size(early_config: pytest.Config) -> tuple[int, int] | None:
     num_ranks = texts["ranks"] or texts["gpus"]
     if num_ranks and not texts["nnodes"] and any(name in os.environ for name in _SLURM_STEP):
         from pytest_megatron.errors import LaunchError  # noqa: PLC0415 - not at every start
-        from pytest_megatron.gang.nodes import find_slurm_step  # noqa: PLC0415 - see above
+        from pytest_megatron.gang.slurm_step import find_slurm_step  # noqa: PLC0415 - see above
 
         with contextlib.suppress(LaunchError):
             step = find_slurm_step(os.environ)

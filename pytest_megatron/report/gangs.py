@@ -37,6 +37,14 @@ def header_line(spec: GangSpec, gpus: Sequence[Gpu] | None, where: str) -> str:
     return f"megatron: gangs of {_ranks(spec.world_size)} on {device}{found}; logs in {where}"
 
 
+def unused_nodes_line(num_nodes: int) -> str:
+    """Return how a session is started on all nodes of an allocation of Slurm."""
+    return (
+        f"megatron: this allocation has {num_nodes} nodes, and the session uses this host only; "
+        f"for all: srun --ntasks={num_nodes} --ntasks-per-node=1 pytest ..."
+    )
+
+
 def plan_lines(specs: Iterable[GangSpec | None]) -> list[str]:
     """Return which gangs would run how many tests.
 

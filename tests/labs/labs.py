@@ -27,6 +27,7 @@ NUM_NODES = 4
 GPUS_PER_NODE = 8
 IMAGE = "hostusr:1"
 _HERE = Path(__file__).parent
+_SCRIPTS = Path(sys.executable).parent  # of this environment
 _KEEPER = _HERE / "lab_keeper.py"
 _POLL_S = 0.05
 # Below the ports that sessions of several nodes meet at, and apart by more than a lab needs.
@@ -101,7 +102,7 @@ class SlurmLab:
         self.env: dict[str, str] = {
             **kept,
             "SLURM_CONF": str(self._config),
-            "PATH": f"{directory}/bin:{kept.get('PATH', os.defpath)}",
+            "PATH": f"{directory}/bin:{_SCRIPTS}:{kept.get('PATH', os.defpath)}",
         }
         own = {
             "SLURM_LAB_DIR": str(directory),
@@ -203,6 +204,8 @@ class SlurmLab:
     def mend(self) -> None:
         """Bring back what was killed and end all jobs: as after the start, but for old jobs."""
         self.start_controller()
+        for number in range(1, NUM_NODES + 1):  # or jobs on dead nodes end only when it is noticed
+            self.start_node(number)
         self.cancel_all()
         self.start()
 

@@ -11,7 +11,9 @@ import pytest
 from click.testing import CliRunner
 from labs import SlurmLab
 
+from pytest_megatron.checks.check import lint_checks
 from pytest_megatron.cli.lint import command as lint
+from pytest_megatron.recipe.load import find_recipes, load_recipe
 
 RECIPE = """\
 type: basic
@@ -118,6 +120,13 @@ def test_settings_that_cannot_be_read_are_one_line(project: Path) -> None:
     result = run_pytest(project, "recipes", "--platform", "cpu", *words)
     assert result.returncode == pytest.ExitCode.USAGE_ERROR
     assert "ERROR: slurm.yaml:1: format_version: is missing, expected 1" in result.stderr
+
+
+def test_our_own_recipes_have_nothing_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[3])
+    rows = [row for file in find_recipes([Path("recipes")]) for row in load_recipe(file)]
+    assert len(rows) > 20
+    assert lint_checks(rows, Path()) == ()
 
 
 def test_lint_knows_what_needs_no_machine(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,25 +8,9 @@ import pytest
 
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang.bootstrap import rank_env
-from pytest_megatron.gang.nodes import (
-    Nodes,
-    SlurmStep,
-    describe_node,
-    find_key,
-    find_slurm_step,
-    first_host,
-)
+from pytest_megatron.gang.nodes import Nodes, describe_node, find_key
 
 TWO = Nodes(num_nodes=2, ranks_per_node=4)
-STEP = {
-    "SLURM_JOB_ID": "1234",
-    "SLURM_STEP_ID": "5",
-    "SLURM_NODEID": "1",
-    "SLURM_JOB_NUM_NODES": "3",
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_NUM_TASKS": "2",
-    "SLURM_STEP_NODELIST": "gpu[07-08]",
-}
 
 
 @pytest.mark.parametrize(
@@ -68,43 +52,6 @@ def test_a_node_is_named_with_its_ranks() -> None:
     assert describe_node(1, [4, 5]) == "node 1 (ranks 4-5)"
 
 
-@pytest.mark.parametrize(
-    ("hosts", "first"),
-    [
-        ("login", "login"),
-        ("node1,node2", "node1"),
-        ("node[001-004,9],login", "node001"),
-        ("rack[1-2]node[04-07]-ib,x", "rack1node04-ib"),
-    ],
-)
-def test_the_first_host_of_slurms_list_is_found(hosts: str, first: str) -> None:
-    assert first_host(hosts) == first
-
-
-def test_nodes_are_those_of_the_step_of_slurm() -> None:
-    port = 20_000 + (1234 * 31 + 5) % 12_000
-    assert find_slurm_step(STEP) == SlurmStep(num_nodes=2, node_rank=1, endpoint=f"gpu07:{port}")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        pytest.param({"SLURM_STEP_ID": ""}, id="no-step"),
-        pytest.param({"SLURM_STEP_NUM_NODES": "1"}, id="one-node"),
-        pytest.param({"SLURM_STEP_NODELIST": ""}, id="no-hosts"),
-        pytest.param({"SLURM_NODEID": ""}, id="no-node-id"),
-    ],
-)
-def test_without_a_step_on_several_nodes_slurm_says_nothing(change: dict[str, str]) -> None:
-    assert find_slurm_step({**STEP, **change}) is None
-    assert find_slurm_step({}) is None
-
-
-def test_a_step_with_several_tasks_on_a_node_is_refused() -> None:
-    with pytest.raises(LaunchError, match="started 16 tasks on 2 nodes, expected one on each"):
-        find_slurm_step({**STEP, "SLURM_STEP_NUM_TASKS": "16"})
-
-
 def test_nodes_that_come_at_once_agree_on_one_private_key(tmp_path: Path) -> None:
     keys: list[bytes] = []
     barrier = threading.Barrier(8)
@@ -122,6 +69,12 @@ def test_nodes_that_come_at_once_agree_on_one_private_key(tmp_path: Path) -> Non
     (made,) = (tmp_path / ".pytest_megatron").iterdir()
     assert (made.name, made.stat().st_mode & 0o777) == ("key", 0o600)
     assert find_key({}, tmp_path) == keys[0]
+
+
+def test_every_step_of_slurm_has_a_key_of_its_own(tmp_path: Path) -> None:
+    keys = {find_key({}, tmp_path, step) for step in ("", "lab:7.0:0", "lab:7.1:0")}
+    assert len(keys) == 3
+    assert find_key({}, tmp_path, "lab:7.0:0") in keys
 
 
 def test_the_key_in_the_environment_wins_and_touches_no_file(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ from simulated.workloads import Simulated, leave, record_of, write_project
 INTERVAL_S = 30.0
 _DOWN_S = 1800.0
 _MAX_ATTEMPTS = 6
+_REGRESSION = 0.5  # of a loss of 4 to 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,7 +261,8 @@ class Simulation:
         is_good = job.state is State.COMPLETED
         record = record_of(job.key, self._facts, job.nodes, lasted_s, is_good=is_good)
         dirs = AttemptDirs(root=self._context.run_dir / job.key)
-        leave(work, dirs, self._records.pop(job.key), record, is_good=is_good)
+        off = _REGRESSION if work.is_regression else 0.0
+        leave(dirs, self._records.pop(job.key), record, off=off if is_good else None)
 
     def _plan_trouble(self) -> None:
         """Have nodes fail and jobs be preempted, again and again."""

@@ -124,14 +124,18 @@ def write_project(root: Path, works: Sequence[Simulated]) -> Path:
     return path
 
 
-def leave(
-    work: Simulated, dirs: AttemptDirs, outcome: Path, record: JobRecord, *, is_good: bool
-) -> None:
-    """Leave the files of an attempt that ended by itself, as the worker and the training do."""
+def leave(dirs: AttemptDirs, outcome: Path, record: JobRecord, *, off: float | None) -> None:
+    """Leave the files of an attempt that ended by itself, as the worker and the training do.
+
+    Args:
+        dirs: Of the attempt.
+        outcome: Where the record goes.
+        record: The worker's.
+        off: How much the loss is wrong by; None where the training failed.
+    """
     phase = dirs.phase(1)
     phase.logs.mkdir(parents=True)
-    if is_good:
-        off = 0.5 if work.is_regression else 0.0
+    if off is not None:
         rows = [{"step": s, "lm loss": _loss(s) + off} for s in range(1, NUM_STEPS + 1)]
         phase.metrics_lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
     else:

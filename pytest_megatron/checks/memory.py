@@ -27,8 +27,10 @@ _OTHER_MODELS = (
     *("--model-provider", "--dataset-provider", "--language-model-checkpoint", "--freeze-LM"),
     *("--freeze-ViT", "--encoder-num-layers", "--hybrid-layer-pattern", "--export-kd-teacher-load"),
     *("--hybrid-override-pattern", "--spec", "--moe-use-upcycling", "--lora-rank"),
+    *("--export-quant-cfg", "--fp4-param-gather", "--cpu-offloading-num-layers"),
 )
 _CACHE = "--inference-dynamic-batching-buffer-size-gb"
+_UNIFIED = "--inference-dynamic-batching-unified-memory-level"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +120,7 @@ def estimate_memory(start: Start) -> Estimate | None:
         sizes=sizes,
         dense=bytes_of(given, dense_ranks, is_training=is_training),
         expert=bytes_of(given, expert_ranks, is_training=is_training),
-        rest=_activations(given, sizes) if is_training else (given.number(_CACHE) or 0) * GIB,
+        rest=_activations(given, sizes) if is_training else _cache(given),
         is_training=is_training,
     )
 
@@ -159,6 +161,11 @@ def _states(given: ModelArgs) -> float:
     second = widths.get(given.text("--exp-avg-sq-dtype") or "fp32", 4.0)
     optimizer = given.text("--optimizer") or "adam"
     return first + (0.0 if optimizer != "adam" else second)
+
+
+def _cache(given: ModelArgs) -> float:
+    """Return the bytes of an inference's cache; in unified memory it may be on the host."""
+    return 0.0 if given.number(_UNIFIED) else (given.number(_CACHE) or 0) * GIB
 
 
 def _activations(given: ModelArgs, sizes: Sizes) -> float:

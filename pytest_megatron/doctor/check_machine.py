@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from pytest_megatron.checks.rules import Hit
-from pytest_megatron.doctor.facts import Disk, Facts, Machine, Slurm
+from pytest_megatron.doctor.facts import UNKNOWN, Disk, Facts, Machine, Slurm
 
 _LEAST_SHM_BYTES = 1 << 30
 _LEAST_FILES, _LEAST_PROCESSES = 4096, 4096
@@ -26,7 +26,7 @@ def check_machine(facts: Facts, env: Mapping[str, str]) -> Iterator[Hit]:
     words = {word.strip() for word in (value or "all").split(",")}
     if machine.container and "all" not in words and not words >= _NEEDED_CAPABILITIES:
         yield Hit("driver-capabilities", value=repr(value), container=machine.container)
-    yield from _slurm(facts.slurm)
+    yield from check_slurm(facts.slurm)
 
 
 def check_communication(facts: Facts, env: Mapping[str, str]) -> Iterator[Hit]:
@@ -134,13 +134,14 @@ def _locale(facts: Facts, env: Mapping[str, str]) -> Iterator[Hit]:
         )
 
 
-def _slurm(slurm: Slurm) -> Iterator[Hit]:
+def check_slurm(slurm: Slurm) -> Iterator[Hit]:
+    """Check Slurm's client."""
     if not slurm.programs:
         return
     if missing := [name for name in _SLURM_NEEDED if name not in slurm.programs]:
         there = ", ".join(sorted(slurm.programs))
         yield Hit("slurm-partial", there=there, missing=", ".join(missing))
-    if len(set(slurm.programs.values())) > 1:
+    if len(set(slurm.programs.values()) - {UNKNOWN}) > 1:  # a site's own wrapper may not say
         versions = ", ".join(f"{name} {v}" for name, v in sorted(slurm.programs.items()))
         yield Hit("slurm-versions", versions=versions)
     if slurm.problem is not None:

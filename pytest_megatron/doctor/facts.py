@@ -10,6 +10,8 @@ from packaging.version import InvalidVersion, Version
 
 from pytest_megatron.host import Gpu
 
+UNKNOWN = "unknown"  # the version of a program that does not say
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Python:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from pytest_megatron.doctor.child import run
-from pytest_megatron.doctor.facts import Disk, Machine, Slurm, Toolkit
+from pytest_megatron.doctor.facts import UNKNOWN, Disk, Machine, Slurm, Toolkit
 from pytest_megatron.doctor.places import Places
 
 _PROGRAM_LIMIT_S = 10.0
@@ -216,7 +216,7 @@ def look_at_slurm(places: Places) -> Slurm:
     for name, path in programs.items():
         answer = run([str(path), "--version"], limit_s=_PROGRAM_LIMIT_S, env=places.env)
         match = re.search(r"slurm\S* +(\d\S*)", answer.text)
-        versions[name] = match[1] if match else "unknown"
+        versions[name] = match[1] if match else UNKNOWN
     problem = None
     if "sinfo" in programs:
         command = [str(programs["sinfo"]), "--noheader", "--format=%P"]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pytest_megatron.checks.rules import Finding, Severity, as_json
 from pytest_megatron.doctor.compat import compat
 from pytest_megatron.doctor.examine import Examination
-from pytest_megatron.doctor.facts import Facts
+from pytest_megatron.doctor.facts import UNKNOWN, Facts, Slurm
 from pytest_megatron.files import JsonValue
 from pytest_megatron.markdown import code, escaped, table
 from pytest_megatron.wording import counted
@@ -32,7 +32,7 @@ def summary_of(facts: Facts) -> dict[str, str]:
         "GPUs": ", ".join(f"{n} x {name}" for name, n in gpus.items()) or f"{devices.num_nodes}",
         "packages": ", ".join(there) or "none that are compiled against torch",
         "host": facts.machine.container or "bare host",
-        "slurm": ", ".join(sorted(set(facts.slurm.programs.values()))) or "no client",
+        "slurm": _slurm_line(facts.slurm),
         "network": ", ".join(facts.machine.interfaces) or "loopback only",
     }
     if torch is not None:
@@ -45,6 +45,11 @@ def summary_of(facts: Facts) -> dict[str, str]:
     ]
     found["all_reduce"] = ", ".join(tried) or "not tried"
     return found
+
+
+def _slurm_line(slurm: Slurm) -> str:
+    versions = set(slurm.programs.values())
+    return ", ".join(sorted(versions - {UNKNOWN} or versions)) or "no client"
 
 
 def _end(examination: Examination) -> str:

@@ -49,6 +49,7 @@ from pytest_megatron.engines.slurm_states import (
 )
 from pytest_megatron.launch.plan import Setting
 from pytest_megatron.recipe.model import Workload
+from pytest_megatron.wording import counted
 
 _CANCEL_S = 60.0  # for jobs to end; Slurm waits 30 s by itself between TERM and KILL
 _CANCEL_POLL_S = 0.5
@@ -196,16 +197,15 @@ class SlurmEngine:
 
     def _cancel_until(self, until: float) -> None:
         """Cancel and look, until all that is to be cancelled is gone."""
-        is_told = False
+        labels: list[str] = []
         while (left := self._cancelled_ones()) and self._now() < until:
-            try:
-                if not is_told:
-                    labels = self._labels(left)
-                    self._commands.cancel(labels)
-                    is_told = len(labels) > 0
+            with contextlib.suppress(SlurmAwayError):
+                if not labels and (found := self._labels(left)):
+                    self._commands.cancel(found)
+                    said = f"waiting for {counted(len(left), 'cancelled job')} to end"
+                    left[0].order.listener.on_lines([f"{said}; Ctrl-C leaves at once"])
+                    labels = found
                 self._look_at_all()
-            except SlurmAwayError:
-                pass
             if self._cancelled_ones():
                 self._pause(_CANCEL_POLL_S)
 

@@ -16,6 +16,7 @@ from pytest_megatron.errors import LaunchError, MegatronError
 from pytest_megatron.launch.facts import Facts
 from pytest_megatron.launch.failure import tail
 
+_OF_BASH = ("+", "job exited with code ")  # what nemo-run's scripts trace, and say at their end
 _FAILED_NODE = re.compile(r"^srun: error: Node failure on (\S+?)$").findall
 
 
@@ -134,6 +135,6 @@ def _with_evidence(trouble: Trouble, log: Path) -> Trouble:
             script_lines |= {
                 line.rstrip() for line in script.read_text(encoding="utf-8").splitlines()
             }
-    lines = tail(log, lambda line: line in script_lines or line.startswith("+"))
+    lines = tail(log, lambda line: line in script_lines or line.startswith(_OF_BASH))
     text = f"{trouble.text}; see {log}" if log.exists() else trouble.text
     return replace(trouble, text=text, evidence=(*trouble.evidence, *lines))

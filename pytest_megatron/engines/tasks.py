@@ -12,6 +12,7 @@ from typing import Self
 
 from pytest_megatron.engines.config import Mode, SlurmConfig
 from pytest_megatron.engines.hub import TeamProcess
+from pytest_megatron.engines.interfaces import gloo_network
 from pytest_megatron.engines.meeting import call, free_port, gather
 from pytest_megatron.engines.records import Spec
 from pytest_megatron.engines.serving import Servant, describe_task
@@ -86,7 +87,7 @@ class Step:
             return 1
         channel.send_frame(encode(describe_task(place, env)))
         with HealthWatch(gpus) as watch:
-            return Servant(channel, env, watch).run()
+            return Servant(channel, {**gloo_network(channel.own_host, env), **env}, watch).run()
 
     @contextlib.contextmanager
     def team(self, env: Mapping[str, str]) -> Iterator[Team]:
@@ -112,7 +113,8 @@ class Step:
         begins = begin_phase(self.mode, phase, cwd, team.members, endpoint, env)
         assert phase.start is not None
         per_node = phase.start.ranks.per_node
-        return TeamProcess(team, begins, phase.dirs.launcher_log, env, per_node=per_node)
+        own = {**gloo_network(team.address, env), **env}
+        return TeamProcess(team, begins, phase.dirs.launcher_log, own, per_node=per_node)
 
 
 def watches(place: Place, env: Mapping[str, str]) -> bool:

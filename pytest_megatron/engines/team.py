@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from pytest_megatron.engines.base import Trouble, TroubleKind
+from pytest_megatron.engines.interfaces import is_loopback
 from pytest_megatron.engines.task_messages import (
     Farewell,
     Goodbye,
@@ -23,7 +24,6 @@ from pytest_megatron.health import Health
 from pytest_megatron.wording import counted, name_ranks
 
 _FAREWELL_S = 30.0  # for GPUs to say how they are; one that is lost may take 20 s
-_IPV4_IN_IPV6 = "::ffff:"
 
 
 class Team:
@@ -55,14 +55,13 @@ class Team:
         What a host calls itself may be its loopback; what others reached it by is not.
         """
         seen = Counter(m.seen_at for m in self.members.values() if m.seen_at)
-        far = Counter({host: count for host, count in seen.items() if not _is_loopback(host)})
+        far = Counter({host: count for host, count in seen.items() if not is_loopback(host)})
         found = (far or seen).most_common(1)
         return found[0][0] if found else "127.0.0.1"
 
     def add(self, channel: Channel, member: Here) -> None:
         """Take a task in."""
-        seen_at = channel.own_host.removeprefix(_IPV4_IN_IPV6)
-        self.members[member.task] = replace(member, seen_at=seen_at)
+        self.members[member.task] = replace(member, seen_at=channel.own_host)
         self._channels[member.task] = channel
         self._selector.register(channel.fileno(), selectors.EVENT_READ, member.task)
 
@@ -142,7 +141,3 @@ class Team:
             channel.close()
         self._channels.clear()
         self._selector.close()
-
-
-def _is_loopback(host: str) -> bool:
-    return host.startswith("127.") or host == "::1"

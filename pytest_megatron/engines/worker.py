@@ -126,7 +126,8 @@ def _carry_out_together(
             ends, health = _carry_out(spec, partial(step.start, team, os.environ))
         except ToldToEndError:  # maybe since srun ends a step of which a task was lost
             team.receive(0.0)
-            if (trouble := team.trouble()) is None:
+            trouble = team.trouble()
+            if trouble is None or trouble.kind is TroubleKind.CANCELLED:
                 raise
             return (), None, trouble
         team.say_goodbye()

@@ -28,6 +28,7 @@ _PROOF_BYTES = 32
 _MAX_FRAME_BYTES = 1 << 28
 _MAX_FDS = 64
 _BACKLOG = 512
+_IPV4_IN_IPV6 = "::ffff:"  # of a socket that listens for both
 _LOOPBACKS = ("127.0.0.1", "localhost", "::1")
 _CHUNK_BYTES = 1 << 18
 _HANDSHAKE_S = 20.0
@@ -65,7 +66,7 @@ class Channel:
     def own_host(self) -> str:
         """The address of this side, by which the other one came; "" of a local socket."""
         name = self._socket.getsockname()
-        return str(name[0]) if isinstance(name, tuple) else ""
+        return str(name[0]).removeprefix(_IPV4_IN_IPV6) if isinstance(name, tuple) else ""
 
     def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         """Send a message; one to a side that is gone is lost, as its death is told elsewhere.

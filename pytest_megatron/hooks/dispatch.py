@@ -87,8 +87,8 @@ class Dispatcher:
         self._may_send_ahead = not crew.is_copying and not any(
             getattr(option, name, None) for name in ("maxfail", "usepdb", "trace")
         )
-        # How many ranks go on by themselves: without a core for the controller, they gain nothing.
-        self._most_ahead = len(os.sched_getaffinity(0)) - 1
+        # How many ranks go on by themselves: where they wait for cores, they gain nothing by it.
+        self._most_ahead = len(os.sched_getaffinity(0))
         self._is_always_ahead = bool(os.environ.get(ALWAYS_AHEAD))
         self._has_closed = threading.Event()
 

@@ -40,6 +40,7 @@ class QueuePlugin:
         self._items: dict[str, WorkloadItem] = {}
         self._begun: dict[str, tuple[Job, ItemRetries]] = {}
         self._took_s: dict[str, float] = {}
+        self._has_begun = False
         self._terminal = QueueTerminal(config, session.options.executor)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -58,6 +59,7 @@ class QueuePlugin:
         self._items = {item.nodeid: item for item in mine}
         if not mine:
             return (yield)
+        self._has_begun = True
         self._session.open_run_dir()
         run_file_of(self._config, self._session).write()  # who takes over reads there what to do
         campaign = Campaign(self._session.engine)
@@ -76,8 +78,12 @@ class QueuePlugin:
             raise
         finally:
             self._terminal.close()
-            self._session.engine.close()
         return True
+
+    def pytest_unconfigure(self) -> None:
+        """Let others follow the jobs of this run, once `run.json` says that it has ended."""
+        if self._has_begun:
+            self._session.engine.close()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
@@ -94,6 +100,7 @@ class QueuePlugin:
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")
         if reporter is not None:
             reporter.showfspath = False  # the file changes with every item, as in pytest-xdist
+            self._terminal.write([])  # letters begin in a line of their own
         ready = deque(ended)
         while ready or not campaign.is_done:
             if not ready:

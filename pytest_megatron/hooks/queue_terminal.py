@@ -28,6 +28,7 @@ class QueueTerminal:
         self._engine = engine
         self._started = time.monotonic()
         self._is_shown = False
+        self._text = ""
         self._counts: tuple[int, ...] = ()
         self._next_line_at = self._started
 
@@ -49,8 +50,9 @@ class QueueTerminal:
             return
         text = queue_text(self._engine, standing, time.monotonic() - self._started)
         if reporter.isatty:
-            self.close()
-            self._show_below(reporter, text)
+            if not (self._is_shown and text == self._text):
+                self.close()
+                self._show_below(reporter, text)
             return
         counts = (standing.num_ended, standing.num_running, standing.num_waiting)
         if counts != self._counts and time.monotonic() >= self._next_line_at:
@@ -84,7 +86,7 @@ class QueueTerminal:
     def _show_below(self, reporter: pytest.TerminalReporter, text: str) -> None:
         shown = text[: reporter._tw.fullwidth - 1]  # noqa: SLF001 - a wrapped line stays behind
         self._print(reporter, f"\n{shown}")
-        self._is_shown = True
+        self._is_shown, self._text = True, text
 
     def _print(self, reporter: pytest.TerminalReporter, text: str) -> None:
         """Print past pytest's writer, which counts the columns of its own line."""

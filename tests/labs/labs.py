@@ -185,14 +185,21 @@ class SlurmLab:
 
         Jobs go on without it. One that was not saved yet would be forgotten for good.
         """
-        jobs = self.ask("squeue", "-h", "-o", "%A").split()
-        if jobs:
-            saved, word = self.directory / "state" / "job_state", str(time.time_ns())
-            self.ask("scontrol", "update", f"job={jobs[0]}", f"comment={word}")
+        saved, word = self.directory / "state" / "job_state", str(time.time_ns())
+
+        def is_saved() -> bool:
+            return saved.exists() and self.run("grep", "-qF", word, str(saved)).returncode == 0
+
+        def is_told() -> bool:
+            """Whether one job has the word, or none is left: the first may end meanwhile."""
+            jobs = self.ask("squeue", "-h", "-r", "-o", "%i").split()
+            words = ("scontrol", "update", f"job={jobs[0]}", f"comment={word}") if jobs else ()
+            return not jobs or self.run(*words).returncode == 0
+
+        if self.ask("squeue", "-h", "-o", "%i").split():
+            wait_until(is_told, "a job is marked")
             wait_until(
-                lambda: (
-                    saved.exists() and self.run("grep", "-qF", word, str(saved)).returncode == 0
-                ),
+                lambda: is_saved() or not self.ask("squeue", "-h", "-o", "%i").split(),
                 "jobs are saved",
             )
         self._keeper.do("kill-controller")

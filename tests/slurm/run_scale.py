@@ -35,17 +35,10 @@ def main() -> int:
     with slurm() as lab:
         run = ScaleRun(root=root, lab=lab, kinds=kinds_of(asked.jobs), sleep_s=asked.sleep)
         run.write()
-        run.start()
-        run.do_at(asked.jobs // 10, "node 2 was killed", lambda: lab.kill_node(2))
-        run.do_at(asked.jobs * 3 // 10, "slurmctld was killed", lab.kill_controller)
-        time.sleep(3)
-        lab.start_controller()
-        run.do_at(asked.jobs * 4 // 10, "node 2 came back", lambda: lab.start_node(2))
-        run.do_at(asked.jobs // 2, "half of it has begun", run.kill_pytest)
-        run.start(f"--attach={root}/run")
-        run.do_at(asked.jobs * 7 // 10, "node 3 was killed", lambda: lab.kill_node(3))
-        run.do_at(asked.jobs * 8 // 10, "node 3 came back", lambda: lab.start_node(3))
-        exit_code = run.wait()
+        try:
+            exit_code = carry_out(run, asked.jobs)
+        finally:
+            run.end()
     took_s = time.monotonic() - started
     log = (root / "pytest.log").read_text()
     problems = run.problems()
@@ -61,6 +54,21 @@ def main() -> int:
     else:
         shutil.rmtree(root)
     return 1 if problems or exit_code != 1 else 0
+
+
+def carry_out(run: ScaleRun, num_jobs: int) -> int:
+    """Have everything happen to a run; return the exit code of its last pytest."""
+    run.start()
+    run.do_at(num_jobs // 10, "node 2 was killed", lambda: run.lab.kill_node(2))
+    run.do_at(num_jobs * 3 // 10, "slurmctld was killed", run.lab.kill_controller)
+    time.sleep(3)
+    run.lab.start_controller()
+    run.do_at(num_jobs * 4 // 10, "node 2 came back", lambda: run.lab.start_node(2))
+    run.do_at(num_jobs // 2, "pytest was killed", run.kill_pytest)
+    run.start(f"--attach={run.root}/run")
+    run.do_at(num_jobs * 7 // 10, "node 3 was killed", lambda: run.lab.kill_node(3))
+    run.do_at(num_jobs * 8 // 10, "node 3 came back", lambda: run.lab.start_node(3))
+    return run.wait()
 
 
 if __name__ == "__main__":

@@ -33,13 +33,14 @@ class ScaleRun:
 
     Attributes:
         kinds: By test case, what comes of it where no machine fails.
+        sleep_s: How long a training takes; None has it wait for `go`.
         happened: What was done to the run, in order.
     """
 
     root: Path
     lab: SlurmLab
     kinds: dict[str, str]
-    sleep_s: float
+    sleep_s: float | None
     happened: list[str] = field(default_factory=list)
     _process: subprocess.Popen[str] | None = None
 
@@ -51,6 +52,9 @@ class ScaleRun:
         """Write the project."""
         (self.root / "project" / "recipes").mkdir(parents=True)
         self.marks_dir.mkdir()
+        pause = f"until [ -e {self.root}/go ]; do sleep 0.1; done"
+        if self.sleep_s is not None:
+            pause = f"sleep {self.sleep_s}"
         products = []
         for name, kind in self.kinds.items():
             mark = self.marks_dir / name
@@ -58,7 +62,7 @@ class ScaleRun:
             last = KINDS[kind]
             if kind == "flaky":
                 last = f"[ $(wc -l < {mark}) = 1 ] || exit 0; {last}"
-            script = f'echo "{{assets_dir}} {job}" >> {mark}; sleep {self.sleep_s}; {last}'
+            script = f'echo "{{assets_dir}} {job}" >> {mark}; {pause}; {last}'
             axes: dict[str, object] = {"environment": ["dev"], "scope": ["L0"]}
             axes |= {"script": [script], "time_limit": [120]}
             products.append({"test_case": [name], "products": [axes]})
@@ -74,10 +78,19 @@ class ScaleRun:
             *("recipes", "--executor", "slurm", "--executor-config", "slurm.yaml"),
             *("--run-dir", str(self.root / "run"), "--max-retries-per-run", "10000"),
         )
+        self._process = self._open(self.root / "pytest.log", *given)
+
+    def attach_meanwhile(self) -> tuple[int, str]:
+        """Have another pytest try to take over; return its exit code and what it says."""
+        log = self.root / "meanwhile.log"
+        exit_code = self._open(log, f"--attach={self.root}/run").wait(_LIMIT_S)
+        return exit_code, log.read_text()
+
+    def _open(self, path: Path, *words: str) -> subprocess.Popen[str]:
         kept = {k: v for k, v in self.lab.env.items() if not k.startswith(("PYTEST_", "COV_"))}
-        with (self.root / "pytest.log").open("a") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "pytest", "-p", "megatron", "-rA", *given],
+        with path.open("a") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "pytest", "-p", "megatron", "-rA", *words],
                 cwd=self.root / "project",
                 env={**kept, "COLUMNS": "200"},
                 stdout=log,
@@ -86,12 +99,21 @@ class ScaleRun:
                 process_group=0,
             )
 
+    def go(self) -> None:
+        """Let trainings end."""
+        (self.root / "go").touch()
+
     def kill_pytest(self) -> None:
         """Kill the controller and all that it has not handed to Slurm."""
         assert self._process is not None
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        self.happened.append(f"pytest was killed at {self.num_marks} executions")
+
+    def end(self) -> None:
+        """Leave no pytest behind."""
+        if self._process is not None and self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
     def wait(self) -> int:
         """Wait for pytest; return its exit code."""

@@ -155,6 +155,9 @@ def test_inference_needs_weights_and_cache() -> None:
     cache = {"--inference-dynamic-batching-buffer-size-gb": "20"}
     found = estimate(case(cache, sound=DENSE, mode=Mode.INFERENCE), gpus=1, nodes=1)
     assert (found.dense.total, found.rest) == (2, 20 * GIB)
+    unified = {**cache, "--inference-dynamic-batching-unified-memory-level": "1"}
+    some = case(unified, sound=DENSE, mode=Mode.INFERENCE)
+    assert estimate(some, gpus=1, nodes=1).rest == 0
 
 
 @pytest.mark.parametrize(
@@ -164,6 +167,7 @@ def test_inference_needs_weights_and_cache() -> None:
         {"--hybrid-layer-pattern": "M*M*"},
         {"--use-checkpoint-args": "true"},
         {"--encoder-num-layers": "12"},
+        {"--export-quant-cfg": "fp8"},
         {"--num-layers": "${LAYERS}"},
     ],
 )

@@ -318,7 +318,10 @@ def test_a_second_ctrl_c_leaves_at_once_and_says_what_is_left(tmp_path: Path) ->
     with pytest.raises(KeyboardInterrupt):
         engine.cancel([order.key for order in orders[:2]])
     assert slurm.cancelled == ["41_0", "41_1"]
-    assert run.heard.lines == ["jobs may be left in Slurm's queue; to end them: scancel 41_0 41_1"]
+    assert run.heard.lines == [
+        "waiting for 2 cancelled jobs to end; Ctrl-C leaves at once",
+        "jobs may be left in Slurm's queue; to end them: scancel 41_0 41_1",
+    ]
 
 
 def test_what_was_cancelled_before_it_began_is_submitted_again_by_who_attaches(

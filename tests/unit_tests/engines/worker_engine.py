@@ -44,7 +44,12 @@ class AlwaysAgain:
 
 
 class WorkerEngine:
-    """Runs the worker's line here; `env` is what the job has and the controller has not."""
+    """Runs the worker's line here; `env` is what the job has and the controller has not.
+
+    Attributes:
+        before: Words before the line, such as those of srun.
+        options: Of every spec.
+    """
 
     name = "worker"
     is_queue = False
@@ -53,6 +58,8 @@ class WorkerEngine:
     def __init__(self, context: EngineContext, env: dict[str, str] | None = None) -> None:
         self._context = context
         self._env = env or {}
+        self.before: tuple[str, ...] = ()
+        self.options: dict[str, str] = {}
         self._waiting: list[Order] = []
         self.exit_codes: list[int] = []
 
@@ -78,7 +85,8 @@ class WorkerEngine:
             description=json.dumps(planned.description),
             env={},
             watches_gpus=False,
-            options={},
+            secret=str(path),
+            options=self.options,
         )
         write_spec(path, spec)
         return path
@@ -87,7 +95,7 @@ class WorkerEngine:
         order = self._waiting.pop(0)
         path = self.spec(order)
         done = subprocess.run(
-            [sys.executable, "-m", "pytest_megatron.engines.worker", str(path)],
+            [*self.before, sys.executable, "-m", "pytest_megatron.engines.worker", str(path)],
             env={**self._context.env, **self._env},
             cwd="/",
             stdout=subprocess.DEVNULL,

@@ -1,7 +1,8 @@
 """A rank that waits for all others, then does what its arguments say.
 
 `task_rank.py DIRECTORY DEED@RANK...`: ranks meet by files in DIRECTORY. Deeds: `raise`, `kill`,
-`exit0`, `pause` (for ever) and `leave` (exit 7 once a rank is gone, as with a lost connection).
+`exit0`, `pause` (for ever), `hang` (likewise, once a watchdog said so) and `leave` (exit 7 once a
+rank is gone, as with a lost connection).
 """
 
 from __future__ import annotations
@@ -47,6 +48,9 @@ def do(deed: str, others: list[Path]) -> None:
         case "exit0":
             sys.exit(0)
         case "pause":
+            pause()
+        case "hang":
+            print("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1)", flush=True)
             pause()
         case "leave":
             pids = [json.loads(path.read_text())["pid"] for path in others]

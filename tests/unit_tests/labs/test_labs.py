@@ -18,7 +18,7 @@ with {lab}() as lab:
     os.kill(os.getpid(), signal.SIGKILL)
 """
 SLURM_WORK = """
-    job = lab.submit("--nodes=2", "--wrap", "srun -N2 setsid sleep 1000")
+    job = lab.submit("--nodes=2", "--output=/dev/null", "--wrap", "srun -N2 setsid sleep 1000")
     lab.wait_for(job, "RUNNING")
 """
 DOCKER_WORK = """

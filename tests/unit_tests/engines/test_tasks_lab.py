@@ -1,0 +1,70 @@
+"""Job steps of several tasks under a real srun, on the Slurm lab: two pretend nodes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from labs import SlurmLab
+from worker_engine import AlwaysAgain, Silent, WorkerEngine
+
+from pytest_megatron.engines.base import EngineContext
+from pytest_megatron.golden.policy import Policy
+from pytest_megatron.golden.store import golden_path, read_golden
+from pytest_megatron.launch.case import read_case
+from pytest_megatron.launch.facts import gather_facts
+from pytest_megatron.launch.layout import item_dirs
+from pytest_megatron.launch.plan import Setting
+from pytest_megatron.recipe.load import load_recipe
+from pytest_megatron.recipe.places import case_path
+from pytest_megatron.verdict.decide import Verdict
+from pytest_megatron.verdict.job import Job
+from pytest_megatron.verdict.judge import judge
+from pytest_megatron.verdict.retry import RetryPolicy
+from pytest_megatron.verdict.training import train
+
+ROOT = Path(__file__).parents[3]
+RECIPE = """\
+type: basic
+format_version: 1
+spec:
+  model: gpt
+  nodes: 2
+  gpus: 1
+  training_script_path: tests/functional_tests/train_gpt.py
+products:
+  - test_case: [pp2]
+    products:
+      - {environment: [dev], scope: [mr-github], platforms: [cpu]}
+"""
+
+
+@pytest.mark.parametrize("mode", ["torchrun", "srun-native"])
+def test_a_gpt_on_two_nodes_has_the_curve_of_its_golden(
+    slurm_lab: SlurmLab, tmp_path: Path, mode: str
+) -> None:
+    (tmp_path / "multi.yaml").write_text(RECIPE)
+    (workload,) = load_recipe(tmp_path / "multi.yaml")
+    facts = gather_facts(ROOT)
+    context = EngineContext(root=ROOT, run_dir=tmp_path, facts=facts, env=slurm_lab.env)
+    engine = WorkerEngine(context)
+    engine.before = ("srun", "--nodes=2", "--ntasks-per-node=1", "--time=2")
+    engine.options = {"mode": mode}
+    job = Job(
+        node_id="multi.yaml::pp2[dev-cpu]",
+        workload=workload,
+        case=read_case(case_path(ROOT, workload)),
+        dirs=item_dirs(tmp_path, "multi"),
+        setting=Setting(root=ROOT, env=dict(os.environ), tee_ranks=(), is_lightweight=False),
+        num_repeats=1,
+        retry=RetryPolicy(max_attempts=1),
+    )
+    training = train(job, facts, Silent(), AlwaysAgain(), engine)
+    assert [attempt.cause for attempt in training.attempts] == [None]
+    assert training.verdict is Verdict.PASSED
+    golden = read_golden(golden_path(ROOT, replace(workload, nodes=1)))
+    assert not judge(training, golden, Policy.STRICT, facts).failed
+    logs = training.attempts[0].dirs.phase(1).logs
+    assert sorted(path.name for path in logs.iterdir()) == ["0", "1"]

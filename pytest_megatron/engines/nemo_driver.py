@@ -28,6 +28,10 @@ NEMO = "nemo-run"
 _NEMO_DIR, _KEPT = "/nemo_run", "/pytest_megatron_kept_nemo_dir"
 # Where nemo-run believes that it packs the code; nothing of it is in the finished script.
 _EXPERIMENT, _JOB = "/pytest_megatron_nowhere", "job"
+# A step of its own for an address that nobody asks for; the tasks would wait until it is over.
+_HEAD_NODE_IP = """\
+head_node_ip=$(srun --nodes=1 --ntasks=1 -w "$head_node" hostname --ip-address)
+"""
 _NEMO_STEP_FLAGS = "--wait=60 --kill-on-bad-exit=1"
 _SHAPES = TypeAdapter(list[Shape])
 _Answer: TypeAlias = "dict[str, JsonValue]"
@@ -84,7 +88,7 @@ def materialize(shape: Shape) -> str:
         if text.count(old) != 1:
             raise ValueError(f"{old!r} is {text.count(old)} times in its script, expected once")
         text = text.replace(old, new)
-    text = text.replace(_KEPT, _NEMO_DIR)
+    text = text.replace(_HEAD_NODE_IP, "").replace(_KEPT, _NEMO_DIR)
     for part in (*shape.setup, shape.command):
         if part not in text:
             raise ValueError(f"its script lacks the line {part!r}")

@@ -238,7 +238,8 @@ def sync_script(sync: UvSyncConfig, root: Path) -> str:
     """Return the two phases of `uv sync` as bash reads them.
 
     In the first everything is installed that others are built against, torch above all; in the
-    second what is built against it, and the project itself.
+    second what is built against it, and the project itself. The first takes nothing away, or it
+    would take that from a job that shares the environment.
     """
     base = [sync.uv, "sync", "--frozen"]
     project = sync.project or str(root)
@@ -248,7 +249,7 @@ def sync_script(sync: UvSyncConfig, root: Path) -> str:
             f"export UV_PROJECT_ENVIRONMENT={shlex.quote(sync.venv)}",
             *cache,
             f"cd {shlex.quote(project)}",
-            shlex.join([*base, *sync.args, *sync.first]),
+            shlex.join([*base, "--inexact", *sync.args, *sync.first]),
             shlex.join([*base, *sync.args, *sync.second]),
         ]
     )

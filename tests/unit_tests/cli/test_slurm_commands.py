@@ -150,7 +150,7 @@ def test_what_sbatch_prints_trains_when_it_is_submitted(
     script = tmp_path / "job.sh"
     script.write_text(done.stdout)
     job = slurm_lab.submit(str(script), cwd=tmp_path)
-    state = slurm_lab.wait_for(job)
+    state = slurm_lab.wait_for(job, limit_s=180)
     (log,) = (run_dir / "engine/logs").iterdir()
     assert (state, log.name) == ("COMPLETED", f"megatron-1x1-{job}.out"), log.read_text()
     outcome = json.loads((run_dir / "engine/outcome.json").read_text())

@@ -87,7 +87,7 @@ def test_uv_sync_has_two_phases_on_every_node_or_on_the_first() -> None:
     sync = UvSyncConfig(venv="/v x", args=("--extra", "dev"), second=("--inexact",))
     assert sync_script(sync, Path("/p")) == (
         "export UV_PROJECT_ENVIRONMENT='/v x'; cd /p; "
-        "uv sync --frozen --extra dev --no-install-project; "
+        "uv sync --frozen --inexact --extra dev --no-install-project; "
         "uv sync --frozen --extra dev --inexact"
     )
     on_nodes = shape_of(GPUS, SlurmConfig(python="p", uv_sync=sync), PATHS)

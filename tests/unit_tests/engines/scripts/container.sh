@@ -39,7 +39,6 @@ set +e
 nodes=( $( scontrol show hostnames $SLURM_JOB_NODELIST ) )
 nodes_array=($nodes)
 head_node=${nodes_array[0]}
-head_node_ip=$(srun --nodes=1 --ntasks=1 -w "$head_node" hostname --ip-address)
 
 spec=${1:?no spec is given}
 set -e
@@ -48,7 +47,7 @@ e'
 export NCCL_DEBUG=INFO
 module load cuda
 srun --nodes=2 --ntasks=2 --ntasks-per-node=1 mkdir -p /scratch /uv/cache
-srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=32 '--container-image=/images/dev image.sqsh' --container-mounts=/data:/data:ro,/shared/project:/shared/project,/shared/run:/shared/run,/scratch:/scratch,/uv/cache:/uv/cache --container-workdir=/shared/project --container-env=NCCL_DEBUG --no-container-mount-home bash -euxc 'export UV_PROJECT_ENVIRONMENT=/scratch/venv; export UV_CACHE_DIR=/uv/cache; cd /shared/project; uv sync --frozen --extra dev --no-install-project; uv sync --frozen --extra dev'
+srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=32 '--container-image=/images/dev image.sqsh' --container-mounts=/data:/data:ro,/shared/project:/shared/project,/shared/run:/shared/run,/scratch:/scratch,/uv/cache:/uv/cache --container-workdir=/shared/project --container-env=NCCL_DEBUG --no-container-mount-home bash -euxc 'export UV_PROJECT_ENVIRONMENT=/scratch/venv; export UV_CACHE_DIR=/uv/cache; cd /shared/project; uv sync --frozen --inexact --extra dev --no-install-project; uv sync --frozen --extra dev'
 set +e
 
 

@@ -26,7 +26,6 @@ set +e
 nodes=( $( scontrol show hostnames $SLURM_JOB_NODELIST ) )
 nodes_array=($nodes)
 head_node=${nodes_array[0]}
-head_node_ip=$(srun --nodes=1 --ntasks=1 -w "$head_node" hostname --ip-address)
 
 spec=${1:-'/shared/nemo_run tests/run 1/engine/specs/1.json'}
 

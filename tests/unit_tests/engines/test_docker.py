@@ -23,6 +23,7 @@ from pytest_megatron.engines.base import EngineContext, Order, Outcome, Planned,
 from pytest_megatron.engines.base import TroubleKind as Kind
 from pytest_megatron.engines.config_file import read_docker_config
 from pytest_megatron.engines.docker import DockerEngine
+from pytest_megatron.engines.docker_inside import _hand_over
 from pytest_megatron.engines.docker_owner import LABEL_OWNER, owner
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.host import Gpu
@@ -170,6 +171,21 @@ def test_a_program_runs_with_its_arguments_variables_and_files(place: Place) -> 
     assert outcome.facts is not None
     assert outcome.facts.image is not None
     assert outcome.facts.image.startswith("hostusr:1 sha256:")
+
+
+def test_what_root_wrote_for_somebody_else_is_given_to_them(place: Place, tmp_path: Path) -> None:
+    order = place.order("true")
+    place.engine()._write_job(tmp_path, order, order.planned(None))
+    (tmp_path / "lifeline").touch()
+    order.dirs.phase(1).logs.mkdir(parents=True)
+    for path in (tmp_path / "lifeline", order.dirs.root.parents[2]):
+        os.chown(path, 1234, 1234)
+    _hand_over(tmp_path)
+    run_dir = order.dirs.root.parents[2]
+    theirs = (*run_dir.glob(f"{order.key.partition('/')[0]}/**/*"), *tmp_path.iterdir())
+    assert {path.stat().st_uid for path in theirs} == {1234}
+    assert run_dir.parent.stat().st_uid == 0
+    os.chown(run_dir, 0, 0)
 
 
 def test_a_time_limit_is_the_workload_s_own(place: Place) -> None:

@@ -212,6 +212,12 @@ def _reaches(address: tuple[str, int]) -> bool:
 def look_at_slurm(places: Places) -> Slurm:
     """Return Slurm's client, and whether its controller answers."""
     programs = {name: path for name in _SLURM_PROGRAMS if (path := program(places, name))}
+    config = places.env.get("SLURM_CONF")
+    if programs and config and not Path(config).is_file():  # each would look for it for a minute
+        return Slurm(
+            programs=dict.fromkeys(programs, UNKNOWN),
+            problem=f"SLURM_CONF is {config}, and there is no such file",
+        )
     versions: dict[str, str] = {}
     for name, path in programs.items():
         answer = run([str(path), "--version"], limit_s=_PROGRAM_LIMIT_S, env=places.env)

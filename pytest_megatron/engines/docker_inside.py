@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import importlib.metadata
+import itertools
 import os
 import signal
 import sys
@@ -67,12 +68,12 @@ def _need_home() -> None:
 def _hand_over(job_dir: Path) -> None:
     """Where the container runs as root for somebody else, give what it wrote to them."""
     owner = (job_dir / "lifeline").stat()
-    spec = read_spec(job_dir / "spec.json")
     if os.getuid() != 0 or owner.st_uid == 0:
         return
-    for top in (spec.plan.dirs.root, job_dir):
-        for path in (top, *top.rglob("*")):
-            os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
+    attempt = read_spec(job_dir / "spec.json").plan.dirs.root
+    above = itertools.takewhile(lambda path: path.stat().st_uid == 0, attempt.parents)
+    for path in (*above, attempt, *attempt.rglob("*"), job_dir, *job_dir.rglob("*")):
+        os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
 
 
 if __name__ == "__main__":

@@ -166,9 +166,7 @@ class Journal:
         Raises:
             OSError: It cannot be written; the job is found by its name again.
         """
-        line = _Job(batch=number, job_id=job_id)
-        self._take(line)
-        self._write(line)
+        self._note(_Job(batch=number, job_id=job_id))
 
     def withdrawn(self, number: int) -> None:
         """Note that nothing was submitted after all.
@@ -176,9 +174,7 @@ class Journal:
         Raises:
             OSError: It cannot be written.
         """
-        line = _Withdrawn(batch=number)
-        self._take(line)
-        self._write(line)
+        self._note(_Withdrawn(batch=number))
 
     def dropped(self, key: str) -> None:
         """Note that an order's job was cancelled before it began, and may be submitted again.
@@ -186,9 +182,7 @@ class Journal:
         Raises:
             OSError: It cannot be written.
         """
-        line = _Dropped(key=key)
-        self._take(line)
-        self._write(line)
+        self._note(_Dropped(key=key))
 
     def ended(self, end: Ended) -> None:
         """Note how an order ended.
@@ -196,8 +190,12 @@ class Journal:
         Raises:
             OSError: It cannot be written.
         """
-        self._take(end)
-        self._write(end)
+        self._note(end)
+
+    def _note(self, line: _Line) -> None:
+        """Take note of what has happened, also where that cannot be written."""
+        self._take(line)
+        self._write(line)
 
     def _take(self, line: _Line) -> None:
         match line:

@@ -47,6 +47,7 @@ from pytest_megatron.engines.slurm_states import (
     phase_of,
     why_never,
 )
+from pytest_megatron.errors import LaunchError
 from pytest_megatron.launch.plan import Setting
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.wording import counted
@@ -141,7 +142,13 @@ class SlurmEngine:
         """
         for order in orders:
             self._take(order)
-        self._submit_ready()
+        try:
+            self._submit_ready()
+        except LaunchError:
+            for order in orders:
+                self._intake.drop(order.key)
+                self._tracked.pop(order.key, None)
+            raise
 
     def _take(self, order: Order) -> None:
         ended = self._journal.ends.get(order.key)
@@ -156,21 +163,20 @@ class SlurmEngine:
             self._intake.add(order)
 
     def poll(self) -> Sequence[Update]:
-        """Ask Slurm once for all jobs, and submit what was held back.
-
-        Raises:
-            LaunchError: No script can be written.
-        """
-        if not self._tracked:
-            return self._drain()
+        """Ask Slurm once for all jobs, and submit what was held back."""
         try:
-            self._look_at_all()
+            if self._tracked:
+                self._look_at_all()
+                self._submit_ready()
         except SlurmAwayError as error:
             for tracked in self._tracked.values():
                 self._tell(tracked, tracked.told[0], f"Slurm does not answer: {error}")
-        else:
-            self._submit_ready()
-        return self._drain()
+        except LaunchError as error:
+            for tracked in [t for t in self._tracked.values() if t.batch is None]:
+                self._intake.drop(tracked.order.key)
+                self._refuse(tracked, str(error))
+        news, self._news = self._news, []
+        return news
 
     def cancel(self, keys: Sequence[str]) -> None:
         """End jobs of ours, and wait until they are gone, or a minute.
@@ -219,15 +225,8 @@ class SlurmEngine:
     def _labels(self, wanted: Iterable[_Tracked]) -> list[str]:
         """Return what scancel takes for these."""
         num_live = Counter(tracked.batch for tracked in self._tracked.values())
-        chosen: dict[int, list[int]] = {}
-        for tracked in wanted:
-            if tracked.batch is not None:
-                chosen.setdefault(tracked.batch, []).append(tracked.index)
-        found = []
-        for number, indices in chosen.items():
-            is_whole = len(indices) == num_live[number]
-            found += scancel_labels(self._journal.batches[number], indices, is_whole=is_whole)
-        return found
+        chosen = [(t.batch, t.index) for t in wanted if t.batch is not None]
+        return scancel_labels(self._journal.batches, chosen, num_live)
 
     def _submit_ready(self) -> None:
         num_live = sum(tracked.batch is not None for tracked in self._tracked.values())
@@ -235,8 +234,7 @@ class SlurmEngine:
             tracked = self._tracked[done.order.key]
             match done:
                 case Refused(text=text):
-                    trouble = Trouble(kind=TroubleKind.NOT_STARTED, text=text)
-                    self._finish(tracked, Outcome(trouble=trouble))
+                    self._refuse(tracked, text)
                 case Submitted(batch=batch, index=index, note=note, label=label):
                     tracked.batch, tracked.index, tracked.note = batch, index, note
                     what = f"job {label} is submitted" if label else "Slurm has not answered yet"
@@ -301,8 +299,7 @@ class SlurmEngine:
             self._end(tracked, job)
         elif never is not None:
             self._unwanted.add(job.label)
-            trouble = Trouble(kind=TroubleKind.NOT_STARTED, text=never)
-            self._finish(tracked, Outcome(trouble=trouble))
+            self._refuse(tracked, never)
         else:
             tracked.absent_since = None
             self._tell(tracked, phase_of(job), detail_of(job))
@@ -358,6 +355,11 @@ class SlurmEngine:
             outcome = replace(outcome, trouble=_cancelled(f"by this run{label}"))
         self._finish(tracked, outcome)
 
+    def _refuse(self, tracked: _Tracked, text: str) -> None:
+        """End an order that nobody will run."""
+        trouble = Trouble(kind=TroubleKind.NOT_STARTED, text=text)
+        self._finish(tracked, Outcome(trouble=trouble))
+
     def _finish(self, tracked: _Tracked, outcome: Outcome) -> None:
         """Note an outcome, and have the next poll return it."""
         order = tracked.order
@@ -378,10 +380,6 @@ class SlurmEngine:
         if tracked.told != (phase, text):
             tracked.told = (phase, text)
             self._news.append(Update(key=tracked.order.key, phase=phase, detail=text))
-
-    def _drain(self) -> list[Update]:
-        news, self._news = self._news, []
-        return news
 
     def _place(self, tracked: _Tracked) -> Place | None:
         """Return which job of Slurm's an order is; None where that is not known."""

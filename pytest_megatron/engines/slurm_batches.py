@@ -78,19 +78,29 @@ def parse_name(name: str) -> tuple[str, int] | None:
     return None if found is None else (found[1], int(found[2]))
 
 
-def scancel_labels(batch: Batch, indices: Iterable[int], *, is_whole: bool) -> list[str]:
-    """Return what scancel takes for elements of a batch.
+def scancel_labels(
+    batches: Mapping[int, Batch],
+    wanted: Iterable[tuple[int, int]],
+    num_live: Mapping[int | None, int],
+) -> list[str]:
+    """Return what scancel takes: a whole array where all that is left of it is wanted.
 
     Args:
-        batch: Without an id there is nothing to cancel yet.
-        indices: Of the elements.
-        is_whole: Whether that is all that is left of it.
+        batches: By number. One without an id has nothing to cancel yet.
+        wanted: Batch and index of each job.
+        num_live: Jobs of each batch that have not ended.
     """
-    if batch.job_id is None:
-        return []
-    if is_whole or not batch.is_array:
-        return [str(batch.job_id)]
-    return [label_of(batch.job_id, index) for index in indices]
+    chosen: dict[int, list[int]] = {}
+    for number, index in wanted:
+        chosen.setdefault(number, []).append(index)
+    found: list[str] = []
+    for number, indices in chosen.items():
+        batch = batches[number]
+        if batch.job_id is not None and (not batch.is_array or len(indices) == num_live[number]):
+            found.append(str(batch.job_id))
+        elif batch.job_id is not None:
+            found += [label_of(batch.job_id, index) for index in indices]
+    return found
 
 
 def sbatch_words(

@@ -20,6 +20,7 @@ from pytest_megatron.engines.slurm_states import (
     parse_sacct,
     parse_squeue,
 )
+from pytest_megatron.errors import LaunchError
 
 _TIMEOUT_S = 120.0  # sbatch itself tries again for about a minute where the queue is full
 _MOST_IDS = 500  # in one command line
@@ -60,7 +61,10 @@ class SlurmRefusedError(Exception):
 
 
 class SlurmCommands(Protocol):
-    """What the engine asks of a cluster. All methods may raise `SlurmAwayError`."""
+    """What the engine asks of a cluster.
+
+    All methods may raise `SlurmAwayError`, and `LaunchError` where there is no cluster at all.
+    """
 
     def submit(self, words: Sequence[str]) -> int:
         """Submit a job with the arguments of sbatch; return its id.
@@ -138,7 +142,7 @@ class RealSlurm:
             words = ["sacct", "-X", "-P", "-D", "-n", "-j", ",".join(some), "-o", fields]
             try:
                 done = self._run(words)
-            except (SlurmAwayError, SlurmRefusedError):
+            except (SlurmAwayError, LaunchError):
                 return tuple(found)  # no accounting, or none that answers, is not trouble
             found += parse_sacct(done.stdout)
         return tuple(found)
@@ -171,7 +175,7 @@ class RealSlurm:
 
         Raises:
             SlurmAwayError: It says that the controller is away, or did not end.
-            SlurmRefusedError: There is no such command.
+            LaunchError: There is no such command.
         """
         try:
             done = subprocess.run(
@@ -190,7 +194,11 @@ class RealSlurm:
         except subprocess.TimeoutExpired as error:
             raise SlurmAwayError(f"{words[0]} did not end within {_TIMEOUT_S:g} s") from error
         except OSError as error:
-            raise SlurmRefusedError(f"{words[0]} cannot be run: {error.strerror}") from error
+            raise LaunchError(
+                "--executor slurm",
+                f"{words[0]} cannot be run: {error.strerror}, expected Slurm's client on PATH; "
+                f"start pytest on a login node",
+            ) from error
         if done.returncode != 0 and _AWAY.search(done.stderr):
             raise SlurmAwayError(_said(done))
         return done

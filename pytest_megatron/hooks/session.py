@@ -91,6 +91,11 @@ class RunSession:
         except MegatronError as error:
             raise pytest.UsageError(self.shorten(str(error))) from None
 
+    def close(self) -> None:
+        """Close the engine, if there was anything for it to do; one with a queue has its owner."""
+        if "engine" in vars(self) and not self.engine.is_queue:
+            self.engine.close()
+
     @property
     def project(self) -> ProjectConfig:
         """The project's settings.

@@ -128,6 +128,10 @@ class WorkloadPlugin:
             raise pytest.UsageError(f"{', '.join(refused)}: would be refused, see above")
         return True
 
+    def pytest_sessionfinish(self) -> None:
+        """Leave nothing of the engine behind."""
+        self._session.close()
+
     def prepare(self, item: WorkloadItem) -> Job:
         """Put a workload's job together and make its directory.
 

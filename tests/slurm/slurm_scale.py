@@ -23,7 +23,13 @@ TRANSIENT = "RuntimeError: The server socket has failed to listen: EADDRINUSE"
 KINDS = {"passed": "exit 0", "failed": "exit 3", "flaky": f"echo '{TRANSIENT}' >&2; exit 1"}
 _LIMIT_S = 3600.0
 _CONFIG = {
-    "slurm": {"interval": 1, "cpus_per_task": 8, "account": "nobody", "max_jobs": 64},
+    "slurm": {
+        "interval": 1,
+        "cpus_per_task": 8,
+        "account": "nobody",
+        "max_jobs": 64,
+        "shared_paths": ["/"],
+    },
 }
 
 

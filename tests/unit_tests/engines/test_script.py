@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pytest_megatron.engines import script
 from pytest_megatron.engines.base import Resources
 from pytest_megatron.engines.config import ContainerConfig, Mode, SlurmConfig, UvSyncConfig
 from pytest_megatron.engines.script import ScriptWriter, make_scripts, place_of
@@ -78,10 +79,15 @@ def test_the_text_of_a_script(texts: dict[str, str], name: str) -> None:
     assert texts[name] == (SCRIPTS / f"{name}.sh").read_text()
 
 
-def test_a_shape_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shape_that_has_a_script_needs_no_nemo_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     paths = ShapePaths(root=tmp_path, run_dir=tmp_path, logs=tmp_path / "logs")
     writer = ScriptWriter(SlurmConfig(), paths, tmp_path)
-    (path,) = writer.write([ON_CPU]).values()
+    shape = shape_of(ON_CPU, writer.place("cpu"), paths)
+    path = tmp_path / "scripts" / script._name(shape)
+    path.parent.mkdir()
+    path.write_text("of an earlier controller")
     _break_nemo(monkeypatch, tmp_path, "raise ImportError('gone')")
     assert writer.write([ON_CPU]) == {ON_CPU: path}
     with pytest.raises(LaunchError, match="ImportError: gone"):

@@ -14,7 +14,7 @@ from pytest_megatron.engines.base import Order, Outcome, Phase, TroubleKind
 from pytest_megatron.engines.journal import Journal
 from pytest_megatron.engines.records import JobRecord, write_record
 from pytest_megatron.engines.slurm import SlurmEngine
-from pytest_megatron.engines.slurm_commands import SlurmAwayError, SlurmRefusedError
+from pytest_megatron.engines.slurm_commands import RealSlurm, SlurmAwayError, SlurmRefusedError
 from pytest_megatron.engines.slurm_ends import JobFiles
 from pytest_megatron.engines.slurm_intake import SlurmSettings
 from pytest_megatron.errors import LaunchError
@@ -336,3 +336,12 @@ def test_what_was_cancelled_before_it_began_is_submitted_again_by_who_attaches(
     second.submit([run.order("a")])
     assert (ends(second), len(slurm.submissions)) == ({}, 2)
     second.close()
+
+
+def test_a_machine_without_slurm_is_told_so(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    engine = run.engine(RealSlurm({"PATH": "/nonexistent"}, tmp_path), {})
+    with pytest.raises(LaunchError, match="scontrol cannot be run: No such file or directory"):
+        engine.submit([run.order("a")])
+    assert list(engine.poll()) == []  # it was not taken
+    engine.close()

@@ -8,14 +8,25 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from labs import SlurmLab
+from labs import SlurmLab, wait_until
 from slurm_orders import Run, on_lab, outcomes, until
+from tiny_project import Project
+from tiny_project import Run as SessionRun
 
 from pytest_megatron.engines.base import Outcome, TroubleKind, Update
 from pytest_megatron.engines.slurm_intake import SlurmSettings
 
 FOREVER = 'touch "up-$ITEM"; exec sleep 1000'
+WAITS_ONCE = """
+import os, pathlib, runpy, signal
+state = pathlib.Path(os.environ["TINY_TRAIN_STATE"])
+if os.environ["RANK"] == "0" and not state.exists():
+    state.touch()
+    signal.pause()
+runpy.run_path("train.py", run_name="__main__")
+"""
 KILLS_ITS_JOB = "kill -KILL $(ps -o ppid= -p $PPID)"  # the guard's parent is the job's own process
+_SLOW_S = 180.0  # pytest, nemo-run and torch start one after the other
 NODES = frozenset({"node1", "node2", "node3", "node4"})
 
 
@@ -140,3 +151,36 @@ def test_cancel_ends_ours_and_nobody_elses(slurm_lab: SlurmLab, tmp_path: Path) 
     assert kinds == dict.fromkeys("abc", TroubleKind.CANCELLED)
     assert slurm_lab.ask("squeue", "-h", "-o", "%A").split() == [str(other)]
     slurm_lab.cancel_all()
+
+
+def test_a_run_names_the_rank_that_failed_and_leaves_a_node_that_did(
+    slurm_lab: SlurmLab, tmp_path: Path
+) -> None:
+    project = Project(root=tmp_path / "project")
+    (project.root / "once.py").write_text(WAITS_ONCE)
+    project.row(project.case("moved"), training_script_path=["once.py"])
+    project.add("crashes", "crash@4:1")
+    settings = "format_version: 1\nslurm: {account: any, interval: 0.2}\n"
+    (project.root / "cluster.yaml").write_text(settings)
+    words = ["recipes", "--executor=slurm", "--executor-config=cluster.yaml", "--max-attempts=2"]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in slurm_lab.env.items():
+            patch.setenv(name, value)
+        process = project.start(*words)
+    wait_until(project.state("moved").exists, "it waits", limit_s=_SLOW_S)
+    host = slurm_lab.ask("squeue", "-h", "-t", "R", "-o", "%N").split()[0]
+    slurm_lab.ask("scontrol", "update", f"nodename={host}", "state=down", "reason=test")
+    text, _ = process.communicate(timeout=_SLOW_S)
+    slurm_lab.mend()
+    run = SessionRun(
+        returncode=process.returncode, stdout=text, stderr="", directory=project.root / "run"
+    )
+    assert run.returncode == 1, text
+    assert (run.verdict("moved"), run.verdict("crashes")) == (
+        ("PASSED", "flaky"),
+        ("FAILED", "failed"),
+    )
+    assert "rank 1 of 2 raised ValueError: the crash of rank 1 after iteration 3" in text
+    assert f"on {host} ended as NODE_FAIL" in text
+    first, second = run.attempts("moved")
+    assert (first["signature"], second["signature"]) == ("engine_node_fail", None)

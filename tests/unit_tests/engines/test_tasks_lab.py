@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from labs import SlurmLab
+from test_tasks import Step, plan_of, spec_of
 from worker_engine import AlwaysAgain, Silent, WorkerEngine
 
 from pytest_megatron.engines.base import EngineContext
+from pytest_megatron.engines.records import read_record, write_spec
 from pytest_megatron.golden.policy import Policy
 from pytest_megatron.golden.store import golden_path, read_golden
 from pytest_megatron.launch.case import read_case
@@ -41,9 +43,8 @@ products:
 """
 
 
-@pytest.mark.parametrize("mode", ["torchrun", "srun-native"])
 def test_a_gpt_on_two_nodes_has_the_curve_of_its_golden(
-    slurm_lab: SlurmLab, tmp_path: Path, mode: str
+    slurm_lab: SlurmLab, tmp_path: Path
 ) -> None:
     (tmp_path / "multi.yaml").write_text(RECIPE)
     (workload,) = load_recipe(tmp_path / "multi.yaml")
@@ -51,7 +52,7 @@ def test_a_gpt_on_two_nodes_has_the_curve_of_its_golden(
     context = EngineContext(root=ROOT, run_dir=tmp_path, facts=facts, env=slurm_lab.env)
     engine = WorkerEngine(context)
     engine.before = ("srun", "--nodes=2", "--ntasks-per-node=1", "--time=2")
-    engine.options = {"mode": mode}
+    engine.options = {"mode": "srun-native"}
     job = Job(
         node_id="multi.yaml::pp2[dev-cpu]",
         workload=workload,
@@ -68,3 +69,19 @@ def test_a_gpt_on_two_nodes_has_the_curve_of_its_golden(
     assert not judge(training, golden, Policy.STRICT, facts).failed
     logs = training.attempts[0].dirs.phase(1).logs
     assert sorted(path.name for path in logs.iterdir()) == ["0", "1"]
+
+
+def test_launchers_under_srun_make_one_training(slurm_lab: SlurmLab, tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, plan_of(tmp_path, (), 2, 2))
+    write_spec(tmp_path / "spec.json", spec)
+    words = ("srun", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=2", "--time=2")
+    worker = (sys.executable, "-m", "pytest_megatron.engines.worker", str(tmp_path / "spec.json"))
+    done = slurm_lab.run(*words, *worker, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "[rank3]: rank 3 has met 4" in done.stdout.splitlines()
+    record = read_record(spec.outcome)
+    assert record is not None
+    assert (len(record.hosts), record.trouble) == (2, None)
+    found = Step(root=tmp_path, tasks=[])
+    assert [found.shown(rank, "LOCAL_RANK") for rank in range(4)] == ["0", "1", "0", "1"]
+    assert {found.shown(rank, "CUDA_VISIBLE_DEVICES") for rank in range(4)} == {"0,1"}

@@ -15,7 +15,7 @@ import pytest
 from tiny_project import Project, wait_until
 from worker_engine import AlwaysAgain, Silent, WorkerEngine, context_of, job_of
 
-from pytest_megatron.engines.base import Order, TroubleKind
+from pytest_megatron.engines.base import Order, Outcome, Trouble, TroubleKind
 from pytest_megatron.engines.local import LocalEngine
 from pytest_megatron.engines.records import read_record, read_spec
 from pytest_megatron.engines.registry import open_engine
@@ -144,6 +144,15 @@ def test_an_array_finds_its_element(project: Project, tmp_path: Path) -> None:
     )
     assert done.returncode == 0
     assert json.loads(path.with_suffix(".outcome").read_text())["job_id"] == "41"
+
+
+def test_a_further_attempt_keeps_away_from_the_host_that_a_trouble_names(project: Project) -> None:
+    job, facts = job_of(project, project.add("sound")), context_of(project).facts
+    (repeat,) = begin(job, facts, Silent(), AlwaysAgain())
+    next(repeat)
+    lost = Trouble(kind=TroubleKind.LOST, text="task 1 on b was lost", hosts=("b",))
+    further = repeat.send(Outcome(hosts=("a", "b"), trouble=lost))
+    assert further.avoid_hosts == {"b"}
 
 
 def test_an_unknown_engine_is_named_with_those_there_are(project: Project) -> None:

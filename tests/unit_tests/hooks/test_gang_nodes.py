@@ -6,13 +6,13 @@ import socket
 import subprocess
 import sys
 import time
-import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 import pytest
+from junit import junit_results
 
 DEADLINE_S = 60.0
 MARK = "GANG_NODES_TEST"  # in the environment of every process of a cluster
@@ -124,14 +124,7 @@ class Cluster:
 
     def results(self, node_rank: int) -> dict[str, tuple[str, str]]:
         """Outcome and message of each test, from JUnit XML."""
-        found = {}
-        tree = ET.parse(self.root / f"{node_rank}.xml")  # noqa: S314 - the session's own
-        for case in tree.iter("testcase"):
-            kinds = [child for child in case if child.tag in ("failure", "error", "skipped")]
-            kind = kinds[0] if kinds else None
-            name = case.get("name", "")
-            found[name] = ("passed", "") if kind is None else (kind.tag, kind.get("message", ""))
-        return found
+        return junit_results(self.root / f"{node_rank}.xml")
 
     def wait(self) -> list[int]:
         """Return the exit codes in the order of the starts; nothing may be left."""

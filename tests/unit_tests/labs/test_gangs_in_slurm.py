@@ -4,11 +4,11 @@ import os
 import pty
 import select
 import subprocess
-import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from junit import junit_results
 from labs import DEADLINE_S, SlurmLab, wait_until
 
 SUITE = """
@@ -63,17 +63,6 @@ wait $!; echo $? > three-$SLURM_ARRAY_TASK_ID.code
 """
 
 
-def results(path: Path) -> dict[str, tuple[str, str]]:
-    """Outcome and message of each test, from JUnit XML."""
-    found = {}
-    for case in ET.parse(path).iter("testcase"):  # noqa: S314 - the session's own
-        kinds = [child for child in case if child.tag in ("failure", "error", "skipped")]
-        kind = kinds[0] if kinds else None
-        name = case.get("name", "")
-        found[name] = ("passed", "") if kind is None else (kind.tag, kind.get("message", ""))
-    return found
-
-
 @pytest.fixture(autouse=True)
 def project(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
@@ -111,7 +100,7 @@ def test_steps_of_an_array_run_side_by_side_and_each_test_has_one_outcome(
         for element in (1, 2):
             where = project / f"{name}-{element}"
             dead, last = world_size // 2, world_size - 1
-            assert results(where.with_suffix(".xml")) == {
+            assert junit_results(where.with_suffix(".xml")) == {
                 "test_every_rank_meets_all_others": ("passed", ""),
                 "test_dies_on_node_1": (
                     "failure",
@@ -138,7 +127,7 @@ def test_a_cancelled_job_writes_what_it_has(slurm_lab: SlurmLab, project: Path) 
     for node in (0, 1):
         output = (project / f"{node}.out").read_text()
         assert (output.count(why) > 0, output.count("1 passed")) == (True, 1), output
-    assert results(project / "out.xml") == {"test_passes": ("passed", "")}
+    assert junit_results(project / "out.xml") == {"test_passes": ("passed", "")}
 
 
 def test_a_killed_node_fails_the_running_test_and_those_that_need_it(
@@ -153,7 +142,7 @@ def test_a_killed_node_fails_the_running_test_and_those_that_need_it(
         session.wait()
         slurm_lab.mend()
     gone = "node 1 (rank 1) is gone"
-    assert results(project / "out.xml") == {
+    assert junit_results(project / "out.xml") == {
         "test_passes": ("passed", ""),
         "test_hangs": ("failure", f"rank 1 of 2 is lost: {gone}"),
         "test_needs_both_nodes": ("failure", f"rank 1 of 2 did not start: {gone}"),

@@ -95,3 +95,10 @@ def test_every_family_is_documented() -> None:
     section = text.partition("## Families")[2].partition("## ")[0]
     rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", section, re.MULTILINE)
     assert rows == sorted(builtin_table().families.items())
+
+
+def test_every_fragment_of_the_changelog_has_a_name_that_towncrier_tells_apart() -> None:
+    kinds = "breaking|deprecation|feature|bugfix|golden|doc|contrib"
+    named = re.compile(rf"\d+\.({kinds})\.\d+\.md").fullmatch
+    names = [path.name for path in (ROOT / "changelog").iterdir() if path.name[0] != "."]
+    assert [name for name in names if not named(name)] == []

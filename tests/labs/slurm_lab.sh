@@ -160,6 +160,9 @@ $acct
 NodeName=node[1-$NODES] NodeHostName=$HOST NodeAddr=127.0.0.1 Port=[$((PORT + 11))-$((PORT + 10 + NODES))] CPUs=$CPUS RealMemory=$MEM $gres State=UNKNOWN
 PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 PartitionName=short Nodes=ALL MaxTime=2 State=UP
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10
+PreemptType=preempt/partition_prio
+PreemptMode=CANCEL
 CONF
     [ "$GPUS" -gt 0 ] || sed -i '/^GresTypes=$/d' "$LAB/etc/slurm.conf"
     rm -f "$LAB/bin/sacct"

@@ -55,10 +55,14 @@ class Run:
 
     Attributes:
         flags: Of every job.
+        minutes: That Slurm gives every job.
+        limit_s: That its recipe gives every training.
     """
 
     root: Path
     flags: str = ""
+    minutes: int = 2
+    limit_s: float = 60.0
     heard: Heard = field(default_factory=Heard)
 
     @property
@@ -90,13 +94,15 @@ class Run:
             dirs=dirs.phase(1),
             last_iteration=None,
         )
-        plan = AttemptPlan(phases=(phase,), dirs=dirs, cwd=self.root, world_size=1, time_limit_s=60)
+        plan = AttemptPlan(
+            phases=(phase,), dirs=dirs, cwd=self.root, world_size=1, time_limit_s=self.limit_s
+        )
         needed = Resources(
             platform=CPU_PLATFORM,
             num_nodes=nodes,
             gpus_per_node=0,
             ranks_per_node=1,
-            time_limit_s=60.0,
+            time_limit_s=self.limit_s,
         )
         return Order(
             key=f"{item}/repeat_1/attempt_{attempt}",
@@ -120,7 +126,10 @@ class Run:
         for number, needed in enumerate(wanted):
             path = self.run_dir / f"{needed.num_nodes}_{number}.sh"
             text = SCRIPT.format(
-                nodes=needed.num_nodes, minutes=2, flags=self.flags, python=sys.executable
+                nodes=needed.num_nodes,
+                minutes=self.minutes,
+                flags=self.flags,
+                python=sys.executable,
             )
             path.write_text(text)
             found[needed] = JobScript(path=path)

@@ -81,7 +81,7 @@ def run_pytest(
 def test_a_wrong_workload_is_refused_before_anything_of_it_starts(project: Path) -> None:
     result = run_pytest(project, "recipes", "-k", "wrong")
     assert (result.returncode, "1 error" in result.stdout) == (1, True)
-    (line,) = (line for line in result.stdout.splitlines() if LAYERS in line)
+    line = next(line for line in result.stdout.splitlines() if LAYERS in line)
     assert line.endswith("[layout-layers]; nothing was run")
     assert "it was started" not in result.stdout
 

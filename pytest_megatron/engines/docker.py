@@ -21,16 +21,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from typing_extensions import override
+
 from pytest_megatron.engines.base import (
     EngineContext,
     Order,
     Outcome,
-    Phase,
     Planned,
-    Resources,
     Trouble,
     TroubleKind,
-    Update,
 )
 from pytest_megatron.engines.config_file import read_docker_config
 from pytest_megatron.engines.docker_link import DriverGoneError, DriverLink
@@ -44,14 +43,12 @@ from pytest_megatron.engines.docker_messages import (
     Stop,
     Waiting,
 )
+from pytest_megatron.engines.leasing import LeasingEngine
 from pytest_megatron.engines.live import LiveLog
-from pytest_megatron.engines.local import trusted_first
 from pytest_megatron.engines.records import Spec, outcome_of, read_record, write_spec
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.host import CPU_PLATFORM
-from pytest_megatron.launch.health import HealthWatch
 from pytest_megatron.launch.plan import AttemptPlan, Setting
-from pytest_megatron.lease import Lease, lease_gpus
+from pytest_megatron.lease import Lease
 from pytest_megatron.recipe.model import Workload
 
 _POLL_S = 0.1
@@ -62,12 +59,10 @@ _KILLED = 137  # 128 and SIGKILL, as Docker has it
 _LONGEST_LINE = 500
 
 
-class DockerEngine:
+class DockerEngine(LeasingEngine):
     """Runs orders within `poll`, each in a container of its own."""
 
     name = "docker"
-    is_queue = False
-    interval_s = 0.0
 
     def __init__(self, context: EngineContext) -> None:
         """Read the settings.
@@ -75,13 +70,12 @@ class DockerEngine:
         Raises:
             ConfigError: There are none, or they are wrong.
         """
+        super().__init__(context.facts.host, self._contain)
         self._context = context
         self._config = read_docker_config(context.config_file)
-        self._host = context.facts.host
         self._directory = context.engine_dir / self.name
         self._token = secrets.token_hex(3)
         self._num_run = 0
-        self._waiting: list[Order] = []
         self._link: DriverLink | None = None
 
     def settle(self, setting: Setting, _workload: Workload) -> Setting:
@@ -89,10 +83,7 @@ class DockerEngine:
         env = self._config.env
         return replace(setting, python=self._config.python, env=env, has_ft_launcher=True)
 
-    def lacks(self, needed: Resources) -> str | None:
-        """Return which GPUs are not there; nodes are in the same container, side by side."""
-        return self._host.lacks(needed.platform, needed.num_nodes * needed.ranks_per_node)
-
+    @override
     def submit(self, orders: Sequence[Order]) -> None:
         """Keep orders until `poll`; see that there is a daemon.
 
@@ -100,23 +91,7 @@ class DockerEngine:
             LaunchError: nemo-run is not installed, or the daemon cannot be reached.
         """
         self._driver()
-        self._waiting += orders
-
-    def poll(self) -> Sequence[Update]:
-        """Run the next order to its end.
-
-        Raises:
-            LaunchError: Its container cannot be started, now or later.
-            KeyboardInterrupt: Ctrl-C; the container is gone by then.
-        """
-        if not self._waiting:
-            return []
-        order = self._waiting.pop(0)
-        return [Update(key=order.key, phase=Phase.ENDED, outcome=self._run(order))]
-
-    def cancel(self, keys: Sequence[str]) -> None:
-        """Forget orders; none of them runs outside of `poll`."""
-        self._waiting = [order for order in self._waiting if order.key not in keys]
+        super().submit(orders)
 
     def close(self) -> None:
         """End the child process, and every container that it may have."""
@@ -132,17 +107,6 @@ class DockerEngine:
         if self._link is None:
             self._link = DriverLink(self._directory, self._context.env)
         return self._link
-
-    def _run(self, order: Order) -> Outcome:
-        """Run an order on GPUs that nobody else has."""
-        needed = order.resources
-        fitting = trusted_first(self._host.fitting(needed.platform), order.avoid_gpus)
-        leased = lease_gpus(fitting, needed.num_gpus, lambda text: order.listener.on_lines([text]))
-        with contextlib.closing(leased) as lease, HealthWatch(lease.gpus) as watch:
-            is_on_gpus = needed.platform != CPU_PLATFORM
-            devices = tuple(gpu.uuid for gpu in lease.gpus) if is_on_gpus else None
-            outcome = self._contain(order, order.planned(devices), lease)
-            return replace(outcome, health=watch.finish())
 
     def _contain(self, order: Order, planned: Planned, lease: Lease) -> Outcome:
         """Run a container for a plan, in a directory that is gone afterwards."""

@@ -2,73 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence
-
-from pytest_megatron.engines.base import EngineContext, Order, Outcome, Phase, Resources, Update
-from pytest_megatron.host import CPU_PLATFORM, Gpu
-from pytest_megatron.launch.health import HealthWatch
+from pytest_megatron.engines.base import EngineContext, Order, Outcome, Planned
+from pytest_megatron.engines.leasing import LeasingEngine
 from pytest_megatron.launch.local import run_attempt
 from pytest_megatron.launch.plan import Setting
-from pytest_megatron.lease import lease_gpus
+from pytest_megatron.lease import Lease
 from pytest_megatron.recipe.model import Workload
 
 
-class LocalEngine:
-    """Runs orders within `poll`, in the order in which they came."""
+class LocalEngine(LeasingEngine):
+    """Runs orders as processes of this machine."""
 
     name = "local"
-    is_queue = False
-    interval_s = 0.0
 
     def __init__(self, context: EngineContext) -> None:
-        self._host = context.facts.host
-        self._waiting: list[Order] = []
+        super().__init__(context.facts.host, _carry_out)
 
     def settle(self, setting: Setting, _workload: Workload) -> Setting:
         """Return the setting as it is: the ranks have what the controller has."""
         return setting
 
-    def lacks(self, needed: Resources) -> str | None:
-        """Return which GPUs are not there; nodes are on this machine, side by side."""
-        return self._host.lacks(needed.platform, needed.num_nodes * needed.ranks_per_node)
-
-    def submit(self, orders: Sequence[Order]) -> None:
-        """Keep orders until `poll`."""
-        self._waiting += orders
-
-    def poll(self) -> Sequence[Update]:
-        """Run the next order to its end.
-
-        Raises:
-            LaunchError: It cannot be started.
-            KeyboardInterrupt: Ctrl-C; every process of the attempt is gone by then.
-        """
-        if not self._waiting:
-            return []
-        order = self._waiting.pop(0)
-        return [Update(key=order.key, phase=Phase.ENDED, outcome=self._run(order))]
-
-    def cancel(self, keys: Sequence[str]) -> None:
-        """Forget orders; none of them runs outside of `poll`."""
-        self._waiting = [order for order in self._waiting if order.key not in keys]
-
     def close(self) -> None:
         """Do nothing: nothing is left."""
 
-    def _run(self, order: Order) -> Outcome:
-        """Run an order on GPUs that nobody else has."""
-        needed = order.resources
-        fitting = trusted_first(self._host.fitting(needed.platform), order.avoid_gpus)
-        leased = lease_gpus(fitting, needed.num_gpus, lambda text: order.listener.on_lines([text]))
-        with contextlib.closing(leased) as lease, HealthWatch(lease.gpus) as watch:
-            is_on_gpus = needed.platform != CPU_PLATFORM
-            devices = tuple(gpu.uuid for gpu in lease.gpus) if is_on_gpus else None
-            found = order.planned(devices)
-            ends = run_attempt(found.plan, found.description, order.listener, lease.descriptors)
-            return Outcome(ends=ends, health=watch.finish())
 
-
-def trusted_first(gpus: Sequence[Gpu], avoided: frozenset[str]) -> tuple[Gpu, ...]:
-    """Return the GPUs with those last on which the hardware failed before."""
-    return tuple(sorted(gpus, key=lambda gpu: gpu.uuid in avoided))
+def _carry_out(order: Order, planned: Planned, lease: Lease) -> Outcome:
+    return Outcome(
+        ends=run_attempt(planned.plan, planned.description, order.listener, lease.descriptors)
+    )

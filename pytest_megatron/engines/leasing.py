@@ -1,0 +1,72 @@
+"""What engines share that run an attempt on this machine, one at a time, on GPUs of its own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from pytest_megatron.engines.base import Order, Outcome, Phase, Planned, Resources, Update
+from pytest_megatron.host import CPU_PLATFORM, Gpu, Host
+from pytest_megatron.launch.health import HealthWatch
+from pytest_megatron.lease import Lease, lease_gpus
+
+CarryOut = Callable[[Order, Planned, Lease], Outcome]
+
+
+class LeasingEngine:
+    """Runs orders within `poll`, in the order in which they came."""
+
+    is_queue = False
+    interval_s = 0.0
+
+    def __init__(self, host: Host, carry_out: CarryOut) -> None:
+        """Have nothing to run yet.
+
+        Args:
+            host: Whose GPUs are leased.
+            carry_out: Runs a plan to its end while its GPUs are held.
+        """
+        self._host = host
+        self._carry_out = carry_out
+        self._waiting: list[Order] = []
+
+    def lacks(self, needed: Resources) -> str | None:
+        """Return which GPUs are not there; nodes are on this machine, side by side."""
+        return self._host.lacks(needed.platform, needed.num_nodes * needed.ranks_per_node)
+
+    def submit(self, orders: Sequence[Order]) -> None:
+        """Keep orders until `poll`."""
+        self._waiting += orders
+
+    def poll(self) -> Sequence[Update]:
+        """Run the next order to its end.
+
+        Raises:
+            LaunchError: It cannot be started, now or later.
+            KeyboardInterrupt: Ctrl-C; everything of the attempt is gone by then.
+        """
+        if not self._waiting:
+            return []
+        order = self._waiting.pop(0)
+        return [Update(key=order.key, phase=Phase.ENDED, outcome=self._run(order))]
+
+    def cancel(self, keys: Sequence[str]) -> None:
+        """Forget orders; none of them runs outside of `poll`."""
+        self._waiting = [order for order in self._waiting if order.key not in keys]
+
+    def _run(self, order: Order) -> Outcome:
+        """Run an order on GPUs that nobody else has."""
+        needed = order.resources
+        fitting = _trusted_first(self._host.fitting(needed.platform), order.avoid_gpus)
+        leased = lease_gpus(fitting, needed.num_gpus, lambda text: order.listener.on_lines([text]))
+        with contextlib.closing(leased) as lease, HealthWatch(lease.gpus) as watch:
+            is_on_gpus = needed.platform != CPU_PLATFORM
+            devices = tuple(gpu.uuid for gpu in lease.gpus) if is_on_gpus else None
+            outcome = self._carry_out(order, order.planned(devices), lease)
+            return replace(outcome, health=watch.finish())
+
+
+def _trusted_first(gpus: Sequence[Gpu], avoided: frozenset[str]) -> tuple[Gpu, ...]:
+    """Return the GPUs with those last on which the hardware failed before."""
+    return tuple(sorted(gpus, key=lambda gpu: gpu.uuid in avoided))

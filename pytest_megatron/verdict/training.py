@@ -158,10 +158,10 @@ def _repeat(job: Job, facts: Facts, listener: Listener, retries: Retries, *, rep
         order = _order(job, facts, listener, outcomes, repeat=repeat, delay_s=pause_s)
         outcome = yield order
         outcomes.append(outcome)
-        planned = order.planned(None)
-        if unclean := _redact(job, planned, outcome):
+        plan = plan_job(job, repeat=repeat, number=len(outcomes))  # anew: it is large to keep
+        if unclean := _redact(job, plan, outcome):
             listener.on_lines(unclean)
-        attempts.append(_judged(job, planned, outcome, repeat=repeat, number=len(outcomes)))
+        attempts.append(_judged(job, plan, outcome, repeat=repeat, number=len(outcomes)))
         step = next_step(attempts, job.retry, random.random())  # noqa: S311 - no secret
         if isinstance(step, Stop):
             return RepeatEnd(attempts=tuple(attempts), stopped=step.reason)
@@ -192,7 +192,7 @@ def _order(
         description = describe_plan(on_these, plan, facts, repeat=repeat, number=number)
         return Planned(plan=plan, description=description)
 
-    plan = planned(None).plan
+    plan = plan_job(job, repeat=repeat, number=number)
     healths = [outcome.health for outcome in earlier if outcome.health is not None]
     return Order(
         key=f"{job.dirs.root.name}/{dirs.root.relative_to(job.dirs.root)}",
@@ -232,9 +232,9 @@ def _suspects(outcome: Outcome) -> tuple[str, ...]:
     return outcome.hosts if has_faults or is_of_host else ()
 
 
-def _judged(job: Job, planned: Planned, outcome: Outcome, *, repeat: int, number: int) -> Attempt:
+def _judged(job: Job, plan: AttemptPlan, outcome: Outcome, *, repeat: int, number: int) -> Attempt:
     """Clean up, read and judge what an attempt left."""
-    plan, health = planned.plan, outcome.health
+    health = outcome.health
     if health is not None:
         write_json_atomically(plan.dirs.health, health.as_json())
     attempt = Attempt(
@@ -258,10 +258,10 @@ def _judged(job: Job, planned: Planned, outcome: Outcome, *, repeat: int, number
     return replace(judged, cause=cause)
 
 
-def _redact(job: Job, planned: Planned, outcome: Outcome) -> list[str]:
+def _redact(job: Job, plan: AttemptPlan, outcome: Outcome) -> list[str]:
     """Take secrets out of an attempt's files; return what to tell where that failed."""
-    redactor = job.redactor(planned.plan)
+    redactor = job.redactor(plan)
     for end in outcome.ends:  # a script before the training may have exported some
         redactor = redactor.knowing(Redactor.of(end.plan.env, (), redactor.names).values)
-    unclean = redact_tree(planned.plan.dirs.root, redactor)
+    unclean = redact_tree(plan.dirs.root, redactor)
     return [f"secrets may be left in {text}" for text in unclean]

@@ -35,6 +35,7 @@ from pytest_megatron.gang.messages import (
     Close,
     Collected,
     Died,
+    Done,
     Fork,
     Hello,
     Interrupt,
@@ -333,7 +334,7 @@ class Fleet:
         gang.channels[hello.rank] = source
 
         def on_rank(_: object) -> None:
-            self._on_rank(gang, hello.rank, source)
+            self._drain_rank(gang, hello.rank)
 
         self._selector.modify(source, selectors.EVENT_READ, on_rank)
         gang.inboxes[hello.rank] = deque(rest)
@@ -411,9 +412,6 @@ class Fleet:
                 self._fork(gang, port, problem)
             case Died(rank=rank):
                 self._drain_rank(gang, rank)
-                if gang.lifecycle.is_past(rank):  # it may have died in the test sent ahead
-                    self._drain_others(gang)
-                    self._deliver(gang)
                 gang.lost.pop(rank, None)
                 self._tell(gang, rank, message)
             case Stacks():
@@ -468,41 +466,44 @@ class Fleet:
         for number, orders in by_nursery.items():
             channels[number].send(Fork(orders=tuple(orders)), gang.descriptors)
 
-    def _on_rank(self, gang: Gang, rank: int, channel: Channel) -> None:
-        self._drain_rank(gang, rank)
-        if channel.is_closed:
-            self._drop(channel)
-            gang.channels.pop(rank, None)
-            gang.lost[rank] = time.monotonic()
-
     def _drain_rank(self, gang: Gang, rank: int) -> None:
         """Take what a rank said; before its death is told, also its last words."""
-        channel = gang.channels.get(rank)
-        if channel is not None:
-            gang.inboxes.setdefault(rank, deque()).extend(channel.drain())
+        if rank in gang.channels:
+            self._read(gang, rank)
             self._deliver(gang)
+
+    def _read(self, gang: Gang, rank: int) -> bool:
+        """Read what a rank has said by now; return whether there was anything."""
+        channel = gang.channels[rank]
+        found = channel.drain()
+        gang.inboxes.setdefault(rank, deque()).extend(found)
+        if channel.is_closed:
+            self._drop(channel)
+            del gang.channels[rank]
+            gang.lost[rank] = time.monotonic()
+            gang.lifecycle.lose(rank)
+        return bool(found)
+
+    def _read_all(self, gang: Gang) -> bool:
+        """Read what all ranks of a gang have said by now; return whether there was anything."""
+        found = [self._read(gang, rank) for rank in list(gang.channels)]
+        return any(found)
 
     def _deliver(self, gang: Gang) -> None:
         """Look at what ranks said, what they said of the running test first.
 
         A rank that has ended it may have gone on; what it says then comes after the last words of
-        all others on the running test, which are underway at the least.
+        all others on the running test, which are underway at the least. Before the last rank ends
+        it, those that died earlier are seen to be gone.
         """
         while ranks := [rank for rank, inbox in gang.inboxes.items() if inbox]:
             present = [rank for rank in ranks if not gang.lifecycle.is_past(rank)]
-            if not present and self._drain_others(gang):
+            if not present and self._read_all(gang):
                 continue
             rank = (present or ranks)[0]
+            if gang.lifecycle.is_awaited(rank) and isinstance(gang.inboxes[rank][0], Done):
+                self._read_all(gang)
             self._tell(gang, rank, gang.inboxes[rank].popleft())
-
-    def _drain_others(self, gang: Gang) -> bool:
-        """Read what all ranks of a gang have said by now; return whether there was anything."""
-        is_new = False
-        for rank, channel in gang.channels.items():
-            found = channel.drain()
-            gang.inboxes.setdefault(rank, deque()).extend(found)
-            is_new = is_new or bool(found)
-        return is_new
 
     def _tell(self, gang: Gang, rank: int, message: Message) -> None:
         if isinstance(message, Ready) and rank in gang.missing:

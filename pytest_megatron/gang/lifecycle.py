@@ -7,6 +7,7 @@ limit counts. Who is not done by then is asked for its stack and killed with the
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from enum import Enum
 
@@ -41,6 +42,7 @@ from pytest_megatron.wording import describe_exit, name_ranks
 
 _EXIT_S = 1.0  # for other ranks to end, where one has asked pytest itself to
 _STACKS_WAIT_S = 3.0  # for a nursery to bring stacks; it gives ranks one second
+MOST_AHEAD = 16  # tests that a gang may hold beside the one that it runs
 START_LIMIT_S = 300.0  # to import torch and collect; slow file systems exist
 
 
@@ -57,7 +59,14 @@ class State(Enum):
 
 
 class Lifecycle:
-    """One gang, from its first rank to its last."""
+    """One gang, from its first rank to its last.
+
+    Attributes:
+        problems: What went wrong after the last test that ended.
+        late: Rank -> report of a teardown that failed after that test was reported.
+        unbegun: Number of the execution that the gang had when one of its ranks was found to be
+            dead since the test before it; it has to run elsewhere. 0 without one.
+    """
 
     def __init__(self, log_dirs: Sequence[str], *, grace_s: float, now: float) -> None:
         """Begin.
@@ -70,10 +79,11 @@ class Lifecycle:
         self.state = State.STARTING
         self.problems: list[str] = []
         self.late: dict[int, JsonValue] = {}
+        self.unbegun = 0
         self._ranks = [RankState(rank=rank, log_dir=path) for rank, path in enumerate(log_dirs)]
         self._grace_s = grace_s
         self._run: Run | None = None
-        self._ahead: tuple[Run, float] | None = None
+        self._ahead: deque[tuple[Run, float]] = deque()
         self._limit_s = 0.0
         self._is_isolated = False
         self._started_at = now
@@ -108,37 +118,52 @@ class Lifecycle:
         self._patience_s = self._grace_s
 
     def send_ahead(self, run: Run, *, limit_s: float) -> list[Action]:
-        """Send the test that follows the running one; ranks start it if all end that well.
+        """Send a test that follows what the gang has; ranks start it if all end that well.
 
         In any other case it is dropped, here as in the ranks, which know the same.
         """
-        assert self._run is not None
-        assert self._ahead is None
-        assert run.after == self._run.run
-        self._ahead = run, limit_s
+        assert run.after == self.last_run
+        self._ahead.append((run, limit_s))
         return [SendRun(run=run)]
 
     @property
     def may_send_ahead(self) -> bool:
-        """Whether it runs a test that may end well, and has nothing to go on with."""
+        """Whether it runs a test that may end well, and has room for what comes after it."""
         return (
             self.state is State.RUNNING
-            and self._ahead is None
+            and len(self._ahead) < MOST_AHEAD
             and self._sign_at is None
             and not self._is_isolated
         )
 
     @property
-    def ahead(self) -> int:
-        """Number of the execution that was sent ahead, 0 without one."""
-        return 0 if self._ahead is None else self._ahead[0].run
+    def runs(self) -> list[int]:
+        """Numbers of the executions that it has: the running one, then those sent ahead."""
+        return [] if self._run is None else [self.run, *(run.run for run, _ in self._ahead)]
+
+    @property
+    def last_run(self) -> int:
+        """Number of the last execution that it has, 0 without one."""
+        return self._ahead[-1][0].run if self._ahead else self.run
 
     def is_past(self, rank: int) -> bool:
-        """Whether what a rank says now may be of the test that was sent ahead.
+        """Whether what a rank says now may be of a test that was sent ahead.
 
         If it is, all ranks have said that they ended the running one.
         """
-        return self._ahead is not None and self._ranks[rank].done is not None
+        return bool(self._ahead) and self._ranks[rank].done is not None
+
+    def is_awaited(self, rank: int) -> bool:
+        """Whether a rank is the only one that has not ended the running test."""
+        busy = [r.rank for r in self._ranks if not r.is_settled]
+        return self.state is State.RUNNING and busy == [rank]
+
+    def lose(self, rank: int) -> None:
+        """Take note that a rank says no more; why it does not is told later.
+
+        Until then no test ends well: the rank may have died before the others had ended it.
+        """
+        self._ranks[rank].is_lost = True
 
     def close(self, now: float) -> list[Action]:
         """Tear down an idle gang; one that is busy or starts is killed.
@@ -157,8 +182,12 @@ class Lifecycle:
         if self.state in (State.KILLING, State.GONE):
             return []
         self.state = State.KILLING
-        self._run = self._ahead = None
+        self._drop_runs()
         return [KillGang()]
+
+    def _drop_runs(self) -> None:
+        self._run = None
+        self._ahead.clear()
 
     @property
     def run(self) -> int:
@@ -219,9 +248,8 @@ class Lifecycle:
                 for name, phase in message.phases.items():
                     self._ranks[int(name)].phase = phase
                 return self._finish(now) if self.state is State.STOPPING else []
-            case Died(exit_code=exit_code):
-                self._ranks[rank].phase = message.phase
-                return self._on_death(self._ranks[rank], exit_code, now)
+            case Died():
+                return self._on_death(self._ranks[rank], message, now)
             case _:
                 return self._on_word(self._ranks[rank], message, now)
 
@@ -246,6 +274,7 @@ class Lifecycle:
                     self._patience_s = min(self._grace_s, _EXIT_S)
                 return self._settle(now)
             case Broken(problem=problem):
+                rank.is_lost = False
                 rank.problem = rank.problem or problem
                 return self._on_loss(rank, problem, now)
             case Closed():
@@ -299,19 +328,33 @@ class Lifecycle:
         if self._sign_at is None:
             self._sign_at = now
 
-    def _on_death(self, rank: RankState, exit_code: int, now: float) -> list[Action]:
-        if rank.exit_code is not None:
+    def _on_death(self, rank: RankState, died: Died, now: float) -> list[Action]:
+        if rank.exit_code is not None or rank.death is not None:
             return []
-        rank.exit_code = exit_code
+        rank.is_lost = False
         self._debugging.discard(rank.rank)
-        return self._on_loss(rank, describe_exit(exit_code), now)
+        if self.state is State.RUNNING and died.run in self.runs[1:]:
+            rank.death = died  # it ended the running test, and what the others say of it will come
+            return self._settle(now)
+        rank.exit_code, rank.phase = died.exit_code, died.phase
+        what = describe_exit(died.exit_code)
+        if self.state is State.RUNNING and 0 < died.run < self.run and not rank.problem:
+            self.unbegun = self.run
+            self._blame_last(rank, f"{what} after its test")
+            return self.kill()
+        return self._on_loss(rank, what, now)
+
+    def _blame_last(self, rank: RankState, what: str) -> None:
+        """Note a problem of the test that ended last."""
+        if not rank.is_closed:
+            self.problems.append(f"rank {rank.rank} {what}")
 
     def _on_loss(self, rank: RankState, what: str, now: float) -> list[Action]:
         """Go on after a rank was lost, be it its process or its connection."""
-        is_between = self.state in (State.IDLE, State.CLOSING)
-        if is_between and not rank.is_closed:
-            when = "after its test" if self.state is State.IDLE else "in the last teardown"
-            self.problems.append(f"rank {rank.rank} {what} {when}")
+        if self.state is State.IDLE:
+            self._blame_last(rank, f"{what} after its test")
+        if self.state is State.CLOSING:
+            self._blame_last(rank, f"{what} in the last teardown")
         match self.state:
             case State.STARTING:
                 self._sign(rank, now)
@@ -353,16 +396,19 @@ class Lifecycle:
             return self._end(Reason.DESYNCHRONISED, 0.0, now, is_kept=False)
         is_dead = any(r.exit_code is not None for r in self._ranks)
         is_kept = is_in_step and not is_dead and not any(d.poison for d in done)
-        if is_kept and self._ahead is not None and all(d.is_clean for d in done):
-            return self._go_on(*self._ahead, now)
+        if is_kept and self._ahead and all(d.is_clean for d in done):
+            return self._go_on(now)
         return self._end(Reason.DONE, 0.0, now, is_kept=is_kept)
 
-    def _go_on(self, run: Run, limit_s: float, now: float) -> list[Action]:
+    def _go_on(self, now: float) -> list[Action]:
         """End the test and take up the one that the ranks have started by themselves."""
-        finish = self._finished(Reason.DONE, 0.0, now, is_kept=True)
-        self._ahead = None
-        self._begin(run, limit_s, now)
-        return [finish]
+        actions: list[Action] = [self._finished(Reason.DONE, 0.0, now, is_kept=True)]
+        self._begin(*self._ahead.popleft(), now)
+        for rank in self._ranks:
+            if rank.death is not None and rank.death.run == self.run:
+                died, rank.death = rank.death, None
+                actions += self._on_death(rank, died, now)
+        return actions
 
     def _kind_of_sign(self) -> Reason:
         first = min((r for r in self._ranks if r.at is not None), key=lambda r: (r.at, r.rank))
@@ -386,7 +432,7 @@ class Lifecycle:
         return self._end(reason, limit_s, now, is_kept=False)
 
     def _end(self, reason: Reason, limit_s: float, now: float, *, is_kept: bool) -> list[Action]:
-        is_kept = is_kept and not self._is_isolated
+        is_kept = is_kept and not self._is_isolated and all(r.death is None for r in self._ranks)
         actions: list[Action] = []
         if is_kept:
             self.state = State.IDLE
@@ -395,7 +441,7 @@ class Lifecycle:
             actions.append(KillGang())
         if self._run is not None:
             actions.append(self._finished(reason, limit_s, now, is_kept=is_kept))
-        self._run = self._ahead = None
+        self._drop_runs()
         return actions
 
     def _finished(self, reason: Reason, limit_s: float, now: float, *, is_kept: bool) -> Finish:

@@ -276,12 +276,14 @@ class Died:
         exit_code: As `Popen.returncode`: negative means killed by that signal.
         phase: The phase of a test that it was in: setup, call, teardown, or "" between tests; of
             a rank that collects, the node id that it was at.
+        run: The execution that it began last, 0 before the first.
     """
 
     gang: int
     rank: int
     exit_code: int
     phase: str = ""
+    run: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,7 +48,7 @@ from pytest_megatron.gang.processes import (
     kill_descendants,
     send_signal,
 )
-from pytest_megatron.gang.rank_ends import PHASE_BYTES, RankEnds
+from pytest_megatron.gang.rank_ends import NOTE_BYTES, RankEnds, read_note
 from pytest_megatron.gang.starter import Keeper, Starter
 
 STACK_SIGNAL = signal.SIGRTMIN + 9
@@ -60,18 +60,19 @@ _STACKS_S = 1.0  # for a rank to write its stack
 class _Child:
     order: RankOrder
     trigger: int
-    phase_file: int
+    notes: int
     is_alive: bool = True
     exit_code: int = 0
 
     @property
-    def phase(self) -> str:
-        return os.pread(self.phase_file, PHASE_BYTES, 0).decode(errors="replace").strip("\0 ")
+    def noted(self) -> tuple[int, str]:
+        """The execution that it began last, and the phase that it is in."""
+        return read_note(os.pread(self.notes, NOTE_BYTES, 0))
 
     def close(self, exit_code: int) -> None:
         self.is_alive, self.exit_code = False, exit_code
         os.close(self.trigger)
-        os.close(self.phase_file)
+        os.close(self.notes)
 
 
 @dataclass(slots=True)
@@ -177,18 +178,18 @@ class Nursery:
         self, order: RankOrder, descriptors: Sequence[int], lockstep: Lockstep | None
     ) -> None:
         trigger_read, trigger = os.pipe()
-        phase = os.memfd_create("phase")
-        os.ftruncate(phase, PHASE_BYTES)
+        notes = os.memfd_create("notes")
+        os.ftruncate(notes, NOTE_BYTES)
         others = [c for c in self._children.values() if c.is_alive]
-        unwanted = [fd for child in others for fd in (child.trigger, child.phase_file)]
+        unwanted = [fd for child in others for fd in (child.trigger, child.notes)]
         pid = self._starter.start(
             order,
-            RankEnds(trigger_read, phase, lockstep),
+            RankEnds(trigger_read, notes, lockstep),
             descriptors,
             [*unwanted, *self._own, trigger],
         )
         os.close(trigger_read)
-        self._children[pid] = _Child(order, trigger, phase)
+        self._children[pid] = _Child(order, trigger, notes)
 
     def _adopt(self, adopt: Adopt) -> None:
         """Make a template that becomes a rank one of a gang's."""
@@ -214,7 +215,7 @@ class Nursery:
             if child is None:
                 self._starter.take_note_of_end(pid)
             elif child.is_alive:
-                phase = child.phase
+                run, phase = child.noted
                 child.close(os.waitstatus_to_exitcode(status))
                 self._channel.send(
                     Died(
@@ -222,6 +223,7 @@ class Nursery:
                         rank=child.order.rank,
                         exit_code=child.exit_code,
                         phase=phase,
+                        run=run,
                     )
                 )
 
@@ -281,7 +283,7 @@ class Nursery:
                 with contextlib.suppress(OSError):
                     os.write(self._children[pid].trigger, b"d")
             if order.rank in ranks:
-                phases[str(order.rank)] = self._children[pid].phase
+                phases[str(order.rank)] = self._children[pid].noted[1]
                 files[order.rank] = Path(order.log_dir)
                 send_signal([pid], STACK_SIGNAL)
                 send_signal([pid], signal.SIGCONT)  # one that was stopped says nothing

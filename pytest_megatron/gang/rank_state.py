@@ -5,17 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pytest_megatron.files import JsonValue
-from pytest_megatron.gang.messages import Done
+from pytest_megatron.gang.messages import Died, Done
 from pytest_megatron.gang.spec import RankEnd
 
 
 @dataclass(slots=True, kw_only=True)
 class RankState:
-    """What is known of one rank; some of it is of the running test alone."""
+    """What is known of one rank; some of it is of the running test alone.
+
+    Attributes:
+        is_lost: Whether it says no more, and nobody has said why.
+        death: Its death in a test that was sent ahead and is not the running one yet.
+    """
 
     rank: int
     log_dir: str
     is_ready: bool = False
+    is_lost: bool = False
+    death: Died | None = None
     exit_code: int | None = None
     is_closed: bool = False
     problem: str = ""
@@ -49,7 +56,8 @@ class RankState:
     @property
     def is_settled(self) -> bool:
         """Whether nothing more is to come of it in this test."""
-        return self.done is not None or self.exit_code is not None or bool(self.problem)
+        is_ended = self.done is not None or self.exit_code is not None or bool(self.problem)
+        return is_ended and not self.is_lost
 
     def end(self) -> RankEnd:
         """Return how it ended the test."""

@@ -268,19 +268,20 @@ class Dispatcher:
         Who wants a say in whether there is a next test: a limit of failures, reruns, a debugger,
         and other gangs that may be idle by then.
         """
-        if not self._may_send_ahead or not self._crew.fleet.may_send_ahead(gang):
+        if not self._may_send_ahead or not (self.is_in_order or self.is_serial):
             return
-        if not (self.is_in_order or self.is_serial) or not self._pays_ahead(gang.spec):
-            return
-        taken = self._schedule.take_planned(gang.number, gang.spec)
-        if taken is not None:
+        fleet = self._crew.fleet
+        while fleet.may_send_ahead(gang) and self._pays_ahead(gang.spec):
+            taken = self._schedule.take_planned(gang.number, gang.spec)
+            if taken is None:
+                return
             index, next_index = taken
-            after = gang.lifecycle.run
-            if num_reruns_of(self._items[index], self._num_reruns):
+            item = self._items[index]
+            if num_reruns_of(item, self._num_reruns):
                 self._schedule.put_back(gang.number, index)
                 return
-            run = self._prepare(gang, index, next_index, after)
-            self._crew.fleet.send_ahead(gang, run, limit_s=self._limits_s[self._items[index]])
+            run = self._prepare(gang, index, next_index, gang.lifecycle.last_run)
+            fleet.send_ahead(gang, run, limit_s=self._limits_s[item])
 
     def _pays_ahead(self, spec: GangSpec) -> bool:
         is_cheap = spec.device == "cpu" and spec.world_size <= self._most_ahead
@@ -340,14 +341,17 @@ class Dispatcher:
         gang.ends.clear()
 
     def _take_back(self, gang: Gang) -> None:
-        """Take back the test that was sent ahead, where the one before it did not end well."""
-        numbers = (gang.lifecycle.run, gang.lifecycle.ahead)
-        for number, (owner, execution) in list(self._running.items()):
-            if owner is gang and number not in numbers:
+        """Take back what was sent ahead, where the test before it did not end well."""
+        for number, execution in self._executions(gang):
+            if number not in gang.lifecycle.runs:
                 del self._running[number]
                 assert execution.before is not None
                 self._last[gang.number] = execution.before
                 self._schedule.put_back(gang.number, execution.index)
+
+    def _executions(self, gang: Gang) -> list[tuple[int, Execution]]:
+        """Return what a gang runs or was sent ahead, the last first, with its number."""
+        return [(n, e) for n, (owner, e) in reversed(self._running.items()) if owner is gang]
 
     def _keep_late(
         self, item: pytest.Item | None, late: Mapping[int, JsonValue], gang: Gang
@@ -360,15 +364,17 @@ class Dispatcher:
     def _forget(self, gang: Gang) -> None:
         self._crew.forget(gang)
         item = self._last.pop(gang.number, None)
+        self._schedule.forget(gang.number)
+        for number, execution in self._executions(gang):
+            # Interrupted by what happened to others, or to the test before it: it runs again.
+            del self._running[number]
+            if not self._is_by_hand:
+                self._schedule.give_back(execution.index)
+            if gang.lifecycle.unbegun:
+                item = execution.before
         self._keep_late(item, gang.lifecycle.late, gang)
         if item is not None:
             self._late += [(item, merge_problem(text)) for text in gang.lifecycle.problems]
-        self._schedule.forget(gang.number)
-        for number, (owner, execution) in list(self._running.items()):
-            if owner is gang:  # interrupted by what happened to others: it runs again
-                del self._running[number]
-                if not self._is_by_hand:
-                    self._schedule.give_back(execution.index)
 
 
 def _is_one_by_one(specs: set[GangSpec], num_slots: int) -> bool:

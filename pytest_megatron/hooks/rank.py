@@ -84,6 +84,7 @@ class RankPlugin:
         self.shared_dir = Path(run.shared_dir)
         self.printed.take()
         self._shown = ""
+        self._ends.begin_run(run.run)
         self._ends.note("setup")
         item.session.shouldfail = item.session.shouldstop = False
         stop: tuple[JsonValue, ...] = ()

@@ -133,7 +133,7 @@ class Executing:
     ) -> int:
         """Execute this interpreter anew."""
         del unwanted  # it gets what it is given
-        shared = {"trigger": ends.trigger, "phase": ends.phase}
+        shared = {"trigger": ends.trigger, "notes": ends.notes}
         content = {"brief": asdict(self.brief), "order": _as_json(order), "ends": shared}
         code = _CODE.format(path=self.brief.path, name="fresh_main", argument=os.getpid())
         with tempfile.TemporaryFile() as file:
@@ -143,7 +143,7 @@ class Executing:
                 [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", code],  # type: ignore[attr-defined]  # noqa: SLF001 - as multiprocessing does
                 env={**self.brief.env, **order.env},
                 stdin=file,
-                pass_fds=[ends.trigger, ends.phase, *inherited],
+                pass_fds=[ends.trigger, ends.notes, *inherited],
                 start_new_session=True,
             )
         process.returncode = 0  # it is the nursery that waits for it

@@ -123,6 +123,7 @@ CASES: tuple[Case, ...] = (
     Case(name="sleep_before", sign="limit", says="in sleep", has_stacks="all"),
     Case(name="sleep_after", sign="limit", says="in sleep", has_stacks="guilty"),
     Case(name="dies_when_done", says="^rank {g} of {w} was killed by SIGKILL"),
+    Case(name="dies_untold", says="^rank {g} of {w} was killed by SIGKILL"),
     Case(name="gil_before", sign="limit", says="in hold_gil", has_stacks="all"),
     Case(name="sigstop_before", sign="limit", says=r"ranks 0-\d did not end", has_stacks="all"),
     Case(

@@ -364,20 +364,60 @@ def ignores_interrupt(gang: Gang) -> None:
     sleep()
 
 
-@body
-def dies_when_done(gang: Gang) -> None:
-    """Pass, and die while the others are still busy."""
+def last_pid(gang: Gang) -> int:
+    """Return the process of the last rank, in all ranks."""
     pid = torch.tensor([os.getpid() if gang.is_last else 0])
     pids = pid.to(gang.device)
     dist.all_reduce(pids)
     gang.reduce()
+    return int(pids.item())
+
+
+def wait_while(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def is_dead(pid: int) -> bool:
+    """Whether a process and all its threads ended, though nobody has collected it."""
+    process = Path(f"/proc/{pid}")
+    try:
+        is_alone = len(list((process / "task").iterdir())) == 1
+        return is_alone and ") Z" in (process / "stat").read_text()
+    except OSError:  # it was collected
+        return True
+
+
+@body
+def dies_when_done(gang: Gang) -> None:
+    """Pass, and die while the others are still busy."""
+    pid = last_pid(gang)
     if gang.is_last:
         gang.sign()
         threading.Timer(0.5, kill).start()
-        return
-    deadline = time.monotonic() + 60
-    while os.path.exists(f"/proc/{int(pids.item())}") and time.monotonic() < deadline:  # noqa: PTH110 - cheap
-        time.sleep(0.01)
+    else:
+        wait_while(lambda: os.path.exists(f"/proc/{pid}"))  # noqa: PTH110 - cheap
+
+
+@body
+def dies_untold(gang: Gang) -> None:
+    """Die likewise, but have the others pass before anybody can say so."""
+    pid, template = last_pid(gang), os.getppid()
+
+    def die() -> None:
+        os.kill(template, signal.SIGSTOP)
+        kill()
+
+    if gang.is_last:
+        gang.sign()
+        threading.Timer(0.5, die).start()
+    else:
+        wait_while(lambda: not is_dead(pid))
+    if gang.is_first and os.fork() == 0:  # this rank may be gone before that
+        time.sleep(0.5)
+        os.kill(template, signal.SIGCONT)
+        os._exit(0)
 
 
 @body

@@ -1,101 +1,38 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from gang_words import (
+    DIRS,
+    GRACE_S,
+    LIMIT_S,
+    SIZE,
+    busy_gang,
+    died,
+    done,
+    end_all_but,
+    failed,
+    late,
+    new_gang,
+    passed,
+    run_of,
+    stacks,
+    the_end,
+)
 
 from pytest_megatron.gang.actions import AskForStacks, Finish, KillGang, SendClose, SendRun
-from pytest_megatron.gang.lifecycle import START_LIMIT_S, Lifecycle, State
+from pytest_megatron.gang.lifecycle import START_LIMIT_S, State
 from pytest_megatron.gang.messages import (
     Broken,
     Closed,
     DebuggerLeft,
     DebuggerReads,
     DebuggerWanted,
-    Died,
     Done,
     Killed,
-    PhaseEnded,
     Ready,
-    Run,
-    Stacks,
 )
 from pytest_megatron.gang.spec import RankEnd, Reason, RunEnd
 from pytest_megatron.wording import describe_exit, name_ranks
-
-SIZE = 8
-GRACE_S = 10.0
-LIMIT_S = 60.0
-DIRS = [f"logs/{rank}" for rank in range(SIZE)]
-
-
-def run_of(number: int = 1) -> Run:
-    return Run(
-        run=number,
-        index=number,
-        node_id=f"test_a.py::test_{number}",
-        next_index=-1,
-        next_node_id="",
-        shared_dir="",
-        is_last_if_failed=False,
-    )
-
-
-def new_gang(*, is_ready: bool = True) -> Lifecycle:
-    gang = Lifecycle(DIRS, grace_s=GRACE_S, now=0.0)
-    for rank in range(SIZE if is_ready else 0):
-        assert gang.handle(rank, Ready(), 0.0) == []
-    return gang
-
-
-def busy_gang(*, limit_s: float = LIMIT_S, is_isolated: bool = False) -> Lifecycle:
-    """A gang whose ranks began test 1 at time 0."""
-    gang = new_gang()
-    sent = gang.assign(run_of(), limit_s=limit_s, is_isolated=is_isolated, now=0.0)
-    assert sent == [SendRun(run=run_of())]
-    return gang
-
-
-def done(run: int = 1, *, collectives: int = 3, poison: str = "") -> Done:
-    return Done(run=run, reports=(), num_collectives=collectives, poison=poison)
-
-
-def failed(when: str = "call", outcome: str = "failed", run: int = 1) -> PhaseEnded:
-    return PhaseEnded(run=run, when=when, outcome=outcome, at=0.0)
-
-
-def died(rank: int, exit_code: int = -9, phase: str = "call") -> Died:
-    return Died(gang=1, rank=rank, exit_code=exit_code, phase=phase)
-
-
-def end_all_but(gang: Lifecycle, *late: int, now: float = 1.0) -> list[object]:
-    """All other ranks end the test in order; return what the last one brings about."""
-    actions: list[object] = []
-    for rank in set(range(SIZE)) - set(late):
-        actions += gang.handle(rank, done(), now)
-    return actions
-
-
-def the_end(actions: list[object]) -> RunEnd:
-    (finish,) = [a for a in actions if isinstance(a, Finish)]
-    return finish.end
-
-
-def passed(rank: int) -> RankEnd:
-    return RankEnd(rank=rank, done=done(), outcome="passed", log_dir=DIRS[rank])
-
-
-def stacks(*ranks: int) -> Stacks:
-    return Stacks(
-        gang=1,
-        stacks={str(rank): f"stack {rank}" for rank in ranks},
-        flights={str(rank): "{}" for rank in ranks},
-        phases={str(rank): "call" for rank in ranks},
-    )
-
-
-def late(rank: int) -> RankEnd:
-    return RankEnd(rank=rank, phase="call", stack=f"stack {rank}", flight="{}", log_dir=DIRS[rank])
 
 
 def test_a_test_ends_once_every_rank_has_ended_it() -> None:
@@ -436,65 +373,3 @@ def test_a_gang_that_is_asked_to_close_again_tears_down_in_peace() -> None:
     assert gang.close(1.0) == [SendClose()]
     assert gang.close(1.1) == []
     assert gang.state is State.CLOSING
-
-
-def ahead_gang() -> Lifecycle:
-    """A gang that runs test 1 and goes on with test 2 if all ends well."""
-    gang = busy_gang()
-    run = replace(run_of(2), after=1)
-    assert gang.send_ahead(run, limit_s=LIMIT_S / 2) == [SendRun(run=run)]
-    return gang
-
-
-def clean(run: int = 1) -> Done:
-    return replace(done(run), is_clean=True)
-
-
-def test_a_gang_goes_on_with_the_test_sent_ahead_once_all_ended_well() -> None:
-    gang = ahead_gang()
-    assert [gang.handle(rank, clean(), 1.0) for rank in range(SIZE - 1)] == [[]] * (SIZE - 1)
-    assert [gang.is_past(rank) for rank in range(SIZE)] == [True] * (SIZE - 1) + [False]
-    end = the_end(list(gang.handle(SIZE - 1, clean(), 4.0)))
-    assert (end.run, end.reason, end.is_kept, end.duration_s) == (1, Reason.DONE, True, 4.0)
-    assert (gang.state, gang.run, gang.ahead) == (State.RUNNING, 2, 0)
-    assert gang.deadline == 4.0 + LIMIT_S / 2
-    assert gang.may_send_ahead
-    end = the_end([a for r in range(SIZE) for a in gang.handle(r, clean(2), 5.0)])
-    assert (end.run, end.duration_s, gang.state) == (2, 1.0, State.IDLE)
-
-
-@pytest.mark.parametrize("last", [done(), replace(clean(), num_collectives=4)])
-def test_a_test_sent_ahead_is_dropped_where_a_rank_ended_otherwise(last: Done) -> None:
-    gang = ahead_gang()
-    for rank in range(SIZE - 1):
-        gang.handle(rank, clean(), 1.0)
-    assert the_end(list(gang.handle(SIZE - 1, last, 1.0))).run == 1
-    assert (gang.run, gang.ahead) == (0, 0)
-
-
-def test_a_rank_that_dies_once_all_have_gone_on_fails_the_next_test() -> None:
-    gang = ahead_gang()
-    for rank in range(SIZE):
-        gang.handle(rank, clean(), 1.0)
-    gang.handle(0, died(0), 1.0)
-    gang.tick(1.0 + GRACE_S)
-    end = the_end(list(gang.handle(0, stacks(*range(1, SIZE)), 12.0)))
-    assert (end.run, end.reason, end.ranks[0].exit_code) == (2, Reason.DIED, -9)
-
-
-def test_a_rank_that_dies_before_all_have_gone_on_fails_the_test_it_ended() -> None:
-    gang = ahead_gang()
-    gang.handle(0, clean(), 1.0)
-    gang.handle(0, died(0), 1.0)
-    end = the_end(end_all_but(gang, 0))
-    assert (end.run, end.reason, end.ranks[0].exit_code) == (1, Reason.DIED, -9)
-    assert (gang.state, gang.ahead) == (State.KILLING, 0)
-
-
-def test_nothing_is_sent_ahead_of_a_test_in_trouble() -> None:
-    assert busy_gang().may_send_ahead
-    gang = busy_gang()
-    gang.handle(0, failed(), 1.0)
-    assert not gang.may_send_ahead
-    assert not ahead_gang().may_send_ahead
-    assert not busy_gang(is_isolated=True).may_send_ahead

@@ -10,10 +10,10 @@ from pytest_megatron.gang.spec import RunEnd
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SendRun:
-    """Send the test to every rank."""
+class SendRuns:
+    """Send tests to every rank, in order."""
 
-    run: Run
+    runs: tuple[Run, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,4 +40,4 @@ class Finish:
     end: RunEnd
 
 
-Action: TypeAlias = SendRun | SendClose | AskForStacks | KillGang | Finish
+Action: TypeAlias = SendRuns | SendClose | AskForStacks | KillGang | Finish

@@ -75,15 +75,20 @@ class Channel:
             message: What to say.
             descriptors: Go along where the socket is a local one.
         """
-        self.send_frame(encode(message), descriptors)
+        self.send_frames([encode(message)], descriptors)
 
-    def send_frame(self, frame: bytes, descriptors: Sequence[int] = ()) -> None:
+    def send_frame(self, frame: bytes) -> None:
         """Send an encoded message: encode once, send to many."""
+        self.send_frames([frame])
+
+    def send_frames(self, frames: Sequence[bytes], descriptors: Sequence[int] = ()) -> None:
+        """Send several at once."""
         if self.is_closed:
             return
-        if len(frame) > _MAX_FRAME_BYTES:
-            raise ValueError(_too_long(len(frame)))
-        content = _LENGTH.pack(len(frame)) + frame
+        longest = max(map(len, frames))
+        if longest > _MAX_FRAME_BYTES:
+            raise ValueError(_too_long(longest))
+        content = b"".join(_LENGTH.pack(len(frame)) + frame for frame in frames)
         try:
             if descriptors and self._socket.family == socket.AF_UNIX:
                 num_sent = socket.send_fds(self._socket, [content], list(descriptors))

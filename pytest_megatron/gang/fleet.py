@@ -22,12 +22,12 @@ from pytest_megatron.gang.actions import (
     Finish,
     KillGang,
     SendClose,
-    SendRun,
+    SendRuns,
 )
 from pytest_megatron.gang.channel import Channel, Listener, WrongKeyError
 from pytest_megatron.gang.followers import Followers
 from pytest_megatron.gang.gangs import Gang, Template, join_stacks, send_to_ranks, with_store
-from pytest_megatron.gang.lifecycle import State
+from pytest_megatron.gang.lifecycle import MOST_AHEAD, State
 from pytest_megatron.gang.messages import (
     Adopt,
     AskStacks,
@@ -52,6 +52,8 @@ from pytest_megatron.gang.messages import (
 from pytest_megatron.gang.nodes import describe_node
 
 _OF_NODE = -1  # in the place of a rank
+_ENOUGH_AHEAD = MOST_AHEAD // 2
+_PAUSE_S = 0.005
 _LOST_S = 2.0  # between the end of a rank's connection and the news of its death
 _ORPHANED = "ended, as the process that starts ranks was killed"
 
@@ -165,16 +167,22 @@ class Fleet:
         )
         self._lose(gang, gang.orphans)
 
-    def may_send_ahead(self, gang: Gang) -> bool:
-        """Whether a gang can take a test beside the one that it runs.
+    def count_room_ahead(self, gang: Gang) -> int:
+        """Return how many tests a gang should take beside what it has: many or none.
 
         Its ranks have to come from one nursery, so that they can agree among themselves.
         """
-        return gang.is_in_lockstep and gang.lifecycle.may_send_ahead
+        room = gang.lifecycle.room_ahead if gang.is_in_lockstep else 0
+        return room if room >= MOST_AHEAD - _ENOUGH_AHEAD else 0
 
-    def send_ahead(self, gang: Gang, run: Run, *, limit_s: float) -> None:
-        """Have a gang run a test right after the one that it runs, if all ranks end that well."""
-        self._carry_out(gang, gang.lifecycle.send_ahead(run, limit_s=limit_s))
+    def send_ahead(self, gang: Gang, runs: Sequence[tuple[Run, float]]) -> None:
+        """Have a gang run tests right after what it has, as long as all ranks end all well.
+
+        Args:
+            gang: One with room for them.
+            runs: Each with the limit of its phases in seconds.
+        """
+        self._carry_out(gang, gang.lifecycle.send_ahead(runs))
 
     def close(self, gang: Gang) -> None:
         """End a gang: politely if it is idle, and has processes."""
@@ -195,6 +203,8 @@ class Fleet:
     def pump(self, timeout_s: float) -> None:
         """Take in what ranks and nurseries say, until there is news or `timeout_s` has passed."""
         self._has_news = False
+        if any(gang.lifecycle.num_ahead > _ENOUGH_AHEAD for gang in self._gangs.values()):
+            time.sleep(_PAUSE_S)  # to wake up for each of its words takes a core from its ranks
         until = time.monotonic() + timeout_s
         while not self._has_news:
             wait_s = min([until, *self._deadlines()]) - time.monotonic()
@@ -519,8 +529,8 @@ class Fleet:
     def _carry_out(self, gang: Gang, actions: Sequence[Action]) -> None:
         for action in actions:
             match action:
-                case SendRun(run=run):
-                    send_to_ranks(gang, run)
+                case SendRuns(runs=runs):
+                    send_to_ranks(gang, *runs)
                 case SendClose():
                     send_to_ranks(gang, Close())
                 case AskForStacks(ranks=ranks):

@@ -70,11 +70,11 @@ class Template:
     is_single: bool
 
 
-def send_to_ranks(gang: Gang, message: Message) -> None:
-    """Send a message to all ranks of a gang."""
-    frame = encode(message)
+def send_to_ranks(gang: Gang, *messages: Message) -> None:
+    """Send messages to all ranks of a gang, at once."""
+    frames = [encode(message) for message in messages]
     for channel in gang.channels.values():
-        channel.send_frame(frame)
+        channel.send_frames(frames)
 
 
 def with_store(orders: Sequence[RankOrder], port: int) -> tuple[RankOrder, ...]:

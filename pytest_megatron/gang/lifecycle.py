@@ -18,7 +18,7 @@ from pytest_megatron.gang.actions import (
     Finish,
     KillGang,
     SendClose,
-    SendRun,
+    SendRuns,
 )
 from pytest_megatron.gang.messages import (
     Broken,
@@ -42,7 +42,7 @@ from pytest_megatron.wording import describe_exit, name_ranks
 
 _EXIT_S = 1.0  # for other ranks to end, where one has asked pytest itself to
 _STACKS_WAIT_S = 3.0  # for a nursery to bring stacks; it gives ranks one second
-MOST_AHEAD = 16  # tests that a gang may hold beside the one that it runs
+MOST_AHEAD = 32  # tests that a gang may hold beside the one that it runs
 START_LIMIT_S = 300.0  # to import torch and collect; slow file systems exist
 
 
@@ -117,24 +117,29 @@ class Lifecycle:
         self._sign_at = self._stop = None
         self._patience_s = self._grace_s
 
-    def send_ahead(self, run: Run, *, limit_s: float) -> list[Action]:
-        """Send a test that follows what the gang has; ranks start it if all end that well.
+    def send_ahead(self, runs: Sequence[tuple[Run, float]]) -> list[Action]:
+        """Send tests that follow what the gang has; ranks start each if all end well before it.
 
         In any other case it is dropped, here as in the ranks, which know the same.
+
+        Args:
+            runs: Each with the limit of its phases in seconds, as in `assign`.
         """
-        assert run.after == self.last_run
-        self._ahead.append((run, limit_s))
-        return [SendRun(run=run)]
+        for run, limit_s in runs:
+            assert run.after == self.last_run
+            self._ahead.append((run, limit_s))
+        return [SendRuns(runs=tuple(run for run, _ in runs))]
 
     @property
-    def may_send_ahead(self) -> bool:
-        """Whether it runs a test that may end well, and has room for what comes after it."""
-        return (
-            self.state is State.RUNNING
-            and len(self._ahead) < MOST_AHEAD
-            and self._sign_at is None
-            and not self._is_isolated
-        )
+    def num_ahead(self) -> int:
+        """How many tests were sent ahead, and have not begun."""
+        return len(self._ahead)
+
+    @property
+    def room_ahead(self) -> int:
+        """How many tests may be sent ahead, as the running one may end well."""
+        may_go_on = self.state is State.RUNNING and self._sign_at is None and not self._is_isolated
+        return MOST_AHEAD - self.num_ahead if may_go_on else 0
 
     @property
     def runs(self) -> list[int]:
@@ -380,7 +385,7 @@ class Lifecycle:
                 rank.problem = rank.missing[node_id]
                 rank.at = self._started_at
             return self._end(Reason.NOT_COLLECTED, 0.0, self._started_at, is_kept=True)
-        return [SendRun(run=self._run)]
+        return [SendRuns(runs=(self._run,))]
 
     def _settle(self, now: float) -> list[Action]:
         """End the test if every rank has."""

@@ -87,8 +87,6 @@ class Dispatcher:
         self._may_send_ahead = not crew.is_copying and not any(
             getattr(option, name, None) for name in ("maxfail", "usepdb", "trace")
         )
-        # How many ranks go on by themselves: where they wait for cores, they gain nothing by it.
-        self._most_ahead = len(os.sched_getaffinity(0))
         self._is_always_ahead = bool(os.environ.get(ALWAYS_AHEAD))
         self._has_closed = threading.Event()
 
@@ -270,22 +268,28 @@ class Dispatcher:
         """
         if not self._may_send_ahead or not (self.is_in_order or self.is_serial):
             return
+        if not self._pays_ahead(gang.spec):
+            return
         fleet = self._crew.fleet
-        while fleet.may_send_ahead(gang) and self._pays_ahead(gang.spec):
+        after = gang.lifecycle.last_run
+        runs: list[tuple[Run, float]] = []
+        for _ in range(fleet.count_room_ahead(gang)):
             taken = self._schedule.take_planned(gang.number, gang.spec)
             if taken is None:
-                return
+                break
             index, next_index = taken
             item = self._items[index]
             if num_reruns_of(item, self._num_reruns):
                 self._schedule.put_back(gang.number, index)
-                return
-            run = self._prepare(gang, index, next_index, gang.lifecycle.last_run)
-            fleet.send_ahead(gang, run, limit_s=self._limits_s[item])
+                break
+            run = self._prepare(gang, index, next_index, after)
+            after = run.run
+            runs.append((run, self._limits_s[item]))
+        if runs:
+            fleet.send_ahead(gang, runs)
 
     def _pays_ahead(self, spec: GangSpec) -> bool:
-        is_cheap = spec.device == "cpu" and spec.world_size <= self._most_ahead
-        return self._is_always_ahead or is_cheap
+        return self._is_always_ahead or spec.device == "cpu"
 
     def _assign(self, gang: Gang, index: int, next_index: int) -> None:
         run = self._prepare(gang, index, next_index)
@@ -311,7 +315,7 @@ class Dispatcher:
             node_id=str(item.nodeid),
             next_index=next_index,
             next_node_id=str(self._items[next_index].nodeid) if next_index >= 0 else "",
-            shared_dir=str(self._crew.orders.shared_dir(gang.orders) / str(self._num_runs)),
+            shared_dir=f"{self._crew.orders.shared_dir(gang.orders)}{os.sep}{self._num_runs}",
             is_last_if_failed=bool(maxfail) and item.session.testsfailed + 1 >= maxfail,
             after=after,
         )
@@ -330,7 +334,7 @@ class Dispatcher:
             execution.end = end
             execution.merged = merge(end, gang.spec.world_size)
             self.ended[execution.item] = execution
-            directory = str(Path(gang.orders[0].log_dir).parent)
+            directory = os.path.dirname(gang.orders[0].log_dir)  # noqa: PTH120 - once a test
             self.history.setdefault(execution.item, []).append(
                 Executed(gang=gang.number, directory=directory, end=end)
             )
@@ -342,8 +346,9 @@ class Dispatcher:
 
     def _take_back(self, gang: Gang) -> None:
         """Take back what was sent ahead, where the test before it did not end well."""
+        kept = gang.lifecycle.runs
         for number, execution in self._executions(gang):
-            if number not in gang.lifecycle.runs:
+            if number not in kept:
                 del self._running[number]
                 assert execution.before is not None
                 self._last[gang.number] = execution.before

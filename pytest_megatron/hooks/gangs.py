@@ -309,8 +309,10 @@ class GangPlugin:
         if self._make_report is None:
             conftests = manager._conftest_plugins  # noqa: SLF001 - not to be told apart otherwise
             self._make_report = manager.subset_hook_caller("pytest_runtest_makereport", conftests)
-        seen = copy.copy(call)
-        seen.excinfo = excinfo_of(execution.phase(call.when))
+        merged, seen = execution.phase(call.when), call
+        if merged.outcome == "failed":
+            seen = copy.copy(call)
+            seen.excinfo = excinfo_of(merged)
         self._is_replaying = True
         try:
             report: pytest.TestReport = self._make_report(item=item, call=seen)

@@ -28,6 +28,8 @@ from pytest_megatron.files import JsonValue
 from pytest_megatron.gang.spec import RunEnd
 from pytest_megatron.report.merge import Merged
 
+_KEYWORDS = pytest.StashKey[dict[str, Literal[1]]]()
+
 
 class _Subtest(Protocol):
     """What the report of a subtest has more than others."""
@@ -37,14 +39,15 @@ class _Subtest(Protocol):
 
 def build_report(item: pytest.Item, merged: Merged) -> pytest.TestReport:
     """Return pytest's report of a phase, or of a subtest."""
-    merged = _shorten_paths(merged, str(item.config.invocation_params.dir))
+    if merged.blocks:
+        merged = _shorten_paths(merged, str(item.config.invocation_params.dir))
     if merged.base is not None:
         report = _from_base(item, merged)
     else:
         report = pytest.TestReport(
             nodeid=item.nodeid,
             location=item.location,
-            keywords=dict.fromkeys(item.keywords, 1),
+            keywords=_keywords(item),
             outcome=merged.outcome,
             longrepr=None,
             when=cast("Literal['setup', 'call', 'teardown']", merged.when),
@@ -64,13 +67,19 @@ def build_report(item: pytest.Item, merged: Merged) -> pytest.TestReport:
     return report
 
 
-def excinfo_of(merged: Merged) -> pytest.ExceptionInfo[BaseException] | None:
-    """Return what a rank raised, as far as it can be known here; None if the phase did not fail.
+def _keywords(item: pytest.Item) -> dict[str, Literal[1]]:
+    """Return what pytest's own reports say of an item; looked up once for all of its phases."""
+    if _KEYWORDS not in item.stash:
+        keywords: dict[str, Literal[1]] = dict.fromkeys(item.keywords, 1)
+        item.stash[_KEYWORDS] = keywords
+    return item.stash[_KEYWORDS].copy()
+
+
+def excinfo_of(merged: Merged) -> pytest.ExceptionInfo[BaseException]:
+    """Return what a rank raised in a phase that failed, as far as it can be known here.
 
     Plugins look at its type's name and its text, to rerun some failures and not others.
     """
-    if merged.outcome != "failed":
-        return None
     name, text = _raised(merged)
     known = getattr(builtins, name, None)
     error: Exception = type(name, (Exception,), {})(text)

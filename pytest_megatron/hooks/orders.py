@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -78,11 +79,17 @@ class Orders:
             for place in places
         )
 
-    def shared_dir(self, orders: tuple[RankOrder, ...]) -> Path:
+    def shared_dir(self, orders: tuple[RankOrder, ...]) -> str:
         """Return where ranks of all nodes of a gang can write."""
-        if orders[-1].node_rank > 0:
-            return self._run.run_dir.absolute() / "shared"
-        return self._base_temp() / "shared"
+        return self._shared_dir_of_nodes if orders[-1].node_rank > 0 else self._shared_dir
+
+    @cached_property
+    def _shared_dir_of_nodes(self) -> str:
+        return str(self._run.run_dir.absolute() / "shared")
+
+    @cached_property
+    def _shared_dir(self) -> str:
+        return str(self._base_temp() / "shared")
 
     def _base_temp(self) -> Path:
         factory = self._config._tmp_path_factory  # type: ignore[attr-defined]  # noqa: SLF001

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pytest_megatron.gang.actions import Finish, SendRun
+from pytest_megatron.gang.actions import Finish, SendRuns
 from pytest_megatron.gang.lifecycle import Lifecycle
 from pytest_megatron.gang.messages import Died, Done, PhaseEnded, Ready, Run, Stacks
 from pytest_megatron.gang.spec import RankEnd, RunEnd
@@ -38,7 +38,7 @@ def busy_gang(*, limit_s: float = LIMIT_S, is_isolated: bool = False) -> Lifecyc
     """A gang whose ranks began test 1 at time 0."""
     gang = new_gang()
     sent = gang.assign(run_of(), limit_s=limit_s, is_isolated=is_isolated, now=0.0)
-    assert sent == [SendRun(run=run_of())]
+    assert sent == [SendRuns(runs=(run_of(),))]
     return gang
 
 

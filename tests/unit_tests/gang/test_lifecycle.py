@@ -19,7 +19,7 @@ from gang_words import (
     the_end,
 )
 
-from pytest_megatron.gang.actions import AskForStacks, Finish, KillGang, SendClose, SendRun
+from pytest_megatron.gang.actions import AskForStacks, Finish, KillGang, SendClose, SendRuns
 from pytest_megatron.gang.lifecycle import START_LIMIT_S, State
 from pytest_megatron.gang.messages import (
     Broken,
@@ -58,7 +58,7 @@ def test_a_test_assigned_to_a_starting_gang_is_sent_when_the_last_rank_is_ready(
     assert gang.assign(run_of(), limit_s=LIMIT_S, is_isolated=False, now=0.0) == []
     ready = Ready()
     assert [gang.handle(rank, ready, 20.0) for rank in range(SIZE - 1)] == [[]] * (SIZE - 1)
-    assert gang.handle(SIZE - 1, ready, 20.0) == [SendRun(run=run_of())]
+    assert gang.handle(SIZE - 1, ready, 20.0) == [SendRuns(runs=(run_of(),))]
     assert gang.deadline == 20.0 + LIMIT_S
 
 
@@ -284,7 +284,7 @@ def test_a_test_that_a_rank_has_not_collected_fails_and_keeps_the_gang() -> None
     told = (end.reason, end.ranks[2].problem, end.is_kept)
     assert told == (Reason.NOT_COLLECTED, "not collected", True)
     assert gang.assign(run_of(2), limit_s=LIMIT_S, is_isolated=False, now=2.0) == [
-        SendRun(run=run_of(2))
+        SendRuns(runs=(run_of(2),))
     ]
 
 

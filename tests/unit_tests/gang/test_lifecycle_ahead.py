@@ -19,7 +19,7 @@ from gang_words import (
     the_end,
 )
 
-from pytest_megatron.gang.actions import KillGang, SendRun
+from pytest_megatron.gang.actions import KillGang, SendRuns
 from pytest_megatron.gang.lifecycle import MOST_AHEAD, Lifecycle, State
 from pytest_megatron.gang.messages import Broken, Done
 from pytest_megatron.gang.spec import Reason
@@ -30,7 +30,7 @@ def ahead_gang(*, num_ahead: int = 1) -> Lifecycle:
     gang = busy_gang()
     for number in range(2, 2 + num_ahead):
         run = replace(run_of(number), after=number - 1)
-        assert gang.send_ahead(run, limit_s=LIMIT_S / 2) == [SendRun(run=run)]
+        assert gang.send_ahead([(run, LIMIT_S / 2)]) == [SendRuns(runs=(run,))]
     return gang
 
 
@@ -42,7 +42,7 @@ def test_a_gang_goes_on_with_the_test_sent_ahead_once_all_ended_well() -> None:
     assert (end.run, end.reason, end.is_kept, end.duration_s) == (1, Reason.DONE, True, 4.0)
     assert (gang.state, gang.run, gang.runs) == (State.RUNNING, 2, [2])
     assert gang.deadline == 4.0 + LIMIT_S / 2
-    assert gang.may_send_ahead
+    assert gang.room_ahead == MOST_AHEAD
     end = the_end([a for r in range(SIZE) for a in gang.handle(r, clean(2), 5.0)])
     assert (end.run, end.duration_s, gang.state) == (2, 1.0, State.IDLE)
 
@@ -76,13 +76,12 @@ def test_a_rank_that_dies_before_all_have_gone_on_fails_the_test_it_ended() -> N
 
 
 def test_nothing_is_sent_ahead_of_a_test_in_trouble() -> None:
-    assert busy_gang().may_send_ahead
+    assert busy_gang().room_ahead == MOST_AHEAD
     gang = busy_gang()
     gang.handle(0, failed(), 1.0)
-    assert not gang.may_send_ahead
-    assert ahead_gang(num_ahead=MOST_AHEAD - 1).may_send_ahead
-    assert not ahead_gang(num_ahead=MOST_AHEAD).may_send_ahead
-    assert not busy_gang(is_isolated=True).may_send_ahead
+    assert gang.room_ahead == 0
+    assert ahead_gang(num_ahead=MOST_AHEAD - 1).room_ahead == 1
+    assert busy_gang(is_isolated=True).room_ahead == 0
 
 
 def test_a_death_in_a_test_sent_ahead_waits_for_what_others_say_of_those_before() -> None:

@@ -235,6 +235,9 @@ def _env(session: Session, directory: Path, sockets: Path, tag: str) -> dict[str
         "COLUMNS": "300",
         "NCCL_NVLS_ENABLE": "0",
         "OMP_NUM_THREADS": "1",
+        # torch looks up the name of every address that it connects to, and glibc waits 5 s for a
+        # name server that does not answer: longer than the time limit of tests that hang.
+        "RES_OPTIONS": "timeout:1 attempts:1",
     }
 
 

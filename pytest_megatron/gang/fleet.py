@@ -5,17 +5,12 @@ Owned by the controller, which calls `pump` whenever it waits; there are no thre
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import selectors
-import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeAlias, assert_never
 
-from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang.actions import (
     Action,
     AskForStacks,
@@ -24,19 +19,24 @@ from pytest_megatron.gang.actions import (
     SendClose,
     SendRuns,
 )
-from pytest_megatron.gang.channel import Channel, Listener, WrongKeyError
+from pytest_megatron.gang.calls import Calls
+from pytest_megatron.gang.channel import Channel, Listener
 from pytest_megatron.gang.followers import Followers
-from pytest_megatron.gang.gangs import Gang, Template, join_stacks, send_to_ranks, with_store
-from pytest_megatron.gang.lifecycle import MOST_AHEAD, State
+from pytest_megatron.gang.gangs import (
+    Gang,
+    ask_for_stacks,
+    choose_nursery,
+    fork,
+    join_stacks,
+    send_to_ranks,
+)
+from pytest_megatron.gang.held_runs import MOST_AHEAD
 from pytest_megatron.gang.messages import (
-    Adopt,
-    AskStacks,
     Broken,
     Close,
     Collected,
     Died,
     Done,
-    Fork,
     Hello,
     Interrupt,
     Kill,
@@ -50,21 +50,29 @@ from pytest_megatron.gang.messages import (
     StoreOpened,
 )
 from pytest_megatron.gang.nodes import describe_node
+from pytest_megatron.gang.nurseries import OF_NODE, Nurseries
+from pytest_megatron.gang.patience import State
+from pytest_megatron.gang.processes import UNKILLABLE_S
+from pytest_megatron.gang.raised import Raised
+from pytest_megatron.gang.stores import with_store
 
-_OF_NODE = -1  # in the place of a rank
 _ENOUGH_AHEAD = MOST_AHEAD // 2
 _PAUSE_S = 0.005
+_KILLED_S = UNKILLABLE_S + 10.0  # for a nursery to kill a gang
 _LOST_S = 2.0  # between the end of a rank's connection and the news of its death
 _ORPHANED = "ended, as the process that starts ranks was killed"
 
 
 OnDebugger: TypeAlias = Callable[[Gang, int, Channel, Message], None]
-TemplateWord: TypeAlias = Collected | Died | Stacks | StoreOpened
-OnTemplate: TypeAlias = Callable[[int, TemplateWord, int], None]
 
 
 class Fleet:
-    """Starts gangs on nurseries and carries out what their lifecycles decide."""
+    """Starts gangs on nurseries and carries out what their lifecycles decide.
+
+    Attributes:
+        nurseries: Those that have called.
+        raised: Nurseries of single ranks.
+    """
 
     def __init__(self, listener: Listener, *, grace_s: float, on_debugger: OnDebugger) -> None:
         """Begin to listen.
@@ -74,74 +82,19 @@ class Fleet:
             grace_s: How long ranks may take after the first sign of trouble.
             on_debugger: Told of messages of a rank's debugger.
         """
-        self._listeners = [listener]
+        self._calls = Calls(listener, self._on_hello)
         self._followers: Followers | None = None
         self._grace_s = grace_s
         self._on_debugger = on_debugger
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(listener, selectors.EVENT_READ, self._on_call)
-        self._nurseries: dict[tuple[int, int], Channel] = {}
-        self._templates: dict[tuple[int, int, int], Template] = {}
-        self._raised: dict[int, tuple[tuple[RankOrder, ...], OnTemplate]] = {}
+        self.nurseries = Nurseries()
+        self.raised = Raised(self.nurseries)
         self._gangs: dict[int, Gang] = {}
-        self._num_gangs = 0
         self._has_news = False
 
     def listen(self, listener: Listener, followers: Followers) -> None:
         """Take calls of other nodes as well: of their sessions, nurseries and ranks."""
-        self._listeners.append(listener)
         self._followers = followers
-        self._selector.register(listener, selectors.EVENT_READ, self._on_call)
-
-    def new_number(self) -> int:
-        """Return the number of the next gang."""
-        self._num_gangs += 1
-        return self._num_gangs
-
-    def has_nursery(self, node_rank: int, rank: int) -> bool:
-        """Whether the nursery of a rank, or of a whole node where `rank` is -1, has called."""
-        channel = self._nurseries.get((node_rank, rank))
-        return channel is not None and not channel.is_closed
-
-    def raise_templates(self, orders: tuple[RankOrder, ...], on_template: OnTemplate) -> int:
-        """Have nurseries of single ranks started; return their number, which is below 0.
-
-        Args:
-            orders: What they have to know, as for ranks of a gang of number 0.
-            on_template: Told their number, what is new, and of which rank; stacks are of several.
-        """
-        number = -self.next_template
-        orders = tuple(replace(order, gang=number) for order in orders)
-        self._raised[number] = orders, on_template
-        self._nursery_of_node(orders[0].node_rank).send(
-            OpenStore(gang=number, host=orders[0].env["MASTER_ADDR"])
-        )
-        return number
-
-    @property
-    def next_template(self) -> int:
-        """What `raise_templates` will return, without its sign."""
-        return len(self._raised) + 1
-
-    def has_template(self, node_rank: int, rank: int, world_size: int) -> bool:
-        """Whether a nursery of one rank can start it."""
-        return (node_rank, rank, world_size) in self._templates
-
-    def ask_templates(self, number: int, ranks: tuple[int, ...]) -> None:
-        """Ask what `raise_templates` started for stacks."""
-        for nursery in self._nurseries_of_raised(number):
-            nursery.send(AskStacks(gang=number, ranks=ranks))
-
-    def kill_templates(self, number: int) -> None:
-        """Kill what `raise_templates` started."""
-        for key in [k for k, t in self._templates.items() if t.number == number]:
-            del self._templates[key]
-        for nursery in self._nurseries_of_raised(number):
-            nursery.send(Kill(gang=number))
-
-    def _nurseries_of_raised(self, number: int) -> list[Channel]:
-        nodes = {order.node_rank for order in self._raised[number][0]}
-        return [self._nursery_of_node(node) for node in nodes if self.has_nursery(node, -1)]
+        self._calls.listen(listener, self._on_stranger)
 
     def start(self, gang: Gang) -> None:
         """Start the ranks of a gang; first its store, then they are forked."""
@@ -149,11 +102,11 @@ class Fleet:
         # Of ranks that call over TCP nobody knows whose words are still underway.
         gang.is_in_lockstep = all(order.node_rank == 0 for order in gang.orders)
         for order in gang.orders:
-            if self.has_nursery(order.node_rank, _OF_NODE):
-                self._choose_nursery(gang, order)
+            if self.nurseries.has(order.node_rank):
+                choose_nursery(gang, order, self.nurseries, self.raised)
             else:
                 gang.orphans.append(order)
-        node = gang.keepers[_OF_NODE] = self._nursery_of_node(gang.orders[0].node_rank)
+        node = gang.keepers[OF_NODE] = self.nurseries.of_node(gang.orders[0].node_rank)
         gang.nurseries = {channel.fileno() for channel in gang.keepers.values()}
         if not gang.orphans:
             node.send(OpenStore(gang=gang.number, host=gang.orders[0].env["MASTER_ADDR"]))
@@ -176,12 +129,7 @@ class Fleet:
         return room if room >= MOST_AHEAD - _ENOUGH_AHEAD else 0
 
     def send_ahead(self, gang: Gang, runs: Sequence[tuple[Run, float]]) -> None:
-        """Have a gang run tests right after what it has, as long as all ranks end all well.
-
-        Args:
-            gang: One with room for them.
-            runs: Each with the limit of its phases in seconds.
-        """
+        """Have a gang run tests, with their limits, after what it has, while all ends well."""
         self._carry_out(gang, gang.lifecycle.send_ahead(runs))
 
     def close(self, gang: Gang) -> None:
@@ -197,22 +145,18 @@ class Fleet:
 
     def interrupt(self, gang: Gang) -> None:
         """Press Ctrl-C in every rank of a gang."""
-        for nursery in self._nurseries_of(gang).values():
+        for nursery in gang.holders():
             nursery.send(Interrupt(gang=gang.number))
 
     def pump(self, timeout_s: float) -> None:
         """Take in what ranks and nurseries say, until there is news or `timeout_s` has passed."""
         self._has_news = False
-        if any(gang.lifecycle.num_ahead > _ENOUGH_AHEAD for gang in self._gangs.values()):
+        if any(gang.lifecycle.held.num_ahead > _ENOUGH_AHEAD for gang in self._gangs.values()):
             time.sleep(_PAUSE_S)  # to wake up for each of its words takes a core from its ranks
         until = time.monotonic() + timeout_s
         while not self._has_news:
             wait_s = min([until, *self._deadlines()]) - time.monotonic()
-            ready = self._selector.select(max(0.0, wait_s))
-            for key, _ in ready:
-                handler: Callable[[object], None] = key.data
-                handler(key.fileobj)
-            if not ready or wait_s <= 0:
+            if not self._calls.take(wait_s) or wait_s <= 0:
                 self._look_at_clock()
                 if time.monotonic() >= until:
                     return
@@ -224,6 +168,8 @@ class Fleet:
                 yield deadline
             for at in gang.lost.values():
                 yield at + _LOST_S
+            if gang.killed_at is not None:
+                yield gang.killed_at + _KILLED_S
 
     def _look_at_clock(self) -> None:
         now = time.monotonic()
@@ -234,27 +180,20 @@ class Fleet:
                     del gang.lost[rank]
                     problem = "closed its connection to the controller"
                     self._tell(gang, rank, Broken(problem=problem))
+            if gang.killed_at is not None and now >= gang.killed_at + _KILLED_S:
+                self._give_up(gang)
 
     def stop(self) -> None:
         """Let go of everything; nurseries kill what is left."""
         for gang in list(self._gangs.values()):
             self._forget(gang)
-        for channel in (*self._nurseries.values(), *(t.channel for t in self._templates.values())):
-            channel.close()
-        self._nurseries.clear()
-        self._templates.clear()
-        self._selector.close()
-        for listener in self._listeners:
-            listener.close()
+        self.nurseries.close()
+        self.raised.close()
+        self._calls.stop()
 
     def forget(self) -> None:
         """Let go of descriptors in a forked child; what they belong to lives on."""
-        for key in list(self._selector.get_map().values()):
-            if isinstance(key.fileobj, Channel | socket.socket):
-                key.fileobj.close()
-        self._selector.close()
-        for listener in self._listeners:
-            listener.forget()
+        self._calls.forget()
 
     def pretend(self, gang: Gang) -> None:
         """Have a gang without processes, as some rank of it has none of its tests."""
@@ -262,76 +201,9 @@ class Fleet:
         for order in gang.orders:
             self._tell(gang, order.rank, Ready())
 
-    def _choose_nursery(self, gang: Gang, order: RankOrder) -> None:
-        """Choose who starts a rank, and who has it then."""
-        key = order.node_rank, order.rank, order.world_size
-        template = self._templates.get(key)
-        if template is None:
-            channel = self._nursery_of_node(order.node_rank)
-            gang.starters[order.rank] = gang.keepers[order.rank] = channel
-            return
-        gang.is_in_lockstep = False
-        gang.starters[order.rank] = gang.keepers[order.rank] = template.channel
-        if template.is_single:
-            del self._templates[key]
-            node = gang.keepers[order.rank] = self._nursery_of_node(order.node_rank)
-            node.send(
-                Adopt(
-                    template=template.number,
-                    gang=gang.number,
-                    rank=order.rank,
-                    device=order.device,
-                    log_dir=order.log_dir,
-                )
-            )
-
-    def _nursery_of_node(self, node_rank: int) -> Channel:
-        channel = self._nurseries.get((node_rank, -1))
-        if channel is None or channel.is_closed:
-            raise LaunchError(
-                f"node {node_rank}", "the process that starts ranks is gone; was it killed?"
-            )
-        return channel
-
-    def _nurseries_of(self, gang: Gang) -> dict[int, Channel]:
-        """Return the connections of nurseries that still hold something of a gang."""
-        found = {channel.fileno(): channel for channel in gang.keepers.values()}
-        return {number: channel for number, channel in found.items() if number in gang.nurseries}
-
-    def _on_call(self, source: object) -> None:
-        assert isinstance(source, Listener)
-        connection = source.accept()
-        on_proof = functools.partial(self._on_proof, source)
-        self._selector.register(connection, selectors.EVENT_READ, on_proof)
-
-    def _on_proof(self, listener: Listener, source: object) -> None:
-        assert isinstance(source, socket.socket)
-        descriptor = source.fileno()
-        try:
-            channel = listener.prove(source)
-        except PermissionError as error:
-            self._selector.unregister(descriptor)
-            if self._followers is not None and isinstance(error, WrongKeyError):
-                self._followers.num_strangers += 1
-                self._has_news = True
-            return
-        if channel is not None:
-            self._selector.unregister(descriptor)
-            self._selector.register(channel, selectors.EVENT_READ, self._on_hello)
-
-    def _on_hello(self, source: object) -> None:
-        assert isinstance(source, Channel)
-        messages = source.drain()
-        if not messages:
-            if source.is_closed:
-                self._drop(source)
-            return
-        hello, *rest = messages
-        if not isinstance(hello, Hello):
-            self._drop(source)
-            return
+    def _on_hello(self, source: Channel, hello: Hello, rest: Sequence[Message]) -> None:
         if hello.role == "node" and self._followers is not None:
-            self._selector.modify(source, selectors.EVENT_READ, self._on_follower)
+            self._calls.read(source, lambda: self._on_follower(source))
             self._followers.greet(hello.node_rank, source)
             return
         if hello.role == "nursery":
@@ -339,70 +211,67 @@ class Fleet:
             return
         gang = self._gangs.get(hello.gang)
         if gang is None:
-            self._drop(source)
+            self._calls.drop(source)
             return
         gang.channels[hello.rank] = source
-
-        def on_rank(_: object) -> None:
-            self._drain_rank(gang, hello.rank)
-
-        self._selector.modify(source, selectors.EVENT_READ, on_rank)
+        self._calls.read(source, lambda: self._drain_rank(gang, hello.rank))
         gang.inboxes[hello.rank] = deque(rest)
         self._deliver(gang)
 
-    def _on_follower(self, source: object) -> None:
-        assert isinstance(source, Channel)
+    def _on_stranger(self) -> None:
+        assert self._followers is not None
+        self._followers.num_strangers += 1
+        self._has_news = True
+
+    def _on_follower(self, source: Channel) -> None:
         assert self._followers is not None
         self._followers.read(source)
         self._has_news = True
         if source.is_closed:
-            self._drop(source)
+            self._calls.drop(source)
 
-    def _on_hello_of_nursery(self, source: Channel, hello: Hello, rest: Sequence[Message]) -> None:
+    def _on_hello_of_nursery(
+        self, source: Channel, hello: Hello, messages: Sequence[Message]
+    ) -> None:
         self._has_news = True
-        if not hello.world_size:
-            self._nurseries[hello.node_rank, hello.rank] = source
-
-        def on_nursery(_: object) -> None:
-            take(source.drain())
-            if source.is_closed:
-                self._lose_nursery(source)
+        self.nurseries.add(hello, source)
 
         def take(messages: Sequence[Message]) -> None:
             for message in messages:
                 if isinstance(message, Collected):
-                    self._on_collected(source, hello, message)
+                    self._has_news = True
+                    self.raised.take_collected(source, hello, message)
                 else:
                     self._on_nursery_word(source, message)
+            if source.is_closed:
+                self._lose_nursery(source)
 
-        self._selector.modify(source, selectors.EVENT_READ, on_nursery)
-        take(rest)
-
-    def _on_collected(self, source: Channel, hello: Hello, collected: Collected) -> None:
-        self._has_news = True
-        self._templates[hello.node_rank, hello.rank, hello.world_size] = Template(
-            number=hello.gang, channel=source, is_single=bool(collected.obstacle)
-        )
-        self._raised[hello.gang][1](hello.gang, collected, hello.rank)
+        self._calls.read(source, lambda: take(source.drain()))
+        take(messages)
 
     def _lose_nursery(self, source: Channel) -> None:
         """Take note that a nursery is gone, and its ranks with it."""
         descriptor = source.fileno()
-        self._drop(source)
-        for key in [k for k, c in self._nurseries.items() if c is source]:
-            del self._nurseries[key]
-        for place in [k for k, t in self._templates.items() if t.channel is source]:
-            del self._templates[place]
+        self._calls.drop(source)
+        self.nurseries.lose(source)
+        self.raised.lose(source)
         for gang in [g for g in self._gangs.values() if descriptor in g.nurseries]:
             self._lose(gang, [o for o in gang.orders if gang.keepers.get(o.rank) is source])
             self._on_killed(gang, descriptor)
+
+    def _give_up(self, gang: Gang) -> None:
+        """Kill nurseries that were told to kill a gang and do not: who starts ranks dies last."""
+        gang.killed_at = None
+        for nursery in gang.holders():
+            self.nurseries.kill(nursery)
+            self._lose_nursery(nursery)
 
     def _lose(self, gang: Gang, orders: Sequence[RankOrder]) -> None:
         """Tell of ranks whose nursery is gone, and maybe with all of another node."""
         for order in orders:
             self._drain_rank(gang, order.rank)
             problem = _ORPHANED
-            if order.node_rank > 0 and not self.has_nursery(order.node_rank, -1):
+            if order.node_rank > 0 and not self.nurseries.has(order.node_rank):
                 ranks = [o.rank for o in gang.orders if o.node_rank == order.node_rank]
                 problem = f"{describe_node(order.node_rank, ranks)} is gone"
                 if gang.lifecycle.state is not State.STARTING:
@@ -411,8 +280,8 @@ class Fleet:
 
     def _on_nursery_word(self, source: Channel, message: Message) -> None:
         assert isinstance(message, StoreOpened | Died | Stacks | Killed), message
-        if message.gang in self._raised:
-            self._on_raised(message)
+        if self.raised.has(message.gang):
+            self._has_news = self.raised.take(message) or self._has_news
             return
         gang = self._gangs.get(message.gang)
         if gang is None:
@@ -434,27 +303,6 @@ class Fleet:
             case _:
                 assert_never(message)
 
-    def _on_raised(self, message: Message) -> None:
-        """Take in what a node's nursery says of those of single ranks."""
-        match message:
-            case StoreOpened(gang=number, port=port, problem=""):
-                orders = with_store(self._raised[number][0], port)
-                for node_rank in {order.node_rank for order in orders}:
-                    here = tuple(order for order in orders if order.node_rank == node_rank)
-                    if self.has_nursery(node_rank, -1):
-                        self._nursery_of_node(node_rank).send(Fork(orders=here))
-            case StoreOpened(gang=number):
-                self._has_news = True
-                self._raised[number][1](number, message, 0)
-            case Died(gang=number, rank=rank):
-                self._has_news = True
-                self._raised[number][1](number, message, rank)
-            case Stacks(gang=number):
-                self._has_news = True
-                self._raised[number][1](number, message, -1)
-            case _:
-                pass
-
     def _on_killed(self, gang: Gang, nursery: int) -> None:
         gang.nurseries.discard(nursery)
         if not gang.nurseries:
@@ -467,14 +315,7 @@ class Fleet:
             self._tell(gang, 0, Broken(problem=problem))
             return
         gang.orders = with_store(gang.orders, port)
-        by_nursery: dict[int, list[RankOrder]] = {}
-        channels = {}
-        for order in gang.orders:
-            channel = gang.starters[order.rank]
-            channels[channel.fileno()] = channel
-            by_nursery.setdefault(channel.fileno(), []).append(order)
-        for number, orders in by_nursery.items():
-            channels[number].send(Fork(orders=tuple(orders)), gang.descriptors)
+        fork(gang)
 
     def _drain_rank(self, gang: Gang, rank: int) -> None:
         """Take what a rank said; before its death is told, also its last words."""
@@ -488,7 +329,7 @@ class Fleet:
         found = channel.drain()
         gang.inboxes.setdefault(rank, deque()).extend(found)
         if channel.is_closed:
-            self._drop(channel)
+            self._calls.drop(channel)
             del gang.channels[rank]
             gang.lost[rank] = time.monotonic()
             gang.lifecycle.lose(rank)
@@ -534,7 +375,7 @@ class Fleet:
                 case SendClose():
                     send_to_ranks(gang, Close())
                 case AskForStacks(ranks=ranks):
-                    self._ask_for_stacks(gang, ranks)
+                    ask_for_stacks(gang, ranks)
                 case KillGang():
                     self._kill(gang)
                 case Finish(end=end):
@@ -543,25 +384,15 @@ class Fleet:
                 case _:
                     assert_never(action)
 
-    def _ask_for_stacks(self, gang: Gang, ranks: tuple[int, ...]) -> None:
-        gang.stacks.clear()
-        for nursery in self._nurseries_of(gang).values():
-            gang.silent.add(nursery.fileno())
-            nursery.send(AskStacks(gang=gang.number, ranks=ranks))
-
     def _kill(self, gang: Gang) -> None:
-        for nursery in self._nurseries_of(gang).values():
+        gang.killed_at = time.monotonic()
+        for nursery in gang.holders():
             nursery.send(Kill(gang=gang.number))
         if not gang.nurseries:  # nobody has anything of it
             self._tell(gang, 0, Killed(gang=gang.number))
 
     def _forget(self, gang: Gang) -> None:
         for channel in gang.channels.values():
-            self._drop(channel)
+            self._calls.drop(channel)
         gang.channels.clear()
         self._gangs.pop(gang.number, None)
-
-    def _drop(self, channel: Channel) -> None:
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(channel)
-        channel.close()

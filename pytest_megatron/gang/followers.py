@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pytest_megatron.gang.channel import Channel
-from pytest_megatron.gang.messages import Ended, Joined, Message, Welcome, encode
+from pytest_megatron.gang.messages import Message, encode
+from pytest_megatron.gang.messages_of_nodes import Ended, Joined, Welcome
 
 _USAGE_ERROR = 4  # pytest's
 

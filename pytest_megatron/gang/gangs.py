@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from pytest_megatron.gang.channel import Channel
-from pytest_megatron.gang.lifecycle import Lifecycle, State
-from pytest_megatron.gang.messages import Message, RankOrder, Stacks, encode
+from pytest_megatron.gang.lifecycle import Lifecycle
+from pytest_megatron.gang.messages import (
+    Adopt,
+    AskStacks,
+    Fork,
+    Message,
+    RankOrder,
+    Stacks,
+    encode,
+)
+from pytest_megatron.gang.nurseries import Nurseries
+from pytest_megatron.gang.patience import State
+from pytest_megatron.gang.raised import Raised
 from pytest_megatron.gang.spec import GangSpec, RunEnd
 
 
@@ -30,6 +41,7 @@ class Gang:
         missing: Rank -> node id -> why the rank has no such test.
         orphans: Orders of ranks that nobody can start, as their node is gone.
         is_in_lockstep: Whether its ranks agree among themselves that a test went well.
+        killed_at: When nurseries were told to kill it, in seconds of the monotonic clock.
     """
 
     number: int
@@ -49,25 +61,59 @@ class Gang:
     missing: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     orphans: list[RankOrder] = field(default_factory=list)
     is_in_lockstep: bool = False
+    killed_at: float | None = None
 
     @property
     def is_gone(self) -> bool:
         """Whether nothing of it is left."""
         return self.lifecycle.state is State.GONE
 
+    def holders(self) -> list[Channel]:
+        """Return the connections of nurseries that still hold something of it."""
+        found = {channel.fileno(): channel for channel in self.keepers.values()}
+        return [channel for number, channel in found.items() if number in self.nurseries]
 
-@dataclass(slots=True, kw_only=True)
-class Template:
-    """A nursery of one rank that has collected.
 
-    Attributes:
-        number: What it was started under; below 0, where gangs have numbers above.
-        is_single: Whether it cannot fork and becomes the rank itself.
-    """
+def choose_nursery(gang: Gang, order: RankOrder, nurseries: Nurseries, raised: Raised) -> None:
+    """Choose who starts a rank, and who has it then."""
+    template = raised.find(order)
+    if template is None:
+        channel = nurseries.of_node(order.node_rank)
+        gang.starters[order.rank] = gang.keepers[order.rank] = channel
+        return
+    gang.is_in_lockstep = False
+    gang.starters[order.rank] = gang.keepers[order.rank] = template.channel
+    if template.is_single:
+        node = gang.keepers[order.rank] = nurseries.of_node(order.node_rank)
+        node.send(
+            Adopt(
+                template=template.number,
+                gang=gang.number,
+                rank=order.rank,
+                device=order.device,
+                log_dir=order.log_dir,
+            )
+        )
 
-    number: int
-    channel: Channel
-    is_single: bool
+
+def fork(gang: Gang) -> None:
+    """Have the ranks of a gang started."""
+    by_nursery: dict[int, list[RankOrder]] = {}
+    channels = {}
+    for order in gang.orders:
+        channel = gang.starters[order.rank]
+        channels[channel.fileno()] = channel
+        by_nursery.setdefault(channel.fileno(), []).append(order)
+    for number, orders in by_nursery.items():
+        channels[number].send(Fork(orders=tuple(orders)), gang.descriptors)
+
+
+def ask_for_stacks(gang: Gang, ranks: tuple[int, ...]) -> None:
+    """Ask for the stacks of ranks, wherever they are."""
+    gang.stacks.clear()
+    for nursery in gang.holders():
+        gang.silent.add(nursery.fileno())
+        nursery.send(AskStacks(gang=gang.number, ranks=ranks))
 
 
 def send_to_ranks(gang: Gang, *messages: Message) -> None:
@@ -75,11 +121,6 @@ def send_to_ranks(gang: Gang, *messages: Message) -> None:
     frames = [encode(message) for message in messages]
     for channel in gang.channels.values():
         channel.send_frames(frames)
-
-
-def with_store(orders: Sequence[RankOrder], port: int) -> tuple[RankOrder, ...]:
-    """Return the orders with the port of the store to meet in."""
-    return tuple(replace(o, env={**o.env, "MASTER_PORT": str(port)}) for o in orders)
 
 
 def join_stacks(answers: Sequence[Stacks]) -> Stacks:

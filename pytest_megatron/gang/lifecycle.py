@@ -7,9 +7,7 @@ limit counts. Who is not done by then is asked for its stack and killed with the
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from enum import Enum
 
 from pytest_megatron.files import JsonValue
 from pytest_megatron.gang.actions import (
@@ -20,13 +18,10 @@ from pytest_megatron.gang.actions import (
     SendClose,
     SendRuns,
 )
+from pytest_megatron.gang.held_runs import MOST_AHEAD, HeldRuns
 from pytest_megatron.gang.messages import (
     Broken,
     Closed,
-    DebuggerLeft,
-    DebuggerReads,
-    DebuggerWanted,
-    DebuggerWrote,
     Died,
     Done,
     Killed,
@@ -36,32 +31,26 @@ from pytest_megatron.gang.messages import (
     Run,
     Stacks,
 )
-from pytest_megatron.gang.rank_state import RankState
+from pytest_megatron.gang.messages_of_debugger import (
+    DebuggerLeft,
+    DebuggerReads,
+    DebuggerWanted,
+    DebuggerWrote,
+)
+from pytest_megatron.gang.patience import START_LIMIT_S, Patience, State
+from pytest_megatron.gang.rank_state import RankState, kind_of_sign, settle
 from pytest_megatron.gang.spec import Reason, RunEnd
 from pytest_megatron.wording import describe_exit, name_ranks
 
 _EXIT_S = 1.0  # for other ranks to end, where one has asked pytest itself to
 _STACKS_WAIT_S = 3.0  # for a nursery to bring stacks; it gives ranks one second
-MOST_AHEAD = 32  # tests that a gang may hold beside the one that it runs
-START_LIMIT_S = 300.0  # to import torch and collect; slow file systems exist
-
-
-class State(Enum):
-    """Where a gang is in its life."""
-
-    STARTING = "starting"
-    IDLE = "idle"
-    RUNNING = "running"
-    STOPPING = "stopping"
-    CLOSING = "closing"
-    KILLING = "killing"
-    GONE = "gone"
 
 
 class Lifecycle:
     """One gang, from its first rank to its last.
 
     Attributes:
+        held: The tests that it has.
         problems: What went wrong after the last test that ended.
         late: Rank -> report of a teardown that failed after that test was reported.
         unbegun: Number of the execution that the gang had when one of its ranks was found to be
@@ -81,19 +70,10 @@ class Lifecycle:
         self.late: dict[int, JsonValue] = {}
         self.unbegun = 0
         self._ranks = [RankState(rank=rank, log_dir=path) for rank, path in enumerate(log_dirs)]
-        self._grace_s = grace_s
-        self._run: Run | None = None
-        self._ahead: deque[tuple[Run, float]] = deque()
-        self._limit_s = 0.0
+        self._patience = Patience(grace_s, now)
+        self.held = HeldRuns()
         self._is_isolated = False
-        self._started_at = now
-        self._phase_at = now
-        self._sign_at: float | None = None
-        self._patience_s = grace_s
         self._stop: tuple[Reason, float] | None = None
-        self._stop_by = 0.0
-        self._closing_s = grace_s
-        self._debugging: set[int] = set()
 
     def assign(self, run: Run, *, limit_s: float, is_isolated: bool, now: float) -> list[Action]:
         """Take a test; it is sent as soon as every rank is ready.
@@ -104,18 +84,17 @@ class Lifecycle:
             is_isolated: Whether nothing runs on this gang afterwards.
             now: Seconds of the clock.
         """
-        assert self._run is None
+        assert self.held.current is None
         self._is_isolated = is_isolated
         self._begin(run, limit_s, now)
         return self._send() if self.state is State.IDLE else []
 
     def _begin(self, run: Run, limit_s: float, now: float) -> None:
-        self._run, self._limit_s = run, limit_s
+        self.held.begin(run, limit_s)
         for rank in self._ranks:
             rank.reset()
-        self._started_at = self._phase_at = now
-        self._sign_at = self._stop = None
-        self._patience_s = self._grace_s
+        self._patience.begin(now)
+        self._stop = None
 
     def send_ahead(self, runs: Sequence[tuple[Run, float]]) -> list[Action]:
         """Send tests that follow what the gang has; ranks start each if all end well before it.
@@ -125,38 +104,22 @@ class Lifecycle:
         Args:
             runs: Each with the limit of its phases in seconds, as in `assign`.
         """
-        for run, limit_s in runs:
-            assert run.after == self.last_run
-            self._ahead.append((run, limit_s))
+        self.held.add(runs)
         return [SendRuns(runs=tuple(run for run, _ in runs))]
-
-    @property
-    def num_ahead(self) -> int:
-        """How many tests were sent ahead, and have not begun."""
-        return len(self._ahead)
 
     @property
     def room_ahead(self) -> int:
         """How many tests may be sent ahead, as the running one may end well."""
-        may_go_on = self.state is State.RUNNING and self._sign_at is None and not self._is_isolated
-        return MOST_AHEAD - self.num_ahead if may_go_on else 0
-
-    @property
-    def runs(self) -> list[int]:
-        """Numbers of the executions that it has: the running one, then those sent ahead."""
-        return [] if self._run is None else [self.run, *(run.run for run, _ in self._ahead)]
-
-    @property
-    def last_run(self) -> int:
-        """Number of the last execution that it has, 0 without one."""
-        return self._ahead[-1][0].run if self._ahead else self.run
+        is_well = self.state is State.RUNNING and self._patience.sign_at is None
+        may_go_on = is_well and not self._is_isolated
+        return MOST_AHEAD - self.held.num_ahead if may_go_on else 0
 
     def is_past(self, rank: int) -> bool:
         """Whether what a rank says now may be of a test that was sent ahead.
 
         If it is, all ranks have said that they ended the running one.
         """
-        return bool(self._ahead) and self._ranks[rank].done is not None
+        return self.held.num_ahead > 0 and self._ranks[rank].done is not None
 
     def is_awaited(self, rank: int) -> bool:
         """Whether a rank is the only one that has not ended the running test."""
@@ -177,8 +140,7 @@ class Lifecycle:
         """
         if self.state is State.IDLE:
             self.state = State.CLOSING
-            self._closing_s = max(self._grace_s, self._limit_s)
-            self._stop_by = now + self._closing_s
+            self._patience.begin_closing(self.held.limit_s, now)
             return [SendClose()]
         return [] if self.state is State.CLOSING else self.kill()
 
@@ -187,34 +149,13 @@ class Lifecycle:
         if self.state in (State.KILLING, State.GONE):
             return []
         self.state = State.KILLING
-        self._drop_runs()
+        self.held.drop()
         return [KillGang()]
-
-    def _drop_runs(self) -> None:
-        self._run = None
-        self._ahead.clear()
-
-    @property
-    def run(self) -> int:
-        """Number of the execution that it has, 0 without one."""
-        return 0 if self._run is None else self._run.run
 
     @property
     def deadline(self) -> float | None:
         """When `tick` has something to do at the latest."""
-        match self.state:
-            case State.CLOSING if self._debugging:
-                return None
-            case State.STOPPING | State.CLOSING:
-                return self._stop_by
-            case State.STARTING:
-                return self._started_at + START_LIMIT_S
-            case State.RUNNING if not self._debugging:
-                if self._sign_at is not None:
-                    return self._sign_at + self._patience_s
-                return self._phase_at + self._limit_s if self._limit_s else None
-            case _:
-                return None
+        return self._patience.deadline(self.state, self.held.limit_s)
 
     def tick(self, now: float) -> list[Action]:
         """Look at the clock."""
@@ -227,15 +168,16 @@ class Lifecycle:
             case State.CLOSING:
                 late = [r.rank for r in self._ranks if not r.is_closed and r.exit_code is None]
                 self.problems.append(
-                    f"{name_ranks(late)} did not end the teardown in {self._closing_s:g} s"
+                    f"{name_ranks(late)} did not end the teardown in {self._patience.closing_s:g} s"
                 )
                 return self.kill()
             case State.STARTING:
                 return self._begin_stop(Reason.NOT_STARTED, START_LIMIT_S, now)
-            case _ if self._sign_at is not None:
-                return self._begin_stop(self._kind_of_sign(), self._patience_s, now)
+            case _ if self._patience.sign_at is not None:
+                limit_s = self._patience.after_sign_s
+                return self._begin_stop(kind_of_sign(self._ranks), limit_s, now)
             case _:
-                return self._begin_stop(Reason.HUNG, self._limit_s, now)
+                return self._begin_stop(Reason.HUNG, self.held.limit_s, now)
 
     def handle(self, rank: int, message: Message, now: float) -> list[Action]:
         """Take in what a rank, or a nursery about a rank, said."""
@@ -264,7 +206,7 @@ class Lifecycle:
                 rank.is_ready, rank.missing = True, dict(missing)
                 return self._on_ready(now)
             case PhaseEnded(run=run) if self._is_current(run):
-                self._phase_at = now
+                self._patience.begin_phase(now)
                 if message.report is not None:
                     rank.early.append(message.report)
                 self._note(rank, message.when, message.outcome, now)
@@ -276,7 +218,7 @@ class Lifecycle:
                     rank.outcome = "passed"
                 if message.stop:
                     self._sign(rank, now)
-                    self._patience_s = min(self._grace_s, _EXIT_S)
+                    self._patience.hurry(_EXIT_S)
                 return self._settle(now)
             case Broken(problem=problem):
                 rank.is_lost = False
@@ -299,28 +241,23 @@ class Lifecycle:
         if self.state is not State.STARTING or not all(r.is_ready for r in self._ranks):
             return []
         self.state = State.IDLE
-        if self._run is None:
+        if self.held.current is None:
             return []
-        self._started_at = self._phase_at = now
+        self._patience.begin(now)
         return self._send()
 
     def _on_debugger(self, rank: RankState, message: Message, now: float) -> None:
         """Stop the clocks while a debugger is open; it starts them anew when it is left."""
         match message:
             case DebuggerWanted() | DebuggerWrote() | DebuggerReads():
-                self._debugging.add(rank.rank)
+                self._patience.suspend(rank.rank)
             case DebuggerLeft():
-                self._debugging.discard(rank.rank)
-                self._phase_at = now
-                if self._sign_at is not None:
-                    self._sign_at = now
-                if self.state is State.CLOSING:
-                    self._stop_by = now + self._closing_s
+                self._patience.resume(rank.rank, self.state, now)
             case _:
                 pass
 
     def _is_current(self, run: int) -> bool:
-        return self._run is not None and self._run.run == run and self.state is not State.KILLING
+        return 0 < run == self.held.number and self.state is not State.KILLING
 
     def _note(self, rank: RankState, when: str, outcome: str, now: float) -> None:
         if outcome != "passed" and not rank.failed_phase:
@@ -330,21 +267,20 @@ class Lifecycle:
     def _sign(self, rank: RankState, now: float) -> None:
         if rank.at is None:
             rank.at = now
-        if self._sign_at is None:
-            self._sign_at = now
+        self._patience.take_sign(now)
 
     def _on_death(self, rank: RankState, died: Died, now: float) -> list[Action]:
         if rank.exit_code is not None or rank.death is not None:
             return []
         rank.is_lost = False
-        self._debugging.discard(rank.rank)
-        if self.state is State.RUNNING and died.run in self.runs[1:]:
+        self._patience.forget(rank.rank)
+        if self.state is State.RUNNING and died.run in self.held.numbers[1:]:
             rank.death = died  # it ended the running test, and what the others say of it will come
             return self._settle(now)
         rank.exit_code, rank.phase = died.exit_code, died.phase
         what = describe_exit(died.exit_code)
-        if self.state is State.RUNNING and 0 < died.run < self.run and not rank.problem:
-            self.unbegun = self.run
+        if self.state is State.RUNNING and 0 < died.run < self.held.number and not rank.problem:
+            self.unbegun = self.held.number
             self._blame_last(rank, f"{what} after its test")
             return self.kill()
         return self._on_loss(rank, what, now)
@@ -376,50 +312,38 @@ class Lifecycle:
                 return []
 
     def _send(self) -> list[Action]:
-        assert self._run is not None
+        assert self.held.current is not None
         self.state = State.RUNNING
-        node_id = self._run.node_id
+        node_id = self.held.current.node_id
         lacking = [r for r in self._ranks if node_id in r.missing]
         if lacking:
             for rank in lacking:
                 rank.problem = rank.missing[node_id]
-                rank.at = self._started_at
-            return self._end(Reason.NOT_COLLECTED, 0.0, self._started_at, is_kept=True)
-        return [SendRuns(runs=(self._run,))]
+                rank.at = self._patience.began_at
+            return self._end(Reason.NOT_COLLECTED, 0.0, self._patience.began_at, is_kept=True)
+        return [SendRuns(runs=(self.held.current,))]
 
     def _settle(self, now: float) -> list[Action]:
         """End the test if every rank has."""
-        if self.state is not State.RUNNING or not all(r.is_settled for r in self._ranks):
+        if self.state is not State.RUNNING:
             return []
-        if any(r.done is None for r in self._ranks):
-            return self._end(self._kind_of_sign(), 0.0, now, is_kept=False)
-        done = [r.done for r in self._ranks if r.done is not None]
-        is_in_step = (
-            len({(d.num_collectives, d.num_rendezvous) for d in done}) == 1 or self._is_isolated
-        )
-        if not is_in_step and all(r.outcome == "passed" for r in self._ranks):
-            return self._end(Reason.DESYNCHRONISED, 0.0, now, is_kept=False)
-        is_dead = any(r.exit_code is not None for r in self._ranks)
-        is_kept = is_in_step and not is_dead and not any(d.poison for d in done)
-        if is_kept and self._ahead and all(d.is_clean for d in done):
+        found = settle(self._ranks, is_isolated=self._is_isolated)
+        if found is None:
+            return []
+        reason, is_kept = found
+        if is_kept and self.held.num_ahead and all(r.done and r.done.is_clean for r in self._ranks):
             return self._go_on(now)
-        return self._end(Reason.DONE, 0.0, now, is_kept=is_kept)
+        return self._end(reason, 0.0, now, is_kept=is_kept)
 
     def _go_on(self, now: float) -> list[Action]:
         """End the test and take up the one that the ranks have started by themselves."""
         actions: list[Action] = [self._finished(Reason.DONE, 0.0, now, is_kept=True)]
-        self._begin(*self._ahead.popleft(), now)
+        self._begin(*self.held.next(), now)
         for rank in self._ranks:
-            if rank.death is not None and rank.death.run == self.run:
+            if rank.death is not None and rank.death.run == self.held.number:
                 died, rank.death = rank.death, None
                 actions += self._on_death(rank, died, now)
         return actions
-
-    def _kind_of_sign(self) -> Reason:
-        first = min((r for r in self._ranks if r.at is not None), key=lambda r: (r.at, r.rank))
-        return (
-            Reason.DIED if first.exit_code is not None and not first.failed_phase else Reason.FAILED
-        )
 
     def _begin_stop(self, reason: Reason, limit_s: float, now: float) -> list[Action]:
         """Ask those that are still busy where they are; without any, end at once."""
@@ -428,7 +352,7 @@ class Lifecycle:
         if not late or (reason is Reason.NOT_STARTED and limit_s == 0.0):
             return self._end(reason, limit_s, now, is_kept=False)
         self.state = State.STOPPING
-        self._stop_by = now + _STACKS_WAIT_S
+        self._patience.begin_stopping(_STACKS_WAIT_S, now)
         return [AskForStacks(ranks=late)]
 
     def _finish(self, now: float) -> list[Action]:
@@ -444,19 +368,19 @@ class Lifecycle:
         else:
             self.state = State.KILLING
             actions.append(KillGang())
-        if self._run is not None:
+        if self.held.current is not None:
             actions.append(self._finished(reason, limit_s, now, is_kept=is_kept))
-        self._drop_runs()
+        self.held.drop()
         return actions
 
     def _finished(self, reason: Reason, limit_s: float, now: float, *, is_kept: bool) -> Finish:
         return Finish(
             end=RunEnd(
-                run=self.run,
+                run=self.held.number,
                 reason=reason,
                 ranks=tuple(r.end() for r in self._ranks),
                 limit_s=limit_s,
-                duration_s=now - self._started_at,
+                duration_s=now - self._patience.began_at,
                 is_kept=is_kept,
             )
         )

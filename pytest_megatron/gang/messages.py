@@ -12,9 +12,17 @@ from dataclasses import dataclass, field, fields
 from typing import Protocol, TypeAlias, cast
 
 from pytest_megatron.files import JsonValue
+from pytest_megatron.gang.messages_of_debugger import (
+    DebuggerAnswer,
+    DebuggerLeft,
+    DebuggerLine,
+    DebuggerReads,
+    DebuggerWanted,
+    DebuggerWrote,
+)
+from pytest_megatron.gang.messages_of_nodes import Ended, Joined, Mirrored, Welcome
 
 JsonObject: TypeAlias = dict[str, JsonValue]
-INTERRUPTED_LINE = "\x03"  # what a `DebuggerLine` holds where the user pressed Ctrl-C
 # In the place of the test that comes next: there is none, or it is not known yet.
 NOTHING = -1
 UNKNOWN = -2
@@ -143,34 +151,6 @@ class Broken:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DebuggerWanted:
-    """A rank would enter the debugger and waits for leave.
-
-    Attributes:
-        reason: `exception` or `breakpoint`.
-    """
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DebuggerWrote:
-    """The debugger of a rank printed something."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DebuggerReads:
-    """The debugger of a rank wants a line."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DebuggerLeft:
-    """The debugger of a rank ended; the test goes on."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """Run a test.
 
@@ -198,20 +178,6 @@ class Run:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Close:
     """Tear down every fixture and end."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DebuggerAnswer:
-    """Whether a rank may enter the debugger."""
-
-    may_enter: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DebuggerLine:
-    """A line that the user typed; empty at the end of input."""
-
-    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -354,68 +320,6 @@ class Stacks:
     stacks: Mapping[str, str]
     flights: Mapping[str, str]
     phases: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Welcome:
-    """What node 0 tells another node that called.
-
-    Attributes:
-        ranks_per_node: Ranks that each node has room for.
-        num_gpus: CUDA devices that the node leases for the session.
-        node_ids: Items that node 0 collected, in order.
-        collecting: How ranks that collect for themselves are started, `fork` or `fresh`; "" where
-            ranks are forked from what the node's session collected.
-    """
-
-    num_nodes: int
-    ranks_per_node: int
-    num_gpus: int
-    node_ids: tuple[str, ...]
-    collecting: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Joined:
-    """What the session of another node answers.
-
-    Attributes:
-        problem: Why it cannot take part, or "".
-        missing: Node ids that only node 0 collected.
-        extra: Node ids that only this node collected.
-    """
-
-    problem: str = ""
-    missing: tuple[str, ...] = ()
-    extra: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mirrored:
-    """Something that pytest was told on node 0 and shall be told on every node.
-
-    Attributes:
-        hook: Name of pytest's hook.
-        data: Its arguments, in the form of `hooks.mirror`.
-    """
-
-    hook: str
-    data: Mapping[str, JsonValue]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
-    """The session of node 0 ended.
-
-    Attributes:
-        exit_code: Pytest's.
-        kind: How it ended before its last test: `failed`, `interrupted` or `exit`, or "".
-        text: What it said then.
-    """
-
-    exit_code: int
-    kind: str = ""
-    text: str = ""
 
 
 Message: TypeAlias = (

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pytest_megatron.files import JsonValue
 from pytest_megatron.gang.messages import Died, Done
-from pytest_megatron.gang.spec import RankEnd
+from pytest_megatron.gang.spec import RankEnd, Reason
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,3 +76,24 @@ class RankState:
             flight=self.flight,
             log_dir=self.log_dir,
         )
+
+
+def settle(ranks: Sequence[RankState], *, is_isolated: bool) -> tuple[Reason, bool] | None:
+    """Return how a test ended, and whether its gang may run another; None while it runs."""
+    if not all(r.is_settled for r in ranks):
+        return None
+    done = [r.done for r in ranks if r.done is not None]
+    if len(done) < len(ranks):
+        return kind_of_sign(ranks), False
+    is_in_step = len({(d.num_collectives, d.num_rendezvous) for d in done}) == 1 or is_isolated
+    if not is_in_step and all(r.outcome == "passed" for r in ranks):
+        return Reason.DESYNCHRONISED, False
+    is_dead = any(r.exit_code is not None for r in ranks)
+    return Reason.DONE, is_in_step and not is_dead and not any(d.poison for d in done)
+
+
+def kind_of_sign(ranks: Sequence[RankState]) -> Reason:
+    """Return what the first sign of trouble was."""
+    first = min((r for r in ranks if r.at is not None), key=lambda r: (r.at, r.rank))
+    is_death = first.exit_code is not None and not first.failed_phase
+    return Reason.DIED if is_death else Reason.FAILED

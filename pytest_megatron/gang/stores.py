@@ -13,9 +13,11 @@ import signal
 import socket
 import struct
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from pytest_megatron.errors import LaunchError
+from pytest_megatron.gang.messages import RankOrder
 from pytest_megatron.gang.processes import close_descriptors, die_with
 
 LOCAL_HOST = "127.0.0.1"
@@ -165,3 +167,8 @@ def _listen(host: str) -> socket.socket:
         listening = socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)
     listening.listen(_BACKLOG)
     return listening
+
+
+def with_store(orders: Sequence[RankOrder], port: int) -> tuple[RankOrder, ...]:
+    """Return the orders with the port of the store to meet in."""
+    return tuple(replace(o, env={**o.env, "MASTER_PORT": str(port)}) for o in orders)

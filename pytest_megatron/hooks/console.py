@@ -14,8 +14,8 @@ import pytest
 
 from pytest_megatron.gang.channel import Channel
 from pytest_megatron.gang.gangs import Gang
-from pytest_megatron.gang.lifecycle import State
-from pytest_megatron.gang.messages import (
+from pytest_megatron.gang.messages import Message
+from pytest_megatron.gang.messages_of_debugger import (
     INTERRUPTED_LINE,
     DebuggerAnswer,
     DebuggerLeft,
@@ -23,8 +23,8 @@ from pytest_megatron.gang.messages import (
     DebuggerReads,
     DebuggerWanted,
     DebuggerWrote,
-    Message,
 )
+from pytest_megatron.gang.patience import State
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Console:
             return asker.rank == self.pdb_rank
         if asker.reason != "exception":
             return asker.rank == 0
-        run = asker.gang.lifecycle.run
+        run = asker.gang.lifecycle.held.number
         if self._last_failure is None or self._last_failure[0] != run:
             self._last_failure = (run, asker.rank)
         return self._last_failure == (run, asker.rank)

@@ -16,9 +16,10 @@ from pytest_megatron.gang.bootstrap import state_if_seeded
 from pytest_megatron.gang.channel import listen_locally
 from pytest_megatron.gang.fleet import Fleet
 from pytest_megatron.gang.gangs import Gang
-from pytest_megatron.gang.lifecycle import Lifecycle, State
-from pytest_megatron.gang.messages import Welcome
+from pytest_megatron.gang.lifecycle import Lifecycle
+from pytest_megatron.gang.messages_of_nodes import Welcome
 from pytest_megatron.gang.nodes import Nodes
+from pytest_megatron.gang.patience import State
 from pytest_megatron.gang.spec import GangSpec
 from pytest_megatron.hooks.beginning import KEY
 from pytest_megatron.hooks.console import Console
@@ -64,6 +65,7 @@ class Crew:
         options = self._options = run.options
         self._specs = set(specs)
         self.gangs: dict[int, Gang] = {}
+        self._num_gangs = 0
         self._spares: dict[GangSpec, Gang] = {}
         self.num_slots = max([default_size, *(spec.world_size for spec in self._specs)])
         self._nodes = nodes_of(options, len(this_host().gpus))
@@ -155,7 +157,7 @@ class Crew:
         Only where that is one fork and holds nothing that others need: on the CPU of this node.
         """
         is_plain = self.per_rank is None and self.leader is None and spec.device == "cpu"
-        if is_plain and spec not in self._spares and self.fleet.has_nursery(0, -1):
+        if is_plain and spec not in self._spares and self.fleet.nurseries.has(0):
             gang = self._spares[spec] = self._make(spec, None)
             self._tee.follow(gang)
             self.fleet.start(gang)
@@ -197,7 +199,8 @@ class Crew:
         return gang
 
     def _make(self, spec: GangSpec, lease: Lease | None) -> Gang:
-        number = self.fleet.new_number()
+        self._num_gangs += 1
+        number = self._num_gangs
         orders = self.orders.write(number, spec, lease)
         gang = Gang(
             number=number,

@@ -12,9 +12,9 @@ import pytest
 
 from pytest_megatron.files import JsonValue
 from pytest_megatron.gang.gangs import Gang
-from pytest_megatron.gang.lifecycle import State
 from pytest_megatron.gang.logs import file_size
 from pytest_megatron.gang.messages import NOTHING, UNKNOWN, Run
+from pytest_megatron.gang.patience import State
 from pytest_megatron.gang.placement import Schedule
 from pytest_megatron.gang.spec import GangSpec
 from pytest_megatron.hooks.crew import Crew, has_left
@@ -271,7 +271,7 @@ class Dispatcher:
         if not self._pays_ahead(gang.spec):
             return
         fleet = self._crew.fleet
-        after = gang.lifecycle.last_run
+        after = gang.lifecycle.held.last
         runs: list[tuple[Run, float]] = []
         for _ in range(fleet.count_room_ahead(gang)):
             taken = self._schedule.take_planned(gang.number, gang.spec)
@@ -346,7 +346,7 @@ class Dispatcher:
 
     def _take_back(self, gang: Gang) -> None:
         """Take back what was sent ahead, where the test before it did not end well."""
-        kept = gang.lifecycle.runs
+        kept = gang.lifecycle.held.numbers
         for number, execution in self._executions(gang):
             if number not in kept:
                 del self._running[number]

@@ -19,7 +19,8 @@ from _pytest.junitxml import xml_key
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang.bootstrap import state_if_seeded
 from pytest_megatron.gang.channel import Channel, WrongKeyError, connect
-from pytest_megatron.gang.messages import Ended, Hello, Joined, Mirrored, Welcome
+from pytest_megatron.gang.messages import Hello
+from pytest_megatron.gang.messages_of_nodes import Ended, Joined, Mirrored, Welcome
 from pytest_megatron.gang.nodes import Nodes, find_key
 from pytest_megatron.hooks.beginning import KEY
 from pytest_megatron.hooks.mirror import replay

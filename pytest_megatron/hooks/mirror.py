@@ -10,7 +10,7 @@ import pytest
 from _pytest.reports import BaseReport
 
 from pytest_megatron.files import JsonValue
-from pytest_megatron.gang.messages import Mirrored
+from pytest_megatron.gang.messages_of_nodes import Mirrored
 from pytest_megatron.hooks.merged import record_warning, restore_report
 
 _LOGS = ("pytest_runtest_logstart", "pytest_runtest_logfinish")

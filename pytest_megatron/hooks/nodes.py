@@ -17,7 +17,8 @@ from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang.channel import Listener, listen_on
 from pytest_megatron.gang.fleet import Fleet
 from pytest_megatron.gang.followers import Followers
-from pytest_megatron.gang.messages import Ended, RankOrder, Welcome
+from pytest_megatron.gang.messages import RankOrder
+from pytest_megatron.gang.messages_of_nodes import Ended, Welcome
 from pytest_megatron.gang.nodes import KEY_VARIABLE, Nodes, find_key
 from pytest_megatron.gang.slurm_step import choose_ports
 from pytest_megatron.hooks.mirror import mirror_log, mirror_report, mirror_warning
@@ -158,7 +159,7 @@ class Leader:
         self._followers.dismiss(Ended(exit_code=int(exitstatus), kind=kind, text=text))
 
     def _is_there(self, node_rank: int) -> bool:
-        return node_rank in self._followers.joined and self._fleet.has_nursery(node_rank, -1)
+        return node_rank in self._followers.joined and self._fleet.nurseries.has(node_rank)
 
     def _tell(self, line: str, told: set[str]) -> None:
         if line not in told:

@@ -21,9 +21,10 @@ from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang.agreement import Difference, compare, digest_of
 from pytest_megatron.gang.channel import Listener
 from pytest_megatron.gang.clean import find_obstacle
-from pytest_megatron.gang.fleet import Fleet, TemplateWord
-from pytest_megatron.gang.lifecycle import START_LIMIT_S
+from pytest_megatron.gang.fleet import Fleet
 from pytest_megatron.gang.messages import Collected, Died, RankOrder, Stacks, StoreOpened
+from pytest_megatron.gang.patience import START_LIMIT_S
+from pytest_megatron.gang.raised import TemplateWord
 from pytest_megatron.hooks.beginning import KEY, Beginning
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.rank_template import Brief
@@ -160,11 +161,11 @@ class PerRank:
         size = orders[0].world_size
         world = self._worlds.setdefault(size, _World())
         self._drop_late(world)
-        are_all_there = all(self._fleet.has_nursery(order.node_rank, -1) for order in orders)
+        are_all_there = all(self._fleet.nurseries.has(order.node_rank) for order in orders)
         if world.lost or not are_all_there:
             return True
         for rank, template in list(world.templates.items()):
-            is_gone = template.is_ready and not self._fleet.has_template(
+            is_gone = template.is_ready and not self._fleet.raised.can_start(
                 orders[rank].node_rank, rank, size
             )
             devices = orders[rank].env.get(_DEVICES)
@@ -222,7 +223,7 @@ class PerRank:
         """Wait until the warm process has called; one that was killed gets a successor, once."""
         deadline = time.monotonic() + _WARM_S
         num_left = 1
-        while not self._fleet.has_nursery(0, -1):
+        while not self._fleet.nurseries.has(0):
             problem = self._warm.problem()
             if problem and not num_left:
                 raise LaunchError("gang", f"the process that starts ranks ended: {problem}")
@@ -240,12 +241,12 @@ class PerRank:
         until = time.monotonic() + self._limit_s
         orders = tuple(
             replace(
-                _for_collecting(order, self._fleet.next_template),
+                _for_collecting(order, self._fleet.raised.next_number),
                 avoided=world.avoided.get(order.rank, {}),
             )
             for order in orders
         )
-        number = self._fleet.raise_templates(
+        number = self._fleet.raised.start(
             orders, lambda number, word, rank: self._on_word(world, number, word, rank)
         )
         for order in orders:
@@ -285,7 +286,7 @@ class PerRank:
             if all(late[rank].is_asked for rank in ranks):
                 self._give_up(world, number, Stacks(gang=number, stacks={}, flights={}, phases={}))
                 continue
-            self._fleet.ask_templates(number, ranks)
+            self._fleet.raised.ask(number, ranks)
             for rank in ranks:
                 late[rank].is_asked, late[rank].until = True, now + _STACKS_S
 
@@ -299,7 +300,7 @@ class PerRank:
                 what = f"did not end collecting {node_id or 'its tests'} in {self._limit_s:g} s"
                 _blame(world, rank, node_id, f"{stack}\n{what}" if stack else what)
             del world.templates[rank]
-        self._fleet.kill_templates(number)
+        self._fleet.raised.kill(number)
 
 
 def _blame(world: _World, rank: int, node_id: str, reason: str) -> None:

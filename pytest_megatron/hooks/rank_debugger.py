@@ -19,7 +19,7 @@ from _pytest.debugging import PdbInvoke, pytestPDB
 from typing_extensions import override
 
 from pytest_megatron.gang.channel import Channel
-from pytest_megatron.gang.messages import (
+from pytest_megatron.gang.messages_of_debugger import (
     INTERRUPTED_LINE,
     DebuggerAnswer,
     DebuggerLeft,

@@ -124,7 +124,7 @@ class TemplateProcess:
         """
         deadline = time.monotonic() + _NURSERY_S
         num_left = 1
-        while not self._fleet.has_nursery(0, -1):
+        while not self._fleet.nurseries.has(0):
             if self._has_ended() and num_left:
                 num_left -= 1
                 self._pid = self._make.fork()

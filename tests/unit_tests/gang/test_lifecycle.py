@@ -20,17 +20,9 @@ from gang_words import (
 )
 
 from pytest_megatron.gang.actions import AskForStacks, Finish, KillGang, SendClose, SendRuns
-from pytest_megatron.gang.lifecycle import START_LIMIT_S, State
-from pytest_megatron.gang.messages import (
-    Broken,
-    Closed,
-    DebuggerLeft,
-    DebuggerReads,
-    DebuggerWanted,
-    Done,
-    Killed,
-    Ready,
-)
+from pytest_megatron.gang.messages import Broken, Closed, Done, Killed, Ready
+from pytest_megatron.gang.messages_of_debugger import DebuggerLeft, DebuggerReads, DebuggerWanted
+from pytest_megatron.gang.patience import START_LIMIT_S, State
 from pytest_megatron.gang.spec import RankEnd, Reason, RunEnd
 from pytest_megatron.wording import describe_exit, name_ranks
 

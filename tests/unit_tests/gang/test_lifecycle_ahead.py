@@ -20,8 +20,10 @@ from gang_words import (
 )
 
 from pytest_megatron.gang.actions import KillGang, SendRuns
-from pytest_megatron.gang.lifecycle import MOST_AHEAD, Lifecycle, State
+from pytest_megatron.gang.held_runs import MOST_AHEAD
+from pytest_megatron.gang.lifecycle import Lifecycle
 from pytest_megatron.gang.messages import Broken, Done
+from pytest_megatron.gang.patience import State
 from pytest_megatron.gang.spec import Reason
 
 
@@ -40,7 +42,7 @@ def test_a_gang_goes_on_with_the_test_sent_ahead_once_all_ended_well() -> None:
     assert [gang.is_past(rank) for rank in range(SIZE)] == [True] * (SIZE - 1) + [False]
     end = the_end(list(gang.handle(SIZE - 1, clean(), 4.0)))
     assert (end.run, end.reason, end.is_kept, end.duration_s) == (1, Reason.DONE, True, 4.0)
-    assert (gang.state, gang.run, gang.runs) == (State.RUNNING, 2, [2])
+    assert (gang.state, gang.held.number, gang.held.numbers) == (State.RUNNING, 2, [2])
     assert gang.deadline == 4.0 + LIMIT_S / 2
     assert gang.room_ahead == MOST_AHEAD
     end = the_end([a for r in range(SIZE) for a in gang.handle(r, clean(2), 5.0)])
@@ -53,7 +55,7 @@ def test_a_test_sent_ahead_is_dropped_where_a_rank_ended_otherwise(last: Done) -
     for rank in range(SIZE - 1):
         gang.handle(rank, clean(), 1.0)
     assert the_end(list(gang.handle(SIZE - 1, last, 1.0))).run == 1
-    assert gang.runs == []
+    assert gang.held.numbers == []
 
 
 def test_a_rank_that_dies_once_all_have_gone_on_fails_the_next_test() -> None:
@@ -72,7 +74,7 @@ def test_a_rank_that_dies_before_all_have_gone_on_fails_the_test_it_ended() -> N
     gang.handle(0, died(0), 1.0)
     end = the_end(end_all_but(gang, 0))
     assert (end.run, end.reason, end.ranks[0].exit_code) == (1, Reason.DIED, -9)
-    assert (gang.state, gang.runs) == (State.KILLING, [])
+    assert (gang.state, gang.held.numbers) == (State.KILLING, [])
 
 
 def test_nothing_is_sent_ahead_of_a_test_in_trouble() -> None:
@@ -91,7 +93,7 @@ def test_a_death_in_a_test_sent_ahead_waits_for_what_others_say_of_those_before(
     gang.lose(0)
     assert [gang.handle(rank, clean(), 1.0) for rank in range(1, SIZE)] == [[]] * (SIZE - 1)
     ended = the_end(list(gang.handle(0, died(0, run=3), 1.0)))
-    assert (ended.run, ended.reason, gang.runs) == (1, Reason.DONE, [2, 3, 4])
+    assert (ended.run, ended.reason, gang.held.numbers) == (1, Reason.DONE, [2, 3, 4])
 
 
 def test_a_rank_that_was_lost_keeps_a_test_from_ending_well_until_its_death_is_told() -> None:

@@ -9,23 +9,14 @@ from pytest_megatron.gang.messages import (
     Close,
     Closed,
     Collected,
-    DebuggerAnswer,
-    DebuggerLeft,
-    DebuggerLine,
-    DebuggerReads,
-    DebuggerWanted,
-    DebuggerWrote,
     Died,
     Done,
-    Ended,
     Fork,
     Hello,
     Interrupt,
-    Joined,
     Kill,
     Killed,
     Message,
-    Mirrored,
     OpenStore,
     PhaseEnded,
     RankOrder,
@@ -33,10 +24,18 @@ from pytest_megatron.gang.messages import (
     Run,
     Stacks,
     StoreOpened,
-    Welcome,
     decode,
     encode,
 )
+from pytest_megatron.gang.messages_of_debugger import (
+    DebuggerAnswer,
+    DebuggerLeft,
+    DebuggerLine,
+    DebuggerReads,
+    DebuggerWanted,
+    DebuggerWrote,
+)
+from pytest_megatron.gang.messages_of_nodes import Ended, Joined, Mirrored, Welcome
 
 ORDER = RankOrder(
     gang=1,

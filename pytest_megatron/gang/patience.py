@@ -1,0 +1,103 @@
+"""How long a gang may take for what it does, and the states of its life: pure."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+START_LIMIT_S = 300.0  # to import torch and collect; slow file systems exist
+
+
+class State(Enum):
+    """Where a gang is in its life."""
+
+    STARTING = "starting"
+    IDLE = "idle"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    CLOSING = "closing"
+    KILLING = "killing"
+    GONE = "gone"
+
+
+class Patience:
+    """The times that count for one gang, in seconds of one monotonic clock.
+
+    Attributes:
+        began_at: When the running test began, or the gang.
+        sign_at: When the first sign of trouble in the running test was seen; None without one.
+        after_sign_s: How long others may take from then on.
+        closing_s: How long the last teardown may take.
+    """
+
+    def __init__(self, grace_s: float, now: float) -> None:
+        self._grace_s = grace_s
+        self.closing_s = grace_s
+        self._stop_by = 0.0
+        self._debugging: set[int] = set()
+        self.begin(now)
+
+    def begin(self, now: float) -> None:
+        """Count for a new test."""
+        self.began_at = self._phase_at = now
+        self.sign_at: float | None = None
+        self.after_sign_s = self._grace_s
+
+    def begin_phase(self, now: float) -> None:
+        """Count anew for a phase."""
+        self._phase_at = now
+
+    def take_sign(self, now: float) -> None:
+        """Take note of a sign of trouble; the first one counts."""
+        if self.sign_at is None:
+            self.sign_at = now
+
+    def hurry(self, most_s: float) -> None:
+        """Give others less time after the sign."""
+        self.after_sign_s = min(self._grace_s, most_s)
+
+    def begin_closing(self, limit_s: float, now: float) -> None:
+        """Count for the last teardown: it has the time of a phase."""
+        self.closing_s = max(self._grace_s, limit_s)
+        self._stop_by = now + self.closing_s
+
+    def begin_stopping(self, limit_s: float, now: float) -> None:
+        """Count for answers to a question."""
+        self._stop_by = now + limit_s
+
+    def suspend(self, rank: int) -> None:
+        """Stop counting while a rank is in its debugger."""
+        self._debugging.add(rank)
+
+    def forget(self, rank: int) -> None:
+        """Take note that a rank is no longer there to be debugged."""
+        self._debugging.discard(rank)
+
+    def resume(self, rank: int, state: State, now: float) -> None:
+        """Count anew when a rank has left its debugger."""
+        self._debugging.discard(rank)
+        self._phase_at = now
+        if self.sign_at is not None:
+            self.sign_at = now
+        if state is State.CLOSING:
+            self._stop_by = now + self.closing_s
+
+    def deadline(self, state: State, limit_s: float) -> float | None:
+        """Return when it ends, None if it does not.
+
+        Args:
+            state: Of the gang.
+            limit_s: Of a phase of the running test; 0 is no limit.
+        """
+        match state:
+            case State.CLOSING if self._debugging:
+                return None
+            case State.STOPPING | State.CLOSING:
+                return self._stop_by
+            case State.STARTING:
+                return self.began_at + START_LIMIT_S
+            case State.RUNNING if not self._debugging:
+                if self.sign_at is not None:
+                    return self.sign_at + self.after_sign_s
+                return self._phase_at + limit_s if limit_s else None
+            case _:
+                return None

@@ -11,6 +11,7 @@ _LEAST_SHM_BYTES = 1 << 30
 _LEAST_FILES, _LEAST_PROCESSES = 4096, 4096
 _FULL_BYTES, _LOW_BYTES = 10**9, 10**10
 _LEAST_PORTS = 4096
+_SLOW_LOOKUP_S = 1.0
 _NEEDED_CAPABILITIES = {"compute", "utility"}
 _SLURM_NEEDED = ("sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun")
 
@@ -50,6 +51,8 @@ def check_communication(facts: Facts, env: Mapping[str, str]) -> Iterator[Hit]:
         yield Hit("port-taken", problem=machine.port_problem)
     if machine.host_problem is not None:
         yield Hit("host-name", problem=machine.host_problem)
+    if machine.lookup_s is not None and machine.lookup_s >= _SLOW_LOOKUP_S:
+        yield Hit("address-name", seconds=f"{machine.lookup_s:.1f}")
     if machine.ephemeral_ports is not None:
         first, last = machine.ephemeral_ports
         if last - first + 1 < _LEAST_PORTS:

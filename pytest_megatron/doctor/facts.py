@@ -165,6 +165,7 @@ class Machine:
         container: What kind of container this is; None on a bare host.
         port_problem: Why the launchers' port cannot be had.
         host_problem: Why this host's own name does not resolve.
+        lookup_s: Seconds until the name of this host's loopback address was found, or was not.
         shadows: Libraries of CUDA that LD_LIBRARY_PATH or LD_PRELOAD put before torch's own.
     """
 
@@ -177,6 +178,7 @@ class Machine:
     ephemeral_ports: tuple[int, int] | None = None
     port_problem: str | None = None
     host_problem: str | None = None
+    lookup_s: float | None = None
     shadows: tuple[Path, ...] = ()
 
 

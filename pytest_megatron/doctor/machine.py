@@ -8,7 +8,8 @@ import shutil
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from pytest_megatron.doctor.child import run
@@ -16,6 +17,7 @@ from pytest_megatron.doctor.facts import UNKNOWN, Disk, Machine, Slurm, Toolkit
 from pytest_megatron.doctor.places import Places
 
 _PROGRAM_LIMIT_S = 10.0
+_LOOPBACK = ("::ffff:127.0.0.1", 0, 0, 0)  # as an address of both kinds, which torch tries first
 _CONNECT_LIMIT_S = 3.0
 _SLURM_PROGRAMS = ("sacct", "sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun")
 _OPTIONS = 3  # the field of a line of /proc/mounts
@@ -41,6 +43,7 @@ def look_at_machine(places: Places) -> Machine:
         ephemeral_ports=_port_range(places.read("/proc/sys/net/ipv4/ip_local_port_range")),
         port_problem=_port_problem(places.rendezvous_port),
         host_problem=_host_problem(),
+        lookup_s=_lookup_s(),
         shadows=tuple(_shadows(places.env)),
     )
 
@@ -138,21 +141,41 @@ def _port_problem(port: int) -> str | None:
 
 
 def _host_problem() -> str | None:
-    """Return why this host's own name does not resolve; a name server may not answer at all."""
+    """Return why this host's own name does not resolve."""
     name = socket.gethostname()
-    said: list[str] = []
 
-    def resolve() -> None:
+    def resolve() -> str:
         try:
             socket.getaddrinfo(name, None)
-            said.append("")
         except OSError as error:
-            said.append(f"{name!r}: {error.strerror}")
+            return f"{name!r}: {error.strerror}"
+        return ""
 
-    thread = threading.Thread(target=resolve, daemon=True)
+    said = _in_time(resolve)
+    return f"{name!r}: no answer within {_PROGRAM_LIMIT_S:g} s" if said is None else said or None
+
+
+def _lookup_s() -> float:
+    """Return how long the lookup takes that torch does for each connection of this host."""
+
+    def look_up() -> str:
+        try:
+            return socket.getnameinfo(_LOOPBACK, socket.NI_NUMERICSERV)[0]
+        except OSError as error:
+            return str(error)
+
+    started = time.monotonic()
+    _in_time(look_up)
+    return time.monotonic() - started
+
+
+def _in_time(ask: Callable[[], str]) -> str | None:
+    """Return an answer, None if there was none in time: a name server may not answer at all."""
+    said: list[str] = []
+    thread = threading.Thread(target=lambda: said.append(ask()), daemon=True)
     thread.start()
     thread.join(_PROGRAM_LIMIT_S)
-    return (said[0] or None) if said else f"{name!r}: no answer within {_PROGRAM_LIMIT_S:g} s"
+    return said[0] if said else None
 
 
 def _shadows(env: Mapping[str, str]) -> Iterator[Path]:

@@ -10,8 +10,6 @@ from pytest_megatron.errors import MegatronError
 from pytest_megatron.hooks.gang_results import RECORD
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.launch.layout import RUN_FILE
-from pytest_megatron.pages.gather import RunReader
-from pytest_megatron.pages.write import write_in_place
 
 _NAME = "megatron-pages"
 _GOOD = ("passed", "skipped")
@@ -41,6 +39,10 @@ class PagesPlugin:
         has_any = self._has_workloads or self._has_failures
         if not has_any or not (run_dir / RUN_FILE).is_file():
             return
+        # Loads all of goldens and triage, which a run of tests that pass does without.
+        from pytest_megatron.pages.gather import RunReader  # noqa: PLC0415
+        from pytest_megatron.pages.write import write_in_place  # noqa: PLC0415
+
         try:
             index = write_in_place(RunReader(run_dir))
         except (MegatronError, OSError) as error:

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.checks.rules import Hit
+from pytest_megatron.doctor.check_machine import check_communication
 from pytest_megatron.doctor.compat import compat
 from pytest_megatron.doctor.elf import SharedObject, read_shared_object
+from pytest_megatron.doctor.facts import Facts, Machine, Python
 from pytest_megatron.doctor.packages import read_extensions, torch_symbols
 from pytest_megatron.doctor.rules import finding_of, rules
 
@@ -67,3 +69,20 @@ def test_what_torch_built_for_itself_misses_no_symbol_of_torch() -> None:
     assert extension.abi is True
     assert extension.missing
     assert extension.missing <= torch_symbols(libraries.parent)
+
+
+def test_a_name_server_that_keeps_every_process_group_waiting_is_told() -> None:
+    python = Python(
+        executable=Path("python"),
+        version="3.12.3",
+        tag="cp312",
+        soabi="",
+        machine="x86_64",
+        prefix=Path(),
+        is_venv=True,
+        paths=(),
+        encoding="utf-8",
+    )
+    facts = [Facts(python=python, machine=Machine(lookup_s=seconds)) for seconds in (0.2, 5.01)]
+    quick, slow = (list(check_communication(each, {})) for each in facts)
+    assert (quick, slow) == ([], [Hit("address-name", seconds="5.0")])

@@ -15,7 +15,7 @@ from pytest_megatron.doctor.devices import last_words
 from pytest_megatron.doctor.examine import examine
 
 # What the machine of the tests may have of itself.
-REAL = {"disk-low", "disk-full", "host-name"}
+REAL = {"address-name", "disk-low", "disk-full", "host-name"}
 
 
 @pytest.fixture(scope="module")

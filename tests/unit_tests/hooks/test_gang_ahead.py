@@ -57,3 +57,41 @@ def test_tests_run_once_in_order_whatever_became_of_those_before_them(tmp_path: 
         for way, row in zip(ways, rows, strict=True):
             assert int(row[1]) == since  # the fixture of the module lives as long as the gang
             since = 0 if way == "dies" else since + 1
+
+
+def test_a_rank_that_dies_between_two_tests_costs_the_second_one_nothing(tmp_path: Path) -> None:
+    suite = Suite(root=tmp_path).write(
+        "conftest.py",
+        """
+        import os
+        import signal
+        import time
+        from pathlib import Path
+
+        def pytest_runtest_logreport(report):
+            pid = Path("pid.1")
+            if report.when == "teardown" and pid.exists() and "test_a" in report.nodeid:
+                number = int(pid.read_text())
+                pid.unlink()
+                os.kill(number, signal.SIGKILL)
+                deadline = time.monotonic() + 60
+                while Path(f"/proc/{number}").exists() and time.monotonic() < deadline:
+                    time.sleep(0.01)
+        """,
+    )
+    suite.write(
+        "test_two.py",
+        """
+        import os
+        from pathlib import Path
+
+        def test_a(rank):
+            Path(f"pid.{rank}").write_text(str(os.getpid()))
+
+        def test_b(rank, process_group):
+            pass
+        """,
+    )
+    run = suite.run("--ranks=2", "--maxfail=9")  # with a limit of failures, nothing is sent ahead
+    assert run.outcomes == {"test_a": "ERROR", "test_b": "PASSED"}
+    assert "rank 1 was killed by SIGKILL after its test" in run.stdout

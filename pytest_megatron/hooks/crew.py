@@ -272,18 +272,27 @@ class Crew:
             self.fleet.pump(_PUMP_S)
 
     def shut_down(self) -> None:
-        """End the process that ranks come from, and what is left of its ranks."""
+        """End the process that ranks come from, and what is left of its ranks.
+
+        It takes the kernel longer than what the session has left to do: see `wait_for_end`.
+        """
         fleet, self._fleet = self.fleet, None
         self.leases.close()
         self.gangs.clear()
         self._spares.clear()
         fleet.stop()
-        if self._template is not None:
-            self._template.close()
+        if self.orders.coverage:  # its processes write what they measured when they end
+            self.wait_for_end()
         if self.per_rank is not None:
             self.per_rank.close()
         for problem in measure.merge_into_running(self.orders.coverage_dir):
             self.tell_user(f"coverage of a rank cannot be read: {problem}")
+
+    def wait_for_end(self) -> None:
+        """Wait until the process that ranks came from has ended; may be called again."""
+        template, self._template = self._template, None
+        if template is not None:
+            template.close()
 
     def tell_user(self, text: str) -> None:
         """Write a line to the terminal."""

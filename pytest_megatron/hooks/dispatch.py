@@ -192,6 +192,10 @@ class Dispatcher:
             finally:
                 self._crew.shut_down()
 
+    def wait_for_end(self) -> None:
+        """Wait until no process of a gang is left, after `shut_down`."""
+        self._crew.wait_for_end()
+
     def let_go_for_others(self) -> None:
         """From now on, end idle gangs that hold devices for which somebody waits.
 

@@ -133,6 +133,12 @@ class GangPlugin:
         """Leave no process behind, however the session ends."""
         self._shut_down()
 
+    @pytest.hookimpl(trylast=True)
+    def pytest_unconfigure(self) -> None:
+        """Be the last process to end."""
+        if self._dispatcher is not None:
+            self._dispatcher.wait_for_end()
+
     def _print_plan(self, session: pytest.Session) -> bool | None:
         """Print which gangs would run how many tests; workloads print theirs."""
         from pytest_megatron.hooks.item import WorkloadItem  # noqa: PLC0415 - loads all of recipes

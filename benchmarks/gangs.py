@@ -1,6 +1,6 @@
 """What distributed tests cost on gangs, beside other ways to run them, in turns.
 
-    python benchmarks/gangs.py                          everything on the CPU, about 15 minutes
+    python benchmarks/gangs.py                          everything on the CPU, about 20 minutes
     python benchmarks/gangs.py --worlds 2 --rounds 1    a quick look
     python benchmarks/gangs.py --device cuda --worlds 8 --only cold
 

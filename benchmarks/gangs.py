@@ -148,19 +148,23 @@ def wait_until_quiet() -> None:
             return
 
 
+def environment(**more: str) -> dict[str, str]:
+    """Return the variables of a session."""
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **more}
+    variables.pop("PYTHONDONTWRITEBYTECODE", None)  # else all but installed packages is compiled
+    return variables
+
+
 def seconds(runner: Runner, world_size: int, num_tests: int, device: str, **env: str) -> float:
     """Return how long one session takes, from start to end, as a user sees it."""
     wait_until_quiet()
-    variables = {
-        **os.environ,
-        "BENCH_TESTS": str(num_tests),
-        "BENCH_WORLD": str(world_size),
-        "BENCH_DEVICE": device,
-        "OMP_NUM_THREADS": "1",
+    variables = environment(
+        BENCH_TESTS=str(num_tests),
+        BENCH_WORLD=str(world_size),
+        BENCH_DEVICE=device,
         **dict(runner.env),
         **env,
-    }
-    variables.pop("PYTHONDONTWRITEBYTECODE", None)  # else all but installed packages is compiled
+    )
     with tempfile.TemporaryDirectory() as directory:
         for path in SUITES.glob("*.py"):
             (Path(directory) / path.name).write_text(path.read_text(encoding="utf-8"))
@@ -242,7 +246,7 @@ def compare_collection(world_size: int, rounds: int, results: list[object]) -> N
                     cwd=directory,
                     check=True,
                     stdout=subprocess.DEVNULL,
-                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                    env=environment(),
                 )
                 rows[name].append(time.perf_counter() - started)
     medians = {name: statistics.median(values) for name, values in rows.items()}

@@ -30,7 +30,6 @@ from pytest_megatron.gang.gangs import (
     join_stacks,
     send_to_ranks,
 )
-from pytest_megatron.gang.held_runs import MOST_AHEAD
 from pytest_megatron.gang.messages import (
     Broken,
     Close,
@@ -56,7 +55,6 @@ from pytest_megatron.gang.processes import UNKILLABLE_S
 from pytest_megatron.gang.raised import Raised
 from pytest_megatron.gang.stores import with_store
 
-_ENOUGH_AHEAD = MOST_AHEAD // 2
 _PAUSE_S = 0.005
 _KILLED_S = UNKILLABLE_S + 10.0  # for a nursery to kill a gang
 _LOST_S = 2.0  # between the end of a rank's connection and the news of its death
@@ -74,17 +72,15 @@ class Fleet:
         raised: Nurseries of single ranks.
     """
 
-    def __init__(self, listener: Listener, *, grace_s: float, on_debugger: OnDebugger) -> None:
+    def __init__(self, listener: Listener, *, on_debugger: OnDebugger) -> None:
         """Begin to listen.
 
         Args:
             listener: Where nurseries and ranks call.
-            grace_s: How long ranks may take after the first sign of trouble.
             on_debugger: Told of messages of a rank's debugger.
         """
         self._calls = Calls(listener, self._on_hello)
         self._followers: Followers | None = None
-        self._grace_s = grace_s
         self._on_debugger = on_debugger
         self.nurseries = Nurseries()
         self.raised = Raised(self.nurseries)
@@ -125,8 +121,9 @@ class Fleet:
 
         Its ranks have to come from one nursery, so that they can agree among themselves.
         """
-        room = gang.lifecycle.room_ahead if gang.is_in_lockstep else 0
-        return room if room >= MOST_AHEAD - _ENOUGH_AHEAD else 0
+        lifecycle = gang.lifecycle
+        is_wanting = gang.is_in_lockstep and not lifecycle.held.has_enough
+        return lifecycle.room_ahead if is_wanting else 0
 
     def send_ahead(self, gang: Gang, runs: Sequence[tuple[Run, float]]) -> None:
         """Have a gang run tests, with their limits, after what it has, while all ends well."""
@@ -151,7 +148,7 @@ class Fleet:
     def pump(self, timeout_s: float) -> None:
         """Take in what ranks and nurseries say, until there is news or `timeout_s` has passed."""
         self._has_news = False
-        if any(gang.lifecycle.held.num_ahead > _ENOUGH_AHEAD for gang in self._gangs.values()):
+        if any(gang.lifecycle.held.has_enough for gang in self._gangs.values()):
             time.sleep(_PAUSE_S)  # to wake up for each of its words takes a core from its ranks
         until = time.monotonic() + timeout_s
         while not self._has_news:

@@ -43,6 +43,11 @@ class HeldRuns:
         """How many were sent ahead, and have not begun."""
         return len(self._ahead)
 
+    @property
+    def has_enough(self) -> bool:
+        """Whether it can go on for a while with what was sent ahead."""
+        return self.num_ahead > MOST_AHEAD // 2
+
     def begin(self, run: Run, limit_s: float) -> None:
         """Take a test as the running one."""
         self.current, self.limit_s = run, limit_s

@@ -83,9 +83,7 @@ class Crew:
         self._default_size = default_size
         self._template: TemplateProcess | None = None
         self._listener = listen_locally()
-        self._fleet: Fleet | None = Fleet(
-            self._listener, grace_s=options.rank_grace_s, on_debugger=self._console.handle
-        )
+        self._fleet: Fleet | None = Fleet(self._listener, on_debugger=self._console.handle)
 
     def open(self, session: pytest.Session) -> None:
         """Begin to start the process that ranks come from, and have other nodes come.

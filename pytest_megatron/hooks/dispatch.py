@@ -26,7 +26,7 @@ from pytest_megatron.report.executed import Executed
 from pytest_megatron.report.merge import Merged, merge, merge_late
 from pytest_megatron.verdict.signature import Signature
 
-ALWAYS_AHEAD = "PYTEST_MEGATRON_AHEAD"  # set: gangs of every device and size go on by themselves
+ALWAYS_AHEAD = "PYTEST_MEGATRON_AHEAD"  # set: gangs of every device go on by themselves
 _LEASE_POLL_S = 0.2  # between two looks at whether somebody waits for devices
 
 
@@ -192,10 +192,6 @@ class Dispatcher:
             finally:
                 self._crew.shut_down()
 
-    def wait_for_end(self) -> None:
-        """Wait until no process of a gang is left, after `shut_down`."""
-        self._crew.wait_for_end()
-
     def let_go_for_others(self) -> None:
         """From now on, end idle gangs that hold devices for which somebody waits.
 
@@ -270,9 +266,9 @@ class Dispatcher:
         Who wants a say in whether there is a next test: a limit of failures, reruns, a debugger,
         and other gangs that may be idle by then.
         """
-        if not self._may_send_ahead or not (self.is_in_order or self.is_serial):
-            return
-        if not self._pays_ahead(gang.spec):
+        is_tried = gang.spec.device == "cpu" or self._is_always_ahead
+        is_alone = self.is_in_order or self.is_serial
+        if not (self._may_send_ahead and is_tried and is_alone):
             return
         fleet = self._crew.fleet
         after = gang.lifecycle.held.last
@@ -291,9 +287,6 @@ class Dispatcher:
             runs.append((run, self._limits_s[item]))
         if runs:
             fleet.send_ahead(gang, runs)
-
-    def _pays_ahead(self, spec: GangSpec) -> bool:
-        return self._is_always_ahead or spec.device == "cpu"
 
     def _assign(self, gang: Gang, index: int, next_index: int) -> None:
         run = self._prepare(gang, index, next_index)

@@ -136,8 +136,8 @@ class GangPlugin:
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> None:
         """Be the last process to end."""
-        if self._dispatcher is not None:
-            self._dispatcher.wait_for_end()
+        if self._crew is not None:
+            self._crew.wait_for_end()
 
     def _print_plan(self, session: pytest.Session) -> bool | None:
         """Print which gangs would run how many tests; workloads print theirs."""

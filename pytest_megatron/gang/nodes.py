@@ -77,6 +77,21 @@ class Nodes:
         return max(0, room - sum(world_sizes))
 
 
+def share_gpus(world_size: int, ranks_per_gpu: int) -> tuple[Place, ...]:
+    """Return where ranks believe to be that share the GPUs of one host.
+
+    They are dealt out as to nodes that have those GPUs each: a local rank is the index of its GPU,
+    and NCCL, which refuses two ranks of a node on one GPU, takes them for ranks of several nodes.
+    """
+    num_gpus = count_gpus(world_size, ranks_per_gpu)
+    return Nodes(num_nodes=ranks_per_gpu, ranks_per_node=num_gpus).place(world_size)
+
+
+def count_gpus(world_size: int, ranks_per_gpu: int) -> int:
+    """Return how many GPUs of one host ranks need."""
+    return -(-world_size // ranks_per_gpu)
+
+
 def find_key(env: Mapping[str, str], home: Path, step: str = "") -> bytes:
     """Return the key that all nodes of this session share; whoever comes first makes the user's.
 

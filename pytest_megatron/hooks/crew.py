@@ -18,7 +18,7 @@ from pytest_megatron.gang.fleet import Fleet
 from pytest_megatron.gang.gangs import Gang
 from pytest_megatron.gang.lifecycle import Lifecycle
 from pytest_megatron.gang.messages_of_nodes import Welcome
-from pytest_megatron.gang.nodes import Nodes
+from pytest_megatron.gang.nodes import Nodes, count_gpus
 from pytest_megatron.gang.patience import State
 from pytest_megatron.gang.spec import GangSpec
 from pytest_megatron.hooks.beginning import KEY
@@ -30,7 +30,6 @@ from pytest_megatron.hooks.origins import PerRank, why_per_rank
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.hooks.tee import Tee
 from pytest_megatron.hooks.template import Template, TemplateProcess
-from pytest_megatron.host import this_host
 from pytest_megatron.lease import Lease
 
 _CLOSING_S = 5.0  # for ranks to tear down after Ctrl-C
@@ -68,7 +67,7 @@ class Crew:
         self._num_gangs = 0
         self._spares: dict[GangSpec, Gang] = {}
         self.num_slots = max([default_size, *(spec.world_size for spec in self._specs)])
-        self._nodes = nodes_of(options, len(this_host().gpus))
+        self._nodes = nodes_of(options)
         if options.num_nodes == 1:
             self._nodes = Nodes(num_nodes=1, ranks_per_node=self.num_slots)
         coverage = measure.settings_of_running(
@@ -174,7 +173,8 @@ class Crew:
             self._template.wait()
         lease = None
         if spec.device == "cuda":
-            lease = self.leases.take(spec, self._nodes.num_ranks_on(0, spec.world_size))
+            num_here = self._nodes.num_ranks_on(0, spec.world_size)
+            lease = self.leases.take(spec, count_gpus(num_here, self._options.ranks_per_gpu))
             if lease is None:
                 return None
         if per_rank is not None and not per_rank.is_ready(self.orders.write(0, spec, lease)):

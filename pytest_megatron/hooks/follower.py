@@ -161,7 +161,7 @@ class FollowerPlugin:
                 raise pytest.UsageError(text)
             case _:
                 raise self._is_gone()
-        own = nodes_of(self._options, len(this_host().gpus))
+        own = nodes_of(self._options)
         theirs = Nodes(num_nodes=welcome.num_nodes, ranks_per_node=welcome.ranks_per_node)
         if own != theirs:
             problem = (

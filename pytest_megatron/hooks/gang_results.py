@@ -11,9 +11,11 @@ import time
 import pytest
 
 from pytest_megatron.files import JsonValue
+from pytest_megatron.gang.nodes import count_gpus
 from pytest_megatron.gang.slurm_step import count_unused_nodes
 from pytest_megatron.gang.spec import GangSpec
 from pytest_megatron.hooks.markers import device_of
+from pytest_megatron.hooks.nodes import nodes_of, room_on_gpus
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.run_file import RunFile
 from pytest_megatron.hooks.session import RunSession
@@ -53,10 +55,9 @@ class GangResults:
         if not options.asks_for_gangs:
             return []
         gpus = None if options.device == "cpu" else this_host().gpus
-        num_gpus = len(gpus or ())
-        per_node = num_gpus if options.num_gpus == 0 else options.num_gpus or options.num_ranks or 0
-        size = per_node * options.num_nodes
-        spec = GangSpec(world_size=size, device=device_of(options, size, num_gpus))
+        nodes, room = nodes_of(options), 0 if gpus is None else room_on_gpus(options)
+        size = nodes.ranks_per_node * nodes.num_nodes
+        spec = GangSpec(world_size=size, device=device_of(options, size, room))
         lines = [header_line(spec, gpus, self._run.shorten(str(self._run.run_dir)))]
         if options.num_nodes == 1 and (num_unused := count_unused_nodes(os.environ)):
             lines.append(unused_nodes_line(num_unused))
@@ -111,14 +112,16 @@ def _refuse_lack(options: Options) -> None:
     gpus: tuple[Gpu, ...] = this_host().gpus
     wanted = options.num_gpus if wants_gpus else options.num_ranks
     assert wanted is not None
-    if gpus and wanted <= len(gpus):
+    if gpus and wanted <= room_on_gpus(options):
         return
     found = str(len(gpus)) if gpus else "none"
+    needed = count_gpus(wanted, options.ranks_per_gpu)
+    sharing = f"--ranks-per-gpu {-(-wanted // len(gpus))}" if gpus else ""
     if wants_gpus:
-        asked = f"{wanted} GPUs" if wanted else "all GPUs"
-        way_out = "lower it, or drop it to use all" if gpus else "use --ranks for ranks on the CPU"
+        asked = f"{needed} GPUs" if wanted else "all GPUs"
+        way_out = f"lower it, or say {sharing}" if gpus else "use --ranks for ranks on the CPU"
         raise pytest.UsageError(f"--gpus: asked for {asked}, this host has {found}; {way_out}")
     raise pytest.UsageError(
-        f"--device: cuda needs {wanted} GPUs for --ranks {wanted}, this host has {found}; "
-        f"{'lower --ranks, or ' if gpus else ''}drop --device"
+        f"--device: cuda needs {needed} GPUs for --ranks {wanted}, this host has {found}; "
+        f"{f'lower --ranks, say {sharing}, or ' if gpus else ''}drop --device"
     )

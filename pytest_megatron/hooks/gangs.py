@@ -15,6 +15,7 @@ from collections.abc import Generator
 import pluggy
 import pytest
 
+from pytest_megatron.gang.nodes import count_gpus
 from pytest_megatron.gang.spec import GangSpec, RunEnd
 from pytest_megatron.hooks import recipes
 from pytest_megatron.hooks.crew import Crew
@@ -27,9 +28,10 @@ from pytest_megatron.hooks.merged import (
     excinfo_of,
     warn_again,
 )
-from pytest_megatron.hooks.nodes import nodes_of
+from pytest_megatron.hooks.nodes import nodes_of, room_on_gpus
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.origins import make_extra_item
+from pytest_megatron.hooks.phases import PhaseHooks
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.host import this_host
 from pytest_megatron.report.executed import test_record
@@ -62,14 +64,15 @@ class GangPlugin:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Find out which items run on which gang; skip those that this host has no GPUs for."""
-        num_gpus, size = len(this_host().gpus), self._default_size()
+        room, size = room_on_gpus(self._options), self._default_size()
         for item in items:
-            spec = spec_of(item, self._options, default_size=size, num_gpus=num_gpus)
+            spec = spec_of(item, self._options, default_size=size, room=room)
             if spec is None:
                 continue
             self._limits_s[item] = timeout_of(item, self._options.rank_timeout_s)
-            if spec.device == "cuda" and spec.world_size > num_gpus * self._options.num_nodes:
-                reason = f"needs {spec.world_size} GPUs, this host has {num_gpus}"
+            if spec.device == "cuda" and spec.world_size > room * self._options.num_nodes:
+                num_gpus = count_gpus(spec.world_size, self._options.ranks_per_gpu)
+                reason = f"needs {num_gpus} GPUs, this host has {len(this_host().gpus)}"
                 item.add_marker(pytest.mark.skip(reason=reason))
                 continue
             self._specs[item] = spec
@@ -77,7 +80,7 @@ class GangPlugin:
 
     def _default_size(self) -> int:
         """Return the world size of a test without a mark; 0 if it stays in the controller."""
-        nodes = nodes_of(self._options, len(this_host().gpus))
+        nodes = nodes_of(self._options)
         return nodes.ranks_per_node * nodes.num_nodes
 
     def _refuse_pdb_rank(self) -> None:
@@ -166,7 +169,7 @@ class GangPlugin:
         original = session.gethookproxy
 
         def get_hooks(fspath: os.PathLike[str]) -> pluggy.HookRelay:
-            return _Hooks(original(fspath), self)  # type: ignore[return-value]
+            return PhaseHooks(original(fspath), self)  # type: ignore[return-value]
 
         session.gethookproxy = get_hooks  # type: ignore[method-assign]
         dispatcher.let_go_for_others()
@@ -373,40 +376,3 @@ class GangPlugin:
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")
         if printed.strip() and reporter is not None:
             self._config.get_terminal_writer().write(printed)
-
-
-class _Hooks:
-    """Pytest's hooks, with the phases of our items replaced."""
-
-    def __init__(self, hooks: pluggy.HookRelay, gangs: GangPlugin) -> None:
-        self._hooks = hooks
-        self._gangs = gangs
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._hooks, name)
-
-    def pytest_runtest_setup(self, *, item: pytest.Item) -> object:
-        if self._gangs.is_ours(item):
-            self._gangs.set_up(item)
-            return None
-        return self._hooks.pytest_runtest_setup(item=item)
-
-    def pytest_runtest_call(self, *, item: pytest.Item) -> object:
-        if self._gangs.is_ours(item):
-            self._gangs.call(item)
-            return None
-        return self._hooks.pytest_runtest_call(item=item)
-
-    def pytest_runtest_teardown(self, *, item: pytest.Item, nextitem: pytest.Item | None) -> object:
-        if self._gangs.is_ours(item):
-            self._gangs.tear_down(item, nextitem)
-            return None
-        return self._hooks.pytest_runtest_teardown(item=item, nextitem=nextitem)
-
-    def pytest_runtest_makereport(
-        self, *, item: pytest.Item, call: pytest.CallInfo[None]
-    ) -> pytest.TestReport:
-        if self._gangs.is_ours(item) and call.excinfo is None:
-            return self._gangs.report_phase(item, call)
-        found: pytest.TestReport = self._hooks.pytest_runtest_makereport(item=item, call=call)
-        return found

@@ -56,7 +56,7 @@ def parametrise_sizes(metafunc: pytest.Metafunc) -> None:
 
 
 def spec_of(
-    item: pytest.Item, options: Options, *, default_size: int, num_gpus: int
+    item: pytest.Item, options: Options, *, default_size: int, room: int
 ) -> GangSpec | None:
     """Return the gang that an item runs on, or None for the controller.
 
@@ -64,7 +64,7 @@ def spec_of(
         item: A collected item.
         options: What the user asked for.
         default_size: World size of tests without a mark; 0 if they stay in the controller.
-        num_gpus: CUDA devices of this host.
+        room: Ranks of one gang that the GPUs of this host can take.
 
     Raises:
         pytest.UsageError: A mark is wrong.
@@ -93,7 +93,7 @@ def spec_of(
         return None
     return GangSpec(
         world_size=size,
-        device=device_of(options, size, num_gpus),
+        device=device_of(options, size, room),
         is_isolated=is_isolated,
     )
 
@@ -179,17 +179,17 @@ def _numbers(mark: pytest.Mark) -> list[int] | None:
     return numbers if is_right else None
 
 
-def device_of(options: Options, size: int, num_gpus: int) -> str:
+def device_of(options: Options, size: int, room: int) -> str:
     """Return `cuda` or `cpu` for a gang.
 
     Args:
         options: What the user asked for.
         size: Its world size.
-        num_gpus: CUDA devices of this host.
+        room: Ranks of one gang that the GPUs of this host can take.
     """
     if options.num_gpus is not None:
         return "cuda"
     if options.device != "auto":
         return options.device
     per_node = max(-(-size // options.num_nodes), min(size, options.num_ranks or 0))
-    return "cuda" if num_gpus >= per_node else "cpu"
+    return "cuda" if room >= per_node else "cpu"

@@ -23,20 +23,26 @@ from pytest_megatron.gang.nodes import KEY_VARIABLE, Nodes, find_key
 from pytest_megatron.gang.slurm_step import choose_ports
 from pytest_megatron.hooks.mirror import mirror_log, mirror_report, mirror_warning
 from pytest_megatron.hooks.options import Options
+from pytest_megatron.host import this_host
 
 MEETING_S = 300.0  # for every node to come up and collect
 RETRY_S = 0.2
-DEVICES = "CUDA_VISIBLEDEVICES"
+DEVICES = "CUDA_VISIBLE_DEVICES"
 BROKEN = 3  # exit code: not a test's fault
 KEY_ADVICE = f"set {KEY_VARIABLE} to the same text on every node, or share ~/.pytest_megatron/key"
 
 
-def nodes_of(options: Options, num_gpus: int) -> Nodes:
+def nodes_of(options: Options) -> Nodes:
     """Return how many ranks this session has room for, and where."""
     room = options.num_ranks or 0
     if options.num_gpus is not None:
-        room = options.num_gpus or num_gpus
+        room = options.num_gpus or room_on_gpus(options)
     return Nodes(num_nodes=options.num_nodes, ranks_per_node=room)
+
+
+def room_on_gpus(options: Options) -> int:
+    """Return how many ranks of one gang the GPUs of this host can take."""
+    return len(this_host().gpus) * options.ranks_per_gpu
 
 
 def address_of(endpoint: str) -> tuple[str, int]:

@@ -60,6 +60,7 @@ class Options:
         golden_reason: Why goldens get worse, or None.
         num_gpus: Ranks of a gang, one for each CUDA device; 0 is all of them; None if not asked.
         num_ranks: Ranks of a gang on a node, on any device; None if not asked.
+        ranks_per_gpu: Ranks of a gang that share a CUDA device at the most.
         device: `auto`, `cuda` or `cpu`.
         rdzv_endpoint: `HOST:PORT` of node 0, or "".
         rdzv_step: Name of the step of Slurm that has the endpoint, or "".
@@ -98,6 +99,7 @@ class Options:
     is_dirty_allowed: bool
     num_gpus: int | None
     num_ranks: int | None
+    ranks_per_gpu: int
     device: Device
     num_nodes: int
     node_rank: int
@@ -174,6 +176,7 @@ def add_options(parser: pytest.Parser) -> None:
     add("allow-empty", "a selection that matches nothing is no error", action="store_true")
     add("gpus", "run python tests on N ranks, one for each CUDA device", metavar="N|all")
     add("ranks", "run python tests on N ranks, on any device", metavar="N")
+    add("ranks-per-gpu", "ranks that share a GPU where there are too few (1)", metavar="N")
     add("device", "device of ranks: auto (default), cuda or cpu", metavar="auto|cuda|cpu")
     add("nnodes", "nodes that a gang spans, each with --ranks or --gpus ranks (1)", metavar="N")
     add("node-rank", "index of this node, 0 runs the session", metavar="N")
@@ -229,6 +232,7 @@ def read_options(config: pytest.Config) -> Options:
         is_dirty_allowed=values.flag(config, "allow-dirty"),
         num_gpus=values.gpus(config),
         num_ranks=values.count(config, "ranks"),
+        ranks_per_gpu=values.count(config, "ranks-per-gpu") or 1,
         device=cast("Device", values.choice(config, "device", ("auto", "cpu", "cuda"))),
         num_nodes=num_nodes,
         node_rank=node_rank,
@@ -343,7 +347,7 @@ def early_size(early_config: pytest.Config) -> tuple[int, int] | None:
     given = vars(early_config.known_args_namespace)
     texts = {
         name: given.get(values.dest(name)) or early_config.getini(values.dest(name))
-        for name in ("ranks", "gpus", "nnodes")
+        for name in ("ranks", "gpus", "nnodes", "ranks-per-gpu")
     }
     num_ranks = texts["ranks"] or texts["gpus"]
     if num_ranks and not texts["nnodes"] and any(name in os.environ for name in _SLURM_STEP):
@@ -356,7 +360,8 @@ def early_size(early_config: pytest.Config) -> tuple[int, int] | None:
     if num_ranks == "all":
         from pytest_megatron.host import this_host  # noqa: PLC0415 - not for all
 
-        num_ranks = len(this_host().gpus)
+        per_gpu = str(texts["ranks-per-gpu"] or 1)
+        num_ranks = len(this_host().gpus) * (int(per_gpu) if per_gpu.isdecimal() else 1)
     words = str(num_ranks), str(texts["nnodes"] or 1)
     if not all(word.isdecimal() and int(word) for word in words):
         return None
@@ -368,6 +373,11 @@ def _refuse_contradictions(options: Options) -> None:
         raise pytest.UsageError("--gpus: --ranks is given as well; give one of them")
     if options.num_gpus is not None and options.device == "cpu":
         raise pytest.UsageError("--gpus: --device is cpu; use --ranks for ranks on the CPU")
+    if options.ranks_per_gpu > 1 and options.num_nodes > 1:
+        raise pytest.UsageError(
+            f"--ranks-per-gpu: {options.ranks_per_gpu} ranks share a GPU on one node only, "
+            f"--nnodes is {options.num_nodes}; drop one of them"
+        )
     if options.node_rank >= options.num_nodes:
         raise pytest.UsageError(
             f"--node-rank: {options.node_rank} of {options.num_nodes} nodes, "

@@ -10,7 +10,7 @@ import pytest
 from pytest_megatron.files import JsonValue
 from pytest_megatron.gang.bootstrap import rank_env
 from pytest_megatron.gang.messages import RankOrder
-from pytest_megatron.gang.nodes import Nodes
+from pytest_megatron.gang.nodes import Nodes, share_gpus
 from pytest_megatron.gang.spec import GangSpec
 from pytest_megatron.gang.stores import LOCAL_HOST
 from pytest_megatron.hooks.nodes import address_of
@@ -36,6 +36,7 @@ class Orders:
         self._config = config
         self._run = run
         self._nodes = nodes
+        self._ranks_per_gpu = run.options.ranks_per_gpu
         self.coverage = coverage
         self.coverage_dir = run.run_dir / run.ranks_dir / "coverage"
 
@@ -49,6 +50,8 @@ class Orders:
         """
         directory = self._run.open_run_dir() / self._run.ranks_dir / f"attempt_{number}"
         places = self._nodes.place(spec.world_size)
+        shares = spec.device == "cuda" and self._ranks_per_gpu > 1
+        shown = share_gpus(spec.world_size, self._ranks_per_gpu) if shares else places
         common = {"MASTER_ADDR": LOCAL_HOST, "TORCHELASTIC_RUN_ID": self._run.run_dir.name}
         if places[-1].node_rank > 0:
             common["MASTER_ADDR"], _ = address_of(self._run.options.rdzv_endpoint)
@@ -67,7 +70,8 @@ class Orders:
                 env={
                     **common,
                     **(own if place.node_rank == 0 else {}),
-                    **rank_env(place, spec.world_size),
+                    **rank_env(shown[place.rank], spec.world_size),
+                    **(_as_on_node(shown[place.rank].node_rank, directory) if shares else {}),
                     "TORCHELASTIC_ERROR_FILE": str(directory / str(place.rank) / "error.json"),
                 },
                 log_dir=str(directory / str(place.rank)),
@@ -95,3 +99,8 @@ class Orders:
         factory = self._config._tmp_path_factory  # type: ignore[attr-defined]  # noqa: SLF001
         found: Path = factory.getbasetemp()
         return found
+
+
+def _as_on_node(node_rank: int, gang_dir: Path) -> dict[str, str]:
+    """Return what NCCL knows a host by, in place of its name: it refuses two ranks on one GPU."""
+    return {"NCCL_HOSTID": f"{gang_dir}:{node_rank}"}

@@ -55,7 +55,7 @@ def why_per_rank(config: pytest.Config, options: Options, sizes: set[int], defau
         found = find_rank_words(list(sys.modules.values()), config.rootpath)
     else:
         found = (watch.rank_readers or [""])[0]
-        if not found and sizes != {default}:
+        if not found and (sizes != {default} or options.ranks_per_gpu > 1):
             found = (watch.size_readers or [""])[0]
     return found or find_obstacle()
 

@@ -75,5 +75,6 @@ def _options(options: Options) -> dict[str, JsonValue]:
         "rank_timeout": options.rank_timeout_s,
         "rank_grace": options.rank_grace_s,
         "gang_start": options.gang_start,
+        "ranks_per_gpu": options.ranks_per_gpu,
         "signatures": [str(path) for path in options.signatures],
     }

@@ -31,7 +31,7 @@ _SAFE_PREFIXES = (
 _NAMES_CODE = re.compile(r"PLUGIN|PRELOAD|INJECTION|LIBRARY|_LIB$|_SO$|_PATH$|_FILE$|EXEC|TOOL")
 _DEFAULT_POLICY = "strict"
 _IMAGE_TAG = re.compile(r"\d\d\.\d\d").fullmatch
-_DEFAULTS = {"rank_timeout": 300.0, "rank_grace": 10.0}
+_DEFAULTS = {"rank_timeout": 300.0, "rank_grace": 10.0, "ranks_per_gpu": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

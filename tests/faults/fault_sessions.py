@@ -66,6 +66,7 @@ class Session:
     Attributes:
         files: Tests by file.
         fault_at_end: How the session fixture strikes, if it does.
+        ranks_per_gpu: Ranks that share a GPU, where there are fewer than ranks.
     """
 
     world_size: int
@@ -73,6 +74,7 @@ class Session:
     device: str
     files: tuple[tuple[Slot, ...], ...]
     fault_at_end: str = ""
+    ranks_per_gpu: int = 1
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -182,6 +184,7 @@ def run_session(session: Session, limits: Limits, temp: Path) -> Seen:
             command = [
                 *(sys.executable, "-m", "pytest", "-p", "megatron", "-p", "fault_guest"),
                 *("--ranks", str(session.world_size), "--device", session.device),
+                *("--ranks-per-gpu", str(session.ranks_per_gpu)),
                 *("--rank-grace", str(limits.grace_s), "--rank-timeout", "120", "-rA"),
                 *("--run-dir", str(disk / "run"), "--basetemp", str(directory / "temp")),
                 *("--junitxml", str(directory / "junit.xml"), "-p", "no:cacheprovider"),

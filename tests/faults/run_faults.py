@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from fault_cases import CASES, Case
@@ -42,17 +42,19 @@ def main() -> int:
     )
     cases = _choose(asked.cases, asked.device)
     sessions = [
-        session
+        replace(session, ranks_per_gpu=asked.ranks_per_gpu)
         for world_size in asked.worlds
         for position in asked.positions
+        for part in range(asked.parts)
         for session in plan(
-            cases,
+            cases[part :: asked.parts],
             world_size=world_size,
             position=position,
             device=asked.device,
             is_single=asked.single,
         )
     ]
+    sessions.sort(key=lambda session: -len(session.slots))  # the long ones first
     started = time.monotonic()
     temp = Path(tempfile.mkdtemp(prefix="faults-"))
     verdicts: list[Verdict] = []
@@ -122,6 +124,8 @@ def _parse() -> argparse.Namespace:
     option("--cases", type=words, default=[], help="names; by default all that are due")
     option("--jobs", type=int, default=2, help="sessions at one time")
     option("--single", action="store_true", help="each case in a session of its own")
+    option("--parts", type=int, default=1, help="into how many a shared session is divided")
+    option("--ranks-per-gpu", type=int, default=1, help="with fewer GPUs than ranks")
     option("--grace", type=float, default=2.0, help="--rank-grace of the sessions")
     option("--hang-limit", type=float, default=0.0, help="time limit of tests that hang")
     option("--slack", type=float, default=10.0, help="what a busy machine may add, in seconds")

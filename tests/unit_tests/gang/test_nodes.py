@@ -8,7 +8,7 @@ import pytest
 
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang.bootstrap import rank_env
-from pytest_megatron.gang.nodes import Nodes, describe_node, find_key
+from pytest_megatron.gang.nodes import Nodes, Place, count_gpus, describe_node, find_key, share_gpus
 
 TWO = Nodes(num_nodes=2, ranks_per_node=4)
 
@@ -42,6 +42,33 @@ def test_a_rank_on_another_node_has_the_variables_of_torch() -> None:
         "ROLE_WORLD_SIZE"
     )
     assert [env[name] for name in names.split()] == ["5", "1", "6", "2", "1", "2", "5", "6"]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "ranks_per_gpu", "by_node"),
+    [
+        pytest.param(8, 4, [2, 2, 2, 2], id="all-full"),
+        pytest.param(8, 8, [1] * 8, id="one-gpu"),
+        pytest.param(2, 4, [1, 1], id="fewer-ranks-than-may-share"),
+        pytest.param(3, 2, [2, 1], id="uneven"),
+        pytest.param(4, 1, [4], id="none-shares"),
+    ],
+)
+def test_ranks_that_share_gpus_are_dealt_out_as_to_nodes_that_have_them(
+    world_size: int, ranks_per_gpu: int, by_node: list[int]
+) -> None:
+    assert count_gpus(world_size, ranks_per_gpu) == by_node[0]
+    assert share_gpus(world_size, ranks_per_gpu) == tuple(
+        Place(
+            rank=sum(by_node[:node]) + local,
+            node_rank=node,
+            local_rank=local,
+            local_world_size=size,
+            num_nodes=len(by_node),
+        )
+        for node, size in enumerate(by_node)
+        for local in range(size)
+    )
 
 
 def test_gangs_of_node_0_run_side_by_side_and_one_that_spans_nodes_alone() -> None:

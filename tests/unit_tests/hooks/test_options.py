@@ -45,6 +45,7 @@ OPTIONS = """\
 --rank-grace
 --rank-timeout
 --ranks
+--ranks-per-gpu
 --rdzv-endpoint
 --rerun-transient
 --retry-backoff
@@ -55,10 +56,16 @@ OPTIONS = """\
 --tee-ranks
 --test-case
 """
+GIVEN_SHARING = ("--ranks", "2", "--ranks-per-gpu", "2")
 GANG_ERRORS: list[tuple[list[str], str]] = [
     (["--gpus", "0"], "--gpus: '0' is not a count, expected a number from 1 on, or all"),
     (["--gpus", "2", "--ranks", "2"], "--gpus: --ranks is given as well; give one of them"),
     (["--gpus", "2", "--device", "cpu"], "--gpus: --device is cpu; use --ranks for ranks on "),
+    (["--ranks-per-gpu", "0"], "--ranks-per-gpu: '0' is not a count, expected a number from 1"),
+    (
+        [*("--nnodes", "2", "--node-rank", "0"), *("--rdzv-endpoint", "a:1"), *GIVEN_SHARING],
+        "--ranks-per-gpu: 2 ranks share a GPU on one node only, --nnodes is 2; drop one of them",
+    ),
     (["--ranks", "two"], "--ranks: 'two' is not a count, expected a number from 1 on"),
     (["--device", "gpu"], "--device: 'gpu' is unknown, expected one of auto, cpu, cuda"),
     (["--nnodes", "0"], "--nnodes: '0' is not a count, expected a number from 1 on"),

@@ -51,7 +51,7 @@ from pytest_megatron.gang.messages import (
 from pytest_megatron.gang.nodes import describe_node
 from pytest_megatron.gang.nurseries import OF_NODE, Nurseries
 from pytest_megatron.gang.patience import State
-from pytest_megatron.gang.processes import UNKILLABLE_S
+from pytest_megatron.gang.processes import UNKILLABLE_S, is_being_dismantled
 from pytest_megatron.gang.raised import Raised
 from pytest_megatron.gang.stores import with_store
 
@@ -173,7 +173,10 @@ class Fleet:
         for gang in list(self._gangs.values()):
             self._carry_out(gang, gang.lifecycle.tick(now))
             for rank, at in list(gang.lost.items()):
-                if now >= at + _LOST_S:
+                if now < at + _LOST_S:
+                    continue
+                gang.lost[rank] = now
+                if not is_being_dismantled(gang.pids.get(rank, 0)):  # else its death will be told
                     del gang.lost[rank]
                     problem = "closed its connection to the controller"
                     self._tell(gang, rank, Broken(problem=problem))
@@ -211,6 +214,8 @@ class Fleet:
             self._calls.drop(source)
             return
         gang.channels[hello.rank] = source
+        if hello.node_rank == 0:
+            gang.pids[hello.rank] = hello.pid
         self._calls.read(source, lambda: self._drain_rank(gang, hello.rank))
         gang.inboxes[hello.rank] = deque(rest)
         self._deliver(gang)

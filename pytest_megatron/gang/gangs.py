@@ -38,6 +38,7 @@ class Gang:
         starters: Rank -> connection of the nursery that starts it.
         keepers: Rank -> connection of the nursery that has it: another one where the first one
             becomes the rank; and the one that has the store.
+        pids: Rank -> its process, of ranks of this host.
         missing: Rank -> node id -> why the rank has no such test.
         orphans: Orders of ranks that nobody can start, as their node is gone.
         is_in_lockstep: Whether its ranks agree among themselves that a test went well.
@@ -58,6 +59,7 @@ class Gang:
     stacks: list[Stacks] = field(default_factory=list)
     starters: dict[int, Channel] = field(default_factory=dict)
     keepers: dict[int, Channel] = field(default_factory=dict)
+    pids: dict[int, int] = field(default_factory=dict)
     missing: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     orphans: list[RankOrder] = field(default_factory=list)
     is_in_lockstep: bool = False

@@ -15,6 +15,9 @@ _SET_PARENT_DEATH_SIGNAL = 1
 _SET_CHILD_SUBREAPER = 36
 # After the process called `setsid`, its own number is its session's.
 _FIELDS_AFTER_NAME = 4
+_DEAD = (b"Z", b"X")
+# After the name: state parent group session terminal its-group flags; see include/linux/sched.h.
+_FLAGS, _EXITING = 6, 0x4
 _MOST_BYTES = 1 << 16
 _HAS_CHILDREN = Path("/proc/thread-self/children").exists()  # the kernel was built with them
 
@@ -78,6 +81,23 @@ def descendants(*, is_exact: bool = True) -> Iterator[Descendant]:
             todo.append(child.pid)
 
 
+def is_being_dismantled(pid: int, proc: Path = Path("/proc")) -> bool:
+    """Whether a process of this host has ended or was killed, and the kernel is not done with it.
+
+    Its parent learns of its end only then: seconds after its files were closed, where many
+    processes let go of a GPU at one time.
+
+    Args:
+        pid: May be of no process.
+        proc: Where the kernel tells of processes.
+    """
+    for stat in proc.glob(f"{pid}/task/*/stat"):
+        fields = _content(str(stat)).rpartition(b")")[2].split()
+        if fields and fields[0] not in _DEAD and int(fields[_FLAGS]) & _EXITING:
+            return True
+    return False
+
+
 def _children_by_parent() -> dict[int, list[Descendant]]:
     children: dict[int, list[Descendant]] = {}
     for name in os.listdir("/proc"):  # noqa: PTH208 - every microsecond counts here
@@ -136,7 +156,7 @@ def _read(name: str) -> Descendant | None:
     """Return a process; None if it has ended, collected or not."""
     # "pid (name) state parent group session ...", and a name may hold anything.
     fields = _content(f"/proc/{name}/stat").rpartition(b")")[2].split(None, _FIELDS_AFTER_NAME)
-    if not fields or fields[0] in (b"Z", b"X"):
+    if not fields or fields[0] in _DEAD:
         return None
     return Descendant(pid=int(name), parent=int(fields[1]), session=int(fields[3]))
 

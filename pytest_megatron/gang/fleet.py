@@ -24,6 +24,7 @@ from pytest_megatron.gang.channel import Channel, Listener
 from pytest_megatron.gang.followers import Followers
 from pytest_megatron.gang.gangs import (
     Gang,
+    Loss,
     ask_for_stacks,
     choose_nursery,
     fork,
@@ -51,13 +52,12 @@ from pytest_megatron.gang.messages import (
 from pytest_megatron.gang.nodes import describe_node
 from pytest_megatron.gang.nurseries import OF_NODE, Nurseries
 from pytest_megatron.gang.patience import State
-from pytest_megatron.gang.processes import UNKILLABLE_S, is_being_dismantled
+from pytest_megatron.gang.processes import UNKILLABLE_S
 from pytest_megatron.gang.raised import Raised
 from pytest_megatron.gang.stores import with_store
 
 _PAUSE_S = 0.005
 _KILLED_S = UNKILLABLE_S + 10.0  # for a nursery to kill a gang
-_LOST_S = 2.0  # between the end of a rank's connection and the news of its death
 _ORPHANED = "ended, as the process that starts ranks was killed"
 
 
@@ -163,8 +163,8 @@ class Fleet:
             deadline = gang.lifecycle.deadline
             if deadline is not None:
                 yield deadline
-            for at in gang.lost.values():
-                yield at + _LOST_S
+            for loss in gang.lost.values():
+                yield loss.next_look
             if gang.killed_at is not None:
                 yield gang.killed_at + _KILLED_S
 
@@ -172,11 +172,8 @@ class Fleet:
         now = time.monotonic()
         for gang in list(self._gangs.values()):
             self._carry_out(gang, gang.lifecycle.tick(now))
-            for rank, at in list(gang.lost.items()):
-                if now < at + _LOST_S:
-                    continue
-                gang.lost[rank] = now
-                if not is_being_dismantled(gang.pids.get(rank, 0)):  # else its death will be told
+            for rank, loss in list(gang.lost.items()):
+                if now >= loss.next_look and loss.is_final(now):
                     del gang.lost[rank]
                     problem = "closed its connection to the controller"
                     self._tell(gang, rank, Broken(problem=problem))
@@ -333,7 +330,7 @@ class Fleet:
         if channel.is_closed:
             self._calls.drop(channel)
             del gang.channels[rank]
-            gang.lost[rank] = time.monotonic()
+            gang.lost[rank] = Loss(gang.pids.get(rank), time.monotonic())
             gang.lifecycle.lose(rank)
         return bool(found)
 

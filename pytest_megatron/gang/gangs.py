@@ -19,8 +19,37 @@ from pytest_megatron.gang.messages import (
 )
 from pytest_megatron.gang.nurseries import Nurseries
 from pytest_megatron.gang.patience import State
+from pytest_megatron.gang.processes import UNKILLABLE_S, lives_on
 from pytest_megatron.gang.raised import Raised
 from pytest_megatron.gang.spec import GangSpec, RunEnd
+
+_LOST_S = 2.0  # between the end of a rank's connection and the news of its death
+_UNTOLD_S = UNKILLABLE_S + 10.0  # the same for a rank that is dead, as all can see
+
+
+@dataclass(slots=True)
+class Loss:
+    """A rank whose connection has ended: its death will be told, if that is why.
+
+    With many processes on a GPU the kernel takes seconds to dismantle one that has died.
+
+    Attributes:
+        pid: Its process, if it is on this host.
+        since: When the connection ended, in seconds of the monotonic clock.
+        next_look: When it should have been told, likewise.
+    """
+
+    pid: int | None
+    since: float
+    next_look: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.next_look = self.since + _LOST_S
+
+    def is_final(self, now: float) -> bool:
+        """Whether its death will not be told; if it may, look again later."""
+        self.next_look = now + _LOST_S
+        return self.pid is None or lives_on(self.pid) or now >= self.since + _UNTOLD_S
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,7 +81,7 @@ class Gang:
     descriptors: tuple[int, ...] = ()
     channels: dict[int, Channel] = field(default_factory=dict)
     inboxes: dict[int, deque[Message]] = field(default_factory=dict)
-    lost: dict[int, float] = field(default_factory=dict)
+    lost: dict[int, Loss] = field(default_factory=dict)
     ends: list[RunEnd] = field(default_factory=list)
     nurseries: set[int] = field(default_factory=set)
     silent: set[int] = field(default_factory=set)

@@ -81,11 +81,10 @@ def descendants(*, is_exact: bool = True) -> Iterator[Descendant]:
             todo.append(child.pid)
 
 
-def is_being_dismantled(pid: int, proc: Path = Path("/proc")) -> bool:
-    """Whether a process of this host has ended or was killed, and the kernel is not done with it.
+def lives_on(pid: int, proc: Path = Path("/proc")) -> bool:
+    """Whether a process of this host has a thread that neither is dead nor about to be.
 
-    Its parent learns of its end only then: seconds after its files were closed, where many
-    processes let go of a GPU at one time.
+    Between the two the kernel dismantles it: its files are closed, and its parent knows nothing.
 
     Args:
         pid: May be of no process.
@@ -93,7 +92,7 @@ def is_being_dismantled(pid: int, proc: Path = Path("/proc")) -> bool:
     """
     for stat in proc.glob(f"{pid}/task/*/stat"):
         fields = _content(str(stat)).rpartition(b")")[2].split()
-        if fields and fields[0] not in _DEAD and int(fields[_FLAGS]) & _EXITING:
+        if fields and fields[0] not in _DEAD and not int(fields[_FLAGS]) & _EXITING:
             return True
     return False
 

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 FLOOD_BYTES = 1 << 25
+UNTOLD_S = 3.0  # longer than a connection may be closed by a rank that lives
 
 
 def tell(event: str, **values: object) -> None:
@@ -415,7 +416,7 @@ def dies_untold(gang: Gang) -> None:
     else:
         wait_while(lambda: not is_dead(pid))
     if gang.is_first and os.fork() == 0:  # this rank may be gone before that
-        time.sleep(0.5)
+        time.sleep(UNTOLD_S)
         os.kill(template, signal.SIGCONT)
         os._exit(0)
 

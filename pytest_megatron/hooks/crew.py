@@ -6,6 +6,7 @@ Knows which gangs there are and starts and ends them; what they run is `hooks.di
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
 from collections.abc import Iterable
 
@@ -91,6 +92,9 @@ class Crew:
             pytest.UsageError: Other nodes cannot come.
         """
         config, sizes = session.config, {spec.world_size for spec in self._specs}
+        # What is loaded by now stays: processes forked from here share it, and neither they nor
+        # pytest at its end look through all of torch for garbage, which took 0.6 s.
+        gc.freeze()
         reason = why_per_rank(config, self._options, sizes, self._default_size)
         if reason:
             if config.option.verbose > 0:

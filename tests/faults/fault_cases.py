@@ -156,7 +156,7 @@ CASES: tuple[Case, ...] = (
         way="sleep",
         outcome="error",
         sign="limit",
-        says="was still in setup at fault_guest.py:\\d+ in sleep",
+        says="was still in setup at fault_ways.py:\\d+ in sleep",
         has_stacks="all",
     ),
     Case(name="teardown_fails", place="teardown", way="fail", outcome="error", says=_STRUCK),
@@ -173,7 +173,7 @@ CASES: tuple[Case, ...] = (
         way="sleep",
         outcome="error",
         sign="limit",
-        says="was still in teardown at fault_guest.py:\\d+ in sleep",
+        says="was still in teardown at fault_ways.py:\\d+ in sleep",
         has_stacks="all",
     ),
     Case(

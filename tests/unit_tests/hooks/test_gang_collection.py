@@ -121,66 +121,6 @@ LAUNCHER = (
     *("-m", "torch.distributed.run", "--nproc-per-node", "2"),
     *("--redirects", "3", "--log-dir", "logs", "-m", "pytest"),
 )
-VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PYTORCH_NVML_BASED_CUDA_CHECK")
-SEEDS = """
-    import random
-    import numpy.random
-    import torch
-
-    random.seed(1)
-    numpy.random.seed(1)
-    torch.manual_seed(1)
-"""
-PROCESS = f"""
-    import os
-    import random
-    import signal
-
-    import numpy.random
-    import pytest
-    import torch
-
-    @pytest.mark.controller
-    def test_controller_has_its_environment_back():
-        assert [name for name in {VARIABLES!r} if name in os.environ] == []
-        assert type(os.environ) is os._Environ
-
-
-    def test_signals_and_threads():
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-        assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL
-        assert signal.set_wakeup_fd(-1) == -1
-        assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
-        assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"])
-        assert os.getsid(0) == os.getpid()
-
-
-    def test_descriptors(rank):
-        kinds = {{"socket": 0, "pipe": 0, "memfd": 0}}
-        for name in os.listdir("/proc/self/fd"):
-            try:
-                target = os.readlink("/proc/self/fd/" + name)
-            except FileNotFoundError:
-                continue
-            assert "eventpoll" not in target
-            kinds["pipe"] += target.startswith("pipe:")
-            kinds["socket"] += target.startswith("socket:")
-            kinds["memfd"] += "memfd:" in target
-            if "/ranks/" in target:
-                assert f"/{{rank}}/" in target
-        # The connection to the controller; what a rank shares with its nursery, and that, where it
-        # is of one rank, with another one.
-        assert kinds["socket"] == 1
-        assert (kinds["memfd"], kinds["pipe"]) in ((1, 1), (2, 2)), kinds
-
-
-    def test_random_numbers(rank):
-        with open(f"numbers.{{rank}}", "w") as file:
-            print(random.random(), numpy.random.rand(), torch.rand(1).item(), sep="\\n", file=file)
-"""
-
-
 NOTES = [
     f"{what} {where}"
     for what in ("finish", "start")
@@ -381,28 +321,6 @@ def test_ranks_that_cannot_be_forked_are_replaced_by_new_ones(suite: Suite) -> N
     }, run.stdout
     assert "\nrank 1 of 2 was killed by SIGKILL\n" in run.stdout
     assert "every rank collects for itself: threads run since" in run.stdout
-
-
-def test_a_rank_is_as_a_process_of_its_own(suite: Suite) -> None:
-    plain = ("-p", "no:rerunfailures")  # its server would be a socket more
-    suite.write(test_process=PROCESS)
-    run = suite.run(*plain, "-v", "--ranks", "2")
-    assert set(run.words.values()) == {"PASSED"}, run.stdout
-    unseeded = [suite.read(f"numbers.{rank}") for rank in range(2)]
-
-    suite.write(conftest=SEEDS)
-    run = suite.run(*plain, "-v", "--ranks", "2", "-k", "random")
-    assert set(run.words.values()) == {"PASSED"}, run.stdout
-    seeded = [suite.read(f"numbers.{rank}") for rank in range(2)]
-
-    suite.write(reads="import os; os.environ['RANK']", conftest=f"    import reads\n{SEEDS}")
-    run = suite.run(*plain, "-v", "--ranks", "2", "test_process.py")
-    assert set(run.words.values()) == {"PASSED"}, run.stdout
-    collecting = [suite.read(f"numbers.{rank}") for rank in range(2)]
-
-    assert all(one != other for one, other in zip(*unseeded, strict=True))
-    assert seeded == [seeded[0]] * 2
-    assert collecting == seeded
 
 
 def test_ranks_of_a_worker_of_xdist_collect_for_themselves(suite: Suite) -> None:

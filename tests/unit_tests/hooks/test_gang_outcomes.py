@@ -1,0 +1,137 @@
+"""Ranks of one test that end it in different ways."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gang_suite import Suite
+
+SPLIT = """
+    import unittest
+    import warnings
+
+    import pytest
+
+
+    @pytest.fixture
+    def skips_one(rank):
+        if rank == 1:
+            pytest.skip("rank 1 has no data")
+
+
+    @pytest.mark.xfail(reason="known")
+    def test_xfail_on_one(rank):
+        assert rank != 1
+
+
+    @pytest.mark.xfail(strict=True)
+    def test_strict_xfail_on_one(rank):
+        assert rank != 1
+
+
+    @pytest.mark.xfail(strict=True)
+    def test_strict_xfail_on_none():
+        pass
+
+
+    def test_xfail_called_on_one(rank):
+        if rank == 1:
+            pytest.xfail("said so")
+
+
+    @pytest.mark.xfail(raises=ValueError)
+    def test_other_failure_on_one(rank):
+        if rank == 1:
+            raise KeyError("x")
+        raise ValueError
+
+
+    def test_skip_on_one(rank):
+        if rank == 1:
+            pytest.skip("not here")
+
+
+    def test_skip_in_setup_on_one(skips_one):
+        pass
+
+
+    def test_subtests(subtests, rank):
+        for i in range(3):
+            with subtests.test("case", i=i):
+                assert (i, rank) != (1, 1)
+        with subtests.test("split"):
+            if rank == 1:
+                pytest.skip("not here")
+
+
+    class TestUnit(unittest.TestCase):
+        def test_sub(self):
+            import os
+
+            with self.subTest(i=1):
+                self.assertEqual(os.environ["RANK"], "0")
+
+
+    def test_prints(rank):
+        print("the same")
+        print(f"only {rank}", file=__import__("sys").stderr)
+
+
+    def test_warns(rank):
+        warnings.warn("the same")
+        warnings.warn(f"only {rank}")
+
+
+    def test_properties(record_property, rank):
+        record_property("same", 1)
+        record_property("rank", rank)
+
+
+    def test_fails_at_two_lines(rank):
+        if rank == 0:
+            raise ValueError("zero")
+        raise ValueError("one")
+"""
+
+
+def test_ranks_that_differ_make_one_outcome(tmp_path: Path) -> None:
+    suite = Suite(tmp_path).write(test_split=SPLIT)
+    run = suite.run("-v", "-rA", "--ranks=2", "--junitxml=junit.xml")
+    assert run.returncode == 1
+    assert run.words == {
+        "test_xfail_on_one": "XFAIL",
+        "test_strict_xfail_on_one": "XFAIL",
+        "test_strict_xfail_on_none": "FAILED",
+        "test_xfail_called_on_one": "XFAIL",
+        "test_other_failure_on_one": "FAILED",
+        "test_skip_on_one": "FAILED",
+        "test_skip_in_setup_on_one": "FAILED",
+        "test_subtests": "FAILED",
+        "test_sub": "PASSED",
+        "test_prints": "PASSED",
+        "test_warns": "PASSED",
+        "test_properties": "PASSED",
+        "test_fails_at_two_lines": "FAILED",
+    }
+    assert [line for line in run.lines if " SUB" in line] == [
+        "test_split.py::test_subtests SUBPASSED[case] (i=0)",
+        "test_split.py::test_subtests SUBFAILED[case] (i=1)",
+        "test_split.py::test_subtests SUBPASSED[case] (i=2)",
+        "test_split.py::test_subtests SUBFAILED[split]",
+        "test_split.py::TestUnit::test_sub SUBFAILED(i=1)",
+    ]
+    for text in (
+        "rank 1 skipped, rank 0 did not",
+        "rank 1: skipped: rank 1 has no data",
+        "[rank 1] KeyError: 'x'",
+        "[rank 1] assert (1, 1) != (1, 1)",
+        "Captured stdout call of ranks 0-1",
+        "Captured stderr call of rank 0",
+        "Captured stderr call of rank 1",
+        "failure of rank",
+    ):
+        assert text in run.stdout
+    assert run.stdout.count("UserWarning: the same") == 1
+    assert all(f"UserWarning: only {rank}" in run.stdout for rank in (0, 1))
+    (properties,) = [c.properties for c in suite.junit() if c.name.endswith("test_properties")]
+    assert properties == (("same", "1"), ("rank", "0"), ("rank", "1"))

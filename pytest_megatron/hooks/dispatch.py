@@ -27,6 +27,9 @@ from pytest_megatron.report.merge import Merged, merge, merge_late
 from pytest_megatron.verdict.signature import Signature
 
 ALWAYS_AHEAD = "PYTEST_MEGATRON_AHEAD"  # set: gangs of every device go on by themselves
+# Characters of a node id. What is sent ahead has to fit into the buffers of sockets: a rank reads
+# nothing while it waits in a test for one that was not told of it yet.
+_LONGEST_AHEAD = 1000
 _LEASE_POLL_S = 0.2  # between two looks at whether somebody waits for devices
 
 
@@ -279,7 +282,8 @@ class Dispatcher:
                 break
             index, next_index = taken
             item = self._items[index]
-            if num_reruns_of(item, self._num_reruns):
+            is_long = len(item.nodeid) > _LONGEST_AHEAD
+            if is_long or num_reruns_of(item, self._num_reruns):
                 self._schedule.put_back(gang.number, index)
                 break
             run = self._prepare(gang, index, next_index, after)

@@ -57,3 +57,18 @@ def test_tests_run_once_in_order_whatever_became_of_those_before_them(tmp_path: 
         for way, row in zip(ways, rows, strict=True):
             assert int(row[1]) == since  # the fixture of the module lives as long as the gang
             since = 0 if way == "dies" else since + 1
+
+
+def test_tests_with_long_names_do_not_fill_what_ranks_have_no_time_to_read(tmp_path: Path) -> None:
+    suite = Suite(root=tmp_path).write(
+        "test_long.py",
+        """
+        import pytest
+
+        @pytest.mark.parametrize("number", range(40), ids=[f"{n}{'x' * 20_000}" for n in range(40)])
+        def test_meets_the_others(number, process_group):
+            process_group.barrier().wait()
+        """,
+    )
+    run = suite.run("--ranks=2")
+    assert (run.returncode, run.counts) == (0, "40 passed")

@@ -29,6 +29,7 @@ from pytest_megatron.gang.gangs import (
     choose_nursery,
     fork,
     join_stacks,
+    rest,
     send_to_ranks,
 )
 from pytest_megatron.gang.messages import (
@@ -56,7 +57,7 @@ from pytest_megatron.gang.processes import UNKILLABLE_S
 from pytest_megatron.gang.raised import Raised
 from pytest_megatron.gang.stores import with_store
 
-_PAUSE_S = 0.005
+_PAUSE_S = 0.03
 _KILLED_S = UNKILLABLE_S + 10.0  # for a nursery to kill a gang
 _ORPHANED = "ended, as the process that starts ranks was killed"
 
@@ -148,8 +149,9 @@ class Fleet:
     def pump(self, timeout_s: float) -> None:
         """Take in what ranks and nurseries say, until there is news or `timeout_s` has passed."""
         self._has_news = False
-        if any(gang.lifecycle.held.has_enough for gang in self._gangs.values()):
-            time.sleep(_PAUSE_S)  # to wake up for each of its words takes a core from its ranks
+        calm = [gang for gang in self._gangs.values() if gang.lifecycle.held.has_enough]
+        if calm:
+            rest(calm, _PAUSE_S)
         until = time.monotonic() + timeout_s
         while not self._has_news:
             wait_s = min([until, *self._deadlines()]) - time.monotonic()

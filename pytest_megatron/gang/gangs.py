@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -152,6 +153,18 @@ def send_to_ranks(gang: Gang, *messages: Message) -> None:
     frames = [encode(message) for message in messages]
     for channel in gang.channels.values():
         channel.send_frames(frames)
+
+
+def rest(gangs: Sequence[Gang], limit_s: float) -> None:
+    """Leave the cores to the ranks of gangs for a while, or until one has died.
+
+    To wake up for each word of a rank takes a core from it; a death is told by who starts ranks.
+    """
+    poll = select.poll()
+    for gang in gangs:
+        for nursery in gang.holders():
+            poll.register(nursery.fileno(), select.POLLIN)
+    poll.poll(limit_s * 1000)
 
 
 def join_stacks(answers: Sequence[Stacks]) -> Stacks:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from pytest_megatron.gang.messages import Run
 
-MOST_AHEAD = 32  # tests that a gang may hold beside the one that it runs
+MOST_AHEAD = 64  # tests that a gang may hold beside the one that it runs
 
 
 class HeldRuns:

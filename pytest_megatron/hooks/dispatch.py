@@ -29,7 +29,7 @@ from pytest_megatron.verdict.signature import Signature
 ALWAYS_AHEAD = "PYTEST_MEGATRON_AHEAD"  # set: gangs of every device go on by themselves
 # Characters of a node id. What is sent ahead has to fit into the buffers of sockets: a rank reads
 # nothing while it waits in a test for one that was not told of it yet.
-_LONGEST_AHEAD = 1000
+_LONGEST_AHEAD = 500
 _LEASE_POLL_S = 0.2  # between two looks at whether somebody waits for devices
 
 

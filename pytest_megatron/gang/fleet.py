@@ -59,8 +59,8 @@ from pytest_megatron.gang.stores import with_store
 
 _PAUSE_S = 0.03
 _KILLED_S = UNKILLABLE_S + 10.0  # for a nursery to kill a gang
+_CLOSED = "closed its connection to the controller"
 _ORPHANED = "ended, as the process that starts ranks was killed"
-
 
 OnDebugger: TypeAlias = Callable[[Gang, int, Channel, Message], None]
 
@@ -110,8 +110,7 @@ class Fleet:
 
     def assign(self, gang: Gang, run: Run, *, limit_s: float) -> None:
         """Have a gang run a test, as soon as it can."""
-        is_isolated = gang.spec.is_isolated
-        now = time.monotonic()
+        is_isolated, now = gang.spec.is_isolated, time.monotonic()
         self._carry_out(
             gang, gang.lifecycle.assign(run, limit_s=limit_s, is_isolated=is_isolated, now=now)
         )
@@ -149,8 +148,7 @@ class Fleet:
     def pump(self, timeout_s: float) -> None:
         """Take in what ranks and nurseries say, until there is news or `timeout_s` has passed."""
         self._has_news = False
-        calm = [gang for gang in self._gangs.values() if gang.lifecycle.held.has_enough]
-        if calm:
+        if calm := [gang for gang in self._gangs.values() if gang.lifecycle.held.has_enough]:
             rest(calm, _PAUSE_S)
         until = time.monotonic() + timeout_s
         while not self._has_news:
@@ -165,8 +163,7 @@ class Fleet:
             deadline = gang.lifecycle.deadline
             if deadline is not None:
                 yield deadline
-            for loss in gang.lost.values():
-                yield loss.next_look
+            yield from (loss.next_look for loss in gang.lost.values())
             if gang.killed_at is not None:
                 yield gang.killed_at + _KILLED_S
 
@@ -176,9 +173,7 @@ class Fleet:
             self._carry_out(gang, gang.lifecycle.tick(now))
             for rank, loss in list(gang.lost.items()):
                 if now >= loss.next_look and loss.is_final(now):
-                    del gang.lost[rank]
-                    problem = "closed its connection to the controller"
-                    self._tell(gang, rank, Broken(problem=problem))
+                    self._tell_end(gang, rank, Broken(problem=_CLOSED))
             if gang.killed_at is not None and now >= gang.killed_at + _KILLED_S:
                 self._give_up(gang)
 
@@ -292,8 +287,7 @@ class Fleet:
                 self._fork(gang, port, problem)
             case Died(rank=rank):
                 self._drain_rank(gang, rank)
-                gang.lost.pop(rank, None)
-                self._tell(gang, rank, message)
+                self._tell_end(gang, rank, message)
             case Stacks():
                 gang.stacks.append(message)
                 gang.silent.discard(source.fileno())
@@ -303,6 +297,12 @@ class Fleet:
                 self._on_killed(gang, source.fileno())
             case _:
                 assert_never(message)
+
+    def _tell_end(self, gang: Gang, rank: int, message: Died | Broken) -> None:
+        """Tell what became of a rank, then what had to wait for that."""
+        gang.lost.pop(rank, None)
+        self._tell(gang, rank, message)
+        self._deliver(gang)
 
     def _on_killed(self, gang: Gang, nursery: int) -> None:
         gang.nurseries.discard(nursery)
@@ -338,20 +338,21 @@ class Fleet:
 
     def _read_all(self, gang: Gang) -> bool:
         """Read what all ranks of a gang have said by now; return whether there was anything."""
-        found = [self._read(gang, rank) for rank in list(gang.channels)]
-        return any(found)
+        return any([self._read(gang, rank) for rank in list(gang.channels)])  # noqa: C419 - all
 
     def _deliver(self, gang: Gang) -> None:
         """Look at what ranks said, what they said of the running test first.
 
         A rank that has ended it may have gone on; what it says then comes after the last words of
         all others on the running test, which are underway at the least. Before the last rank ends
-        it, those that died earlier are seen to be gone.
+        it, those that died are seen to be gone; words on later tests wait until that is told.
         """
         while ranks := [rank for rank, inbox in gang.inboxes.items() if inbox]:
             present = [rank for rank in ranks if not gang.lifecycle.is_past(rank)]
             if not present and self._read_all(gang):
                 continue
+            if not present and gang.lost:
+                break
             rank = (present or ranks)[0]
             if gang.lifecycle.is_awaited(rank) and isinstance(gang.inboxes[rank][0], Done):
                 self._read_all(gang)

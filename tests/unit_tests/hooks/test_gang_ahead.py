@@ -72,3 +72,23 @@ def test_tests_with_long_names_do_not_fill_what_ranks_have_no_time_to_read(tmp_p
     )
     run = suite.run("--ranks=2")
     assert (run.returncode, run.counts) == (0, "40 passed")
+
+
+def test_a_death_that_is_told_with_many_ends_of_tests_costs_none_of_them(tmp_path: Path) -> None:
+    suite = Suite(root=tmp_path).write(
+        "test_many.py",
+        """
+        import os
+        import pytest
+
+        @pytest.mark.parametrize("number", range(90))
+        def test_it(number, rank, process_group):
+            process_group.barrier().wait()
+            if number in (25, 50) and rank:
+                os._exit(1)
+        """,
+    )
+    run = suite.run("--ranks=2", "--rank-timeout=5")
+    assert run.counts == "2 failed, 88 passed"
+    dead = {name: run.items[name]["problem"] for name in ("test_it[25]", "test_it[50]")}
+    assert dead == dict.fromkeys(dead, "rank 1 of 2 exited with code 1")

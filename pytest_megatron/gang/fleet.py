@@ -23,6 +23,7 @@ from pytest_megatron.gang.calls import Calls
 from pytest_megatron.gang.channel import Channel, Listener
 from pytest_megatron.gang.followers import Followers
 from pytest_megatron.gang.gangs import (
+    NURSERY_LIMIT_S,
     Gang,
     Loss,
     ask_for_stacks,
@@ -53,12 +54,10 @@ from pytest_megatron.gang.messages import (
 from pytest_megatron.gang.nodes import describe_node
 from pytest_megatron.gang.nurseries import OF_NODE, Nurseries
 from pytest_megatron.gang.patience import State
-from pytest_megatron.gang.processes import UNKILLABLE_S
 from pytest_megatron.gang.raised import Raised
 from pytest_megatron.gang.stores import with_store
 
 _PAUSE_S = 0.03
-_KILLED_S = UNKILLABLE_S + 10.0  # for a nursery to kill a gang
 _CLOSED = "closed its connection to the controller"
 _ORPHANED = "ended, as the process that starts ranks was killed"
 
@@ -165,7 +164,7 @@ class Fleet:
                 yield deadline
             yield from (loss.next_look for loss in gang.lost.values())
             if gang.killed_at is not None:
-                yield gang.killed_at + _KILLED_S
+                yield gang.killed_at + NURSERY_LIMIT_S
 
     def _look_at_clock(self) -> None:
         now = time.monotonic()
@@ -174,7 +173,7 @@ class Fleet:
             for rank, loss in list(gang.lost.items()):
                 if now >= loss.next_look and loss.is_final(now):
                     self._tell_end(gang, rank, Broken(problem=_CLOSED))
-            if gang.killed_at is not None and now >= gang.killed_at + _KILLED_S:
+            if gang.killed_at is not None and now >= gang.killed_at + NURSERY_LIMIT_S:
                 self._give_up(gang)
 
     def stop(self) -> None:

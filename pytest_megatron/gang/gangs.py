@@ -25,7 +25,7 @@ from pytest_megatron.gang.raised import Raised
 from pytest_megatron.gang.spec import GangSpec, RunEnd
 
 _LOST_S = 2.0  # between the end of a rank's connection and the news of its death
-_UNTOLD_S = UNKILLABLE_S + 10.0  # the same for a rank that is dead, as all can see
+NURSERY_LIMIT_S = UNKILLABLE_S + 10.0  # for a nursery to kill a gang, or to tell of a death
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class Loss:
     def is_final(self, now: float) -> bool:
         """Whether its death will not be told; if it may, look again later."""
         self.next_look = now + _LOST_S
-        return self.pid is None or lives_on(self.pid) or now >= self.since + _UNTOLD_S
+        return self.pid is None or lives_on(self.pid) or now >= self.since + NURSERY_LIMIT_S
 
 
 @dataclass(slots=True, kw_only=True)

@@ -198,7 +198,6 @@ class RankOrder:
 
     gang: int
     rank: int
-    local_rank: int
     world_size: int
     node_rank: int
     device: str

@@ -13,7 +13,7 @@ from pytest_megatron.gang.messages import RankOrder
 from pytest_megatron.gang.nodes import Nodes, share_gpus
 from pytest_megatron.gang.spec import GangSpec
 from pytest_megatron.gang.stores import LOCAL_HOST
-from pytest_megatron.hooks.nodes import address_of
+from pytest_megatron.hooks.nodes import DEVICES, address_of
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.lease import Lease
 
@@ -57,13 +57,12 @@ class Orders:
             common["MASTER_ADDR"], _ = address_of(self._run.options.rdzv_endpoint)
         own = {}  # of this node: others lease by themselves
         if lease is not None:
-            own["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in lease.gpus)
+            own[DEVICES] = ",".join(gpu.uuid for gpu in lease.gpus)
         base_temp = self._base_temp() / f"gang{number}"
         return tuple(
             RankOrder(
                 gang=number,
                 rank=place.rank,
-                local_rank=place.local_rank,
                 world_size=spec.world_size,
                 node_rank=place.node_rank,
                 device=spec.device,

@@ -26,6 +26,7 @@ from pytest_megatron.gang.messages import Collected, Died, RankOrder, Stacks, St
 from pytest_megatron.gang.patience import START_LIMIT_S
 from pytest_megatron.gang.raised import TemplateWord
 from pytest_megatron.hooks.beginning import KEY, Beginning
+from pytest_megatron.hooks.nodes import DEVICES
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.rank_template import Brief
 from pytest_megatron.hooks.warm import Mode, WarmProcess, start_warm
@@ -36,7 +37,6 @@ from pytest_megatron.wording import describe_exit, name_ranks
 _CALL_S = 0.1
 _WARM_S = 120.0  # to load torch and call; file systems of clusters are slow
 _STACKS_S = 5.0  # for stacks of ranks that are late
-_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 def why_per_rank(config: pytest.Config, options: Options, sizes: set[int], default: int) -> str:
@@ -110,7 +110,7 @@ class _Template:
 
     @property
     def devices(self) -> str | None:
-        return self.order.env.get(_DEVICES)
+        return self.order.env.get(DEVICES)
 
 
 @dataclass(slots=True)
@@ -168,7 +168,7 @@ class PerRank:
             is_gone = template.is_ready and not self._fleet.raised.can_start(
                 orders[rank].node_rank, rank, size
             )
-            devices = orders[rank].env.get(_DEVICES)
+            devices = orders[rank].env.get(DEVICES)
             if is_gone or (template.is_single and template.devices != devices):
                 del world.templates[rank]
         wanted = [order for order in orders if order.rank not in world.templates]

@@ -40,7 +40,6 @@ from pytest_megatron.gang.messages_of_nodes import Ended, Joined, Mirrored, Welc
 ORDER = RankOrder(
     gang=1,
     rank=3,
-    local_rank=1,
     world_size=4,
     node_rank=1,
     device="cpu",

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import socket
 from pathlib import Path
 
 import pytest
 from gang_suite import Suite
-from tiny_project import GUEST
+from pretended_gpus import pretend_gpus
 
 SEEN = "RANK LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE CUDA_VISIBLE_DEVICES"
 SUITE = f"""
@@ -35,28 +33,17 @@ SUITE = f"""
 
 @pytest.fixture
 def suite(tmp_path: Path) -> Suite:
+    return Suite(tmp_path).write(test_suite=SUITE)
+
+
+@pytest.fixture
+def env(tmp_path: Path) -> dict[str, str]:
     """A host with two pretended GPUs."""
-    shutil.copy(GUEST.with_name("pretend_nvml.py"), tmp_path / "pynvml.py")
-    gpus = [
-        {"uuid": f"GPU-{index}", "name": "H100", "bus_id": "", "used": 0, "total": 80_000_000_000}
-        for index in range(2)
-    ]
-    (tmp_path / "nvml.json").write_text(json.dumps({"gpus": gpus}))
-    has_driver = "from pytest_megatron import host\nhost.has_driver = lambda: True\n"
-    return Suite(tmp_path).write(test_suite=SUITE, conftest=has_driver)
+    return {**pretend_gpus(tmp_path, 2), "PYTEST_MEGATRON_KEY": "k"}
 
 
-def env_of(suite: Suite) -> dict[str, str]:
-    return {
-        "PYTHONPATH": str(suite.root),
-        "PRETEND_NVML": str(suite.root / "nvml.json"),
-        "PYTEST_MEGATRON_LEASES": str(suite.root / "leases"),
-        "PYTEST_MEGATRON_KEY": "k",
-    }
-
-
-def test_ranks_that_share_gpus_are_as_on_several_nodes(suite: Suite) -> None:
-    run = suite.run("-v", "-rs", "--gpus", "4", "--ranks-per-gpu", "2", env=env_of(suite))
+def test_ranks_that_share_gpus_are_as_on_several_nodes(suite: Suite, env: dict[str, str]) -> None:
+    run = suite.run("-v", "-rs", "--gpus", "4", "--ranks-per-gpu", "2", env=env)
     assert run.words == {
         "test_sees_its_gpus": "PASSED",
         "test_fits_on_one_gpu": "PASSED",
@@ -76,16 +63,19 @@ def test_ranks_that_share_gpus_are_as_on_several_nodes(suite: Suite) -> None:
     assert suite.read("seen_of_two_0") == suite.read("seen_of_two_1") != ["GPU-0,GPU-1", "1"]
 
 
-def test_ranks_with_a_gpu_each_keep_the_name_that_nccl_has_for_the_host(suite: Suite) -> None:
-    run = suite.run("--gpus", "2", "-k", "sees", env=env_of(suite))
+def test_ranks_with_a_gpu_each_keep_the_name_that_nccl_has_for_the_host(
+    suite: Suite, env: dict[str, str]
+) -> None:
+    run = suite.run("--gpus", "2", "-k", "sees", env=env)
     assert run.returncode == 0, run.stdout
     assert [suite.read(f"seen{rank}")[1:] for rank in range(2)] == [
         [str(rank), "2", "0", "1", "GPU-0,GPU-1", "none"] for rank in range(2)
     ]
 
 
-def test_who_asks_for_more_gpus_than_there_are_learns_how_to_share_them(suite: Suite) -> None:
-    env = env_of(suite)
+def test_who_asks_for_more_gpus_than_there_are_learns_how_to_share_them(
+    suite: Suite, env: dict[str, str]
+) -> None:
     assert [
         suite.run(*arguments, env=env).stderr.strip()
         for arguments in (["--gpus", "5"], ["--ranks", "3", "--device", "cuda"])
@@ -98,12 +88,12 @@ def test_who_asks_for_more_gpus_than_there_are_learns_how_to_share_them(suite: S
     ]
 
 
-def test_each_node_leases_gpus_of_its_own(suite: Suite) -> None:
+def test_each_node_leases_gpus_of_its_own(suite: Suite, env: dict[str, str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
     given = ("--gpus", "1", "--nnodes", "2", "--rdzv-endpoint", endpoint, "-k", "sees")
-    other = suite.start(*given, "--node-rank", "1", **env_of(suite))
-    run = suite.run(*given, "--node-rank", "0", env=env_of(suite), command=suite.command())
+    other = suite.start(*given, "--node-rank", "1", **env)
+    run = suite.run(*given, "--node-rank", "0", env=env, command=suite.command())
     output, _ = other.communicate()
     assert (run.returncode, other.returncode) == (0, 0), run.stdout + output
     assert {suite.read(f"seen{rank}")[5] for rank in range(2)} == {"GPU-0", "GPU-1"}

@@ -6,18 +6,15 @@ or more, and only two ranks are watched).
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
-from tiny_project import GUEST, Project, Run, read_object
+from pretended_gpus import gpu, pretend_gpus
+from tiny_project import Project, Run, read_object
 
 from pytest_megatron.files import JsonValue
 
 PLATFORM = "dgx_h100"
-# What is asked is pretended, and that there is a driver to be asked.
-CONFTEST = "from pytest_megatron import host\nhost.has_driver = lambda: True\n"
 
 
 def add(project: Project, case: str, *faults: str) -> None:
@@ -25,32 +22,10 @@ def add(project: Project, case: str, *faults: str) -> None:
     project.row(project.case(case, fault=list(faults)), write_golden=False, **axes)
 
 
-def gpu(index: int) -> dict[str, object]:
-    return {
-        "uuid": f"GPU-{index}",
-        "name": "NVIDIA H100 80GB HBM3",
-        "bus_id": f"00000000:1{index}:00.0",
-        "ecc": [[0, 0], [0, 0]],
-        "used": 500_000_000,
-        "total": 80_000_000_000,
-        "processes": [],
-    }
-
-
 def run_on_gpus(project: Project, *arguments: str, **state: object) -> Run:
     """Run on four pretended GPUs; `state` is added to what NVML has."""
-    pretended = project.root / "pretended"
-    pretended.mkdir()
-    shutil.copy(GUEST.with_name("pretend_nvml.py"), pretended / "pynvml.py")
-    nvml = pretended / "state.json"
-    nvml.write_text(json.dumps({"gpus": [gpu(index) for index in range(4)], **state}))
-    (project.root / "conftest.py").write_text(CONFTEST)
-    variables = {
-        "PYTHONPATH": str(pretended),
-        "PRETEND_NVML": str(nvml),
-        "PYTEST_MEGATRON_LEASES": str(project.root / "leases"),
-    }
-    return project.run("recipes", "--golden", "off", *arguments, **variables)
+    env = pretend_gpus(project.root, 4, **state)
+    return project.run("recipes", "--golden", "off", *arguments, **env)
 
 
 @pytest.fixture(scope="module")

@@ -166,10 +166,11 @@ class Lifecycle:
             case State.STOPPING:
                 return self._finish(now)
             case State.CLOSING:
-                late = [r.rank for r in self._ranks if not r.is_closed and r.exit_code is None]
-                self.problems.append(
-                    f"{name_ranks(late)} did not end the teardown in {self._patience.closing_s:g} s"
-                )
+                alive = [r for r in self._ranks if r.exit_code is None]
+                late = [r.rank for r in alive if not r.is_closed]
+                what = "end the teardown" if late else "exit after the teardown"
+                names = name_ranks(late or [r.rank for r in alive])
+                self.problems.append(f"{names} did not {what} in {self._patience.closing_s:g} s")
                 return self.kill()
             case State.STARTING:
                 return self._begin_stop(Reason.NOT_STARTED, START_LIMIT_S, now)

@@ -325,6 +325,17 @@ def test_a_teardown_that_does_not_end_is_killed() -> None:
     assert gang.problems == ["ranks 0-1 did not end the teardown in 10 s"]
 
 
+def test_a_rank_that_stays_after_its_teardown_is_named() -> None:
+    gang = new_gang()
+    gang.close(1.0)
+    for rank in range(SIZE):
+        gang.handle(rank, Closed(problem=""), 2.0)
+    for rank in range(1, SIZE):
+        gang.handle(rank, died(rank, 0, phase=""), 2.0)
+    assert gang.tick(1.0 + GRACE_S) == [KillGang()]
+    assert gang.problems == ["rank 0 did not exit after the teardown in 10 s"]
+
+
 def test_a_teardown_has_the_limit_of_the_last_test() -> None:
     gang = busy_gang()
     end_all_but(gang)

@@ -159,7 +159,10 @@ def _has_failed(rank: RankEnd, when: str) -> bool:
 
 def _merge_phase(end: RunEnd, when: str, world_size: int) -> Merged | None:
     found = [p for rank in end.ranks if (p := reported(rank, when)) is not None]
-    struck = [r.phase or "call" for r in end.ranks if r.done is None]
+    waiting = _waiting_in_setup(end)
+    struck = [
+        "call" if r.rank in waiting else r.phase or "call" for r in end.ranks if r.done is None
+    ]
     if when in struck:
         xfailed = [p for p in found if p.is_xfail and p.outcome == "skipped"]
         late = [r for r in end.ranks if r.done is not None or _is_late(r)]
@@ -168,7 +171,22 @@ def _merge_phase(end: RunEnd, when: str, world_size: int) -> Merged | None:
         return _fail(end, when, found, world_size)
     if not found:
         return None
+    if when == "setup" and waiting and all(p.outcome == "passed" for p in found):
+        return _passed(when, found)
     return _merge_reported(end, when, found, world_size)
+
+
+def _waiting_in_setup(end: RunEnd) -> set[int]:
+    """Return ranks stopped in set-up only because of one that had passed it, and failed later.
+
+    The last collective of a set-up may end on one rank before it ends on others; if that one dies,
+    the test failed where it died.
+    """
+    guilty = [r for r in end.ranks if _is_dead(r) or any(_has_failed(r, w) for w in PHASES)]
+    first = min(guilty, key=_when_failed, default=None)
+    if first is None or (phase := reported(first, "setup")) is None or phase.outcome != "passed":
+        return set()
+    return {r.rank for r in end.ranks if r.done is None and r.phase == "setup" and _is_late(r)}
 
 
 def _merge_reported(end: RunEnd, when: str, found: Sequence[Phase], world_size: int) -> Merged:
@@ -197,6 +215,15 @@ def _are_expected(found: Sequence[Phase]) -> bool:
 def _is_late(rank: RankEnd) -> bool:
     """Whether a rank was stopped while it waited, and did not end by itself."""
     return rank.exit_code is None and not rank.problem
+
+
+def _is_dead(rank: RankEnd) -> bool:
+    """Whether a rank did not end the test, and that by itself."""
+    return rank.done is None and not _is_late(rank)
+
+
+def _when_failed(rank: RankEnd) -> tuple[float, int]:
+    return float("inf") if rank.at is None else rank.at, rank.rank
 
 
 def _skip_in_part(end: RunEnd, when: str, found: Sequence[Phase], world_size: int) -> Merged:
@@ -280,13 +307,9 @@ def _first(end: RunEnd, failed: Mapping[int, Phase], struck: Mapping[int, RankEn
     def order(rank: RankEnd) -> tuple[bool, float, int]:
         phase = failed.get(rank.rank)
         is_consequence = phase is not None and CONSEQUENCE.search(phase.text) is not None
-        return is_consequence, float("inf") if rank.at is None else rank.at, rank.rank
+        return is_consequence, *_when_failed(rank)
 
-    guilty = [
-        r
-        for r in end.ranks
-        if r.rank in failed or (r.rank in struck and (r.exit_code is not None or r.problem))
-    ]
+    guilty = [r for r in end.ranks if r.rank in failed or (r.rank in struck and _is_dead(r))]
     return min(guilty, key=order).rank if guilty else None
 
 

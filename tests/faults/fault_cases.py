@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Outcome = Literal["passed", "failed", "error", "skipped", "none"]
-Place = Literal["call", "setup", "first_setup", "teardown", "end"]
+Place = Literal["call", "setup", "first_setup", "late_setup", "teardown", "end"]
 # What ends the wait for ranks: the fault itself, the grace after it, or the time limit.
 Sign = Literal["grace", "limit"]
 Driver = Literal["", "int", "int_int", "kill", "full_disk"]
@@ -158,6 +158,21 @@ CASES: tuple[Case, ...] = (
         sign="limit",
         says="was still in setup at fault_ways.py:\\d+ in sleep",
         has_stacks="all",
+    ),
+    # The guilty rank is in its call, and the others are in set-up still.
+    Case(
+        name="dies_ahead",
+        body="sigkill_before",
+        place="late_setup",
+        says="^rank {g} of {w} was killed by SIGKILL",
+        has_stacks="others",
+    ),
+    Case(
+        name="fails_ahead",
+        body="fail_before",
+        place="late_setup",
+        says=_STRUCK,
+        has_stacks="others",
     ),
     Case(name="teardown_fails", place="teardown", way="fail", outcome="error", says=_STRUCK),
     Case(

@@ -344,6 +344,13 @@ def at_first_setup(request: pytest.FixtureRequest, rank: int, world_size: int) -
 
 
 @pytest.fixture
+def at_late_setup(gang: Gang) -> None:
+    """End on the last rank alone, as a collective may on the rank that ends it."""
+    if not gang.is_last:
+        sleep()
+
+
+@pytest.fixture
 def at_teardown(request: pytest.FixtureRequest, gang: Gang) -> Iterator[None]:
     way = way_of(request)
     yield

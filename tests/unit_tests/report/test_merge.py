@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +11,7 @@ from pytest_megatron.gang.spec import RankEnd, Reason, RunEnd
 from pytest_megatron.report.merge import Merged, merge
 from pytest_megatron.report.phase import crash_message, longrepr_text
 
+STACK = 'Thread 0x7f (most recent call first):\n  File "/w/test_a.py", line 7 in reduce'
 CONSEQUENCE = "RuntimeError: [gloo] Connection closed by peer [127.0.0.1]:4321"
 
 
@@ -217,6 +219,48 @@ def test_ranks_that_were_stopped_because_of_a_failure_are_told_not_blamed() -> N
     )["call"]
     assert call.message == "[rank 0] KeyError: 0"
     assert blocks(call)["ranks"].splitlines()[1] == "rank 1: was still in call, and was stopped"
+
+
+def still_set_up(number: int) -> RankEnd:
+    """A rank that was stopped in the last collective of its set-up."""
+    return late(number, phase="setup", stack=STACK)
+
+
+def test_a_death_in_the_call_is_no_error_of_the_set_up_that_others_had_not_ended() -> None:
+    merged = merge_ranks(dead(0, -9), still_set_up(1), still_set_up(2), reason=Reason.DIED)
+    assert outcomes(merged) == ("passed", "failed", "passed")
+    assert merged["call"].message == "rank 0 of 3 was killed by SIGKILL"
+    assert blocks(merged["call"])["ranks"].splitlines() == [
+        "rank 0: was killed by SIGKILL",
+        "ranks 1-2: was still in setup at test_a.py:7 in reduce, and was stopped",
+    ]
+
+
+@pytest.mark.parametrize("end", ["done", "hung"])
+def test_a_failure_in_the_call_is_shown_though_others_had_not_ended_their_set_up(
+    end: str,
+) -> None:
+    failed = rank(0, failing("KeyError: 0"), at=1.0)
+    if end == "hung":  # it went on to hang in its teardown
+        failed = replace(
+            late(0, phase="teardown"), early=(failing("KeyError: 0"),), at=1.0, done=None
+        )
+    merged = merge_ranks(failed, still_set_up(1), reason=Reason.FAILED)
+    assert outcomes(merged) == ("passed", "failed", "passed")
+    assert merged["call"].message == "[rank 0] KeyError: 0"
+    assert "rank 1: was still in setup at" in blocks(merged["call"])["ranks"]
+
+
+@pytest.mark.parametrize("culprit", ["death", "failure", "hang"])
+def test_trouble_in_set_up_is_an_error_of_it_though_others_were_in_the_call(culprit: str) -> None:
+    ranks = {
+        "death": dead(0, -9, phase="setup"),
+        "failure": rank(0, setup=failing("OSError: 0", when="setup"), at=1.0),
+        "hang": still_set_up(0),
+    }
+    merged = merge_ranks(ranks[culprit], late(1), still_set_up(2), reason=Reason.HUNG, limit_s=2.0)
+    assert merged["setup"].outcome == "failed"
+    assert "call" not in merged
 
 
 def test_a_skip_on_every_rank_is_a_skip() -> None:

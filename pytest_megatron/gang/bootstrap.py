@@ -10,7 +10,6 @@ import faulthandler
 import os
 import random
 import secrets
-import signal
 import sys
 import threading
 from pathlib import Path
@@ -23,7 +22,6 @@ from pytest_megatron.gang.nursery import STACK_SIGNAL
 from pytest_megatron.gang.rank_ends import RankEnds
 
 _RECORDED_COLLECTIVES = "2000"
-_LEAVE_S = 5  # to destroy a group; a rank that cannot is killed, which costs nobody a test
 RandomState: TypeAlias = tuple[object, ...]
 # torch seeds its generator with 64 random bits; who seeds it himself takes a smaller number.
 _LEAST_RANDOM_SEED = 1 << 53
@@ -95,33 +93,11 @@ def device_of_rank() -> str | None:
 
 
 _kept: list[object] = []
-_own_groups: list[object] = []
 
 
 def keep(file: object) -> None:
     """Keep a file open as long as this process lives."""
     _kept.append(file)
-
-
-def own_group(group: object) -> None:
-    """Take note that a default process group is ours to destroy at the end, not a test's."""
-    _own_groups[:] = [group]
-
-
-def leave_group() -> None:
-    """Destroy the group that is ours, if it is still there and NCCL's; the process ends then.
-
-    The kernel takes longer to take a communicator from a process that is gone.
-    """
-    distributed = sys.modules.get("torch.distributed")
-    if not _own_groups or distributed is None or distributed.group.WORLD is not _own_groups[0]:
-        return
-    if distributed.get_backend() != "nccl":
-        return
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(_LEAVE_S)
-    with contextlib.suppress(Exception):
-        distributed.destroy_process_group()
 
 
 def state_if_seeded(before: RandomState) -> RandomState | None:

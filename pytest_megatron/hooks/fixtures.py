@@ -84,8 +84,6 @@ def process_group(
     import torch  # noqa: PLC0415 - see `device`
     import torch.distributed as dist  # noqa: PLC0415 - see `device`
 
-    from pytest_megatron.gang.bootstrap import own_group  # noqa: PLC0415 - see `device`
-
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         if "MASTER_PORT" in os.environ:
@@ -93,7 +91,6 @@ def process_group(
         else:
             store = torch.distributed.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
-        own_group(dist.group.WORLD)
     group = dist.group.WORLD
     assert group is not None
     return group

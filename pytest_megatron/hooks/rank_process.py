@@ -169,7 +169,14 @@ def serve(
     except BaseException:  # noqa: BLE001 - the controller has to know of it, whatever it is
         channel.send(Broken(problem=traceback.format_exc()))
         exit_code = 70
-    _exit(plugin, exit_code)
+    with contextlib.suppress(Exception):
+        atexit._run_exitfuncs()  # noqa: SLF001 - what tests registered
+    if plugin.measurement is not None:
+        plugin.measurement.save()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(exit_code)
 
 
 def _finder(
@@ -180,20 +187,6 @@ def _finder(
         return lambda index, _: items[index] if index >= 0 else None
     by_id = {item.nodeid: item for item in items}
     return lambda _, node_id: by_id.get(node_id)
-
-
-def _exit(plugin: RankPlugin, exit_code: int) -> NoReturn:
-    """End this process; everything was told."""
-    with contextlib.suppress(Exception):
-        atexit._run_exitfuncs()  # noqa: SLF001 - what tests registered
-    if plugin.measurement is not None:
-        plugin.measurement.save()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    if exit_code == 0:
-        bootstrap.leave_group()
-    os._exit(exit_code)
 
 
 def _finish_session(session: pytest.Session) -> str:

@@ -99,6 +99,7 @@ class RankPlugin:
         if self.measurement is not None:
             self.measurement.end_test(is_last=run.next_index == NOTHING)
         bootstrap.wrap_rendezvous()
+        bootstrap.calm_gloo()
         num_collectives, num_rendezvous = bootstrap.count_collectives()
         return Done(
             run=run.run,

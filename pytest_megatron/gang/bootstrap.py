@@ -167,7 +167,8 @@ def calm_gloo() -> None:
     _threads.update(found)
     for thread in new:
         with contextlib.suppress(OSError):  # it has ended, or this may not be changed here
-            if "gloo" in Path(_THREADS, thread, "comm").read_text():
+            is_of_gloo = "gloo" in Path(_THREADS, thread, "comm").read_text()
+            if is_of_gloo and os.sched_getscheduler(int(thread)) == os.SCHED_OTHER:
                 os.sched_setscheduler(int(thread), os.SCHED_BATCH, os.sched_param(0))
 
 

@@ -26,6 +26,15 @@ GONE_S = 10.0  # for what is left of a controller that was killed
 INNOCENTS = ("sound", "skips", "sound", "fails", "sound")
 TRUE_OUTCOMES = {"sound": "passed", "skips": "skipped", "fails": "failed"}
 FROM_OUTSIDE = ("int", "int_int", "kill")
+# A driver makes and ends the contexts of all processes one after the other: small ones, then.
+SMALL_CONTEXTS = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "CUDA_SCALE_LAUNCH_QUEUES": "0.25x",
+    "NCCL_MAX_NCHANNELS": "1",
+    "NCCL_BUFFSIZE": "262144",
+    "NCCL_SOCKET_NTHREADS": "1",
+    "NCCL_NSOCKS_PERTHREAD": "1",
+}
 JUNIT_WORDS = {"failed": "failure", "error": "error", "skipped": "skipped"}
 
 
@@ -227,7 +236,10 @@ def run_session(session: Session, limits: Limits, temp: Path) -> Seen:
 def _env(session: Session, directory: Path, sockets: Path, tag: str) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_"))}
     path = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return kept | {
+    small = SMALL_CONTEXTS if session.ranks_per_gpu > 1 else {}
+    return {
+        **small,
+        **kept,
         TAG: tag,
         "FAULT_DIR": str(directory),
         "FAULT_AT_END": session.fault_at_end,

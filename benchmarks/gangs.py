@@ -71,9 +71,9 @@ def mpiexec(world_size: int) -> list[str]:
     return [find_program("mpiexec") or "mpiexec", "-n", str(world_size)]
 
 
-def pytest_words(*words: str) -> list[str]:
-    """Return how pytest is called."""
-    return ["-m", "pytest", "-q", "-p", "no:cacheprovider", *words]
+def pytest_words(*words: str, mpi: str = "no:mpi-pytest") -> list[str]:
+    """Return how pytest is called: without a rival that starts MPI in every session."""
+    return ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", mpi, *words]
 
 
 def torchrun(world_size: int) -> list[str]:
@@ -85,6 +85,11 @@ def torchrun(world_size: int) -> list[str]:
 def gang(device: str) -> Callable[[int], list[str]]:
     """Return how pytest is called with gangs."""
     return lambda n: pytest_words("-p", "megatron", f"--ranks={n}", f"--device={device}")
+
+
+def with_mpi(_: int) -> list[str]:
+    """Return how each of the ranks that MPI started calls pytest."""
+    return pytest_words("-p", "no:megatron", mpi="mpi-pytest")
 
 
 def alone(_: int) -> list[str]:
@@ -106,7 +111,7 @@ def all_runners(device: str) -> list[Runner]:
         Runner(
             name="mpi-pytest, SPMD",
             suite="mpi",
-            command=alone,
+            command=with_mpi,
             needs=("pytest_mpi", "mpi4py", "mpiexec"),
             launcher=mpiexec,
         ),

@@ -170,8 +170,9 @@ class Fleet:
         now = time.monotonic()
         for gang in list(self._gangs.values()):
             self._carry_out(gang, gang.lifecycle.tick(now))
-            for rank, loss in list(gang.lost.items()):
-                if now >= loss.next_look and loss.is_final(now):
+            for rank, loss in [pair for pair in gang.lost.items() if now >= pair[1].next_look]:
+                loss.put_off(now)
+                if loss.is_final(now):
                     self._tell_end(gang, rank, Broken(problem=_CLOSED))
             if gang.killed_at is not None and now >= gang.killed_at + NURSERY_LIMIT_S:
                 self._give_up(gang)

@@ -48,9 +48,12 @@ class Loss:
         self.next_look = self.since + _LOST_S
 
     def is_final(self, now: float) -> bool:
-        """Whether its death will not be told; if it may, look again later."""
-        self.next_look = now + _LOST_S
+        """Whether its death will not be told."""
         return self.pid is None or lives_on(self.pid) or now >= self.since + NURSERY_LIMIT_S
+
+    def put_off(self, now: float) -> None:
+        """Look again later."""
+        self.next_look = now + _LOST_S
 
 
 @dataclass(slots=True, kw_only=True)

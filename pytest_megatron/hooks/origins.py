@@ -265,7 +265,9 @@ class PerRank:
             case Collected():
                 template.is_ready, template.is_single = True, bool(word.obstacle)
                 difference = Difference()
-                if not word.is_same:
+                if not word.is_same and not word.node_ids and "" in word.problems:
+                    world.lost[rank] = word.problems[""]  # pytest itself did not start
+                elif not word.is_same:
                     difference = compare(self._node_ids, word.node_ids, word.problems)
                 world.differences[rank] = difference
             case Died(exit_code=exit_code, phase=node_id):

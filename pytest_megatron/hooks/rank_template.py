@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from _pytest.assertion.rewrite import AssertionRewritingHook
 from _pytest.config import _prepareconfig
 
 from pytest_megatron.gang import bootstrap
@@ -87,15 +88,26 @@ def collect_and_serve(brief: Brief, order: RankOrder, ends: RankEnds) -> NoRetur
     )
     channel = connect(brief.address, bytes.fromhex(brief.key), hello)
     plugin = CollectingPlugin(brief, order, ends, channel, list(harmless))
-    problem = "pytest ended before it had collected"
     try:
         plugin.collect()
     except BaseException as error:  # noqa: BLE001 - the controller has to know of it, whatever it is
-        traceback.print_exc()
-        problem = f"{traceback.format_exc()}could not collect: {type(error).__name__}: {error}"
+        plugin.end = error
+    problem = "pytest ended before it had collected"
+    if plugin.end is not None:
+        traceback.print_exception(plugin.end)
+        story = "".join(traceback.format_exception(plugin.end))
+        problem = f"{story}could not collect: {type(plugin.end).__name__}: {plugin.end}"
     channel.send(Collected(is_same=False, problems={"": problem}, obstacle="it has nothing"))
     channel.receive()
     os._exit(0)
+
+
+def _expect_early_imports() -> None:
+    """Have pytest not warn of plugins that are loaded before it starts, as here they are.
+
+    Where the user turns warnings into errors, no rank would collect.
+    """
+    AssertionRewritingHook._warn_already_imported = lambda *_: None  # type: ignore[method-assign]  # noqa: SLF001 - its only way
 
 
 def _put_away_reruns(config: pytest.Config) -> None:
@@ -107,7 +119,11 @@ def _put_away_reruns(config: pytest.Config) -> None:
 
 
 class CollectingPlugin:
-    """Hooks of a rank that collects for itself."""
+    """Hooks of a rank that collects for itself.
+
+    Attributes:
+        end: What ended pytest before it had collected.
+    """
 
     def __init__(
         self,
@@ -125,10 +141,12 @@ class CollectingPlugin:
         self._random_before = random.getstate()
         self._random_state: bootstrap.RandomState | None = None
         self._problems: dict[str, str] = {}
+        self.end: BaseException | None = None
 
     def collect(self) -> None:
         """Run a session as far as its loop, as a worker of pytest-xdist does."""
         arguments = [*self._brief.arguments, "--capture=no"]
+        _expect_early_imports()
         config = _prepareconfig(arguments, [_Named(self)])
         _put_away_reruns(config)
         option = config.option
@@ -159,6 +177,14 @@ class CollectingPlugin:
         reporter = config.pluginmanager.get_plugin("terminalreporter")
         if reporter is not None:
             reporter._tw._file = io.StringIO()  # noqa: SLF001 - its only way
+
+    def pytest_internalerror(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        """Keep what a hook raised: pytest prints it where nobody looks."""
+        self.end = excinfo.value
+
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        """Keep `pytest.exit` and what is like it."""
+        self.end = excinfo.value
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self, session: pytest.Session) -> None:

@@ -144,6 +144,29 @@ def plan(
     return sessions
 
 
+def plan_parts(
+    cases: Sequence[Case],
+    *,
+    parts: int,
+    world_size: int,
+    position: str,
+    device: str,
+    is_single: bool = False,
+) -> list[Session]:
+    """Return the same sessions with what shares one divided, so that several can run at a time."""
+    return [
+        session
+        for part in range(parts)
+        for session in plan(
+            cases[part::parts],
+            world_size=world_size,
+            position=position,
+            device=device,
+            is_single=is_single,
+        )
+    ]
+
+
 def _around(case: Case, position: str, innocents: Sequence[str], start: int) -> tuple[Slot, ...]:
     place = {"first": 0, "middle": (len(innocents) + 1) // 2, "last": len(innocents)}[position]
     names: list[tuple[str, Case | None]] = [(name, None) for name in innocents]

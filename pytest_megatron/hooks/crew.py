@@ -97,7 +97,7 @@ class Crew:
         gc.freeze()
         reason = why_per_rank(config, self._options, sizes, self._default_size)
         if reason:
-            if config.option.verbose > 0:
+            if config.getoption("verbose", 0) > 0:
                 self.tell_user(f"every rank collects for itself: {reason}")
             self.per_rank = PerRank(session, self.fleet, self._listener, self._options)
         else:

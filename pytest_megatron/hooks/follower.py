@@ -246,8 +246,8 @@ class FollowerPlugin:
 
     @property
     def _base_temp(self) -> str:
-        factory = self._config._tmp_path_factory  # type: ignore[attr-defined]  # noqa: SLF001
-        return str(factory.getbasetemp())
+        factory = getattr(self._config, "_tmp_path_factory", None)
+        return "" if factory is None else str(factory.getbasetemp())
 
     def _show(self, session: pytest.Session, channel: Channel) -> None:
         """Show what node 0 shows, until it ends, and end like it."""

@@ -58,6 +58,7 @@ class GangPlugin:
         self._reruns: dict[pytest.Item, list[Signature]] = {}
         self._make_report: pluggy.HookCaller | None = None
         self._is_replaying = False
+        self._broken: Exception | None = None
 
     # Collection
 
@@ -216,6 +217,8 @@ class GangPlugin:
     ) -> None:
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=nextitem)
         dispatcher = self._open_dispatcher
+        if self._broken is not None:
+            raise self._broken
         dispatcher.ended.pop(item, None)
         self._report_late()
         if session.shouldfail:
@@ -233,13 +236,14 @@ class GangPlugin:
         self._current, self._nextitem = item, nextitem
         if not self.is_ours(item):
             return (yield)
-        option = item.config.option
-        shown, option.setupshow = option.setupshow, False
+        option = vars(item.config.option)
+        shown = {name: option[name] for name in ("setupshow",) if name in option}
+        option.update(dict.fromkeys(shown, False))
         try:
             with self._open_dispatcher.lock:
                 return (yield)
         finally:
-            option.setupshow = shown
+            option.update(shown)
             if self._run.is_worker:
                 self._report_late()
 
@@ -274,10 +278,15 @@ class GangPlugin:
                 dispatcher.rerun(item, cause, self._nextitem)
                 dispatcher.wait_for(item, self._nextitem)
         except KeyboardInterrupt:
-            if not self._config.getoption("usepdb"):
+            if not self._config.getoption("usepdb", default=False):
                 raise
             dispatcher.interrupt()  # pytest would debug the controller now
             raise pytest.exit.Exception("KeyboardInterrupt") from None
+        except pytest.exit.Exception:
+            raise
+        except Exception as error:
+            self._broken = error  # pytest would report it, and ask for the item again and again
+            raise
         execution = dispatcher.ended[item]
         warn_again(self._config, execution.ended)
         self._print(execution.ended)

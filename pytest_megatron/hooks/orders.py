@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from functools import cached_property
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -75,7 +78,7 @@ class Orders:
                 },
                 log_dir=str(directory / str(place.rank)),
                 base_temp=str(base_temp / f"rank{place.rank}"),
-                is_capturing=self._config.option.capture != "no",
+                is_capturing=self._config.getoption("capture", "no") != "no",
                 coverage=self.coverage,
                 coverage_file=str(self.coverage_dir / f"{number}-{place.rank}"),
             )
@@ -95,8 +98,14 @@ class Orders:
         return str(self._base_temp() / "shared")
 
     def _base_temp(self) -> Path:
-        factory = self._config._tmp_path_factory  # type: ignore[attr-defined]  # noqa: SLF001
-        found: Path = factory.getbasetemp()
+        factory = getattr(self._config, "_tmp_path_factory", None)
+        return self._own_temp if factory is None else cast("Path", factory.getbasetemp())
+
+    @cached_property
+    def _own_temp(self) -> Path:
+        """A directory for sessions without pytest's own."""
+        found = Path(tempfile.mkdtemp(prefix="pytest-megatron-"))
+        self._config.add_cleanup(lambda: shutil.rmtree(found, ignore_errors=True))
         return found
 
 

@@ -71,6 +71,8 @@ def make_brief(
     """Return what ranks have to know of a session on this node."""
     beginning = config.stash[KEY]
     arguments = [str(argument) for argument in config.invocation_params.args]
+    if config.pluginmanager.has_plugin("capture"):  # the logs of a rank are that
+        arguments.append("--capture=no")
     if config.pluginmanager.has_plugin("_cov"):  # it would erase the data of the controller
         arguments.append("--no-cov")
     return Brief(

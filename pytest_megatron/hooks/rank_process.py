@@ -234,7 +234,9 @@ def _drop_controller_plugins(config: pytest.Config) -> None:
 
 def _take_temp(config: pytest.Config, order: RankOrder) -> None:
     """Have `tmp_path` be in the rank's own directory."""
-    factory = config._tmp_path_factory  # type: ignore[attr-defined]  # noqa: SLF001 - xdist's way
+    factory = getattr(config, "_tmp_path_factory", None)
+    if factory is None:
+        return
     Path(order.base_temp).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     factory._given_basetemp = Path(order.base_temp)  # noqa: SLF001 - see above
     factory._basetemp = None  # noqa: SLF001 - see above

@@ -45,7 +45,7 @@ class Brief:
     Attributes:
         address: Of the controller.
         key: Of the session, in hexadecimal.
-        arguments: What the user typed after `pytest`.
+        arguments: What the user typed after `pytest`, and what a rank wants otherwise.
         argv: `sys.argv` of the controller.
         path: `sys.path` as it was before anything of the user's was imported.
         env: The environment of then.
@@ -145,9 +145,8 @@ class CollectingPlugin:
 
     def collect(self) -> None:
         """Run a session as far as its loop, as a worker of pytest-xdist does."""
-        arguments = [*self._brief.arguments, "--capture=no"]
         _expect_early_imports()
-        config = _prepareconfig(arguments, [_Named(self)])
+        config = _prepareconfig(list(self._brief.arguments), [_Named(self)])
         _put_away_reruns(config)
         option = config.option
         settings: dict[str, object] = {

@@ -24,8 +24,9 @@ class Tee:
     def __init__(self, config: pytest.Config, options: Options, *, is_worker: bool) -> None:
         self._config = config
         self._options = options
-        is_wanted = config.option.capture == "no" or options.is_tee_typed
-        self.is_on = is_wanted and options.tee_ranks != () and not is_worker
+        is_wanted = config.getoption("capture", "no") == "no" or options.is_tee_typed
+        has_terminal = config.pluginmanager.has_plugin("terminalreporter")
+        self.is_on = is_wanted and options.tee_ranks != () and not is_worker and has_terminal
         self._tails: dict[int, list[Tail]] = {}
         self._next_at = 0.0
 
@@ -61,6 +62,8 @@ class Tee:
         self._tails.pop(gang.number, None)
 
     def _copy(self, tails: list[Tail], *, is_ended: bool) -> None:
+        if not tails:
+            return
         writer = self._config.get_terminal_writer()
         for tail in tails:
             for line in tail.new_lines(is_ended=is_ended):

@@ -1,0 +1,80 @@
+"""Sessions that lack a plugin of pytest's own, and those in which the controller itself fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from gang_suite import Suite
+
+READS_RANK = """
+    import os
+
+    RANK = os.environ["RANK"]
+"""
+TESTS = """
+    import os
+
+    import pytest
+
+
+    def test_passes(world_size):
+        assert world_size == 2
+
+
+    def test_fails_on_one(rank):
+        assert rank == 0
+
+
+    def test_dies_on_one(rank):
+        if rank == 1:
+            os._exit(1)
+
+
+    @pytest.mark.isolated
+    def test_isolated(shared_tmp_path):
+        print(shared_tmp_path)
+        assert shared_tmp_path.is_dir()
+"""
+KINDS = (("passed",), ("failure",), ("failure",), ("passed",))
+
+
+@pytest.mark.parametrize("conftest", ["", READS_RANK], ids=["forked", "collecting"])
+@pytest.mark.parametrize("plugin", ["terminal", "setuponly", "capture", "debugging"])
+def test_gangs_do_without_a_plugin(plugin: str, conftest: str, tmp_path: Path) -> None:
+    suite = Suite(tmp_path).write(conftest=conftest, test_them=TESTS)
+    run = suite.run("--ranks", "2", "-p", f"no:{plugin}", "--junitxml", "junit.xml")
+    assert run.returncode == 1, run.stdout + run.stderr
+    found = [tuple(k.split()[0] for k in case.kinds) or ("passed",) for case in suite.junit()]
+    assert tuple(found) == KINDS
+
+
+def test_gangs_do_without_temporary_directories_of_pytest(tmp_path: Path) -> None:
+    tests = TESTS.replace("shared_tmp_path):", "rank):").partition("        print")[0]
+    suite = Suite(tmp_path).write(test_them=f"{tests}        assert rank < 2")
+    (tmp_path / "temp").mkdir()
+    run = suite.run("-v", "--ranks", "2", "-p", "no:tmpdir", env={"TMPDIR": str(tmp_path / "temp")})
+    assert list(run.words.values()) == ["PASSED", "FAILED", "FAILED", "PASSED"], run.stdout
+    assert not [path.name for path in (tmp_path / "temp").iterdir() if "leases" not in path.name]
+
+
+LOSES_TERMINAL = """
+    def pytest_runtest_logreport(report):
+        if report.nodeid.endswith("test_passes") and report.when == "teardown":
+            plugin.config.pluginmanager.unregister(name="terminalreporter")
+
+
+    class plugin:
+        config = None
+
+
+    def pytest_configure(config):
+        plugin.config = config
+"""
+
+
+def test_a_session_ends_where_the_controller_fails_while_it_waits(tmp_path: Path) -> None:
+    suite = Suite(tmp_path).write(conftest=LOSES_TERMINAL, test_them=TESTS)
+    run = suite.run("--ranks", "2", "-s")
+    assert run.returncode == pytest.ExitCode.INTERNAL_ERROR, run.stdout
+    assert "get_terminal_writer" in run.stderr

@@ -71,9 +71,9 @@ def mpiexec(world_size: int) -> list[str]:
     return [find_program("mpiexec") or "mpiexec", "-n", str(world_size)]
 
 
-def pytest_words(*words: str, mpi: str = "no:mpi-pytest") -> list[str]:
+def pytest_words(*words: str) -> list[str]:
     """Return how pytest is called: without a rival that starts MPI in every session."""
-    return ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", mpi, *words]
+    return ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:mpi-pytest", *words]
 
 
 def torchrun(world_size: int) -> list[str]:
@@ -87,9 +87,9 @@ def gang(device: str) -> Callable[[int], list[str]]:
     return lambda n: pytest_words("-p", "megatron", f"--ranks={n}", f"--device={device}")
 
 
-def with_mpi(_: int) -> list[str]:
+def with_mpi(world_size: int) -> list[str]:
     """Return how each of the ranks that MPI started calls pytest."""
-    return pytest_words("-p", "no:megatron", mpi="mpi-pytest")
+    return [*alone(world_size), "-p", "mpi-pytest"]
 
 
 def alone(_: int) -> list[str]:

@@ -15,6 +15,7 @@ import threading
 from pathlib import Path
 from typing import Protocol, TypeAlias, cast
 
+from pytest_megatron.gang.clean import THREADS, thread_name
 from pytest_megatron.gang.logs import FLIGHT_FILE, STACKS_FILE
 from pytest_megatron.gang.messages import RankOrder
 from pytest_megatron.gang.nodes import Place
@@ -25,7 +26,6 @@ _RECORDED_COLLECTIVES = "2000"
 RandomState: TypeAlias = tuple[object, ...]
 # torch seeds its generator with 64 random bits; who seeds it himself takes a smaller number.
 _LEAST_RANDOM_SEED = 1 << 53
-_THREADS = "/proc/self/task"
 _threads: set[str] = set()  # of this process, as they were looked at last
 _is_wrapped = False
 _num_rendezvous = 0
@@ -161,14 +161,16 @@ def calm_gloo() -> None:
     """
     if "torch.distributed" not in sys.modules:
         return
-    found = set(os.listdir(_THREADS))  # noqa: PTH208 - after each test
+    found = set(os.listdir(THREADS))  # noqa: PTH208 - after each test
     new = found - _threads
     _threads.clear()
     _threads.update(found)
     for thread in new:
         with contextlib.suppress(OSError):  # it has ended, or this may not be changed here
-            is_of_gloo = "gloo" in Path(_THREADS, thread, "comm").read_text()
-            if is_of_gloo and os.sched_getscheduler(int(thread)) == os.SCHED_OTHER:
+            if (
+                "gloo" in thread_name(THREADS / thread)
+                and os.sched_getscheduler(int(thread)) == os.SCHED_OTHER
+            ):
                 os.sched_setscheduler(int(thread), os.SCHED_BATCH, os.sched_param(0))
 
 

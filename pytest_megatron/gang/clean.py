@@ -15,6 +15,7 @@ import threading
 from pathlib import Path
 from types import FrameType
 
+THREADS = Path("/proc/self/task")
 _CUDA_DEVICE = "/dev/nvidia-uvm"  # CUDA opens it for a context, NVML never
 _CONTROLLER_THREADS = ("execnet", "pytest_rerunfailures")
 _OPENBLAS = re.compile(r"\S*/lib\S*openblas\S*\.so\S*")
@@ -77,10 +78,15 @@ def _count_tasks() -> int:
 
     torch starts it by being imported; without a context it only waits, and no fork misses it.
     """
-    return sum(not _name_of(task).startswith("cuda") for task in Path("/proc/self/task").iterdir())
+    return sum(not thread_name(task).startswith("cuda") for task in THREADS.iterdir())
 
 
-def _name_of(task: Path) -> str:
+def thread_name(task: Path) -> str:
+    """Return what a thread is called, or "" if it has ended.
+
+    Args:
+        task: One of `THREADS`.
+    """
     try:
         return (task / "comm").read_text(errors="replace")
     except OSError:  # it ended while we looked

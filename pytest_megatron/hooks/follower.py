@@ -36,6 +36,7 @@ from pytest_megatron.hooks.nodes import (
 )
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.origins import make_brief, tell_warm
+from pytest_megatron.hooks.rank_process import temp_factory
 from pytest_megatron.hooks.template import Template
 from pytest_megatron.host import this_host
 from pytest_megatron.lease import Lease, lease_gpus
@@ -246,7 +247,7 @@ class FollowerPlugin:
 
     @property
     def _base_temp(self) -> str:
-        factory = getattr(self._config, "_tmp_path_factory", None)
+        factory = temp_factory(self._config)
         return "" if factory is None else str(factory.getbasetemp())
 
     def _show(self, session: pytest.Session, channel: Channel) -> None:

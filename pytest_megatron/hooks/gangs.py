@@ -236,14 +236,13 @@ class GangPlugin:
         self._current, self._nextitem = item, nextitem
         if not self.is_ours(item):
             return (yield)
-        option = vars(item.config.option)
-        shown = {name: option[name] for name in ("setupshow",) if name in option}
-        option.update(dict.fromkeys(shown, False))
+        option = item.config.option
+        shown, option.setupshow = getattr(option, "setupshow", False), False
         try:
             with self._open_dispatcher.lock:
                 return (yield)
         finally:
-            option.update(shown)
+            option.setupshow = shown
             if self._run.is_worker:
                 self._report_late()
 
@@ -282,8 +281,6 @@ class GangPlugin:
                 raise
             dispatcher.interrupt()  # pytest would debug the controller now
             raise pytest.exit.Exception("KeyboardInterrupt") from None
-        except pytest.exit.Exception:
-            raise
         except Exception as error:
             self._broken = error  # pytest would report it, and ask for the item again and again
             raise

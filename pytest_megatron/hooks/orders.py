@@ -6,7 +6,6 @@ import shutil
 import tempfile
 from functools import cached_property
 from pathlib import Path
-from typing import cast
 
 import pytest
 
@@ -17,6 +16,7 @@ from pytest_megatron.gang.nodes import Nodes, share_gpus
 from pytest_megatron.gang.spec import GangSpec
 from pytest_megatron.gang.stores import LOCAL_HOST
 from pytest_megatron.hooks.nodes import DEVICES, address_of
+from pytest_megatron.hooks.rank_process import temp_factory
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.lease import Lease
 
@@ -98,8 +98,8 @@ class Orders:
         return str(self._base_temp() / "shared")
 
     def _base_temp(self) -> Path:
-        factory = getattr(self._config, "_tmp_path_factory", None)
-        return self._own_temp if factory is None else cast("Path", factory.getbasetemp())
+        factory = temp_factory(self._config)
+        return self._own_temp if factory is None else factory.getbasetemp()
 
     @cached_property
     def _own_temp(self) -> Path:

@@ -232,11 +232,16 @@ def _drop_controller_plugins(config: pytest.Config) -> None:
             manager.unregister(name=name)
 
 
+def temp_factory(config: pytest.Config) -> pytest.TempPathFactory | None:
+    """Return what makes temporary directories of a session, or None without pytest's plugin."""
+    return getattr(config, "_tmp_path_factory", None)
+
+
 def _take_temp(config: pytest.Config, order: RankOrder) -> None:
     """Have `tmp_path` be in the rank's own directory."""
-    factory = getattr(config, "_tmp_path_factory", None)
+    factory = temp_factory(config)
     if factory is None:
         return
     Path(order.base_temp).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    factory._given_basetemp = Path(order.base_temp)  # noqa: SLF001 - see above
+    factory._given_basetemp = Path(order.base_temp)  # noqa: SLF001 - xdist's way
     factory._basetemp = None  # noqa: SLF001 - see above

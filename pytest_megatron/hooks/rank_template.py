@@ -94,8 +94,8 @@ def collect_and_serve(brief: Brief, order: RankOrder, ends: RankEnds) -> NoRetur
         plugin.end = error
     problem = "pytest ended before it had collected"
     if plugin.end is not None:
-        traceback.print_exception(plugin.end)
         story = "".join(traceback.format_exception(plugin.end))
+        sys.stderr.write(story)
         problem = f"{story}could not collect: {type(plugin.end).__name__}: {plugin.end}"
     channel.send(Collected(is_same=False, problems={"": problem}, obstacle="it has nothing"))
     channel.receive()

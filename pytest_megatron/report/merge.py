@@ -75,6 +75,7 @@ def merge(end: RunEnd, world_size: int) -> tuple[Merged, ...]:
     if _is_plain(end):
         return _merge_plain(end)
     merged: list[Merged] = []
+    waiting = _waiting_in_setup(end)
     has_ended = False
     for when in PHASES:
         if has_ended and when == "call":
@@ -82,7 +83,7 @@ def merge(end: RunEnd, world_size: int) -> tuple[Merged, ...]:
         is_told = when == "teardown" and any(m.outcome == "failed" for m in merged)
         if is_told and not any(_has_failed(rank, when) for rank in end.ranks):
             continue  # who was stopped in teardown was so because of what is reported already
-        phase = _merge_phase(end, when, world_size)
+        phase = _merge_phase(end, when, world_size, waiting)
         if phase is None:
             continue
         if when == "call":
@@ -157,9 +158,8 @@ def _has_failed(rank: RankEnd, when: str) -> bool:
     return is_failure and not (phase and CONSEQUENCE.search(phase.text))
 
 
-def _merge_phase(end: RunEnd, when: str, world_size: int) -> Merged | None:
+def _merge_phase(end: RunEnd, when: str, world_size: int, waiting: set[int]) -> Merged | None:
     found = [p for rank in end.ranks if (p := reported(rank, when)) is not None]
-    waiting = _waiting_in_setup(end)
     struck = [
         "call" if r.rank in waiting else r.phase or "call" for r in end.ranks if r.done is None
     ]
@@ -182,11 +182,12 @@ def _waiting_in_setup(end: RunEnd) -> set[int]:
     The last collective of a set-up may end on one rank before it ends on others; if that one dies,
     the test failed where it died.
     """
+    late = {r.rank for r in end.ranks if r.done is None and r.phase == "setup" and _is_late(r)}
     guilty = [r for r in end.ranks if _is_dead(r) or any(_has_failed(r, w) for w in PHASES)]
-    first = min(guilty, key=_when_failed, default=None)
-    if first is None or (phase := reported(first, "setup")) is None or phase.outcome != "passed":
+    if not late or not guilty:
         return set()
-    return {r.rank for r in end.ranks if r.done is None and r.phase == "setup" and _is_late(r)}
+    setup = reported(min(guilty, key=_when_failed), "setup")
+    return late if setup is not None and setup.outcome == "passed" else set()
 
 
 def _merge_reported(end: RunEnd, when: str, found: Sequence[Phase], world_size: int) -> Merged:
@@ -268,7 +269,7 @@ def _fail(end: RunEnd, when: str, found: Sequence[Phase], world_size: int) -> Me
     """Say who failed first, who with it, who because of it."""
     failed = {p.rank: p for p in found if p.outcome == "failed"}
     struck = {r.rank: r for r in end.ranks if r.done is None}
-    first = _first(end, failed, struck)
+    first = _first(end, failed)
     words = words_of_ranks(end, when, failed)
     blocks: list[tuple[str, str]] = []
     base = None
@@ -301,7 +302,7 @@ def _fail(end: RunEnd, when: str, found: Sequence[Phase], world_size: int) -> Me
     )
 
 
-def _first(end: RunEnd, failed: Mapping[int, Phase], struck: Mapping[int, RankEnd]) -> int | None:
+def _first(end: RunEnd, failed: Mapping[int, Phase]) -> int | None:
     """Return the rank that everything else follows from; None where no rank is to blame."""
 
     def order(rank: RankEnd) -> tuple[bool, float, int]:
@@ -309,7 +310,7 @@ def _first(end: RunEnd, failed: Mapping[int, Phase], struck: Mapping[int, RankEn
         is_consequence = phase is not None and CONSEQUENCE.search(phase.text) is not None
         return is_consequence, *_when_failed(rank)
 
-    guilty = [r for r in end.ranks if r.rank in failed or (r.rank in struck and _is_dead(r))]
+    guilty = [r for r in end.ranks if r.rank in failed or _is_dead(r)]
     return min(guilty, key=order).rank if guilty else None
 
 

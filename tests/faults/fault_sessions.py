@@ -113,14 +113,25 @@ class Seen:
 
 
 def plan(
-    cases: Sequence[Case], *, world_size: int, position: str, device: str, is_single: bool
+    cases: Sequence[Case],
+    *,
+    world_size: int,
+    position: str,
+    device: str,
+    is_single: bool = False,
+    parts: int = 1,
 ) -> list[Session]:
-    """Return the sessions that the cases need at one world size and position."""
+    """Return the sessions that the cases need at one world size and position.
+
+    Args:
+        is_single: Whether no two cases share one.
+        parts: Into how many the one that they share is divided, to run several at a time.
+    """
     shared = [case for case in cases if not (case.is_alone or is_single)]
-    sessions = []
-    if shared:
+    sessions: list[Session] = []
+    for part in range(min(parts, len(shared))):
         files: list[tuple[Slot, ...]] = []
-        for case in shared:
+        for case in shared[part::parts]:
             start = sum(map(len, files))
             innocents = INNOCENTS[len(files) % len(INNOCENTS) :] + INNOCENTS
             files.append(_around(case, position, innocents[:2], start))
@@ -131,40 +142,17 @@ def plan(
         if case not in shared:
             slots = _around(case, position, (*INNOCENTS, "sound", "sound"), 0)
             place = next(i for i, slot in enumerate(slots) if slot.case is not None)
-            parts = (slots[:place], slots[place : place + 1], slots[place + 1 :])
+            pieces = (slots[:place], slots[place : place + 1], slots[place + 1 :])
             sessions.append(
                 Session(
                     world_size=world_size,
                     position=position,
                     device=device,
-                    files=tuple(filter(None, parts)) if case.has_own_file else (slots,),
+                    files=tuple(filter(None, pieces)) if case.has_own_file else (slots,),
                     fault_at_end=case.way if case.place == "end" else "",
                 )
             )
     return sessions
-
-
-def plan_parts(
-    cases: Sequence[Case],
-    *,
-    parts: int,
-    world_size: int,
-    position: str,
-    device: str,
-    is_single: bool = False,
-) -> list[Session]:
-    """Return the same sessions with what shares one divided, so that several can run at a time."""
-    return [
-        session
-        for part in range(parts)
-        for session in plan(
-            cases[part::parts],
-            world_size=world_size,
-            position=position,
-            device=device,
-            is_single=is_single,
-        )
-    ]
 
 
 def _around(case: Case, position: str, innocents: Sequence[str], start: int) -> tuple[Slot, ...]:

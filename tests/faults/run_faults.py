@@ -26,7 +26,7 @@ from pathlib import Path
 
 from fault_cases import CASES, Case
 from fault_checks import Verdict, judge
-from fault_sessions import Limits, Seen, Session, can_mount, plan_parts, run_session
+from fault_sessions import Limits, Seen, Session, can_mount, plan, run_session
 
 POSITIONS = ("first", "middle", "last")
 
@@ -45,13 +45,13 @@ def main() -> int:
         replace(session, ranks_per_gpu=asked.ranks_per_gpu)
         for world_size in asked.worlds
         for position in asked.positions
-        for session in plan_parts(
+        for session in plan(
             cases,
-            parts=asked.parts,
             world_size=world_size,
             position=position,
             device=asked.device,
             is_single=asked.single,
+            parts=asked.parts,
         )
     ]
     sessions.sort(key=lambda session: -len(session.slots))  # the long ones first

@@ -17,6 +17,12 @@ import psutil
 
 MARK = "GANG_SUITE"  # in the environment of every process of a suite
 DEADLINE_S = 60.0
+# A conftest with which ranks collect for themselves.
+READS_RANK = """
+    import os
+
+    RANK = int(os.environ["RANK"])
+"""
 _LINE = re.compile(r"^(\S+::\S+) ((?:SUB)?(?:PASSED|FAILED|SKIPPED|XFAIL|XPASS|ERROR)|RERUN)(.*)$")
 _PROGRESS = re.compile(r"\s*\[ *\d+%\]$")
 

@@ -5,13 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from gang_suite import Suite
+from gang_suite import READS_RANK, Suite
 
-READS_RANK = """
-    import os
-
-    RANK = os.environ["RANK"]
-"""
 TESTS = """
     def test_world(world_size):
         assert world_size == 2

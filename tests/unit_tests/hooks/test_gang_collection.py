@@ -7,13 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from gang_suite import Run, Suite
+from gang_suite import READS_RANK, Run, Suite
 
-READS_RANK = """
-    import os
-
-    RANK = int(os.environ["RANK"])
-"""
 # As Megatron-LM's tests/unit_tests/test_utilities.py and conftest.py do it.
 MEGATRON_LIKE = """
     import os

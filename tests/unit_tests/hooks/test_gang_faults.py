@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from fault_cases import CASES
 from fault_checks import Verdict, judge
-from fault_sessions import Limits, Session, can_mount, plan_parts, read_junit, run_session
+from fault_sessions import Limits, Session, can_mount, plan, read_junit, run_session
 
 LIMITS = Limits(grace_s=1.0, hang_s=1.5, slack_s=60.0, session_s=240.0)
 NUM_SHARED = 4  # sessions that the faults are spread over: most of their time is waiting
@@ -22,7 +22,7 @@ NAMES = [case.name for case in CASES if "cpu" in case.devices and not case.pendi
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Verdict]:
     """Run all of it, as several sessions at a time."""
     chosen = [c for c in CASES if c.name in NAMES and (c.driver != "full_disk" or can_mount())]
-    sessions = plan_parts(chosen, parts=NUM_SHARED, world_size=2, position="middle", device="cpu")
+    sessions = plan(chosen, world_size=2, position="middle", device="cpu", parts=NUM_SHARED)
     temp = tmp_path_factory.mktemp("faults")
 
     def run(session: Session) -> list[Verdict]:

@@ -5,13 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from gang_suite import Suite
+from gang_suite import READS_RANK, Suite
 
-READS_RANK = """
-    import os
-
-    RANK = os.environ["RANK"]
-"""
 TESTS = """
     import os
 
@@ -29,12 +24,18 @@ TESTS = """
     def test_dies_on_one(rank):
         if rank == 1:
             os._exit(1)
-
+"""
+IN_DIRECTORY = """
 
     @pytest.mark.isolated
     def test_isolated(shared_tmp_path):
-        print(shared_tmp_path)
         assert shared_tmp_path.is_dir()
+"""
+WITHOUT_DIRECTORY = """
+
+    @pytest.mark.isolated
+    def test_isolated(rank):
+        assert rank < 2
 """
 KINDS = (("passed",), ("failure",), ("failure",), ("passed",))
 
@@ -42,7 +43,7 @@ KINDS = (("passed",), ("failure",), ("failure",), ("passed",))
 @pytest.mark.parametrize("conftest", ["", READS_RANK], ids=["forked", "collecting"])
 @pytest.mark.parametrize("plugin", ["terminal", "setuponly", "capture", "debugging"])
 def test_gangs_do_without_a_plugin(plugin: str, conftest: str, tmp_path: Path) -> None:
-    suite = Suite(tmp_path).write(conftest=conftest, test_them=TESTS)
+    suite = Suite(tmp_path).write(conftest=conftest, test_them=TESTS + IN_DIRECTORY)
     run = suite.run("--ranks", "2", "-p", f"no:{plugin}", "--junitxml", "junit.xml")
     assert run.returncode == 1, run.stdout + run.stderr
     found = [tuple(k.split()[0] for k in case.kinds) or ("passed",) for case in suite.junit()]
@@ -50,8 +51,7 @@ def test_gangs_do_without_a_plugin(plugin: str, conftest: str, tmp_path: Path) -
 
 
 def test_gangs_do_without_temporary_directories_of_pytest(tmp_path: Path) -> None:
-    tests = TESTS.replace("shared_tmp_path):", "rank):").partition("        print")[0]
-    suite = Suite(tmp_path).write(test_them=f"{tests}        assert rank < 2")
+    suite = Suite(tmp_path).write(test_them=TESTS + WITHOUT_DIRECTORY)
     (tmp_path / "temp").mkdir()
     run = suite.run("-v", "--ranks", "2", "-p", "no:tmpdir", env={"TMPDIR": str(tmp_path / "temp")})
     assert list(run.words.values()) == ["PASSED", "FAILED", "FAILED", "PASSED"], run.stdout
@@ -74,7 +74,7 @@ LOSES_TERMINAL = """
 
 
 def test_a_session_ends_where_the_controller_fails_while_it_waits(tmp_path: Path) -> None:
-    suite = Suite(tmp_path).write(conftest=LOSES_TERMINAL, test_them=TESTS)
+    suite = Suite(tmp_path).write(conftest=LOSES_TERMINAL, test_them=TESTS + IN_DIRECTORY)
     run = suite.run("--ranks", "2", "-s")
     assert run.returncode == pytest.ExitCode.INTERNAL_ERROR, run.stdout
     assert "get_terminal_writer" in run.stderr

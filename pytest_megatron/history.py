@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import json
+import math
 import os
 import re
 import statistics
@@ -17,7 +18,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pytest_megatron.files import JsonValue, write_text_atomically
+from pytest_megatron.files import (
+    JsonValue,
+    parse_json,
+    read_bytes,
+    write_text_atomically,
+)
 
 FILE_NAME = "history.jsonl"
 MAX_BYTES = 16 << 20  # some 50,000 lines; half of it is kept when it is full
@@ -144,14 +150,16 @@ def read(path: Path) -> History:
     entries: list[Entry] = []
     problems: list[str] = []
     try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                try:
-                    entries.append(_parse(json.loads(line)))
-                except (KeyError, TypeError, ValueError, AssertionError):
-                    problems.append(f"{path}:{number}: is no entry of a history, skipped")
+        text = read_bytes(path)
     except FileNotFoundError:
         return History()
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            found = parse_json(line)
+            assert isinstance(found, dict)
+            entries.append(_parse(found))
+        except (KeyError, TypeError, ValueError, AssertionError):
+            problems.append(f"{path}:{number}: is no entry of a history, skipped")
     return History(entries=tuple(entries), problems=tuple(problems))
 
 
@@ -162,10 +170,10 @@ def known_items(path: Path) -> frozenset[str]:
         OSError: It is there and cannot be read.
     """
     try:
-        text = path.read_bytes()
+        text = read_bytes(path)
     except FileNotFoundError:
         return frozenset()
-    return frozenset(str(json.loads(found)) for found in set(_NODE_ID.findall(text)))
+    return frozenset(str(parse_json(found)) for found in set(_NODE_ID.findall(text)))
 
 
 def typical_durations(path: Path) -> dict[str, float]:
@@ -239,6 +247,7 @@ def _parse(found: Mapping[str, JsonValue]) -> Entry:
     assert isinstance(commit, str | None)
     assert isinstance(num_attempts, int)
     assert isinstance(duration_s, int | float)
+    assert math.isfinite(duration_s)
     return Entry(
         **{key: str(text) for key, text in texts.items()},
         num_attempts=num_attempts,

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import cast
 
 from pytest_megatron.ci.merge import Expected, ExpectedJob
 from pytest_megatron.ci.outcome import number_of, rows_of, text_of
 from pytest_megatron.errors import CiError
-from pytest_megatron.files import JsonValue
+from pytest_megatron.files import JsonValue, parse_json, read_json
 
 _PLAN = "plan.json"
 _GROUPS = {"unit": "unit", "workload": "integration"}  # kind of a job -> job of the workflow
@@ -33,7 +31,7 @@ def load_plan(path: Path) -> tuple[dict[str, JsonValue], str]:
     """
     file = path / _PLAN if path.is_dir() else path
     try:
-        plan = cast("JsonValue", json.loads(file.read_bytes()))
+        plan = read_json(file)
     except (OSError, ValueError) as error:
         raise CiError(str(file), f"cannot be read as a plan: {error}") from error
     if not isinstance(plan, dict) or not isinstance(plan.get("jobs"), list):
@@ -85,7 +83,7 @@ def read_results(text: str) -> dict[str, str]:
         CiError: It is something else.
     """
     try:
-        found = cast("JsonValue", json.loads(text))
+        found = parse_json(text)
     except ValueError as error:
         raise CiError("--results", f"is no JSON: {error}") from error
     if not isinstance(found, dict):

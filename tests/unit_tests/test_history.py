@@ -56,6 +56,16 @@ def test_a_broken_line_costs_that_line_alone(tmp_path: Path) -> None:
     assert found.problems == tuple(said)
 
 
+@pytest.mark.parametrize("seconds", ["NaN", "Infinity", "1" * 5000, "1" * 305 + ".0e9"])
+def test_a_duration_that_is_no_number_costs_its_line(tmp_path: Path, seconds: str) -> None:
+    path = tmp_path / "history.jsonl"
+    found = f'"duration_s": {ENTRY.duration_s}'
+    assert found in ENTRY.as_line()
+    path.write_text(ENTRY.as_line().replace(found, f'"duration_s": {seconds}') + ENTRY.as_line())
+    assert read(path).entries == (ENTRY,)
+    assert read(path).problems == (f"{path}:1: is no entry of a history, skipped",)
+
+
 def test_the_items_of_a_file_are_known_without_reading_all_of_it(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
     assert known_items(path) == frozenset()

@@ -120,6 +120,31 @@ def test_nothing_runs_again_unless_it_was_asked_for(tmp_path: Path) -> None:
     )
 
 
+def test_two_sessions_do_not_share_a_run_dir(tmp_path: Path) -> None:
+    suite = Suite(root=tmp_path).write(
+        "test_it.py",
+        """
+        import os
+        import pathlib
+        import subprocess
+        import sys
+
+        def test_outer(rank):
+            if rank == 0 and "INNER" not in os.environ:
+                command = [sys.executable, "-m", "pytest", "-p", "megatron", "--ranks", "1"]
+                inner = subprocess.run(
+                    [*command, "--run-dir", "run", __file__],
+                    env={**os.environ, "INNER": "1"} | {"RANK": "", "WORLD_SIZE": ""},
+                    capture_output=True,
+                    text=True,
+                )
+                assert "another session runs in run; give each its own" in inner.stderr
+                assert inner.returncode == 4
+        """,
+    )
+    assert suite.run("--ranks", "2").counts == "1 passed"
+
+
 def test_the_header_says_what_gangs_are(run: Run) -> None:
     (line,) = [line for line in run.lines if line.startswith("megatron: gangs")]
     assert re.fullmatch(

@@ -226,8 +226,8 @@ def _checked(job: JobRun, planned: ExpectedJob | None, run_id: str | None) -> Jo
     if planned is None:
         return replace(job, problems=(*job.problems, "is not in the plan"))
     problems = list(job.problems)
-    ran_in = None if job.record is None else job.record.run_id
-    if None not in (run_id, ran_in) and run_id != ran_in:
+    ran_in = "" if job.record is None else job.record.run_id
+    if run_id and ran_in and run_id != ran_in:
         problems.append(f"is of run {ran_in}, the plan is of run {run_id}")
     # A job that was killed did not run some items for that reason.
     if planned.node_id is not None and not job.problems:

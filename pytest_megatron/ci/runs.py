@@ -194,9 +194,7 @@ def _item(
     )
 
 
-def _as_judged(
-    item: Item, record: Mapping[str, JsonValue], run: Mapping[str, JsonValue]
-) -> Item:
+def _as_judged(item: Item, record: Mapping[str, JsonValue], run: Mapping[str, JsonValue]) -> Item:
     """Return a workload's item with how often and how strictly it ran."""
     if "world_size" in record:
         return item

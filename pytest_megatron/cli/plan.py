@@ -179,7 +179,10 @@ def _print_text(plan: CiPlan, *, is_explained: bool) -> None:
 
 
 def _print_json(plan: CiPlan, *, is_explained: bool) -> None:
-    click.echo(json.dumps(plan.as_json(is_explained=is_explained), indent=1))
+    found = plan.as_json(is_explained=is_explained)
+    if run_id := os.environ.get("GITHUB_RUN_ID"):  # an artifact of another run is not of this plan
+        found["run_id"] = run_id
+    click.echo(json.dumps(found, indent=1))
 
 
 def _write_outputs(plan: CiPlan, *, is_explained: bool) -> None:

@@ -19,7 +19,7 @@ from pytest_megatron.errors import ConfigError, MegatronError, TriageError
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.launch.facts import Facts, gather_facts
 from pytest_megatron.launch.layout import RUN_FILE
-from pytest_megatron.launch.own_dir import RUNS_DIR, make_own_dir
+from pytest_megatron.launch.own_dir import RUNS_DIR, make_own_dir, make_results_dir
 from pytest_megatron.launch.secrets import Redactor
 from pytest_megatron.triage.signature import Table, load_table
 from pytest_megatron.verdict.ledger import RunLedger
@@ -201,7 +201,7 @@ class RunSession:
             pytest.UsageError: Another session runs in it, or it cannot be made.
         """
         try:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
+            make_results_dir(self.run_dir)
             path = self.run_dir / ".lock"
             self._lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

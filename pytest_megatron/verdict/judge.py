@@ -18,7 +18,6 @@ from pytest_megatron.verdict.attempt import Attempt
 from pytest_megatron.verdict.job import Training
 from pytest_megatron.verdict.modes import check_golden_kind, compare_in_mode
 
-
 GOLDEN = "golden"  # what a repeat was compared with
 
 
@@ -43,12 +42,6 @@ class RepeatComparison:
         return self.against.startswith("gradients")
 
     @property
-    def has_golden(self) -> bool:
-        """Whether every repeat was compared with a golden, in at least one metric."""
-        compared = [r for r in self.repeats if r.against == GOLDEN]
-        return bool(compared) and all(r.comparisons for r in compared)
-
-    @property
     def failed(self) -> tuple[Comparison, ...]:
         """The metrics that disagree."""
         return tuple(c for c in self.comparisons if not c.passed)
@@ -59,6 +52,12 @@ class Judgement:
     """All comparisons of a workload."""
 
     repeats: tuple[RepeatComparison, ...]
+
+    @property
+    def has_golden(self) -> bool:
+        """Whether every repeat was compared with a golden, in at least one metric."""
+        compared = [r for r in self.repeats if r.against == GOLDEN]
+        return bool(compared) and all(r.comparisons for r in compared)
 
     @property
     def failed(self) -> tuple[RepeatComparison, ...]:

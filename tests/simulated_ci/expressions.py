@@ -150,6 +150,10 @@ class _Parser:
                 return True
             case "fromJSON":
                 return cast("JsonValue", json.loads(shown(arguments[0])))
+            case "contains":
+                container, item = arguments
+                is_text = isinstance(container, str)
+                return shown(item) in container if is_text else item in (container or ())
             case "toJSON":
                 return json.dumps(arguments[0])
             case "format":

@@ -101,7 +101,7 @@ class Record:
         num_flaky: Of them, in which it passed only when it was run again.
         num_bad: In which it failed or was broken.
         causes: Signature -> how many attempts failed of it, the most frequent first.
-        is_contradictory: Whether it passed and failed at one and the same commit.
+        num_contradictory: Runs in which it failed at a commit at which it also passed.
         first_seen, last_seen: When it was first and last flaky, failed or broken.
     """
 
@@ -110,14 +110,19 @@ class Record:
     num_flaky: int
     num_bad: int
     causes: tuple[tuple[str, int], ...]
-    is_contradictory: bool
+    num_contradictory: int
     first_seen: str
     last_seen: str
 
     @property
     def share(self) -> float:
-        """Share of runs in which it was flaky."""
-        return self.num_flaky / self.num_runs
+        """Share of runs in which it was flaky, or failed at a commit at which it also passed."""
+        return (self.num_flaky + self.num_contradictory) / self.num_runs
+
+    @property
+    def is_contradictory(self) -> bool:
+        """Whether it passed and failed at one and the same commit."""
+        return self.num_contradictory > 0
 
 
 def append(path: Path, entries: Iterable[Entry]) -> None:
@@ -216,17 +221,18 @@ def flaky_records(
 def _record(node_id: str, entries: Sequence[Entry]) -> Record:
     odd = [e for e in entries if e.verdict not in ("passed", "skipped")]
     causes = Counter(cause for entry in entries for cause in entry.causes)
-    outcomes: dict[str, set[bool]] = {}
+    outcomes: dict[str, list[bool]] = {}
     for entry in entries:
-        if entry.commit is not None and not entry.is_dirty and entry.verdict != "broken":
-            outcomes.setdefault(entry.commit, set()).add(entry.verdict in _GOOD)
+        is_known = entry.commit is not None and not entry.is_dirty
+        if is_known and entry.verdict not in ("broken", "skipped"):
+            outcomes.setdefault(str(entry.commit), []).append(entry.verdict in _GOOD)
     return Record(
         node_id=node_id,
         num_runs=len(entries),
         num_flaky=sum(e.verdict == "flaky" for e in entries),
         num_bad=sum(e.verdict not in (*_GOOD, "skipped") for e in entries),
         causes=tuple(causes.most_common()),
-        is_contradictory=any(len(found) > 1 for found in outcomes.values()),
+        num_contradictory=sum(found.count(False) for found in outcomes.values() if any(found)),
         first_seen=odd[0].time if odd else "",
         last_seen=odd[-1].time if odd else "",
     )

@@ -110,6 +110,7 @@ def _as_json(records: Sequence[Record]) -> str:
             "num_failed": record.num_bad,
             "causes": dict[str, JsonValue](record.causes),
             "is_contradictory": record.is_contradictory,
+            "num_contradictory": record.num_contradictory,
             "first_seen": record.first_seen,
             "last_seen": record.last_seen,
         }

@@ -152,8 +152,9 @@ class _Parser:
                 return cast("JsonValue", json.loads(shown(arguments[0])))
             case "contains":
                 container, item = arguments
-                is_text = isinstance(container, str)
-                return shown(item) in container if is_text else item in (container or ())
+                if isinstance(container, list):
+                    return item in container
+                return shown(item) in shown(container)
             case "toJSON":
                 return json.dumps(arguments[0])
             case "format":

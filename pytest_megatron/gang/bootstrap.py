@@ -167,11 +167,15 @@ class _Cuda:
 
     variables: Mapping[str, object]
     synchronize: Callable[[], None]
-    zeros: Callable[..., _Tensor]
+    zeros: _Zeros
 
     @property
     def is_initialized(self) -> bool:
         return bool(self.variables.get("_initialized"))
+
+
+class _Zeros(Protocol):
+    def __call__(self, size: int, *, device: str) -> _Tensor: ...
 
 
 class _Tensor(Protocol):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -144,16 +144,13 @@ class _Counter:
         and hang: seen with torch 2.13 under plain `torch.distributed.run`.
         """
         rendezvous = sys.modules["torch.distributed.rendezvous"]
-        original = cast(
-            "Callable[..., object] | None", getattr(rendezvous, "_create_c10d_store", None)
-        )
+        original = getattr(rendezvous, "_create_c10d_store", None)
+        prefixed = self._distributed.PrefixStore
         if original is None:
             return
-        make = original
-        prefixed = self._distributed.PrefixStore
 
         def create(*args: object, **settings: object) -> object:
-            store = make(*args, **settings)
+            store = original(*args, **settings)
             self.num_rendezvous += 1
             return prefixed(f"rendezvous/{self.num_rendezvous}", store)
 

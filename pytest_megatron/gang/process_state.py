@@ -28,6 +28,8 @@ _VARIABLES = (
 )
 _ENVIRON, _DIRECTORY, _OPEN, _GROUP = "os.environ", "directory", "builtins.open", "group"
 _environ = os.environ
+_raw = {name: name.encode() for name in _VARIABLES}
+_environb = os.environb  # half as long to read
 # Name -> value; the variables among them by their names, None where one is not set.
 State: TypeAlias = dict[str, object]
 
@@ -38,7 +40,7 @@ def look() -> State:
         directory = os.getcwd()
     except OSError:  # it was removed
         directory = None
-    state: State = {name: _environ.get(name) for name in _VARIABLES}
+    state: State = {name: _environb.get(raw) for name, raw in _raw.items()}
     state[_ENVIRON] = sys.modules["os"].environ
     state[_DIRECTORY] = directory
     state[_OPEN] = builtins.open
@@ -76,33 +78,36 @@ class StateKeeper:
         """Expect what was expected before such a fixture, as it is torn down."""
         self._expected.update(self._replaced.pop(fixture, {}))
 
-    def restore(self) -> list[str]:
-        """Put back what the test has changed, and return what that was."""
-        state = look()
-        found = [
-            _put_back(name, state[name], wanted)
-            for name, wanted in self._expected.items()
-            if name != _GROUP and state[name] != wanted
-        ]
+    def restore(self) -> tuple[list[str], str]:
+        """Put back what the test has changed.
+
+        Any test may destroy the default group, and set one of all ranks up where there is none.
+
+        Returns:
+            What it was, and what is wrong with the default group, or "".
+        """
+        state, expected = look(), self._expected
+        wrong_group = self._judge_group(state, expected)
+        expected[_GROUP] = state[_GROUP]
+        found = []
+        if state != expected:
+            found = [
+                _put_back(name, state[name], wanted)
+                for name, wanted in expected.items()
+                if state[name] != wanted
+            ]
         temp = self.temp()
         if temp is not None and not _exists(temp):
             os.makedirs(temp, mode=0o700, exist_ok=True)
             found.append("it removed the directory for temporary files, which was made again")
-        return found
+        return found, wrong_group
 
-    def find_wrong_group(self) -> str:
-        """Return what is wrong with the default group that the test has left, or "".
-
-        Any test may destroy it, and set one of all ranks up where there is none.
-        """
-        group = default_group()
-        expected = cast("DefaultGroup | None", self._expected[_GROUP])
-        self._expected[_GROUP] = group
-        if group is None or group == expected:
+    def _judge_group(self, state: State, expected: State) -> str:
+        group = cast("DefaultGroup | None", state[_GROUP])
+        wanted = cast("DefaultGroup | None", expected[_GROUP])
+        if group is None or group == wanted or (wanted is None and group.size == self.world_size):
             return ""
-        if expected is None and group.size == self.world_size:
-            return ""
-        wanted = expected or DefaultGroup(size=self.world_size, backend="any backend")
+        wanted = wanted or DefaultGroup(size=self.world_size, backend="any backend")
         return f"it left a default process group of {group} in the place of {wanted}"
 
 
@@ -120,7 +125,8 @@ def _put_back(name: str, value: object, wanted: object) -> str:
         case _ if wanted is None:
             _environ.pop(name, None)
         case _:
-            _environ[name] = str(wanted)
+            assert isinstance(wanted, bytes)
+            _environb[_raw[name]] = wanted
     return f"it left {name} {_told(value)}, put back to {_told(wanted)}"
 
 
@@ -136,7 +142,7 @@ def _go_back(directory: object, wanted: object) -> str:
 
 
 def _told(value: object) -> str:
-    return "unset" if value is None else f"{value!r}"
+    return repr(os.fsdecode(value)) if isinstance(value, bytes) else "unset"
 
 
 def _exists(path: Path) -> bool:

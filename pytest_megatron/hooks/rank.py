@@ -133,8 +133,7 @@ class RankPlugin:
         Returns:
             Why this rank can run no other test, or "".
         """
-        wrong_group = self._state.find_wrong_group()
-        found = self._state.restore()
+        found, wrong_group = self._state.restore()
         if wrong_group:
             found.append(f"{wrong_group}, and its gang is replaced")
         for what in found:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.distributed import all_gather, all_reduce
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.world_size(2, 3, 4)]
 
@@ -106,7 +107,7 @@ def test_gather_of_different_sizes(rank: int, world_size: int, device: torch.dev
 def test_coalesced(world_size: int, device: torch.device) -> None:
     # PyTorch, distributed_test.py, test_coalescing_manager
     values = [torch.ones(2, device=device) for _ in range(3)]
-    with dist._coalescing_manager(device=device if device.type == "cuda" else None):
+    with _coalescing_manager(device=device if device.type == "cuda" else None):
         for value in values:
             dist.all_reduce(value)
     assert all(value.eq(world_size).all() for value in values)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from pytest_megatron.hooks.fixtures import SetUp
@@ -55,7 +55,9 @@ def test_tensors_over_a_mesh(device: torch.device, world_size: int) -> None:
     whole = torch.arange(float(4 * world_size), device=device).reshape(-1, 4)
     shards = distribute_tensor(whole, mesh, [Shard(0)])
     assert torch.equal(shards.redistribute(mesh, [Replicate()]).to_local(), whole)
-    assert torch.equal((shards + 1).full_tensor(), whole + 1)
+    more = shards + 1
+    assert isinstance(more, DTensor)
+    assert torch.equal(more.full_tensor(), whole + 1)
 
 
 def test_stages_of_megatron(device: torch.device, world_size: int, model_parallel: SetUp) -> None:

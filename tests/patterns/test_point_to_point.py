@@ -232,14 +232,15 @@ def test_sends_by_methods_of_the_group(
     rank: int, device: torch.device, process_group: dist.ProcessGroup
 ) -> None:
     # PyTorch, test/distributed/test_c10d_gloo.py: `pg.send([tensor], 1, 0)`
+    backend = process_group._get_backend(device)
     if rank == 0:
         process_group.send([filled(3, device)], 1, 0).wait()
-        process_group._get_backend(device).send([filled(4, device)], 1, 0).wait()
+        backend.send([filled(4, device)], 1, 0).wait()  # type: ignore[attr-defined]
     elif rank == 1:
         found = filled(0, device)
         process_group.recv([found], 0, 0).wait()
         assert found.eq(3).all()
-        process_group._get_backend(device).recv([found], 0, 0).wait()
+        backend.recv([found], 0, 0).wait()  # type: ignore[attr-defined]
         assert found.eq(4).all()
 
 

@@ -137,6 +137,7 @@ def test_meshes(rank: int, world_size: int, device: torch.device) -> None:
 
 def test_group_is_destroyed_and_set_up_again(world_size: int, device: torch.device) -> None:
     # Megatron-LM, tests/unit_tests/test_utilities.py, Utils.destroy and initialize_distributed
+    dist.barrier()  # until then others may still set it up
     dist.destroy_process_group()
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     value = torch.ones(1, device=device)
@@ -146,11 +147,13 @@ def test_group_is_destroyed_and_set_up_again(world_size: int, device: torch.devi
 
 def test_group_is_destroyed_and_left_so() -> None:
     # Megatron-LM, tests/unit_tests/dist_checkpointing: teardown_method of classes
+    dist.barrier()  # until then others may still set it up
     dist.destroy_process_group()
 
 
 def test_world_of_the_first_rank(rank: int) -> None:
     # Megatron-LM, tests/unit_tests/dist_checkpointing/test_async_save.py: Utils.set_world_size(1)
+    dist.barrier()  # until then others may still set it up
     dist.destroy_process_group()
     if rank == 0:
         dist.init_process_group("gloo", rank=0, world_size=1)
@@ -161,6 +164,7 @@ def test_world_of_the_first_rank(rank: int) -> None:
 def test_world_that_is_shrunk(rank: int, device: torch.device, shared_tmp_path: Path) -> None:
     # Megatron-LM, dist_checkpointing/test_layer_wise_optimizer.py: a smaller world reads what the
     # whole one has written, and ranks beyond it return
+    dist.barrier()  # until then others may still set it up
     dist.destroy_process_group()
     if rank < 2:
         backend = "nccl" if device.type == "cuda" else "gloo"

@@ -12,7 +12,12 @@ PATTERNS = Path(__file__).parents[2] / "patterns"
 def test_correct_communication_passes_on_two_to_four_ranks(tmp_path: Path) -> None:
     suite = Suite(tmp_path)
     run = suite.run(
-        "-v", "--ranks=4", "--device=cpu", f"--run-dir={tmp_path / 'run'}", str(PATTERNS)
+        "-v",
+        "--ranks=4",
+        "--device=cpu",
+        "--rank-timeout=60",
+        f"--run-dir={tmp_path / 'run'}",
+        str(PATTERNS),
     )
     words = run.words
     assert {name: word for name, word in words.items() if word not in ("PASSED", "SKIPPED")} == {}

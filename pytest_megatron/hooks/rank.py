@@ -6,8 +6,6 @@ Never prints to the terminal, writes no report and decides nothing: that is the 
 from __future__ import annotations
 
 import contextlib
-import time
-import traceback
 from collections.abc import Generator
 from pathlib import Path
 from typing import IO, cast
@@ -19,6 +17,7 @@ from _pytest.runner import runtestprotocol
 from pytest_megatron.files import JsonValue
 from pytest_megatron.gang import bootstrap, measure
 from pytest_megatron.gang.channel import Channel
+from pytest_megatron.gang.collectives import count_collectives
 from pytest_megatron.gang.lockstep import Ending
 from pytest_megatron.gang.logs import RankLogs, flush_streams
 from pytest_megatron.gang.messages import (
@@ -28,6 +27,8 @@ from pytest_megatron.gang.messages import (
     RankOrder,
     Run,
 )
+from pytest_megatron.gang.originals import traceback
+from pytest_megatron.gang.process_state import StateKeeper, look
 from pytest_megatron.gang.rank_ends import RankEnds
 from pytest_megatron.hooks.mirror import describe_warning, plain
 from pytest_megatron.hooks.rank_debugger import RankDebugger
@@ -47,6 +48,7 @@ class RankPlugin:
     _channel: Channel
     _logs: RankLogs
     _ends: RankEnds
+    _state: StateKeeper
 
     def __init__(self) -> None:
         self.shared_dir = Path()
@@ -63,8 +65,16 @@ class RankPlugin:
         self.debugger = RankDebugger(self.printed)
         self.measurement: measure.Measurement | None = None
 
-    def begin(self, order: RankOrder, channel: Channel, logs: RankLogs, ends: RankEnds) -> None:
+    def begin(
+        self,
+        order: RankOrder,
+        channel: Channel,
+        logs: RankLogs,
+        ends: RankEnds,
+        state: StateKeeper,
+    ) -> None:
         """Be the rank of `order`, in its own process."""
+        self._state = state
         self.order, self._channel, self._logs, self._ends = order, channel, logs, ends
         self.debugger.begin(channel)
 
@@ -98,21 +108,48 @@ class RankPlugin:
         self._ends.note("")
         if self.measurement is not None:
             self.measurement.end_test(is_last=run.next_index == NOTHING)
-        bootstrap.wrap_rendezvous()
+        poison = bootstrap.find_poison() if self._has_failed else ""
+        if run.next_index != NOTHING:
+            poison = self._mend(item) or poison
         bootstrap.calm_gloo()
-        num_collectives, num_rendezvous = bootstrap.count_collectives()
+        counts = count_collectives(self.order.world_size)
         return Done(
             run=run.run,
             reports=tuple(self._reports),
             warnings=tuple(self._warnings),
-            num_collectives=num_collectives,
-            num_rendezvous=num_rendezvous,
-            poison=bootstrap.find_poison() if self._has_failed else "",
+            num_collectives=counts.num_collectives,
+            num_rendezvous=counts.num_rendezvous,
+            num_unmatched=counts.num_unmatched,
+            poison=poison,
             stop=stop,
             printed=self._shown,
             printed_late=self.printed.take(),
-            is_clean=self._is_clean and not stop,
+            is_clean=self._is_clean and not stop and not poison,
         )
+
+    def _mend(self, item: pytest.Item) -> str:
+        """Put back what the test needlessly changed, with a warning that names it.
+
+        Returns:
+            Why this rank can run no other test, or "".
+        """
+        found, wrong_group = self._state.restore()
+        if wrong_group:
+            found.append(f"{wrong_group}, and its gang is replaced")
+        for what in found:
+            self._warnings.append(
+                {
+                    "text": f"the test left its rank in another state: {what}",
+                    "module": pytest.__name__,
+                    "category": pytest.PytestWarning.__name__,
+                    "filename": str(item.path),
+                    "lineno": (item.location[1] or 0) + 1,
+                    "when": "runtest",
+                    "nodeid": item.nodeid,
+                    "location": None,
+                }
+            )
+        return wrong_group
 
     def may_start(self, run: Run) -> bool:
         """Wait for the other ranks; return whether all ended the test before this one well."""
@@ -129,6 +166,7 @@ class RankPlugin:
                 is_clean=done.is_clean,
                 num_collectives=done.num_collectives,
                 num_rendezvous=done.num_rendezvous,
+                num_unmatched=done.num_unmatched,
             )
             lockstep.tell(self.order.rank, ending)
 
@@ -137,6 +175,20 @@ class RankPlugin:
         """Run the phases; plugins that would rerun the item do so in the controller."""
         runtestprotocol(item, log=False, nextitem=nextitem)
         return True
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[object]) -> Generator[None]:
+        """Take what a fixture for several tests changes for right until it is torn down."""
+        if fixturedef.scope == "function":
+            yield
+            return
+        before = look()
+        yield
+        self._state.accept(fixturedef, before)
+
+    def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[object]) -> None:
+        """Expect what was before that fixture."""
+        self._state.release(fixturedef)
 
     # Old-style wrappers leave no frame of ours in tracebacks; innermost, as pytest's own capturing
     # is, so that sections come in the same order.
@@ -187,7 +239,6 @@ class RankPlugin:
                     run=run.run,
                     when=report.when,
                     outcome="failed" if is_failed else report.outcome,
-                    at=time.time(),
                     report=None if report.outcome == "passed" else self._reports[-1],
                 )
             )

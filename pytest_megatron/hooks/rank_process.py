@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +27,8 @@ from pytest_megatron.gang.messages import (
     Ready,
     Run,
 )
+from pytest_megatron.gang.originals import os, traceback
+from pytest_megatron.gang.process_state import StateKeeper
 from pytest_megatron.gang.rank_ends import RankEnds
 from pytest_megatron.hooks.rank import RankPlugin
 from pytest_megatron.hooks.rank_logging import keep_handlers
@@ -107,9 +107,10 @@ def run_rank(session: pytest.Session, order: RankOrder, ends: RankEnds, home: Ho
             pid=os.getpid(),
         ),
     )
-    plugin.begin(order, channel, logs, ends)
-    plugin.measurement = measurement
     _take_temp(config, order)
+    state = StateKeeper(order.world_size, lambda: _temp_of_tests(config, order))
+    plugin.begin(order, channel, logs, ends, state)
+    plugin.measurement = measurement
     serve(session, plugin, channel, is_own_session=home.is_own_session)
 
 
@@ -176,7 +177,7 @@ def serve(
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    os._exit(exit_code)
+    os._exit(exit_code)  # noqa: SLF001 - of the module os
 
 
 def _finder(
@@ -235,6 +236,14 @@ def _drop_controller_plugins(config: pytest.Config) -> None:
 def temp_factory(config: pytest.Config) -> pytest.TempPathFactory | None:
     """Return what makes temporary directories of a session, or None without pytest's plugin."""
     return getattr(config, "_tmp_path_factory", None)
+
+
+def _temp_of_tests(config: pytest.Config, order: RankOrder) -> Path | None:
+    """Return the directory that the next `tmp_path` will be made in."""
+    factory = temp_factory(config)
+    if factory is None:
+        return None
+    return factory._basetemp or Path(order.base_temp).parent  # noqa: SLF001 - see `_take_temp`
 
 
 def _take_temp(config: pytest.Config, order: RankOrder) -> None:

@@ -11,7 +11,7 @@ from pytest_megatron.host import Gpu
 
 _BACKENDS = {"cuda": "NCCL", "cpu": "gloo"}
 _REPLACED = {
-    Reason.DONE: "a failure that left ranks out of step",
+    Reason.DONE: "a test that left ranks out of step",
     Reason.FAILED: "a failure after which ranks did not end",
     Reason.DIED: "a death",
     Reason.HUNG: "a hang",

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import posix
 import signal
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from os import getpid  # a test may put another function in its place
 from pathlib import Path
 
 UNKILLABLE_S = 30.0  # a process stuck in the kernel (a dead file system) cannot be killed
@@ -61,6 +66,32 @@ def run_guarded(serve: Callable[[], None]) -> None:
     _, status = os.waitpid(pid, 0)
     kill_descendants()
     os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+
+
+def end_if_forked(owner: int, error: BaseException | None = None) -> None:
+    """End this process if a test forked it off the process `owner`: its parent runs the test.
+
+    It ends as a program does that raised `error`, with a line on stderr, and runs no exit handlers.
+
+    Args:
+        owner: The process that may go on.
+        error: With what the child came back, if it did not return.
+    """
+    if getpid() == owner:
+        return
+    code = 0 if error is None else 1
+    with contextlib.suppress(Exception):
+        if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
+            code = error.code or 0
+        elif error is not None:
+            traceback.print_exception(error)
+        sys.stderr.write(
+            f"pytest-megatron: process {getpid()}, which a test forked off process {owner}, came "
+            f"back through pytest and ends here; end it in the test, with os._exit()\n"
+        )
+        sys.stdout.flush()
+        sys.stderr.flush()
+    posix._exit(code & 0xFF)  # noqa: SLF001 - a test may have replaced `os._exit`
 
 
 def descendants(*, is_exact: bool = True) -> Iterator[Descendant]:

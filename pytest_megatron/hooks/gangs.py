@@ -11,11 +11,13 @@ import copy
 import itertools
 import os
 from collections.abc import Generator
+from os import getpid  # a test may put another function in its place
 
 import pluggy
 import pytest
 
 from pytest_megatron.gang.nodes import count_gpus
+from pytest_megatron.gang.processes import end_if_forked
 from pytest_megatron.gang.spec import GangSpec, RunEnd
 from pytest_megatron.hooks import recipes
 from pytest_megatron.hooks.crew import Crew
@@ -47,6 +49,7 @@ class GangPlugin:
 
     def __init__(self, config: pytest.Config, run: RunSession) -> None:
         self._config = config
+        self._pid = getpid()
         self._run = run
         self._options: Options = run.options
         self._specs: dict[pytest.Item, GangSpec] = {}
@@ -216,6 +219,7 @@ class GangPlugin:
         self, session: pytest.Session, item: pytest.Item, nextitem: pytest.Item | None
     ) -> None:
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=nextitem)
+        end_if_forked(self._pid, SystemExit(bool(session.testsfailed)))
         dispatcher = self._open_dispatcher
         if self._broken is not None:
             raise self._broken

@@ -9,6 +9,7 @@ import contextlib
 import time
 import traceback
 from collections.abc import Generator
+from os import getpid  # a test may put another function in its place
 from pathlib import Path
 from typing import IO, cast
 
@@ -28,10 +29,12 @@ from pytest_megatron.gang.messages import (
     RankOrder,
     Run,
 )
+from pytest_megatron.gang.processes import end_if_forked
 from pytest_megatron.gang.rank_ends import RankEnds
 from pytest_megatron.hooks.mirror import describe_warning, plain
 from pytest_megatron.hooks.rank_debugger import RankDebugger
 
+_NOT_KNOWN = SystemExit(70)  # pytest keeps with what a finalizer ended to itself
 _SLOW_S = 0.2  # a phase this long is told of at its end, not with the test
 
 
@@ -47,6 +50,7 @@ class RankPlugin:
     _channel: Channel
     _logs: RankLogs
     _ends: RankEnds
+    _pid: int
 
     def __init__(self) -> None:
         self.shared_dir = Path()
@@ -66,6 +70,7 @@ class RankPlugin:
     def begin(self, order: RankOrder, channel: Channel, logs: RankLogs, ends: RankEnds) -> None:
         """Be the rank of `order`, in its own process."""
         self.order, self._channel, self._logs, self._ends = order, channel, logs, ends
+        self._pid = getpid()
         self.debugger.begin(channel)
 
     def is_rerun(self, item: pytest.Item) -> bool:
@@ -95,6 +100,7 @@ class RankPlugin:
         except KeyboardInterrupt as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
             stop = ("interrupt", f"{place.filename}:{place.lineno}", None)
+        self.end_if_forked()
         self._ends.note("")
         if self.measurement is not None:
             self.measurement.end_test(is_last=run.next_index == NOTHING)
@@ -142,10 +148,13 @@ class RankPlugin:
     # is, so that sections come in the same order.
 
     @pytest.hookimpl(hookwrapper=True, trylast=True)
-    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None]:
+    def pytest_runtest_setup(
+        self, item: pytest.Item
+    ) -> Generator[None, pluggy.Result[object], None]:
         """Keep what setup prints."""
         with self._capturing(item, "setup"):
-            yield
+            outcome = yield
+            self.end_if_forked(outcome.exception)
 
     @pytest.hookimpl(hookwrapper=True, trylast=True)
     def pytest_runtest_call(
@@ -154,6 +163,7 @@ class RankPlugin:
         """Keep what the test prints; wait for its GPU before it may pass."""
         with self._capturing(item, "call"):
             outcome = yield
+            self.end_if_forked(outcome.exception)
             if outcome.exception is None:
                 try:
                     bootstrap.synchronize()
@@ -161,17 +171,32 @@ class RankPlugin:
                     outcome.force_exception(error)
 
     @pytest.hookimpl(hookwrapper=True, trylast=True)
-    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None]:
+    def pytest_runtest_teardown(
+        self, item: pytest.Item
+    ) -> Generator[None, pluggy.Result[object], None]:
         """Keep what teardown prints."""
         self._shown = self.printed.take()
         with self._capturing(item, "teardown"):
-            yield
+            outcome = yield
+            self.end_if_forked(outcome.exception)
+
+    @pytest.hookimpl(hookwrapper=True, trylast=True)
+    def pytest_fixture_setup(self) -> Generator[None, pluggy.Result[object], None]:
+        """Let no child that a fixture forked set up further fixtures."""
+        outcome = yield
+        self.end_if_forked(outcome.exception)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_fixture_post_finalizer(self) -> None:
+        """Let no child that a fixture forked tear down what its parent uses."""
+        self.end_if_forked(_NOT_KNOWN)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
-        self, item: pytest.Item
+        self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Take the report of a phase; trouble is told at once."""
+        self.end_if_forked(call.excinfo and call.excinfo.value)
         report = yield
         if self._is_in_phase:  # of a subtest, which is logged as well
             return report
@@ -224,6 +249,10 @@ class RankPlugin:
     def pytest_configure(self, config: pytest.Config) -> None:
         """Remember the configuration; called at registration as well."""
         self._config = config
+
+    def end_if_forked(self, error: BaseException | None = None) -> None:
+        """End a process that a test forked off this rank and that came back through pytest."""
+        end_if_forked(self._pid, error)
 
     def tear_down_late(self, session: pytest.Session, item: pytest.Item | None) -> JsonValue:
         """Tear down what `item` does not need, after the test before it was reported.

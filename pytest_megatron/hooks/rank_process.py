@@ -108,6 +108,7 @@ def run_rank(session: pytest.Session, order: RankOrder, ends: RankEnds, home: Ho
         ),
     )
     plugin.begin(order, channel, logs, ends)
+    os.register_at_fork(after_in_child=channel.close)
     plugin.measurement = measurement
     _take_temp(config, order)
     serve(session, plugin, channel, is_own_session=home.is_own_session)
@@ -149,6 +150,7 @@ def serve(
                     late: JsonValue = None
                     if planned is not item and not plugin.is_rerun(item):
                         late = plugin.tear_down_late(session, item)
+                        plugin.end_if_forked()
                     planned = find(run.next_index, run.next_node_id)
                     is_unknown = run.next_index == UNKNOWN
                     # A collector in the place of the next item keeps all but the test set up.
@@ -158,17 +160,21 @@ def serve(
                     plugin.tell_others(done)
                 case Close():
                     late = plugin.tear_down_late(session, None)
+                    plugin.end_if_forked()
                     problem = _finish_session(session) if is_own_session else ""
                     channel.send(Closed(problem=problem, late=late))
                     break
                 case _:
                     break
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        plugin.end_if_forked(error)
         channel.send(Closed(problem=_close(session)))
         exit_code = 130
-    except BaseException:  # noqa: BLE001 - the controller has to know of it, whatever it is
+    except BaseException as error:  # noqa: BLE001 - the controller has to know of it
+        plugin.end_if_forked(error)
         channel.send(Broken(problem=traceback.format_exc()))
         exit_code = 70
+    plugin.end_if_forked()
     with contextlib.suppress(Exception):
         atexit._run_exitfuncs()  # noqa: SLF001 - what tests registered
     if plugin.measurement is not None:

@@ -8,9 +8,10 @@ a plugin that reruns or times items sees them as ever.
 from __future__ import annotations
 
 import copy
+import faulthandler
 import itertools
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from os import getpid  # a test may put another function in its place
 
 import pluggy
@@ -31,6 +32,7 @@ from pytest_megatron.hooks.merged import (
     warn_again,
 )
 from pytest_megatron.hooks.nodes import nodes_of, room_on_gpus
+from pytest_megatron.hooks.option_values import has_workers
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.origins import make_extra_item
 from pytest_megatron.hooks.phases import PhaseHooks
@@ -73,7 +75,7 @@ class GangPlugin:
             spec = spec_of(item, self._options, default_size=size, room=room)
             if spec is None:
                 continue
-            self._limits_s[item] = timeout_of(item, self._options.rank_timeout_s)
+            self._limits_s[item] = timeout_of(item, self._options)
             if spec.device == "cuda" and spec.world_size > room * self._options.num_nodes:
                 num_gpus = count_gpus(spec.world_size, self._options.ranks_per_gpu)
                 reason = f"needs {num_gpus} GPUs, this host has {len(this_host().gpus)}"
@@ -112,7 +114,7 @@ class GangPlugin:
             return None
         if session.testsfailed and not session.config.option.continue_on_collection_errors:
             return None  # pytest's own loop says so
-        if getattr(session.config.option, "dist", "no") != "no" and not self._run.is_worker:
+        if has_workers(session.config) and not self._run.is_worker:
             return None
         if self._options.is_plan:
             return self._print_plan(session)
@@ -273,6 +275,7 @@ class GangPlugin:
     def set_up(self, item: pytest.Item) -> None:
         """Wait until the item has run on its gang; all of its phases run there at once."""
         dispatcher = self._open_dispatcher
+        _stop_timers(item)
         self._reruns[item] = []
         try:
             dispatcher.wait_for(item, self._nextitem)
@@ -386,3 +389,15 @@ class GangPlugin:
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")
         if printed.strip() and reporter is not None:
             self._config.get_terminal_writer().write(printed)
+
+
+def _stop_timers(item: pytest.Item) -> None:
+    """Stop what others time the controller with, which waits here: ranks have a limit.
+
+    That is `faulthandler_timeout`, which would print the stacks of the controller or end it, and
+    pytest-timeout before 2.0, which has no hook for it.
+    """
+    faulthandler.cancel_dump_traceback_later()
+    cancel: Callable[[], None] | None = getattr(item, "cancel_timeout", None)
+    if cancel is not None:
+        cancel()

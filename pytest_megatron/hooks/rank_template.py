@@ -112,9 +112,11 @@ def _expect_early_imports() -> None:
 
 def _put_away_reruns(config: pytest.Config) -> None:
     """Leave reruns to the controller: in a worker, pytest-rerunfailures asks for its socket."""
-    plugin = config.pluginmanager.get_plugin("rerunfailures")
+    manager = config.pluginmanager
+    names = ("rerunfailures", "pytest_rerunfailures")  # the second one if `-p` loads it
+    plugin = next(filter(None, map(manager.get_plugin, names)), None)
     if plugin is not None:
-        config.pluginmanager.unregister(plugin)
+        manager.unregister(plugin)
         config.addinivalue_line("markers", "flaky: of pytest-rerunfailures")
 
 

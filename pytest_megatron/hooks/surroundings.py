@@ -61,7 +61,7 @@ def _seeds(config: pytest.Config) -> dict[str, JsonValue]:
     seeds: dict[str, JsonValue] = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED")}
     for name in ("randomly_seed", "random_order_seed"):
         value = getattr(config.option, name, None)
-        if value is not None:
+        if value is not None and not str(value).startswith("default"):  # one that is not in use
             seeds[name] = str(value)
     return seeds
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
+from typing import Protocol
 
 import pytest
 from _pytest.config import _prepareconfig
@@ -33,7 +34,10 @@ DECLARATIONS = {
     """,
 }
 OUR_DEFAULT = TimeLimit(300.0, "--rank-timeout")
-Limit = Callable[..., TimeLimit]
+
+
+class Limit(Protocol):
+    def __call__(self, *arguments: str, ini: str = "") -> TimeLimit: ...
 
 
 @pytest.fixture(params=DECLARATIONS)

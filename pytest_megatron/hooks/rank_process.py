@@ -18,7 +18,7 @@ from _pytest.faulthandler import fault_handler_stderr_fd_key
 from pytest_megatron.files import JsonValue
 from pytest_megatron.gang import bootstrap, measure
 from pytest_megatron.gang.channel import Channel, connect
-from pytest_megatron.gang.logs import RankLogs
+from pytest_megatron.gang.logs import RankLogs, open_standard_descriptors
 from pytest_megatron.gang.messages import (
     UNKNOWN,
     Broken,
@@ -75,6 +75,7 @@ def prepare(session: pytest.Session) -> RankPlugin:
             capture.stop_global_capturing()
         capture._method = "no"  # noqa: SLF001 - its only way
         capture.start_global_capturing()
+    open_standard_descriptors()  # which pytest leaves closed if they were
     _drop_controller_plugins(config)
     manager = config.pluginmanager
     config.option.maxfail = 0

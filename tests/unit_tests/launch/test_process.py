@@ -134,3 +134,27 @@ def test_a_killed_guard_is_one_clear_error(tmp_path: Path) -> None:
         with pytest.raises(LaunchError, match="the guard of a training was killed"):
             process.wait()
         os.kill(int(line.split()[1]), signal.SIGKILL)
+
+
+def test_an_end_is_seen_before_the_time_is_over_though_a_signal_took_all_of_it(
+    tmp_path: Path,
+) -> None:
+    """So it is after Ctrl-Z and `fg`: the wait is over, and its result is there."""
+    go = tmp_path / "go"
+    over_at = time.monotonic() + 1.0
+
+    def let_it_end(*_: object) -> None:
+        go.touch()
+        wait_until_gone(tmp_path)
+        while time.monotonic() < over_at:
+            time.sleep(0.01)
+
+    before = signal.signal(signal.SIGALRM, let_it_end)
+    try:
+        with start(tmp_path, "sh", "-c", f"until [ -e {go} ]; do sleep 0.01; done; exit 3") as it:
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            ended = it.poll(0.5)
+            assert ended is not None
+            assert outcome(ended) == (3, 0)
+    finally:
+        signal.signal(signal.SIGALRM, before)

@@ -301,7 +301,9 @@ class GangPlugin:
         if len(self._reruns[item]) >= num_reruns_of(item, self._options.num_transient_reruns):
             return None
         execution = self._open_dispatcher.ended[item]
-        cause = transient_cause(execution.merged, execution.log_lines(), self._run.table)
+        cause = transient_cause(
+            execution.merged, execution.log_lines(), execution.last_words(), self._run.table
+        )
         if cause is None or self._run.ledger.claim(item.nodeid, cause.id) is not None:
             return None
         return cause

@@ -186,7 +186,7 @@ class GuardedProcess:
         if not answer:
             raise LaunchError(
                 f"process {self._guard.pid}",
-                "the guard of a training was killed, and maybe the training with it; run it again",
+                "the guard of a training was killed, and the training with it; run it again",
             )
         found = json.loads(answer)
         if "error" in found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from pathlib import Path
@@ -78,3 +79,29 @@ def test_the_debugger_without_standard_input_sees_its_end(tmp_path: Path) -> Non
     run = suite.run(command=["sh", "-c", 'exec "$@" <&-', "sh", *command])
     assert "ValueError: told" in run.stdout
     assert "INTERNALERROR" not in run.stdout + run.stderr
+
+
+@pytest.mark.parametrize("how", ["forked", "collects"])
+def test_a_stopped_fork_server_ends_with_a_killed_controller(tmp_path: Path, how: str) -> None:
+    suite = Suite(tmp_path).write(
+        test_waits="""
+            import os
+            import signal
+            from pathlib import Path
+
+            def test_waits(rank):
+                Path(f"parent.{rank}").write_text(str(os.getppid()))
+                signal.pause()
+            """
+    )
+    if how == "collects":
+        suite.write(conftest=READS_RANK)
+    with suite.start("--ranks=2") as process:
+        try:
+            files = [tmp_path / f"parent.{rank}" for rank in (0, 1)]
+            wait_until(lambda: all(f.exists() and f.read_text() for f in files), "the test runs")
+            for server in {int(file.read_text()) for file in files}:
+                os.kill(server, signal.SIGSTOP)
+        finally:
+            process.kill()
+    wait_until(lambda: not suite.processes(), "no process is left")

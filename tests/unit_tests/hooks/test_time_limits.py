@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -146,3 +147,6 @@ def test_a_session_without_a_limit_says_so(tmp_path: Path) -> None:
     run = suite.run("--ranks=1", "--timeout=0")
     assert "tests of gangs have no time limit (--timeout is 0)" in run.stdout
     assert run.summary == "1 passed"
+    (recorded,) = tmp_path.glob(".pytest_megatron/runs/2*/run.json")
+    kept = json.loads(recorded.read_text())["options"]
+    assert kept["rank_timeout"] == 0.0  # with which a test is reproduced

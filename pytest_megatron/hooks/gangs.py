@@ -106,6 +106,7 @@ class GangPlugin:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
         """Run all items, those of gangs on gangs; under pytest-xdist only get ready."""
+        end_if_forked(self._pid)  # while tests were collected
         # Plugins may have reordered and deselected since we looked.
         self._specs = {item: self._specs[item] for item in session.items if self.is_ours(item)}
         has_work = bool(self._specs) or self._options.num_nodes > 1  # others show what runs here

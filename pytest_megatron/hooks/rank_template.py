@@ -29,6 +29,7 @@ from pytest_megatron.gang.clean import find_obstacle
 from pytest_megatron.gang.logs import STACKS_FILE, RankLogs
 from pytest_megatron.gang.messages import Collected, Fork, Hello, RankOrder
 from pytest_megatron.gang.nursery import STACK_SIGNAL, Forking, Nursery
+from pytest_megatron.gang.processes import end_if_forked
 from pytest_megatron.gang.rank_ends import RankEnds
 from pytest_megatron.gang.stores import StoreKeeper
 from pytest_megatron.hooks.options import COLLECTING_PLUGIN
@@ -136,6 +137,7 @@ class CollectingPlugin:
         channel: Channel,
         harmless: list[str],
     ) -> None:
+        self._pid = os.getpid()
         self._brief = brief
         self._order = order
         self._ends = ends
@@ -224,6 +226,7 @@ class CollectingPlugin:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> NoReturn:
         """Tell what was collected, and serve: forked ranks run tests from here."""
+        end_if_forked(self._pid)
         manager = session.config.pluginmanager
         if self._debugger is not None:
             manager.register(self._debugger, "pdbinvoke")

@@ -198,3 +198,23 @@ def test_children_of_the_controller_run_no_further_tests(tmp_path: Path) -> None
     run = suite.run("-v", "--ranks=2")
     assert run.summary == "3 passed", run.stdout
     assert sorted(suite.read("ran")) == ["controller", "rank", "rank"]
+
+
+@pytest.mark.parametrize("how", ["forked", "collects"])
+def test_children_of_an_import_run_no_tests(tmp_path: Path, how: str) -> None:
+    suite = suite_of(
+        tmp_path,
+        test_import="""
+            pid = os.fork()
+            if pid:
+                code_of(pid)
+
+            def test_of_ranks(rank):
+                print("rank", file=open("ran", "a"))
+            """,
+    )
+    if how == "collects":
+        suite.write(conftest=READS_RANK)
+    run = suite.run("-v", "--ranks=2")
+    assert run.summary == "1 passed", run.stdout
+    assert suite.read("ran") == ["rank", "rank"]

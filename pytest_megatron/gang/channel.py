@@ -14,6 +14,7 @@ import struct
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from os import getpid  # a test may put another function in its place
 from pathlib import Path
 
 from pytest_megatron.gang.messages import Hello, Message, decode, encode
@@ -39,7 +40,7 @@ class WrongKeyError(PermissionError):
 
 
 class Channel:
-    """One authenticated connection.
+    """One authenticated connection, of one process: in a child that this one forks it is closed.
 
     The controller reads with `drain`, which never blocks; nurseries and ranks read with `receive`.
     """
@@ -48,6 +49,7 @@ class Channel:
         self._socket = connection
         self._sendall = connection.sendall  # whatever a test makes of the class
         self._buffer = bytearray()
+        self._owner = getpid()
         self.is_closed = False
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -81,7 +83,7 @@ class Channel:
 
     def send_frames(self, frames: Sequence[bytes], descriptors: Sequence[int] = ()) -> None:
         """Send several at once."""
-        if self.is_closed:
+        if self.is_closed or getpid() != self._owner:
             return
         longest = max(map(len, frames))
         if longest > _MAX_FRAME_BYTES:

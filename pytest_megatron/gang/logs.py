@@ -49,6 +49,7 @@ class RankLogs:
 
     def redirect(self) -> None:
         """Send stdout and stderr of this process to the log files, and stdin to nothing."""
+        open_standard_descriptors()  # else what is opened here would get their numbers
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
         os.close(null)
@@ -80,6 +81,18 @@ class RankLogs:
             if error.errno not in _NO_ROOM:
                 raise
             return os.open(os.devnull, os.O_WRONLY)
+
+
+def open_standard_descriptors() -> None:
+    """Open `/dev/null` where stdin, stdout or stderr is closed, as by `pytest <&-`.
+
+    Else a socket or a pipe would get that number, and be lost where a stream is put in its place.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free: this one
 
 
 def file_size(path: Path) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator
+from os import getpid  # a test may put another function in its place
 from pathlib import Path
 from typing import IO, cast
 
@@ -29,10 +30,12 @@ from pytest_megatron.gang.messages import (
 )
 from pytest_megatron.gang.originals import traceback
 from pytest_megatron.gang.process_state import StateKeeper, look
+from pytest_megatron.gang.processes import end_if_forked
 from pytest_megatron.gang.rank_ends import RankEnds
 from pytest_megatron.hooks.mirror import describe_warning, plain
 from pytest_megatron.hooks.rank_debugger import RankDebugger
 
+_NOT_KNOWN = SystemExit(70)  # pytest keeps with what a finalizer ended to itself
 _SLOW_S = 0.2  # a phase this long is told of at its end, not with the test
 
 
@@ -49,6 +52,7 @@ class RankPlugin:
     _logs: RankLogs
     _ends: RankEnds
     _state: StateKeeper
+    _pid: int
 
     def __init__(self) -> None:
         self.shared_dir = Path()
@@ -76,6 +80,7 @@ class RankPlugin:
         """Be the rank of `order`, in its own process."""
         self._state = state
         self.order, self._channel, self._logs, self._ends = order, channel, logs, ends
+        self._pid = getpid()
         self.debugger.begin(channel)
 
     def is_rerun(self, item: pytest.Item) -> bool:
@@ -105,6 +110,7 @@ class RankPlugin:
         except KeyboardInterrupt as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
             stop = ("interrupt", f"{place.filename}:{place.lineno}", None)
+        self.end_if_forked()
         self._ends.note("")
         if self.measurement is not None:
             self.measurement.end_test(is_last=run.next_index == NOTHING)
@@ -176,28 +182,17 @@ class RankPlugin:
         runtestprotocol(item, log=False, nextitem=nextitem)
         return True
 
-    @pytest.hookimpl(hookwrapper=True)
-    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[object]) -> Generator[None]:
-        """Take what a fixture for several tests changes for right until it is torn down."""
-        if fixturedef.scope == "function":
-            yield
-            return
-        before = look()
-        yield
-        self._state.accept(fixturedef, before)
-
-    def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[object]) -> None:
-        """Expect what was before that fixture."""
-        self._state.release(fixturedef)
-
     # Old-style wrappers leave no frame of ours in tracebacks; innermost, as pytest's own capturing
     # is, so that sections come in the same order.
 
     @pytest.hookimpl(hookwrapper=True, trylast=True)
-    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None]:
+    def pytest_runtest_setup(
+        self, item: pytest.Item
+    ) -> Generator[None, pluggy.Result[object], None]:
         """Keep what setup prints."""
         with self._capturing(item, "setup"):
-            yield
+            outcome = yield
+            self.end_if_forked(outcome.exception)
 
     @pytest.hookimpl(hookwrapper=True, trylast=True)
     def pytest_runtest_call(
@@ -206,6 +201,7 @@ class RankPlugin:
         """Keep what the test prints; wait for its GPU before it may pass."""
         with self._capturing(item, "call"):
             outcome = yield
+            self.end_if_forked(outcome.exception)
             if outcome.exception is None:
                 try:
                     bootstrap.synchronize()
@@ -213,17 +209,41 @@ class RankPlugin:
                     outcome.force_exception(error)
 
     @pytest.hookimpl(hookwrapper=True, trylast=True)
-    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None]:
+    def pytest_runtest_teardown(
+        self, item: pytest.Item
+    ) -> Generator[None, pluggy.Result[object], None]:
         """Keep what teardown prints."""
         self._shown = self.printed.take()
         with self._capturing(item, "teardown"):
-            yield
+            outcome = yield
+            self.end_if_forked(outcome.exception)
+
+    @pytest.hookimpl(hookwrapper=True, trylast=True)
+    def pytest_fixture_setup(
+        self, fixturedef: pytest.FixtureDef[object]
+    ) -> Generator[None, pluggy.Result[object], None]:
+        """Take what a fixture for several tests changes for right until it is torn down.
+
+        A child that a fixture forked sets up no further fixtures.
+        """
+        before = None if fixturedef.scope == "function" else look()
+        outcome = yield
+        self.end_if_forked(outcome.exception)
+        if before is not None:
+            self._state.accept(fixturedef, before)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[object]) -> None:
+        """Expect what was before that fixture; a forked child tears nothing down."""
+        self.end_if_forked(_NOT_KNOWN)
+        self._state.release(fixturedef)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
-        self, item: pytest.Item
+        self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Take the report of a phase; trouble is told at once."""
+        self.end_if_forked(call.excinfo and call.excinfo.value)
         report = yield
         if self._is_in_phase:  # of a subtest, which is logged as well
             return report
@@ -275,6 +295,10 @@ class RankPlugin:
     def pytest_configure(self, config: pytest.Config) -> None:
         """Remember the configuration; called at registration as well."""
         self._config = config
+
+    def end_if_forked(self, error: BaseException | None = None) -> None:
+        """End a process that a test forked off this rank and that came back through pytest."""
+        end_if_forked(self._pid, error)
 
     def tear_down_late(self, session: pytest.Session, item: pytest.Item | None) -> JsonValue:
         """Tear down what `item` does not need, after the test before it was reported.

@@ -16,7 +16,7 @@ from _pytest.faulthandler import fault_handler_stderr_fd_key
 from pytest_megatron.files import JsonValue
 from pytest_megatron.gang import bootstrap, measure
 from pytest_megatron.gang.channel import Channel, connect
-from pytest_megatron.gang.logs import RankLogs
+from pytest_megatron.gang.logs import RankLogs, open_standard_descriptors
 from pytest_megatron.gang.messages import (
     UNKNOWN,
     Broken,
@@ -75,6 +75,7 @@ def prepare(session: pytest.Session) -> RankPlugin:
             capture.stop_global_capturing()
         capture._method = "no"  # noqa: SLF001 - its only way
         capture.start_global_capturing()
+    open_standard_descriptors()  # which pytest leaves closed if they were
     _drop_controller_plugins(config)
     manager = config.pluginmanager
     config.option.maxfail = 0
@@ -110,6 +111,7 @@ def run_rank(session: pytest.Session, order: RankOrder, ends: RankEnds, home: Ho
     _take_temp(config, order)
     state = StateKeeper(order.world_size, lambda: _temp_of_tests(config, order))
     plugin.begin(order, channel, logs, ends, state)
+    os.register_at_fork(after_in_child=channel.close)
     plugin.measurement = measurement
     serve(session, plugin, channel, is_own_session=home.is_own_session)
 
@@ -150,6 +152,7 @@ def serve(
                     late: JsonValue = None
                     if planned is not item and not plugin.is_rerun(item):
                         late = plugin.tear_down_late(session, item)
+                        plugin.end_if_forked()
                     planned = find(run.next_index, run.next_node_id)
                     is_unknown = run.next_index == UNKNOWN
                     # A collector in the place of the next item keeps all but the test set up.
@@ -159,17 +162,21 @@ def serve(
                     plugin.tell_others(done)
                 case Close():
                     late = plugin.tear_down_late(session, None)
+                    plugin.end_if_forked()
                     problem = _finish_session(session) if is_own_session else ""
                     channel.send(Closed(problem=problem, late=late))
                     break
                 case _:
                     break
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        plugin.end_if_forked(error)
         channel.send(Closed(problem=_close(session)))
         exit_code = 130
-    except BaseException:  # noqa: BLE001 - the controller has to know of it, whatever it is
+    except BaseException as error:  # noqa: BLE001 - the controller has to know of it
+        plugin.end_if_forked(error)
         channel.send(Broken(problem=traceback.format_exc()))
         exit_code = 70
+    plugin.end_if_forked()
     with contextlib.suppress(Exception):
         atexit._run_exitfuncs()  # noqa: SLF001 - what tests registered
     if plugin.measurement is not None:

@@ -37,6 +37,15 @@ def header_line(spec: GangSpec, gpus: Sequence[Gpu] | None, where: str) -> str:
     return f"megatron: gangs of {_ranks(spec.world_size)} on {device}{found}; logs in {where}"
 
 
+def no_limit_line(source: str) -> str:
+    """Return that a test which hangs is not ended.
+
+    Args:
+        source: What was set so.
+    """
+    return f"megatron: tests of gangs have no time limit ({source} is 0): a hang does not end"
+
+
 def unused_nodes_line(num_nodes: int) -> str:
     """Return how a session is started on all nodes of an allocation of Slurm."""
     return (

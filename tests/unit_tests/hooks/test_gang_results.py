@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import cast
 
 import pytest
 from rank_suite import Run, Suite
+
+from pytest_megatron.files import JsonValue
 
 SUITE = """
     import os, sys
@@ -188,3 +191,31 @@ def test_distributed_tests_share_the_limit_of_the_run_and_fail_it_when_flaky(
         (tmp_path / f"flaky-{rank}").unlink()
     run = suite.run("--ranks", "2", "--rerun-transient", "2", *arguments[:3], "0")
     assert run.outcomes["test_flaky"] == "FAILED"
+
+
+def test_a_line_in_stderr_makes_neither_a_deadlock_nor_an_exception_transient(
+    tmp_path: Path,
+) -> None:
+    """Only a rank that died by itself says there why."""
+    suite = Suite(root=tmp_path).write(
+        "test_it.py",
+        """
+        import sys
+        import threading
+
+        def test_hangs(rank):
+            print("RuntimeError: bind: Address already in use", file=sys.stderr)
+            if rank == 1:
+                threading.Event().wait(1000)
+
+        def test_raises():
+            print("RuntimeError: bind: Address already in use", file=sys.stderr)
+            raise KeyError("of its own")
+        """,
+    )
+    options = ("--rerun-transient", "1", "--rank-timeout", "2", "--rank-grace", "1")
+    run = suite.run("--ranks", "2", *options)
+    assert run.counts == "2 failed"
+    assert {str(record["verdict"]) for record in run.items.values()} == {"failed"}
+    for record in run.items.values():
+        assert len(cast("list[JsonValue]", record["attempts"])) == 1

@@ -23,7 +23,7 @@ from _pytest.assertion.rewrite import AssertionRewritingHook
 from _pytest.config import _prepareconfig
 
 from pytest_megatron.gang import bootstrap
-from pytest_megatron.gang.agreement import digest_of
+from pytest_megatron.gang.agreement import SKIPPED, digest_of
 from pytest_megatron.gang.channel import Channel, connect
 from pytest_megatron.gang.clean import find_obstacle
 from pytest_megatron.gang.logs import STACKS_FILE, RankLogs
@@ -216,7 +216,7 @@ class CollectingPlugin:
             reason = text.splitlines()[-1].removeprefix("E").strip() if text else "no reason"
             self._problems[report.nodeid] = f"{text}\ncould not collect {place}: {reason}"
         elif report.skipped and isinstance(report.longrepr, tuple):
-            self._problems[report.nodeid] = f"skipped {place}: {report.longrepr[2]}"
+            self._problems[report.nodeid] = f"{SKIPPED}{place}: {report.longrepr[2]}"
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> NoReturn:

@@ -26,7 +26,7 @@ from pytest_megatron.hooks.beginning import KEY
 from pytest_megatron.hooks.console import Console
 from pytest_megatron.hooks.leases import Leases
 from pytest_megatron.hooks.nodes import Leader, nodes_of
-from pytest_megatron.hooks.orders import Orders
+from pytest_megatron.hooks.orders import Orders, refuse_unfit_host
 from pytest_megatron.hooks.origins import PerRank, why_per_rank
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.hooks.tee import Tee
@@ -91,8 +91,9 @@ class Crew:
         """Begin to start the process that ranks come from, and have other nodes come.
 
         Raises:
-            pytest.UsageError: Other nodes cannot come.
+            pytest.UsageError: Other nodes cannot come, or ranks of this one cannot meet.
         """
+        refuse_unfit_host(self._options)
         config, sizes = session.config, {spec.world_size for spec in self._specs}
         # What is loaded by now stays: processes forked from here share it, and neither they nor
         # pytest at its end look through all of torch for garbage, which took 0.6 s.

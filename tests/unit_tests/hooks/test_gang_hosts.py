@@ -1,0 +1,78 @@
+"""Hosts that lack something: what can work there does, and the rest is one error."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from gang_suite import Suite
+
+TESTS = """
+    import torch
+    import torch.distributed as dist
+
+
+    def test_adds_up(process_group):
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        assert tensor.item() == 2
+"""
+NO_IPV4 = "ip link set lo up && ip address delete 127.0.0.1/8 dev lo"
+
+
+def command_in(suite: Suite, namespaces: Sequence[str], first: str) -> list[str]:
+    """Return pytest's command line in namespaces of its own, where it may have them."""
+    inside = ["unshare", *namespaces, "sh", "-c", f'{first} && exec "$@"', "sh"]
+    try:
+        done = subprocess.run([*inside, "true"], check=False, capture_output=True)
+    except OSError:
+        pytest.skip("there is no unshare")
+    if done.returncode:
+        pytest.skip(f"no such namespace: {done.stderr.decode().strip()}")
+    return [*inside, *suite.command()]
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Suite:
+    return Suite(tmp_path).write(test_sum=TESTS)
+
+
+@pytest.mark.parametrize("more", [[], ["-n", "1"]])
+def test_a_host_without_loopback_is_one_error(more: list[str], suite: Suite) -> None:
+    run = suite.run("--ranks", "2", *more, command=command_in(suite, ["-n"], "true"))
+    assert run.returncode == 4
+    assert run.stderr == (
+        "ERROR: network: processes of this host cannot reach one another by 127.0.0.1 or ::1, and "
+        "ranks have no other way to meet; bring the loopback interface up: ip link set lo up\n\n"
+    )
+
+
+def test_marks_alone_on_a_host_without_loopback_are_one_error(suite: Suite) -> None:
+    suite.write(test_mark="import pytest\n\n@pytest.mark.world_size(2)\ndef test_m(): pass\n")
+    run = suite.run("test_mark.py", command=command_in(suite, ["-n"], "true"))
+    assert run.returncode == 4
+    assert run.stderr.startswith("ERROR: network: processes of this host cannot reach one another")
+
+
+def test_ranks_of_a_host_without_ipv4_meet(suite: Suite) -> None:
+    command = [*command_in(suite, ["-n"], NO_IPV4), "-p", "no:rerunfailures"]  # it wants IPv4
+    run = suite.run("--ranks", "2", command=command)
+    assert run.summary == "1 passed", run.stdout
+
+
+def test_a_host_without_proc_is_one_error(suite: Suite) -> None:
+    command = command_in(suite, ["-m"], "mount -t tmpfs none /proc")
+    run = suite.run("--ranks", "2", command=command)
+    assert run.returncode == 4
+    assert run.stderr == (
+        "ERROR: /proc: is not mounted, and processes of ranks are found by it; "
+        "mount it: mount -t proc proc /proc\n\n"
+    )
+
+
+def test_a_proc_of_another_namespace_is_one_error(suite: Suite) -> None:
+    run = suite.run("--ranks", "2", command=command_in(suite, ["-p", "-f"], "true"))
+    assert run.returncode == 4
+    assert run.stderr.startswith("ERROR: /proc: is of another PID namespace, and processes of")

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pytest_megatron.gang.messages import Hello, Message, decode, encode
+from pytest_megatron.gang.messages import Hello, Message, decode, encode_within
 
 _LENGTH = struct.Struct("!I")
 _NONCE_BYTES = 32
@@ -71,11 +71,13 @@ class Channel:
     def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         """Send a message; one to a side that is gone is lost, as its death is told elsewhere.
 
+        Long texts of one that is too long for a frame are cut, and say so.
+
         Args:
             message: What to say.
             descriptors: Go along where the socket is a local one.
         """
-        self.send_frames([encode(message)], descriptors)
+        self.send_frames([encode_within(message, _MAX_FRAME_BYTES)], descriptors)
 
     def send_frame(self, frame: bytes) -> None:
         """Send an encoded message: encode once, send to many."""

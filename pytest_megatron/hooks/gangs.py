@@ -31,7 +31,7 @@ from pytest_megatron.hooks.merged import (
 from pytest_megatron.hooks.nodes import nodes_of, room_on_gpus
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.origins import make_extra_item
-from pytest_megatron.hooks.phases import PhaseHooks
+from pytest_megatron.hooks.phases import PhaseHooks, show_no_stacks
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.host import this_host
 from pytest_megatron.report.executed import test_record
@@ -245,6 +245,12 @@ class GangPlugin:
             option.setupshow = shown
             if self._run.is_worker:
                 self._report_late()
+
+    @pytest.hookimpl(specname="pytest_runtest_protocol", tryfirst=True)
+    def pytest_megatron_begin_item(self, item: pytest.Item) -> None:
+        """Leave `faulthandler_timeout` to the ranks of our items."""
+        if self.is_ours(item):
+            show_no_stacks()
 
     def _report_late(self) -> None:
         """Report late teardowns as errors of the tests that they belong to."""

@@ -27,6 +27,7 @@ from pytest_megatron.hooks.jobs import (
 )
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.pages import register_pages
+from pytest_megatron.hooks.phases import show_no_stacks
 from pytest_megatron.hooks.queue import register_queue
 from pytest_megatron.hooks.recipes import PLUGIN_NAME
 from pytest_megatron.hooks.results import ResultsPlugin
@@ -256,6 +257,12 @@ class WorkloadPlugin:
         return item_record(
             training, judgement, verdict=verdict, problem=shown, is_expected=found.is_expected
         )
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> None:
+        """Have no `faulthandler_timeout` for a training: its own limit counts."""
+        if isinstance(item, WorkloadItem):
+            show_no_stacks()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(

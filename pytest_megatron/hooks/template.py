@@ -18,7 +18,7 @@ from pytest_megatron.errors import LaunchError
 from pytest_megatron.files import JsonValue
 from pytest_megatron.gang import measure
 from pytest_megatron.gang.bootstrap import RandomState
-from pytest_megatron.gang.channel import connect, remove_socket
+from pytest_megatron.gang.channel import WrongKeyError, connect, remove_socket
 from pytest_megatron.gang.fleet import Fleet
 from pytest_megatron.gang.messages import Hello, RankOrder
 from pytest_megatron.gang.nursery import Forking, Nursery
@@ -87,7 +87,10 @@ class Template:
             self.session.items = cast("list[pytest.Item]", list(self.items))
         plugin = prepare(self.session)
         hello = Hello(role="nursery", gang=0, rank=-1, node_rank=self.node_rank, pid=os.getpid())
-        channel = connect(self.address, self.key, hello)
+        try:
+            channel = connect(self.address, self.key, hello)
+        except (FileNotFoundError, ConnectionError, WrongKeyError):
+            return  # the session has ended: a worker of pytest-xdist may have no test to run
 
         def run(order: RankOrder, ends: RankEnds) -> NoReturn:
             self._run_rank(order, ends, plugin)

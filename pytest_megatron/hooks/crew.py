@@ -27,7 +27,7 @@ from pytest_megatron.hooks.console import Console
 from pytest_megatron.hooks.leases import Leases
 from pytest_megatron.hooks.nodes import Leader, nodes_of
 from pytest_megatron.hooks.orders import Orders, refuse_unfit_host
-from pytest_megatron.hooks.origins import PerRank, why_per_rank
+from pytest_megatron.hooks.origins import PerRank, modules_to_load, why_per_rank
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.hooks.tee import Tee
 from pytest_megatron.hooks.template import Template, TemplateProcess
@@ -114,6 +114,7 @@ class Crew:
                 coverage=self.orders.coverage,
                 coverage_file=str(self.orders.coverage_dir / "template"),
                 forget=self.fleet.forget,
+                loads=modules_to_load(session),
             )
             self._template = TemplateProcess(template, self.fleet)
         if self._options.num_nodes > 1:

@@ -30,10 +30,12 @@ from pytest_megatron.hooks.nodes import DEVICES
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.rank_template import Brief
 from pytest_megatron.hooks.warm import Mode, WarmProcess, start_warm
-from pytest_megatron.hooks.watch import find_rank_words
+from pytest_megatron.hooks.watch import find_rank_words, will_load_torch
 from pytest_megatron.report.crash import shorten_stack
 from pytest_megatron.wording import describe_exit, name_ranks
 
+_TORCH = "torch"
+_TORCH_FIXTURES = frozenset(("device", "process_group", "model_parallel"))  # they load it
 _CALL_S = 0.1
 _WARM_S = 120.0  # to load torch and call; file systems of clusters are slow
 _OTHERS_S = 2.0  # for other ranks to fail as well, where one could collect nothing
@@ -59,6 +61,20 @@ def why_per_rank(config: pytest.Config, options: Options, sizes: set[int], defau
         if not found and (sizes != {default} or options.ranks_per_gpu > 1):
             found = (watch.size_readers or [""])[0]
     return found or find_obstacle()
+
+
+def modules_to_load(session: pytest.Session) -> tuple[str, ...]:
+    """Return what the process that ranks are forked from loads first, so that no rank has to.
+
+    That is torch, where collecting has not loaded it but tests will.
+    """
+    if _TORCH in sys.modules:
+        return ()
+    loaded, root = list(sys.modules.values()), session.config.rootpath
+    is_asked_for = any(
+        not _TORCH_FIXTURES.isdisjoint(getattr(item, "fixturenames", ())) for item in session.items
+    )
+    return (_TORCH,) if is_asked_for or will_load_torch(loaded, root) else ()
 
 
 def ids_of_tests(session: pytest.Session) -> list[str]:

@@ -109,3 +109,46 @@ def test_a_test_may_start_a_session_whoever_launched_it(tmp_path: Path) -> None:
     )
     run = suite.run("--ranks", "2")
     assert run.summary == "1 passed", run.stdout
+
+
+@pytest.mark.parametrize("fixture", ["process_group", "rank"])
+def test_ranks_have_torch_from_where_they_are_forked_if_a_test_needs_it(
+    fixture: str, tmp_path: Path
+) -> None:
+    suite = Suite(tmp_path).write(
+        test_torch=f"""
+            import sys
+            import pytest
+
+            IS_NEEDED = "{fixture}" == "process_group"
+
+            def test_begins():
+                assert ("torch" in sys.modules) == IS_NEEDED
+
+            def test_uses({fixture}):
+                pass
+
+            @pytest.mark.controller
+            def test_stays():
+                assert "torch" not in sys.modules
+        """
+    )
+    run = suite.run("--ranks", "2")
+    assert run.summary == "3 passed", run.stdout
+
+
+def test_a_torch_that_cannot_be_loaded_fails_the_tests_that_load_it(tmp_path: Path) -> None:
+    suite = Suite(tmp_path).write(
+        torch="raise OSError('libtorch_cpu.so: cannot open shared object file')",
+        test_torch="""
+            def test_loads():
+                import torch
+
+            def test_is_sound(rank):
+                assert rank < 2
+        """,
+    )
+    run = suite.run("-v", "--ranks", "2")
+    assert run.words == {"test_loads": "FAILED", "test_is_sound": "PASSED"}, run.stdout
+    assert "OSError: libtorch_cpu.so: cannot open" in run.stdout
+    assert run.stderr == ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -117,6 +117,18 @@ def note_beginning(early_config: pytest.Config) -> None:
     watch.start()
     early_config.add_cleanup(watch.stop)
     early_config.pluginmanager.register(BeginningPlugin(watch), PLUGIN_NAME)
+
+
+def findable(arguments: Sequence[str], directory: str) -> list[str]:
+    """Return arguments without the directory where pytest would take its name for a node id's.
+
+    Without arguments, pytest names the directory in full; it splits at `::` and `[` before it looks
+    for a file.
+    """
+    if "::" not in directory and "[" not in directory:
+        return list(arguments)
+    start = f"{directory}{os.sep}"
+    return ["." if a == directory else a.removeprefix(start) for a in arguments]
 
 
 def refuse_launcher(config: pytest.Config, num_nodes: int) -> None:

@@ -31,7 +31,7 @@ from pytest_megatron.gang.messages import Collected, Fork, Hello, RankOrder
 from pytest_megatron.gang.nursery import STACK_SIGNAL, Forking, Nursery
 from pytest_megatron.gang.rank_ends import RankEnds
 from pytest_megatron.gang.stores import StoreKeeper
-from pytest_megatron.hooks.beginning import HARMLESS_ENV, RANK_PLUGIN_NAME
+from pytest_megatron.hooks.beginning import HARMLESS_ENV, RANK_PLUGIN_NAME, findable
 from pytest_megatron.hooks.rank import RankPlugin
 from pytest_megatron.hooks.rank_process import Home, prepare, run_rank, with_own_temp
 
@@ -165,7 +165,8 @@ class CollectingPlugin:
             "testrunuid": self._order.env.get("TORCHELASTIC_RUN_ID", ""),
             "mainargv": self._brief.argv,
         }
-        files = [str(argument).partition("::")[0] for argument in config.args]
+        arguments = findable(config.args, self._brief.directory)
+        files = [argument.partition("::")[0] for argument in arguments]
         config.args = [f for f in dict.fromkeys(files) if not f.endswith(_RECIPES)]
         Path(self._order.base_temp).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         config.hook.pytest_cmdline_main(config=config)

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from gang_suite import Suite
 
+from pytest_megatron.hooks.beginning import findable
+
 TESTS = """
     import torch
     import torch.distributed as dist
@@ -76,3 +78,27 @@ def test_a_proc_of_another_namespace_is_one_error(suite: Suite) -> None:
     run = suite.run("--ranks", "2", command=command_in(suite, ["-p", "-f"], "true"))
     assert run.returncode == 4
     assert run.stderr.startswith("ERROR: /proc: is of another PID namespace, and processes of")
+
+
+@pytest.mark.parametrize("start", ["fork", "fresh"])
+@pytest.mark.parametrize("name", ["a::b", "a[1]", "a b", "\u00fc\u4e2d"])
+def test_a_checkout_may_have_any_name(name: str, start: str, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    suite = Suite(tmp_path / name).write(test_rank="def test_rank(rank): assert rank < 2")
+    run = suite.run("--ranks", "2", "--gang-start", start)
+    assert run.summary == "1 passed", run.stdout + run.stderr
+
+
+@pytest.mark.parametrize(
+    ("directory", "arguments", "found"),
+    [
+        ("/a::b", ["/a::b"], ["."]),
+        ("/a::b", ["/a::b/t/u.py::test[1]", "t", "/c"], ["t/u.py::test[1]", "t", "/c"]),
+        ("/a[1]", ["/a[1]/t"], ["t"]),
+        ("/a", ["/a", "/a/t.py::u"], ["/a", "/a/t.py::u"]),
+    ],
+)
+def test_arguments_below_a_directory_with_a_node_ids_signs_are_made_relative(
+    directory: str, arguments: list[str], found: list[str]
+) -> None:
+    assert findable(arguments, directory) == found

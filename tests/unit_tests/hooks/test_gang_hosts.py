@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from gang_suite import Suite
+from gang_suite import Suite, wait_until
 
 from pytest_megatron.hooks.beginning import findable
 
@@ -102,3 +102,78 @@ def test_arguments_below_a_directory_with_a_node_ids_signs_are_made_relative(
     directory: str, arguments: list[str], found: list[str]
 ) -> None:
     assert findable(arguments, directory) == found
+
+
+ENVIRONMENTS = {
+    "no home": "unset HOME",
+    "a home that is not there": "export HOME=/nowhere",
+    "plain language": "export LANG=C LC_ALL=C",
+    "no bytecode": "export PYTHONDONTWRITEBYTECODE=1",
+    "a safe path": "export PYTHONSAFEPATH=1",
+    "optimised": "export PYTHONOPTIMIZE=1",
+    "private files": "umask 077",
+    "few descriptors": "ulimit -n 64",
+    "almost no variables": 'exec env -i PATH="$PATH" GANG_SUITE="$GANG_SUITE" "$@"',
+    "options in a variable": "export PYTEST_ADDOPTS='-p no:cacheprovider'",
+    "options in an option": 'exec "$@" -o addopts=-q',
+}
+ORDINARY = """
+    import os
+    import sys
+
+    import pytest
+
+    from helper import double
+
+
+    def test_meets(process_group, rank, tmp_path, shared_tmp_path):
+        import torch
+
+        (tmp_path / "\u00fc").write_text(str(rank), encoding="utf-8")
+        tensor = torch.ones(1)
+        torch.distributed.all_reduce(tensor)
+        if double(tensor.item()) != 4:
+            pytest.fail("wrong")
+
+
+    def test_prints(capfd):
+        os.write(1, "\u00fc".encode())
+        if capfd.readouterr().out != "\u00fc":
+            pytest.fail("wrong")
+
+
+    def test_fails(rank):
+        if rank == 1:
+            raise ValueError("known")
+"""
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_ordinary_tests_have_their_outcomes_in_any_environment(name: str, tmp_path: Path) -> None:
+    suite = Suite(tmp_path).write(
+        helper="def double(number): return 2 * number", test_ordinary=ORDINARY
+    )
+    (tmp_path / "conftest.py").touch()
+    shell = ["sh", "-c", f'{ENVIRONMENTS[name]}; exec "$@"', "sh"]
+    run = suite.run("--ranks", "2", "-v", command=[*shell, *suite.command()])
+    assert (run.returncode, run.summary) == (1, "1 failed, 2 passed"), run.stdout + run.stderr
+    assert "[rank 1] ValueError: known" in run.stdout
+    assert "/pytest_megatron/" not in run.stdout + run.stderr  # no frame of ours
+
+
+def test_a_session_whose_output_cannot_be_written_leaves_nothing(suite: Suite) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            suite.command("--ranks", "2"),
+            cwd=suite.root,
+            env=suite.env(),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+    assert done.returncode == 1
+    assert done.stderr.endswith("OSError: [Errno 28] No space left on device\n")
+    assert "/pytest_megatron/" not in done.stderr  # as plain pytest ends
+    wait_until(lambda: not suite.processes(), "no process is left")

@@ -15,6 +15,7 @@ from collections.abc import Generator
 import pluggy
 import pytest
 
+from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang.nodes import count_gpus
 from pytest_megatron.gang.spec import GangSpec, RunEnd
 from pytest_megatron.hooks import recipes
@@ -101,7 +102,11 @@ class GangPlugin:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
-        """Run all items, those of gangs on gangs; under pytest-xdist only get ready."""
+        """Run all items, those of gangs on gangs; under pytest-xdist only get ready.
+
+        Raises:
+            pytest.UsageError: Ranks cannot be started here.
+        """
         # Plugins may have reordered and deselected since we looked.
         self._specs = {item: self._specs[item] for item in session.items if self.is_ours(item)}
         has_work = bool(self._specs) or self._options.num_nodes > 1  # others show what runs here
@@ -123,6 +128,8 @@ class GangPlugin:
         except KeyboardInterrupt:
             dispatcher.interrupt()
             raise
+        except LaunchError as error:
+            raise pytest.UsageError(str(error)) from None
         return True
 
     @pytest.hookimpl(specname="pytest_runtestloop", wrapper=True, trylast=True)

@@ -154,13 +154,12 @@ def refuse_launcher(config: pytest.Config, num_nodes: int) -> None:
 def num_started(env: Mapping[str, str]) -> tuple[str, int] | None:
     """Return what launched a process, and how often; None where nothing is known of a launcher.
 
-    Of a step of Slurm over several nodes, see `gang.slurm_step`.
+    Slurm's numbers say nothing of it: the shell of `srun --ntasks=8 --pty` is one of 8 tasks, and
+    the only one that goes on. Of a step over several nodes, see `gang.slurm_step`.
     """
     counts = [("mpirun", env.get("OMPI_COMM_WORLD_SIZE"))]
     if "TORCHELASTIC_RUN_ID" in env:
         counts.insert(0, ("torchrun", env.get("WORLD_SIZE")))
-    if env.get("SLURM_STEP_NUM_NODES") == "1":
-        counts.append(("srun", env.get("SLURM_STEP_NUM_TASKS")))
     found = ((name, int(count)) for name, count in counts if count and count.isdecimal())
     return next(found, None)
 

@@ -62,7 +62,6 @@ def test_a_rank_in_which_pytest_does_not_start_says_why(
     [
         ({"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2"}, "torchrun"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "mpirun"),
-        ({"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "2"}, "srun"),
     ],
 )
 def test_a_session_that_a_launcher_started_several_times_is_refused(
@@ -83,7 +82,7 @@ def test_a_session_that_a_launcher_started_several_times_is_refused(
         {},
         {"WORLD_SIZE": "2", "RANK": "0"},
         {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "1"},
-        {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "8"},
+        {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "0"},
         {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2"},
         {"OMPI_COMM_WORLD_SIZE": "many"},
     ],

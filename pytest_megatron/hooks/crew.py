@@ -114,7 +114,8 @@ class Crew:
                 coverage=self.orders.coverage,
                 coverage_file=str(self.orders.coverage_dir / "template"),
                 forget=self.fleet.forget,
-                loads=modules_to_load(session),
+                # Other nodes come while it loads, and a session of several waits for ever then.
+                loads=modules_to_load(session) if self._options.num_nodes == 1 else (),
             )
             self._template = TemplateProcess(template, self.fleet)
         if self._options.num_nodes > 1:

@@ -28,3 +28,8 @@ def format_option(
         show_default=True,
         help=about,
     )
+
+
+def printable(text: str) -> str:
+    """Return text of a file with control characters written out, for a terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+from pytest_megatron.errors import TriageError
 from pytest_megatron.files import JsonValue
 from pytest_megatron.triage.root import Root
 from pytest_megatron.triage.signature import Table
@@ -17,6 +20,7 @@ from pytest_megatron.triage.unit import LogFile, Stream, Unit
 COMPARISON_FILE = "comparison.json"
 HEALTH_FILE = "health.json"
 _MOST_BYTES = 64 << 20
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def with_records(unit: Unit, root: Root | None, table: Table) -> Root | None:
@@ -90,11 +94,59 @@ def _place(record: LogFile, mark: bytes, text: str) -> Place:
 def read_record(path: Path) -> dict[str, JsonValue]:
     """Return a JSON object, empty where the file is missing, torn or something else."""
     try:
-        with path.open("rb") as file:
-            content = cast("JsonValue", json.loads(file.read(_MOST_BYTES)))
-    except (OSError, ValueError):
+        content = read_json(path, _MOST_BYTES)
+    except (OSError, TriageError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def read_json(path: Path, most_bytes: int) -> JsonValue:
+    """Return what a JSON file of anybody's holds: the one way in which triage reads JSON.
+
+    Numbers that are none, or too large for a float, are None; halves of surrogate pairs, which no
+    file and no terminal can take, are U+FFFD.
+
+    Raises:
+        OSError: The file cannot be read.
+        TriageError: It is longer than expected, or no JSON of a sensible depth.
+    """
+    with path.open("rb") as file:
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise TriageError(str(path), f"is longer than {most_bytes} bytes; not read")
+    try:
+        text = data.decode("utf-8", errors="replace")
+        value = json.loads(text, parse_int=_integer, parse_float=_number, parse_constant=_no_number)
+        return _plain(cast("JsonValue", value))
+    except (ValueError, RecursionError) as error:
+        why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise TriageError(str(path), f"is no JSON that can be read: {why}") from None
+
+
+def _integer(text: str) -> int | None:
+    try:
+        return int(text)
+    except ValueError:  # more digits than Python takes
+        return None
+
+
+def _number(text: str) -> float | None:
+    value = float(text)
+    return value if math.isfinite(value) else None
+
+
+def _no_number(_: str) -> None:
+    """Return None for NaN and Infinity, which are no JSON."""
+
+
+def _plain(value: JsonValue) -> JsonValue:
+    if isinstance(value, str):
+        return _LONE_SURROGATE.sub("\N{REPLACEMENT CHARACTER}", value)
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(_plain(key)): _plain(item) for key, item in value.items()}
+    return value
 
 
 def record_of(path: Path, shown: str) -> LogFile:

@@ -112,6 +112,8 @@ class Story:
 
     Attributes:
         iteration: The furthest that any rank printed: N of M; or None.
+        is_presumed_clean: Whether nothing failed as far as the launcher, or who started it, knows.
+        success: The last line that shows that a part of it came to a good end, or None.
         collectives: What flight recorders say of those that ranks disagree about, origin first.
         notes: What could not be read.
     """
@@ -121,6 +123,8 @@ class Story:
     launcher: RankStory
     iteration: tuple[int, int] | None
     collectives: tuple[Finding, ...] = ()
+    is_presumed_clean: bool = False
+    success: Place | None = None
     notes: tuple[str, ...] = field(default=())
 
     @property

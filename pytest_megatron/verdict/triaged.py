@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from pytest_megatron.files import JsonValue, write_json_atomically
 from pytest_megatron.launch.layout import ItemDirs
 from pytest_megatron.launch.local import End, PhaseEnd
 from pytest_megatron.triage.diagnosis import Diagnosis
+from pytest_megatron.triage.recorded import read_record
 from pytest_megatron.triage.signature import Table
 from pytest_megatron.triage.sources import find_units
 from pytest_megatron.triage.triage import triage_unit
@@ -30,7 +30,7 @@ def diagnose_phase(end: PhaseEnd, table: Table | None = None) -> Diagnosis | Non
     """
     root = end.plan.dirs.root
     try:
-        units = find_units([root], root)  # holds no archive, so that nothing is unpacked
+        units, _ = find_units([root], root)  # holds no archive, so that nothing is unpacked
     except TriageError:
         return None
     places = (root, end.plan.dirs.logs)  # the latter where the launcher left no log
@@ -83,8 +83,5 @@ def _last(row: dict[str, JsonValue]) -> dict[str, JsonValue]:
 
 
 def _rows(path: Path) -> list[JsonValue]:
-    try:
-        rows = json.loads(path.read_text(encoding="utf-8"))["attempts"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
+    rows = read_record(path).get("attempts")
     return rows if isinstance(rows, list) else []

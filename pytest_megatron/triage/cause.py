@@ -106,7 +106,7 @@ def _candidate(rank: RankStory, table: Table) -> _Candidate | None:
             story=rank,
             kind=_Kind.RAISED,
             signature=fatal.signature,
-            what=f"raised {fatal.headline}",
+            what=f"{fatal.verb} {fatal.headline}",
             places=() if fatal.place is None else (fatal.place,),
             fatal=fatal,
         )
@@ -336,7 +336,9 @@ def _raised(story: Story, table: Table) -> Root | None:
     if fatal is None:
         return None
     places = () if fatal.place is None else (fatal.place,)
-    return Root(signature=fatal.signature, ranks=(), what=f"raised {fatal.headline}", places=places)
+    return Root(
+        signature=fatal.signature, ranks=(), what=f"{fatal.verb} {fatal.headline}", places=places
+    )
 
 
 def _silent(story: Story, table: Table) -> Root | None:

@@ -151,8 +151,8 @@ def find_bare(
     found: list[tuple[Bare, Signature]] = []
     for bare in bare_errors([parsed[i] for i in own]):
         signature = classify_message(table, bare.message)
-        if not bare.is_exception and signature.id == "exception":
-            continue
+        if not bare.is_exception and (signature.id == "exception" or signature.literals):
+            continue  # what is looked for in every line was found as an event
         most = _MOST_BEHIND if most_after is None and signature.is_transient else most_after
         if most is not None and bare.num_after > most:
             continue  # the program went on
@@ -166,7 +166,8 @@ def find_bare(
         index = own[bare.index]
         offset = start + sum(len(raw) + 1 for raw in raws[:index])
         place = Place(log=log, offset=offset, text=bare.message.partition("\n")[0])
-        return Fatal(signature=signature, message=bare.message, place=place)
+        verb = "raised" if bare.is_exception else "wrote"
+        return Fatal(signature=signature, message=bare.message, verb=verb, place=place)
     return None
 
 

@@ -51,6 +51,7 @@ class Fatal:
         time_s: By the clock of the log, or None.
         epoch_s: As torch's error file has it, or None.
         place: None where only the error file knows it.
+        verb: For a sentence; `wrote` where it is a line of a logger.
     """
 
     signature: Signature
@@ -60,6 +61,7 @@ class Fatal:
     time_s: float | None = None
     epoch_s: float | None = None
     place: Place | None = None
+    verb: str = "raised"
 
     @property
     def headline(self) -> str:

@@ -32,7 +32,8 @@ examples = ["RuntimeError: no licence for solver"]
 
 OUT_OF_SHARED_MEMORY = (  # https://github.com/pytorch/pytorch/issues/108861
     "RuntimeError: DataLoader worker (pid 11011) is killed by signal: Bus error. It is possible "
-    "that dataloader's workers are out of shared memory. Please try to raise your shared memory limit"
+    "that dataloader's workers are out of shared memory. Please try to raise your shared memory "
+    "limit"
 )
 
 

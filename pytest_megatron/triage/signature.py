@@ -19,6 +19,7 @@ from typing import TypeVar, cast
 from pytest_megatron.errors import TriageError
 from pytest_megatron.files import JsonValue
 
+_MOST_MESSAGE = 1 << 13  # characters of an exception that are matched; patterns look back and forth
 _LEAST_LITERAL = 4  # of fewer characters, every log is full
 TABLE = Path(__file__).parent / "signatures.toml"
 _KEYS = frozenset(
@@ -156,6 +157,7 @@ class Table:
                 program's own mistake raises may quote anything; no row of ours makes it transient.
             frames: `file:line in name` of its traceback, as far as they are known.
         """
+        message = message[:_MOST_MESSAGE]
         is_own = is_own_mistake(message)
         rows = (row for row in self.signatures if not (is_own and row.is_ours and row.is_transient))
         return next((row for row in rows if row.match_raised(message, frames)), None)

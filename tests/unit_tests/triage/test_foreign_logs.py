@@ -272,6 +272,13 @@ def test_another_hosts_failure_is_not_blamed_on_an_exception_before_it(tmp_path:
     assert group.first.is_transient
 
 
+@pytest.mark.parametrize("unit", ["a", "port ", "://", "connect to ", "localhost ", "\u0000"])
+def test_a_message_of_a_megabyte_is_judged_all_the_same(tmp_path: Path, unit: str) -> None:
+    """Patterns that look ahead from every place would take minutes for it."""
+    found = of_log(tmp_path, traceback(f"OSError: host='{unit * 50_000}"))
+    assert family(found) == "exception"
+
+
 # What error files and records may hold, as anybody may have written them.
 @pytest.mark.parametrize(
     "content",

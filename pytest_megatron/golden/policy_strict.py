@@ -44,8 +44,10 @@ from pytest_megatron.golden.policy import Policy
 from pytest_megatron.golden.presence import (
     describe_extra,
     describe_skipped,
+    describe_uncovered,
     find_absent,
     find_unusable,
+    without_unmeasured_end,
 )
 from pytest_megatron.golden.provenance import Golden
 from pytest_megatron.golden.surroundings import Surroundings, drift_between, why_not_timed
@@ -87,6 +89,9 @@ def compare_strictly(
         surroundings: Of the run; time and memory are judged only against a golden of the same
             class of host, every bit only against one of the same platform, and a loss of reduced
             precision more loosely against one of another.
+
+    Raises:
+        GoldenError: The policy leaves out every one of `metrics`.
     """
     case = _Case(
         golden=golden,
@@ -96,6 +101,7 @@ def compare_strictly(
         is_metric_asked_for=metrics is not None,
     )
     wanted = tuple(golden.metrics) if metrics is None else tuple(metrics)
+    policy.require_judged(wanted)
     return tuple(_compare(case, metric, observed.get(metric)) for metric in wanted)
 
 
@@ -116,13 +122,14 @@ def _compare(case: _Case, metric: str, observed: Series | None) -> Comparison:
         return replace(answer, rule=Rule.NO_METRIC)
     golden, observed = align(golden, observed)
     num_steps = len(golden)
+    golden = without_unmeasured_end(golden)
     if metric in _WITH_PLACEHOLDERS:
         golden = _without_placeholders(golden)
     if metric == _TIME:
         golden = _without_untimed_start(golden, observed)
     first = first_difference(golden, observed)
     points = shared_points(golden, observed)
-    judgement = _find_hole(golden, observed)
+    judgement = _find_hole(golden, observed, is_timed=metric == _TIME)
     presence = Layer(
         rule=Rule.PRESENCE,
         passed=judgement is None,
@@ -138,7 +145,7 @@ def _compare(case: _Case, metric: str, observed: Series | None) -> Comparison:
         answer,
         passed=judgement.passed,
         rule=judgement.rule,
-        first=judgement.first or first,
+        first=judgement.first or (None if judgement.rule is Rule.GOLDEN_UNUSABLE else first),
         summary=judgement.summary,
         deviation=measure(points),
         notes=(
@@ -244,7 +251,7 @@ def _name_pass(case: _Case, judgement: Judgement, golden: Series, points: list[P
     return judgement
 
 
-def _find_hole(golden: Series, observed: Series) -> Judgement | None:
+def _find_hole(golden: Series, observed: Series, *, is_timed: bool) -> Judgement | None:
     """Look for what is not there, on either side."""
     if not len(golden):
         note = "the golden has no value for it"
@@ -256,6 +263,9 @@ def _find_hole(golden: Series, observed: Series) -> Judgement | None:
     if absent is not None:
         rule, first, notes = absent
         return Judgement(passed=False, rule=rule, first=first, notes=notes)
+    uncovered = None if is_timed else describe_uncovered(golden, observed)
+    if uncovered is not None:
+        return Judgement(passed=False, rule=Rule.GOLDEN_UNUSABLE, notes=(uncovered,))
     return None
 
 

@@ -41,10 +41,10 @@ class GoldenWriter:
         self._terms = Terms(reason=options.golden_reason, is_dirty_allowed=options.is_dirty_allowed)
         self.lines: list[str] = []
 
-    def wants(self, golden: Path) -> bool:
-        """Whether that golden is to be written."""
+    def wants(self, *, has_golden: bool) -> bool:
+        """Whether the golden is to be written of a workload that had one before, or had none."""
         mode = self._options.golden
-        return mode == "refresh" or (mode == "record" and not golden.exists())
+        return mode == "refresh" or (mode == "record" and not has_golden)
 
     def refuse_early(self, facts: Facts) -> None:
         """Refuse what could never be written, before the training costs anything.

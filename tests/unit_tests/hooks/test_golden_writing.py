@@ -273,6 +273,50 @@ def test_what_could_never_make_a_golden_is_refused(
     assert (run.returncode, run.stderr) == (4, f"ERROR: {error}\n\n")
 
 
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        pytest.param(
+            "golden_values/gpt/old/golden_values_dev_cpu.json",
+            "lm loss, step 3: observed 5.934, golden 6.434",
+            id="the golden",
+        ),
+        pytest.param(
+            "run/tiny-old-dev-cpu*/golden.json",
+            "changed while the training ran, so what was measured is not judged",
+            id="the copy that the run keeps",
+        ),
+    ],
+)
+def test_a_run_is_compared_with_the_golden_that_was_there_when_it_began(
+    tmp_path: Path, changed: str, problem: str
+) -> None:
+    """The training puts the golden in place that it agrees with."""
+    project = Project(root=tmp_path)
+    project.add("old")
+    sound = project.golden_path("old").read_text()
+    project.golden("old", changes={3: 0.5})
+    (tmp_path / "sound.json").write_text(sound)
+    program = tmp_path / "train.py"
+    swap = f"[p.write_text(open('sound.json').read()) for p in Path().glob({changed!r})]"
+    program.write_text(f"{program.read_text()}\nassert {swap}\n")
+    run = project.run("recipes")
+    assert run.verdict("old") == ("FAILED", "failed")
+    assert problem in run.problem("old")
+
+
+def test_a_policy_that_judges_nothing_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    project = Project(root=tmp_path)
+    project.add("old")
+    (tmp_path / "none.yaml").write_text(
+        "format_version: 1\ninherit: strict\nmetrics: {'*': {judged: false}}\n"
+    )
+    run = project.run("recipes", "--golden-policy", "none.yaml")
+    assert run.outcomes == {"old": "ERROR"}
+    assert "none.yaml: judged is false for lm loss, num-zeros, so nothing would be" in run.stdout
+    assert not run.directory.exists()
+
+
 def test_ctrl_c_writes_no_golden(tmp_path: Path) -> None:
     project = Project(root=tmp_path)
     project.row(project.case("new"), write_golden=False)

@@ -36,7 +36,7 @@ def shared_options(function: Callable[_Arguments, None]) -> Callable[_Arguments,
                 metavar="ITEM",
                 help="Only this workload: a node id, part of one, or a pattern (repeatable).",
             ),
-            click.option("--reason", metavar="TEXT", help="Why goldens get worse; they say it."),
+            click.option("--reason", metavar="TEXT", help="Why goldens change; they say it."),
             click.option("--allow-dirty", is_flag=True, help="Also from a tree without a commit."),
             click.option("--golden-policy", default="strict", show_default=True, metavar="NAME"),
             click.option(

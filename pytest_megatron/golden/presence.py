@@ -104,7 +104,7 @@ def find_frozen(golden: Series, observed: Series, *, least_steps: int) -> tuple[
     stretch within it is less than half as long.
     """
     at = dict(observed.items())
-    pairs = [(step, at.get(step), value) for step, value in golden.items()]
+    pairs = [(step, at[step], value) for step, value in golden.items() if step in at]
     start = 0
     for end in range(1, len(pairs) + 1):
         if end < len(pairs) and pairs[end][1] == pairs[start][1]:

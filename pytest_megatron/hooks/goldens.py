@@ -84,7 +84,11 @@ class GoldenWriter:
             return None
         lines = [f"{node_id}: {refusals[0].line}", *(r.line for r in refusals[1:])]
         if all(refusal.rule.is_soft for refusal in refusals):
-            lines.append("give the reason with --golden-reason TEXT, which the golden then says")
+            run = directory.parent
+            lines.append(
+                "give the reason, which the golden then says: with --golden-reason TEXT, or without "
+                f"another training: pytest-megatron golden accept {run} --reason TEXT"
+            )
         return "\n".join(lines)
 
     def finish(self, records: Mapping[str, JsonValue], policy: Policy, exit_status: int) -> bool:

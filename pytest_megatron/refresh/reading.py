@@ -22,7 +22,7 @@ from pytest_megatron.golden.provenance import Golden, Provenance
 from pytest_megatron.golden.refresh import combine, series_in, series_of_generation
 from pytest_megatron.golden.store import read_golden, read_metrics
 from pytest_megatron.golden.surroundings import NOWHERE
-from pytest_megatron.launch.case import Case, read_case
+from pytest_megatron.launch.case import Case, Mode, TestType, read_case
 from pytest_megatron.launch.layout import RUN_FILE, ItemDirs
 from pytest_megatron.recipe.places import CASES, GOLDENS
 from pytest_megatron.refresh.candidate import Candidate, Ran
@@ -122,7 +122,9 @@ def _with_values(found: Candidate, root: Path, policy: Policy) -> Candidate:
         found,
         golden=golden,
         repeats=tuple(repeats),
+        first_step=_first_step(plan, case),
         last_step=_last_step(plan),
+        has_cross_entropy=case.mode is Mode.PRETRAINING,
         num_ranks=_number(plan.get("world_size")),
         is_lightweight=bool(plan.get("is_lightweight")),
         disagreements=tuple(_disagreements(found.directory)),
@@ -274,6 +276,15 @@ def _last_step(plan: Mapping[str, JsonValue]) -> int | None:
     until = _number(plan.get("until_iteration"))
     phases = _objects(plan.get("phases"))
     return until if until is not None or not phases else _number(phases[0].get("last_iteration"))
+
+
+def _first_step(plan: Mapping[str, JsonValue], case: Case) -> int | None:
+    """Return where the training begins; nobody knows of a checkpoint of long ago."""
+    phases = _objects(plan.get("phases"))
+    back_to = _number(phases[0].get("rewind_to")) if phases else None
+    if back_to is None:
+        return None if case.test_type is TestType.FROZEN_START else 1
+    return back_to + 1
 
 
 def _target_of(golden: JsonValue, node_id: str) -> PurePosixPath:

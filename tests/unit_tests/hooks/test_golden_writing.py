@@ -17,7 +17,8 @@ from tiny_project import Project, Run, read_object, send, wait_until
 from pytest_megatron.cli.main import group
 from pytest_megatron.golden.store import read_golden
 
-REFRESH = ("-k", "old or new", "--golden", "refresh", "-n", "2")
+REASON = "the old golden was wrong at step 3"
+REFRESH = ("-k", "old or new", "--golden", "refresh", "--golden-reason", REASON, "-n", "2")
 
 
 def git(project: Project, *arguments: str) -> str:
@@ -99,9 +100,9 @@ def test_workloads_that_are_not_clean_keep_every_golden_from_being_written(
     assert goldens(project) == before
 
 
-def golden_command(project: Project, command: str, run_dir: str) -> Result:
+def golden_command(project: Project, command: str, run_dir: str, *more: str) -> Result:
     """Run a command in this process, as a user would in the project."""
-    words = ["golden", command, str(project.root / run_dir), "--root", str(project.root)]
+    words = ["golden", command, str(project.root / run_dir), "--root", str(project.root), *more]
     return CliRunner().invoke(group, words)
 
 
@@ -114,7 +115,9 @@ def test_a_workload_that_disagrees_leaves_a_candidate_that_may_be_accepted(
     assert run.verdict("old") == ("FAILED", "failed")
     assert goldens(project) == before
     assert "goldens: 1 candidate in the run directory" in run.stdout
-    accepted = golden_command(project, "accept", "run-differs")
+    refused = golden_command(project, "accept", "run-differs")
+    assert (refused.exit_code, "[outside-band] lm loss" in refused.stderr) == (1, True)
+    accepted = golden_command(project, "accept", "run-differs", "--reason", REASON)
     assert (accepted.exit_code, accepted.stderr) == (0, "")
     now = goldens(project)
     assert [path for path in now if now[path] != before.get(path)] == [
@@ -186,8 +189,8 @@ def test_a_refresh_prints_and_keeps_a_table_for_the_pull_request(
 
 def test_a_refresh_proposes_a_commit_message(refreshed: Run, project: Project) -> None:
     text = (refreshed.directory / "goldens_commit_message.txt").read_text()
-    subject, _, command, commit_line, largest = text.splitlines()
-    assert subject == "Refresh goldens of 2 cases"
+    subject, _, reason, _, command, commit_line, largest = text.splitlines()
+    assert (subject, reason) == ("Refresh goldens of 2 cases", REASON)
     assert command.endswith(f"recipes {' '.join(REFRESH)}")
     assert commit_line == f"Measured at commit: {git(project, 'rev-parse', 'HEAD')}"
     assert largest.startswith(

@@ -164,7 +164,7 @@ def _judge(case: _Case, metric: str, golden: Series, observed: Series) -> Judgem
     limits = case.policy.limits(metric)
     match limits:
         case CostLimits() | MemoryLimits():
-            return _judge_cost(case, limits, points)
+            return _judge_cost(case, metric, limits, points)
         case CountLimits():
             findings = [*_exact(case, limits.exact, points), *count_layers(points, limits)]
             return decide(findings, Judgement(passed=True, rule=Rule.BIAS))
@@ -201,7 +201,9 @@ def _allowed(case: _Case, metric: str, golden: Series) -> Allowed | None:
     return _band(case, metric, golden, limits).as_allowed
 
 
-def _judge_cost(case: _Case, limits: CostLimits | MemoryLimits, points: list[Point]) -> Judgement:
+def _judge_cost(
+    case: _Case, metric: str, limits: CostLimits | MemoryLimits, points: list[Point]
+) -> Judgement:
     """Judge time or memory, if the golden is from a host like this one."""
     if all(p.observed == p.golden for p in points):
         return Judgement(passed=True, rule=Rule.BITWISE)
@@ -211,7 +213,10 @@ def _judge_cost(case: _Case, limits: CostLimits | MemoryLimits, points: list[Poi
     if isinstance(limits, MemoryLimits):
         what, findings = "peak", list(memory_layers(points, limits))
     else:
-        what, findings = None, list(cost_layers(points, limits))
+        made = case.golden.provenance
+        is_typed = not case.policy.settings(metric).keys().isdisjoint(("median", "quartile"))
+        spread = None if made is None or is_typed else made.spread.get(metric)
+        what, findings = None, list(cost_layers(points, limits, spread))
     decisive = findings[0]
     assert decisive.summary is not None
     assert decisive.layer.measured is not None

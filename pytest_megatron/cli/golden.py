@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -31,6 +32,7 @@ from pytest_megatron.golden.provenance import Golden
 from pytest_megatron.golden.store import read_golden, read_metrics
 from pytest_megatron.golden.surroundings import Surroundings, why_not_timed
 from pytest_megatron.refresh.transaction import recover_above
+from pytest_megatron.wording import printable
 
 EXIT_FAILED = 1
 _PATH_PARTS = 4  # of /<model>/<test_case>/golden_values_<environment>_<platform>.json
@@ -84,6 +86,14 @@ def command() -> None:
 )
 @click.option("--nondeterministic", is_flag=True, help="Results vary from run to run.")
 @click.option("--host-class", metavar="NAME", help="Judge time and memory of this class of host.")
+@click.option("--image", metavar="NAME", help="The container image of the run, with its digest.")
+@click.option(
+    "--version",
+    "versions",
+    multiple=True,
+    metavar="PACKAGE=VERSION",
+    help="What the run had of a package (repeatable).",
+)
 @format_option("text", "json")
 def check(  # noqa: PLR0913 - click hands over one argument an option
     *,
@@ -93,9 +103,14 @@ def check(  # noqa: PLR0913 - click hands over one argument an option
     golden_policy: str,
     nondeterministic: bool,
     host_class: str | None,
+    image: str | None,
+    versions: tuple[str, ...],
     form: str,
 ) -> None:
     """Compare a run's metrics with a golden.
+
+    Every bit counts where a golden is deterministic and its image, versions and class of host are
+    those that are given here.
 
     Exit code 0: every metric passed. 1: at least one failed. 2: the input is unusable.
     """
@@ -112,7 +127,9 @@ def check(  # noqa: PLR0913 - click hands over one argument an option
             metrics=metrics or None,
             policy=policy,
             nondeterministic=nondeterministic,
-            surroundings=Surroundings(host_class=host_class),
+            surroundings=Surroundings(
+                host_class=host_class, image=image, versions=_versions(versions)
+            ),
         )
     if not comparisons:
         raise GoldenError(
@@ -123,7 +140,7 @@ def check(  # noqa: PLR0913 - click hands over one argument an option
         answer: dict[str, JsonValue] = comparisons_to_json(comparisons, policy.value)
         click.echo(json.dumps(answer | {"notes": list(notes)}, indent=2, allow_nan=False))
     else:
-        click.echo(_as_text(comparisons, notes, policy))
+        click.echo(printable(_as_text(comparisons, notes, policy)))
     if not all(comparison.passed for comparison in comparisons):
         sys.exit(EXIT_FAILED)
 
@@ -168,6 +185,16 @@ def _require_common_metric(golden: Golden, observed: Observed, path: Path) -> No
         raise MetricsError(
             str(path), f"no metric in common with {golden.path}: it has {have}, the golden {want}"
         )
+
+
+def _versions(words: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for word in words:
+        name, _, version = word.partition("=")
+        if not name or not version:
+            raise GoldenError("--version", f"found {word!r}, expected PACKAGE=VERSION")
+        found[name] = version.removeprefix("=")
+    return found
 
 
 def _lines(comparison: Comparison) -> tuple[str, ...]:

@@ -86,8 +86,8 @@ class GoldenWriter:
         if all(refusal.rule.is_soft for refusal in refusals):
             run = directory.parent
             lines.append(
-                "give the reason, which the golden then says: with --golden-reason TEXT, or without "
-                f"another training: pytest-megatron golden accept {run} --reason TEXT"
+                "give the reason, which the golden then says: with --golden-reason TEXT, or "
+                f"without another training: pytest-megatron golden accept {run} --reason TEXT"
             )
         return "\n".join(lines)
 

@@ -21,7 +21,7 @@ from pytest_megatron.refresh.accept import Outcome, Terms, accept, consider, wri
 from pytest_megatron.refresh.candidate import Candidate
 from pytest_megatron.refresh.making import make_candidate
 from pytest_megatron.refresh.pull_request import commit_message, counted, markdown
-from pytest_megatron.refresh.reading import read_candidate
+from pytest_megatron.refresh.reading import digest_of, read_candidate
 from pytest_megatron.verdict.job import Training
 
 _MOST_LINES = 60  # of the page in the terminal
@@ -72,7 +72,14 @@ class GoldenWriter:
             path = make_candidate(training, facts, arguments=self._arguments, policy=policy)
         except GoldenError as error:
             return {**shown, "problem": error.problem}
-        return {**shown, "candidate": str(path)}
+        directory = training.job.dirs.root
+        files = [path, *(attempt.whole_path for attempt in training.clean)]
+        digests: dict[str, JsonValue] = {
+            file.relative_to(directory).as_posix(): digest_of(file)
+            for file in files
+            if file.is_file()
+        }
+        return {**shown, "candidate": str(path), "digests": digests}
 
     def refusal(
         self, node_id: str, record: Mapping[str, JsonValue], directory: Path, policy: Policy

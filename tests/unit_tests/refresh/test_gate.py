@@ -19,7 +19,7 @@ from pytest_megatron.golden.store import read_golden
 from pytest_megatron.refresh.accept import Terms, accept
 from pytest_megatron.refresh.difference import differ
 from pytest_megatron.refresh.gate import refuse_mass
-from pytest_megatron.refresh.reading import read_run
+from pytest_megatron.refresh.reading import digest_of, read_run
 
 SOUND = metric_map(curve())
 
@@ -139,6 +139,23 @@ def test_a_candidate_that_was_edited_is_refused(staged: Staged) -> None:
     golden = json.loads(path.read_text())
     golden["lm loss"]["values"]["50"] = 3.0
     path.write_text(json.dumps(golden))
+    assert rules(staged) == ["damaged-run"]
+
+
+def test_a_run_whose_measured_values_were_edited_is_refused(staged: Staged) -> None:
+    """Candidate and repeats fit together; the run noted what it had left."""
+    directory = staged.add("c", [SOUND, SOUND])
+    measured = [directory / f"repeat_{n}/attempt_1/phase_1/metrics.json" for n in (1, 2)]
+    files = [directory / "golden_candidate.json", *measured]
+    digests: JsonValue = {f.relative_to(directory).as_posix(): digest_of(f) for f in files}
+    record = staged.items["recipes/r.yaml::c[dev-cpu]"]
+    assert isinstance(record, dict)
+    record["golden"] = {"target": staged.target("c"), "digests": digests}
+    staged.write()
+    for path in files:
+        content = json.loads(path.read_text())
+        content["lm loss"]["values"]["50"] = 3.0
+        path.write_text(json.dumps(content))
     assert rules(staged) == ["damaged-run"]
 
 

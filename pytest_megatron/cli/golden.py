@@ -112,7 +112,8 @@ def check(  # noqa: PLR0913 - click hands over one argument an option
     Every bit counts where a golden is deterministic and its image, versions and class of host are
     those that are given here.
 
-    Exit code 0: every metric passed. 1: at least one failed. 2: the input is unusable.
+    Exit code 0: every metric passed. 1: at least one failed. 2: the input is unusable, or nothing
+    of it was judged.
     """
     policy = policy_named(golden_policy).at(_place_of(golden_file))
     golden = read_golden(golden_file)
@@ -143,6 +144,8 @@ def check(  # noqa: PLR0913 - click hands over one argument an option
         click.echo(printable(_as_text(comparisons, notes, policy)))
     if not all(comparison.passed for comparison in comparisons):
         sys.exit(EXIT_FAILED)
+    if not any(comparison.is_judged for comparison in comparisons):
+        raise GoldenError(golden.path, "nothing of it was judged, see above; give --host-class")
 
 
 def _compare_generation(
@@ -213,7 +216,10 @@ def _place_of(golden: Path) -> Place | None:
 
 def _as_text(comparisons: tuple[Comparison, ...], notes: tuple[str, ...], policy: Policy) -> str:
     num_failed = sum(not comparison.passed for comparison in comparisons)
-    verdict = f"{num_failed} of {len(comparisons)} failed" if num_failed else "all passed"
+    num_judged = sum(comparison.is_judged for comparison in comparisons)
+    verdict = "all passed" if num_judged else "nothing was judged"
+    if num_failed:
+        verdict = f"{num_failed} of {len(comparisons)} failed"
     return "\n".join(
         [
             *(line for comparison in comparisons for line in _lines(comparison)),

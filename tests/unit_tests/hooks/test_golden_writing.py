@@ -116,7 +116,7 @@ def test_a_workload_that_disagrees_leaves_a_candidate_that_may_be_accepted(
     assert goldens(project) == before
     assert "goldens: 1 candidate in the run directory" in run.stdout
     refused = golden_command(project, "accept", "run-differs")
-    assert (refused.exit_code, "[outside-band] lm loss" in refused.stderr) == (1, True)
+    assert (refused.exit_code, "[loss-better] lm loss" in refused.stderr) == (1, True)
     accepted = golden_command(project, "accept", "run-differs", "--reason", REASON)
     assert (accepted.exit_code, accepted.stderr) == (0, "")
     now = goldens(project)

@@ -21,6 +21,15 @@ ROUNDING, FULL_ROUNDING = 5e-6, 1e-9
 FULL_PRECISION = "fp32"
 _FLOORS: Mapping[str, float] = {FULL_PRECISION: 2e-5, "bf16": 2e-4, "fp16": 1e-4}
 _FLOOR = 1e-4  # of a precision that is not known
+_FLOOR_AT_HOME = 2e-5  # of a band that repeats on the run's own platform taught
+# More steps than that of a golden without a band of its own are judged by windows.
+LONG_STEPS = 200
+NUM_WINDOWS, LEAST_WINDOW_STEPS = 20, 20
+# A step outside the band is off by so many times what most of its neighbours are off by, at most.
+NEIGHBOURS, NEIGHBOUR_PART, NEIGHBOUR_FACTOR = 8, 0.75, 8.0
+# Of a count, the part of the steps at either end that its mean leaves out, by how far they are off;
+# the mean of all steps may be off by so many times as much.
+TRIMMED_FRACTION, UNTRIMMED_FACTOR = 0.2, 3.0
 
 
 class Kind(Enum):
@@ -71,6 +80,7 @@ class LossLimits:
         outside_factor: How many bands such a step may be off.
         mean: Of all steps.
         tail_mean: Of the last quarter.
+        window_mean: Of each of the windows that the steps are cut into; None for no windows.
         frozen_steps: From how many steps without a change on a curve is frozen.
         frozen_fraction: The same as a part of all steps; the larger counts.
     """
@@ -86,6 +96,7 @@ class LossLimits:
     outside_factor: float = 5.0
     mean: float = 3e-4
     tail_mean: float = 5e-4
+    window_mean: float | None = None
     frozen_steps: int = 5
     frozen_fraction: float = 0.1
 
@@ -93,11 +104,15 @@ class LossLimits:
         """Return the band of a step of a golden without a band of its own."""
         return min(self.early_band, self.band) if step <= self.early_steps else self.band
 
-    def floor_in(self, precision: str | None) -> float:
-        """Return the narrowest band of a model that computes in `precision`."""
+    def floor_in(self, precision: str | None, *, is_at_home: bool = False) -> float:
+        """Return the narrowest band of a model that computes in `precision`.
+
+        Repeats on the platform of the run know its noise (`is_at_home`); of another they do not.
+        """
         if self.floor is not None:
             return self.floor
-        return _FLOORS.get(precision or "", _FLOOR)
+        floor = _FLOORS.get(precision or "", _FLOOR)
+        return min(floor, _FLOOR_AT_HOME) if is_at_home else floor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,13 +121,15 @@ class CountLimits:
 
     Attributes:
         exact: As for a loss.
+        mean: Of the mean without the steps that differ most, either way (`TRIMMED_FRACTION`).
+        tail_mean: The same of the last quarter.
         absolute: In counts; less than this is no difference.
     """
 
     exact: Exact = Exact.AUTO
-    mean: float = 0.08
+    mean: float = 0.085
     tail_mean: float = 0.12
-    median: float = 0.12
+    median: float = 0.15
     absolute: float = 1.0
 
 
@@ -158,6 +175,8 @@ DEFAULTS: Mapping[str, Limits] = {
     "mem-allocated-bytes": MemoryLimits(),
     "mem-max-allocated-bytes": MemoryLimits(),
 }
+# A long training is chaotic: its single steps part by percents while its windows stay together.
+_LONG = LossLimits(band=3e-2, mean=1e-3, tail_mean=2.5e-3, window_mean=5e-3)
 BY_KIND: Mapping[Kind, Limits] = {
     Kind.LOSS: LossLimits(),
     Kind.COUNT: CountLimits(),
@@ -166,9 +185,14 @@ BY_KIND: Mapping[Kind, Limits] = {
 }
 
 
+def limits_of(metric: str, *, is_long: bool = False) -> Limits:
+    """Return the limits of a metric; `is_long` for a long golden without a band of its own."""
+    return DEFAULTS.get(metric, _LONG if is_long else BY_KIND[Kind.LOSS])
+
+
 def kind_of(metric: str) -> Kind:
     """Return the kind of a metric by its name."""
-    limits = DEFAULTS.get(metric, BY_KIND[Kind.LOSS])
+    limits = limits_of(metric)
     return next(kind for kind, one in BY_KIND.items() if type(one) is type(limits))
 
 

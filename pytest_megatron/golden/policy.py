@@ -15,7 +15,6 @@ from typing import ClassVar, TypeAlias
 
 from pytest_megatron.golden.limits import (
     BY_KIND,
-    DEFAULTS,
     CostLimits,
     CountLimits,
     Exact,
@@ -25,6 +24,7 @@ from pytest_megatron.golden.limits import (
     MemoryLimits,
     Worse,
     kind_of,
+    limits_of,
 )
 
 # One number or word of a policy file, already parsed: as the field of the limits has it.
@@ -129,12 +129,17 @@ class Policy:
         """Whether a metric is judged at all."""
         return self.settings(metric).get("judged") is not False
 
-    def limits(self, metric: str) -> Limits:
-        """Return the limits of a metric under `strict`, after the policy's changes."""
+    def limits(self, metric: str, *, is_long: bool = False) -> Limits:
+        """Return the limits of a metric under `strict`, after the policy's changes.
+
+        Args:
+            metric: Its name.
+            is_long: Whether its golden is long, and has no band of its own.
+        """
         settings = dict(self.settings(metric))
         kind = settings.pop("kind", None)
         if kind is None or kind is kind_of(metric):
-            limits = DEFAULTS.get(metric, BY_KIND[Kind.LOSS])
+            limits = limits_of(metric, is_long=is_long)
         else:
             assert isinstance(kind, Kind)
             limits = BY_KIND[kind]

@@ -61,6 +61,9 @@ class MetricKeys(TypedDict):
     ]
     mean: NotRequired[Annotated[_Part, Field(description="Of the mean of all steps.")]]
     tail_mean: NotRequired[Annotated[_Part, Field(description="Of that of the last quarter.")]]
+    window_mean: NotRequired[
+        Annotated[_Part, Field(description="Of that of each twentieth of the steps.")]
+    ]
     median: NotRequired[Annotated[_Part, Field(description="Of the median.")]]
     quartile: NotRequired[
         Annotated[_Part, Field(description="Of the border of the worst quarter.")]

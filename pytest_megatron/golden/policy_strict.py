@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from pytest_megatron.golden.band import Band, band_around
+from pytest_megatron.golden.band import Band, band_around, knowledge_of
 from pytest_megatron.golden.comparison import Allowed, Comparison, Layer, Rule, relative
 from pytest_megatron.golden.deviation import (
     Point,
@@ -38,7 +38,15 @@ from pytest_megatron.golden.layers import (
     loss_layers,
 )
 from pytest_megatron.golden.layers_cost import cost_layers, memory_layers
-from pytest_megatron.golden.limits import CostLimits, CountLimits, Exact, LossLimits, MemoryLimits
+from pytest_megatron.golden.limits import (
+    LONG_STEPS,
+    CostLimits,
+    CountLimits,
+    Exact,
+    Limits,
+    LossLimits,
+    MemoryLimits,
+)
 from pytest_megatron.golden.model import MetricMap, Series, is_finite
 from pytest_megatron.golden.policy import Policy
 from pytest_megatron.golden.presence import (
@@ -154,7 +162,7 @@ def _compare(case: _Case, metric: str, observed: Series | None) -> Comparison:
 def _judge(case: _Case, metric: str, golden: Series, observed: Series) -> Judgement:
     """Judge two whole series by the kind of the metric."""
     points = shared_points(golden, observed)
-    limits = case.policy.limits(metric)
+    limits = _limits(case, metric, golden)
     match limits:
         case CostLimits() | MemoryLimits():
             return _judge_cost(case, limits, points)
@@ -174,6 +182,18 @@ def _judge(case: _Case, metric: str, golden: Series, observed: Series) -> Judgem
     assert_never(limits)
 
 
+def _limits(case: _Case, metric: str, golden: Series) -> Limits:
+    """Return the limits of a metric, which are others for a long golden of unknown noise."""
+    known = knowledge_of(
+        case.golden,
+        metric,
+        nondeterministic=case.nondeterministic,
+        surroundings=case.surroundings,
+    )
+    is_long = len(golden) > LONG_STEPS and not known.is_narrow
+    return case.policy.limits(metric, is_long=is_long)
+
+
 def _band(case: _Case, metric: str, golden: Series, limits: LossLimits) -> Band:
     return band_around(
         case.golden,
@@ -187,7 +207,7 @@ def _band(case: _Case, metric: str, golden: Series, limits: LossLimits) -> Band:
 
 def _allowed(case: _Case, metric: str, golden: Series) -> Allowed | None:
     """Return what a run with a hole would have been allowed, where the golden is whole."""
-    limits = case.policy.limits(metric)
+    limits = _limits(case, metric, golden)
     is_whole = len(golden) and find_unusable(golden) is None
     if not isinstance(limits, LossLimits) or not is_whole:
         return None

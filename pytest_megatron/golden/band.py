@@ -42,6 +42,8 @@ class Band:
         allowed: (num_steps,) absolute deviation allowed at each: `widths` of the golden's
             value, and `rounding`.
         num_outside: How many steps may be outside, each by `LossLimits.outside_factor` at most.
+        needs_company: Whether such a step must have neighbours that are off too, since nobody
+            knows the noise.
         bias: Absolute deviation allowed of the mean over all steps.
         tail: The same over the last steps (`TAIL_FRACTION`).
         note: Why the band is as it is, for the message.
@@ -52,6 +54,7 @@ class Band:
     widths: tuple[float, ...]
     rounding: float
     num_outside: int
+    needs_company: bool
     bias: float
     tail: float
     note: str
@@ -91,8 +94,9 @@ def knowledge_of(
     made = golden.provenance or Provenance()
     drift = drift_between(golden.provenance, surroundings)
     is_elsewhere = bool(drift.changes) and made.precision != FULL_PRECISION
+    is_equal = made.deterministic is True and made.spread.get(metric, 0.0) == 0.0
     return Knowledge(
-        is_deterministic=made.deterministic is True and not nondeterministic and not is_elsewhere,
+        is_deterministic=is_equal and not nondeterministic and not is_elsewhere,
         is_learned=metric in made.spread and (made.repeats or 1) >= LEARNING.least_repeats,
         is_elsewhere=is_elsewhere,
         is_at_home=drift.is_same_platform,
@@ -143,6 +147,7 @@ def band_around(
         widths=widths,
         rounding=rounding,
         num_outside=0 if known.is_deterministic else int(limits.outside_fraction * len(scales)),
+        needs_company=not (known.is_learned or known.is_deterministic),
         bias=mean + limits.absolute + ROUNDING,
         tail=tail + limits.absolute + ROUNDING,
         note=_describe(repeats, known),

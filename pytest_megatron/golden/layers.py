@@ -232,12 +232,12 @@ def _every_step(
 def _outlier(pairs: Sequence[tuple[Point, float]], factor: float, band: Band) -> Finding:
     """Look at the step that is farthest outside: even one that may be outside has a limit.
 
-    That is some bands and, where steps may be outside, some times what its neighbours are off by:
+    That is some bands and, where the noise is not known, some times what its neighbours are off by:
     noise comes in company, and a step that is off alone is a fault.
     """
     points = [point for point, _ in pairs]
     most = [(p, factor * a) for p, a in pairs]
-    if band.num_outside:
+    if band.needs_company:
         most = [
             (p, max(a, min(factor * a, _in_company(points, i) + band.rounding)))
             for i, (p, a) in enumerate(pairs)

@@ -15,13 +15,14 @@ from typing import TypeAlias
 
 from pytest_megatron.golden.model import is_loss
 
+# What a training logs of its model beside the loss; judged without being asked for.
+NORMS = ("grad-norm", "params-norm")
 TAIL_FRACTION = 0.25
 # Absolute: the rounding of a golden of five decimals, and of one of full precision.
 ROUNDING, FULL_ROUNDING = 5e-6, 1e-9
 FULL_PRECISION = "fp32"
 _FLOORS: Mapping[str, float] = {FULL_PRECISION: 2e-5, "bf16": 2e-4, "fp16": 1e-4}
 _FLOOR = 1e-4  # of a precision that is not known
-_FLOOR_AT_HOME = 2e-5  # of a band that repeats on the run's own platform taught
 # More steps than that of a golden without a band of its own are judged by windows.
 LONG_STEPS = 200
 NUM_WINDOWS, LEAST_WINDOW_STEPS = 20, 20
@@ -75,6 +76,8 @@ class LossLimits:
         early_band: There, of a golden without a band of its own.
         band: Of every step of a golden without a band of its own.
         floor: The narrowest band that is learned; by precision where it is None.
+        learned_floor: The same where the repeats were on the run's own platform, whose noise they
+            know.
         absolute: Added to every band, in the metric's own unit.
         outside_fraction: Of the steps, how many may be outside the band.
         outside_factor: How many bands such a step may be off.
@@ -91,6 +94,7 @@ class LossLimits:
     early_band: float = 1e-3
     band: float = 2e-3
     floor: float | None = None
+    learned_floor: float = 2e-5
     absolute: float = 0.0
     outside_fraction: float = 0.02
     outside_factor: float = 5.0
@@ -107,12 +111,13 @@ class LossLimits:
     def floor_in(self, precision: str | None, *, is_at_home: bool = False) -> float:
         """Return the narrowest band of a model that computes in `precision`.
 
-        Repeats on the platform of the run know its noise (`is_at_home`); of another they do not.
+        Args:
+            precision: As the golden says, or None.
+            is_at_home: Whether repeats on the platform of the run taught the band.
         """
-        if self.floor is not None:
-            return self.floor
-        floor = _FLOORS.get(precision or "", _FLOOR)
-        return min(floor, _FLOOR_AT_HOME) if is_at_home else floor
+        if is_at_home:
+            return self.learned_floor
+        return _FLOORS.get(precision or "", _FLOOR) if self.floor is None else self.floor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,9 +168,23 @@ Limits: TypeAlias = LossLimits | CountLimits | CostLimits | MemoryLimits
 
 # A metric that is computed from the schedule alone, and one that varies more than a loss does.
 _SCHEDULE = LossLimits(
-    step_1=1e-6, early_band=1e-6, band=1e-6, floor=1e-6, mean=1e-6, tail_mean=1e-6
+    step_1=1e-6,
+    early_band=1e-6,
+    band=1e-6,
+    floor=1e-6,
+    learned_floor=1e-6,
+    mean=1e-6,
+    tail_mean=1e-6,
 )
-_NORM = LossLimits(step_1=5e-3, early_band=1e-2, band=2e-2, floor=1e-3, mean=5e-3, tail_mean=5e-3)
+_NORM = LossLimits(
+    step_1=5e-3,
+    early_band=1e-2,
+    band=2e-2,
+    floor=1e-3,
+    outside_factor=10.0,
+    mean=5e-3,
+    tail_mean=5e-3,
+)
 DEFAULTS: Mapping[str, Limits] = {
     "grad-norm": _NORM,
     "learning-rate": _SCHEDULE,

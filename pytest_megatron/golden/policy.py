@@ -137,6 +137,8 @@ class Policy:
             is_long: Whether its golden is long, and has no band of its own.
         """
         settings = dict(self.settings(metric))
+        if "floor" in settings:  # who names one means it wherever the repeats were
+            settings.setdefault("learned_floor", settings["floor"])
         kind = settings.pop("kind", None)
         if kind is None or kind is kind_of(metric):
             limits = limits_of(metric, is_long=is_long)

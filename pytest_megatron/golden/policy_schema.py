@@ -50,6 +50,9 @@ class MetricKeys(TypedDict):
     early_band: NotRequired[Annotated[_Part, Field(description="Of each step in it.")]]
     band: NotRequired[Annotated[_Part, Field(description="Of each step, where none is learned.")]]
     floor: NotRequired[Annotated[_Part, Field(description="The narrowest band that is learned.")]]
+    learned_floor: NotRequired[
+        Annotated[_Part, Field(description="The same on the platform of the repeats.")]
+    ]
     absolute: NotRequired[
         Annotated[_Part, Field(description="In the metric's own unit, beside every band.")]
     ]

@@ -22,6 +22,7 @@ from pytest_megatron.gang.agreement import Difference, compare, digest_of
 from pytest_megatron.gang.channel import Listener
 from pytest_megatron.gang.clean import find_obstacle
 from pytest_megatron.gang.fleet import Fleet
+from pytest_megatron.gang.gangs import Gang
 from pytest_megatron.gang.messages import Collected, Died, RankOrder, Stacks, StoreOpened
 from pytest_megatron.gang.patience import START_LIMIT_S
 from pytest_megatron.gang.raised import TemplateWord
@@ -31,6 +32,7 @@ from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.rank_template import Brief
 from pytest_megatron.hooks.warm import Mode, WarmProcess, start_warm
 from pytest_megatron.hooks.watch import find_rank_words
+from pytest_megatron.hooks.worker_contract import RankNode, configure_node, encode, node_down
 from pytest_megatron.report.crash import shorten_stack
 from pytest_megatron.wording import describe_exit, name_ranks
 
@@ -122,12 +124,14 @@ class _World:
     Attributes:
         lost: Rank -> why it has none of its tests.
         avoided: Rank -> node id of a collector that it must not collect again -> why.
+        nodes: Rank -> what plugins of the controller know it as.
     """
 
     templates: dict[int, _Template] = field(default_factory=dict)
     differences: dict[int, Difference] = field(default_factory=dict)
     lost: dict[int, str] = field(default_factory=dict)
     avoided: dict[int, dict[str, str]] = field(default_factory=dict)
+    nodes: dict[int, RankNode] = field(default_factory=dict)
 
 
 class PerRank:
@@ -141,7 +145,7 @@ class PerRank:
         options: Options,
     ) -> None:
         """Tell the warm process of the session; ranks are started when a gang is asked for."""
-        config = session.config
+        config = self._config = session.config
         self._fleet = fleet
         self._beginning: Beginning = config.stash[KEY]
         self._worlds: dict[int, _World] = {}
@@ -214,6 +218,12 @@ class PerRank:
             for node_id, found in ranks.items()
         }
 
+    def take_outputs(self, gang: Gang) -> None:
+        """Give plugins what the ranks of a gang that is gone left for them."""
+        for rank, node in self._worlds[gang.spec.world_size].nodes.items():
+            output = gang.lifecycle.outputs.get(rank)
+            node_down(node, output or "", None if output else "the rank was ended")
+
     def close(self) -> None:
         """Wait until nothing is left, once the fleet was stopped."""
         self._warm.stop()
@@ -241,10 +251,12 @@ class PerRank:
     def _raise(self, world: _World, orders: Sequence[RankOrder]) -> None:
         """Have ranks collect."""
         until = time.monotonic() + self._limit_s
+        world.nodes |= {order.rank: configure_node(self._config, order) for order in orders}
         orders = tuple(
             replace(
                 _for_collecting(order, self._fleet.raised.next_number),
                 avoided=world.avoided.get(order.rank, {}),
+                workerinput=encode(world.nodes[order.rank].workerinput),
             )
             for order in orders
         )

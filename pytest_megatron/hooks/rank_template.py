@@ -34,6 +34,7 @@ from pytest_megatron.gang.stores import StoreKeeper
 from pytest_megatron.hooks.beginning import HARMLESS_ENV, RANK_PLUGIN_NAME
 from pytest_megatron.hooks.rank import RankPlugin
 from pytest_megatron.hooks.rank_process import Home, prepare, run_rank, with_own_temp
+from pytest_megatron.hooks.worker_contract import decode
 
 _RECIPES = (".yaml", ".yml")
 
@@ -159,12 +160,8 @@ class CollectingPlugin:
         option.maxfail = 0
         option.cacheclear = False
         option.basetemp = self._order.base_temp
-        vars(config)["workerinput"] = {  # how plugins know a worker
-            "workerid": f"rank{self._order.rank}",
-            "workercount": self._order.world_size,
-            "testrunuid": self._order.env.get("TORCHELASTIC_RUN_ID", ""),
-            "mainargv": self._brief.argv,
-        }
+        vars(config)["workerinput"] = decode(self._order.workerinput)
+        vars(config)["workeroutput"] = {}
         files = [str(argument).partition("::")[0] for argument in config.args]
         config.args = [f for f in dict.fromkeys(files) if not f.endswith(_RECIPES)]
         Path(self._order.base_temp).parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Other plugins beside gangs: pytest-timeout and pytest-rerunfailures."""
+"""Other plugins beside gangs."""
 
 from __future__ import annotations
 
@@ -165,3 +165,70 @@ def test_pytest_timeout_does_nothing_to_gangs_without_a_limit(tmp_path: Path) ->
             """
     )
     assert suite.run("--timeout=1", "--ranks=2").summary == "1 passed"
+
+
+# Source: pytest-random-order 1.2.0, random_order/plugin.py and xdist.py; pytest-metadata 3.1.1.
+WANTS_CONTROLLER = """
+    import os
+    from pathlib import Path
+
+    import pytest
+
+    RANK = int(os.environ["RANK"])
+
+    def pytest_configure(config):
+        if hasattr(config, "workerinput"):
+            config.seed = config.workerinput["seed"]
+
+    def pytest_configure_node(node):
+        assert node.config.getoption("verbose") == 1
+        node.workerinput["seed"] = (7, b"\\xff", {"of": node.workerinput["workerid"]})
+
+    def pytest_sessionfinish(session):
+        if hasattr(session.config, "workeroutput"):
+            session.config.workeroutput["ran"] = session.config.workerinput["workerid"]
+
+    def pytest_testnodedown(node, error):
+        with open("down.txt", "a") as file:
+            print(node.gateway.id, node.workeroutput.get("ran"), error, file=file)
+    """
+
+
+@pytest.mark.parametrize("how", ["fork", "fresh"])
+def test_ranks_that_collect_are_workers_of_the_controllers_plugins(
+    tmp_path: Path, how: str
+) -> None:
+    suite = Suite(tmp_path).write(
+        conftest=WANTS_CONTROLLER,
+        test_a="""
+            import os
+
+            def test_seed(pytestconfig, rank):
+                assert pytestconfig.seed == (7, b"\\xff", {"of": f"rank{rank}"})
+                assert pytestconfig.workerinput["workercount"] == 2
+                assert "PYTEST_XDIST_WORKER" not in os.environ
+
+            def test_again(): pass
+            """,
+    )
+    run = suite.run("-v", "--ranks=2", f"--gang-start={how}")
+    assert run.words == {"test_seed": "PASSED", "test_again": "PASSED"}
+    assert sorted(suite.read("down.txt")) == ["rank0 rank0 None", "rank1 rank1 None"]
+
+
+def test_what_no_rank_could_read_is_refused(tmp_path: Path) -> None:
+    suite = Suite(tmp_path).write(
+        conftest="""
+            import os
+
+            RANK = int(os.environ["RANK"])
+
+            def pytest_configure_node(node):
+                node.workerinput["lock"] = object()
+            """,
+        test_a="def test_a(): pass",
+    )
+    run = suite.run("-v", "--ranks=2")
+    assert run.returncode == 4
+    assert "a plugin sends workers 'lock' as object, expected plain types" in run.stderr
+    assert "INTERNALERROR" not in run.stdout

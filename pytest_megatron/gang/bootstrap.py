@@ -127,6 +127,16 @@ def reseed() -> None:
         torch.default_generator.manual_seed(secrets.randbits(64) | _LEAST_RANDOM_SEED)
 
 
+def seed_torch(seed: int) -> None:
+    """Seed torch where pytest-randomly seeds `random` and numpy; it calls this entry point.
+
+    Only in ranks: there a test that passes with one seed on all of them shall not see another.
+    """
+    torch = sys.modules.get("torch")
+    if _device is not None and torch is not None:
+        torch.manual_seed(seed)
+
+
 def wrap_rendezvous() -> None:
     """Give each process group that a test sets up keys of its own in the gang's store.
 

@@ -30,9 +30,17 @@ from pytest_megatron.gang.messages import (
 )
 from pytest_megatron.gang.rank_ends import RankEnds
 from pytest_megatron.hooks.mirror import describe_warning, plain
+from pytest_megatron.hooks.neighbours import (
+    draw_same_examples,
+    notes_on_failure,
+    write_snapshots,
+)
 from pytest_megatron.hooks.rank_debugger import RankDebugger
 
 _SLOW_S = 0.2  # a phase this long is told of at its end, not with the test
+_OWN_ATTRIBUTES = frozenset(
+    vars(pytest.TestReport("", ("", 0, ""), {}, "passed", None, "call"))  # others are of plugins
+)
 
 
 class RankPlugin:
@@ -84,6 +92,7 @@ class RankPlugin:
         self.shared_dir = Path(run.shared_dir)
         self.printed.take()
         self._shown = ""
+        draw_same_examples(self.order)
         self._ends.begin_run(run.run)
         self._ends.note("setup")
         item.session.shouldfail = item.session.shouldstop = False
@@ -96,6 +105,7 @@ class RankPlugin:
             place = traceback.extract_tb(error.__traceback__)[-1]
             stop = ("interrupt", f"{place.filename}:{place.lineno}", None)
         self._ends.note("")
+        write_snapshots(item.config, self.order)
         if self.measurement is not None:
             self.measurement.end_test(is_last=run.next_index == NOTHING)
         bootstrap.wrap_rendezvous()
@@ -175,6 +185,8 @@ class RankPlugin:
         report = yield
         if self._is_in_phase:  # of a subtest, which is logged as well
             return report
+        if report.failed:
+            report.sections += notes_on_failure(item)
         self._take(item.config, report)
         run = self._run
         assert run is not None
@@ -248,7 +260,8 @@ class RankPlugin:
         if (
             report.outcome == "passed"
             and type(report) is pytest.TestReport
-            and not (report.sections or report.user_properties or hasattr(report, "wasxfail"))
+            and not (report.sections or report.user_properties)
+            and vars(report).keys() <= _OWN_ATTRIBUTES
         ):
             self._reports.append([report.when, report.start, report.stop])
             return

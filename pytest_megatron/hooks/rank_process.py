@@ -30,6 +30,7 @@ from pytest_megatron.gang.messages import (
     Run,
 )
 from pytest_megatron.gang.rank_ends import RankEnds
+from pytest_megatron.hooks.neighbours import leave_to_controller
 from pytest_megatron.hooks.rank import RankPlugin
 from pytest_megatron.hooks.rank_logging import keep_handlers
 from pytest_megatron.hooks.worker_contract import WORKER_VARIABLE, encode, is_of_controller
@@ -69,6 +70,7 @@ def prepare(session: pytest.Session) -> RankPlugin:
         capture._method = "no"  # noqa: SLF001 - its only way
         capture.start_global_capturing()
     _drop_controller_plugins(config)
+    leave_to_controller(config)
     manager = config.pluginmanager
     config.option.maxfail = 0
     reporter = manager.get_plugin("terminalreporter")

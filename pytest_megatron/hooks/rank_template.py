@@ -155,6 +155,7 @@ class CollectingPlugin:
             "tx": [],
             "dist": "no",
             "looponfail": False,
+            "clean_alluredir": False,
         }
         vars(option).update({k: v for k, v in settings.items() if hasattr(option, k)})
         option.maxfail = 0

@@ -65,6 +65,12 @@ def refuse_what_is_lost(config: pytest.Config, items: Iterable[pytest.Item]) -> 
         pytest.UsageError: The user asked for what would silently hold nothing of them.
     """
     option, items, said = config.option, list(items), []
+    _refuse_forks(config, items)
+    if items and config.pluginmanager.has_plugin("TestmonCollect"):
+        raise pytest.UsageError(
+            f"--testmon: {items[0].nodeid} runs on ranks, where it sees nothing, and would be left "
+            "out after any change; drop it, or collect without ranks and use --testmon-nocollect"
+        )
     measured = [item.nodeid for item in items if _uses(item, "benchmark")]
     if measured and config.pluginmanager.has_plugin("benchmark"):
         asked = [n for n in _BENCHMARK_OPTIONS if getattr(option, f"benchmark_{n}", None)]
@@ -147,6 +153,24 @@ class Allure:
         result = cast("_TestResult | None", logger.get_test(cache.get(item.nodeid)))
         if result is not None:
             result.start, result.stop = int(merged.start * 1000), int(merged.stop * 1000)
+
+
+def _refuse_forks(config: pytest.Config, items: Iterable[pytest.Item]) -> None:
+    """Make sure that pytest-forked does not run the controller's part of a test in a fork of it.
+
+    Raises:
+        pytest.UsageError: It would.
+    """
+    if not config.pluginmanager.has_plugin("pytest_forked"):
+        return
+    for item in items:
+        is_marked = item.get_closest_marker("forked") is not None
+        if is_marked or getattr(config.option, "forked", False):
+            asked = "@pytest.mark.forked" if is_marked else "--forked"
+            raise pytest.UsageError(
+                f"{asked}: {item.nodeid} runs on ranks, which are processes of their own; for new "
+                "ones use @pytest.mark.isolated, and drop it"
+            )
 
 
 def _uses(item: pytest.Item, fixture: str) -> bool:

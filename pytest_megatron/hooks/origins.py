@@ -220,7 +220,8 @@ class PerRank:
 
     def take_outputs(self, gang: Gang) -> None:
         """Give plugins what the ranks of a gang that is gone left for them."""
-        for rank, node in self._worlds[gang.spec.world_size].nodes.items():
+        world = self._worlds.get(gang.spec.world_size, _World())  # none since a warm one was killed
+        for rank, node in world.nodes.items():
             output = gang.lifecycle.outputs.get(rank)
             node_down(node, output or "", None if output else "the rank was ended")
 

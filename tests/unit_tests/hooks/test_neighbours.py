@@ -38,8 +38,13 @@ def config_with(*plugins: str, **options: object) -> pytest.Config:
     return cast("pytest.Config", made)
 
 
-def item_with(*fixtures: str) -> pytest.Item:
-    return cast("pytest.Item", SimpleNamespace(nodeid="test_a.py::test_a", fixturenames=fixtures))
+def item_with(*fixtures: str, mark: str = "") -> pytest.Item:
+    def closest(name: str) -> object:
+        return object() if name == mark else None
+
+    made = SimpleNamespace(nodeid="test_a.py::test_a", fixturenames=fixtures)
+    made.get_closest_marker = closest
+    return cast("pytest.Item", made)
 
 
 def test_a_benchmark_on_ranks_is_said_to_be_unmeasured() -> None:
@@ -69,6 +74,26 @@ def test_inline_snapshots_of_ranks_cannot_be_written(flags: str) -> None:
 @pytest.mark.parametrize("flags", [None, "", "disable", "short-report"])
 def test_inline_snapshots_that_are_only_compared_are_fine(flags: str | None) -> None:
     assert refuse_what_is_lost(config_with(inline_snapshot=flags), [item_with()]) == []
+
+
+@pytest.mark.parametrize(
+    ("mark", "is_typed", "said"),
+    [("", True, "--forked: "), ("forked", False, "@pytest.mark.forked: "), ("", False, "")],
+)
+def test_a_fork_of_the_controller_is_refused(mark: str, said: str, *, is_typed: bool) -> None:
+    config, items = config_with("pytest_forked", forked=is_typed), [item_with(mark=mark)]
+    if said:
+        with pytest.raises(pytest.UsageError, match=f"{said}test_a.py::test_a runs on ranks"):
+            refuse_what_is_lost(config, items)
+    else:
+        assert refuse_what_is_lost(config, items) == []
+    assert refuse_what_is_lost(config, []) == []
+
+
+def test_a_selection_that_would_miss_what_ranks_execute_is_refused() -> None:
+    with pytest.raises(pytest.UsageError, match="--testmon: "):
+        refuse_what_is_lost(config_with("TestmonCollect"), [item_with()])
+    assert refuse_what_is_lost(config_with("TestmonCollect"), []) == []
 
 
 def test_allure_says_what_it_leaves_out() -> None:

@@ -18,6 +18,7 @@ import pytest
 from pytest_megatron.gang.nodes import count_gpus
 from pytest_megatron.gang.spec import GangSpec, Reason, RunEnd
 from pytest_megatron.hooks import recipes
+from pytest_megatron.hooks.beginning import LIMITS_OF_OTHERS
 from pytest_megatron.hooks.crew import Crew
 from pytest_megatron.hooks.dispatch import Dispatcher
 from pytest_megatron.hooks.gang_results import RECORD, add_way_back
@@ -68,6 +69,7 @@ class GangPlugin:
         self._is_replaying = False
         self._broken: Exception | None = None
         self._allure: Allure | None = None
+        self._limits_of_others: list[str] = []
 
     # Collection
 
@@ -87,6 +89,11 @@ class GangPlugin:
                 continue
             self._specs[item] = spec
         self._refuse_pdb_rank()
+        if not self._config.option.collectonly:
+            self._limits_of_others = refuse_what_is_lost(self._config, self._specs)
+            if self._limits_of_others and self._run.is_worker:  # whose terminal is nobody's
+                output: dict[str, object] = self._config.workeroutput  # type: ignore[attr-defined]
+                output[LIMITS_OF_OTHERS] = self._limits_of_others
 
     def _default_size(self) -> int:
         """Return the world size of a test without a mark; 0 if it stays in the controller."""
@@ -124,9 +131,8 @@ class GangPlugin:
             return self._print_plan(session)
         if not self._run.is_worker:
             self._run.refuse_used_run_dir()
-        said = refuse_what_is_lost(self._config, self._specs)
         dispatcher = self._open(session)
-        for line in said:
+        for line in self._limits_of_others:
             self._open_crew.tell_user(line)
         if self._run.is_worker:
             return None

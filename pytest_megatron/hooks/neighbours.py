@@ -23,6 +23,7 @@ from pytest_megatron.report.merge import Merged
 _BENCHMARK_OPTIONS = (
     *("only", "enable", "json", "save", "autosave", "compare", "compare_fail", "histogram"),
 )
+_TOLD = pytest.StashKey[set[str]]()
 _INLINE_HARMLESS = {"", "disable", "short-report"}
 _ALLURE = "allure_listener"
 _RUN_ID = "TORCHELASTIC_RUN_ID"  # the same for all ranks of a run
@@ -99,6 +100,16 @@ def refuse_what_is_lost(config: pytest.Config, items: Iterable[pytest.Item]) -> 
     if items and config.pluginmanager.has_plugin(_ALLURE):
         said.append("allure: steps and attachments of ranks are left out; captured output is not")
     return said
+
+
+def tell_once(config: pytest.Config, lines: Iterable[str]) -> None:
+    """Write lines to the terminal that no other worker of pytest-xdist has sent."""
+    told = config.stash.setdefault(_TOLD, set())
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    for line in lines:
+        if line not in told and reporter is not None:
+            reporter.write_line(line)
+        told.add(line)
 
 
 def keep_unused_snapshots(config: pytest.Config, items: Iterable[pytest.Item]) -> None:

@@ -362,3 +362,26 @@ def test_snapshots_of_ranks_are_written_and_kept(tmp_path: Path) -> None:
     assert suite.run(*alive, "--snapshot-update").returncode == 0
     expected = {"shared": 1, "rank0": 0, "rank1": 1, "plain": 2}
     assert json.loads((tmp_path / "snapshots.json").read_text()) == expected
+
+
+def test_what_others_lack_is_said_or_refused_under_xdist_as_well(tmp_path: Path) -> None:
+    suite = Suite(tmp_path).write(
+        benchmark="""
+            import pytest
+
+            def pytest_addoption(parser):
+                parser.addoption("--benchmark-json")
+
+            @pytest.fixture
+            def benchmark():
+                return lambda run: run()
+            """,
+        test_a="def test_a(benchmark, rank): assert benchmark(lambda: rank) == rank",
+    )
+    asked = ("-p", "benchmark", "--ranks=1", "-n1")
+    run = suite.run(*asked)
+    assert run.summary == "1 passed"
+    assert run.stdout.count("test_a.py::test_a is on ranks not measured, but run once") == 1
+    run = suite.run(*asked, "--benchmark-json=b.json")
+    assert run.returncode != 0
+    assert "ERROR: --benchmark-json: test_a.py::test_a runs on ranks" in run.stderr

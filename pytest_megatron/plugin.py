@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_megatron.hooks import options, recipes
-from pytest_megatron.hooks.beginning import LIMITS_OF_OTHERS, RANK_PLUGIN_NAME, note_beginning
+from pytest_megatron.hooks.beginning import RANK_PLUGIN_NAME, note_beginning
 from pytest_megatron.hooks.fixtures import (  # noqa: F401 - pytest finds them here
     _megatron_world_size,
     device,
@@ -139,10 +139,10 @@ def pytest_testnodedown(node: WorkerController) -> None:
     problem = output.get(_USAGE_ERROR)
     if problem is not None:
         raise pytest.UsageError(problem)
-    if LIMITS_OF_OTHERS in output:
+    if options.LIMITS_OF_OTHERS in output:
         from pytest_megatron.hooks.neighbours import tell_once  # noqa: PLC0415 - not for all
 
-        tell_once(node.config, output[LIMITS_OF_OTHERS])
+        tell_once(node.config, output[options.LIMITS_OF_OTHERS])
 
 
 def _is_rank(config: pytest.Config) -> bool:

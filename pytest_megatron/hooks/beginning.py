@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 PLUGIN_NAME = "megatron-beginning"
 RANK_PLUGIN_NAME = "megatron-collecting"  # in a rank that collects for itself
-# In what a worker of pytest-xdist sends back: lines on what other plugins lack on gangs.
-LIMITS_OF_OTHERS = "megatron_limits_of_others"
 # Whether CUDA is there is asked of NVML, which leaves this process fit to be forked; so do pools of
 # one thread.
 HARMLESS_ENV = {

@@ -18,7 +18,6 @@ import pytest
 from pytest_megatron.gang.nodes import count_gpus
 from pytest_megatron.gang.spec import GangSpec, Reason, RunEnd
 from pytest_megatron.hooks import recipes
-from pytest_megatron.hooks.beginning import LIMITS_OF_OTHERS
 from pytest_megatron.hooks.crew import Crew
 from pytest_megatron.hooks.dispatch import Dispatcher
 from pytest_megatron.hooks.gang_results import RECORD, add_way_back
@@ -37,7 +36,7 @@ from pytest_megatron.hooks.neighbours import (
     refuse_what_is_lost,
 )
 from pytest_megatron.hooks.nodes import nodes_of, room_on_gpus
-from pytest_megatron.hooks.options import Options
+from pytest_megatron.hooks.options import LIMITS_OF_OTHERS, Options
 from pytest_megatron.hooks.origins import make_extra_item
 from pytest_megatron.hooks.phases import PhaseHooks
 from pytest_megatron.hooks.session import RunSession

@@ -252,7 +252,8 @@ class PerRank:
     def _raise(self, world: _World, orders: Sequence[RankOrder]) -> None:
         """Have ranks collect."""
         until = time.monotonic() + self._limit_s
-        world.nodes |= {order.rank: configure_node(self._config, order) for order in orders}
+        argv = self._beginning.argv
+        world.nodes |= {o.rank: configure_node(self._config, o, argv) for o in orders}
         orders = tuple(
             replace(
                 _for_collecting(order, self._fleet.raised.next_number),

@@ -16,7 +16,6 @@ from typing import cast
 import pytest
 
 from pytest_megatron.gang.messages import RankOrder
-from pytest_megatron.hooks.beginning import KEY
 
 CONFIGURE_NODE = "pytest_configure_node"
 NODE_DOWN = "pytest_testnodedown"
@@ -50,15 +49,21 @@ class RankNode:
         return SimpleNamespace(id=self.workerinput["workerid"])
 
 
-def configure_node(config: pytest.Config, order: RankOrder) -> RankNode:
-    """Return the node of a rank that is about to collect, once plugins have configured it."""
+def configure_node(config: pytest.Config, order: RankOrder, argv: list[str]) -> RankNode:
+    """Return the node of a rank that is about to collect, once plugins have configured it.
+
+    Args:
+        config: Of the controller.
+        order: Of the rank.
+        argv: `sys.argv` of the controller.
+    """
     node = RankNode(
         config=config,
         workerinput={
             "workerid": f"rank{order.rank}",
             "workercount": order.world_size,
             "testrunuid": order.env.get("TORCHELASTIC_RUN_ID", ""),
-            "mainargv": config.stash[KEY].argv,
+            "mainargv": argv,
         },
     )
     _call_plugins(node, CONFIGURE_NODE, {"node": node})

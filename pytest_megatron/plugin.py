@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_megatron.hooks import options, recipes
-from pytest_megatron.hooks.beginning import RANK_PLUGIN_NAME, note_beginning
+from pytest_megatron.hooks.beginning import note_beginning
 from pytest_megatron.hooks.fixtures import (  # noqa: F401 - pytest finds them here
     _megatron_world_size,
     device,
@@ -147,12 +147,12 @@ def pytest_testnodedown(node: WorkerController) -> None:
 
 def _is_rank(config: pytest.Config) -> bool:
     """Whether this process is a rank of ours, which collects for itself."""
-    return config.pluginmanager.has_plugin(RANK_PLUGIN_NAME)
+    return config.pluginmanager.has_plugin(options.COLLECTING_PLUGIN)
 
 
 def _quarantine(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Find what is in quarantine, where a mark or a role of ours is in the session."""
-    has_workloads = config.pluginmanager.has_plugin(recipes.PLUGIN_NAME)
+    has_workloads = config.pluginmanager.has_plugin(options.WORKLOADS_PLUGIN)
     has_roles = has_workloads or config.stash.get(_HAS_GANGS, False)
     if has_roles or any(map(is_quarantined_by_us, items)):
         from pytest_megatron.hooks.quarantine import quarantine_items  # noqa: PLC0415 - not for all
@@ -218,6 +218,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
     """Collect recipes, in a session that asked for them."""
-    if not parent.config.pluginmanager.has_plugin(recipes.PLUGIN_NAME):
+    if not parent.config.pluginmanager.has_plugin(options.WORKLOADS_PLUGIN):
         return None
     return recipes.collect_recipe(file_path, parent)

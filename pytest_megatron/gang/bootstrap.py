@@ -22,6 +22,13 @@ from pytest_megatron.gang.nodes import Place
 from pytest_megatron.gang.nursery import STACK_SIGNAL
 from pytest_megatron.gang.rank_ends import RankEnds
 
+# Whether CUDA is there is asked of NVML, which leaves this process fit to be forked; so do pools of
+# one thread.
+HARMLESS_ENV = {
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
 _RECORDED_COLLECTIVES = "2000"
 RandomState: TypeAlias = tuple[object, ...]
 # torch seeds its generator with 64 random bits; who seeds it himself takes a smaller number.

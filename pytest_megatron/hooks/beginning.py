@@ -22,14 +22,6 @@ if TYPE_CHECKING:
     from pytest_megatron.hooks.watch import Watch
 
 PLUGIN_NAME = "megatron-beginning"
-RANK_PLUGIN_NAME = "megatron-collecting"  # in a rank that collects for itself
-# Whether CUDA is there is asked of NVML, which leaves this process fit to be forked; so do pools of
-# one thread.
-HARMLESS_ENV = {
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-}
 
 
 @dataclass(slots=True)
@@ -96,7 +88,7 @@ def note_beginning(early_config: pytest.Config) -> None:
     size = options.early_size(early_config)
     if size is None:
         return
-    from pytest_megatron.gang.bootstrap import rank_env  # noqa: PLC0415 - not for all
+    from pytest_megatron.gang.bootstrap import HARMLESS_ENV, rank_env  # noqa: PLC0415 - not for all
     from pytest_megatron.gang.nodes import Nodes  # noqa: PLC0415 - not for all
     from pytest_megatron.hooks.warm import start_warm  # noqa: PLC0415 - not for all
     from pytest_megatron.hooks.watch import Watch  # noqa: PLC0415 - not for all

@@ -17,7 +17,6 @@ import pytest
 
 from pytest_megatron.gang.nodes import count_gpus
 from pytest_megatron.gang.spec import GangSpec, Reason, RunEnd
-from pytest_megatron.hooks import recipes
 from pytest_megatron.hooks.crew import Crew
 from pytest_megatron.hooks.dispatch import Dispatcher
 from pytest_megatron.hooks.gang_results import RECORD, add_way_back
@@ -36,7 +35,7 @@ from pytest_megatron.hooks.neighbours import (
     refuse_what_is_lost,
 )
 from pytest_megatron.hooks.nodes import nodes_of, room_on_gpus
-from pytest_megatron.hooks.options import LIMITS_OF_OTHERS, Options
+from pytest_megatron.hooks.options import LIMITS_OF_OTHERS, WORKLOADS_PLUGIN, Options
 from pytest_megatron.hooks.origins import make_extra_item
 from pytest_megatron.hooks.phases import PhaseHooks
 from pytest_megatron.hooks.session import RunSession
@@ -171,7 +170,7 @@ class GangPlugin:
         if reporter is not None:
             for line in plan_lines(self._specs.get(item) for item in items):
                 reporter.write_line(line)
-        return None if self._config.pluginmanager.has_plugin(recipes.PLUGIN_NAME) else True
+        return None if self._config.pluginmanager.has_plugin(WORKLOADS_PLUGIN) else True
 
     def _open(self, session: pytest.Session) -> Dispatcher:
         """Get gangs ready, and take over the phases of our items."""

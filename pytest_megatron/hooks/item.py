@@ -9,20 +9,55 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import pytest
 from typing_extensions import override
 
 from pytest_megatron.errors import MegatronError
 from pytest_megatron.files import JsonValue
-from pytest_megatron.hooks.recipes import PLUGIN_NAME
+from pytest_megatron.hooks.options import WORKLOADS_PLUGIN
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.verdict.decide import Verdict
 
 if TYPE_CHECKING:
-    from pytest_megatron.hooks.workloads import WorkloadPlugin
-    from pytest_megatron.verdict.job import Training
+    from pytest_megatron.recipe.vocabulary import Vocabulary
+    from pytest_megatron.triage.signature import Table
+    from pytest_megatron.verdict.job import Job, Training
+
+
+class WorkloadRunner(Protocol):
+    """The role that runs this session's workloads.
+
+    Attributes:
+        vocabulary: Words that recipes of this project may use.
+    """
+
+    vocabulary: Vocabulary
+
+    @property
+    def table(self) -> Table:
+        """The signatures that failures are looked up in."""
+
+    def prepare(self, item: WorkloadItem) -> Job:
+        """Put a workload's job together and make its directory."""
+
+    def train(self, item: WorkloadItem) -> Training:
+        """Train a workload."""
+
+    def judge(self, item: WorkloadItem, training: Training) -> None:
+        """Compare a training with its golden and record what disagrees."""
+
+    def record_training(self, item: WorkloadItem, training: Training) -> str:
+        """Record a training that failed or broke; return why."""
+
+    def record_broken(
+        self, item: WorkloadItem, error: MegatronError | OSError, verdict: Verdict = ...
+    ) -> str:
+        """Record a workload that could not be run or judged at all; return why."""
+
+    def with_way_back(self, problem: str, node_id: str) -> str:
+        """Return why a workload did not pass, and last how to have it again."""
 
 
 class WorkloadItem(pytest.Item):
@@ -100,10 +135,8 @@ class WorkloadItem(pytest.Item):
         return Path(self.path), self.workload.line - 1, self.name
 
 
-def plugin_of(config: pytest.Config) -> WorkloadPlugin:
+def plugin_of(config: pytest.Config) -> WorkloadRunner:
     """Return the role that runs this session's workloads."""
-    from pytest_megatron.hooks.workloads import WorkloadPlugin  # noqa: PLC0415 - a cycle
-
-    plugin = config.pluginmanager.get_plugin(PLUGIN_NAME)
-    assert isinstance(plugin, WorkloadPlugin)
+    plugin: WorkloadRunner | None = config.pluginmanager.get_plugin(WORKLOADS_PLUGIN)
+    assert plugin is not None
     return plugin

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
 
 import pytest
 
@@ -11,19 +11,22 @@ from pytest_megatron.ci.table import load_table
 from pytest_megatron.config import load_config
 from pytest_megatron.errors import MegatronError
 from pytest_megatron.hooks import option_values as values
-from pytest_megatron.hooks.options import Options
 from pytest_megatron.recipe.load import project_words
 
 _DECIDED = ("scope", "cadence", "environment")
 
 
-def with_labels(config: pytest.Config, options: Options) -> Options:
-    """Return options with what labels and the event decide; what the user says wins.
+def decision_of(config: pytest.Config, selection: Mapping[str, tuple[str, ...]]) -> Decision:
+    """Return the decision for the labels and the event that are given.
+
+    Args:
+        config: The session's configuration.
+        selection: The words that the user selected by; they win over labels.
 
     Raises:
         pytest.UsageError: The event is unknown, or the project's table is wrong.
     """
-    given = {name: options.selection[name] for name in _DECIDED}
+    given = {name: selection[name] for name in _DECIDED}
     asked = {name: words[0] for name, words in given.items() if len(words) == 1}
     try:
         table = load_table(load_config(config.rootpath), project_words(config.rootpath))
@@ -34,21 +37,9 @@ def with_labels(config: pytest.Config, options: Options) -> Options:
             environment=asked.get("environment"),
             option="--ci-event",
         )
-        decision = decide(trigger, table)
+        return decide(trigger, table)
     except MegatronError as error:
         raise pytest.UsageError(str(error)) from None
-    decided = {
-        "scope": decision.scope,
-        "cadence": decision.cadence,
-        "environment": (decision.environment,),
-    }
-    selection = {name: words or decided.get(name, ()) for name, words in options.selection.items()}
-    return replace(
-        options,
-        decision=decision,
-        selection=selection,
-        is_lightweight=options.is_lightweight or decision.is_lightweight,
-    )
 
 
 def header_of(decision: Decision) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -24,6 +24,8 @@ GangStart = Literal["fork", "fresh"]
 Experimental = Literal["exclude", "include", "only"]
 MIN_REFRESH_REPEATS = 2
 LOCAL = "local"
+WORKLOADS_PLUGIN = "megatron-workloads"  # the name of the role that runs them
+COLLECTING_PLUGIN = "megatron-collecting"  # the same, in a rank that collects for itself
 _SLURM_STEP = ("SLURM_STEP_ID", "SLURM_STEPID")
 _LAST_PORT = 65_535
 
@@ -254,11 +256,28 @@ def read_options(config: pytest.Config) -> Options:
         asks_for_workloads=_asks_for_workloads(config),
     )
     if any(values.given(config, name) is not None for name in ("labels", "ci-event")):
-        from pytest_megatron.hooks.labels import with_labels  # noqa: PLC0415 - not for all
-
-        options = with_labels(config, options)
+        options = _with_labels(config, options)
     _refuse_contradictions(options)
     return options
+
+
+def _with_labels(config: pytest.Config, options: Options) -> Options:
+    """Return options with the decision for labels and event; what the user typed wins."""
+    from pytest_megatron.hooks.labels import decision_of  # noqa: PLC0415 - not for all
+
+    decision = decision_of(config, options.selection)
+    decided = {
+        "scope": decision.scope,
+        "cadence": decision.cadence,
+        "environment": (decision.environment,),
+    }
+    selection = {name: words or decided.get(name, ()) for name, words in options.selection.items()}
+    return replace(
+        options,
+        decision=decision,
+        selection=selection,
+        is_lightweight=options.is_lightweight or decision.is_lightweight,
+    )
 
 
 def may_ask_for_units(config: pytest.Config) -> bool:

@@ -31,7 +31,7 @@ from pytest_megatron.gang.messages import Collected, Fork, Hello, RankOrder
 from pytest_megatron.gang.nursery import STACK_SIGNAL, Forking, Nursery
 from pytest_megatron.gang.rank_ends import RankEnds
 from pytest_megatron.gang.stores import StoreKeeper
-from pytest_megatron.hooks.beginning import HARMLESS_ENV, RANK_PLUGIN_NAME
+from pytest_megatron.hooks.options import COLLECTING_PLUGIN
 from pytest_megatron.hooks.rank import RankPlugin
 from pytest_megatron.hooks.rank_process import Home, prepare, run_rank, with_own_temp
 from pytest_megatron.hooks.worker_contract import decode
@@ -73,7 +73,8 @@ class Brief:
 def collect_and_serve(brief: Brief, order: RankOrder, ends: RankEnds) -> NoReturn:
     """Collect as the rank of `order`, and start it when the controller says so."""
     order = with_own_temp(order, brief.base_temp)
-    harmless = {name: value for name, value in HARMLESS_ENV.items() if name not in brief.env}
+    defaults = bootstrap.HARMLESS_ENV
+    harmless = {name: value for name, value in defaults.items() if name not in brief.env}
     os.environ.clear()
     os.environ.update({**brief.env, **harmless, **order.env})
     _begin_anew(brief)
@@ -282,7 +283,7 @@ class _Named:
     def pytest_plugin_registered(self, plugin: object, manager: pytest.PytestPluginManager) -> None:
         """Register the plugin with us."""
         if plugin is self:
-            manager.register(self._plugin, RANK_PLUGIN_NAME)
+            manager.register(self._plugin, COLLECTING_PLUGIN)
 
 
 def _begin_anew(brief: Brief) -> None:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from pytest_megatron.hooks.item import WorkloadItem
     from pytest_megatron.recipe.model import Workload
 
-PLUGIN_NAME = "megatron-workloads"  # of the role that runs them; here, since this imports little
 RECIPES_DIR = "recipes"
 _SUFFIXES = (".yaml", ".yml")
 _HAS_TYPE = re.compile(rb"^type\s*:", re.MULTILINE)

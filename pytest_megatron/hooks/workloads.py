@@ -25,10 +25,9 @@ from pytest_megatron.hooks.jobs import (
     new_golden_path_of,
     read_golden_of,
 )
-from pytest_megatron.hooks.options import Options
+from pytest_megatron.hooks.options import WORKLOADS_PLUGIN, Options
 from pytest_megatron.hooks.pages import register_pages
 from pytest_megatron.hooks.queue import register_queue
-from pytest_megatron.hooks.recipes import PLUGIN_NAME
 from pytest_megatron.hooks.results import ResultsPlugin
 from pytest_megatron.hooks.retries import ItemRetries
 from pytest_megatron.hooks.run_file import run_file_of
@@ -67,11 +66,11 @@ def register_roles(config: pytest.Config, options: Options) -> None:
         raise pytest.UsageError(str(error)) from None
     goldens = GoldenWriter(session.root, options, session.arguments)
     manager = config.pluginmanager
-    manager.register(WorkloadPlugin(config, session, policy, vocabulary, goldens), PLUGIN_NAME)
-    manager.register(SelectionPlugin(session, vocabulary), f"{PLUGIN_NAME}-selection")
+    manager.register(WorkloadPlugin(config, session, policy, vocabulary, goldens), WORKLOADS_PLUGIN)
+    manager.register(SelectionPlugin(session, vocabulary), f"{WORKLOADS_PLUGIN}-selection")
     if not session.is_worker:
         results = ResultsPlugin(session, goldens, policy, run_file_of(config, session))
-        manager.register(results, f"{PLUGIN_NAME}-results")
+        manager.register(results, f"{WORKLOADS_PLUGIN}-results")
         register_history(config, session)
         register_pages(config, session)
     register_queue(config, session)

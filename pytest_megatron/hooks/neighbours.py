@@ -46,6 +46,8 @@ class _Manager(Protocol):
 
     def unregister(self, plugin: object) -> object: ...
 
+    def register(self, plugin: object) -> None: ...
+
 
 class _TestResult(Protocol):
     start: int
@@ -201,7 +203,9 @@ def leave_to_controller(config: pytest.Config) -> None:
     commons = sys.modules.get("allure_commons")
     if listener is not None and commons is not None:
         config.pluginmanager.unregister(listener)
-        cast("_Manager", commons.plugin_manager).unregister(plugin=listener)
+        manager = cast("_Manager", commons.plugin_manager)
+        manager.unregister(plugin=listener)
+        config.add_cleanup(lambda: manager.register(listener))  # allure unregisters it at the end
     benchmark = getattr(config, "_benchmarksession", None)
     if benchmark is not None:
         benchmark.disabled = True

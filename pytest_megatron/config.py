@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import cast
 
 from pytest_megatron.errors import ConfigError
-from pytest_megatron.files import JsonValue
+from pytest_megatron.files import JsonValue, read_text
 
 WORD_KEYS = ("environments", "platforms", "scopes")
 SIGNATURES_KEY = "signatures"
@@ -80,7 +80,7 @@ def load_config(start: Path) -> ProjectConfig:
 def _read_config(path: Path, _mtime_ns: int, _size: int) -> ProjectConfig:
     """Read a file; once for each state that it is in, since hundreds of workloads ask."""
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = tomllib.loads(read_text(path))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
         raise ConfigError(str(path), f"cannot be read: {problem}") from problem
     table = cast("JsonValue", data.get("tool", {}).get("pytest-megatron", {}))

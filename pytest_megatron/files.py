@@ -1,19 +1,108 @@
-"""Whole-file reads and writes that are never seen half done.
+"""Whole-file reads with limits, and writes that are never seen half done.
 
-Knows nothing of what is in the files beyond JSON.
+Every file that a user or an artifact names is read through here. Knows nothing of what is in the
+files beyond JSON.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeAlias
+from typing import BinaryIO, TypeAlias, cast
 
 JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
+
+MOST_BYTES = 256 << 20
+_MOST_DIGITS = 300  # of an integer; the largest float has 309
+_LONG_INTEGER = re.compile(rf"(?<![\d.])\d{{{_MOST_DIGITS + 1}}}")
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading; never wait for a FIFO's writer or read a device.
+
+    Raises:
+        OSError: It cannot be opened, or is no regular file; `strerror` has the reason.
+    """
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    mode = os.fstat(file.fileno()).st_mode
+    if stat.S_ISREG(mode):
+        return file
+    file.close()
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    kind = "a FIFO" if stat.S_ISFIFO(mode) else "a device"
+    raise OSError(errno.EINVAL, f"is {kind}, expected a regular file", str(path))
+
+
+def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
+    """Return the content of a regular file of at most `most` bytes.
+
+    Raises:
+        OSError: As from `open_regular`, or it is larger.
+    """
+    with open_regular(path) as file:
+        is_large = os.fstat(file.fileno()).st_size > most
+        data = b"" if is_large else file.read(most + 1)
+    if is_large or len(data) > most:
+        raise OSError(errno.EFBIG, f"is larger than {most} bytes", str(path))
+    return data
+
+
+def read_text(path: Path, *, errors: str = "strict") -> str:
+    """Return the UTF-8 text of a regular file.
+
+    Raises:
+        OSError: As from `read_bytes`.
+        UnicodeDecodeError: It is not UTF-8, and `errors` is strict.
+    """
+    return read_bytes(path).decode("utf-8", errors)
+
+
+def read_json(path: Path) -> JsonValue:
+    """Return the JSON value that a regular file holds.
+
+    Raises:
+        OSError: As from `read_bytes`.
+        ValueError: As from `parse_json`.
+    """
+    return parse_json(read_bytes(path))
+
+
+def parse_json(text: str | bytes) -> JsonValue:
+    """Return a JSON value of anybody's; a surrogate without its pair becomes U+FFFD.
+
+    Raises:
+        ValueError: It is no JSON, is nested too deeply, or has an integer that no float holds.
+    """
+    text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+    if _LONG_INTEGER.search(text) is not None:
+        raise ValueError(f"a number has more than {_MOST_DIGITS} digits")
+    try:
+        value = cast("JsonValue", json.loads(text))
+        return value if _SURROGATE.search(text) is None else _encodable(value)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _encodable(value: JsonValue) -> JsonValue:
+    """Return the value with texts that can be written as UTF-8."""
+    match value:
+        case str():
+            return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        case list():
+            return [_encodable(element) for element in value]
+        case dict():
+            return {str(_encodable(key)): _encodable(item) for key, item in value.items()}
+        case _:
+            return value
 
 
 def write_text_atomically(path: Path, text: str) -> None:

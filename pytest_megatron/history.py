@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import json
+import math
 import os
 import re
 import statistics
@@ -17,7 +18,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pytest_megatron.files import JsonValue, write_text_atomically
+from pytest_megatron.files import (
+    JsonValue,
+    parse_json,
+    read_bytes,
+    write_text_atomically,
+)
 
 FILE_NAME = "history.jsonl"
 MAX_BYTES = 16 << 20  # some 50,000 lines; half of it is kept when it is full
@@ -95,7 +101,7 @@ class Record:
         num_flaky: Of them, in which it passed only when it was run again.
         num_bad: In which it failed or was broken.
         causes: Signature -> how many attempts failed of it, the most frequent first.
-        is_contradictory: Whether it passed and failed at one and the same commit.
+        num_contradictory: Runs in which it failed at a commit at which it also passed.
         first_seen, last_seen: When it was first and last flaky, failed or broken.
     """
 
@@ -104,14 +110,19 @@ class Record:
     num_flaky: int
     num_bad: int
     causes: tuple[tuple[str, int], ...]
-    is_contradictory: bool
+    num_contradictory: int
     first_seen: str
     last_seen: str
 
     @property
     def share(self) -> float:
-        """Share of runs in which it was flaky."""
-        return self.num_flaky / self.num_runs
+        """Share of runs in which it was flaky, or failed at a commit at which it also passed."""
+        return (self.num_flaky + self.num_contradictory) / self.num_runs
+
+    @property
+    def is_contradictory(self) -> bool:
+        """Whether it passed and failed at one and the same commit."""
+        return self.num_contradictory > 0
 
 
 def append(path: Path, entries: Iterable[Entry]) -> None:
@@ -144,14 +155,16 @@ def read(path: Path) -> History:
     entries: list[Entry] = []
     problems: list[str] = []
     try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                try:
-                    entries.append(_parse(json.loads(line)))
-                except (KeyError, TypeError, ValueError, AssertionError):
-                    problems.append(f"{path}:{number}: is no entry of a history, skipped")
+        text = read_bytes(path)
     except FileNotFoundError:
         return History()
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            found = parse_json(line)
+            assert isinstance(found, dict)
+            entries.append(_parse(found))
+        except (KeyError, TypeError, ValueError, AssertionError):
+            problems.append(f"{path}:{number}: is no entry of a history, skipped")
     return History(entries=tuple(entries), problems=tuple(problems))
 
 
@@ -162,10 +175,10 @@ def known_items(path: Path) -> frozenset[str]:
         OSError: It is there and cannot be read.
     """
     try:
-        text = path.read_bytes()
+        text = read_bytes(path)
     except FileNotFoundError:
         return frozenset()
-    return frozenset(str(json.loads(found)) for found in set(_NODE_ID.findall(text)))
+    return frozenset(str(parse_json(found)) for found in set(_NODE_ID.findall(text)))
 
 
 def typical_durations(path: Path) -> dict[str, float]:
@@ -208,17 +221,18 @@ def flaky_records(
 def _record(node_id: str, entries: Sequence[Entry]) -> Record:
     odd = [e for e in entries if e.verdict not in ("passed", "skipped")]
     causes = Counter(cause for entry in entries for cause in entry.causes)
-    outcomes: dict[str, set[bool]] = {}
+    outcomes: dict[str, list[bool]] = {}
     for entry in entries:
-        if entry.commit is not None and not entry.is_dirty and entry.verdict != "broken":
-            outcomes.setdefault(entry.commit, set()).add(entry.verdict in _GOOD)
+        is_known = entry.commit is not None and not entry.is_dirty
+        if is_known and entry.verdict not in ("broken", "skipped"):
+            outcomes.setdefault(str(entry.commit), []).append(entry.verdict in _GOOD)
     return Record(
         node_id=node_id,
         num_runs=len(entries),
         num_flaky=sum(e.verdict == "flaky" for e in entries),
         num_bad=sum(e.verdict not in (*_GOOD, "skipped") for e in entries),
         causes=tuple(causes.most_common()),
-        is_contradictory=any(len(found) > 1 for found in outcomes.values()),
+        num_contradictory=sum(found.count(False) for found in outcomes.values() if any(found)),
         first_seen=odd[0].time if odd else "",
         last_seen=odd[-1].time if odd else "",
     )
@@ -239,6 +253,7 @@ def _parse(found: Mapping[str, JsonValue]) -> Entry:
     assert isinstance(commit, str | None)
     assert isinstance(num_attempts, int)
     assert isinstance(duration_s, int | float)
+    assert math.isfinite(duration_s)
     return Entry(
         **{key: str(text) for key, text in texts.items()},
         num_attempts=num_attempts,

@@ -6,8 +6,10 @@ longer. The guard of a training inherits the locks, so that they last until its 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -141,7 +143,7 @@ def _open_lock_file(name: str) -> int:
         if not directory.is_dir():
             directory.mkdir(parents=True, exist_ok=True)
             directory.chmod(0o1777)  # other users of the host lease the same devices
-        return _open(directory / name)
+        return _open(_own_directory(directory) / name)
     except OSError as error:
         raise LaunchError(
             str(error.filename or directory),
@@ -149,9 +151,33 @@ def _open_lock_file(name: str) -> int:
         ) from error
 
 
+def _own_directory(directory: Path) -> Path:
+    """Return the directory, which in a place of everybody's must be none that a link leads to.
+
+    Raises:
+        OSError: It is a link.
+    """
+    if _DIRECTORY_VARIABLE not in os.environ and directory.is_symlink():
+        raise OSError(errno.ELOOP, "is a link, expected a directory", str(directory))
+    return directory
+
+
 def _open(path: Path) -> int:
-    """Open a lock file for locking; another user's can be read, but not written or made again."""
+    """Open a lock file for locking; another user's can be read, but not written or made again.
+
+    The directory is everybody's: a link would have us make a file wherever it leads, and opening a
+    FIFO would wait for ever.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        return os.open(path, os.O_RDONLY)
+        descriptor = os.open(path, flags)
     except FileNotFoundError:
-        return os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)
+        descriptor = os.open(path, flags | os.O_CREAT, 0o644)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise OSError(errno.ELOOP, "is a link, expected a lock file", str(path)) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "is no regular file, expected a lock file", str(path))
+    return descriptor

@@ -31,6 +31,7 @@ from pytest_megatron.hooks.markers import (
     is_quarantined_by_us,
     parametrise_sizes,
 )
+from pytest_megatron.hooks.option_values import has_workers
 
 if TYPE_CHECKING:
     from xdist.workermanage import WorkerController  # type: ignore[import-untyped]
@@ -80,7 +81,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
         register_roles(config, chosen)
     declare_marks(config)
-    if chosen.num_nodes > 1 and getattr(config.option, "dist", "no") != "no":
+    if chosen.num_nodes > 1 and has_workers(config):
         raise pytest.UsageError("--nnodes: pytest-xdist (-n) runs on one node; drop one of them")
     if chosen.node_rank > 0:
         from pytest_megatron.hooks.follower import FOLLOWER_NAME, FollowerPlugin  # noqa: PLC0415 - not for all

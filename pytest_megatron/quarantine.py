@@ -10,10 +10,13 @@ import datetime as dt
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from pytest_megatron.files import JsonValue
 
 _KEYS = ("reason", "until")
+_MOST_DAYS = 366
+_LEAST_LETTERS = 3  # of a pattern, beside * and signs
 _DATE = re.compile(r"\d{4}-\d{2}-\d{2}").fullmatch
 
 
@@ -64,7 +67,29 @@ def parse_quarantine(given: object) -> Quarantine:
             f"reason: {_found(given, 'reason')}, expected why it may fail; "
             f"name the issue that ends it"
         )
-    return Quarantine(reason=" ".join(reason.split()), until=_date(given))
+    until = _date(given)
+    if until > today() + dt.timedelta(days=_MOST_DAYS):
+        raise QuarantineError(
+            f"until: found {until}, expected a day within a year; a quarantine without an end is "
+            f"forgotten"
+        )
+    return Quarantine(reason=" ".join(reason.split()), until=until)
+
+
+def check_pattern(pattern: str, root: Path) -> None:
+    """Make sure that a pattern of node ids names something of a project, and not everything.
+
+    Raises:
+        QuarantineError: It does not.
+    """
+    if sum(char.isalnum() for char in pattern) < _LEAST_LETTERS:
+        raise QuarantineError("names every item, expected the node id of one, or of a few with *")
+    file = pattern.partition("::")[0]
+    if "**" in file or "[" in file:
+        return
+    found = root.glob(file) if "*" in file else (path for path in (root / file,) if path.exists())
+    if not file.startswith(("*", "/")) and next(iter(found), None) is None:
+        raise QuarantineError(f"names no file of the project, {file!r} is not there; correct it")
 
 
 def matches(pattern: str, node_id: str) -> bool:

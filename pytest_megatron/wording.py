@@ -34,6 +34,13 @@ def name_ranks(ranks: Iterable[int], what: str = "rank") -> str:
     return f"{what}{'' if len(numbers) == 1 else 's'} {', '.join(parts)}"
 
 
+def printable(text: str) -> str:
+    r"""Return text of anybody's as a terminal may show it: control characters as `\x1b`."""
+    return "".join(
+        char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text
+    )
+
+
 def counted(number: int, what: str) -> str:
     """Return `1 error`, or `3 errors`."""
     return f"{number} {what}{'' if number == 1 else 's'}"

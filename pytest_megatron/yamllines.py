@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from pytest_megatron.errors import MegatronError
-from pytest_megatron.files import JsonValue
+from pytest_megatron.files import JsonValue, read_bytes
 from pytest_megatron.yamlevents import Builder, Duplicate, Lines, YamlError, YamlPath
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "read_yaml",
 ]
 
+_MOST_BYTES = 16 << 20
 # libyaml's event loader; a PyYAML built without it has only the slow one.
 _LOADER: type[yaml.BaseLoader] = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
 
@@ -111,7 +112,7 @@ def read_document(path: Path) -> Document:
         YamlError: With the line as a number, for those who collect problems.
     """
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        text = read_bytes(path, _MOST_BYTES).decode("utf-8-sig")
     except OSError as problem:
         raise YamlError(None, f"cannot be read: {problem.strerror}") from problem
     except UnicodeDecodeError as problem:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,7 +9,7 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 from pytest_megatron.errors import SelectionError
-from pytest_megatron.files import JsonValue
+from pytest_megatron.files import JsonValue, parse_json, read_text
 from pytest_megatron.history import read
 
 MAX_RUNS = 5  # of an item, the latest: what it costs now
@@ -45,15 +44,15 @@ def read_durations(paths: Iterable[Path], files: Sequence[str]) -> dict[str, flo
 def _samples(path: Path, files: Sequence[str]) -> Iterator[tuple[str, float]]:
     """Yield node ids, or files, and seconds."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as problem:
         raise SelectionError(f"{_WHERE} {path}", f"cannot be read: {problem}") from None
     if text.lstrip().startswith("<"):
         yield from _of_junit(path, text, files)
         return
     try:
-        value: JsonValue = json.loads(text)
-    except json.JSONDecodeError:
+        value: JsonValue = parse_json(text)
+    except ValueError:
         value = None
     if isinstance(value, dict) and "schema" not in value:  # a history of one line is an object
         yield from _of_mapping(path, value)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import cast
 
-from pytest_megatron.ci.merge import Expected
-from pytest_megatron.ci.outcome import rows_of, text_of
+from pytest_megatron.ci.merge import Expected, ExpectedJob
+from pytest_megatron.ci.outcome import number_of, rows_of, text_of
 from pytest_megatron.errors import CiError
-from pytest_megatron.files import JsonValue
+from pytest_megatron.files import JsonValue, parse_json, read_json
 
 _PLAN = "plan.json"
 _GROUPS = {"unit": "unit", "workload": "integration"}  # kind of a job -> job of the workflow
@@ -33,7 +31,7 @@ def load_plan(path: Path) -> tuple[dict[str, JsonValue], str]:
     """
     file = path / _PLAN if path.is_dir() else path
     try:
-        plan = cast("JsonValue", json.loads(file.read_bytes()))
+        plan = read_json(file)
     except (OSError, ValueError) as error:
         raise CiError(str(file), f"cannot be read as a plan: {error}") from error
     if not isinstance(plan, dict) or not isinstance(plan.get("jobs"), list):
@@ -47,14 +45,20 @@ def expect(plan: Mapping[str, JsonValue], where: str) -> Expected:
     Raises:
         CiError: A job of it has no id.
     """
-    jobs: dict[str, tuple[str, ...]] = {}
+    jobs: dict[str, ExpectedJob] = {}
     groups: dict[str, tuple[str, ...]] = dict.fromkeys(_GROUPS.values(), ())
     for row in rows_of(plan, "jobs"):
         name = text_of(row, "id")
         if name is None:
             raise CiError(where, f"has a job without an id: {row}")
         kind, node_id = text_of(row, "kind"), text_of(row, "name")
-        jobs[name] = (node_id,) if kind == "workload" and node_id is not None else ()
+        compared = row.get("compared")
+        jobs[name] = ExpectedJob(
+            node_id=node_id if kind == "workload" else None,
+            n_repeat=int(number_of(row, "n_repeat") or 1),
+            is_lightweight=row.get("lightweight") is True,
+            is_compared=compared if isinstance(compared, bool) else None,
+        )
         group = _GROUPS.get(kind or "", kind or "")
         groups[group] = (*groups.get(group, ()), name)
     words = ((key, plan.get(key)) for key in ("event", "labels", "scope", "environment", "rule"))
@@ -63,6 +67,7 @@ def expect(plan: Mapping[str, JsonValue], where: str) -> Expected:
         jobs=jobs,
         groups=groups,
         commit=text_of(plan, "commit"),
+        run_id=text_of(plan, "run_id"),
         headline=", ".join(told) or None,
     )
 
@@ -78,7 +83,7 @@ def read_results(text: str) -> dict[str, str]:
         CiError: It is something else.
     """
     try:
-        found = cast("JsonValue", json.loads(text))
+        found = parse_json(text)
     except ValueError as error:
         raise CiError("--results", f"is no JSON: {error}") from error
     if not isinstance(found, dict):

@@ -15,7 +15,7 @@ from pytest_megatron.ci.workflow import (
     workflow_of,
 )
 from pytest_megatron.config import load_config
-from pytest_megatron.errors import CiError, RecipeError
+from pytest_megatron.errors import CiError, ConfigError, RecipeError
 from pytest_megatron.files import write_texts_together
 from pytest_megatron.recipe.expand import Profile
 from pytest_megatron.recipe.load import BUILT_IN_WORDS, find_recipes, read_recipe
@@ -50,9 +50,16 @@ def write_files(root: Path, kind: str, *, is_forced: bool) -> list[str]:
         CiError: The file is there and is not to be replaced, or cannot be written.
     """
     workflow = project_workflow(root)
+    if not workflow.setup:
+        raise ConfigError(
+            f"pyproject.toml: {_TABLE} setup",
+            "is missing, expected the shell lines that install the project and pytest-megatron on "
+            "a runner, such as setup = [\"python -m pip install -e '.[test]'\"]; add it",
+        )
     is_github = kind == "github"
     path = GITHUB_FILE if is_github else GITLAB_FILE
-    text = github_workflow(workflow) if is_github else gitlab_pipeline(workflow)
+    labels = _read_table(root)[0].known_labels
+    text = github_workflow(workflow, labels) if is_github else gitlab_pipeline(workflow)
     file = root / path
     if (file.exists() or file.is_symlink()) and not is_forced:
         raise CiError(path.as_posix(), "is there already; --force replaces it")
@@ -77,8 +84,7 @@ def _advice(workflow: Workflow, root: Path, *, is_github: bool) -> Iterator[str]
             "by default" if labels is None or labels == built_in.runners.get(platform) else "set"
         )
         yield f"  runners.{platform}: {', '.join(shown)} ({state})"
-    state = "by default" if workflow.setup == built_in.setup else "set"
-    yield f"  setup: {'; '.join(workflow.setup)} ({state})"
+    yield f"  setup: {'; '.join(workflow.setup)} (set)"
     names = ", ".join(f"{name} = {image}" for name, image in workflow.images.items())
     yield f"  images: {names or 'none, jobs run on the runner itself'}"
     if is_github:

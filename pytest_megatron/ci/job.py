@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pytest_megatron.errors import CiError
 from pytest_megatron.files import JsonValue, write_json_atomically
+from pytest_megatron.launch.own_dir import make_results_dir
 
 FILE_NAME = "job.json"
 LOG_NAME = "pytest.log"
@@ -98,9 +99,9 @@ def write_job(record: JobRecord, directory: Path) -> None:
         CiError: It cannot be made, or holds an earlier job.
     """
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        if any(directory.iterdir()):
+        if directory.is_dir() and any(directory.iterdir()):
             raise CiError(str(directory), "is not empty; give a directory for this job alone")
+        make_results_dir(directory)
         write_json_atomically(directory / FILE_NAME, record.as_json())
     except OSError as error:
         raise CiError(str(directory), f"cannot be written: {error.strerror}") from error

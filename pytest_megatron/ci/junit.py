@@ -10,9 +10,9 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 from pytest_megatron.errors import CiError
+from pytest_megatron.files import read_bytes
 from pytest_megatron.markdown import plain
 
-MOST_BYTES = 256 << 20
 _LOCATION = re.compile(r"^(\S+\.py:\d+): \S", re.MULTILINE)
 _YAML = ("yaml", "yml")
 _BAD = {"failure": "failed", "error": "broken", "skipped": "skipped"}
@@ -87,9 +87,7 @@ def read_junit(path: Path) -> Junit:
         CiError: It is not whole, is no JUnit XML, or holds what no test report needs.
     """
     try:
-        if path.stat().st_size > MOST_BYTES:
-            raise CiError(str(path), f"is larger than {MOST_BYTES} bytes, expected JUnit XML")
-        data = path.read_bytes()
+        data = read_bytes(path)
         if b"<!DOCTYPE" in data or b"<!ENTITY" in data:
             raise CiError(str(path), "declares entities, expected plain JUnit XML; refused")
         root = ET.fromstring(data)  # noqa: S314 - no entities, and no larger than tests make it

@@ -6,7 +6,7 @@ counts no failure where it cannot ask for the jobs, d98e8a64dd
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pytest_megatron.ci.outcome import Item, JobRun
@@ -19,19 +19,37 @@ SKIPPED = "skipped"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectedJob:
+    """What the plan says of one job.
+
+    Attributes:
+        node_id: Of the workload that it must have run; None for unit tests.
+        n_repeat: How often the workload is trained.
+        is_compared: Whether it is compared with its golden; None where that is not known.
+    """
+
+    node_id: str | None = None
+    n_repeat: int = 1
+    is_lightweight: bool = False
+    is_compared: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
     """What the plan says that CI runs.
 
     Attributes:
-        jobs: Id of each job -> node ids of the workloads that it must have run.
+        jobs: By id.
         groups: Job of the workflow -> the jobs of the plan that it runs; as `unit: ()`.
         commit: What was planned for, None where the plan does not say.
+        run_id: Of the run of GitHub Actions that planned, None elsewhere.
         headline: Scope, event and the like, in a line.
     """
 
-    jobs: Mapping[str, tuple[str, ...]]
+    jobs: Mapping[str, ExpectedJob]
     groups: Mapping[str, tuple[str, ...]]
     commit: str | None = None
+    run_id: str | None = None
     headline: str | None = None
 
 
@@ -105,7 +123,7 @@ class Summary:
         found: dict[str, list[Item]] = {}
         for item in self.items:
             if item.is_bad:
-                key = item.node_id if item.cause is None else item.cause.key
+                key = item.node_id if item.cause is None else item.cause.key_of(item.node_id)
                 found.setdefault(key, []).append(item)
         return tuple(sorted((Group(items=tuple(items)) for items in found.values()), key=_interest))
 
@@ -167,11 +185,12 @@ def merge(
         job, earlier = _last(tries)
         notes += earlier
         if expected is not None:
-            job = _checked(job, expected.jobs.get(name))
+            job = _checked(job, expected.jobs.get(name), expected.run_id)
         jobs.append(job)
     if expected is not None:
         jobs += [_missing(name) for name in expected.jobs if name not in by_name]
     problems = [*_commits(jobs, expected), *_results(results or {}, expected, jobs)]
+    problems += _policies(jobs)
     return Summary(
         jobs=tuple(sorted(jobs, key=lambda job: job.name)),
         problems=tuple(problems),
@@ -202,15 +221,48 @@ def _last(tries: Sequence[JobRun]) -> tuple[JobRun, list[str]]:
     return last, earlier
 
 
-def _checked(job: JobRun, node_ids: tuple[str, ...] | None) -> JobRun:
-    """Return a job with what the plan says that it should have run and did not."""
-    if node_ids is None:
+def _checked(job: JobRun, planned: ExpectedJob | None, run_id: str | None) -> JobRun:
+    """Return a job with every difference between what was planned and what ran."""
+    if planned is None:
         return replace(job, problems=(*job.problems, "is not in the plan"))
-    ran = {item.node_id for item in job.items}
-    left_out = [node_id for node_id in node_ids if node_id not in ran]
-    if not left_out or job.problems:
-        return job  # a job that was killed did not run some items for that reason
-    return replace(job, problems=(*job.problems, f"did not run {', '.join(left_out)}"))
+    problems = list(job.problems)
+    ran_in = "" if job.record is None else job.record.run_id
+    if run_id and ran_in and run_id != ran_in:
+        problems.append(f"is of run {ran_in}, the plan is of run {run_id}")
+    # A job that was killed did not run some items for that reason.
+    if planned.node_id is not None and not job.problems:
+        item = next((item for item in job.items if item.node_id == planned.node_id), None)
+        if item is None:
+            problems.append(f"did not run {planned.node_id}")
+        elif not item.is_bad:
+            problems += _differences(item, planned)
+    return replace(job, problems=tuple(problems))
+
+
+def _differences(item: Item, planned: ExpectedJob) -> Iterator[str]:
+    """Yield how a workload that did not fail ran otherwise than planned."""
+    if item.verdict == "skipped":
+        yield f"skipped {item.node_id}, which the plan has"
+        return
+    if item.is_lightweight and not planned.is_lightweight:
+        yield f"ran {item.node_id} lightweight, the plan has all of it"
+        return
+    if item.num_repeats < planned.n_repeat and not item.is_held:
+        yield f"trained {item.node_id} {item.num_repeats} of {planned.n_repeat} times"
+    if planned.is_compared and item.is_compared is False:
+        yield f"did not compare {item.node_id} with its golden, which the plan has"
+
+
+def _policies(jobs: Sequence[JobRun]) -> list[str]:
+    """Return a problem if not all workloads were compared under one policy."""
+    found: dict[str, list[str]] = {}
+    for job in jobs:
+        for policy in sorted({item.policy for item in job.items if item.policy is not None}):
+            found.setdefault(policy, []).append(job.name)
+    if len(found) < 2:  # noqa: PLR2004
+        return []
+    told = "; ".join(f"{policy} in {', '.join(names)}" for policy, names in found.items())
+    return [f"jobs compared under different policies: {told}"]
 
 
 def _missing(name: str) -> JobRun:

@@ -11,6 +11,7 @@ from pytest_megatron.ci.junit import Junit
 from pytest_megatron.files import JsonValue
 
 BAD = ("failed", "broken")
+_ASSERTION = re.compile(r"(?:\[rank \d+\] )?(?:E +)?(?:AssertionError\b|assert\b)")
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 
 
@@ -36,10 +37,15 @@ class Cause:
     is_transient: bool = False
     fingerprint: str = ""
 
-    @property
-    def key(self) -> str:
-        """What failures of one cause have in common."""
-        return self.fingerprint or _NUMBER.sub("#", self.text)
+    def key_of(self, node_id: str) -> str:
+        """Return what failures of one cause have in common.
+
+        Without its numbers, an assertion of one test reads as that of another.
+        """
+        if self.fingerprint:
+            return self.fingerprint
+        text = _NUMBER.sub("#", self.text)
+        return f"{node_id.partition('[')[0]}: {text}" if _ASSERTION.match(self.text) else text
 
     def as_json(self) -> dict[str, JsonValue]:
         """Return it for `summary.json`."""
@@ -63,6 +69,10 @@ class Item:
         is_held: Whether its failure does not count, by quarantine.
         causes: Signatures of attempts that failed before it passed.
         reproduce: What to type to see the failure again.
+        num_repeats: How often a workload was trained to its end.
+        is_compared: Whether a workload was compared with its golden; None where that is not known.
+        is_lightweight: Whether it ran shortened.
+        policy: How it was compared; None where that is not known.
     """
 
     node_id: str
@@ -74,6 +84,10 @@ class Item:
     causes: tuple[str, ...] = ()
     cause: Cause | None = None
     reproduce: str | None = None
+    num_repeats: int = 0
+    is_compared: bool | None = None
+    is_lightweight: bool = False
+    policy: str | None = None
 
     @property
     def is_bad(self) -> bool:

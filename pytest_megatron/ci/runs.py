@@ -158,7 +158,8 @@ def _read_run_dir(
             book.problems.append(f"{shown}/{RUN_FILE}: says nothing of {node_id!r}")
             continue
         case = cases.get(address(node_id))
-        book.items[node_id] = _item(node_id, record, case, (run_dir, shown), job)
+        item = _item(node_id, record, case, (run_dir, shown), job)
+        book.items[node_id] = _as_judged(item, record, run)
     if (problem := _unfinished(run, run_dir, book)) is not None:
         book.problems.append(problem)
 
@@ -190,6 +191,26 @@ def _item(
         ),
         cause=cause,
         reproduce=_reproduce(place[1], node_id),
+    )
+
+
+def _as_judged(item: Item, record: Mapping[str, JsonValue], run: Mapping[str, JsonValue]) -> Item:
+    """Return a workload's item with how often and how strictly it ran."""
+    if "world_size" in record:
+        return item
+    given = run.get("options")
+    options = given if isinstance(given, dict) else {}
+    attempts = rows_of(record, "attempts")
+    done = [row for row in attempts if row.get("cause") is None]
+    compared = record.get("compared")  # records of 0.1 do not have it
+    is_off = options.get("golden") == "off"
+    is_compared = False if is_off else compared if isinstance(compared, bool) else None
+    return replace(
+        item,
+        num_repeats=len({row.get("repeat") for row in done}),
+        is_compared=is_compared,
+        is_lightweight=options.get("lightweight") is True,
+        policy=text_of(options, "golden_policy") if is_compared else None,
     )
 
 

@@ -16,6 +16,7 @@ from pytest_megatron.files import JsonValue
 from pytest_megatron.recipe.schema import Count, Positive, Text, Texts, dotted, expected, shown
 from pytest_megatron.recipe.vocabulary import nearest
 
+Variable: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 _CLOSED = ConfigDict(extra="forbid", strict=True)
 Cadence: TypeAlias = Literal["mergegroup", "nightly", "pr", "weekly"]
 
@@ -89,6 +90,16 @@ class WorkflowKeys(TypedDict, total=False):
     runners: Annotated[dict[str, Texts], Field(description="Platform to labels of its runners.")]
     images: Annotated[dict[str, Text], Field(description="A plan's image to a container's name.")]
     retention_days: Annotated[Positive, Field(description="How long artifacts are kept.")]
+    executor: Annotated[Text, Field(description="Engine of workloads, as --executor.")]
+    executor_config: Annotated[Text, Field(description="Its settings, as --executor-config.")]
+    pytest_arguments: Annotated[list[Text], Field(description="Further arguments of every job.")]
+    secrets: Annotated[list[Variable], Field(description="GitHub secrets that tests get.")]
+    registry_secrets: Annotated[
+        list[Variable],
+        Field(min_length=2, max_length=2, description="User and password of the registry."),
+    ]
+    cache: Annotated[Texts, Field(description="Paths kept from run to run.")]
+    keeps_history: Annotated[bool, Field(description="Keep history and durations.")]
 
 
 @with_config(_CLOSED)

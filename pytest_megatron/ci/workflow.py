@@ -7,6 +7,7 @@ commit; no text of a pull request becomes part of a script.
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,9 @@ _CHECKOUT = "actions/checkout@08c6903cd8c0fde910a37f88322edcfb5dd907a8 # v5.0.0"
 _PYTHON = "actions/setup-python@a26af69be951a213d495a4c3e4e4022e16d87065 # v5.6.0"
 _UPLOAD = "actions/upload-artifact@ea165f8d65b6e75b540449e92b4886f43607fa02 # v4.6.2"
 _DOWNLOAD = "actions/download-artifact@d3f86a106a0bac45b974a628896c90dbdf5c8093 # v4.3.0"
+_CACHE = "actions/cache@5a3ec84eff668545956fd18022155c47e93e2684 # v4.2.3"
+_HISTORY = ".pytest_megatron/history.jsonl"
+_DURATIONS = ".pytest_megatron/durations.xml"
 _TRUSTED = (
     "(github.event_name != 'pull_request' || "
     "github.event.pull_request.head.repo.full_name == github.repository)"
@@ -49,23 +53,45 @@ class Workflow:
         runners: Platform -> labels of its runners; others are `self-hosted` and the platform.
         images: A plan's image -> reference of a container; empty runs on the runner itself.
         retention_days: How long artifacts are kept.
+        executor, executor_config: The engine of workloads and its settings; "" is local.
+        pytest_arguments: Further arguments of every job.
+        secrets: Secrets of GitHub that tests get, as variables of the same name.
+        registry_secrets: Those with user and password of the images' registry; none if empty.
+        cache: Paths that are kept from run to run.
+        keeps_history: Whether history and durations are kept from run to run.
     """
 
     branches: tuple[str, ...] = ("main",)
     nightly: str = "17 1 * * 1-6"
     weekly: str = "17 1 * * 0"
     python: str = "3.12"
-    setup: tuple[str, ...] = ("python -m pip install --quiet pytest-megatron",)
+    setup: tuple[str, ...] = ()
     plan_setup: tuple[str, ...] = ()
     plan: tuple[str, ...] = ()
     runners: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"cpu": (_HOSTED,)})
     images: Mapping[str, str] = field(default_factory=dict)
     retention_days: int = 14
+    executor: str = ""
+    executor_config: str = ""
+    pytest_arguments: tuple[str, ...] = ()
+    secrets: tuple[str, ...] = ()
+    registry_secrets: tuple[str, ...] = ()
+    cache: tuple[str, ...] = ()
+    keeps_history: bool = False
 
     @property
     def light_setup(self) -> tuple[str, ...]:
         """What plan and verdict need."""
         return self.plan_setup or self.setup
+
+    def arguments(self, kind: str) -> str:
+        """Return what is added to the command of a job, `unit` or `workload`, for a shell."""
+        words = list(self.pytest_arguments)
+        if kind == "workload" and self.executor:
+            words += ["--executor", self.executor]
+            words += ["--executor-config", self.executor_config] if self.executor_config else []
+        words += ["--history", _HISTORY] if self.keeps_history else []
+        return "".join(f" {shlex.quote(word)}" for word in words)
 
 
 def workflow_of(config: ProjectConfig) -> Workflow:
@@ -92,6 +118,13 @@ def workflow_of(config: ProjectConfig) -> Workflow:
         runners={**built_in.runners, **{name: _words(own_runners, name) for name in own_runners}},
         images={name: str(image) for name, image in own_images.items()},
         retention_days=built_in.retention_days if days is None else int(days),
+        executor=text_of(table, "executor") or "",
+        executor_config=text_of(table, "executor_config") or "",
+        pytest_arguments=_words(table, "pytest_arguments"),
+        secrets=_words(table, "secrets"),
+        registry_secrets=_words(table, "registry_secrets"),
+        cache=_words(table, "cache"),
+        keeps_history=table.get("keeps_history") is True,
     )
 
 
@@ -100,8 +133,13 @@ def _words(table: Mapping[str, JsonValue], key: str) -> tuple[str, ...]:
     return tuple(str(word) for word in value) if isinstance(value, list) else ()
 
 
-def github_workflow(workflow: Workflow) -> str:
-    """Return the text of a workflow for GitHub Actions."""
+def github_workflow(workflow: Workflow, labels: Sequence[str]) -> str:
+    """Return the text of a workflow for GitHub Actions.
+
+    Args:
+        workflow: What is particular to the project.
+        labels: Those that the decision reads; any other label starts and cancels nothing.
+    """
     blocks = {
         "checkout": f"- uses: {_CHECKOUT}\n  with:\n    persist-credentials: false",
         "python": _python_step(workflow),
@@ -110,6 +148,11 @@ def github_workflow(workflow: Workflow) -> str:
         "setup": _step("Set up", workflow.setup),
         "container": _container(workflow),
         "image_check": _image_check(workflow),
+        "secrets": "".join(f"{name}: ${{{{ secrets.{name} }}}}\n" for name in workflow.secrets),
+        "redact_env": _redact_env(workflow),
+        "cache": _cache_step(workflow),
+        "fetch_history": _history_step(workflow, "restore"),
+        "keep_history": _keep_history(workflow),
     }
     words = {
         "branches": json.dumps(list(workflow.branches)),
@@ -122,9 +165,66 @@ def github_workflow(workflow: Workflow) -> str:
         "trusted": _TRUSTED,
         "plan_arguments": "".join(f" {shlex.quote(word)}" for word in workflow.plan),
         "retention_days": str(workflow.retention_days),
+        "is_other_label": _is_other_label(labels),
+        "durations": f'"{_DURATIONS}"',
     }
-    job = _fill(_read("github_job.yml"), blocks, words)
-    return _fill(_read("github.yml"), {**blocks, "job": job}, words)
+    jobs = {
+        f"{kind}_job": _fill(
+            _read("github_job.yml"), blocks, {**words, "arguments": workflow.arguments(kind)}
+        )
+        for kind in ("unit", "workload")
+    }
+    return _fill(_read("github.yml"), {**blocks, **jobs}, words)
+
+
+def _is_other_label(labels: Sequence[str]) -> str:
+    """Return the expression that a label came or went which the decision does not read."""
+    known = _json(list(labels))
+    return (
+        "(github.event.action == 'labeled' || github.event.action == 'unlabeled') && "
+        f"!contains(fromJSON('{known}'), github.event.label.name)"
+    )
+
+
+def _redact_env(workflow: Workflow) -> str:
+    """Return the variables by whose values secrets are found in what a job left."""
+    lines = [f"  {name}: ${{{{ secrets.{name} }}}}" for name in workflow.secrets]
+    return "\n".join(["env:", *lines]) if lines else ""
+
+
+def _cache_step(workflow: Workflow) -> str:
+    if not workflow.cache:
+        return ""
+    lines = ["- name: Cache", f"  uses: {_CACHE}", "  with:", "    path: |"]
+    lines += [f"      {path}" for path in workflow.cache]
+    lines.append("    key: megatron-${{ runner.os }}-${{ hashFiles('pyproject.toml', 'uv.lock') }}")
+    return "\n".join(lines)
+
+
+def _history_step(workflow: Workflow, verb: str) -> str:
+    """Return a step that restores or saves the history; the newest one of the branch is taken."""
+    if not workflow.keeps_history:
+        return ""
+    action = _CACHE.replace("actions/cache@", f"actions/cache/{verb}@")
+    lines = [f"- name: {verb.capitalize()} the history", f"  uses: {action}", "  with:"]
+    lines += ["    path: |", f"      {_HISTORY}", f"      {_DURATIONS}"]
+    lines.append("    key: megatron-history-${{ github.run_id }}-${{ github.run_attempt }}")
+    lines += ["    restore-keys: megatron-history-"] if verb == "restore" else []
+    return "\n".join(lines)
+
+
+def _keep_history(workflow: Workflow) -> str:
+    if not workflow.keeps_history:
+        return ""
+    merge = (
+        "mkdir -p .pytest_megatron",
+        "find artifacts -name history.jsonl -exec cat {} + | sort -u > history.jsonl",
+        f"mv history.jsonl {_HISTORY}",
+        f"cp summary/junit.xml {_DURATIONS}",
+    )
+    step = _step("Merge the history", merge).replace("\n  run:", "\n  if: always()\n  run:")
+    save = _history_step(workflow, "save").replace("\n  uses:", "\n  if: always()\n  uses:")
+    return f"{step}\n{save}"
 
 
 def _python_step(workflow: Workflow) -> str:
@@ -149,9 +249,12 @@ def _container(workflow: Workflow) -> str:
     images = _json(dict(workflow.images))
     image = f"${{{{ fromJSON('{images}')[needs.plan.outputs.image] }}}}"
     gpus = f"${{{{ matrix.gpus > 0 && '--gpus all {_SHARED_MEMORY}' || '{_SHARED_MEMORY}' }}}}"
-    return (
-        f"container:\n  image: {image}\n  options: {gpus}\nenv:\n  PYTEST_MEGATRON_IMAGE: {image}"
-    )
+    credentials = ""
+    if workflow.registry_secrets:
+        user, password = (f"${{{{ secrets.{name} }}}}" for name in workflow.registry_secrets)
+        credentials = f"  credentials:\n    username: {user}\n    password: {password}\n"
+    variable = f"env:\n  PYTEST_MEGATRON_IMAGE: {image}"
+    return f"container:\n  image: {image}\n  options: {gpus}\n{credentials}{variable}"
 
 
 def _json(value: JsonValue) -> str:
@@ -178,10 +281,23 @@ def gitlab_pipeline(workflow: Workflow) -> str:
     words = {
         "file": GITLAB_FILE.as_posix(),
         "hosted_image": f"python:{workflow.python}",
+        "push_branches": _branch_pattern(workflow.branches),
         "plan_arguments": "".join(f" {shlex.quote(word)}" for word in workflow.plan),
         "retention_days": str(workflow.retention_days),
     }
     return _fill(_read("gitlab.yml"), blocks, words)
+
+
+def _branch_pattern(branches: Sequence[str]) -> str:
+    """Return GitHub's patterns of branches as a regular expression of GitLab."""
+    wild = {r"\*\*": ".*", r"\*": "[^/]*", r"\?": "[^/]"}
+    patterns = []
+    for branch in branches:
+        pattern = re.escape(branch).replace("/", r"\/")
+        for glob, regex in wild.items():
+            pattern = pattern.replace(glob, regex)
+        patterns.append(pattern)
+    return f"/^({'|'.join(patterns)})$/"
 
 
 def _lines(lines: Sequence[str]) -> str:
@@ -208,7 +324,11 @@ def child_pipeline(plan: Mapping[str, JsonValue], workflow: Workflow, where: str
             raise CiError(where, f"has a job without id or command: {row}")
         if f"test {name}" in jobs:
             raise CiError(where, f"has two jobs with the id {name!r}, expected each once")
-        jobs[f"test {name}"] = _child_job(row, name, command, workflow, image)
+        jobs[f"test {name}"] = {
+            **_child_job(row, name, command, workflow, image),
+            "interruptible": text_of(plan, "event") == "pull_request",
+            "retry": {"max": 1, "when": ["runner_system_failure", "scheduler_failure"]},
+        }
     if len(jobs) == 2:  # noqa: PLR2004 - stages and the plan's own
         raise CiError(where, "has no jobs, expected what 'plan --format json' prints")
     jobs["verdict"] = {
@@ -250,6 +370,7 @@ def _child_job(
     labels = workflow.runners.get(platform, (platform,))
     minutes = min(int(number_of(row, "timeout_minutes") or 60), _GITLAB_TIMEOUT)
     directory = "megatron-jobs/$CI_JOB_ID"
+    private = "megatron-private/$CI_JOB_ID"  # uploaded under the other name, without secrets
     job = shlex.join([name, "--test-case", text_of(row, "test_case") or name])
     found: dict[str, JsonValue] = {"stage": "jobs", "timeout": f"{minutes} minutes"}
     if platform != "cpu" or labels != (_HOSTED,):
@@ -259,14 +380,18 @@ def _child_job(
         found["variables"] = {"PYTEST_MEGATRON_IMAGE": image}
     elif platform == "cpu":
         found["image"] = f"python:{workflow.python}"
-    line = f'{command} --run-dir "{directory}/run" --junit-xml "{directory}/junit.xml"'
-    line += f' 2>&1 | tee "{directory}/pytest.log"'
+    command += workflow.arguments(text_of(row, "kind") or "")
+    line = f'{command} --run-dir "{private}/run" --junit-xml "{private}/junit.xml"'
+    line += f' 2>&1 | tee "{private}/pytest.log"'
     found["script"] = [
         *workflow.setup,
-        f'pytest-megatron ci job {job} --directory "{directory}"',
+        f'pytest-megatron ci job {job} --directory "{private}"',
         f"bash -euo pipefail -c {shlex.quote(line)}",
     ]
-    found["after_script"] = [f'pytest-megatron ci redact "{directory}"']  # also of a killed job
+    found["after_script"] = [  # also of a killed job; where it fails, nothing is uploaded
+        f'pytest-megatron ci redact "{private}"',
+        f'mkdir -p megatron-jobs && mv "{private}" "{directory}"',
+    ]
     found["artifacts"] = {
         "when": "always",
         "name": f"logs-{name}-$CI_PIPELINE_ID-$CI_JOB_ID",

@@ -13,6 +13,7 @@ from pytest_megatron.cli.formats import format_option
 from pytest_megatron.errors import ConfigError
 from pytest_megatron.files import JsonValue
 from pytest_megatron.history import FILE_NAME, Record, days_ago, flaky_records, read
+from pytest_megatron.wording import printable
 
 _SPAN = re.compile(r"(\d+)([hdw])").fullmatch
 _DAYS = {"h": 1 / 24, "d": 1.0, "w": 7.0}
@@ -53,10 +54,11 @@ def command(path: Path, since: str | None, min_runs: int, form: str) -> None:
     except OSError as error:
         raise ConfigError(str(path), f"cannot be read: {error.strerror}") from error
     for problem in history.problems:
-        click.echo(problem, err=True)
+        click.echo(printable(problem), err=True)
     start = "" if since is None else days_ago(_days(since))
     records = flaky_records(history.entries, since=start, min_runs=min_runs)
-    click.echo(_FORMATS[form](records), nl=False)
+    text = _FORMATS[form](records)
+    click.echo(text if form == "json" else printable(text), nl=False)
 
 
 def _days(span: str) -> float:
@@ -108,6 +110,7 @@ def _as_json(records: Sequence[Record]) -> str:
             "num_failed": record.num_bad,
             "causes": dict[str, JsonValue](record.causes),
             "is_contradictory": record.is_contradictory,
+            "num_contradictory": record.num_contradictory,
             "first_seen": record.first_seen,
             "last_seen": record.last_seen,
         }

@@ -16,6 +16,7 @@ from pytest_megatron.ci.plan import BrokenRecipesError, CiPlan, Request, make_pl
 from pytest_megatron.ci.render import as_text, github_outputs, matrix_problem, outputs_text
 from pytest_megatron.cli.formats import format_option
 from pytest_megatron.errors import EmptySelectionError, SelectionError
+from pytest_megatron.files import read_text
 from pytest_megatron.recipe.expand import Profile
 from pytest_megatron.recipe.vocabulary import CADENCES
 
@@ -167,7 +168,7 @@ def _changes(root: Path, path: str | None, revision: str | None) -> tuple[Change
     if path is None:
         return None
     try:
-        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+        text = sys.stdin.read() if path == "-" else read_text(Path(path))
     except (OSError, UnicodeDecodeError) as problem:
         raise SelectionError(f"--changed-paths {path}", f"cannot be read: {problem}") from None
     return parse_changes(text)
@@ -178,7 +179,10 @@ def _print_text(plan: CiPlan, *, is_explained: bool) -> None:
 
 
 def _print_json(plan: CiPlan, *, is_explained: bool) -> None:
-    click.echo(json.dumps(plan.as_json(is_explained=is_explained), indent=1))
+    found = plan.as_json(is_explained=is_explained)
+    if run_id := os.environ.get("GITHUB_RUN_ID"):  # an artifact of another run is not of this plan
+        found["run_id"] = run_id
+    click.echo(json.dumps(found, indent=1))
 
 
 def _write_outputs(plan: CiPlan, *, is_explained: bool) -> None:

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from pytest_megatron.engines.base import Outcome, Planned, Trouble
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.files import write_json_atomically
+from pytest_megatron.files import read_bytes, write_json_atomically
 from pytest_megatron.health import Health
 from pytest_megatron.launch.facts import Facts
 from pytest_megatron.launch.follow import Progress
@@ -124,7 +124,7 @@ def read_spec(path: Path) -> Spec:
         LaunchError: It is missing, or no spec.
     """
     try:
-        return _SPEC.validate_json(path.read_bytes())
+        return _SPEC.validate_json(read_bytes(path))
     except OSError as error:
         raise LaunchError(
             str(path),
@@ -177,7 +177,7 @@ def read_record(path: Path) -> JobRecord | None:
         LaunchError: The file is no record.
     """
     try:
-        return _RECORD.validate_json(path.read_bytes())
+        return _RECORD.validate_json(read_bytes(path))
     except FileNotFoundError:
         return None
     except (OSError, ValidationError) as error:

@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import os
 import random
 import secrets
 import sys
-import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Protocol, TypeAlias, cast
 
 from pytest_megatron.gang.clean import THREADS, thread_name
+from pytest_megatron.gang.collectives import count_from_import_on
 from pytest_megatron.gang.logs import FLIGHT_FILE, STACKS_FILE
 from pytest_megatron.gang.messages import RankOrder
 from pytest_megatron.gang.nodes import Place
 from pytest_megatron.gang.nursery import STACK_SIGNAL
+from pytest_megatron.gang.originals import os, threading
 from pytest_megatron.gang.rank_ends import RankEnds
 
 # Whether CUDA is there is asked of NVML, which leaves this process fit to be forked; so do pools of
@@ -34,9 +37,8 @@ RandomState: TypeAlias = tuple[object, ...]
 # torch seeds its generator with 64 random bits; who seeds it himself takes a smaller number.
 _LEAST_RANDOM_SEED = 1 << 53
 _threads: set[str] = set()  # of this process, as they were looked at last
-_is_wrapped = False
-_num_rendezvous = 0
 _device: str | None = None
+_cuda: _Cuda | None = None
 
 
 def rank_env(place: Place, world_size: int) -> dict[str, str]:
@@ -88,7 +90,8 @@ def become_rank(order: RankOrder, ends: RankEnds, *, random_state: RandomState |
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(int(order.env.get("OMP_NUM_THREADS", "1")))
-        wrap_rendezvous()
+    count_from_import_on()
+    _bind_cuda()
     if order.device == "cuda":
         os.environ.setdefault(_recorder_variable(torch), _RECORDED_COLLECTIVES)
         threading.Thread(
@@ -144,29 +147,6 @@ def seed_torch(seed: int) -> None:
         torch.manual_seed(seed)
 
 
-def wrap_rendezvous() -> None:
-    """Give each process group that a test sets up keys of its own in the gang's store.
-
-    Without it, a group that follows one that was destroyed may read addresses of the old one and
-    hang: seen with torch 2.13 under plain `torch.distributed.run`.
-    """
-    global _is_wrapped  # noqa: PLW0603 - one process, one torch
-    rendezvous = sys.modules.get("torch.distributed.rendezvous")
-    original = getattr(rendezvous, "_create_c10d_store", None)
-    if _is_wrapped or rendezvous is None or original is None:
-        return
-    _is_wrapped = True
-    torch = sys.modules["torch"]
-
-    def create(*args: object, **settings: object) -> object:
-        global _num_rendezvous  # noqa: PLW0603 - counted per process
-        store = original(*args, **settings)
-        _num_rendezvous += 1
-        return torch.distributed.PrefixStore(f"rendezvous/{_num_rendezvous}", store)
-
-    rendezvous._create_c10d_store = create  # type: ignore[attr-defined]  # noqa: SLF001 - see above
-
-
 def calm_gloo() -> None:
     """Have threads of gloo that are new wait for a core instead of taking it from one at work.
 
@@ -178,7 +158,7 @@ def calm_gloo() -> None:
     """
     if "torch.distributed" not in sys.modules:
         return
-    found = set(os.listdir(THREADS))  # noqa: PTH208 - after each test
+    found = set(os.listdir(THREADS))
     new = found - _threads
     _threads.clear()
     _threads.update(found)
@@ -191,38 +171,62 @@ def calm_gloo() -> None:
                 os.sched_setscheduler(int(thread), os.SCHED_BATCH, os.sched_param(0))
 
 
-def count_collectives() -> tuple[int, int]:
-    """Return the collectives of the default group so far, and the groups set up so far.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cuda:
+    """What is needed of torch's CUDA, as it was before a test could patch it.
 
-    The first is -1 without a group, and for NCCL, which counts sends of some ranks as well.
+    Attributes:
+        variables: Of the module `torch.cuda`.
+        synchronize: Waits for the current device; `torch.cuda.synchronize` would ask functions
+            that tests patch which one that is.
+        zeros: `torch.zeros`.
     """
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return -1, _num_rendezvous
-    if distributed.get_backend() != "gloo":
-        return -1, _num_rendezvous
-    try:
-        number = distributed.group.WORLD._get_sequence_number_for_group()  # noqa: SLF001 - no other
-    except (RuntimeError, AttributeError):
-        return -1, _num_rendezvous
-    return int(number), _num_rendezvous
+
+    variables: Mapping[str, object]
+    synchronize: Callable[[], None]
+    zeros: _Zeros
+
+    @property
+    def is_initialized(self) -> bool:
+        return bool(self.variables.get("_initialized"))
+
+
+class _Zeros(Protocol):
+    def __call__(self, size: int, *, device: str) -> _Tensor: ...
+
+
+class _Tensor(Protocol):
+    def add_(self, other: int) -> _Tensor: ...
+
+    def item(self) -> float: ...
+
+
+def _bind_cuda() -> _Cuda | None:
+    """Return CUDA of the torch that this process has loaded, once it has one with CUDA."""
+    global _cuda  # noqa: PLW0603 - one process, one torch
+    torch, cuda = sys.modules.get("torch"), sys.modules.get("torch.cuda")
+    if _cuda is None and isinstance(torch, ModuleType) and isinstance(cuda, ModuleType):
+        synchronize = getattr(getattr(torch, "_C", None), "_cuda_synchronize", None)
+        if synchronize is not None and hasattr(torch, "zeros"):
+            _cuda = _Cuda(variables=vars(cuda), synchronize=synchronize, zeros=torch.zeros)
+    return _cuda
 
 
 def synchronize() -> None:
     """Wait for the GPU, so that a collective that nobody answers hangs in the test it is of."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    cuda = _bind_cuda()
+    if cuda is not None and cuda.is_initialized:
+        cuda.synchronize()
 
 
 def find_poison() -> str:
     """Return why this process can use its GPU no longer, or ""."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
+    cuda = _bind_cuda()
+    if cuda is None or not cuda.is_initialized:
         return ""
     try:
-        torch.cuda.synchronize()
-        torch.zeros(1, device="cuda").add_(1).item()
+        cuda.synchronize()
+        cuda.zeros(1, device="cuda").add_(1).item()
     except RuntimeError as error:
         return str(error).splitlines()[0]
     return ""

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import selectors
 import socket
+import time
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -19,7 +20,11 @@ OnHello: TypeAlias = Callable[[Channel, Hello, Sequence[Message]], None]
 
 
 class Calls:
-    """Every connection of one controller; there are no threads."""
+    """Every connection of one controller; there are no threads.
+
+    Attributes:
+        late_s: How much longer than it should have the last wait took; a busy host or Ctrl-Z.
+    """
 
     def __init__(self, listener: Listener, on_hello: OnHello) -> None:
         """Begin to listen.
@@ -33,6 +38,7 @@ class Calls:
         self._on_stranger: Callable[[], None] | None = None
         self._listeners: list[Listener] = []
         self._selector = selectors.DefaultSelector()
+        self.late_s = 0.0
         self.listen(listener)
 
     def listen(self, listener: Listener, on_stranger: Callable[[], None] | None = None) -> None:
@@ -51,8 +57,15 @@ class Calls:
         self._selector.modify(channel, selectors.EVENT_READ, lambda _: handle())
 
     def take(self, timeout_s: float) -> bool:
-        """Handle what there is to read, waiting for it; return whether there was anything."""
+        """Handle what there is to read, waiting for it; return whether there was anything.
+
+        A wait that a signal interrupts (`fg` after Ctrl-Z) ends without a look once its time is
+        over; nobody may look at the clock before what came meanwhile is read.
+        """
+        began = time.monotonic()
         ready = self._selector.select(max(0.0, timeout_s))
+        self.late_s = time.monotonic() - began - max(0.0, timeout_s)
+        ready = ready or self._selector.select(0.0)
         for key, _ in ready:
             handler: Callable[[object], None] = key.data
             handler(key.fileobj)

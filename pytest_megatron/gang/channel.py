@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import os
 import secrets
-import select
-import socket
 import struct
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from os import getpid  # a test may put another function in its place
 from pathlib import Path
 
 from pytest_megatron.gang.messages import Hello, Message, decode, encode
+from pytest_megatron.gang.originals import os, select, socket, time
 
 _LENGTH = struct.Struct("!I")
 _NONCE_BYTES = 32
@@ -42,14 +40,16 @@ class WrongKeyError(PermissionError):
 
 
 class Channel:
-    """One authenticated connection.
+    """One authenticated connection, of one process: in a child that this one forks it is closed.
 
     The controller reads with `drain`, which never blocks; nurseries and ranks read with `receive`.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
+        self._sendall = connection.sendall  # whatever a test makes of the class
         self._buffer = bytearray()
+        self._owner = getpid()
         self.is_closed = False
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -83,7 +83,7 @@ class Channel:
 
     def send_frames(self, frames: Sequence[bytes], descriptors: Sequence[int] = ()) -> None:
         """Send several at once."""
-        if self.is_closed:
+        if self.is_closed or getpid() != self._owner:
             return
         longest = max(map(len, frames))
         if longest > _MAX_FRAME_BYTES:
@@ -93,7 +93,7 @@ class Channel:
             if descriptors and self._socket.family == socket.AF_UNIX:
                 num_sent = socket.send_fds(self._socket, [content], list(descriptors))
                 content = content[num_sent:]
-            self._socket.sendall(content)
+            self._sendall(content)
         except OSError:
             self.is_closed = True
 
@@ -391,6 +391,6 @@ def _prove(key: bytes, role: bytes, theirs: bytes, own: bytes) -> bytes:
 
 def _short_temp() -> str | None:
     """Return a directory whose sockets have short names; the kernel takes 107 bytes."""
-    if len(tempfile.gettempdir()) <= _MOST_TEMP_CHARS or not os.path.isdir("/tmp"):  # noqa: S108, PTH112 - made private by mkdtemp
+    if len(tempfile.gettempdir()) <= _MOST_TEMP_CHARS or not os.path.isdir("/tmp"):  # noqa: S108 - made private by mkdtemp
         return None
     return "/tmp"  # noqa: S108 - see above

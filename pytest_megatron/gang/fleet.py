@@ -58,6 +58,7 @@ from pytest_megatron.gang.raised import Raised
 from pytest_megatron.gang.stores import with_store
 
 _PAUSE_S = 0.03
+_LATE_S = 1.0  # more than a busy host lets a process wait
 _CLOSED = "closed its connection to the controller"
 _ORPHANED = "ended, as the process that starts ranks was killed"
 
@@ -86,6 +87,7 @@ class Fleet:
         self.raised = Raised(self.nurseries)
         self._gangs: dict[int, Gang] = {}
         self._has_news = False
+        self._stopped_s = 0.0
 
     def listen(self, listener: Listener, followers: Followers) -> None:
         """Take calls of other nodes as well: of their sessions, nurseries and ranks."""
@@ -109,7 +111,7 @@ class Fleet:
 
     def assign(self, gang: Gang, run: Run, *, limit_s: float) -> None:
         """Have a gang run a test, as soon as it can."""
-        is_isolated, now = gang.spec.is_isolated, time.monotonic()
+        is_isolated, now = gang.spec.is_isolated, self._now()
         self._carry_out(
             gang, gang.lifecycle.assign(run, limit_s=limit_s, is_isolated=is_isolated, now=now)
         )
@@ -133,7 +135,7 @@ class Fleet:
         if not gang.nurseries:
             self.kill(gang)
             return
-        self._carry_out(gang, gang.lifecycle.close(time.monotonic()))
+        self._carry_out(gang, gang.lifecycle.close(self._now()))
 
     def kill(self, gang: Gang) -> None:
         """Kill a gang; what it runs is not reported."""
@@ -149,13 +151,20 @@ class Fleet:
         self._has_news = False
         if calm := [gang for gang in self._gangs.values() if gang.lifecycle.held.has_enough]:
             rest(calm, _PAUSE_S)
-        until = time.monotonic() + timeout_s
+        until = self._now() + timeout_s
         while not self._has_news:
-            wait_s = min([until, *self._deadlines()]) - time.monotonic()
-            if not self._calls.take(wait_s) or wait_s <= 0:
+            wait_s = min([until, *self._deadlines()]) - self._now()
+            has_read = self._calls.take(wait_s)
+            if self._calls.late_s > _LATE_S:
+                self._stopped_s += self._calls.late_s
+            if not has_read or wait_s <= 0:
                 self._look_at_clock()
-                if time.monotonic() >= until:
+                if self._now() >= until:
                     return
+
+    def _now(self) -> float:
+        """Return the time that counts: not that in which this process was stopped (Ctrl-Z)."""
+        return time.monotonic() - self._stopped_s
 
     def _deadlines(self) -> Iterator[float]:
         for gang in self._gangs.values():
@@ -167,7 +176,7 @@ class Fleet:
                 yield gang.killed_at + NURSERY_LIMIT_S
 
     def _look_at_clock(self) -> None:
-        now = time.monotonic()
+        now = self._now()
         for gang in list(self._gangs.values()):
             self._carry_out(gang, gang.lifecycle.tick(now))
             for rank, loss in [pair for pair in gang.lost.items() if now >= pair[1].next_look]:
@@ -332,7 +341,7 @@ class Fleet:
         if channel.is_closed:
             self._calls.drop(channel)
             del gang.channels[rank]
-            gang.lost[rank] = Loss(gang.pids.get(rank), time.monotonic())
+            gang.lost[rank] = Loss(gang.pids.get(rank), self._now())
             gang.lifecycle.lose(rank)
         return bool(found)
 
@@ -361,7 +370,7 @@ class Fleet:
     def _tell(self, gang: Gang, rank: int, message: Message) -> None:
         if isinstance(message, Ready) and rank in gang.missing:
             message = replace(message, missing={**gang.missing[rank], **message.missing})
-        self._carry_out(gang, gang.lifecycle.handle(rank, message, time.monotonic()))
+        self._carry_out(gang, gang.lifecycle.handle(rank, message, self._now()))
         if gang.is_gone:
             self._has_news = True
             self._forget(gang)
@@ -387,7 +396,7 @@ class Fleet:
                     assert_never(action)
 
     def _kill(self, gang: Gang) -> None:
-        gang.killed_at = time.monotonic()
+        gang.killed_at = self._now()
         for nursery in gang.holders():
             nursery.send(Kill(gang=gang.number))
         if not gang.nurseries:  # nobody has anything of it

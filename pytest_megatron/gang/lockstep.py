@@ -1,24 +1,24 @@
 """How the ranks of one gang agree to go on to the next test without asking the controller.
 
 Every rank says in shared memory how it ended a test. If all did so in the same way (each passed,
-all took part in the same collectives), the test that the controller sent ahead may start; in any
-other case it is dropped, and the controller decides. Only for ranks that one nursery forks, as they
-inherit memory and descriptors.
+all took part in the same collectives, what was sent was received), the test that the controller
+sent ahead may start; in any other case it is dropped, and the controller decides. Only for ranks
+that one nursery forks, as they inherit memory and descriptors.
 """
 
 from __future__ import annotations
 
 import contextlib
-import mmap
-import os
-import select
-import time
 from dataclasses import dataclass
+
+from pytest_megatron.gang.originals import mmap, os, select, time
 
 _WORD_BYTES = 8
 _RUN_SHIFT = 40
-_COLLECTIVES_SHIFT = 9
-_COLLECTIVES_MASK = (1 << 31) - 1
+_COLLECTIVES_SHIFT = 20
+_COLLECTIVES_MASK = (1 << 20) - 1  # of larger numbers the lower bits differ if they do
+_UNMATCHED_SHIFT = 9
+_UNMATCHED_MASK = (1 << 11) - 1
 _RENDEZVOUS_MASK = (1 << 8) - 1
 _SHORTEST_MS, _LONGEST_MS = 2, 50  # between looks, should a wake-up be lost
 
@@ -32,12 +32,14 @@ class Ending:
         is_clean: Whether every phase passed and nothing forbids to go on.
         num_collectives: As in `Done`.
         num_rendezvous: As in `Done`.
+        num_unmatched: As in `Done`.
     """
 
     run: int
     is_clean: bool
     num_collectives: int
     num_rendezvous: int
+    num_unmatched: int = 0
 
     @property
     def word(self) -> int:
@@ -45,6 +47,7 @@ class Ending:
         return (
             self.run << _RUN_SHIFT
             | (self.num_collectives & _COLLECTIVES_MASK) << _COLLECTIVES_SHIFT
+            | (self.num_unmatched & _UNMATCHED_MASK) << _UNMATCHED_SHIFT
             | (self.num_rendezvous & _RENDEZVOUS_MASK) << 1
             | self.is_clean
         )
@@ -81,15 +84,19 @@ class Lockstep:
             return False
         wait_ms = _SHORTEST_MS
         while True:
-            are_late = False
+            are_late = has_agreed = False
+            num_unmatched = 0
             for word in self._words:
                 number = word >> _RUN_SHIFT
                 if number < after:
                     are_late = True
-                elif word != own.word and number != run:  # one that ended `run` had agreed
+                elif number == run:
+                    has_agreed = True  # else it had not run that
+                elif _without_unmatched(word) != _without_unmatched(own.word):
                     return False
+                num_unmatched += word >> _UNMATCHED_SHIFT & _UNMATCHED_MASK
             if not are_late:
-                return True
+                return has_agreed or num_unmatched & _UNMATCHED_MASK == 0
             self._wait(self._bells[rank], wait_ms)
             wait_ms = min(2 * wait_ms, _LONGEST_MS)
 
@@ -108,3 +115,8 @@ class Lockstep:
         self._memory.close()
         for bell in self._bells:
             os.close(bell)
+
+
+def _without_unmatched(word: int) -> int:
+    """Return what has to be equal in all ranks."""
+    return word & ~(_UNMATCHED_MASK << _UNMATCHED_SHIFT)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import io
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import BinaryIO, TextIO, cast
 
 from typing_extensions import Buffer, override
+
+from pytest_megatron.gang.originals import os
 
 STACKS_FILE = "stacks.txt"
 FLIGHT_FILE = "nccl_flight_recorder.json"
@@ -48,6 +49,7 @@ class RankLogs:
 
     def redirect(self) -> None:
         """Send stdout and stderr of this process to the log files, and stdin to nothing."""
+        open_standard_descriptors()  # else what is opened here would get their numbers
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
         os.close(null)
@@ -81,6 +83,18 @@ class RankLogs:
             return os.open(os.devnull, os.O_WRONLY)
 
 
+def open_standard_descriptors() -> None:
+    """Open `/dev/null` where stdin, stdout or stderr is closed, as by `pytest <&-`.
+
+    Else a socket or a pipe would get that number, and be lost where a stream is put in its place.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free: this one
+
+
 def file_size(path: Path) -> int:
     """Return the size of a file, 0 if it is not there."""
     try:
@@ -93,9 +107,13 @@ def read_piece(path: Path, start: int, end: int) -> str:
     """Return a piece of a log; of a long one the end, and where the rest is."""
     left_out = max(0, end - start - _MOST_BYTES)
     try:
-        with path.open("rb") as file:
-            file.seek(start + left_out)
-            text = file.read(end - start - left_out).decode(errors="replace")
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            text = os.pread(descriptor, end - start - left_out, start + left_out).decode(
+                errors="replace"
+            )
+        finally:
+            os.close(descriptor)
     except OSError:
         return ""
     return f"[{left_out} bytes more are in {path}]\n{text}" if left_out else text
@@ -106,7 +124,7 @@ def flush_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError):  # a test may have closed it
+        except Exception:  # noqa: BLE001, S112 - a test may have closed or replaced it
             continue
     _LIBC.fflush(None)
 

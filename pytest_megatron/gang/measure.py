@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import posix
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from pytest_megatron.files import JsonValue
+from pytest_megatron.gang.originals import time
 
 if TYPE_CHECKING:
     from coverage import Coverage

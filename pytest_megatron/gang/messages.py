@@ -6,7 +6,6 @@ unpickled: whoever speaks on the wire can at most lie about outcomes.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Protocol, TypeAlias, cast
@@ -21,6 +20,7 @@ from pytest_megatron.gang.messages_of_debugger import (
     DebuggerWrote,
 )
 from pytest_megatron.gang.messages_of_nodes import Ended, Joined, Mirrored, Welcome
+from pytest_megatron.gang.originals import json
 
 JsonObject: TypeAlias = dict[str, JsonValue]
 # In the place of the test that comes next: there is none, or it is not known yet.
@@ -84,14 +84,12 @@ class PhaseEnded:
         run: Which execution of which test.
         when: setup, call or teardown.
         outcome: passed, failed or skipped.
-        at: `time.time()` of its end.
         report: As in `Done`, where it did not pass: the rank may never come to say `Done`.
     """
 
     run: int
     when: str
     outcome: str
-    at: float
     report: JsonValue = None
 
 
@@ -105,6 +103,7 @@ class Done:
         warnings: What pytest recorded.
         num_collectives: Collectives that the default group counted so far; -1 without a group.
         num_rendezvous: Process groups that were set up so far.
+        num_unmatched: Sends within the default group so far, less receives.
         poison: Why this rank cannot run another test (a CUDA error that sticks), or "".
         stop: `[kind, reason, exit code]` if the test asked pytest itself to end, or empty.
         printed: What pytest wrote to its terminal in this rank (`--setup-show`).
@@ -118,6 +117,7 @@ class Done:
     warnings: tuple[JsonValue, ...] = ()
     num_collectives: int = -1
     num_rendezvous: int = 0
+    num_unmatched: int = 0
     poison: str = ""
     stop: tuple[JsonValue, ...] = ()
     printed: str = ""

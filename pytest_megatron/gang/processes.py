@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import posix
+import select
 import signal
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from os import getpid  # a test may put another function in its place
 from pathlib import Path
 
 UNKILLABLE_S = 30.0  # a process stuck in the kernel (a dead file system) cannot be killed
+_OUTLIVES_S = 5.0  # a controller that is gone, to save what was measured
 _SET_PARENT_DEATH_SIGNAL = 1
 _SET_CHILD_SUBREAPER = 36
 # After the process called `setsid`, its own number is its session's.
@@ -48,7 +55,12 @@ def die_with(parent: int) -> None:
 
 
 def run_guarded(serve: Callable[[], None]) -> None:
-    """Run something in a child process, and kill what it leaves should it be killed."""
+    """Run something in a child process, and kill what it leaves should it be killed.
+
+    It has to end once the parent of this process is gone; it is killed if it does not, as it was
+    stopped.
+    """
+    parent = os.getppid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     become_subreaper()
@@ -58,9 +70,46 @@ def run_guarded(serve: Callable[[], None]) -> None:
         die_with(guard)
         serve()
         return
+    _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGCONT)  # should this one be stopped
+    _wait_for_either(pid, parent)
     _, status = os.waitpid(pid, 0)
     kill_descendants()
     os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+
+
+def _wait_for_either(child: int, parent: int) -> None:
+    """Wait until a child process has ended; kill it if it outlives the parent process for long."""
+    with contextlib.suppress(OSError):  # an older kernel: only the end of the child is seen
+        ends = [os.pidfd_open(pid) for pid in (child, parent)]
+        readable, _, _ = select.select(ends, [], [])
+        if ends[0] not in readable and not select.select(ends[:1], [], [], _OUTLIVES_S)[0]:
+            os.kill(child, signal.SIGKILL)
+
+
+def end_if_forked(owner: int, error: BaseException | None = None) -> None:
+    """End this process if a test forked it off the process `owner`: its parent runs the test.
+
+    It ends as a program does that raised `error`, with a line on stderr, and runs no exit handlers.
+
+    Args:
+        owner: The process that may go on.
+        error: With what the child came back, if it did not return.
+    """
+    if getpid() == owner:
+        return
+    code = 0 if error is None else 1
+    with contextlib.suppress(Exception):
+        if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
+            code = error.code or 0
+        elif error is not None:
+            traceback.print_exception(error)
+        sys.stderr.write(
+            f"pytest-megatron: process {getpid()}, which a test forked off process {owner}, came "
+            f"back through pytest and ends here; end it in the test, with os._exit()\n"
+        )
+        sys.stdout.flush()
+        sys.stderr.flush()
+    posix._exit(code & 0xFF)  # noqa: SLF001 - a test may have replaced `os._exit`
 
 
 def descendants(*, is_exact: bool = True) -> Iterator[Descendant]:

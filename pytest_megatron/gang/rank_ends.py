@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import mmap
-import os
 import struct
 from dataclasses import dataclass
 
 from pytest_megatron.gang.lockstep import Lockstep
+from pytest_megatron.gang.originals import mmap, os
 
 NOTE_BYTES = 1024  # the phase is a node id while a rank collects
 _RUN = struct.Struct("Q")

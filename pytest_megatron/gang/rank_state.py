@@ -85,11 +85,17 @@ def settle(ranks: Sequence[RankState], *, is_isolated: bool) -> tuple[Reason, bo
     done = [r.done for r in ranks if r.done is not None]
     if len(done) < len(ranks):
         return kind_of_sign(ranks), False
-    is_in_step = len({(d.num_collectives, d.num_rendezvous) for d in done}) == 1 or is_isolated
+    is_in_step = len({d.num_collectives for d in done}) == 1 or is_isolated
     if not is_in_step and all(r.outcome == "passed" for r in ranks):
         return Reason.DESYNCHRONISED, False
+    # Ranks may set up groups without the others, but then these look for them at other keys; and a
+    # send that nobody received would be received in a later test.
+    is_matched = len({d.num_rendezvous for d in done}) == 1 and not sum(
+        d.num_unmatched for d in done
+    )
     is_dead = any(r.exit_code is not None for r in ranks)
-    return Reason.DONE, is_in_step and not is_dead and not any(d.poison for d in done)
+    is_sound = is_matched and not is_dead and not any(d.poison for d in done)
+    return Reason.DONE, is_in_step and is_sound
 
 
 def kind_of_sign(ranks: Sequence[RankState]) -> Reason:

@@ -5,13 +5,12 @@ Runs before conftest files are loaded, and only where `--attach` is typed.
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
 import pytest
 
-from pytest_megatron.files import JsonValue
+from pytest_megatron.files import JsonValue, read_json
 from pytest_megatron.hooks.session import RECORDED
 from pytest_megatron.launch.layout import RUN_FILE
 from pytest_megatron.launch.secrets import REDACTED
@@ -68,7 +67,7 @@ def _recorded(directory: Path, run: str) -> dict[str, JsonValue]:
     """
     path = directory / RUN_FILE
     try:
-        found: JsonValue = json.loads(path.read_text())
+        found = read_json(path)
     except (OSError, ValueError) as error:
         raise pytest.UsageError(
             f"--attach: {run} holds no {RUN_FILE} that can be read ({error}); expected the run "

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_megatron.hooks import options
+from pytest_megatron.hooks.option_values import has_workers
 
 if TYPE_CHECKING:
     from pytest_megatron.gang.bootstrap import RandomState
@@ -59,7 +60,7 @@ class BeginningPlugin:
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         """Put the variables back before pytest-xdist starts its workers: those collect."""
         config = session.config
-        if getattr(config.option, "dist", "no") != "no" and not hasattr(config, "workerinput"):
+        if has_workers(config) and not hasattr(config, "workerinput"):
             self._watch.stop()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)

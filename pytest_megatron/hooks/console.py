@@ -9,6 +9,7 @@ import contextlib
 import sys
 from collections import deque
 from dataclasses import dataclass, field
+from typing import TextIO
 
 import pytest
 
@@ -133,13 +134,16 @@ class Console:
 
     def _read(self) -> str:
         """Return a line that the user typed, empty at the end of input."""
+        stdin: TextIO | None = sys.stdin  # None if it was closed when Python started
         try:
-            if sys.stdin.isatty():
+            if stdin is None:
+                return ""
+            if stdin.isatty():
                 with contextlib.suppress(ImportError):
                     import readline  # noqa: F401, PLC0415 - lets the user edit the line
                 return input(self._prompt) + "\n"
             self._show(self._prompt)
-            return sys.stdin.readline()
+            return stdin.readline()
         except EOFError:
             return ""
         except KeyboardInterrupt:

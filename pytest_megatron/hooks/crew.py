@@ -18,6 +18,7 @@ from pytest_megatron.gang.channel import listen_locally
 from pytest_megatron.gang.fleet import Fleet
 from pytest_megatron.gang.gangs import Gang
 from pytest_megatron.gang.lifecycle import Lifecycle
+from pytest_megatron.gang.logs import open_standard_descriptors
 from pytest_megatron.gang.messages_of_nodes import Welcome
 from pytest_megatron.gang.nodes import Nodes, count_gpus
 from pytest_megatron.gang.patience import State
@@ -61,6 +62,7 @@ class Crew:
             specs: Gangs that its tests need.
             default_size: World size of tests without a mark; 0 where they need no gang.
         """
+        open_standard_descriptors()
         self._config = config
         options = self._options = run.options
         self._specs = set(specs)

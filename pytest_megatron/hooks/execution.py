@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ from pytest_megatron.gang.logs import file_size, read_piece
 from pytest_megatron.gang.spec import RunEnd
 from pytest_megatron.report.merge import Merged
 from pytest_megatron.report.phase import has_reported
+
+_NUM_LAST_LINES = 40  # a traceback of an exception, or the stacks of one that was aborted
 
 
 @dataclass(slots=True)
@@ -51,11 +54,23 @@ class Execution:
 
     def log_lines(self) -> list[str]:
         """Return what its ranks wrote to stderr meanwhile."""
-        lines: list[str] = []
+        return [line for lines in self._lines_by_rank().values() for line in lines]
+
+    def last_words(self) -> list[str]:
+        """Return the end of what its ranks that died by themselves wrote to stderr.
+
+        Not of those that were killed by SIGKILL: who did it left no text there.
+        """
+        dead = {r.rank for r in self.ended.ranks if r.exit_code not in (None, -signal.SIGKILL)}
+        found = self._lines_by_rank()
+        return [line for rank in dead for line in found.get(rank, [])[-_NUM_LAST_LINES:]]
+
+    def _lines_by_rank(self) -> dict[int, list[str]]:
+        found: dict[int, list[str]] = {}
         for rank, start in zip(self.ended.ranks, self.log_starts, strict=True):
             path = Path(rank.log_dir, "stderr.log")
-            lines += read_piece(path, start, file_size(path)).splitlines()
-        return lines
+            found[rank.rank] = read_piece(path, start, file_size(path)).splitlines()
+        return found
 
     def stop_like_rank(self, when: str) -> None:
         """End the session as the test asked pytest to, by `pytest.exit` or KeyboardInterrupt.

@@ -14,14 +14,20 @@ from pytest_megatron.files import JsonValue
 from pytest_megatron.gang.nodes import count_gpus
 from pytest_megatron.gang.slurm_step import count_unused_nodes
 from pytest_megatron.gang.spec import GangSpec
-from pytest_megatron.hooks.markers import device_of
+from pytest_megatron.hooks.markers import device_of, limit_of_session
 from pytest_megatron.hooks.nodes import nodes_of, room_on_gpus
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.run_file import RunFile
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.host import Gpu, this_host
 from pytest_megatron.report.again import reproduce_line
-from pytest_megatron.report.gangs import flaky_lines, header_line, replaced_line, unused_nodes_line
+from pytest_megatron.report.gangs import (
+    flaky_lines,
+    header_line,
+    no_limit_line,
+    replaced_line,
+    unused_nodes_line,
+)
 
 NAME = "megatron-gangs-results"
 RECORD = "megatron_test"  # attribute of a test's last report
@@ -49,7 +55,7 @@ class GangResults:
         if not session.config.option.collectonly:
             _refuse_lack(self._run.options)
 
-    def pytest_report_header(self) -> list[str]:
+    def pytest_report_header(self, config: pytest.Config) -> list[str]:
         """Say what gangs of tests without a mark are."""
         options = self._run.options
         if not options.asks_for_gangs:
@@ -59,6 +65,9 @@ class GangResults:
         size = nodes.ranks_per_node * nodes.num_nodes
         spec = GangSpec(world_size=size, device=device_of(options, size, room))
         lines = [header_line(spec, gpus, self._run.shorten(str(self._run.run_dir)))]
+        limit = limit_of_session(config, options)
+        if not limit.seconds:
+            lines.append(no_limit_line(limit.source))
         if options.num_nodes == 1 and (num_unused := count_unused_nodes(os.environ)):
             lines.append(unused_nodes_line(num_unused))
         return lines

@@ -8,14 +8,17 @@ a plugin that reruns or times items sees them as ever.
 from __future__ import annotations
 
 import copy
+import faulthandler
 import itertools
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from os import getpid  # a test may put another function in its place
 
 import pluggy
 import pytest
 
 from pytest_megatron.gang.nodes import count_gpus
+from pytest_megatron.gang.processes import end_if_forked
 from pytest_megatron.gang.spec import GangSpec, Reason, RunEnd
 from pytest_megatron.hooks.crew import Crew
 from pytest_megatron.hooks.dispatch import Dispatcher
@@ -35,6 +38,7 @@ from pytest_megatron.hooks.neighbours import (
     refuse_what_is_lost,
 )
 from pytest_megatron.hooks.nodes import nodes_of, room_on_gpus
+from pytest_megatron.hooks.option_values import has_workers
 from pytest_megatron.hooks.options import LIMITS_OF_OTHERS, WORKLOADS_PLUGIN, Options
 from pytest_megatron.hooks.origins import make_extra_item
 from pytest_megatron.hooks.phases import PhaseHooks
@@ -54,6 +58,7 @@ class GangPlugin:
 
     def __init__(self, config: pytest.Config, run: RunSession) -> None:
         self._config = config
+        self._pid = getpid()
         self._run = run
         self._options: Options = run.options
         self._specs: dict[pytest.Item, GangSpec] = {}
@@ -79,7 +84,7 @@ class GangPlugin:
             spec = spec_of(item, self._options, default_size=size, room=room)
             if spec is None:
                 continue
-            self._limits_s[item] = timeout_of(item, self._options.rank_timeout_s)
+            self._limits_s[item] = timeout_of(item, self._options)
             if spec.device == "cuda" and spec.world_size > room * self._options.num_nodes:
                 num_gpus = count_gpus(spec.world_size, self._options.ranks_per_gpu)
                 reason = f"needs {num_gpus} GPUs, this host has {len(this_host().gpus)}"
@@ -116,6 +121,7 @@ class GangPlugin:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
         """Run all items, those of gangs on gangs; under pytest-xdist only get ready."""
+        end_if_forked(self._pid)  # while tests were collected
         # Plugins may have reordered and deselected since we looked.
         self._specs = {item: self._specs[item] for item in session.items if self.is_ours(item)}
         has_work = bool(self._specs) or self._options.num_nodes > 1  # others show what runs here
@@ -123,7 +129,7 @@ class GangPlugin:
             return None
         if session.testsfailed and not session.config.option.continue_on_collection_errors:
             return None  # pytest's own loop says so
-        if getattr(session.config.option, "dist", "no") != "no" and not self._run.is_worker:
+        if has_workers(session.config) and not self._run.is_worker:
             return None
         if self._options.is_plan:
             return self._print_plan(session)
@@ -234,6 +240,7 @@ class GangPlugin:
         self, session: pytest.Session, item: pytest.Item, nextitem: pytest.Item | None
     ) -> None:
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=nextitem)
+        end_if_forked(self._pid, SystemExit(bool(session.testsfailed)))
         dispatcher = self._open_dispatcher
         if self._broken is not None:
             raise self._broken
@@ -287,6 +294,7 @@ class GangPlugin:
     def set_up(self, item: pytest.Item) -> None:
         """Wait until the item has run on its gang; all of its phases run there at once."""
         dispatcher = self._open_dispatcher
+        _stop_timers(item)
         self._reruns[item] = []
         try:
             dispatcher.wait_for(item, self._nextitem)
@@ -313,7 +321,9 @@ class GangPlugin:
         if len(self._reruns[item]) >= num_reruns_of(item, self._options.num_transient_reruns):
             return None
         execution = self._open_dispatcher.ended[item]
-        cause = transient_cause(execution.merged, execution.log_lines(), self._run.table)
+        cause = transient_cause(
+            execution.merged, execution.log_lines(), execution.last_words(), self._run.table
+        )
         if cause is None or self._run.ledger.claim(item.nodeid, cause.id) is not None:
             return None
         return cause
@@ -419,3 +429,15 @@ class GangPlugin:
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")
         if printed.strip() and reporter is not None:
             self._config.get_terminal_writer().write(printed)
+
+
+def _stop_timers(item: pytest.Item) -> None:
+    """Stop what others time the controller with, which waits here: ranks have a limit.
+
+    That is `faulthandler_timeout`, which would print the stacks of the controller or end it, and
+    pytest-timeout before 2.0, which has no hook for it.
+    """
+    faulthandler.cancel_dump_traceback_later()
+    cancel: Callable[[], None] | None = getattr(item, "cancel_timeout", None)
+    if cancel is not None:
+        cancel()

@@ -107,7 +107,7 @@ class HistoryPlugin:
         return Entry(
             time=utc_now(),
             run=self._session.run_dir.name,
-            node_id=node_id,
+            node_id=self._session.redactor.text(node_id),
             kind=kind,
             verdict=str(record["verdict"]),
             num_attempts=len(attempts),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 
 import pytest
 from _pytest.doctest import DoctestItem
 
 from pytest_megatron.gang.spec import GangSpec
+from pytest_megatron.hooks.option_values import foreign_ini
 from pytest_megatron.hooks.options import Options
 
 SIZE_FIXTURE = "_megatron_world_size"
@@ -20,6 +22,7 @@ _LINES = (
     "quarantine(reason, until): a failure does not fail the run up to that day, '2026-12-31'",
 )
 
+_TIMEOUT_PLUGINS = ("timeout", "pytest_timeout")  # the second one if `-p` loads it
 _TIMEOUT_LINE = "timeout(s): limit for each phase of a test on a gang, in seconds; 0 is none"
 
 
@@ -27,7 +30,7 @@ def declare_marks(config: pytest.Config) -> None:
     """Tell pytest of the marks."""
     for line in _LINES:
         config.addinivalue_line("markers", line)
-    if not config.pluginmanager.has_plugin("timeout"):  # which declares it itself
+    if not _has_timeout_plugin(config):  # which declares it itself
         config.addinivalue_line("markers", _TIMEOUT_LINE)
 
 
@@ -117,8 +120,21 @@ def num_reruns_of(item: pytest.Item, default: int) -> int:
     return number
 
 
-def timeout_of(item: pytest.Item, default_s: float) -> float:
-    """Return the limit of a phase: a `timeout` mark wins, then pytest-timeout's own settings.
+@dataclass(frozen=True, slots=True)
+class TimeLimit:
+    """How long a phase of a test may take, and who says so.
+
+    Attributes:
+        seconds: 0 is no limit.
+        source: What the user would change.
+    """
+
+    seconds: float
+    source: str
+
+
+def timeout_of(item: pytest.Item, options: Options) -> float:
+    """Return the limit of a phase: a `timeout` mark wins, as long as it has a time.
 
     Raises:
         pytest.UsageError: It is no time.
@@ -126,17 +142,37 @@ def timeout_of(item: pytest.Item, default_s: float) -> float:
     mark = item.get_closest_marker("timeout")
     found: object = None
     if mark is not None:
-        where = f"{item.nodeid}: mark timeout"
         found = mark.args[0] if mark.args else mark.kwargs.get("timeout")
-    elif item.config.pluginmanager.has_plugin("timeout"):
-        where = "timeout"
-        option = item.config.getoption("timeout", None)
-        settings = (option, os.environ.get("PYTEST_TIMEOUT"), item.config.getini("timeout"))
-        found = next((value for value in settings if value not in (None, "")), None)
-        if found is None:
-            return default_s
-    else:
-        return default_s
+    if found is None:  # the mark may only choose pytest-timeout's method
+        return limit_of_session(item.config, options).seconds
+    return _seconds(found, f"{item.nodeid}: mark timeout")
+
+
+def limit_of_session(config: pytest.Config, options: Options) -> TimeLimit:
+    """Return the limit of tests without a mark.
+
+    What is typed for us wins, then what is set for pytest-timeout, then our default.
+
+    Raises:
+        pytest.UsageError: It is no time.
+    """
+    if not options.is_rank_timeout_given and _has_timeout_plugin(config):
+        settings: dict[str, object] = {
+            "--timeout": config.getoption("timeout", None),
+            "PYTEST_TIMEOUT": os.environ.get("PYTEST_TIMEOUT"),
+            "timeout in the ini file": foreign_ini(config, "timeout"),
+        }
+        for source, value in settings.items():
+            if value not in (None, ""):
+                return TimeLimit(_seconds(value, source), source)
+    return TimeLimit(options.rank_timeout_s, "--rank-timeout")
+
+
+def _has_timeout_plugin(config: pytest.Config) -> bool:
+    return any(map(config.pluginmanager.has_plugin, _TIMEOUT_PLUGINS))
+
+
+def _seconds(found: object, where: str) -> float:
     try:
         seconds = float(str(found))
     except ValueError:

@@ -27,6 +27,28 @@ def given(config: pytest.Config, name: str) -> object:
     return config.getini(dest(name)) if value is None or value is False else value
 
 
+def foreign_ini(config: pytest.Config, name: str) -> object:
+    """Return an ini value of another plugin where the user set it, else None.
+
+    Its default is no word of the user's, and differs between releases: "", 0.0, None.
+    """
+    try:
+        value: object = config.getini(name)
+    except ValueError:  # nobody declares it
+        return None
+    attributes = vars(config)  # the public name is deprecated from pytest 9.1 on
+    in_file = name in attributes.get("_inicfg", attributes.get("inicfg", ()))
+    typed_lines = getattr(config.known_args_namespace, "override_ini", None) or ()
+    is_typed = any(line.partition("=")[0].strip() == name for line in typed_lines)
+    return value if in_file or is_typed else None
+
+
+def has_workers(config: pytest.Config) -> bool:
+    """Whether pytest-xdist hands tests to workers; a project may have `--dist` without `-n`."""
+    option = config.option
+    return getattr(option, "dist", "no") != "no" and bool(getattr(option, "tx", None))
+
+
 def text(config: pytest.Config, name: str, default: str) -> str:
     """Return a value as it is written."""
     value = given(config, name)

@@ -67,6 +67,7 @@ class Options:
         rdzv_endpoint: `HOST:PORT` of node 0, or "".
         rdzv_step: Name of the step of Slurm that has the endpoint, or "".
         rank_timeout_s: Limit for one phase of a distributed test; 0 is none.
+        is_rank_timeout_given: Whether the user set it, so that pytest-timeout's does not count.
         rank_grace_s: How long ranks may take after the first one failed.
         signatures: Files with signatures of the user's own.
         num_transient_reruns: How often a distributed test is rerun after a transient failure.
@@ -108,6 +109,7 @@ class Options:
     rdzv_endpoint: str
     rdzv_step: str
     rank_timeout_s: float
+    is_rank_timeout_given: bool
     rank_grace_s: float
     signatures: tuple[Path, ...]
     num_transient_reruns: int
@@ -245,6 +247,7 @@ def read_options(config: pytest.Config) -> Options:
         rdzv_endpoint=rdzv_endpoint,
         rdzv_step=rdzv_step,
         rank_timeout_s=values.seconds(config, "rank-timeout", 300.0),
+        is_rank_timeout_given=values.given(config, "rank-timeout") is not None,
         rank_grace_s=values.seconds(config, "rank-grace", 10.0),
         signatures=tuple(Path(name) for name in values.words(config, "signatures")),
         num_transient_reruns=values.index(config, "rerun-transient") or 0,

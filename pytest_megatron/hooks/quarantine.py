@@ -21,6 +21,7 @@ from pytest_megatron.hooks.markers import QUARANTINE, is_quarantined_by_us
 from pytest_megatron.quarantine import (
     Quarantine,
     QuarantineError,
+    check_pattern,
     matches,
     parse_quarantine,
     today,
@@ -164,6 +165,7 @@ def _patterns(config: pytest.Config) -> dict[str, Quarantine]:
         for pattern, given in table.items():
             try:
                 found[pattern] = parse_quarantine(given)
+                check_pattern(pattern, config.rootpath)
             except QuarantineError as problem:
                 where = f"{project.file}: [tool.pytest-megatron.{QUARANTINE}] {pattern!r}"
                 raise ConfigError(where, str(problem)) from None

@@ -18,6 +18,7 @@ from _pytest.skipping import evaluate_skip_marks
 from pytest_megatron.history import FILE_NAME, typical_durations
 from pytest_megatron.hooks.checks import refuse_or_warn
 from pytest_megatron.hooks.item import WorkloadItem, plugin_of
+from pytest_megatron.hooks.option_values import has_workers
 from pytest_megatron.hooks.options import LOCAL
 from pytest_megatron.hooks.queue_terminal import QueueTerminal
 from pytest_megatron.hooks.retries import ItemRetries
@@ -188,7 +189,7 @@ def register_queue(config: pytest.Config, session: RunSession) -> None:
             is nothing that could be taken over.
     """
     executor, is_attached = session.options.executor, session.options.is_attached
-    is_shared_out = getattr(config.option, "dist", "no") != "no"
+    is_shared_out = has_workers(config)
     if session.is_worker or (executor == LOCAL and not is_attached):
         return
     # Elsewhere it is opened when it has something to do.

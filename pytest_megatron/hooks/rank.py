@@ -6,9 +6,8 @@ Never prints to the terminal, writes no report and decides nothing: that is the 
 from __future__ import annotations
 
 import contextlib
-import time
-import traceback
 from collections.abc import Generator
+from os import getpid  # a test may put another function in its place
 from pathlib import Path
 from typing import IO, cast
 
@@ -19,6 +18,7 @@ from _pytest.runner import runtestprotocol
 from pytest_megatron.files import JsonValue
 from pytest_megatron.gang import bootstrap, measure
 from pytest_megatron.gang.channel import Channel
+from pytest_megatron.gang.collectives import count_collectives
 from pytest_megatron.gang.lockstep import Ending
 from pytest_megatron.gang.logs import RankLogs, flush_streams
 from pytest_megatron.gang.messages import (
@@ -28,6 +28,9 @@ from pytest_megatron.gang.messages import (
     RankOrder,
     Run,
 )
+from pytest_megatron.gang.originals import traceback
+from pytest_megatron.gang.process_state import StateKeeper, look
+from pytest_megatron.gang.processes import end_if_forked
 from pytest_megatron.gang.rank_ends import RankEnds
 from pytest_megatron.hooks.mirror import describe_warning, plain
 from pytest_megatron.hooks.neighbours import (
@@ -37,6 +40,7 @@ from pytest_megatron.hooks.neighbours import (
 )
 from pytest_megatron.hooks.rank_debugger import RankDebugger
 
+_NOT_KNOWN = SystemExit(70)  # pytest keeps with what a finalizer ended to itself
 _SLOW_S = 0.2  # a phase this long is told of at its end, not with the test
 _OWN_ATTRIBUTES = frozenset(
     vars(pytest.TestReport("", ("", 0, ""), {}, "passed", None, "call"))  # others are of plugins
@@ -55,6 +59,8 @@ class RankPlugin:
     _channel: Channel
     _logs: RankLogs
     _ends: RankEnds
+    _state: StateKeeper
+    _pid: int
 
     def __init__(self) -> None:
         self.shared_dir = Path()
@@ -71,9 +77,18 @@ class RankPlugin:
         self.debugger = RankDebugger(self.printed)
         self.measurement: measure.Measurement | None = None
 
-    def begin(self, order: RankOrder, channel: Channel, logs: RankLogs, ends: RankEnds) -> None:
+    def begin(
+        self,
+        order: RankOrder,
+        channel: Channel,
+        logs: RankLogs,
+        ends: RankEnds,
+        state: StateKeeper,
+    ) -> None:
         """Be the rank of `order`, in its own process."""
+        self._state = state
         self.order, self._channel, self._logs, self._ends = order, channel, logs, ends
+        self._pid = getpid()
         self.debugger.begin(channel)
 
     def is_rerun(self, item: pytest.Item) -> bool:
@@ -104,25 +119,53 @@ class RankPlugin:
         except KeyboardInterrupt as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
             stop = ("interrupt", f"{place.filename}:{place.lineno}", None)
+        self.end_if_forked()
         self._ends.note("")
         write_snapshots(item.config, self.order)
         if self.measurement is not None:
             self.measurement.end_test(is_last=run.next_index == NOTHING)
-        bootstrap.wrap_rendezvous()
+        poison = bootstrap.find_poison() if self._has_failed else ""
+        if run.next_index != NOTHING:
+            poison = self._mend(item) or poison
         bootstrap.calm_gloo()
-        num_collectives, num_rendezvous = bootstrap.count_collectives()
+        counts = count_collectives(self.order.world_size)
         return Done(
             run=run.run,
             reports=tuple(self._reports),
             warnings=tuple(self._warnings),
-            num_collectives=num_collectives,
-            num_rendezvous=num_rendezvous,
-            poison=bootstrap.find_poison() if self._has_failed else "",
+            num_collectives=counts.num_collectives,
+            num_rendezvous=counts.num_rendezvous,
+            num_unmatched=counts.num_unmatched,
+            poison=poison,
             stop=stop,
             printed=self._shown,
             printed_late=self.printed.take(),
-            is_clean=self._is_clean and not stop,
+            is_clean=self._is_clean and not stop and not poison,
         )
+
+    def _mend(self, item: pytest.Item) -> str:
+        """Put back what the test needlessly changed, with a warning that names it.
+
+        Returns:
+            Why this rank can run no other test, or "".
+        """
+        found, wrong_group = self._state.restore()
+        if wrong_group:
+            found.append(f"{wrong_group}, and its gang is replaced")
+        for what in found:
+            self._warnings.append(
+                {
+                    "text": f"the test left its rank in another state: {what}",
+                    "module": pytest.__name__,
+                    "category": pytest.PytestWarning.__name__,
+                    "filename": str(item.path),
+                    "lineno": (item.location[1] or 0) + 1,
+                    "when": "runtest",
+                    "nodeid": item.nodeid,
+                    "location": None,
+                }
+            )
+        return wrong_group
 
     def may_start(self, run: Run) -> bool:
         """Wait for the other ranks; return whether all ended the test before this one well."""
@@ -139,6 +182,7 @@ class RankPlugin:
                 is_clean=done.is_clean,
                 num_collectives=done.num_collectives,
                 num_rendezvous=done.num_rendezvous,
+                num_unmatched=done.num_unmatched,
             )
             lockstep.tell(self.order.rank, ending)
 
@@ -152,10 +196,13 @@ class RankPlugin:
     # is, so that sections come in the same order.
 
     @pytest.hookimpl(hookwrapper=True, trylast=True)
-    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None]:
+    def pytest_runtest_setup(
+        self, item: pytest.Item
+    ) -> Generator[None, pluggy.Result[object], None]:
         """Keep what setup prints."""
         with self._capturing(item, "setup"):
-            yield
+            outcome = yield
+            self.end_if_forked(outcome.exception)
 
     @pytest.hookimpl(hookwrapper=True, trylast=True)
     def pytest_runtest_call(
@@ -164,6 +211,7 @@ class RankPlugin:
         """Keep what the test prints; wait for its GPU before it may pass."""
         with self._capturing(item, "call"):
             outcome = yield
+            self.end_if_forked(outcome.exception)
             if outcome.exception is None:
                 try:
                     bootstrap.synchronize()
@@ -171,17 +219,41 @@ class RankPlugin:
                     outcome.force_exception(error)
 
     @pytest.hookimpl(hookwrapper=True, trylast=True)
-    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None]:
+    def pytest_runtest_teardown(
+        self, item: pytest.Item
+    ) -> Generator[None, pluggy.Result[object], None]:
         """Keep what teardown prints."""
         self._shown = self.printed.take()
         with self._capturing(item, "teardown"):
-            yield
+            outcome = yield
+            self.end_if_forked(outcome.exception)
+
+    @pytest.hookimpl(hookwrapper=True, trylast=True)
+    def pytest_fixture_setup(
+        self, fixturedef: pytest.FixtureDef[object]
+    ) -> Generator[None, pluggy.Result[object], None]:
+        """Take what a fixture for several tests changes for right until it is torn down.
+
+        A child that a fixture forked sets up no further fixtures.
+        """
+        before = None if fixturedef.scope == "function" else look()
+        outcome = yield
+        self.end_if_forked(outcome.exception)
+        if before is not None:
+            self._state.accept(fixturedef, before)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[object]) -> None:
+        """Expect what was before that fixture; a forked child tears nothing down."""
+        self.end_if_forked(_NOT_KNOWN)
+        self._state.release(fixturedef)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
-        self, item: pytest.Item
+        self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Take the report of a phase; trouble is told at once."""
+        self.end_if_forked(call.excinfo and call.excinfo.value)
         report = yield
         if self._is_in_phase:  # of a subtest, which is logged as well
             return report
@@ -199,7 +271,6 @@ class RankPlugin:
                     run=run.run,
                     when=report.when,
                     outcome="failed" if is_failed else report.outcome,
-                    at=time.time(),
                     report=None if report.outcome == "passed" else self._reports[-1],
                 )
             )
@@ -236,6 +307,10 @@ class RankPlugin:
     def pytest_configure(self, config: pytest.Config) -> None:
         """Remember the configuration; called at registration as well."""
         self._config = config
+
+    def end_if_forked(self, error: BaseException | None = None) -> None:
+        """End a process that a test forked off this rank and that came back through pytest."""
+        end_if_forked(self._pid, error)
 
     def tear_down_late(self, session: pytest.Session, item: pytest.Item | None) -> JsonValue:
         """Tear down what `item` does not need, after the test before it was reported.

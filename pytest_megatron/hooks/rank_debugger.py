@@ -8,9 +8,7 @@ goes on at once.
 from __future__ import annotations
 
 import io
-import os
 import sys
-import threading
 from collections.abc import Callable
 from typing import IO, Protocol, TextIO, cast
 
@@ -28,6 +26,7 @@ from pytest_megatron.gang.messages_of_debugger import (
     DebuggerWanted,
     DebuggerWrote,
 )
+from pytest_megatron.gang.originals import os, threading
 
 _INVOKE = "pdbinvoke"  # pytest's own name
 

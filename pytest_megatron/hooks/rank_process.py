@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +16,7 @@ from _pytest.faulthandler import fault_handler_stderr_fd_key
 from pytest_megatron.files import JsonValue
 from pytest_megatron.gang import bootstrap, measure
 from pytest_megatron.gang.channel import Channel, connect
-from pytest_megatron.gang.logs import RankLogs
+from pytest_megatron.gang.logs import RankLogs, open_standard_descriptors
 from pytest_megatron.gang.messages import (
     UNKNOWN,
     Broken,
@@ -29,6 +27,8 @@ from pytest_megatron.gang.messages import (
     Ready,
     Run,
 )
+from pytest_megatron.gang.originals import os, traceback
+from pytest_megatron.gang.process_state import StateKeeper
 from pytest_megatron.gang.rank_ends import RankEnds
 from pytest_megatron.hooks.neighbours import leave_to_controller
 from pytest_megatron.hooks.rank import RankPlugin
@@ -69,6 +69,7 @@ def prepare(session: pytest.Session) -> RankPlugin:
             capture.stop_global_capturing()
         capture._method = "no"  # noqa: SLF001 - its only way
         capture.start_global_capturing()
+    open_standard_descriptors()  # which pytest leaves closed if they were
     _drop_controller_plugins(config)
     leave_to_controller(config)
     manager = config.pluginmanager
@@ -102,9 +103,11 @@ def run_rank(session: pytest.Session, order: RankOrder, ends: RankEnds, home: Ho
             pid=os.getpid(),
         ),
     )
-    plugin.begin(order, channel, logs, ends)
-    plugin.measurement = measurement
     _take_temp(config, order)
+    state = StateKeeper(order.world_size, lambda: _temp_of_tests(config, order))
+    plugin.begin(order, channel, logs, ends, state)
+    os.register_at_fork(after_in_child=channel.close)
+    plugin.measurement = measurement
     serve(session, plugin, channel, is_own_session=home.is_own_session)
 
 
@@ -144,6 +147,7 @@ def serve(
                     late: JsonValue = None
                     if planned is not item and not plugin.is_rerun(item):
                         late = plugin.tear_down_late(session, item)
+                        plugin.end_if_forked()
                     planned = find(run.next_index, run.next_node_id)
                     is_unknown = run.next_index == UNKNOWN
                     # A collector in the place of the next item keeps all but the test set up.
@@ -153,17 +157,21 @@ def serve(
                     plugin.tell_others(done)
                 case Close():
                     late = plugin.tear_down_late(session, None)
+                    plugin.end_if_forked()
                     problem, output = _finish_session(session) if is_own_session else ("", "")
                     channel.send(Closed(problem=problem, late=late, workeroutput=output))
                     break
                 case _:
                     break
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        plugin.end_if_forked(error)
         channel.send(Closed(problem=_close(session)))
         exit_code = 130
-    except BaseException:  # noqa: BLE001 - the controller has to know of it, whatever it is
+    except BaseException as error:  # noqa: BLE001 - the controller has to know of it
+        plugin.end_if_forked(error)
         channel.send(Broken(problem=traceback.format_exc()))
         exit_code = 70
+    plugin.end_if_forked()
     with contextlib.suppress(Exception):
         atexit._run_exitfuncs()  # noqa: SLF001 - what tests registered
     if plugin.measurement is not None:
@@ -171,7 +179,7 @@ def serve(
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    os._exit(exit_code)
+    os._exit(exit_code)  # noqa: SLF001 - of the module os
 
 
 def _finder(
@@ -234,6 +242,14 @@ def _drop_controller_plugins(config: pytest.Config) -> None:
 def temp_factory(config: pytest.Config) -> pytest.TempPathFactory | None:
     """Return what makes temporary directories of a session, or None without pytest's plugin."""
     return getattr(config, "_tmp_path_factory", None)
+
+
+def _temp_of_tests(config: pytest.Config, order: RankOrder) -> Path | None:
+    """Return the directory that the next `tmp_path` will be made in."""
+    factory = temp_factory(config)
+    if factory is None:
+        return None
+    return factory._basetemp or Path(order.base_temp).parent  # noqa: SLF001 - see `_take_temp`
 
 
 def _take_temp(config: pytest.Config, order: RankOrder) -> None:

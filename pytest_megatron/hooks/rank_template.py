@@ -29,6 +29,7 @@ from pytest_megatron.gang.clean import find_obstacle
 from pytest_megatron.gang.logs import STACKS_FILE, RankLogs
 from pytest_megatron.gang.messages import Collected, Fork, Hello, RankOrder
 from pytest_megatron.gang.nursery import STACK_SIGNAL, Forking, Nursery
+from pytest_megatron.gang.processes import end_if_forked
 from pytest_megatron.gang.rank_ends import RankEnds
 from pytest_megatron.gang.stores import StoreKeeper
 from pytest_megatron.hooks.options import COLLECTING_PLUGIN
@@ -114,9 +115,11 @@ def _expect_early_imports() -> None:
 
 def _put_away_reruns(config: pytest.Config) -> None:
     """Leave reruns to the controller: in a worker, pytest-rerunfailures asks for its socket."""
-    plugin = config.pluginmanager.get_plugin("rerunfailures")
+    manager = config.pluginmanager
+    names = ("rerunfailures", "pytest_rerunfailures")  # the second one if `-p` loads it
+    plugin = next(filter(None, map(manager.get_plugin, names)), None)
     if plugin is not None:
-        config.pluginmanager.unregister(plugin)
+        manager.unregister(plugin)
         config.addinivalue_line("markers", "flaky: of pytest-rerunfailures")
 
 
@@ -135,6 +138,7 @@ class CollectingPlugin:
         channel: Channel,
         harmless: list[str],
     ) -> None:
+        self._pid = os.getpid()
         self._brief = brief
         self._order = order
         self._ends = ends
@@ -220,6 +224,7 @@ class CollectingPlugin:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> NoReturn:
         """Tell what was collected, and serve: forked ranks run tests from here."""
+        end_if_forked(self._pid)
         manager = session.config.pluginmanager
         if self._debugger is not None:
             manager.register(self._debugger, "pdbinvoke")

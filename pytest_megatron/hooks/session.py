@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import functools
 import json
 import os
@@ -17,7 +19,7 @@ from pytest_megatron.errors import ConfigError, MegatronError, TriageError
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.launch.facts import Facts, gather_facts
 from pytest_megatron.launch.layout import RUN_FILE
-from pytest_megatron.launch.own_dir import RUNS_DIR, make_own_dir
+from pytest_megatron.launch.own_dir import RUNS_DIR, make_own_dir, make_results_dir
 from pytest_megatron.launch.secrets import Redactor
 from pytest_megatron.triage.signature import Table, load_table
 from pytest_megatron.verdict.ledger import RunLedger
@@ -52,6 +54,7 @@ class RunSession:
         self.warned: set[str] = set()
         self._is_open = False
         self._is_ours = False
+        self._lock: int | None = None  # on the run directory, as long as this process lives
         self._table: Table | None = None
         self._project: ProjectConfig | None = None
         self._redactor: Redactor | None = None
@@ -187,7 +190,28 @@ class RunSession:
             raise pytest.UsageError(f"--run-dir: {where} holds an earlier run; give another")
         if self.run_dir.exists() and not self.run_dir.is_dir():
             raise pytest.UsageError(f"--run-dir: {where} is no directory; give another")
+        if self.options.run_dir is not None:
+            self._lock_run_dir(where)
         self._is_ours = True  # from now on, what is there is of this run
+
+    def _lock_run_dir(self, where: str) -> None:
+        """Keep other sessions out of the run directory while this one lives.
+
+        Raises:
+            pytest.UsageError: Another session runs in it, or it cannot be made.
+        """
+        try:
+            make_results_dir(self.run_dir)
+            path = self.run_dir / ".lock"
+            self._lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise pytest.UsageError(
+                f"--run-dir: another session runs in {where}; give each its own"
+            ) from None
+        except OSError as error:
+            if error.errno != errno.ENOLCK:  # a file system without locks
+                raise pytest.UsageError(self.cannot_write(error)) from None
 
     @property
     def where(self) -> str:

@@ -7,6 +7,7 @@ import os
 import pytest
 
 from pytest_megatron.files import JsonValue, write_text_atomically
+from pytest_megatron.hooks.markers import limit_of_session
 from pytest_megatron.hooks.neighbours import seed_of_examples
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.session import RunSession
@@ -25,7 +26,7 @@ def surroundings(config: pytest.Config, session: RunSession) -> dict[str, JsonVa
         "positional": list[JsonValue](redactor.words(_positional(config))),
         "env": dict[str, JsonValue](redactor.env(kept)),
         "seeds": _seeds(config, session.run_dir.name),
-        "options": _options(session.options),
+        "options": _options(config, session.options),
     }
 
 
@@ -62,22 +63,30 @@ def _seeds(config: pytest.Config, run_id: str) -> dict[str, JsonValue]:
     seeds: dict[str, JsonValue] = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED")}
     for name in ("randomly_seed", "random_order_seed"):
         value = getattr(config.option, name, None)
-        if value is not None:
+        if value is not None and not str(value).startswith("default"):  # one that is not in use
             seeds[name] = str(value)
     if hasattr(config.option, "hypothesis_seed"):
         seeds["hypothesis_seed"] = str(config.option.hypothesis_seed or seed_of_examples(run_id))
     return seeds
 
 
-def _options(options: Options) -> dict[str, JsonValue]:
+def _options(config: pytest.Config, options: Options) -> dict[str, JsonValue]:
     """Return those of our options that change how an item runs or is judged."""
     return {
         "golden": options.golden,
         "golden_policy": options.golden_policy,
         "lightweight": options.is_lightweight,
-        "rank_timeout": options.rank_timeout_s,
+        "rank_timeout": _rank_timeout_s(config, options),
         "rank_grace": options.rank_grace_s,
         "gang_start": options.gang_start,
         "ranks_per_gpu": options.ranks_per_gpu,
         "signatures": [str(path) for path in options.signatures],
     }
+
+
+def _rank_timeout_s(config: pytest.Config, options: Options) -> float:
+    """Return the limit of tests on gangs, whoever set it; one that is wrong limited none."""
+    try:
+        return limit_of_session(config, options).seconds
+    except pytest.UsageError:
+        return options.rank_timeout_s

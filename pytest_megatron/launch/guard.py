@@ -5,8 +5,9 @@ CONTROL is the read end of a pipe that the controller holds: its end of file (th
 gone, even by SIGKILL) or a byte `t` stops the command, a byte `k` kills it at once, a byte `a` asks
 every process below it for its Python stack first (SIGABRT with faulthandler), a byte `A` also the
 command. RESULT is the descriptor that gets one line of JSON when nothing is left. Ranks that start
-sessions of their own are found as well: the guard is their subreaper. Standard library only, so
-that it starts in milliseconds.
+sessions of their own are found as well: the guard is their subreaper. It is two processes, so that
+one of them is left to do that if the other one is killed or stopped. Standard library only, so that
+it starts in milliseconds.
 """
 
 from __future__ import annotations
@@ -21,18 +22,65 @@ import sys
 import time
 from pathlib import Path
 
+PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 POLL_S = 0.05
+SLOW_S = 5.0  # beyond the grace, for killing what did not end in it
 UNKILLABLE_S = 30.0  # a process stuck in the kernel (a dead file system) cannot be killed
 
 
 def main() -> None:
     """Run the command of the command line under guard."""
     control, result, grace_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # The controller decides, through the pipe. A handler, unlike SIG_IGN, is not inherited.
         signal.signal(number, lambda *_: None)
+    outer = os.getpid()
+    inner = os.fork()
+    if inner:
+        _prctl(PR_SET_PDEATHSIG, signal.SIGCONT)  # should this one be stopped
+        _watch(inner, control, grace_s)
+        return
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGUSR1, _give_up)
+    _prctl(PR_SET_PDEATHSIG, signal.SIGUSR1)
+    if os.getppid() == outer:
+        _run(control, result, grace_s)
+
+
+def _watch(inner: int, control: int, grace_s: float) -> None:
+    """Wait for the process that runs the command; kill what it leaves, if it was killed itself.
+
+    If it does not end in time after the controller went away, as it was stopped, it is killed.
+    """
+    try:
+        end = os.pidfd_open(inner)
+    except OSError:  # an older kernel: see only its end
+        end = -1
+    poll = select.poll()
+    if end >= 0:
+        poll.register(end, select.POLLIN)
+        poll.register(control, 0)  # says when the controller's end of the pipe is closed
+        if end not in [descriptor for descriptor, _ in poll.poll()]:
+            poll.unregister(control)
+            if not poll.poll((grace_s + SLOW_S) * 1000):
+                _send(inner, signal.SIGKILL)
+    while True:
+        pid, status = os.waitpid(-1, 0)
+        if pid == inner:
+            break
+    if status:
+        _kill_descendants()
+
+
+def _give_up(*_: object) -> None:
+    """Leave nothing behind; the other process of the guard was killed, and nothing is answered."""
+    _kill_descendants()
+    os._exit(1)
+
+
+def _run(control: int, result: int, grace_s: float) -> None:
     try:
         child = subprocess.Popen(sys.argv[4:], stdin=subprocess.DEVNULL, close_fds=True)
     except OSError as error:
@@ -115,6 +163,10 @@ def _descendants() -> list[int]:
         found += below
         todo += below
     return found
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
 def _send(pid: int, number: signal.Signals) -> None:

@@ -101,7 +101,9 @@ class HealthWatch:
         give_up_at = time.monotonic() + _LIMIT_S
         while b"\n" not in self._rest:
             left_s = give_up_at - time.monotonic()
-            if left_s <= 0 or not select.select([descriptor], [], [], left_s)[0]:
+            if not any(  # a wait that `fg` interrupts ends without a look
+                select.select([descriptor], [], [], wait_s)[0] for wait_s in (max(0.0, left_s), 0.0)
+            ):
                 return None
             chunk = os.read(descriptor, 65536)
             if not chunk:

@@ -145,12 +145,16 @@ class GuardedProcess:
         Raises:
             LaunchError: The command could not be started, or the guard itself was killed.
         """
-        if self._ended is None and select.select([self._result], [], [], timeout_s)[0]:
+        if self._ended is None and (self._has_answer(timeout_s) or self._has_answer(0.0)):
             chunk = os.read(self._result, 65536)
             self._answer += chunk
             if not chunk or self._answer.endswith(b"\n"):
                 self._ended = self._parse(self._answer)
         return self._ended
+
+    def _has_answer(self, timeout_s: float) -> bool:
+        """Wait for the guard; no answer is none only of a second look, as `fg` interrupts waits."""
+        return bool(select.select([self._result], [], [], timeout_s)[0])
 
     def wait(self) -> Ended:
         """Wait for the end, however long it takes."""
@@ -182,7 +186,7 @@ class GuardedProcess:
         if not answer:
             raise LaunchError(
                 f"process {self._guard.pid}",
-                "the guard of a training was killed, and maybe the training with it; run it again",
+                "the guard of a training was killed, and the training with it; run it again",
             )
         found = json.loads(answer)
         if "error" in found:

@@ -13,13 +13,15 @@ import re
 import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from xml.sax.saxutils import escape
 
 from pytest_megatron.files import JsonValue
 
 REDACTED = "***"
 _SECRET_NAME = re.compile(
     r"(?:^|_)(?:API|KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|CREDS|AUTH|COOKIE"
-    r"|NETRC|BEARER|PAT|PASS|APIKEY)(?:_|$)|_PWD$|(?:TOKEN|SECRET|PASSWORD|APIKEY|ACCESSKEY)$",
+    r"|NETRC|BEARER|PAT|PASS|APIKEY|JWT|DSN|CONNECTION_STRING|CONN_STR)(?:_|$)|_PWD$|WEBHOOK"
+    r"|(?:TOKEN|SECRET|PASSWORD|APIKEY|ACCESSKEY|CONNECTIONSTRING)$",
     re.IGNORECASE,
 )
 # What a variable with a secret name may hold without a secret.
@@ -32,11 +34,12 @@ _URL_PASSWORD = re.compile(r"(?<=://)([^\s/:@'\"]*):([^\s/@'\"]+)@")
 # What issuers give a form of its own, whoever printed it.
 _SHAPES = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{30,}|gh[oprsu]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}"
-    r"|nvapi-[\w-]{30,}|xox[abprs]-[\w-]{20,}|AKIA[A-Z0-9]{16})\b"
+    r"|nvapi-[\w-]{30,}|sk-[A-Za-z0-9_-]{20,}|xox[abprs]-[\w-]{20,}|AKIA[A-Z0-9]{16})\b"
 )
 # A text without any of these has nothing that is known by its form.
 MARKS = (
     *("://", "hf_", "ghp_", "gho_", "ghr_", "ghs_", "ghu_", "github_pat_", "glpat-", "nvapi-"),
+    "sk-",
     *("xoxa-", "xoxb-", "xoxp-", "xoxr-", "xoxs-", "AKIA", "uthorization", "UTHORIZATION"),
 )
 _MARK = re.compile("|".join(MARKS))
@@ -78,13 +81,13 @@ class Redactor:
         """Return a redactor that looks for these values as well.
 
         A value of several lines is looked for line by line, as it stands in a log; every value
-        also as JSON, HTML and a URL write it.
+        also as JSON, HTML, XML and a URL write it.
         """
         found = set(self.values)
         for line in (line.strip() for value in values for line in value.splitlines()):
             if len(line) >= _SHORTEST_VALUE and line.lower() not in _PLAIN:
-                plain = (line, html.escape(line), urllib.parse.quote(line, safe=""))
-                found.update((*plain, json.dumps(line)[1:-1]))
+                found.update((line, urllib.parse.quote(line, safe=""), json.dumps(line)[1:-1]))
+                found.update((html.escape(line), escape(line), escape(line, {'"': "&quot;"})))
         return Redactor(tuple(sorted(found, key=lambda v: (-len(v), v))), self.names)
 
     def text(self, text: str) -> str:

@@ -5,16 +5,13 @@ Read from files by `read_fields` (effects); otherwise pure.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from pytest_megatron.errors import ReportError
-from pytest_megatron.files import JsonValue
-
-_MOST_BYTES = 256 << 20
+from pytest_megatron.files import JsonValue, read_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +71,10 @@ def read_fields(path: Path) -> Fields:
         ReportError: It is not there, is too large, or is no JSON object.
     """
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise ReportError(str(path), f"is larger than {_MOST_BYTES} bytes; not read")
-        value: JsonValue = json.loads(path.read_bytes())
+        value = read_json(path)
     except OSError as error:
         raise ReportError(str(path), f"cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ReportError(str(path), f"is no JSON, {error}; was the run cut off?") from error
     if not isinstance(value, dict):
         raise ReportError(str(path), f"holds a {type(value).__name__}, expected an object")

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from pytest_megatron.errors import GoldenError, MegatronError
-from pytest_megatron.files import JsonValue
+from pytest_megatron.files import JsonValue, read_json
 from pytest_megatron.golden.comparison import render
 from pytest_megatron.golden.generation import Generation
 from pytest_megatron.golden.model import MetricMap
@@ -32,7 +32,6 @@ CANDIDATE = "golden_candidate.json"
 REJECTED = "golden_rejected.json"
 _TARGET = re.compile(r"[\w.+=-]+/[\w.+=-]+/golden_values_[\w.+-]+\.json").fullmatch
 _ROUNDING = 1e-6  # of a median of values that were written with their fewest digits
-_MOST_BYTES = 256 << 20
 
 
 def read_run(run_dir: Path, root: Path, policy: Policy) -> tuple[Candidate, ...]:
@@ -302,16 +301,14 @@ def read_object(path: Path) -> dict[str, JsonValue]:
         GoldenError: It is not there, or holds something else.
     """
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise GoldenError(str(path), f"is larger than {_MOST_BYTES} bytes, which no run leaves")
-        value: JsonValue = json.loads(path.read_text(encoding="utf-8"))
+        value = read_json(path)
     except FileNotFoundError:
         raise GoldenError(
             str(path), "is not there, expected it in the directory of a run"
         ) from None
     except OSError as error:
         raise GoldenError(str(path), f"cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise GoldenError(str(path), f"is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise GoldenError(str(path), f"holds a {type(value).__name__}, expected an object")

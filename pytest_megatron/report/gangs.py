@@ -11,7 +11,7 @@ from pytest_megatron.host import Gpu
 
 _BACKENDS = {"cuda": "NCCL", "cpu": "gloo"}
 _REPLACED = {
-    Reason.DONE: "a failure that left ranks out of step",
+    Reason.DONE: "a test that left ranks out of step",
     Reason.FAILED: "a failure after which ranks did not end",
     Reason.DIED: "a death",
     Reason.HUNG: "a hang",
@@ -35,6 +35,15 @@ def header_line(spec: GangSpec, gpus: Sequence[Gpu] | None, where: str) -> str:
         found = f", {len(gpus)} x {gpus[0].name} found"
     device = f"{spec.device} ({_BACKENDS[spec.device]})"
     return f"megatron: gangs of {_ranks(spec.world_size)} on {device}{found}; logs in {where}"
+
+
+def no_limit_line(source: str) -> str:
+    """Return that a test which hangs is not ended.
+
+    Args:
+        source: What was set so.
+    """
+    return f"megatron: tests of gangs have no time limit ({source} is 0): a hang does not end"
 
 
 def unused_nodes_line(num_nodes: int) -> str:

@@ -38,6 +38,7 @@ def item_record(
         "summary": f"failed as expected: {summary}" if is_expected else summary,
         "duration_s": round(training.duration_s, 3),
         "directory": str(training.job.dirs.root),
+        "compared": judgement is not None and judgement.has_golden,
         "not_run_again": training.stopped,
         "fingerprint": _fingerprint(training, judgement) if problem is not None else None,
         "attempts": [_attempt_record(attempt) for attempt in training.attempts],

@@ -8,6 +8,7 @@ from pathlib import Path, PurePath
 from pydantic import TypeAdapter, ValidationError
 
 from pytest_megatron.errors import ReproError, TriageError
+from pytest_megatron.files import read_bytes
 from pytest_megatron.launch.layout import RUN_FILE
 from pytest_megatron.launch.patch import NAME as PATCH_NAME
 from pytest_megatron.launch.runs import runs_below
@@ -77,7 +78,7 @@ def _named_by(summary: Path) -> list[Path]:
         ReproError: It is none, or none of its artifacts is here.
     """
     try:
-        jobs = _SUMMARY.validate_json(summary.read_bytes()).jobs
+        jobs = _SUMMARY.validate_json(read_bytes(summary)).jobs
     except (OSError, ValidationError) as error:
         raise ReproError(str(summary), f"is no summary of jobs: {error}") from None
     names = [job.artifact.partition("!")[0] for job in jobs if job.artifact]

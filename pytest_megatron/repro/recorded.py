@@ -12,9 +12,9 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
 from pytest_megatron.errors import ReproError
+from pytest_megatron.files import read_bytes
 from pytest_megatron.launch.layout import item_dirs
 
-MOST_BYTES = 256 << 20
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=200)]
 _Count = Annotated[int, Field(ge=0, le=1_000_000)]
 _Number = Annotated[int, Field(ge=1, le=1_000_000)]
@@ -173,9 +173,7 @@ def _read(path: Path, model: type[_Read]) -> _Read:
     try:
         if path.is_symlink() or not path.is_file():
             raise ReproError(str(path), "is not there, or no plain file; is the artifact whole?")
-        if path.stat().st_size > MOST_BYTES:
-            raise ReproError(str(path), f"is larger than {MOST_BYTES} bytes, which no run leaves")
-        return TypeAdapter(model).validate_json(path.read_bytes())
+        return TypeAdapter(model).validate_json(read_bytes(path))
     except OSError as error:
         raise ReproError(str(path), f"cannot be read: {error.strerror}") from error
     except ValidationError as error:

@@ -11,7 +11,7 @@ import shutil
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath, PurePosixPath
 from typing import IO, Protocol
@@ -21,7 +21,7 @@ from pytest_megatron.triage.names import is_worth_reading
 
 MOST_BYTES = 8 << 30
 MOST_FILES = 100_000
-MOST_RATIO = 2000  # of sizes; text packs to a hundredth, a bomb to less than a thousandth
+MOST_RATIO = 200  # of sizes; text packs to a hundredth, a bomb to a thousandth (deflate's limit)
 _RATIO_FROM_BYTES = 64 << 20
 _COPY_BYTES = 1 << 20
 _SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".gz")
@@ -77,7 +77,8 @@ def unpack(
                 _unpack(path, target, list(_of_tar(path, tar)), tar, is_wanted)
         elif path.name.lower().endswith(".gz"):
             with gzip.open(path) as stream:
-                _copy(stream, target / path.name[: -len(".gz")], path, MOST_BYTES)
+                most = max(_RATIO_FROM_BYTES, path.stat().st_size * MOST_RATIO)
+                _copy(stream, target / path.name[: -len(".gz")], path, min(most, MOST_BYTES))
         else:
             raise TriageError(str(path), "is no zip and no tar, in spite of its name")
     except (OSError, EOFError, RuntimeError, zlib.error, tarfile.TarError, zipfile.BadZipFile) as e:
@@ -124,10 +125,10 @@ def _unpack(
     is_wanted: Callable[[PurePath], bool],
 ) -> None:
     _refuse(path, members)
+    wanted = [m for m in members if m.is_file and is_wanted(PurePosixPath(m.name))]
+    _refuse_bomb(path, wanted, target)
     left = MOST_BYTES
-    for member in members:
-        if not member.is_file or not is_wanted(PurePosixPath(member.name)):
-            continue
+    for member in wanted:
         place = target.joinpath(*PurePosixPath(member.name).parts)
         place.parent.mkdir(parents=True, exist_ok=True)
         with _open(packed, member) as stream:
@@ -171,10 +172,26 @@ def _refuse(path: Path, members: list[_Member]) -> None:
     num_bytes = sum(member.num_bytes for member in members)
     if len(members) > MOST_FILES or num_bytes > MOST_BYTES:
         _refuse_size(path, len(members), num_bytes)
-    num_packed = sum(m.num_packed for m in members if m.num_packed is not None)
-    if num_bytes > _RATIO_FROM_BYTES and 0 < num_packed * MOST_RATIO < num_bytes:
+
+
+def _refuse_bomb(path: Path, wanted: Sequence[_Member], target: Path) -> None:
+    """Make sure that what is unpacked is of a likely size and fits on the disk.
+
+    Raises:
+        TriageError: It is not, or does not.
+    """
+    num_bytes = sum(member.num_bytes for member in wanted)
+    sizes = [m.num_packed for m in wanted if m.num_packed is not None]
+    num_packed = sum(sizes) if len(sizes) == len(wanted) else path.stat().st_size  # a tar's
+    if num_bytes > _RATIO_FROM_BYTES and num_packed * MOST_RATIO < num_bytes:
         raise TriageError(
             str(path), f"unpacks {num_packed} bytes to {num_bytes}, which no log does; not unpacked"
+        )
+    num_free = shutil.disk_usage(target).free
+    if num_bytes > num_free:
+        raise TriageError(
+            str(path),
+            f"unpacks to {num_bytes} bytes, {target} has {num_free} left; point TMPDIR elsewhere",
         )
 
 

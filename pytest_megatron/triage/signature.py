@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from pytest_megatron.errors import TriageError
-from pytest_megatron.files import JsonValue
+from pytest_megatron.files import JsonValue, read_text
 
 _LEAST_LITERAL = 4  # of fewer characters, every log is full
 TABLE = Path(__file__).parent / "signatures.toml"
@@ -263,7 +263,7 @@ def _read(path: Path, families: Mapping[str, str]) -> Table:
         TriageError: It cannot be read, or a row means nothing.
     """
     try:
-        data = cast("dict[str, JsonValue]", tomllib.loads(path.read_text(encoding="utf-8")))
+        data = cast("dict[str, JsonValue]", tomllib.loads(read_text(path)))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise TriageError(str(path), f"cannot be read as a table of signatures: {error}") from error
     more = data.get("families", {})

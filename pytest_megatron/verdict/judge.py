@@ -18,6 +18,8 @@ from pytest_megatron.verdict.attempt import Attempt
 from pytest_megatron.verdict.job import Training
 from pytest_megatron.verdict.modes import check_golden_kind, compare_in_mode
 
+GOLDEN = "golden"  # what a repeat was compared with
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatComparison:
@@ -50,6 +52,12 @@ class Judgement:
     """All comparisons of a workload."""
 
     repeats: tuple[RepeatComparison, ...]
+
+    @property
+    def has_golden(self) -> bool:
+        """Whether every repeat was compared with a golden, in at least one metric."""
+        compared = [r for r in self.repeats if r.against == GOLDEN]
+        return bool(compared) and all(r.comparisons for r in compared)
 
     @property
     def failed(self) -> tuple[RepeatComparison, ...]:
@@ -111,7 +119,7 @@ def _with_golden(
     check_golden_kind(case, golden)
     return RepeatComparison(
         repeat=attempt.repeat,
-        against="golden",
+        against=GOLDEN,
         measured=attempt.whole_path,
         comparisons=compare_in_mode(
             case,

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from pytest_megatron.triage.signature import Role, Signature, Table, builtin_table, match_line
 
-__all__ = ["SIGNATURES", "Signature", "is_named", "is_raised", "match_signature"]
+__all__ = ["SIGNATURES", "Signature", "is_exception", "is_named", "is_raised", "match_signature"]
 
 _EXCEPTION = re.compile(
     r"(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception|error|Timeout)\b(?::|$)"
@@ -21,11 +21,14 @@ def is_named(signature: Signature) -> bool:
     return signature.id not in _NAMELESS
 
 
+def is_exception(line: str) -> bool:
+    """Whether a line of a traceback or a log names an exception."""
+    return _EXCEPTION.match(line.strip()) is not None
+
+
 def is_raised(line: str, table: Table | None = None) -> bool:
     """Whether a line of a log is an exception, or one that a row looks for in every line."""
-    return _EXCEPTION.match(line.strip()) is not None or (
-        match_line(table or builtin_table(), line.strip()) is not None
-    )
+    return is_exception(line) or (match_line(table or builtin_table(), line.strip()) is not None)
 
 
 def match_signature(lines: Iterable[str], table: Table | None = None) -> Signature | None:

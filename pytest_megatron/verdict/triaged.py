@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 from pytest_megatron.errors import TriageError
-from pytest_megatron.files import JsonValue, write_json_atomically
+from pytest_megatron.files import JsonValue, read_json, write_json_atomically
 from pytest_megatron.launch.layout import ItemDirs
 from pytest_megatron.launch.local import End, PhaseEnd
 from pytest_megatron.triage.diagnosis import Diagnosis
@@ -84,7 +83,8 @@ def _last(row: dict[str, JsonValue]) -> dict[str, JsonValue]:
 
 def _rows(path: Path) -> list[JsonValue]:
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))["attempts"]
-    except (OSError, ValueError, KeyError, TypeError):
+        content = read_json(path)
+    except (OSError, ValueError):
         return []
+    rows = content.get("attempts") if isinstance(content, dict) else None
     return rows if isinstance(rows, list) else []

@@ -150,6 +150,11 @@ class _Parser:
                 return True
             case "fromJSON":
                 return cast("JsonValue", json.loads(shown(arguments[0])))
+            case "contains":
+                container, item = arguments
+                if isinstance(container, list):
+                    return item in container
+                return shown(item) in shown(container)
             case "toJSON":
                 return json.dumps(arguments[0])
             case "format":

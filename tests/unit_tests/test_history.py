@@ -56,6 +56,16 @@ def test_a_broken_line_costs_that_line_alone(tmp_path: Path) -> None:
     assert found.problems == tuple(said)
 
 
+@pytest.mark.parametrize("seconds", ["NaN", "Infinity", "1" * 5000, "1" * 305 + ".0e9"])
+def test_a_duration_that_is_no_number_costs_its_line(tmp_path: Path, seconds: str) -> None:
+    path = tmp_path / "history.jsonl"
+    found = f'"duration_s": {ENTRY.duration_s}'
+    assert found in ENTRY.as_line()
+    path.write_text(ENTRY.as_line().replace(found, f'"duration_s": {seconds}') + ENTRY.as_line())
+    assert read(path).entries == (ENTRY,)
+    assert read(path).problems == (f"{path}:1: is no entry of a history, skipped",)
+
+
 def test_the_items_of_a_file_are_known_without_reading_all_of_it(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
     assert known_items(path) == frozenset()
@@ -101,7 +111,7 @@ def test_the_worst_item_comes_first() -> None:
             num_flaky=2,
             num_bad=1,
             causes=(("dns", 3),),
-            is_contradictory=False,
+            num_contradictory=0,
             first_seen="2026-01-01T00:00:00Z",
             last_seen="2026-01-03T00:00:00Z",
         ),
@@ -111,7 +121,7 @@ def test_the_worst_item_comes_first() -> None:
             num_flaky=1,
             num_bad=1,
             causes=(("dns", 1),),
-            is_contradictory=False,
+            num_contradictory=0,
             first_seen="2026-01-02T00:00:00Z",
             last_seen="2026-01-04T00:00:00Z",
         ),
@@ -121,6 +131,12 @@ def test_the_worst_item_comes_first() -> None:
 def test_an_item_that_passed_and_failed_at_one_commit_is_flaky_too() -> None:
     (record,) = flaky_records(entries("item", "passed", "failed", commit="c"))
     assert (record.is_contradictory, record.num_flaky) == (True, 0)
+
+
+def test_failures_of_a_revision_that_also_passed_count_as_flaky() -> None:
+    verdicts = ("passed", "failed") * 4
+    (record,) = flaky_records(entries("t.py::a", *verdicts, commit="c1"))
+    assert (record.share, record.num_contradictory) == (0.5, 4)
     dirty = [replace(e, is_dirty=True) for e in entries("item", "passed", "failed", commit="c")]
     assert flaky_records(dirty) == ()
 

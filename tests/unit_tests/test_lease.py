@@ -104,3 +104,30 @@ def test_a_directory_that_cannot_be_made_is_one_clear_error(
     monkeypatch.setenv("PYTEST_MEGATRON_LEASES", str(lease_directory / "below"))
     with pytest.raises(LaunchError, match="set PYTEST_MEGATRON_LEASES to a directory"):
         lease_gpus(GPUS, 1, never)
+
+
+def test_a_lock_file_that_is_a_link_is_refused(lease_directory: Path, tmp_path: Path) -> None:
+    lease_directory.mkdir()
+    (lease_directory / "GPU-0.lock").symlink_to(tmp_path / "made")
+    with pytest.raises(LaunchError, match=r"GPU-0\.lock: is a link, expected a lock file"):
+        lease_gpus(GPUS, 1, never)
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_lock_file_that_is_a_fifo_is_refused(lease_directory: Path) -> None:
+    lease_directory.mkdir()
+    os.mkfifo(lease_directory / "GPU-0.lock")
+    with pytest.raises(LaunchError, match="is no regular file, expected a lock file"):
+        lease_gpus(GPUS, 1, never)
+
+
+def test_a_shared_directory_that_is_a_link_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTEST_MEGATRON_LEASES")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "victim").mkdir()
+    (tmp_path / "pytest-megatron-leases").symlink_to(tmp_path / "victim")
+    with pytest.raises(LaunchError, match="is a link, expected a directory"):
+        lease_gpus(GPUS, 1, never)
+    assert list((tmp_path / "victim").iterdir()) == []

@@ -1,10 +1,17 @@
 from __future__ import annotations
 
 import datetime as dt
+from pathlib import Path
 
 import pytest
 
-from pytest_megatron.quarantine import Quarantine, QuarantineError, matches, parse_quarantine
+from pytest_megatron.quarantine import (
+    Quarantine,
+    QuarantineError,
+    check_pattern,
+    matches,
+    parse_quarantine,
+)
 
 HELD = Quarantine(reason="#12", until=dt.date(2026, 12, 31))
 
@@ -49,3 +56,23 @@ def test_what_says_less_is_an_error(given: object, message: str) -> None:
 )
 def test_only_a_star_means_more_than_itself(pattern: str, *, is_match: bool) -> None:
     assert matches(pattern, "recipes/gpt.yaml::tp2[dev-cpu]") is is_match
+
+
+@pytest.mark.parametrize("pattern", ["*", "**", "*::*", "*.py"])
+def test_a_pattern_that_names_everything_is_refused(pattern: str, tmp_path: Path) -> None:
+    with pytest.raises(QuarantineError, match="names every item"):
+        check_pattern(pattern, tmp_path)
+
+
+def test_a_pattern_that_names_no_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "test_a.py").touch()
+    for pattern in ("test_a.py::test_x*", "test_*.py::test_x", "*::test_exchange"):
+        check_pattern(pattern, tmp_path)
+    for pattern in ("test_b.py::test_x*", "unit/test_*.py::test_x"):
+        with pytest.raises(QuarantineError, match="names no file of the project"):
+            check_pattern(pattern, tmp_path)
+
+
+def test_an_end_that_is_far_away_is_refused() -> None:
+    with pytest.raises(QuarantineError, match="until: found 2099-01-01, expected a day within"):
+        parse_quarantine({"reason": "#12", "until": "2099-01-01"})

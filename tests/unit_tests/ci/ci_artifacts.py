@@ -77,20 +77,33 @@ def write_job(
 ) -> Path:
     """Write the artifact of a job, as a directory; without items it left nothing but its name."""
     root = folder / f"logs-{job}-7-{run_attempt}{len(list(folder.glob('*')))}"
-    record: dict[str, JsonValue] = {"job": job, "run_attempt": run_attempt, "commit": commit}
+    record: dict[str, JsonValue] = {"job": job, "run_id": "7", "run_attempt": run_attempt}
+    record["commit"] = commit
     write_json(root / "job.json", record)
     if items is not None:
         write_run(root / "run", items, **{"commit": commit, **keys})
     return root
 
 
-def write_plan(path: Path, **jobs: str | None) -> Path:
-    """Write a plan of jobs; the value is a workload's node id, None a bucket of unit tests."""
+def write_plan(path: Path, keys: dict[str, JsonValue] | None = None, **jobs: str | None) -> Path:
+    """Write a plan of jobs; the value is a workload's node id, None a bucket of unit tests.
+
+    Args:
+        path: The file.
+        keys: Of every job besides.
+        jobs: By id.
+    """
     rows: list[JsonValue] = [
-        {"id": job, "kind": "unit" if node_id is None else "workload", "name": node_id or job}
+        {
+            "id": job,
+            "kind": "unit" if node_id is None else "workload",
+            "name": node_id or job,
+            **(keys or {}),
+        }
         for job, node_id in jobs.items()
     ]
-    write_json(path, {"event": "pull_request", "scope": "L0", "labels": [], "jobs": rows})
+    plan: dict[str, JsonValue] = {"event": "pull_request", "scope": "L0", "labels": []}
+    write_json(path, {**plan, "run_id": "7", "jobs": rows})
     return path
 
 

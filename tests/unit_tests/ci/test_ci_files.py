@@ -31,6 +31,22 @@ runners = {dgx_h100 = ["self-hosted", "h100"]}
 images = {dev = "registry.example.com/dev:1", lts = "registry.example.com/lts:1"}
 retention_days = 7
 """
+PLAIN = """\
+[tool.pytest-megatron.ci.workflow]
+setup = ["python -m pip install ."]
+"""
+FULL = (
+    TABLE
+    + """\
+executor = "slurm"
+executor_config = "ci/slurm.yaml"
+pytest_arguments = ["--rank-timeout", "600"]
+secrets = ["HF_TOKEN", "WANDB_API_KEY"]
+registry_secrets = ["NGC_USER", "NGC_PASSWORD"]
+cache = ["~/.cache/uv"]
+keeps_history = true
+"""
+)
 JOBS: list[JsonValue] = [
     {
         "id": f"tiny-line-dev-{platform}",
@@ -48,13 +64,14 @@ JOBS: list[JsonValue] = [
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    project(PLAIN)
 
 
 def ci(*arguments: str) -> Result:
     return CliRunner().invoke(command, arguments)
 
 
-def project(table: str = "") -> None:
+def project(table: str) -> None:
     Path("pyproject.toml").write_text(table)
 
 
@@ -72,7 +89,14 @@ def lint(*command_line: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("table", [pytest.param("", id="plain"), pytest.param(TABLE, id="own")])
+@pytest.mark.parametrize(
+    "table",
+    [
+        pytest.param(PLAIN, id="plain"),
+        pytest.param(TABLE, id="own"),
+        pytest.param(FULL, id="full"),
+    ],
+)
 def test_files_are_sound_for_linters(table: str) -> None:
     project(table)
     Path("plan.json").write_text(json.dumps({"image": "dev", "jobs": JOBS}))
@@ -266,3 +290,84 @@ def test_what_a_killed_job_left_has_no_secrets(monkeypatch: pytest.MonkeyPatch) 
     assert (logs / "stdout.log").read_text() == "pushing as *** from ***\n"
     assert Path("job", "pytest.log").read_text() == "E  environ({'REGISTRY_PASSWORD': '***'})\n"
     assert isinstance(ci("redact", "nowhere").exception, CiError)
+
+
+def test_without_a_line_that_installs_the_project_nothing_is_written() -> None:
+    Path("pyproject.toml").write_text("")
+    result = ci("init")
+    assert isinstance(result.exception, ConfigError)
+    assert "ci.workflow] setup: is missing, expected the shell lines" in str(result.exception)
+    assert not GITHUB_FILE.exists()
+
+
+@pytest.mark.parametrize(
+    ("action", "label", "is_ignored"),
+    [
+        ("labeled", "documentation", True),
+        ("unlabeled", "documentation", True),
+        ("labeled", "Run tests", False),
+        ("unlabeled", "container::lts", False),
+        ("synchronize", "", False),
+    ],
+)
+def test_a_label_that_the_plan_does_not_read_starts_and_cancels_nothing(
+    action: str, label: str, *, is_ignored: bool
+) -> None:
+    ci("init")
+    workflow = github()
+    event: JsonValue = {"action": action, "label": {"name": label}, "pull_request": {"number": 7}}
+    context: dict[str, JsonValue] = {
+        "github": {"event_name": "pull_request", "event": event, "run_id": "99", "ref": "r"}
+    }
+    concurrency = cast("dict[str, str]", workflow["concurrency"])
+    group = fill(concurrency["group"], context)
+    assert group == ("megatron-pull_request-7-99" if is_ignored else "megatron-pull_request-7")
+    jobs = cast("dict[str, dict[str, str]]", workflow["jobs"])
+    assert bool(evaluate(jobs["plan"]["if"], context)) is not is_ignored
+    is_required = fill(jobs["verdict"]["name"], context) == "megatron verdict"
+    assert is_required is not is_ignored  # a skipped check would count as passed
+
+
+def test_secrets_reach_the_tests_and_what_takes_them_out() -> None:
+    project(FULL)
+    ci("init")
+    jobs = cast("dict[str, dict[str, list[dict[str, dict[str, str]]]]]", github()["jobs"])
+    for job in ("unit", "integration"):
+        steps = {str(step.get("name")): step for step in jobs[job]["steps"]}
+        for name in ("Test", "Take secrets out"):
+            assert steps[name]["env"]["HF_TOKEN"].removeprefix("${{ secrets.") == "HF_TOKEN }}"
+        words = "--executor slurm --executor-config ci/slurm.yaml"
+        assert (words in str(steps["Test"]["run"])) is (job == "integration")
+        assert "--rank-timeout 600 " in str(steps["Test"]["run"])
+    container = cast("dict[str, dict[str, dict[str, str]]]", jobs["integration"])["container"]
+    assert list(container["credentials"].values()) == [
+        "${{ secrets.NGC_USER }}",
+        "${{ secrets.NGC_PASSWORD }}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("branch", "is_tested"),
+    [("main", True), ("release/1.2", True), ("release/1.2/fix", False), ("feature", False)],
+)
+def test_gitlab_tests_pushes_to_the_named_branches_only(branch: str, *, is_tested: bool) -> None:
+    project(TABLE)
+    ci("init", "--gitlab")
+    jobs = yaml.safe_load(GITLAB_FILE.read_text())
+    rules = [rule["if"] for rule in jobs["megatron:plan"]["rules"]]
+    assert jobs["megatron:jobs"]["rules"] == jobs["megatron:plan"]["rules"]
+    (pattern,) = re.findall(r'"push" && \$CI_COMMIT_BRANCH =~ /(.*)/$', rules[0])
+    assert (re.search(pattern, branch) is not None) is is_tested
+    assert "merge_request_event" in rules[1]
+
+
+def test_a_gitlab_job_whose_secrets_cannot_be_taken_out_uploads_nothing() -> None:
+    project(TABLE)
+    Path("plan.json").write_text(json.dumps({"image": "dev", "event": "push", "jobs": JOBS}))
+    job = yaml.safe_load(ci("child", "plan.json").output)["test tiny-line-dev-cpu"]
+    redact, move = job["after_script"]
+    assert "ci redact" in redact
+    assert move.endswith(f'"{job["artifacts"]["paths"][0]}"')
+    assert not any(job["artifacts"]["paths"][0] in line for line in job["script"])
+    assert job["retry"]["when"] == ["runner_system_failure", "scheduler_failure"]
+    assert job["interruptible"] is False

@@ -330,3 +330,100 @@ def test_flaky_passes_and_quarantine_does_not_count() -> None:
         f"    {ROW}: passed at attempt 2: dns",
         f"    {ROW}2: failed, in quarantine",
     ]
+
+
+PLANNED: dict[str, JsonValue] = {"n_repeat": 2, "lightweight": False, "compared": True}
+
+
+def attempts(*repeats: int) -> list[JsonValue]:
+    return [{"cause": None, "repeat": repeat, "attempt": 1} for repeat in repeats]
+
+
+@pytest.mark.parametrize(
+    ("record", "options", "problem"),
+    [
+        pytest.param(
+            workload(attempts=attempts(1, 2), compared=False),
+            {"golden": "off"},
+            f"did not compare {ROW} with its golden, which the plan has",
+            id="golden off",
+        ),
+        pytest.param(
+            workload(attempts=attempts(1, 2)),
+            {"golden": "off"},
+            f"did not compare {ROW} with its golden, which the plan has",
+            id="golden off, in a record of an earlier version",
+        ),
+        pytest.param(
+            workload(attempts=attempts(1), compared=True),
+            {},
+            f"trained {ROW} 1 of 2 times",
+            id="fewer repeats",
+        ),
+        pytest.param(
+            workload(attempts=attempts(1), compared=False),
+            {"lightweight": True},
+            f"ran {ROW} lightweight, the plan has all of it",
+            id="lightweight",
+        ),
+        pytest.param(
+            workload("skipped", attempts=[]), {}, f"skipped {ROW}, which the plan has", id="skipped"
+        ),
+    ],
+)
+def test_what_ran_otherwise_than_planned_is_a_failure(
+    record: JsonValue, options: dict[str, JsonValue], problem: str
+) -> None:
+    write_job(Path("all"), "line", {ROW: record}, options=options)
+    write_plan(Path("plan.json"), PLANNED, line=ROW)
+    code, lines = head("all", "--expect", "plan.json")
+    assert (code, lines[0]) == (1, "broken: 1 of 1 job has a problem")
+    assert problem in lines
+
+
+def test_what_ran_as_planned_has_passed() -> None:
+    record = workload(attempts=attempts(1, 2), compared=True)
+    write_job(Path("all"), "line", {ROW: record}, options={"golden_policy": "strict"})
+    write_plan(Path("plan.json"), PLANNED, line=ROW)
+    assert head("all", "--expect", "plan.json")[0] == 0
+
+
+def test_an_artifact_of_another_run_is_a_failure() -> None:
+    root = write_job(Path("all"), "unit", {TEST: distributed()})
+    record = json.loads((root / "job.json").read_text())
+    write_json(root / "job.json", {**record, "run_id": "6"})
+    write_plan(Path("plan.json"), unit=None)
+    code, lines = head("all", "--expect", "plan.json")
+    assert code == 1
+    assert "is of run 6, the plan is of run 7" in lines
+
+
+def test_two_policies_in_one_run_are_a_failure() -> None:
+    for job, policy in (("line", "strict"), ("other", "megatron")):
+        record = workload(attempts=attempts(1, 2), compared=True)
+        write_job(Path("all"), job, {f"r.yaml::{job}": record}, options={"golden_policy": policy})
+    result = summary("all")
+    assert result.exit_code == 1
+    assert "jobs compared under different policies: strict in line; megatron in other" in (
+        result.output
+    )
+
+
+@pytest.mark.parametrize(
+    ("texts", "num_groups"),
+    [
+        (("assert 3 == 4", "assert 128 == 256"), 2),
+        (("[rank 1] AssertionError: 3 != 4", "[rank 1] AssertionError: 5 != 6"), 2),
+        (("RuntimeError: port 4711 is taken", "RuntimeError: port 4712 is taken"), 1),
+    ],
+)
+def test_assertions_of_different_tests_are_different_causes(
+    texts: tuple[str, str], num_groups: int
+) -> None:
+    items: dict[str, JsonValue] = {
+        f"tests/test_a.py::test_{number}": distributed("failed", problem=text)
+        for number, text in enumerate(texts)
+    }
+    write_job(Path("all"), "unit", items)
+    found = json.loads(summary("all", "--format", "json").output)
+    assert len(found["failures"]) == num_groups

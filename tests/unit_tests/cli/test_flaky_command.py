@@ -48,7 +48,7 @@ def test_text_has_a_line_for_each_item_the_worst_first(history: Path) -> None:
         (
             "flaky  runs  share  failed  last seen   item                        causes\n"
             "    1     1   100%       0  2026-11-20  recipes/r.yaml::a[dev-cpu]  dns 1\n"
-            "    1     3    33%       1  2026-11-21  test_x.py::test_a           "
+            "    1     3    67%       1  2026-11-21  test_x.py::test_a           "
             "dns 1, passed and failed at one commit\n"
         ),
         "",
@@ -59,7 +59,7 @@ def test_markdown_is_a_table(history: Path) -> None:
     lines = run("--history", history, "--format", "markdown", "--min-runs", "2")[1].splitlines()
     assert lines[2:] == [
         (
-            "| 1 | 3 | 33% | 1 | 2026-11-21 | 2026-11-21 | `test_x.py::test_a` | "
+            "| 1 | 3 | 67% | 1 | 2026-11-21 | 2026-11-21 | `test_x.py::test_a` | "
             "dns 1, passed and failed at one commit |"
         )
     ]
@@ -74,6 +74,7 @@ def test_json_holds_everything(history: Path) -> None:
         "num_failed": 0,
         "causes": {"dns": 1},
         "is_contradictory": False,
+        "num_contradictory": 0,
         "first_seen": "2026-11-20T10:00:00Z",
         "last_seen": "2026-11-20T10:00:00Z",
     }

@@ -47,7 +47,7 @@ def done(run: int = 1, *, collectives: int = 3, poison: str = "") -> Done:
 
 
 def failed(when: str = "call", outcome: str = "failed", run: int = 1) -> PhaseEnded:
-    return PhaseEnded(run=run, when=when, outcome=outcome, at=0.0)
+    return PhaseEnded(run=run, when=when, outcome=outcome)
 
 
 def clean(run: int = 1) -> Done:

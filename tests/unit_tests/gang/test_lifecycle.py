@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from gang_words import (
     DIRS,
@@ -188,6 +190,9 @@ def test_a_death_behind_a_failure_does_not_become_the_cause() -> None:
         pytest.param(done(collectives=2), False, Reason.DESYNCHRONISED, False, id="missed-one"),
         pytest.param(done(collectives=2), True, Reason.DONE, False, id="isolated"),
         pytest.param(done(poison="illegal access"), False, Reason.DONE, False, id="poisoned"),
+        pytest.param(
+            replace(done(), num_unmatched=1), False, Reason.DONE, False, id="sent-to-nobody"
+        ),
         pytest.param(done(), True, Reason.DONE, False, id="isolated-in-step"),
     ],
 )
@@ -199,6 +204,14 @@ def test_a_gang_that_another_test_cannot_use_is_replaced(
     actions = gang.handle(2, odd, 2.0)
     end = the_end([*actions])
     assert (end.reason, end.is_kept, actions[0]) == (reason, is_kept, KillGang())
+
+
+def test_a_gang_is_kept_whose_sends_were_all_received() -> None:
+    gang = busy_gang()
+    end_all_but(gang, 1, 2)
+    gang.handle(1, replace(done(), num_unmatched=2), 2.0)
+    end = the_end([*gang.handle(2, replace(done(), num_unmatched=-2), 2.0)])
+    assert (end.reason, end.is_kept) == (Reason.DONE, True)
 
 
 def test_collectives_that_differ_after_a_failure_replace_the_gang_and_say_no_more() -> None:

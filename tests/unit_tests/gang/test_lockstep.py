@@ -12,8 +12,16 @@ from pytest_megatron.gang.lockstep import Ending, Lockstep
 SIZE = 3
 
 
-def ending(run: int = 1, *, is_clean: bool = True, collectives: int = 5) -> Ending:
-    return Ending(run=run, is_clean=is_clean, num_collectives=collectives, num_rendezvous=1)
+def ending(
+    run: int = 1, *, is_clean: bool = True, collectives: int = 5, unmatched: int = 0
+) -> Ending:
+    return Ending(
+        run=run,
+        is_clean=is_clean,
+        num_collectives=collectives,
+        num_rendezvous=1,
+        num_unmatched=unmatched,
+    )
 
 
 @pytest.fixture
@@ -71,6 +79,22 @@ def test_ranks_go_on_if_all_ended_well_and_in_step(lockstep: Lockstep) -> None:
 )
 def test_no_rank_goes_on_if_one_ended_otherwise(lockstep: Lockstep, other: Ending) -> None:
     assert ranks_that_end(lockstep, ending(), ending(), other) == [1] * SIZE
+
+
+def test_ranks_go_on_if_all_that_was_sent_was_received(lockstep: Lockstep) -> None:
+    endings = [ending(unmatched=number) for number in (700, -1, -699)]
+    assert ranks_that_end(lockstep, *endings) == [0] * SIZE
+
+
+def test_no_rank_goes_on_if_a_send_was_not_received(lockstep: Lockstep) -> None:
+    endings = [ending(unmatched=number) for number in (2, -1, 0)]
+    assert ranks_that_end(lockstep, *endings) == [1] * SIZE
+
+
+def test_a_rank_that_comes_late_follows_whatever_was_sent_since(lockstep: Lockstep) -> None:
+    lockstep.tell(0, ending())
+    others_end(lockstep, ending(2, unmatched=1))
+    assert lockstep.may_start(0, run=2, after=1)
 
 
 def test_a_rank_without_a_group_is_in_step_with_its_like(lockstep: Lockstep) -> None:

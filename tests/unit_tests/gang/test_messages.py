@@ -54,7 +54,7 @@ MESSAGES: tuple[Message, ...] = (
     Collected(is_same=False, node_ids=("t.py::a",), problems={"u.py": "no"}, obstacle="CUDA"),
     Adopt(template=-1, gang=2, rank=1, device="cpu", log_dir="logs"),
     Ready(missing={"test_a.py::test_1": "ImportError: b"}),
-    PhaseEnded(run=1, when="call", outcome="failed", at=2.5),
+    PhaseEnded(run=1, when="call", outcome="failed"),
     Done(
         run=1,
         reports=(["setup", 1.0, 2.0], {"when": "call", "sections": [["out", "x\0y"]]}),

@@ -385,3 +385,33 @@ def test_what_others_lack_is_said_or_refused_under_xdist_as_well(tmp_path: Path)
     run = suite.run(*asked, "--benchmark-json=b.json")
     assert run.returncode != 0
     assert "ERROR: --benchmark-json: test_a.py::test_a runs on ranks" in run.stderr
+
+
+def test_dist_without_workers_is_no_distribution(tmp_path: Path) -> None:
+    """A project may choose how `-n` distributes, whether or not it is given."""
+    suite = Suite(tmp_path).write(test_two="def test_two(world_size): assert world_size == 2")
+    suite.write(**{"pytest.ini": "[pytest]\naddopts = --dist loadscope\n"})
+    assert suite.run("--ranks=2").summary == "1 passed"
+
+
+@pytest.mark.parametrize("ends", ["false", "true"])
+def test_the_time_limit_of_faulthandler_is_that_of_ranks(tmp_path: Path, ends: str) -> None:
+    """The controller only waits for them; a rank that it ends is reported as any that dies."""
+    suite = Suite(tmp_path).write(
+        test_slow="""
+            import threading
+
+            def test_slow():
+                threading.Event().wait(2.0)
+
+            def test_next(): pass
+            """
+    )
+    settings = ("faulthandler_timeout=0.5", f"faulthandler_exit_on_timeout={ends}")
+    run = suite.run("-v", "--ranks=2", *(word for s in settings for word in ("-o", s)))
+    word = "FAILED" if ends == "true" else "PASSED"
+    assert run.words == {"test_slow": word, "test_next": "PASSED"}
+    assert "Timeout" not in run.stderr
+    assert ("exited with code 1" in run.stdout) == (ends == "true")
+    logs = [path.read_text() for path in tmp_path.glob(".pytest_megatron/runs/2*/ranks/*/1/*.log")]
+    assert "in test_slow" in "".join(logs)

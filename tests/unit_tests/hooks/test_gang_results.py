@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import cast
 
 import pytest
 from rank_suite import Run, Suite
+
+from pytest_megatron.files import JsonValue
 
 SUITE = """
     import os, sys
@@ -120,6 +123,31 @@ def test_nothing_runs_again_unless_it_was_asked_for(tmp_path: Path) -> None:
     )
 
 
+def test_two_sessions_do_not_share_a_run_dir(tmp_path: Path) -> None:
+    suite = Suite(root=tmp_path).write(
+        "test_it.py",
+        """
+        import os
+        import pathlib
+        import subprocess
+        import sys
+
+        def test_outer(rank):
+            if rank == 0 and "INNER" not in os.environ:
+                command = [sys.executable, "-m", "pytest", "-p", "megatron", "--ranks", "1"]
+                inner = subprocess.run(
+                    [*command, "--run-dir", "run", __file__],
+                    env={**os.environ, "INNER": "1"} | {"RANK": "", "WORLD_SIZE": ""},
+                    capture_output=True,
+                    text=True,
+                )
+                assert "another session runs in run; give each its own" in inner.stderr
+                assert inner.returncode == 4
+        """,
+    )
+    assert suite.run("--ranks", "2").counts == "1 passed"
+
+
 def test_the_header_says_what_gangs_are(run: Run) -> None:
     (line,) = [line for line in run.lines if line.startswith("megatron: gangs")]
     assert re.fullmatch(
@@ -163,3 +191,31 @@ def test_distributed_tests_share_the_limit_of_the_run_and_fail_it_when_flaky(
         (tmp_path / f"flaky-{rank}").unlink()
     run = suite.run("--ranks", "2", "--rerun-transient", "2", *arguments[:3], "0")
     assert run.outcomes["test_flaky"] == "FAILED"
+
+
+def test_a_line_in_stderr_makes_neither_a_deadlock_nor_an_exception_transient(
+    tmp_path: Path,
+) -> None:
+    """Only a rank that died by itself says there why."""
+    suite = Suite(root=tmp_path).write(
+        "test_it.py",
+        """
+        import sys
+        import threading
+
+        def test_hangs(rank):
+            print("RuntimeError: bind: Address already in use", file=sys.stderr)
+            if rank == 1:
+                threading.Event().wait(1000)
+
+        def test_raises():
+            print("RuntimeError: bind: Address already in use", file=sys.stderr)
+            raise KeyError("of its own")
+        """,
+    )
+    options = ("--rerun-transient", "1", "--rank-timeout", "2", "--rank-grace", "1")
+    run = suite.run("--ranks", "2", *options)
+    assert run.counts == "2 failed"
+    assert {str(record["verdict"]) for record in run.items.values()} == {"failed"}
+    for record in run.items.values():
+        assert len(cast("list[JsonValue]", record["attempts"])) == 1

@@ -92,7 +92,7 @@ def test_grandchildren_in_sessions_of_their_own_are_killed_with_the_command(tmp_
 def test_leaving_the_context_stops_what_still_runs(tmp_path: Path) -> None:
     with start(tmp_path, sys.executable, str(GUESTS / "ignores_term.py"), grace_s=0.2):
         wait_for_line(tmp_path / "log", "up")
-        assert len(alive(tmp_path)) == 2  # the guard and the command
+        assert len(alive(tmp_path)) == 3  # the two of the guard, and the command
     assert alive(tmp_path) == []
 
 
@@ -119,18 +119,70 @@ def test_a_killed_controller_leaves_nothing_behind(tmp_path: Path) -> None:
         env=os.environ | {MARK: str(tmp_path)},
     )
     wait_for_line(tmp_path / "log", "up", count=2)
-    assert len(alive(tmp_path)) == 5  # controller, guard, command and its two
+    assert len(alive(tmp_path)) == 6  # controller, guard's two, command and its two
     controller.kill()
     controller.wait()
     wait_until_gone(tmp_path)
 
 
-def test_a_killed_guard_is_one_clear_error(tmp_path: Path) -> None:
-    with start(tmp_path, sys.executable, str(GUESTS / "says_goodbye.py")) as process:
-        (line,) = wait_for_line(tmp_path / "log", "up")
-        guard = psutil.Process(int(line.split()[1])).parent()
-        assert guard is not None
-        guard.kill()
+def guard_of(command: int) -> tuple[psutil.Process, psutil.Process]:
+    """Return the process of the guard that runs a command, and the one that watches it."""
+    runs = psutil.Process(command).parent()
+    assert runs is not None
+    watches = runs.parent()
+    assert watches is not None
+    return runs, watches
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["runs", "watches"])
+def test_a_killed_guard_is_one_clear_error_and_leaves_nothing_behind(
+    tmp_path: Path, which: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WAIT", "1")
+    with start(tmp_path, sys.executable, str(GUESTS / "leaves_grandchildren.py")) as it:
+        line, *_ = wait_for_line(tmp_path / "log", "up", count=2)
+        command = psutil.Process(int(line.split()[1])).ppid()
+        guard_of(command)[which].kill()
         with pytest.raises(LaunchError, match="the guard of a training was killed"):
-            process.wait()
-        os.kill(int(line.split()[1]), signal.SIGKILL)
+            it.wait()
+        wait_until_gone(tmp_path)
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["runs", "watches"])
+def test_a_stopped_guard_leaves_nothing_behind_once_its_controller_is_gone(
+    tmp_path: Path, which: int
+) -> None:
+    controller = subprocess.Popen(
+        [sys.executable, str(GUESTS / "controller_of.py"), str(GUESTS / "says_goodbye.py")],
+        cwd=tmp_path,
+        env=os.environ | {MARK: str(tmp_path)},
+    )
+    (line,) = wait_for_line(tmp_path / "log", "up")
+    guard_of(int(line.split()[1]))[which].suspend()
+    controller.kill()
+    controller.wait()
+    wait_until_gone(tmp_path)
+
+
+def test_an_end_is_seen_before_the_time_is_over_though_a_signal_took_all_of_it(
+    tmp_path: Path,
+) -> None:
+    """So it is after Ctrl-Z and `fg`: the wait is over, and its result is there."""
+    go = tmp_path / "go"
+    over_at = time.monotonic() + 1.0
+
+    def let_it_end(*_: object) -> None:
+        go.touch()
+        wait_until_gone(tmp_path)
+        while time.monotonic() < over_at:
+            time.sleep(0.01)
+
+    before = signal.signal(signal.SIGALRM, let_it_end)
+    try:
+        with start(tmp_path, "sh", "-c", f"until [ -e {go} ]; do sleep 0.01; done; exit 3") as it:
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            ended = it.poll(0.5)
+            assert ended is not None
+            assert outcome(ended) == (3, 0)
+    finally:
+        signal.signal(signal.SIGALRM, before)

@@ -12,6 +12,10 @@ from pytest_megatron.launch.secrets import Redactor, is_secret_name
         ("WANDB_API_KEY", True),
         ("AWS_SECRET_ACCESS_KEY", True),
         ("password", True),
+        ("AZURE_STORAGE_CONNECTION_STRING", True),
+        ("SENTRY_DSN", True),
+        ("SLACK_WEBHOOK_URL", True),
+        ("GITLAB_CI_JWT", True),
         ("TOKENIZER_PATH", False),
         ("KEYBOARD", False),
         ("CUDA_VISIBLE_DEVICES", False),
@@ -56,6 +60,7 @@ def test_an_option_with_a_secret_name_loses_its_value(
         "login hf_" + "a1" * 17,
         "ghp_" + "A1b2" * 9,
         "AKIA" + "ABCD" * 4,
+        "sk-proj-" + "a1B2" * 6,
         "curl -H 'Authorization: Bearer abc.def'",
         "http://u:p@h",
     ],
@@ -68,6 +73,9 @@ def test_a_value_goes_in_every_form_in_which_files_hold_it() -> None:
     redactor = Redactor.of({"MY_TOKEN": 'a<b>"c&d/e', "SSH_KEY": "first line\nsecond line"})
     for form in ('a<b>"c&d/e', 'a<b>\\"c&d/e', "a&lt;b&gt;&quot;c&amp;d/e", "a%3Cb%3E%22c%26d%2Fe"):
         assert redactor.text(f"[{form}]") == "[***]"
+    assert redactor.text('<system-out>a&lt;b&gt;"c&amp;d/e</system-out>') == (
+        "<system-out>***</system-out>"
+    )
     assert redactor.text("second line") == "***"
 
 

@@ -28,9 +28,10 @@ def failure(message: str, longrepr: JsonValue = "", block: str = "") -> Merged:
         pytest.param(failure(PORT), [], "port_in_use", id="headline"),
         pytest.param(failure("stopped", f"E   {PORT}"), [], "port_in_use", id="raised"),
         pytest.param(failure("stopped", block=f"E   {PORT}"), [], "port_in_use", id="other-rank"),
-        pytest.param(failure("died"), ["x", PORT], "port_in_use", id="stderr"),
-        pytest.param(failure("died"), [f"retrying after {PORT}... ok"], None, id="mentioned"),
-        pytest.param(failure("died"), ["Segmentation fault (core dumped)", PORT], None, id="crash"),
+        pytest.param(failure("did not end in 3 s"), [PORT], None, id="deadlock"),
+        pytest.param(failure("KeyError: 'x'"), [PORT], None, id="another-exception"),
+        pytest.param(failure("KeyError: 'x'", block=f"E   {PORT}"), [], None, id="consequence"),
+        pytest.param(failure("KeyError: 'x'", f"E   {PORT}"), [], "port_in_use", id="chained"),
         pytest.param(failure("died", f"    raise {PORT}"), [], None, id="quoted-source"),
         pytest.param(failure(f"AssertionError: {PORT}"), [PORT], None, id="assertion"),
         pytest.param(failure("assert 1 == 2"), [PORT], None, id="bare-assertion"),
@@ -48,3 +49,20 @@ def failure(message: str, longrepr: JsonValue = "", block: str = "") -> Merged:
 def test_transient_cause(merged: Merged, log_lines: list[str], signature: str | None) -> None:
     found = transient_cause([Merged(when="setup", outcome="passed"), merged], log_lines)
     assert (found.id if found else None) == signature
+
+
+@pytest.mark.parametrize(
+    ("last_words", "signature"),
+    [
+        pytest.param(["x", PORT], "port_in_use", id="stderr"),
+        pytest.param([f"retrying after {PORT}... ok"], None, id="mentioned"),
+        pytest.param(["Segmentation fault (core dumped)", PORT], None, id="crash"),
+        pytest.param([], None, id="silent"),
+    ],
+)
+def test_of_a_rank_that_died_its_last_words_count(
+    last_words: list[str], signature: str | None
+) -> None:
+    found = transient_cause([failure("exited with code 1")], last_words, last_words)
+    assert (found.id if found else None) == signature
+    assert transient_cause([failure("exited with code 1")], last_words) is None

@@ -112,6 +112,14 @@ HOSTILE = {
     "HF_ENDPOINT": "http://evil",
     "TORCH_EXTENSIONS_DIR": "/opt/evil",
     "NCCL_DEBUG": "INFO\nLD_PRELOAD=x",
+    "CUBLAS_LOGDEST_DBG": "victim.txt",
+    "UCX_STATS_DEST": "file:victim.txt",
+    "UCX_MODULE_DIR": "evil",
+    "OMP_TOOL_LIBRARIES": "evil.so",
+    "MKL_VERBOSE_OUTPUT_FILE": "victim.txt",
+    "NCCL_DEBUG_FILE": "victim.txt",
+    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "victim",
+    "NVTE_CUDA_INCLUDE_DIR": "evil",
 }
 HARMLESS = {"NCCL_ALGO": "Ring", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONHASHSEED": "0"}
 
@@ -157,9 +165,9 @@ def test_a_policy_and_signatures_of_the_project_are_those_of_the_checkout(tmp_pa
 
 def test_a_line_for_a_shell_is_quoted(tmp_path: Path) -> None:
     name = "test_a.py::test_x[$(touch pwned) `id` ; '\"]"
-    chosen = replace(chosen_of(tmp_path, a_test(), env={"OMP_X": "$(id)"}), node_id=name)
+    chosen = replace(chosen_of(tmp_path, a_test(), env={"OMP_SCHEDULE": "$(id)"}), node_id=name)
     again = made(chosen)
-    assert shlex.split(again.line) == ["OMP_X=$(id)", *again.argv]
+    assert shlex.split(again.line) == ["OMP_SCHEDULE=$(id)", *again.argv]
     for line in container_lines("nvcr.io/nvidia/pytorch:25.03-py3", again, num_gpus=2):
         assert shlex.quote(name) in line
         assert shlex.split(line)[-1] == name

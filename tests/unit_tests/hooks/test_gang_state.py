@@ -1,0 +1,164 @@
+"""What a test leaves behind in its rank: put back, or the gang is replaced; the test is named."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from gang_suite import Suite
+
+SUITE = """
+    import builtins
+    import os
+    import shutil
+
+    import pytest
+    import torch
+    import torch.distributed as dist
+
+
+    @pytest.fixture
+    def is_fine(process_group, rank, world_size, tmp_path):
+        assert os.environ["RANK"] == str(rank)
+        assert os.environ["MASTER_PORT"]
+        assert (process_group.size(), dist.get_backend()) == (world_size, "gloo")
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        assert int(value) == world_size
+        with open(tmp_path / "x", "w"):
+            pass
+        return os.path.samefile(os.getcwd(), os.environ["GANG_SUITE"])
+
+
+    def replace_group(backend="gloo", **settings):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group(backend, **settings)
+
+
+    def test_a_leaves_a_small_group(process_group):
+        dist.barrier()
+        replace_group(store=dist.HashStore(), rank=0, world_size=1)
+
+
+    def test_b(is_fine):
+        assert is_fine
+
+
+    def test_c_leaves_another_backend(process_group, rank, world_size):
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        replace_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+
+    def test_d(is_fine):
+        assert is_fine
+
+
+    def test_e_leaves_a_small_group_on_one_rank(process_group, rank):
+        dist.destroy_process_group()
+        if rank == 0:
+            replace_group(store=dist.HashStore(), rank=0, world_size=1)
+
+
+    def test_f(is_fine):
+        assert is_fine
+
+
+    def test_g_leaves_open_and_directory(tmp_path):
+        builtins.open = None
+        os.chdir(tmp_path)
+        os.rmdir(tmp_path)
+
+
+    def test_h(is_fine):
+        assert is_fine
+
+
+    def test_i_leaves_variables():
+        os.environ.pop("MASTER_PORT")
+        os.environ["RANK"] = "7"
+
+
+    def test_j(is_fine):
+        assert is_fine
+
+
+    def test_k_leaves_no_variables():
+        os.environ = {}
+
+
+    def test_l(is_fine):
+        assert is_fine
+
+
+    def test_m_removes_temporary_files(tmp_path_factory, rank):
+        shutil.rmtree(tmp_path_factory.getbasetemp().parent, ignore_errors=True)
+
+
+    def test_n(is_fine):
+        assert is_fine
+
+
+    def test_o_destroys_the_group(process_group):
+        dist.destroy_process_group()
+
+
+    def test_p(is_fine):
+        assert is_fine
+
+
+    class TestOwnWorld:
+        @pytest.fixture(scope="class", autouse=True)
+        def single(self, tmp_path_factory):
+            before, port = os.getcwd(), os.environ["MASTER_PORT"]
+            os.chdir(tmp_path_factory.mktemp("class"))
+            os.environ["MASTER_PORT"] = "1"
+            replace_group(store=dist.HashStore(), rank=0, world_size=1)
+            yield
+            dist.destroy_process_group()
+            os.environ["MASTER_PORT"] = port
+            os.chdir(before)
+
+        def test_q(self, process_group):
+            assert process_group.size() == 1
+
+        def test_r_leaves_a_variable_too(self):
+            os.environ["RANK"] = "8"
+
+        def test_s(self, process_group, rank):
+            assert (process_group.size(), os.environ["MASTER_PORT"]) == (1, "1")
+            assert os.environ["RANK"] == str(rank)
+
+
+    def test_t(is_fine):
+        assert is_fine
+"""
+_WARNING = re.compile(
+    r"^(test_\S+)\n  .*?PytestWarning: the test left its rank (.*)$", re.MULTILINE
+)
+
+
+def test_what_a_test_leaves_in_its_rank_harms_no_other_and_is_told(tmp_path: Path) -> None:
+    suite = Suite(tmp_path).write(test_state=SUITE)
+    run = suite.run("-v", "--ranks=2", "--device=cpu", "--basetemp=tmp")
+    assert set(run.words.values()) == {"PASSED"}, run.stdout
+    assert len(run.words) == 20
+    told = {name.rpartition("::")[2]: text for name, text in _WARNING.findall(run.stdout)}
+    assert sorted(told) == [
+        "test_a_leaves_a_small_group",
+        "test_c_leaves_another_backend",
+        "test_e_leaves_a_small_group_on_one_rank",
+        "test_g_leaves_open_and_directory",
+        "test_i_leaves_variables",
+        "test_k_leaves_no_variables",
+        "test_m_removes_temporary_files",
+        "test_r_leaves_a_variable_too",
+    ], run.stdout
+    assert told["test_c_leaves_another_backend"] == (
+        "in another state: it left a default process group of 2 ranks (fake) in the place of "
+        "2 ranks (gloo), and its gang is replaced"
+    )
+    assert "left MASTER_PORT unset, put back to '" in run.stdout
+    assert "it replaced builtins.open, which was put back" in run.stdout
+    assert "3 after a test that left ranks out of step" in run.stdout

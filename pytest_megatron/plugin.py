@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_megatron.hooks import options, recipes
-from pytest_megatron.hooks.beginning import note_beginning
+from pytest_megatron.hooks import option_values, options, recipes
+from pytest_megatron.hooks.beginning import (
+    note_beginning,
+    refuse_launcher,
+)
 from pytest_megatron.hooks.fixtures import (  # noqa: F401 - pytest finds them here
     _megatron_world_size,
     device,
@@ -76,6 +79,9 @@ def pytest_configure(config: pytest.Config) -> None:
         declare_marks(config)
         return
     chosen = options.read_options(config)
+    if chosen.asks_for_workloads or chosen.asks_for_gangs:
+        config.args[:] = option_values.findable(config.args, str(config.invocation_params.dir))
+        refuse_launcher(config, chosen.num_nodes)
     if chosen.asks_for_workloads or recipes.are_recipes_asked_for(config):
         from pytest_megatron.hooks.workloads import register_roles  # noqa: PLC0415 - not for all
 

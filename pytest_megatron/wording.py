@@ -44,3 +44,12 @@ def printable(text: str) -> str:
 def counted(number: int, what: str) -> str:
     """Return `1 error`, or `3 errors`."""
     return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def cut_middle(text: str, most_chars: int) -> str:
+    """Return a text without the middle of one that is too long, and how much that was."""
+    num_left_out = len(text) - most_chars
+    if num_left_out <= 0:
+        return text
+    head, tail = text[: most_chars // 2], text[len(text) - most_chars // 2 :]
+    return f"{head}\n[{num_left_out} of {len(text)} characters are left out here]\n{tail}"

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 
 import click
@@ -31,6 +33,7 @@ SUBCOMMANDS = {
     "triage": ("pytest_megatron.cli.triage", "Say why a run failed, from its logs."),
 }
 EXIT_UNUSABLE = 2
+_NO_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # of a write to a full disk, or a lost one
 
 
 class _Commands(LazyGroup):
@@ -49,4 +52,10 @@ def main() -> None:
         group.main(prog_name="pytest-megatron", standalone_mode=True)
     except MegatronError as error:
         click.echo(f"pytest-megatron: {error}", err=True)
+        sys.exit(EXIT_UNUSABLE)
+    except OSError as error:
+        if error.errno not in _NO_OUTPUT or error.filename is not None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python writes what is left when it ends
+        click.echo(f"pytest-megatron: standard output: {error.strerror}; make room", err=True)
         sys.exit(EXIT_UNUSABLE)

@@ -6,17 +6,22 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+SKIPPED = "skipped "  # how the problem of a collector begins that skipped
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
     """What a rank collected otherwise.
 
     Attributes:
-        missing: Node id -> why the rank has no such test.
+        missing: Node id -> why the rank has no such test, in one line.
+        failures: Node id of a collector -> why it failed, where tests are missing because of it;
+            one that skipped did not fail.
         extra: Node ids that the controller does not have.
     """
 
     missing: Mapping[str, str] = field(default_factory=dict)
+    failures: Mapping[str, str] = field(default_factory=dict)
     extra: tuple[str, ...] = ()
 
 
@@ -35,15 +40,27 @@ def compare(known: Iterable[str], found: Iterable[str], problems: Mapping[str, s
     """
     known, found = list(known), list(found)
     has, wanted = set(found), set(known)
+    causes = {node_id: _cause(node_id, problems) for node_id in known if node_id not in has}
+    failed = [c for c in dict.fromkeys(causes.values()) if c is not None]
     return Difference(
-        missing={node_id: _why(node_id, problems) for node_id in known if node_id not in has},
+        missing={node_id: _why(cause, problems) for node_id, cause in causes.items()},
+        failures={c: problems[c] for c in failed if not problems[c].startswith(SKIPPED)},
         extra=tuple(dict.fromkeys(node_id for node_id in found if node_id not in wanted)),
     )
 
 
-def _why(node_id: str, problems: Mapping[str, str]) -> str:
-    """Return the problem of the innermost collector that a test is below."""
+def last_line(problem: str) -> str:
+    """Return the line of a problem that sums it up; a traceback may stand before it."""
+    return problem.rstrip().rpartition("\n")[2]
+
+
+def _why(cause: str | None, problems: Mapping[str, str]) -> str:
+    return "collected no such test" if cause is None else last_line(problems[cause])
+
+
+def _cause(node_id: str, problems: Mapping[str, str]) -> str | None:
+    """Return the innermost collector with a problem that a test is below, or None."""
     above = [
         c for c in problems if not c or node_id == c or node_id.startswith((f"{c}::", f"{c}/"))
     ]
-    return problems[max(above, key=len)] if above else "collected no such test"
+    return max(above, key=len) if above else None

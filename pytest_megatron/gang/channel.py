@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from os import getpid  # a test may put another function in its place
 from pathlib import Path
 
-from pytest_megatron.gang.messages import Hello, Message, decode, encode
+from pytest_megatron.gang.messages import Hello, Message, decode, encode_within
 from pytest_megatron.gang.originals import os, select, socket, time
 
 _LENGTH = struct.Struct("!I")
@@ -71,11 +71,13 @@ class Channel:
     def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         """Send a message; one to a side that is gone is lost, as its death is told elsewhere.
 
+        Long texts of one that is too long for a frame are cut, and say so.
+
         Args:
             message: What to say.
             descriptors: Go along where the socket is a local one.
         """
-        self.send_frames([encode(message)], descriptors)
+        self.send_frames([encode_within(message, _MAX_FRAME_BYTES)], descriptors)
 
     def send_frame(self, frame: bytes) -> None:
         """Send an encoded message: encode once, send to many."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from itertools import islice
 from typing import Protocol, TypeAlias, cast
 
 from pytest_megatron.files import JsonValue
@@ -21,6 +22,7 @@ from pytest_megatron.gang.messages_of_debugger import (
 )
 from pytest_megatron.gang.messages_of_nodes import Ended, Joined, Mirrored, Welcome
 from pytest_megatron.gang.originals import json
+from pytest_megatron.wording import cut_middle
 
 JsonObject: TypeAlias = dict[str, JsonValue]
 # In the place of the test that comes next: there is none, or it is not known yet.
@@ -371,6 +373,22 @@ _FIELDS = {kind: tuple(f.name for f in fields(kind)) for kind in _TYPES.values()
 def encode(message: Message) -> bytes:
     """Return the message as one frame, without its length."""
     return json.dumps(_plain(message), separators=(",", ":"), default=_plain).encode()
+
+
+def encode_within(message: Message, most_bytes: int) -> bytes:
+    """Return the message as one frame; if it is too long, texts and lists in it are cut."""
+    frame, most = encode(message), most_bytes // 16
+    while len(frame) > most_bytes and most:
+        frame, most = json.dumps(_cut(json.loads(frame), most)).encode(), most // 4
+    return frame
+
+
+def _cut(value: object, most: int) -> object:
+    if isinstance(value, dict):
+        return {cut_middle(k, most): _cut(v, most) for k, v in islice(value.items(), most)}
+    if isinstance(value, list):
+        return [_cut(v, most) for v in islice(value, most)]
+    return cut_middle(value, most) if isinstance(value, str) else value
 
 
 def decode(frame: bytes) -> Message:

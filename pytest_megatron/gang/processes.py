@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from os import getpid  # a test may put another function in its place
 from pathlib import Path
 
+from pytest_megatron.errors import LaunchError
+
 UNKILLABLE_S = 30.0  # a process stuck in the kernel (a dead file system) cannot be killed
 _OUTLIVES_S = 5.0  # a controller that is gone, to save what was measured
 _SET_PARENT_DEATH_SIGNAL = 1
@@ -40,6 +42,27 @@ class Descendant:
     pid: int
     parent: int
     session: int
+
+
+def check_proc(proc: Path = Path("/proc")) -> None:
+    """Make sure that the kernel tells of this process: what ranks leave is found in no other way.
+
+    Args:
+        proc: Where it should.
+
+    Raises:
+        LaunchError: It does not, or it tells of another PID namespace.
+    """
+    try:
+        found = str((proc / "self").readlink())
+    except OSError:
+        found = ""
+    if found != str(os.getpid()):
+        what = "is of another PID namespace" if found else "is not mounted"
+        raise LaunchError(
+            str(proc),
+            f"{what}, and processes of ranks are found by it; mount it: mount -t proc proc {proc}",
+        )
 
 
 def become_subreaper() -> None:

@@ -7,6 +7,7 @@ picks the port, and a gang that replaces another one gets a store without old ke
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import select
 import signal
@@ -21,8 +22,38 @@ from pytest_megatron.gang.messages import RankOrder
 from pytest_megatron.gang.processes import close_descriptors, die_with
 
 LOCAL_HOST = "127.0.0.1"
+LOCAL_HOST_IPV6 = "::1"
+_LOCAL_HOSTS = (LOCAL_HOST, LOCAL_HOST_IPV6)
 _PORT = struct.Struct("!H")
+_REACH_S = 5.0  # more than a busy host needs to connect to itself
 _BACKLOG = 2048  # of ranks that call at once
+
+
+@functools.cache
+def local_host() -> str:
+    """Return the address by which processes of this host reach one another: the first that works.
+
+    Raises:
+        LaunchError: There is none.
+    """
+    for host in _LOCAL_HOSTS:
+        if _is_reachable(host):
+            return host
+    raise LaunchError(
+        "network",
+        f"processes of this host cannot reach one another by {' or '.join(_LOCAL_HOSTS)}, "
+        f"and ranks have no other way to meet; bring the loopback interface up: ip link set lo up",
+    )
+
+
+def _is_reachable(host: str) -> bool:
+    try:
+        with _listen(host) as listening, socket.socket(listening.family) as caller:
+            caller.settimeout(_REACH_S)
+            caller.connect(listening.getsockname())
+    except OSError:
+        return False
+    return True
 
 
 @dataclass(slots=True)
@@ -41,7 +72,7 @@ class StoreKeeper:
         """Return the port of a new store; it listens from now on, and answers when it is asked.
 
         Args:
-            host: Where its callers look for it; one that is not LOCAL_HOST is open to all.
+            host: Where its callers look for it; one that is not of this host only is open to all.
 
         Raises:
             LaunchError: No port can be had.
@@ -142,7 +173,7 @@ def _serve_store(descriptor: int, port: int) -> object:
 
     try:
         return TCPStore(
-            LOCAL_HOST,
+            local_host(),
             port,
             is_master=True,
             wait_for_workers=False,
@@ -157,11 +188,12 @@ def _serve_store(descriptor: int, port: int) -> object:
 def _listen(host: str) -> socket.socket:
     """Return a socket that listens on a free port.
 
-    On one host it is an IPv4 one: torch looks up the name of whoever calls, and an address such as
-    `::ffff:127.0.0.1`, which is in no hosts file, costs seconds where no name server answers.
+    On one host with IPv4 it is an IPv4 one: torch looks up the name of whoever calls, and an
+    address such as `::ffff:127.0.0.1`, which is in no hosts file, costs seconds where no name
+    server answers.
     """
-    if host == LOCAL_HOST:
-        listening = socket.socket(socket.AF_INET)
+    if host in _LOCAL_HOSTS:
+        listening = socket.socket(socket.AF_INET6 if host == LOCAL_HOST_IPV6 else socket.AF_INET)
         listening.bind((host, 0))
     else:
         listening = socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)

@@ -112,6 +112,39 @@ def note_beginning(early_config: pytest.Config) -> None:
     early_config.pluginmanager.register(BeginningPlugin(watch), PLUGIN_NAME)
 
 
+def refuse_launcher(config: pytest.Config, num_nodes: int) -> None:
+    """Make sure that no launcher started this session several times: each would run everything.
+
+    A test may start such a session by itself; what launched that test is none of its business.
+
+    Raises:
+        pytest.UsageError: One did.
+    """
+    env = config.stash[KEY].env
+    if "PYTEST_CURRENT_TEST" in env:
+        return
+    started = num_started(env)
+    if started is not None and started[1] > num_nodes:
+        launcher, number = started
+        raise pytest.UsageError(
+            f"{launcher} started {number} sessions of pytest, and each of them would start ranks "
+            f"and run everything; start pytest once, without {launcher}, or drop --ranks and --gpus"
+        )
+
+
+def num_started(env: Mapping[str, str]) -> tuple[str, int] | None:
+    """Return what launched a process, and how often; None where nothing is known of a launcher.
+
+    Slurm's numbers say nothing of it: the shell of `srun --ntasks=8 --pty` is one of 8 tasks, and
+    the only one that goes on. Of a step over several nodes, see `gang.slurm_step`.
+    """
+    counts = [("mpirun", env.get("OMPI_COMM_WORLD_SIZE"))]
+    if "TORCHELASTIC_RUN_ID" in env:
+        counts.insert(0, ("torchrun", env.get("WORLD_SIZE")))
+    found = ((name, int(count)) for name, count in counts if count and count.isdecimal())
+    return next(found, None)
+
+
 def _is_for_others(early_config: pytest.Config) -> bool:
     """Whether this process only hands tests to workers of pytest-xdist."""
     given = early_config.known_args_namespace

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import pytest
 
@@ -27,12 +27,13 @@ from pytest_megatron.hooks.beginning import KEY
 from pytest_megatron.hooks.console import Console
 from pytest_megatron.hooks.leases import Leases
 from pytest_megatron.hooks.nodes import Leader, nodes_of
-from pytest_megatron.hooks.orders import Orders
-from pytest_megatron.hooks.origins import PerRank, why_per_rank
+from pytest_megatron.hooks.orders import Orders, refuse_unfit_host
+from pytest_megatron.hooks.origins import PerRank, modules_to_load, why_per_rank
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.hooks.tee import Tee
 from pytest_megatron.hooks.template import Template, TemplateProcess
 from pytest_megatron.lease import Lease
+from pytest_megatron.wording import counted
 
 _CLOSING_S = 5.0  # for ranks to tear down after Ctrl-C
 _PUMP_S = 0.5
@@ -65,6 +66,7 @@ class Crew:
         open_standard_descriptors()
         self._config = config
         options = self._options = run.options
+        self._is_worker = run.is_worker
         self._specs = set(specs)
         self.gangs: dict[int, Gang] = {}
         self._num_gangs = 0
@@ -91,8 +93,9 @@ class Crew:
         """Begin to start the process that ranks come from, and have other nodes come.
 
         Raises:
-            pytest.UsageError: Other nodes cannot come.
+            pytest.UsageError: Other nodes cannot come, or ranks of this one cannot meet.
         """
+        refuse_unfit_host(self._options)
         config, sizes = session.config, {spec.world_size for spec in self._specs}
         # What is loaded by now stays: processes forked from here share it, and neither they nor
         # pytest at its end look through all of torch for garbage, which took 0.6 s.
@@ -113,6 +116,8 @@ class Crew:
                 coverage=self.orders.coverage,
                 coverage_file=str(self.orders.coverage_dir / "template"),
                 forget=self.fleet.forget,
+                # Other nodes come while it loads, and a session of several waits for ever then.
+                loads=modules_to_load(session) if self._options.num_nodes == 1 else (),
             )
             self._template = TemplateProcess(template, self.fleet)
         if self._options.num_nodes > 1:
@@ -183,9 +188,7 @@ class Crew:
             lease = self.leases.take(spec, count_gpus(num_here, self._options.ranks_per_gpu))
             if lease is None:
                 return None
-        if per_rank is not None and not per_rank.is_ready(self.orders.write(0, spec, lease)):
-            if lease is not None:
-                self.leases.put_aside(spec, lease)
+        if per_rank is not None and not self._has_collected(per_rank, spec, lease):
             return None
         gang = self._make(spec, lease)
         self._tee.follow(gang)
@@ -201,6 +204,31 @@ class Crew:
             fleet.start(gang)
             per_rank.take(spec.world_size)
         return gang
+
+    def _has_collected(self, per_rank: PerRank, spec: GangSpec, lease: Lease | None) -> bool:
+        """Whether the ranks of a gang have collected; what they could not is reported first."""
+        is_ready = per_rank.is_ready(self.orders.write(0, spec, lease))
+        failures = per_rank.take_failures(spec.world_size) if is_ready else []
+        if lease is not None and (failures or not is_ready):
+            self.leases.put_aside(spec, lease)
+        self._report_failures(failures)
+        return is_ready and not failures
+
+    def _report_failures(self, failures: Sequence[tuple[str, str]]) -> None:
+        """Report what ranks could not collect as pytest reports what it cannot collect.
+
+        A worker of pytest-xdist goes on: one that ends early is reported as crashed.
+
+        Raises:
+            pytest.Session.Interrupted: There is something, and the user did not ask to go on.
+        """
+        for place, reason in failures:
+            report = pytest.CollectReport(place, "failed", reason, [])
+            self._config.hook.pytest_collectreport(report=report)
+        may_go_on = self._is_worker or self._config.option.continue_on_collection_errors
+        if failures and not may_go_on:
+            num = counted(len(failures), "error")
+            raise pytest.Session.Interrupted(f"{num} during collection of ranks")
 
     def _make(self, spec: GangSpec, lease: Lease | None) -> Gang:
         self._num_gangs += 1

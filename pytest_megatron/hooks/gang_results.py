@@ -17,6 +17,7 @@ from pytest_megatron.gang.spec import GangSpec
 from pytest_megatron.hooks.markers import device_of, limit_of_session
 from pytest_megatron.hooks.nodes import nodes_of, room_on_gpus
 from pytest_megatron.hooks.options import Options
+from pytest_megatron.hooks.orders import refuse_unfit_host
 from pytest_megatron.hooks.run_file import RunFile
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.host import Gpu, this_host
@@ -51,9 +52,11 @@ class GangResults:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self, session: pytest.Session) -> None:
-        """Refuse to start without the devices that were asked for."""
+        """Refuse to start without the devices that were asked for, or where ranks cannot meet."""
         if not session.config.option.collectonly:
             _refuse_lack(self._run.options)
+            if self._run.options.asks_for_gangs:
+                refuse_unfit_host(self._run.options)
 
     def pytest_report_header(self, config: pytest.Config) -> list[str]:
         """Say what gangs of tests without a mark are."""

@@ -17,6 +17,7 @@ from os import getpid  # a test may put another function in its place
 import pluggy
 import pytest
 
+from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang.nodes import count_gpus
 from pytest_megatron.gang.processes import end_if_forked
 from pytest_megatron.gang.spec import GangSpec, Reason, RunEnd
@@ -41,7 +42,7 @@ from pytest_megatron.hooks.nodes import nodes_of, room_on_gpus
 from pytest_megatron.hooks.option_values import has_workers
 from pytest_megatron.hooks.options import LIMITS_OF_OTHERS, WORKLOADS_PLUGIN, Options
 from pytest_megatron.hooks.origins import make_extra_item
-from pytest_megatron.hooks.phases import PhaseHooks
+from pytest_megatron.hooks.phases import PhaseHooks, show_no_stacks
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.hooks.worker_contract import is_of_controller, module_of
 from pytest_megatron.host import this_host
@@ -120,7 +121,11 @@ class GangPlugin:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
-        """Run all items, those of gangs on gangs; under pytest-xdist only get ready."""
+        """Run all items, those of gangs on gangs; under pytest-xdist only get ready.
+
+        Raises:
+            pytest.UsageError: Ranks cannot be started here.
+        """
         end_if_forked(self._pid)  # while tests were collected
         # Plugins may have reordered and deselected since we looked.
         self._specs = {item: self._specs[item] for item in session.items if self.is_ours(item)}
@@ -145,6 +150,8 @@ class GangPlugin:
         except KeyboardInterrupt:
             dispatcher.interrupt()
             raise
+        except LaunchError as error:
+            raise pytest.UsageError(str(error)) from None
         return True
 
     @pytest.hookimpl(specname="pytest_runtestloop", wrapper=True, trylast=True)
@@ -270,6 +277,12 @@ class GangPlugin:
             option.setupshow = shown
             if self._run.is_worker:
                 self._report_late()
+
+    @pytest.hookimpl(specname="pytest_runtest_protocol", tryfirst=True)
+    def pytest_megatron_begin_item(self, item: pytest.Item) -> None:
+        """Leave `faulthandler_timeout` to the ranks of our items."""
+        if self.is_ours(item):
+            show_no_stacks()
 
     def _report_late(self) -> None:
         """Report late teardowns as errors of the tests that they belong to."""

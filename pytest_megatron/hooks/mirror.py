@@ -12,7 +12,9 @@ from _pytest.reports import BaseReport
 from pytest_megatron.files import JsonValue
 from pytest_megatron.gang.messages_of_nodes import Mirrored
 from pytest_megatron.hooks.merged import record_warning, restore_report
+from pytest_megatron.wording import cut_middle
 
+_MOST_CHARS = 1 << 24  # of one text in a report, which has the text of a failure several times
 _LOGS = ("pytest_runtest_logstart", "pytest_runtest_logfinish")
 
 
@@ -70,11 +72,11 @@ def describe_warning(
 
 
 def plain(value: object) -> object:
-    """Return the value with what JSON does not know as text."""
+    """Return the value with what JSON does not know as text, and without most of a huge text."""
     if isinstance(value, Mapping):
         return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(v) for v in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if value is None or isinstance(value, (bool, int, float)):
         return value
-    return str(value)
+    return cut_middle(value if isinstance(value, str) else str(value), _MOST_CHARS)

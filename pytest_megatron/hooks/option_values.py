@@ -5,6 +5,7 @@ Runs at every pytest start, so it imports nothing but pytest.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import pytest
@@ -143,3 +144,15 @@ def ranks(found: str) -> tuple[int, ...] | None:
             f"--tee-ranks: {found!r} names no ranks, expected numbers with commas, all or none"
         )
     return tuple(sorted({int(word) for word in numbers}))
+
+
+def findable(arguments: Sequence[str], directory: str) -> list[str]:
+    """Return arguments without the directory where pytest would take its name for a node id's.
+
+    Without arguments, pytest names the directory in full; it splits at `::` and `[` before it looks
+    for a file.
+    """
+    if "::" not in directory and "[" not in directory:
+        return list(arguments)
+    start = f"{directory}{os.sep}"
+    return ["." if a == directory else a.removeprefix(start) for a in arguments]

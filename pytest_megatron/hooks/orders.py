@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from functools import cached_property
@@ -9,13 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from pytest_megatron.errors import LaunchError
 from pytest_megatron.files import JsonValue
 from pytest_megatron.gang.bootstrap import rank_env
 from pytest_megatron.gang.messages import RankOrder
 from pytest_megatron.gang.nodes import Nodes, share_gpus
+from pytest_megatron.gang.processes import check_proc
 from pytest_megatron.gang.spec import GangSpec
-from pytest_megatron.gang.stores import LOCAL_HOST
+from pytest_megatron.gang.stores import LOCAL_HOST_IPV6, local_host
 from pytest_megatron.hooks.nodes import DEVICES, address_of
+from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.rank_process import temp_factory
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.lease import Lease
@@ -55,9 +59,13 @@ class Orders:
         places = self._nodes.place(spec.world_size)
         shares = spec.device == "cuda" and self._ranks_per_gpu > 1
         shown = share_gpus(spec.world_size, self._ranks_per_gpu) if shares else places
-        common = {"MASTER_ADDR": LOCAL_HOST, "TORCHELASTIC_RUN_ID": self._run.run_dir.name}
         if places[-1].node_rank > 0:
-            common["MASTER_ADDR"], _ = address_of(self._run.options.rdzv_endpoint)
+            host, _ = address_of(self._run.options.rdzv_endpoint)
+        else:
+            host = local_host()
+        common = {"MASTER_ADDR": host, "TORCHELASTIC_RUN_ID": self._run.run_dir.name}
+        if host == LOCAL_HOST_IPV6:  # gloo looks for no other address than 127.0.0.1 by itself
+            common["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
         own = {}  # of this node: others lease by themselves
         if lease is not None:
             own[DEVICES] = ",".join(gpu.uuid for gpu in lease.gpus)
@@ -107,6 +115,20 @@ class Orders:
         found = Path(tempfile.mkdtemp(prefix="pytest-megatron-"))
         self._config.add_cleanup(lambda: shutil.rmtree(found, ignore_errors=True))
         return found
+
+
+def refuse_unfit_host(options: Options) -> None:
+    """Make sure that ranks of this host can be found, and reach one another.
+
+    Raises:
+        pytest.UsageError: They cannot.
+    """
+    try:
+        check_proc()
+        if options.num_nodes == 1:  # of several, node 0 says where it is
+            local_host()
+    except LaunchError as error:
+        raise pytest.UsageError(str(error)) from None
 
 
 def _as_on_node(node_rank: int, gang_dir: Path) -> dict[str, str]:

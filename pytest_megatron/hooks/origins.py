@@ -18,7 +18,7 @@ import pytest
 from typing_extensions import override
 
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.gang.agreement import Difference, compare, digest_of
+from pytest_megatron.gang.agreement import Difference, compare, digest_of, last_line
 from pytest_megatron.gang.channel import Listener
 from pytest_megatron.gang.clean import find_obstacle
 from pytest_megatron.gang.fleet import Fleet
@@ -31,13 +31,16 @@ from pytest_megatron.hooks.nodes import DEVICES
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.rank_template import Brief
 from pytest_megatron.hooks.warm import Mode, WarmProcess, start_warm
-from pytest_megatron.hooks.watch import find_rank_words
+from pytest_megatron.hooks.watch import find_rank_words, will_load_torch
 from pytest_megatron.hooks.worker_contract import RankNode, configure_node, encode, node_down
 from pytest_megatron.report.crash import shorten_stack
 from pytest_megatron.wording import describe_exit, name_ranks
 
+_TORCH = "torch"
+_TORCH_FIXTURES = frozenset(("device", "process_group", "model_parallel"))  # they load it
 _CALL_S = 0.1
 _WARM_S = 120.0  # to load torch and call; file systems of clusters are slow
+_OTHERS_S = 2.0  # for other ranks to fail as well, where one could collect nothing
 _STACKS_S = 5.0  # for stacks of ranks that are late
 
 
@@ -60,6 +63,20 @@ def why_per_rank(config: pytest.Config, options: Options, sizes: set[int], defau
         if not found and (sizes != {default} or options.ranks_per_gpu > 1):
             found = (watch.size_readers or [""])[0]
     return found or find_obstacle()
+
+
+def modules_to_load(session: pytest.Session) -> tuple[str, ...]:
+    """Return what the process that ranks are forked from loads first, so that no rank has to.
+
+    That is torch, where collecting has not loaded it but tests will.
+    """
+    if _TORCH in sys.modules:
+        return ()
+    loaded, root = list(sys.modules.values()), session.config.rootpath
+    is_asked_for = any(
+        not _TORCH_FIXTURES.isdisjoint(getattr(item, "fixturenames", ())) for item in session.items
+    )
+    return (_TORCH,) if is_asked_for or will_load_torch(loaded, root) else ()
 
 
 def ids_of_tests(session: pytest.Session) -> list[str]:
@@ -125,6 +142,8 @@ class _World:
         lost: Rank -> why it has none of its tests.
         avoided: Rank -> node id of a collector that it must not collect again -> why.
         nodes: Rank -> what plugins of the controller know it as.
+        lost_at: When the first of them was missed.
+        told: Collectors that failed, with the reason, and the rank, which were told of.
     """
 
     templates: dict[int, _Template] = field(default_factory=dict)
@@ -132,6 +151,8 @@ class _World:
     lost: dict[int, str] = field(default_factory=dict)
     avoided: dict[int, dict[str, str]] = field(default_factory=dict)
     nodes: dict[int, RankNode] = field(default_factory=dict)
+    lost_at: float = 0.0
+    told: set[tuple[tuple[str, str], int]] = field(default_factory=set)
 
 
 class PerRank:
@@ -168,7 +189,11 @@ class PerRank:
         world = self._worlds.setdefault(size, _World())
         self._drop_late(world)
         are_all_there = all(self._fleet.nurseries.has(order.node_rank) for order in orders)
-        if world.lost or not are_all_there:
+        if world.lost and are_all_there:
+            world.lost_at = world.lost_at or time.monotonic()
+            are_all_in = all(t.is_ready for t in world.templates.values())
+            return are_all_in or time.monotonic() > world.lost_at + _OTHERS_S
+        if not are_all_there:
             return True
         for rank, template in list(world.templates.items()):
             is_gone = template.is_ready and not self._fleet.raised.can_start(
@@ -187,8 +212,28 @@ class PerRank:
         world = self._worlds[size]
         missing = {rank: dict(d.missing) for rank, d in world.differences.items()}
         for rank, reason in world.lost.items():
-            missing[rank] = dict.fromkeys(self._node_ids, reason)
+            missing[rank] = dict.fromkeys(self._node_ids, last_line(reason))
         return missing
+
+    def take_failures(self, size: int) -> list[tuple[str, str]]:
+        """Return what ranks could not collect, with the reason, and which ranks; each once.
+
+        The place is a node id, or names ranks that could collect nothing.
+        """
+        world = self._worlds[size]
+        found = [((c, t), r) for r, d in world.differences.items() for c, t in d.failures.items()]
+        found += [(("", reason), rank) for rank, reason in world.lost.items()]
+        ranks: dict[tuple[str, str], list[int]] = {}
+        for failure, rank in found:
+            if (failure, rank) not in world.told:
+                world.told.add((failure, rank))
+                ranks.setdefault(failure, []).append(rank)
+        failures = []
+        for (place, reason), who in ranks.items():
+            story, _, line = reason.rstrip().rpartition("\n")
+            where = place or name_ranks(who)
+            failures.append((where, f"{name_ranks(who)} of {size} {line}\n{story}".rstrip()))
+        return failures
 
     def is_lost(self, size: int) -> bool:
         """Whether gangs of a size cannot be: some rank has none of their tests."""

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import faulthandler
 from typing import Protocol
 
 import pluggy
 import pytest
+
+
+def show_no_stacks() -> None:
+    """Have pytest not show this process's stacks after `faulthandler_timeout`, or end it.
+
+    It only waits for others. Call it in `pytest_runtest_protocol`, once its wrappers have begun.
+    """
+    faulthandler.cancel_dump_traceback_later()
 
 
 class Phases(Protocol):

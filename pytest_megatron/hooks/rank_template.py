@@ -23,7 +23,7 @@ from _pytest.assertion.rewrite import AssertionRewritingHook
 from _pytest.config import _prepareconfig
 
 from pytest_megatron.gang import bootstrap
-from pytest_megatron.gang.agreement import digest_of
+from pytest_megatron.gang.agreement import SKIPPED, digest_of
 from pytest_megatron.gang.channel import Channel, connect
 from pytest_megatron.gang.clean import find_obstacle
 from pytest_megatron.gang.logs import STACKS_FILE, RankLogs
@@ -32,6 +32,7 @@ from pytest_megatron.gang.nursery import STACK_SIGNAL, Forking, Nursery
 from pytest_megatron.gang.processes import end_if_forked
 from pytest_megatron.gang.rank_ends import RankEnds
 from pytest_megatron.gang.stores import StoreKeeper
+from pytest_megatron.hooks.option_values import findable
 from pytest_megatron.hooks.options import COLLECTING_PLUGIN
 from pytest_megatron.hooks.rank import RankPlugin
 from pytest_megatron.hooks.rank_process import Home, prepare, run_rank, with_own_temp
@@ -168,7 +169,8 @@ class CollectingPlugin:
         option.basetemp = self._order.base_temp
         vars(config)["workerinput"] = decode(self._order.workerinput)
         vars(config)["workeroutput"] = {}
-        files = [str(argument).partition("::")[0] for argument in config.args]
+        arguments = findable(config.args, self._brief.directory)
+        files = [argument.partition("::")[0] for argument in arguments]
         config.args = [f for f in dict.fromkeys(files) if not f.endswith(_RECIPES)]
         Path(self._order.base_temp).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         config.hook.pytest_cmdline_main(config=config)
@@ -219,7 +221,7 @@ class CollectingPlugin:
             reason = text.splitlines()[-1].removeprefix("E").strip() if text else "no reason"
             self._problems[report.nodeid] = f"{text}\ncould not collect {place}: {reason}"
         elif report.skipped and isinstance(report.longrepr, tuple):
-            self._problems[report.nodeid] = f"skipped {place}: {report.longrepr[2]}"
+            self._problems[report.nodeid] = f"{SKIPPED}{place}: {report.longrepr[2]}"
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> NoReturn:

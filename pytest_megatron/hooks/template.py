@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import sys
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn, cast
 
 import pytest
@@ -18,7 +19,7 @@ from pytest_megatron.errors import LaunchError
 from pytest_megatron.files import JsonValue
 from pytest_megatron.gang import measure
 from pytest_megatron.gang.bootstrap import RandomState
-from pytest_megatron.gang.channel import connect, remove_socket
+from pytest_megatron.gang.channel import WrongKeyError, connect, remove_socket
 from pytest_megatron.gang.fleet import Fleet
 from pytest_megatron.gang.messages import Hello, RankOrder
 from pytest_megatron.gang.nursery import Forking, Nursery
@@ -28,7 +29,7 @@ from pytest_megatron.gang.stores import StoreKeeper
 from pytest_megatron.hooks.rank import RankPlugin
 from pytest_megatron.hooks.rank_process import Home, prepare, run_rank, with_own_temp
 
-_NURSERY_S = 60.0  # to call after it was forked
+_NURSERY_S = 120.0  # to load torch and call after it was forked
 _CALL_S = 0.02  # between looks at one that has not called
 
 
@@ -49,6 +50,7 @@ class Template:
         base_temp: On other nodes than 0, where temporary files of ranks go.
         leash: Read end of a pipe that is closed when the session of this node ends; on node 0 the
             connection to the controller is that.
+        loads: Modules that it loads before it calls; if one cannot be loaded, it ends.
     """
 
     session: pytest.Session
@@ -62,6 +64,7 @@ class Template:
     items: tuple[pytest.Item | None, ...] | None = None
     base_temp: str = ""
     leash: int | None = None
+    loads: tuple[str, ...] = ()
 
     def fork(self) -> int:
         """Fork the template off the controller; return the process that ends after all of it."""
@@ -85,9 +88,16 @@ class Template:
         measurement = measure.start(self.coverage, self.coverage_file)
         if self.items is not None:
             self.session.items = cast("list[pytest.Item]", list(self.items))
+        try:
+            self._load()
+        except Exception:  # noqa: BLE001 - ranks that load it by themselves say why
+            return
         plugin = prepare(self.session)
         hello = Hello(role="nursery", gang=0, rank=-1, node_rank=self.node_rank, pid=os.getpid())
-        channel = connect(self.address, self.key, hello)
+        try:
+            channel = connect(self.address, self.key, hello)
+        except (FileNotFoundError, ConnectionError, WrongKeyError):
+            return  # the session has ended: a worker of pytest-xdist may have no test to run
 
         def run(order: RankOrder, ends: RankEnds) -> NoReturn:
             self._run_rank(order, ends, plugin)
@@ -96,6 +106,13 @@ class Template:
         remove_socket(self.address)  # a controller that was killed leaves it
         if measurement is not None:
             measurement.save()
+
+    def _load(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for name in self.loads:
+                if importlib.util.find_spec(name) is not None:
+                    importlib.import_module(name)
 
     def _run_rank(self, order: RankOrder, ends: RankEnds, plugin: RankPlugin) -> NoReturn:
         order = with_own_temp(order, self.base_temp)
@@ -119,6 +136,8 @@ class TemplateProcess:
     def wait(self) -> None:
         """Wait until it has called; one that was killed gets a successor, once.
 
+        The successor loads nothing: that may be what the first one died of.
+
         Raises:
             LaunchError: Neither calls.
         """
@@ -127,7 +146,7 @@ class TemplateProcess:
         while not self._fleet.nurseries.has(0):
             if self._has_ended() and num_left:
                 num_left -= 1
-                self._pid = self._make.fork()
+                self._pid = replace(self._make, loads=()).fork()
             self._fleet.pump(_CALL_S)
             if time.monotonic() > deadline:
                 raise LaunchError("gang", "the process that starts ranks did not call")

@@ -30,6 +30,10 @@ SIZE_VARIABLES = frozenset(
     )
 )
 _WORDS = re.compile(r"\b(?:[A-Z]+_)*(?:RANK|WORLD_SIZE|PROCID|LOCALID)\b")
+# In a function: a module that loads it at its top has done so by now.
+_LOADS_TORCH = re.compile(
+    r"^[ \t]+(?:import|from)[ \t]+(?:torch|megatron)\b|\bimportorskip\([\"']torch\b", re.MULTILINE
+)
 _PACKAGE = str(Path(__file__).parents[1])
 _READERS = ("<frozen", os.__file__)  # on behalf of others: `getenv`, `get`
 _LIBRARIES = ("site-packages", "dist-packages")
@@ -96,6 +100,24 @@ def find_rank_words(modules: Iterable[ModuleType], root: Path) -> str:
         modules: Those that are loaded.
         root: Of the project; libraries below it are left out.
     """
+    for file, text in _sources(modules, root):
+        if (found := _WORDS.search(text)) is not None:
+            return f"{found[0]} in {file}:{text.count(chr(10), 0, found.start()) + 1}"
+    return ""
+
+
+def will_load_torch(modules: Iterable[ModuleType], root: Path) -> bool:
+    """Whether functions in the source of a project's modules load torch when they are called.
+
+    Args:
+        modules: Those that are loaded.
+        root: Of the project; libraries below it are left out.
+    """
+    return any(_LOADS_TORCH.search(text) for _, text in _sources(modules, root))
+
+
+def _sources(modules: Iterable[ModuleType], root: Path) -> Iterator[tuple[str, str]]:
+    """Yield file and text of a project's modules."""
     for module in modules:
         file = getattr(module, "__file__", None)
         if not isinstance(file, str) or not file.endswith(".py"):
@@ -105,12 +127,9 @@ def find_rank_words(modules: Iterable[ModuleType], root: Path) -> str:
         if is_library or not path.is_relative_to(root):
             continue
         try:
-            text = path.read_text(encoding="utf-8", errors="replace")
+            yield file, path.read_text(encoding="utf-8", errors="replace")
         except OSError:  # it went away after it was loaded
             continue
-        if (found := _WORDS.search(text)) is not None:
-            return f"{found[0]} in {file}:{text.count(chr(10), 0, found.start()) + 1}"
-    return ""
 
 
 def _watched(note: Callable[[str, str], None]) -> type:

@@ -27,6 +27,7 @@ from pytest_megatron.hooks.jobs import (
 )
 from pytest_megatron.hooks.options import WORKLOADS_PLUGIN, Options
 from pytest_megatron.hooks.pages import register_pages
+from pytest_megatron.hooks.phases import show_no_stacks
 from pytest_megatron.hooks.queue import register_queue
 from pytest_megatron.hooks.results import ResultsPlugin
 from pytest_megatron.hooks.retries import ItemRetries
@@ -255,6 +256,12 @@ class WorkloadPlugin:
         return item_record(
             training, judgement, verdict=verdict, problem=shown, is_expected=found.is_expected
         )
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> None:
+        """Have no `faulthandler_timeout` for a training: its own limit counts."""
+        if isinstance(item, WorkloadItem):
+            show_no_stacks()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(

@@ -26,5 +26,16 @@ def test_missing_tests_have_the_reason_of_their_innermost_collector() -> None:
     assert compare(["t.py::a"], [], {}).missing == {"t.py::a": "collected no such test"}
 
 
+def test_collectors_that_failed_are_named_once_and_one_that_skipped_is_none() -> None:
+    problems = {"t.py": "Traceback\nE  x\ncould not collect t.py: x", "u.py": "skipped u.py: no"}
+    found = compare(["t.py::a", "t.py::b", "u.py::c"], [], {**problems, "v.py": "has no test"})
+    assert found.missing == {
+        "t.py::a": "could not collect t.py: x",
+        "t.py::b": "could not collect t.py: x",
+        "u.py::c": "skipped u.py: no",
+    }
+    assert found.failures == {"t.py": problems["t.py"]}
+
+
 def test_extra_tests_are_named_once() -> None:
     assert compare(["t::a"], ["t::b", "t::a", "t::b"], {}).extra == ("t::b",)

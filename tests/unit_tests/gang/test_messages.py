@@ -26,6 +26,7 @@ from pytest_megatron.gang.messages import (
     StoreOpened,
     decode,
     encode,
+    encode_within,
 )
 from pytest_megatron.gang.messages_of_debugger import (
     DebuggerAnswer,
@@ -139,3 +140,40 @@ def test_nonsense_is_refused(frame: bytes) -> None:
 def test_what_is_no_message_is_not_sent() -> None:
     with pytest.raises(TypeError, match="cannot be sent: <object"):
         encode(Done(run=1, reports=(object(),)))  # type: ignore[arg-type]  # the point of it
+
+
+def test_a_message_that_is_too_long_is_cut_and_says_so() -> None:
+    done = Done(
+        run=1,
+        reports=({"longrepr": "a" * 900_000, "user_properties": [["p", "\n" * 900_000]]},),
+        warnings=(),
+        num_collectives=0,
+        num_rendezvous=0,
+        poison="",
+        stop=(),
+        printed="b" * 900_000,
+        printed_late="short",
+        is_clean=True,
+    )
+    assert encode_within(done, 10_000_000) == encode(done)
+    cut = decode(encode_within(done, 1_000_000))
+    assert isinstance(cut, Done)
+    left = f"{'b' * 31_250}\n[837500 of 900000 characters are left out here]\n{'b' * 31_250}"
+    assert (cut.run, cut.printed, cut.printed_late) == (1, left, "short")
+    assert len(encode(cut)) < 1_000_000
+
+
+def test_a_message_of_too_many_values_is_cut() -> None:
+    broken = Done(
+        run=1,
+        reports=({"user_properties": [["p", list(range(100_000))]]},),
+        warnings=(),
+        num_collectives=0,
+        num_rendezvous=0,
+        poison="",
+        stop=(),
+        printed="",
+        printed_late="",
+        is_clean=True,
+    )
+    assert len(encode_within(broken, 50_000)) < 50_000

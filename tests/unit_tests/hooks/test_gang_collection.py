@@ -218,7 +218,8 @@ def test_tests_that_some_rank_lacks_fail_and_the_others_run(suite: Suite) -> Non
                 assert rank == RANK
         """,
     )
-    run = suite.run("-v", "--ranks", "2", "--junitxml", "junit.xml")
+    going_on = "--continue-on-collection-errors"
+    run = suite.run("-v", "--ranks", "2", "--junitxml", "junit.xml", going_on)
     assert run.words == {
         "test_imports": "FAILED",
         "test_skips": "FAILED",
@@ -238,14 +239,65 @@ def test_tests_that_some_rank_lacks_fail_and_the_others_run(suite: Suite) -> Non
     assert "\nrank 1 of 2 exited with code 3 while it collected test_death.py; see " in run.stdout
     assert "\nrank 1 of 2 collected no such test\n" in run.stdout
     assert "\ncollected by rank 1 of 2 only\n" in run.stdout
+    assert run.stdout.count("ERROR collecting test_") == 2
     failed = sorted(case.name for case in suite.junit() if case.kinds)
     assert failed == [
+        "::test_death",
+        "::test_import",
         "test_death::test_dies",
         "test_import::test_imports",
         "test_parameters::test_less[1]",
         "test_parameters::test_more[1]",
         "test_skip::test_skips",
     ]
+
+
+def test_what_a_rank_cannot_collect_is_one_error_that_ends_the_run(suite: Suite) -> None:
+    suite.write(
+        conftest=READS_RANK,
+        test_import="""
+            import pytest
+            from conftest import RANK
+
+            if RANK == 1:
+                raise RuntimeError("not on rank 1")
+
+            @pytest.mark.parametrize("i", range(20))
+            def test_imports(i):
+                pass
+        """,
+    )
+    run = suite.run("--ranks", "2", "--junitxml", "junit.xml")
+    assert (run.returncode, run.summary) == (2, "1 error"), run.stdout
+    assert "Interrupted: 1 error during collection of ranks" in run.stdout
+    assert "\nrank 1 of 2 could not collect test_import.py: RuntimeError: not on" in run.stdout
+    assert run.stdout.count("not on rank 1") == 4  # source, exception, first line and summary
+    assert [case.kinds for case in suite.junit()] == [("error",)]
+
+
+def test_ranks_that_can_collect_nothing_are_one_error_for_all_of_them(suite: Suite) -> None:
+    suite.write(
+        conftest=READS_RANK
+        + """
+    def pytest_collection_modifyitems():
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            raise KeyError("seed of a plugin")
+        """,
+        test_sound="""
+            import pytest
+
+            @pytest.mark.parametrize("i", range(20))
+            def test_is_sound(i):
+                pass
+        """,
+    )
+    run = suite.run("--ranks", "2")
+    assert (run.returncode, run.summary) == (2, "1 error"), run.stdout
+    assert "__ ERROR collecting ranks 0-1 __" in run.stdout
+    assert "\nranks 0-1 of 2 could not collect: KeyError: 'seed of a plugin'\n" in run.stdout
+
+    run = suite.run("--ranks", "2", "-n", "1")
+    assert (run.returncode, run.summary) == (1, "20 failed, 1 error"), run.stdout
 
 
 def test_a_rank_that_does_not_end_collecting_fails_its_file_with_its_stack(suite: Suite) -> None:
@@ -270,7 +322,8 @@ def test_a_rank_that_does_not_end_collecting_fails_its_file_with_its_stack(suite
         """,
     )
     named = ["test_hang.py", "test_sound.py::test_is_sound"]
-    run = suite.run("-v", "--ranks", "2", "--rank-timeout", "8", *named)
+    going_on = "--continue-on-collection-errors"
+    run = suite.run("-v", "--ranks", "2", "--rank-timeout", "8", going_on, *named)
     assert run.words == {"test_hangs": "FAILED", "test_is_sound": "PASSED"}, run.stdout
     assert "\nrank 1 of 2 did not end collecting test_hang.py in 8 s\n" in run.stdout
     assert 'test_hang.py", line 6 in <module>' in run.stdout

@@ -105,3 +105,43 @@ def test_a_flood_is_copied_live_and_whole(tmp_path: Path) -> None:
     expected = [f"[rank1]: line {number}" for number in range(last + 1)]
     assert lines[:-1] == expected
     assert rest.splitlines()[-1].strip("= ").startswith("1 passed")
+
+
+def test_a_text_that_is_too_long_for_a_report_is_cut_and_says_so(tmp_path: Path) -> None:
+    suite = Suite(root=tmp_path).write(
+        "test_long.py",
+        """
+            def test_records(record_property):
+                record_property("long", "x" * 20_000_000)
+
+            def test_is_sound():
+                pass
+        """,
+    )
+    run = suite.run("--ranks", "2", "--junitxml", "junit.xml")
+    assert run.returncode == 0, run.stdout
+    text = (tmp_path / "junit.xml").read_text()
+    assert "[3222784 of 20000000 characters are left out here]" in text
+    assert len(text) < 20_000_000
+
+
+def test_stacks_after_a_time_are_those_of_ranks_and_not_of_who_waits_for_them(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\nfaulthandler_timeout = 0.2\n")
+    suite = Suite(root=tmp_path).write(
+        "test_slow.py",
+        """
+            import pathlib
+            import time
+
+            def test_is_slow(rank, tmp_path):
+                log = pathlib.Path("run", "ranks", "attempt_1", str(rank), "stderr.log")
+                deadline = time.monotonic() + 60
+                while "in test_is_slow" not in log.read_text():
+                    assert time.monotonic() < deadline
+                    time.sleep(0.01)
+        """,
+    )
+    run = suite.run("--ranks", "2")
+    assert (run.returncode, "Timeout (" in run.stderr) == (0, False), run.stdout + run.stderr

@@ -188,3 +188,14 @@ def test_a_run_directory_of_our_own_has_a_link_to_the_latest(project: Project) -
     assert latest.is_symlink()
     assert (latest / "run.json").is_file()
     assert latest.readlink().parent == Path()
+
+
+def test_a_training_is_not_subject_to_the_time_after_which_pytest_shows_stacks(
+    tmp_path: Path,
+) -> None:
+    project = Project(root=tmp_path)
+    project.row("slow", script=["sleep 1"], write_golden=False)
+    settings = ("-o", "faulthandler_timeout=0.2", "-o", "faulthandler_exit_on_timeout=true")
+    run = project.run("recipes", *settings)
+    assert run.verdict("slow") == ("PASSED", "passed")
+    assert "Timeout (" not in run.stderr

@@ -13,6 +13,7 @@ from pytest_megatron.config import load_config
 from pytest_megatron.triage.render import as_markdown, as_text
 from pytest_megatron.triage.signature import check_rules, load_table
 from pytest_megatron.triage.triage import triage
+from pytest_megatron.wording import printable
 
 EXIT_FAILED = 1
 EXIT_UNUSABLE = 2

@@ -137,12 +137,19 @@ def pytest_collection_modifyitems(
 def pytest_testnodedown(node: WorkerController) -> None:
     """End the session as a worker of pytest-xdist would have, if it found a mark that is wrong.
 
+    What else it has to say is written here, as its terminal is nobody's.
+
     Raises:
         pytest.UsageError: It did.
     """
-    problem = getattr(node, "workeroutput", {}).get(_USAGE_ERROR)
+    output = getattr(node, "workeroutput", {})
+    problem = output.get(_USAGE_ERROR)
     if problem is not None:
         raise pytest.UsageError(problem)
+    if options.LIMITS_OF_OTHERS in output:
+        from pytest_megatron.hooks.neighbours import tell_once  # noqa: PLC0415 - not for all
+
+        tell_once(node.config, output[options.LIMITS_OF_OTHERS])
 
 
 def _is_rank(config: pytest.Config) -> bool:

@@ -136,6 +136,10 @@ class Options:
         return any(self.selection.values())
 
 
+# In what a worker of pytest-xdist sends back: lines on what other plugins lack on gangs.
+LIMITS_OF_OTHERS = "megatron_limits_of_others"
+
+
 def add_options(parser: pytest.Parser) -> None:
     """Declare every option, each also as the ini option `megatron_<name>`."""
     group = parser.getgroup("megatron", "training workloads and distributed tests")

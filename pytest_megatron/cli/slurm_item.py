@@ -149,12 +149,12 @@ def prepare(item: str, given: Given) -> SlurmItem:
     Raises:
         MegatronError: There is no such workload, it cannot be planned, or the settings are wrong.
     """
-    root = given["project"].absolute()
+    root = given["project"].resolve()
     words = project_words(root)
     config = read_slurm_config(given["executor_config"], words.platforms)
     workload, node_id = find_workload(item, root, given["recipes"])
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-    run_dir = (given["run_dir"] or root / RUNS_DIR / name).absolute()
+    run_dir = (given["run_dir"] or root / RUNS_DIR / name).resolve()
     context = EngineContext(
         root=root,
         run_dir=run_dir,

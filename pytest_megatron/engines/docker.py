@@ -181,7 +181,7 @@ class DockerEngine(LeasingEngine):
         writable = (self._context.root, self._context.run_dir)
         read = (*(path for phase in plan.phases for path in phase.frozen_paths), plan.start_from)
         for path in (*writable, *(path for path in read if path is not None)):
-            if not any(path.is_relative_to(mount.target) for mount in mounts):
+            if not any(_shows(mount, path) for mount in mounts):
                 is_own = path in writable
                 mounts.append(Mount(source=str(path), target=str(path), is_read_only=not is_own))
         return tuple(mounts)
@@ -279,6 +279,14 @@ class DockerEngine(LeasingEngine):
         if there != (ours := here.get("pytest-megatron")):
             text += f"; it has pytest-megatron {there}, this is {ours}"
         return Trouble(kind=TroubleKind.LOST, text=text)
+
+
+def _shows(mount: Mount, path: Path) -> bool:
+    """Whether a mount has what a path names here: a link in it may lead out of it."""
+    is_inside = path.is_relative_to(mount.target)
+    if not is_inside or mount.source != mount.target:  # the user's own view of what is where
+        return is_inside
+    return path.resolve().is_relative_to(Path(mount.source).resolve())
 
 
 def _trouble(gone: Gone) -> Trouble | None:

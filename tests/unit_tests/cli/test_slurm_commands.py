@@ -62,8 +62,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def told(*arguments: str) -> str:
-    words = [*arguments, "--executor-config", "cluster.yaml", "--run-dir", "run"]
+def told(*arguments: str, run_dir: str = "run") -> str:
+    words = [*arguments, "--executor-config", "cluster.yaml", "--run-dir", run_dir]
     done = CliRunner().invoke(interactive, words, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.stdout.replace(" \\\n    ", " ")  # how far lines go depends on paths
@@ -99,6 +99,15 @@ def test_interactive_on_several_nodes_leaves_a_spec_for_their_tasks(project: Pat
     assert any(line.endswith(f" python -m pytest_megatron.engines.worker {spec}") for line in lines)
     assert stat.S_IMODE(spec.stat().st_mode) == 0o600
     assert json.loads(spec.read_text())["env"] == {"TEXT": "it's $HOME"}
+
+
+def test_a_run_directory_beside_the_project_is_mounted_into_its_container(project: Path) -> None:
+    (project / "inside").mkdir()
+    (project / "out").symlink_to(project.parent / "scratch")
+    for named, real in (("inside/../../runs", "runs"), ("out/run", "scratch/run")):
+        mounts = f"{project}:{project},{project.parent / real}:{project.parent / real}"
+        lines = told("two_nodes[dev-dgx_h100]", run_dir=named)
+        assert f"--container-mounts={mounts} " in lines
 
 
 @pytest.mark.parametrize(

@@ -196,22 +196,26 @@ class SlurmEngine:
             self._cancel_until(self._now() + _CANCEL_S)
         finally:
             if left := self._cancelled_ones():
-                labels = " ".join(self._labels(left))
-                how = f"scancel {labels}" if labels else f"those named .{self._journal.run_id}-N"
-                said = f"jobs may be left in Slurm's queue; to end them: {how}"
+                said = f"jobs may be left in Slurm's queue; to end them: {self._how_to_end(left)}"
                 left[0].order.listener.on_lines([said])
 
     def _cancel_until(self, until: float) -> None:
         """Cancel and look, until all that is to be cancelled is gone."""
         labels: list[str] = []
+        was_away = False
         while (left := self._cancelled_ones()) and self._now() < until:
-            with contextlib.suppress(SlurmAwayError):
+            try:
                 if not labels and (found := self._labels(left)):
                     self._commands.cancel(found)
                     said = f"waiting for {counted(len(left), 'cancelled job')} to end"
                     left[0].order.listener.on_lines([f"{said}; Ctrl-C leaves at once"])
                     labels = found
                 self._look_at_all()
+            except SlurmAwayError as error:
+                if not (labels or was_away):  # CI may kill this process before it answers
+                    how = f"jobs go on until it is back; to end them then: {self._how_to_end(left)}"
+                    left[0].order.listener.on_lines([f"Slurm does not answer: {error}; {how}"])
+                was_away = True
             if self._cancelled_ones():
                 self._pause(_CANCEL_POLL_S)
 
@@ -221,6 +225,10 @@ class SlurmEngine:
 
     def _cancelled_ones(self) -> list[_Tracked]:
         return [tracked for tracked in self._tracked.values() if tracked.is_cancelled]
+
+    def _how_to_end(self, wanted: Iterable[_Tracked]) -> str:
+        labels = " ".join(self._labels(wanted))
+        return f"scancel {labels}" if labels else f"those named .{self._journal.run_id}-N"
 
     def _labels(self, wanted: Iterable[_Tracked]) -> list[str]:
         """Return what scancel takes for these."""

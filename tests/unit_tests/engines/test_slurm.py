@@ -324,6 +324,25 @@ def test_a_second_ctrl_c_leaves_at_once_and_says_what_is_left(tmp_path: Path) ->
     ]
 
 
+def test_who_cancels_while_slurm_is_away_is_told_at_once_how_to_end_the_jobs(
+    tmp_path: Path,
+) -> None:
+    run, slurm = Run(tmp_path), PretendSlurm(ends_what_is_cancelled=False)
+    engine = engine_on(run, slurm)
+    engine.submit([run.order("a")])
+    engine.poll()
+
+    def refuse(_labels: Sequence[str]) -> None:
+        raise SlurmAwayError(AWAY)
+
+    slurm.cancel = refuse  # type: ignore[method-assign]
+    engine.cancel([run.order("a").key])
+    assert run.heard.lines == [
+        f"Slurm does not answer: {AWAY}; jobs go on until it is back; to end them then: scancel 41",
+        "jobs may be left in Slurm's queue; to end them: scancel 41",
+    ]
+
+
 def test_what_was_cancelled_before_it_began_is_submitted_again_by_who_attaches(
     tmp_path: Path,
 ) -> None:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import shlex
-from pathlib import Path
-
 import click
 from typing_extensions import Unpack
 
-from pytest_megatron.cli.slurm_item import Given, SlurmItem, item_options, prepare
+from pytest_megatron.cli.slurm_item import Given, item_options, prepare
 from pytest_megatron.engines.script import make_scripts
 from pytest_megatron.engines.shapes import shape_of
 
@@ -26,21 +22,4 @@ def command(item: str, **given: Unpack[Given]) -> None:
     (text,) = make_scripts([shape_of(found.needed, found.place, found.paths)])
     found.write()
     shebang, _, rest = text.partition("\n")
-    click.echo("\n".join([shebang, *_notes(found), rest]), nl=False)
-
-
-def _notes(item: SlurmItem) -> list[str]:
-    """Return comments that say what the job is and where it leaves what."""
-    attempt = item.plan.dirs.root
-    return [
-        f"# {item.job.node_id}",
-        f"# logs and metrics: {_short(attempt)}",
-        f"# outcome: {_short(item.outcome)}",
-        f"# why it failed: pytest-megatron triage {shlex.quote(_short(attempt))}",
-    ]
-
-
-def _short(path: Path) -> str:
-    """Return a path as the user would type it here, on one line."""
-    text = os.path.relpath(path)
-    return repr(str(path) if text.startswith("..") else text)[1:-1]
+    click.echo("\n".join([shebang, f"# {found.job.node_id}", *found.notes(), rest]), nl=False)

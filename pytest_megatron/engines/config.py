@@ -241,6 +241,20 @@ class SlurmConfig(PlaceConfig):
     retry_timeout: Annotated[
         bool, Field(description="Whether a job that Slurm ended for its time is tried again.")
     ] = False
+    retry_cancelled: Annotated[
+        bool,
+        Field(
+            description="Whether a job that you cancelled yourself with `scancel` is tried again; "
+            "without Slurm's accounting nobody can tell whether it was you, and it counts as yours."
+        ),
+    ] = False
+    remember_nodes: Annotated[
+        Count,
+        Field(
+            description="Hours for which later runs of the project keep away from a node that "
+            "failed under a job; 0 is none. They are in `.pytest_megatron/bad_nodes.jsonl`."
+        ),
+    ] = 24
     max_jobs: Annotated[
         Positive | None,
         Field(description="Jobs of a run that are in the queue at a time; by default all."),

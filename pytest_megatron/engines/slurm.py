@@ -8,12 +8,14 @@ answer is waited for.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from pytest_megatron.checks.rules import Finding
+from pytest_megatron.engines.bad_nodes import BadNodes
 from pytest_megatron.engines.base import (
     EngineContext,
     Order,
@@ -118,6 +120,8 @@ class SlurmEngine:
         self._news: list[Update] = []
         self._unwanted: set[str] = set()  # labels of jobs to be cancelled
         self._asked_account = -_ACCOUNT_S
+        self._bad_nodes = BadNodes(context.root, lasts_s=settings.remembers_s)
+        self._has_said_bad = False
 
     def settle(self, setting: Setting, workload: Workload) -> Setting:
         """Return the setting as plans for jobs need it."""
@@ -158,9 +162,18 @@ class SlurmEngine:
             outcome = taken_up(order, ended, files, self._context.facts)
             self._news.append(Update(key=order.key, phase=Phase.ENDED, outcome=outcome))
             return
-        self._tracked[order.key] = _Tracked(order, batch=batch, index=index)
         if batch is None:
+            order = self._away_from_bad(order)
             self._intake.add(order)
+        self._tracked[order.key] = _Tracked(order, batch=batch, index=index)
+
+    def _away_from_bad(self, order: Order) -> Order:
+        """Return an order that keeps away from nodes which failed under earlier runs."""
+        said = self._bad_nodes.text()
+        if said is not None and not self._has_said_bad:
+            self._has_said_bad = True
+            order.listener.on_lines([said])
+        return replace(order, avoid_hosts=order.avoid_hosts | self._bad_nodes.hosts)
 
     def poll(self) -> Sequence[Update]:
         """Ask Slurm once for all jobs, and submit what was held back."""
@@ -361,7 +374,17 @@ class SlurmEngine:
         if trouble is not None and tracked.is_cancelled:
             label = "" if job is None else f" (job {job.label})"
             outcome = replace(outcome, trouble=_cancelled(f"by this run{label}"))
+        elif trouble is not None and job is not None and self._is_meant(trouble, job):
+            outcome = replace(outcome, trouble=_for_good(trouble, job))
+        elif trouble is not None and outcome.suspects:
+            self._bad_nodes.add(outcome.suspects, trouble.kind.value)
         self._finish(tracked, outcome)
+
+    def _is_meant(self, trouble: Trouble, job: SlurmJob) -> bool:
+        """Whether a job's own user has cancelled it, as far as anybody can know."""
+        is_cancelled = trouble.kind is TroubleKind.CANCELLED and job.state == "CANCELLED"
+        is_own = job.by_uid in (None, os.getuid())
+        return is_cancelled and is_own and not self._settings.retries_cancelled
 
     def _refuse(self, tracked: _Tracked, text: str) -> None:
         """End an order that nobody will run."""
@@ -405,3 +428,10 @@ class SlurmEngine:
 
 def _cancelled(text: str) -> Trouble:
     return Trouble(kind=TroubleKind.CANCELLED, text=f"it was cancelled {text}")
+
+
+def _for_good(trouble: Trouble, job: SlurmJob) -> Trouble:
+    """Return trouble that nobody wants another attempt after."""
+    who = "its own user did" if job.by_uid is not None else "no accounting says by whom"
+    text = f"{trouble.text}; {who}, so it is not submitted again (`retry_cancelled` is not set)"
+    return replace(trouble, text=text, is_transient=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -244,6 +246,53 @@ def test_who_cancelled_a_job_is_said_where_the_accounting_knows(tmp_path: Path) 
     assert text_of(ends(engine), "a") == (
         "job 41 ended as CANCELLED: it was cancelled by the user with the id 1007"
     )
+
+
+@pytest.mark.parametrize(
+    ("by", "retries", "is_transient"),
+    [
+        (os.getuid(), False, False),
+        (None, False, False),
+        (os.getuid(), True, None),
+        (1, False, None),
+    ],
+)
+def test_what_its_own_user_cancelled_is_not_submitted_again_unless_asked(
+    tmp_path: Path, by: int | None, *, retries: bool, is_transient: bool | None
+) -> None:
+    run, slurm = Run(tmp_path), PretendSlurm()
+    engine = engine_on(run, slurm, SlurmSettings(retries_cancelled=retries))
+    engine.submit([run.order("a")])
+    slurm.set((41, None), "CANCELLED")
+    slurm.accounts = () if by is None else (replace(slurm.table[41, None], by_uid=by),)
+    trouble = ends(engine)["a"].trouble
+    assert trouble is not None
+    assert (trouble.kind, trouble.is_transient) == (TroubleKind.CANCELLED, is_transient)
+
+
+def test_later_runs_keep_away_from_a_node_that_failed_for_some_time(tmp_path: Path) -> None:
+    settings = SlurmSettings(patience_s=0.0, remembers_s=3600.0)
+    first, slurm = Run(tmp_path), PretendSlurm()
+    engine = engine_on(first, slurm, settings)
+    engine.submit([first.order("a"), first.order("b")])
+    slurm.set((41, 0), "NODE_FAIL", nodes="node3")
+    slurm.set((41, 1), "FAILED", nodes="node2")
+    ends(engine)
+    engine.close()
+    file = tmp_path / ".pytest_megatron" / "bad_nodes.jsonl"
+    old = {"host": "node1", "at": 0, "why": "node_fail"}
+    file.write_text(f"no row\n[1]\n{json.dumps(old)}\n{file.read_text()}")
+    file.rename(tmp_path / "kept")
+    second = Run(tmp_path / "later")
+    (second.root / ".pytest_megatron").mkdir(parents=True)
+    (tmp_path / "kept").rename(second.root / ".pytest_megatron" / "bad_nodes.jsonl")
+    engine = engine_on(second, slurm, settings)
+    engine.submit([second.order("c", avoid_hosts=["node4"]), second.order("d")])
+    excluded = [word for words in slurm.submissions for word in words if "--exclude" in word]
+    assert excluded == ["--exclude=node3,node4", "--exclude=node3"]
+    (said,) = second.heard.lines
+    assert said.startswith("keeps away from nodes that failed: node3 (node_fail, 0.0 h ago); ")
+    engine.close()
 
 
 @pytest.mark.parametrize("retries", [False, True])

@@ -242,6 +242,7 @@ class EngineContext:
         facts: Of the controller's machine and checkout.
         env: The controller's environment.
         config_file: What `--executor-config` names, or None.
+        copies_lines: Whether lines of ranks are wanted live, of all attempts that run at a time.
     """
 
     root: Path
@@ -249,6 +250,7 @@ class EngineContext:
     facts: Facts
     env: Mapping[str, str]
     config_file: Path | None = None
+    copies_lines: bool = False
 
     @property
     def engine_dir(self) -> Path:

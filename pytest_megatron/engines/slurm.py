@@ -27,6 +27,7 @@ from pytest_megatron.engines.base import (
     Update,
 )
 from pytest_megatron.engines.journal import Ended, Journal
+from pytest_megatron.engines.live import LiveLog, OnlyProgress
 from pytest_megatron.engines.slurm_batches import Scripts, scancel_labels
 from pytest_megatron.engines.slurm_commands import (
     SlurmAwayError,
@@ -58,6 +59,7 @@ _CANCEL_S = 60.0  # for jobs to end; Slurm waits 30 s by itself between TERM and
 _CANCEL_POLL_S = 0.5
 _HASTY = 6.0  # a job that did not end well is waited for by so much less than one that did
 _ACCOUNT_S = 30.0  # between two questions to the accounting
+_MOST_FOLLOWED = 16  # running jobs whose logs are read: a shared file system has others to serve
 _Clock = tuple[Callable[[], float], Callable[[float], None]]
 
 
@@ -72,6 +74,7 @@ class _Tracked:
         absent_since: Since when it is known to have ended, or to be unknown, without a record.
         note: What to say of it beside Slurm's own words.
         is_cancelled: By us.
+        live: Its logs, while it runs and is one of those that are followed.
     """
 
     order: Order
@@ -81,6 +84,7 @@ class _Tracked:
     absent_since: float | None = None
     note: str = ""
     is_cancelled: bool = False
+    live: LiveLog | None = None
 
 
 class SlurmEngine:
@@ -324,6 +328,19 @@ class SlurmEngine:
         else:
             tracked.absent_since = None
             self._tell(tracked, phase_of(job), detail_of(job))
+            if phase_of(job) is Phase.RUNNING:
+                self._follow(tracked)
+
+    def _follow(self, tracked: _Tracked) -> None:
+        """Show what is new in the logs of a job that runs."""
+        if tracked.live is None:
+            if sum(t.live is not None for t in self._tracked.values()) >= _MOST_FOLLOWED:
+                return
+            order = tracked.order
+            copies = self._context.copies_lines
+            listener = order.listener if copies else OnlyProgress(order.listener)
+            tracked.live = LiveLog(order.planned(None).plan, listener)
+        tracked.live.poll()
 
     def _look_for(self, missing: Sequence[_Tracked]) -> None:
         """Learn what became of jobs that the controller of Slurm has forgotten."""
@@ -359,6 +376,8 @@ class SlurmEngine:
 
     def _end(self, tracked: _Tracked, job: SlurmJob | None) -> None:
         """End an order whose job is over."""
+        if tracked.live is not None:
+            tracked.live.poll(is_ended=True)
         files = self._files_of(tracked)
         found = find_record(files)
         outcome = outcome_with(tracked.order, found, job, self._context.facts, files.log)

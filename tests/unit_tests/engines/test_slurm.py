@@ -22,6 +22,7 @@ from pytest_megatron.engines.slurm_intake import SlurmSettings
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.launch.facts import gather_facts
 
+ITERATION = " iteration        {}/      10 | lm loss: 2.500000E+00 |\n"
 AWAY = "Socket timed out on send/recv operation"
 
 
@@ -306,6 +307,29 @@ def test_a_time_limit_of_slurm_is_tried_again_where_the_settings_say_so(
     trouble = ends(engine)["a"].trouble
     assert trouble is not None
     assert (trouble.kind, trouble.is_transient) == (TroubleKind.TIMEOUT, retries or None)
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_the_logs_of_a_running_job_are_followed(tmp_path: Path, *, copies: bool) -> None:
+    run, slurm = Run(tmp_path, copies_lines=copies), PretendSlurm()
+    engine = engine_on(run, slurm)
+    order = run.order("a")
+    engine.submit([order])
+    dirs = order.dirs.phase(1)
+    (dirs.logs / "job" / "attempt_0" / "0").mkdir(parents=True)
+    log = dirs.logs / "job" / "attempt_0" / "0" / "stdout.log"
+    log.write_text(ITERATION.format(1))
+    dirs.launcher_log.write_text("[default0]:epoch 1\n")
+    assert (ends(engine), run.heard.iterations) == ({}, [])  # it waits
+    slurm.set((41, None), "RUNNING", nodes="node1")
+    assert (ends(engine), run.heard.iterations) == ({}, [1])
+    with log.open("a") as file:
+        file.write(ITERATION.format(2))
+    leave_record(run, order)
+    slurm.set((41, None), "COMPLETED", nodes="node1")
+    assert kinds(ends(engine)) == {"a": None}
+    assert run.heard.iterations == [1, 2]
+    assert run.heard.lines == (["[rank0]: epoch 1"] if copies else [])
 
 
 def test_another_controller_goes_on_where_the_first_was_killed(tmp_path: Path) -> None:

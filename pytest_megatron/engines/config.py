@@ -155,7 +155,7 @@ class PlaceConfig:
         Text | None,
         Field(
             description="`--gres` in place of `--gpus-per-node`; `{gpus}` stands for the "
-            "recipe's number, as in `gpu:h100:{gpus}`."
+            "recipe's number, as in `gpu:h100:{gpus}`, which asks for none on platform `cpu`."
         ),
     ] = None
     time: Annotated[
@@ -332,7 +332,11 @@ class DockerConfig:
         ),
     ] = None
     user: Annotated[
-        Text | None, Field(description="`UID[:GID]` in the container; by default who runs pytest.")
+        Text | None,
+        Field(
+            description="`UID[:GID]` in the container; by default who runs pytest. Where that is "
+            "root, the files of the attempt are given to another user."
+        ),
     ] = None
     python: Annotated[
         Text, Field(description="The interpreter in the container, which has pytest-megatron.")

@@ -142,10 +142,27 @@ class DockerEngine(LeasingEngine):
             write_spec(job_dir / "spec.json", spec)
             (job_dir / "start").write_text(start, encoding="utf-8")
             (job_dir / "code").mkdir()  # nemo-run's working directory; Docker would make it as root
+            self._give_to_user(job_dir, order)
         except OSError as error:
             raise LaunchError(
                 str(error.filename or job_dir), f"{error.strerror}; nothing was run"
             ) from error
+
+    def _give_to_user(self, job_dir: Path, order: Order) -> None:
+        """Let a user of the container who is not this one read the job and write the attempt.
+
+        Only root can, and need not take it back afterwards: it may read everything.
+
+        Raises:
+            OSError: It cannot be given.
+        """
+        uid, _, gid = (self._config.user or "").partition(":")
+        if os.getuid() != 0 or not uid.isdecimal() or uid == "0":
+            return
+        item = order.dirs.root.parents[1]
+        item.mkdir(parents=True, exist_ok=True)
+        for path in (item, *item.rglob("*"), job_dir, *job_dir.rglob("*")):
+            os.chown(path, int(uid), int(gid) if gid.isdecimal() else -1, follow_symlinks=False)
 
     def _request(self, order: Order, plan: AttemptPlan, job_dir: Path, lease: Lease) -> Run:
         config = self._config

@@ -112,10 +112,11 @@ def tasks_per_node(needed: Resources, mode: Mode) -> int:
 
 def gpu_flags(needed: Resources, place: SlurmConfig) -> dict[str, str]:
     """Return what asks Slurm for GPUs."""
-    if needed.platform == CPU_PLATFORM and place.gpus_per_node is None:
-        return {}
-    if place.gres is not None and needed.platform != CPU_PLATFORM:
+    is_cpu = needed.platform == CPU_PLATFORM
+    if place.gres is not None and not (is_cpu and "{gpus}" in place.gres):
         return {"gres": place.gres.replace("{gpus}", str(needed.gpus_per_node))}
+    if is_cpu and place.gpus_per_node is None:
+        return {}
     number = needed.gpus_per_node if place.gpus_per_node is None else place.gpus_per_node
     return {"gpus-per-node": str(number)} if number else {}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -59,6 +60,9 @@ _CANCEL_S = 60.0  # for jobs to end; Slurm waits 30 s by itself between TERM and
 _CANCEL_POLL_S = 0.5
 _HASTY = 6.0  # a job that did not end well is waited for by so much less than one that did
 _ACCOUNT_S = 30.0  # between two questions to the accounting
+# What a job comes to that cannot write its output: its node is as good as any.
+_MAYBE_OF_DISK = (TroubleKind.BOOT_FAIL, TroubleKind.LOST)
+_ROOM = 1 << 16  # bytes that a job's log and record need at the least
 _MOST_FOLLOWED = 16  # running jobs whose logs are read: a shared file system has others to serve
 _Clock = tuple[Callable[[], float], Callable[[float], None]]
 
@@ -395,9 +399,22 @@ class SlurmEngine:
             outcome = replace(outcome, trouble=_cancelled(f"by this run{label}"))
         elif trouble is not None and job is not None and self._is_meant(trouble, job):
             outcome = replace(outcome, trouble=_for_good(trouble, job))
+        elif trouble is not None and trouble.kind in _MAYBE_OF_DISK and (why := self._no_room()):
+            here = replace(trouble, text=f"{trouble.text}; {why}", hosts=(), is_transient=False)
+            outcome = replace(outcome, trouble=replace(here, kind=TroubleKind.LOST))
         elif trouble is not None and outcome.suspects:
             self._bad_nodes.add(outcome.suspects, trouble.kind.value)
         self._finish(tracked, outcome)
+
+    def _no_room(self) -> str | None:
+        """Return why nothing can be written where jobs write, or None if it can."""
+        where = self._context.engine_dir
+        try:
+            with tempfile.TemporaryFile(dir=where) as file:
+                file.write(bytes(_ROOM))
+        except OSError as error:
+            return f"{where}: {error.strerror}; make room, or give another --run-dir"
+        return None
 
     def _is_meant(self, trouble: Trouble, job: SlurmJob) -> bool:
         """Whether a job's own user has cancelled it, as far as anybody can know."""

@@ -73,7 +73,7 @@ def main(arguments: list[str]) -> int:
     try:
         spec = of_start(spec, claim_start(spec.outcome.parent / "starts"))
     except OSError as error:
-        _say(f"{error.filename}: {error.strerror}; nothing was run")
+        _say(f"{error.filename or spec.outcome.parent}: {error.strerror}; nothing was run")
         return 2
     code = run(spec, step)
     _say(f"logs and metrics: {spec.plan.dirs.root}; outcome: {spec.outcome}")
@@ -125,8 +125,11 @@ def run(spec: Spec, step: Step | None) -> int:
         trouble = missing.trouble
     except ToldToEndError as told:
         trouble = Trouble(kind=TroubleKind.CANCELLED, text=f"{told} on {host}")
-    except (MegatronError, OSError) as error:
+    except MegatronError as error:
         trouble = Trouble(kind=TroubleKind.NOT_STARTED, text=str(error))
+    except OSError as error:
+        where = error.filename or spec.plan.dirs.root
+        trouble = Trouble(kind=TroubleKind.NOT_STARTED, text=f"{where}: {error.strerror or error}")
     record = JobRecord(
         key=spec.key,
         ends=ends,

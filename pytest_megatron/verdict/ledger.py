@@ -59,7 +59,7 @@ class RunLedger:
         """
         row: dict[str, JsonValue] = {"event": "retry", "node_id": node_id, "signature": signature}
         if hosts:
-            row["hosts"] = sorted(hosts)
+            row["hosts"] = list[JsonValue](sorted(hosts))
         try:
             with self._open() as counts:
                 if self._is_granted(node_id):

@@ -173,6 +173,14 @@ def test_a_program_runs_with_its_arguments_variables_and_files(place: Place) -> 
     assert outcome.facts.image.startswith("hostusr:1 sha256:")
 
 
+def test_root_may_have_another_user_in_the_container(place: Place) -> None:
+    order = place.order(*bash("id -u"))
+    outcome = place.run(order, place.engine(user="1234:1234"))
+    assert [end.returncode for end in outcome.ends] == [0]
+    assert order.dirs.phase(1).launcher_log.read_text().strip() == "1234"
+    assert order.dirs.plan.stat().st_uid == 1234
+
+
 def test_what_root_wrote_for_somebody_else_is_given_to_them(place: Place, tmp_path: Path) -> None:
     order = place.order("true")
     place.engine()._write_job(tmp_path, order, order.planned(None))
@@ -326,7 +334,6 @@ def test_containers_of_dead_processes_are_removed_and_others_stay(place: Place) 
         pytest.param({"mounts": ["/nosuch:/x"]}, "what is to be mounted is not", id="no-mount"),
         pytest.param({"network": "nosuch"}, "network nosuch not found", id="no-network"),
         pytest.param({"runtime": "nosuch"}, "Docker does not start it", id="no-runtime"),
-        pytest.param({"user": "1:1", "mounts": ["/usr:/usr"]}, "ended before", id="no-access"),
     ],
 )
 def test_an_image_that_is_no_good_is_an_error_that_says_so(

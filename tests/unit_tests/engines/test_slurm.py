@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Sequence
@@ -309,6 +310,24 @@ def test_a_time_limit_of_slurm_is_tried_again_where_the_settings_say_so(
     assert (trouble.kind, trouble.is_transient) == (TroubleKind.TIMEOUT, retries or None)
 
 
+def test_a_full_disk_is_not_the_fault_of_the_node(small_disk: Path) -> None:
+    run, slurm = Run(small_disk), PretendSlurm()
+    engine = engine_on(run, slurm, SlurmSettings(patience_s=0.0, remembers_s=3600.0))
+    engine.submit([run.order("a")])
+    with contextlib.suppress(OSError):
+        (small_disk / "filled").write_bytes(bytes(1 << 17))
+    failed = {"nodes": "node1", "reason": "JobLaunchFailure", "exit_status": 0x80}
+    slurm.set((41, None), "FAILED", **failed)
+    outcome = ends(engine)["a"]
+    engine.close()
+    trouble = outcome.trouble
+    assert trouble is not None
+    assert (trouble.kind, trouble.is_transient, outcome.suspects) == (TroubleKind.LOST, False, ())
+    why = f"{run.run_dir}/engine: No space left on device; make room, or give another --run-dir"
+    assert trouble.text.endswith(f"; {why}")
+    assert not (small_disk / ".pytest_megatron").exists()
+
+
 @pytest.mark.parametrize("copies", [False, True])
 def test_the_logs_of_a_running_job_are_followed(tmp_path: Path, *, copies: bool) -> None:
     run, slurm = Run(tmp_path, copies_lines=copies), PretendSlurm()
@@ -405,7 +424,8 @@ def test_who_cancels_while_slurm_is_away_is_told_at_once_how_to_end_the_jobs(
     engine.submit([run.order("a")])
     engine.poll()
 
-    def refuse(_labels: Sequence[str]) -> None:
+    def refuse(labels: Sequence[str]) -> None:
+        del labels
         raise SlurmAwayError(AWAY)
 
     slurm.cancel = refuse  # type: ignore[method-assign]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 from labs import SlurmLab, wait_until
@@ -17,7 +18,10 @@ from tiny_project import Run as SessionRun
 from pytest_megatron.engines.base import Outcome, TroubleKind, Update
 from pytest_megatron.engines.slurm_intake import SlurmSettings
 
-StartSession = Callable[..., "subprocess.Popen[str]"]
+
+class StartSession(Protocol):
+    def __call__(self, project: Project, *words: str, **env: str) -> subprocess.Popen[str]: ...
+
 
 FOREVER = 'touch "up-$ITEM"; exec sleep 1000'
 WAITS_ONCE = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -219,7 +220,11 @@ def test_what_waits_in_the_queue_for_too_long_is_cancelled_and_says_why() -> Non
         told.append((yield order(f"{name}/1/1")))
         return ended(is_good=False)
 
-    campaign.add([work(name, lambda name=name: [hears(name)]) for name in ("stays", "runs", "new")])
+    def begin_one(name: str) -> Sequence[Repeat]:
+        return [hears(name)]
+
+    names = ("stays", "runs", "new")
+    campaign.add([work(name, functools.partial(begin_one, name)) for name in names])
     campaign.step()
     engine.tell("stays/1/1", Phase.WAITING, "job 41 waits: Priority")
     engine.tell("runs/1/1", Phase.RUNNING, "")

@@ -6,7 +6,7 @@ import click
 from typing_extensions import Unpack
 
 from pytest_megatron.cli.slurm_item import Given, item_options, prepare
-from pytest_megatron.engines.script import make_scripts
+from pytest_megatron.engines.script import kept_scripts
 from pytest_megatron.engines.shapes import shape_of
 
 
@@ -19,7 +19,7 @@ def command(item: str, **given: Unpack[Given]) -> None:
     job is told and what it leaves goes into a run directory, which is named at the top.
     """
     found = prepare(item, given)
-    (text,) = make_scripts([shape_of(found.needed, found.place, found.paths)])
+    (text,) = kept_scripts([shape_of(found.needed, found.place, found.paths)], found.paths)
     found.write()
     shebang, _, rest = text.partition("\n")
     click.echo("\n".join([shebang, f"# {found.job.node_id}", *found.notes(), rest]), nl=False)

@@ -175,8 +175,9 @@ def _register_cancelled(config: pytest.Config, *, is_follower: bool) -> None:
     """End in order when Slurm cancels the job, or CI does."""
     from pytest_megatron.hooks.cancelled import NAME, CancelledPlugin  # noqa: PLC0415 - not for all
 
-    if not config.pluginmanager.has_plugin(NAME):
-        job = os.environ.get("SLURM_JOB_ID")
+    job = os.environ.get("SLURM_JOB_ID")
+    is_worker = hasattr(config, "workerinput")  # of pytest-xdist, whose controller ends it
+    if not config.pluginmanager.has_plugin(NAME) and not (is_worker and job is None):
         config.pluginmanager.register(CancelledPlugin(job, is_follower=is_follower), NAME)
 
 

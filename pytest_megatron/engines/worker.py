@@ -144,7 +144,7 @@ def run(spec: Spec, step: Step | None) -> int:
     )
     if not (is_second and spec.outcome.exists()):  # which says how the first start ended
         write_record(spec.outcome, record)
-    if trouble is not None:
+    if trouble is not None and trouble.kind is not TroubleKind.CANCELLED:  # who told it knows
         _say(trouble.text)
     return 0 if trouble is None and all(end.returncode == 0 for end in ends) else 1
 

@@ -58,6 +58,7 @@ class Options:
         is_tee_typed: Whether the command line says so, for python tests whose output is captured.
         executor: Name of the engine that runs workloads.
         executor_config: Its settings, below the directory of the user; or None.
+        queue_timeout_s: How long a workload may wait in a queue; 0 is without limit.
         is_attached: Whether the run directory is that of a run whose controller is gone.
         golden_reason: Why goldens change, or None.
         num_gpus: Ranks of a gang, one for each CUDA device; 0 is all of them; None if not asked.
@@ -91,6 +92,7 @@ class Options:
     is_lightweight: bool
     executor: str
     executor_config: Path | None
+    queue_timeout_s: float
     is_attached: bool
     golden: GoldenMode
     golden_policy: str
@@ -176,6 +178,7 @@ def add_options(parser: pytest.Parser) -> None:
     )
     add("executor", "where workloads run: local (default), docker, slurm", metavar="NAME")
     add("executor-config", "settings of the executor", metavar="FILE")
+    add("queue-timeout", "how long a workload may wait in a queue, 0 is no limit (0)", metavar="S")
     add("attach", "take over a run whose pytest is gone, with what it was told", metavar="RUN")
     add("golden-policy", "how to compare: strict (default), megatron or a file", metavar="POLICY")
     add("golden-reason", "why goldens change, which they then say", metavar="TEXT")
@@ -229,6 +232,7 @@ def read_options(config: pytest.Config) -> Options:
         is_lightweight=values.flag(config, "lightweight"),
         executor=values.text(config, "executor", LOCAL),
         executor_config=Path(executor_config) if executor_config else None,
+        queue_timeout_s=values.seconds(config, "queue-timeout", 0.0),
         is_attached=bool(attached),
         golden=cast("GoldenMode", golden),
         golden_policy=values.text(config, "golden-policy", "strict"),

@@ -42,6 +42,7 @@ OPTIONS = """\
 --pdb-rank
 --plan
 --platform
+--queue-timeout
 --rank-grace
 --rank-timeout
 --ranks

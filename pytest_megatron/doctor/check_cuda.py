@@ -27,8 +27,9 @@ def check_cuda(facts: Facts, env: Mapping[str, str]) -> Iterator[Hit]:
         yield Hit("nvml-silent", driver=devices.driver, problem=devices.problem)
     for what in devices.ill:
         yield Hit("gpu-ill", what=what)
-    if facts.machine.shadows:
-        files = [str(path) for path in facts.machine.shadows]
+    files = [str(path) for path in facts.machine.shadows]
+    files = [file for file in files if file not in facts.python.not_preloaded]
+    if files:
         more = len(files) - _MOST_SHADOWS
         shown = ", ".join(files[:_MOST_SHADOWS]) + (f" and {more} more" if more > 0 else "")
         yield Hit("library-shadow", files=shown)

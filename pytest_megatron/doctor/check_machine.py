@@ -41,11 +41,6 @@ def check_communication(facts: Facts, env: Mapping[str, str]) -> Iterator[Hit]:
                 ranks=tried.world_size,
                 problem=tried.problem,
             )
-    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        value = env.get(variable)
-        if value and machine.interfaces and not _names_one(value, machine.interfaces):
-            interfaces = ", ".join(machine.interfaces)
-            yield Hit("interface-unknown", variable=variable, value=value, interfaces=interfaces)
     yield from _infiniband(machine, env)
     if machine.port_problem is not None:
         yield Hit("port-taken", problem=machine.port_problem)
@@ -57,24 +52,6 @@ def check_communication(facts: Facts, env: Mapping[str, str]) -> Iterator[Hit]:
         first, last = machine.ephemeral_ports
         if last - first + 1 < _LEAST_PORTS:
             yield Hit("few-ports", first=first, last=last, count=last - first + 1)
-
-
-def _names_one(value: str, interfaces: tuple[str, ...]) -> bool:
-    """Whether NCCL's list leaves an interface: prefixes, `=` exact names, `^` all but these.
-
-    Source: NCCL's documentation of NCCL_SOCKET_IFNAME.
-    """
-    is_exclusion, rest = value.startswith("^"), value.lstrip("^")
-    is_exact, rest = rest.startswith("="), rest.lstrip("=")
-    names = [name for name in rest.split(",") if name]
-    if "lo" in names and not is_exclusion:
-        return True
-    named = [
-        interface
-        for interface in interfaces
-        if any(interface == n if is_exact else interface.startswith(n) for n in names)
-    ]
-    return len(named) < len(interfaces) if is_exclusion else bool(named)
 
 
 def _infiniband(machine: Machine, env: Mapping[str, str]) -> Iterator[Hit]:

@@ -22,6 +22,8 @@ class Python:
         soabi: As in the names of shared objects: `cpython-312-x86_64-linux-gnu`.
         paths: Where it imports from, in order, the current directory first.
         encoding: Of what it prints.
+        not_preloaded: Objects of LD_PRELOAD that the loader leaves out -> why.
+        optimize: Level at which assertions are left out; 0 with them.
     """
 
     executable: Path
@@ -33,6 +35,8 @@ class Python:
     is_venv: bool
     paths: tuple[Path, ...]
     encoding: str
+    not_preloaded: Mapping[str, str] = field(default_factory=dict)
+    optimize: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +133,7 @@ class Toolkit:
 
     Attributes:
         nvcc: Its CUDA version.
+        lost_home: Variable and value, where CUDA_HOME or CUDA_PATH names no directory.
     """
 
     cuda_home: Path | None = None
@@ -137,6 +142,7 @@ class Toolkit:
     ninja: bool = False
     compiler: bool = False
     reaches_wheels: bool | None = None
+    lost_home: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +167,7 @@ class Machine:
     Attributes:
         limits: Soft limits of `/proc/self/limits` by name, None for unlimited.
         interfaces: Network interfaces that are up, without loopback.
+        links: All network interfaces; empty where the system does not say.
         infiniband: Port -> its state: `ACTIVE`.
         container: What kind of container this is; None on a bare host.
         port_problem: Why the launchers' port cannot be had.
@@ -173,6 +180,7 @@ class Machine:
     shm_bytes: int | None = None
     disks: tuple[Disk, ...] = ()
     interfaces: tuple[str, ...] = ()
+    links: tuple[str, ...] = ()
     infiniband: Mapping[str, str] = field(default_factory=dict)
     container: str | None = None
     ephemeral_ports: tuple[int, int] | None = None

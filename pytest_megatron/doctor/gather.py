@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -21,6 +22,11 @@ from pytest_megatron.doctor.places import Places
 from pytest_megatron.errors import HostError
 
 _START_LIMIT_S = 30.0
+# Source: glibc elf/rtld.c, do_preload; these words are not translated.
+_NOT_PRELOADED = re.compile(
+    r"^ERROR: ld\.so: object '(.+)' from LD_PRELOAD cannot be preloaded(?: \((.+)\))?: ignored\.",
+    re.MULTILINE,
+)
 
 
 def gather(places: Places, *, with_collective: bool = True) -> Facts:
@@ -81,4 +87,8 @@ def _python(places: Places) -> Python:
         is_venv=bool(said["is_venv"]),
         paths=tuple(Path(path) for path in cast("list[str]", said["paths"])),
         encoding=str(said["encoding"]),
+        not_preloaded={
+            path: why or "it cannot be loaded" for path, why in _NOT_PRELOADED.findall(answer.text)
+        },
+        optimize=cast("int", said.get("optimize", 0)),
     )

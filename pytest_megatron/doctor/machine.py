@@ -38,6 +38,7 @@ def look_at_machine(places: Places) -> Machine:
         shm_bytes=_shm_bytes(places),
         disks=tuple(_disks(places)),
         interfaces=tuple(_interfaces(places)),
+        links=tuple(sorted(file.name for file in places.under("/sys/class/net").glob("*"))),
         infiniband=_infiniband(places),
         container=container_of(places),
         ephemeral_ports=_port_range(places.read("/proc/sys/net/ipv4/ip_local_port_range")),
@@ -196,7 +197,8 @@ def look_at_toolkit(places: Places, *, ask_network: bool) -> Toolkit:
         ask_network: Whether to try to reach the host that publishes wheels.
     """
     nvcc = program(places, "nvcc")
-    named = places.env.get("CUDA_HOME") or places.env.get("CUDA_PATH")
+    variable = "CUDA_HOME" if places.env.get("CUDA_HOME") else "CUDA_PATH"
+    named = places.env.get(variable)
     default = places.under("/usr/local/cuda")
     home = Path(named) if named else (nvcc.parent.parent if nvcc else default)
     compiler = home / "bin/nvcc" if (home / "bin/nvcc").is_file() else nvcc
@@ -208,6 +210,7 @@ def look_at_toolkit(places: Places, *, ask_network: bool) -> Toolkit:
         ninja=program(places, "ninja") is not None,
         compiler=any(program(places, name) for name in ("g++", "c++", "clang++")),
         reaches_wheels=_reaches(places.wheel_host) if ask_network else None,
+        lost_home=(variable, named) if named and not home.is_dir() else None,
     )
 
 

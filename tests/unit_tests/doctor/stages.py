@@ -268,6 +268,94 @@ def interface_of_another_machine(staged: Staged) -> None:
     staged.env["NCCL_SOCKET_IFNAME"] = "ib0"
 
 
+@stage("interface-unknown", "GLOO_SOCKET_IFNAME is \\^lo,docker.*for: \\^lo.*no \\^ and no =")
+def list_of_nccl_for_gloo(staged: Staged) -> None:
+    staged.torch()
+    staged.env["GLOO_SOCKET_IFNAME"] = "^lo,docker"
+
+
+@stage("interface-unknown", "NCCL_SOCKET_IFNAME is eth0, and the interfaces that are up are lo")
+def interface_in_a_container_without_network(staged: Staged) -> None:
+    staged.torch()
+    (staged.root / "sys/class/net/eth0/operstate").unlink()
+    (staged.root / "sys/class/net/eth0").rmdir()
+    staged.env["NCCL_SOCKET_IFNAME"] = "eth0"
+
+
+@stage("adapter-unknown", "NCCL_IB_HCA is =mlx5_7:1, and the adapters are mlx5_0")
+def adapter_of_another_machine(staged: Staged) -> None:
+    staged.torch()
+    staged.file("/sys/class/infiniband/mlx5_0/ports/1/state", "4: ACTIVE\n")
+    staged.env["NCCL_IB_HCA"] = "=mlx5_7:1"
+
+
+@stage("nccl-choice", "NCCL_ALGO is 'Rings': 'Rings' is none of its names.*Tree, Ring, CollNet")
+def unknown_algorithm(staged: Staged) -> None:
+    staged.torch()
+    staged.env["NCCL_ALGO"] = "Rings"
+
+
+@stage("slow-variable", "NCCL_P2P_DISABLE is 1 .*NVLink")
+def peers_that_do_not_copy(staged: Staged) -> None:
+    staged.torch()
+    staged.env["NCCL_P2P_DISABLE"] = "1"
+
+
+@stage("slow-variable", "NCCL_SHM_DISABLE is 1 .*over the network")
+def no_shared_memory_for_nccl(staged: Staged) -> None:
+    staged.torch()
+    staged.env["NCCL_SHM_DISABLE"] = "1"
+
+
+@stage("slow-variable", "CUDA_LAUNCH_BLOCKING is 1")
+def kernels_that_are_waited_for(staged: Staged) -> None:
+    staged.torch()
+    staged.env["CUDA_LAUNCH_BLOCKING"] = "1"
+
+
+@stage("ranks-preset", "preset .*: RANK=3, WORLD_SIZE=16, MASTER_ADDR=node7 .*srun")
+def shell_of_another_job(staged: Staged) -> None:
+    staged.torch()
+    staged.env |= {"MASTER_ADDR": "node7", "RANK": "3", "WORLD_SIZE": "16", "MASTER_PORT": "29501"}
+
+
+@stage("port-not-a-number", "MASTER_PORT is '127.0.0.1'")
+def address_for_a_port(staged: Staged) -> None:
+    staged.torch()
+    staged.env["MASTER_PORT"] = "127.0.0.1"
+
+
+@stage("omp-threads", "OMP_NUM_THREADS is '0'.*libgomp")
+def no_threads(staged: Staged) -> None:
+    staged.torch()
+    staged.env["OMP_NUM_THREADS"] = "0"
+
+
+@stage("preload-ignored", "libjemalloc.so.2, which .*: cannot open shared object file")
+def preloaded_library_that_is_gone(staged: Staged) -> None:
+    staged.torch()
+    staged.env["LD_PRELOAD"] = "/nowhere/libjemalloc.so.2"
+
+
+@stage("preload-ignored", "libnccl.so.2, which cannot be loaded: file too short")
+def preloaded_nccl_that_is_empty(staged: Staged) -> None:
+    staged.torch()
+    (staged.root / "libnccl.so.2").write_text("")
+    staged.env["LD_PRELOAD"] = str(staged.root / "libnccl.so.2")
+
+
+@stage("assertions-off", "optimization level 1")
+def python_without_assertions(staged: Staged) -> None:
+    staged.torch()
+    staged.env["PYTHONOPTIMIZE"] = "1"
+
+
+@stage("cuda-home", "CUDA_HOME is /usr/local/cuda-11.2, and there is no such directory")
+def toolkit_that_was_removed(staged: Staged) -> None:
+    staged.torch()
+    staged.env["CUDA_HOME"] = "/usr/local/cuda-11.2"
+
+
 @stage("infiniband-down", "mlx5_0/1 \\(down\\) is not ACTIVE")
 def infiniband_port_down(staged: Staged) -> None:
     staged.torch()

@@ -61,6 +61,19 @@ class Package:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Shadow:
+    """A file or a directory that an import takes in place of an installed package.
+
+    Attributes:
+        package: The one that is installed elsewhere; None where there is none.
+    """
+
+    module: str
+    path: Path
+    package: Package | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Torch:
     """The torch of the environment.
 
@@ -72,6 +85,7 @@ class Torch:
         count: GPUs that it sees.
         capabilities: Of each GPU: (9, 0).
         architectures: That it has code for: `sm_90`.
+        numpy: Version of the numpy that is imported beside it, as it says itself.
         problem: Why it cannot be imported; `cuda_problem`: why CUDA does not start.
         imports: Module of an extension -> why it cannot be imported, None where it can.
     """
@@ -81,6 +95,7 @@ class Torch:
     abi: bool | None = None
     nccl: str | None = None
     cudnn: str | None = None
+    numpy: str | None = None
     driver_cuda: str | None = None
     count: int = 0
     capabilities: tuple[tuple[int, int], ...] = ()
@@ -222,12 +237,14 @@ class Facts:
 
     Attributes:
         doubles: Packages that are installed more than once, the one that is imported first.
+        shadows: What is imported in place of installed packages.
         megatrons: Directories that `megatron.core` is found in, in order of import.
     """
 
     python: Python
     packages: Mapping[str, Package] = field(default_factory=dict)
     doubles: Mapping[str, tuple[Package, ...]] = field(default_factory=dict)
+    shadows: tuple[Shadow, ...] = ()
     extensions: tuple[Extension, ...] = ()
     megatrons: tuple[Path, ...] = ()
     torch: Torch | None = None

@@ -17,7 +17,12 @@ from pytest_megatron.doctor.devices import (
 )
 from pytest_megatron.doctor.facts import Facts, Python
 from pytest_megatron.doctor.machine import look_at_machine, look_at_slurm, look_at_toolkit
-from pytest_megatron.doctor.packages import find_megatrons, read_extensions, read_packages
+from pytest_megatron.doctor.packages import (
+    find_megatrons,
+    find_shadows,
+    read_extensions,
+    read_packages,
+)
 from pytest_megatron.doctor.places import Places
 from pytest_megatron.errors import HostError
 
@@ -49,6 +54,7 @@ def gather(places: Places, *, with_collective: bool = True) -> Facts:
         packages=packages,
         doubles=doubles,
         extensions=tuple(read_extensions(python.paths, table)),
+        shadows=tuple(find_shadows(python.paths, packages, table)),
         megatrons=find_megatrons(python.paths, packages),
         torch=look_at_torch(places, packages.get("torch"), modules),
         devices=look_at_devices(places),

@@ -122,6 +122,84 @@ def torch_in_front_of_another(staged: Staged) -> None:
     (staged.site / "below.pth").write_text(f"{below.parent}\n")
 
 
+@stage(
+    "in-front", "torch 2.9.0 in .*/other is in front of 2.8.0.cu128 .*take .*/other out of PYTHON"
+)
+def torch_on_the_python_path(staged: Staged) -> None:
+    staged.torch(version="2.9.0", directory=staged.root / "other")
+    staged.torch()
+    staged.env["PYTHONPATH"] = str(staged.root / "other")
+
+
+@stage("in-front", "numpy 1.26.4 in .*/old is in front of 2.0.0 .*take .*/old out of PYTHONPATH")
+def numpy_1_in_front_of_numpy_2(staged: Staged) -> None:
+    staged.torch()
+    staged.package("numpy", "2.0.0")
+    staged.package("numpy", "1.26.4", directory=staged.root / "old")
+    staged.env["PYTHONPATH"] = f"{staged.root / 'old'}:"
+
+
+@stage(
+    "module-shadowed",
+    "import numpy takes .*/old/numpy, not numpy 2.0.0 in .*site-packages.*/old out",
+)
+def numpy_1_without_metadata_in_front(staged: Staged) -> None:
+    staged.torch()
+    staged.package("numpy", "2.0.0", modules=["numpy"])
+    (staged.root / "old/numpy").mkdir(parents=True)
+    (staged.root / "old/numpy/__init__.py").write_text("__version__ = '1.26.4'\n")
+    staged.env["PYTHONPATH"] = str(staged.root / "old")
+
+
+@stage(
+    "version-differs", "numpy says that it is 1.26.4, and is installed as 2.0.0 in .*site-packages"
+)
+def numpy_1_copied_over_numpy_2(staged: Staged) -> None:
+    staged.torch()
+    staged.package("numpy", "2.0.0")
+    (staged.site / "numpy.py").write_text("__version__ = '1.26.4'\n")
+
+
+@stage(
+    "module-shadowed", "import torch takes .*/project/torch, not torch 2.8.0.*start in another dir"
+)
+def directory_of_that_name_where_python_starts(staged: Staged) -> None:
+    staged.torch()
+    (staged.project / "torch").mkdir()
+    (staged.project / "torch/__init__.py").write_text("")
+
+
+@stage(
+    "module-shadowed", "takes .*/project/torch.py, not torch 2.8.0.*or rename .*/project/torch.py"
+)
+def script_of_that_name_where_python_starts(staged: Staged) -> None:
+    staged.torch()
+    (staged.project / "torch.py").write_text("print('a first try')\n")
+
+
+@stage(
+    "module-shadowed", "takes .*/pytorch/torch, not torch 2.8.0.*take .*/pytorch out of PYTHONPATH"
+)
+def sources_of_torch_on_the_python_path(staged: Staged) -> None:
+    staged.torch()
+    (staged.root / "pytorch/torch").mkdir(parents=True)
+    (staged.root / "pytorch/torch/__init__.py").write_text("from torch._C import *\n")
+    staged.env["PYTHONPATH"] = str(staged.root / "pytorch")
+
+
+@stage("module-shadowed", "takes .*/project/torch, and torch is not installed.*; then install it")
+def data_of_that_name_and_no_torch(staged: Staged) -> None:
+    (staged.project / "torch").mkdir()
+
+
+@stage("module-shadowed", "import flash_attn takes .*/project/flash_attn, not flash-attn 2.8.3 in")
+def checkout_of_flash_attn_beside_its_wheel(staged: Staged) -> None:
+    staged.torch()
+    staged.package("flash-attn", "2.8.3", modules=["flash_attn"])
+    (staged.project / "flash_attn").mkdir()
+    (staged.project / "flash_attn/__init__.py").write_text("")
+
+
 @stage("python-tag", "megatron-core 0.19.2 was built for cp39-cp39-manylinux")
 def megatron_for_another_python(staged: Staged) -> None:
     staged.torch()

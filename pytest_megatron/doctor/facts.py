@@ -238,6 +238,7 @@ class Facts:
     Attributes:
         doubles: Packages that are installed more than once, the one that is imported first.
         shadows: What is imported in place of installed packages.
+        git_mend: Command that lets git read the project, where it refuses by the owner.
         megatrons: Directories that `megatron.core` is found in, in order of import.
     """
 
@@ -252,6 +253,7 @@ class Facts:
     toolkit: Toolkit = field(default_factory=Toolkit)
     machine: Machine = field(default_factory=Machine)
     slurm: Slurm = field(default_factory=Slurm)
+    git_mend: str | None = None
     collectives: tuple[Collective, ...] = ()
 
 

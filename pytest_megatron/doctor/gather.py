@@ -16,7 +16,12 @@ from pytest_megatron.doctor.devices import (
     try_collectives,
 )
 from pytest_megatron.doctor.facts import Facts, Python
-from pytest_megatron.doctor.machine import look_at_machine, look_at_slurm, look_at_toolkit
+from pytest_megatron.doctor.machine import (
+    look_at_checkout,
+    look_at_machine,
+    look_at_slurm,
+    look_at_toolkit,
+)
 from pytest_megatron.doctor.packages import (
     find_megatrons,
     find_shadows,
@@ -60,6 +65,7 @@ def gather(places: Places, *, with_collective: bool = True) -> Facts:
         devices=look_at_devices(places),
         machine=look_at_machine(places),
         slurm=look_at_slurm(places),
+        git_mend=look_at_checkout(places),
     )
     lacks = len(installed) < len(table) and facts.torch is not None and bool(facts.torch.cuda)
     facts = replace(facts, toolkit=look_at_toolkit(places, ask_network=lacks))

@@ -15,6 +15,7 @@ from pathlib import Path
 from pytest_megatron.doctor.child import run
 from pytest_megatron.doctor.facts import UNKNOWN, Disk, Machine, Slurm, Toolkit
 from pytest_megatron.doctor.places import Places
+from pytest_megatron.git import mend_of_owner
 
 _PROGRAM_LIMIT_S = 10.0
 _LOOPBACK = ("::ffff:127.0.0.1", 0, 0, 0)  # as an address of both kinds, which torch tries first
@@ -233,6 +234,15 @@ def _reaches(address: tuple[str, int]) -> bool:
     except OSError:
         return False
     return True
+
+
+def look_at_checkout(places: Places) -> str | None:
+    """Return the command that lets git read the project, None where it reads it or is not there."""
+    git = program(places, "git")
+    if git is None:
+        return None
+    command = [str(git), "-C", str(places.project), "rev-parse", "--git-dir"]
+    return mend_of_owner(run(command, limit_s=_PROGRAM_LIMIT_S, env=places.env).text)
 
 
 def look_at_slurm(places: Places) -> Slurm:

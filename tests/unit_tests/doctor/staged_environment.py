@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import struct
+import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -79,6 +80,15 @@ class Staged:
         path = self.bin / name
         path.write_text(f"#!/bin/sh\n{text}\n")
         path.chmod(0o755)
+
+    def git(self) -> None:
+        """Make the project a checkout, and have git read no configuration but its own."""
+        git = shutil.which("git")
+        assert git is not None
+        self.program("git", f'exec {git} "$@"')
+        self.env |= {"GIT_CONFIG_NOSYSTEM": "1", "HOME": str(self.root)}
+        self.root.mkdir(exist_ok=True)
+        subprocess.run([git, "init", "--quiet", self.project], check=True)
 
     def limits(
         self, nofile: str = "1048576", nproc: str = "unlimited", memlock: str = "unlimited"

@@ -547,3 +547,12 @@ def lock_with_a_conflict(staged: Staged) -> None:
 def another_environment_is_active(staged: Staged) -> None:
     staged.torch()
     staged.env["VIRTUAL_ENV"] = "/elsewhere"
+
+
+@stage(
+    "git-owner", "git refuses .*/project: .*git config --global --add safe.directory /.*/project$"
+)
+def checkout_of_another_user(staged: Staged) -> None:
+    staged.torch()
+    staged.git()
+    staged.env["GIT_TEST_ASSUME_DIFFERENT_OWNER"] = "1"  # git's own way to test this

@@ -167,12 +167,29 @@ class Disk:
     Attributes:
         use: What for.
         problem: Why nothing can be written there.
+        is_noexec: Whether nothing on it can be run or loaded as a library.
     """
 
     use: str
     path: Path
     free_bytes: int | None = None
     problem: str | None = None
+    is_noexec: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clock:
+    """The time of this host against the times of files.
+
+    Attributes:
+        now_s: Seconds since 1970.
+        fresh_s: How far ahead the time of a file is that was just made; None if none was made.
+        ahead_s: Older file -> how far ahead its time is.
+    """
+
+    now_s: float
+    fresh_s: float | None = None
+    ahead_s: Mapping[Path, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +205,8 @@ class Machine:
         port_problem: Why the launchers' port cannot be had.
         host_problem: Why this host's own name does not resolve.
         lookup_s: Seconds until the name of this host's loopback address was found, or was not.
+        clock: What the clock and the times of files say, in seconds.
+        lost_temporary: Variable and value, where no such directory is for temporary files.
         shadows: Libraries of CUDA that LD_LIBRARY_PATH or LD_PRELOAD put before torch's own.
     """
 
@@ -202,6 +221,8 @@ class Machine:
     port_problem: str | None = None
     host_problem: str | None = None
     lookup_s: float | None = None
+    clock: Clock | None = None
+    lost_temporary: tuple[str, str] | None = None
     shadows: tuple[Path, ...] = ()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from pytest_megatron.doctor.child import run
-from pytest_megatron.doctor.facts import UNKNOWN, Disk, Machine, Slurm, Toolkit
+from pytest_megatron.doctor.facts import UNKNOWN, Clock, Disk, Machine, Slurm, Toolkit
 from pytest_megatron.doctor.places import Places
 from pytest_megatron.git import mend_of_owner
 
@@ -22,6 +23,8 @@ _LOOPBACK = ("::ffff:127.0.0.1", 0, 0, 0)  # as an address of both kinds, which 
 _CONNECT_LIMIT_S = 3.0
 _SLURM_PROGRAMS = ("sacct", "sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun")
 _OPTIONS = 3  # the field of a line of /proc/mounts
+_TEMPORARY, _TRITON = "temporary files", "Triton's cache"
+_LOADED_FROM = (_TEMPORARY, _TRITON)  # compiled code is loaded from these
 _UNITS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
 _CUDA_LIBRARIES = re.compile(r"lib(?:cudart|cudnn|nccl|cublas|cublasLt|nvrtc)\.so\.\d+$")
 _CONTAINERS = (("/.dockerenv", "docker"), ("/run/.containerenv", "podman"))
@@ -46,6 +49,8 @@ def look_at_machine(places: Places) -> Machine:
         port_problem=_port_problem(places.rendezvous_port),
         host_problem=_host_problem(),
         lookup_s=_lookup_s(),
+        clock=_clock(places),
+        lost_temporary=_lost_temporary(places),
         shadows=tuple(_shadows(places.env)),
     )
 
@@ -78,20 +83,49 @@ def _disks(places: Places) -> Iterator[Disk]:
     cache = Path(places.env.get("XDG_CACHE_HOME") or places.home / ".cache")
     uses = {
         "run directories": places.project,
-        "temporary files": places.temporary,
+        _TEMPORARY: places.temporary,
         "uv's cache": Path(places.env.get("UV_CACHE_DIR") or cache / "uv"),
         "pip's cache": Path(places.env.get("PIP_CACHE_DIR") or cache / "pip"),
-        "Triton's cache": Path(places.env.get("TRITON_CACHE_DIR") or places.home / ".triton"),
+        _TRITON: Path(places.env.get("TRITON_CACHE_DIR") or places.home / ".triton"),
     }
     for use, path in uses.items():
         there = next(p for p in (path, *path.absolute().parents) if os.path.lexists(p))
         try:
             free = shutil.disk_usage(there).free
+            is_noexec = use in _LOADED_FROM and bool(os.statvfs(there).f_flag & os.ST_NOEXEC)
             tempfile.TemporaryFile(dir=there).close()
         except OSError as error:
             yield Disk(use=use, path=path, problem=error.strerror or str(error))
         else:
-            yield Disk(use=use, path=path, free_bytes=free)
+            yield Disk(use=use, path=path, free_bytes=free, is_noexec=is_noexec)
+
+
+def _lost_temporary(places: Places) -> tuple[str, str] | None:
+    """Return the variable that names no directory for temporary files, and its value."""
+    for variable in ("TMPDIR", "TEMP", "TMP"):  # in the order of Python's tempfile
+        value = places.env.get(variable)
+        if value and not (places.project / value).is_dir():
+            return variable, value
+    return None
+
+
+def _clock(places: Places) -> Clock:
+    """Compare the clock with the times of a file that is made now, and of older ones."""
+    try:
+        with tempfile.TemporaryFile(dir=places.project) as file:
+            before = time.time()
+            file.write(b".")
+            file.flush()
+            made, after = os.fstat(file.fileno()).st_mtime, time.time()
+            fresh = min(made - before, 0.0) + max(made - after, 0.0)
+    except OSError:
+        fresh = None
+    ahead = {}
+    now = time.time()
+    for file in (places.project / ".git/index", places.python.parent.parent / "pyvenv.cfg"):
+        with contextlib.suppress(OSError):
+            ahead[file] = file.stat().st_mtime - now
+    return Clock(now_s=now, fresh_s=fresh, ahead_s=ahead)
 
 
 def _interfaces(places: Places) -> Iterator[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 
 from staged_environment import NEW_ERROR, OLD_ERROR, TAG, Staged
@@ -482,6 +484,22 @@ def little_locked_memory(staged: Staged) -> None:
 def read_only_cache(staged: Staged) -> None:
     staged.torch()
     staged.env["UV_CACHE_DIR"] = "/sys/cache"  # not even root can write there
+
+
+@stage("temporary-lost", "TMPDIR is /scratch/job_4711, and there is no such directory")
+def temporary_directory_of_another_job(staged: Staged) -> None:
+    staged.torch()
+    staged.env["TMPDIR"] = "/scratch/job_4711"
+
+
+@stage("clock-off", "on this host: .*/project/.git/index was last changed 180 min ahead of it")
+def clock_that_is_hours_behind(staged: Staged) -> None:
+    staged.torch()
+    index = staged.project / ".git/index"
+    index.parent.mkdir()
+    index.write_bytes(b"DIRC")
+    later = time.time() + 3 * 3600 + 5
+    os.utime(index, (later, later))
 
 
 @stage("locale", "Python prints iso8859-1")

@@ -28,8 +28,8 @@ def check_machine(facts: Facts, env: Mapping[str, str]) -> Iterator[Hit]:
     for disk in machine.disks:
         yield from _disk(disk, has_triton=has_triton)
     if machine.lost_temporary is not None:
-        variable, value = machine.lost_temporary
-        yield Hit("temporary-lost", variable=variable, value=value)
+        variable, directory = machine.lost_temporary
+        yield Hit("temporary-lost", variable=variable, value=directory)
     if machine.clock is not None:
         yield from _clock(machine.clock)
     yield from _locale(facts, env)

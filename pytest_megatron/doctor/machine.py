@@ -122,9 +122,9 @@ def _clock(places: Places) -> Clock:
         fresh = None
     ahead = {}
     now = time.time()
-    for file in (places.project / ".git/index", places.python.parent.parent / "pyvenv.cfg"):
+    for path in (places.project / ".git/index", places.python.parent.parent / "pyvenv.cfg"):
         with contextlib.suppress(OSError):
-            ahead[file] = file.stat().st_mtime - now
+            ahead[path] = path.stat().st_mtime - now
     return Clock(now_s=now, fresh_s=fresh, ahead_s=ahead)
 
 

@@ -165,7 +165,10 @@ UNSHARE = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c")
 
 @pytest.mark.skipif(
     shutil.which("unshare") is None
-    or subprocess.run([*UNSHARE, "mount -t tmpfs none /mnt"], check=False).returncode != 0,
+    or subprocess.run(
+        [*UNSHARE, "mount -t tmpfs none /mnt"], capture_output=True, check=False
+    ).returncode
+    != 0,
     reason="no file system can be mounted here",
 )
 def test_a_temporary_directory_that_is_mounted_noexec_is_told(

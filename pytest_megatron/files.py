@@ -67,14 +67,14 @@ def read_text(path: Path, *, errors: str = "strict") -> str:
     return read_bytes(path).decode("utf-8", errors)
 
 
-def read_json(path: Path) -> JsonValue:
-    """Return the JSON value that a regular file holds.
+def read_json(path: Path, *, is_lenient: bool = False) -> JsonValue:
+    """Return the JSON value that a regular file holds; `is_lenient` as in `parse_json`.
 
     Raises:
         OSError: As from `read_bytes`.
         ValueError: As from `parse_json`.
     """
-    return parse_json(read_bytes(path))
+    return parse_json(read_bytes(path), is_lenient=is_lenient)
 
 
 def parse_json(text: str | bytes, *, is_lenient: bool = False) -> JsonValue:

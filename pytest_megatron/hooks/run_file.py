@@ -111,10 +111,10 @@ class RunFile:
 
     def _write(self) -> None:
         run_dir = self._session.run_dir
-        if not run_dir.is_dir():
+        if not self._session.has_results:
             if self._records or not self._is_asked_for():
                 return  # nothing could be started
-            run_dir.mkdir(parents=True)
+            run_dir.mkdir(parents=True, exist_ok=True)
         if self._patch is None:
             self._patch = (keep_patch(self._session),)
         run: dict[str, JsonValue] = {

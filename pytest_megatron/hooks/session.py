@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import functools
 import json
@@ -28,6 +27,7 @@ if TYPE_CHECKING:  # sessions without workloads need none
     from pytest_megatron.engines.base import Engine
 
 _ARGUMENTS_KEY = "megatron_arguments"
+_LOCK = ".lock"  # in a run directory that the user named
 _RUN_DIR_KEY = "megatron_run_dir"
 RECORDED = pytest.StashKey[list[str]]()  # what the run was told that this session takes over
 
@@ -54,7 +54,8 @@ class RunSession:
         self.warned: set[str] = set()
         self._is_open = False
         self._is_ours = False
-        self._lock: int | None = None  # on the run directory, as long as this process lives
+        self._lock: int | None = None  # on the run directory
+        self._lock_owner: int | None = None  # a process
         self._table: Table | None = None
         self._project: ProjectConfig | None = None
         self._redactor: Redactor | None = None
@@ -192,27 +193,46 @@ class RunSession:
         if self.run_dir.exists() and not self.run_dir.is_dir():
             raise pytest.UsageError(f"--run-dir: {where} is no directory; give another")
         if self.options.run_dir is not None:
-            self._lock_run_dir(where)
+            self._claim_run_dir(where)
         self._is_ours = True  # from now on, what is there is of this run
 
-    def _lock_run_dir(self, where: str) -> None:
+    def _claim_run_dir(self, where: str) -> None:
         """Keep other sessions out of the run directory while this one lives.
 
         Raises:
-            pytest.UsageError: Another session runs in it, or it cannot be made.
+            pytest.UsageError: Another session runs in it.
         """
         try:
             make_results_dir(self.run_dir)
-            path = self.run_dir / ".lock"
-            self._lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._lock = os.open(self.run_dir / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise pytest.UsageError(
                 f"--run-dir: another session runs in {where}; give each its own"
             ) from None
-        except OSError as error:
-            if error.errno != errno.ENOLCK:  # a file system without locks
-                raise pytest.UsageError(self.cannot_write(error)) from None
+        except OSError:
+            return  # a file system without locks; who writes there names what else is wrong
+        self._lock_owner = os.getpid()
+
+    def release_run_dir(self) -> None:
+        """Let go of the run directory; one in which nothing was written goes as well."""
+        if self._lock is None or self._lock_owner != os.getpid():  # a rank has a copy
+            return
+        (self.run_dir / _LOCK).unlink(missing_ok=True)
+        os.close(self._lock)
+        self._lock = None
+        if self.run_dir.is_dir() and not any(self.run_dir.glob("[!.]*")):
+            (self.run_dir / ".gitignore").unlink(missing_ok=True)
+            self.run_dir.rmdir()
+
+    @property
+    def has_results(self) -> bool:
+        """Whether the run directory was opened, or holds more than what claims it."""
+        if not self.run_dir.is_dir():
+            return False
+        return self._is_open or any(
+            path.name not in (_LOCK, ".gitignore") for path in self.run_dir.iterdir()
+        )
 
     @property
     def where(self) -> str:
@@ -249,6 +269,7 @@ def session_of(config: pytest.Config, options: Options) -> RunSession:
     """Return the one session of a configuration: all roles share its run directory."""
     if _SESSION not in config.stash:
         config.stash[_SESSION] = RunSession(config, options)
+        config.add_cleanup(config.stash[_SESSION].release_run_dir)
     return config.stash[_SESSION]
 
 

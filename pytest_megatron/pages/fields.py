@@ -71,7 +71,7 @@ def read_fields(path: Path) -> Fields:
         ReportError: It is not there, is too large, or is no JSON object.
     """
     try:
-        value = read_json(path)
+        value = read_json(path, is_lenient=True)
     except OSError as error:
         raise ReportError(str(path), f"cannot be read: {error.strerror}") from error
     except ValueError as error:

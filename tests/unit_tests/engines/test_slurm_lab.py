@@ -32,7 +32,8 @@ if os.environ["RANK"] == "0" and not state.exists():
     signal.pause()
 runpy.run_path("train.py", run_name="__main__")
 """
-KILLS_ITS_JOB = "kill -KILL $(ps -o ppid= -p $PPID)"  # the guard's parent is the job's own process
+# The script's parent and its parent are the guard; theirs is the job's own process.
+KILLS_ITS_JOB = "kill -KILL $(ps -o ppid= -p $(ps -o ppid= -p $PPID))"
 _SLOW_S = 180.0  # pytest, nemo-run and torch start one after the other
 NODES = frozenset({"node1", "node2", "node3", "node4"})
 

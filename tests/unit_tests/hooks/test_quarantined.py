@@ -6,6 +6,7 @@ markers and scopes that nobody takes back.
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 from collections import Counter
 from pathlib import Path
@@ -17,7 +18,8 @@ from tiny_project import Project
 
 from pytest_megatron.files import JsonValue
 
-HELD = 'reason="#12: sometimes", until="2100-01-01"'
+UNTIL = dt.datetime.now(dt.UTC).date() + dt.timedelta(days=100)
+HELD = f'reason="#12: sometimes", until="{UNTIL}"'
 SUITE = f"""
     from pathlib import Path
     import pytest
@@ -52,22 +54,22 @@ SUITE = f"""
     def test_ordinary(rank):
         pass
 """
-SETTING = """
+SETTING = f"""
 [tool.pytest-megatron.quarantine]
-"test_it.py::test_by_*" = { reason = "#7", until = 2100-01-01 }
+"test_it.py::test_by_*" = {{ reason = "#7", until = {UNTIL} }}
 """
 SUMMARY = [  # in the order of the names; how each line begins and what it ends with
     (
         "expired     test_it.py::test_expired  was in quarantine until 2001-01-01",
         "counts again: #3",
     ),
-    ("quarantined test_it.py::test_by_pattern  until 2100-01-01: #7; failed: ", "again"),
-    ("quarantined test_it.py::test_held  until 2100-01-01: #12: sometimes; failed: ", "no five"),
+    (f"quarantined test_it.py::test_by_pattern  until {UNTIL}: #7; failed: ", "again"),
+    (f"quarantined test_it.py::test_held  until {UNTIL}: #12: sometimes; failed: ", "no five"),
     (
-        "quarantined test_it.py::test_passes  until 2100-01-01: ",
+        f"quarantined test_it.py::test_passes  until {UNTIL}: ",
         "; if that lasts, end its quarantine",
     ),
-    ("quarantined test_it.py::test_plain  until 2100-01-01: ", "; failed: assert 1 == 2"),
+    (f"quarantined test_it.py::test_plain  until {UNTIL}: ", "; failed: assert 1 == 2"),
 ]
 
 
@@ -98,7 +100,7 @@ def test_junit_has_it_as_an_expected_failure_with_its_reason(run: Run) -> None:
     skipped = cases["test_held"].find("skipped")
     assert skipped is not None
     assert skipped.attrib["type"] == "pytest.xfail"
-    assert skipped.attrib["message"] == "quarantined until 2100-01-01: #12: sometimes"
+    assert skipped.attrib["message"] == f"quarantined until {UNTIL}: #12: sometimes"
     found = {p.attrib["name"] for p in cases["test_held"].iter("property")}
     assert found == {"megatron.quarantine"}
 
@@ -107,7 +109,7 @@ def test_run_json_says_failed_and_why_it_does_not_count(run: Run) -> None:
     held = run.items["test_held"]
     assert (held["verdict"], held["quarantine"]) == (
         "failed",
-        {"reason": "#12: sometimes", "until": "2100-01-01", "is_expired": False, "holds": True},
+        {"reason": "#12: sometimes", "until": f"{UNTIL}", "is_expired": False, "holds": True},
     )
     expired = run.items["test_expired"]["quarantine"]
     assert isinstance(expired, dict)
@@ -181,7 +183,7 @@ def test_a_wrong_number_of_reruns_is_one_clear_error(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     project = Project(root=tmp_path_factory.mktemp("rows"))
-    held: dict[str, JsonValue] = {"reason": "#12", "until": "2100-01-01"}
+    held: dict[str, JsonValue] = {"reason": "#12", "until": f"{UNTIL}"}
     project.row("fails", script=["exit 3"], quarantine=[held], write_golden=False)
     project.row(project.case("broken"), quarantine=[held], write_golden=False)
     project.row(project.case("new", train_iters=2), write_golden=False)

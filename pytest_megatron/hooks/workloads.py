@@ -35,7 +35,7 @@ from pytest_megatron.hooks.run_file import run_file_of
 from pytest_megatron.hooks.selection import SelectionPlugin
 from pytest_megatron.hooks.session import RunSession, session_of
 from pytest_megatron.hooks.terminal import LiveTerminal, Quiet, print_plan
-from pytest_megatron.launch.checkpoints import require_frozen
+from pytest_megatron.launch.checkpoints import require_inputs
 from pytest_megatron.launch.own_dir import make_own_dir
 from pytest_megatron.recipe.load import project_words
 from pytest_megatron.recipe.vocabulary import Vocabulary
@@ -308,7 +308,7 @@ class WorkloadPlugin:
             found = checked(self._session, job)
             lines = [self._session.shorten(finding.line) for finding in found]
             print_plan(self._config, job, plan, golden, lines)
-            require_frozen(plan)
+            require_inputs(plan)
         except MegatronError as error:
             raise pytest.UsageError(str(error)) from None
         return not any(finding.is_error for finding in found)

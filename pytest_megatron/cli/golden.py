@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -31,6 +32,7 @@ from pytest_megatron.golden.provenance import Golden
 from pytest_megatron.golden.store import read_golden, read_metrics
 from pytest_megatron.golden.surroundings import Surroundings, why_not_timed
 from pytest_megatron.refresh.transaction import recover_above
+from pytest_megatron.wording import printable
 
 EXIT_FAILED = 1
 _PATH_PARTS = 4  # of /<model>/<test_case>/golden_values_<environment>_<platform>.json
@@ -84,6 +86,14 @@ def command() -> None:
 )
 @click.option("--nondeterministic", is_flag=True, help="Results vary from run to run.")
 @click.option("--host-class", metavar="NAME", help="Judge time and memory of this class of host.")
+@click.option("--image", metavar="NAME", help="The container image of the run, with its digest.")
+@click.option(
+    "--version",
+    "versions",
+    multiple=True,
+    metavar="PACKAGE=VERSION",
+    help="What the run had of a package (repeatable).",
+)
 @format_option("text", "json")
 def check(  # noqa: PLR0913 - click hands over one argument an option
     *,
@@ -93,11 +103,17 @@ def check(  # noqa: PLR0913 - click hands over one argument an option
     golden_policy: str,
     nondeterministic: bool,
     host_class: str | None,
+    image: str | None,
+    versions: tuple[str, ...],
     form: str,
 ) -> None:
     """Compare a run's metrics with a golden.
 
-    Exit code 0: every metric passed. 1: at least one failed. 2: the input is unusable.
+    Every bit counts where a golden is deterministic and its image, versions and class of host are
+    those that are given here.
+
+    Exit code 0: every metric passed. 1: at least one failed. 2: the input is unusable, or nothing
+    of it was judged.
     """
     policy = policy_named(golden_policy).at(_place_of(golden_file))
     golden = read_golden(golden_file)
@@ -112,7 +128,9 @@ def check(  # noqa: PLR0913 - click hands over one argument an option
             metrics=metrics or None,
             policy=policy,
             nondeterministic=nondeterministic,
-            surroundings=Surroundings(host_class=host_class),
+            surroundings=Surroundings(
+                host_class=host_class, image=image, versions=_versions(versions)
+            ),
         )
     if not comparisons:
         raise GoldenError(
@@ -123,9 +141,11 @@ def check(  # noqa: PLR0913 - click hands over one argument an option
         answer: dict[str, JsonValue] = comparisons_to_json(comparisons, policy.value)
         click.echo(json.dumps(answer | {"notes": list(notes)}, indent=2, allow_nan=False))
     else:
-        click.echo(_as_text(comparisons, notes, policy))
+        click.echo(printable(_as_text(comparisons, notes, policy)))
     if not all(comparison.passed for comparison in comparisons):
         sys.exit(EXIT_FAILED)
+    if not any(comparison.is_judged for comparison in comparisons):
+        raise GoldenError(golden.path, "nothing of it was judged, see above; give --host-class")
 
 
 def _compare_generation(
@@ -170,6 +190,16 @@ def _require_common_metric(golden: Golden, observed: Observed, path: Path) -> No
         )
 
 
+def _versions(words: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for word in words:
+        name, _, version = word.partition("=")
+        if not name or not version:
+            raise GoldenError("--version", f"found {word!r}, expected PACKAGE=VERSION")
+        found[name] = version.removeprefix("=")
+    return found
+
+
 def _lines(comparison: Comparison) -> tuple[str, ...]:
     layers = render_layers(comparison)
     return (render(comparison),) if layers is None else (render(comparison), f"    {layers}")
@@ -186,7 +216,10 @@ def _place_of(golden: Path) -> Place | None:
 
 def _as_text(comparisons: tuple[Comparison, ...], notes: tuple[str, ...], policy: Policy) -> str:
     num_failed = sum(not comparison.passed for comparison in comparisons)
-    verdict = f"{num_failed} of {len(comparisons)} failed" if num_failed else "all passed"
+    num_judged = sum(comparison.is_judged for comparison in comparisons)
+    verdict = "all passed" if num_judged else "nothing was judged"
+    if num_failed:
+        verdict = f"{num_failed} of {len(comparisons)} failed"
     return "\n".join(
         [
             *(line for comparison in comparisons for line in _lines(comparison)),

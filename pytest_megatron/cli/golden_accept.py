@@ -21,6 +21,7 @@ from pytest_megatron.refresh.candidate import Candidate
 from pytest_megatron.refresh.forms import FORMS, outcome_text
 from pytest_megatron.refresh.pull_request import commit_message, refusals_text
 from pytest_megatron.refresh.sources import open_runs, read_candidates, select
+from pytest_megatron.wording import printable
 
 EXIT_REFUSED = 1
 _Arguments = ParamSpec("_Arguments")
@@ -36,7 +37,7 @@ def shared_options(function: Callable[_Arguments, None]) -> Callable[_Arguments,
                 metavar="ITEM",
                 help="Only this workload: a node id, part of one, or a pattern (repeatable).",
             ),
-            click.option("--reason", metavar="TEXT", help="Why goldens get worse; they say it."),
+            click.option("--reason", metavar="TEXT", help="Why goldens change; they say it."),
             click.option("--allow-dirty", is_flag=True, help="Also from a tree without a commit."),
             click.option("--golden-policy", default="strict", show_default=True, metavar="NAME"),
             click.option(
@@ -118,7 +119,7 @@ def pages_directory(runs: Sequence[Path], root: Path) -> Path:
 def report(outcome: Outcome, pages: Path, terms: Terms, *, form: str, is_dry: bool = False) -> None:
     """Print what became of a set, write its pages, and end with 1 if it was refused."""
     if form == "json" or outcome.differences:
-        click.echo(outcome_text(outcome, form, reason=terms.reason))
+        click.echo(printable(outcome_text(outcome, form, reason=terms.reason)))
     if outcome.refused:
         _refuse(outcome)
     if not outcome.differences:

@@ -21,7 +21,7 @@ from pytest_megatron.golden.store import project_form, read_text
 from pytest_megatron.recipe.load import project_words
 from pytest_megatron.recipe.places import CASES, GOLDENS
 from pytest_megatron.refresh.transaction import locked, replace_together
-from pytest_megatron.wording import counted
+from pytest_megatron.wording import counted, printable
 
 EXIT_DIFFERENT = 1
 EXIT_UNUSABLE = 2
@@ -101,10 +101,10 @@ def command(  # noqa: PLR0913 - click hands over one argument an option
     movers = _Movers(root, layout, output)
     changes, problems = _plan(find_goldens(paths), wish, movers)
     for problem in problems:
-        click.echo(f"pytest-megatron: {problem}", err=True)
+        click.echo(printable(f"pytest-megatron: {problem}"), err=True)
     needed = [change for change in changes if change.is_needed or output is not None]
     for change in needed:
-        click.echo("\n".join(_describe(change)))
+        click.echo(printable("\n".join(_describe(change))))
     is_asked = is_writing or output is not None
     is_refused = is_asked and not allow_loss and any(change.new.losses for change in needed)
     if needed and is_asked and not is_refused:

@@ -23,6 +23,7 @@ from pytest_megatron.refresh.revision import (
     side_of_revision,
     side_of_tree,
 )
+from pytest_megatron.wording import printable
 
 EXIT_DIFFERENT = 1
 _MOST_REVISIONS = 2
@@ -75,10 +76,10 @@ def command(
             )
     differences, problems = compare_sides(old, new)
     for problem in problems:
-        click.echo(problem, err=True)
+        click.echo(printable(problem), err=True)
     if form == "json":
         click.echo(json.dumps(differences_json(differences), indent=2, allow_nan=False))
     else:
-        click.echo((markdown if form == "markdown" else differences_text)(differences))
+        click.echo(printable((markdown if form == "markdown" else differences_text)(differences)))
     if exit_code and (problems or any(d.state is not State.UNCHANGED for d in differences)):
         sys.exit(EXIT_DIFFERENT)

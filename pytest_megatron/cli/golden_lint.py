@@ -11,7 +11,7 @@ from pytest_megatron.cli.findings import FORMATS, findings_option, root_option
 from pytest_megatron.config import load_config
 from pytest_megatron.golden.lint import Project, lint_goldens
 from pytest_megatron.recipe.load import project_words
-from pytest_megatron.wording import counted
+from pytest_megatron.wording import counted, printable
 
 # Where recipes are looked for if nobody says where: ours, then Megatron-LM's.
 _RECIPES = (Path("recipes"), Path("tests/test_utils/recipes"))
@@ -43,7 +43,7 @@ def command(paths: tuple[Path, ...], root: Path, recipes: tuple[Path, ...], form
         other_names=load_config(root).golden_platforms,
     )
     report = lint_goldens(paths, project)
-    click.echo(FORMATS[form](report.findings), nl=False)
+    click.echo(printable(FORMATS[form](report.findings)), nl=False)
     if form == "text":
         counts = f"{counted(report.num_goldens, 'golden')}, {report.num_bytes / 1e6:.1f} MB"
         reached = f"{report.num_read} of them read by a row" if project.recipes else "no recipes"

@@ -135,7 +135,7 @@ def _ask(offer: Offer) -> str:
     refused = bool(offer.refusals)
     while True:
         click.echo(f"{_KEYS}: ", nl=False)
-        key = click.getchar().lower()
+        key = click.getchar().lower() or "q"  # nobody is there to answer
         click.echo(key if key.isprintable() else "")
         if key == "m":
             _show(offer, is_all=True)

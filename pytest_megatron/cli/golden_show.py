@@ -21,7 +21,7 @@ from pytest_megatron.golden.model import series_of
 from pytest_megatron.golden.provenance import parse_provenance, provenance_to_json
 from pytest_megatron.golden.store import read_text
 from pytest_megatron.golden.summary import MetricSummary, shown, summarise
-from pytest_megatron.wording import counted
+from pytest_megatron.wording import counted, printable
 
 EXIT_UNUSABLE = 2
 _WIDTH = 24  # of a curve
@@ -56,13 +56,13 @@ def command(*, paths: tuple[Path, ...], form: str) -> None:
         try:
             pages.append(_look_at(file))
         except GoldenError as error:
-            click.echo(f"pytest-megatron: {error}", err=True)
+            click.echo(printable(f"pytest-megatron: {error}"), err=True)
     if form == "json":
         click.echo(json.dumps([_as_json(page) for page in pages], indent=2, allow_nan=False))
     elif pages:
         render = _as_markdown if form == "markdown" else _as_text
         blocks = ["\n".join(render(page, is_named=len(files) > 1)) for page in pages]
-        click.echo("\n\n".join(blocks))
+        click.echo(printable("\n\n".join(blocks)))
     sys.exit(EXIT_UNUSABLE if len(pages) < len(files) else 0)
 
 

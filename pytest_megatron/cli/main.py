@@ -13,6 +13,7 @@ import click
 
 from pytest_megatron.cli.lazy import LazyGroup
 from pytest_megatron.errors import MegatronError
+from pytest_megatron.wording import printable
 
 # name -> (module with a click command named `command`, one line of help)
 SUBCOMMANDS = {
@@ -51,7 +52,7 @@ def main() -> None:
     try:
         group.main(prog_name="pytest-megatron", standalone_mode=True)
     except MegatronError as error:
-        click.echo(f"pytest-megatron: {error}", err=True)
+        click.echo(printable(f"pytest-megatron: {error}"), err=True)
         sys.exit(EXIT_UNUSABLE)
     except OSError as error:
         if error.errno not in _NO_OUTPUT or error.filename is not None:

@@ -35,6 +35,9 @@ def compare(
         policy: Who decides, as it is for this workload (`Policy.at`).
         nondeterministic: The case's NON_DETERMINSTIC_RESULTS.
         surroundings: Where the run was, as far as it is known; only strict asks.
+
+    Raises:
+        GoldenError: The policy leaves out every one of `metrics`.
     """
     match policy.base:
         case Base.STRICT:

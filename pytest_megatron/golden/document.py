@@ -165,6 +165,11 @@ def is_baseline(value: Mapping[str, JsonValue]) -> bool:
 
 def _parse_block(block: Mapping[str, JsonValue], name: str, where: str, notes: list[str]) -> Series:
     raw = block["values"]
+    for key in ("start_step", "end_step", "step_interval"):
+        if key in block and (isinstance(block[key], bool) or not isinstance(block[key], int)):
+            raise GoldenError(
+                where, f"{name}: {key!r} is {kind_of(block[key])}, expected a whole number"
+            )
     if isinstance(raw, dict):
         values = _parse_map(raw, name, where)
     elif isinstance(raw, list):
@@ -181,6 +186,10 @@ def _parse_block(block: Mapping[str, JsonValue], name: str, where: str, notes: l
         raise GoldenError(where, f"{name}: 'values' is {kind_of(raw)}, expected step to number")
     values |= _parse_non_finite(block.get("non_finite", {}), name, where)
     precision = block.get("value_precision")
+    if not isinstance(precision, str | None):
+        raise GoldenError(
+            where, f"{name}: 'value_precision' is {kind_of(precision)}, expected text"
+        )
     if precision not in {None, "full"}:
         notes.append(f"{name}: unknown value_precision {precision!r}, read as five decimals")
     return series_of(values, is_full_precision=precision == "full")

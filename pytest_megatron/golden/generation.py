@@ -41,6 +41,7 @@ GENERATION_METRICS = (*REQUEST_METRICS, THROUGHPUT, MEMORY, *COUNTS)
 
 _REQUEST_KEYS = frozenset((*REQUEST_METRICS, "input_prompt", "latency"))
 _INDICES = f"{ROUTING}_token_indices"
+_MOST = 1 << 53
 
 # Position in the request to the experts of each layer there.
 Routing: TypeAlias = Mapping[int, tuple[tuple[int, ...], ...]]
@@ -135,9 +136,9 @@ def parse_generation(value: Mapping[str, JsonValue], where: str) -> Generation:
         throughput=_some_numbers(rest.get(THROUGHPUT), f"{where}: {THROUGHPUT!r}"),
         memory_bytes=_some_numbers(rest.get(MEMORY), f"{where}: {MEMORY!r}"),
         counts={
-            name: _some_numbers(rest[name], f"{where}: {name!r}")[0]
+            name: values[0]
             for name in COUNTS
-            if rest.get(name) is not None
+            if (values := _some_numbers(rest.get(name), f"{where}: {name!r}"))
         },
         content=rest,
     )
@@ -198,8 +199,9 @@ def _parse_routing(item: Mapping[str, JsonValue], where: str) -> Routing | None:
         else _whole_numbers(named, f"{where}, {_INDICES!r}")
     )
     if len(indices) != len(rows):  # all rows are there, and some of them are meant
-        if indices and max(indices) >= len(rows):
-            raise GoldenError(where, f"{_INDICES!r} names row {max(indices)} of {len(rows)}")
+        for index in indices:
+            if not 0 <= index < len(rows):
+                raise GoldenError(where, f"{_INDICES!r} names row {index} of {len(rows)}")
         rows = [rows[index] for index in indices]
     return {i: _parse_row(row, where) for i, row in zip(indices, rows, strict=True)}
 
@@ -221,10 +223,13 @@ def _some_numbers(value: JsonValue, where: str) -> tuple[float, ...]:
 def _numbers(value: JsonValue, where: str) -> tuple[float, ...]:
     if not isinstance(value, list):
         raise GoldenError(where, f"{_kind(value)}, expected a list of numbers")
-    numbers = [float(v) for v in value if isinstance(v, int | float) and not isinstance(v, bool)]
+    numbers = [v for v in value if isinstance(v, int | float) and not isinstance(v, bool)]
     if len(numbers) != len(value):
         raise GoldenError(where, "holds something that is no number")
-    return tuple(numbers)
+    try:
+        return tuple(map(float, numbers))
+    except OverflowError as error:
+        raise GoldenError(where, str(error)) from error
 
 
 def _whole_numbers(value: JsonValue, where: str) -> tuple[int, ...]:
@@ -233,6 +238,8 @@ def _whole_numbers(value: JsonValue, where: str) -> tuple[int, ...]:
     numbers = [v for v in value if isinstance(v, int) and not isinstance(v, bool)]
     if len(numbers) != len(value):
         raise GoldenError(where, "holds something that is no whole number")
+    if any(abs(v) >= _MOST for v in numbers):
+        raise GoldenError(where, "holds a whole number of more than 53 bits")
     return tuple(numbers)
 
 

@@ -8,22 +8,36 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 
 from pytest_megatron.golden.comparison import Rule, Summary
 from pytest_megatron.golden.deviation import Point
 from pytest_megatron.golden.layers import Finding, is_within, named, of_summary
-from pytest_megatron.golden.limits import CostLimits, MemoryLimits, Worse
+from pytest_megatron.golden.limits import TIME_SPREADS, CostLimits, MemoryLimits, Worse
+from pytest_megatron.golden.model import Series
+from pytest_megatron.golden.provenance import Spread
 
 _Statistic = Callable[[Sequence[float]], float]
 
 
-def cost_layers(points: list[Point], limits: CostLimits) -> Iterable[Finding]:
-    """Judge a time or a rate after the warm-up: its median, and how bad its worse steps are."""
+def cost_layers(
+    points: list[Point], limits: CostLimits, spread: Spread | None = None
+) -> Iterable[Finding]:
+    """Judge a time or a rate after the warm-up: its median, and how bad its worse steps are.
+
+    Args:
+        points: Of the run and the golden.
+        limits: What each may be off.
+        spread: Of the golden's repeats; a limit that is narrower than `TIME_SPREADS` of it in the
+            median is widened to that, since so far apart are runs of the same training there.
+    """
     steady = points[max(1, int(limits.warm_up * len(points))) :] or points
-    yield _layer(Rule.MEDIAN, "median", steady, statistics.median, (limits.median, limits.worse))
+    noise = TIME_SPREADS * _median_of(spread, {point.step for point in steady})
+    median, quartile = max(limits.median, noise), max(limits.quartile, noise)
+    yield _layer(Rule.MEDIAN, "median", steady, statistics.median, (median, limits.worse))
     quarter = _lower_quartile if limits.worse is Worse.LOWER else _upper_quartile
     name = "lower quartile" if limits.worse is Worse.LOWER else "upper quartile"
-    yield _layer(Rule.QUARTILE, name, steady, quarter, (limits.quartile, limits.worse))
+    yield _layer(Rule.QUARTILE, name, steady, quarter, (quartile, limits.worse))
 
 
 def memory_layers(points: list[Point], limits: MemoryLimits) -> Iterable[Finding]:
@@ -43,6 +57,13 @@ def _layer(
         tolerance=tolerance,
     )
     return of_summary(rule, summary, passed=is_within(summary, worse))
+
+
+def _median_of(spread: Spread | None, steps: AbstractSet[int]) -> float:
+    if not isinstance(spread, Series):
+        return spread or 0.0
+    known = [v for step, v in spread.items() if step in steps and isinstance(v, float)]
+    return statistics.median(known) if known else 0.0
 
 
 def _upper_quartile(values: Sequence[float]) -> float:

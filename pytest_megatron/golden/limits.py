@@ -18,6 +18,8 @@ from pytest_megatron.golden.model import is_loss
 TAIL_FRACTION = 0.25
 # Absolute: the rounding of a golden of five decimals, and of one of full precision.
 ROUNDING, FULL_ROUNDING = 5e-6, 1e-9
+# Of a time's repeats; a shared machine has many, a quiet one hardly any.
+TIME_SPREADS = 3.0
 FULL_PRECISION = "fp32"
 _FLOORS: Mapping[str, float] = {FULL_PRECISION: 2e-5, "bf16": 2e-4, "fp16": 1e-4}
 _FLOOR = 1e-4  # of a precision that is not known

@@ -8,11 +8,12 @@ by environment.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import ClassVar, TypeAlias
 
+from pytest_megatron.errors import GoldenError
 from pytest_megatron.golden.limits import (
     BY_KIND,
     DEFAULTS,
@@ -128,6 +129,19 @@ class Policy:
     def is_judged(self, metric: str) -> bool:
         """Whether a metric is judged at all."""
         return self.settings(metric).get("judged") is not False
+
+    def require_judged(self, metrics: Sequence[str]) -> None:
+        """Make sure that one of several metrics is judged, so that nothing passes unseen.
+
+        Raises:
+            GoldenError: The policy leaves out every one.
+        """
+        if metrics and not any(map(self.is_judged, metrics)):
+            raise GoldenError(
+                self.name,
+                f"judged is false for {', '.join(metrics)}, so nothing would be compared; judge "
+                "one of them, or run without comparing with `--golden off`",
+            )
 
     def limits(self, metric: str) -> Limits:
         """Return the limits of a metric under `strict`, after the policy's changes."""

@@ -44,8 +44,10 @@ from pytest_megatron.golden.policy import Policy
 from pytest_megatron.golden.presence import (
     describe_extra,
     describe_skipped,
+    describe_uncovered,
     find_absent,
     find_unusable,
+    without_unmeasured_end,
 )
 from pytest_megatron.golden.provenance import Golden
 from pytest_megatron.golden.surroundings import Surroundings, drift_between, why_not_timed
@@ -87,6 +89,9 @@ def compare_strictly(
         surroundings: Of the run; time and memory are judged only against a golden of the same
             class of host, every bit only against one of the same platform, and a loss of reduced
             precision more loosely against one of another.
+
+    Raises:
+        GoldenError: The policy leaves out every one of `metrics`.
     """
     case = _Case(
         golden=golden,
@@ -96,6 +101,7 @@ def compare_strictly(
         is_metric_asked_for=metrics is not None,
     )
     wanted = tuple(golden.metrics) if metrics is None else tuple(metrics)
+    policy.require_judged(wanted)
     return tuple(_compare(case, metric, observed.get(metric)) for metric in wanted)
 
 
@@ -116,13 +122,14 @@ def _compare(case: _Case, metric: str, observed: Series | None) -> Comparison:
         return replace(answer, rule=Rule.NO_METRIC)
     golden, observed = align(golden, observed)
     num_steps = len(golden)
+    golden = without_unmeasured_end(golden)
     if metric in _WITH_PLACEHOLDERS:
         golden = _without_placeholders(golden)
     if metric == _TIME:
         golden = _without_untimed_start(golden, observed)
     first = first_difference(golden, observed)
     points = shared_points(golden, observed)
-    judgement = _find_hole(golden, observed)
+    judgement = _find_hole(golden, observed, is_timed=metric == _TIME)
     presence = Layer(
         rule=Rule.PRESENCE,
         passed=judgement is None,
@@ -138,7 +145,7 @@ def _compare(case: _Case, metric: str, observed: Series | None) -> Comparison:
         answer,
         passed=judgement.passed,
         rule=judgement.rule,
-        first=judgement.first or first,
+        first=judgement.first or (None if judgement.rule is Rule.GOLDEN_UNUSABLE else first),
         summary=judgement.summary,
         deviation=measure(points),
         notes=(
@@ -157,7 +164,7 @@ def _judge(case: _Case, metric: str, golden: Series, observed: Series) -> Judgem
     limits = case.policy.limits(metric)
     match limits:
         case CostLimits() | MemoryLimits():
-            return _judge_cost(case, limits, points)
+            return _judge_cost(case, metric, limits, points)
         case CountLimits():
             findings = [*_exact(case, limits.exact, points), *count_layers(points, limits)]
             return decide(findings, Judgement(passed=True, rule=Rule.BIAS))
@@ -194,7 +201,9 @@ def _allowed(case: _Case, metric: str, golden: Series) -> Allowed | None:
     return _band(case, metric, golden, limits).as_allowed
 
 
-def _judge_cost(case: _Case, limits: CostLimits | MemoryLimits, points: list[Point]) -> Judgement:
+def _judge_cost(
+    case: _Case, metric: str, limits: CostLimits | MemoryLimits, points: list[Point]
+) -> Judgement:
     """Judge time or memory, if the golden is from a host like this one."""
     if all(p.observed == p.golden for p in points):
         return Judgement(passed=True, rule=Rule.BITWISE)
@@ -204,7 +213,10 @@ def _judge_cost(case: _Case, limits: CostLimits | MemoryLimits, points: list[Poi
     if isinstance(limits, MemoryLimits):
         what, findings = "peak", list(memory_layers(points, limits))
     else:
-        what, findings = None, list(cost_layers(points, limits))
+        made = case.golden.provenance
+        is_typed = not case.policy.settings(metric).keys().isdisjoint(("median", "quartile"))
+        spread = None if made is None or is_typed else made.spread.get(metric)
+        what, findings = None, list(cost_layers(points, limits, spread))
     decisive = findings[0]
     assert decisive.summary is not None
     assert decisive.layer.measured is not None
@@ -244,7 +256,7 @@ def _name_pass(case: _Case, judgement: Judgement, golden: Series, points: list[P
     return judgement
 
 
-def _find_hole(golden: Series, observed: Series) -> Judgement | None:
+def _find_hole(golden: Series, observed: Series, *, is_timed: bool) -> Judgement | None:
     """Look for what is not there, on either side."""
     if not len(golden):
         note = "the golden has no value for it"
@@ -256,6 +268,9 @@ def _find_hole(golden: Series, observed: Series) -> Judgement | None:
     if absent is not None:
         rule, first, notes = absent
         return Judgement(passed=False, rule=rule, first=first, notes=notes)
+    uncovered = None if is_timed else describe_uncovered(golden, observed)
+    if uncovered is not None:
+        return Judgement(passed=False, rule=Rule.GOLDEN_UNUSABLE, notes=(uncovered,))
     return None
 
 

@@ -4,10 +4,47 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 from pytest_megatron.golden.comparison import Difference, Rule
+from pytest_megatron.golden.document import step_interval
 from pytest_megatron.golden.model import Series, Value, is_finite
+
+LEAST_COVERED = 0.9  # of a run, by its golden
+
+
+def without_unmeasured_end(series: Series) -> Series:
+    """Return a series up to its last number, where only text follows; whole if there is no number.
+
+    Megatron-LM writes "nan" for every step up to the end of the schedule that a training did not
+    get to, as in the goldens of its releases, which a time limit ends.
+    """
+    end = len(series)
+    while end and isinstance(series.values[end - 1], str):
+        end -= 1
+    if end in (0, len(series)):
+        return series
+    return replace(series, steps=series.steps[:end], values=series.values[:end])
+
+
+def describe_uncovered(golden: Series, observed: Series) -> str | None:
+    """Return a note on a golden that holds too little of what a run measured, or None.
+
+    Steps are counted at the golden's distance. Single ones at an end are no matter, since goldens
+    are cut at half-open ranges.
+    """
+    steps = [step for step, value in observed.items() if is_finite(value)]
+    if not len(golden) or not steps:
+        return None
+    first, last, interval = golden.steps[0], golden.steps[-1], step_interval(golden.steps)
+    num_outside = max(0, steps[-1] - last) // interval + max(0, first - steps[0]) // interval
+    if len(golden) >= LEAST_COVERED * (len(golden) + num_outside):
+        return None
+    return (
+        f"it has steps {first} to {last}, the run {steps[0]} to {steps[-1]}, whose rest would pass "
+        "unseen; record it again"
+    )
 
 
 def find_unusable(golden: Series) -> Difference | None:
@@ -67,7 +104,7 @@ def find_frozen(golden: Series, observed: Series, *, least_steps: int) -> tuple[
     stretch within it is less than half as long.
     """
     at = dict(observed.items())
-    pairs = [(step, at.get(step), value) for step, value in golden.items()]
+    pairs = [(step, at[step], value) for step, value in golden.items() if step in at]
     start = 0
     for end in range(1, len(pairs) + 1):
         if end < len(pairs) and pairs[end][1] == pairs[start][1]:

@@ -21,7 +21,7 @@ from pytest_megatron.refresh.accept import Outcome, Terms, accept, consider, wri
 from pytest_megatron.refresh.candidate import Candidate
 from pytest_megatron.refresh.making import make_candidate
 from pytest_megatron.refresh.pull_request import commit_message, counted, markdown
-from pytest_megatron.refresh.reading import read_candidate
+from pytest_megatron.refresh.reading import digest_of, read_candidate
 from pytest_megatron.verdict.job import Training
 
 _MOST_LINES = 60  # of the page in the terminal
@@ -41,10 +41,10 @@ class GoldenWriter:
         self._terms = Terms(reason=options.golden_reason, is_dirty_allowed=options.is_dirty_allowed)
         self.lines: list[str] = []
 
-    def wants(self, golden: Path) -> bool:
-        """Whether that golden is to be written."""
+    def wants(self, *, has_golden: bool) -> bool:
+        """Whether the golden is to be written of a workload that had one before, or had none."""
         mode = self._options.golden
-        return mode == "refresh" or (mode == "record" and not golden.exists())
+        return mode == "refresh" or (mode == "record" and not has_golden)
 
     def refuse_early(self, facts: Facts) -> None:
         """Refuse what could never be written, before the training costs anything.
@@ -72,7 +72,14 @@ class GoldenWriter:
             path = make_candidate(training, facts, arguments=self._arguments, policy=policy)
         except GoldenError as error:
             return {**shown, "problem": error.problem}
-        return {**shown, "candidate": str(path)}
+        directory = training.job.dirs.root
+        files = [path, *(attempt.whole_path for attempt in training.clean)]
+        digests: dict[str, JsonValue] = {
+            file.relative_to(directory).as_posix(): digest_of(file)
+            for file in files
+            if file.is_file()
+        }
+        return {**shown, "candidate": str(path), "digests": digests}
 
     def refusal(
         self, node_id: str, record: Mapping[str, JsonValue], directory: Path, policy: Policy
@@ -84,7 +91,11 @@ class GoldenWriter:
             return None
         lines = [f"{node_id}: {refusals[0].line}", *(r.line for r in refusals[1:])]
         if all(refusal.rule.is_soft for refusal in refusals):
-            lines.append("give the reason with --golden-reason TEXT, which the golden then says")
+            run = directory.parent
+            lines.append(
+                "give the reason, which the golden then says: with --golden-reason TEXT, or "
+                f"without another training: pytest-megatron golden accept {run} --reason TEXT"
+            )
         return "\n".join(lines)
 
     def finish(self, records: Mapping[str, JsonValue], policy: Policy, exit_status: int) -> bool:

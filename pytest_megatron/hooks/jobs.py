@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 from pytest_megatron.ci.jobs import num_repeats_of
 from pytest_megatron.errors import GoldenError, LaunchError
+from pytest_megatron.golden.policy import Policy
 from pytest_megatron.golden.provenance import Golden
 from pytest_megatron.golden.store import golden_path, new_golden_path, read_golden
 from pytest_megatron.hooks.options import MIN_REFRESH_REPEATS, Options
@@ -22,6 +25,7 @@ from pytest_megatron.launch.script_row import Machine
 from pytest_megatron.launch.starter import FT_PACKAGE
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.verdict.job import Job
+from pytest_megatron.verdict.judge import place_of
 from pytest_megatron.verdict.modes import check_golden_kind
 from pytest_megatron.verdict.retry import policy_of
 from pytest_megatron.verdict.row_case import read_case_of
@@ -85,20 +89,21 @@ def new_golden_path_of(job: Job) -> Path:
     return new_golden_path(job.setting.root, job.workload)
 
 
-def read_golden_of(session: RunSession, job: Job) -> Golden | None:
-    """Return the golden to compare with; None where nothing is to be compared.
+def require_golden(session: RunSession, job: Job, policy: Policy) -> None:
+    """Make sure, before a training costs anything, that there is something to compare it with.
 
     Raises:
-        GoldenError: It should be there and is not, or cannot be read.
+        GoldenError: The golden should be there and is not, cannot be read, or the policy judges
+            no metric of the workload.
     """
     mode = session.options.golden
     if not job.is_compared or mode in ("off", "refresh"):
-        return None
+        return
     path = golden_path_of(job)
     if not path.exists():
         is_to_fail = job.case is not None and job.case.evaluation is Evaluation.XPASS
         if mode == "record" or is_to_fail:
-            return None
+            return
         raise GoldenError(
             str(path),
             f"there is no golden for {job.node_id}, nothing was run; write one with "
@@ -107,21 +112,54 @@ def read_golden_of(session: RunSession, job: Job) -> Golden | None:
     golden = read_golden(path)
     if job.case is not None:
         check_golden_kind(job.case, golden)
-    return golden
+    policy.at(place_of(job)).require_judged(job.metric_names or ())
 
 
-def keep_golden(session: RunSession, job: Job) -> None:
-    """Copy the golden into the workload's directory: its page must show what was compared with.
+def keep_golden(session: RunSession, job: Job) -> str | None:
+    """Copy the golden into the workload's directory; return its SHA-256, None where there is none.
+
+    The copy is what the run is compared with and what its page shows, whatever becomes of the
+    golden while the training runs. A run that is taken over has the copy already.
 
     Raises:
         LaunchError: It cannot be copied.
     """
     path = golden_path_of(job)
-    if job.is_compared and session.options.golden != "off" and path.is_file():
-        try:
+    if not job.is_compared or session.options.golden == "off":
+        return None
+    try:
+        if path.is_file() and not (session.options.is_attached and job.dirs.golden.is_file()):
             shutil.copyfile(path, job.dirs.golden)
-        except OSError as error:
-            raise LaunchError(
-                str(job.dirs.golden),
-                f"{error.strerror}; give another --run-dir, or make room; nothing was run",
-            ) from error
+        return _digest(job.dirs.golden) if job.dirs.golden.is_file() else None
+    except OSError as error:
+        raise LaunchError(
+            str(job.dirs.golden),
+            f"{error.strerror}; give another --run-dir, or make room; nothing was run",
+        ) from error
+
+
+def read_kept_golden(session: RunSession, job: Job, digest: str | None) -> Golden | None:
+    """Return the golden as it was before the training; None where nothing is to be compared.
+
+    Args:
+        session: Of the run.
+        job: Whose golden it is.
+        digest: As `keep_golden` returned it.
+
+    Raises:
+        GoldenError: The copy is not what was kept, or cannot be read.
+    """
+    if digest is None or session.options.golden == "refresh":
+        return None
+    copy = job.dirs.golden
+    if not copy.is_file() or _digest(copy) != digest:
+        raise GoldenError(
+            str(copy),
+            "changed while the training ran, so what was measured is not judged; leave the run "
+            "directory alone, and run it again",
+        )
+    return replace(read_golden(copy), path=str(golden_path_of(job)))
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -59,7 +59,7 @@ class Options:
         executor: Name of the engine that runs workloads.
         executor_config: Its settings, below the directory of the user; or None.
         is_attached: Whether the run directory is that of a run whose controller is gone.
-        golden_reason: Why goldens get worse, or None.
+        golden_reason: Why goldens change, or None.
         num_gpus: Ranks of a gang, one for each CUDA device; 0 is all of them; None if not asked.
         num_ranks: Ranks of a gang on a node, on any device; None if not asked.
         ranks_per_gpu: Ranks of a gang that share a CUDA device at the most.
@@ -174,7 +174,7 @@ def add_options(parser: pytest.Parser) -> None:
     add("executor-config", "settings of the executor", metavar="FILE")
     add("attach", "take over a run whose pytest is gone, with what it was told", metavar="RUN")
     add("golden-policy", "how to compare: strict (default), megatron or a file", metavar="POLICY")
-    add("golden-reason", "why goldens get worse, which they then say", metavar="TEXT")
+    add("golden-reason", "why goldens change, which they then say", metavar="TEXT")
     add("plan", "print what would run and run nothing", action="store_true")
     add("tee-ranks", "ranks copied live to the terminal (0,3; all; none)", metavar="LIST")
     add("allow-empty", "a selection that matches nothing is no error", action="store_true")

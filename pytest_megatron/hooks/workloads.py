@@ -23,7 +23,8 @@ from pytest_megatron.hooks.jobs import (
     keep_golden,
     make_job,
     new_golden_path_of,
-    read_golden_of,
+    read_kept_golden,
+    require_golden,
 )
 from pytest_megatron.hooks.options import WORKLOADS_PLUGIN, Options
 from pytest_megatron.hooks.pages import register_pages
@@ -101,6 +102,7 @@ class WorkloadPlugin:
         self._policy = policy
         self.vocabulary = vocabulary
         self._goldens = goldens
+        self._kept: dict[str, str | None] = {}  # node id to the digest of the golden
 
     @property
     def table(self) -> Table:
@@ -142,10 +144,10 @@ class WorkloadPlugin:
         lacking = self._session.engine.lacks(needs_of(job.workload, plan_job(job)))
         if lacking is not None:
             raise LaunchError(job.node_id, f"{lacking}; nothing was run")
-        read_golden_of(self._session, job)  # a missing golden is worth knowing before the training
+        require_golden(self._session, job, self._policy)
         self._goldens.refuse_early(self._session.facts)
         self._make_run_dir(job)
-        keep_golden(self._session, job)
+        self._kept[job.node_id] = keep_golden(self._session, job)
         return job
 
     def train(self, item: WorkloadItem) -> Training:
@@ -173,13 +175,14 @@ class WorkloadPlugin:
         if job.case is None or job.metric_names is None:
             self._record(item, item_record(training, None))
             return
-        golden = read_golden_of(self._session, job)
+        kept = self._kept.pop(job.node_id, None)
+        golden = read_kept_golden(self._session, job, kept)
         facts = training.facts(self._session.facts)
         judgement = judge(training, golden, self._policy, facts)
         write_json_atomically(job.dirs.comparison, judgement.as_json())
         problem = self._session.shorten(mismatch(training, judgement)) if judgement.failed else None
         record = self._evaluated(training, judgement, problem)
-        is_wanted = problem is None and self._goldens.wants(golden_path_of(job))
+        is_wanted = problem is None and self._goldens.wants(has_golden=kept is not None)
         agrees = record["is_expected"] or (problem is None and not is_wanted)
         if agrees or not job.is_compared:
             self._record(item, record)

@@ -51,7 +51,7 @@ class Terms:
     """On what terms candidates are taken.
 
     Attributes:
-        reason: Why goldens get worse, as somebody typed it, or None.
+        reason: Why goldens change, as somebody typed it, or None.
         is_dirty_allowed: Whether a run without a commit is fine.
     """
 

@@ -42,7 +42,9 @@ class Candidate:
         problem: Why it did not pass, as the run printed it.
         golden: Values and provenance, None where the run left none.
         repeats: What each clean repeat measured.
+        first_step: The iteration that the training begins with; None where that is not known.
         last_step: The iteration that the plan trains to; None where it names none.
+        has_cross_entropy: Whether a loss of it is one: not negative, and falling with training.
         num_ranks: Of the plan.
         platform: Of the row.
         spread: In what the repeats differ more than the policy allows, a line each.
@@ -60,7 +62,9 @@ class Candidate:
     golden: Golden | None = None
     attempts: tuple[Ran, ...] = ()
     repeats: tuple[MetricMap, ...] = ()
+    first_step: int | None = None
     last_step: int | None = None
+    has_cross_entropy: bool = True
     num_ranks: int | None = None
     platform: str | None = None
     spread: tuple[str, ...] = ()
@@ -101,9 +105,15 @@ class Rule(Enum):
     GPU = "gpu"
     WORLD_SIZE = "world-size"
     # Only with a reason.
+    LATE_START = "late-start"
+    NOT_FALLING = "not-falling"
+    IMPLAUSIBLE = "implausible"
     CONFIG = "config-changed"
+    FEWER_STEPS = "fewer-steps"
     STEP_1 = "step-1"
     LOSS = "loss-worse"
+    BETTER = "loss-better"
+    OUTSIDE = "outside-band"
     MEMORY = "memory"
     TIME = "time"
     MASS = "one-direction"
@@ -114,7 +124,12 @@ class Rule(Enum):
         return self in _SOFT
 
 
-_SOFT = frozenset((Rule.CONFIG, Rule.STEP_1, Rule.LOSS, Rule.MEMORY, Rule.TIME, Rule.MASS))
+_SOFT = frozenset(
+    (
+        *(Rule.LATE_START, Rule.NOT_FALLING, Rule.IMPLAUSIBLE, Rule.CONFIG, Rule.FEWER_STEPS),
+        *(Rule.STEP_1, Rule.LOSS, Rule.BETTER, Rule.OUTSIDE, Rule.MEMORY, Rule.TIME, Rule.MASS),
+    )
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,8 +41,8 @@ def refusals_of(
         return tuple(found)  # what it measured says nothing
     found += _of_values(candidate, old)
     found += _of_origin(candidate, old, is_dirty_allowed=is_dirty_allowed)
-    if not found and candidate.golden is not None and old is not None:
-        found += soft_refusals(old, candidate.golden)
+    if not found:
+        found += soft_refusals(candidate, old)
     return tuple(found)
 
 

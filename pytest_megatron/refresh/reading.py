@@ -6,6 +6,7 @@ their last parts count. Nothing in them is trusted to lead out of the project or
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from pytest_megatron.golden.provenance import Golden, Provenance
 from pytest_megatron.golden.refresh import combine, series_in, series_of_generation
 from pytest_megatron.golden.store import read_golden, read_metrics
 from pytest_megatron.golden.surroundings import NOWHERE
-from pytest_megatron.launch.case import Case, read_case
+from pytest_megatron.launch.case import Case, Mode, TestType, read_case
 from pytest_megatron.launch.layout import RUN_FILE, ItemDirs
 from pytest_megatron.recipe.places import CASES, GOLDENS
 from pytest_megatron.refresh.candidate import Candidate, Ran
@@ -94,13 +95,40 @@ def read_candidate(
         is_quarantined=_is_held(record),
     )
     try:
-        return _with_values(found, root, policy)
+        return _with_values(found, root, policy, _digests_of(record))
     except (MegatronError, OSError) as error:
         text = str(error) if isinstance(error, MegatronError) else f"{error.filename}: {error}"
         return replace(found, damage=(text,))
 
 
-def _with_values(found: Candidate, root: Path, policy: Policy) -> Candidate:
+def digest_of(path: Path) -> str:
+    """Return the SHA-256 of a file, as `run.json` keeps it of what a candidate was made from.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _digests_of(record: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
+    """Return file to SHA-256; empty in a run of a version that noted none."""
+    golden = record.get("golden")
+    digests = golden.get("digests") if isinstance(golden, dict) else None
+    return digests if isinstance(digests, dict) else {}
+
+
+def _edited(
+    directory: Path, files: Sequence[Path], digests: Mapping[str, JsonValue]
+) -> Iterator[str]:
+    """Yield the files that are not as the run left them."""
+    for file in files if digests else ():
+        if digests.get(file.relative_to(directory).as_posix()) != digest_of(file):
+            yield f"{file}: is not what the run measured; accept the run as it was"
+
+
+def _with_values(
+    found: Candidate, root: Path, policy: Policy, digests: Mapping[str, JsonValue]
+) -> Candidate:
     """Add what was measured."""
     clean = [attempt for attempt in found.attempts if attempt.cause is None]
     path = found.directory / CANDIDATE
@@ -121,11 +149,16 @@ def _with_values(found: Candidate, root: Path, policy: Policy) -> Candidate:
         found,
         golden=golden,
         repeats=tuple(repeats),
+        first_step=_first_step(plan, case),
         last_step=_last_step(plan),
+        has_cross_entropy=case.mode is Mode.PRETRAINING,
         num_ranks=_number(plan.get("world_size")),
         is_lightweight=bool(plan.get("is_lightweight")),
         disagreements=tuple(_disagreements(found.directory)),
-        damage=tuple(_falsified(found, golden, repeats, plan)),
+        damage=(
+            *_falsified(found, golden, repeats, plan),
+            *_edited(found.directory, [path, *files], digests),
+        ),
     )
     sides = [m.generation or m.metrics for m in measured]
     place = Place(case="/".join(found.target.parts[-3:-1]), platform=found.platform)
@@ -273,6 +306,15 @@ def _last_step(plan: Mapping[str, JsonValue]) -> int | None:
     until = _number(plan.get("until_iteration"))
     phases = _objects(plan.get("phases"))
     return until if until is not None or not phases else _number(phases[0].get("last_iteration"))
+
+
+def _first_step(plan: Mapping[str, JsonValue], case: Case) -> int | None:
+    """Return where the training begins; nobody knows of a checkpoint of long ago."""
+    phases = _objects(plan.get("phases"))
+    back_to = _number(phases[0].get("rewind_to")) if phases else None
+    if back_to is None:
+        return None if case.test_type is TestType.FROZEN_START else 1
+    return back_to + 1
 
 
 def _target_of(golden: JsonValue, node_id: str) -> PurePosixPath:

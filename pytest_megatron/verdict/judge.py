@@ -15,7 +15,7 @@ from pytest_megatron.golden.surroundings import Surroundings
 from pytest_megatron.launch.case import Case, TestType
 from pytest_megatron.launch.facts import Facts
 from pytest_megatron.verdict.attempt import Attempt
-from pytest_megatron.verdict.job import Training
+from pytest_megatron.verdict.job import Job, Training
 from pytest_megatron.verdict.modes import check_golden_kind, compare_in_mode
 
 GOLDEN = "golden"  # what a repeat was compared with
@@ -126,7 +126,7 @@ def _with_golden(
             golden,
             attempt.generation or attempt.whole,
             metrics=names,
-            policy=policy.at(_place(training)),
+            policy=policy.at(place_of(training.job)),
             surroundings=Surroundings(
                 host_class=facts.host.platform_class(training.job.workload.platform),
                 image=facts.image,
@@ -150,15 +150,16 @@ def _with_first_phase(training: Training, attempt: Attempt, policy: Policy) -> R
             attempt.metrics[1],
             train_iters=2 * half,
             metrics=names,
-            policy=policy.at(_place(training)),
+            policy=policy.at(place_of(training.job)),
             nondeterministic=case.is_nondeterministic,
             where=str(attempt.dirs.phase(1).metrics),
         ),
     )
 
 
-def _place(training: Training) -> Place:
-    workload = training.job.workload
+def place_of(job: Job) -> Place:
+    """Return what a policy may distinguish a workload by."""
+    workload = job.workload
     return Place(
         case=f"{workload.model}/{workload.test_case}",
         platform=workload.platform,

@@ -130,3 +130,57 @@ def test_show_prints_one_line_a_metric_and_the_provenance(
         "gpu: 1x H100",
         "repeats: 2",
     ]
+
+
+@pytest.mark.parametrize(
+    ("versions", "is_same"),
+    [
+        (("torch=2.13.0",), True),
+        (("torch==2.13.0",), True),
+        (("torch=2.12.0",), False),
+        ((), False),
+    ],
+)
+def test_bits_count_where_the_run_was_where_the_golden_is_from(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    observed: Path,
+    *,
+    versions: tuple[str, ...],
+    is_same: bool,
+) -> None:
+    golden = tmp_path / "golden.json"
+    near: dict[int, Value] = {s: 5.0 - s / 100 + 1e-6 for s in LOSS}
+    origin = Provenance(
+        deterministic=True,
+        repeats=2,
+        host_class="a host",
+        image="an@sha256:1",
+        versions={"torch": "2.13.0", "python": "3.11"},
+    )
+    write_golden(golden, {"lm loss": series_of(near, is_full_precision=True)}, origin)
+    words = [word for version in versions for word in ("--version", version)]
+    place = ("--host-class", "a host", "--image", "an@sha256:1")
+    assert check(monkeypatch, golden, observed, *place, *words) == int(is_same)
+    assert check(monkeypatch, golden, observed, "--version", "torch") == 2
+
+
+@pytest.mark.parametrize("command", ["show", "lint", "check"])
+def test_what_a_file_says_cannot_steer_the_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    command: str,
+) -> None:
+    """A name of a metric that clears the screen and retitles the window."""
+    evil = tmp_path / "golden_values_dev_dgx_h100.json"
+    name = "lm loss\x1b[2J\x1b]0;owned\x07\x9b1m"
+    values = {"1": 1.5, "2": "\x1b[8m"}
+    block = {"start_step": 1, "end_step": 9, "step_interval": 1, "values": values}
+    evil.write_text(json.dumps({name: block, "ok": {**block, "values": {"1": 1, "2": 2}}}))
+    words = ("--golden", evil, "--observed", evil) if command == "check" else (evil,)
+    run(monkeypatch, command, *words)
+    printed = capsys.readouterr()
+    text = printed.out + printed.err
+    assert r"\x1b[2J\x1b]0;owned\x07\x9b1m" in text
+    assert not {"\x1b", "\x07", "\x9b"} & set(text)

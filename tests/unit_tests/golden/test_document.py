@@ -4,6 +4,7 @@ import json
 import math
 import random
 import struct
+from collections.abc import Iterator
 
 import pytest
 
@@ -11,6 +12,8 @@ from pytest_megatron.errors import GoldenError
 from pytest_megatron.files import JsonValue
 from pytest_megatron.golden.document import metrics_to_json, parse_document, shortest, to_float32
 from pytest_megatron.golden.model import Value, series_of
+from pytest_megatron.golden.refresh import series_in
+from pytest_megatron.golden.store import parse_golden
 
 
 def block(values: JsonValue, **more: JsonValue) -> dict[str, JsonValue]:
@@ -203,3 +206,70 @@ def test_a_float32_is_written_with_as_few_digits_as_give_it_back() -> None:
 @pytest.mark.parametrize("value", [0.1, 4159301632.0, 1e300, 0.0, 4.8753])
 def test_a_whole_number_and_what_is_no_float32_are_written_as_they_are(value: float) -> None:
     assert shortest(value) == value
+
+
+ODD: list[JsonValue] = [None, True, 1.5, -1, "x", "1e5", [], ["full"], [None], {}, {"1": 2}]
+ODD += [{"a": []}, 10**30, -(10**400), math.nan, math.inf]
+SERIES: JsonValue = {
+    "lm loss": {
+        "start_step": 1,
+        "end_step": 2,
+        "step_interval": 1,
+        "value_precision": "full",
+        "values": {"1": 1.0, "2": 2.0},
+        "non_finite": {"3": "nan"},
+    },
+    "num-zeros": {"start_step": 1, "end_step": 2, "step_interval": 1, "values": [1, 2]},
+    "_provenance": {"repeats": 2, "spread": {"lm loss": 0.0}, "versions": {"a": "b"}},
+}
+REQUESTS: JsonValue = {
+    "0": {"generated_text": "b", "generated_tokens": [1, 2], "logprobs": [-1.0, -2.0]},
+    "1": {"routing_indices": [[1], [2], [3]], "routing_indices_token_indices": [0, 2]},
+    "throughput": [1.0],
+    "async_sched_step_count": [3],
+}
+
+
+def places(value: JsonValue, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Every place in a JSON value."""
+    yield path
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from places(part, (*path, key))
+    elif isinstance(value, list):
+        for index, part in enumerate(value):
+            yield from places(part, (*path, index))
+
+
+def put(value: JsonValue, path: tuple[str | int, ...], new: JsonValue) -> JsonValue:
+    """The value with something else at a place."""
+    if not path:
+        return new
+    key, *rest = path
+    if isinstance(value, dict):
+        return {k: put(v, tuple(rest), new) if k == key else v for k, v in value.items()}
+    assert isinstance(value, list)
+    return [put(v, tuple(rest), new) if i == key else v for i, v in enumerate(value)]
+
+
+@pytest.mark.parametrize("golden", [SERIES, REQUESTS], ids=["series", "requests"])
+def test_another_type_anywhere_is_read_or_is_one_error_of_the_file(golden: JsonValue) -> None:
+    refused: list[str] = []
+    for place in places(golden):
+        for odd in ODD:
+            text = json.dumps(put(golden, place, odd))
+            try:
+                series_in(parse_golden(text, "g.json"))
+            except GoldenError as error:
+                refused.append(str(error))
+    assert len(refused) > 200
+    assert all(message.startswith("g.json:") for message in refused)
+
+
+def test_the_types_of_a_block_are_named() -> None:
+    text = '{"a": {"values": {"1": 1.0}, "value_precision": ["full"]}}'
+    with pytest.raises(GoldenError, match="a: 'value_precision' is list of 1, expected text"):
+        parse_document(text, "g.json")
+    text = '{"a": {"values": {"1": 1.0}, "step_interval": "1"}}'
+    with pytest.raises(GoldenError, match="a: 'step_interval' is str '1', expected a whole number"):
+        parse_document(text, "g.json")

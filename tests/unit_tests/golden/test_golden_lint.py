@@ -161,6 +161,20 @@ def test_a_golden_that_ends_early_is_an_error(tree: Tree) -> None:
     assert tree.lint() == []
 
 
+def test_a_golden_that_a_time_limit_ended_is_no_error_of_a_release(tree: Tree) -> None:
+    """Megatron-LM fills it up with "nan": 13 goldens of releases at d98e8a64dd."""
+    path = tree.golden(tree.beside / NAME)
+    document = json.loads(path.read_text())
+    document["lm loss"]["values"] |= {"9": "nan", "10": "nan"}
+    path.write_text(json.dumps(document, indent=2))
+    ended, not_measured = tree.lint()
+    assert "warning golden-not-finite: lm loss: 2 of 10 values" in not_measured
+    assert not_measured.endswith("the first the text 'nan' at step 9; not compared there")
+    assert "error golden-truncated: lm loss: ends at step 8, the training of" in ended
+    tree.case.write_text(CASE.replace("regular", "release"))
+    assert tree.lint() == [not_measured]
+
+
 def test_holes_and_wrong_bounds_are_told_apart(tree: Tree) -> None:
     path = tree.golden(tree.beside / NAME)
     document = json.loads(path.read_text())

@@ -70,3 +70,22 @@ def test_what_is_no_metric_is_an_error_with_its_line(
 def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(MetricsError, match="cannot be read"):
         read_json_lines(tmp_path / "no.jsonl")
+
+
+def test_a_step_with_another_value_is_an_error_and_the_same_one_is_noted(tmp_path: Path) -> None:
+    """Two ranks that write, or a training that starts again in the same file."""
+    path = write(tmp_path, '{"step": 1, "a": 4}\n{"step": 1, "a": 4.5}\n')
+    with pytest.raises(MetricsError) as caught:
+        read_json_lines(path)
+    assert str(caught.value) == (
+        f"{path}:2: step 1 has 'a' again, 4.5 and before 4.0; have one rank write it, and each "
+        "training a file of its own"
+    )
+    path = write(tmp_path, '{"step": 1, "a": 4, "b": NaN}\n' * 2)
+    assert read_json_lines(path).notes == (f"{path}: 2 values more than once, each time the same",)
+
+
+def test_deep_nesting_is_an_error_of_its_line(tmp_path: Path) -> None:
+    path = write(tmp_path, "[" * 100_000 + "]" * 100_000 + "\n\n")
+    with pytest.raises(MetricsError, match=r":1: not JSON: "):
+        read_json_lines(path)

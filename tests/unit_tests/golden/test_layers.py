@@ -191,3 +191,35 @@ def _at(step: int) -> float:
     value = LOSS[step]
     assert isinstance(value, float)
     return value
+
+
+@pytest.mark.parametrize(
+    ("spread", "slower", "is_fine"),
+    [
+        pytest.param(None, 1.3, False, id="nothing known"),
+        pytest.param(0.01, 1.3, False, id="quiet host"),
+        pytest.param(0.2, 1.3, True, id="busy host"),
+        pytest.param(0.2, 1.7, False, id="busy host and much slower"),
+    ],
+)
+def test_a_time_is_judged_by_how_far_the_goldens_repeats_were_apart(
+    spread: float | None, slower: float, *, is_fine: bool
+) -> None:
+    """Runs of one program on a shared machine: 3 of 12 alarmed, with their spread none."""
+    times: dict[int, Value] = dict.fromkeys(range(1, 41), 1.0)
+    run = {"iteration-time": series_of(dict.fromkeys(times, slower), is_full_precision=True)}
+    by_step = None if spread is None else series_of(dict.fromkeys(times, spread))
+    for known in (spread, by_step):
+        golden = Golden(
+            path="g.json",
+            metrics={"iteration-time": series_of(times, is_full_precision=True)},
+            provenance=Provenance(
+                host_class="a host",
+                repeats=3,
+                spread={} if known is None else {"iteration-time": known},
+            ),
+        )
+        here = Surroundings(host_class="a host")
+        assert compare(golden, run, surroundings=here)[0].passed == is_fine
+        typed = Policy(base=Base.STRICT, name="o", metrics={"iteration-time": {"median": 0.1}})
+        assert not compare(golden, run, surroundings=here, policy=typed)[0].passed

@@ -192,3 +192,16 @@ def test_an_unknown_policy_is_refused(text: str, message: str) -> None:
 def test_a_relative_path_is_looked_for_in_the_root_too(tmp_path: Path) -> None:
     _ = policy_of(tmp_path)
     assert policy_named("policy.yaml", root=tmp_path).is_strict
+
+
+def test_a_policy_that_judges_nothing_is_refused(tmp_path: Path) -> None:
+    """A run as wrong as can be would pass."""
+    text = 'format_version: 1\ninherit: strict\nmetrics:\n  "*": {judged: false}\n'
+    policy = policy_of(tmp_path, text)
+    golden = Golden(path="g.json", metrics={"lm loss": series_of({1: 5.0, 2: 4.0})})
+    wrong = {"lm loss": series_of({1: 50.0, 2: 40.0})}
+    for metrics in (None, ["lm loss"]):
+        with pytest.raises(GoldenError, match="judged is false for lm loss, so nothing would be"):
+            compare(golden, wrong, metrics=metrics, policy=policy)
+    some = policy_of(tmp_path, text + "  lm loss: {judged: true}\n")
+    assert not compare(golden, wrong, policy=some)[0].passed

@@ -361,3 +361,40 @@ def test_reduced_precision_rounds_otherwise_on_another_class_of_host(
         LOSS, observed, provenance=made, surroundings=Surroundings(host_class=host_class)
     )
     assert comparison.passed is passed
+
+
+@pytest.mark.parametrize(
+    ("kept", "is_enough"),
+    [
+        pytest.param(range(1, 2), False, id="only step 1"),
+        pytest.param(range(1, 41), False, id="four fifths"),
+        pytest.param(range(26, 51), False, id="the second half"),
+        pytest.param(range(5, 51, 5), True, id="every fifth step"),
+        pytest.param(range(5, 46, 5), True, id="a half-open range of them"),
+    ],
+)
+def test_a_golden_that_holds_little_of_the_run_is_unusable(kept: range, *, is_enough: bool) -> None:
+    comparison = judge({step: LOSS[step] for step in kept}, LOSS)
+    assert comparison.passed == is_enough
+    if not is_enough:
+        assert comparison.rule is Rule.GOLDEN_UNUSABLE
+        first, last = min(kept), max(kept)
+        assert comparison.notes[0] == (
+            f"it has steps {first} to {last}, the run 1 to 50, whose rest would pass unseen; "
+            "record it again"
+        )
+
+
+def test_what_megatron_did_not_measure_before_a_time_limit_is_not_compared() -> None:
+    """Its release goldens have "nan" up to the end of the schedule: 13 files at d98e8a64dd."""
+    golden: Values = {s: LOSS[s] if s <= 45 else "nan" for s in LOSS}
+    run = {s: v for s, v in LOSS.items() if s <= 46}
+    comparison = judge(golden, run)
+    assert (comparison.passed, comparison.deviation.num_compared) == (True, 45)
+    assert "5 steps not measured, not compared" in comparison.notes
+    shifted = judge(golden, {s: v * 1.01 for s, v in run.items() if isinstance(v, float)})
+    assert not shifted.passed
+    hidden = judge({s: LOSS[s] if s == 1 else "nan" for s in LOSS}, LOSS)
+    assert (hidden.passed, hidden.rule) == (False, Rule.GOLDEN_UNUSABLE)
+    hole = judge({**LOSS, 7: "nan"}, LOSS)
+    assert (hole.passed, hole.rule) == (False, Rule.GOLDEN_UNUSABLE)

@@ -17,7 +17,8 @@ from tiny_project import Project, Run, read_object, send, wait_until
 from pytest_megatron.cli.main import group
 from pytest_megatron.golden.store import read_golden
 
-REFRESH = ("-k", "old or new", "--golden", "refresh", "-n", "2")
+REASON = "the old golden was wrong at step 3"
+REFRESH = ("-k", "old or new", "--golden", "refresh", "--golden-reason", REASON, "-n", "2")
 
 
 def git(project: Project, *arguments: str) -> str:
@@ -99,9 +100,9 @@ def test_workloads_that_are_not_clean_keep_every_golden_from_being_written(
     assert goldens(project) == before
 
 
-def golden_command(project: Project, command: str, run_dir: str) -> Result:
+def golden_command(project: Project, command: str, run_dir: str, *more: str) -> Result:
     """Run a command in this process, as a user would in the project."""
-    words = ["golden", command, str(project.root / run_dir), "--root", str(project.root)]
+    words = ["golden", command, str(project.root / run_dir), "--root", str(project.root), *more]
     return CliRunner().invoke(group, words)
 
 
@@ -114,7 +115,9 @@ def test_a_workload_that_disagrees_leaves_a_candidate_that_may_be_accepted(
     assert run.verdict("old") == ("FAILED", "failed")
     assert goldens(project) == before
     assert "goldens: 1 candidate in the run directory" in run.stdout
-    accepted = golden_command(project, "accept", "run-differs")
+    refused = golden_command(project, "accept", "run-differs")
+    assert (refused.exit_code, "[loss-better] lm loss" in refused.stderr) == (1, True)
+    accepted = golden_command(project, "accept", "run-differs", "--reason", REASON)
     assert (accepted.exit_code, accepted.stderr) == (0, "")
     now = goldens(project)
     assert [path for path in now if now[path] != before.get(path)] == [
@@ -186,8 +189,8 @@ def test_a_refresh_prints_and_keeps_a_table_for_the_pull_request(
 
 def test_a_refresh_proposes_a_commit_message(refreshed: Run, project: Project) -> None:
     text = (refreshed.directory / "goldens_commit_message.txt").read_text()
-    subject, _, command, commit_line, largest = text.splitlines()
-    assert subject == "Refresh goldens of 2 cases"
+    subject, _, reason, _, command, commit_line, largest = text.splitlines()
+    assert (subject, reason) == ("Refresh goldens of 2 cases", REASON)
     assert command.endswith(f"recipes {' '.join(REFRESH)}")
     assert commit_line == f"Measured at commit: {git(project, 'rev-parse', 'HEAD')}"
     assert largest.startswith(
@@ -271,6 +274,50 @@ def test_what_could_never_make_a_golden_is_refused(
 ) -> None:
     run = project.run("recipes", *arguments, run_dir="run-refused")
     assert (run.returncode, run.stderr) == (4, f"ERROR: {error}\n\n")
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        pytest.param(
+            "golden_values/gpt/old/golden_values_dev_cpu.json",
+            "lm loss, step 3: observed 5.934, golden 6.434",
+            id="the golden",
+        ),
+        pytest.param(
+            "run/tiny-old-dev-cpu*/golden.json",
+            "changed while the training ran, so what was measured is not judged",
+            id="the copy that the run keeps",
+        ),
+    ],
+)
+def test_a_run_is_compared_with_the_golden_that_was_there_when_it_began(
+    tmp_path: Path, changed: str, problem: str
+) -> None:
+    """The training puts the golden in place that it agrees with."""
+    project = Project(root=tmp_path)
+    project.add("old")
+    sound = project.golden_path("old").read_text()
+    project.golden("old", changes={3: 0.5})
+    (tmp_path / "sound.json").write_text(sound)
+    program = tmp_path / "train.py"
+    swap = f"[p.write_text(open('sound.json').read()) for p in Path().glob({changed!r})]"
+    program.write_text(f"{program.read_text()}\nassert {swap}\n")
+    run = project.run("recipes")
+    assert run.verdict("old") == ("FAILED", "failed")
+    assert problem in run.problem("old")
+
+
+def test_a_policy_that_judges_nothing_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    project = Project(root=tmp_path)
+    project.add("old")
+    (tmp_path / "none.yaml").write_text(
+        "format_version: 1\ninherit: strict\nmetrics: {'*': {judged: false}}\n"
+    )
+    run = project.run("recipes", "--golden-policy", "none.yaml")
+    assert run.outcomes == {"old": "ERROR"}
+    assert "none.yaml: judged is false for lm loss, num-zeros, so nothing would be" in run.stdout
+    assert not run.directory.exists()
 
 
 def test_ctrl_c_writes_no_golden(tmp_path: Path) -> None:

@@ -145,7 +145,10 @@ class WorkloadPlugin:
         if lacking is not None:
             raise LaunchError(job.node_id, f"{lacking}; nothing was run")
         require_golden(self._session, job, self._policy)
-        self._goldens.refuse_early(self._session.facts)
+        if not self._session.options.is_attached:
+            is_here = not self._session.engine.is_queue
+            target = new_golden_path_of(job)
+            self._goldens.refuse_early(job, target, self._session.facts, is_here=is_here)
         self._make_run_dir(job)
         self._kept[job.node_id] = keep_golden(self._session, job)
         return job

@@ -224,8 +224,11 @@ class WorkloadPlugin:
         return problem
 
     def with_way_back(self, problem: str, node_id: str) -> str:
-        """Return why a workload did not pass, and last how to have it again."""
-        redacted = self._session.redactor.text(problem)
+        """Return why a workload did not pass, and last how to have it again.
+
+        The first line is what pytest's summary has room for, behind the node id: it goes without.
+        """
+        redacted = self._session.redactor.text(problem).removeprefix(f"{node_id}: ")
         return f"{redacted}\n{reproduce_line(self._session.where, node_id)}"
 
     def record_broken(
@@ -273,8 +276,14 @@ class WorkloadPlugin:
     def pytest_runtest_makereport(
         self, item: pytest.Item
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Put a workload's record on its last report, on which it also crosses from a worker."""
+        """Put a workload's record on its last report, on which it also crosses from a worker.
+
+        The name of pytest's own exception says nothing in a summary that has room for a few words.
+        """
         report = yield
+        crash = getattr(report.longrepr, "reprcrash", None)
+        if isinstance(item, WorkloadItem) and crash is not None:
+            crash.message = crash.message.removeprefix("Failed: ")
         if isinstance(item, WorkloadItem) and report.when == "teardown" and item.record:
             report.__dict__["megatron_workload"] = item.record  # pytest carries it along
         return report

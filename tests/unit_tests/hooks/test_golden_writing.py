@@ -363,7 +363,7 @@ def test_a_changed_case_wants_its_reason_before_anything_runs(tmp_path: Path) ->
     run = project.run("recipes", "--golden", "refresh")
     assert run.outcomes == {"old": "ERROR"}
     assert (
-        "old[dev-cpu]: [config-changed] the case asks for something else than before; "
+        "[config-changed] the case asks for something else than before; "
         "nothing was run; give the reason with --golden-reason TEXT, which the golden then says"
     ) in run.stdout
     assert not any(path.is_dir() for path in run.directory.iterdir())

@@ -269,3 +269,15 @@ def test_old_runs_go_when_a_run_ends_that_says_so(tmp_path: Path) -> None:
     (new,) = (tmp_path / ".pytest_megatron/runs").glob("2*")
     assert new != old
     assert (new / "run.json").is_file()
+
+
+def test_a_program_that_is_not_there_is_an_error_of_plan_and_run(tmp_path: Path) -> None:
+    project = Project(root=tmp_path)
+    project.row(project.case("new"), write_golden=False)
+    (tmp_path / "train.py").unlink()
+    problem = "there is no such program, nothing was run; write it, or change the recipe's"
+    plan = project.run("recipes", "--plan", "--golden", "off")
+    assert (plan.returncode, problem in plan.stderr) == (pytest.ExitCode.USAGE_ERROR, True)
+    run = project.run("recipes", "--golden", "off")
+    assert run.outcomes == {"new": "ERROR"}
+    assert problem in run.stdout

@@ -18,5 +18,5 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if subprocess.run(mount, check=False, capture_output=True).returncode:
         pytest.skip("may not mount a file system")
     yield disk
-    umount = ["umount", str(disk)]
+    umount = ["umount", "--lazy", str(disk)]  # a test that failed may have files open
     subprocess.run(umount, check=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import shutil
@@ -76,20 +77,40 @@ def read_json(path: Path) -> JsonValue:
     return parse_json(read_bytes(path))
 
 
-def parse_json(text: str | bytes) -> JsonValue:
+def parse_json(text: str | bytes, *, is_lenient: bool = False) -> JsonValue:
     """Return a JSON value of anybody's; a surrogate without its pair becomes U+FFFD.
+
+    Args:
+        text: UTF-8.
+        is_lenient: Whether numbers that no float holds, NaN and Infinity are None.
 
     Raises:
         ValueError: It is no JSON, is nested too deeply, or has an integer that no float holds.
     """
     text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
-    if _LONG_INTEGER.search(text) is not None:
+    if not is_lenient and _LONG_INTEGER.search(text) is not None:
         raise ValueError(f"a number has more than {_MOST_DIGITS} digits")
     try:
-        value = cast("JsonValue", json.loads(text))
+        value = cast("JsonValue", _LENIENT.decode(text) if is_lenient else json.loads(text))
         return value if _SURROGATE.search(text) is None else _encodable(value)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def _integer(text: str) -> int | None:
+    return int(text) if len(text) <= _MOST_DIGITS else None
+
+
+def _number(text: str) -> float | None:
+    value = float(text)
+    return value if math.isfinite(value) else None
+
+
+def _no_number(_: str) -> None:
+    """Return None for NaN and Infinity, which are no JSON."""
+
+
+_LENIENT = json.JSONDecoder(parse_int=_integer, parse_float=_number, parse_constant=_no_number)
 
 
 def _encodable(value: JsonValue) -> JsonValue:

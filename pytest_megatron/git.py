@@ -3,9 +3,31 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Collection
 from pathlib import Path
+
+# Source: git setup.c, die_upon_dubious_ownership, from 2.35.2 on; a command is not translated.
+_REFUSAL = re.compile(r"^\s*(git config --global --add safe\.directory .+)$", re.MULTILINE)
+
+
+def mend_of_owner(said: str) -> str | None:
+    """Return the command that lets git read a checkout that it refuses by its owner.
+
+    None where git's words are about something else.
+    """
+    match = _REFUSAL.search(said)
+    return match[1] if match else None
+
+
+def ask_git_for_owner(root: Path) -> str | None:
+    """Return the command that lets git read a checkout, None where it reads it or there is none."""
+    try:
+        done = run_git(root, "rev-parse", "--git-dir")
+    except OSError:
+        return None
+    return mend_of_owner(os.fsdecode(done.stderr))
 
 
 def ask_git(root: Path, *arguments: str) -> str | None:

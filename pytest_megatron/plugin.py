@@ -86,6 +86,7 @@ def pytest_configure(config: pytest.Config) -> None:
         from pytest_megatron.hooks.workloads import register_roles  # noqa: PLC0415 - not for all
 
         register_roles(config, chosen)
+        _register_cancelled(config, is_follower=False)
     declare_marks(config)
     if chosen.num_nodes > 1 and has_workers(config):
         raise pytest.UsageError("--nnodes: pytest-xdist (-n) runs on one node; drop one of them")
@@ -137,12 +138,19 @@ def pytest_collection_modifyitems(
 def pytest_testnodedown(node: WorkerController) -> None:
     """End the session as a worker of pytest-xdist would have, if it found a mark that is wrong.
 
+    What else it has to say is written here, as its terminal is nobody's.
+
     Raises:
         pytest.UsageError: It did.
     """
-    problem = getattr(node, "workeroutput", {}).get(_USAGE_ERROR)
+    output = getattr(node, "workeroutput", {})
+    problem = output.get(_USAGE_ERROR)
     if problem is not None:
         raise pytest.UsageError(problem)
+    if options.LIMITS_OF_OTHERS in output:
+        from pytest_megatron.hooks.neighbours import tell_once  # noqa: PLC0415 - not for all
+
+        tell_once(node.config, output[options.LIMITS_OF_OTHERS])
 
 
 def _is_rank(config: pytest.Config) -> bool:
@@ -178,12 +186,13 @@ def _register_gangs(config: pytest.Config) -> GangPlugin:
 
 
 def _register_cancelled(config: pytest.Config, *, is_follower: bool) -> None:
-    """End in order when Slurm cancels the job."""
-    if "SLURM_JOB_ID" in os.environ:
-        from pytest_megatron.hooks.cancelled import CancelledPlugin  # noqa: PLC0415 - not for all
+    """End in order when Slurm cancels the job, or CI does."""
+    from pytest_megatron.hooks.cancelled import NAME, CancelledPlugin  # noqa: PLC0415 - not for all
 
-        job = os.environ["SLURM_JOB_ID"]
-        config.pluginmanager.register(CancelledPlugin(job, is_follower=is_follower))
+    job = os.environ.get("SLURM_JOB_ID")
+    is_worker = hasattr(config, "workerinput")  # of pytest-xdist, whose controller ends it
+    if not config.pluginmanager.has_plugin(NAME) and not (is_worker and job is None):
+        config.pluginmanager.register(CancelledPlugin(job, is_follower=is_follower), NAME)
 
 
 def _register_gang_results(config: pytest.Config, session: RunSession) -> None:

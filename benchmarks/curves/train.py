@@ -1,8 +1,10 @@
-"""Train the CPU workload in every variant and keep the losses: `curves.json.gz`, one line a curve.
+"""Train the CPU workload in every variant and keep what it measured, one line a training.
 
     python benchmarks/curves/train.py --recipe fp32 --only 'rerun 0'
 
-Meant to be run in parts: a curve that the file has is not trained again.
+Meant to be run in parts: a training that the file has is not done again. `curves.json.gz` holds
+losses alone; `norms.json.gz` losses and norms of gradients, of the recipes in `WITH_NORMS` and of
+other models (`train_others.py`).
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ from train_gpt import silence_what_was_chosen  # noqa: E402
 from variants import Flag, Variant, all_variants  # noqa: E402
 
 FILE = Path(__file__).with_name("curves.json.gz")
+NORMS = Path(__file__).with_name("norms.json.gz")
+WITH_NORMS = ("bf16-norms",)
 COMMON: Mapping[str, Flag] = {
     "train_iters": 100,
     "micro_batch_size": 4,
@@ -44,6 +48,7 @@ RECIPES: Mapping[str, Mapping[str, Flag]] = {
     "bf16-hot": {"seed": 3, "lr": 2e-2, "bf16": True},
     "bf16-warm": {"seed": 4, "lr": 1.5e-2, "bf16": True},
     "bf16-unseen": {"seed": 5, "lr": 1.2e-2, "bf16": True},
+    "bf16-norms": {"seed": 6, "lr": 5e-3, "bf16": True},
 }
 
 
@@ -53,41 +58,52 @@ def main() -> None:
     parser.add_argument("--recipe", choices=sorted(RECIPES), default="fp32")
     parser.add_argument("--only", default="", help="variants whose name holds this")
     parser.add_argument("--seconds", type=float, default=3600.0, help="begin none after these")
-    parser.add_argument("--file", type=Path, default=FILE)
+    parser.add_argument("--file", type=Path)
     options = parser.parse_args()
+    has_norms = options.recipe in WITH_NORMS
+    file = options.file or (NORMS if has_norms else FILE)
+    known = read_keys(file)
     silence_what_was_chosen()
     torch.set_num_threads(1)
     start = time.monotonic()
     with joined_world(Arguments()) as device:
         for variant in all_variants():
             key = f"{options.recipe}/{variant.group}/{variant.family}/{variant.name}"
-            if options.only not in variant.name or key in read_curves(options.file):
+            if options.only not in variant.name or key in known:
                 continue
             if time.monotonic() - start > options.seconds:
                 break
-            curve = train_variant(options.recipe, variant, device)
-            numbers = [float(f"{value:.7g}") for value in curve]
-            with gzip.open(options.file, "at", encoding="utf-8") as file:
-                file.write(json.dumps({key: numbers}, separators=(",", ":")) + "\n")
-            print(f"{time.monotonic() - start:6.1f} s  {key}: {curve[0]:.6f} to {curve[-1]:.6f}")
+            losses, norms = train_variant(options.recipe, variant, device)
+            keep(file, key, losses, norms if has_norms else None)
+            print(f"{time.monotonic() - start:6.1f} s  {key}: {losses[0]:.6f} to {losses[-1]:.6f}")
 
 
-def read_curves(file: Path = FILE) -> dict[str, list[float]]:
-    """Return recipe/group/family/name -> (num_steps,) losses."""
-    found: dict[str, list[float]] = {}
-    if file.exists():
-        with gzip.open(file, "rt", encoding="utf-8") as lines:
-            for line in lines:
-                found.update(json.loads(line))
-    return found
+def read_keys(file: Path) -> set[str]:
+    """Return recipe/group/family/name of every training of a file."""
+    if not file.exists():
+        return set()
+    with gzip.open(file, "rt", encoding="utf-8") as lines:
+        return {key for line in lines for key in json.loads(line)}
 
 
-def train_variant(recipe: str, variant: Variant, device: torch.device) -> list[float]:
-    """Train from the first iteration to the last; return the loss of each."""
+def keep(file: Path, key: str, losses: list[float], norms: list[float] | None = None) -> None:
+    """Append a training to a file."""
+    shown = [float(f"{value:.7g}") for value in losses]
+    more = None if norms is None else [float(f"{value:.7g}") for value in norms]
+    kept = shown if more is None else {"lm loss": shown, "grad-norm": more}
+    with gzip.open(file, "at", encoding="utf-8") as lines:
+        lines.write(json.dumps({key: kept}, separators=(",", ":")) + "\n")
+
+
+def train_variant(
+    recipe: str, variant: Variant, device: torch.device
+) -> tuple[list[float], list[float]]:
+    """Train from the first iteration to the last; return the loss and the norm of each."""
     arguments = arguments_of(recipe, variant.flags)
     _seed(arguments)
     iterations = range(1, arguments.train_iters + 1)
     losses: list[float] = []
+    norms: list[float] = []
     with contextlib.ExitStack() as stack:
         if variant.inside is not None:
             stack.enter_context(variant.inside())
@@ -105,10 +121,12 @@ def train_variant(recipe: str, variant: Variant, device: torch.device) -> list[f
             variant.built(trained)
         replace(stack, variant)
         for iteration in iterations:
-            losses.append(gpt_training.train_step(arguments, trained, device, iteration).loss)
+            step = gpt_training.train_step(arguments, trained, device, iteration)
+            losses.append(step.loss)
+            norms.append(step.grad_norm)
             if variant.updated is not None:
                 variant.updated(trained, iteration)
-    return losses
+    return losses, norms
 
 
 def arguments_of(recipe: str, flags: Mapping[str, Flag]) -> Arguments:

@@ -25,5 +25,5 @@ def command(item: str, **given: Unpack[Given]) -> None:
         lines = shell_lines(found.needed, found.place, found.paths, inside)
     else:
         found.write()
-        lines = allocation_lines(found.needed, found.place, found.paths)
+        lines = allocation_lines(found.needed, found.place, found.paths, found.notes())
     click.echo("\n".join(lines))

@@ -28,6 +28,7 @@ from pytest_megatron.repro.outcome import Exit, Outcome
 from pytest_megatron.repro.places import find_runs
 from pytest_megatron.repro.recorded import RecordedPlan, find_plan, read_run
 from pytest_megatron.repro.sizes import say_fewer_ranks, sizes_of
+from pytest_megatron.wording import printable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,21 +91,16 @@ def command(  # noqa: PLR0913 - one for each option
         act = _open_shell if is_shell else _print_only if is_print else _run_again
         outcome = (_bisect if is_bisect else act)(prepared)
     except MegatronError as error:
-        click.echo(f"pytest-megatron: {plain(str(error))}", err=True)
+        click.echo(f"pytest-megatron: {printable(str(error))}", err=True)
         sys.exit(Exit.UNKNOWN)
     except KeyboardInterrupt:
         sys.exit(Exit.INTERRUPTED)
     code = outcome.exit
     if outcome.text:
-        click.echo(plain(f"repro: {outcome.text}"))
+        click.echo(printable(f"repro: {outcome.text}"))
     if code is Exit.OTHER and _is_bisecting(prepared.stage.root):
         code = Exit.UNKNOWN
     sys.exit(code)
-
-
-def plain(text: str) -> str:
-    """Return text of an artifact with control characters written out, for a terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 def _prepare(
@@ -195,7 +191,7 @@ def _say(prepared: _Prepared, again: Again) -> None:
     lines += [f"  {note}" for note in prepared.notes]
     lines += [f"  not set: {note}" for note in again.left_out]
     for text in lines:
-        click.echo(plain(text))
+        click.echo(printable(text))
 
 
 def _lines(prepared: _Prepared, again: Again) -> list[str]:
@@ -222,13 +218,13 @@ def _run_again(prepared: _Prepared) -> Outcome:
     image = prepared.chosen.run.image
     if image is not None and image != os.environ.get("PYTEST_MEGATRON_IMAGE"):
         click.echo("  --print shows how to run it in that image")
-    click.echo(plain(f"  {again.line}"))
+    click.echo(printable(f"  {again.line}"))
     return prepared.stage.run(prepared.chosen, again, is_quiet=False)
 
 
 def _print_only(prepared: _Prepared) -> Outcome:
     for line in _lines(prepared, _again(prepared)):
-        click.echo(plain(line))
+        click.echo(printable(line))
     return Outcome(exit=Exit.PASSED, text="")
 
 
@@ -239,7 +235,7 @@ def _open_shell(prepared: _Prepared) -> Outcome:
     stage.scratch.mkdir(parents=True, exist_ok=True)
     script = stage.scratch / "again.sh"
     script.write_text("\n".join(_lines(prepared, again)) + "\n", encoding="utf-8")
-    click.echo(plain(f'  a shell in {stage.root}; sh "$REPRO" runs it, exit leaves'))
+    click.echo(printable(f'  a shell in {stage.root}; sh "$REPRO" runs it, exit leaves'))
     env = {**stage.env(again), "REPRO": str(script)}
     shell = os.environ.get("SHELL") or "/bin/sh"
     try:
@@ -285,7 +281,7 @@ def _trials(prepared: _Prepared) -> Callable[[Sequence[str]], bool]:
         outcome = stage.run(chosen, again, name, is_quiet=True)
         word = {Exit.PASSED: "passes", Exit.SAME: "fails", Exit.OTHER: "fails in another way"}
         said = word.get(outcome.exit, outcome.text.partition("\n")[0])
-        click.echo(plain(f"  trial {number}, after {len(before)}: {said}"))
+        click.echo(printable(f"  trial {number}, after {len(before)}: {said}"))
         return outcome.exit is Exit.SAME
 
     return trial

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import shlex
-from pathlib import Path
-
 import click
 from typing_extensions import Unpack
 
-from pytest_megatron.cli.slurm_item import Given, SlurmItem, item_options, prepare
-from pytest_megatron.engines.script import make_scripts
+from pytest_megatron.cli.slurm_item import Given, item_options, prepare
+from pytest_megatron.engines.script import kept_scripts
 from pytest_megatron.engines.shapes import shape_of
 
 
@@ -23,24 +19,7 @@ def command(item: str, **given: Unpack[Given]) -> None:
     job is told and what it leaves goes into a run directory, which is named at the top.
     """
     found = prepare(item, given)
-    (text,) = make_scripts([shape_of(found.needed, found.place, found.paths)])
+    (text,) = kept_scripts([shape_of(found.needed, found.place, found.paths)], found.paths)
     found.write()
     shebang, _, rest = text.partition("\n")
-    click.echo("\n".join([shebang, *_notes(found), rest]), nl=False)
-
-
-def _notes(item: SlurmItem) -> list[str]:
-    """Return comments that say what the job is and where it leaves what."""
-    attempt = item.plan.dirs.root
-    return [
-        f"# {item.job.node_id}",
-        f"# logs and metrics: {_short(attempt)}",
-        f"# outcome: {_short(item.outcome)}",
-        f"# why it failed: pytest-megatron triage {shlex.quote(_short(attempt))}",
-    ]
-
-
-def _short(path: Path) -> str:
-    """Return a path as the user would type it here, on one line."""
-    text = os.path.relpath(path)
-    return repr(str(path) if text.startswith("..") else text)[1:-1]
+    click.echo("\n".join([shebang, f"# {found.job.node_id}", *found.notes(), rest]), nl=False)

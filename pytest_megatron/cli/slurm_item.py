@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import secrets
+import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -19,13 +20,15 @@ from pytest_megatron.checks.check import problem_of
 from pytest_megatron.checks.rules import Finding
 from pytest_megatron.config import load_config
 from pytest_megatron.engines.base import EngineContext, Resources
-from pytest_megatron.engines.config import SlurmConfig
+from pytest_megatron.engines.config import Mode, SlurmConfig
 from pytest_megatron.engines.config_file import read_slurm_config
+from pytest_megatron.engines.interactive import wrapped
 from pytest_megatron.engines.records import Spec, write_spec
 from pytest_megatron.engines.script import ScriptWriter
 from pytest_megatron.engines.shapes import ShapePaths
 from pytest_megatron.engines.slurm_check import SlurmChecks, ask_slurm, look_around
 from pytest_megatron.engines.slurm_start import NemoScripts
+from pytest_megatron.engines.tasks import MODE, PORTS, REPEATABLE
 from pytest_megatron.errors import LaunchError, SelectionError
 from pytest_megatron.launch.checkpoints import require_inputs
 from pytest_megatron.launch.facts import gather_facts
@@ -112,7 +115,32 @@ class SlurmItem:
             run_dir=self.run_dir,
             logs=self.run_dir / "engine" / "logs",
             spec=self.spec,
+            title=self.job.dirs.root.name,
         )
+
+    def notes(self) -> list[str]:
+        """Return comments on what a job runs, and where it leaves what."""
+        attempt, outcome = _short(self.plan.dirs.root), _short(self.outcome)
+        return [
+            f"# logs and metrics: {attempt}",
+            f"# outcome: {outcome}",
+            "# a second start has attempt_2 and outcome-2.json, and so on",
+            f"# why it failed: pytest-megatron triage {shlex.quote(attempt)}",
+            *self._commands(),
+        ]
+
+    def _commands(self) -> Iterator[str]:
+        """Yield comments that show what the tasks start, without secrets."""
+        redactor = self.job.redactor(self.plan)
+        is_native = self.place.mode is Mode.SRUN_NATIVE
+        who = "each rank" if is_native else "each node"
+        for phase in self.plan.phases:
+            when = f", {phase.name}" if len(self.plan.phases) > 1 else ""
+            words, start = phase.argv, phase.start
+            if start is not None:
+                words = start.rank_words if is_native else start.launcher_words
+            yield f"# {who} runs{when}, with the variables in {_short(self.spec)}:"
+            yield from (f"#   {line}" for line in wrapped(redactor.words(words)).splitlines())
 
     def write(self) -> None:
         """Write what the job is told.
@@ -132,7 +160,7 @@ class SlurmItem:
             env=self.place.env,
             watches_gpus=self.needed.gpus_per_node > 0,
             secret=secrets.token_hex(32),
-            options={"mode": self.place.mode.value, "ports": self.place.ports},
+            options={MODE: self.place.mode.value, PORTS: self.place.ports, REPEATABLE: "yes"},
         )
         try:
             make_own_dir(self.job.setting.root)
@@ -143,18 +171,24 @@ class SlurmItem:
             raise LaunchError(where, f"{error.strerror}; give another --run-dir") from error
 
 
+def _short(path: Path) -> str:
+    """Return a path as the user would type it here, on one line."""
+    text = os.path.relpath(path)
+    return repr(str(path) if text.startswith("..") else text)[1:-1]
+
+
 def prepare(item: str, given: Given) -> SlurmItem:
     """Find a workload and plan it; nothing is written.
 
     Raises:
         MegatronError: There is no such workload, it cannot be planned, or the settings are wrong.
     """
-    root = given["project"].absolute()
+    root = given["project"].resolve()
     words = project_words(root)
     config = read_slurm_config(given["executor_config"], words.platforms)
     workload, node_id = find_workload(item, root, given["recipes"])
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-    run_dir = (given["run_dir"] or root / RUNS_DIR / name).absolute()
+    run_dir = (given["run_dir"] or root / RUNS_DIR / name).resolve()
     context = EngineContext(
         root=root,
         run_dir=run_dir,

@@ -13,9 +13,11 @@ from pytest_megatron.config import load_config
 from pytest_megatron.triage.render import as_markdown, as_text
 from pytest_megatron.triage.signature import check_rules, load_table
 from pytest_megatron.triage.triage import triage
+from pytest_megatron.wording import printable
 
 EXIT_FAILED = 1
 EXIT_UNUSABLE = 2
+EXIT_UNKNOWN = 3
 CHECK = "check-rules"
 
 
@@ -41,7 +43,8 @@ def command(*, paths: tuple[Path, ...], form: str, files: tuple[Path, ...]) -> N
 
     PATH check-rules tries the examples of every signature instead.
 
-    Exit code 0: nothing failed. 1: a failure was found. 2: the input is unusable.
+    Exit code 0: nothing failed, as a good end shows. 1: a failure was found. 2: the input is
+    unusable. 3: neither a failure nor a good end is to be seen.
     """
     own = (*load_config(Path()).signature_files, *files)
     if paths == (Path(CHECK),) and not paths[0].exists():
@@ -51,8 +54,8 @@ def command(*, paths: tuple[Path, ...], form: str, files: tuple[Path, ...]) -> N
     if form == "json":
         click.echo(json.dumps(found.as_json(), indent=2, allow_nan=False))
     else:
-        click.echo(as_text(found) if form == "text" else as_markdown(found))
-    sys.exit(EXIT_FAILED if found.groups else 0)
+        click.echo(printable(as_text(found) if form == "text" else as_markdown(found)))
+    sys.exit(EXIT_FAILED if found.groups else EXIT_UNKNOWN if found.unclear else 0)
 
 
 def _check_rules(own: tuple[Path, ...]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from packaging.version import Version
 
@@ -27,15 +28,17 @@ def check_cuda(facts: Facts, env: Mapping[str, str]) -> Iterator[Hit]:
         yield Hit("nvml-silent", driver=devices.driver, problem=devices.problem)
     for what in devices.ill:
         yield Hit("gpu-ill", what=what)
-    if facts.machine.shadows:
-        files = [str(path) for path in facts.machine.shadows]
+    files = [str(path) for path in facts.machine.shadows]
+    files = [file for file in files if file not in facts.python.not_preloaded]
+    if files:
         more = len(files) - _MOST_SHADOWS
         shown = ", ".join(files[:_MOST_SHADOWS]) + (f" and {more} more" if more > 0 else "")
         yield Hit("library-shadow", files=shown)
     if torch is None:
         yield Hit("torch-missing", python=facts.python.executable)
         return
-    if torch.problem is not None:
+    is_shadowed = any(shadow.module == "torch" for shadow in facts.shadows)
+    if torch.problem is not None and not is_shadowed:
         yield Hit("torch-does-not-import", torch=torch.version, problem=torch.problem)
     if devices.driver is not None:
         yield from _driver(devices, torch)
@@ -138,9 +141,11 @@ def _has_code(capability: tuple[int, int], architectures: tuple[str, ...]) -> bo
 def check_torch(facts: Facts, env: Mapping[str, str]) -> Iterator[Hit]:
     """Yield what is wrong with how torch was installed."""
     torch = facts.torch
-    yield from _doubles(facts)
+    yield from _doubles(facts, env)
+    yield from _shadows(facts, env)
     if torch is None:
         return
+    yield from _versions(facts, torch)
     brought = env.get("PYTORCH_VERSION")
     if brought and "NVIDIA_PYTORCH_VERSION" in env and not torch.version.startswith(brought):
         package = facts.packages.get("torch")
@@ -164,19 +169,80 @@ def check_torch(facts: Facts, env: Mapping[str, str]) -> Iterator[Hit]:
         yield Hit("nccl-differs", loaded=torch.nccl, package=nccl.name, installed=nccl.version)
 
 
-def _doubles(facts: Facts) -> Iterator[Hit]:
+def _doubles(facts: Facts, env: Mapping[str, str]) -> Iterator[Hit]:
     """Tell an installation that was cut off from one environment on top of another."""
     for name, (first, *others) in facts.doubles.items():
         beside = [other for other in others if other.location == first.location]
         if beside:
             versions = " and ".join(package.version for package in (first, *beside))
             yield Hit("installed-twice", package=name, versions=versions)
-        elif name in ("torch", "megatron-core") and first.version != others[0].version:
+        elif _matters(name, first.version, others[0].version):
             yield Hit(
                 "in-front",
                 package=name,
                 first=f"{first.version} in {first.location}",
                 second=f"{others[0].version} in {others[0].location}",
+                advice=_way_out(first.location, None, facts, env),
+            )
+
+
+def _matters(name: str, first: str, second: str) -> bool:
+    """Whether it matters which of two versions is imported; numpy's ABI is one in 1, one in 2."""
+    if name == "numpy":
+        return major_of(first) != major_of(second)
+    return name in ("torch", "megatron-core") and first != second
+
+
+def _shadows(facts: Facts, env: Mapping[str, str]) -> Iterator[Hit]:
+    """Yield what is imported in place of installed packages."""
+    for shadow in facts.shadows:
+        advice = _way_out(shadow.path.parent, shadow.path, facts, env)
+        package = shadow.package
+        if package is not None:
+            instead = f"not {package.name} {package.version} in {package.location}"
+        elif facts.torch is not None and facts.torch.problem is not None:
+            instead, advice = f"and {shadow.module} is not installed", f"{advice}; then install it"
+        else:
+            continue  # it works, whatever it is
+        yield Hit(
+            "module-shadowed",
+            module=shadow.module,
+            path=shadow.path,
+            instead=instead,
+            advice=advice,
+        )
+
+
+def _way_out(directory: Path, module: Path | None, facts: Facts, env: Mapping[str, str]) -> str:
+    """Return what to do about a directory that is in front; `module` is what is no package."""
+    start, *_ = facts.python.paths or (Path(),)
+    words = [word for word in env.get("PYTHONPATH", "").split(":") if word]
+    if directory in [(start / word).resolve() for word in words]:
+        return f"take {directory} out of PYTHONPATH"
+    if directory == start.resolve():
+        what = "what is there" if module is None else str(module)
+        return f"start in another directory than {directory}, or rename {what}"
+    if module is not None:
+        return f"remove or rename {module}"
+    return "uninstall the one in front, or set PYTHONNOUSERSITE=1 if it is in ~/.local"
+
+
+def _versions(facts: Facts, torch: Torch) -> Iterator[Hit]:
+    """Compare what modules say of themselves with what is installed where they are."""
+    loaded = {"numpy": torch.numpy, "torch": None if torch.problem else torch.version}
+    elsewhere = {shadow.module for shadow in facts.shadows}
+    for name, text in loaded.items():
+        package = facts.packages.get(name)
+        if package is None or package.editable is not None or name in elsewhere:
+            continue
+        said, installed = version_of(text), version_of(package.version)
+        if said and installed and said.base_version != installed.base_version:
+            yield Hit(
+                "version-differs",
+                package=name,
+                said=text,
+                installed=package.version,
+                location=package.location,
             )
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import datetime as dt
 from collections.abc import Iterator, Mapping
 
 from pytest_megatron.checks.rules import Hit
-from pytest_megatron.doctor.facts import UNKNOWN, Disk, Facts, Machine, Slurm
+from pytest_megatron.doctor.facts import UNKNOWN, Clock, Disk, Facts, Machine, Slurm
 
 _LEAST_SHM_BYTES = 1 << 30
 _LEAST_FILES, _LEAST_PROCESSES = 4096, 4096
 _FULL_BYTES, _LOW_BYTES = 10**9, 10**10
 _LEAST_PORTS = 4096
 _SLOW_LOOKUP_S = 1.0
+_RELEASED_S = dt.datetime(2026, 1, 1, tzinfo=dt.UTC).timestamp()  # not before that
+_MOST_SKEW_S = 30.0  # between this host and the one that keeps its files
+_MOST_AHEAD_S = 600.0
 _NEEDED_CAPABILITIES = {"compute", "utility"}
 _SLURM_NEEDED = ("sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun")
 
@@ -20,8 +24,14 @@ def check_machine(facts: Facts, env: Mapping[str, str]) -> Iterator[Hit]:
     """Yield what is wrong with the machine."""
     machine = facts.machine
     yield from _limits(machine)
+    has_triton = any("triton" in name for name in facts.packages)  # by several names
     for disk in machine.disks:
-        yield from _disk(disk)
+        yield from _disk(disk, has_triton=has_triton)
+    if machine.lost_temporary is not None:
+        variable, directory = machine.lost_temporary
+        yield Hit("temporary-lost", variable=variable, value=directory)
+    if machine.clock is not None:
+        yield from _clock(machine.clock)
     yield from _locale(facts, env)
     value = env.get("NVIDIA_DRIVER_CAPABILITIES")
     words = {word.strip() for word in (value or "all").split(",")}
@@ -41,11 +51,6 @@ def check_communication(facts: Facts, env: Mapping[str, str]) -> Iterator[Hit]:
                 ranks=tried.world_size,
                 problem=tried.problem,
             )
-    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        value = env.get(variable)
-        if value and machine.interfaces and not _names_one(value, machine.interfaces):
-            interfaces = ", ".join(machine.interfaces)
-            yield Hit("interface-unknown", variable=variable, value=value, interfaces=interfaces)
     yield from _infiniband(machine, env)
     if machine.port_problem is not None:
         yield Hit("port-taken", problem=machine.port_problem)
@@ -57,24 +62,6 @@ def check_communication(facts: Facts, env: Mapping[str, str]) -> Iterator[Hit]:
         first, last = machine.ephemeral_ports
         if last - first + 1 < _LEAST_PORTS:
             yield Hit("few-ports", first=first, last=last, count=last - first + 1)
-
-
-def _names_one(value: str, interfaces: tuple[str, ...]) -> bool:
-    """Whether NCCL's list leaves an interface: prefixes, `=` exact names, `^` all but these.
-
-    Source: NCCL's documentation of NCCL_SOCKET_IFNAME.
-    """
-    is_exclusion, rest = value.startswith("^"), value.lstrip("^")
-    is_exact, rest = rest.startswith("="), rest.lstrip("=")
-    names = [name for name in rest.split(",") if name]
-    if "lo" in names and not is_exclusion:
-        return True
-    named = [
-        interface
-        for interface in interfaces
-        if any(interface == n if is_exact else interface.startswith(n) for n in names)
-    ]
-    return len(named) < len(interfaces) if is_exclusion else bool(named)
 
 
 def _infiniband(machine: Machine, env: Mapping[str, str]) -> Iterator[Hit]:
@@ -102,7 +89,7 @@ def _limits(machine: Machine) -> Iterator[Hit]:
         yield Hit("limit-memlock", value=shown_bytes(locked))
 
 
-def _disk(disk: Disk) -> Iterator[Hit]:
+def _disk(disk: Disk, *, has_triton: bool) -> Iterator[Hit]:
     if disk.problem is not None:
         advice = "mount it writable, or choose another place"
         for word, variable in (("uv", "UV_CACHE_DIR"), ("pip", "PIP_CACHE_DIR")):
@@ -111,9 +98,32 @@ def _disk(disk: Disk) -> Iterator[Hit]:
         if disk.use.startswith("Triton"):
             advice = "set TRITON_CACHE_DIR to a directory that can be written to"
         yield Hit("not-writable", path=disk.path, use=disk.use, problem=disk.problem, advice=advice)
-    elif disk.free_bytes is not None and disk.free_bytes < _LOW_BYTES:
+        return
+    is_of_triton = disk.use.startswith("Triton")
+    if disk.is_noexec and (has_triton or not is_of_triton):
+        variable = "TRITON_CACHE_DIR" if is_of_triton else "TMPDIR"
+        yield Hit("mounted-noexec", path=disk.path, use=disk.use, variable=variable)
+    if disk.free_bytes is not None and disk.free_bytes < _LOW_BYTES:
         rule = "disk-full" if disk.free_bytes < _FULL_BYTES else "disk-low"
         yield Hit(rule, path=disk.path, use=disk.use, free=shown_bytes(disk.free_bytes))
+
+
+def _clock(clock: Clock) -> Iterator[Hit]:
+    """Yield what says that the clock is off; one reason is enough."""
+    today = dt.datetime.fromtimestamp(clock.now_s, tz=dt.UTC).strftime("%Y-%m-%d %H:%M")
+    problem = None
+    if clock.now_s < _RELEASED_S:
+        problem = "this version of pytest-megatron is newer"
+    elif clock.fresh_s is not None and abs(clock.fresh_s) > _MOST_SKEW_S:
+        side = "ahead of" if clock.fresh_s > 0 else "behind"
+        problem = f"a file that is made now has a time {abs(clock.fresh_s):.0f} s {side} it"
+    else:
+        for path, ahead in clock.ahead_s.items():
+            if ahead > _MOST_AHEAD_S:
+                problem = f"{path} was last changed {ahead / 60:.0f} min ahead of it"
+                break
+    if problem is not None:
+        yield Hit("clock-off", now=today, problem=problem)
 
 
 def shown_bytes(number: int) -> str:

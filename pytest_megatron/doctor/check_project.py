@@ -30,6 +30,8 @@ def check_project(facts: Facts, places: Places) -> Iterator[Hit]:
     active = places.env.get("VIRTUAL_ENV")
     if active and Path(active).resolve() != facts.python.prefix.resolve():
         yield Hit("another-environment", active=active, prefix=facts.python.prefix)
+    if facts.git_mend is not None:
+        yield Hit("git-owner", project=places.project, mend=facts.git_mend)
     pyproject = find_pyproject(places.project)
     if pyproject is None or not (pyproject.parent / "uv.lock").is_file():
         return

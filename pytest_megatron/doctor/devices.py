@@ -106,6 +106,7 @@ def look_at_torch(places: Places, package: Package | None, modules: Sequence[str
         abi=cast("bool | None", said.get("abi")),
         nccl=_text(said.get("nccl")),
         cudnn=_text(said.get("cudnn")),
+        numpy=_text(said.get("numpy")),
         driver_cuda=_text(said.get("driver_cuda")),
         count=cast("int", said.get("count", 0)),
         capabilities=tuple(

@@ -15,6 +15,7 @@ from pytest_megatron.doctor.check_machine import (
 from pytest_megatron.doctor.check_packages import check_build, check_compiled, check_requirements
 from pytest_megatron.doctor.check_project import check_project
 from pytest_megatron.doctor.check_recipe import Needs, check_recipe
+from pytest_megatron.doctor.check_variables import check_variables
 from pytest_megatron.doctor.facts import Facts
 from pytest_megatron.doctor.gather import gather
 from pytest_megatron.doctor.places import Places
@@ -63,6 +64,7 @@ def check(facts: Facts, places: Places, needs: Needs | None = None) -> Iterator[
     yield from check_build(facts, places.wheel_host[0])
     yield from check_megatron(facts)
     yield from check_communication(facts, places.env)
+    yield from check_variables(facts, places.env)
     yield from check_machine(facts, places.env)
     yield from check_project(facts, places)
     if needs is not None:

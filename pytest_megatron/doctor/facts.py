@@ -22,6 +22,8 @@ class Python:
         soabi: As in the names of shared objects: `cpython-312-x86_64-linux-gnu`.
         paths: Where it imports from, in order, the current directory first.
         encoding: Of what it prints.
+        not_preloaded: Objects of LD_PRELOAD that the loader leaves out -> why.
+        optimize: Level at which assertions are left out; 0 with them.
     """
 
     executable: Path
@@ -33,6 +35,8 @@ class Python:
     is_venv: bool
     paths: tuple[Path, ...]
     encoding: str
+    not_preloaded: Mapping[str, str] = field(default_factory=dict)
+    optimize: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +61,19 @@ class Package:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Shadow:
+    """A file or a directory that an import takes in place of an installed package.
+
+    Attributes:
+        package: The one that is installed elsewhere; None where there is none.
+    """
+
+    module: str
+    path: Path
+    package: Package | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Torch:
     """The torch of the environment.
 
@@ -68,6 +85,7 @@ class Torch:
         count: GPUs that it sees.
         capabilities: Of each GPU: (9, 0).
         architectures: That it has code for: `sm_90`.
+        numpy: Version of the numpy that is imported beside it, as it says itself.
         problem: Why it cannot be imported; `cuda_problem`: why CUDA does not start.
         imports: Module of an extension -> why it cannot be imported, None where it can.
     """
@@ -77,6 +95,7 @@ class Torch:
     abi: bool | None = None
     nccl: str | None = None
     cudnn: str | None = None
+    numpy: str | None = None
     driver_cuda: str | None = None
     count: int = 0
     capabilities: tuple[tuple[int, int], ...] = ()
@@ -129,6 +148,7 @@ class Toolkit:
 
     Attributes:
         nvcc: Its CUDA version.
+        lost_home: Variable and value, where CUDA_HOME or CUDA_PATH names no directory.
     """
 
     cuda_home: Path | None = None
@@ -137,6 +157,7 @@ class Toolkit:
     ninja: bool = False
     compiler: bool = False
     reaches_wheels: bool | None = None
+    lost_home: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,12 +167,29 @@ class Disk:
     Attributes:
         use: What for.
         problem: Why nothing can be written there.
+        is_noexec: Whether nothing on it can be run or loaded as a library.
     """
 
     use: str
     path: Path
     free_bytes: int | None = None
     problem: str | None = None
+    is_noexec: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clock:
+    """The time of this host against the times of files.
+
+    Attributes:
+        now_s: Seconds since 1970.
+        fresh_s: How far ahead the time of a file is that was just made; None if none was made.
+        ahead_s: Older file -> how far ahead its time is.
+    """
+
+    now_s: float
+    fresh_s: float | None = None
+    ahead_s: Mapping[Path, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,11 +199,14 @@ class Machine:
     Attributes:
         limits: Soft limits of `/proc/self/limits` by name, None for unlimited.
         interfaces: Network interfaces that are up, without loopback.
+        links: All network interfaces; empty where the system does not say.
         infiniband: Port -> its state: `ACTIVE`.
         container: What kind of container this is; None on a bare host.
         port_problem: Why the launchers' port cannot be had.
         host_problem: Why this host's own name does not resolve.
         lookup_s: Seconds until the name of this host's loopback address was found, or was not.
+        clock: What the clock and the times of files say, in seconds.
+        lost_temporary: Variable and value, where no such directory is for temporary files.
         shadows: Libraries of CUDA that LD_LIBRARY_PATH or LD_PRELOAD put before torch's own.
     """
 
@@ -173,12 +214,15 @@ class Machine:
     shm_bytes: int | None = None
     disks: tuple[Disk, ...] = ()
     interfaces: tuple[str, ...] = ()
+    links: tuple[str, ...] = ()
     infiniband: Mapping[str, str] = field(default_factory=dict)
     container: str | None = None
     ephemeral_ports: tuple[int, int] | None = None
     port_problem: str | None = None
     host_problem: str | None = None
     lookup_s: float | None = None
+    clock: Clock | None = None
+    lost_temporary: tuple[str, str] | None = None
     shadows: tuple[Path, ...] = ()
 
 
@@ -214,12 +258,15 @@ class Facts:
 
     Attributes:
         doubles: Packages that are installed more than once, the one that is imported first.
+        shadows: What is imported in place of installed packages.
+        git_mend: Command that lets git read the project, where it refuses by the owner.
         megatrons: Directories that `megatron.core` is found in, in order of import.
     """
 
     python: Python
     packages: Mapping[str, Package] = field(default_factory=dict)
     doubles: Mapping[str, tuple[Package, ...]] = field(default_factory=dict)
+    shadows: tuple[Shadow, ...] = ()
     extensions: tuple[Extension, ...] = ()
     megatrons: tuple[Path, ...] = ()
     torch: Torch | None = None
@@ -227,6 +274,7 @@ class Facts:
     toolkit: Toolkit = field(default_factory=Toolkit)
     machine: Machine = field(default_factory=Machine)
     slurm: Slurm = field(default_factory=Slurm)
+    git_mend: str | None = None
     collectives: tuple[Collective, ...] = ()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -15,12 +16,27 @@ from pytest_megatron.doctor.devices import (
     try_collectives,
 )
 from pytest_megatron.doctor.facts import Facts, Python
-from pytest_megatron.doctor.machine import look_at_machine, look_at_slurm, look_at_toolkit
-from pytest_megatron.doctor.packages import find_megatrons, read_extensions, read_packages
+from pytest_megatron.doctor.machine import (
+    look_at_checkout,
+    look_at_machine,
+    look_at_slurm,
+    look_at_toolkit,
+)
+from pytest_megatron.doctor.packages import (
+    find_megatrons,
+    find_shadows,
+    read_extensions,
+    read_packages,
+)
 from pytest_megatron.doctor.places import Places
 from pytest_megatron.errors import HostError
 
 _START_LIMIT_S = 30.0
+# Source: glibc elf/rtld.c, do_preload; these words are not translated.
+_NOT_PRELOADED = re.compile(
+    r"^ERROR: ld\.so: object '(.+)' from LD_PRELOAD cannot be preloaded(?: \((.+)\))?: ignored\.",
+    re.MULTILINE,
+)
 
 
 def gather(places: Places, *, with_collective: bool = True) -> Facts:
@@ -43,11 +59,13 @@ def gather(places: Places, *, with_collective: bool = True) -> Facts:
         packages=packages,
         doubles=doubles,
         extensions=tuple(read_extensions(python.paths, table)),
+        shadows=tuple(find_shadows(python.paths, packages, table)),
         megatrons=find_megatrons(python.paths, packages),
         torch=look_at_torch(places, packages.get("torch"), modules),
         devices=look_at_devices(places),
         machine=look_at_machine(places),
         slurm=look_at_slurm(places),
+        git_mend=look_at_checkout(places),
     )
     lacks = len(installed) < len(table) and facts.torch is not None and bool(facts.torch.cuda)
     facts = replace(facts, toolkit=look_at_toolkit(places, ask_network=lacks))
@@ -81,4 +99,8 @@ def _python(places: Places) -> Python:
         is_venv=bool(said["is_venv"]),
         paths=tuple(Path(path) for path in cast("list[str]", said["paths"])),
         encoding=str(said["encoding"]),
+        not_preloaded={
+            path: why or "it cannot be loaded" for path, why in _NOT_PRELOADED.findall(answer.text)
+        },
+        optimize=cast("int", said.get("optimize", 0)),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -13,14 +14,17 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from pytest_megatron.doctor.child import run
-from pytest_megatron.doctor.facts import UNKNOWN, Disk, Machine, Slurm, Toolkit
+from pytest_megatron.doctor.facts import UNKNOWN, Clock, Disk, Machine, Slurm, Toolkit
 from pytest_megatron.doctor.places import Places
+from pytest_megatron.git import mend_of_owner
 
 _PROGRAM_LIMIT_S = 10.0
 _LOOPBACK = ("::ffff:127.0.0.1", 0, 0, 0)  # as an address of both kinds, which torch tries first
 _CONNECT_LIMIT_S = 3.0
 _SLURM_PROGRAMS = ("sacct", "sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun")
 _OPTIONS = 3  # the field of a line of /proc/mounts
+_TEMPORARY, _TRITON = "temporary files", "Triton's cache"
+_LOADED_FROM = (_TEMPORARY, _TRITON)  # compiled code is loaded from these
 _UNITS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
 _CUDA_LIBRARIES = re.compile(r"lib(?:cudart|cudnn|nccl|cublas|cublasLt|nvrtc)\.so\.\d+$")
 _CONTAINERS = (("/.dockerenv", "docker"), ("/run/.containerenv", "podman"))
@@ -38,12 +42,15 @@ def look_at_machine(places: Places) -> Machine:
         shm_bytes=_shm_bytes(places),
         disks=tuple(_disks(places)),
         interfaces=tuple(_interfaces(places)),
+        links=tuple(sorted(file.name for file in places.under("/sys/class/net").glob("*"))),
         infiniband=_infiniband(places),
         container=container_of(places),
         ephemeral_ports=_port_range(places.read("/proc/sys/net/ipv4/ip_local_port_range")),
         port_problem=_port_problem(places.rendezvous_port),
         host_problem=_host_problem(),
         lookup_s=_lookup_s(),
+        clock=_clock(places),
+        lost_temporary=_lost_temporary(places),
         shadows=tuple(_shadows(places.env)),
     )
 
@@ -76,20 +83,49 @@ def _disks(places: Places) -> Iterator[Disk]:
     cache = Path(places.env.get("XDG_CACHE_HOME") or places.home / ".cache")
     uses = {
         "run directories": places.project,
-        "temporary files": places.temporary,
+        _TEMPORARY: places.temporary,
         "uv's cache": Path(places.env.get("UV_CACHE_DIR") or cache / "uv"),
         "pip's cache": Path(places.env.get("PIP_CACHE_DIR") or cache / "pip"),
-        "Triton's cache": Path(places.env.get("TRITON_CACHE_DIR") or places.home / ".triton"),
+        _TRITON: Path(places.env.get("TRITON_CACHE_DIR") or places.home / ".triton"),
     }
     for use, path in uses.items():
         there = next(p for p in (path, *path.absolute().parents) if os.path.lexists(p))
         try:
             free = shutil.disk_usage(there).free
+            is_noexec = use in _LOADED_FROM and bool(os.statvfs(there).f_flag & os.ST_NOEXEC)
             tempfile.TemporaryFile(dir=there).close()
         except OSError as error:
             yield Disk(use=use, path=path, problem=error.strerror or str(error))
         else:
-            yield Disk(use=use, path=path, free_bytes=free)
+            yield Disk(use=use, path=path, free_bytes=free, is_noexec=is_noexec)
+
+
+def _lost_temporary(places: Places) -> tuple[str, str] | None:
+    """Return the variable that names no directory for temporary files, and its value."""
+    for variable in ("TMPDIR", "TEMP", "TMP"):  # in the order of Python's tempfile
+        value = places.env.get(variable)
+        if value and not (places.project / value).is_dir():
+            return variable, value
+    return None
+
+
+def _clock(places: Places) -> Clock:
+    """Compare the clock with the times of a file that is made now, and of older ones."""
+    try:
+        with tempfile.TemporaryFile(dir=places.project) as file:
+            before = time.time()
+            file.write(b".")
+            file.flush()
+            made, after = os.fstat(file.fileno()).st_mtime, time.time()
+            fresh = min(made - before, 0.0) + max(made - after, 0.0)
+    except OSError:
+        fresh = None
+    ahead = {}
+    now = time.time()
+    for path in (places.project / ".git/index", places.python.parent.parent / "pyvenv.cfg"):
+        with contextlib.suppress(OSError):
+            ahead[path] = path.stat().st_mtime - now
+    return Clock(now_s=now, fresh_s=fresh, ahead_s=ahead)
 
 
 def _interfaces(places: Places) -> Iterator[str]:
@@ -196,7 +232,8 @@ def look_at_toolkit(places: Places, *, ask_network: bool) -> Toolkit:
         ask_network: Whether to try to reach the host that publishes wheels.
     """
     nvcc = program(places, "nvcc")
-    named = places.env.get("CUDA_HOME") or places.env.get("CUDA_PATH")
+    variable = "CUDA_HOME" if places.env.get("CUDA_HOME") else "CUDA_PATH"
+    named = places.env.get(variable)
     default = places.under("/usr/local/cuda")
     home = Path(named) if named else (nvcc.parent.parent if nvcc else default)
     compiler = home / "bin/nvcc" if (home / "bin/nvcc").is_file() else nvcc
@@ -208,6 +245,7 @@ def look_at_toolkit(places: Places, *, ask_network: bool) -> Toolkit:
         ninja=program(places, "ninja") is not None,
         compiler=any(program(places, name) for name in ("g++", "c++", "clang++")),
         reaches_wheels=_reaches(places.wheel_host) if ask_network else None,
+        lost_home=(variable, named) if named and not home.is_dir() else None,
     )
 
 
@@ -230,6 +268,15 @@ def _reaches(address: tuple[str, int]) -> bool:
     except OSError:
         return False
     return True
+
+
+def look_at_checkout(places: Places) -> str | None:
+    """Return the command that lets git read the project, None where it reads it or is not there."""
+    git = program(places, "git")
+    if git is None:
+        return None
+    command = [str(git), "-C", str(places.project), "rev-parse", "--git-dir"]
+    return mend_of_owner(run(command, limit_s=_PROGRAM_LIMIT_S, env=places.env).text)
 
 
 def look_at_slurm(places: Places) -> Slurm:

@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 
 from pytest_megatron.doctor.compat import Compiled
 from pytest_megatron.doctor.elf import read_shared_object
-from pytest_megatron.doctor.facts import Extension, Package
+from pytest_megatron.doctor.facts import Extension, Package, Shadow
 from pytest_megatron.files import JsonValue
 
 # Where torch defines what its extensions need; a symbol of these that is not there is never there.
@@ -125,6 +125,48 @@ def torch_version_file(directory: Path) -> Mapping[str, str | None]:
         if literal is None or isinstance(literal, str):
             found[name] = literal
     return found
+
+
+def find_shadows(
+    paths: Iterable[Path], packages: Mapping[str, Package], compiled: Iterable[Compiled]
+) -> Iterator[Shadow]:
+    """Yield what is imported in place of torch, numpy and packages compiled against torch.
+
+    Where torch is not installed at all, a directory of that name is taken for it.
+    """
+    directories = list(dict.fromkeys(path.resolve() for path in paths))
+    wanted = [("torch", "torch"), ("numpy", "numpy")]
+    for row in compiled:
+        tops = dict.fromkeys(module.partition(".")[0] for module in row.modules)
+        wanted += [(name, top) for name in (row.name, *row.also) for top in tops]
+    for name, module in wanted:
+        package = packages.get(name)
+        found = _find_module(directories, module)
+        if found is None or (package is not None and package.editable is not None):
+            continue
+        if package is None:
+            if module == "torch" and not (found / "lib").is_dir():
+                yield Shadow(module=module, path=found)
+        elif found.parent != package.location and _module_in(package.location, module):
+            yield Shadow(module=module, path=found, package=package)
+
+
+def _find_module(directories: Iterable[Path], name: str) -> Path | None:
+    """Return what an import finds: a package or a module, else a directory without code."""
+    bare = None
+    for directory in directories:
+        if (found := _module_in(directory, name)) is not None:
+            return found
+        if bare is None and (directory / name).is_dir():
+            bare = directory / name
+    return bare
+
+
+def _module_in(directory: Path, name: str) -> Path | None:
+    if (directory / name / "__init__.py").is_file():
+        return directory / name
+    files = (*sorted(directory.glob(f"{name}.*so")), directory / f"{name}.py")
+    return next((file for file in files if file.is_file()), None)
 
 
 def find_megatrons(paths: Iterable[Path], packages: Mapping[str, Package]) -> tuple[Path, ...]:

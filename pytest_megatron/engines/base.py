@@ -142,6 +142,16 @@ class Outcome:
     hosts: tuple[str, ...] = ()
     trouble: Trouble | None = None
 
+    @property
+    def suspects(self) -> tuple[str, ...]:
+        """The machines that are to be avoided from now on."""
+        trouble = self.trouble
+        if trouble is not None and trouble.hosts:
+            return trouble.hosts
+        has_faults = self.health is not None and bool(self.health.faults)
+        is_of_host = trouble is not None and trouble.kind.is_of_host
+        return self.hosts if has_faults or is_of_host else ()
+
 
 class Phase(Enum):
     """How far an order is."""
@@ -232,6 +242,7 @@ class EngineContext:
         facts: Of the controller's machine and checkout.
         env: The controller's environment.
         config_file: What `--executor-config` names, or None.
+        copies_lines: Whether lines of ranks are wanted live, of all attempts that run at a time.
     """
 
     root: Path
@@ -239,6 +250,7 @@ class EngineContext:
     facts: Facts
     env: Mapping[str, str]
     config_file: Path | None = None
+    copies_lines: bool = False
 
     @property
     def engine_dir(self) -> Path:

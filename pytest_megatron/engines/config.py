@@ -155,7 +155,7 @@ class PlaceConfig:
         Text | None,
         Field(
             description="`--gres` in place of `--gpus-per-node`; `{gpus}` stands for the "
-            "recipe's number, as in `gpu:h100:{gpus}`."
+            "recipe's number, as in `gpu:h100:{gpus}`, which asks for none on platform `cpu`."
         ),
     ] = None
     time: Annotated[
@@ -241,6 +241,20 @@ class SlurmConfig(PlaceConfig):
     retry_timeout: Annotated[
         bool, Field(description="Whether a job that Slurm ended for its time is tried again.")
     ] = False
+    retry_cancelled: Annotated[
+        bool,
+        Field(
+            description="Whether a job that you cancelled yourself with `scancel` is tried again; "
+            "without Slurm's accounting nobody can tell whether it was you, and it counts as yours."
+        ),
+    ] = False
+    remember_nodes: Annotated[
+        Count,
+        Field(
+            description="Hours for which later runs of the project keep away from a node that "
+            "failed under a job; 0 is none. They are in `.pytest_megatron/bad_nodes.jsonl`."
+        ),
+    ] = 24
     max_jobs: Annotated[
         Positive | None,
         Field(description="Jobs of a run that are in the queue at a time; by default all."),
@@ -318,7 +332,11 @@ class DockerConfig:
         ),
     ] = None
     user: Annotated[
-        Text | None, Field(description="`UID[:GID]` in the container; by default who runs pytest.")
+        Text | None,
+        Field(
+            description="`UID[:GID]` in the container; by default who runs pytest. Where that is "
+            "root, the files of the attempt are given to another user."
+        ),
     ] = None
     python: Annotated[
         Text, Field(description="The interpreter in the container, which has pytest-megatron.")

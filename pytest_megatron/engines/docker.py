@@ -142,10 +142,27 @@ class DockerEngine(LeasingEngine):
             write_spec(job_dir / "spec.json", spec)
             (job_dir / "start").write_text(start, encoding="utf-8")
             (job_dir / "code").mkdir()  # nemo-run's working directory; Docker would make it as root
+            self._give_to_user(job_dir, order)
         except OSError as error:
             raise LaunchError(
                 str(error.filename or job_dir), f"{error.strerror}; nothing was run"
             ) from error
+
+    def _give_to_user(self, job_dir: Path, order: Order) -> None:
+        """Let a user of the container who is not this one read the job and write the attempt.
+
+        Only root can, and need not take it back afterwards: it may read everything.
+
+        Raises:
+            OSError: It cannot be given.
+        """
+        uid, _, gid = (self._config.user or "").partition(":")
+        if os.getuid() != 0 or not uid.isdecimal() or uid == "0":
+            return
+        item = order.dirs.root.parents[1]
+        item.mkdir(parents=True, exist_ok=True)
+        for path in (item, *item.rglob("*"), job_dir, *job_dir.rglob("*")):
+            os.chown(path, int(uid), int(gid) if gid.isdecimal() else -1, follow_symlinks=False)
 
     def _request(self, order: Order, plan: AttemptPlan, job_dir: Path, lease: Lease) -> Run:
         config = self._config
@@ -181,7 +198,7 @@ class DockerEngine(LeasingEngine):
         writable = (self._context.root, self._context.run_dir)
         read = (*(path for phase in plan.phases for path in phase.frozen_paths), plan.start_from)
         for path in (*writable, *(path for path in read if path is not None)):
-            if not any(path.is_relative_to(mount.target) for mount in mounts):
+            if not any(_shows(mount, path) for mount in mounts):
                 is_own = path in writable
                 mounts.append(Mount(source=str(path), target=str(path), is_read_only=not is_own))
         return tuple(mounts)
@@ -279,6 +296,14 @@ class DockerEngine(LeasingEngine):
         if there != (ours := here.get("pytest-megatron")):
             text += f"; it has pytest-megatron {there}, this is {ours}"
         return Trouble(kind=TroubleKind.LOST, text=text)
+
+
+def _shows(mount: Mount, path: Path) -> bool:
+    """Whether a mount has what a path names here: a link in it may lead out of it."""
+    is_inside = path.is_relative_to(mount.target)
+    if not is_inside or mount.source != mount.target:  # the user's own view of what is where
+        return is_inside
+    return path.resolve().is_relative_to(Path(mount.source).resolve())
 
 
 def _trouble(gone: Gone) -> Trouble | None:

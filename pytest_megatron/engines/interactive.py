@@ -9,6 +9,7 @@ from pytest_megatron.engines.base import Resources
 from pytest_megatron.engines.config import SlurmConfig
 from pytest_megatron.engines.shapes import (
     STEP_FLAGS,
+    UNSET,
     WORKER,
     ShapePaths,
     container_words,
@@ -35,12 +36,13 @@ def shell_lines(
     """
     flags = place_flags(needed, place)
     del flags["ntasks-per-node"]
+    flags = _named(flags, paths)
     yield "# a shell on a node with what it needs:"
     yield from _exports(place.job_env)
     if place.container is not None:
         yield from place.setup
     words = [*_words(flags), "--ntasks=1", *place.sbatch_flags, *_shell(place, paths)]
-    yield _wrapped(["srun", *words])
+    yield wrapped(["srun", *words])
     yield "# in it:"
     yield from _exports(place.env)
     if place.container is None:
@@ -51,20 +53,36 @@ def shell_lines(
     yield shlex.join(inside)
 
 
-def allocation_lines(needed: Resources, place: SlurmConfig, paths: ShapePaths) -> Iterator[str]:
-    """Yield how to get several nodes, and what to type on the first; arguments as above."""
+def allocation_lines(
+    needed: Resources, place: SlurmConfig, paths: ShapePaths, notes: Sequence[str]
+) -> Iterator[str]:
+    """Yield how to get several nodes, and what to type on the first.
+
+    Args:
+        needed: As above.
+        place: As above.
+        paths: As above.
+        notes: Comments on what the tasks do.
+    """
     assert place.python is not None
     yield "# its nodes:"
-    yield _wrapped(["salloc", *_words(place_flags(needed, place)), *place.sbatch_flags])
+    flags = _named(place_flags(needed, place), paths)
+    yield wrapped(["salloc", *_words(flags), *place.sbatch_flags])
     yield "# in the shell that this opens:"
+    yield UNSET
     yield from _exports(place.job_env)
     yield from place.setup
     yield from sync_lines(needed, place, paths)
     there = container_words(place, paths) or (f"--chdir={paths.root}",)
+    yield from notes
     task = [place.python, "-m", WORKER, str(paths.spec)]
-    yield _wrapped(["srun", *there, *step_flags(place), *STEP_FLAGS, *task])
+    yield wrapped(["srun", *there, *step_flags(place), *STEP_FLAGS, *task])
     yield "# or a shell on the first of them:"
-    yield _wrapped(["srun", "--nodes=1", "--ntasks=1", *_shell(place, paths)])
+    yield wrapped(["srun", "--nodes=1", "--ntasks=1", *_shell(place, paths)])
+
+
+def _named(flags: Mapping[str, str], paths: ShapePaths) -> dict[str, str]:
+    return {"job-name": paths.title, **flags} if paths.title else dict(flags)
 
 
 def _shell(place: SlurmConfig, paths: ShapePaths) -> list[str]:
@@ -80,7 +98,7 @@ def _words(flags: Mapping[str, str]) -> list[str]:
     return [f"--{name}={value}" if value else f"--{name}" for name, value in flags.items()]
 
 
-def _wrapped(words: Sequence[str]) -> str:
+def wrapped(words: Sequence[str]) -> str:
     """Return a command, a long one over several lines."""
     lines = [""]
     for word in map(shlex.quote, words):

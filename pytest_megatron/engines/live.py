@@ -45,3 +45,17 @@ class LiveLog:
         self._told = None
         scripts = self.plan.dirs.assets if phase.is_script else None
         return LogWatch(phase.dirs, phase.world_size // phase.num_nodes, scripts=scripts)
+
+
+class OnlyProgress:
+    """Passes on how far a training is, and no line of it."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+
+    def on_lines(self, lines: list[str]) -> None:
+        """Drop the lines."""
+
+    def on_progress(self, phase: int, progress: Progress) -> None:
+        """Pass it on."""
+        self._listener.on_progress(phase, progress)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -139,6 +140,22 @@ def read_spec(path: Path) -> Spec:
             f"is no spec of this version: {where}: {first['msg']}; the job must have the same "
             f"pytest-megatron as the controller",
         ) from error
+
+
+def of_start(spec: Spec, number: int) -> Spec:
+    """Return what the so manieth start of a printed job carries out, with files of its own.
+
+    All paths of an attempt begin with its directory, wherever in the plan they are.
+    """
+    if number == 1:
+        return spec
+    first = spec.plan.dirs.root
+    own = first.with_name(f"attempt_{number}")
+    old, new = (json.dumps(str(path), ensure_ascii=False)[1:-1] for path in (first, own))
+    text = re.sub(rf"{re.escape(old)}(?!\d)", lambda _: new, _SPEC.dump_json(spec).decode())
+    outcome = spec.outcome.with_stem(f"{spec.outcome.stem}-{number}")
+    key = f"{spec.key.rpartition('/')[0]}/{own.name}"
+    return replace(_SPEC.validate_json(text), outcome=outcome, key=key)
 
 
 def end_record(end: PhaseEnd) -> EndRecord:

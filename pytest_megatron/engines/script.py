@@ -1,14 +1,16 @@
 """Writes the scripts that Slurm is given, one for each shape of job; submits nothing.
 
-The text is nemo-run's, made in a child process (`nemo_driver.py`).
+The text is nemo-run's, made in a child process (`nemo_driver.py`), and kept for later runs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -18,18 +20,23 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import cast
 
+from pytest_megatron.engines import nemo_driver
 from pytest_megatron.engines.base import Resources
 from pytest_megatron.engines.config import SlurmConfig, UvSyncConfig
 from pytest_megatron.engines.nemo_driver import MISSING, NEMO
-from pytest_megatron.engines.shapes import Shape, ShapePaths, shape_of
+from pytest_megatron.engines.shapes import STEP_FLAGS, Shape, ShapePaths, shape_of
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.files import JsonValue, write_text_atomically
+from pytest_megatron.launch.own_dir import OWN_DIR, make_own_dir
 
 _DRIVER = "pytest_megatron.engines.nemo_driver"
 _INSTALL = "pip install 'pytest-megatron[cluster]'"
 _LEPTON_PIN = "leptonai>=0.26.6,<0.28"
 _CHILD_LIMIT_S = 300.0  # an import from a slow shared file system takes a minute or two
 _DIGEST_LENGTH = 12
+_KEPT_DIR = OWN_DIR / "scripts"
+_ANY_RUN_DIR = "/run-directory-of-pytest-megatron"
+_PLAIN_PATH = re.compile(r"/[\w./+@%-]+").fullmatch  # bash, pyxis and nemo-run take it as it is
 _MOST_LINES = 5
 # What makes nemo-run or its dependencies behave otherwise than in a shell of their own.
 _NOT_INHERITED = ("PYTHONWARNINGS", "SLURM_PROCID", "NEMORUN_HOME")
@@ -80,7 +87,7 @@ class ScriptWriter:
         found = {needed: self._dir / "scripts" / _name(shape) for needed, shape in shapes.items()}
         missing = {path: shapes[needed] for needed, path in found.items() if not path.is_file()}
         if missing:
-            texts = make_scripts(list(missing.values()))
+            texts = kept_scripts(list(missing.values()), self._paths)
             try:
                 (self._dir / "scripts").mkdir(parents=True, exist_ok=True)
                 self._paths.logs.mkdir(parents=True, exist_ok=True)
@@ -92,6 +99,48 @@ class ScriptWriter:
                     where, f"{error.strerror}; give another --run-dir, or make room"
                 ) from error
         return found
+
+
+def kept_scripts(shapes: Sequence[Shape], paths: ShapePaths) -> list[str]:
+    """Return the text of a script for each shape; what an earlier run made is not made again.
+
+    nemo-run takes from seconds to a minute to import. What differs from run to run is the run
+    directory alone, which stands for itself in a script if nobody has to quote it.
+
+    Raises:
+        LaunchError: As from `make_scripts`.
+    """
+    run_dir = str(paths.run_dir)
+    if not _PLAIN_PATH(run_dir):
+        return make_scripts(shapes)
+    general = [_moved(shape, run_dir, _ANY_RUN_DIR) for shape in shapes]
+    files = [(paths.root / _KEPT_DIR).resolve() / _name(shape) for shape in general]
+    missing = [(s, f) for s, f in zip(general, files, strict=True) if not f.is_file()]
+    texts: dict[Path, str] = {}
+    if missing:
+        made = make_scripts([shape for shape, _ in missing])
+        texts = {file: text for (_, file), text in zip(missing, made, strict=True)}
+        with contextlib.suppress(OSError):  # the next run makes them again
+            make_own_dir(paths.root)
+            for file, text in texts.items():
+                file.parent.mkdir(exist_ok=True)
+                write_text_atomically(file, text)
+    found = [texts[f] if f in texts else f.read_text(encoding="utf-8") for f in files]
+    return [text.replace(_ANY_RUN_DIR, run_dir) for text in found]
+
+
+def _moved(shape: Shape, old: str, new: str) -> Shape:
+    """Return a shape with another run directory."""
+
+    def moved(texts: Sequence[str]) -> tuple[str, ...]:
+        return tuple(text.replace(old, new) for text in texts)
+
+    return replace(
+        shape,
+        flags={name: value.replace(old, new) for name, value in shape.flags.items()},
+        mounts=moved(shape.mounts),
+        setup=moved(shape.setup),
+    )
 
 
 def make_scripts(shapes: Sequence[Shape]) -> list[str]:
@@ -171,7 +220,8 @@ def _version(distribution: str) -> str:
 
 def _name(shape: Shape) -> str:
     """Return the name of a shape's script, which another text has never."""
-    text = json.dumps([asdict(shape), _version(NEMO)], sort_keys=True)
+    driver = _digest(Path(nemo_driver.__file__).read_bytes())
+    text = json.dumps([asdict(shape), _version(NEMO), driver, STEP_FLAGS], sort_keys=True)
     return f"{shape.name}-{_digest(text.encode())}.sh"
 
 

@@ -15,11 +15,14 @@ from pathlib import Path
 
 from pytest_megatron.engines.base import Resources
 from pytest_megatron.engines.config import Mode, SlurmConfig, UvSyncConfig, Where
+from pytest_megatron.engines.task_messages import PLACE_VARIABLES
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.host import CPU_PLATFORM
 
 WORKER = "pytest_megatron.engines.worker"
 SPEC_VARIABLE = "spec"
+# What the shell that submits may have of an earlier launcher would lead every rank astray.
+UNSET = f"unset {' '.join(PLACE_VARIABLES)}"
 _ENDS_MOUNT = re.compile(r"[\s,:]")
 # The harness looks after the tasks itself: the first one names who failed, and stops the others.
 STEP_FLAGS = ("--wait=0", "--kill-on-bad-exit=0")
@@ -34,12 +37,14 @@ class ShapePaths:
         run_dir: Of the run; a container sees both at the same paths.
         logs: Where the output of jobs goes.
         spec: What a script carries out that is submitted without an argument, or None.
+        title: Name of its jobs, where they are of one workload; "" is the shape's.
     """
 
     root: Path
     run_dir: Path
     logs: Path
     spec: Path | None = None
+    title: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +88,7 @@ def shape_of(needed: Resources, place: SlurmConfig, paths: ShapePaths) -> Shape:
     container = place.container
     words = [place.python, "-m", WORKER]
     return Shape(
-        name=f"megatron-{needed.num_nodes}x{needed.ranks_per_node}",
+        name=paths.title or f"megatron-{needed.num_nodes}x{needed.ranks_per_node}",
         flags=dict(_flags(needed, place, paths)),
         container=None if container is None else container.image,
         mounts=() if container is None else mounts_of(place, paths),
@@ -107,10 +112,11 @@ def tasks_per_node(needed: Resources, mode: Mode) -> int:
 
 def gpu_flags(needed: Resources, place: SlurmConfig) -> dict[str, str]:
     """Return what asks Slurm for GPUs."""
-    if needed.platform == CPU_PLATFORM and place.gpus_per_node is None:
-        return {}
-    if place.gres is not None and needed.platform != CPU_PLATFORM:
+    is_cpu = needed.platform == CPU_PLATFORM
+    if place.gres is not None and not (is_cpu and "{gpus}" in place.gres):
         return {"gres": place.gres.replace("{gpus}", str(needed.gpus_per_node))}
+    if is_cpu and place.gpus_per_node is None:
+        return {}
     number = needed.gpus_per_node if place.gpus_per_node is None else place.gpus_per_node
     return {"gpus-per-node": str(number)} if number else {}
 
@@ -211,6 +217,7 @@ def _setup(needed: Resources, place: SlurmConfig, paths: ShapePaths) -> Iterator
     """Yield the lines before the tasks start; the first that fails ends the job."""
     default = "" if paths.spec is None else f":-{shlex.quote(str(paths.spec))}"
     yield f"{SPEC_VARIABLE}=${{1{default or ':?no spec is given'}}}"
+    yield UNSET
     if not (place.job_env or place.setup or place.uv_sync):
         return
     yield "set -e"

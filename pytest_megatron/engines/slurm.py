@@ -8,12 +8,15 @@ answer is waited for.
 from __future__ import annotations
 
 import contextlib
+import os
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from pytest_megatron.checks.rules import Finding
+from pytest_megatron.engines.bad_nodes import BadNodes
 from pytest_megatron.engines.base import (
     EngineContext,
     Order,
@@ -25,6 +28,7 @@ from pytest_megatron.engines.base import (
     Update,
 )
 from pytest_megatron.engines.journal import Ended, Journal
+from pytest_megatron.engines.live import LiveLog, OnlyProgress
 from pytest_megatron.engines.slurm_batches import Scripts, scancel_labels
 from pytest_megatron.engines.slurm_commands import (
     SlurmAwayError,
@@ -56,6 +60,10 @@ _CANCEL_S = 60.0  # for jobs to end; Slurm waits 30 s by itself between TERM and
 _CANCEL_POLL_S = 0.5
 _HASTY = 6.0  # a job that did not end well is waited for by so much less than one that did
 _ACCOUNT_S = 30.0  # between two questions to the accounting
+# What a job comes to that cannot write its output: its node is as good as any.
+_MAYBE_OF_DISK = (TroubleKind.BOOT_FAIL, TroubleKind.LOST)
+_ROOM = 1 << 16  # bytes that a job's log and record need at the least
+_MOST_FOLLOWED = 16  # running jobs whose logs are read: a shared file system has others to serve
 _Clock = tuple[Callable[[], float], Callable[[float], None]]
 
 
@@ -70,6 +78,7 @@ class _Tracked:
         absent_since: Since when it is known to have ended, or to be unknown, without a record.
         note: What to say of it beside Slurm's own words.
         is_cancelled: By us.
+        live: Its logs, while it runs and is one of those that are followed.
     """
 
     order: Order
@@ -79,6 +88,7 @@ class _Tracked:
     absent_since: float | None = None
     note: str = ""
     is_cancelled: bool = False
+    live: LiveLog | None = None
 
 
 class SlurmEngine:
@@ -118,6 +128,8 @@ class SlurmEngine:
         self._news: list[Update] = []
         self._unwanted: set[str] = set()  # labels of jobs to be cancelled
         self._asked_account = -_ACCOUNT_S
+        self._bad_nodes = BadNodes(context.root, lasts_s=settings.remembers_s)
+        self._has_said_bad = False
 
     def settle(self, setting: Setting, workload: Workload) -> Setting:
         """Return the setting as plans for jobs need it."""
@@ -158,9 +170,18 @@ class SlurmEngine:
             outcome = taken_up(order, ended, files, self._context.facts)
             self._news.append(Update(key=order.key, phase=Phase.ENDED, outcome=outcome))
             return
-        self._tracked[order.key] = _Tracked(order, batch=batch, index=index)
         if batch is None:
+            order = self._away_from_bad(order)
             self._intake.add(order)
+        self._tracked[order.key] = _Tracked(order, batch=batch, index=index)
+
+    def _away_from_bad(self, order: Order) -> Order:
+        """Return an order that keeps away from nodes which failed under earlier runs."""
+        said = self._bad_nodes.text()
+        if said is not None and not self._has_said_bad:
+            self._has_said_bad = True
+            order.listener.on_lines([said])
+        return replace(order, avoid_hosts=order.avoid_hosts | self._bad_nodes.hosts)
 
     def poll(self) -> Sequence[Update]:
         """Ask Slurm once for all jobs, and submit what was held back."""
@@ -196,22 +217,26 @@ class SlurmEngine:
             self._cancel_until(self._now() + _CANCEL_S)
         finally:
             if left := self._cancelled_ones():
-                labels = " ".join(self._labels(left))
-                how = f"scancel {labels}" if labels else f"those named .{self._journal.run_id}-N"
-                said = f"jobs may be left in Slurm's queue; to end them: {how}"
+                said = f"jobs may be left in Slurm's queue; to end them: {self._how_to_end(left)}"
                 left[0].order.listener.on_lines([said])
 
     def _cancel_until(self, until: float) -> None:
         """Cancel and look, until all that is to be cancelled is gone."""
         labels: list[str] = []
+        was_away = False
         while (left := self._cancelled_ones()) and self._now() < until:
-            with contextlib.suppress(SlurmAwayError):
+            try:
                 if not labels and (found := self._labels(left)):
                     self._commands.cancel(found)
                     said = f"waiting for {counted(len(left), 'cancelled job')} to end"
                     left[0].order.listener.on_lines([f"{said}; Ctrl-C leaves at once"])
                     labels = found
                 self._look_at_all()
+            except SlurmAwayError as error:
+                if not (labels or was_away):  # CI may kill this process before it answers
+                    how = f"jobs go on until it is back; to end them then: {self._how_to_end(left)}"
+                    left[0].order.listener.on_lines([f"Slurm does not answer: {error}; {how}"])
+                was_away = True
             if self._cancelled_ones():
                 self._pause(_CANCEL_POLL_S)
 
@@ -221,6 +246,10 @@ class SlurmEngine:
 
     def _cancelled_ones(self) -> list[_Tracked]:
         return [tracked for tracked in self._tracked.values() if tracked.is_cancelled]
+
+    def _how_to_end(self, wanted: Iterable[_Tracked]) -> str:
+        labels = " ".join(self._labels(wanted))
+        return f"scancel {labels}" if labels else f"those named .{self._journal.run_id}-N"
 
     def _labels(self, wanted: Iterable[_Tracked]) -> list[str]:
         """Return what scancel takes for these."""
@@ -303,6 +332,19 @@ class SlurmEngine:
         else:
             tracked.absent_since = None
             self._tell(tracked, phase_of(job), detail_of(job))
+            if phase_of(job) is Phase.RUNNING:
+                self._follow(tracked)
+
+    def _follow(self, tracked: _Tracked) -> None:
+        """Show what is new in the logs of a job that runs."""
+        if tracked.live is None:
+            if sum(t.live is not None for t in self._tracked.values()) >= _MOST_FOLLOWED:
+                return
+            order = tracked.order
+            copies = self._context.copies_lines
+            listener = order.listener if copies else OnlyProgress(order.listener)
+            tracked.live = LiveLog(order.planned(None).plan, listener)
+        tracked.live.poll()
 
     def _look_for(self, missing: Sequence[_Tracked]) -> None:
         """Learn what became of jobs that the controller of Slurm has forgotten."""
@@ -338,6 +380,8 @@ class SlurmEngine:
 
     def _end(self, tracked: _Tracked, job: SlurmJob | None) -> None:
         """End an order whose job is over."""
+        if tracked.live is not None:
+            tracked.live.poll(is_ended=True)
         files = self._files_of(tracked)
         found = find_record(files)
         outcome = outcome_with(tracked.order, found, job, self._context.facts, files.log)
@@ -353,7 +397,30 @@ class SlurmEngine:
         if trouble is not None and tracked.is_cancelled:
             label = "" if job is None else f" (job {job.label})"
             outcome = replace(outcome, trouble=_cancelled(f"by this run{label}"))
+        elif trouble is not None and job is not None and self._is_meant(trouble, job):
+            outcome = replace(outcome, trouble=_for_good(trouble, job))
+        elif trouble is not None and trouble.kind in _MAYBE_OF_DISK and (why := self._no_room()):
+            here = replace(trouble, text=f"{trouble.text}; {why}", hosts=(), is_transient=False)
+            outcome = replace(outcome, trouble=replace(here, kind=TroubleKind.LOST))
+        elif trouble is not None and outcome.suspects:
+            self._bad_nodes.add(outcome.suspects, trouble.kind.value)
         self._finish(tracked, outcome)
+
+    def _no_room(self) -> str | None:
+        """Return why nothing can be written where jobs write, or None if it can."""
+        where = self._context.engine_dir
+        try:
+            with tempfile.TemporaryFile(dir=where) as file:
+                file.write(bytes(_ROOM))
+        except OSError as error:
+            return f"{where}: {error.strerror}; make room, or give another --run-dir"
+        return None
+
+    def _is_meant(self, trouble: Trouble, job: SlurmJob) -> bool:
+        """Whether a job's own user has cancelled it, as far as anybody can know."""
+        is_cancelled = trouble.kind is TroubleKind.CANCELLED and job.state == "CANCELLED"
+        is_own = job.by_uid in (None, os.getuid())
+        return is_cancelled and is_own and not self._settings.retries_cancelled
 
     def _refuse(self, tracked: _Tracked, text: str) -> None:
         """End an order that nobody will run."""
@@ -397,3 +464,10 @@ class SlurmEngine:
 
 def _cancelled(text: str) -> Trouble:
     return Trouble(kind=TroubleKind.CANCELLED, text=f"it was cancelled {text}")
+
+
+def _for_good(trouble: Trouble, job: SlurmJob) -> Trouble:
+    """Return trouble that nobody wants another attempt after."""
+    who = "its own user did" if job.by_uid is not None else "no accounting says by whom"
+    text = f"{trouble.text}; {who}, so it is not submitted again (`retry_cancelled` is not set)"
+    return replace(trouble, text=text, is_transient=False)

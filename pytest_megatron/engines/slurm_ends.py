@@ -17,6 +17,7 @@ from pytest_megatron.launch.facts import Facts
 from pytest_megatron.launch.failure import tail
 
 _OF_BASH = ("+", "job exited with code ")  # what nemo-run's scripts trace, and say at their end
+_OF_WORKER = "pytest-megatron: "
 _FAILED_NODE = re.compile(r"^srun: error: Node failure on (\S+?)$").findall
 
 
@@ -135,6 +136,11 @@ def _with_evidence(trouble: Trouble, log: Path) -> Trouble:
             script_lines |= {
                 line.rstrip() for line in script.read_text(encoding="utf-8").splitlines()
             }
-    lines = tail(log, lambda line: line in script_lines or line.startswith(_OF_BASH))
+
+    def is_noise(line: str) -> bool:
+        is_said = line.startswith(_OF_WORKER) and line.removeprefix(_OF_WORKER) in trouble.text
+        return line in script_lines or line.startswith(_OF_BASH) or is_said
+
+    lines = tail(log, is_noise)
     text = f"{trouble.text}; see {log}" if log.exists() else trouble.text
     return replace(trouble, text=text, evidence=(*trouble.evidence, *lines))

@@ -53,6 +53,8 @@ class SlurmSettings:
         max_array: Elements of an array; None is what the cluster allows.
         patience_s: How long a record may come after Slurm said that the job ended well: shared
             file systems are late.
+        remembers_s: How long later runs keep away from a node that failed; 0 is none.
+        retries_cancelled: Whether a job that its own user cancelled is worth another attempt.
         retries_timeout: Whether a job that Slurm ended for its time limit is worth another attempt.
         checks: Know what would go wrong with a workload; None where nobody looks.
     """
@@ -61,6 +63,8 @@ class SlurmSettings:
     max_jobs: int | None = None
     max_array: int | None = None
     patience_s: float = 60.0
+    remembers_s: float = 0.0
+    retries_cancelled: bool = False
     retries_timeout: bool = False
     checks: Checking | None = None
 

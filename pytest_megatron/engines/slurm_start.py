@@ -37,6 +37,8 @@ def open_slurm(context: EngineContext) -> SlurmEngine:
             interval_s=config.interval,
             max_jobs=config.max_jobs,
             max_array=config.max_array,
+            remembers_s=config.remember_nodes * 3600.0,
+            retries_cancelled=config.retry_cancelled,
             retries_timeout=config.retry_timeout,
             checks=SlurmChecks(config, context, look_around(), lambda: ask_slurm(context.env)),
         ),

@@ -175,5 +175,5 @@ def _check_ranks(chosen: Sequence[Here], ranks: Sequence[str]) -> None:
     raise LaunchError(
         "RANK",
         f"is {shown} in the job's environment, expected each of 0-{len(chosen) - 1} once; "
-        f"unset it where the job is submitted, so that it follows from SLURM_PROCID",
+        f"drop it from job_env, setup or the prolog, so that it follows from SLURM_PROCID",
     )

@@ -29,6 +29,7 @@ from pytest_megatron.launch.process import Running
 _CONFIG = SlurmConfig()
 # Of `Spec.options`.
 MODE, PORTS, GATHER_S = "mode", "ports", "gather_s"
+REPEATABLE = "repeatable"  # there where each start has an attempt of its own
 _DEFAULT_GATHER_S = "300"  # containers are fetched at different speeds
 
 

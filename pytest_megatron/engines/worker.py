@@ -3,12 +3,14 @@
 Started as `python -m pytest_megatron.engines.worker SPEC`. SPEC is a file, or a directory: element
 N of a job array then takes `N.json` in it. The environment is the job's, under the plan's own
 variables. It leaves the attempt's files as a local run does, and at the end the file that the spec
-names, whole or not at all. The exit code is 0 if every phase was clean, 1 if not, 2 if the spec
-cannot be read.
+names, whole or not at all; what kept it from running anything it also prints. The exit code is 0 if
+every phase was clean, 1 if not, 2 if the spec cannot be read.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import signal
@@ -28,10 +30,11 @@ from pytest_megatron.engines.records import (
     JobRecord,
     Spec,
     end_record,
+    of_start,
     read_spec,
     write_record,
 )
-from pytest_megatron.engines.tasks import Step, watches
+from pytest_megatron.engines.tasks import REPEATABLE, Step, watches
 from pytest_megatron.errors import LaunchError, MegatronError
 from pytest_megatron.health import Health, merge_health
 from pytest_megatron.launch.facts import gather_facts
@@ -57,7 +60,7 @@ def main(arguments: list[str]) -> int:
         spec = read_spec(spec_path(Path(arguments[0]), os.environ))
         step = Step.of(spec, os.environ)
     except LaunchError as error:
-        print(f"pytest-megatron: {error}", file=sys.stderr)  # noqa: T201 - the job's log
+        _say(str(error))
         return 2
     if step is not None and step.place.task > 0:
         has_gpus = spec.watches_gpus and watches(step.place, os.environ)
@@ -65,7 +68,30 @@ def main(arguments: list[str]) -> int:
         return step.serve(os.environ, gpus)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end)
-    return run(spec, step)
+    if REPEATABLE not in spec.options:
+        return run(spec, step)
+    try:
+        spec = of_start(spec, claim_start(spec.outcome.parent / "starts"))
+    except OSError as error:
+        _say(f"{error.filename or spec.outcome.parent}: {error.strerror}; nothing was run")
+        return 2
+    code = run(spec, step)
+    _say(f"logs and metrics: {spec.plan.dirs.root}; outcome: {spec.outcome}")
+    return code
+
+
+def claim_start(directory: Path) -> int:
+    """Return the number of this start, which no other start has.
+
+    Raises:
+        OSError: It cannot be kept.
+    """
+    directory.mkdir(exist_ok=True)
+    for number in itertools.count(1):
+        with contextlib.suppress(FileExistsError), (directory / str(number)).open("x") as file:
+            file.write(f"{socket.gethostname()} {os.environ.get('SLURM_JOB_ID', '')}\n")
+            return number
+    raise AssertionError
 
 
 def spec_path(named: Path, env: Mapping[str, str]) -> Path:
@@ -83,7 +109,7 @@ def spec_path(named: Path, env: Mapping[str, str]) -> Path:
 
 def run(spec: Spec, step: Step | None) -> int:
     """Carry out a spec, with other tasks or alone, and write its record; return the exit code."""
-    started = time.time()
+    started, is_second = time.time(), False
     ends: tuple[EndRecord, ...] = ()
     health: Health | None = None
     trouble: Trouble | None = None
@@ -94,13 +120,16 @@ def run(spec: Spec, step: Step | None) -> int:
         else:
             ends, health, trouble = _carry_out_together(spec, step)
     except SecondStartError as second:
-        trouble = Trouble(kind=TroubleKind.REQUEUED, text=str(second))
+        trouble, is_second = Trouble(kind=TroubleKind.REQUEUED, text=str(second)), True
     except MissingTasksError as missing:
         trouble = missing.trouble
     except ToldToEndError as told:
         trouble = Trouble(kind=TroubleKind.CANCELLED, text=f"{told} on {host}")
-    except (MegatronError, OSError) as error:
+    except MegatronError as error:
         trouble = Trouble(kind=TroubleKind.NOT_STARTED, text=str(error))
+    except OSError as error:
+        where = error.filename or spec.plan.dirs.root
+        trouble = Trouble(kind=TroubleKind.NOT_STARTED, text=f"{where}: {error.strerror or error}")
     record = JobRecord(
         key=spec.key,
         ends=ends,
@@ -113,7 +142,10 @@ def run(spec: Spec, step: Step | None) -> int:
         started=started,
         ended=time.time(),
     )
-    write_record(spec.outcome, record)
+    if not (is_second and spec.outcome.exists()):  # which says how the first start ended
+        write_record(spec.outcome, record)
+    if trouble is not None and trouble.kind is not TroubleKind.CANCELLED:  # who told it knows
+        _say(trouble.text)
     return 0 if trouble is None and all(end.returncode == 0 for end in ends) else 1
 
 
@@ -142,10 +174,27 @@ def _carry_out(spec: Spec, start: StartPhase | None) -> tuple[tuple[EndRecord, .
             f"start left; nothing was run"
         )
     plan = in_this_environment(spec, os.environ)
+    if start is None:
+        _need_one_node(spec.plan)
     gpus = gather_facts(spec.root).host.gpus if spec.watches_gpus else ()
     with HealthWatch(gpus) as watch:
         ends = run_attempt(plan, json.loads(spec.description), _Printer(), start=start)
         return tuple(end_record(end) for end in ends), watch.finish()
+
+
+def _need_one_node(plan: AttemptPlan) -> None:
+    """Refuse a plan for several nodes where there is one task alone.
+
+    Raises:
+        LaunchError: It is one.
+    """
+    num_nodes = max(phase.num_nodes for phase in plan.phases)
+    if num_nodes > 1:
+        raise LaunchError(
+            "srun",
+            f"started 1 task, expected some on each of {num_nodes} nodes; give srun "
+            f"--nodes={num_nodes}, in an allocation of as many",
+        )
 
 
 def in_this_environment(spec: Spec, env: Mapping[str, str]) -> AttemptPlan:
@@ -164,6 +213,10 @@ class _Printer:
 
     def on_progress(self, phase: int, progress: Progress) -> None:
         """Take no notice: the line stands in the log."""
+
+
+def _say(text: str) -> None:
+    print(f"pytest-megatron: {text}", file=sys.stderr, flush=True)  # noqa: T201 - the job's log
 
 
 def _end(number: int, _frame: FrameType | None) -> None:

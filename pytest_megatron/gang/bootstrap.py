@@ -137,6 +137,16 @@ def reseed() -> None:
         torch.default_generator.manual_seed(secrets.randbits(64) | _LEAST_RANDOM_SEED)
 
 
+def seed_torch(seed: int) -> None:
+    """Seed torch where pytest-randomly seeds `random` and numpy; it calls this entry point.
+
+    Only in ranks: there a test that passes with one seed on all of them shall not see another.
+    """
+    torch = sys.modules.get("torch")
+    if _device is not None and torch is not None:
+        torch.manual_seed(seed)
+
+
 def calm_gloo() -> None:
     """Have threads of gloo that are new wait for a core instead of taking it from one at work.
 

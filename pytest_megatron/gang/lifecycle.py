@@ -68,6 +68,7 @@ class Lifecycle:
         self.state = State.STARTING
         self.problems: list[str] = []
         self.late: dict[int, JsonValue] = {}
+        self.outputs: dict[int, str] = {}
         self.unbegun = 0
         self._ranks = [RankState(rank=rank, log_dir=path) for rank, path in enumerate(log_dirs)]
         self._patience = Patience(grace_s, now)
@@ -233,6 +234,7 @@ class Lifecycle:
 
     def _on_closed(self, rank: RankState, message: Closed) -> None:
         rank.is_closed = True
+        self.outputs[rank.rank] = message.workeroutput
         if message.late is not None:
             self.late[rank.rank] = message.late
         if message.problem:

@@ -135,10 +135,12 @@ class Closed:
     Attributes:
         problem: Text of an error in a fixture's teardown, or "".
         late: The same as a report of the last test's teardown; None if there is none.
+        workeroutput: What plugins of a rank that collected left for the controller.
     """
 
     problem: str
     late: JsonValue = None
+    workeroutput: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,6 +198,7 @@ class RankOrder:
         coverage: Settings of a running coverage.py, or empty.
         coverage_file: Where it puts its data.
         avoided: Node id of a collector that a rank died in -> what to say of it instead.
+        workerinput: What plugins of the controller have for a rank that collects.
     """
 
     gang: int
@@ -210,6 +213,7 @@ class RankOrder:
     coverage: Mapping[str, JsonValue] = field(default_factory=dict)
     coverage_file: str = ""
     avoided: Mapping[str, str] = field(default_factory=dict)
+    workerinput: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

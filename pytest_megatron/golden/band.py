@@ -42,6 +42,8 @@ class Band:
         allowed: (num_steps,) absolute deviation allowed at each: `widths` of the golden's
             value, and `rounding`.
         num_outside: How many steps may be outside, each by `LossLimits.outside_factor` at most.
+        needs_company: Whether such a step must have neighbours that are off too, since nobody
+            knows the noise.
         bias: Absolute deviation allowed of the mean over all steps.
         tail: The same over the last steps (`TAIL_FRACTION`).
         note: Why the band is as it is, for the message.
@@ -52,6 +54,7 @@ class Band:
     widths: tuple[float, ...]
     rounding: float
     num_outside: int
+    needs_company: bool
     bias: float
     tail: float
     note: str
@@ -60,6 +63,44 @@ class Band:
     def as_allowed(self) -> Allowed:
         """The same in few numbers: a width holds for many steps."""
         return allowed_of(dict(zip(self.steps, self.widths, strict=True)), self.rounding)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knowledge:
+    """What is known of the noise of one metric.
+
+    Attributes:
+        is_deterministic: Repeats agreed bit for bit, on a platform like the run's.
+        is_learned: There were repeats enough to learn it from.
+        is_elsewhere: The run is on another platform, where fewer digits are the same.
+        is_at_home: It is on the same one, and enough is known to say so.
+    """
+
+    is_deterministic: bool
+    is_learned: bool
+    is_elsewhere: bool
+    is_at_home: bool
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether the metric has a band of its own."""
+        return (self.is_deterministic or self.is_learned) and not self.is_elsewhere
+
+
+def knowledge_of(
+    golden: Golden, metric: str, *, nondeterministic: bool, surroundings: Surroundings = NOWHERE
+) -> Knowledge:
+    """Return what a golden says of the noise of one metric, to a run in these surroundings."""
+    made = golden.provenance or Provenance()
+    drift = drift_between(golden.provenance, surroundings)
+    is_elsewhere = bool(drift.changes) and made.precision != FULL_PRECISION
+    is_equal = made.deterministic is True and made.spread.get(metric, 0.0) == 0.0
+    return Knowledge(
+        is_deterministic=is_equal and not nondeterministic and not is_elsewhere,
+        is_learned=metric in made.spread and (made.repeats or 1) >= LEARNING.least_repeats,
+        is_elsewhere=is_elsewhere,
+        is_at_home=drift.is_same_platform,
+    )
 
 
 def band_around(
@@ -79,19 +120,14 @@ def band_around(
     """
     limits = limits or LossLimits()
     made = golden.provenance or Provenance()
-    has_moved = bool(drift_between(golden.provenance, surroundings).changes)
-    is_elsewhere = has_moved and made.precision != FULL_PRECISION
-    is_deterministic = made.deterministic is True and not nondeterministic and not is_elsewhere
+    known = knowledge_of(
+        golden, metric, nondeterministic=nondeterministic, surroundings=surroundings
+    )
     repeats = 1 if made.repeats is None else made.repeats
-    spread = made.spread.get(metric)
-    is_learned = spread is not None and repeats >= LEARNING.least_repeats
-    is_narrow = (is_deterministic or is_learned) and not is_elsewhere
-    factor = prediction_factor(repeats) if is_learned else LEARNING.few_factor
-    learned = [factor * sd for sd in growing_deviation(spread, series.steps)]
-    fixed = [
-        limits.floor_in(made.precision) if is_narrow else limits.fixed_at(step)
-        for step in series.steps
-    ]
+    factor = prediction_factor(repeats) if known.is_learned else LEARNING.few_factor
+    learned = [factor * sd for sd in growing_deviation(made.spread.get(metric), series.steps)]
+    floor = limits.floor_in(made.precision, is_at_home=known.is_learned and known.is_at_home)
+    fixed = [floor if known.is_narrow else limits.fixed_at(step) for step in series.steps]
     rounding = limits.absolute + (FULL_ROUNDING if series.is_full_precision else ROUNDING)
     scales = [abs(v) for v in series.values if isinstance(v, float)]
     widths = tuple(map(max, learned, fixed))
@@ -110,12 +146,11 @@ def band_around(
         allowed=tuple(allowed),
         widths=widths,
         rounding=rounding,
-        num_outside=0 if is_deterministic else int(limits.outside_fraction * len(scales)),
+        num_outside=0 if known.is_deterministic else int(limits.outside_fraction * len(scales)),
+        needs_company=not (known.is_learned or known.is_deterministic),
         bias=mean + limits.absolute + ROUNDING,
         tail=tail + limits.absolute + ROUNDING,
-        note="golden from another platform, where fewer digits are the same"
-        if is_elsewhere
-        else _describe(repeats, is_deterministic=is_deterministic, is_learned=is_learned),
+        note=_describe(repeats, known),
     )
 
 
@@ -155,9 +190,11 @@ def tail_length(num_steps: int) -> int:
     return max(1, int(num_steps * TAIL_FRACTION))
 
 
-def _describe(repeats: int, *, is_deterministic: bool, is_learned: bool) -> str:
-    if is_deterministic:
+def _describe(repeats: int, known: Knowledge) -> str:
+    if known.is_elsewhere:
+        return "golden from another platform, where fewer digits are the same"
+    if known.is_deterministic:
         return "golden is deterministic"
-    if is_learned:
+    if known.is_learned:
         return f"band learned from {repeats} repeats"
     return "golden without repeats enough for a band of its own"

@@ -38,6 +38,7 @@ class Rule(Enum):
     OUTLIER = "outlier"
     BIAS = "mean"
     TAIL = "tail mean"
+    WINDOW = "window mean"
     MEDIAN = "median"
     QUARTILE = "upper quartile"
     PEAK = "peak"

@@ -14,7 +14,20 @@ from dataclasses import dataclass, replace
 from pytest_megatron.golden.band import Band, tail_length
 from pytest_megatron.golden.comparison import Allowed, Difference, Layer, Rule, Summary, relative
 from pytest_megatron.golden.deviation import Point, ulps_between
-from pytest_megatron.golden.limits import LEARNING, ROUNDING, CountLimits, LossLimits, Worse
+from pytest_megatron.golden.limits import (
+    LEARNING,
+    LEAST_WINDOW_STEPS,
+    NEIGHBOUR_FACTOR,
+    NEIGHBOUR_PART,
+    NEIGHBOURS,
+    NUM_WINDOWS,
+    ROUNDING,
+    TRIMMED_FRACTION,
+    UNTRIMMED_FACTOR,
+    CountLimits,
+    LossLimits,
+    Worse,
+)
 from pytest_megatron.golden.model import Series
 from pytest_megatron.golden.presence import find_frozen
 
@@ -99,23 +112,32 @@ def loss_layers(
     if early:
         yield _every_step(Rule.EARLY, early, 0, band.note)
     yield _every_step(Rule.BAND, pairs, band.num_outside, band.note)
-    yield _outlier(pairs, limits.outside_factor, band.note)
+    yield _outlier(pairs, limits.outside_factor, band)
     if len(points) >= LEARNING.least_steps_for_means:
         yield _mean(Rule.BIAS, points, band.bias, band.note)
         yield _mean(Rule.TAIL, _tail(points), band.tail, band.note)
+    if limits.window_mean is not None:
+        yield _windows(points, limits.window_mean, band)
 
 
 def count_layers(points: list[Point], limits: CountLimits) -> Iterable[Finding]:
-    """Judge a count: mean, mean of the tail, median; single steps vary too much."""
+    """Judge a count: mean, mean of the tail, median; single steps vary too much.
+
+    The means leave out the steps that differ most: after a change of container a few steps may have
+    many times as many zeros. Nor may all steps together be off by much more.
+    """
     tail = _tail(points)
+    middle, tail_middle = _trimmed(points), _trimmed(tail)
+    factor = UNTRIMMED_FACTOR
     medians = (
         statistics.median(p.observed for p in points),
         statistics.median(p.golden for p in points),
     )
     for rule, name, (observed, golden), tolerance in (
-        (Rule.BIAS, named("mean", points), _means(points), limits.mean),
-        (Rule.TAIL, named("mean", tail), _means(tail), limits.tail_mean),
+        (Rule.BIAS, named("trimmed mean", points), _means(middle), limits.mean),
+        (Rule.TAIL, named("trimmed mean", tail), _means(tail_middle), limits.tail_mean),
         (Rule.MEDIAN, named("median", points), medians, limits.median),
+        (Rule.OUTLIER, named("mean", points), _means(points), factor * limits.mean),
     ):
         allowed = max(tolerance * abs(golden), limits.absolute)
         yield of_summary(
@@ -207,18 +229,52 @@ def _every_step(
     return Finding(layer=layer, first=first, notes=(count, note))
 
 
-def _outlier(pairs: Sequence[tuple[Point, float]], factor: float, note: str) -> Finding:
-    """Look at the step that is farthest outside: even one that may be outside has a limit."""
-    far = [(p, a) for p, a in pairs if not abs(p.signed) <= factor * a]
-    point, allowed = far[0] if far else max(pairs, key=_excess)
+def _outlier(pairs: Sequence[tuple[Point, float]], factor: float, band: Band) -> Finding:
+    """Look at the step that is farthest outside: even one that may be outside has a limit.
+
+    That is some bands and, where the noise is not known, some times what its neighbours are off by:
+    noise comes in company, and a step that is off alone is a fault.
+    """
+    points = [point for point, _ in pairs]
+    most = [(p, factor * a) for p, a in pairs]
+    if band.needs_company:
+        most = [
+            (p, max(a, min(factor * a, _in_company(points, i) + band.rounding)))
+            for i, (p, a) in enumerate(pairs)
+        ]
+    far = [(p, a) for p, a in most if not abs(p.signed) <= a]
+    point, allowed = far[0] if far else max(most, key=_excess)
     count = f"{len(far)} of {len(pairs)} steps too far outside the band for any step"
     return Finding(
         layer=_deviation_layer(
-            Rule.OUTLIER, point, factor * allowed, passed=not far, place=f"step {point.step}"
+            Rule.OUTLIER, point, allowed, passed=not far, place=f"step {point.step}"
         ),
-        first=_outside(point, factor * allowed),
-        notes=(count, note),
+        first=_outside(point, allowed),
+        notes=(count, band.note),
     )
+
+
+def _in_company(points: Sequence[Point], at: int) -> float:
+    """Return by how much a step may be off, by what most of the steps around it are off."""
+    around = [*points[max(0, at - NEIGHBOURS) : at], *points[at + 1 : at + 1 + NEIGHBOURS]]
+    off = sorted(abs(p.signed) for p in around)
+    return NEIGHBOUR_FACTOR * off[int(NEIGHBOUR_PART * len(off))] if off else 0.0
+
+
+def _windows(points: Sequence[Point], limit: float, band: Band) -> Finding:
+    """Look for a shift that lasts for a part of the training; name the window farthest off."""
+    size = max(LEAST_WINDOW_STEPS, len(points) // NUM_WINDOWS)
+    starts = range(0, max(1, len(points) - size + 1), size)
+    windows = [points[start : start + size] for start in starts]
+    windows[-1] = points[starts[-1] :]
+
+    def excess(window: Sequence[Point]) -> float:
+        observed, golden = _means(window)
+        return abs(observed - golden) - limit * abs(golden)
+
+    worst = max(windows, key=excess)
+    allowed = limit * abs(_means(worst)[1]) + band.rounding
+    return _mean(Rule.WINDOW, worst, allowed, band.note)
 
 
 def _mean(rule: Rule, points: Sequence[Point], allowed: float, note: str) -> Finding:
@@ -266,6 +322,13 @@ def _means(points: Sequence[Point]) -> tuple[float, float]:
     observed = math.fsum(p.observed for p in points) / len(points)
     golden = math.fsum(p.golden for p in points) / len(points)
     return observed, golden
+
+
+def _trimmed(points: list[Point]) -> list[Point]:
+    """Return the steps without those whose count differs most, as many on either side."""
+    left_out = int(TRIMMED_FRACTION * len(points))
+    by_ratio = sorted(points, key=lambda p: (p.observed + 1) / (p.golden + 1))
+    return by_ratio[left_out : len(points) - left_out]
 
 
 def _tail(points: list[Point]) -> list[Point]:

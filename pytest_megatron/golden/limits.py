@@ -15,6 +15,8 @@ from typing import TypeAlias
 
 from pytest_megatron.golden.model import is_loss
 
+# What a training logs of its model beside the loss; judged without being asked for.
+NORMS = ("grad-norm", "params-norm")
 TAIL_FRACTION = 0.25
 # Absolute: the rounding of a golden of five decimals, and of one of full precision.
 ROUNDING, FULL_ROUNDING = 5e-6, 1e-9
@@ -23,6 +25,14 @@ TIME_SPREADS = 3.0
 FULL_PRECISION = "fp32"
 _FLOORS: Mapping[str, float] = {FULL_PRECISION: 2e-5, "bf16": 2e-4, "fp16": 1e-4}
 _FLOOR = 1e-4  # of a precision that is not known
+# More steps than that of a golden without a band of its own are judged by windows.
+LONG_STEPS = 200
+NUM_WINDOWS, LEAST_WINDOW_STEPS = 20, 20
+# A step outside the band is off by so many times what most of its neighbours are off by, at most.
+NEIGHBOURS, NEIGHBOUR_PART, NEIGHBOUR_FACTOR = 8, 0.75, 8.0
+# Of a count, the part of the steps at either end that its mean leaves out, by how far they are off;
+# the mean of all steps may be off by so many times as much.
+TRIMMED_FRACTION, UNTRIMMED_FACTOR = 0.2, 3.0
 
 
 class Kind(Enum):
@@ -68,11 +78,14 @@ class LossLimits:
         early_band: There, of a golden without a band of its own.
         band: Of every step of a golden without a band of its own.
         floor: The narrowest band that is learned; by precision where it is None.
+        learned_floor: The same where the repeats were on the run's own platform, whose noise they
+            know.
         absolute: Added to every band, in the metric's own unit.
         outside_fraction: Of the steps, how many may be outside the band.
         outside_factor: How many bands such a step may be off.
         mean: Of all steps.
         tail_mean: Of the last quarter.
+        window_mean: Of each of the windows that the steps are cut into; None for no windows.
         frozen_steps: From how many steps without a change on a curve is frozen.
         frozen_fraction: The same as a part of all steps; the larger counts.
     """
@@ -83,11 +96,13 @@ class LossLimits:
     early_band: float = 1e-3
     band: float = 2e-3
     floor: float | None = None
+    learned_floor: float = 2e-5
     absolute: float = 0.0
     outside_fraction: float = 0.02
     outside_factor: float = 5.0
     mean: float = 3e-4
     tail_mean: float = 5e-4
+    window_mean: float | None = None
     frozen_steps: int = 5
     frozen_fraction: float = 0.1
 
@@ -95,11 +110,16 @@ class LossLimits:
         """Return the band of a step of a golden without a band of its own."""
         return min(self.early_band, self.band) if step <= self.early_steps else self.band
 
-    def floor_in(self, precision: str | None) -> float:
-        """Return the narrowest band of a model that computes in `precision`."""
-        if self.floor is not None:
-            return self.floor
-        return _FLOORS.get(precision or "", _FLOOR)
+    def floor_in(self, precision: str | None, *, is_at_home: bool = False) -> float:
+        """Return the narrowest band of a model that computes in `precision`.
+
+        Args:
+            precision: As the golden says, or None.
+            is_at_home: Whether repeats on the platform of the run taught the band.
+        """
+        if is_at_home:
+            return self.learned_floor
+        return _FLOORS.get(precision or "", _FLOOR) if self.floor is None else self.floor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,13 +128,15 @@ class CountLimits:
 
     Attributes:
         exact: As for a loss.
+        mean: Of the mean without the steps that differ most, either way (`TRIMMED_FRACTION`).
+        tail_mean: The same of the last quarter.
         absolute: In counts; less than this is no difference.
     """
 
     exact: Exact = Exact.AUTO
-    mean: float = 0.08
+    mean: float = 0.085
     tail_mean: float = 0.12
-    median: float = 0.12
+    median: float = 0.15
     absolute: float = 1.0
 
 
@@ -148,9 +170,23 @@ Limits: TypeAlias = LossLimits | CountLimits | CostLimits | MemoryLimits
 
 # A metric that is computed from the schedule alone, and one that varies more than a loss does.
 _SCHEDULE = LossLimits(
-    step_1=1e-6, early_band=1e-6, band=1e-6, floor=1e-6, mean=1e-6, tail_mean=1e-6
+    step_1=1e-6,
+    early_band=1e-6,
+    band=1e-6,
+    floor=1e-6,
+    learned_floor=1e-6,
+    mean=1e-6,
+    tail_mean=1e-6,
 )
-_NORM = LossLimits(step_1=5e-3, early_band=1e-2, band=2e-2, floor=1e-3, mean=5e-3, tail_mean=5e-3)
+_NORM = LossLimits(
+    step_1=5e-3,
+    early_band=1e-2,
+    band=2e-2,
+    floor=1e-3,
+    outside_factor=10.0,
+    mean=5e-3,
+    tail_mean=5e-3,
+)
 DEFAULTS: Mapping[str, Limits] = {
     "grad-norm": _NORM,
     "learning-rate": _SCHEDULE,
@@ -160,6 +196,8 @@ DEFAULTS: Mapping[str, Limits] = {
     "mem-allocated-bytes": MemoryLimits(),
     "mem-max-allocated-bytes": MemoryLimits(),
 }
+# A long training is chaotic: its single steps part by percents while its windows stay together.
+_LONG = LossLimits(band=3e-2, mean=1e-3, tail_mean=2.5e-3, window_mean=5e-3)
 BY_KIND: Mapping[Kind, Limits] = {
     Kind.LOSS: LossLimits(),
     Kind.COUNT: CountLimits(),
@@ -168,9 +206,14 @@ BY_KIND: Mapping[Kind, Limits] = {
 }
 
 
+def limits_of(metric: str, *, is_long: bool = False) -> Limits:
+    """Return the limits of a metric; `is_long` for a long golden without a band of its own."""
+    return DEFAULTS.get(metric, _LONG if is_long else BY_KIND[Kind.LOSS])
+
+
 def kind_of(metric: str) -> Kind:
     """Return the kind of a metric by its name."""
-    limits = DEFAULTS.get(metric, BY_KIND[Kind.LOSS])
+    limits = limits_of(metric)
     return next(kind for kind, one in BY_KIND.items() if type(one) is type(limits))
 
 

@@ -16,7 +16,6 @@ from typing import ClassVar, TypeAlias
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.golden.limits import (
     BY_KIND,
-    DEFAULTS,
     CostLimits,
     CountLimits,
     Exact,
@@ -26,6 +25,7 @@ from pytest_megatron.golden.limits import (
     MemoryLimits,
     Worse,
     kind_of,
+    limits_of,
 )
 
 # One number or word of a policy file, already parsed: as the field of the limits has it.
@@ -143,12 +143,19 @@ class Policy:
                 "one of them, or run without comparing with `--golden off`",
             )
 
-    def limits(self, metric: str) -> Limits:
-        """Return the limits of a metric under `strict`, after the policy's changes."""
+    def limits(self, metric: str, *, is_long: bool = False) -> Limits:
+        """Return the limits of a metric under `strict`, after the policy's changes.
+
+        Args:
+            metric: Its name.
+            is_long: Whether its golden is long, and has no band of its own.
+        """
         settings = dict(self.settings(metric))
+        if "floor" in settings:  # who names one means it wherever the repeats were
+            settings.setdefault("learned_floor", settings["floor"])
         kind = settings.pop("kind", None)
         if kind is None or kind is kind_of(metric):
-            limits = DEFAULTS.get(metric, BY_KIND[Kind.LOSS])
+            limits = limits_of(metric, is_long=is_long)
         else:
             assert isinstance(kind, Kind)
             limits = BY_KIND[kind]

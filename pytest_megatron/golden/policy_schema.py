@@ -50,6 +50,9 @@ class MetricKeys(TypedDict):
     early_band: NotRequired[Annotated[_Part, Field(description="Of each step in it.")]]
     band: NotRequired[Annotated[_Part, Field(description="Of each step, where none is learned.")]]
     floor: NotRequired[Annotated[_Part, Field(description="The narrowest band that is learned.")]]
+    learned_floor: NotRequired[
+        Annotated[_Part, Field(description="The same on the platform of the repeats.")]
+    ]
     absolute: NotRequired[
         Annotated[_Part, Field(description="In the metric's own unit, beside every band.")]
     ]
@@ -61,6 +64,9 @@ class MetricKeys(TypedDict):
     ]
     mean: NotRequired[Annotated[_Part, Field(description="Of the mean of all steps.")]]
     tail_mean: NotRequired[Annotated[_Part, Field(description="Of that of the last quarter.")]]
+    window_mean: NotRequired[
+        Annotated[_Part, Field(description="Of that of each twentieth of the steps.")]
+    ]
     median: NotRequired[Annotated[_Part, Field(description="Of the median.")]]
     quartile: NotRequired[
         Annotated[_Part, Field(description="Of the border of the worst quarter.")]

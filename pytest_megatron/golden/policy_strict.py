@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from pytest_megatron.golden.band import Band, band_around
+from pytest_megatron.golden.band import Band, Knowledge, band_around, knowledge_of
 from pytest_megatron.golden.comparison import Allowed, Comparison, Layer, Rule, relative
 from pytest_megatron.golden.deviation import (
     Point,
@@ -38,7 +38,15 @@ from pytest_megatron.golden.layers import (
     loss_layers,
 )
 from pytest_megatron.golden.layers_cost import cost_layers, memory_layers
-from pytest_megatron.golden.limits import CostLimits, CountLimits, Exact, LossLimits, MemoryLimits
+from pytest_megatron.golden.limits import (
+    LONG_STEPS,
+    CostLimits,
+    CountLimits,
+    Exact,
+    Limits,
+    LossLimits,
+    MemoryLimits,
+)
 from pytest_megatron.golden.model import MetricMap, Series, is_finite
 from pytest_megatron.golden.policy import Policy
 from pytest_megatron.golden.presence import (
@@ -54,7 +62,7 @@ from pytest_megatron.golden.surroundings import Surroundings, drift_between, why
 
 _TIME = "iteration-time"
 _ZEROS = "num-zeros"
-_WITH_PLACEHOLDERS = (_TIME, _ZEROS)
+_WITH_PLACEHOLDERS = (_TIME, _ZEROS, "grad-norm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,12 +169,12 @@ def _compare(case: _Case, metric: str, observed: Series | None) -> Comparison:
 def _judge(case: _Case, metric: str, golden: Series, observed: Series) -> Judgement:
     """Judge two whole series by the kind of the metric."""
     points = shared_points(golden, observed)
-    limits = case.policy.limits(metric)
+    limits = _limits(case, metric, golden)
     match limits:
         case CostLimits() | MemoryLimits():
             return _judge_cost(case, metric, limits, points)
         case CountLimits():
-            findings = [*_exact(case, limits.exact, points), *count_layers(points, limits)]
+            findings = [*_exact(case, metric, limits.exact, points), *count_layers(points, limits)]
             return decide(findings, Judgement(passed=True, rule=Rule.BIAS))
         case LossLimits():
             band = _band(case, metric, golden, limits)
@@ -174,11 +182,26 @@ def _judge(case: _Case, metric: str, golden: Series, observed: Series) -> Judgem
             notes = (f"within the band (largest {largest:.1e})", band.note)
             layers = loss_layers(golden, observed, points, band, limits)
             judgement = decide(
-                [*_exact(case, limits.exact, points), *layers],
+                [*_exact(case, metric, limits.exact, points), *layers],
                 Judgement(passed=True, rule=Rule.BAND, notes=notes),
             )
             return replace(judgement, allowed=band.as_allowed)
     assert_never(limits)
+
+
+def _limits(case: _Case, metric: str, golden: Series) -> Limits:
+    """Return the limits of a metric, which are others for a long golden of unknown noise."""
+    is_long = len(golden) > LONG_STEPS and not _knowledge(case, metric).is_narrow
+    return case.policy.limits(metric, is_long=is_long)
+
+
+def _knowledge(case: _Case, metric: str) -> Knowledge:
+    return knowledge_of(
+        case.golden,
+        metric,
+        nondeterministic=case.nondeterministic,
+        surroundings=case.surroundings,
+    )
 
 
 def _band(case: _Case, metric: str, golden: Series, limits: LossLimits) -> Band:
@@ -194,7 +217,7 @@ def _band(case: _Case, metric: str, golden: Series, limits: LossLimits) -> Band:
 
 def _allowed(case: _Case, metric: str, golden: Series) -> Allowed | None:
     """Return what a run with a hole would have been allowed, where the golden is whole."""
-    limits = case.policy.limits(metric)
+    limits = _limits(case, metric, golden)
     is_whole = len(golden) and find_unusable(golden) is None
     if not isinstance(limits, LossLimits) or not is_whole:
         return None
@@ -224,15 +247,10 @@ def _judge_cost(
     return decide(findings, Judgement(passed=True, rule=decisive.layer.rule, notes=(note,)))
 
 
-def _exact(case: _Case, when: Exact, points: list[Point]) -> list[Finding]:
+def _exact(case: _Case, metric: str, when: Exact, points: list[Point]) -> list[Finding]:
     """Look at every bit where there is reason to expect each to be the golden's."""
-    provenance = case.golden.provenance
-    is_deterministic = provenance is not None and provenance.deterministic is True
-    is_expected = (
-        is_deterministic
-        and not case.nondeterministic
-        and drift_between(provenance, case.surroundings).is_same_platform
-    )
+    known = _knowledge(case, metric)
+    is_expected = known.is_deterministic and known.is_at_home
     return exact_layer(
         points, is_demanded=when is Exact.ALWAYS or (when is Exact.AUTO and is_expected)
     )
@@ -278,8 +296,8 @@ def _without_placeholders(golden: Series) -> Series:
     """Return the steps that the golden has a value for.
 
     Megatron-LM writes "nan" where it measured nothing: a step that it did not time, or a step
-    without an update (fp16 loss scaling), which has no gradient to count zeros in. Neither is a
-    hole; in a loss it would be one.
+    without an update (fp16 loss scaling), which has no gradient to count zeros in or to measure.
+    Neither is a hole; in a loss it would be one.
     """
     if all(isinstance(value, str) for value in golden.values):
         return golden

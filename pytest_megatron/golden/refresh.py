@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from pytest_megatron.golden.generation import ROUTING, TEXT, TOKENS, Generation
+from pytest_megatron.golden.limits import NORMS
 from pytest_megatron.golden.model import MetricMap, Series, Value, is_finite, series_of
 from pytest_megatron.golden.provenance import Golden, Spread
 
@@ -29,9 +30,10 @@ def combine(repeats: Sequence[MetricMap], metrics: Sequence[str]) -> dict[str, S
 
     Args:
         repeats: At least one; a step that not all of them have is left out.
-        metrics: Which metrics to keep beside `KEPT_METRICS`.
+        metrics: Which metrics to keep beside `KEPT_METRICS`, and norms that are finite throughout.
     """
-    wanted = {*KEPT_METRICS, *metrics}
+    norms = (n for n in NORMS if all(_is_whole(repeat.get(n)) for repeat in repeats))
+    wanted = {*KEPT_METRICS, *norms, *metrics}
     shared = wanted.intersection(*(repeat.keys() for repeat in repeats))
     return {name: _median([repeat[name] for repeat in repeats]) for name in sorted(shared)}
 
@@ -79,6 +81,10 @@ def series_of_generation(generation: Generation) -> dict[str, Series]:
                 dict(enumerate(row, start=1)), is_full_precision=True
             )
     return found
+
+
+def _is_whole(series: Series | None) -> bool:
+    return series is not None and all(is_finite(value) for value in series.values)
 
 
 def _median(series: Sequence[Series]) -> Series:

@@ -1,47 +1,83 @@
-"""Ends a session in order when Slurm ends its job, in the seconds between SIGTERM and SIGKILL.
+"""Ends a session in order when it is told to end, in the seconds between SIGTERM and SIGKILL.
 
-`scancel`, a time limit and a preemption send SIGTERM to every task first. It is taken as Ctrl-C is:
-ranks tear down, and JUnit XML and run directory say what was finished. On nodes that follow it is
+GitLab, Jenkins, Kubernetes and `timeout` send SIGTERM first; so do `scancel`, a time limit and a
+preemption of Slurm, to every task. It is taken as Ctrl-C is: ranks tear down, jobs and containers
+are cancelled, and JUnit XML and run directory say what was finished. On nodes that follow it is
 node 0 that ends the session.
 """
 
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Callable, Generator
 from types import FrameType
 
 import pytest
 
+NAME = "megatron-cancelled"
 _FOLLOWER_S = 20.0  # for node 0 to end the session; Slurm gives 30 by default (KillWait)
+# Where a terminal is lost, and with Ctrl-\ in one, jobs of a queue stay, for `--attach`.
+_OFF_TERMINAL = (signal.SIGHUP, signal.SIGQUIT)
+
+_Handler = Callable[[int, FrameType | None], None]
 
 
 class CancelledPlugin:
-    """Has SIGTERM's handler while tests run."""
+    """Has the handlers of signals that end a session while tests run.
 
-    def __init__(self, job: str, *, is_follower: bool) -> None:
-        self._text = f"SIGTERM: Slurm cancelled job {job}, or its time was up"
+    A signal that is ignored (`nohup`), or has a handler of somebody's, stays theirs.
+    """
+
+    def __init__(self, job: str | None, *, is_follower: bool) -> None:
+        """Take the job of Slurm that this process is in, if it is in one."""
+        self._why = (
+            "whoever started pytest ended it"
+            if job is None
+            else f"Slurm cancelled job {job}, or its time was up"
+        )
         self._is_follower = is_follower
-        self._has_ended = False
+        self._ours: list[signal.Signals] = []
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtestloop(self) -> Generator[None, object, object]:
-        """Run the tests."""
+        """Run the tests.
+
+        Raises:
+            KeyboardInterrupt: The session is to end; what ends it too comes to nothing meanwhile.
+        """
         if threading.current_thread() is not threading.main_thread():
             return (yield)  # only the main thread may have handlers
-        before = [(number, signal.signal(number, handle)) for number, handle in self._handlers()]
+        for number, handle in self._handlers():
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, handle)
+                self._ours.append(number)
         try:
-            return (yield)
-        finally:
-            if not self._has_ended:  # else it comes again, while results are written
-                for number, handler in before:
-                    signal.signal(number, handler)
+            result = yield
+        except KeyboardInterrupt:  # another signal may come while results are written
+            for number in self._ours:
+                signal.signal(number, signal.SIG_IGN)
+            raise
+        except BaseException:
+            self.pytest_unconfigure()
+            raise
+        self.pytest_unconfigure()
+        return result
 
-    def _handlers(self) -> list[tuple[int, Callable[[int, FrameType | None], None]]]:
+    @pytest.hookimpl(trylast=True)
+    def pytest_unconfigure(self) -> None:
+        """Give signals back to whom they were."""
+        for number in self._ours:
+            signal.signal(number, signal.SIG_DFL)
+        self._ours.clear()
+
+    def _handlers(self) -> list[tuple[signal.Signals, _Handler]]:
         if self._is_follower:
             return [(signal.SIGTERM, self._wait), (signal.SIGALRM, self._end)]
-        return [(signal.SIGTERM, self._end)]
+        is_terminal = sys.__stdout__ is not None and sys.__stdout__.isatty()
+        numbers = (signal.SIGTERM, *(() if is_terminal else _OFF_TERMINAL))
+        return [(number, self._end) for number in numbers]
 
     def _wait(self, number: int, frame: FrameType | None) -> None:
         """Leave node 0 time to tell how the session ends."""
@@ -49,7 +85,8 @@ class CancelledPlugin:
         signal.setitimer(signal.ITIMER_REAL, _FOLLOWER_S)
 
     def _end(self, number: int, frame: FrameType | None) -> None:
-        del number, frame
-        self._has_ended = True
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise KeyboardInterrupt(self._text)
+        del frame
+        for known in self._ours:
+            signal.signal(known, signal.SIG_IGN)  # once is enough; ending takes a while
+        name = signal.Signals(signal.SIGTERM if self._is_follower else number).name
+        raise KeyboardInterrupt(f"{name}: {self._why}")

@@ -282,6 +282,8 @@ class Crew:
             del self._spares[gang.spec]
         self._tee.forget(gang)
         self.leases.release(gang.number)
+        if self.per_rank is not None:
+            self.per_rank.take_outputs(gang)
 
     def interrupt(self, busy: list[Gang]) -> None:
         """Ctrl-C: ranks get it too and tear down; a second one does not wait for them."""

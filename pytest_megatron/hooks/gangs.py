@@ -20,7 +20,7 @@ import pytest
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang.nodes import count_gpus
 from pytest_megatron.gang.processes import end_if_forked
-from pytest_megatron.gang.spec import GangSpec, RunEnd
+from pytest_megatron.gang.spec import GangSpec, Reason, RunEnd
 from pytest_megatron.hooks.crew import Crew
 from pytest_megatron.hooks.dispatch import Dispatcher
 from pytest_megatron.hooks.gang_results import RECORD, add_way_back
@@ -31,12 +31,20 @@ from pytest_megatron.hooks.merged import (
     excinfo_of,
     warn_again,
 )
+from pytest_megatron.hooks.neighbours import (
+    Allure,
+    is_of_phases,
+    keep_unused_snapshots,
+    notes_on_hang,
+    refuse_what_is_lost,
+)
 from pytest_megatron.hooks.nodes import nodes_of, room_on_gpus
 from pytest_megatron.hooks.option_values import has_workers
-from pytest_megatron.hooks.options import WORKLOADS_PLUGIN, Options
+from pytest_megatron.hooks.options import LIMITS_OF_OTHERS, WORKLOADS_PLUGIN, Options
 from pytest_megatron.hooks.origins import make_extra_item
 from pytest_megatron.hooks.phases import PhaseHooks, show_no_stacks
 from pytest_megatron.hooks.session import RunSession
+from pytest_megatron.hooks.worker_contract import is_of_controller, module_of
 from pytest_megatron.host import this_host
 from pytest_megatron.report.executed import test_record
 from pytest_megatron.report.gangs import plan_lines
@@ -64,6 +72,8 @@ class GangPlugin:
         self._make_report: pluggy.HookCaller | None = None
         self._is_replaying = False
         self._broken: Exception | None = None
+        self._allure: Allure | None = None
+        self._limits_of_others: list[str] = []
 
     # Collection
 
@@ -83,6 +93,11 @@ class GangPlugin:
                 continue
             self._specs[item] = spec
         self._refuse_pdb_rank()
+        if not self._config.option.collectonly:
+            self._limits_of_others = refuse_what_is_lost(self._config, self._specs)
+            if self._limits_of_others and self._run.is_worker:  # whose terminal is nobody's
+                output: dict[str, object] = self._config.workeroutput  # type: ignore[attr-defined]
+                output[LIMITS_OF_OTHERS] = self._limits_of_others
 
     def _default_size(self) -> int:
         """Return the world size of a test without a mark; 0 if it stays in the controller."""
@@ -126,6 +141,8 @@ class GangPlugin:
         if not self._run.is_worker:
             self._run.refuse_used_run_dir()
         dispatcher = self._open(session)
+        for line in self._limits_of_others:
+            self._open_crew.tell_user(line)
         if self._run.is_worker:
             return None
         try:
@@ -145,9 +162,11 @@ class GangPlugin:
         finally:
             self._shut_down()
 
+    @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self) -> None:
         """Leave no process behind, however the session ends."""
         self._shut_down()
+        keep_unused_snapshots(self._config, self._specs)
 
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> None:
@@ -307,6 +326,7 @@ class GangPlugin:
         execution = dispatcher.ended[item]
         warn_again(self._config, execution.ended)
         self._print(execution.ended)
+        self._open_allure.follow("setup", item=item)
         execution.stop_like_rank("setup")
 
     def _cause_to_rerun(self, item: pytest.Item) -> Signature | None:
@@ -325,7 +345,9 @@ class GangPlugin:
         """Report the subtests, which pytest reports before the test."""
         execution = self._open_dispatcher.ended[item]
         execution.stop_like_rank("call")
-        *subtests, _ = [m for m in execution.merged if m.when == "call"]
+        self._open_allure.follow("call", item=item)
+        *subtests, merged_call = [m for m in execution.merged if m.when == "call"]
+        self._open_allure.set_times(item, merged_call)
         for merged in subtests:
             report = build_report(item, merged)
             if report.failed:
@@ -338,14 +360,16 @@ class GangPlugin:
         execution.stop_like_rank("teardown")
         self._print(execution.ended, is_late=True)
         item.session._setupstate.teardown_exact(nextitem)  # noqa: SLF001 - pytest's own way
+        self._open_allure.follow("teardown", item=item, nextitem=nextitem)
 
     def report_phase(self, item: pytest.Item, call: pytest.CallInfo[None]) -> pytest.TestReport:
-        """Have plugins see the report of a phase; those in conftest files saw it in the ranks."""
+        """Have plugins see the report of a phase that did not see it in the ranks."""
         execution = self._open_dispatcher.ended[item]
         manager = self._config.pluginmanager
         if self._make_report is None:
             conftests = manager._conftest_plugins  # noqa: SLF001 - not to be told apart otherwise
-            self._make_report = manager.subset_hook_caller("pytest_runtest_makereport", conftests)
+            others = [p for p in manager.get_plugins() if p in conftests or self._had_part(p)]
+            self._make_report = manager.subset_hook_caller("pytest_runtest_makereport", others)
         merged, seen = execution.phase(call.when), call
         if merged.outcome == "failed":
             seen = copy.copy(call)
@@ -359,12 +383,20 @@ class GangPlugin:
         if causes:
             report.user_properties.append(("megatron.reruns", len(causes)))
             report.user_properties.append(("megatron.signature", causes[-1].id))
+        if report.failed and execution.ended.reason is not Reason.DONE:
+            report.sections += notes_on_hang(item)
         add_way_back(report, self._run)
         if call.when == "teardown":
             history = self._open_dispatcher.history[item]
             report.__dict__[RECORD] = test_record(execution.merged, self._specs[item], history)
             del self._open_dispatcher.ended[item]  # a rerun of it runs again
         return report
+
+    def _had_part(self, plugin: object) -> bool:
+        """Whether a plugin made its part of a report in the ranks, where it saw the phases."""
+        is_ours = module_of(plugin).startswith(("_pytest.", "pytest_megatron."))
+        is_here = is_ours or is_of_controller(plugin) or plugin is self._open_allure.listener
+        return not is_here and is_of_phases(plugin)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_makereport(
@@ -386,6 +418,12 @@ class GangPlugin:
         return True if self.is_ours(item) else None
 
     # Small things
+
+    @property
+    def _open_allure(self) -> Allure:
+        if self._allure is None:
+            self._allure = Allure(self._config)
+        return self._allure
 
     @property
     def _open_crew(self) -> Crew:

@@ -14,6 +14,7 @@ import pytest
 
 from pytest_megatron.errors import GoldenError, MegatronError
 from pytest_megatron.files import JsonValue
+from pytest_megatron.git import ask_git_for_owner
 from pytest_megatron.golden.policy import Policy
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.launch.facts import Facts
@@ -84,6 +85,12 @@ class GoldenWriter:
         if not self._options.is_writing_goldens or is_committed or self._options.is_dirty_allowed:
             return
         state = "has no git commit" if facts.commit is None else "has uncommitted changes"
+        if facts.commit is None and (mend := ask_git_for_owner(self._root)) is not None:
+            raise GoldenError(
+                str(self._root),
+                f"--golden {self._options.golden}: git refuses the tree, which another user owns, "
+                f"expected a commit that the golden can name; {mend}",
+            )
         raise GoldenError(
             str(self._root),
             f"--golden {self._options.golden}: the tree {state}, expected a commit that the golden "

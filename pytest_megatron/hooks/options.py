@@ -59,6 +59,7 @@ class Options:
         num_kept_runs: How many runs stay in our own directory; None is all.
         executor: Name of the engine that runs workloads.
         executor_config: Its settings, below the directory of the user; or None.
+        queue_timeout_s: How long a workload may wait in a queue; 0 is without limit.
         is_attached: Whether the run directory is that of a run whose controller is gone.
         golden_reason: Why goldens change, or None.
         num_gpus: Ranks of a gang, one for each CUDA device; 0 is all of them; None if not asked.
@@ -93,6 +94,7 @@ class Options:
     is_lightweight: bool
     executor: str
     executor_config: Path | None
+    queue_timeout_s: float
     is_attached: bool
     golden: GoldenMode
     golden_policy: str
@@ -138,6 +140,10 @@ class Options:
         return any(self.selection.values())
 
 
+# In what a worker of pytest-xdist sends back: lines on what other plugins lack on gangs.
+LIMITS_OF_OTHERS = "megatron_limits_of_others"
+
+
 def add_options(parser: pytest.Parser) -> None:
     """Declare every option, each also as the ini option `megatron_<name>`."""
     group = parser.getgroup("megatron", "training workloads and distributed tests")
@@ -175,6 +181,7 @@ def add_options(parser: pytest.Parser) -> None:
     )
     add("executor", "where workloads run: local (default), docker, slurm", metavar="NAME")
     add("executor-config", "settings of the executor", metavar="FILE")
+    add("queue-timeout", "how long a workload may wait in a queue, 0 is no limit (0)", metavar="S")
     add("attach", "take over a run whose pytest is gone, with what it was told", metavar="RUN")
     add("golden-policy", "how to compare: strict (default), megatron or a file", metavar="POLICY")
     add("golden-reason", "why goldens change, which they then say", metavar="TEXT")
@@ -229,6 +236,7 @@ def read_options(config: pytest.Config) -> Options:
         is_lightweight=values.flag(config, "lightweight"),
         executor=values.text(config, "executor", LOCAL),
         executor_config=Path(executor_config) if executor_config else None,
+        queue_timeout_s=values.seconds(config, "queue-timeout", 0.0),
         is_attached=bool(attached),
         golden=cast("GoldenMode", golden),
         golden_policy=values.text(config, "golden-policy", "strict"),

@@ -22,6 +22,7 @@ from pytest_megatron.gang.agreement import Difference, compare, digest_of, last_
 from pytest_megatron.gang.channel import Listener
 from pytest_megatron.gang.clean import find_obstacle
 from pytest_megatron.gang.fleet import Fleet
+from pytest_megatron.gang.gangs import Gang
 from pytest_megatron.gang.messages import Collected, Died, RankOrder, Stacks, StoreOpened
 from pytest_megatron.gang.patience import START_LIMIT_S
 from pytest_megatron.gang.raised import TemplateWord
@@ -31,6 +32,7 @@ from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.rank_template import Brief
 from pytest_megatron.hooks.warm import Mode, WarmProcess, start_warm
 from pytest_megatron.hooks.watch import find_rank_words, will_load_torch
+from pytest_megatron.hooks.worker_contract import RankNode, configure_node, encode, node_down
 from pytest_megatron.report.crash import shorten_stack
 from pytest_megatron.wording import describe_exit, name_ranks
 
@@ -139,6 +141,7 @@ class _World:
     Attributes:
         lost: Rank -> why it has none of its tests.
         avoided: Rank -> node id of a collector that it must not collect again -> why.
+        nodes: Rank -> what plugins of the controller know it as.
         lost_at: When the first of them was missed.
         told: Collectors that failed, with the reason, and the rank, which were told of.
     """
@@ -147,6 +150,7 @@ class _World:
     differences: dict[int, Difference] = field(default_factory=dict)
     lost: dict[int, str] = field(default_factory=dict)
     avoided: dict[int, dict[str, str]] = field(default_factory=dict)
+    nodes: dict[int, RankNode] = field(default_factory=dict)
     lost_at: float = 0.0
     told: set[tuple[tuple[str, str], int]] = field(default_factory=set)
 
@@ -162,7 +166,7 @@ class PerRank:
         options: Options,
     ) -> None:
         """Tell the warm process of the session; ranks are started when a gang is asked for."""
-        config = session.config
+        config = self._config = session.config
         self._fleet = fleet
         self._beginning: Beginning = config.stash[KEY]
         self._worlds: dict[int, _World] = {}
@@ -259,6 +263,13 @@ class PerRank:
             for node_id, found in ranks.items()
         }
 
+    def take_outputs(self, gang: Gang) -> None:
+        """Give plugins what the ranks of a gang that is gone left for them."""
+        world = self._worlds.get(gang.spec.world_size, _World())  # none since a warm one was killed
+        for rank, node in world.nodes.items():
+            output = gang.lifecycle.outputs.get(rank)
+            node_down(node, output or "", None if output else "the rank was ended")
+
     def close(self) -> None:
         """Wait until nothing is left, once the fleet was stopped."""
         self._warm.stop()
@@ -286,10 +297,13 @@ class PerRank:
     def _raise(self, world: _World, orders: Sequence[RankOrder]) -> None:
         """Have ranks collect."""
         until = time.monotonic() + self._limit_s
+        argv = self._beginning.argv
+        world.nodes |= {o.rank: configure_node(self._config, o, argv) for o in orders}
         orders = tuple(
             replace(
                 _for_collecting(order, self._fleet.raised.next_number),
                 avoided=world.avoided.get(order.rank, {}),
+                workerinput=encode(world.nodes[order.rank].workerinput),
             )
             for order in orders
         )

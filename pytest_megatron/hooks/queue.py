@@ -69,7 +69,9 @@ class QueuePlugin:
         self._terminal.write(
             [f"{self._session.options.executor}: {verb} {counted(len(mine), 'workload')}"]
         )
-        campaign = Campaign(self._session.engine)
+        campaign = Campaign(
+            self._session.engine, queue_timeout_s=self._session.options.queue_timeout_s
+        )
         campaign.add(self._works(mine))
         try:
             ended = campaign.step()
@@ -129,6 +131,7 @@ class QueuePlugin:
             pytest.Session.Interrupted: A plugin wants to stop.
         """
         item = self._items[end.name]
+        self._terminal.note_end(item.name)
         begun = self._begun.pop(end.name, None)
         item.finish = functools.partial(self._finish, end, begun)
         # Without a next item, pytest tears everything down: no fixture of it is a workload's.

@@ -1,6 +1,7 @@
 """What is printed while workloads wait in a queue: on a terminal one line that stays at the bottom.
 
-Elsewhere a line is printed where the counts changed, and not more often than every ten seconds.
+Elsewhere a line is printed where the counts changed, at most every ten seconds; where a reason or
+the progress changed, at most once a minute; and every five minutes in any case.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from pytest_megatron.launch.follow import Progress
-from pytest_megatron.report.queue import queue_text
+from pytest_megatron.hooks.terminal import progress_text
+from pytest_megatron.launch.follow import Progress, parse_progress
+from pytest_megatron.report.queue import is_due, queue_text
 from pytest_megatron.verdict.campaign import Standing
 
-_LINE_EVERY_S = 10.0  # where the terminal cannot rewrite a line
 _ERASE_BELOW = "\r\x1b[2K\x1b[1A"  # the line that we are in, and up to the one above
 
 
@@ -30,7 +31,9 @@ class QueueTerminal:
         self._is_shown = False
         self._text = ""
         self._counts: tuple[int, ...] = ()
-        self._next_line_at = self._started
+        self._detail = ""
+        self._printed_at = float("-inf")
+        self._progress: tuple[str, str] = ("", "")
 
     @property
     def _reporter(self) -> pytest.TerminalReporter | None:
@@ -41,24 +44,38 @@ class QueueTerminal:
 
     def listener(self, name: str) -> QueueListener:
         """Return what prints the lines of one workload under its name."""
-        return QueueListener(self, name)
+        return QueueListener(self, name, has_iterations=self._config.get_verbosity() > 0)
 
     def show(self, standing: Standing) -> None:
         """Show the state of the queue, if it is new."""
         reporter = self._reporter
         if reporter is None:
             return
-        text = queue_text(self._engine, standing, time.monotonic() - self._started)
+        now = time.monotonic()
+        text = queue_text(self._engine, standing, now - self._started, self._progress[1])
         if reporter.isatty:
             if not (self._is_shown and text == self._text):
                 self.close()
                 self._show_below(reporter, text)
             return
         counts = (standing.num_ended, standing.num_running, standing.num_waiting)
-        if counts != self._counts and time.monotonic() >= self._next_line_at:
-            self._counts = counts
-            self._next_line_at = time.monotonic() + _LINE_EVERY_S
+        detail = f"{standing.detail}; {self._progress[1]}"
+        if is_due(
+            now - self._printed_at,
+            has_new_counts=counts != self._counts,
+            has_new_detail=detail != self._detail,
+        ):
+            self._counts, self._detail, self._printed_at = counts, detail, now
             self.write([text])
+
+    def note_progress(self, name: str, phase: int, progress: Progress) -> None:
+        """Have the line say how far a workload is, until another one comes further."""
+        self._progress = (name, progress_text(name, phase, progress))
+
+    def note_end(self, name: str) -> None:
+        """Have the line say no more how far a workload is."""
+        if self._progress[0] == name:
+            self._progress = ("", "")
 
     def write(self, lines: Sequence[str]) -> None:
         """Print whole lines."""
@@ -104,15 +121,22 @@ class QueueTerminal:
 
 
 class QueueListener:
-    """Prints what is said of one workload under its name; how far it is, its job's log says."""
+    """Prints what is said of one workload under its name, and has the line say how far it is.
 
-    def __init__(self, terminal: QueueTerminal, name: str) -> None:
+    The iteration lines of a training become part of that line; `-v` copies them as well.
+    """
+
+    def __init__(self, terminal: QueueTerminal, name: str, *, has_iterations: bool) -> None:
         self._terminal = terminal
         self._name = name
+        self._has_iterations = has_iterations
 
     def on_lines(self, lines: list[str]) -> None:
         """Print lines."""
-        self._terminal.write([f"{self._name}: {line}" for line in lines])
+        shown = [x for x in lines if self._has_iterations or parse_progress(x) is None]
+        if shown:
+            self._terminal.write([f"{self._name}: {line}" for line in shown])
 
     def on_progress(self, phase: int, progress: Progress) -> None:
-        """Take no notice."""
+        """Show it with the state of the queue."""
+        self._terminal.note_progress(self._name, phase, progress)

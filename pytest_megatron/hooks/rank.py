@@ -33,10 +33,18 @@ from pytest_megatron.gang.process_state import StateKeeper, look
 from pytest_megatron.gang.processes import end_if_forked
 from pytest_megatron.gang.rank_ends import RankEnds
 from pytest_megatron.hooks.mirror import describe_warning, plain
+from pytest_megatron.hooks.neighbours import (
+    draw_same_examples,
+    notes_on_failure,
+    write_snapshots,
+)
 from pytest_megatron.hooks.rank_debugger import RankDebugger
 
 _NOT_KNOWN = SystemExit(70)  # pytest keeps with what a finalizer ended to itself
 _SLOW_S = 0.2  # a phase this long is told of at its end, not with the test
+_OWN_ATTRIBUTES = frozenset(
+    vars(pytest.TestReport("", ("", 0, ""), {}, "passed", None, "call"))  # others are of plugins
+)
 
 
 class RankPlugin:
@@ -99,6 +107,7 @@ class RankPlugin:
         self.shared_dir = Path(run.shared_dir)
         self.printed.take()
         self._shown = ""
+        draw_same_examples(self.order)
         self._ends.begin_run(run.run)
         self._ends.note("setup")
         item.session.shouldfail = item.session.shouldstop = False
@@ -112,6 +121,7 @@ class RankPlugin:
             stop = ("interrupt", f"{place.filename}:{place.lineno}", None)
         self.end_if_forked()
         self._ends.note("")
+        write_snapshots(item.config, self.order)
         if self.measurement is not None:
             self.measurement.end_test(is_last=run.next_index == NOTHING)
         poison = bootstrap.find_poison() if self._has_failed else ""
@@ -247,6 +257,8 @@ class RankPlugin:
         report = yield
         if self._is_in_phase:  # of a subtest, which is logged as well
             return report
+        if report.failed:
+            report.sections += notes_on_failure(item)
         self._take(item.config, report)
         run = self._run
         assert run is not None
@@ -323,7 +335,8 @@ class RankPlugin:
         if (
             report.outcome == "passed"
             and type(report) is pytest.TestReport
-            and not (report.sections or report.user_properties or hasattr(report, "wasxfail"))
+            and not (report.sections or report.user_properties)
+            and vars(report).keys() <= _OWN_ATTRIBUTES
         ):
             self._reports.append([report.when, report.start, report.stop])
             return

@@ -30,16 +30,10 @@ from pytest_megatron.gang.messages import (
 from pytest_megatron.gang.originals import os, traceback
 from pytest_megatron.gang.process_state import StateKeeper
 from pytest_megatron.gang.rank_ends import RankEnds
+from pytest_megatron.hooks.neighbours import leave_to_controller
 from pytest_megatron.hooks.rank import RankPlugin
 from pytest_megatron.hooks.rank_logging import keep_handlers
-
-# Plugins that act for the whole session; in a rank the controller does what they do.
-_CONTROLLER_PLUGINS = (
-    "pytest_timeout",
-    "pytest_rerunfailures",
-    "pytest_cov.plugin",
-    "__channelexec__",  # the worker of pytest-xdist, which execnet runs under this name
-)
+from pytest_megatron.hooks.worker_contract import WORKER_VARIABLE, encode, is_of_controller
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +71,7 @@ def prepare(session: pytest.Session) -> RankPlugin:
         capture.start_global_capturing()
     open_standard_descriptors()  # which pytest leaves closed if they were
     _drop_controller_plugins(config)
+    leave_to_controller(config)
     manager = config.pluginmanager
     config.option.maxfail = 0
     reporter = manager.get_plugin("terminalreporter")
@@ -163,8 +158,8 @@ def serve(
                 case Close():
                     late = plugin.tear_down_late(session, None)
                     plugin.end_if_forked()
-                    problem = _finish_session(session) if is_own_session else ""
-                    channel.send(Closed(problem=problem, late=late))
+                    problem, output = _finish_session(session) if is_own_session else ("", "")
+                    channel.send(Closed(problem=problem, late=late, workeroutput=output))
                     break
                 case _:
                     break
@@ -197,14 +192,23 @@ def _finder(
     return lambda _, node_id: by_id.get(node_id)
 
 
-def _finish_session(session: pytest.Session) -> str:
-    """Run what a process of its own would at its end; return what went wrong, or ""."""
+def _finish_session(session: pytest.Session) -> tuple[str, str]:
+    """Run what a worker of pytest-xdist would at its end.
+
+    Returns:
+        What went wrong, or "", and what plugins left for the controller.
+    """
+    config = session.config
+    given: dict[str, object] = config.workerinput  # type: ignore[attr-defined]
+    # Some plugins know a worker by this alone. Tests do not see it: they compute ports from it.
+    os.environ.setdefault(WORKER_VARIABLE, str(given["workerid"]))
     try:
-        session.config.hook.pytest_sessionfinish(session=session, exitstatus=session.exitstatus)
-        session.config._ensure_unconfigure()  # noqa: SLF001 - pytest's own way
+        config.hook.pytest_sessionfinish(session=session, exitstatus=session.exitstatus)
+        output = encode(config.workeroutput)  # type: ignore[attr-defined]
+        config._ensure_unconfigure()  # noqa: SLF001 - pytest's own way
     except BaseException:  # noqa: BLE001 - hooks of a user
-        return traceback.format_exc()
-    return ""
+        return traceback.format_exc(), ""
+    return "", output
 
 
 def _close(session: pytest.Session) -> str:
@@ -231,12 +235,7 @@ def _drop_controller_plugins(config: pytest.Config) -> None:
     """Unregister what acts for the whole session."""
     manager = config.pluginmanager
     for name, other in list(manager.list_name_plugin()):
-        module = getattr(other, "__name__", type(other).__module__)
-        if (
-            name.startswith("megatron-")
-            or module in _CONTROLLER_PLUGINS
-            or module.startswith("xdist")
-        ):
+        if name.startswith("megatron-") or is_of_controller(other):
             manager.unregister(name=name)
 
 

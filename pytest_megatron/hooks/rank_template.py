@@ -36,6 +36,7 @@ from pytest_megatron.hooks.option_values import findable
 from pytest_megatron.hooks.options import COLLECTING_PLUGIN
 from pytest_megatron.hooks.rank import RankPlugin
 from pytest_megatron.hooks.rank_process import Home, prepare, run_rank, with_own_temp
+from pytest_megatron.hooks.worker_contract import decode
 
 _RECIPES = (".yaml", ".yml")
 
@@ -160,17 +161,14 @@ class CollectingPlugin:
             "tx": [],
             "dist": "no",
             "looponfail": False,
+            "clean_alluredir": False,
         }
         vars(option).update({k: v for k, v in settings.items() if hasattr(option, k)})
         option.maxfail = 0
         option.cacheclear = False
         option.basetemp = self._order.base_temp
-        vars(config)["workerinput"] = {  # how plugins know a worker
-            "workerid": f"rank{self._order.rank}",
-            "workercount": self._order.world_size,
-            "testrunuid": self._order.env.get("TORCHELASTIC_RUN_ID", ""),
-            "mainargv": self._brief.argv,
-        }
+        vars(config)["workerinput"] = decode(self._order.workerinput)
+        vars(config)["workeroutput"] = {}
         arguments = findable(config.args, self._brief.directory)
         files = [argument.partition("::")[0] for argument in arguments]
         config.args = [f for f in dict.fromkeys(files) if not f.endswith(_RECIPES)]

@@ -19,7 +19,8 @@ class ItemRetries:
 
     def claim(self, attempt: Attempt) -> str | None:
         """Take a further attempt from what the run may have."""
-        return self._session.ledger.claim(self._node_id, _signature_of(attempt) or "")
+        signature = _signature_of(attempt) or ""
+        return self._session.ledger.claim(self._node_id, signature, attempt.suspects)
 
     def on_retry(self, attempt: Attempt, pause_s: float) -> None:
         """Print why, and when."""

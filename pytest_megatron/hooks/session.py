@@ -88,6 +88,7 @@ class RunSession:
             facts=self.facts,
             env=os.environ,
             config_file=None if file is None else Path(self._directory, file),
+            copies_lines=self.options.is_tee_typed,
         )
         try:
             return open_engine(self.options.executor, context)
@@ -233,9 +234,12 @@ class RunSession:
 
     def _new_run_dir(self) -> Path:
         if self.options.run_dir is not None:
-            return Path(self._directory, self.options.run_dir).absolute()
-        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-        return self.root / RUNS_DIR / name
+            chosen = Path(self._directory, self.options.run_dir)
+        else:
+            name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+            chosen = self.root / RUNS_DIR / name
+        # Once, for all: containers and other machines see it under its real path alone.
+        return chosen.resolve()
 
 
 _SESSION = pytest.StashKey[RunSession]()

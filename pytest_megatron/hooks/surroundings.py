@@ -8,6 +8,7 @@ import pytest
 
 from pytest_megatron.files import JsonValue, write_text_atomically
 from pytest_megatron.hooks.markers import limit_of_session
+from pytest_megatron.hooks.neighbours import seed_of_examples
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.launch import patch
@@ -24,7 +25,7 @@ def surroundings(config: pytest.Config, session: RunSession) -> dict[str, JsonVa
         "directory": _below(config, session),
         "positional": list[JsonValue](redactor.words(_positional(config))),
         "env": dict[str, JsonValue](redactor.env(kept)),
-        "seeds": _seeds(config),
+        "seeds": _seeds(config, session.run_dir.name),
         "options": _options(config, session.options),
     }
 
@@ -57,13 +58,15 @@ def _positional(config: pytest.Config) -> list[str]:
     return [str(word) for word in found or ()]
 
 
-def _seeds(config: pytest.Config) -> dict[str, JsonValue]:
+def _seeds(config: pytest.Config, run_id: str) -> dict[str, JsonValue]:
     """Return the seeds that pytest's plugins and Python have, each null if it has none."""
     seeds: dict[str, JsonValue] = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED")}
     for name in ("randomly_seed", "random_order_seed"):
         value = getattr(config.option, name, None)
         if value is not None and not str(value).startswith("default"):  # one that is not in use
             seeds[name] = str(value)
+    if hasattr(config.option, "hypothesis_seed"):
+        seeds["hypothesis_seed"] = str(config.option.hypothesis_seed or seed_of_examples(run_id))
     return seeds
 
 

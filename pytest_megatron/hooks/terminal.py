@@ -66,7 +66,7 @@ class LiveTerminal:
 
     def on_progress(self, phase: int, progress: Progress) -> None:
         """Show the progress, on a terminal always, elsewhere now and then."""
-        text = _progress_text(self._name, phase, progress)
+        text = progress_text(self._name, phase, progress)
         if self._is_tty:
             self._write([], text)
         elif time.monotonic() >= self._next_line_at:
@@ -122,7 +122,8 @@ def print_summary(
         reporter.write_line(shorten(line))
 
 
-def _progress_text(name: str, phase: int, progress: Progress) -> str:
+def progress_text(name: str, phase: int, progress: Progress) -> str:
+    """Return how far a training is, in words."""
     parts = [f"{name}: iteration {progress.iteration}/{progress.last}"]
     if phase > 1:
         parts[0] = f"{name}, phase {phase}: iteration {progress.iteration}/{progress.last}"

@@ -305,7 +305,8 @@ class WorkloadPlugin:
             ) from error
         except OSError as error:
             raise LaunchError(
-                str(error.filename), f"{error.strerror}; give another --run-dir; nothing was run"
+                str(error.filename or job.dirs.root),
+                f"{error.strerror}; give another --run-dir; nothing was run",
             ) from error
 
     def _print_plan(self, item: WorkloadItem) -> bool:

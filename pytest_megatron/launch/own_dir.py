@@ -11,8 +11,12 @@ RUNS_DIR = OWN_DIR / "runs"
 
 
 def make_own_dir(root: Path) -> None:
-    """Make our directory in a project, ignored by git: a run must not make the tree dirty."""
-    directory = root / OWN_DIR
+    """Make our directory in a project, ignored by git: a run must not make the tree dirty.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    directory = (root / OWN_DIR).resolve()  # maybe a link to scratch, where it is not there yet
     directory.mkdir(parents=True, exist_ok=True)
     _ignore(directory)
 

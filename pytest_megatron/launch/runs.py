@@ -72,7 +72,8 @@ def remove_old_runs(root: Path, keep: int, *, spared: Path | None = None) -> tup
     """
     removed: list[Path] = []
     for run in kept_runs(root)[keep:]:
-        if run.exit_code is None or run.directory == spared:
+        is_spared = spared is not None and run.directory.resolve() == spared.resolve()
+        if run.exit_code is None or is_spared:
             continue
         # First another name: what is half removed must not be taken for a run.
         doomed = run.directory.with_name(f".removed-{run.directory.name}")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from pytest_megatron.errors import GoldenError
-from pytest_megatron.git import run_git
+from pytest_megatron.git import mend_of_owner, run_git
 from pytest_megatron.golden.provenance import Golden
 from pytest_megatron.golden.store import parse_golden
 from pytest_megatron.recipe.places import CASES, GOLDEN_PREFIX, GOLDENS
@@ -143,7 +143,10 @@ def _git(root: Path, *arguments: str, given: str = "") -> bytes:
     except OSError as error:
         raise GoldenError("git", f"cannot be started: {error.strerror}") from error
     if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().splitlines() or ["it failed"]
+        words = done.stderr.decode(errors="replace")
+        if (mend := mend_of_owner(words)) is not None:
+            raise GoldenError(str(root), f"git refuses it, another user owns it; {mend}")
+        said = words.strip().splitlines() or ["it failed"]
         raise GoldenError(
             str(root), f"git says: {said[-1]}; give a commit that `git log` shows here"
         )

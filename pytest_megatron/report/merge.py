@@ -240,9 +240,11 @@ def _is_strict_xpass(phase: Phase) -> bool:
 
 
 def _passed(when: str, found: Sequence[Phase]) -> Merged:
+    full = [p.full for p in found if p.outcome == "passed" and p.full is not None]
     return Merged(
         when=when,
         outcome="passed",
+        base=full[0] if full else None,
         sections=sections_of(found),
         properties=properties_of(found),
         start=_start(found),

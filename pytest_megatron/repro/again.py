@@ -13,7 +13,7 @@ from pathlib import Path
 from pytest_megatron.errors import ReproError
 from pytest_megatron.launch.layout import RUN_FILE
 from pytest_megatron.repro.choose import Chosen
-from pytest_megatron.repro.command import Again, Wishes, command_for
+from pytest_megatron.repro.command import SEEDED, Again, Wishes, command_for
 from pytest_megatron.repro.outcome import Outcome, judge_again
 from pytest_megatron.repro.recorded import RecordedItem, read_run
 
@@ -43,7 +43,7 @@ class Stage:
             wishes,
             before,
             python=sys.executable,
-            has_randomly=importlib.util.find_spec("pytest_randomly") is not None,
+            seeded=[name for name in SEEDED if importlib.util.find_spec(name) is not None],
             run_dir=str(target.relative_to(self.root) if inside else target),
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -58,6 +58,7 @@ UCX_RNDV_SCHEME UCX_RNDV_THRESH UCX_TLS
 _HARMLESS = frozenset(_HARMLESS_NAMES.split())
 _DEFAULT_POLICY = "strict"
 _IMAGE_TAG = re.compile(r"\d\d\.\d\d").fullmatch
+SEEDED = ("pytest_randomly", "hypothesis")
 _DEFAULTS = {"rank_timeout": 300.0, "rank_grace": 10.0, "ranks_per_gpu": 1}
 
 
@@ -107,7 +108,7 @@ def command_for(
     before: Sequence[str],
     *,
     python: str,
-    has_randomly: bool,
+    seeded: Collection[str],
     run_dir: str,
 ) -> Again:
     """Return the command that does an item again.
@@ -117,7 +118,7 @@ def command_for(
         wishes: The user's.
         before: Node ids to run before it on the same gang.
         python: Interpreter.
-        has_randomly: Whether pytest-randomly is installed here, which would change the order.
+        seeded: Modules of `SEEDED` that are installed here, whose plugins take a seed.
         run_dir: Where results go.
     """
     env, left_out = _environment(chosen, wishes)
@@ -127,7 +128,7 @@ def command_for(
         env |= _replay_env(chosen, wishes)
     else:
         words += _test_words(chosen, wishes)
-    words += _seed_words(chosen.run.seeds, has_randomly=has_randomly)
+    words += _seed_words(chosen.run.seeds, seeded)
     words += [*wishes.words, *before, chosen.node_id]
     return Again(
         argv=(python, "-m", "pytest", "-p", "megatron", *words), env=env, left_out=tuple(left_out)
@@ -184,12 +185,17 @@ def _test_words(chosen: Chosen, wishes: Wishes) -> list[str]:
     return words
 
 
-def _seed_words(seeds: Mapping[str, str | None], *, has_randomly: bool) -> list[str]:
-    """Return the seed that pytest-randomly had, and keep it from shuffling what is given here."""
-    seed = seeds.get("randomly_seed")
-    if seed is not None and re.fullmatch(r"\d{1,20}", seed):
-        return [f"--randomly-seed={seed}", "--randomly-dont-reorganize"] if has_randomly else []
-    return ["-p", "no:randomly"] if has_randomly else []
+def _seed_words(seeds: Mapping[str, str | None], seeded: Collection[str]) -> list[str]:
+    """Return the seeds that plugins had, and keep them from shuffling what is given here."""
+    known = {name: seed for name, seed in seeds.items() if re.fullmatch(r"\d{1,20}", seed or "")}
+    words = []
+    if "pytest_randomly" in seeded and "randomly_seed" in known:
+        words += [f"--randomly-seed={known['randomly_seed']}", "--randomly-dont-reorganize"]
+    elif "pytest_randomly" in seeded:
+        words += ["-p", "no:randomly"]
+    if "hypothesis" in seeded and "hypothesis_seed" in known:
+        words.append(f"--hypothesis-seed={known['hypothesis_seed']}")
+    return words
 
 
 def _environment(chosen: Chosen, wishes: Wishes) -> tuple[dict[str, str], list[str]]:

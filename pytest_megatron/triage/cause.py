@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
+from pytest_megatron.triage.exits import how_it_ended
 from pytest_megatron.triage.root import Root
 from pytest_megatron.triage.signature import Role, Signature, Table
 from pytest_megatron.triage.story import Event, Fatal, Place, RankStory, Story
@@ -71,7 +72,8 @@ def find_root(story: Story, table: Table) -> Root | None:
     waiting = find_absent(story, table)
     if waiting is not None:
         return waiting
-    return _line(story) or _unknown(story, table)
+    found = _line(story) or _outcome(story, table) or _raised(story, table) or _hint(story)
+    return found or _silent(story, table)
 
 
 def _is_own(candidate: _Candidate) -> bool:
@@ -104,7 +106,7 @@ def _candidate(rank: RankStory, table: Table) -> _Candidate | None:
             story=rank,
             kind=_Kind.RAISED,
             signature=fatal.signature,
-            what=f"raised {fatal.headline}",
+            what=f"{fatal.verb} {fatal.headline}",
             places=() if fatal.place is None else (fatal.place,),
             fatal=fatal,
         )
@@ -274,21 +276,76 @@ def _line(story: Story) -> Root | None:
     return None
 
 
-def _unknown(story: Story, table: Table) -> Root | None:
-    """Return that something failed, if it did, and nothing says what."""
-    known = story.unit.known
-    fatal = story.launcher.fatal
-    stopped = [r for r, rank in story.ranks.items() if rank.exit is not None]
-    if fatal is None and not stopped and known.returncode in (None, 0):
+def _outcome(story: Story, table: Table) -> Root | None:
+    """Return that a step or a process failed, as a runner or a launcher that is not torch's says.
+
+    Of several the one that tells of a signal. An exception says more than that there was one.
+    """
+    if story.unit.known.returncode == 0:
         return None
+    events = [e for e in _events(story) if e.signature.role is Role.OUTCOME]
+    ended = [(event, _end_told_by(event)) for event in events]
+    known = [(e, row) for e, how in ended if (row := _known_end(table, how)) is not None]
+    plain = [(e, e.signature) for e in events] if story.launcher.fatal is None else []
+    for event, row in [*known, *plain][:1]:
+        text = event.place.text.strip()[:200]
+        return Root(signature=row, ranks=(), what=f"wrote {text!r}", places=(event.place,))
+    return None
+
+
+def _end_told_by(event: Event) -> str | None:
+    """Return `SIGKILL` or `exit code 3` of a line that tells how something ended."""
+    match = event.signature.search(event.place.text)
+    told = None if match is None else next((g for g in match.groups() if g), None)
+    if told is None or told.startswith("SIG"):
+        return told
+    return how_it_ended(int(told))
+
+
+def _known_end(table: Table, how: str | None) -> Signature | None:
+    """Return the row for an end by a signal; a plain exit code says nothing."""
+    row = None if how is None else table.exit(how)
+    return row if row is not None and row.id in ("sigkill", "native_crash", "terminated") else None
+
+
+def _hint(story: Story) -> Root | None:
+    """Return what a log warns of last that shows neither a failure nor a good end."""
+    if story.is_presumed_clean or story.success is not None:
+        return None
+    roles = (Role.CAUSE, Role.CASCADE, Role.CONFIRMATION)
+    for role in roles:
+        events = [e for e in _events(story) if e.signature.role is role]
+        telling = [e for e in events if e.signature.family != "unknown"]
+        for event in telling[:1]:
+            return Root(
+                signature=event.signature,
+                ranks=() if event.rank is None else (event.rank,),
+                what=f"wrote {event.place.text.strip()[:200]!r}",
+                places=(event.place,),
+            )
+    return None
+
+
+def _raised(story: Story, table: Table) -> Root | None:
+    """Return the launcher's own word: that it was stopped, or what it raised about its ranks."""
+    stopped = [r for r, rank in story.ranks.items() if rank.exit is not None]
     if stopped and all(_how(story.ranks[r]) == "SIGTERM" for r in stopped):
         signature, what = table["terminated"], "was stopped by SIGTERM"
         return Root(signature=signature, ranks=(), what=what, places=story.launcher.last_words[-2:])
-    if fatal is not None:
-        places = () if fatal.place is None else (fatal.place,)
-        return Root(
-            signature=fatal.signature, ranks=(), what=f"raised {fatal.headline}", places=places
-        )
+    fatal = story.launcher.fatal
+    if fatal is None:
+        return None
+    places = () if fatal.place is None else (fatal.place,)
+    return Root(
+        signature=fatal.signature, ranks=(), what=f"{fatal.verb} {fatal.headline}", places=places
+    )
+
+
+def _silent(story: Story, table: Table) -> Root | None:
+    """Return that something failed, if it did, and nothing says what."""
+    stopped = any(rank.exit is not None for rank in story.ranks.values())
+    if not stopped and story.unit.known.returncode in (None, 0):
+        return None
     return Root(
         signature=table["unknown"],
         ranks=(),

@@ -42,6 +42,10 @@ class Evidence:
     text: str
     rank: int | None
 
+    def as_json(self) -> dict[str, JsonValue]:
+        """Return it as `triage --format json` prints it."""
+        return {"file": self.file, "line": self.line, "rank": self.rank, "text": self.text}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
@@ -97,10 +101,7 @@ class Diagnosis:
             "transient": self.is_transient,
             "root_rank": self.root_rank,
             "signature": self.signature.id,
-            "evidence": [
-                {"file": e.file, "line": e.line, "rank": e.rank, "text": e.text}
-                for e in self.evidence
-            ],
+            "evidence": [evidence.as_json() for evidence in self.evidence],
             "text": self.text,
             "reason": self.reason,
             "policy": self.signature.policy.value,
@@ -233,14 +234,26 @@ def _evidence(story: Story, root: Root) -> tuple[Evidence, ...]:
     places = places or story.launcher.last_words[-3:]
     found: dict[tuple[str, int], Evidence] = {}
     for place in places:
-        line = _count(place)
-        found[place.log.shown, line] = Evidence(
-            file=place.log.shown,
-            line=line,
-            text=place.text.strip()[:_MOST_EVIDENCE_TEXT],
-            rank=place.log.rank if place.log.rank is not None else _first(root.ranks),
-        )
+        evidence = evidence_of(place, _first(root.ranks))
+        found[evidence.file, evidence.line] = evidence
     return tuple(found.values())
+
+
+def evidence_of(place: Place, rank: int | None) -> Evidence:
+    """Return a line of a log as it is shown.
+
+    Reads the log up to that line, to count it.
+
+    Args:
+        place: Where it is.
+        rank: Whose it is, where its log is not one rank's own.
+    """
+    return Evidence(
+        file=place.log.shown,
+        line=_count(place),
+        text=place.text.strip()[:_MOST_EVIDENCE_TEXT],
+        rank=place.log.rank if place.log.rank is not None else rank,
+    )
 
 
 def _first(ranks: Sequence[int]) -> int | None:

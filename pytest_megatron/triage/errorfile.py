@@ -5,13 +5,13 @@ Source: torch/distributed/elastic/multiprocessing/errors/error_handler.py, torch
 
 from __future__ import annotations
 
-import json
+import math
 from pathlib import Path
-from typing import cast
 
 from pytest_megatron.files import JsonValue
 from pytest_megatron.triage.fatal import classify_message, fatal_of_lines
 from pytest_megatron.triage.lines import parse_line
+from pytest_megatron.triage.recorded import read_json
 from pytest_megatron.triage.signature import Table
 from pytest_megatron.triage.story import Fatal
 
@@ -19,14 +19,15 @@ _MOST_BYTES = 1 << 20
 
 
 def read_error_file(path: Path | None, table: Table) -> Fatal | None:
-    """Return the exception of an error file; None where it is missing, torn or of another make."""
+    """Return the exception of an error file; None where it is of another make.
+
+    Raises:
+        OSError: It cannot be read.
+        TriageError: It is no JSON: torn, or not what torch writes.
+    """
     if path is None:
         return None
-    try:
-        with path.open("rb") as file:
-            content = cast("JsonValue", json.loads(file.read(_MOST_BYTES)))
-    except (OSError, ValueError):
-        return None
+    content = read_json(path, _MOST_BYTES)
     found = content.get("message") if isinstance(content, dict) else None
     if isinstance(found, str):
         return Fatal(signature=classify_message(table, found), message=found)
@@ -48,6 +49,7 @@ def read_error_file(path: Path | None, table: Table) -> Fatal | None:
 
 def _seconds(value: JsonValue) -> float | None:
     try:
-        return float(str(value))
+        seconds = float(str(value))
     except ValueError:
         return None
+    return seconds if math.isfinite(seconds) else None

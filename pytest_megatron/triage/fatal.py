@@ -6,6 +6,7 @@ the rank is followed by the noise of an end.
 
 from __future__ import annotations
 
+import bisect
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -13,15 +14,24 @@ from pathlib import Path
 from pytest_megatron.triage.exits import Exit
 from pytest_megatron.triage.lines import Line, parse_line
 from pytest_megatron.triage.scan import read_from
-from pytest_megatron.triage.signature import Role, Signature, Table
+from pytest_megatron.triage.signature import (
+    Role,
+    Signature,
+    Table,
+    is_own_mistake,
+    names_another_host,
+)
 from pytest_megatron.triage.story import Fatal, Place
 from pytest_megatron.triage.trace import (
     HEADER,
+    Bare,
     Chain,
     Link,
     Raised,
+    bare_errors,
     is_at_end,
     is_continued,
+    lines_after,
     read_chain,
 )
 from pytest_megatron.triage.unit import LogFile, Stream
@@ -30,13 +40,16 @@ NEEDED = ("short test summary info",)  # texts to look for beside the headers of
 _TRACE_BYTES = 1 << 20
 _BEFORE_BYTES = 1 << 12
 _MOST_TRACES = 12  # of a rank that are read, from the last one on
-# A traceback behind such a line was caught: the program lived to log it.
+_MOST_BEHIND = 7  # lines that may follow an exception without a traceback that ended a program
+_OF_CONNECTIONS = ("network", "http_read", "hf_hub", "service", "dns", "port_in_use")
 _UNCAUGHT = re.compile(
     r"\[rank\d+\]: ?Traceback"
 )  # so written by torch's hook for uncaught ones alone
+# A traceback behind such a line was caught, if anything follows it: the program lived to log it.
 _LOGGED = re.compile(
-    r"\b(?:ERROR|WARNING|WARN|INFO|CRITICAL|DEBUG)\b|(?i:\b(?:caught|retry|handled|ignoring)\b)"
+    r"\b(?:ERROR|WARNING|WARN|CRITICAL|EXCEPTION)\b|(?i:\b(?:caught|retry|handled|ignoring)\b)"
 )
+_HANDLED = re.compile(r"(?i)\b(?:caught|retry\w*|handled|ignor\w+)\b")
 
 
 def classify_message(table: Table, message: str, frames: Sequence[str] = ()) -> Signature:
@@ -70,7 +83,91 @@ def find_fatal(
             if fatal is not None:
                 found.append(fatal)
         if found:
-            return _chosen(found)
+            return _root_of(_chosen(found), traces, table, labelled, rank)
+    return None
+
+
+def _root_of(
+    fatal: Fatal,
+    traces: Sequence[tuple[LogFile, int]],
+    table: Table,
+    labelled: Collection[LogFile],
+    rank: int | None,
+) -> Fatal:
+    """Return what a lost connection comes from, where the same run shows it: its own server died.
+
+    A connection to another host does not come from here.
+    """
+    is_lost = fatal.signature.is_transient and fatal.signature.family in _OF_CONNECTIONS
+    if not is_lost or fatal.place is None or names_another_host(fatal.message):
+        return fatal
+    for log, at in traces[-_MOST_TRACES:]:
+        if log == fatal.place.log and at > fatal.place.offset:
+            break
+        lines, offsets, _ = _lines_around(log, at, rank, is_labelled=log in labelled)
+        start = _header_at(lines, offsets, at)
+        if start is None or is_continued(lines, start):
+            continue
+        if start > 0 and _HANDLED.search(lines[start - 1].text) is not None:
+            continue
+        chain = read_chain(lines, start)
+        if chain is None:
+            continue
+        raised, signature = classify_chain(chain, table)
+        if is_own_mistake(raised.message) or is_genuine(signature):
+            return Fatal(
+                signature=signature,
+                message=raised.message,
+                frame=raised.own_frame,
+                frames=raised.frames,
+                time_s=raised.time_s,
+                place=Place(log=log, offset=offsets[raised.said], text=raised.headline),
+            )
+    return fatal
+
+
+def find_bare(
+    log: LogFile,
+    data: bytes,
+    start: int,
+    table: Table,
+    rank: int | None,
+    *,
+    most_after: int | None,
+) -> Fatal | None:
+    """Return what the end of a log says went wrong where no traceback is whole.
+
+    Args:
+        log: Where it is.
+        data: The end of the log.
+        start: The offset of that end.
+        table: Says what an exception means.
+        rank: Of whose lines; None takes all.
+        most_after: Lines that may follow it; None takes many, unless it is to be run again.
+    """
+    raws = data.split(b"\n")
+    parsed = [parse_line(raw.decode(errors="replace")) for raw in raws]
+    own = [i for i, line in enumerate(parsed) if rank is None or line.rank in (rank, None)]
+    found: list[tuple[Bare, Signature]] = []
+    for bare in bare_errors([parsed[i] for i in own]):
+        signature = classify_message(table, bare.message)
+        if not bare.is_exception and (signature.id == "exception" or signature.literals):
+            continue  # what is looked for in every line was found as an event
+        most = _MOST_BEHIND if most_after is None and signature.is_transient else most_after
+        if most is not None and bare.num_after > most:
+            continue  # the program went on
+        found.append((bare, signature))
+    causes = [(bare, row) for bare, row in found if row.role is Role.CAUSE]
+    named = [(bare, row) for bare, row in causes if row.id != "exception"]
+    genuine = [(bare, row) for bare, row in named if not row.is_transient]
+    if named and named[0][1].is_transient:
+        named = genuine or named
+    for bare, signature in (named or causes or found)[:1]:
+        index = own[bare.index]
+        offset = start + sum(len(raw) + 1 for raw in raws[:index])
+        place = Place(log=log, offset=offset, text=bare.message.partition("\n")[0])
+        verb = "raised" if bare.is_exception else "wrote"
+        return Fatal(signature=signature, message=bare.message, verb=verb, place=place)
     return None
 
 
@@ -105,7 +202,34 @@ def classify_chain(chain: Chain, table: Table) -> tuple[Raised, Signature]:
             and not _is_vague(before)
         ) or (later.link is Link.DURING and is_cause and chosen[1].role is Role.CASCADE):
             chosen = earlier, before
+    return _without_false_hope(chain, chosen, table)
+
+
+def _without_false_hope(
+    chain: Chain, chosen: tuple[Raised, Signature], table: Table
+) -> tuple[Raised, Signature]:
+    """Return what a transient exception was raised from, where that is the program's own doing.
+
+    `raise ConnectionError from KeyError` is no network's; neither is a hub that is not asked, as
+    somebody said that it must not be.
+    """
+    if not chosen[1].is_transient:
+        return chosen
+    for earlier in chain.links:
+        before = classify_message(table, earlier.message, earlier.frames)
+        if earlier is chosen[0]:
+            break
+        if is_own_mistake(earlier.message) or (
+            is_genuine(before) and before.family != chosen[1].family
+        ):
+            return earlier, before
     return chosen
+
+
+def is_genuine(signature: Signature) -> bool:
+    """Whether a row names a cause that an unchanged run meets again; a refusal may be anybody's."""
+    is_named = signature.id != "exception" and signature.family not in _OF_CONNECTIONS
+    return is_named and signature.role is Role.CAUSE and not signature.is_transient
 
 
 def _is_vague(signature: Signature) -> bool:
@@ -123,10 +247,9 @@ def _read_fatal(
 ) -> Fatal | None:
     """Read one traceback; None if the rank lived on."""
     lines, offsets, is_all = _lines_around(log, at, rank, is_labelled=is_labelled)
-    starts = [index for index, offset in enumerate(offsets) if offset >= at]
-    if not starts or HEADER not in lines[starts[0]].text:
+    start = _header_at(lines, offsets, at)
+    if start is None:
         return None
-    start = starts[0]
     if "traceback : " in lines[start].text:  # the launcher's copy of an error file
         return None
     if is_continued(lines, start):  # read with the traceback that it goes on from
@@ -137,7 +260,9 @@ def _read_fatal(
     has_failed = end is not None and end.how != "exit code 0"
     was_logged = start > 0 and _LOGGED.search(lines[start - 1].text) is not None
     is_uncaught = _UNCAUGHT.search(_raw_line(log, at)) is not None
-    is_last = is_uncaught or (is_at_end(lines, chain.last.said) and (not was_logged or has_failed))
+    said = chain.last.said
+    ended = has_failed or not was_logged or lines_after(lines, said) == 0
+    is_last = is_uncaught or (is_at_end(lines, said) and ended)
     if not is_all or not is_last:
         return None
     raised, signature = classify_chain(chain, table)
@@ -180,6 +305,18 @@ def _lines_around(
             offsets.append(offset)
         offset += len(raw) + 1
     return lines, offsets, is_all or log.rank is None
+
+
+def _header_at(lines: Sequence[Line], offsets: Sequence[int], at: int) -> int | None:
+    """Return the index of the header whose line holds a byte, None if it is another rank's.
+
+    Before it on that line there may be anything, such as a hole in the file.
+    """
+    holding = bisect.bisect_right(offsets, at) - 1
+    for index in (holding, holding + 1):
+        if 0 <= index < len(lines) and HEADER in lines[index].text:
+            return index
+    return None
 
 
 def _raw_line(log: LogFile, at: int) -> str:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from pytest_megatron.errors import TriageError
 from pytest_megatron.triage.collectives import Finding, analyse
@@ -22,13 +23,19 @@ from pytest_megatron.triage.exits import (
     read_exits,
     stubborn_pid,
 )
-from pytest_megatron.triage.fatal import NEEDED, classify_message, find_fatal
+from pytest_megatron.triage.fatal import NEEDED, classify_message, find_bare, find_fatal
 from pytest_megatron.triage.flight import FlightDump, read_flight
-from pytest_megatron.triage.lines import is_labelled, is_noise, last_iteration, parse_line
+from pytest_megatron.triage.lines import (
+    is_labelled,
+    is_noise,
+    last_iteration,
+    parse_line,
+    says_success,
+)
 from pytest_megatron.triage.scan import RawLine, Scanner, lines_at, read_from
-from pytest_megatron.triage.signature import Table, match_line
+from pytest_megatron.triage.signature import Role, Table, match_line
 from pytest_megatron.triage.story import Enqueued, Event, Fatal, Place, RankStory, Story
-from pytest_megatron.triage.trace import HEADER, frame_of, last_bare
+from pytest_megatron.triage.trace import HEADER, frame_of
 from pytest_megatron.triage.unit import LogFile, Stream, Unit
 
 _WHAT = "  what():  "  # what an exception of C++ says when it ends a process
@@ -40,6 +47,7 @@ _HEAD_BYTES = 1 << 13
 _TAIL_BYTES = 1 << 16
 _STACK_BYTES = 1 << 15
 _LAST_WORDS = 8
+_NEARLY_LAST = 1  # lines after the exception of a rank that has a log of its own
 _MOST_EVENTS = 400  # of one log; a flood says no more than its beginning
 
 _WORK = re.compile(r"WorkNCCL\(SeqNum=(\d+), OpType=(\w+), NumelIn=(\d+)")
@@ -88,21 +96,30 @@ def gather(unit: Unit, table: Table, scanner: Scanner) -> Story:
     exits = [(excuse(end, told.stubborn), place) for end, place in told.rows]
     ends = merge_exits([end for end, _ in exits])
     shown = dict(exits)
+    successes = _successes(unit.logs)
+    _forget_what_was_overcome(books, successes)
     known_ranks = {rank for rank in books if rank is not None} | ends.keys() | set(unit.ranks)
     own = _fatal(books[None], None, table, labelled, None, is_clean=False)
     is_clean = _is_presumed_clean(unit, ends, own)
+    heir = _heir(books, ends)
     ranks: dict[int, RankStory] = {}
     for rank in sorted(known_ranks):
-        by_file = read_error_file(unit.error_files.get(rank), table)
+        by_file = _by_file(unit.error_files.get(rank), table, notes)
         fatal = _fatal(books[rank], ends.get(rank), table, labelled, rank, is_clean=is_clean)
-        if fatal is None and by_file is None and not is_clean and not books[rank].traces:
-            fatal = _bare([log for log in unit.logs if log.rank == rank], ends.get(rank), table)
+        logs = [log for log in unit.logs if log.rank == rank]
+        is_well = is_clean or any(log in successes for log in logs)
+        if fatal is None and by_file is None and not is_well:
+            fatal = _bare(logs, ends.get(rank), table, rank, most_after=_NEARLY_LAST)
+        if fatal is None and by_file is None and rank == heir:
+            logs = [log for log in unit.logs if log.rank is None]
+            fatal = own if _is_of_program(own) else _bare(logs, ends.get(rank), table)
+            fatal = fatal if _is_of_program(fatal) else None
         ranks[rank] = _story(rank, books[rank], ends.get(rank), _better(by_file, fatal), unit)
         if rank in ends:
             ranks[rank] = replace(ranks[rank], exit_place=shown[ends[rank]])
     alone = is_clean if not known_ranks else is_clean or bool(ends)
     launcher = None if alone else own
-    if launcher is None and not alone and not books[None].traces:
+    if launcher is None and not alone:
         launcher = _bare([log for log in unit.logs if log.rank is None], None, table)
     return Story(
         unit=unit,
@@ -110,8 +127,69 @@ def gather(unit: Unit, table: Table, scanner: Scanner) -> Story:
         launcher=_story(None, books[None], None, launcher, unit),
         iteration=_furthest(unit),
         collectives=() if is_clean else _collectives(unit, notes),
+        is_presumed_clean=is_clean,
+        success=next(iter(successes.values()), None),
         notes=tuple(notes),
     )
+
+
+def _by_file(path: Path | None, table: Table, notes: list[str]) -> Fatal | None:
+    """Return what torch's error file of a rank says; one that cannot be read is noted."""
+    try:
+        return read_error_file(path, table)
+    except OSError as error:
+        notes.append(f"{path}: {error.strerror}")
+    except TriageError as error:
+        notes.append(str(error))
+    return None
+
+
+def _heir(books: Mapping[int | None, _Notebook], ends: dict[int, Exit]) -> int | None:
+    """Return the rank that an exception in a log of nobody's ended.
+
+    In a log of a launcher whose ranks write to it without their names that is the one which it saw
+    first, if nothing else says why that one failed.
+    """
+    first = [rank for rank, end in ends.items() if end.is_first] or list(ends)[:1]
+    rank = first[0] if len(first) == 1 or len(ends) == 1 else None
+    if rank is None or not ends[rank].how.startswith("exit code ") or books[rank].traces:
+        return None
+    return rank if ends[rank].how != "exit code 0" else None
+
+
+def _is_of_program(fatal: Fatal | None) -> bool:
+    """Whether an exception is one of the program, and not the launcher's about it."""
+    if fatal is None or fatal.signature.role in (Role.OUTCOME, Role.CASCADE):
+        return False
+    return not any(frame.startswith("run.py:") for frame in fatal.frames)
+
+
+def _successes(logs: Sequence[LogFile]) -> dict[LogFile, Place]:
+    """Return the last line of each log that shows a good end."""
+    found: dict[LogFile, Place] = {}
+    for log in logs:
+        data, start = _tail(log)
+        for raw in data.split(b"\n"):
+            text = parse_line(raw.decode(errors="replace")).text
+            if says_success(text):
+                found[log] = Place(log=log, offset=start, text=text)
+            start += len(raw) + 1
+    return found
+
+
+def _forget_what_was_overcome(
+    books: Mapping[int | None, _Notebook], successes: Mapping[LogFile, Place]
+) -> None:
+    """Leave out lines of a launcher's log after which what wrote it came to a good end."""
+    book = books.get(None)
+    if book is not None:
+        book.events = [
+            event
+            for event in book.events
+            if event.place.log not in successes
+            or event.place.offset > successes[event.place.log].offset
+            or event.signature.family == "nonfinite_loss"
+        ]
 
 
 def _collectives(unit: Unit, notes: list[str]) -> tuple[Finding, ...]:
@@ -221,20 +299,30 @@ def _fatal(
     return book.what[-1] if book.what else None
 
 
-def _bare(logs: Sequence[LogFile], end: Exit | None, table: Table) -> Fatal | None:
-    """Return the exception that a log ends with where its traceback is not there, or cut off."""
+def _bare(
+    logs: Sequence[LogFile],
+    end: Exit | None,
+    table: Table,
+    rank: int | None = None,
+    *,
+    most_after: int | None = None,
+) -> Fatal | None:
+    """Return what a log's end says went wrong where its traceback is not there, or cut off.
+
+    Args:
+        logs: The first that says something counts.
+        end: How the launcher saw it end, or None.
+        table: Says what it means.
+        rank: Whose lines count; None takes all.
+        most_after: Lines that may follow; None takes what a person who reads the end would take.
+    """
     if end is not None and (end.how == "exit code 0" or end.how.startswith("SIG")):
         return None
     for log in logs:
         data, start = _tail(log)
-        lines = [parse_line(text) for text in _texts(data)]
-        index = last_bare(lines)
-        if index is None:
-            continue
-        offset = start + len(b"\n".join(data.split(b"\n")[:index])) + (1 if index else 0)
-        message = lines[index].text.strip()
-        place = Place(log=log, offset=offset, text=message)
-        return Fatal(signature=classify_message(table, message), message=message, place=place)
+        found = find_bare(log, data, start, table, rank, most_after=most_after)
+        if found is not None:
+            return found
     return None
 
 

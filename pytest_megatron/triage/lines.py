@@ -10,14 +10,29 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-_COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-# What GitHub, and Docker with --timestamps, put before each line.
-_STAMPED = re.compile(r"^(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d+Z) ")
+# Colours, titles of windows; and NUL, which torch's handler of signals writes.
+_UNSEEN = re.compile(
+    r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[()][0-9A-Z]|[=>78M])|\0"
+)
+# What GitHub, GitLab, Jenkins, and Docker with --timestamps, put before each line. `gh run view`
+# puts job and step before that.
+_STAMPED = re.compile(
+    r"^(?:[^\t\n]*\t[^\t\n]*\t)?\ufeff?\[?(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d+Z)\]? "
+    r"(?:\d\d[OE][ +] ?)?"
+)
+# What launchers and builders put there: a clock, a date (a line of syslog goes on with its host and
+# program), a worker of Ray, a service of compose, a stream of mpirun, seconds of buildkit.
+_PREFIXED = re.compile(
+    r"^(?:\d\d:\d\d:\d\d(?:\.\d+)? |[A-Z][a-z]{2} \d\d \d\d:\d\d:\d\d (?!\S+ \S+?(?:\[\d+\])?: )"
+    r"|\([\w.:-]+ pid=\d+(?:, ip=[\w.:]+)?\) |[\w.-]+-\d+ +\| "
+    r"|\[\d+,(?P<rank>\d+)\]<std(?:err|out)>: ?"
+    r"|(?:#\d+ )?\d{1,4}\.\d{2,3} (?=\D)|\[\d+\] (?=\[rank\d+\]:)| *\d+: (?=\[rank\d+\]:))"
+)
 _TAGGED = re.compile(r"^\[(?P<tag>rank|default)(?P<rank>\d+)\]: ?")
 _OF_NODE = re.compile(r"^\[node(?:s|\d+)\]: ?")  # of a launcher for several nodes
 _LABELLED = re.compile(r"^ *(?P<rank>\d+): ?")
 # `Rank 3]` as torch's C++ writes it: [PG ID 0 PG GUID 0(default_pg) Rank 3]
-_SPOKEN = re.compile(r"^\[[EWIF]\d{4} .*?\bRank (\d+)\]")
+_SPOKEN = re.compile(r"^\[(?:[EWIF]\d{3,4} .*?\bRank (\d+)\]|(?i:rank)[ _](\d+)\] )")
 _GLOG = re.compile(r"\[?[EWIF](\d\d)(\d\d) (\d\d):(\d\d):(\d\d)(?:\.(\d+))?")
 _ISO = re.compile(r"\b(\d{4})-(\d\d)-(\d\d)[T_ ](\d\d):(\d\d):(\d\d)(?:[.,](\d+))?")
 _SYSLOG = re.compile(r"^[A-Z][a-z]{2} +\d+ \d\d:\d\d:\d\d ")
@@ -33,6 +48,13 @@ _NOISE = re.compile(
     r"|^Traceback |^(?:During handling|The above exception)|^Aborted|^Terminated|^Killed"
     r"|core dumped|^[\w.]+(?:Error|Exception|Interrupt|Exit)\b|torch/distributed/(?:run|elastic)"
     r"|^(?:For debugging consider|Compile with|CUDA kernel errors|Search for)|FAILED$|^<NO_OTHER"
+)
+# What programs, tests and runners write when all of it went well.
+_SUCCESS = re.compile(
+    r"^(?:=+ )?(?:\d+ (?!failed|error)\w+, )*\d+ passed(?:, \d+ (?!failed|error)\w+)* in [\d.]+s"
+    r"|^OK(?: \(skipped=\d+\))?$|^\[after training is done\]|^exiting program at iteration \d"
+    r"|'train_runtime':|^`Trainer\.fit` stopped: `max_(?:epochs|steps)=\d+` reached|^Job succeeded$"
+    r"|^(?:Training|training|Finetuning|Pretraining) (?:is )?(?:complete|completed|done|finished)\b"
 )
 
 
@@ -57,12 +79,15 @@ def parse_line(raw: str, *, is_labelled: bool = False) -> Line:
         raw: As it is in the file, without its newline.
         is_labelled: Lines of this file begin with `3: `, as of `srun --label`.
     """
-    text = _COLOUR.sub("", raw).rstrip("\r\n")
+    text = _UNSEEN.sub("", raw).rstrip("\r\n")
     rank: int | None = None
     time_s: float | None = None
     if (stamp := _STAMPED.match(text)) is not None:
         time_s = parse_time(stamp[1])
         text = text[stamp.end() :]
+    if (prefix := _PREFIXED.match(text)) is not None:
+        rank = None if prefix["rank"] is None else int(prefix["rank"])
+        text = text[prefix.end() :]
     if is_labelled and (label := _LABELLED.match(text)) is not None:
         rank = int(label["rank"])
         text = text[label.end() :]
@@ -73,7 +98,7 @@ def parse_line(raw: str, *, is_labelled: bool = False) -> Line:
             rank = int(tag["rank"])
         text = text[tag.end() :]
     if rank is None and (spoken := _SPOKEN.match(text)) is not None:
-        rank = int(spoken[1])
+        rank = int(spoken[1] or spoken[2])
     return Line(text=text, rank=rank, time_s=parse_time(text) if time_s is None else time_s)
 
 
@@ -117,6 +142,16 @@ def is_labelled(lines: Iterable[str]) -> bool:
 def is_noise(text: str) -> bool:
     """Whether a line may come after the end of a training without meaning that it went on."""
     return _NOISE.search(text) is not None or _SYSLOG.match(text) is not None
+
+
+def says_success(text: str) -> bool:
+    """Whether a line shows that what wrote the log came to a good end.
+
+    The last iteration of a training does, and what tests and runners write at theirs. Nothing else:
+    a log that merely stops is no success.
+    """
+    found = parse_iteration(text)
+    return (found is not None and found[0] == found[1]) or _SUCCESS.search(text) is not None
 
 
 def last_iteration(texts: Iterable[str]) -> tuple[int, int] | None:

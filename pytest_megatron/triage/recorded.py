@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
-from pytest_megatron.files import JsonValue
+from pytest_megatron.errors import TriageError
+from pytest_megatron.files import JsonValue, parse_json, read_bytes
 from pytest_megatron.triage.root import Root
 from pytest_megatron.triage.signature import Table
 from pytest_megatron.triage.story import Place
@@ -90,11 +89,24 @@ def _place(record: LogFile, mark: bytes, text: str) -> Place:
 def read_record(path: Path) -> dict[str, JsonValue]:
     """Return a JSON object, empty where the file is missing, torn or something else."""
     try:
-        with path.open("rb") as file:
-            content = cast("JsonValue", json.loads(file.read(_MOST_BYTES)))
-    except (OSError, ValueError):
+        content = read_json(path, _MOST_BYTES)
+    except (OSError, TriageError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def read_json(path: Path, most_bytes: int) -> JsonValue:
+    """Return the content of a JSON file of anybody's; a number that is none is None.
+
+    Raises:
+        OSError: The file cannot be read, is no regular one, or is longer than expected.
+        TriageError: It is no JSON of a sensible depth.
+    """
+    text = read_bytes(path, most_bytes).decode("utf-8", errors="replace")
+    try:
+        return parse_json(text, is_lenient=True)
+    except ValueError as error:
+        raise TriageError(str(path), f"is no JSON that can be read: {error}") from None
 
 
 def record_of(path: Path, shown: str) -> LogFile:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pytest_megatron.markdown import code, escaped
-from pytest_megatron.triage.triage import Group, Triage
+from pytest_megatron.triage.triage import Group, Triage, Unclear
 
 _INDENT = "    "
 _MOST_LISTED = 5
@@ -13,16 +13,17 @@ _MOST_LISTED = 5
 
 def as_text(found: Triage) -> str:
     """Return a paragraph for each cause, with its evidence and what to do."""
-    if not found.groups:
+    blocks = ["\n".join(_text_block(group)) for group in found.groups]
+    blocks += ["\n".join(_unclear_block(unclear)) for unclear in found.unclear[:_MOST_LISTED]]
+    if not blocks:
         lines = [f"nothing failed in {_launches(found.num_units)}"]
         return "\n".join([*lines, *_notes(found)])
-    blocks = ["\n".join(_text_block(group)) for group in found.groups]
     return "\n\n".join([*blocks, *_notes(found)])
 
 
 def as_markdown(found: Triage) -> str:
     """Return the same for a pull request or a step summary."""
-    if not found.groups:
+    if not found.groups and not found.unclear:
         return "\n".join([f"Nothing failed in {_launches(found.num_units)}.", *_notes(found)])
     lines = []
     for group in found.groups:
@@ -35,6 +36,10 @@ def as_markdown(found: Triage) -> str:
             lines.append(f"- next: {code(first.command)}")
         if len(group.diagnoses) > 1:
             lines.append(f"- {_also(group)}")
+        lines.append("")
+    for unclear in found.unclear[:_MOST_LISTED]:
+        lines += [f"### unknown: {code(unclear.unit)}", "", escaped(unclear.text), ""]
+        lines += [f"- {code(f'{e.file}:{e.line}')}: {code(e.text)}" for e in unclear.last_words]
         lines.append("")
     return "\n".join([*lines, *_notes(found)]).rstrip()
 
@@ -55,6 +60,13 @@ def _text_block(group: Group) -> Iterator[str]:
         yield f"{_INDENT}{_also(group)}"
 
 
+def _unclear_block(unclear: Unclear) -> Iterator[str]:
+    yield f"{unclear.unit}: unknown"
+    yield f"{_INDENT}{unclear.text}"
+    for evidence in unclear.last_words:
+        yield f"{_INDENT}{evidence.file}:{evidence.line}: {evidence.text}"
+
+
 def _advice(group: Group) -> str:
     signature = group.first.signature
     return signature.advice + (f" ({signature.source})" if signature.source is not None else "")
@@ -67,7 +79,11 @@ def _also(group: Group) -> str:
 
 
 def _notes(found: Triage) -> list[str]:
-    return [f"note: {note}" for note in found.notes]
+    notes = [f"note: {note}" for note in found.notes]
+    if len(found.unclear) > _MOST_LISTED:
+        rest = len(found.unclear) - _MOST_LISTED
+        notes.append(f"note: {_launches(rest)} more show neither a failure nor a good end")
+    return notes
 
 
 def _launches(number: int) -> str:

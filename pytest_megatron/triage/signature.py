@@ -19,17 +19,23 @@ from typing import TypeVar, cast
 from pytest_megatron.errors import TriageError
 from pytest_megatron.files import JsonValue, read_text
 
+_MOST_MESSAGE = 1 << 13  # characters of an exception that are matched; patterns look back and forth
 _LEAST_LITERAL = 4  # of fewer characters, every log is full
 TABLE = Path(__file__).parent / "signatures.toml"
 _KEYS = frozenset(
     {"id", "family", "role", "where", "literals", "pattern", "transient", "policy", "advice"}
-    | {"command", "source", "fatal", "explains", "frames", "examples", "counterexamples"}
+    | {"command", "source", "fatal", "explains", "frames", "seen", "examples", "counterexamples"}
 )
 # No network and no machine raises these.
 _OWN_MISTAKE = re.compile(
     r"(?:Assertion|Attribute|FloatingPoint|Index|Key|Lookup|Name|NotImplemented|Recursion|Syntax|Type"
     r"|UnboundLocal|Unicode\w*|Value|ZeroDivision)Error\b"
 )
+_HOST = re.compile(
+    r"host='([^']+)'|://([^/\s:'\"]+)|\bhost:? ([\w.-]+\.[\w.-]+)"
+    r"|\b(?:connecting|connect|connection|reach) (?:to )?\(?'?([\w.-]+\.[\w.-]+|localhost)"
+)
+_THIS_HOST = re.compile(r"^(?:localhost|127\.[\d.]+|::1|0\.0\.0\.0)$")
 # What is said not to be there, right before the words of a signature.
 _DENIED = re.compile(r"(?i)\b(?:no|not|never|without|zero|0)\s+(?:[a-z]+\s+){0,2}$")
 _NEEDED = ("id", "family", "advice", "examples")
@@ -42,6 +48,7 @@ class Role(Enum):
     CASCADE = "cascade"  # follows from another rank's end, unless nothing else is found
     ADVICE = "advice"  # says nothing about what happened
     CONFIRMATION = "confirmation"  # goes with a cause, is none by itself
+    OUTCOME = "outcome"  # says that a step or process failed, and not why
 
 
 class Where(Enum):
@@ -81,6 +88,7 @@ class Signature:
         explains: Families that are consequences where such a line is.
         frames: Regular expression; where there is one, a frame of the traceback must match it:
             `EOFError` says nothing, `EOFError` in `torch.load` does. Only for `Where.RAISED`.
+        seen: Where each of the examples was seen, or is documented.
         is_ours: Whether it is a row of the package, and no user's.
     """
 
@@ -98,6 +106,7 @@ class Signature:
     is_fatal: bool = False
     explains: tuple[str, ...] = ()
     frames: str | None = None
+    seen: tuple[str, ...] = ()
     examples: tuple[str, ...] = ()
     counterexamples: tuple[str, ...] = ()
     is_ours: bool = False
@@ -148,7 +157,8 @@ class Table:
                 program's own mistake raises may quote anything; no row of ours makes it transient.
             frames: `file:line in name` of its traceback, as far as they are known.
         """
-        is_own = _OWN_MISTAKE.match(message) is not None
+        message = message[:_MOST_MESSAGE]
+        is_own = is_own_mistake(message)
         rows = (row for row in self.signatures if not (is_own and row.is_ours and row.is_transient))
         return next((row for row in rows if row.match_raised(message, frames)), None)
 
@@ -213,6 +223,17 @@ def check_rules(table: Table) -> tuple[RuleProblem, ...]:
                 problem = f"{row.id} matches it, expected not"
                 found.append(RuleProblem(signature=row, example=example, problem=problem))
     return tuple(found)
+
+
+def is_own_mistake(message: str) -> bool:
+    """Whether an exception is of a type that no network and no machine raises."""
+    return _OWN_MISTAKE.match(message) is not None
+
+
+def names_another_host(message: str) -> bool:
+    """Whether an exception names the host that did not answer, and that is not this one."""
+    hosts = [next(name for name in found if name) for found in _HOST.findall(message)]
+    return any(_THIS_HOST.match(host) is None for host in hosts)
 
 
 def match_line(table: Table, line: str) -> tuple[Signature, re.Match[str]] | None:
@@ -336,6 +357,7 @@ def _row(row: JsonValue, where: str, families: Mapping[str, str]) -> Signature:
         is_fatal=_flag(row, "fatal", where),
         explains=_texts(row, "explains", where),
         frames=_text(row, "frames", where) if "frames" in row else None,
+        seen=_texts(row, "seen", where),
         examples=_texts(row, "examples", where),
         counterexamples=_texts(row, "counterexamples", where),
     )

@@ -31,11 +31,14 @@ from pytest_megatron.triage.unit import Known, LogFile, Stream, Unit
 
 _MOST_UP = 5  # directories from the ranks' up to the launcher's log
 _PROBE_BYTES = 4096
+_CONTROL = frozenset(range(32)) - frozenset(b"\a\b\t\n\v\f\r\x1b") | {127}
+_MOST_CONTROL = 0.02  # of the bytes of a log; compressed data has about six times as many
+_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _Name: TypeAlias = "Callable[[Path], str]"
 
 
-def find_units(paths: Sequence[Path], workspace: Path) -> tuple[Unit, ...]:
-    """Return the launches that paths hold, in a stable order.
+def find_units(paths: Sequence[Path], workspace: Path) -> tuple[tuple[Unit, ...], tuple[str, ...]]:
+    """Return the launches that paths hold, in a stable order, and what was not read.
 
     Args:
         paths: Files, directories, archives.
@@ -46,6 +49,7 @@ def find_units(paths: Sequence[Path], workspace: Path) -> tuple[Unit, ...]:
     """
     units: list[Unit] = []
     loose: list[Path] = []
+    notes: list[str] = []
     for number, path in enumerate(paths):
         if not path.exists():
             raise TriageError(str(path), "no such file or directory")
@@ -58,26 +62,24 @@ def find_units(paths: Sequence[Path], workspace: Path) -> tuple[Unit, ...]:
             root, shown = workspace / str(number), f"{path}!"
             root.mkdir()
             unpack(path, root)
-        found = _in_directory(root, shown)
+        found = _in_directory(root, shown, notes)
         if not found:
             raise TriageError(
                 str(path), "holds no log: expected files such as <rank>/stderr.log, *.log, *.out"
             )
         units += found
-    return (*units, *_of_loose(loose, str))
+    return (*units, *_of_loose(loose, str)), tuple(notes)
 
 
-def _in_directory(root: Path, shown: str) -> list[Unit]:
-    """Return the launches below a directory."""
+def _in_directory(root: Path, shown: str, notes: list[str]) -> list[Unit]:
+    """Return the launches below a directory; note the files that are called logs and are none."""
 
     def name(path: Path) -> str:
         if shown.endswith("!"):
             return shown + path.relative_to(root).as_posix()
         return str(path)
 
-    by_parent: defaultdict[Path, list[Path]] = defaultdict(list)
-    for path in _walk(root):
-        by_parent[path.parent].append(path)
+    by_parent = _by_parent(root, name, notes)
     ranked: defaultdict[Path, list[Path]] = defaultdict(list)  # parent of ranks -> directories
     loose: dict[Path, list[Path]] = {}
     for directory, files in by_parent.items():
@@ -91,7 +93,7 @@ def _in_directory(root: Path, shown: str) -> list[Unit]:
         others = [other for other in ranked if other != parent]
         units.append(_of_ranks(root, ranked[parent], by_parent, loose, (name, others)))
     for files in loose.values():
-        units += _of_loose([f for f in files if is_log(f) and _is_text(f)], name)
+        units += _of_loose([f for f in files if is_log(f)], name)
     mismatches = [f for files in loose.values() for f in files if is_mismatch(f)]
     for path in mismatches:
         known = Known(record=record_of(path, name(path)))
@@ -101,6 +103,17 @@ def _in_directory(root: Path, shown: str) -> list[Unit]:
         found = {rank: path for path, rank in flights.items()}
         units[0] = replace(units[0], flights={**found, **units[0].flights})
     return [replace(unit, known=known_of(unit)) for unit in sorted(units, key=_order)]
+
+
+def _by_parent(root: Path, name: _Name, notes: list[str]) -> defaultdict[Path, list[Path]]:
+    """Return the files of each directory but those that are called logs and are none."""
+    found: defaultdict[Path, list[Path]] = defaultdict(list)
+    for path in _walk(root):
+        if is_log(path) and not _is_text(path):
+            notes.append(f"{name(path)}: is no text, not read")
+        else:
+            found[path.parent].append(path)
+    return found
 
 
 def _order(unit: Unit) -> str:
@@ -155,7 +168,7 @@ def _of_ranks(
                 errors[rank] = file
             elif flight_rank(file) is not None:
                 flights[rank] = file
-            elif is_log(file) and _is_text(file):
+            elif is_log(file):
                 log = LogFile(path=file, shown=name(file), rank=rank, stream=stream_of(file))
                 logs.append(log)
     parent = directories[0].parent
@@ -178,7 +191,7 @@ def _launcher_logs(
     """
     directory = parent
     for _ in range(_MOST_UP):
-        found = [f for f in loose.get(directory, []) if is_log(f) and _is_text(f)]
+        found = [f for f in loose.get(directory, []) if is_log(f)]
         if found:
             loose[directory] = [f for f in loose[directory] if f not in found]
             return directory, found
@@ -227,8 +240,7 @@ def _of_loose(files: Sequence[Path], name: _Name) -> list[Unit]:
 
 def _is_text(path: Path) -> bool:
     try:
-        with path.open("rb") as file:
-            return b"\0" not in file.read(_PROBE_BYTES)
+        return _looks_like_text(path)
     except OSError:
         return True  # reading it later gives a note
 
@@ -240,9 +252,25 @@ def _refuse_binary(path: Path) -> None:
         TriageError: It is not, or cannot be read.
     """
     try:
-        with path.open("rb") as file:
-            head = file.read(_PROBE_BYTES)
+        is_text = _looks_like_text(path)
     except OSError as error:
         raise TriageError(str(path), f"cannot be read: {error.strerror}") from error
-    if b"\0" in head:
+    if not is_text:
         raise TriageError(str(path), "is no text, expected a log, a directory, a zip or a tar")
+
+
+def _looks_like_text(path: Path) -> bool:
+    """Whether a file is text, by its beginning and end.
+
+    NULs alone make no binary file: torch's handler of signals writes them, and a log that was cut
+    while it was written begins with a hole.
+    """
+    with path.open("rb") as file:
+        head = file.read(_PROBE_BYTES)
+        size = os.fstat(file.fileno()).st_size
+        file.seek(max(0, size - _PROBE_BYTES))
+        tail = file.read(_PROBE_BYTES)
+    probe = (head + tail).replace(b"\0", b"")
+    if head.startswith(_UTF_16):
+        return False
+    return sum(byte in _CONTROL for byte in probe) <= _MOST_CONTROL * len(probe)

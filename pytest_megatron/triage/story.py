@@ -51,6 +51,7 @@ class Fatal:
         time_s: By the clock of the log, or None.
         epoch_s: As torch's error file has it, or None.
         place: None where only the error file knows it.
+        verb: For a sentence; `wrote` where it is a line of a logger.
     """
 
     signature: Signature
@@ -60,6 +61,7 @@ class Fatal:
     time_s: float | None = None
     epoch_s: float | None = None
     place: Place | None = None
+    verb: str = "raised"
 
     @property
     def headline(self) -> str:
@@ -112,6 +114,8 @@ class Story:
 
     Attributes:
         iteration: The furthest that any rank printed: N of M; or None.
+        is_presumed_clean: Whether nothing failed as far as the launcher, or who started it, knows.
+        success: The last line that shows that a part of it came to a good end, or None.
         collectives: What flight recorders say of those that ranks disagree about, origin first.
         notes: What could not be read.
     """
@@ -121,6 +125,8 @@ class Story:
     launcher: RankStory
     iteration: tuple[int, int] | None
     collectives: tuple[Finding, ...] = ()
+    is_presumed_clean: bool = False
+    success: Place | None = None
     notes: tuple[str, ...] = field(default=())
 
     @property

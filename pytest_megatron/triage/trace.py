@@ -6,19 +6,26 @@ Pure: works on the lines behind the header of a traceback.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from pytest_megatron.triage.lines import Line, is_noise, parse_iteration
+from pytest_megatron.triage.lines import Line, is_noise, parse_iteration, says_success
 
 HEADER = "Traceback (most recent call last)"
 _FRAME = re.compile(r'^ +File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)$')
 _RAISED = re.compile(r"^[A-Za-z_][\w.]*(?:: |:$|$)")
 _EXCEPTION = re.compile(
     r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Warning|Failure|Timeout|gaierror)"
-    r"\b(?:: .*)?$|^socket\.\w+: "
+    r"\b(?:: .*)?$|^socket\.\w+: |^Exception: "
 )
+_QUALIFIED = re.compile(r"^(?:[a-z_]\w*\.)+[A-Z]\w*(?:: .*)?$")  # where names of modules precede it
+_OF_PYTEST = re.compile(r"^(?:E +|(?:FAILED|ERROR) \S+(?: \S+)* - )(?=[A-Za-z_])")
+_ALARM = re.compile(
+    r"^(?:\S+: )?(?:ERROR|FATAL|CRITICAL|Check failed|THCudaCheck FAIL|error:|fatal:)"
+    r"|^(?:\S+: )?(?:CUDA|NCCL) [Ee]rror|[\[| -](?:ERROR|CRITICAL|FATAL)[\]| :]"
+)
+_TRIED_AGAIN = re.compile(r"(?i)\b(?:re-?try(?:ing)?|attempt \d+|ignor(?:ed|ing)|handled|caught)\b")
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ", "<string>")
 _DIRECT = "The above exception was the direct cause of the following exception:"
 _DURING = "During handling of the above exception, another exception occurred:"
@@ -27,6 +34,7 @@ _NOT_FATAL = re.compile(
 )
 _MOST_MESSAGE_LINES = 12
 _MOST_LINES_AFTER = 7  # that may follow what ended a rank; of its message too
+_MOST_SAID = 60  # lines from the end of a log that are looked at where no traceback is whole
 
 
 class Link(Enum):
@@ -116,26 +124,68 @@ def is_at_end(lines: Sequence[Line], said: int) -> bool:
 
     A training that goes on prints iterations; one that ends prints what `is_noise` knows.
     """
+    num_after = lines_after(lines, said)
+    return num_after is not None and num_after <= _MOST_LINES_AFTER
+
+
+def lines_after(lines: Sequence[Line], said: int) -> int | None:
+    """Return how many lines that mean something follow, None where what wrote them went on."""
     after = [line.text for line in lines[said + 1 :]]
-    if any(parse_iteration(text) is not None for text in after):
-        return False
-    return sum(not is_noise(text) for text in after) <= _MOST_LINES_AFTER
+    if any(parse_iteration(text) is not None or says_success(text) for text in after):
+        return None
+    return sum(not is_noise(text) for text in after)
 
 
-def last_bare(lines: Sequence[Line]) -> int | None:
-    """Return the index of the exception that a log ends with, None if it ends with none.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bare:
+    """What a line near the end of a log says went wrong, where no traceback is whole.
 
-    For logs that hold no whole traceback.
+    Attributes:
+        index: Of its line.
+        message: `Type: text`, with the lines that belong to it.
+        is_exception: Whether it has the form of an exception, and is no line of a logger.
+        num_after: Lines behind it that mean something.
     """
-    said = [
-        index
-        for index, line in enumerate(lines)
-        if _EXCEPTION.match(line.text) or not is_noise(line.text)
-    ]
-    for index in reversed(said[-2:]):
-        if _EXCEPTION.match(lines[index].text):
-            return index
-    return None
+
+    index: int
+    message: str
+    is_exception: bool
+    num_after: int
+
+
+def bare_errors(lines: Sequence[Line]) -> Iterator[Bare]:
+    """Yield what the end of a log says went wrong, last one first, for logs without a traceback.
+
+    Stops where the program still went on.
+    """
+    num_after = num_said = 0
+    for index in range(len(lines) - 1, -1, -1):
+        text = lines[index].text.strip()
+        if not text:
+            continue
+        if parse_iteration(text) is not None or says_success(text) or num_said >= _MOST_SAID:
+            return
+        num_said += 1
+        said = _OF_PYTEST.sub("", text)
+        is_exception = any(p.match(said) is not None for p in (_EXCEPTION, _QUALIFIED))
+        if is_exception and _has_whole_traceback(lines, index):
+            is_exception = False  # it was looked at, and did not end anything
+        is_alarm = _ALARM.search(text) is not None or _OF_PYTEST.match(text) is not None
+        if (is_exception or is_alarm) and _TRIED_AGAIN.search(text) is None:
+            end = _end_of_message(lines, index)
+            message = "\n".join([said, *(line.text for line in lines[index + 1 : end])])
+            yield Bare(index=index, message=message, is_exception=is_exception, num_after=num_after)
+        num_after += not is_noise(lines[index].text)
+
+
+def _has_whole_traceback(lines: Sequence[Line], said: int) -> bool:
+    """Whether a line with an exception ends a traceback whose header is of the same rank."""
+    for line in reversed(lines[:said]):
+        if HEADER in line.text:
+            return line.rank == lines[said].rank
+        if line.text.strip() and not line.text.startswith((" ", "\t")):
+            return False
+    return False
 
 
 def frame_of(text: str) -> tuple[str, bool] | None:
@@ -164,13 +214,8 @@ def _read_one(lines: Sequence[Line], start: int, link: Link) -> Raised | None:
     if index >= len(lines) or not _RAISED.match(lines[index].text[indent:]):
         return None
     said = index
-    message = [lines[index].text[indent:]]
-    end = index + 1
-    while end < len(lines) and len(message) < _MOST_MESSAGE_LINES:
-        if not _belongs(lines[end].text):
-            break
-        message.append(lines[end].text)
-        end += 1
+    end = _end_of_message(lines, index)
+    message = [lines[index].text[indent:], *(line.text for line in lines[index + 1 : end])]
     return Raised(
         message="\n".join(message),
         frames=tuple(frames),
@@ -181,6 +226,14 @@ def _read_one(lines: Sequence[Line], start: int, link: Link) -> Raised | None:
         said=said,
         end=end,
     )
+
+
+def _end_of_message(lines: Sequence[Line], said: int) -> int:
+    """Return the index behind the last line of what the line `said` begins to say."""
+    end = said + 1
+    while end < len(lines) and end - said < _MOST_MESSAGE_LINES and _belongs(lines[end].text):
+        end += 1
+    return end
 
 
 def _belongs(text: str) -> bool:

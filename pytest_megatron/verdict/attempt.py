@@ -75,6 +75,7 @@ class Attempt:
         gradients: For each phase but the first of a checkpoint-consistency, its name and how its
             gradients compare with those of the first.
         facts: Where and with what it ran; None where that is the controller's machine.
+        suspects: The machines that failed under it, where it was theirs.
     """
 
     repeat: int
@@ -88,6 +89,7 @@ class Attempt:
     generation: Generation | None = None
     gradients: tuple[tuple[str, tuple[Comparison, ...]], ...] = ()
     facts: Facts | None = None
+    suspects: tuple[str, ...] = ()
 
     @property
     def series(self) -> MetricMap:

@@ -14,7 +14,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from pytest_megatron.engines.base import Engine, Order, Phase, Update
+from pytest_megatron.engines.base import (
+    Engine,
+    Order,
+    Outcome,
+    Phase,
+    Trouble,
+    TroubleKind,
+    Update,
+)
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.verdict.training import Repeat, RepeatEnd
 
@@ -112,6 +120,7 @@ class Campaign:
         engine: Engine,
         *,
         most_orders: int = DEFAULT_MOST_ORDERS,
+        queue_timeout_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begin with nothing to do.
@@ -120,10 +129,13 @@ class Campaign:
             engine: Runs the orders.
             most_orders: That it has at a time. More than run at once and some to follow is of no
                 use: a further attempt of a long workload would come after all short ones.
+            queue_timeout_s: How long an order may wait in the engine's queue; 0 is without limit.
             clock: In seconds.
         """
         self._engine = engine
         self._most_orders = most_orders
+        self._queue_timeout_s = queue_timeout_s
+        self._waits_since: dict[str, float] = {}
         self._clock = clock
         self._number = itertools.count()
         self._todo: list[tuple[Rank, int, Work | _Next]] = []
@@ -180,6 +192,7 @@ class Campaign:
             return ended
         for update in self._engine.poll():
             ended += self._take(update)
+        ended += self._end_overdue()
         self._poll_at = self._clock() + self._engine.interval_s
         return ended + self._fill()
 
@@ -248,6 +261,24 @@ class Campaign:
         self._phases |= {order.key: (Phase.WAITING, "") for order in orders}
         return []
 
+    def _end_overdue(self) -> list[WorkEnd]:
+        """End what has waited in the queue for too long."""
+        if not self._queue_timeout_s:
+            return []
+        now, waiting = self._clock(), set()
+        for key, (phase, _) in self._phases.items():
+            if phase is Phase.WAITING:
+                waiting.add(key)
+                self._waits_since.setdefault(key, now)
+        self._waits_since = {k: t for k, t in self._waits_since.items() if k in waiting}
+        late = [k for k, t in self._waits_since.items() if now - t >= self._queue_timeout_s]
+        if not late:
+            return []
+        details = {key: self._phases[key][1] for key in late}
+        self._engine.cancel(late)
+        found = [_never_ran(key, details[key], self._queue_timeout_s) for key in late]
+        return [end for update in found for end in self._take(update)]
+
     def _take(self, update: Update) -> list[WorkEnd]:
         """Take note of what the engine says of an order."""
         found = self._open.get(update.key)
@@ -296,6 +327,17 @@ class Campaign:
 def _weight(rank: Rank) -> float:
     """Return the GPU seconds that a workload is expected to take; 0 where nothing is known."""
     return rank[0] * min(-1, rank[1])
+
+
+def _never_ran(key: str, detail: str, limit_s: float) -> Update:
+    """Return the end of an order that waited for too long."""
+    last = f"; last: {detail}" if detail else ""
+    trouble = Trouble(
+        kind=TroubleKind.NOT_STARTED,
+        text=f"it waited in the queue for longer than --queue-timeout, {limit_s:g} s{last}",
+        is_transient=False,
+    )
+    return Update(key=key, phase=Phase.ENDED, outcome=Outcome(trouble=trouble))
 
 
 def _is_of(entry: Work | _Next, found: _Open) -> bool:

@@ -16,7 +16,7 @@ from pytest_megatron.launch.case import Case, TestType
 from pytest_megatron.launch.facts import Facts
 from pytest_megatron.verdict.attempt import Attempt
 from pytest_megatron.verdict.job import Job, Training
-from pytest_megatron.verdict.modes import check_golden_kind, compare_in_mode
+from pytest_megatron.verdict.modes import check_golden_kind, compare_in_mode, norms_judged
 
 GOLDEN = "golden"  # what a repeat was compared with
 
@@ -138,6 +138,7 @@ def _with_golden(
 
 def _with_first_phase(training: Training, attempt: Attempt, policy: Policy) -> RepeatComparison:
     case, names = _case(training)
+    policy = policy.at(place_of(training.job))
     # A recipe's own script runs both trainings in one phase.
     half = attempt.ends[1].plan.resumes_after if len(attempt.ends) > 1 else case.train_iters // 2
     assert half is not None
@@ -149,8 +150,8 @@ def _with_first_phase(training: Training, attempt: Attempt, policy: Policy) -> R
             attempt.metrics[0],
             attempt.metrics[1],
             train_iters=2 * half,
-            metrics=names,
-            policy=policy.at(place_of(training.job)),
+            metrics=(*names, *norms_judged(case, attempt.metrics[0], names, policy)),
+            policy=policy,
             nondeterministic=case.is_nondeterministic,
             where=str(attempt.dirs.phase(1).metrics),
         ),

@@ -12,7 +12,7 @@ import fcntl
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -38,7 +38,8 @@ class RunLedger:
 
         Args:
             run_dir: Is there before the first call.
-            max_retries: How many further attempts all items of the run may have together.
+            max_retries: How many incidents all items of the run together may be run again for. One
+                that is a machine's is one for all items under which that machine failed so.
             is_attached: Whether all that a controller did which is gone is gone through again:
                 attempts that it claimed are claimed already.
         """
@@ -48,17 +49,26 @@ class RunLedger:
         self._counts = _Counts()
         self._granted: Counter[str] | None = None
 
-    def claim(self, node_id: str, signature: str) -> str | None:
-        """Take one further attempt for an item; return why it cannot have one, or None."""
+    def claim(self, node_id: str, signature: str, hosts: Sequence[str] = ()) -> str | None:
+        """Take one further attempt for an item; return why it cannot have one, or None.
+
+        Args:
+            node_id: The item.
+            signature: Id of what the last attempt failed of.
+            hosts: The machines that failed under it; none where it was not theirs.
+        """
+        row: dict[str, JsonValue] = {"event": "retry", "node_id": node_id, "signature": signature}
+        if hosts:
+            row["hosts"] = list[JsonValue](sorted(hosts))
         try:
             with self._open() as counts:
                 if self._is_granted(node_id):
                     return None
                 if counts.is_infrastructure:
                     return _MOSTLY_BROKEN
-                if counts.num_retries >= self._max_retries:
+                if counts.num_incidents_with(row) > self._max_retries:
                     return f"the run's {self._max_retries} further attempts are used up"
-                counts.append({"event": "retry", "node_id": node_id, "signature": signature})
+                counts.append(row)
         except OSError as error:  # the disk is full, most likely
             return f"{self._path}: {error.strerror}"
         return None
@@ -123,13 +133,19 @@ class _Counts:
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        self.num_retries = 0
+        self._num_alone = 0
+        self._of_hosts: set[tuple[str, str]] = set()
         self.num_ended = 0
         self.was_said = False
         self.ended: set[str] = set()
         self.retries_of: Counter[str] = Counter()
         self.descriptor = -1
         self._broken: Counter[str] = Counter()
+
+    def num_incidents_with(self, row: dict[str, JsonValue]) -> int:
+        """Return how many incidents there are with one more further attempt."""
+        alone, of_hosts = _incidents(row)
+        return self._num_alone + alone + len(self._of_hosts | of_hosts)
 
     @property
     def is_infrastructure(self) -> bool:
@@ -166,7 +182,9 @@ class _Counts:
         node_id = str(row.get("node_id"))
         match row.get("event"):
             case "retry":
-                self.num_retries += 1
+                alone, of_hosts = _incidents(row)
+                self._num_alone += alone
+                self._of_hosts |= of_hosts
                 self.retries_of[node_id] += 1
             case "end":
                 self.num_ended += 1
@@ -177,3 +195,11 @@ class _Counts:
                 self.was_said = True
             case _:
                 pass
+
+
+def _incidents(row: dict[str, JsonValue]) -> tuple[int, set[tuple[str, str]]]:
+    """Return what a further attempt counts: one, or machines and what they failed of."""
+    hosts = row.get("hosts")
+    if not isinstance(hosts, list) or not hosts:
+        return 1, set()
+    return 0, {(str(row.get("signature")), str(host)) for host in hosts}

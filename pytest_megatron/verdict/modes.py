@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from pytest_megatron.errors import CaseError, GoldenError
 from pytest_megatron.golden.compare import compare
-from pytest_megatron.golden.comparison import Comparison
+from pytest_megatron.golden.comparison import Comparison, Rule
 from pytest_megatron.golden.generation import GENERATION_METRICS, Generation
+from pytest_megatron.golden.limits import NORMS
 from pytest_megatron.golden.model import MetricMap
 from pytest_megatron.golden.policy import Policy
 from pytest_megatron.golden.policy_generation import Pair, compare_generation
@@ -79,7 +81,7 @@ def compare_in_mode(
         case: Whose MODE it is.
         golden: Of the kind that `check_golden_kind` lets through.
         observed: Series of a training, or what an inference program generated.
-        metrics: As `metric_names_of` returns them.
+        metrics: As `metric_names_of` returns them; of a training norms are looked at beside them.
         policy: How close is close enough for this workload.
         surroundings: Of the run.
     """
@@ -102,11 +104,59 @@ def compare_in_mode(
             )
         rules = RlRules(policy=policy, start=int(start), not_timed=not_timed)
         return compare_rl(golden, observed, metrics, rules)
-    return compare(
+    return _compare_training(case, golden, observed, metrics, policy, surroundings)
+
+
+def norms_judged(
+    case: Case, golden: MetricMap, metrics: Sequence[str], policy: Policy
+) -> tuple[str, ...]:
+    """Return the norms of a golden that are judged although `metrics` does not name them.
+
+    They are where the case has no METRICS, or a policy file says `judged: true` of them.
+    """
+    return tuple(
+        norm
+        for norm in _norms_beside(golden, metrics, policy)
+        if case.metrics is None or policy.settings(norm).get("judged") is True
+    )
+
+
+def _norms_beside(golden: MetricMap, metrics: Sequence[str], policy: Policy) -> tuple[str, ...]:
+    if not policy.is_strict:
+        return ()
+    return tuple(n for n in NORMS if n in golden and n not in metrics and policy.is_judged(n))
+
+
+def _compare_training(
+    case: Case,
+    golden: Golden,
+    observed: MetricMap,
+    metrics: Sequence[str],
+    policy: Policy,
+    surroundings: Surroundings,
+) -> tuple[Comparison, ...]:
+    """Compare metrics, and say of a norm that METRICS leaves out where it would have failed."""
+    asked = (*metrics, *norms_judged(case, golden.metrics, metrics, policy))
+    unasked = [n for n in _norms_beside(golden.metrics, asked, policy) if n in observed]
+    compared = compare(
         golden,
         observed,
-        metrics=metrics,
+        metrics=[*asked, *unasked],
         policy=policy,
         nondeterministic=case.is_nondeterministic,
         surroundings=surroundings,
     )
+    return tuple(
+        _unjudged(comparison) if comparison.metric in unasked else comparison
+        for comparison in compared
+        if comparison.metric in asked or not comparison.passed
+    )
+
+
+def _unjudged(comparison: Comparison) -> Comparison:
+    """Return what failed as a note."""
+    note = (
+        f"{comparison.metric} would fail by {comparison.rule.value!r}, which does not count: "
+        "METRICS does not name it"
+    )
+    return replace(comparison, passed=True, rule=Rule.NOT_JUDGED, notes=(note,))

@@ -200,7 +200,7 @@ def _order(
         resources=needs_of(workload, plan),
         dirs=dirs,
         planned=planned,
-        avoid_hosts=frozenset(host for outcome in earlier for host in _suspects(outcome)),
+        avoid_hosts=frozenset(host for outcome in earlier for host in outcome.suspects),
         avoid_gpus=frozenset(
             f.uuid for health in healths for f in health.faults if f.uuid is not None
         ),
@@ -222,16 +222,6 @@ def needs_of(workload: Workload, plan: AttemptPlan) -> Resources:
     )
 
 
-def _suspects(outcome: Outcome) -> tuple[str, ...]:
-    """Return the machines that are to be avoided from now on."""
-    trouble = outcome.trouble
-    if trouble is not None and trouble.hosts:
-        return trouble.hosts
-    has_faults = outcome.health is not None and bool(outcome.health.faults)
-    is_of_host = trouble is not None and trouble.kind.is_of_host
-    return outcome.hosts if has_faults or is_of_host else ()
-
-
 def _judged(job: Job, plan: AttemptPlan, outcome: Outcome, *, repeat: int, number: int) -> Attempt:
     """Clean up, read and judge what an attempt left."""
     health = outcome.health
@@ -247,6 +237,7 @@ def _judged(job: Job, plan: AttemptPlan, outcome: Outcome, *, repeat: int, numbe
         health=health,
         is_in_windows=plan.target is not None,
         facts=outcome.facts,
+        suspects=outcome.suspects,
     )
     if outcome.trouble is not None:
         return replace(attempt, cause=with_policy(cause_of(outcome, job.table), job.retry))

@@ -6,10 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from pytest_megatron.errors import TriageError
-from pytest_megatron.files import JsonValue, read_json, write_json_atomically
+from pytest_megatron.files import JsonValue, write_json_atomically
 from pytest_megatron.launch.layout import ItemDirs
 from pytest_megatron.launch.local import End, PhaseEnd
 from pytest_megatron.triage.diagnosis import Diagnosis
+from pytest_megatron.triage.recorded import read_record
 from pytest_megatron.triage.signature import Table
 from pytest_megatron.triage.sources import find_units
 from pytest_megatron.triage.triage import triage_unit
@@ -29,7 +30,7 @@ def diagnose_phase(end: PhaseEnd, table: Table | None = None) -> Diagnosis | Non
     """
     root = end.plan.dirs.root
     try:
-        units = find_units([root], root)  # holds no archive, so that nothing is unpacked
+        units, _ = find_units([root], root)  # holds no archive, so that nothing is unpacked
     except TriageError:
         return None
     places = (root, end.plan.dirs.logs)  # the latter where the launcher left no log
@@ -82,9 +83,5 @@ def _last(row: dict[str, JsonValue]) -> dict[str, JsonValue]:
 
 
 def _rows(path: Path) -> list[JsonValue]:
-    try:
-        content = read_json(path)
-    except (OSError, ValueError):
-        return []
-    rows = content.get("attempts") if isinstance(content, dict) else None
+    rows = read_record(path).get("attempts")
     return rows if isinstance(rows, list) else []

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 import pytest
+from plugin_cases import CASES, HOLD_OUTS, SAMPLE, row_of
 
 from pytest_megatron.cli.main import group
 from pytest_megatron.triage.signature import builtin_table
@@ -102,3 +103,13 @@ def test_every_fragment_of_the_changelog_has_a_name_that_towncrier_tells_apart()
     named = re.compile(rf"\d+\.({kinds})\.\d+\.md").fullmatch
     names = [path.name for path in (ROOT / "changelog").iterdir() if path.name[0] != "."]
     assert [name for name in names if not named(name)] == []
+
+
+def test_every_plugin_that_was_tried_is_in_the_table() -> None:
+    text = (REFERENCE / "other-plugins.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if re.match(r"\| [\w-]+ \| [\d.]+ \|", line)]
+    assert rows == sorted(map(row_of, (*CASES, *HOLD_OUTS)))
+
+
+def test_what_ci_runs_of_plugins_is_pinned_there() -> None:
+    assert set(SAMPLE) <= {case.requirement for case in CASES}

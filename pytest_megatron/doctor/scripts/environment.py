@@ -20,6 +20,7 @@ print(  # noqa: T201 - our parent reads it
             "is_venv": sys.prefix != sys.base_prefix,
             "paths": [path or str(Path.cwd()) for path in sys.path],
             "encoding": sys.stdout.encoding,
+            "optimize": sys.flags.optimize,
         }
     )
 )

@@ -29,6 +29,7 @@ def ask_torch() -> Found:
     }
     checks: dict[str, Callable[[], object]] = {
         "abi": lambda: bool(torch.compiled_with_cxx11_abi()),
+        "numpy": lambda: str(importlib.import_module("numpy").__version__),
         "cudnn": lambda: torch.backends.cudnn.version(),  # noqa: PLW0108 - it may lack it
         "nccl": lambda: ".".join(map(str, torch.cuda.nccl.version())),
         "architectures": lambda: list(torch.cuda.get_arch_list()),
@@ -36,7 +37,7 @@ def ask_torch() -> Found:
     for name, check in checks.items():
         try:
             found[name] = check()
-        except Exception:  # noqa: BLE001, S112 - a build without it, or an older torch
+        except Exception:  # noqa: BLE001, S112 - no numpy, a build without it, or an older torch
             continue
     return found
 

@@ -19,6 +19,10 @@ TRACE = (
     "    work()\n"
     "{error}\n"
 )
+PORT_TAKEN = (
+    "OSError: [Errno 98] error while attempting to bind on address ('127.0.0.1', 45123): address "
+    "already in use"
+)
 OWN = """
 [[signature]]
 id = "solver"
@@ -60,7 +64,7 @@ def test_text() -> None:
 
 
 def test_json_has_what_scripts_ask_for() -> None:
-    write_log("OSError: [Errno 98] Address already in use")
+    write_log(PORT_TAKEN)
     result = run("job.log", "--format", "json")
     found = json.loads(result.stdout)
     assert result.exit_code == 1
@@ -75,7 +79,7 @@ def test_json_has_what_scripts_ask_for() -> None:
             "file": "job.log",
             "line": 4,
             "rank": None,
-            "text": "OSError: [Errno 98] Address already in use",
+            "text": PORT_TAKEN,
         }
     ]
     assert [group["units"] for group in found["failures"]] == [["job.log"]]
@@ -101,10 +105,39 @@ def test_several_failures_are_told_once_for_each_cause() -> None:
 
 @pytest.mark.parametrize("style", ["text", "json", "markdown"])
 def test_a_sound_run_is_exit_code_0(style: str) -> None:
-    Path("job.log").write_text("all is well\n")
+    Path("job.log").write_text("=========== 12 passed, 1 skipped in 3.02s ===========\n")
     result = run("job.log", "--format", style)
     assert result.exit_code == 0
     assert "othing failed" in result.output or json.loads(result.output)["failed"] is False
+
+
+def test_neither_a_failure_nor_a_good_end_is_exit_code_3_with_what_was_read() -> None:
+    """A log that merely stops is no success: nobody knows what became of the program."""
+    Path("job.log").write_text("loading data\nstep 1\n")
+    result = run("job.log")
+    assert (result.exit_code, result.output) == (
+        3,
+        (
+            "job.log: unknown\n"
+            "    Nothing in 1 log of 20 bytes shows a failure, and nothing shows that it came to a "
+            "good end.\n"
+            "    job.log:1: loading data\n"
+            "    job.log:2: step 1\n"
+        ),
+    )
+    found = json.loads(run("job.log", "--format", "json").output)
+    keys = ("failed", "family", "signature", "transient", "failures")
+    assert [found[key] for key in keys] == [None, "unknown", "unknown", False, []]
+    assert found["unclear"][0]["num_bytes"] == 20
+    assert "### unknown: `job.log`" in run("job.log", "--format", "markdown").output
+
+
+def test_terminal_escapes_of_a_log_are_written_out() -> None:
+    write_log("ValueError: \x1b]0;owned\x07\x1b[2J\x9b2Jbad")
+    output = run("job.log").output
+    assert "\x1b" not in output
+    assert "\x9b" not in output
+    assert "\\x9b2Jbad" in output
 
 
 def test_unusable_input_is_one_line_and_exit_code_2(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import struct
+import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -80,6 +81,15 @@ class Staged:
         path.write_text(f"#!/bin/sh\n{text}\n")
         path.chmod(0o755)
 
+    def git(self) -> None:
+        """Make the project a checkout, and have git read no configuration but its own."""
+        git = shutil.which("git")
+        assert git is not None
+        self.program("git", f'exec {git} "$@"')
+        self.env |= {"GIT_CONFIG_NOSYSTEM": "1", "HOME": str(self.root)}
+        self.root.mkdir(exist_ok=True)
+        subprocess.run([git, "init", "--quiet", self.project], check=True)
+
     def limits(
         self, nofile: str = "1048576", nproc: str = "unlimited", memlock: str = "unlimited"
     ) -> None:
@@ -104,9 +114,10 @@ class Staged:
         cuda_problem: str = "",
         code: str = "",
         requires: Iterable[str] = (),
+        directory: Path | None = None,
     ) -> None:
-        self.package("torch", version, requires=requires)
-        directory = self.site / "torch"
+        self.package("torch", version, requires=requires, directory=directory)
+        directory = (directory or self.site) / "torch"
         directory.mkdir()
         (directory / "version.py").write_text(f"cuda: str = {cuda!r}\n")
         text = _TORCH.format(
@@ -120,7 +131,7 @@ class Staged:
         )
         (directory / "__init__.py").write_text(f"{code}\n{text}")
 
-    def package(
+    def package(  # noqa: PLR0913 - each is one thing that can be wrong
         self,
         name: str,
         version: str,
@@ -129,15 +140,17 @@ class Staged:
         requires: Iterable[str] = (),
         python: str = ">=3.10",
         modules: Iterable[str] = (),
+        directory: Path | None = None,
     ) -> None:
-        directory = self.site / f"{name.replace('-', '_')}-{version}.dist-info"
-        directory.mkdir()
+        site = directory or self.site
+        directory = site / f"{name.replace('-', '_')}-{version}.dist-info"
+        directory.mkdir(parents=True)
         lines = [f"Name: {name}", f"Version: {version}", f"Requires-Python: {python}"]
         lines += [f"Requires-Dist: {requirement}" for requirement in requires]
         (directory / "METADATA").write_text("Metadata-Version: 2.1\n" + "\n".join(lines) + "\n")
         (directory / "WHEEL").write_text(f"Wheel-Version: 1.0\nTag: {tag}\n")
         for module in modules:
-            (self.site / f"{module}.py").write_text("")
+            (site / f"{module}.py").write_text("")
 
     def shared_object(
         self,

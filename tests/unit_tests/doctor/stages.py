@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 
 from staged_environment import NEW_ERROR, OLD_ERROR, TAG, Staged
@@ -120,6 +122,84 @@ def torch_in_front_of_another(staged: Staged) -> None:
     below.mkdir(parents=True)
     (below / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.9.0\n")
     (staged.site / "below.pth").write_text(f"{below.parent}\n")
+
+
+@stage(
+    "in-front", "torch 2.9.0 in .*/other is in front of 2.8.0.cu128 .*take .*/other out of PYTHON"
+)
+def torch_on_the_python_path(staged: Staged) -> None:
+    staged.torch(version="2.9.0", directory=staged.root / "other")
+    staged.torch()
+    staged.env["PYTHONPATH"] = str(staged.root / "other")
+
+
+@stage("in-front", "numpy 1.26.4 in .*/old is in front of 2.0.0 .*take .*/old out of PYTHONPATH")
+def numpy_1_in_front_of_numpy_2(staged: Staged) -> None:
+    staged.torch()
+    staged.package("numpy", "2.0.0")
+    staged.package("numpy", "1.26.4", directory=staged.root / "old")
+    staged.env["PYTHONPATH"] = f"{staged.root / 'old'}:"
+
+
+@stage(
+    "module-shadowed",
+    "import numpy takes .*/old/numpy, not numpy 2.0.0 in .*site-packages.*/old out",
+)
+def numpy_1_without_metadata_in_front(staged: Staged) -> None:
+    staged.torch()
+    staged.package("numpy", "2.0.0", modules=["numpy"])
+    (staged.root / "old/numpy").mkdir(parents=True)
+    (staged.root / "old/numpy/__init__.py").write_text("__version__ = '1.26.4'\n")
+    staged.env["PYTHONPATH"] = str(staged.root / "old")
+
+
+@stage(
+    "version-differs", "numpy says that it is 1.26.4, and is installed as 2.0.0 in .*site-packages"
+)
+def numpy_1_copied_over_numpy_2(staged: Staged) -> None:
+    staged.torch()
+    staged.package("numpy", "2.0.0")
+    (staged.site / "numpy.py").write_text("__version__ = '1.26.4'\n")
+
+
+@stage(
+    "module-shadowed", "import torch takes .*/project/torch, not torch 2.8.0.*start in another dir"
+)
+def directory_of_that_name_where_python_starts(staged: Staged) -> None:
+    staged.torch()
+    (staged.project / "torch").mkdir()
+    (staged.project / "torch/__init__.py").write_text("")
+
+
+@stage(
+    "module-shadowed", "takes .*/project/torch.py, not torch 2.8.0.*or rename .*/project/torch.py"
+)
+def script_of_that_name_where_python_starts(staged: Staged) -> None:
+    staged.torch()
+    (staged.project / "torch.py").write_text("print('a first try')\n")
+
+
+@stage(
+    "module-shadowed", "takes .*/pytorch/torch, not torch 2.8.0.*take .*/pytorch out of PYTHONPATH"
+)
+def sources_of_torch_on_the_python_path(staged: Staged) -> None:
+    staged.torch()
+    (staged.root / "pytorch/torch").mkdir(parents=True)
+    (staged.root / "pytorch/torch/__init__.py").write_text("from torch._C import *\n")
+    staged.env["PYTHONPATH"] = str(staged.root / "pytorch")
+
+
+@stage("module-shadowed", "takes .*/project/torch, and torch is not installed.*; then install it")
+def data_of_that_name_and_no_torch(staged: Staged) -> None:
+    (staged.project / "torch").mkdir()
+
+
+@stage("module-shadowed", "import flash_attn takes .*/project/flash_attn, not flash-attn 2.8.3 in")
+def checkout_of_flash_attn_beside_its_wheel(staged: Staged) -> None:
+    staged.torch()
+    staged.package("flash-attn", "2.8.3", modules=["flash_attn"])
+    (staged.project / "flash_attn").mkdir()
+    (staged.project / "flash_attn/__init__.py").write_text("")
 
 
 @stage("python-tag", "megatron-core 0.19.2 was built for cp39-cp39-manylinux")
@@ -268,6 +348,94 @@ def interface_of_another_machine(staged: Staged) -> None:
     staged.env["NCCL_SOCKET_IFNAME"] = "ib0"
 
 
+@stage("interface-unknown", "GLOO_SOCKET_IFNAME is \\^lo,docker.*for: \\^lo.*no \\^ and no =")
+def list_of_nccl_for_gloo(staged: Staged) -> None:
+    staged.torch()
+    staged.env["GLOO_SOCKET_IFNAME"] = "^lo,docker"
+
+
+@stage("interface-unknown", "NCCL_SOCKET_IFNAME is eth0, and the interfaces that are up are lo")
+def interface_in_a_container_without_network(staged: Staged) -> None:
+    staged.torch()
+    (staged.root / "sys/class/net/eth0/operstate").unlink()
+    (staged.root / "sys/class/net/eth0").rmdir()
+    staged.env["NCCL_SOCKET_IFNAME"] = "eth0"
+
+
+@stage("adapter-unknown", "NCCL_IB_HCA is =mlx5_7:1, and the adapters are mlx5_0")
+def adapter_of_another_machine(staged: Staged) -> None:
+    staged.torch()
+    staged.file("/sys/class/infiniband/mlx5_0/ports/1/state", "4: ACTIVE\n")
+    staged.env["NCCL_IB_HCA"] = "=mlx5_7:1"
+
+
+@stage("nccl-choice", "NCCL_ALGO is 'Rings': 'Rings' is none of its names.*Tree, Ring, CollNet")
+def unknown_algorithm(staged: Staged) -> None:
+    staged.torch()
+    staged.env["NCCL_ALGO"] = "Rings"
+
+
+@stage("slow-variable", "NCCL_P2P_DISABLE is 1 .*NVLink")
+def peers_that_do_not_copy(staged: Staged) -> None:
+    staged.torch()
+    staged.env["NCCL_P2P_DISABLE"] = "1"
+
+
+@stage("slow-variable", "NCCL_SHM_DISABLE is 1 .*over the network")
+def no_shared_memory_for_nccl(staged: Staged) -> None:
+    staged.torch()
+    staged.env["NCCL_SHM_DISABLE"] = "1"
+
+
+@stage("slow-variable", "CUDA_LAUNCH_BLOCKING is 1")
+def kernels_that_are_waited_for(staged: Staged) -> None:
+    staged.torch()
+    staged.env["CUDA_LAUNCH_BLOCKING"] = "1"
+
+
+@stage("ranks-preset", "preset .*: RANK=3, WORLD_SIZE=16, MASTER_ADDR=node7 .*srun")
+def shell_of_another_job(staged: Staged) -> None:
+    staged.torch()
+    staged.env |= {"MASTER_ADDR": "node7", "RANK": "3", "WORLD_SIZE": "16", "MASTER_PORT": "29501"}
+
+
+@stage("port-not-a-number", "MASTER_PORT is '127.0.0.1'")
+def address_for_a_port(staged: Staged) -> None:
+    staged.torch()
+    staged.env["MASTER_PORT"] = "127.0.0.1"
+
+
+@stage("omp-threads", "OMP_NUM_THREADS is '0'.*libgomp")
+def no_threads(staged: Staged) -> None:
+    staged.torch()
+    staged.env["OMP_NUM_THREADS"] = "0"
+
+
+@stage("preload-ignored", "libjemalloc.so.2, which .*: cannot open shared object file")
+def preloaded_library_that_is_gone(staged: Staged) -> None:
+    staged.torch()
+    staged.env["LD_PRELOAD"] = "/nowhere/libjemalloc.so.2"
+
+
+@stage("preload-ignored", "libnccl.so.2, which cannot be loaded: file too short")
+def preloaded_nccl_that_is_empty(staged: Staged) -> None:
+    staged.torch()
+    (staged.root / "libnccl.so.2").write_text("")
+    staged.env["LD_PRELOAD"] = str(staged.root / "libnccl.so.2")
+
+
+@stage("assertions-off", "optimization level 1")
+def python_without_assertions(staged: Staged) -> None:
+    staged.torch()
+    staged.env["PYTHONOPTIMIZE"] = "1"
+
+
+@stage("cuda-home", "CUDA_HOME is /usr/local/cuda-11.2, and there is no such directory")
+def toolkit_that_was_removed(staged: Staged) -> None:
+    staged.torch()
+    staged.env["CUDA_HOME"] = "/usr/local/cuda-11.2"
+
+
 @stage("infiniband-down", "mlx5_0/1 \\(down\\) is not ACTIVE")
 def infiniband_port_down(staged: Staged) -> None:
     staged.torch()
@@ -316,6 +484,22 @@ def little_locked_memory(staged: Staged) -> None:
 def read_only_cache(staged: Staged) -> None:
     staged.torch()
     staged.env["UV_CACHE_DIR"] = "/sys/cache"  # not even root can write there
+
+
+@stage("temporary-lost", "TMPDIR is /scratch/job_4711, and there is no such directory")
+def temporary_directory_of_another_job(staged: Staged) -> None:
+    staged.torch()
+    staged.env["TMPDIR"] = "/scratch/job_4711"
+
+
+@stage("clock-off", "on this host: .*/project/.git/index was last changed 180 min ahead of it")
+def clock_that_is_hours_behind(staged: Staged) -> None:
+    staged.torch()
+    index = staged.project / ".git/index"
+    index.parent.mkdir()
+    index.write_bytes(b"DIRC")
+    later = time.time() + 3 * 3600 + 5
+    os.utime(index, (later, later))
 
 
 @stage("locale", "Python prints iso8859-1")
@@ -381,3 +565,12 @@ def lock_with_a_conflict(staged: Staged) -> None:
 def another_environment_is_active(staged: Staged) -> None:
     staged.torch()
     staged.env["VIRTUAL_ENV"] = "/elsewhere"
+
+
+@stage(
+    "git-owner", "git refuses .*/project: .*git config --global --add safe.directory /.*/project$"
+)
+def checkout_of_another_user(staged: Staged) -> None:
+    staged.torch()
+    staged.git()
+    staged.env["GIT_TEST_ASSUME_DIFFERENT_OWNER"] = "1"  # git's own way to test this

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
 import sys
 import venv
 from pathlib import Path
@@ -15,9 +18,9 @@ from pytest_megatron.cli.doctor import command
 from pytest_megatron.doctor.check_machine import check_machine
 from pytest_megatron.doctor.check_recipe import read_needs
 from pytest_megatron.doctor.examine import examine
-from pytest_megatron.doctor.facts import Disk, Facts, Machine, Python
+from pytest_megatron.doctor.facts import Clock, Disk, Facts, Machine, Python
 from pytest_megatron.doctor.render import FORMATS
-from pytest_megatron.doctor.rules import rules
+from pytest_megatron.doctor.rules import finding_of, rules
 from pytest_megatron.errors import EmptySelectionError, HostError, RecipeError
 
 RECIPE = """\
@@ -49,6 +52,20 @@ MODEL_ARGS:
   --train-iters: 10
 METRICS: [lm loss]
 """
+
+
+PYTHON = Python(
+    executable=Path(sys.executable),
+    version="3.12.1",
+    tag="cp312",
+    soabi="",
+    machine="x86_64",
+    prefix=Path("/v"),
+    is_venv=True,
+    paths=(),
+    encoding="utf-8",
+)
+NOW = 1.8e9  # in 2027
 
 
 @pytest.fixture
@@ -121,20 +138,54 @@ def test_rows_of_a_recipe_are_compared_with_what_is_here(staged: Staged) -> None
     ("free", "rule"), [(10**8, "disk-full"), (5 * 10**9, "disk-low"), (10**11, None)]
 )
 def test_a_disk_that_fills_up_is_told_in_time(free: int, rule: str | None) -> None:
-    python = Python(
-        executable=Path(sys.executable),
-        version="3.12.1",
-        tag="cp312",
-        soabi="",
-        machine="x86_64",
-        prefix=Path("/v"),
-        is_venv=True,
-        paths=(),
-        encoding="utf-8",
-    )
     disk = Disk(use="run directories", path=Path("/data"), free_bytes=free)
-    facts = Facts(python=python, machine=Machine(disks=(disk,)))
+    facts = Facts(python=PYTHON, machine=Machine(disks=(disk,)))
     assert [hit.rule for hit in check_machine(facts, {})] == ([rule] if rule else [])
+
+
+@pytest.mark.parametrize(
+    ("clock", "problem"),
+    [
+        (Clock(now_s=NOW, fresh_s=0.004, ahead_s={Path("x"): -86400.0}), None),
+        (Clock(now_s=NOW, fresh_s=2.0, ahead_s={Path("x"): 45.0}), None),
+        (Clock(now_s=NOW, fresh_s=-420.0), "made now has a time 420 s behind it"),
+        (Clock(now_s=NOW, fresh_s=90.0), "made now has a time 90 s ahead of it"),
+        (Clock(now_s=0.0), "1970-01-01 00:00 UTC on this host: this version of pytest-megatron"),
+    ],
+)
+def test_a_clock_that_is_far_off_is_told_by_files(clock: Clock, problem: str | None) -> None:
+    facts = Facts(python=PYTHON, machine=Machine(clock=clock))
+    found = [finding_of(hit).found for hit in check_machine(facts, {})]
+    assert len(found) == (0 if problem is None else 1)
+    assert problem is None or problem in found[0]
+
+
+UNSHARE = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c")
+
+
+@pytest.mark.skipif(
+    shutil.which("unshare") is None
+    or subprocess.run(
+        [*UNSHARE, "mount -t tmpfs none /mnt"], capture_output=True, check=False
+    ).returncode
+    != 0,
+    reason="no file system can be mounted here",
+)
+def test_a_temporary_directory_that_is_mounted_noexec_is_told(
+    staged: Staged, tmp_path: Path
+) -> None:
+    (tmp_path / "tmp").mkdir()
+    start = 'mount -t tmpfs -o noexec none "$TMPDIR" && exec "$@"'
+    code = "from pytest_megatron.cli.main import main; main()"
+    doctor = [sys.executable, "-c", code, "doctor", "--no-collective"]
+    answer = subprocess.run(
+        [*UNSHARE, start, "sh", *doctor, "--format", "json", "--python", staged.places.python],
+        env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
+        stdout=subprocess.PIPE,
+        check=False,
+    )
+    told = {finding["id"]: finding["found"] for finding in json.loads(answer.stdout)["findings"]}
+    assert told["mounted-noexec"] == f"{tmp_path / 'tmp'} for temporary files is mounted noexec"
 
 
 def test_markdown_and_text_say_the_same(staged: Staged) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+import subprocess
 import venv
 from pathlib import Path
 
@@ -57,6 +59,21 @@ def test_a_sound_environment_has_only_notes_on_what_could_be_added(staged: Stage
     ]
     assert "nvcc, g++, nccl.h are missing" in notes[6].found
     assert "NVTE_PYTORCH_FORCE_BUILD=TRUE" in notes[7].mend
+
+
+def test_what_doctor_says_of_the_owner_of_a_checkout_mends_it(staged: Staged) -> None:
+    staged.torch()
+    staged.git()
+    assert "git-owner" not in rules_found(staged)
+    staged.env["GIT_TEST_ASSUME_DIFFERENT_OWNER"] = "1"
+    found = examine(staged.places, with_collective=False).findings
+    (mend,) = [finding.mend for finding in found if finding.rule.id == "git-owner"]
+    subprocess.run(shlex.split(mend), check=True, env=staged.env)
+    assert "git-owner" not in rules_found(staged)
+
+
+def rules_found(staged: Staged) -> list[str]:
+    return [finding.rule.id for finding in examine(staged.places, with_collective=False).findings]
 
 
 def test_an_older_minor_driver_is_a_note(staged: Staged) -> None:

@@ -42,11 +42,14 @@ class Heard:
     """A listener that keeps what it was told."""
 
     lines: list[str] = field(default_factory=list)
+    iterations: list[int] = field(default_factory=list)
 
     def on_lines(self, lines: list[str]) -> None:
         self.lines += lines
 
-    def on_progress(self, phase: int, progress: Progress) -> None: ...
+    def on_progress(self, phase: int, progress: Progress) -> None:
+        del phase
+        self.iterations.append(progress.iteration)
 
 
 @dataclass
@@ -57,12 +60,14 @@ class Run:
         flags: Of every job.
         minutes: That Slurm gives every job.
         limit_s: That its recipe gives every training.
+        copies_lines: Whether lines of ranks are wanted.
     """
 
     root: Path
     flags: str = ""
     minutes: int = 2
     limit_s: float = 60.0
+    copies_lines: bool = False
     heard: Heard = field(default_factory=Heard)
 
     @property
@@ -72,7 +77,13 @@ class Run:
     def context(self, env: dict[str, str]) -> EngineContext:
         """What an engine of this run is made from."""
         facts = gather_facts(self.root)
-        return EngineContext(root=self.root, run_dir=self.run_dir, facts=facts, env=env)
+        return EngineContext(
+            root=self.root,
+            run_dir=self.run_dir,
+            facts=facts,
+            env=env,
+            copies_lines=self.copies_lines,
+        )
 
     def order(
         self,

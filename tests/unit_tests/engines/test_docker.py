@@ -173,6 +173,14 @@ def test_a_program_runs_with_its_arguments_variables_and_files(place: Place) -> 
     assert outcome.facts.image.startswith("hostusr:1 sha256:")
 
 
+def test_root_may_have_another_user_in_the_container(place: Place) -> None:
+    order = place.order(*bash("id -u"))
+    outcome = place.run(order, place.engine(user="1234:1234"))
+    assert [end.returncode for end in outcome.ends] == [0]
+    assert order.dirs.phase(1).launcher_log.read_text().strip() == "1234"
+    assert order.dirs.plan.stat().st_uid == 1234
+
+
 def test_what_root_wrote_for_somebody_else_is_given_to_them(place: Place, tmp_path: Path) -> None:
     order = place.order("true")
     place.engine()._write_job(tmp_path, order, order.planned(None))
@@ -186,6 +194,22 @@ def test_what_root_wrote_for_somebody_else_is_given_to_them(place: Place, tmp_pa
     assert {path.stat().st_uid for path in theirs} == {1234}
     assert run_dir.parent.stat().st_uid == 0
     os.chown(run_dir, 0, 0)
+
+
+def test_a_link_that_leads_out_of_the_project_leads_there_in_the_container(
+    place: Place, tmp_path: Path
+) -> None:
+    (tmp_path / "scratch" / "base").mkdir(parents=True)
+    (tmp_path / "scratch" / "base" / "latest").write_text("100")
+    (tmp_path / "second").symlink_to(tmp_path / "scratch")
+    (place.root / "checkpoints").symlink_to(tmp_path / "second")
+    base = place.root / "checkpoints" / "base"
+    order = place.order(*bash(f'cat "{base}/latest" > read; touch "{base}/new"'))
+    (phase,) = order.planned(None).plan.phases
+    plan = replace(order.planned(None).plan, phases=(replace(phase, frozen_paths=(base,)),))
+    place.run(replace(order, planned=lambda _devices: Planned(plan=plan, description={})))
+    assert (place.root / "read").read_text() == "100"
+    assert [path.name for path in base.iterdir()] == ["latest"]
 
 
 def test_a_time_limit_is_the_workload_s_own(place: Place) -> None:
@@ -310,7 +334,6 @@ def test_containers_of_dead_processes_are_removed_and_others_stay(place: Place) 
         pytest.param({"mounts": ["/nosuch:/x"]}, "what is to be mounted is not", id="no-mount"),
         pytest.param({"network": "nosuch"}, "network nosuch not found", id="no-network"),
         pytest.param({"runtime": "nosuch"}, "Docker does not start it", id="no-runtime"),
-        pytest.param({"user": "1:1", "mounts": ["/usr:/usr"]}, "ended before", id="no-access"),
     ],
 )
 def test_an_image_that_is_no_good_is_an_error_that_says_so(
@@ -366,7 +389,11 @@ def test_a_recipe_is_trained_and_judged_as_it_is_here(place: Place, tmp_path: Pa
     """A whole session on a real recipe, in the project's own checkout."""
     place.engine(network="none")
     words = ["--executor", "docker", "--executor-config", str(place.root / "executor.yaml")]
-    words += ["--platform", "cpu", "-k", "tp1_pp1 and not bf16", "--run-dir", f"{tmp_path}/run"]
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "link").symlink_to("scratch")
+    # From inside of the project out of it, and through a link: the container knows neither.
+    run_dir = os.path.relpath(tmp_path / "link" / "run", SOURCE)
+    words += ["--platform", "cpu", "-k", "tp1_pp1 and not bf16", "--run-dir", run_dir]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "megatron", "recipes/gpt.yaml", *words],
         cwd=SOURCE,
@@ -377,9 +404,10 @@ def test_a_recipe_is_trained_and_judged_as_it_is_here(place: Place, tmp_path: Pa
     )
     assert "1 passed" in done.stdout, done.stdout + done.stderr
     assert "lm loss 5.5521 -> 2.2420 in 50 iterations" in done.stdout
-    (item,) = json.loads((tmp_path / "run" / "run.json").read_text())["items"].values()
+    written = tmp_path / "scratch" / "run"
+    (item,) = json.loads((written / "run.json").read_text())["items"].values()
     assert item["verdict"] == "passed"
-    assert not (tmp_path / "run" / "engine").exists()
+    assert not (written / "engine").exists()
     assert place.lab.containers() == []
 
 

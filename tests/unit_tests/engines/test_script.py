@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from pytest_megatron.engines import script
 from pytest_megatron.engines.base import Resources
 from pytest_megatron.engines.config import ContainerConfig, Mode, SlurmConfig, UvSyncConfig
-from pytest_megatron.engines.script import ScriptWriter, make_scripts, place_of
+from pytest_megatron.engines.script import ScriptWriter, kept_scripts, make_scripts, place_of
 from pytest_megatron.engines.shapes import Shape, ShapePaths, shape_of
 from pytest_megatron.errors import LaunchError
 
@@ -92,6 +93,25 @@ def test_a_shape_that_has_a_script_needs_no_nemo_run(
     assert writer.write([ON_CPU]) == {ON_CPU: path}
     with pytest.raises(LaunchError, match="ImportError: gone"):
         writer.write([ON_CPU, ON_GPUS])
+
+
+def test_a_later_run_needs_no_nemo_run_for_what_an_earlier_one_has_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = CONTAINER.at("dgx_h100")
+    first, later, blank = (
+        ShapePaths(root=tmp_path, run_dir=run, logs=run / "logs", spec=run / "spec.json")
+        for run in (tmp_path.parent / name for name in ("run1", "run2", "run 3"))
+    )
+    shapes = {paths.run_dir: shape_of(ON_GPUS, place, paths) for paths in (first, later)}
+    made = dict(zip(shapes, make_scripts(list(shapes.values())), strict=True))
+    assert kept_scripts([shapes[first.run_dir]], first) == [made[first.run_dir]]
+    _break_nemo(monkeypatch, tmp_path, "raise ImportError('gone')")
+    assert kept_scripts([shapes[later.run_dir]], later) == [made[later.run_dir]]
+    changed = replace(shapes[later.run_dir], workdir="/elsewhere")
+    for shape, paths in ((shapes[later.run_dir], blank), (changed, later)):
+        with pytest.raises(LaunchError, match="ImportError: gone"):
+            kept_scripts([shape], paths)
 
 
 def _break_nemo(monkeypatch: pytest.MonkeyPatch, directory: Path, code: str) -> None:

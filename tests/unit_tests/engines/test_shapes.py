@@ -43,6 +43,7 @@ CPU = replace(GPUS, platform="cpu", gpus_per_node=0)
         (GPUS, SlurmConfig(gres="gpu:h100:{gpus}", gpus_per_node=4), {"gres": "gpu:h100:8"}),
         (CPU, SlurmConfig(), {}),
         (CPU, SlurmConfig(gres="gpu:{gpus}"), {}),
+        (CPU, SlurmConfig(gres="licence:1"), {"gres": "licence:1"}),
     ],
 )
 def test_gpus_are_asked_for_as_the_cluster_wants_it(
@@ -94,9 +95,11 @@ def test_uv_sync_has_two_phases_on_every_node_or_on_the_first() -> None:
     at_first = replace(sync, where=Where.JOB)
     on_one = shape_of(GPUS, SlurmConfig(python="p", uv_sync=at_first), PATHS)
     start = "srun --nodes={0} --ntasks={0} --ntasks-per-node=1 bash -euxc "
-    assert [shape.setup[2].startswith(start.format(n)) for shape, n in [(on_nodes, 2), (on_one, 1)]]
+    for shape, number in ((on_nodes, 2), (on_one, 1)):
+        assert shape.setup[3].startswith(start.format(number))
     assert on_nodes.setup[0] == "spec=${1:?no spec is given}"
-    assert (on_nodes.setup[1], on_nodes.setup[-1]) == ("set -e", "set +e")
+    assert on_nodes.setup[1].startswith("unset RANK ")
+    assert (on_nodes.setup[2], on_nodes.setup[-1]) == ("set -e", "set +e")
 
 
 def test_a_path_that_enroot_would_cut_is_refused() -> None:

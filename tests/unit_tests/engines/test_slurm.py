@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +23,7 @@ from pytest_megatron.engines.slurm_intake import SlurmSettings
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.launch.facts import gather_facts
 
+ITERATION = " iteration        {}/      10 | lm loss: 2.500000E+00 |\n"
 AWAY = "Socket timed out on send/recv operation"
 
 
@@ -246,6 +250,53 @@ def test_who_cancelled_a_job_is_said_where_the_accounting_knows(tmp_path: Path) 
     )
 
 
+@pytest.mark.parametrize(
+    ("by", "retries", "is_transient"),
+    [
+        (os.getuid(), False, False),
+        (None, False, False),
+        (os.getuid(), True, None),
+        (1, False, None),
+    ],
+)
+def test_what_its_own_user_cancelled_is_not_submitted_again_unless_asked(
+    tmp_path: Path, by: int | None, *, retries: bool, is_transient: bool | None
+) -> None:
+    run, slurm = Run(tmp_path), PretendSlurm()
+    engine = engine_on(run, slurm, SlurmSettings(retries_cancelled=retries))
+    engine.submit([run.order("a")])
+    slurm.set((41, None), "CANCELLED")
+    slurm.accounts = () if by is None else (replace(slurm.table[41, None], by_uid=by),)
+    trouble = ends(engine)["a"].trouble
+    assert trouble is not None
+    assert (trouble.kind, trouble.is_transient) == (TroubleKind.CANCELLED, is_transient)
+
+
+def test_later_runs_keep_away_from_a_node_that_failed_for_some_time(tmp_path: Path) -> None:
+    settings = SlurmSettings(patience_s=0.0, remembers_s=3600.0)
+    first, slurm = Run(tmp_path), PretendSlurm()
+    engine = engine_on(first, slurm, settings)
+    engine.submit([first.order("a"), first.order("b")])
+    slurm.set((41, 0), "NODE_FAIL", nodes="node3")
+    slurm.set((41, 1), "FAILED", nodes="node2")
+    ends(engine)
+    engine.close()
+    file = tmp_path / ".pytest_megatron" / "bad_nodes.jsonl"
+    old = {"host": "node1", "at": 0, "why": "node_fail"}
+    file.write_text(f"no row\n[1]\n{json.dumps(old)}\n{file.read_text()}")
+    file.rename(tmp_path / "kept")
+    second = Run(tmp_path / "later")
+    (second.root / ".pytest_megatron").mkdir(parents=True)
+    (tmp_path / "kept").rename(second.root / ".pytest_megatron" / "bad_nodes.jsonl")
+    engine = engine_on(second, slurm, settings)
+    engine.submit([second.order("c", avoid_hosts=["node4"]), second.order("d")])
+    excluded = [word for words in slurm.submissions for word in words if "--exclude" in word]
+    assert excluded == ["--exclude=node3,node4", "--exclude=node3"]
+    (said,) = second.heard.lines
+    assert said.startswith("keeps away from nodes that failed: node3 (node_fail, 0.0 h ago); ")
+    engine.close()
+
+
 @pytest.mark.parametrize("retries", [False, True])
 def test_a_time_limit_of_slurm_is_tried_again_where_the_settings_say_so(
     tmp_path: Path, *, retries: bool
@@ -257,6 +308,47 @@ def test_a_time_limit_of_slurm_is_tried_again_where_the_settings_say_so(
     trouble = ends(engine)["a"].trouble
     assert trouble is not None
     assert (trouble.kind, trouble.is_transient) == (TroubleKind.TIMEOUT, retries or None)
+
+
+def test_a_full_disk_is_not_the_fault_of_the_node(small_disk: Path) -> None:
+    run, slurm = Run(small_disk), PretendSlurm()
+    engine = engine_on(run, slurm, SlurmSettings(patience_s=0.0, remembers_s=3600.0))
+    engine.submit([run.order("a")])
+    with contextlib.suppress(OSError):
+        (small_disk / "filled").write_bytes(bytes(1 << 17))
+    failed = {"nodes": "node1", "reason": "JobLaunchFailure", "exit_status": 0x80}
+    slurm.set((41, None), "FAILED", **failed)
+    outcome = ends(engine)["a"]
+    engine.close()
+    trouble = outcome.trouble
+    assert trouble is not None
+    assert (trouble.kind, trouble.is_transient, outcome.suspects) == (TroubleKind.LOST, False, ())
+    why = f"{run.run_dir}/engine: No space left on device; make room, or give another --run-dir"
+    assert trouble.text.endswith(f"; {why}")
+    assert not (small_disk / ".pytest_megatron").exists()
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_the_logs_of_a_running_job_are_followed(tmp_path: Path, *, copies: bool) -> None:
+    run, slurm = Run(tmp_path, copies_lines=copies), PretendSlurm()
+    engine = engine_on(run, slurm)
+    order = run.order("a")
+    engine.submit([order])
+    dirs = order.dirs.phase(1)
+    (dirs.logs / "job" / "attempt_0" / "0").mkdir(parents=True)
+    log = dirs.logs / "job" / "attempt_0" / "0" / "stdout.log"
+    log.write_text(ITERATION.format(1))
+    dirs.launcher_log.write_text("[default0]:epoch 1\n")
+    assert (ends(engine), run.heard.iterations) == ({}, [])  # it waits
+    slurm.set((41, None), "RUNNING", nodes="node1")
+    assert (ends(engine), run.heard.iterations) == ({}, [1])
+    with log.open("a") as file:
+        file.write(ITERATION.format(2))
+    leave_record(run, order)
+    slurm.set((41, None), "COMPLETED", nodes="node1")
+    assert kinds(ends(engine)) == {"a": None}
+    assert run.heard.iterations == [1, 2]
+    assert run.heard.lines == (["[rank0]: epoch 1"] if copies else [])
 
 
 def test_another_controller_goes_on_where_the_first_was_killed(tmp_path: Path) -> None:
@@ -321,6 +413,26 @@ def test_a_second_ctrl_c_leaves_at_once_and_says_what_is_left(tmp_path: Path) ->
     assert run.heard.lines == [
         "waiting for 2 cancelled jobs to end; Ctrl-C leaves at once",
         "jobs may be left in Slurm's queue; to end them: scancel 41_0 41_1",
+    ]
+
+
+def test_who_cancels_while_slurm_is_away_is_told_at_once_how_to_end_the_jobs(
+    tmp_path: Path,
+) -> None:
+    run, slurm = Run(tmp_path), PretendSlurm(ends_what_is_cancelled=False)
+    engine = engine_on(run, slurm)
+    engine.submit([run.order("a")])
+    engine.poll()
+
+    def refuse(labels: Sequence[str]) -> None:
+        del labels
+        raise SlurmAwayError(AWAY)
+
+    slurm.cancel = refuse  # type: ignore[method-assign]
+    engine.cancel([run.order("a").key])
+    assert run.heard.lines == [
+        f"Slurm does not answer: {AWAY}; jobs go on until it is back; to end them then: scancel 41",
+        "jobs may be left in Slurm's queue; to end them: scancel 41",
     ]
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 from labs import SlurmLab, wait_until
@@ -15,6 +17,11 @@ from tiny_project import Run as SessionRun
 
 from pytest_megatron.engines.base import Outcome, TroubleKind, Update
 from pytest_megatron.engines.slurm_intake import SlurmSettings
+
+
+class StartSession(Protocol):
+    def __call__(self, project: Project, *words: str, **env: str) -> subprocess.Popen[str]: ...
+
 
 FOREVER = 'touch "up-$ITEM"; exec sleep 1000'
 WAITS_ONCE = """
@@ -153,20 +160,52 @@ def test_cancel_ends_ours_and_nobody_elses(slurm_lab: SlurmLab, tmp_path: Path) 
     slurm_lab.cancel_all()
 
 
+@pytest.fixture
+def session_of(slurm_lab: SlurmLab) -> Iterator[StartSession]:
+    """Starts pytest for a project on the lab's Slurm."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(project: Project, *words: str, **env: str) -> subprocess.Popen[str]:
+        settings = "format_version: 1\nslurm: {account: any, interval: 0.2}\n"
+        (project.root / "cluster.yaml").write_text(settings)
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in {**slurm_lab.env, **env}.items():
+                patch.setenv(name, value)
+            chosen = ["--executor=slurm", "--executor-config=cluster.yaml", *words]
+            started.append(project.start("recipes", *chosen))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+    slurm_lab.cancel_all()
+
+
+def test_a_session_that_ci_ends_cancels_its_jobs(
+    slurm_lab: SlurmLab, tmp_path: Path, session_of: StartSession
+) -> None:
+    project = Project(root=tmp_path / "project")
+    (project.root / "once.py").write_text(WAITS_ONCE)
+    project.row(project.case("waits"), training_script_path=["once.py"])
+    process = session_of(project)
+    wait_until(project.state("waits").exists, "it waits", limit_s=_SLOW_S)
+    process.terminate()
+    text, _ = process.communicate(timeout=_SLOW_S)
+    assert process.returncode == pytest.ExitCode.INTERRUPTED, text
+    assert "KeyboardInterrupt: SIGTERM: whoever started pytest ended it" in text
+    assert "waiting for 1 cancelled job to end" in text
+    assert slurm_lab.ask("squeue", "-h", "-o", "%A %T").split() == []
+
+
 def test_a_run_names_the_rank_that_failed_and_leaves_a_node_that_did(
-    slurm_lab: SlurmLab, tmp_path: Path
+    slurm_lab: SlurmLab, tmp_path: Path, session_of: StartSession
 ) -> None:
     project = Project(root=tmp_path / "project")
     (project.root / "once.py").write_text(WAITS_ONCE)
     project.row(project.case("moved"), training_script_path=["once.py"])
     project.add("crashes", "crash@4:1")
-    settings = "format_version: 1\nslurm: {account: any, interval: 0.2}\n"
-    (project.root / "cluster.yaml").write_text(settings)
-    words = ["recipes", "--executor=slurm", "--executor-config=cluster.yaml", "--max-attempts=2"]
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in slurm_lab.env.items():
-            patch.setenv(name, value)
-        process = project.start(*words)
+    process = session_of(project, "--max-attempts=2")
     wait_until(project.state("moved").exists, "it waits", limit_s=_SLOW_S)
     host = slurm_lab.ask("squeue", "-h", "-t", "R", "-o", "%N").split()[0]
     slurm_lab.ask("scontrol", "update", f"nodename={host}", "state=down", "reason=test")

@@ -338,7 +338,7 @@ def test_what_a_job_has_set_stays_and_what_makes_no_sense_is_refused(tmp_path: P
     assert record.trouble.kind is TroubleKind.NOT_STARTED
     assert record.trouble.text == (
         "RANK: is 0 on node0, 0 on node1 in the job's environment, expected each of 0-1 once; "
-        "unset it where the job is submitted, so that it follows from SLURM_PROCID"
+        "drop it from job_env, setup or the prolog, so that it follows from SLURM_PROCID"
     )
 
 

@@ -17,7 +17,7 @@ from worker_engine import AlwaysAgain, Silent, WorkerEngine, context_of, job_of
 
 from pytest_megatron.engines.base import Order, Outcome, Trouble, TroubleKind
 from pytest_megatron.engines.local import LocalEngine
-from pytest_megatron.engines.records import read_record, read_spec
+from pytest_megatron.engines.records import of_start, read_record, read_spec
 from pytest_megatron.engines.registry import open_engine
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.verdict.decide import Verdict
@@ -103,6 +103,29 @@ def test_a_second_start_of_a_job_touches_nothing(project: Project) -> None:
     assert again.outcome.trouble.kind is TroubleKind.REQUEUED
     assert engine.exit_codes == [1]
     assert list(order.dirs.root.iterdir()) == []
+
+
+def test_the_outcome_of_the_first_start_of_a_job_stays(project: Project) -> None:
+    project.add("sound")
+    path = WorkerEngine(context_of(project)).spec(first_order(project, "sound"))
+    words = [sys.executable, "-m", "pytest_megatron.engines.worker", str(path)]
+    assert subprocess.run(words, check=False, capture_output=True).returncode == 0
+    first = path.with_suffix(".outcome").read_bytes()
+    again = subprocess.run(words, check=False, capture_output=True, text=True)
+    assert again.returncode == 1
+    assert "pytest-megatron: the job was started a second time, and " in again.stderr
+    assert path.with_suffix(".outcome").read_bytes() == first
+
+
+def test_each_start_of_a_printed_job_has_paths_of_its_own(project: Project) -> None:
+    project.add("sound")
+    spec = read_spec(WorkerEngine(context_of(project)).spec(first_order(project, "sound")))
+    moved = of_start(spec, 12)
+    first, own = spec.plan.dirs.root, moved.plan.dirs.root
+    assert own == first.with_name("attempt_12")
+    assert str(own) in " ".join(moved.plan.phases[0].argv)
+    assert of_start(moved, 1) is moved
+    assert repr(moved).replace("attempt_12", "attempt_1").replace("-12.", ".") == repr(spec)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,6 @@ FAMILIES = {
     "exception": "crash-chained",
     "exit": "exit-3",
     "golden_mismatch": "golden-text",
-    "hf_hub": "http-503",
     "host_oom": "memory-numpy",
     "http_read": "http-incomplete",
     "import": "import-module",
@@ -39,6 +38,7 @@ FAMILIES = {
     "nonfinite_loss": "nan-loss",
     "port_in_use": "port-of-a-server",
     "segfault": "double-free",
+    "service": "http-503",
     "sigkill": "killed-labelled",
     "store_timeout": "rank-never-starts-tasks",
 }

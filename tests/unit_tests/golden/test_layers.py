@@ -146,9 +146,70 @@ def test_counts_of_a_deterministic_golden_are_exact_too() -> None:
 
 def test_the_early_window_allows_no_step_outside() -> None:
     """Of 37 bugs in real trainings 78 % showed within ten steps."""
-    late, early = ({**LOSS, step: _at(step) * 1.003} for step in (30, 6))
+    late, early = ({**noisy(), step: _at(step) * 1.003} for step in (30, 6))
     assert judge(late, provenance=None).passed
     assert judge(early, provenance=None).rule is Rule.EARLY
+
+
+@pytest.mark.parametrize(("size", "rule"), [(1.001, Rule.BAND), (1.005, Rule.OUTLIER)])
+def test_a_step_outside_the_band_needs_noise_around_it(size: float, rule: Rule) -> None:
+    spike = {**LOSS, 30: _at(30) * size}
+    in_company = {**noisy(), 30: _at(30) * size}
+    alone = judge(spike, provenance=None)
+    assert (alone.passed, alone.rule) == (rule is Rule.BAND, rule)
+    assert judge(in_company, provenance=None).passed
+
+
+def test_the_floor_of_a_band_learned_on_the_same_platform_is_lower() -> None:
+    off = scaled(1 + 1e-4, 30)
+    provenance = replace(
+        MADE, deterministic=False, precision="bf16", repeats=8, spread={"lm loss": 1e-6}
+    )
+    elsewhere, here = (
+        judge(off, provenance=provenance, surroundings=where) for where in (NOWHERE, HERE)
+    )
+    assert (elsewhere.passed, here.rule) == (True, Rule.BAND)
+
+
+def long_run(noise: float, start: int = 1, stop: int = 401) -> tuple[Values, Values]:
+    """A golden of 400 steps, and a run that is off by turns, and by `noise` from start to stop."""
+    golden: Values = dict.fromkeys(range(1, 401), 5.0)
+    off = {s: 8e-3 * (-1) ** s if s > 50 else 1e-5 for s in range(1, 401)}
+    run: Values = {
+        s: 5.0 * (1 + off[s] + (noise if start <= s < stop else 0.0)) for s in range(1, 401)
+    }
+    return golden, run
+
+
+@pytest.mark.parametrize(
+    ("noise", "start", "stop", "rule"),
+    [
+        pytest.param(0.0, 1, 401, None, id="chaos-alone"),
+        pytest.param(6e-3, 201, 241, Rule.WINDOW, id="a-tenth-off"),
+        pytest.param(2e-3, 51, 401, Rule.BIAS, id="all-off"),
+        pytest.param(8e-2, 301, 302, Rule.OUTLIER, id="one-step-off"),
+        pytest.param(2e-3, 2, 3, Rule.EARLY, id="an-early-step-off"),
+    ],
+)
+def test_a_long_golden_without_repeats_is_judged_by_windows(
+    noise: float, start: int, stop: int, rule: Rule | None
+) -> None:
+    golden, run = long_run(noise, start, stop)
+    comparison = judge(run, golden=golden, provenance=None)
+    assert comparison.passed is (rule is None)
+    assert comparison.passed or comparison.rule is rule
+
+
+def test_a_long_golden_with_a_band_of_its_own_is_judged_by_it() -> None:
+    golden, run = long_run(0.0)
+    provenance = Provenance(repeats=8, spread={"lm loss": 1e-5})
+    assert judge(run, golden=golden, provenance=provenance).rule is Rule.BAND
+
+
+def test_a_policy_of_its_own_holds_for_a_long_golden_too() -> None:
+    golden, run = long_run(0.0)
+    policy = Policy(base=Base.STRICT, name="own", metrics={"lm loss": {"band": 2e-3}})
+    assert judge(run, golden=golden, provenance=None, policy=policy).rule is Rule.BAND
 
 
 def test_the_floor_of_a_band_is_that_of_the_precision() -> None:
@@ -185,6 +246,11 @@ def test_a_policy_says_which_side_is_worse(worse: str, factor: float, *, passed:
         policy=policy,
     )
     assert comparison.passed is passed
+
+
+def noisy(size: float = 7e-4) -> Values:
+    """A run that is off by turns from step 11 on."""
+    return {s: _at(s) * (1 + (size * (-1) ** s if s > 10 else 0.0)) for s in range(1, 51)}
 
 
 def _at(step: int) -> float:

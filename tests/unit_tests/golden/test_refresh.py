@@ -23,11 +23,22 @@ def test_what_not_every_repeat_has_is_left_out() -> None:
 
 
 def test_other_metrics_are_kept_only_where_the_case_compares_them() -> None:
-    run = {"grad-norm": series(s1=1.0), "lm loss": series(s1=1.0)}
-    assert (list(combine([run], ())), list(combine([run], ["grad-norm"]))) == (
+    run = {"learning-rate": series(s1=1.0), "lm loss": series(s1=1.0)}
+    assert (list(combine([run], ())), list(combine([run], ["learning-rate"]))) == (
         ["lm loss"],
-        ["grad-norm", "lm loss"],
+        ["learning-rate", "lm loss"],
     )
+
+
+def test_norms_are_kept_where_every_repeat_has_them_at_every_step() -> None:
+    whole = {"grad-norm": series(s1=1.0, s2=2.0), "lm loss": series(s1=1.0)}
+    skipped = {"grad-norm": series(s1=1.0, s2=math.inf), "lm loss": series(s1=1.0)}
+    without = {"lm loss": series(s1=1.0)}
+    assert [list(combine([whole, other], ())) for other in (whole, skipped, without)] == [
+        ["grad-norm", "lm loss"],
+        ["lm loss"],
+        ["lm loss"],
+    ]
 
 
 def test_equal_repeats_have_no_spread() -> None:

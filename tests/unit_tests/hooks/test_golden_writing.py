@@ -254,6 +254,16 @@ def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path) -> None:
     assert "--golden record: the tree has no git commit" in run.stdout
 
 
+def test_a_checkout_of_another_user_is_refused_in_gits_words(tmp_path: Path) -> None:
+    project = Project(root=tmp_path)
+    project.row(project.case("new"), write_golden=False)
+    commit(project)
+    run = project.run("recipes", "--golden", "record", GIT_TEST_ASSUME_DIFFERENT_OWNER="1")
+    assert run.outcomes == {"new": "ERROR"}
+    assert "--golden record: git refuses the tree, which another user owns" in run.stdout
+    assert f"git config --global --add safe.directory {tmp_path}" in run.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [

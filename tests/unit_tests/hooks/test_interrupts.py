@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -48,10 +49,48 @@ def test_ctrl_c_ends_the_training_and_the_session(
     assert list(run["items"]) == ["recipes/tiny.yaml::first[dev-cpu]"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGHUP])
-def test_a_pytest_that_is_killed_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_pytest_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
     project, process = hanging(tmp_path)
-    send(process, number, to_group=False)
+    send(process, signal.SIGKILL, to_group=False)
     process.communicate()
-    assert process.returncode == -number
+    assert process.returncode == -signal.SIGKILL
     assert_nothing_is_left(project)
+
+
+@pytest.mark.parametrize(
+    ("number", "to_group"),
+    [
+        (signal.SIGTERM, True),
+        (signal.SIGTERM, False),
+        (signal.SIGHUP, True),
+        (signal.SIGQUIT, False),
+    ],
+)
+def test_a_session_that_is_told_to_end_writes_what_it_has(
+    tmp_path: Path, number: signal.Signals, *, to_group: bool
+) -> None:
+    project, process = hanging(tmp_path)
+    for again in (number, signal.SIGTERM):
+        send(process, again, to_group=to_group)
+    output, _ = process.communicate()
+    assert process.returncode == pytest.ExitCode.INTERRUPTED, output
+    assert re.search(r"KeyboardInterrupt: SIG\w+: whoever started pytest ended it", output)
+    assert_nothing_is_left(project)
+    run = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert list(run["items"]) == ["recipes/tiny.yaml::first[dev-cpu]"]
+
+
+def test_nohup_holds_when_the_terminal_is_lost(tmp_path: Path) -> None:
+    project = Project(root=tmp_path)
+    project.add("waits", "hang@2:1")
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = project.start("recipes")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    wait_until((tmp_path / "state" / "waits.up").exists, "the hang")
+    send(process, signal.SIGHUP, to_group=False)
+    send(process, signal.SIGTERM, to_group=False)
+    output, _ = process.communicate()
+    assert "KeyboardInterrupt: SIGTERM" in output
+    assert process.returncode == pytest.ExitCode.INTERRUPTED

@@ -43,6 +43,7 @@ OPTIONS = """\
 --pdb-rank
 --plan
 --platform
+--queue-timeout
 --rank-grace
 --rank-timeout
 --ranks

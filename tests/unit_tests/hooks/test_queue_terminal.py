@@ -11,6 +11,7 @@ import pytest
 from _pytest._io import TerminalWriter
 
 from pytest_megatron.hooks.queue_terminal import QueueTerminal
+from pytest_megatron.launch.follow import parse_progress
 from pytest_megatron.verdict.campaign import Standing
 
 STANDING = Standing(
@@ -71,6 +72,9 @@ class FakeConfig:
     def __post_init__(self) -> None:
         self.pluginmanager = self
 
+    def get_verbosity(self) -> int:
+        return 0
+
     def get_plugin(self, name: str) -> FakeReporter | None:
         return self.reporter if name == "terminalreporter" else None
 
@@ -108,3 +112,20 @@ def test_without_a_terminal_a_line_is_printed_where_counts_changed() -> None:
     for _ in range(3):
         terminal.show(STANDING)
     assert reporter.file.getvalue() == f".\n{LINE}\n"
+
+
+def test_the_line_says_how_far_the_training_is_that_came_further_last() -> None:
+    reporter = FakeReporter(isatty=True)
+    terminal = terminal_of(reporter)
+    reporter._tw.fullwidth = 120
+    listener = terminal.listener("gpt")
+    printed = " iteration        5/      10 | lm loss: 2.500000E+00 |"
+    progress = parse_progress(printed)
+    assert progress is not None
+    listener.on_lines([printed])
+    listener.on_progress(1, progress)
+    terminal.show(STANDING)
+    assert reporter.screen() == ["", f"{LINE}; gpt: iteration 5/10, lm loss 2.500000E+00"]
+    terminal.note_end("gpt")
+    terminal.show(STANDING)
+    assert reporter.screen() == ["", LINE]

@@ -6,6 +6,7 @@ from pathlib import Path
 from click.testing import CliRunner
 
 from pytest_megatron.cli.main import group
+from pytest_megatron.launch.own_dir import OWN_DIR, make_own_dir
 from pytest_megatron.launch.runs import kept_runs, remove_old_runs, runs_below
 
 
@@ -29,6 +30,13 @@ def test_neither_what_is_too_deep_nor_what_is_skipped_nor_a_link_is_looked_into(
     (tmp_path / "link").symlink_to(tmp_path / "a" / "b")
     assert list(runs_below(tmp_path, depth=1, skipped=("checkpoints",))) == []
     assert list(runs_below(tmp_path, depth=2, skipped=("checkpoints",))) == [tmp_path / "a" / "b"]
+
+
+def test_our_directory_may_be_a_link_to_scratch_that_was_emptied(tmp_path: Path) -> None:
+    (tmp_path / OWN_DIR).symlink_to(tmp_path / "scratch" / "mine")
+    for _ in range(2):
+        make_own_dir(tmp_path)
+    assert (tmp_path / "scratch" / "mine" / ".gitignore").read_text() == "*\n"
 
 
 RUNS = Path(".pytest_megatron/runs")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,14 +19,14 @@ COMMON += ["--history", "off", "--maxfail", "0"]
 
 
 def made(
-    chosen: Chosen, wishes: Wishes | None = None, *before: str, has_randomly: bool = False
+    chosen: Chosen, wishes: Wishes | None = None, *before: str, seeded: Collection[str] = ()
 ) -> Again:
     return command_for(
         chosen,
         wishes or Wishes(),
         before,
         python="py",
-        has_randomly=has_randomly,
+        seeded=seeded,
         run_dir="new",
     )
 
@@ -71,9 +72,26 @@ def test_pytest_randomly_keeps_its_seed_and_not_its_shuffling(
     tmp_path: Path, seed: str | None, expected: list[str], *, has_randomly: bool
 ) -> None:
     chosen = chosen_of(tmp_path, a_test(), seeds={"randomly_seed": seed, "PYTHONHASHSEED": "0"})
-    again = made(chosen, has_randomly=has_randomly)
+    again = made(chosen, seeded=["pytest_randomly"] if has_randomly else [])
     assert list(again.argv[-1 - len(expected) : -1]) == expected
     assert again.env == {"PYTHONHASHSEED": "0"}
+
+
+@pytest.mark.parametrize(
+    ("seed", "seeded", "expected"),
+    [
+        ("17", ["hypothesis"], ["--hypothesis-seed=17"]),
+        ("17", [], []),
+        (None, ["hypothesis"], []),
+        ("-p evil", ["hypothesis"], []),
+    ],
+)
+def test_hypothesis_draws_the_same_examples(
+    tmp_path: Path, seed: str | None, seeded: list[str], expected: list[str]
+) -> None:
+    chosen = chosen_of(tmp_path, a_test(), seeds={"hypothesis_seed": seed})
+    found = [word for word in made(chosen, seeded=seeded).argv if "hypothesis" in word]
+    assert found == expected
 
 
 def test_a_test_of_a_worker_of_xdist_runs_in_one_process(tmp_path: Path) -> None:

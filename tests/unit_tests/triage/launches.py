@@ -13,6 +13,10 @@ from pytest_megatron.triage.triage import triage
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp"
 LOST = f"RuntimeError: {GLOO}/pair.cc:553] Connection closed by peer [127.0.0.1]:6824."
 WAITED = f"RuntimeError: {GLOO}/unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation"
+PORT_TAKEN = (  # as Python's socket.create_server says it; the kernel had handed out that port
+    "OSError: [Errno 98] Address already in use (while attempting to bind on address "
+    "('127.0.0.1', 45123))"
+)
 TIMES = {"-15": "(SIGTERM)", "-9": "(SIGKILL)", "-11": "(SIGSEGV)", "-6": "(SIGABRT)"}
 IT = " iteration {n:8d}/      20 | lm loss: 1.9E+00 | number of nan iterations: 0 |\n"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from launches import GLOO, LOST, WAITED, Launch, diagnosed, iterations, told, traceback
+from launches import GLOO, LOST, PORT_TAKEN, WAITED, Launch, diagnosed, iterations, told, traceback
 
 from pytest_megatron.triage.triage import triage
 
@@ -133,9 +133,9 @@ def test_of_two_failures_the_earlier_one_is_the_cause(launch: Launch) -> None:
 def test_times_within_two_seconds_are_the_same_and_a_genuine_cause_comes_first(
     launch: Launch,
 ) -> None:
-    launch.raises(0, "OSError: [Errno 98] Address already in use")
+    launch.raises(0, PORT_TAKEN)
     launch.raises(3, "ZeroDivisionError: division by zero")
-    launch.error_file(0, "OSError: [Errno 98] Address already in use", 1_700_000_001)
+    launch.error_file(0, PORT_TAKEN, 1_700_000_001)
     launch.error_file(3, "ZeroDivisionError: division by zero", 1_700_000_002)
     launch.ends({0: 1, 3: 1}, first=0)
     assert told(launch.root) == ("exception", 3, False)
@@ -182,17 +182,28 @@ def test_a_nan_tells_its_rank_and_iteration(launch: Launch) -> None:
     )
 
 
-def test_a_port_in_use_is_only_in_the_launchers_log(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("port", "signature", "transient"),
+    [
+        pytest.param(45123, "port_in_use", True, id="handed-out"),
+        pytest.param(29500, "port_chosen", False, id="always-the-same"),
+    ],
+)
+def test_a_port_in_use_is_only_in_the_launchers_log(
+    tmp_path: Path, port: int, signature: str, *, transient: bool
+) -> None:
+    """A port that a launcher always takes is taken again; one from the kernel is another one."""
     (tmp_path / "logs").mkdir()
     (tmp_path / "launcher.log").write_text(
         traceback(
             "torch.distributed.DistNetworkError: The server socket has failed to listen on any "
-            "local network address. port: 29500, useIpv6: false, code: -98, name: EADDRINUSE"
+            f"local network address. port: {port}, useIpv6: false, code: -98, name: EADDRINUSE"
         )
     )
     found = diagnosed(tmp_path)
-    assert (found.signature.id, found.root_rank, found.is_transient) == ("port_in_use", None, True)
-    assert found.facts["port"] == "29500"
+    assert (found.signature.id, found.root_rank) == (signature, None)
+    assert found.is_transient is transient
+    assert found.facts["port"] == str(port)
 
 
 def test_ranks_with_different_tensors_are_a_desync(launch: Launch) -> None:
@@ -323,7 +334,7 @@ def test_every_ranks_log_counts_not_only_that_of_teed_ones(launch: Launch) -> No
 def test_an_earlier_attempt_is_no_evidence_for_a_later_one(tmp_path: Path) -> None:
     """FORMATS.md 9, line 6: each is judged from its own files."""
     first = Launch(root=tmp_path, directory="logs/none_x/attempt_0")
-    first.raises(1, "OSError: [Errno 98] Address already in use")
+    first.raises(1, PORT_TAKEN)
     second = Launch(root=tmp_path, directory="logs/none_x/attempt_1")
     second.raises(3, "ValueError: bad batch")
     second.ends({3: 1}, first=3)

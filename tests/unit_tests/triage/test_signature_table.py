@@ -30,6 +30,12 @@ advice = "ask the licence server's owner"
 examples = ["RuntimeError: no licence for solver"]
 """
 
+OUT_OF_SHARED_MEMORY = (  # https://github.com/pytorch/pytorch/issues/108861
+    "RuntimeError: DataLoader worker (pid 11011) is killed by signal: Bus error. It is possible "
+    "that dataloader's workers are out of shared memory. Please try to raise your shared memory "
+    "limit"
+)
+
 
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
@@ -47,6 +53,30 @@ def test_every_rule_can_be_searched_and_has_examples() -> None:
         row.search("x")  # compiles
         assert row.examples, row.id
         assert row.family in builtin_table().families, row.id
+
+
+def test_every_example_of_every_rule_has_a_source() -> None:
+    """An example that was made up beside its pattern shows nothing."""
+    for row in builtin_table().signatures:
+        assert len(row.seen) == len(row.examples), row.id
+        assert all(address.startswith("https://") for address in row.seen), row.id
+
+
+@pytest.mark.parametrize(
+    ("message", "signature"),
+    [
+        (OUT_OF_SHARED_MEMORY, "shared_memory"),
+        ("ConnectionError: no store", "exception"),
+        ("botocore.exceptions.ClientError: An error occurred (AccessDenied) when", "exception"),
+        ("fatal: repository 'https://github.com/example/none.git/' not found", "exception"),
+    ],
+)
+def test_what_looks_like_a_networks_or_machines_failure_and_is_none(
+    message: str, signature: str
+) -> None:
+    found = builtin_table().raised(message)
+    assert found is not None
+    assert (found.id, found.is_transient) == (signature, False)
 
 
 def test_nothing_transient_is_never_worth_another_run() -> None:
@@ -86,7 +116,7 @@ def test_what_the_code_caused_is_never_transient(message: str) -> None:
 @pytest.mark.parametrize(
     ("message", "signature"),
     [
-        ("OSError: [Errno 98] Address already in use", "port_in_use"),
+        ("RuntimeError: The server socket has failed to listen: EADDRINUSE", "port_in_use"),
         ("socket.gaierror: [Errno -2] Name or service not known", "dns"),
         ("RuntimeError: CUDA error: uncorrectable ECC error encountered", "ecc_dbe"),
         ("RuntimeError: Unexpected error. Error 802: system not yet initialized", "cuda_not_ready"),

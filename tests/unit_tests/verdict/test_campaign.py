@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from pytest_megatron.engines.base import (
     Phase,
     Planned,
     Resources,
+    TroubleKind,
     Update,
 )
 from pytest_megatron.errors import LaunchError
@@ -207,6 +209,44 @@ def test_a_further_attempt_waits_for_its_pause_and_goes_before_what_is_shorter()
     # One that is due is ordered as soon as there is room, without another pause by the engine.
     assert engine.taken[4:] == ["long/1/2"]
     assert engine.held["long/1/2"].delay_s == 0.0
+
+
+def test_what_waits_in_the_queue_for_too_long_is_cancelled_and_says_why() -> None:
+    engine, clock = FakeEngine(), FakeClock()
+    campaign = Campaign(engine, queue_timeout_s=60.0, clock=clock)
+    told: list[Outcome] = []
+
+    def hears(name: str) -> Repeat:
+        told.append((yield order(f"{name}/1/1")))
+        return ended(is_good=False)
+
+    def begin_one(name: str) -> Sequence[Repeat]:
+        return [hears(name)]
+
+    names = ("stays", "runs", "new")
+    campaign.add([work(name, functools.partial(begin_one, name)) for name in names])
+    campaign.step()
+    engine.tell("stays/1/1", Phase.WAITING, "job 41 waits: Priority")
+    engine.tell("runs/1/1", Phase.RUNNING, "")
+    engine.tell("new/1/1", Phase.RUNNING, "")
+    clock.now = 30.0
+    assert campaign.step() == []
+    engine.tell("new/1/1", Phase.WAITING, "it was put into the queue again")
+    clock.now = 60.0
+    (end,) = campaign.step()
+    assert (end.name, engine.cancelled, list(engine.held)) == (
+        "stays",
+        ["stays/1/1"],
+        ["runs/1/1", "new/1/1"],
+    )
+    (outcome,) = told
+    assert outcome.trouble is not None
+    assert (outcome.trouble.kind, outcome.trouble.is_transient) == (TroubleKind.NOT_STARTED, False)
+    assert outcome.trouble.text == (
+        "it waited in the queue for longer than --queue-timeout, 60 s; last: job 41 waits: Priority"
+    )
+    clock.now = 120.0
+    assert [end.name for end in campaign.step()] == ["new"]
 
 
 def test_a_bad_repeat_ends_the_others_of_its_workload_alone() -> None:

@@ -83,3 +83,16 @@ def test_who_takes_over_a_run_has_its_claims_and_ends_already(tmp_path: Path) ->
     ]
     assert ledger.note_end("b", None) is None
     assert (tmp_path / "retries.jsonl").stat().st_size == size
+
+
+def test_a_machine_that_fails_under_many_items_is_one_incident(tmp_path: Path) -> None:
+    ledger = RunLedger(run_dir=tmp_path, max_retries=3)
+    dead = [ledger.claim(str(n), "engine_node_fail", ("node1",)) for n in range(14)]
+    assert dead == [None] * 14
+    assert ledger.claim("other", "dns") is None
+    assert ledger.claim("wide", "engine_node_fail", ("node1", "node2")) is None
+    refusal = "the run's 3 further attempts are used up"
+    assert ledger.claim("again", "engine_lost", ("node1",)) == refusal
+    assert ledger.claim("a", "engine_node_fail", ("node2",)) is None
+    another = RunLedger(run_dir=tmp_path, max_retries=3)
+    assert another.claim("b", "dns") == refusal

@@ -5,8 +5,15 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.errors import CaseError
+from pytest_megatron.golden.comparison import Comparison, Rule
+from pytest_megatron.golden.model import Series, series_of
+from pytest_megatron.golden.policy import Base, Policy, Setting
+from pytest_megatron.golden.provenance import Golden
+from pytest_megatron.golden.surroundings import NOWHERE
 from pytest_megatron.launch.case import read_case
-from pytest_megatron.verdict.modes import metric_names_of
+from pytest_megatron.verdict.modes import compare_in_mode, metric_names_of
+
+STRICT, MEGATRON = Policy.STRICT, Policy.MEGATRON
 
 
 @pytest.mark.parametrize(
@@ -26,3 +33,62 @@ def test_an_inference_case_must_name_what_is_compared(
     file.write_text(f"MODE: inference\nTEST_TYPE: frozen-start\n{metrics}")
     with pytest.raises(CaseError, match=message):
         metric_names_of(read_case(file))
+
+
+def series(factor: float = 1.0) -> Series:
+    return series_of({step: factor * 10.0 / step for step in range(1, 31)})
+
+
+def policy_of(**settings: Setting) -> Policy:
+    return Policy(base=Base.STRICT, name="own", metrics={"grad-norm": settings})
+
+
+def compared(
+    folder: Path, case: str, *, policy: Policy = STRICT, norm: float | None = 2.0
+) -> dict[str, Comparison]:
+    """Compare a run whose gradients are `norm` times the golden's, its loss being the same."""
+    file = folder / "model_config.yaml"
+    file.write_text(f"TEST_TYPE: regular\nMODEL_ARGS: {{--train-iters: 30}}\n{case}")
+    read = read_case(file)
+    same = {"lm loss": series(), "num-zeros": series()}
+    found = compare_in_mode(
+        read,
+        Golden(path="g", metrics={**same, "grad-norm": series()}),
+        same if norm is None else {**same, "grad-norm": series(norm)},
+        metrics=metric_names_of(read),
+        policy=policy,
+        surroundings=NOWHERE,
+    )
+    return {comparison.metric: comparison for comparison in found}
+
+
+@pytest.mark.parametrize(
+    ("case", "policy", "norm", "rule"),
+    [
+        pytest.param("", STRICT, 2.0, Rule.STEP_1, id="no-metrics"),
+        pytest.param("", STRICT, None, Rule.NO_METRIC, id="no-metrics-and-none-logged"),
+        pytest.param("", policy_of(judged=False), 2.0, None, id="left-out-by-the-policy"),
+        pytest.param("", MEGATRON, 2.0, None, id="megatron"),
+        pytest.param("METRICS: [lm loss]\n", STRICT, 2.0, None, id="not-named"),
+        pytest.param(
+            "METRICS: [lm loss]\n", policy_of(judged=True), 2.0, Rule.STEP_1, id="by-the-policy"
+        ),
+        pytest.param("METRICS: [lm loss, grad-norm]\n", STRICT, 2.0, Rule.STEP_1, id="named"),
+    ],
+)
+def test_norms_are_judged_where_the_case_does_not_say_what_is(
+    tmp_path: Path, case: str, policy: Policy, norm: float | None, rule: Rule | None
+) -> None:
+    found = compared(tmp_path, case, policy=policy, norm=norm)
+    failed = [c.rule for c in found.values() if not c.passed]
+    assert failed == ([] if rule is None else [rule])
+
+
+def test_a_norm_that_is_off_and_not_named_is_a_note(tmp_path: Path) -> None:
+    norm = compared(tmp_path, "METRICS: [lm loss]\n")["grad-norm"]
+    assert (norm.passed, norm.rule, norm.notes) == (
+        True,
+        Rule.NOT_JUDGED,
+        ("grad-norm would fail by 'step 1', which does not count: METRICS does not name it",),
+    )
+    assert list(compared(tmp_path, "METRICS: [lm loss]\n", norm=1.0)) == ["lm loss"]

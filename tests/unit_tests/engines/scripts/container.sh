@@ -41,6 +41,7 @@ nodes_array=($nodes)
 head_node=${nodes_array[0]}
 
 spec=${1:?no spec is given}
+unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT
 set -e
 export ENROOT_CACHE='a b $HOME '"'"'c'"'"' "d"
 e'

@@ -28,6 +28,7 @@ nodes_array=($nodes)
 head_node=${nodes_array[0]}
 
 spec=${1:-'/shared/nemo_run tests/run 1/engine/specs/1.json'}
+unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT
 
 
 # Command 1

@@ -1,0 +1,112 @@
+"""How many bugs `strict` finds by the loss, and by the norm of the gradient beside it.
+
+    python benchmarks/compare_norms.py            # from the curves that are kept, three minutes
+
+`curves/norms.json.gz` holds both of three models in bf16: the CPU workload (`curves/train.py`), an
+LSTM and convolutions (`curves/train_others.py`), the last two calm and chaotic. A golden is made of
+some reruns as `--golden refresh` makes it; each rerun that it has not seen, each other platform and
+each bug is compared with it. No limit was chosen with the convolutions in view.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from curve_rules import HERE, LOSS, THERE
+
+from pytest_megatron.golden.compare import compare
+from pytest_megatron.golden.model import MetricMap, series_of
+from pytest_megatron.golden.provenance import Golden, Provenance
+from pytest_megatron.golden.refresh import combine, spread_of
+
+FILE = Path(__file__).with_name("curves") / "norms.json.gz"
+NORM = "grad-norm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One training: `plain`, `rerun`, `platform` or `bug`."""
+
+    group: str
+    name: str
+    metrics: MetricMap
+
+
+def main() -> None:
+    """Print the table as Markdown."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--draws", type=int, default=10, help="goldens to draw for each row")
+    parser.add_argument("--file", type=Path, default=FILE)
+    options = parser.parse_args()
+    recipes = read_runs(options.file)
+    print(f"| golden, what is judged | {' | '.join(recipes)} |")
+    print("|---|" + "---:|" * len(recipes))
+    for repeats in (1, 5, 8):
+        for metrics in ((LOSS,), (LOSS, NORM)):
+            cells = [score(runs, repeats, metrics, options.draws) for runs in recipes.values()]
+            what = f"{repeats} {'repeats' if repeats > 1 else 'run'}, {' and '.join(metrics)}"
+            print(f"| {what} | {' | '.join(cells)} |", flush=True)
+
+
+def read_runs(file: Path) -> dict[str, list[Run]]:
+    """Return recipe to its trainings."""
+    found: dict[str, list[Run]] = {}
+    with gzip.open(file, "rt", encoding="utf-8") as lines:
+        for line in lines:
+            for key, kept in json.loads(line).items():
+                recipe, group, family, name = key.split("/", 3)
+                metrics = {
+                    metric: series_of(dict(enumerate(curve, start=1)), is_full_precision=True)
+                    for metric, curve in kept.items()
+                }
+                run = Run(group=group, name=f"{family}: {name}", metrics=metrics)
+                found.setdefault(recipe, []).append(run)
+    return found
+
+
+def score(runs: Sequence[Run], repeats: int, metrics: Sequence[str], draws: int) -> str:
+    """Return the part of reruns, of other platforms and of bugs that is refused, in percent."""
+    rng = random.Random(0)
+    reruns = [run for run in runs if run.group == "rerun"]
+    refused: dict[str, list[bool]] = {"rerun": [], "platform": [], "bug": []}
+    for _ in range(draws):
+        chosen = rng.sample(reruns, repeats)
+        golden = golden_of([run.metrics for run in chosen])
+        for run in runs:
+            if run.group == "plain" or run in chosen:
+                continue
+            compared = compare(
+                golden,
+                run.metrics,
+                metrics=metrics,
+                surroundings=THERE if run.group == "platform" else HERE,
+            )
+            refused[run.group].append(not all(one.passed for one in compared))
+    return " / ".join(f"{100 * statistics.fmean(found):.1f}" for found in refused.values())
+
+
+def golden_of(repeats: Sequence[MetricMap]) -> Golden:
+    """Make a golden; of one run there is no provenance."""
+    metrics = combine(repeats, (NORM,))
+    if len(repeats) == 1:
+        return Golden(path="golden", metrics=metrics)
+    provenance = Provenance(
+        host_class=HERE.host_class,
+        versions=HERE.versions,
+        precision="bf16",
+        repeats=len(repeats),
+        deterministic=False,
+        spread=spread_of(repeats, metrics),
+    )
+    return Golden(path="golden", metrics=metrics, provenance=provenance)
+
+
+if __name__ == "__main__":
+    main()

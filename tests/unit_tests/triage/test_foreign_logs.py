@@ -1,0 +1,318 @@
+"""Logs that no launcher of ours wrote: of runners, of other launchers, cut, with holes in them.
+
+No evidence of success is no success: such a log is a failure, or unknown, but never fine.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from launches import iterations, told, traceback
+
+from pytest_megatron.triage.triage import Triage, triage
+
+
+def of_log(tmp_path: Path, text: str) -> Triage:
+    (tmp_path / "job.log").write_text(text, encoding="utf-8")
+    return triage([tmp_path / "job.log"])
+
+
+def family(found: Triage) -> str | None:
+    said = found.as_json()["family"]
+    return None if said is None else str(said)
+
+
+@pytest.mark.parametrize(
+    "holes",
+    [
+        pytest.param("loading\n\0" + "x" * 40 + "\n", id="one"),  # torch's DataLoader handler
+        pytest.param("\0" * 9000, id="hole"),  # cut while it was written without O_APPEND
+    ],
+)
+def test_a_nul_hides_no_log(tmp_path: Path, holes: str) -> None:
+    (tmp_path / "job.log").write_text(holes + traceback("ValueError: bad batch"))
+    for path in (tmp_path, tmp_path / "job.log"):
+        (group,) = triage([path]).groups
+        assert group.first.text.startswith("The program raised ValueError: bad batch")
+
+
+def test_what_is_no_text_is_noted_and_not_dropped(tmp_path: Path) -> None:
+    (tmp_path / "job.log").write_text("1 passed in 0.10s\n")
+    (tmp_path / "core.out").write_bytes(bytes(range(256)) * 64)
+    found = triage([tmp_path])
+    assert found.notes == (f"{tmp_path / 'core.out'}: is no text, not read",)
+    assert found.groups == ()
+
+
+@pytest.mark.parametrize(
+    "before",
+    ["INFO:train:loading", "ERROR:train:giving up", "2026-11-21 09:00:00 WARNING slow disk"],
+)
+def test_a_traceback_that_ends_a_log_was_not_caught(tmp_path: Path, before: str) -> None:
+    found = of_log(tmp_path, f"{before}\n{traceback('KeyError: 3')}")
+    assert family(found) == "exception"
+
+
+def test_a_traceback_after_which_the_program_went_on_was_caught(tmp_path: Path) -> None:
+    caught = f"ERROR:train:no metrics\n{traceback('KeyError: 3')}going on\n"
+    assert family(of_log(tmp_path, caught)) == "unknown"
+    assert family(of_log(tmp_path, caught + iterations(20))) is None
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[after training is done] datetime: 2026-11-21 09:00:00 ",
+        "===== 3 passed, 1 warning in 0.12s =====",
+        "3 passed in 0.12s",
+        "OK (skipped=1)",
+        "{'train_runtime': 1.2, 'train_samples_per_second': 3.4, 'epoch': 1.0}",
+        "`Trainer.fit` stopped: `max_epochs=3` reached.",
+        "\x1b[32;1mJob succeeded\x1b[0;m",
+        " iteration       20/      20 | lm loss: 1.9E+00 |",
+    ],
+)
+def test_a_good_end_is_known_by_what_programs_and_runners_write_then(
+    tmp_path: Path, line: str
+) -> None:
+    found = of_log(tmp_path, f"loading\n{line}\n")
+    assert (family(found), found.unclear) == (None, ())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "loading",
+        "1 failed, 3 passed in 0.12s",
+        "FAILED (failures=1)",
+        " iteration        7/      20 | lm loss: 1.9E+00 |",
+        "Job succeeded? nobody knows",
+    ],
+)
+def test_anything_else_is_no_good_end(tmp_path: Path, line: str) -> None:
+    assert family(of_log(tmp_path, f"{line}\n")) is not None
+
+
+@pytest.mark.parametrize(
+    ("line", "expected", "signature"),
+    [
+        ("##[error]Process completed with exit code 1.", "exit", "step_failed"),
+        ("Error: Process completed with exit code 137.", "sigkill", "sigkill"),
+        ("\x1b[31;1mERROR: Job failed: exit code 1\x1b[0;m", "exit", "step_failed"),
+        ("ERROR: Job failed (system failure): prepare environment", "exit", "step_failed"),
+        ("[launch.py:321:sigkill_handler] ['p'] exits with return code = -9", "sigkill", "sigkill"),
+        ("[launch.py:321:sigkill_handler] ['p'] exits with return code = 1", "exit", "step_failed"),
+        ("Command '['p']' died with <Signals.SIGSEGV: 11>.", "segfault", "native_crash"),
+        ("==== 2 failed, 5 passed in 3.10s ====", "exit", "tests_failed"),
+        (
+            "a.sh: line 28:  8156 Killed                  python3 main.py",
+            *("sigkill",),
+            "killed_in_shell",
+        ),
+    ],
+)
+def test_what_a_runner_says_of_a_step_is_a_failure(
+    tmp_path: Path, line: str, expected: str, signature: str
+) -> None:
+    (group,) = of_log(tmp_path, f"2023-02-09T20:11:49.9484027Z {line}\n").groups
+    first = group.first
+    assert (first.signature.family, first.signature.id) == (expected, signature)
+    assert not first.is_transient
+
+
+def test_a_step_that_failed_says_less_than_what_failed_in_it(tmp_path: Path) -> None:
+    stamp = "2023-02-09T20:11:49.9484027Z "
+    lines = [
+        *traceback("ValueError: bad").splitlines(),
+        "##[error]Process completed with exit code 1.",
+    ]
+    found = of_log(tmp_path, "".join(f"{stamp}{line}\n" for line in lines))
+    assert "raised ValueError: bad" in found.groups[0].first.text
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "09:34:27 ",
+        "May 07 08:33:15 ",
+        "[2024-05-22T12:12:46.601Z] ",
+        "2024-05-22T12:12:46.601511Z 01O ",
+        "build\tRun tests\t2024-05-22T12:12:46.6015110Z ",
+        "(RayWorkerWrapper pid=4009) ",
+        "(Worker pid=4009, ip=10.0.0.1) ",
+        "trainer-1    | ",
+        "#12 47.38 ",
+        "[1,3]<stderr>:",
+    ],
+)
+def test_what_stands_before_every_line_hides_no_traceback(tmp_path: Path, prefix: str) -> None:
+    lines = ["loading", *traceback("ValueError: bad batch").splitlines()]
+    found = of_log(tmp_path, "".join(f"{prefix}{line}\n" for line in lines))
+    assert "raised ValueError: bad batch at train.py:12 in step" in found.groups[0].first.text
+
+
+def test_a_program_that_torchs_agent_saw_fail_is_known_by_its_untagged_traceback(
+    tmp_path: Path,
+) -> None:
+    """The logs of one node go to one terminal, without names of ranks."""
+    agent = (
+        "E1121 09:35:01.854000 99 torch/distributed/elastic/multiprocessing/api.py:1002] failed "
+        "(exitcode: 1) local_rank: 0 (pid: 100) of binary: python\n"
+    )
+    (tmp_path / "job.log").write_text(traceback("ValueError: bad batch") + agent)
+    assert told(tmp_path) == ("exception", 0, False)
+
+
+# What a program does itself is not the network's, whatever its last exception is called.
+CHAINED = """\
+Traceback (most recent call last):
+  File "/job/train.py", line 3, in connect
+    return HOSTS[name]
+{first}
+
+{link}
+
+Traceback (most recent call last):
+  File "/job/train.py", line 9, in <module>
+    main()
+{last}
+"""
+DIRECT = "The above exception was the direct cause of the following exception:"
+DURING = "During handling of the above exception, another exception occurred:"
+
+
+REFUSED = (
+    "requests.exceptions.ConnectionError: HTTPConnectionPool(host='10.0.0.7', port=80): "
+    "Max retries exceeded (Caused by NewConnectionError('[Errno 111] Connection refused'))"
+)
+OFFLINE = (
+    "huggingface_hub.errors.OfflineModeIsEnabled: Cannot reach https://huggingface.co/gpt2: "
+    "offline mode is enabled."
+)
+NO_HUB = (
+    "OSError: We couldn't connect to 'https://huggingface.co' to load the files, and couldn't find "
+    "them in the cached files."
+)
+NO_REDIS = (
+    "redis.exceptions.ConnectionError: Error 111 connecting to localhost:6379. Connection refused."
+)
+FIXED_PORT = (
+    "OSError: [Errno 98] error while attempting to bind on address ('0.0.0.0', 8000): address "
+    "already in use"
+)
+
+
+@pytest.mark.parametrize("link", [DIRECT, DURING])
+@pytest.mark.parametrize(
+    ("first", "last"),
+    [
+        ("KeyError: 'store'", "ConnectionError: no store"),
+        ("KeyError: 'store'", REFUSED),
+        (OFFLINE, NO_HUB),
+    ],
+)
+def test_a_chain_is_judged_by_what_it_began_with(
+    tmp_path: Path, first: str, last: str, link: str
+) -> None:
+    (group,) = of_log(tmp_path, CHAINED.format(first=first, link=link, last=last)).groups
+    assert not group.first.is_transient
+    assert any(text.partition(":")[0] in group.first.text for text in (first, last))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "DatabaseConnectionError: schema version 3 is not supported",
+        "ConnectionError",
+        NO_REDIS,
+        "ConnectionRefusedError: [Errno 111] Connection refused",
+        "OSError: [Errno 98] Address already in use",
+        FIXED_PORT,
+    ],
+)
+def test_a_name_alone_is_no_networks_failure(tmp_path: Path, message: str) -> None:
+    (group,) = of_log(tmp_path, traceback(message)).groups
+    assert not group.first.is_transient
+
+
+SERVER = """
+import http.server, threading, urllib.request
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        {}["model"]
+server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/")
+"""
+
+
+def test_a_connection_to_an_own_server_that_died_is_no_networks_failure(tmp_path: Path) -> None:
+    """Real: the client only sees that the remote end closed the connection."""
+    done = subprocess.run(
+        [sys.executable, "-c", SERVER], capture_output=True, text=True, check=False
+    )
+    assert "RemoteDisconnected" in done.stderr
+    (group,) = of_log(tmp_path, done.stderr).groups
+    assert (group.first.signature.id, group.first.is_transient) == ("exception", False)
+    assert "raised KeyError: 'model'" in group.first.text
+
+
+def test_another_hosts_failure_is_not_blamed_on_an_exception_before_it(tmp_path: Path) -> None:
+    lost = (
+        "requests.exceptions.ReadTimeout: HTTPSConnectionPool(host='huggingface.co', port=443): "
+        "Read timed out. (read timeout=10)"
+    )
+    earlier = "WARNING:train:no such key\n" + traceback("KeyError: 'x'") + "going on\n"
+    (group,) = of_log(tmp_path, earlier + traceback(lost)).groups
+    assert group.first.is_transient
+
+
+@pytest.mark.parametrize("unit", ["a", "port ", "://", "connect to ", "localhost ", "\u0000"])
+def test_a_message_of_a_megabyte_is_judged_all_the_same(tmp_path: Path, unit: str) -> None:
+    """Patterns that look ahead from every place would take minutes for it."""
+    found = of_log(tmp_path, traceback(f"OSError: host='{unit * 50_000}"))
+    assert family(found) == "exception"
+
+
+# What error files and records may hold, as anybody may have written them.
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param("[" * 100_000, id="nested"),
+        pytest.param('{"message": ' + "9" * 5000, id="torn"),
+        pytest.param("NaN", id="nan"),
+        pytest.param('"\\ud800"', id="text"),
+    ],
+)
+def test_an_error_file_that_means_nothing_hides_no_cause(tmp_path: Path, content: str) -> None:
+    rank = tmp_path / "attempt_0" / "0"
+    rank.mkdir(parents=True)
+    (rank / "error.json").write_text(content)
+    (rank / "stderr.log").write_text(traceback("KeyError: 'labels'"))
+    assert told(tmp_path)[:2] == ("exception", 0)
+
+
+def test_an_error_file_with_odd_values_keeps_its_cause(tmp_path: Path) -> None:
+    rank = tmp_path / "attempt_0" / "0"
+    rank.mkdir(parents=True)
+    (rank / "error.json").write_text(
+        '{"message": {"message": "KeyError: \'\\ud800\'", "extraInfo": {"timestamp": "NaN", '
+        f'"size": {"9" * 5000}, "ratio": NaN, "huge": 1e999, "py_callstack": ""}}}}}}'
+    )
+    (rank / "stderr.log").write_text("loading\n")
+    (group,) = triage([tmp_path]).groups
+    assert group.first.text.startswith("Rank 0 raised KeyError: '\N{REPLACEMENT CHARACTER}'")
+    json.dumps(group.first.as_json(), allow_nan=False)
+
+
+def test_an_error_file_that_cannot_be_read_is_noted(tmp_path: Path) -> None:
+    rank = tmp_path / "attempt_0" / "0"
+    rank.mkdir(parents=True)
+    (rank / "error.json").write_text("{")
+    (rank / "stderr.log").write_text(textwrap.dedent(traceback("KeyError: 'labels'")))
+    assert any("error.json: is no JSON" in note for note in triage([tmp_path]).notes)

@@ -10,7 +10,8 @@ Needs Python 3.11 to 3.13 with pip, and nothing else:
 With an NVIDIA driver the environment gets torch's CUDA build as `uv.lock` has it; without one it
 gets the CPU build of the same release and none of the CUDA packages (`--torch cpu|cuda` decides
 by hand). Everything else comes from `uv.lock`, with hashes. Must not import anything but the
-standard library: it runs before anything is installed.
+standard library: it runs before anything is installed. Python 3.7 to 3.10 must be able to read it,
+for there it prints which Python it needs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
@@ -57,17 +57,15 @@ def main() -> int:
     except subprocess.CalledProcessError as error:
         print(f"dev.py: setting up .venv failed at: {' '.join(map(str, error.cmd))}")
         return 2
-    match arguments.command:
-        case "recipes":
-            is_named = any(Path(word.partition("::")[0]).exists() for word in rest)
-            return run_pytest("-p", "megatron", *([] if is_named else ["recipes"]), *rest)
-        case "test":
-            return run_pytest(*rest)
-        case "check":
-            return check()
-        case _:
-            print(f"dev.py: {VENV.name} is ready")
-            return 0
+    if arguments.command == "recipes":
+        is_named = any(Path(word.partition("::")[0]).exists() for word in rest)
+        return run_pytest("-p", "megatron", *([] if is_named else ["recipes"]), *rest)
+    if arguments.command == "test":
+        return run_pytest(*rest)
+    if arguments.command == "check":
+        return check()
+    print(f"dev.py: {VENV.name} is ready")
+    return 0
 
 
 def has_nvidia_driver() -> bool:
@@ -103,6 +101,8 @@ def set_up(variant: str) -> None:
 
 def install_for_cpu(extras: list[str]) -> None:
     """Install what `uv.lock` says without the CUDA packages, and torch's CPU build."""
+    import tomllib  # noqa: PLC0415 - from Python 3.11 on
+
     uv = VENV / "bin" / "uv"
     pip = (uv, "pip", "install", "--no-config", "--quiet")  # pyproject.toml speaks of locking only
     with (ROOT / "uv.lock").open("rb") as file:

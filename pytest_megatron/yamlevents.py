@@ -25,6 +25,7 @@ _Container: TypeAlias = "dict[str, JsonValue] | list[JsonValue]"
 _TAG = "tag:yaml.org,2002:"
 MAX_NODES = 1_000_000  # with every alias written out; 10,000 recipe rows are 70,000
 MAX_DEPTH = 100
+MAX_KEYS = 10_000  # of one mapping; every word of a case is compared with the known ones
 
 
 class YamlError(Exception):
@@ -223,6 +224,9 @@ class Builder:
             lines = cast("dict[str, int]", frame.lines)
             if key in lines:
                 self.repeat(frame, key, lines[key])
+            elif len(lines) == MAX_KEYS:
+                problem = f"a mapping has more than {MAX_KEYS} keys, expected fewer; split the file"
+                raise YamlError(frame.key_line, problem)
             frame.value[key] = value
             lines[key] = frame.key_line
         if written is not None:

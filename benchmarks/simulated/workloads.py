@@ -95,6 +95,7 @@ def write_project(root: Path, works: Sequence[Simulated]) -> Path:
     values = {str(step): _loss(step) for step in range(1, NUM_STEPS + 1)}
     block = {"start_step": 1, "end_step": NUM_STEPS, "step_interval": 1, "values": values}
     golden_text = json.dumps({"lm loss": block})
+    (root / "train.py").touch()  # nothing starts it, and it must be there
     products = []
     for work in works:
         directory = root / "tests" / "functional_tests" / "test_cases" / "gpt" / work.name

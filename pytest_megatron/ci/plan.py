@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ from pytest_megatron.recipe.vocabulary import Vocabulary
 from pytest_megatron.yamllines import YamlError, read_document
 
 HISTORY = Path(".pytest_megatron/history.jsonl")
+_MOST_SCOPES = 4  # or rules, in one message
 _NAMED = {"model": "model", "test_case": "test case"}  # too many to tell rows apart by
 
 
@@ -160,14 +162,15 @@ def make_plan(request: Request) -> CiPlan:
     jobs: list[Job] = []
     left_out: list[LeftOut] = []
     if "workload" in request.kinds:
-        workloads, left_out = _select(rows, request, decision, words)
+        workloads, left_out = _select(rows, request, decision, words, table)
         jobs += workload_jobs(workloads, decision, table, _Cases(request.root).compares)
     if "unit" in request.kinds:
         units = _unit_jobs(unit_rows(rows), request, decision, table)
         jobs += units.jobs
         left_out += units.left_out
     if not jobs and not request.is_empty_allowed:
-        raise EmptySelectionError("the plan", "has no jobs, expected some; is this the root?")
+        problem = "has no jobs, expected some; there are no recipes with rows; is this the root?"
+        raise EmptySelectionError("the plan", problem)
     return CiPlan(
         trigger=trigger,
         decision=decision,
@@ -215,7 +218,11 @@ def _read_rows(request: Request, table: CiTable, words: Vocabulary) -> tuple[Wor
 
 
 def _select(
-    rows: Sequence[Workload], request: Request, decision: Decision, words: Vocabulary
+    rows: Sequence[Workload],
+    request: Request,
+    decision: Decision,
+    words: Vocabulary,
+    table: CiTable,
 ) -> tuple[tuple[Workload, ...], list[LeftOut]]:
     """Return the rows that run, and why the others do not.
 
@@ -236,14 +243,37 @@ def _select(
     )
     try:
         selected = select(trainings, selection, words)
-    except EmptySelectionError:
+    except EmptySelectionError as error:
         if not request.is_empty_allowed:
-            raise
+            problem = f"{error.problem}; {_scopes_with_rows(trainings, decision, table)}"
+            raise EmptySelectionError(error.where, problem) from None
         selected = ()
     chosen = set(map(id, selected))
     filters = selection.words()
     left_out = [_left_out(row, filters) for row in trainings if id(row) not in chosen]
     return selected, left_out
+
+
+def _scopes_with_rows(rows: Sequence[Workload], decision: Decision, table: CiTable) -> str:
+    """Return which rule asks for which scope, which ones have rows, and what runs these."""
+    numbers = Counter(row.scope for row in rows if row.disabled_reason is None)
+    asked = f"rule {decision.rule!r} asks for scope {','.join(decision.scope)}"
+    if not numbers:
+        return f"{asked}, and every row is disabled"
+    shown = [f"{scope} ({numbers[scope]})" for scope in sorted(numbers)][:_MOST_SCOPES]
+    more = ", ..." if len(numbers) > _MOST_SCOPES else ""
+    found = f"{asked}, rows have {', '.join(shown)}{more}"
+    others = [rule for rule in table.rules if rule.name != decision.rule]
+    running = [f"{rule.name!r}" for rule in others if numbers.keys() & set(rule.scope)]
+    if running:
+        return f"{found}, which CI runs by rule {' or '.join(running[:_MOST_SCOPES])}"
+    if numbers.keys() & set(decision.scope):
+        return found
+    known = sorted({scope for rule in table.rules for scope in rule.scope})
+    return (
+        f"{found}, which no rule of CI runs; give rows one of {', '.join(known)}, or add rules in "
+        "[tool.pytest-megatron.ci]"
+    )
 
 
 class _Cases:

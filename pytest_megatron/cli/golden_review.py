@@ -5,6 +5,7 @@ Nothing is written before the last answer; then everything that was accepted, to
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -26,9 +27,10 @@ from pytest_megatron.golden.refresh import series_in
 from pytest_megatron.launch.own_dir import OWN_DIR
 from pytest_megatron.markdown import plain
 from pytest_megatron.refresh.accept import Offer, Terms, consider
-from pytest_megatron.refresh.candidate import Candidate, hard
+from pytest_megatron.refresh.candidate import Candidate, Rule, hard
 from pytest_megatron.refresh.difference import MetricDifference, State
 from pytest_megatron.refresh.forms import metric_line
+from pytest_megatron.refresh.gate import MIN_REPEATS
 from pytest_megatron.refresh.plot import BOTH, NEW, OLD, plot
 from pytest_megatron.refresh.pull_request import interpret
 from pytest_megatron.refresh.reading import CANDIDATE, REJECTED
@@ -37,6 +39,7 @@ from pytest_megatron.refresh.sources import open_runs, read_candidates, select
 _KEYS = "a accept, r reject, s skip, m show more, q quit"
 _LATEST = OWN_DIR / "runs" / "latest"
 _MOST_WIDTH = 100
+_MOST_NAMED = 8  # node ids in a line to type; of more, their recipes
 _PAGE = "curves.html"
 
 
@@ -75,6 +78,7 @@ def command(  # noqa: PLR0913 - click hands over one argument an option
         )
         offers = [consider(c, root, terms) for c in candidates if c.golden is not None]
         offers = [offer for offer in offers if not offer.is_taken]
+        _say_what_was_trained_once(offers)
         if is_list:
             _list(offers)
             return
@@ -96,6 +100,22 @@ def is_interactive() -> bool:
 def _say(text: str) -> None:
     """Print what may hold somebody's words, which must not steer the terminal."""
     click.echo(plain(text))
+
+
+def _say_what_was_trained_once(offers: Sequence[Offer]) -> None:
+    """Print which candidates nobody can accept, since a run that only compares trains once."""
+    once = [o.candidate.node_id for o in offers if Rule.REPEATS in {r.rule for r in o.refusals}]
+    if not once:
+        return
+    files = dict.fromkeys(node_id.partition("::")[0] for node_id in once)
+    again = once if len(once) <= _MOST_NAMED else list(files)
+    line = shlex.join(["pytest", "-p", "megatron", *again, "--n-repeat", str(MIN_REPEATS)])
+    text = (
+        f"{len(once)} of {len(offers)} candidates cannot be accepted, they were not trained "
+        f"{MIN_REPEATS} times, as a golden must be; for some that can be, commit, run\n    {line}\n"
+        "and review again"
+    )
+    click.echo(plain(text), err=True)  # stdout may be read by a program
 
 
 def _list(offers: Sequence[Offer]) -> None:

@@ -30,6 +30,7 @@ SUBCOMMANDS = {
     "plan": ("pytest_megatron.cli.plan", "Print what CI runs for labels and an event."),
     "repro": ("pytest_megatron.cli.repro", "Do a failing item of a run or artifact again, here."),
     "report": ("pytest_megatron.cli.report", "Write pages and pictures of finished runs."),
+    "runs": ("pytest_megatron.cli.runs", "List and remove the runs that a project keeps."),
     "sbatch": ("pytest_megatron.cli.sbatch", "Print the script that runs a workload in Slurm."),
     "triage": ("pytest_megatron.cli.triage", "Say why a run failed, from its logs."),
 }

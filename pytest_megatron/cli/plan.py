@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -113,14 +114,18 @@ def command(**given: Unpack[_Given]) -> None:
     Run it from the project's root. Exits with 5 if nothing is selected, with 2 if the labels, the
     event, a recipe or the project's table are unusable.
     """
+    request = _request(given)
     try:
-        plan = make_plan(_request(given))
+        plan = make_plan(request)
     except BrokenRecipesError as broken:
         for finding in broken.findings:
             click.echo(f"pytest-megatron: {finding}", err=True)
         sys.exit(EXIT_UNUSABLE)
     except EmptySelectionError as error:
         click.echo(f"pytest-megatron: {error}", err=True)
+        if given["explain"]:
+            empty = make_plan(replace(request, is_empty_allowed=True))
+            click.echo(as_text(empty, is_explained=True), nl=False, err=True)
         sys.exit(EXIT_EMPTY)
     _FORMS[given["form"]](plan, is_explained=given["explain"])
 

@@ -30,7 +30,7 @@ from pytest_megatron.engines.slurm_check import SlurmChecks, ask_slurm, look_aro
 from pytest_megatron.engines.slurm_start import NemoScripts
 from pytest_megatron.engines.tasks import MODE, PORTS, REPEATABLE
 from pytest_megatron.errors import LaunchError, SelectionError
-from pytest_megatron.launch.checkpoints import require_frozen
+from pytest_megatron.launch.checkpoints import require_inputs
 from pytest_megatron.launch.facts import gather_facts
 from pytest_megatron.launch.layout import item_dirs
 from pytest_megatron.launch.own_dir import RUNS_DIR, make_own_dir
@@ -220,7 +220,7 @@ def prepare(item: str, given: Given) -> SlurmItem:
     )
     _check(job)
     plan = plan_job(job)
-    require_frozen(plan)
+    require_inputs(plan)
     needed = needs_of(workload, plan)
     _look_at_cluster(context, config, job, needed)
     place = writer.place(workload.platform)

@@ -8,7 +8,7 @@ disagrees with its golden leaves one too, for `pytest-megatron golden review` an
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 
@@ -18,12 +18,19 @@ from pytest_megatron.git import ask_git_for_owner
 from pytest_megatron.golden.policy import Policy
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.launch.facts import Facts
-from pytest_megatron.refresh.accept import Outcome, Terms, accept, consider, write_pages
-from pytest_megatron.refresh.candidate import Candidate
-from pytest_megatron.refresh.making import make_candidate
+from pytest_megatron.refresh.accept import (
+    Outcome,
+    Terms,
+    accept,
+    consider,
+    consider_early,
+    write_pages,
+)
+from pytest_megatron.refresh.candidate import Candidate, hard
+from pytest_megatron.refresh.making import make_candidate, make_prospect
 from pytest_megatron.refresh.pull_request import commit_message, counted, markdown
 from pytest_megatron.refresh.reading import digest_of, read_candidate
-from pytest_megatron.verdict.job import Training
+from pytest_megatron.verdict.job import Job, Training
 
 _MOST_LINES = 60  # of the page in the terminal
 
@@ -47,12 +54,33 @@ class GoldenWriter:
         mode = self._options.golden
         return mode == "refresh" or (mode == "record" and not has_golden)
 
-    def refuse_early(self, facts: Facts) -> None:
+    def refuse_early(self, job: Job, target: Path, facts: Facts, *, is_here: bool) -> None:
         """Refuse what could never be written, before the training costs anything.
 
+        Args:
+            job: What is to be trained.
+            target: The golden that it would become.
+            facts: Of this machine.
+            is_here: Whether it will be trained on this machine.
+
         Raises:
-            GoldenError: The tree is not committed.
+            GoldenError: The tree is not committed, or the gate refuses whatever is measured.
         """
+        self._refuse_uncommitted(facts)
+        if not job.is_compared or not self.wants(has_golden=target.is_file()):
+            return
+        name = PurePosixPath(target.relative_to(self._root))
+        prospect = make_prospect(job, name, facts, is_here=is_here)
+        refusals = consider_early(prospect, self._root, self._terms)
+        if refusals:
+            lines = [*(refusal.line for refusal in refusals), "nothing was run"]
+            if not hard(refusals):
+                lines.append(
+                    "give the reason with --golden-reason TEXT, which the golden then says"
+                )
+            raise GoldenError(job.node_id, "; ".join(lines))
+
+    def _refuse_uncommitted(self, facts: Facts) -> None:
         is_committed = facts.commit is not None and not facts.is_dirty
         if not self._options.is_writing_goldens or is_committed or self._options.is_dirty_allowed:
             return

@@ -105,8 +105,8 @@ def require_golden(session: RunSession, job: Job, policy: Policy) -> None:
         if mode == "record" or is_to_fail:
             return
         raise GoldenError(
-            str(path),
-            f"there is no golden for {job.node_id}, nothing was run; write one with "
+            job.node_id,
+            f"no golden, nothing was run; expected {session.shorten(str(path))}; write one with "
             f"`--golden record`, or run without comparing with `--golden off`",
         )
     golden = read_golden(path)

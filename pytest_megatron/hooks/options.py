@@ -56,6 +56,7 @@ class Options:
         history: The file of past outcomes, `off`, or "" for the project's own.
         tee_ranks: Ranks copied to the terminal; None is all of them.
         is_tee_typed: Whether the command line says so, for python tests whose output is captured.
+        num_kept_runs: How many runs stay in our own directory; None is all.
         executor: Name of the engine that runs workloads.
         executor_config: Its settings, below the directory of the user; or None.
         queue_timeout_s: How long a workload may wait in a queue; 0 is without limit.
@@ -89,6 +90,7 @@ class Options:
     retry_backoff_s: float
     is_flaky_failure: bool
     history: str
+    num_kept_runs: int | None
     is_lightweight: bool
     executor: str
     executor_config: Path | None
@@ -169,6 +171,7 @@ def add_options(parser: pytest.Parser) -> None:
     add("retry-backoff", "pause before a second attempt, then doubled (5)", metavar="S")
     add("fail-flaky", "fail if an item passed only when run again", action="store_true")
     add("history", "file of past outcomes, or off", metavar="FILE|off")
+    add("keep-runs", "remove all but the latest N runs when this one ends", metavar="N")
     add("lightweight", "4 iterations, not compared with a golden", action="store_true")
     add(
         "golden",
@@ -229,6 +232,7 @@ def read_options(config: pytest.Config) -> Options:
         is_flaky_failure=values.flag(config, "fail-flaky")
         or bool(getattr(config.option, "fail_on_flaky", None)),
         history=values.text(config, "history", ""),
+        num_kept_runs=values.count(config, "keep-runs"),
         is_lightweight=values.flag(config, "lightweight"),
         executor=values.text(config, "executor", LOCAL),
         executor_config=Path(executor_config) if executor_config else None,

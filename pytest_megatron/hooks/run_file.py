@@ -19,6 +19,7 @@ from pytest_megatron.hooks.session import RunSession, link_latest
 from pytest_megatron.hooks.surroundings import keep_patch, surroundings
 from pytest_megatron.launch.facts import utc_now
 from pytest_megatron.launch.layout import RUN_FILE
+from pytest_megatron.launch.runs import remove_old_runs
 
 NAME = "megatron-run-file"
 _MOST_SHOWN = 5
@@ -44,6 +45,8 @@ class RunFile:
         self._next_at = 0.0
         self._unclean: tuple[str, ...] = ()
         self._end: dict[str, JsonValue] = {"ended": None, "exit_code": None}
+        self._removed = 0
+        self._unremoved = ""
         self.problem: str | None = None
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -102,11 +105,32 @@ class RunFile:
             except OSError as error:
                 self._unclean += (f"{junit}: {error.strerror}",)
         self._is_redacted = not self._unclean
+        self._remove_old_runs()
+
+    def _remove_old_runs(self) -> None:
+        """Remove the runs that are not to be kept; a run in a place of the user's counts for none.
+
+        This one is the latest, so it stays.
+        """
+        keep = self._session.options.num_kept_runs
+        if keep is None or not self._is_there or self._session.options.run_dir is not None:
+            return
+        try:
+            here = self._session.run_dir
+            self._removed = len(remove_old_runs(self._session.root, keep, spared=here))
+        except OSError as error:
+            self._unremoved = f"{error.filename}: {error.strerror}"
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Say which files may still hold secrets."""
         for text in self._unclean[:_MOST_SHOWN]:
             line = f"megatron: secrets may be left in {self._session.shorten(text)}"
+            terminalreporter.write_line(line, red=True)
+        if self._removed:
+            what = "1 older run" if self._removed == 1 else f"{self._removed} older runs"
+            terminalreporter.write_line(f"megatron: removed {what} (--keep-runs)")
+        if self._unremoved:
+            line = f"megatron: --keep-runs: {self._session.shorten(self._unremoved)}"
             terminalreporter.write_line(line, red=True)
 
     def _write(self) -> None:

@@ -36,7 +36,7 @@ from pytest_megatron.hooks.run_file import run_file_of
 from pytest_megatron.hooks.selection import SelectionPlugin
 from pytest_megatron.hooks.session import RunSession, session_of
 from pytest_megatron.hooks.terminal import LiveTerminal, Quiet, print_plan
-from pytest_megatron.launch.checkpoints import require_frozen
+from pytest_megatron.launch.checkpoints import require_inputs
 from pytest_megatron.launch.own_dir import make_own_dir
 from pytest_megatron.recipe.load import project_words
 from pytest_megatron.recipe.vocabulary import Vocabulary
@@ -145,7 +145,10 @@ class WorkloadPlugin:
         if lacking is not None:
             raise LaunchError(job.node_id, f"{lacking}; nothing was run")
         require_golden(self._session, job, self._policy)
-        self._goldens.refuse_early(self._session.facts)
+        if not self._session.options.is_attached:
+            is_here = not self._session.engine.is_queue
+            target = new_golden_path_of(job)
+            self._goldens.refuse_early(job, target, self._session.facts, is_here=is_here)
         self._make_run_dir(job)
         self._kept[job.node_id] = keep_golden(self._session, job)
         return job
@@ -221,8 +224,11 @@ class WorkloadPlugin:
         return problem
 
     def with_way_back(self, problem: str, node_id: str) -> str:
-        """Return why a workload did not pass, and last how to have it again."""
-        redacted = self._session.redactor.text(problem)
+        """Return why a workload did not pass, and last how to have it again.
+
+        The first line is what pytest's summary has room for, behind the node id: it goes without.
+        """
+        redacted = self._session.redactor.text(problem).removeprefix(f"{node_id}: ")
         return f"{redacted}\n{reproduce_line(self._session.where, node_id)}"
 
     def record_broken(
@@ -270,8 +276,14 @@ class WorkloadPlugin:
     def pytest_runtest_makereport(
         self, item: pytest.Item
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Put a workload's record on its last report, on which it also crosses from a worker."""
+        """Put a workload's record on its last report, on which it also crosses from a worker.
+
+        The name of pytest's own exception says nothing in a summary that has room for a few words.
+        """
         report = yield
+        crash = getattr(report.longrepr, "reprcrash", None)
+        if isinstance(item, WorkloadItem) and crash is not None:
+            crash.message = crash.message.removeprefix("Failed: ")
         if isinstance(item, WorkloadItem) and report.when == "teardown" and item.record:
             report.__dict__["megatron_workload"] = item.record  # pytest carries it along
         return report
@@ -312,7 +324,7 @@ class WorkloadPlugin:
             found = checked(self._session, job)
             lines = [self._session.shorten(finding.line) for finding in found]
             print_plan(self._config, job, plan, golden, lines)
-            require_frozen(plan)
+            require_inputs(plan)
         except MegatronError as error:
             raise pytest.UsageError(str(error)) from None
         return not any(finding.is_error for finding in found)

@@ -15,7 +15,7 @@ from typing import TypeVar
 from pytest_megatron.errors import CaseError
 from pytest_megatron.files import JsonValue
 from pytest_megatron.launch.arguments import Argument
-from pytest_megatron.recipe.cases import MODEL_ARGS, phase_problems, unknown_keys
+from pytest_megatron.recipe.cases import MODEL_ARGS, phase_problems, unknown_keys, wrong_types
 from pytest_megatron.recipe.vocabulary import nearest
 from pytest_megatron.yamllines import Document, read_yaml
 
@@ -219,7 +219,7 @@ class _Reader:
 
     def __init__(self, document: Document) -> None:
         self._document = document
-        for finding in unknown_keys(document):
+        for finding in (*unknown_keys(document), *wrong_types(document)):
             raise CaseError(f"{finding.file}:{finding.line}", finding.message)
 
     def choice(self, key: str, choices: type[_Choice], *, default: _Choice | None) -> _Choice:
@@ -285,14 +285,12 @@ class _Reader:
         value = self._document.value.get("METRICS")
         if value is None:
             return () if "METRICS" in self._document.value else None
-        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-            raise self._error(["METRICS"], f"METRICS is {value!r}, expected a list of metric names")
+        assert isinstance(value, list)
         return tuple(str(name) for name in value)
 
     def script(self, key: str) -> str | None:
         value = self._document.value.get(key)
-        if value is not None and not isinstance(value, str):
-            raise self._error([key], f"{key} is {value!r}, expected a text")
+        assert value is None or isinstance(value, str)
         return value
 
     def pattern(self, key: str) -> str | None:
@@ -307,11 +305,8 @@ class _Reader:
 
     def tolerance(self, key: str) -> float | None:
         value = self._document.value.get(key)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-            raise self._error([key], f"{key} is {value!r}, expected a number from 0 to below 1")
-        return float(value)
+        assert value is None or isinstance(value, int | float)
+        return None if value is None else float(value)
 
     def _argument(self, key: str, name: str) -> Argument:
         value = self._mapping(key)[name]
@@ -332,11 +327,8 @@ class _Reader:
 
     def _mapping(self, key: str) -> dict[str, JsonValue]:
         value = self._document.value.get(key)
-        if value is None:
-            return {}
-        if not isinstance(value, dict):
-            raise self._error([key], f"{key} is {value!r}, expected a mapping")
-        return value
+        assert value is None or isinstance(value, dict)
+        return value or {}
 
     def _error(self, path: list[str | int], problem: str) -> CaseError:
         return CaseError(self._document.where(path), problem)

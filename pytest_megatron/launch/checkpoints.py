@@ -1,4 +1,4 @@
-"""The checkpoints that phases start from: whether they are there, and how they are laid out.
+"""What phases start from: whether it is there, and how checkpoints are laid out.
 
 Source: Megatron-LM's layout, `iter_0000050/` beside `latest_checkpointed_iteration.txt`.
 """
@@ -14,15 +14,18 @@ from pytest_megatron.errors import LaunchError
 from pytest_megatron.files import write_text_atomically
 from pytest_megatron.launch.phases import TRACKER, Frozen, Rewind
 from pytest_megatron.launch.plan import AttemptPlan
+from pytest_megatron.recipe.places import is_missing_program
 
 
-def require_frozen(plan: AttemptPlan) -> None:
-    """Check that every frozen checkpoint that a plan starts from is there, before anything runs.
+def require_inputs(plan: AttemptPlan) -> None:
+    """Check that the program and every frozen checkpoint of a plan are there, before anything runs.
 
     Raises:
         LaunchError: One is not, or would not be loaded; the text says what to do.
     """
     for phase in plan.phases:
+        if phase.start is not None and phase.before_script is None:
+            _require_program(plan.cwd, phase.start.program[0])
         if isinstance(phase.origin, Frozen):
             _require_iteration(phase.origin)
         for path in phase.frozen_paths:
@@ -85,6 +88,16 @@ def lay_out(origin: Rewind | Frozen) -> None:
 def iteration_name(iteration: int) -> str:
     """Return the directory of an iteration's checkpoint."""
     return f"iter_{iteration:07d}"
+
+
+def _require_program(cwd: Path, program: str) -> None:
+    """Check a Python program of the project; commands and absolute paths may be elsewhere."""
+    if is_missing_program(cwd, program):
+        raise LaunchError(
+            str(cwd / program),
+            "there is no such program, nothing was run; write it, or change the recipe's "
+            "training_script_path, which counts from the project's root",
+        )
 
 
 def _require_iteration(frozen: Frozen) -> None:

@@ -42,6 +42,9 @@ _ONE_START = ("frozen-start", "regular")
 _MANY_STARTS = tuple(w for w in KNOWN_WORDS["TEST_TYPE"] if w not in _ONE_START)
 _PHASES = {"ckpt-resume": 2, "frozen-resume": 2}
 _SIMILAR = 0.85
+_MAPPINGS = ("ENV_VARS", "MODEL_ENV_VARS", "THROUGHPUT_TEST_PARAMS")
+_TEXTS = ("AFTER_SCRIPT", "BEFORE_SCRIPT", "EXPECTED_FAILURE")
+_MOST_SHOWN = 100
 
 
 def check_case(document: Document) -> Iterator[Finding]:
@@ -56,6 +59,7 @@ def check_case(document: Document) -> Iterator[Finding]:
             severity=Severity.WARNING,
         )
     yield from unknown_keys(document)
+    yield from wrong_types(document)
     yield from _unknown_words(document)
     yield from phase_problems(document)
     yield from _unread_variables(document)
@@ -114,6 +118,43 @@ def unknown_keys(document: Document) -> Iterator[Finding]:
         if key not in KNOWN_KEYS and not MODEL_ARGS(key):
             message = f"unknown key {key!r}, nothing reads it" + nearest(key, KNOWN_KEYS)
             yield _finding(document, (key,), "case-unknown-key", message)
+
+
+def wrong_types(document: Document) -> Iterator[Finding]:
+    """Yield the keys whose value is not of the kind that a training is made from."""
+    for key, value in document.value.items():
+        expected = _expected_type(key, value)
+        if expected is not None:
+            message = f"{key} is {_shown(value)}, expected {expected}"
+            yield _finding(document, (key,), "case-type", message)
+
+
+def _expected_type(key: str, value: JsonValue) -> str | None:
+    """Return what a value should have been; None where it is that, or there is none."""
+    if value is None:
+        return None
+    if key == "METRICS":
+        is_names = isinstance(value, list) and all(isinstance(name, str) for name in value)
+        return None if is_names else "a list of metric names" + _as_list(value)
+    if key in _MAPPINGS or MODEL_ARGS(key):
+        return None if isinstance(value, dict) else "a mapping"
+    if key in _TEXTS:
+        return None if isinstance(value, str) else "a text"
+    if key == "GRADIENT_TOLERANCE":
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        is_fraction = is_number and 0 <= float(str(value)) < 1
+        return None if is_fraction else "a number from 0 to below 1"
+    return None
+
+
+def _as_list(value: JsonValue) -> str:
+    """Return how to write the one name that stands where a list of them belongs."""
+    return f"; write [{value}]" if isinstance(value, str) and value.strip() else ""
+
+
+def _shown(value: JsonValue) -> str:
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def phase_problems(document: Document) -> Iterator[Finding]:

@@ -23,6 +23,7 @@ class Severity(Enum):
 RULES = {
     "bare-string": "A single value stands where a list belongs",
     "case-duplicate-key": "A mapping of `model_config.yaml` has one key twice; the last one counts",
+    "case-type": "A value of `model_config.yaml` is not of the kind that its key takes",
     "case-unknown-key": "`model_config.yaml` has a top-level key that nothing reads",
     "case-unknown-variable": "A name in `ENV_VARS` looks like one that the harness interprets",
     "case-unknown-word": "TEST_TYPE, MODE, TEST_EVALUATION or LAUNCHER has an unknown value",
@@ -33,6 +34,7 @@ RULES = {
     "missing-case": "A row without a script has no `model_config.yaml`",
     "missing-checkpoint": "A row starts from a frozen checkpoint that it does not name or have",
     "missing-golden": "A row compares metrics and has no golden file",
+    "missing-program": "The file that `training_script_path` names is not in the project",
     "no-products": "An entry has no `products`, so it gives no rows",
     "nothing-to-run": "A row has neither `script` nor `training_script_path`",
     "one-test-case": "Megatron-LM would run only the first element of a `test_case` list",

@@ -19,6 +19,7 @@ from pytest_megatron.recipe.places import (
     NO_OTHER_NAMES,
     case_path,
     golden_paths,
+    is_missing_program,
 )
 from pytest_megatron.recipe.vocabulary import Vocabulary
 from pytest_megatron.yamllines import Document, YamlError, read_document
@@ -74,7 +75,7 @@ def _check_rows(
             cases[path], findings = _read_case(path)
             yield from findings
         if workload.script is None:
-            yield from _check_program(workload, path)
+            yield from _check_program(workload, path, root, cases.get(path))
         case = cases.get(path)
         if case is not None and compares_metrics(case):
             yield from check_golden(workload, root, other_names)
@@ -94,17 +95,29 @@ def _read_case(path: Path) -> tuple[Document | None, tuple[Finding, ...]]:
     return document, tuple(check_case(document))
 
 
-def _check_program(workload: Workload, case: Path) -> Iterator[Finding]:
-    """Yield what a row without a script lacks."""
-    if workload.training_script_path is None:
+def _check_program(
+    workload: Workload, path: Path, root: Path, case: Document | None
+) -> Iterator[Finding]:
+    """Yield what a row without a script lacks; a BEFORE_SCRIPT may make the program."""
+    program = workload.training_script_path
+    is_made = case is not None and case.value.get("BEFORE_SCRIPT") is not None
+    if program is None:
         yield _row_finding(
             workload,
             "nothing-to-run",
             f"{workload.test_case!r} has neither 'script' nor 'training_script_path'; add one",
         )
-    if not case.is_file():
+    elif not is_made and is_missing_program(root, program):
         yield _row_finding(
-            workload, "missing-case", f"{workload.test_case!r} has no case, expected {case}"
+            workload,
+            "missing-program",
+            f"{workload.test_case!r} trains with {program}, which is not there; write it, or "
+            f"change training_script_path, which counts from the project's root",
+            Severity.ERROR if workload.disabled_reason is None else Severity.WARNING,
+        )
+    if not path.is_file():
+        yield _row_finding(
+            workload, "missing-case", f"{workload.test_case!r} has no case, expected {path}"
         )
 
 

@@ -1,7 +1,8 @@
-"""Where the files of a test case are, below the root of a project. Pure: looks at no file."""
+"""Where the files of a row and its test case are, below the root of a project."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +19,17 @@ NO_OTHER_NAMES: Mapping[str, str] = MappingProxyType({})
 def case_path(root: Path, workload: Workload) -> Path:
     """Return the `model_config.yaml` of a workload."""
     return root / CASES / workload.model / workload.test_case / CASE_NAME
+
+
+def is_missing_program(root: Path, program: str) -> bool:
+    """Whether a `training_script_path` names a Python file of the project that is not there.
+
+    A command (`nemo llm pretrain`) is looked for by the shell, an absolute path may be one of the
+    machines that train, and what variables or placeholders stand for is not known.
+    """
+    file = (shlex.split(program) or [""])[0]
+    is_ours = file.endswith(".py") and not Path(file).is_absolute() and not set(file) & set("{}$")
+    return is_ours and not (root / file).is_file()
 
 
 def golden_name(environment: str, platform: str) -> str:

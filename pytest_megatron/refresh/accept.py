@@ -11,9 +11,9 @@ from pytest_megatron.errors import GoldenError
 from pytest_megatron.files import write_text_atomically
 from pytest_megatron.golden.provenance import Golden, Provenance
 from pytest_megatron.golden.store import golden_text, project_form, read_golden
-from pytest_megatron.refresh.candidate import Candidate, Refusal, Rule
+from pytest_megatron.refresh.candidate import Candidate, Refusal, Rule, hard
 from pytest_megatron.refresh.difference import FileDifference, State, differ
-from pytest_megatron.refresh.gate import refusals_of, refuse_mass
+from pytest_megatron.refresh.gate import early_refusals, refusals_of, refuse_mass
 from pytest_megatron.refresh.pull_request import commit_message, markdown
 from pytest_megatron.refresh.transaction import locked, replace_together
 
@@ -77,12 +77,18 @@ def consider(candidate: Candidate, root: Path, terms: Terms) -> Offer:
     """Return a candidate beside its golden, with what speaks against it."""
     old, broken = _old_golden(root, candidate.target)
     refusals = refusals_of(candidate, old, is_dirty_allowed=terms.is_dirty_allowed)
-    if terms.reason:
-        refusals = tuple(refusal for refusal in refusals if not refusal.rule.is_soft)
+    refusals = _with_reason(refusals, terms)
     difference = None
     if candidate.golden is not None:
         difference = differ(str(candidate.target), old, candidate.golden, broken=broken)
     return Offer(candidate=candidate, old=old, difference=difference, refusals=refusals)
+
+
+def consider_early(prospect: Candidate, root: Path, terms: Terms) -> tuple[Refusal, ...]:
+    """Return what speaks against a candidate before anything is measured for it."""
+    old, _ = _old_golden(root, prospect.target)
+    refusals = early_refusals(prospect, old, is_dirty_allowed=terms.is_dirty_allowed)
+    return _with_reason(refusals, terms)
 
 
 def accept(
@@ -117,6 +123,11 @@ def write_pages(directory: Path, outcome: Outcome, reason: str | None) -> tuple[
     write_text_atomically(page, markdown(outcome.differences, reason=reason) + "\n")
     write_text_atomically(message, commit_message(outcome.differences, reason=reason))
     return page, message
+
+
+def _with_reason(refusals: tuple[Refusal, ...], terms: Terms) -> tuple[Refusal, ...]:
+    """Return what still counts where a reason may have been given."""
+    return hard(refusals) if terms.reason else refusals
 
 
 def _take(

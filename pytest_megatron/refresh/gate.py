@@ -16,7 +16,7 @@ from pytest_megatron.golden.refresh import series_in
 from pytest_megatron.host import CPU_PLATFORM, PLATFORM_GPUS
 from pytest_megatron.refresh.candidate import Candidate, Ran, Refusal, Rule
 from pytest_megatron.refresh.difference import FileDifference, Trend
-from pytest_megatron.refresh.soft_gate import soft_refusals
+from pytest_megatron.refresh.soft_gate import changed_config, soft_refusals
 
 MIN_REPEATS = 2
 LEAST_FOR_MASS = 20
@@ -43,6 +43,22 @@ def refusals_of(
     found += _of_origin(candidate, old, is_dirty_allowed=is_dirty_allowed)
     if not found:
         found += soft_refusals(candidate, old)
+    return tuple(found)
+
+
+def early_refusals(
+    prospect: Candidate, old: Golden | None, *, is_dirty_allowed: bool = False
+) -> tuple[Refusal, ...]:
+    """Return why no values that a training may measure could replace `old`, the weightiest first.
+
+    Args:
+        prospect: A candidate with its provenance and no values.
+        old: The golden that is there now, or None.
+        is_dirty_allowed: Whether a tree that no commit names is fine.
+    """
+    found = list(_of_origin(prospect, old, is_dirty_allowed=is_dirty_allowed))
+    if old is not None and prospect.golden is not None:
+        found += changed_config(old, prospect.golden)
     return tuple(found)
 
 

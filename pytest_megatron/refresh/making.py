@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from pytest_megatron.files import write_text_atomically
 from pytest_megatron.golden.limits import direction_of
@@ -22,8 +22,9 @@ from pytest_megatron.launch.case import Case
 from pytest_megatron.launch.facts import Facts, utc_now
 from pytest_megatron.recipe.fingerprint import fingerprint
 from pytest_megatron.recipe.places import case_path
+from pytest_megatron.refresh.candidate import Candidate
 from pytest_megatron.refresh.reading import CANDIDATE
-from pytest_megatron.verdict.job import Job, Training
+from pytest_megatron.verdict.job import Job, Training, plan_job
 from pytest_megatron.yamllines import read_document
 
 _SIZES = {
@@ -65,12 +66,46 @@ def make_candidate(
     return path
 
 
+def make_prospect(
+    job: Job, target: PurePosixPath, facts: Facts, *, is_here: bool = True
+) -> Candidate:
+    """Return what is known of a candidate before its training: all but the values.
+
+    Args:
+        job: What is to be trained.
+        target: The golden that it may become.
+        facts: Of this machine.
+        is_here: Whether it will be trained on this machine, so that its GPUs are known.
+    """
+    provenance = Provenance(
+        commit=facts.commit,
+        is_dirty=facts.is_dirty,
+        gpu=_gpu(job, facts) if is_here else None,
+        config_hash=_config_hash(job),
+        world_size=plan_job(job).phases[0].world_size,
+    )
+    return Candidate(
+        node_id=job.node_id,
+        target=target,
+        directory=job.dirs.root,
+        verdict="",
+        golden=Golden(path=str(target), metrics={}, provenance=provenance),
+        platform=job.workload.platform if is_here else None,
+    )
+
+
+def _gpu(job: Job, facts: Facts) -> str | None:
+    """Return how many GPUs of which kind a job has; None on the CPU."""
+    is_gpu = job.workload.platform != CPU_PLATFORM and bool(facts.host.gpus)
+    return f"{job.workload.gpus}x {facts.host.gpus[0].name}" if is_gpu else None
+
+
 def _provenance(
     training: Training, metrics: MetricMap, repeats: Sequence[MetricMap], facts: Facts
 ) -> Provenance:
     """Say what the values are of and how sure they are."""
     job = training.job
-    is_gpu = job.workload.platform != CPU_PLATFORM and bool(facts.host.gpus)
+    gpu = _gpu(job, facts)
     is_generation = training.clean[0].generation is not None
     spread = {} if is_generation else spread_of(repeats, metrics)
     is_equal = (
@@ -82,8 +117,8 @@ def _provenance(
         commit=facts.commit,
         is_dirty=facts.is_dirty,
         image=facts.image,
-        gpu=f"{job.workload.gpus}x {facts.host.gpus[0].name}" if is_gpu else None,
-        driver=facts.host.driver if is_gpu else None,
+        gpu=gpu,
+        driver=None if gpu is None else facts.host.driver,
         host_class=facts.host.platform_class(job.workload.platform),
         precision=None if job.case is None else job.case.precision,
         versions=facts.versions_on(job.workload.platform) | {"python": facts.python},

@@ -63,8 +63,7 @@ def soft_refusals(candidate: Candidate, old: Golden | None) -> Iterator[Refusal]
             yield Refusal(rule=rule, text=f"{metric} {text}")
     if old is None:
         return
-    if _config_changed(old, new):
-        yield Refusal(rule=Rule.CONFIG, text="the case asks for something else than before")
+    yield from changed_config(old, new)
     if new.generation is not None:
         yield from _of_generation(old, new)
         return
@@ -121,9 +120,11 @@ def _range_of(name: str, *, is_guess: bool) -> tuple[float, float] | None:
     return (0.0, math.inf) if is_amount or name in _NORMS else None
 
 
-def _config_changed(old: Golden, new: Golden) -> bool:
+def changed_config(old: Golden, new: Golden) -> Iterator[Refusal]:
+    """Yield that the case or the row is not what the old golden was made of."""
     hashes = [(golden.provenance or Provenance()).config_hash for golden in (old, new)]
-    return None not in hashes and hashes[0] != hashes[1]
+    if None not in hashes and hashes[0] != hashes[1]:
+        yield Refusal(rule=Rule.CONFIG, text="the case asks for something else than before")
 
 
 def _of_generation(old: Golden, new: Golden) -> Iterator[Refusal]:

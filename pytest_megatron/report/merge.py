@@ -8,6 +8,7 @@ that failed or were stopped because of it are named, not reported as failures of
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
@@ -37,6 +38,7 @@ from pytest_megatron.report.words import (
 from pytest_megatron.wording import name_ranks
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
+_MOST_OF_A_LINE = 2  # tracebacks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,14 +321,32 @@ def _first(end: RunEnd, failed: Mapping[int, Phase]) -> int | None:
 def _other_failures(
     failed: Mapping[int, Phase], first: int | None, words: Mapping[int, str]
 ) -> list[tuple[str, str]]:
-    """Return tracebacks that differ from the headline's, each once."""
-    seen = {_normalise(failed[first].text)} if first is not None and first in failed else set()
+    """Return tracebacks that differ from the headline's, each once, of one line two at the most.
+
+    Ranks that fail at the same line with values of their own have them in the lines about ranks.
+    """
+    headline = failed.get(first) if first is not None else None
+    seen = set() if headline is None else {_normalise(headline.text)}
     groups: dict[str, list[int]] = {}
     for rank, phase in failed.items():
         text = _normalise(phase.text)
         if rank != first and text not in seen and not words[rank].endswith("(a consequence)"):
             groups.setdefault(text, []).append(rank)
-    return [(f"failure of {name_ranks(ranks)}", failed[ranks[0]].text) for ranks in groups.values()]
+    shown = Counter([] if headline is None else [headline.place])
+    more: dict[str, list[int]] = {}
+    blocks: list[tuple[str, str]] = []
+    for ranks in groups.values():
+        phase = failed[ranks[0]]
+        if phase.place is not None and shown[phase.place] >= _MOST_OF_A_LINE:
+            more.setdefault(phase.place[0], []).extend(ranks)
+            continue
+        shown[phase.place] += 1
+        blocks.append((f"failure of {name_ranks(ranks)}", phase.text))
+    blocks += [
+        (f"{len(ranks)} more at the same line", f"{name_ranks(sorted(ranks))}: {place}")
+        for place, ranks in more.items()
+    ]
+    return blocks
 
 
 def _normalise(text: str) -> str:

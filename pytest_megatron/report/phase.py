@@ -36,6 +36,16 @@ class Phase:
         return "" if self.full is None else longrepr_text(self.full.get("longrepr"))
 
     @property
+    def place(self) -> tuple[str, str] | None:
+        """The line that raised, `file:line`, and the exception, "" of an assertion, if known."""
+        longrepr = None if self.full is None else self.full.get("longrepr")
+        crash = longrepr.get("reprcrash") if isinstance(longrepr, Mapping) else None
+        if not isinstance(crash, Mapping):
+            return None
+        kind = self.message.partition(":")[0]
+        return f"{crash.get('path')}:{crash.get('lineno')}", "" if " " in kind else kind
+
+    @property
     def message(self) -> str:
         """The line that says what was raised."""
         return "" if self.full is None else crash_message(self.full.get("longrepr"))

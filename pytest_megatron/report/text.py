@@ -44,7 +44,7 @@ def mismatch(training: Training, judgement: Judgement) -> str:
     job = training.job
     is_golden = any(not repeat.is_of_gradients for repeat in judgement.failed)
     what = "metrics" if is_golden else "gradients"
-    lines = [f"{job.node_id}: trained to the end, but its {what} disagree"]
+    lines = [f"{job.node_id}: {_in_short(judgement)}: trained to the end, but its {what} disagree"]
     for repeat in judgement.failed:
         if job.num_repeats > 1 or repeat.against != "golden":
             lines.append(f"repeat {repeat.repeat} against the {repeat.against}:")
@@ -57,6 +57,14 @@ def mismatch(training: Training, judgement: Judgement) -> str:
             lines.append(f"{_INDENT}and {num_more} more; see {job.dirs.comparison}")
         lines.append(f"{_INDENT}measured: {repeat.measured}")
     return "\n".join(lines)
+
+
+def _in_short(judgement: Judgement) -> str:
+    """Return the metric that disagrees and where, for a line that ends at the terminal's width."""
+    first, *others = [c for repeat in judgement.failed for c in repeat.failed]
+    more = len({comparison.metric for comparison in others} - {first.metric})
+    where = "" if first.first is None or first.summary is not None else f" at {first.first.where}"
+    return f"{first.metric} is off{where}" + (f" (and {more} more)" if more else "")
 
 
 def summary_line(

@@ -16,7 +16,7 @@ from typing import Protocol
 from pytest_megatron.engines.base import Engine, Order, Outcome, Planned, Resources
 from pytest_megatron.files import write_json_atomically
 from pytest_megatron.host import CPU_PLATFORM
-from pytest_megatron.launch.checkpoints import require_frozen
+from pytest_megatron.launch.checkpoints import require_inputs
 from pytest_megatron.launch.facts import Facts
 from pytest_megatron.launch.follow import Progress
 from pytest_megatron.launch.local import Listener
@@ -106,7 +106,7 @@ def begin(job: Job, facts: Facts, listener: Listener, retries: Retries) -> tuple
         MegatronError: It cannot be planned, or a check finds an error.
     """
     refuse_wrong(job)
-    require_frozen(plan_job(job))  # a missing checkpoint is worth knowing before the training
+    require_inputs(plan_job(job))  # what is missing is worth knowing before the training
     first = job.replay.repeat
     return tuple(
         _repeat(job, facts, listener, retries, repeat=repeat)

@@ -402,6 +402,27 @@ def test_an_empty_plan_is_an_error_that_names_what_is_nearest(
         assert invoke(*arguments, "--allow-empty").stdout.endswith("\nno jobs\n")
 
 
+@pytest.mark.parametrize(
+    ("scope", "why"),
+    [
+        ("mr", "rows have mr (1), which no rule of CI runs; give rows one of L0, L1, L2, L3, or "),
+        ("L3", "rows have L3 (1), which CI runs by rule 'label Run weekly' or 'weekly'"),
+        ("L1-broken", "and every row is disabled"),
+    ],
+)
+def test_an_empty_plan_names_the_scopes_that_have_rows(project: Path, scope: str, why: str) -> None:
+    row = f"{{environment: [dev], scope: [{scope}], cadence: [pr, weekly]}}"
+    products = f"products: [{{test_case: [a], products: [{row}]}}]\n"
+    write(project / "recipes/gpt.yaml", RECIPE.partition("products:")[0] + products)
+    (project / "recipes/unit-tests.yaml").unlink()
+    result = invoke("--explain")
+    assert (result.exit_code, result.stdout) == (5, "")
+    assert "rule 'otherwise' asks for scope L0" in result.stderr
+    assert why in result.stderr
+    assert "left out: 1 row\n" in result.stderr
+    assert "\n  -> otherwise: no other rule matched\n" in result.stderr
+
+
 def test_every_error_of_the_recipes_is_told(project: Path) -> None:
     write(
         project / "recipes/gpt.yaml", RECIPE.replace("nightly", "nightlyy").replace("lts", "ltss")

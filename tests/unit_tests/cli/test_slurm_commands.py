@@ -55,6 +55,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes/gpt.yaml").write_text(RECIPE)
     (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    (tmp_path / "train.py").touch()
     for name in ("tp2", "two_nodes"):
         case = tmp_path / "tests/functional_tests/test_cases/gpt" / name
         case.mkdir(parents=True)

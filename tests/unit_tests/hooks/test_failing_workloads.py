@@ -172,11 +172,27 @@ def test_a_resume_without_a_checkpoint_half_way_says_how_to_get_one(run: Run) ->
 def test_a_missing_golden_is_an_error_before_anything_runs(run: Run) -> None:
     assert run.verdict("no_golden") == ("ERROR", "broken")
     assert run.problem("no_golden") == (
-        "golden_values/gpt/no_golden/golden_values_dev_cpu.json: there is no golden for "
-        "recipes/tiny.yaml::no_golden[dev-cpu], nothing was run; write one with `--golden record`, "
+        "recipes/tiny.yaml::no_golden[dev-cpu]: no golden, nothing was run; expected "
+        "golden_values/gpt/no_golden/golden_values_dev_cpu.json; write one with `--golden record`, "
         "or run without comparing with `--golden off`"
     )
     assert list(run.directory.glob("*no_golden*")) == []
+
+
+@pytest.mark.parametrize(
+    ("case", "summary"),
+    [
+        ("differs", "lm loss is off at step 7"),
+        ("crash", "rank 0 of 2 raised "),
+        ("no_golden", "no golden, nothing was run"),
+    ],
+)
+def test_the_line_of_the_summary_has_the_reason_within_80_columns(
+    run: Run, case: str, summary: str
+) -> None:
+    lines = run.stdout.partition("short test summary info")[2].splitlines()
+    (line,) = [line for line in lines if f"::{case}[dev-cpu]" in line and " - " in line]
+    assert line.partition(" - ")[2].startswith(summary)
 
 
 def test_the_others_do_not_suffer(run: Run) -> None:

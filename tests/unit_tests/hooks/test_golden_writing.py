@@ -5,6 +5,7 @@ Megatron-LM has no gate: its tool downloads what failed, from any run, without p
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -230,7 +231,7 @@ def test_a_dirty_tree_is_refused_before_anything_runs(tmp_path: Path) -> None:
         "name; commit first, or give --allow-dirty, which the golden then says"
     ) in run.stdout
     assert not project.golden_path("new").exists()
-    assert not run.directory.exists()
+    assert not any(path.is_dir() for path in run.directory.iterdir())
 
 
 def test_a_dirty_tree_may_be_allowed_and_is_recorded(tmp_path: Path) -> None:
@@ -327,7 +328,7 @@ def test_a_policy_that_judges_nothing_is_refused_before_anything_runs(tmp_path: 
     run = project.run("recipes", "--golden-policy", "none.yaml")
     assert run.outcomes == {"old": "ERROR"}
     assert "none.yaml: judged is false for lm loss, num-zeros, so nothing would be" in run.stdout
-    assert not run.directory.exists()
+    assert not any(path.is_dir() for path in run.directory.iterdir())
 
 
 def test_ctrl_c_writes_no_golden(tmp_path: Path) -> None:
@@ -354,3 +355,28 @@ def test_goldens_that_cannot_be_written_are_one_clear_line_and_a_failure(tmp_pat
     (line,) = [x for x in run.stdout.splitlines() if x.startswith("goldens: ")]
     assert line.startswith("goldens: none written: ")
     assert "INTERNALERROR" not in run.text
+
+
+def _of_another_case(project: Project, case: str) -> None:
+    """Make a case's golden say that it was made of another case."""
+    path = project.golden_path(case)
+    project.golden(case)
+    provenance = {"commit": "0" * 40, "config_hash": "0ther", "world_size": project.gpus}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "_provenance": provenance}))
+
+
+def test_a_changed_case_wants_its_reason_before_anything_runs(tmp_path: Path) -> None:
+    project = Project(root=tmp_path)
+    project.row(project.case("old"))
+    _of_another_case(project, "old")
+    commit(project)
+    run = project.run("recipes", "--golden", "refresh")
+    assert run.outcomes == {"old": "ERROR"}
+    assert (
+        "[config-changed] the case asks for something else than before; "
+        "nothing was run; give the reason with --golden-reason TEXT, which the golden then says"
+    ) in run.stdout
+    assert not any(path.is_dir() for path in run.directory.iterdir())
+    reason = ("--golden-reason", "a new case")
+    again = project.run("recipes", "--golden", "refresh", *reason, run_dir="run2")
+    assert again.verdict("old") == ("PASSED", "passed")

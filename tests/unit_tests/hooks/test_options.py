@@ -31,6 +31,7 @@ OPTIONS = """\
 --golden-reason
 --gpus
 --history
+--keep-runs
 --labels
 --lightweight
 --max-attempts
@@ -256,3 +257,28 @@ def test_a_case_that_cannot_be_planned_is_one_clear_error(tmp_path: Path) -> Non
     where = project.config_path("data")
     assert run.stderr.startswith(f"ERROR: {where}:")
     assert ": ${NO_SUCH_DATA} is not set, expected it in ENV_VARS" in run.stderr
+
+
+def test_old_runs_go_when_a_run_ends_that_says_so(tmp_path: Path) -> None:
+    project = Project(root=tmp_path)
+    project.row(project.case("new"), write_golden=False)
+    first = project.run("recipes", "--lightweight", run_dir="")
+    (old,) = (tmp_path / ".pytest_megatron/runs").glob("2*")
+    assert "older run" not in first.stdout
+    second = project.run("recipes", "--lightweight", "--keep-runs", "1", run_dir="")
+    assert "megatron: removed 1 older run (--keep-runs)" in second.stdout
+    (new,) = (tmp_path / ".pytest_megatron/runs").glob("2*")
+    assert new != old
+    assert (new / "run.json").is_file()
+
+
+def test_a_program_that_is_not_there_is_an_error_of_plan_and_run(tmp_path: Path) -> None:
+    project = Project(root=tmp_path)
+    project.row(project.case("new"), write_golden=False)
+    (tmp_path / "train.py").unlink()
+    problem = "there is no such program, nothing was run; write it, or change the recipe's"
+    plan = project.run("recipes", "--plan", "--golden", "off")
+    assert (plan.returncode, problem in plan.stderr) == (pytest.ExitCode.USAGE_ERROR, True)
+    run = project.run("recipes", "--golden", "off")
+    assert run.outcomes == {"new": "ERROR"}
+    assert problem in run.stdout

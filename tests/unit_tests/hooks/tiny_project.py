@@ -85,9 +85,10 @@ class Run:
         return self.outcomes.get(case), self.record(case)["verdict"]
 
     def problem(self, case: str) -> str:
-        """Why a case did not pass, as printed."""
+        """Why a case did not pass; it is printed below the case's name, and so without it."""
         problem = str(self.record(case)["problem"])
-        assert problem.splitlines()[0] in self.stdout
+        first = problem.splitlines()[0].removeprefix(f"recipes/tiny.yaml::{case}[dev-cpu]: ")
+        assert first in self.stdout
         return problem
 
 

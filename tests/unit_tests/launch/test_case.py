@@ -116,7 +116,7 @@ def test_a_case_steers_the_harness_by_its_variables(
         ),
         pytest.param(
             HEAD + "METRICS: lm loss\n",
-            ":2: METRICS is 'lm loss', expected a list of metric names",
+            ":2: METRICS is 'lm loss', expected a list of metric names; write [lm loss]",
             id="METRICS as a word",
         ),
         pytest.param(

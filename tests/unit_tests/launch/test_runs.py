@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+from click.testing import CliRunner
+
+from pytest_megatron.cli.main import group
 from pytest_megatron.launch.own_dir import OWN_DIR, make_own_dir
-from pytest_megatron.launch.runs import runs_below
+from pytest_megatron.launch.runs import kept_runs, remove_old_runs, runs_below
 
 
 def make_runs(root: Path, *places: str) -> None:
@@ -33,3 +37,56 @@ def test_our_directory_may_be_a_link_to_scratch_that_was_emptied(tmp_path: Path)
     for _ in range(2):
         make_own_dir(tmp_path)
     assert (tmp_path / "scratch" / "mine" / ".gitignore").read_text() == "*\n"
+
+
+RUNS = Path(".pytest_megatron/runs")
+OLD, DEAD, MIDDLE, NEW = (f"20261121-04000{second}-4c39" for second in range(4))
+
+
+def ended_runs(root: Path) -> None:
+    """Four runs, of which the second was killed, and what is no run of ours."""
+    for name in (OLD, MIDDLE, NEW, "mine"):
+        make_runs(root / RUNS, name)
+        (root / RUNS / name / "run.json").write_text('{"exit_code": 1, "items": {"a": {}}}')
+    make_runs(root / RUNS, DEAD)
+    (root / RUNS / DEAD / "run.json").write_text('{"exit_code": null, "items": {}}')
+    (root / RUNS / "20261121-040000-beef").mkdir()
+    (root / RUNS / "latest").symlink_to(NEW)
+
+
+def names(root: Path) -> set[str]:
+    return {path.name for path in (root / RUNS).iterdir()}
+
+
+def test_only_old_runs_that_have_ended_are_removed(tmp_path: Path) -> None:
+    ended_runs(tmp_path)
+    before = names(tmp_path)
+    assert [run.directory.name for run in kept_runs(tmp_path)] == [NEW, MIDDLE, DEAD, OLD]
+    assert remove_old_runs(tmp_path, 4) == ()
+    assert [path.name for path in remove_old_runs(tmp_path, 1)] == [MIDDLE, OLD]
+    assert names(tmp_path) == before - {MIDDLE, OLD}
+
+
+def test_a_run_that_is_spared_stays(tmp_path: Path) -> None:
+    ended_runs(tmp_path)
+    assert [p.name for p in remove_old_runs(tmp_path, 1, spared=tmp_path / RUNS / OLD)] == [MIDDLE]
+
+
+def test_a_run_file_that_cannot_be_read_is_of_a_run_that_stays(tmp_path: Path) -> None:
+    ended_runs(tmp_path)
+    for text in ("{", json.dumps([1]), '{"exit_code": "1"}'):
+        (tmp_path / RUNS / OLD / "run.json").write_text(text)
+        assert OLD not in {path.name for path in remove_old_runs(tmp_path, 3)}
+
+
+def test_the_command_lists_and_removes(tmp_path: Path) -> None:
+    ended_runs(tmp_path)
+    root = ["--root", str(tmp_path)]
+    listed = CliRunner().invoke(group, ["runs", "list", *root]).output.splitlines()
+    assert listed[0] == f"{NEW}  exit code 1, 1 item"
+    assert listed[2] == f"{DEAD}  not ended, 0 items"
+    removed = CliRunner().invoke(group, ["runs", "prune", "--keep", "3", *root])
+    assert removed.output == f"removed: {tmp_path / RUNS / OLD}\n"
+    again = CliRunner().invoke(group, ["runs", "prune", "--keep", "3", *root])
+    assert again.output == "nothing to remove\n"
+    assert CliRunner().invoke(group, ["runs", "prune", "--keep", "0", *root]).exit_code == 2

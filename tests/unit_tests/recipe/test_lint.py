@@ -25,6 +25,7 @@ Lint = Callable[[dict[Path | str, str]], list[str]]
 def findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lint:
     """Write files, lint `recipes` and return one line for each finding."""
     monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
 
     def lint_files(files: dict[Path | str, str]) -> list[str]:
         for path, text in files.items():
@@ -244,3 +245,56 @@ def test_a_frozen_checkpoint_must_be_named(
         GOLDEN: "",
     }
     assert findings(files) == ([] if finding is None else [f"recipes/a.yaml:11 error {finding}"])
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (
+            "METRICS: lm loss",
+            "METRICS is 'lm loss', expected a list of metric names; write [lm loss]",
+        ),
+        ("METRICS: [1]", "METRICS is [1], expected a list of metric names"),
+        ("MODEL_ARGS: [--lr]", "MODEL_ARGS is ['--lr'], expected a mapping"),
+        ("ENV_VARS: A=1", "ENV_VARS is 'A=1', expected a mapping"),
+        ("BEFORE_SCRIPT: [ls]", "BEFORE_SCRIPT is ['ls'], expected a text"),
+    ],
+)
+def test_a_value_of_another_kind_is_an_error(findings: Lint, line: str, problem: str) -> None:
+    case = f"TEST_TYPE: regular\n{line}\n"
+    found = findings({"recipes/a.yaml": HEAD + ROWS, CASE: case, GOLDEN: "{}"})
+    assert found == [f"{CASE}:2 error case-type: {problem}"]
+
+
+@pytest.mark.parametrize("program", ["gone.py", "tools/gone.py --verbose"])
+def test_a_program_that_is_not_there_is_an_error(findings: Lint, program: str) -> None:
+    head = HEAD.replace("train.py", program)
+    found = findings({"recipes/a.yaml": head + ROWS, CASE: "TEST_TYPE: regular\n", GOLDEN: "{}"})
+    assert found == [
+        (
+            f"recipes/a.yaml:11 error missing-program: 'a' trains with {program}, which is not "
+            "there; write it, or change training_script_path, which counts from the project's root"
+        )
+    ]
+
+
+@pytest.mark.parametrize("program", ["/opt/gone.py", "nemo llm pretrain", "$HOME/gone.py"])
+def test_a_program_that_may_be_elsewhere_is_not_looked_for(findings: Lint, program: str) -> None:
+    head = HEAD.replace("train.py", program)
+    assert findings({"recipes/a.yaml": head + ROWS, CASE: "TEST_TYPE: regular", GOLDEN: ""}) == []
+
+
+def test_a_program_that_the_case_makes_is_not_looked_for(findings: Lint) -> None:
+    head = HEAD.replace("train.py", "made.py")
+    case = "TEST_TYPE: regular\nBEFORE_SCRIPT: touch made.py\n"
+    assert findings({"recipes/a.yaml": head + ROWS, CASE: case, GOLDEN: ""}) == []
+
+
+def test_a_case_of_too_many_keys_is_refused_at_once(findings: Lint) -> None:
+    names = "".join(f"  VAR_{number}: {number}\n" for number in range(10_002))
+    case = f"TEST_TYPE: regular\nENV_VARS:\n{names}"
+    (found,) = findings({"recipes/a.yaml": HEAD + ROWS, CASE: case, GOLDEN: "{}"})
+    assert found == (
+        f"{CASE}:10003 error case-unreadable: a mapping has more than 10000 keys, expected fewer; "
+        "split the file"
+    )

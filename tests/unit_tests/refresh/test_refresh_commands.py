@@ -245,6 +245,18 @@ def test_what_the_gate_refuses_cannot_be_accepted_in_a_review(
     assert result.stdout.endswith("nothing was accepted, so nothing was written\n")
 
 
+def test_a_review_begins_with_how_to_have_what_can_be_accepted(
+    staged: Staged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staged.add("once", [BETTER])
+    result = review(monkeypatch, "sss")
+    before, _, _ = result.output.partition("1 of 3: ")
+    assert "\n1 of 3 candidates cannot be accepted, they were not trained 2 times" in f"\n{before}"
+    line = "    pytest -p megatron 'recipes/r.yaml::once[dev-cpu]' --n-repeat 2\n"
+    assert line in before
+    assert line in run("review", "run", "--list").stderr
+
+
 def test_a_review_without_a_terminal_says_what_to_do(staged: Staged) -> None:
     assert fails("review", str(staged.run_dir)).startswith(
         "golden review: needs a terminal to ask on; give --accept-all or --list"

@@ -1,0 +1,175 @@
+"""The commands of the documentation: they exist as typed, and those of README and tutorials run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import click
+import pytest
+from literate import ROOT, Block, missing, pages, run_page, steps_of
+
+from pytest_megatron.cli.main import group
+
+RUN = [ROOT / "docs/tutorials/first-distributed-test.md", ROOT / "docs/tutorials/first-workload.md"]
+FOREIGN = {"--timeout", "--reruns", "--randomly-seed", "--cov", "--forked"}  # of other plugins
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def blocks(page: Path) -> list[Block]:
+    steps = steps_of(page.read_text(encoding="utf-8"))
+    return [step for step in steps if isinstance(step, Block)]
+
+
+@cache
+def options_of_pytest() -> set[str]:
+    argv = [sys.executable, "-m", "pytest", "-p", "megatron", "--help"]
+    shown = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+    return set(re.findall(r"--[a-z][\w-]*", shown)) | FOREIGN
+
+
+def programs(line: str) -> Iterator[list[str]]:
+    """Yield the words of each program that a line starts."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars="();<>|&")
+    lexer.whitespace_split = True
+    words: list[str] = []
+    for word in [*lexer, ";"]:
+        if set(word) <= set("();<>|&"):
+            if words:
+                yield words
+            words = []
+        elif words or not re.match(r"\w+=", word):
+            words.append(word)
+
+
+def unknown(words: list[str]) -> Iterator[str]:
+    """Yield what a program of ours does not have: a command, or an option."""
+    program = Path(words[0]).name
+    given = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
+    if program in ("pytest", "py.test"):
+        yield from (option for option in given if option not in options_of_pytest())
+    elif program == "pytest-megatron":
+        command: click.Command = group
+        context = click.Context(group)
+        rest = words[1:]
+        while isinstance(command, click.Group) and rest and not rest[0].startswith("-"):
+            found = command.get_command(context, rest[0])
+            if found is None:
+                yield f"{rest[0]} of {command.name}"
+                return
+            command, rest = found, rest[1:]
+        known = {
+            option for param in command.params for option in (*param.opts, *param.secondary_opts)
+        }
+        yield from (option for option in given if option not in {*known, "--help", "--version"})
+
+
+@pytest.mark.parametrize("page", pages(), ids=name_of)
+def test_every_command_and_option_of_a_page_exists(page: Path) -> None:
+    found = [
+        f"{name_of(page)}:{block.line}: {what}"
+        for block in blocks(page)
+        for command in block.commands
+        for words in programs(command.text)
+        for what in unknown(words)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *RUN], ids=name_of)
+def test_a_block_that_is_run_elsewhere_is_there(page: Path) -> None:
+    for block in blocks(page):
+        if block.page:
+            assert ROOT / block.page in RUN
+            there = [c for other in blocks(ROOT / block.page) for c in other.commands]
+            for command in block.commands:
+                typed = command.text.partition("  #")[0].strip()
+                (same,) = [c for c in there if c.text.strip() == typed][:1]
+                assert missing(command.output, "\n".join(same.output)) is None
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *RUN], ids=name_of)
+def test_a_page_runs_as_it_is_typed(page: Path, tmp_path: Path) -> None:
+    assert "\n\n".join(run_page(page, tmp_path / "project")) == ""
+
+
+PAGE = """\
+`hello.py` prints a word:
+
+```python
+print("hello")
+```
+
+<!-- run: mkdir below -->
+<!-- exits: 0, 3 -->
+```console
+$ cd below && {python} ../hello.py
+hello
+$ exit 3
+```
+
+<!-- insert into ../hello.py after: print("hello") -->
+```python
+print("in 5.1 s at {path}")
+```
+
+```console
+$ {python} ../hello.py
+hello
+in 17.25 s at /tmp/a
+```
+
+<!-- needs: a cluster -->
+```console
+$ no-such-program
+```
+"""
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    page = tmp_path / "page.md"
+    page.write_text(text.replace("{python}", sys.executable).replace("{path}", str(tmp_path)))
+    return page
+
+
+def test_a_sound_page_is_found_sound(tmp_path: Path) -> None:
+    assert list(run_page(written(tmp_path, PAGE), tmp_path / "project")) == []
+
+
+@pytest.mark.parametrize(
+    ("was", "is_now", "problem"),
+    [
+        ("exits: 0, 3", "exits: 0", "$ exit 3: ended with 3, expected 0"),
+        ("hello\nin", "hullo\nin", "did not print 'hullo' in its place"),
+        ("run: mkdir below", "run: mkdir below; false", "false: ended with 1"),
+        ("needs: a cluster", "exits: 0", "$ no-such-program: ended with 127, expected 0"),
+    ],
+)
+def test_a_page_that_is_wrong_is_found_wrong(
+    tmp_path: Path, was: str, is_now: str, problem: str
+) -> None:
+    page = written(tmp_path, PAGE.replace(was, is_now))
+    assert problem in "\n".join(run_page(page, tmp_path / "project"))
+
+
+def test_a_comment_that_means_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="is not known, expected needs"):
+        list(steps_of("<!-- need: slurm -->\n```console\n$ srun\n```\n"))
+
+
+def test_commands_and_options_that_do_not_exist_are_found() -> None:
+    lines = [
+        "pytest --rank 4",
+        "pytest-megatron golden chek",
+        "A=1 pytest-megatron lint --fast | cat",
+    ]
+    found = [what for line in lines for words in programs(line) for what in unknown(words)]
+    assert found == ["--rank", "chek of golden", "--fast"]

@@ -12,7 +12,11 @@ from torch.distributed import all_gather, all_reduce
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.world_size(2, 3, 4)]
+pytestmark = [
+    pytest.mark.usefixtures("process_group"),
+    pytest.mark.world_size(2, 3, 4),
+    pytest.mark.filterwarnings("default"),  # what torch deprecates is not the point
+]
 
 
 def test_group_of_some(rank: int, world_size: int, device: torch.device) -> None:

@@ -14,7 +14,11 @@ from torch.distributed.distributed_c10d import _get_default_group
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
-pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.world_size(2, 3, 4)]
+pytestmark = [
+    pytest.mark.usefixtures("process_group"),
+    pytest.mark.world_size(2, 3, 4),
+    pytest.mark.filterwarnings("default"),  # what torch deprecates is not the point
+]
 
 
 def test_uneven_inputs(rank: int, device: torch.device) -> None:

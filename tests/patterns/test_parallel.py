@@ -21,7 +21,11 @@ with warnings.catch_warnings():
     from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.pipeline_parallel import p2p_communication
 
-pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.world_size(2, 3, 4)]
+pytestmark = [
+    pytest.mark.usefixtures("process_group"),
+    pytest.mark.world_size(2, 3, 4),
+    pytest.mark.filterwarnings("default"),  # what torch deprecates is not the point
+]
 
 
 def test_data_parallel(rank: int, device: torch.device) -> None:

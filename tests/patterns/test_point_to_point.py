@@ -7,7 +7,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import irecv, isend, recv, send
 
-pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.world_size(2, 3, 4)]
+pytestmark = [
+    pytest.mark.usefixtures("process_group"),
+    pytest.mark.world_size(2, 3, 4),
+    pytest.mark.filterwarnings("default"),  # what torch deprecates is not the point
+]
 
 
 def filled(value: float, device: torch.device, size: int = 4) -> torch.Tensor:

@@ -32,8 +32,11 @@ _NAMED = re.compile(r"`([\w./-]+\.(?:py|yaml|toml|ini))`")
 _SHELL = "/bin/bash"
 _WRITTEN = ("python", "yaml", "toml", "ini")
 _STATE_VARIABLES = ("CI", "GITHUB_", "PYTEST_", "MEGATRON_", "SLURM_", "COLUMNS")
-# Lines that say where a page was written: versions, directories, progress, plugins.
-_LOCAL = re.compile(r"platform |rootdir: |plugins: |configfile: |\.\.\.$| *File \"/")
+# Lines that say where a page was written: versions, directories, plugins; and what ranks say whose
+# peer is gone, which depends on how far each of them was.
+_LOCAL = re.compile(
+    r"platform |rootdir: |plugins: |configfile: |\.\.\.$| *File \"/|.*\(a consequence\)$"
+)
 _NOISE = (
     (re.compile(r"/[\w./+-]+"), "/PATH"),
     (re.compile(r"\b(?=[0-9a-f]*\d)[0-9a-f]{4,}\b|0x[0-9a-f]+"), "#"),

@@ -17,7 +17,6 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import IO, Protocol
 
 from pytest_megatron.errors import TriageError
-from pytest_megatron.triage.names import is_worth_reading
 
 MOST_BYTES = 8 << 30
 MOST_FILES = 100_000
@@ -52,10 +51,8 @@ def is_archive(path: Path) -> bool:
     return path.name.lower().endswith(_SUFFIXES)
 
 
-def unpack(
-    path: Path, target: Path, is_wanted: Callable[[PurePath], bool] = is_worth_reading
-) -> None:
-    """Unpack what may be a log, or says something about logs.
+def unpack(path: Path, target: Path, is_wanted: Callable[[PurePath], bool]) -> None:
+    """Unpack members of an archive.
 
     Args:
         path: A zip, a tar, packed or not, or one packed log.

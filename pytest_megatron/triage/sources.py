@@ -21,6 +21,7 @@ from pytest_megatron.triage.names import (
     directory_rank,
     flight_rank,
     is_log,
+    is_worth_reading,
     node_of,
     ranks_by_name,
     stream_of,
@@ -61,7 +62,7 @@ def find_units(paths: Sequence[Path], workspace: Path) -> tuple[tuple[Unit, ...]
         if path.is_file():
             root, shown = workspace / str(number), f"{path}!"
             root.mkdir()
-            unpack(path, root)
+            unpack(path, root, is_worth_reading)
         found = _in_directory(root, shown, notes)
         if not found:
             raise TriageError(

@@ -16,6 +16,7 @@ from launches import LOST, Launch, diagnosed, iterations, told, traceback
 
 from pytest_megatron.errors import TriageError
 from pytest_megatron.triage import archives
+from pytest_megatron.triage.names import is_worth_reading
 from pytest_megatron.triage.triage import triage
 
 ERROR = "ValueError: bad batch"
@@ -236,7 +237,7 @@ def test_what_is_not_unpacked_may_be_of_any_ratio(tmp_path: Path) -> None:
         packed.writestr("checkpoints/0.distcp", bytes(80 << 20))
         packed.writestr("0.log", "all is well")
     (tmp_path / "out").mkdir()
-    archives.unpack(path, tmp_path / "out")
+    archives.unpack(path, tmp_path / "out", is_worth_reading)
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["0.log"]
 
 

@@ -9,14 +9,14 @@ from typing import TypeAlias
 
 from pytest_megatron.golden.compare import compare
 from pytest_megatron.golden.model import MetricMap, Value, series_of
-from pytest_megatron.golden.policy import Policy
+from pytest_megatron.golden.policy import ComparisonPolicy
 from pytest_megatron.golden.provenance import Golden, Provenance
 from pytest_megatron.golden.refresh import combine, spread_of
-from pytest_megatron.golden.surroundings import NOWHERE, Surroundings
+from pytest_megatron.golden.surroundings import NOWHERE, RunEnvironment
 
 LOSS = "lm loss"
-HERE = Surroundings(host_class="here", versions={"torch": "2.13.0"})
-THERE = Surroundings(host_class="here", versions={"torch": "2.14.0"})
+HERE = RunEnvironment(host_class="here", versions={"torch": "2.13.0"})
+THERE = RunEnvironment(host_class="here", versions={"torch": "2.14.0"})
 
 Curve: TypeAlias = Sequence[float]
 
@@ -35,7 +35,7 @@ class Pair:
     repeats: Sequence[Curve]
     run: Mapping[int, Value]
     precision: str
-    surroundings: Surroundings = HERE
+    surroundings: RunEnvironment = HERE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,13 +79,13 @@ def all_rules() -> list[Rule]:
 def megatron_approximate(pair: Pair) -> bool:
     """The approximate test of Megatron-LM."""
     return verdict(
-        of_five_decimals(pair), as_extracted(pair), Policy.MEGATRON, nondeterministic=True
+        of_five_decimals(pair), as_extracted(pair), ComparisonPolicy.MEGATRON, nondeterministic=True
     )
 
 
 def megatron_exact(pair: Pair) -> bool:
     """The exact test of Megatron-LM."""
-    return verdict(of_five_decimals(pair), as_extracted(pair), Policy.MEGATRON)
+    return verdict(of_five_decimals(pair), as_extracted(pair), ComparisonPolicy.MEGATRON)
 
 
 def all_close(pair: Pair) -> bool:
@@ -115,12 +115,14 @@ def flat_tolerance(pair: Pair) -> bool:
 
 def ours(pair: Pair) -> bool:
     """The strict policy, with what the repeats say; of another platform it is not told."""
-    return verdict(golden_of(pair), pair.run, Policy.STRICT)
+    return verdict(golden_of(pair), pair.run, ComparisonPolicy.STRICT)
 
 
 def ours_told(pair: Pair) -> bool:
     """The same, where the golden's provenance shows that the platform is another."""
-    return verdict(golden_of(pair), pair.run, Policy.STRICT, surroundings=pair.surroundings)
+    return verdict(
+        golden_of(pair), pair.run, ComparisonPolicy.STRICT, surroundings=pair.surroundings
+    )
 
 
 def golden_of(pair: Pair) -> Golden:
@@ -146,10 +148,10 @@ def golden_of(pair: Pair) -> Golden:
 def verdict(
     golden: Golden,
     run: Mapping[int, Value],
-    policy: Policy,
+    policy: ComparisonPolicy,
     *,
     nondeterministic: bool = False,
-    surroundings: Surroundings = NOWHERE,
+    surroundings: RunEnvironment = NOWHERE,
 ) -> bool:
     """Return whether a run fails."""
     (comparison,) = compare(

@@ -1,6 +1,6 @@
 """How well a run of 10,000 workloads fills 1,000 GPUs: `python benchmarks/simulated_cluster.py`.
 
-The controller is the real one, down to the words of sbatch: the campaign, the trainings with their
+The controller is the real one, down to the words of sbatch: the scheduler, the trainings with their
 plans, triage and retries, the comparison with goldens, the Slurm engine with its journal and files.
 The cluster below it is made up (`simulated/cluster.py`), and so is its clock. Nodes fail, jobs are
 preempted, trainings fail for a cause that is not theirs, and some losses are wrong.
@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from simulated.campaign import Found, Simulation, Trouble
+from simulated.scheduler import Found, Simulation, Trouble
 from simulated.workloads import Simulated, draw
 
 from pytest_megatron.verdict.campaign import DEFAULT_MOST_ORDERS

@@ -33,7 +33,7 @@ _NUM_RECENT = 5  # executions that say how long the next one takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class HistoryEntry:
     """One item in one run.
 
     Attributes:
@@ -88,12 +88,12 @@ class History:
         problems: A line for each line of the file that could not be read.
     """
 
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[HistoryEntry, ...] = ()
     problems: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class HistoryRecord:
     """How an item did in all runs that are looked at.
 
     Attributes:
@@ -125,7 +125,7 @@ class Record:
         return self.num_contradictory > 0
 
 
-def append(path: Path, entries: Iterable[Entry]) -> None:
+def append(path: Path, entries: Iterable[HistoryEntry]) -> None:
     """Add entries to the end of a file.
 
     Raises:
@@ -152,7 +152,7 @@ def read(path: Path) -> History:
     Raises:
         OSError: It is there and cannot be read.
     """
-    entries: list[Entry] = []
+    entries: list[HistoryEntry] = []
     problems: list[str] = []
     try:
         text = read_bytes(path)
@@ -200,8 +200,8 @@ def typical_durations(path: Path) -> dict[str, float]:
 
 
 def flaky_records(
-    entries: Sequence[Entry], *, since: str = "", min_runs: int = 1
-) -> tuple[Record, ...]:
+    entries: Sequence[HistoryEntry], *, since: str = "", min_runs: int = 1
+) -> tuple[HistoryRecord, ...]:
     """Return the items that were flaky or contradicted themselves, the worst first.
 
     Args:
@@ -209,7 +209,7 @@ def flaky_records(
         since: Entries before this time are left out.
         min_runs: Items with fewer runs are left out.
     """
-    by_item: dict[str, list[Entry]] = {}
+    by_item: dict[str, list[HistoryEntry]] = {}
     for entry in sorted(entries, key=lambda e: e.time):
         if entry.time >= since:
             by_item.setdefault(entry.node_id, []).append(entry)
@@ -218,7 +218,7 @@ def flaky_records(
     return tuple(sorted(kept, key=lambda r: (-r.share, -r.num_flaky, -r.num_bad, r.node_id)))
 
 
-def _record(node_id: str, entries: Sequence[Entry]) -> Record:
+def _record(node_id: str, entries: Sequence[HistoryEntry]) -> HistoryRecord:
     odd = [e for e in entries if e.verdict not in ("passed", "skipped")]
     causes = Counter(cause for entry in entries for cause in entry.causes)
     outcomes: dict[str, list[bool]] = {}
@@ -226,7 +226,7 @@ def _record(node_id: str, entries: Sequence[Entry]) -> Record:
         is_known = entry.commit is not None and not entry.is_dirty
         if is_known and entry.verdict not in ("broken", "skipped"):
             outcomes.setdefault(str(entry.commit), []).append(entry.verdict in _GOOD)
-    return Record(
+    return HistoryRecord(
         node_id=node_id,
         num_runs=len(entries),
         num_flaky=sum(e.verdict == "flaky" for e in entries),
@@ -244,7 +244,7 @@ def days_ago(days: float) -> str:
     return then.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _parse(found: Mapping[str, JsonValue]) -> Entry:
+def _parse(found: Mapping[str, JsonValue]) -> HistoryEntry:
     texts = {key: found[key] for key in ("time", "run", "node_id", "kind", "verdict", "platform")}
     causes, commit = found["causes"], found["commit"]
     num_attempts, duration_s = found["num_attempts"], found["duration_s"]
@@ -254,7 +254,7 @@ def _parse(found: Mapping[str, JsonValue]) -> Entry:
     assert isinstance(num_attempts, int)
     assert isinstance(duration_s, int | float)
     assert math.isfinite(duration_s)
-    return Entry(
+    return HistoryEntry(
         **{key: str(text) for key, text in texts.items()},
         num_attempts=num_attempts,
         causes=tuple(str(cause) for cause in causes),

@@ -56,12 +56,12 @@ def lease_gpus(gpus: Sequence[Gpu], num_gpus: int, on_wait: Callable[[str], None
         LaunchError: Lock files cannot be made.
     """
     assert len(gpus) >= num_gpus
-    waiting: Waiting | None = None
+    waiting: LeaseWaiter | None = None
     try:
         while (lease := try_lease(gpus, num_gpus)) is None:
             if waiting is None:
                 on_wait(waiting_text(gpus, num_gpus))
-                waiting = Waiting()
+                waiting = LeaseWaiter()
             time.sleep(_POLL_S)
     finally:
         if waiting is not None:
@@ -91,7 +91,7 @@ def waiting_text(gpus: Sequence[Gpu], num_gpus: int) -> str:
     return f"waiting for {num_gpus} of {len(gpus)} GPUs; other runs hold the rest"
 
 
-class Waiting:
+class LeaseWaiter:
     """Lets other runs know, until `close`, that somebody waits for devices.
 
     Who holds devices and has nothing to run lets go of them then. The kernel ends it with the

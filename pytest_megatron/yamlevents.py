@@ -67,7 +67,7 @@ class Duplicate:
     second_line: int
 
 
-class _Frame:
+class _YamlFrame:
     """A mapping or list that is being read."""
 
     __slots__ = ("anchor", "key", "key_line", "lines", "merged", "num_before", "value")
@@ -92,7 +92,7 @@ class Builder:
         self.duplicates: list[Duplicate] = []
         self.num_nodes = 0
         self.num_documents = 0
-        self.stack: list[_Frame] = []
+        self.stack: list[_YamlFrame] = []
         self.anchors: dict[str, tuple[JsonValue, str | None, int]] = {}
         self.plain: dict[str, JsonValue] = {}  # what a plain scalar means, by its text
         self.kept: list[JsonValue] = []  # alive, so that no id() in `lines` is used twice
@@ -175,7 +175,7 @@ class Builder:
         line = _line_of(event)
         if frame is not None and frame.key is None:
             frame.key_line = line
-        self.stack.append(_Frame(value, event.anchor, self.num_nodes))
+        self.stack.append(_YamlFrame(value, event.anchor, self.num_nodes))
 
     def on_end(self) -> None:
         """Close a mapping or list and put it where it belongs."""
@@ -232,7 +232,7 @@ class Builder:
         if written is not None:
             self.texts[id(frame.value), step] = written
 
-    def repeat(self, frame: _Frame, key: str, first_line: int) -> None:
+    def repeat(self, frame: _YamlFrame, key: str, first_line: int) -> None:
         """Note that `key` comes a second time; its value is replaced."""
         assert isinstance(frame.value, dict)
         self.kept.append(frame.value[key])
@@ -244,7 +244,7 @@ class Builder:
             Duplicate(path=path, key=key, first_line=first_line, second_line=frame.key_line)
         )
 
-    def merge(self, frame: _Frame) -> None:
+    def merge(self, frame: _YamlFrame) -> None:
         """Put the mappings of `<<` before the mapping's own keys, which win."""
         assert isinstance(frame.value, dict)
         sources: list[JsonValue] = []

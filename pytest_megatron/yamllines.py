@@ -17,7 +17,7 @@ from pytest_megatron.files import JsonValue, read_bytes
 from pytest_megatron.yamlevents import Builder, Duplicate, Lines, YamlError, YamlPath
 
 __all__ = [
-    "Document",
+    "YamlDocument",
     "Duplicate",
     "YamlError",
     "YamlPath",
@@ -32,7 +32,7 @@ _LOADER: type[yaml.BaseLoader] = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Document:
+class YamlDocument:
     """One YAML file, a mapping at its top.
 
     Attributes:
@@ -90,7 +90,7 @@ class Document:
         return None if isinstance(value, dict | list) else text
 
 
-def read_yaml(path: Path, *, error: type[MegatronError]) -> Document:
+def read_yaml(path: Path, *, error: type[MegatronError]) -> YamlDocument:
     """Read a YAML file whose top is a mapping.
 
     Raises:
@@ -105,7 +105,7 @@ def read_yaml(path: Path, *, error: type[MegatronError]) -> Document:
         raise error(where, problem.problem) from problem
 
 
-def read_document(path: Path) -> Document:
+def read_document(path: Path) -> YamlDocument:
     """Read a YAML file as `read_yaml` does.
 
     Raises:
@@ -121,7 +121,7 @@ def read_document(path: Path) -> Document:
     return parse_document(text, path)
 
 
-def parse_document(text: str, file: Path) -> Document:
+def parse_document(text: str, file: Path) -> YamlDocument:
     """Parse the text of `file`.
 
     Raises:
@@ -140,7 +140,7 @@ def parse_document(text: str, file: Path) -> Document:
     if not isinstance(builder.top, dict):
         found = "nothing" if builder.top is None else f"a {type(builder.top).__name__}"
         raise YamlError(1, f"holds {found} at its top, expected a mapping")
-    return Document(
+    return YamlDocument(
         file=file,
         value=builder.top,
         duplicates=tuple(builder.duplicates),

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pytest_megatron.engines.base import EngineContext, Order, Phase, Resources, Update
+from pytest_megatron.engines.base import (
+    EngineContext,
+    Resources,
+    Submission,
+    SubmissionPhase,
+    Update,
+)
 from pytest_megatron.engines.records import outcome_of, read_record
 from pytest_megatron.launch.plan import Setting
 from pytest_megatron.recipe.model import Workload
@@ -21,7 +27,7 @@ class InstantEngine:
 
     def __init__(self, context: EngineContext) -> None:
         self._context = context
-        self._waiting: list[Order] = []
+        self._waiting: list[Submission] = []
 
     def settle(self, setting: Setting, _workload: Workload) -> Setting:
         """Return the setting as it is."""
@@ -31,7 +37,7 @@ class InstantEngine:
         """Return nothing: it takes everything."""
         return None
 
-    def submit(self, orders: Sequence[Order]) -> None:
+    def submit(self, orders: Sequence[Submission]) -> None:
         """Keep orders."""
         self._waiting += orders
 
@@ -47,7 +53,7 @@ class InstantEngine:
     def close(self) -> None:
         """Do nothing."""
 
-    def _ended(self, order: Order) -> Update:
+    def _ended(self, order: Submission) -> Update:
         facts = self._context.facts
         record = record_of(order.key, facts, ("node0001",), 60.0, is_good=True)
         path = self._context.engine_dir / "outcomes" / f"{order.key.replace('/', '_')}.json"
@@ -55,4 +61,4 @@ class InstantEngine:
         read = read_record(path)
         assert read is not None
         outcome = outcome_of(read, order.planned(None), facts)
-        return Update(key=order.key, phase=Phase.ENDED, outcome=outcome)
+        return Update(key=order.key, phase=SubmissionPhase.ENDED, outcome=outcome)

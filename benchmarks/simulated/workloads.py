@@ -12,7 +12,7 @@ import yaml
 
 from pytest_megatron.engines.records import EndRecord, JobRecord, write_record
 from pytest_megatron.files import JsonValue
-from pytest_megatron.launch.facts import Facts
+from pytest_megatron.launch.facts import SessionFacts
 from pytest_megatron.launch.layout import AttemptDirs
 from pytest_megatron.launch.local import End
 from simulated.cluster import Fate, State
@@ -147,7 +147,7 @@ def leave(dirs: AttemptDirs, outcome: Path, record: JobRecord, *, off: float | N
 
 
 def record_of(
-    key: str, facts: Facts, hosts: tuple[str, ...], lasted_s: float, *, is_good: bool
+    key: str, facts: SessionFacts, hosts: tuple[str, ...], lasted_s: float, *, is_good: bool
 ) -> JobRecord:
     """Return what the worker says of such an attempt."""
     end = EndRecord(

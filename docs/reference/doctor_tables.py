@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from pytest_megatron.checks.rules import Rule, check_rules
+from pytest_megatron.checks.rules import CheckRule, check_rules
 from pytest_megatron.doctor.compat import compat
 from pytest_megatron.doctor.rules import rules
 
@@ -33,7 +33,7 @@ def check_tables() -> str:
     return "\n".join(_rules(check_rules()))
 
 
-def _rules(shown: Mapping[str, Rule]) -> Iterator[str]:
+def _rules(shown: Mapping[str, CheckRule]) -> Iterator[str]:
     yield "\n## Rules"
     for group, members in itertools.groupby(shown.values(), key=lambda rule: rule.group):
         yield f"\n### {group}\n"
@@ -49,7 +49,7 @@ def _troubles() -> Iterator[str]:
     yield "\n## Troubles by name\n"
     yield "| what install guides call it | rules |"
     yield "|---|---|"
-    found: dict[str, list[Rule]] = {}
+    found: dict[str, list[CheckRule]] = {}
     for rule in rules().values():
         if rule.trouble is not None:
             found.setdefault(rule.trouble, []).append(rule)

@@ -13,14 +13,14 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from pytest_megatron.triage.signature import Table, Where, builtin_table
+from pytest_megatron.triage.signature import SearchedText, Table, builtin_table
 
 PAGE = Path(__file__).parent / "triage.md"
 _PLACES = {
-    Where.LINE: "any line",
-    Where.RAISED: "an exception",
-    Where.EXIT: "exit of a rank",
-    Where.ENGINE: "an engine's word",
+    SearchedText.LINE: "any line",
+    SearchedText.RAISED: "an exception",
+    SearchedText.EXIT: "exit of a rank",
+    SearchedText.ENGINE: "an engine's word",
 }
 
 

@@ -8,23 +8,29 @@ from pathlib import Path
 from pytest_megatron.checks.connections import check_connections
 from pytest_megatron.checks.layout import check_layout
 from pytest_megatron.checks.memory import check_memory
-from pytest_megatron.checks.rules import Finding, Hit, Severity, check_rules, finding_of
+from pytest_megatron.checks.rules import (
+    CheckFinding,
+    CheckSeverity,
+    RuleMatch,
+    check_rules,
+    finding_of,
+)
 from pytest_megatron.checks.start import starts_of
 from pytest_megatron.errors import CaseError
-from pytest_megatron.launch.case import Case, read_case
-from pytest_megatron.recipe.findings import Finding as LintFinding
-from pytest_megatron.recipe.findings import Severity as LintSeverity
+from pytest_megatron.launch.case import WorkloadCase, read_case
+from pytest_megatron.recipe.findings import RecipeFinding as LintFinding
+from pytest_megatron.recipe.findings import RecipeSeverity as LintSeverity
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.recipe.places import case_path
 
 
 def hits_of(
     workload: Workload,
-    case: Case,
+    case: WorkloadCase,
     env: Mapping[str, str],
     *,
     memory_bytes: int | None = None,
-) -> Iterator[Hit]:
+) -> Iterator[RuleMatch]:
     """Yield what is wrong with a row.
 
     Args:
@@ -39,7 +45,7 @@ def hits_of(
         yield from check_memory(start, memory_bytes)
 
 
-def findings_of(hits: Iterable[Hit]) -> tuple[Finding, ...]:
+def findings_of(hits: Iterable[RuleMatch]) -> tuple[CheckFinding, ...]:
     """Return findings in words, each once, errors first."""
     found = {
         (finding.rule.id, finding.where, finding.found): finding
@@ -48,7 +54,7 @@ def findings_of(hits: Iterable[Hit]) -> tuple[Finding, ...]:
     return tuple(sorted(found.values(), key=lambda finding: not finding.is_error))
 
 
-def problem_of(findings: Iterable[Finding]) -> tuple[str, str] | None:
+def problem_of(findings: Iterable[CheckFinding]) -> tuple[str, str] | None:
     """Return where and why a workload is refused; None where no finding is an error."""
     errors = [finding for finding in findings if finding.is_error]
     if not errors:
@@ -60,7 +66,7 @@ def problem_of(findings: Iterable[Finding]) -> tuple[str, str] | None:
 
 def lint_checks(workloads: Iterable[Workload], root: Path) -> tuple[LintFinding, ...]:
     """Return what is wrong with rows on whatever machine; cases that cannot be read are lint's."""
-    cases: dict[Path, Case | None] = {}
+    cases: dict[Path, WorkloadCase | None] = {}
     found: dict[LintFinding, None] = {}
     for workload in workloads:
         if workload.disabled_reason is not None:
@@ -74,16 +80,16 @@ def lint_checks(workloads: Iterable[Workload], root: Path) -> tuple[LintFinding,
     return tuple(found)
 
 
-def _read(path: Path) -> Case | None:
+def _read(path: Path) -> WorkloadCase | None:
     try:
         return read_case(path) if path.is_file() else None
     except CaseError:
         return None
 
 
-def _for_lint(finding: Finding, path: Path) -> LintFinding:
+def _for_lint(finding: CheckFinding, path: Path) -> LintFinding:
     line = (finding.where or "").removeprefix(f"{path}:")
-    is_error = finding.severity is Severity.ERROR
+    is_error = finding.severity is CheckSeverity.ERROR
     return LintFinding(
         file=path,
         line=int(line) if line.isdecimal() else None,

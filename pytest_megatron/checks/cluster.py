@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pytest_megatron.checks.mounts import Mount, Reach, mount_of
-from pytest_megatron.checks.rules import Hit
+from pytest_megatron.checks.mounts import MountEntry, Reach, mount_of
+from pytest_megatron.checks.rules import RuleMatch
 from pytest_megatron.wording import counted
 
 _LEAST_PORT, _MOST_PORT = 1024, 65535
@@ -33,8 +33,8 @@ class NamedPath:
 
 
 def check_shared(
-    paths: Sequence[NamedPath], mounts: Sequence[Mount], vouched: Sequence[Path]
-) -> Iterator[Hit]:
+    paths: Sequence[NamedPath], mounts: Sequence[MountEntry], vouched: Sequence[Path]
+) -> Iterator[RuleMatch]:
     """Yield paths that other machines do not see.
 
     Args:
@@ -50,14 +50,14 @@ def check_shared(
         if mount is None or mount.reach is Reach.SHARED:
             continue
         rule = named.rule if mount.reach is Reach.LOCAL else "shared-unknown"
-        yield Hit(
+        yield RuleMatch(
             rule, named.where, use=named.use, path=named.path, kind=mount.kind, point=mount.point
         )
 
 
 def check_ports(
     ports: range, ephemeral: tuple[int, int] | None, num_jobs: int, where: str
-) -> Iterator[Hit]:
+) -> Iterator[RuleMatch]:
     """Yield what is wrong with the ports at which jobs meet.
 
     Args:
@@ -67,13 +67,13 @@ def check_ports(
         where: What says so.
     """
     if not ports or ports[0] < _LEAST_PORT or ports[-1] > _MOST_PORT:
-        yield Hit("ports-range", where, ports=f"{ports.start}-{ports.stop - 1}")
+        yield RuleMatch("ports-range", where, ports=f"{ports.start}-{ports.stop - 1}")
         return
     if ephemeral is not None and ports[0] <= ephemeral[1] and ports[-1] >= ephemeral[0]:
         taken = f"{ephemeral[0]}-{ephemeral[1]}"
-        yield Hit("ports-ephemeral", where, ports=f"{ports[0]}-{ports[-1]}", taken=taken)
+        yield RuleMatch("ports-ephemeral", where, ports=f"{ports[0]}-{ports[-1]}", taken=taken)
     if len(ports) < _PORTS_OF_JOB * num_jobs:
-        yield Hit("ports-few", where, count=len(ports), jobs=counted(num_jobs, "job"))
+        yield RuleMatch("ports-few", where, count=len(ports), jobs=counted(num_jobs, "job"))
 
 
 def in_container(path: Path, mounts: Mapping[Path, Path]) -> Path | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from pytest_megatron.checks.rules import Hit
-from pytest_megatron.checks.start import Start
+from pytest_megatron.checks.rules import RuleMatch
+from pytest_megatron.checks.start import CheckedStart
 from pytest_megatron.host import CPU_PLATFORM
 from pytest_megatron.launch.connections import (
     CP,
@@ -19,7 +19,7 @@ from pytest_megatron.launch.connections import (
 )
 
 
-def check_connections(start: Start, env: Mapping[str, str]) -> Iterator[Hit]:
+def check_connections(start: CheckedStart, env: Mapping[str, str]) -> Iterator[RuleMatch]:
     """Yield a value that the training cannot have; one that nobody set is set by the plan.
 
     Args:
@@ -33,16 +33,18 @@ def check_connections(start: Start, env: Mapping[str, str]) -> Iterator[Hit]:
         return
     where = start.at_variable(VARIABLE)
     if not value.isdecimal() or not 1 <= int(value) <= MOST_CONNECTIONS:
-        yield Hit("connections-number", where, value=repr(value))
+        yield RuleMatch("connections-number", where, value=repr(value))
         return
     given, needs = start.arguments, connections_of(start.arguments, start.platform)
     is_one = int(value) == 1
     if needs is Connections.ONE and value != "1":
         names = {"TP": given.size(TP), "CP": given.size(CP)}
         split = " and ".join(f"{name} {size}" for name, size in names.items() if (size or 1) > 1)
-        yield Hit("connections-one", where, value=value, split=split, platform=start.platform)
+        yield RuleMatch("connections-one", where, value=value, split=split, platform=start.platform)
     elif needs is Connections.NOT_ONE and is_one:
         option = next(name for name in FSDP if given.is_on(name))
-        yield Hit("connections-fsdp", where, option=option)
+        yield RuleMatch("connections-fsdp", where, option=option)
     elif needs is Connections.MANY and is_one:
-        yield Hit("connections-overlap", where, option=EXPERT_OVERLAP, platform=start.platform)
+        yield RuleMatch(
+            "connections-overlap", where, option=EXPERT_OVERLAP, platform=start.platform
+        )

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pytest_megatron.checks.parameters import Parameters, parameters_of
-from pytest_megatron.checks.rules import Hit
-from pytest_megatron.checks.sizes import Sizes, product_text, sizes_of
-from pytest_megatron.checks.start import Start
+from pytest_megatron.checks.rules import RuleMatch
+from pytest_megatron.checks.sizes import ParallelSizes, product_text, sizes_of
+from pytest_megatron.checks.start import CheckedStart
 from pytest_megatron.host import CPU_PLATFORM, gpu_model_of
-from pytest_megatron.launch.case import Mode
+from pytest_megatron.launch.case import CaseMode
 from pytest_megatron.launch.connections import FSDP
 from pytest_megatron.launch.model_args import ModelArgs
 
@@ -57,7 +57,7 @@ class Estimate:
     """
 
     parameters: Parameters
-    sizes: Sizes
+    sizes: ParallelSizes
     dense: Bytes
     expert: Bytes
     rest: float
@@ -104,7 +104,7 @@ def _part(number: float, what: str, each: Bytes) -> str:
     return f"{number / 1e9:.2f} G {what} x {times} = {gib(number * each.total)}"
 
 
-def estimate_memory(start: Start) -> Estimate | None:
+def estimate_memory(start: CheckedStart) -> Estimate | None:
     """Return what the fullest GPU needs; None for models that the arguments do not describe."""
     given, sizes = start.arguments, sizes_of(start.arguments)
     if sizes is None or not start.has_own_shape or given.has_any(*_OTHER_MODELS):
@@ -112,7 +112,7 @@ def estimate_memory(start: Start) -> Estimate | None:
     parameters = parameters_of(given, sizes)
     if parameters is None:
         return None
-    is_training = start.mode is not Mode.INFERENCE
+    is_training = start.mode is not CaseMode.INFERENCE
     dense_ranks = max(start.ranks // (sizes.tp * sizes.pp), 1)
     expert_ranks = max(start.ranks // (sizes.etp * sizes.ep * sizes.pp), 1)
     return Estimate(
@@ -168,7 +168,7 @@ def _cache(given: ModelArgs) -> float:
     return 0.0 if given.number(_UNIFIED) else (given.number(_CACHE) or 0) * GIB
 
 
-def _activations(given: ModelArgs, sizes: Sizes) -> float:
+def _activations(given: ModelArgs, sizes: ParallelSizes) -> float:
     """Return the bytes of activations of the first stage, which keeps as many layers as there are.
 
     Source: Korthikanti et al., https://arxiv.org/abs/2205.05198, table 2, with flash attention.
@@ -186,7 +186,7 @@ def _is_sequence_split(given: ModelArgs) -> bool:
     return given.is_on("--sequence-parallel")
 
 
-def check_memory(start: Start, memory_bytes: int | None = None) -> Iterator[Hit]:
+def check_memory(start: CheckedStart, memory_bytes: int | None = None) -> Iterator[RuleMatch]:
     """Yield a training that does not fit.
 
     Args:
@@ -203,6 +203,6 @@ def check_memory(start: Start, memory_bytes: int | None = None) -> Iterator[Hit]
     where = start.at("--num-layers")
     values = {"platform": start.platform, "capacity": gib(capacity), "sum": found.text}
     if found.weights > capacity:
-        yield Hit("memory-weights", where, weights=gib(found.weights), **values)
+        yield RuleMatch("memory-weights", where, weights=gib(found.weights), **values)
     elif found.total > capacity:
-        yield Hit("memory-estimate", where, total=gib(found.total), **values)
+        yield RuleMatch("memory-estimate", where, total=gib(found.total), **values)

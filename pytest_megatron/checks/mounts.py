@@ -42,7 +42,7 @@ class Reach(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mount:
+class MountEntry:
     """One line of the table of mounts.
 
     Attributes:
@@ -64,7 +64,7 @@ class Mount:
         return Reach.SHARED if self.kind.startswith("fuse") else Reach.UNKNOWN
 
 
-def parse_mounts(text: str) -> tuple[Mount, ...]:
+def parse_mounts(text: str) -> tuple[MountEntry, ...]:
     """Return the mounts of a `mountinfo`, in its order; lines that are none are left out."""
     found = []
     for line in text.splitlines():
@@ -72,13 +72,13 @@ def parse_mounts(text: str) -> tuple[Mount, ...]:
         fields, ends = head.split(), rest.split()
         if dash and len(fields) >= _LEAST_FIELDS and len(ends) >= _LEAST_REST:
             point = Path(_unescaped(fields[4]))
-            found.append(Mount(point=point, kind=ends[0], source=_unescaped(ends[1])))
+            found.append(MountEntry(point=point, kind=ends[0], source=_unescaped(ends[1])))
     return tuple(found)
 
 
-def mount_of(path: Path, mounts: Sequence[Mount]) -> Mount | None:
+def mount_of(path: Path, mounts: Sequence[MountEntry]) -> MountEntry | None:
     """Return the mount that an absolute path without links is on; of two in one place the later."""
-    best: Mount | None = None
+    best: MountEntry | None = None
     for mount in mounts:
         is_in = path == mount.point or mount.point in path.parents
         if is_in and (best is None or len(mount.point.parts) >= len(best.point.parts)):

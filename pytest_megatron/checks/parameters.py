@@ -12,7 +12,7 @@ import ast
 import math
 from dataclasses import dataclass
 
-from pytest_megatron.checks.sizes import Sizes
+from pytest_megatron.checks.sizes import ParallelSizes
 from pytest_megatron.checks.stages import Stages, stages_of
 from pytest_megatron.launch.model_args import ModelArgs
 
@@ -34,7 +34,7 @@ class Parameters:
     has_vocabulary: bool
 
 
-def parameters_of(given: ModelArgs, sizes: Sizes) -> Parameters | None:
+def parameters_of(given: ModelArgs, sizes: ParallelSizes) -> Parameters | None:
     """Return the parameters; None where the arguments do not give them."""
     stages = stages_of(given, sizes)
     names = ("--hidden-size", "--num-attention-heads", "--num-layers")
@@ -77,7 +77,7 @@ def _default_width(given: ModelArgs, hidden: int) -> int:
     return int(4 * hidden * 2 / 3 / 64) * 64 if given.is_on("--swiglu") else 4 * hidden
 
 
-def _vocabulary(given: ModelArgs, sizes: Sizes, hidden: int) -> float:
+def _vocabulary(given: ModelArgs, sizes: ParallelSizes, hidden: int) -> float:
     """Return the parameters of embeddings on the fullest GPU."""
     words = given.number("--vocab-size") or 0
     is_tied = not given.is_on("--untie-embeddings-and-output-weights")

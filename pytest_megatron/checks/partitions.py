@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from pytest_megatron.checks.rules import Hit
+from pytest_megatron.checks.rules import RuleMatch
 from pytest_megatron.recipe.vocabulary import nearest
 
 SINFO_FORMAT = "%R|%D|%G|%n"
@@ -107,7 +107,7 @@ def parse_cluster(partitions: str, nodes: str) -> Cluster:
     return Cluster(partitions=tuple(found), hosts=frozenset(hosts))
 
 
-def check_partition(cluster: Cluster, wanted: Wanted) -> Iterator[Hit]:
+def check_partition(cluster: Cluster, wanted: Wanted) -> Iterator[RuleMatch]:
     """Yield why none of the partitions that a job may go to takes it."""
     known = {partition.name: partition for partition in cluster.partitions}
     if not known:
@@ -115,7 +115,7 @@ def check_partition(cluster: Cluster, wanted: Wanted) -> Iterator[Hit]:
     for name in wanted.partitions:
         if name not in known:
             there = ", ".join(sorted(known)) + nearest(name, sorted(known))
-            yield Hit("partition-unknown", wanted.where, name=repr(name), there=there)
+            yield RuleMatch("partition-unknown", wanted.where, name=repr(name), there=there)
     chosen = [known[name] for name in wanted.partitions if name in known]
     if not wanted.partitions:
         chosen = [partition for partition in cluster.partitions if partition.is_default]
@@ -124,30 +124,30 @@ def check_partition(cluster: Cluster, wanted: Wanted) -> Iterator[Hit]:
         yield from refusals[0]
 
 
-def _refusals(partition: Partition, wanted: Wanted) -> Iterator[Hit]:
+def _refusals(partition: Partition, wanted: Wanted) -> Iterator[RuleMatch]:
     name, where = partition.name, wanted.where
     if partition.state != "UP":
-        yield Hit("partition-down", where, partition=name, state=partition.state)
+        yield RuleMatch("partition-down", where, partition=name, state=partition.state)
     if partition.max_minutes is not None and wanted.minutes > partition.max_minutes:
         asked, most = time_text(wanted.minutes), time_text(partition.max_minutes)
-        yield Hit("partition-time", where, partition=name, asked=asked, most=most)
+        yield RuleMatch("partition-time", where, partition=name, asked=asked, most=most)
     if partition.max_nodes is not None and wanted.nodes > partition.max_nodes:
         limit = f"at most {partition.max_nodes}"
-        yield Hit("partition-nodes", where, partition=name, nodes=wanted.nodes, limit=limit)
+        yield RuleMatch("partition-nodes", where, partition=name, nodes=wanted.nodes, limit=limit)
     elif wanted.nodes < partition.min_nodes:
         limit = f"at least {partition.min_nodes}"
-        yield Hit("partition-nodes", where, partition=name, nodes=wanted.nodes, limit=limit)
+        yield RuleMatch("partition-nodes", where, partition=name, nodes=wanted.nodes, limit=limit)
     elif wanted.nodes > partition.num_nodes:
         limit = f"has {partition.num_nodes}"
-        yield Hit("partition-nodes", where, partition=name, nodes=wanted.nodes, limit=limit)
+        yield RuleMatch("partition-nodes", where, partition=name, nodes=wanted.nodes, limit=limit)
     elif partition.gpus and wanted.nodes > partition.nodes_with(wanted.gpus):
         have = ", ".join(f"{number} with {each}" for number, each in _merged(partition.gpus))
         values = {"nodes": wanted.nodes, "gpus": wanted.gpus, "have": have}
-        yield Hit("partition-gpus", where, partition=name, **values)
+        yield RuleMatch("partition-gpus", where, partition=name, **values)
     yield from _members(partition, wanted)
 
 
-def _members(partition: Partition, wanted: Wanted) -> Iterator[Hit]:
+def _members(partition: Partition, wanted: Wanted) -> Iterator[RuleMatch]:
     """Yield accounts and QOS that may not use a partition."""
     for what, value, allowed, denied in (
         ("account", wanted.account, partition.accounts, partition.denied_accounts),
@@ -158,7 +158,7 @@ def _members(partition: Partition, wanted: Wanted) -> Iterator[Hit]:
         rest = "all but " + ", ".join(sorted(denied)) if allowed is None else None
         takes = rest or ", ".join(sorted(allowed or ()))
         values = {"what": what, "value": value, "takes": takes}
-        yield Hit("partition-member", wanted.where, partition=partition.name, **values)
+        yield RuleMatch("partition-member", wanted.where, partition=partition.name, **values)
 
 
 def time_text(minutes: int) -> str:

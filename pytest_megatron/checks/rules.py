@@ -19,7 +19,7 @@ from pytest_megatron.files import JsonValue
 TABLE = Path(__file__).parent / "rules.toml"
 
 
-class Severity(Enum):
+class CheckSeverity(Enum):
     """What a finding means for the exit code."""
 
     ERROR = "error"
@@ -28,11 +28,11 @@ class Severity(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class CheckRule:
     """One row of the table; `found`, `wrong`, `mend` and `source` are templates."""
 
     id: str
-    severity: Severity
+    severity: CheckSeverity
     group: str
     checks: str
     found: str
@@ -49,7 +49,7 @@ class Rule:
         return frozenset(field for field in fields if field is not None)
 
 
-class Hit:
+class RuleMatch:
     """What a check says: the id of a rule, where, and what its templates are filled in with."""
 
     __slots__ = ("rule", "values", "where")
@@ -61,7 +61,7 @@ class Hit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class CheckFinding:
     """A rule that something here goes against, in words.
 
     Attributes:
@@ -71,7 +71,7 @@ class Finding:
             is about a machine as a whole.
     """
 
-    rule: Rule
+    rule: CheckRule
     found: str
     wrong: str
     mend: str
@@ -80,14 +80,14 @@ class Finding:
     where: str | None = None
 
     @property
-    def severity(self) -> Severity:
+    def severity(self) -> CheckSeverity:
         """As the rule's."""
         return self.rule.severity
 
     @property
     def is_error(self) -> bool:
         """Whether a training would fail or be wrong."""
-        return self.severity is Severity.ERROR
+        return self.severity is CheckSeverity.ERROR
 
     @property
     def text(self) -> str:
@@ -101,24 +101,26 @@ class Finding:
         return f"{self.severity.value}: {place}{self.text}"
 
 
-def read_rules(table: Path) -> Mapping[str, Rule]:
+def read_rules(table: Path) -> Mapping[str, CheckRule]:
     """Return the rules of a table by id, in the order of the report."""
     data = cast("dict[str, list[dict[str, str]]]", tomllib.loads(table.read_text(encoding="utf-8")))
-    rows = [Rule(**{**row, "severity": Severity(row["severity"])}) for row in data["rule"]]  # type: ignore[arg-type]
+    rows = [
+        CheckRule(**{**row, "severity": CheckSeverity(row["severity"])}) for row in data["rule"]
+    ]  # type: ignore[arg-type]
     return {rule.id: rule for rule in rows}
 
 
 @functools.cache
-def check_rules() -> Mapping[str, Rule]:
+def check_rules() -> Mapping[str, CheckRule]:
     """Return the rules about workloads."""
     return read_rules(TABLE)
 
 
-def finding_of(hit: Hit, table: Mapping[str, Rule]) -> Finding:
+def finding_of(hit: RuleMatch, table: Mapping[str, CheckRule]) -> CheckFinding:
     """Return what a check says in the words of its rule."""
     rule = table[hit.rule]
     assert rule.names <= hit.values.keys(), f"{rule.id} lacks {rule.names - hit.values.keys()}"
-    return Finding(
+    return CheckFinding(
         rule=rule,
         found=rule.found.format_map(hit.values),
         wrong=rule.wrong.format_map(hit.values),
@@ -129,7 +131,7 @@ def finding_of(hit: Hit, table: Mapping[str, Rule]) -> Finding:
     )
 
 
-def as_json(finding: Finding) -> dict[str, JsonValue]:
+def as_json(finding: CheckFinding) -> dict[str, JsonValue]:
     """Return a finding for machines."""
     return {
         "id": finding.rule.id,

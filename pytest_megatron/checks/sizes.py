@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pytest_megatron.launch.connections import CP, TP
 from pytest_megatron.launch.model_args import ModelArgs
 
-__all__ = ["CP", "EP", "ETP", "PP", "TP", "Sizes", "product_text", "sizes_of"]
+__all__ = ["CP", "EP", "ETP", "PP", "TP", "ParallelSizes", "product_text", "sizes_of"]
 
 PP = "--pipeline-model-parallel-size"
 EP = "--expert-model-parallel-size"
@@ -19,7 +19,7 @@ _ENCODERS = ("--encoder-tensor-model-parallel-size", "--encoder-pipeline-model-p
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
+class ParallelSizes:
     """Tensor, pipeline, context, expert and expert-tensor parallel sizes."""
 
     tp: int
@@ -29,13 +29,13 @@ class Sizes:
     etp: int
 
 
-def sizes_of(arguments: ModelArgs) -> Sizes | None:
+def sizes_of(arguments: ModelArgs) -> ParallelSizes | None:
     """Return the sizes; None where one is no number, or an encoder has ranks of its own."""
     tp, pp, cp, ep = (arguments.size(name) for name in (TP, PP, CP, EP))
     etp = arguments.size(ETP) if ETP in arguments else tp
     if not (tp and pp and cp and ep and etp) or arguments.has_any(*_ENCODERS):
         return None
-    return Sizes(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp)
+    return ParallelSizes(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp)
 
 
 def product_text(sizes: Mapping[str, int]) -> str:

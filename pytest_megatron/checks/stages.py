@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pytest_megatron.checks.rules import Hit
-from pytest_megatron.checks.sizes import PP, Sizes
-from pytest_megatron.checks.start import Start
+from pytest_megatron.checks.rules import RuleMatch
+from pytest_megatron.checks.sizes import PP, ParallelSizes
+from pytest_megatron.checks.start import CheckedStart
 from pytest_megatron.launch.model_args import ModelArgs
 
 LAYERS = "--num-layers"
@@ -53,7 +53,7 @@ class Stages:
         return f"{self.layers} layers - {taken} = {self.middle}"
 
 
-def stages_of(arguments: ModelArgs, sizes: Sizes) -> Stages | None:
+def stages_of(arguments: ModelArgs, sizes: ParallelSizes) -> Stages | None:
     """Return how layers fall on stages; None where other rules place them."""
     layers = arguments.number(LAYERS)
     if not layers or arguments.has_any(*_OTHER_LAYOUTS):
@@ -70,14 +70,14 @@ def stages_of(arguments: ModelArgs, sizes: Sizes) -> Stages | None:
     )
 
 
-def check_stages(start: Start, sizes: Sizes) -> Iterator[Hit]:
+def check_stages(start: CheckedStart, sizes: ParallelSizes) -> Iterator[RuleMatch]:
     """Yield layers that do not fall on stages as the arguments say."""
     given = start.arguments
     found = stages_of(given, sizes)
     if found is None:
         return
     if found.ends and any(given.is_on(name) for name in _COUNTED):
-        yield Hit("layout-stage-options", start.at(_FIRST, _LAST))
+        yield RuleMatch("layout-stage-options", start.at(_FIRST, _LAST))
         return
     wrong = [*_stages(start, found)]
     yield from wrong
@@ -85,19 +85,19 @@ def check_stages(start: Start, sizes: Sizes) -> Iterator[Hit]:
         yield from _virtual(start, found)
 
 
-def _stages(start: Start, found: Stages) -> Iterator[Hit]:
+def _stages(start: CheckedStart, found: Stages) -> Iterator[RuleMatch]:
     where = start.at(_FIRST, _LAST, LAYERS, PP)
     if (
         found.middle < 0
         or found.middle_stages < 0
         or bool(found.middle) != bool(found.middle_stages)
     ):
-        yield Hit("layout-middle", where, layers=found.text, stages=found.middle_stages)
+        yield RuleMatch("layout-middle", where, layers=found.text, stages=found.middle_stages)
     elif found.middle_stages and found.middle % found.middle_stages:
-        yield Hit("layout-layers", where, layers=found.text, stages=found.middle_stages)
+        yield RuleMatch("layout-layers", where, layers=found.text, stages=found.middle_stages)
 
 
-def _virtual(start: Start, found: Stages) -> Iterator[Hit]:
+def _virtual(start: CheckedStart, found: Stages) -> Iterator[RuleMatch]:
     """Yield virtual stages that do not divide the layers of a rank."""
     given = start.arguments
     of_one, number = given.number(_OF_VIRTUAL), given.number(_NUM_VIRTUAL)
@@ -105,15 +105,15 @@ def _virtual(start: Start, found: Stages) -> Iterator[Hit]:
         return
     where = start.at(_OF_VIRTUAL, _NUM_VIRTUAL)
     if of_one and found.ends:
-        yield Hit("layout-virtual-uneven", where)
+        yield RuleMatch("layout-virtual-uneven", where)
         return
     per_rank = [("a", found.middle // found.middle_stages)] if found.middle_stages else []
     for name, layers in (*per_rank, *(("the " + name, n) for name, n in found.ends)):
         if layers % (number or of_one or 1):
             what = f"{number} virtual stages" if number else f"{of_one} layers to a virtual stage"
-            yield Hit("layout-virtual", where, stage=name, layers=layers, what=what)
+            yield RuleMatch("layout-virtual", where, stage=name, layers=layers, what=what)
             return
     num_virtual = number or (found.middle // found.middle_stages) // (of_one or 1)
     least = 3 if given.is_on("--no-overlap-p2p-communication") else 2
     if num_virtual > 1 and found.stages < least:
-        yield Hit("layout-virtual-alone", where, stages=found.stages, least=least)
+        yield RuleMatch("layout-virtual-alone", where, stages=found.stages, least=least)

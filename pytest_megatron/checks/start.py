@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pytest_megatron.launch.case import Case, Evaluation, Mode
+from pytest_megatron.launch.case import CaseMode, Evaluation, WorkloadCase
 from pytest_megatron.launch.model_args import ModelArgs
 from pytest_megatron.recipe.model import Workload
 
@@ -18,7 +18,7 @@ _FROM_ELSEWHERE = ("--use-checkpoint-args", "--yaml-cfg", "--heterogeneous-layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class CheckedStart:
     """One start.
 
     Attributes:
@@ -34,7 +34,7 @@ class Start:
     nodes: int
     ranks_per_node: int
     platform: str
-    mode: Mode
+    mode: CaseMode
     env: Mapping[str, str]
     env_lines: Mapping[str, int] = field(default_factory=dict)
     scripts: str = ""
@@ -62,7 +62,7 @@ class Start:
         return f"{self.file}: ENV_VARS" if line is None else f"{self.file}:{line}"
 
 
-def starts_of(workload: Workload, case: Case) -> Iterator[Start]:
+def starts_of(workload: Workload, case: WorkloadCase) -> Iterator[CheckedStart]:
     """Yield what a row starts; nothing of a case that is expected to fail."""
     if case.evaluation is Evaluation.XPASS:
         return
@@ -71,7 +71,7 @@ def starts_of(workload: Workload, case: Case) -> Iterator[Start]:
         return  # it starts something else, or on other ranks
     for variant in case.variants:
         if variant.arguments:
-            yield Start(
+            yield CheckedStart(
                 file=case.path,
                 arguments=ModelArgs(variant.arguments),
                 nodes=workload.nodes,

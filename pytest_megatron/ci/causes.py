@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from pytest_megatron.ci.junit import Case
-from pytest_megatron.ci.outcome import Cause, number_of, rows_of, text_of
+from pytest_megatron.ci.junit import JUnitCase
+from pytest_megatron.ci.outcome import ItemCause, number_of, rows_of, text_of
 from pytest_megatron.files import JsonValue
 from pytest_megatron.triage.recorded import read_record
 from pytest_megatron.triage.records import TRIAGE_FILE
@@ -18,7 +18,9 @@ _TAIL_BYTES = 1 << 16
 _MOST_LINES = 2  # of a headline
 
 
-def cause_of_workload(record: Mapping[str, JsonValue], run_dir: Path, shown: str) -> Cause | None:
+def cause_of_workload(
+    record: Mapping[str, JsonValue], run_dir: Path, shown: str
+) -> ItemCause | None:
     """Return why a workload did not pass; None if it did.
 
     Args:
@@ -38,7 +40,7 @@ def cause_of_workload(record: Mapping[str, JsonValue], run_dir: Path, shown: str
     evidence = next(iter(rows_of(told, "evidence")), {})
     place, line = _place(evidence, record, run_dir, shown), text_of(evidence, "text")
     rank = number_of(last, "root_rank")
-    return Cause(
+    return ItemCause(
         text=text,
         rank=None if rank is None else int(rank),
         place=place,
@@ -51,8 +53,8 @@ def cause_of_workload(record: Mapping[str, JsonValue], run_dir: Path, shown: str
 
 
 def cause_of_test(
-    record: Mapping[str, JsonValue], case: Case | None, run_dir: Path, shown: str
-) -> Cause | None:
+    record: Mapping[str, JsonValue], case: JUnitCase | None, run_dir: Path, shown: str
+) -> ItemCause | None:
     """Return why a distributed test did not pass; None if it did."""
     problem = text_of(record, "problem")
     if problem is None:
@@ -69,14 +71,14 @@ def cause_of_test(
         if is_within(run_dir / log, run_dir):
             number, line = telling_line(run_dir / log)
             place = f"{shown}/{log}" + (f":{number}" if number else "")
-    return Cause(text=problem, rank=rank, place=place, line=line)
+    return ItemCause(text=problem, rank=rank, place=place, line=line)
 
 
-def cause_of_case(case: Case) -> Cause | None:
+def cause_of_case(case: JUnitCase) -> ItemCause | None:
     """Return why a test that ran on no gang did not pass; None if it did."""
     if case.outcome not in ("failed", "broken"):
         return None
-    return Cause(text=case.message or case.text or case.outcome, place=case.location)
+    return ItemCause(text=case.message or case.text or case.outcome, place=case.location)
 
 
 def _triage(record: Mapping[str, JsonValue], run_dir: Path) -> dict[str, JsonValue]:

@@ -22,7 +22,7 @@ _STATUS = re.compile(r"([ADMTUX]|[RC]\d*)\t(.+)").fullmatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class PathChange:
     """One changed path.
 
     Attributes:
@@ -67,7 +67,7 @@ class Suggestion:
         }
 
 
-def suggest(changes: Sequence[Change], table: CiTable) -> Suggestion:
+def suggest(changes: Sequence[PathChange], table: CiTable) -> Suggestion:
     """Return the strongest label that a changed path asks for."""
     classes: dict[str, tuple[str, ...]] = {}
     asked: dict[str, PathClass] = {}
@@ -92,7 +92,7 @@ def suggest(changes: Sequence[Change], table: CiTable) -> Suggestion:
     )
 
 
-def _class_of(change: Change, table: CiTable) -> PathClass | None:
+def _class_of(change: PathChange, table: CiTable) -> PathClass | None:
     for one in table.paths:
         is_status = not one.statuses or change.status in one.statuses
         if is_status and matches_any(change.path, one.patterns):
@@ -110,20 +110,20 @@ def _reason(classes: dict[str, tuple[str, ...]], deciding: str | None) -> str:
     return f"{deciding} changed: {paths[0]}{more}"
 
 
-def parse_changes(text: str) -> tuple[Change, ...]:
+def parse_changes(text: str) -> tuple[PathChange, ...]:
     """Return the changes that lines tell of: paths, or `git diff --name-status`."""
-    changes: list[Change] = []
+    changes: list[PathChange] = []
     for line in text.splitlines():
         if match := _STATUS(line.strip()):
             status = match[1] if match[1] in ("A", "D") else "M"
             paths = match[2].split("\t")  # of a rename both; a copy and its origin
-            changes += [Change(path=path, status=status) for path in paths]
+            changes += [PathChange(path=path, status=status) for path in paths]
         elif line.strip():
-            changes.append(Change(path=line.strip()))
+            changes.append(PathChange(path=line.strip()))
     return tuple(changes)
 
 
-def changes_since(root: Path, revision: str) -> tuple[Change, ...]:
+def changes_since(root: Path, revision: str) -> tuple[PathChange, ...]:
     """Return what changed in a working tree since it left a revision.
 
     Raises:
@@ -136,11 +136,11 @@ def changes_since(root: Path, revision: str) -> tuple[Change, ...]:
     tracked = _git(root, where, "diff", "--name-status", "--no-renames", "-z", base)
     words = iter(tracked.split("\0"))
     changed = [
-        Change(path=path, status=status if status in ("A", "D") else "M")
+        PathChange(path=path, status=status if status in ("A", "D") else "M")
         for status, path in zip(words, words, strict=False)
     ]
     new = _git(root, where, "ls-files", "--others", "--exclude-standard", "-z").split("\0")
-    return (*changed, *(Change(path=path, status="A") for path in new if path))
+    return (*changed, *(PathChange(path=path, status="A") for path in new if path))
 
 
 def _git(root: Path, where: str, *arguments: str) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pytest_megatron.ci.globs import matches_any
-from pytest_megatron.ci.table import CiTable, LabelEffect, Rule
+from pytest_megatron.ci.table import CiTable, DecisionRule, LabelEffect
 from pytest_megatron.errors import SelectionError
 from pytest_megatron.files import JsonValue
 from pytest_megatron.recipe.vocabulary import nearest
@@ -109,7 +109,7 @@ def decide(trigger: Trigger, table: CiTable) -> Decision:
             f"unknown event {trigger.event!r}, expected one of {choices}"
             + nearest(trigger.event, table.events),
         )
-    chosen: Rule | None = None
+    chosen: DecisionRule | None = None
     considered: list[Considered] = []
     for rule in table.rules:
         if chosen is not None:
@@ -128,7 +128,7 @@ def decide(trigger: Trigger, table: CiTable) -> Decision:
     return _with_labels(chosen, why, trigger, table, tuple(considered))
 
 
-def _holds(rule: Rule, trigger: Trigger) -> tuple[bool, str]:
+def _holds(rule: DecisionRule, trigger: Trigger) -> tuple[bool, str]:
     """Return whether a rule matches, and why or why not."""
     labels = {label.casefold() for label in trigger.labels}
     attached = next((label for label in rule.labels if label.casefold() in labels), None)
@@ -149,7 +149,11 @@ def _holds(rule: Rule, trigger: Trigger) -> tuple[bool, str]:
 
 
 def _with_labels(
-    rule: Rule, why: str, trigger: Trigger, table: CiTable, considered: tuple[Considered, ...]
+    rule: DecisionRule,
+    why: str,
+    trigger: Trigger,
+    table: CiTable,
+    considered: tuple[Considered, ...],
 ) -> Decision:
     """Add to a rule what labels do besides."""
     known = {label.casefold() for label in table.known_labels}

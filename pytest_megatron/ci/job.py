@@ -24,7 +24,7 @@ _RUN_ID = ("GITHUB_RUN_ID", "CI_PIPELINE_ID")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobRecord:
+class CiJobRecord:
     """One try of one job.
 
     Attributes:
@@ -69,7 +69,7 @@ def slug(name: str) -> str:
     return _FORBIDDEN.sub("-", name)
 
 
-def new_job(job: str, test_case: str, env: Mapping[str, str]) -> JobRecord:
+def new_job(job: str, test_case: str, env: Mapping[str, str]) -> CiJobRecord:
     """Return the record of a job that starts now.
 
     Args:
@@ -78,7 +78,7 @@ def new_job(job: str, test_case: str, env: Mapping[str, str]) -> JobRecord:
         env: Variables of GitHub or GitLab, as far as they are there.
     """
     attempt = env.get("GITHUB_RUN_ATTEMPT", "1")
-    return JobRecord(
+    return CiJobRecord(
         job=job,
         test_case=test_case,
         run_id=slug(_first(env, _RUN_ID) or "local"),
@@ -92,7 +92,7 @@ def _first(env: Mapping[str, str], names: tuple[str, ...]) -> str | None:
     return next((env[name] for name in names if env.get(name)), None)
 
 
-def write_job(record: JobRecord, directory: Path) -> None:
+def write_job(record: CiJobRecord, directory: Path) -> None:
     """Make the directory of a job's artifact, with `job.json` in it.
 
     Raises:
@@ -107,7 +107,7 @@ def write_job(record: JobRecord, directory: Path) -> None:
         raise CiError(str(directory), f"cannot be written: {error.strerror}") from error
 
 
-def read_job(content: Mapping[str, JsonValue], where: str) -> JobRecord:
+def read_job(content: Mapping[str, JsonValue], where: str) -> CiJobRecord:
     """Read what `job.json` says.
 
     Raises:
@@ -118,7 +118,7 @@ def read_job(content: Mapping[str, JsonValue], where: str) -> JobRecord:
         raise CiError(where, f"found job {job!r}, expected the id of a job")
     if not isinstance(attempt, int) or isinstance(attempt, bool) or attempt < 1:
         raise CiError(where, f"found run_attempt {attempt!r}, expected a number from 1")
-    return JobRecord(
+    return CiJobRecord(
         job=job,
         test_case=str(content.get("test_case")),
         run_id=str(content.get("run_id")),

@@ -20,7 +20,7 @@ CPU_PLATFORM = "cpu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class CiJob:
     """One job of CI.
 
     Attributes:
@@ -128,7 +128,7 @@ def workload_jobs(
     decision: Decision,
     table: CiTable,
     compares: Callable[[Workload], bool | None],
-) -> tuple[Job, ...]:
+) -> tuple[CiJob, ...]:
     """Return a job for each row.
 
     Args:
@@ -146,7 +146,7 @@ def workload_jobs(
     )
 
 
-def _workload_job(workload: Workload, decision: Decision, table: CiTable) -> Job:
+def _workload_job(workload: Workload, decision: Decision, table: CiTable) -> CiJob:
     node_id = f"{workload.file.as_posix()}::{workload.item_name}"
     repeats = num_repeats_of(workload, decision)
     limit_s = workload.time_limit_s or table.default_time_limit_s
@@ -154,7 +154,7 @@ def _workload_job(workload: Workload, decision: Decision, table: CiTable) -> Job
     # --platform makes hardware that is missing an error; without it the row would be skipped.
     argv = [*PYTEST, node_id, "--platform", workload.platform, "--n-repeat", str(repeats)]
     argv += ["--lightweight"] if decision.is_lightweight else []
-    return Job(
+    return CiJob(
         id=item_dirs(Path(), node_id).root.name,
         kind="workload",
         name=node_id,
@@ -184,7 +184,9 @@ def num_repeats_of(workload: Workload, decision: Decision) -> int:
     return decision.n_repeat
 
 
-def unit_job(name: str, bucket: Bucket, row: UnitRow, table: CiTable, *, experimental: str) -> Job:
+def unit_job(
+    name: str, bucket: Bucket, row: UnitRow, table: CiTable, *, experimental: str
+) -> CiJob:
     """Return the job of a bucket or a shard.
 
     Args:
@@ -202,7 +204,7 @@ def unit_job(name: str, bucket: Bucket, row: UnitRow, table: CiTable, *, experim
     argv += ["--bucket", ",".join(bucket.words)]
     kind = "-experimental" if experimental == "only" else ""
     where = f"{row.environment}-{row.platform or 'any'}-{row.tag or 'any'}{kind}"
-    return Job(
+    return CiJob(
         id=item_dirs(Path(), f"unit-{name}-{where}").root.name,
         kind="unit",
         name=f"{name} (experimental)" if kind else name,
@@ -229,13 +231,13 @@ def _gang_options(row: UnitRow) -> list[str]:
     return ["--ranks", str(row.ranks), "--device", "cpu"] if row.ranks else []
 
 
-def unit_matrix(jobs: Sequence[Job]) -> list[JsonValue]:
+def unit_matrix(jobs: Sequence[CiJob]) -> list[JsonValue]:
     """Return Megatron-LM's matrix of unit tests: a bucket for each entry."""
     buckets = dict.fromkeys(job.test_case for job in jobs if job.kind == "unit")
     return [{"bucket": bucket} for bucket in buckets]
 
 
-def integration_matrix(jobs: Sequence[Job]) -> list[JsonValue]:
+def integration_matrix(jobs: Sequence[CiJob]) -> list[JsonValue]:
     """Return Megatron-LM's matrix of workloads; rows of one test case are one entry there."""
     cases = dict.fromkeys((job.model, job.test_case) for job in jobs if job.kind == "workload")
     return [{"model": model, "test_case": test_case} for model, test_case in cases]

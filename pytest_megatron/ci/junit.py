@@ -19,7 +19,7 @@ _BAD = {"failure": "failed", "error": "broken", "skipped": "skipped"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class JUnitCase:
     """One `<testcase>`: an item, or one more of its phases that went wrong.
 
     Attributes:
@@ -61,7 +61,7 @@ class Junit:
         elements: The `<testcase>` elements, for a file of all jobs.
     """
 
-    cases: tuple[Case, ...]
+    cases: tuple[JUnitCase, ...]
     elements: tuple[ET.Element, ...]
 
 
@@ -76,7 +76,7 @@ class Suite:
 
     name: str
     junits: Sequence[Junit]
-    others: Sequence[Case] = ()
+    others: Sequence[JUnitCase] = ()
     problems: Sequence[str] = ()
 
 
@@ -106,9 +106,9 @@ def _file_of(parts: Sequence[str]) -> str:
     return f"{'/'.join(parts)}.py"
 
 
-def _case(element: ET.Element) -> Case:
+def _case(element: ET.Element) -> JUnitCase:
     found = next((child for child in element if child.tag in _BAD), None)
-    return Case(
+    return JUnitCase(
         classname=element.get("classname", ""),
         name=element.get("name", ""),
         outcome="passed" if found is None else _BAD[found.tag],
@@ -156,13 +156,13 @@ def join(suites: Iterable[Suite]) -> str:
     return ET.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
 
 
-def _job_case(name: str, problem: str) -> Case:
-    return Case(
+def _job_case(name: str, problem: str) -> JUnitCase:
+    return JUnitCase(
         classname="job", name=name, outcome="broken", message=problem, text=problem, duration_s=0.0
     )
 
 
-def _element(case: Case) -> ET.Element:
+def _element(case: JUnitCase) -> ET.Element:
     """Return a case as XML, without characters that XML must not have."""
     attributes = {"classname": plain(case.classname), "name": plain(case.name)}
     element = ET.Element("testcase", {**attributes, "time": f"{case.duration_s:.3f}"})

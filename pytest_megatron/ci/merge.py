@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pytest_megatron.ci.outcome import Item, JobRun
+from pytest_megatron.ci.outcome import JobItem, JobRun
 from pytest_megatron.files import JsonValue
 
 SHORT_S = 0.1  # what takes less is no slow item
@@ -54,19 +54,19 @@ class Expected:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class CauseGroup:
     """Failures of one cause; the first of them stands for all."""
 
-    items: tuple[Item, ...]
+    items: tuple[JobItem, ...]
 
     @property
-    def first(self) -> Item:
+    def first(self) -> JobItem:
         """The one that stands for all."""
         return self.items[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
+class CiSummary:
     """What all jobs came to.
 
     Attributes:
@@ -99,7 +99,7 @@ class Summary:
         return self.verdict in ("passed", "flaky")
 
     @property
-    def items(self) -> tuple[Item, ...]:
+    def items(self) -> tuple[JobItem, ...]:
         """The items of all jobs."""
         return tuple(item for job in self.jobs for item in job.items)
 
@@ -118,21 +118,23 @@ class Summary:
         return found
 
     @property
-    def groups(self) -> tuple[Group, ...]:
+    def groups(self) -> tuple[CauseGroup, ...]:
         """Failures by cause: those of the code first, then what most items share."""
-        found: dict[str, list[Item]] = {}
+        found: dict[str, list[JobItem]] = {}
         for item in self.items:
             if item.is_bad:
                 key = item.node_id if item.cause is None else item.cause.key_of(item.node_id)
                 found.setdefault(key, []).append(item)
-        return tuple(sorted((Group(items=tuple(items)) for items in found.values()), key=_interest))
+        return tuple(
+            sorted((CauseGroup(items=tuple(items)) for items in found.values()), key=_interest)
+        )
 
     @property
-    def flaky(self) -> tuple[Item, ...]:
+    def flaky(self) -> tuple[JobItem, ...]:
         """Items that passed when they were run again, and those whose failure does not count."""
         return tuple(i for i in self.items if i.verdict == "flaky" or i.is_held)
 
-    def slowest(self, number: int) -> tuple[Item, ...]:
+    def slowest(self, number: int) -> tuple[JobItem, ...]:
         """Return the items that took longest."""
         ran = [item for item in self.items if item.duration_s >= SHORT_S]
         return tuple(sorted(ran, key=lambda item: -item.duration_s)[:number])
@@ -167,7 +169,7 @@ def merge(
     runs: Sequence[JobRun],
     expected: Expected | None = None,
     results: Mapping[str, str] | None = None,
-) -> Summary:
+) -> CiSummary:
     """Make one verdict.
 
     Args:
@@ -191,7 +193,7 @@ def merge(
         jobs += [_missing(name) for name in expected.jobs if name not in by_name]
     problems = [*_commits(jobs, expected), *_results(results or {}, expected, jobs)]
     problems += _policies(jobs)
-    return Summary(
+    return CiSummary(
         jobs=tuple(sorted(jobs, key=lambda job: job.name)),
         problems=tuple(problems),
         notes=tuple(notes),
@@ -239,7 +241,7 @@ def _checked(job: JobRun, planned: ExpectedJob | None, run_id: str | None) -> Jo
     return replace(job, problems=tuple(problems))
 
 
-def _differences(item: Item, planned: ExpectedJob) -> Iterator[str]:
+def _differences(item: JobItem, planned: ExpectedJob) -> Iterator[str]:
     """Yield how a workload that did not fail ran otherwise than planned."""
     if item.verdict == "skipped":
         yield f"skipped {item.node_id}, which the plan has"
@@ -300,11 +302,11 @@ def _results(
     return problems
 
 
-def _interest(group: Group) -> tuple[bool, bool, int, str]:
+def _interest(group: CauseGroup) -> tuple[bool, bool, int, str]:
     first = group.first
     is_transient = first.cause is not None and first.cause.is_transient
     return first.verdict == "broken", is_transient, -len(group.items), first.node_id
 
 
-def _at(item: Item) -> dict[str, JsonValue]:
+def _at(item: JobItem) -> dict[str, JsonValue]:
     return {"node_id": item.node_id, "job": item.job}

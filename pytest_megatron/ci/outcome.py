@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pytest_megatron.ci.job import JobRecord
+from pytest_megatron.ci.job import CiJobRecord
 from pytest_megatron.ci.junit import Junit
 from pytest_megatron.files import JsonValue
 
@@ -16,7 +16,7 @@ _NUMBER = re.compile(r"0x[0-9a-f]+|\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cause:
+class ItemCause:
     """Why an item did not pass, as its run directory or its JUnit XML says.
 
     Attributes:
@@ -61,7 +61,7 @@ class Cause:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Item:
+class JobItem:
     """One workload or test in one job.
 
     Attributes:
@@ -82,7 +82,7 @@ class Item:
     num_attempts: int = 1
     is_held: bool = False
     causes: tuple[str, ...] = ()
-    cause: Cause | None = None
+    cause: ItemCause | None = None
     reproduce: str | None = None
     num_repeats: int = 0
     is_compared: bool | None = None
@@ -123,8 +123,8 @@ class JobRun:
 
     name: str
     artifact: str | None
-    record: JobRecord | None = None
-    items: tuple[Item, ...] = ()
+    record: CiJobRecord | None = None
+    items: tuple[JobItem, ...] = ()
     junits: tuple[Junit, ...] = ()
     problems: tuple[str, ...] = ()
     commits: frozenset[str] = frozenset()

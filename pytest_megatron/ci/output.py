@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from pytest_megatron.ci.junit import Case, Suite, address, join
-from pytest_megatron.ci.merge import Summary
+from pytest_megatron.ci.junit import JUnitCase, Suite, address, join
+from pytest_megatron.ci.merge import CiSummary
 from pytest_megatron.ci.outcome import JobRun
 from pytest_megatron.ci.summary_html import as_html
 from pytest_megatron.ci.summary_text import COMMENT_BYTES, as_markdown
@@ -17,7 +17,7 @@ from pytest_megatron.files import write_texts_together
 _OUTCOMES = {"flaky": "passed"}
 
 
-def write_outputs(summary: Summary, directory: Path, pages: str | None = None) -> None:
+def write_outputs(summary: CiSummary, directory: Path, pages: str | None = None) -> None:
     """Write all of them or none.
 
     Args:
@@ -41,7 +41,7 @@ def write_outputs(summary: Summary, directory: Path, pages: str | None = None) -
         raise CiError(str(directory), f"cannot be written: {error.strerror}") from error
 
 
-def _suites(summary: Summary) -> Iterator[Suite]:
+def _suites(summary: CiSummary) -> Iterator[Suite]:
     for job in summary.jobs:
         others = tuple(_others(job))
         yield Suite(name=job.name, junits=job.junits, others=others, problems=job.problems)
@@ -49,7 +49,7 @@ def _suites(summary: Summary) -> Iterator[Suite]:
         yield Suite(name="all jobs", junits=(), problems=summary.problems)
 
 
-def _others(job: JobRun) -> Iterator[Case]:
+def _others(job: JobRun) -> Iterator[JUnitCase]:
     """Yield the items that only `run.json` has: their XML was never written, or not uploaded."""
     cases = [case for junit in job.junits for case in junit.cases]
     known = {(case.classname, case.name) for case in cases}
@@ -59,7 +59,7 @@ def _others(job: JobRun) -> Iterator[Case]:
         if (classname, name) not in known and item.node_id not in made_up:
             outcome = "skipped" if item.is_held else _OUTCOMES.get(item.verdict, item.verdict)
             text = "" if item.cause is None else item.cause.text
-            yield Case(
+            yield JUnitCase(
                 classname=classname,
                 name=name,
                 outcome=outcome,

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pytest_megatron.ci.buckets import find_test_files
-from pytest_megatron.ci.changes import Change, Suggestion, suggest
+from pytest_megatron.ci.changes import PathChange, Suggestion, suggest
 from pytest_megatron.ci.decide import Decision, Trigger, decide
 from pytest_megatron.ci.durations import read_durations
-from pytest_megatron.ci.jobs import Job, UnitRow, integration_matrix, unit_matrix, workload_jobs
+from pytest_megatron.ci.jobs import CiJob, UnitRow, integration_matrix, unit_matrix, workload_jobs
 from pytest_megatron.ci.table import CiTable, load_table
 from pytest_megatron.ci.units import (
     UNIT_MODEL,
@@ -27,7 +27,7 @@ from pytest_megatron.errors import EmptySelectionError, RecipeError
 from pytest_megatron.files import JsonValue
 from pytest_megatron.recipe.cases import compares_metrics
 from pytest_megatron.recipe.expand import Profile
-from pytest_megatron.recipe.findings import Finding
+from pytest_megatron.recipe.findings import RecipeFinding
 from pytest_megatron.recipe.load import BUILT_IN_WORDS, find_recipes, read_recipe
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.recipe.places import case_path
@@ -43,13 +43,13 @@ _NAMED = {"model": "model", "test_case": "test case"}  # too many to tell rows a
 class BrokenRecipesError(RecipeError):
     """Recipes have errors; all of them are in `findings`."""
 
-    def __init__(self, findings: Sequence[Finding]) -> None:
+    def __init__(self, findings: Sequence[RecipeFinding]) -> None:
         super().__init__(findings[0].where, findings[0].message)
         self.findings = tuple(findings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class PlanRequest:
     """What a plan is asked for.
 
     Attributes:
@@ -80,7 +80,7 @@ class Request:
     durations: tuple[Path, ...] = ()
     gpus: int = 0
     ranks: int = 0
-    changes: tuple[Change, ...] | None = None
+    changes: tuple[PathChange, ...] | None = None
     is_suggestion_applied: bool = False
     is_empty_allowed: bool = False
 
@@ -99,7 +99,7 @@ class CiPlan:
     decision: Decision
     platforms: tuple[str, ...]
     workloads: tuple[Workload, ...]
-    jobs: tuple[Job, ...]
+    jobs: tuple[CiJob, ...]
     left_out: tuple[LeftOut, ...]
     suggestion: Suggestion | None
 
@@ -141,7 +141,7 @@ class CiPlan:
         return found
 
 
-def make_plan(request: Request) -> CiPlan:
+def make_plan(request: PlanRequest) -> CiPlan:
     """Return what CI runs.
 
     Raises:
@@ -159,7 +159,7 @@ def make_plan(request: Request) -> CiPlan:
     decision = decide(trigger, table)
     rows = _read_rows(request, table, words)
     workloads: tuple[Workload, ...] = ()
-    jobs: list[Job] = []
+    jobs: list[CiJob] = []
     left_out: list[LeftOut] = []
     if "workload" in request.kinds:
         workloads, left_out = _select(rows, request, decision, words, table)
@@ -182,7 +182,7 @@ def make_plan(request: Request) -> CiPlan:
     )
 
 
-def _with_suggestion(request: Request, table: CiTable) -> tuple[Trigger, Suggestion | None]:
+def _with_suggestion(request: PlanRequest, table: CiTable) -> tuple[Trigger, Suggestion | None]:
     trigger = request.trigger
     if request.changes is None:
         return trigger, None
@@ -202,7 +202,7 @@ def _with_suggestion(request: Request, table: CiTable) -> tuple[Trigger, Suggest
     )
 
 
-def _read_rows(request: Request, table: CiTable, words: Vocabulary) -> tuple[Workload, ...]:
+def _read_rows(request: PlanRequest, table: CiTable, words: Vocabulary) -> tuple[Workload, ...]:
     """Return the rows of all recipes.
 
     A project without the table's own folders of recipes has none; what was asked for must be there.
@@ -219,7 +219,7 @@ def _read_rows(request: Request, table: CiTable, words: Vocabulary) -> tuple[Wor
 
 def _select(
     rows: Sequence[Workload],
-    request: Request,
+    request: PlanRequest,
     decision: Decision,
     words: Vocabulary,
     table: CiTable,
@@ -309,7 +309,7 @@ def _left_out(row: Workload, filters: dict[str, tuple[str, ...]]) -> LeftOut:
 
 
 def _unit_jobs(
-    rows: Sequence[Workload], request: Request, decision: Decision, table: CiTable
+    rows: Sequence[Workload], request: PlanRequest, decision: Decision, table: CiTable
 ) -> UnitJobs:
     """Return the jobs of unit tests.
 

@@ -7,7 +7,7 @@ import secrets
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from pytest_megatron.ci.jobs import Job, integration_matrix, unit_matrix
+from pytest_megatron.ci.jobs import CiJob, integration_matrix, unit_matrix
 from pytest_megatron.ci.plan import CiPlan
 from pytest_megatron.ci.units import LeftOut
 from pytest_megatron.files import JsonValue
@@ -60,7 +60,7 @@ def _header(plan: CiPlan) -> Iterator[str]:
         yield f"label for these changes: {labels}, {found.reason}"
 
 
-def _job_lines(job: Job) -> Iterator[str]:
+def _job_lines(job: CiJob) -> Iterator[str]:
     ranks = f"{job.nodes}x{job.ranks} ranks" if job.ranks else "no gang"
     files = f", {_counted(len(job.files), 'file')}" if job.kind == "unit" else ""
     judged = ", not compared" if job.is_compared is False and not job.is_lightweight else ""

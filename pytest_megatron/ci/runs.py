@@ -18,9 +18,9 @@ from pytest_megatron.ci.causes import (
     is_within,
     telling_line,
 )
-from pytest_megatron.ci.job import FILE_NAME, LOG_NAME, JobRecord, read_job
-from pytest_megatron.ci.junit import Case, Junit, address, read_junit
-from pytest_megatron.ci.outcome import Item, JobRun, number_of, rows_of, text_of
+from pytest_megatron.ci.job import FILE_NAME, LOG_NAME, CiJobRecord, read_job
+from pytest_megatron.ci.junit import Junit, JUnitCase, address, read_junit
+from pytest_megatron.ci.outcome import JobItem, JobRun, number_of, rows_of, text_of
 from pytest_megatron.errors import CiError, TriageError
 from pytest_megatron.files import JsonValue
 from pytest_megatron.launch.layout import RUN_FILE
@@ -40,12 +40,12 @@ _VERDICTS = frozenset(("passed", "failed", "flaky", "broken", "skipped"))
 
 
 @dataclass(slots=True)
-class _Notebook:
+class _JobCollector:
     """What is collected about one job."""
 
     shown: str
     root: Path
-    items: dict[str, Item] = field(default_factory=dict)
+    items: dict[str, JobItem] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     commits: set[str] = field(default_factory=set)
     junits: list[Junit] = field(default_factory=list)
@@ -64,7 +64,7 @@ def read_run(root: Path, shown: str) -> JobRun:
         root: Its directory.
         shown: How a user would name it: a directory, or an archive that was unpacked to `root`.
     """
-    book = _Notebook(shown=shown, root=root)
+    book = _JobCollector(shown=shown, root=root)
     record = _job_record(book)
     name = record.job if record is not None else Path(shown.rstrip("!")).name.removesuffix(".zip")
     for directory in _walk(root, _DEPTH):
@@ -94,7 +94,7 @@ def read_run(root: Path, shown: str) -> JobRun:
     )
 
 
-def _job_record(book: _Notebook) -> JobRecord | None:
+def _job_record(book: _JobCollector) -> CiJobRecord | None:
     file = book.root / FILE_NAME
     if not is_within(file, book.root):
         return None
@@ -124,16 +124,16 @@ def _junit_files(directory: Path) -> list[Path]:
     return [f for f in found if "coverage" not in f.name and f.is_file() and not f.is_symlink()]
 
 
-def _show(book: _Notebook, path: Path) -> str:
+def _show(book: _JobCollector, path: Path) -> str:
     where = path.relative_to(book.root).as_posix()
     if where == ".":
         return book.shown
     return book.shown + where if book.shown.endswith("!") else f"{book.shown}/{where}"
 
 
-def _by_address(junits: Sequence[Junit]) -> dict[tuple[str, str], Case]:
+def _by_address(junits: Sequence[Junit]) -> dict[tuple[str, str], JUnitCase]:
     """Return the case that tells why for each item: one that went wrong, if any did."""
-    found: dict[tuple[str, str], Case] = {}
+    found: dict[tuple[str, str], JUnitCase] = {}
     for case in (case for junit in junits for case in junit.cases):
         key = (case.classname, case.name)
         if key not in found or found[key].outcome == "passed":
@@ -142,7 +142,7 @@ def _by_address(junits: Sequence[Junit]) -> dict[tuple[str, str], Case]:
 
 
 def _read_run_dir(
-    book: _Notebook, run_dir: Path, job: str, cases: Mapping[tuple[str, str], Case]
+    book: _JobCollector, run_dir: Path, job: str, cases: Mapping[tuple[str, str], JUnitCase]
 ) -> None:
     """Take the items of one `run.json`, and what is wrong with the run as a whole."""
     shown = _show(book, run_dir)
@@ -167,17 +167,17 @@ def _read_run_dir(
 def _item(
     node_id: str,
     record: Mapping[str, JsonValue],
-    case: Case | None,
+    case: JUnitCase | None,
     place: tuple[Path, str],
     job: str,
-) -> Item:
+) -> JobItem:
     attempts = rows_of(record, "attempts")
     is_test = "world_size" in record
     quarantine = record.get("quarantine")
     is_held = isinstance(quarantine, dict) and quarantine.get("holds") is True
     verdict = text_of(record, "verdict")
     cause = cause_of_test(record, case, *place) if is_test else cause_of_workload(record, *place)
-    return Item(
+    return JobItem(
         node_id=node_id,
         job=job,
         verdict=verdict if verdict in _VERDICTS else "broken",
@@ -194,7 +194,9 @@ def _item(
     )
 
 
-def _as_judged(item: Item, record: Mapping[str, JsonValue], run: Mapping[str, JsonValue]) -> Item:
+def _as_judged(
+    item: JobItem, record: Mapping[str, JsonValue], run: Mapping[str, JsonValue]
+) -> JobItem:
     """Return a workload's item with how often and how strictly it ran."""
     if "world_size" in record:
         return item
@@ -220,7 +222,7 @@ def _reproduce(shown: str, node_id: str) -> str:
     return shlex.join(["pytest-megatron", "repro", artifact, node_id])
 
 
-def _unfinished(run: Mapping[str, JsonValue], run_dir: Path, book: _Notebook) -> str | None:
+def _unfinished(run: Mapping[str, JsonValue], run_dir: Path, book: _JobCollector) -> str | None:
     """Return what is wrong with how a run ended; None if it ended as its items say."""
     code = number_of(run, "exit_code")
     if text_of(run, "ended") is None or code is None:
@@ -247,7 +249,7 @@ def _running(run: Mapping[str, JsonValue], run_dir: Path) -> str | None:
     return next((n for n in names if n and isinstance(known, dict) and n not in known), None)
 
 
-def _add_cases(book: _Notebook, job: str) -> None:
+def _add_cases(book: _JobCollector, job: str) -> None:
     """Take the tests that ran on no gang, which only JUnit XML has."""
     known = {address(node_id): node_id for node_id in book.items}
     for key, case in _by_address(book.junits).items():
@@ -258,7 +260,7 @@ def _add_cases(book: _Notebook, job: str) -> None:
             if cause is not None and item.verdict in ("passed", "flaky"):
                 book.items[node_id] = replace(item, verdict=case.outcome, cause=cause)
         else:
-            book.items[case.node_id] = Item(
+            book.items[case.node_id] = JobItem(
                 node_id=case.node_id,
                 job=job,
                 verdict=case.outcome,

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from pytest_megatron.ci.merge import Group, Summary
-from pytest_megatron.ci.outcome import Item, JobRun
+from pytest_megatron.ci.merge import CauseGroup, CiSummary
+from pytest_megatron.ci.outcome import JobItem, JobRun
 from pytest_megatron.ci.summary_text import counts, headline, how_flaky
 from pytest_megatron.markdown import plain
 
@@ -30,7 +30,7 @@ h3 { overflow-wrap: anywhere; margin: 1.5rem 0 .3rem }
 """
 
 
-def as_html(summary: Summary, pages: str | None = None) -> str:
+def as_html(summary: CiSummary, pages: str | None = None) -> str:
     """Return the page.
 
     Args:
@@ -74,7 +74,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"<table><thead><tr>{names}</tr></thead><tbody>", *lines, "</tbody></table>"]
 
 
-def _head(summary: Summary) -> Iterator[str]:
+def _head(summary: CiSummary) -> Iterator[str]:
     if summary.headline:
         yield f"<p>Planned: {_text(summary.headline)}</p>"
     problems = [_text(problem) for problem in summary.problems]
@@ -89,7 +89,7 @@ def _head(summary: Summary) -> Iterator[str]:
         yield f"<ul>{''.join(f'<li>{problem}</li>' for problem in problems)}</ul>"
 
 
-def _group(group: Group) -> str:
+def _group(group: CauseGroup) -> str:
     item, cause = group.first, group.first.cause
     lines = [f'<h3><span class="{item.verdict}">{item.verdict}</span> {_text(item.node_id)}</h3>']
     facts = [f"in job {_text(item.job)}"]
@@ -112,7 +112,7 @@ def _group(group: Group) -> str:
     return "\n".join(lines)
 
 
-def _job_rows(summary: Summary) -> list[tuple[str, str, str, str]]:
+def _job_rows(summary: CiSummary) -> list[tuple[str, str, str, str]]:
     return [_job_row(job) for job in summary.jobs]
 
 
@@ -121,5 +121,5 @@ def _job_row(job: JobRun) -> tuple[str, str, str, str]:
     return _text(job.name), verdict, _text(counts(job)), _text(job.artifact or "")
 
 
-def _seconds(item: Item) -> str:
+def _seconds(item: JobItem) -> str:
     return f'<span class="number">{item.duration_s:.1f}</span>'

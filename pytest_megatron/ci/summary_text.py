@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from pytest_megatron.ci.merge import Group, Summary
-from pytest_megatron.ci.outcome import Cause, Item, JobRun
+from pytest_megatron.ci.merge import CauseGroup, CiSummary
+from pytest_megatron.ci.outcome import ItemCause, JobItem, JobRun
 from pytest_megatron.markdown import code, escaped, fenced, plain, table
 
 STEP_SUMMARY_BYTES = 900_000  # GitHub takes 1 MiB for a step
@@ -24,7 +24,7 @@ _MARKS = {
 }
 
 
-def headline(summary: Summary) -> str:
+def headline(summary: CiSummary) -> str:
     """Return `failed: 2 of 40 items, 1 of 5 jobs has a problem`."""
     bad = sum(item.is_bad for item in summary.items)
     parts = [f"{bad} of {_number(len(summary.items), 'item')}" if bad else ""]
@@ -40,7 +40,7 @@ def headline(summary: Summary) -> str:
     return f"{summary.verdict}: {told or ran + flaky}"
 
 
-def as_text(summary: Summary) -> str:
+def as_text(summary: CiSummary) -> str:
     """Return the summary for a terminal."""
     blocks = ["\n".join(_text_head(summary))]
     blocks += ["\n".join(_text_group(group)) for group in summary.groups]
@@ -54,7 +54,7 @@ def as_text(summary: Summary) -> str:
     return plain("\n\n".join(blocks))
 
 
-def _text_head(summary: Summary) -> Iterator[str]:
+def _text_head(summary: CiSummary) -> Iterator[str]:
     yield headline(summary)
     if summary.headline:
         yield f"planned: {summary.headline}"
@@ -71,7 +71,7 @@ def _text_head(summary: Summary) -> Iterator[str]:
         yield f"to have the artifacts at home: {summary.fetch}"
 
 
-def _text_group(group: Group) -> Iterator[str]:
+def _text_group(group: CauseGroup) -> Iterator[str]:
     item, cause = group.first, group.first.cause
     yield f"{item.verdict} {item.node_id} ({item.job})"
     if cause is not None:
@@ -91,7 +91,7 @@ def _text_group(group: Group) -> Iterator[str]:
         yield f"{_INDENT}reproduce: {item.reproduce}"
 
 
-def as_markdown(summary: Summary, most_bytes: int = STEP_SUMMARY_BYTES) -> str:
+def as_markdown(summary: CiSummary, most_bytes: int = STEP_SUMMARY_BYTES) -> str:
     """Return the summary for a step summary or a comment.
 
     Args:
@@ -123,7 +123,7 @@ def _bytes(text: str) -> int:
     return len(text.encode()) + 2  # and a blank line
 
 
-def _sections(summary: Summary) -> Iterator[tuple[str, Iterator[str]]]:
+def _sections(summary: CiSummary) -> Iterator[tuple[str, Iterator[str]]]:
     yield "", _markdown_head(summary)
     yield "### What failed", (_markdown_group(group) for group in summary.groups)
     yield (
@@ -147,7 +147,7 @@ def _tables(
         yield table(head, rows[start : start + 50], numbers)
 
 
-def _markdown_head(summary: Summary) -> Iterator[str]:
+def _markdown_head(summary: CiSummary) -> Iterator[str]:
     yield f"## {_MARKS[summary.verdict]} {escaped(headline(summary))}"
     if summary.headline:
         yield f"Planned: {escaped(summary.headline)}."
@@ -171,7 +171,7 @@ def _job_names(names: Sequence[str]) -> str:
     return f"{shown}{more}" if len(names) == 1 else f"{len(names)} jobs, {shown}{more}: each"
 
 
-def _markdown_group(group: Group) -> str:
+def _markdown_group(group: CauseGroup) -> str:
     item, cause = group.first, group.first.cause
     lines = [f"#### {_MARKS[item.verdict]} {_name(item)}", ""]
     if cause is not None:
@@ -190,13 +190,13 @@ def _markdown_group(group: Group) -> str:
     return "\n".join(lines)
 
 
-def _markdown_place(cause: Cause) -> str:
+def _markdown_place(cause: ItemCause) -> str:
     line = "" if cause.line is None else f": {code(cause.line, _MOST_NAME)}"
     place = "" if cause.place is None else code(cause.place, _MOST_NAME)
     return f"{_started(cause.rank, place)}{line}"
 
 
-def _job_rows(summary: Summary) -> Iterator[tuple[str, str, str, str]]:
+def _job_rows(summary: CiSummary) -> Iterator[tuple[str, str, str, str]]:
     for job in sorted(summary.jobs, key=lambda job: job.verdict in ("passed", "flaky")):
         artifact = "" if job.artifact is None else code(job.artifact, _MOST_NAME)
         mark = f"{_MARKS[job.verdict]} {job.verdict}"
@@ -216,7 +216,7 @@ def counts(job: JobRun) -> str:
     return f"{', '.join(told) or 'no items'}, {job.duration_s:.1f} s"
 
 
-def how_flaky(item: Item) -> str:
+def how_flaky(item: JobItem) -> str:
     """Return why an item that did not pass at once fails nothing."""
     if item.is_held:
         return f"{item.verdict}, in quarantine"
@@ -224,14 +224,14 @@ def how_flaky(item: Item) -> str:
     return f"passed at attempt {max(item.num_attempts, 2)}{causes}"
 
 
-def _also(group: Group, form: Callable[[str], str]) -> str:
+def _also(group: CauseGroup, form: Callable[[str], str]) -> str:
     others = [f"{item.node_id} ({item.job})" for item in group.items[1:]]
     shown = [form(name[:_MOST_NAME]) for name in others[:_MOST_ALSO]]
     more = f" and {len(others) - _MOST_ALSO} more" if len(others) > _MOST_ALSO else ""
     return f"the same in {', '.join(shown)}{more}"
 
 
-def _name(item: Item) -> str:
+def _name(item: JobItem) -> str:
     return code(item.node_id, _MOST_NAME)
 
 

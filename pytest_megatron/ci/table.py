@@ -21,7 +21,7 @@ TABLE_NAME = "ci"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class DecisionRule:
     """One row of the decision.
 
     Attributes:
@@ -96,7 +96,7 @@ class CiTable:
         opt_in_platforms: Where only tests with the mark `launch_on_<platform>` run.
     """
 
-    rules: tuple[Rule, ...]
+    rules: tuple[DecisionRule, ...]
     labels: tuple[LabelEffect, ...]
     marks: tuple[MarkRule, ...]
     paths: tuple[PathClass, ...]
@@ -179,10 +179,10 @@ def _parse(keys: CiKeys) -> CiTable:
     )
 
 
-def _rule(keys: RuleKeys) -> Rule:
+def _rule(keys: RuleKeys) -> DecisionRule:
     when = keys.get("when", {})
     cadence = keys.get("cadence")
-    return Rule(
+    return DecisionRule(
         name=keys["name"],
         events=tuple(when.get("event", ())),
         labels=tuple(when.get("label", ())),
@@ -264,7 +264,7 @@ def _known(key: str, words: Sequence[str], choices: Sequence[str] | frozenset[st
             )
 
 
-def _unreachable(rules: Sequence[Rule]) -> tuple[int, int] | None:
+def _unreachable(rules: Sequence[DecisionRule]) -> tuple[int, int] | None:
     """Return the first rule behind one without conditions, and that one."""
     for index, rule in enumerate(rules[:-1]):
         if not (rule.events or rule.labels or rule.refs or rule.cadences):

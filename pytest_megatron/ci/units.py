@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pytest_megatron.ci.buckets import Bucket, find_test_files, share_out
-from pytest_megatron.ci.jobs import Job, UnitRow, unit_job
+from pytest_megatron.ci.jobs import CiJob, UnitRow, unit_job
 from pytest_megatron.ci.marks import EXPERIMENTAL, launch_mark, wanted_launch_marks
 from pytest_megatron.ci.shards import balance
 from pytest_megatron.ci.table import CiTable
@@ -50,7 +50,7 @@ class UnitJobs:
         left_out: Rows and buckets without a job.
     """
 
-    jobs: tuple[Job, ...] = ()
+    jobs: tuple[CiJob, ...] = ()
     left_out: tuple[LeftOut, ...] = ()
 
 
@@ -66,7 +66,7 @@ def bucket_jobs(
         RecipeError: A bucket is none, is named twice, or a test file is in none.
     """
     files = find_test_files(root, table.unit_tests)
-    jobs: list[Job] = []
+    jobs: list[CiJob] = []
     left_out: list[LeftOut] = []
     for platform in dict.fromkeys(row.platform for row in rows):
         mine = [row for row in rows if row.platform == platform]
@@ -91,7 +91,7 @@ def _of_platform(
     table: CiTable,
     root: Path,
 ) -> UnitJobs:
-    jobs: list[Job] = []
+    jobs: list[CiJob] = []
     left_out: list[LeftOut] = []
     chosen: dict[str, Workload] = {}
     for row in rows:
@@ -141,7 +141,7 @@ def shard_jobs(
             f"set unit_tests in [tool.pytest-megatron.ci]",
         )
     shards = balance(files, durations_s, num_shards)
-    jobs: list[Job] = []
+    jobs: list[CiJob] = []
     for shard in shards:
         name = f"shard-{shard.number}-of-{len(shards)}"
         jobs += _jobs_of(
@@ -150,7 +150,7 @@ def shard_jobs(
     return UnitJobs(jobs=tuple(jobs))
 
 
-def _jobs_of(bucket: Bucket, row: UnitRow, table: CiTable, root: Path) -> list[Job]:
+def _jobs_of(bucket: Bucket, row: UnitRow, table: CiTable, root: Path) -> list[CiJob]:
     """Return the job of a bucket, and one more for its experimental tests, if it has any."""
     files = bucket.files
     for mark in wanted_launch_marks((row.platform,) if row.platform else (), table):

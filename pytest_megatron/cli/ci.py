@@ -17,7 +17,7 @@ from pytest_megatron.cli.formats import format_option
 from pytest_megatron.errors import CiError, MegatronError
 
 if TYPE_CHECKING:
-    from pytest_megatron.ci.merge import Summary
+    from pytest_megatron.ci.merge import CiSummary
 
 EXIT_FAILED = 1
 _PAGES = "pages"
@@ -178,7 +178,7 @@ def _fetch(paths: tuple[Path, ...]) -> str | None:
     return shlex.join(["gh", "run", "download", run_id, *words])
 
 
-def _write_pages(found: Summary, directory: Path) -> str | None:
+def _write_pages(found: CiSummary, directory: Path) -> str | None:
     """Write the pages of the runs that can be read; return where, from the directory, if any."""
     from pytest_megatron.pages.write import write_report  # noqa: PLC0415
 

@@ -15,7 +15,7 @@ from pytest_megatron.doctor.places import here
 from pytest_megatron.doctor.render import FORMATS
 
 
-class _Given(TypedDict):
+class _DoctorOptions(TypedDict):
     """The values of the options."""
 
     python: Path | None
@@ -44,7 +44,7 @@ class _Given(TypedDict):
 @click.option("--no-collective", is_flag=True, help="Try no all_reduce.")
 @click.option("--strict", is_flag=True, help="Exit with 1 if there are warnings.")
 @format_option(*FORMATS)
-def command(**given: Unpack[_Given]) -> None:
+def command(**given: Unpack[_DoctorOptions]) -> None:
     """Check driver, CUDA, torch, packages, network, limits and the project against one another.
 
     Run it where trainings are started. Exits with 2 if there are errors, with 1 if there are

@@ -12,7 +12,7 @@ import click
 from pytest_megatron.cli.formats import format_option
 from pytest_megatron.errors import ConfigError
 from pytest_megatron.files import JsonValue
-from pytest_megatron.history import FILE_NAME, Record, days_ago, flaky_records, read
+from pytest_megatron.history import FILE_NAME, HistoryRecord, days_ago, flaky_records, read
 from pytest_megatron.wording import printable
 
 _SPAN = re.compile(r"(\d+)([hdw])").fullmatch
@@ -68,7 +68,7 @@ def _days(span: str) -> float:
     return int(match[1]) * _DAYS[match[2]]
 
 
-def _as_text(records: Sequence[Record]) -> str:
+def _as_text(records: Sequence[HistoryRecord]) -> str:
     if not records:
         return "no item was flaky\n"
     rows: list[tuple[str, ...]] = [
@@ -86,7 +86,7 @@ def _as_text(records: Sequence[Record]) -> str:
     return "".join(lines)
 
 
-def _as_markdown(records: Sequence[Record]) -> str:
+def _as_markdown(records: Sequence[HistoryRecord]) -> str:
     if not records:
         return "No item was flaky.\n"
     lines = [
@@ -100,7 +100,7 @@ def _as_markdown(records: Sequence[Record]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _as_json(records: Sequence[Record]) -> str:
+def _as_json(records: Sequence[HistoryRecord]) -> str:
     rows: list[JsonValue] = [
         {
             "node_id": record.node_id,
@@ -122,7 +122,7 @@ def _as_json(records: Sequence[Record]) -> str:
 _FORMATS = {"text": _as_text, "json": _as_json, "markdown": _as_markdown}
 
 
-def _cells(record: Record) -> tuple[str, ...]:
+def _cells(record: HistoryRecord) -> tuple[str, ...]:
     causes = [f"{name} {count}" for name, count in record.causes]
     if record.is_contradictory:
         causes.append("passed and failed at one commit")

@@ -25,12 +25,12 @@ from pytest_megatron.golden.comparison import (
 )
 from pytest_megatron.golden.generation import GENERATION_METRICS
 from pytest_megatron.golden.model import Observed
-from pytest_megatron.golden.policy import Place, Policy
+from pytest_megatron.golden.policy import ComparedWorkload, ComparisonPolicy
 from pytest_megatron.golden.policy_file import policy_named
 from pytest_megatron.golden.policy_generation import Pair, compare_generation
 from pytest_megatron.golden.provenance import Golden
 from pytest_megatron.golden.store import read_golden, read_metrics
-from pytest_megatron.golden.surroundings import Surroundings, why_not_timed
+from pytest_megatron.golden.surroundings import RunEnvironment, why_not_timed
 from pytest_megatron.refresh.transaction import recover_above
 from pytest_megatron.wording import printable
 
@@ -38,7 +38,7 @@ EXIT_FAILED = 1
 _PATH_PARTS = 4  # of /<model>/<test_case>/golden_values_<environment>_<platform>.json
 
 
-class _Commands(LazyGroup):
+class _GoldenCommands(LazyGroup):
     lazy = {  # noqa: RUF012 - the base class says what it is
         "accept": ("pytest_megatron.cli.golden_accept", "Make goldens of what runs measured."),
         "convert": (
@@ -52,7 +52,9 @@ class _Commands(LazyGroup):
     }
 
 
-@click.group("golden", cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    "golden", cls=_GoldenCommands, context_settings={"help_option_names": ["-h", "--help"]}
+)
 def command() -> None:
     """Compare observed metrics with golden values, refresh and review them."""
     recover_above(Path())  # what a killed refresh left half done
@@ -79,7 +81,7 @@ def command() -> None:
 )
 @click.option(
     "--golden-policy",
-    default=Policy.STRICT.value,
+    default=ComparisonPolicy.STRICT.value,
     show_default=True,
     metavar="POLICY",
     help="strict, megatron or the path of a policy file.",
@@ -128,7 +130,7 @@ def check(  # noqa: PLR0913 - click hands over one argument an option
             metrics=metrics or None,
             policy=policy,
             nondeterministic=nondeterministic,
-            surroundings=Surroundings(
+            surroundings=RunEnvironment(
                 host_class=host_class, image=image, versions=_versions(versions)
             ),
         )
@@ -152,7 +154,7 @@ def _compare_generation(
     golden: Golden,
     observed: Observed,
     metrics: tuple[str, ...],
-    policy: Policy,
+    policy: ComparisonPolicy,
     host_class: str | None,
 ) -> tuple[Comparison, ...]:
     """Compare the output of an inference program; by default whatever the golden has."""
@@ -205,16 +207,18 @@ def _lines(comparison: Comparison) -> tuple[str, ...]:
     return (render(comparison),) if layers is None else (render(comparison), f"    {layers}")
 
 
-def _place_of(golden: Path) -> Place | None:
+def _place_of(golden: Path) -> ComparedWorkload | None:
     """Return the workload that a golden's path names, where it does."""
     environment, _, platform = golden.stem.removeprefix("golden_values_").partition("_")
     if not platform or environment == golden.stem or len(golden.absolute().parts) < _PATH_PARTS:
         return None
     *_, model, test_case, _ = golden.absolute().parts
-    return Place(case=f"{model}/{test_case}", platform=platform, environment=environment)
+    return ComparedWorkload(case=f"{model}/{test_case}", platform=platform, environment=environment)
 
 
-def _as_text(comparisons: tuple[Comparison, ...], notes: tuple[str, ...], policy: Policy) -> str:
+def _as_text(
+    comparisons: tuple[Comparison, ...], notes: tuple[str, ...], policy: ComparisonPolicy
+) -> str:
     num_failed = sum(not comparison.passed for comparison in comparisons)
     num_judged = sum(comparison.is_judged for comparison in comparisons)
     verdict = "all passed" if num_judged else "nothing was judged"

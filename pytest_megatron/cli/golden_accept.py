@@ -16,7 +16,7 @@ from pytest_megatron.cli.formats import format_option
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.golden.policy_file import policy_named
 from pytest_megatron.launch.own_dir import OWN_DIR, make_own_dir
-from pytest_megatron.refresh.accept import Outcome, Terms, accept, write_pages
+from pytest_megatron.refresh.accept import AcceptOutcome, Terms, accept, write_pages
 from pytest_megatron.refresh.candidate import Candidate
 from pytest_megatron.refresh.forms import FORMS, outcome_text
 from pytest_megatron.refresh.pull_request import commit_message, refusals_text
@@ -94,7 +94,7 @@ def clean_reason(reason: str | None) -> str | None:
 
 def write(
     candidates: Sequence[Candidate], root: Path, terms: Terms, *, is_dry: bool = False
-) -> Outcome:
+) -> AcceptOutcome:
     """Accept candidates.
 
     Raises:
@@ -116,7 +116,9 @@ def pages_directory(runs: Sequence[Path], root: Path) -> Path:
     return root / OWN_DIR
 
 
-def report(outcome: Outcome, pages: Path, terms: Terms, *, form: str, is_dry: bool = False) -> None:
+def report(
+    outcome: AcceptOutcome, pages: Path, terms: Terms, *, form: str, is_dry: bool = False
+) -> None:
     """Print what became of a set, write its pages, and end with 1 if it was refused."""
     if form == "json" or outcome.differences:
         click.echo(printable(outcome_text(outcome, form, reason=terms.reason)))
@@ -130,7 +132,7 @@ def report(outcome: Outcome, pages: Path, terms: Terms, *, form: str, is_dry: bo
         _tell_written(outcome, pages, terms, is_error=form == "json")
 
 
-def _refuse(outcome: Outcome) -> None:
+def _refuse(outcome: AcceptOutcome) -> None:
     for line in refusals_text(outcome.refused):
         click.echo(f"refused: {line}", err=True)
     soft = all(refusal.rule.is_soft for _, refusal in outcome.refused)
@@ -139,7 +141,7 @@ def _refuse(outcome: Outcome) -> None:
     sys.exit(EXIT_REFUSED)
 
 
-def _tell_written(outcome: Outcome, pages: Path, terms: Terms, *, is_error: bool) -> None:
+def _tell_written(outcome: AcceptOutcome, pages: Path, terms: Terms, *, is_error: bool) -> None:
     click.echo(f"{len(outcome.differences)} written", err=is_error)
     try:
         if pages.name == OWN_DIR.name:

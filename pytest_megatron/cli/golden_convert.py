@@ -13,7 +13,7 @@ from pytest_megatron.cli.findings import root_option
 from pytest_megatron.config import load_config
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.files import write_texts_together
-from pytest_megatron.golden.convert import Converted, Wish, convert
+from pytest_megatron.golden.convert import Converted, ConvertOptions, convert
 from pytest_megatron.golden.form import Form
 from pytest_megatron.golden.lint import find_goldens
 from pytest_megatron.golden.naming import place_of
@@ -29,7 +29,7 @@ _LAYOUTS = {"ours": GOLDENS, "megatron": CASES}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Change:
+class _ConvertedFile:
     """One file: what it was, what it becomes and where."""
 
     source: Path
@@ -92,7 +92,7 @@ def command(  # noqa: PLR0913 - click hands over one argument an option
     """
     if sum((is_check, is_writing, output is not None)) > 1:
         raise click.UsageError("--check, --write and --output exclude one another; give one")
-    wish = Wish(
+    wish = ConvertOptions(
         form=project_form(root) if form is None else Form(form),
         is_plain=form == Form.MEGATRON.value,
         is_rounded=five_decimals,
@@ -152,10 +152,10 @@ class _Movers:
 
 
 def _plan(
-    files: Sequence[Path], wish: Wish, movers: _Movers
-) -> tuple[list[_Change], list[GoldenError]]:
+    files: Sequence[Path], wish: ConvertOptions, movers: _Movers
+) -> tuple[list[_ConvertedFile], list[GoldenError]]:
     """Return what becomes of each file, and which ones stay because of what."""
-    changes: dict[Path, _Change] = {}
+    changes: dict[Path, _ConvertedFile] = {}
     problems: list[GoldenError] = []
     sources = {file.absolute() for file in files}
     for file in files:
@@ -171,11 +171,11 @@ def _plan(
             other = changes[target].source if target in changes else target
             problems.append(GoldenError(str(file), f"would become {target}, as {other}; not moved"))
             continue
-        changes[target] = _Change(source=file, target=target, old=old, new=new)
+        changes[target] = _ConvertedFile(source=file, target=target, old=old, new=new)
     return list(changes.values()), problems
 
 
-def _write_copies(changes: Sequence[_Change]) -> None:
+def _write_copies(changes: Sequence[_ConvertedFile]) -> None:
     """Write the new files, and leave the old ones where they are."""
     try:
         write_texts_together({change.target: change.new.text for change in changes})
@@ -183,7 +183,7 @@ def _write_copies(changes: Sequence[_Change]) -> None:
         raise _cannot_write(error, changes) from error
 
 
-def _replace(root: Path, changes: Sequence[_Change]) -> None:
+def _replace(root: Path, changes: Sequence[_ConvertedFile]) -> None:
     """Replace goldens together, as a refresh does it, and remove those that moved.
 
     Raises:
@@ -208,29 +208,31 @@ def _replace(root: Path, changes: Sequence[_Change]) -> None:
         raise _cannot_write(error, changes) from error
 
 
-def _cannot_write(error: OSError, changes: Sequence[_Change]) -> GoldenError:
+def _cannot_write(error: OSError, changes: Sequence[_ConvertedFile]) -> GoldenError:
     where = str(error.filename or changes[0].target)
     return GoldenError(where, f"cannot be written: {error.strerror}; nothing was changed")
 
 
-def _describe(change: _Change) -> Iterator[str]:
+def _describe(change: _ConvertedFile) -> Iterator[str]:
     moved = "" if change.source == change.target else f" -> {change.target}"
     yield f"{change.source}{moved}: {_sizes([change])}"
     yield from (f"  note: {note}" for note in change.new.notes)
     yield from (f"  loses {loss}" for loss in change.new.losses)
 
 
-def _sizes(changes: Sequence[_Change]) -> str:
+def _sizes(changes: Sequence[_ConvertedFile]) -> str:
     lines = [sum(len(text.splitlines()) for text in texts) for texts in _texts(changes)]
     sizes = [sum(len(text.encode()) for text in texts) for texts in _texts(changes)]
     return f"{lines[0]} -> {lines[1]} lines, {sizes[0]} -> {sizes[1]} bytes"
 
 
-def _texts(changes: Sequence[_Change]) -> tuple[list[str], list[str]]:
+def _texts(changes: Sequence[_ConvertedFile]) -> tuple[list[str], list[str]]:
     return [change.old for change in changes], [change.new.text for change in changes]
 
 
-def _total(changes: Sequence[_Change], needed: Sequence[_Change], *, is_written: bool) -> str:
+def _total(
+    changes: Sequence[_ConvertedFile], needed: Sequence[_ConvertedFile], *, is_written: bool
+) -> str:
     what = "written" if is_written else "would change"
     sizes = f": {_sizes(needed)}" if needed else ""
     return f"{len(needed)} of {counted(len(changes), 'golden')} {what}{sizes}"

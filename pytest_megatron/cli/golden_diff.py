@@ -13,7 +13,7 @@ import click
 
 from pytest_megatron.cli.formats import format_option
 from pytest_megatron.errors import GoldenError
-from pytest_megatron.refresh.difference import State
+from pytest_megatron.refresh.difference import FileChange
 from pytest_megatron.refresh.forms import FORMS, differences_json, differences_text
 from pytest_megatron.refresh.pull_request import markdown
 from pytest_megatron.refresh.revision import (
@@ -81,5 +81,5 @@ def command(
         click.echo(json.dumps(differences_json(differences), indent=2, allow_nan=False))
     else:
         click.echo(printable((markdown if form == "markdown" else differences_text)(differences)))
-    if exit_code and (problems or any(d.state is not State.UNCHANGED for d in differences)):
+    if exit_code and (problems or any(d.state is not FileChange.UNCHANGED for d in differences)):
         sys.exit(EXIT_DIFFERENT)

@@ -27,8 +27,8 @@ from pytest_megatron.golden.refresh import series_in
 from pytest_megatron.launch.own_dir import OWN_DIR
 from pytest_megatron.markdown import plain
 from pytest_megatron.refresh.accept import Offer, Terms, consider
-from pytest_megatron.refresh.candidate import Candidate, Rule, hard
-from pytest_megatron.refresh.difference import MetricDifference, State
+from pytest_megatron.refresh.candidate import Candidate, GateRule, hard
+from pytest_megatron.refresh.difference import FileChange, MetricDifference
 from pytest_megatron.refresh.forms import metric_line
 from pytest_megatron.refresh.gate import MIN_REPEATS
 from pytest_megatron.refresh.plot import BOTH, NEW, OLD, plot
@@ -104,7 +104,7 @@ def _say(text: str) -> None:
 
 def _say_what_was_trained_once(offers: Sequence[Offer]) -> None:
     """Print which candidates nobody can accept, since a run that only compares trains once."""
-    once = [o.candidate.node_id for o in offers if Rule.REPEATS in {r.rule for r in o.refusals}]
+    once = [o.candidate.node_id for o in offers if GateRule.REPEATS in {r.rule for r in o.refusals}]
     if not once:
         return
     files = dict.fromkeys(node_id.partition("::")[0] for node_id in once)
@@ -184,7 +184,7 @@ def _show(offer: Offer, *, is_all: bool) -> None:
     after = series_in(offer.candidate.golden)
     for metric in shown if is_all else shown[:1]:
         marks = f"{OLD} golden, {NEW} candidate, {BOTH} both"
-        if difference.state is State.NEW:
+        if difference.state is FileChange.NEW:
             marks = f"{NEW} candidate"
         _say(f"\n{metric.metric} ({marks}):")
         series = before.get(metric.metric), after.get(metric.metric)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import click
 from typing_extensions import Unpack
 
-from pytest_megatron.cli.slurm_item import Given, item_options, prepare
+from pytest_megatron.cli.slurm_item import SlurmOptions, item_options, prepare
 from pytest_megatron.engines.interactive import allocation_lines, shell_lines
 
 
 @click.command(name="interactive")
 @item_options
-def command(item: str, **given: Unpack[Given]) -> None:
+def command(item: str, **given: Unpack[SlurmOptions]) -> None:
     """Print how to get nodes of Slurm for ITEM, and what to type there; needs no Slurm.
 
     ITEM is a node id, recipes/gpt.yaml::tp2[dev-dgx_h100], or what stands behind its ::. One that

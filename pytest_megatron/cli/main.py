@@ -38,11 +38,11 @@ EXIT_UNUSABLE = 2
 _NO_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # of a write to a full disk, or a lost one
 
 
-class _Commands(LazyGroup):
+class _MainCommands(LazyGroup):
     lazy = SUBCOMMANDS
 
 
-@click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=_MainCommands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="pytest-megatron")
 def group() -> None:
     """Recipes, goldens and runs of pytest-megatron, outside pytest."""

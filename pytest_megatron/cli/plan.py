@@ -11,9 +11,9 @@ from pathlib import Path
 import click
 from typing_extensions import TypedDict, Unpack
 
-from pytest_megatron.ci.changes import Change, changes_since, parse_changes
+from pytest_megatron.ci.changes import PathChange, changes_since, parse_changes
 from pytest_megatron.ci.decide import Trigger, parse_labels
-from pytest_megatron.ci.plan import BrokenRecipesError, CiPlan, Request, make_plan
+from pytest_megatron.ci.plan import BrokenRecipesError, CiPlan, PlanRequest, make_plan
 from pytest_megatron.ci.render import as_text, github_outputs, matrix_problem, outputs_text
 from pytest_megatron.cli.formats import format_option
 from pytest_megatron.errors import EmptySelectionError, SelectionError
@@ -28,7 +28,7 @@ _KINDS = {"workloads": ("workload",), "units": ("unit",), "all": ("workload", "u
 _FILES = click.Path(path_type=Path)
 
 
-class _Given(TypedDict):
+class _PlanOptions(TypedDict):
     """The values of the options."""
 
     labels: str
@@ -108,7 +108,7 @@ class _Given(TypedDict):
 @format_option(
     "text", "json", "github", about=f"github appends step outputs to ${OUTPUT_VARIABLE}."
 )
-def command(**given: Unpack[_Given]) -> None:
+def command(**given: Unpack[_PlanOptions]) -> None:
     """Print what CI runs for labels and an event, with the exact command of each job.
 
     Run it from the project's root. Exits with 5 if nothing is selected, with 2 if the labels, the
@@ -130,13 +130,13 @@ def command(**given: Unpack[_Given]) -> None:
     _FORMS[given["form"]](plan, is_explained=given["explain"])
 
 
-def _request(given: _Given) -> Request:
+def _request(given: _PlanOptions) -> PlanRequest:
     if given["changed_paths"] is not None and given["diff"] is not None:
         raise SelectionError("--diff", "--changed-paths is given as well; give one of them")
     if given["gpus"] and given["ranks"]:
         raise SelectionError("--gpus", "--ranks is given as well; give one of them")
     root, profile = Path(), given["recipe_profile"]
-    return Request(
+    return PlanRequest(
         root=root,
         trigger=Trigger(
             event=given["event"],
@@ -167,7 +167,7 @@ def _split(lists: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(word.strip() for text in lists for word in text.split(",") if word.strip())
 
 
-def _changes(root: Path, path: str | None, revision: str | None) -> tuple[Change, ...] | None:
+def _changes(root: Path, path: str | None, revision: str | None) -> tuple[PathChange, ...] | None:
     if revision is not None:
         return changes_since(root, revision)
     if path is None:

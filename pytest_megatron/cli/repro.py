@@ -24,7 +24,7 @@ from pytest_megatron.repro.choose import Chosen, choose
 from pytest_megatron.repro.command import Again, Wishes, container_lines
 from pytest_megatron.repro.differences import differences
 from pytest_megatron.repro.order import smallest_cause
-from pytest_megatron.repro.outcome import Exit, Outcome
+from pytest_megatron.repro.outcome import ReproExit, ReproOutcome
 from pytest_megatron.repro.places import find_runs
 from pytest_megatron.repro.recorded import RecordedPlan, find_plan, read_run
 from pytest_megatron.repro.sizes import say_fewer_ranks, sizes_of
@@ -92,14 +92,14 @@ def command(  # noqa: PLR0913 - one for each option
         outcome = (_bisect if is_bisect else act)(prepared)
     except MegatronError as error:
         click.echo(f"pytest-megatron: {printable(str(error))}", err=True)
-        sys.exit(Exit.UNKNOWN)
+        sys.exit(ReproExit.UNKNOWN)
     except KeyboardInterrupt:
-        sys.exit(Exit.INTERRUPTED)
+        sys.exit(ReproExit.INTERRUPTED)
     code = outcome.exit
     if outcome.text:
         click.echo(printable(f"repro: {outcome.text}"))
-    if code is Exit.OTHER and _is_bisecting(prepared.stage.root):
-        code = Exit.UNKNOWN
+    if code is ReproExit.OTHER and _is_bisecting(prepared.stage.root):
+        code = ReproExit.UNKNOWN
     sys.exit(code)
 
 
@@ -212,7 +212,7 @@ def _again(prepared: _Prepared) -> Again:
     return prepared.stage.command(prepared.chosen, prepared.wishes, prepared.chosen.before)
 
 
-def _run_again(prepared: _Prepared) -> Outcome:
+def _run_again(prepared: _Prepared) -> ReproOutcome:
     again = _again(prepared)
     _say(prepared, again)
     image = prepared.chosen.run.image
@@ -222,13 +222,13 @@ def _run_again(prepared: _Prepared) -> Outcome:
     return prepared.stage.run(prepared.chosen, again, is_quiet=False)
 
 
-def _print_only(prepared: _Prepared) -> Outcome:
+def _print_only(prepared: _Prepared) -> ReproOutcome:
     for line in _lines(prepared, _again(prepared)):
         click.echo(printable(line))
-    return Outcome(exit=Exit.PASSED, text="")
+    return ReproOutcome(exit=ReproExit.PASSED, text="")
 
 
-def _open_shell(prepared: _Prepared) -> Outcome:
+def _open_shell(prepared: _Prepared) -> ReproOutcome:
     """Open a shell in the environment of the item; `$REPRO` is a script that runs it."""
     again, stage = _again(prepared), prepared.stage
     _say(prepared, again)
@@ -242,10 +242,10 @@ def _open_shell(prepared: _Prepared) -> Outcome:
         subprocess.run([shell], cwd=stage.root, env=env, check=False)
     except OSError as error:
         raise ReproError("SHELL", f"{shell!r} cannot be started: {error.strerror}") from error
-    return Outcome(exit=Exit.PASSED, text="")
+    return ReproOutcome(exit=ReproExit.PASSED, text="")
 
 
-def _bisect(prepared: _Prepared) -> Outcome:
+def _bisect(prepared: _Prepared) -> ReproOutcome:
     """Find the tests before the item without which it passes."""
     chosen = prepared.chosen
     if chosen.item.is_workload:
@@ -255,17 +255,19 @@ def _bisect(prepared: _Prepared) -> Outcome:
     _say(prepared, _again(prepared))
     trial = _trials(prepared)
     if trial(()):
-        return Outcome(exit=Exit.SAME, text="fails by itself: no earlier test is needed")
+        return ReproOutcome(exit=ReproExit.SAME, text="fails by itself: no earlier test is needed")
     if not chosen.before:
-        return Outcome(exit=Exit.PASSED, text="passes by itself, and nothing ran before it")
+        return ReproOutcome(
+            exit=ReproExit.PASSED, text="passes by itself, and nothing ran before it"
+        )
     if not trial(chosen.before):
-        return Outcome(
-            exit=Exit.UNKNOWN, text="cannot tell: it passes here after all that ran before it"
+        return ReproOutcome(
+            exit=ReproExit.UNKNOWN, text="cannot tell: it passes here after all that ran before it"
         )
     found = smallest_cause(chosen.before, trial)
     line = prepared.stage.command(chosen, prepared.wishes, found, name="smallest").line
     tests = "".join(f"\n  {node_id}" for node_id in found)
-    return Outcome(exit=Exit.SAME, text=f"fails in the same way after{tests}\n{line}")
+    return ReproOutcome(exit=ReproExit.SAME, text=f"fails in the same way after{tests}\n{line}")
 
 
 def _trials(prepared: _Prepared) -> Callable[[Sequence[str]], bool]:
@@ -279,10 +281,14 @@ def _trials(prepared: _Prepared) -> Callable[[Sequence[str]], bool]:
         name = f"trial_{number}"
         again = stage.command(chosen, prepared.wishes, before, name=name)
         outcome = stage.run(chosen, again, name, is_quiet=True)
-        word = {Exit.PASSED: "passes", Exit.SAME: "fails", Exit.OTHER: "fails in another way"}
+        word = {
+            ReproExit.PASSED: "passes",
+            ReproExit.SAME: "fails",
+            ReproExit.OTHER: "fails in another way",
+        }
         said = word.get(outcome.exit, outcome.text.partition("\n")[0])
         click.echo(printable(f"  trial {number}, after {len(before)}: {said}"))
-        return outcome.exit is Exit.SAME
+        return outcome.exit is ReproExit.SAME
 
     return trial
 

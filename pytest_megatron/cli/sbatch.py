@@ -5,14 +5,14 @@ from __future__ import annotations
 import click
 from typing_extensions import Unpack
 
-from pytest_megatron.cli.slurm_item import Given, item_options, prepare
+from pytest_megatron.cli.slurm_item import SlurmOptions, item_options, prepare
 from pytest_megatron.engines.script import kept_scripts
 from pytest_megatron.engines.shapes import shape_of
 
 
 @click.command(name="sbatch")
 @item_options
-def command(item: str, **given: Unpack[Given]) -> None:
+def command(item: str, **given: Unpack[SlurmOptions]) -> None:
     """Print the script that runs ITEM as a job of Slurm; needs no Slurm and submits nothing.
 
     ITEM is a node id, recipes/gpt.yaml::tp2[dev-dgx_h100], or what stands behind its ::. What the

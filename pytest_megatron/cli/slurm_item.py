@@ -17,13 +17,13 @@ import click
 from typing_extensions import TypedDict
 
 from pytest_megatron.checks.check import problem_of
-from pytest_megatron.checks.rules import Finding
+from pytest_megatron.checks.rules import CheckFinding
 from pytest_megatron.config import load_config
 from pytest_megatron.engines.base import EngineContext, Resources
-from pytest_megatron.engines.config import Mode, SlurmConfig
+from pytest_megatron.engines.config import LaunchMode, SlurmConfig
 from pytest_megatron.engines.config_file import read_slurm_config
 from pytest_megatron.engines.interactive import wrapped
-from pytest_megatron.engines.records import Spec, write_spec
+from pytest_megatron.engines.records import JobSpec, write_spec
 from pytest_megatron.engines.script import ScriptWriter
 from pytest_megatron.engines.shapes import ShapePaths
 from pytest_megatron.engines.slurm_check import SlurmChecks, ask_slurm, look_around
@@ -36,14 +36,14 @@ from pytest_megatron.launch.layout import item_dirs
 from pytest_megatron.launch.own_dir import RUNS_DIR, make_own_dir
 from pytest_megatron.launch.plan import AttemptPlan, Setting
 from pytest_megatron.launch.project_copy import look_at_machine
-from pytest_megatron.launch.script_row import Machine
+from pytest_megatron.launch.script_row import ScriptMachine
 from pytest_megatron.launch.starter import FT_PACKAGE
 from pytest_megatron.recipe.expand import Profile
 from pytest_megatron.recipe.load import find_recipes, load_recipe, project_words
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.recipe.vocabulary import nearest
 from pytest_megatron.verdict.checked import check_job
-from pytest_megatron.verdict.job import Job, describe_plan, plan_job
+from pytest_megatron.verdict.job import WorkloadJob, describe_plan, plan_job
 from pytest_megatron.verdict.retry import policy_of
 from pytest_megatron.verdict.row_case import read_case_of
 from pytest_megatron.verdict.training import needs_of
@@ -53,7 +53,7 @@ _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 
-class Given(TypedDict):
+class SlurmOptions(TypedDict):
     """The values of the options that both commands have."""
 
     executor_config: Path | None
@@ -91,7 +91,7 @@ class SlurmItem:
         needed: By its first attempt, which `plan` is.
     """
 
-    job: Job
+    job: WorkloadJob
     plan: AttemptPlan
     place: SlurmConfig
     needed: Resources
@@ -132,7 +132,7 @@ class SlurmItem:
     def _commands(self) -> Iterator[str]:
         """Yield comments that show what the tasks start, without secrets."""
         redactor = self.job.redactor(self.plan)
-        is_native = self.place.mode is Mode.SRUN_NATIVE
+        is_native = self.place.mode is LaunchMode.SRUN_NATIVE
         who = "each rank" if is_native else "each node"
         for phase in self.plan.phases:
             when = f", {phase.name}" if len(self.plan.phases) > 1 else ""
@@ -151,7 +151,7 @@ class SlurmItem:
         if self.plan.dirs.root.exists() or self.outcome.exists():
             raise LaunchError("--run-dir", f"{self.run_dir} holds an earlier run; give another")
         facts = gather_facts(self.job.setting.root)
-        spec = Spec(
+        spec = JobSpec(
             key=f"{self.job.dirs.root.name}/{self.plan.dirs.root.relative_to(self.job.dirs.root)}",
             plan=self.plan,
             outcome=self.outcome,
@@ -177,7 +177,7 @@ def _short(path: Path) -> str:
     return repr(str(path) if text.startswith("..") else text)[1:-1]
 
 
-def prepare(item: str, given: Given) -> SlurmItem:
+def prepare(item: str, given: SlurmOptions) -> SlurmItem:
     """Find a workload and plan it; nothing is written.
 
     Raises:
@@ -205,11 +205,11 @@ def prepare(item: str, given: Given) -> SlurmItem:
         tee_ranks=(0, 3),
         is_lightweight=given["lightweight"],
         has_ft_launcher=importlib.util.find_spec(FT_PACKAGE) is not None,
-        machine=Machine() if workload.script is None else look_at_machine(os.environ),
+        machine=ScriptMachine() if workload.script is None else look_at_machine(os.environ),
         secret_names=project.secret_names,
         kept_variables=project.kept_variables,
     )
-    job = Job(
+    job = WorkloadJob(
         node_id=node_id,
         workload=workload,
         case=read_case_of(root, workload),
@@ -227,7 +227,7 @@ def prepare(item: str, given: Given) -> SlurmItem:
     return SlurmItem(job=job, plan=plan, place=place, needed=needed, run_dir=run_dir)
 
 
-def _check(job: Job) -> None:
+def _check(job: WorkloadJob) -> None:
     """Refuse what cannot work wherever it runs, and say what may not.
 
     Raises:
@@ -241,7 +241,7 @@ def _check(job: Job) -> None:
 
 
 def _look_at_cluster(
-    context: EngineContext, config: SlurmConfig, job: Job, needed: Resources
+    context: EngineContext, config: SlurmConfig, job: WorkloadJob, needed: Resources
 ) -> None:
     """Say what the cluster would not take, where one answers; whoever submits may know better."""
     cluster = ask_slurm(context.env)
@@ -250,7 +250,7 @@ def _look_at_cluster(
         _say(checks.findings(job.workload, job.setting, needed))
 
 
-def _say(findings: Iterable[Finding]) -> None:
+def _say(findings: Iterable[CheckFinding]) -> None:
     """Print findings beside the script."""
     for finding in findings:
         click.echo(f"pytest-megatron: {finding.line}", err=True)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from pytest_megatron.checks.rules import Hit
+from pytest_megatron.checks.rules import RuleMatch
 from pytest_megatron.doctor.compat import compat
-from pytest_megatron.doctor.facts import Devices, Facts, Torch, major_of, version_of
+from pytest_megatron.doctor.facts import Devices, EnvironmentFacts, Torch, major_of, version_of
 
 _MOST_SHADOWS = 4
 # What torch says when CUDA does not start -> what to do.
@@ -21,36 +21,36 @@ _STARTS = (
 _ELSE = "run nvidia-smi; in a container, check that GPUs are given to it (--gpus all)"
 
 
-def check_cuda(facts: Facts, env: Mapping[str, str]) -> Iterator[Hit]:
+def check_cuda(facts: EnvironmentFacts, env: Mapping[str, str]) -> Iterator[RuleMatch]:
     """Yield what is wrong between driver, CUDA and torch."""
     devices, torch = facts.devices, facts.torch
     if devices.problem is not None:
-        yield Hit("nvml-silent", driver=devices.driver, problem=devices.problem)
+        yield RuleMatch("nvml-silent", driver=devices.driver, problem=devices.problem)
     for what in devices.ill:
-        yield Hit("gpu-ill", what=what)
+        yield RuleMatch("gpu-ill", what=what)
     files = [str(path) for path in facts.machine.shadows]
     files = [file for file in files if file not in facts.python.not_preloaded]
     if files:
         more = len(files) - _MOST_SHADOWS
         shown = ", ".join(files[:_MOST_SHADOWS]) + (f" and {more} more" if more > 0 else "")
-        yield Hit("library-shadow", files=shown)
+        yield RuleMatch("library-shadow", files=shown)
     if torch is None:
-        yield Hit("torch-missing", python=facts.python.executable)
+        yield RuleMatch("torch-missing", python=facts.python.executable)
         return
     is_shadowed = any(shadow.module == "torch" for shadow in facts.shadows)
     if torch.problem is not None and not is_shadowed:
-        yield Hit("torch-does-not-import", torch=torch.version, problem=torch.problem)
+        yield RuleMatch("torch-does-not-import", torch=torch.version, problem=torch.problem)
     if devices.driver is not None:
         yield from _driver(devices, torch)
         yield from _gpus(devices, torch, env)
 
 
-def _driver(devices: Devices, torch: Torch) -> Iterator[Hit]:
+def _driver(devices: Devices, torch: Torch) -> Iterator[RuleMatch]:
     driver = version_of(devices.driver)
     if driver is None:
         return
     if torch.cuda is None:
-        yield Hit(
+        yield RuleMatch(
             "torch-for-cpu",
             torch=torch.version,
             public=torch.version.partition("+")[0],
@@ -63,7 +63,7 @@ def _driver(devices: Devices, torch: Torch) -> Iterator[Hit]:
         return  # a compatibility package is newer than the driver
     least = compat().least_driver.get(str(version.major))
     if least is not None and driver < Version(least) and _is_older(offered, version):
-        yield Hit(
+        yield RuleMatch(
             "driver-too-old",
             driver=devices.driver,
             torch=torch.version,
@@ -75,7 +75,9 @@ def _driver(devices: Devices, torch: Torch) -> Iterator[Hit]:
         return
     release = compat().release_driver.get(f"{version.major}.{version.minor}")
     if release is not None and driver < Version(release):
-        yield Hit("driver-older-than-cuda", driver=devices.driver, cuda=torch.cuda, release=release)
+        yield RuleMatch(
+            "driver-older-than-cuda", driver=devices.driver, cuda=torch.cuda, release=release
+        )
 
 
 def _is_older(offered: Version | None, wanted: Version) -> bool:
@@ -89,7 +91,7 @@ def _fitting(driver: Version) -> str:
     return f"{max(fits, key=Version)} or older" if fits else "10 or older"
 
 
-def _gpus(devices: Devices, torch: Torch, env: Mapping[str, str]) -> Iterator[Hit]:
+def _gpus(devices: Devices, torch: Torch, env: Mapping[str, str]) -> Iterator[RuleMatch]:
     if torch.cuda is None or torch.problem is not None:
         return
     visible = env.get("CUDA_VISIBLE_DEVICES")
@@ -97,12 +99,12 @@ def _gpus(devices: Devices, torch: Torch, env: Mapping[str, str]) -> Iterator[Hi
         advice = next((text for code, text in _STARTS if code in torch.cuda_problem), _ELSE)
         if visible is not None:
             advice = f"unset CUDA_VISIBLE_DEVICES, which is {visible!r}; else {advice}"
-        yield Hit(
+        yield RuleMatch(
             "cuda-does-not-start", torch=torch.version, problem=torch.cuda_problem, advice=advice
         )
     elif torch.count < devices.num_nodes:
         named = devices.num_nodes if visible is None else len(visible.split(","))
-        yield Hit(
+        yield RuleMatch(
             "gpus-not-seen" if torch.count < named else "gpus-hidden",
             nodes=devices.num_nodes,
             count=torch.count,
@@ -111,7 +113,7 @@ def _gpus(devices: Devices, torch: Torch, env: Mapping[str, str]) -> Iterator[Hi
     for capability in sorted(set(torch.capabilities)):
         if torch.architectures and not _has_code(capability, torch.architectures):
             major, minor = capability
-            yield Hit(
+            yield RuleMatch(
                 "gpu-too-new",
                 capability=f"{major}.{minor}",
                 torch=torch.version,
@@ -138,7 +140,7 @@ def _has_code(capability: tuple[int, int], architectures: tuple[str, ...]) -> bo
     return False
 
 
-def check_torch(facts: Facts, env: Mapping[str, str]) -> Iterator[Hit]:
+def check_torch(facts: EnvironmentFacts, env: Mapping[str, str]) -> Iterator[RuleMatch]:
     """Yield what is wrong with how torch was installed."""
     torch = facts.torch
     yield from _doubles(facts, env)
@@ -150,7 +152,7 @@ def check_torch(facts: Facts, env: Mapping[str, str]) -> Iterator[Hit]:
     if brought and "NVIDIA_PYTORCH_VERSION" in env and not torch.version.startswith(brought):
         package = facts.packages.get("torch")
         location = package.location if package is not None else facts.python.prefix
-        yield Hit("torch-replaced", brought=brought, location=location, torch=torch.version)
+        yield RuleMatch("torch-replaced", brought=brought, location=location, torch=torch.version)
     mixed: dict[str, list[str]] = {}
     for name, package in facts.packages.items():
         stem, _, major = name.rpartition("-cu")
@@ -158,7 +160,7 @@ def check_torch(facts: Facts, env: Mapping[str, str]) -> Iterator[Hit]:
             mixed.setdefault(stem, []).append(f"{name} {package.version}")
     several = [" and ".join(sorted(names)) for names in mixed.values() if len(names) > 1]
     if several:
-        yield Hit(
+        yield RuleMatch(
             "nvidia-wheels-mixed",
             packages="; ".join(sorted(several)),
             torch=torch.version,
@@ -166,18 +168,20 @@ def check_torch(facts: Facts, env: Mapping[str, str]) -> Iterator[Hit]:
         )
     nccl = facts.packages.get(f"nvidia-nccl-cu{major_of(torch.cuda)}")
     if nccl is not None and torch.nccl is not None and not _is_same(torch.nccl, nccl.version):
-        yield Hit("nccl-differs", loaded=torch.nccl, package=nccl.name, installed=nccl.version)
+        yield RuleMatch(
+            "nccl-differs", loaded=torch.nccl, package=nccl.name, installed=nccl.version
+        )
 
 
-def _doubles(facts: Facts, env: Mapping[str, str]) -> Iterator[Hit]:
+def _doubles(facts: EnvironmentFacts, env: Mapping[str, str]) -> Iterator[RuleMatch]:
     """Tell an installation that was cut off from one environment on top of another."""
     for name, (first, *others) in facts.doubles.items():
         beside = [other for other in others if other.location == first.location]
         if beside:
             versions = " and ".join(package.version for package in (first, *beside))
-            yield Hit("installed-twice", package=name, versions=versions)
+            yield RuleMatch("installed-twice", package=name, versions=versions)
         elif _matters(name, first.version, others[0].version):
-            yield Hit(
+            yield RuleMatch(
                 "in-front",
                 package=name,
                 first=f"{first.version} in {first.location}",
@@ -193,7 +197,7 @@ def _matters(name: str, first: str, second: str) -> bool:
     return name in ("torch", "megatron-core") and first != second
 
 
-def _shadows(facts: Facts, env: Mapping[str, str]) -> Iterator[Hit]:
+def _shadows(facts: EnvironmentFacts, env: Mapping[str, str]) -> Iterator[RuleMatch]:
     """Yield what is imported in place of installed packages."""
     for shadow in facts.shadows:
         advice = _way_out(shadow.path.parent, shadow.path, facts, env)
@@ -204,7 +208,7 @@ def _shadows(facts: Facts, env: Mapping[str, str]) -> Iterator[Hit]:
             instead, advice = f"and {shadow.module} is not installed", f"{advice}; then install it"
         else:
             continue  # it works, whatever it is
-        yield Hit(
+        yield RuleMatch(
             "module-shadowed",
             module=shadow.module,
             path=shadow.path,
@@ -213,7 +217,9 @@ def _shadows(facts: Facts, env: Mapping[str, str]) -> Iterator[Hit]:
         )
 
 
-def _way_out(directory: Path, module: Path | None, facts: Facts, env: Mapping[str, str]) -> str:
+def _way_out(
+    directory: Path, module: Path | None, facts: EnvironmentFacts, env: Mapping[str, str]
+) -> str:
     """Return what to do about a directory that is in front; `module` is what is no package."""
     start, *_ = facts.python.paths or (Path(),)
     words = [word for word in env.get("PYTHONPATH", "").split(":") if word]
@@ -227,7 +233,7 @@ def _way_out(directory: Path, module: Path | None, facts: Facts, env: Mapping[st
     return "uninstall the one in front, or set PYTHONNOUSERSITE=1 if it is in ~/.local"
 
 
-def _versions(facts: Facts, torch: Torch) -> Iterator[Hit]:
+def _versions(facts: EnvironmentFacts, torch: Torch) -> Iterator[RuleMatch]:
     """Compare what modules say of themselves with what is installed where they are."""
     loaded = {"numpy": torch.numpy, "torch": None if torch.problem else torch.version}
     elsewhere = {shadow.module for shadow in facts.shadows}
@@ -237,7 +243,7 @@ def _versions(facts: Facts, torch: Torch) -> Iterator[Hit]:
             continue
         said, installed = version_of(text), version_of(package.version)
         if said and installed and said.base_version != installed.base_version:
-            yield Hit(
+            yield RuleMatch(
                 "version-differs",
                 package=name,
                 said=text,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Iterator, Mapping
 
-from pytest_megatron.checks.rules import Hit
-from pytest_megatron.doctor.facts import UNKNOWN, Clock, Disk, Facts, Machine, Slurm
+from pytest_megatron.checks.rules import RuleMatch
+from pytest_megatron.doctor.facts import UNKNOWN, Clock, Disk, EnvironmentFacts, MachineFacts, Slurm
 
 _LEAST_SHM_BYTES = 1 << 30
 _LEAST_FILES, _LEAST_PROCESSES = 4096, 4096
@@ -20,7 +20,7 @@ _NEEDED_CAPABILITIES = {"compute", "utility"}
 _SLURM_NEEDED = ("sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun")
 
 
-def check_machine(facts: Facts, env: Mapping[str, str]) -> Iterator[Hit]:
+def check_machine(facts: EnvironmentFacts, env: Mapping[str, str]) -> Iterator[RuleMatch]:
     """Yield what is wrong with the machine."""
     machine = facts.machine
     yield from _limits(machine)
@@ -29,23 +29,23 @@ def check_machine(facts: Facts, env: Mapping[str, str]) -> Iterator[Hit]:
         yield from _disk(disk, has_triton=has_triton)
     if machine.lost_temporary is not None:
         variable, directory = machine.lost_temporary
-        yield Hit("temporary-lost", variable=variable, value=directory)
+        yield RuleMatch("temporary-lost", variable=variable, value=directory)
     if machine.clock is not None:
         yield from _clock(machine.clock)
     yield from _locale(facts, env)
     value = env.get("NVIDIA_DRIVER_CAPABILITIES")
     words = {word.strip() for word in (value or "all").split(",")}
     if machine.container and "all" not in words and not words >= _NEEDED_CAPABILITIES:
-        yield Hit("driver-capabilities", value=repr(value), container=machine.container)
+        yield RuleMatch("driver-capabilities", value=repr(value), container=machine.container)
     yield from check_slurm(facts.slurm)
 
 
-def check_communication(facts: Facts, env: Mapping[str, str]) -> Iterator[Hit]:
+def check_communication(facts: EnvironmentFacts, env: Mapping[str, str]) -> Iterator[RuleMatch]:
     """Yield what keeps ranks from talking to one another."""
     machine = facts.machine
     for tried in facts.collectives:
         if tried.problem is not None:
-            yield Hit(
+            yield RuleMatch(
                 "collective-fails",
                 backend=tried.backend,
                 ranks=tried.world_size,
@@ -53,43 +53,45 @@ def check_communication(facts: Facts, env: Mapping[str, str]) -> Iterator[Hit]:
             )
     yield from _infiniband(machine, env)
     if machine.port_problem is not None:
-        yield Hit("port-taken", problem=machine.port_problem)
+        yield RuleMatch("port-taken", problem=machine.port_problem)
     if machine.host_problem is not None:
-        yield Hit("host-name", problem=machine.host_problem)
+        yield RuleMatch("host-name", problem=machine.host_problem)
     if machine.lookup_s is not None and machine.lookup_s >= _SLOW_LOOKUP_S:
-        yield Hit("address-name", seconds=f"{machine.lookup_s:.1f}")
+        yield RuleMatch("address-name", seconds=f"{machine.lookup_s:.1f}")
     if machine.ephemeral_ports is not None:
         first, last = machine.ephemeral_ports
         if last - first + 1 < _LEAST_PORTS:
-            yield Hit("few-ports", first=first, last=last, count=last - first + 1)
+            yield RuleMatch("few-ports", first=first, last=last, count=last - first + 1)
 
 
-def _infiniband(machine: Machine, env: Mapping[str, str]) -> Iterator[Hit]:
+def _infiniband(machine: MachineFacts, env: Mapping[str, str]) -> Iterator[RuleMatch]:
     active = [port for port, state in machine.infiniband.items() if state == "ACTIVE"]
     down = [f"{port} ({s.lower()})" for port, s in machine.infiniband.items() if s != "ACTIVE"]
     if down:
-        yield Hit("infiniband-down", ports=f"{', '.join(down)} {'is' if len(down) == 1 else 'are'}")
+        yield RuleMatch(
+            "infiniband-down", ports=f"{', '.join(down)} {'is' if len(down) == 1 else 'are'}"
+        )
     value = env.get("NCCL_IB_DISABLE", "0")
     if active and value not in ("", "0"):
         verb = "is" if len(active) == 1 else "are"
-        yield Hit("infiniband-off", value=value, ports=f"{', '.join(active)} {verb}")
+        yield RuleMatch("infiniband-off", value=value, ports=f"{', '.join(active)} {verb}")
 
 
-def _limits(machine: Machine) -> Iterator[Hit]:
+def _limits(machine: MachineFacts) -> Iterator[RuleMatch]:
     if machine.shm_bytes is not None and machine.shm_bytes < _LEAST_SHM_BYTES:
-        yield Hit("shm-small", size=shown_bytes(machine.shm_bytes))
+        yield RuleMatch("shm-small", size=shown_bytes(machine.shm_bytes))
     files = machine.limits.get("Max open files")
     if files is not None and files < _LEAST_FILES:
-        yield Hit("limit-nofile", value=files)
+        yield RuleMatch("limit-nofile", value=files)
     processes = machine.limits.get("Max processes")
     if processes is not None and processes < _LEAST_PROCESSES:
-        yield Hit("limit-nproc", value=processes)
+        yield RuleMatch("limit-nproc", value=processes)
     locked = machine.limits.get("Max locked memory")
     if locked is not None and machine.infiniband:
-        yield Hit("limit-memlock", value=shown_bytes(locked))
+        yield RuleMatch("limit-memlock", value=shown_bytes(locked))
 
 
-def _disk(disk: Disk, *, has_triton: bool) -> Iterator[Hit]:
+def _disk(disk: Disk, *, has_triton: bool) -> Iterator[RuleMatch]:
     if disk.problem is not None:
         advice = "mount it writable, or choose another place"
         for word, variable in (("uv", "UV_CACHE_DIR"), ("pip", "PIP_CACHE_DIR")):
@@ -97,18 +99,20 @@ def _disk(disk: Disk, *, has_triton: bool) -> Iterator[Hit]:
                 advice = f"set {variable} to a directory that can be written to"
         if disk.use.startswith("Triton"):
             advice = "set TRITON_CACHE_DIR to a directory that can be written to"
-        yield Hit("not-writable", path=disk.path, use=disk.use, problem=disk.problem, advice=advice)
+        yield RuleMatch(
+            "not-writable", path=disk.path, use=disk.use, problem=disk.problem, advice=advice
+        )
         return
     is_of_triton = disk.use.startswith("Triton")
     if disk.is_noexec and (has_triton or not is_of_triton):
         variable = "TRITON_CACHE_DIR" if is_of_triton else "TMPDIR"
-        yield Hit("mounted-noexec", path=disk.path, use=disk.use, variable=variable)
+        yield RuleMatch("mounted-noexec", path=disk.path, use=disk.use, variable=variable)
     if disk.free_bytes is not None and disk.free_bytes < _LOW_BYTES:
         rule = "disk-full" if disk.free_bytes < _FULL_BYTES else "disk-low"
-        yield Hit(rule, path=disk.path, use=disk.use, free=shown_bytes(disk.free_bytes))
+        yield RuleMatch(rule, path=disk.path, use=disk.use, free=shown_bytes(disk.free_bytes))
 
 
-def _clock(clock: Clock) -> Iterator[Hit]:
+def _clock(clock: Clock) -> Iterator[RuleMatch]:
     """Yield what says that the clock is off; one reason is enough."""
     today = dt.datetime.fromtimestamp(clock.now_s, tz=dt.UTC).strftime("%Y-%m-%d %H:%M")
     problem = None
@@ -123,7 +127,7 @@ def _clock(clock: Clock) -> Iterator[Hit]:
                 problem = f"{path} was last changed {ahead / 60:.0f} min ahead of it"
                 break
     if problem is not None:
-        yield Hit("clock-off", now=today, problem=problem)
+        yield RuleMatch("clock-off", now=today, problem=problem)
 
 
 def shown_bytes(number: int) -> str:
@@ -135,10 +139,10 @@ def shown_bytes(number: int) -> str:
     return f"{number:.1f} GiB"
 
 
-def _locale(facts: Facts, env: Mapping[str, str]) -> Iterator[Hit]:
+def _locale(facts: EnvironmentFacts, env: Mapping[str, str]) -> Iterator[RuleMatch]:
     encoding = facts.python.encoding
     if encoding.lower().replace("-", "") not in ("utf8", "utf8sig"):
-        yield Hit(
+        yield RuleMatch(
             "locale",
             encoding=encoding,
             lc_all=env.get("LC_ALL", ""),
@@ -147,22 +151,22 @@ def _locale(facts: Facts, env: Mapping[str, str]) -> Iterator[Hit]:
         )
 
 
-def check_slurm(slurm: Slurm) -> Iterator[Hit]:
+def check_slurm(slurm: Slurm) -> Iterator[RuleMatch]:
     """Check Slurm's client."""
     if not slurm.programs:
         return
     if missing := [name for name in _SLURM_NEEDED if name not in slurm.programs]:
         there = ", ".join(sorted(slurm.programs))
-        yield Hit("slurm-partial", there=there, missing=", ".join(missing))
+        yield RuleMatch("slurm-partial", there=there, missing=", ".join(missing))
     if len(set(slurm.programs.values()) - {UNKNOWN}) > 1:  # a site's own wrapper may not say
         versions = ", ".join(f"{name} {v}" for name, v in sorted(slurm.programs.items()))
-        yield Hit("slurm-versions", versions=versions)
+        yield RuleMatch("slurm-versions", versions=versions)
     if slurm.problem is not None:
-        yield Hit("slurm-silent", problem=slurm.problem)
+        yield RuleMatch("slurm-silent", problem=slurm.problem)
 
 
-def check_megatron(facts: Facts) -> Iterator[Hit]:
+def check_megatron(facts: EnvironmentFacts) -> Iterator[RuleMatch]:
     """Yield what is wrong with where megatron comes from."""
     if len(facts.megatrons) > 1:
         first, *others = facts.megatrons
-        yield Hit("megatron-twice", first=first, others=", ".join(map(str, others)))
+        yield RuleMatch("megatron-twice", first=first, others=", ".join(map(str, others)))

@@ -9,11 +9,11 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 
-from pytest_megatron.checks.rules import Hit
+from pytest_megatron.checks.rules import RuleMatch
 from pytest_megatron.doctor.compat import Compiled, compat
 from pytest_megatron.doctor.facts import (
+    EnvironmentFacts,
     Extension,
-    Facts,
     Package,
     Python,
     Torch,
@@ -27,7 +27,7 @@ _SOABI = re.compile(r"\.(cpython-\d+[a-z]*)-([^.]+)\.so$")
 _REQUIRING = ("torch", "megatron-core", "transformer-engine", "nemo-run")
 
 
-def fitting(row: Compiled, facts: Facts, version: str | None = None) -> str:
+def fitting(row: Compiled, facts: EnvironmentFacts, version: str | None = None) -> str:
     """Return what to do to have a package that fits torch: the wheel's file name, or the build."""
     torch = facts.torch
     if torch is None or torch.cuda is None:
@@ -49,7 +49,7 @@ def fitting(row: Compiled, facts: Facts, version: str | None = None) -> str:
     )
 
 
-def check_compiled(facts: Facts) -> Iterator[Hit]:
+def check_compiled(facts: EnvironmentFacts) -> Iterator[RuleMatch]:
     """Yield what is wrong with each package that is compiled against torch, or missing."""
     for row in compat().compiled:
         package = next(
@@ -58,14 +58,14 @@ def check_compiled(facts: Facts) -> Iterator[Hit]:
         if package is None:
             if facts.torch is not None and facts.torch.cuda is not None:
                 fits = fitting(row, facts)
-                yield Hit(
+                yield RuleMatch(
                     "compiled-missing", package=row.name, why=row.why, fits=fits, source=row.source
                 )
             continue
         objects = [e for e in facts.extensions if e.package == row.name]
         if row.name == "apex" and not any("amp_C" in e.file.name for e in objects):
             build = (row.build or "").format(version=row.latest)
-            yield Hit("not-apex", version=package.version, build=build)
+            yield RuleMatch("not-apex", version=package.version, build=build)
             continue
         yield from _one(row, package, objects, facts)
     if "megatron-core" in facts.packages:
@@ -74,7 +74,9 @@ def check_compiled(facts: Facts) -> Iterator[Hit]:
     yield from _transformer_engine(facts)
 
 
-def _one(row: Compiled, package: Package, objects: list[Extension], facts: Facts) -> Iterator[Hit]:
+def _one(
+    row: Compiled, package: Package, objects: list[Extension], facts: EnvironmentFacts
+) -> Iterator[RuleMatch]:
     fits = fitting(row, facts, package.version)
     hits = list(_tags(package, objects, facts, fits))
     if facts.torch is not None:
@@ -90,7 +92,7 @@ def _one(row: Compiled, package: Package, objects: list[Extension], facts: Facts
     for module in row.modules:
         problem = facts.torch.imports.get(module)
         if problem is not None:
-            yield Hit(
+            yield RuleMatch(
                 "does-not-import",
                 module=module,
                 package=package.name,
@@ -101,17 +103,19 @@ def _one(row: Compiled, package: Package, objects: list[Extension], facts: Facts
             )
 
 
-def _tags(package: Package, objects: list[Extension], facts: Facts, fits: str) -> Iterator[Hit]:
+def _tags(
+    package: Package, objects: list[Extension], facts: EnvironmentFacts, fits: str
+) -> Iterator[RuleMatch]:
     """Compare the Python and the machine of a wheel with these."""
     python = facts.python
     wanted = f"{python.tag} on {python.machine}"
     values = {"package": package.name, "version": package.version, "wanted": wanted, "fits": fits}
     if package.tags and not any(_fits(tag, python) for tag in package.tags):
-        yield Hit("python-tag", built=package.tags[0], **values)
+        yield RuleMatch("python-tag", built=package.tags[0], **values)
     for extension in objects:
         match = _SOABI.search(extension.file.name)
         if match and not python.soabi.startswith(match[1] + "-"):
-            yield Hit("python-tag", built=extension.file.name, **values)
+            yield RuleMatch("python-tag", built=extension.file.name, **values)
 
 
 def _fits(tag: str, python: Python) -> bool:
@@ -128,7 +132,7 @@ def _fits(tag: str, python: Python) -> bool:
     return is_python and is_machine
 
 
-def _local_version(package: Package, torch: Torch, fits: str) -> Iterator[Hit]:
+def _local_version(package: Package, torch: Torch, fits: str) -> Iterator[RuleMatch]:
     """Compare what a wheel's version says of its torch with this torch."""
     match = _LOCAL.search(package.version.partition("+")[2])
     if match is None:
@@ -141,15 +145,17 @@ def _local_version(package: Package, torch: Torch, fits: str) -> Iterator[Hit]:
         "fits": fits,
     }
     if built != minor_of(torch.version) and version_of(torch.version) is not None:
-        yield Hit("abi-torch", built=built, **values)
+        yield RuleMatch("abi-torch", built=built, **values)
     have = major_of(torch.cuda)
     if cuda != have and not (len(cuda) > 2 and cuda == (torch.cuda or "").replace(".", "")):  # noqa: PLR2004 - cu12 is a major version, cu128 is 12.8
-        yield Hit("abi-cuda", built=cuda, cuda=torch.cuda or "none", **values)
+        yield RuleMatch("abi-cuda", built=cuda, cuda=torch.cuda or "none", **values)
     if abi is not None and torch.abi is not None and (abi.upper() == "TRUE") != torch.abi:
-        yield Hit("abi-cxx11", built=int(not torch.abi), wanted=int(torch.abi), **values)
+        yield RuleMatch("abi-cxx11", built=int(not torch.abi), wanted=int(torch.abi), **values)
 
 
-def _objects(package: Package, objects: list[Extension], torch: Torch, fits: str) -> Iterator[Hit]:
+def _objects(
+    package: Package, objects: list[Extension], torch: Torch, fits: str
+) -> Iterator[RuleMatch]:
     """Compare what shared objects ask for with what torch has."""
     values = {
         "package": package.name,
@@ -160,15 +166,15 @@ def _objects(package: Package, objects: list[Extension], torch: Torch, fits: str
     for extension in objects:
         cuda = extension.cuda_major
         if cuda is not None and torch.cuda is not None and cuda != major_of(torch.cuda):
-            yield Hit("abi-cuda", built=cuda, cuda=torch.cuda, **values)
+            yield RuleMatch("abi-cuda", built=cuda, cuda=torch.cuda, **values)
         if extension.abi is not None and torch.abi is not None and extension.abi != torch.abi:
-            yield Hit("abi-cxx11", built=int(extension.abi), wanted=int(torch.abi), **values)
+            yield RuleMatch("abi-cxx11", built=int(extension.abi), wanted=int(torch.abi), **values)
         elif torch.defined and (lost := sorted(extension.missing - torch.defined)):
             file, symbol = extension.file.name, lost[0]
-            yield Hit("abi-symbol", file=file, symbol=symbol, torch=torch.version, fits=fits)
+            yield RuleMatch("abi-symbol", file=file, symbol=symbol, torch=torch.version, fits=fits)
 
 
-def _transformer_engine(facts: Facts) -> Iterator[Hit]:
+def _transformer_engine(facts: EnvironmentFacts) -> Iterator[RuleMatch]:
     """Compare the parts of Transformer Engine with one another and with torch's CUDA."""
     names = [name for name in facts.packages if name.startswith("transformer-engine")]
     torch = facts.torch
@@ -187,10 +193,10 @@ def _transformer_engine(facts: Facts) -> Iterator[Hit]:
         problems.append("cores for several CUDA are installed over one another")
     if problems:
         there = ", ".join(f"{package.name} {package.version}" for package in parts)
-        yield Hit("te-parts", parts=f"{there}: {'; '.join(problems)}", cuda=cuda)
+        yield RuleMatch("te-parts", parts=f"{there}: {'; '.join(problems)}", cuda=cuda)
 
 
-def check_requirements(facts: Facts) -> Iterator[Hit]:
+def check_requirements(facts: EnvironmentFacts) -> Iterator[RuleMatch]:
     """Yield requirements of torch, megatron-core and compiled packages that are not met."""
     compiled = [name for row in compat().compiled for name in (row.name, *row.also)]
     for name in (*_REQUIRING, *compiled):
@@ -198,7 +204,7 @@ def check_requirements(facts: Facts) -> Iterator[Hit]:
             continue
         package = facts.packages[name]
         if package.requires_python and not _allows(package.requires_python, facts.python.version):
-            yield Hit(
+            yield RuleMatch(
                 "python-version",
                 package=name,
                 version=package.version,
@@ -209,10 +215,10 @@ def check_requirements(facts: Facts) -> Iterator[Hit]:
             yield from _requirement(package, text, facts)
     nemo, lepton = facts.packages.get("nemo-run"), facts.packages.get("leptonai")
     if nemo is not None and lepton is not None and not _allows("<0.28", lepton.version):
-        yield Hit("nemo-run-leptonai", nemo=nemo.version, lepton=lepton.version)
+        yield RuleMatch("nemo-run-leptonai", nemo=nemo.version, lepton=lepton.version)
 
 
-def _requirement(package: Package, text: str, facts: Facts) -> Iterator[Hit]:
+def _requirement(package: Package, text: str, facts: EnvironmentFacts) -> Iterator[RuleMatch]:
     try:
         requirement = Requirement(text)
     except InvalidRequirement:
@@ -223,7 +229,7 @@ def _requirement(package: Package, text: str, facts: Facts) -> Iterator[Hit]:
     other = facts.packages.get(canonicalize_name(requirement.name))
     if other is None or _allows(str(requirement.specifier), other.version):
         return  # what is missing is left to the import: containers leave out much
-    yield Hit(
+    yield RuleMatch(
         "requirement",
         package=package.name,
         version=package.version,
@@ -232,7 +238,7 @@ def _requirement(package: Package, text: str, facts: Facts) -> Iterator[Hit]:
     )
 
 
-def _marker_environment(facts: Facts) -> dict[str, str]:
+def _marker_environment(facts: EnvironmentFacts) -> dict[str, str]:
     version = facts.python.version
     return {
         "extra": "",
@@ -256,7 +262,7 @@ def _allows(specifier: str, version: str) -> bool:
     )
 
 
-def check_build(facts: Facts, host: str) -> Iterator[Hit]:
+def check_build(facts: EnvironmentFacts, host: str) -> Iterator[RuleMatch]:
     """Yield what keeps the packages that are missing from being compiled here."""
     torch, toolkit = facts.torch, facts.toolkit
     if torch is None or torch.cuda is None:
@@ -268,7 +274,7 @@ def check_build(facts: Facts, host: str) -> Iterator[Hit]:
         return
     packages = ", ".join(row.name for row in missing)
     if toolkit.nvcc is not None and toolkit.nvcc != minor_of(torch.cuda):
-        yield Hit(
+        yield RuleMatch(
             "nvcc-differs",
             home=toolkit.cuda_home or "PATH",
             nvcc=toolkit.nvcc,
@@ -283,7 +289,7 @@ def check_build(facts: Facts, host: str) -> Iterator[Hit]:
     }
     if lacks := [name for name, is_there in needs.items() if not is_there]:
         verb = "is" if len(lacks) == 1 else "are"
-        yield Hit(
+        yield RuleMatch(
             "no-compiler",
             packages=packages,
             lacks=f"{', '.join(lacks)} {verb}",
@@ -291,7 +297,7 @@ def check_build(facts: Facts, host: str) -> Iterator[Hit]:
         )
     fetched = [row for row in missing if row.wheel is not None]
     if toolkit.reaches_wheels is False and fetched:
-        yield Hit(
+        yield RuleMatch(
             "build-without-network",
             host=host,
             packages=", ".join(row.name for row in fetched),

@@ -11,10 +11,10 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from pytest_megatron.checks.rules import Hit
+from pytest_megatron.checks.rules import RuleMatch
 from pytest_megatron.config import find_pyproject
-from pytest_megatron.doctor.facts import Facts
-from pytest_megatron.doctor.places import Places
+from pytest_megatron.doctor.facts import EnvironmentFacts
+from pytest_megatron.doctor.places import SystemView
 from pytest_megatron.files import JsonValue
 
 _MOST_SHOWN = 5
@@ -25,13 +25,13 @@ class _UnreadableError(Exception):
     """A file of the project is no TOML, or not what uv writes."""
 
 
-def check_project(facts: Facts, places: Places) -> Iterator[Hit]:
+def check_project(facts: EnvironmentFacts, places: SystemView) -> Iterator[RuleMatch]:
     """Yield what is wrong between the project, its lock and the environment."""
     active = places.env.get("VIRTUAL_ENV")
     if active and Path(active).resolve() != facts.python.prefix.resolve():
-        yield Hit("another-environment", active=active, prefix=facts.python.prefix)
+        yield RuleMatch("another-environment", active=active, prefix=facts.python.prefix)
     if facts.git_mend is not None:
-        yield Hit("git-owner", project=places.project, mend=facts.git_mend)
+        yield RuleMatch("git-owner", project=places.project, mend=facts.git_mend)
     pyproject = find_pyproject(places.project)
     if pyproject is None or not (pyproject.parent / "uv.lock").is_file():
         return
@@ -45,13 +45,13 @@ def check_project(facts: Facts, places: Places) -> Iterator[Hit]:
             yield from _stale(own, root)
         yield from _differences(packages, root, facts)
     except _UnreadableError as problem:
-        yield Hit("lock-unreadable", problem=problem)
+        yield RuleMatch("lock-unreadable", problem=problem)
     except (AttributeError, KeyError, TypeError) as problem:
-        yield Hit("lock-unreadable", problem=f"{lock}: not as uv writes it: {problem!r}")
+        yield RuleMatch("lock-unreadable", problem=f"{lock}: not as uv writes it: {problem!r}")
     own_place = places.env.get("UV_PROJECT_ENVIRONMENT") or ".venv"
     is_own = facts.python.prefix.resolve() == (pyproject.parent / own_place).resolve()
     if not (is_own or _made_by_uv(facts.python.prefix)):
-        yield Hit("outside-uv", prefix=facts.python.prefix)
+        yield RuleMatch("outside-uv", prefix=facts.python.prefix)
 
 
 def _read(path: Path) -> _Table:
@@ -75,7 +75,7 @@ def _made_by_uv(prefix: Path) -> bool:
     return any(line.partition("=")[0].strip() == "uv" for line in lines)
 
 
-def _stale(own: Mapping[str, JsonValue], root: _Table) -> Iterator[Hit]:
+def _stale(own: Mapping[str, JsonValue], root: _Table) -> Iterator[RuleMatch]:
     """Compare the requirements that a lock was made of with those of pyproject.toml."""
     written = {_key(text) for text in _requirements(own)}
     table = cast("_Table", root.get("metadata", {}))
@@ -87,7 +87,7 @@ def _stale(own: Mapping[str, JsonValue], root: _Table) -> Iterator[Hit]:
     gone = sorted(f"{name}{specifier}" for name, specifier in locked - written)
     texts = [f"{text} is new" for text in new] + [f"{text} is gone" for text in gone]
     if texts:
-        yield Hit("lock-stale", differences=_few(texts))
+        yield RuleMatch("lock-stale", differences=_few(texts))
 
 
 def _requirements(own: Mapping[str, JsonValue]) -> Iterator[str]:
@@ -109,7 +109,9 @@ def _specifier(text: str) -> str:
     return str(SpecifierSet(text))
 
 
-def _differences(packages: list[_Table], root: _Table | None, facts: Facts) -> Iterator[Hit]:
+def _differences(
+    packages: list[_Table], root: _Table | None, facts: EnvironmentFacts
+) -> Iterator[RuleMatch]:
     """Compare installed versions with locked ones; one package may be locked in several."""
     locked: dict[str, set[str]] = {}
     for row in packages:
@@ -124,13 +126,13 @@ def _differences(packages: list[_Table], root: _Table | None, facts: Facts) -> I
             texts.append(f"{name} {package.version} (locked {' or '.join(sorted(versions))})")
     if texts:
         number = f"{len(texts)} package{'s are' if len(texts) > 1 else ' is'}"
-        yield Hit("lock-differs", count=number, differences=_few(texts))
+        yield RuleMatch("lock-differs", count=number, differences=_few(texts))
     if root is None:
         return
     direct = cast("list[_Table]", root.get("dependencies", []))
     names = [str(row["name"]) for row in direct if "marker" not in row]
     if lost := sorted(name for name in names if name not in facts.packages):
-        yield Hit("lock-missing", packages=_few(lost))
+        yield RuleMatch("lock-missing", packages=_few(lost))
 
 
 def _few(texts: list[str]) -> str:

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pytest_megatron.checks.check import hits_of
-from pytest_megatron.checks.rules import Hit
+from pytest_megatron.checks.rules import RuleMatch
 from pytest_megatron.doctor.check_packages import fitting
 from pytest_megatron.doctor.compat import Compiled, compat
-from pytest_megatron.doctor.facts import Facts
-from pytest_megatron.doctor.places import Places
+from pytest_megatron.doctor.facts import EnvironmentFacts
+from pytest_megatron.doctor.places import SystemView
 from pytest_megatron.errors import CaseError, EmptySelectionError
 from pytest_megatron.host import CPU_PLATFORM, Host
-from pytest_megatron.launch.case import Case, Starter, read_case
+from pytest_megatron.launch.case import Launcher, WorkloadCase, read_case
 from pytest_megatron.launch.starter import LAUNCHER_VARIABLE
 from pytest_megatron.recipe.expand import Profile
 from pytest_megatron.recipe.load import find_recipes, load_recipe, project_words
@@ -62,9 +62,9 @@ def read_needs(recipe: Path, root: Path, platforms: Iterable[str] = ()) -> Needs
     return Needs(rows=rows, root=root)
 
 
-def check_recipe(facts: Facts, places: Places, needs: Needs) -> Iterator[Hit]:
+def check_recipe(facts: EnvironmentFacts, places: SystemView, needs: Needs) -> Iterator[RuleMatch]:
     """Yield what rows need and this environment does not have; equal wants are one finding."""
-    found: dict[tuple[str, ...], tuple[Callable[[str], Hit], list[str]]] = {}
+    found: dict[tuple[str, ...], tuple[Callable[[str], RuleMatch], list[str]]] = {}
     for row in needs.rows:
         for key, make in _row(row, facts, places, needs.root):
             found.setdefault(key, (make, []))[1].append(row.item_name)
@@ -74,16 +74,16 @@ def check_recipe(facts: Facts, places: Places, needs: Needs) -> Iterator[Hit]:
         yield make(rows)
 
 
-_Want = tuple[tuple[str, ...], Callable[[str], Hit]]
+_Want = tuple[tuple[str, ...], Callable[[str], RuleMatch]]
 
 
 def _want(rule: str, **values: object) -> _Want:
     """Return a hit that waits for the rows that it is about, and what tells it from others."""
     key = (rule, *(f"{name}={value}" for name, value in sorted(values.items())))
-    return key, lambda rows: Hit(rule, rows=rows, **values)
+    return key, lambda rows: RuleMatch(rule, rows=rows, **values)
 
 
-def _row(row: Workload, facts: Facts, places: Places, root: Path) -> Iterator[_Want]:
+def _row(row: Workload, facts: EnvironmentFacts, places: SystemView, root: Path) -> Iterator[_Want]:
     host = Host(gpus=facts.devices.gpus, driver=facts.devices.driver, cpu="")
     if lacks := host.lacks(row.platform, row.gpus * row.nodes):
         yield _want("recipe-gpus", lacks=lacks)
@@ -119,10 +119,10 @@ def _paths(row: Workload, root: Path) -> Iterator[_Want]:
 
 
 def _case(
-    row: Workload, case: Case, facts: Facts, host: Host, env: Mapping[str, str]
+    row: Workload, case: WorkloadCase, facts: EnvironmentFacts, host: Host, env: Mapping[str, str]
 ) -> Iterator[_Want]:
     starter = env.get(LAUNCHER_VARIABLE) or case.starter.value
-    if starter == Starter.FT_LAUNCHER.value and _FT_DISTRIBUTION not in facts.packages:
+    if starter == Launcher.FT_LAUNCHER.value and _FT_DISTRIBUTION not in facts.packages:
         yield _want("recipe-launcher", launcher=starter, package=_FT_DISTRIBUTION)
     for hit in hits_of(row, case, env, memory_bytes=_memory_bytes(host, row)):
         yield _checked(hit)
@@ -140,10 +140,10 @@ def _case(
             )
 
 
-def _checked(hit: Hit) -> _Want:
+def _checked(hit: RuleMatch) -> _Want:
     """Return a hit of the checks of workloads, which waits for the rows that it is about."""
     key = (hit.rule, hit.where or "", *(f"{name}={value}" for name, value in hit.values.items()))
-    return key, lambda rows: Hit(hit.rule, f"{hit.where} ({rows})", **hit.values)
+    return key, lambda rows: RuleMatch(hit.rule, f"{hit.where} ({rows})", **hit.values)
 
 
 def _memory_bytes(host: Host, row: Workload) -> int | None:
@@ -151,7 +151,7 @@ def _memory_bytes(host: Host, row: Workload) -> int | None:
     return min((gpu.memory_bytes for gpu in host.fitting(row.platform)), default=None)
 
 
-def _needed_by(compiled: Compiled, case: Case) -> str | None:
+def _needed_by(compiled: Compiled, case: WorkloadCase) -> str | None:
     """Return the argument of a case that needs a package."""
     for needed in compiled.needs:
         option, _, value = needed.partition(" ")

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from packaging.version import Version
 
-from pytest_megatron.checks.rules import Hit
-from pytest_megatron.doctor.facts import Facts, Machine, version_of
+from pytest_megatron.checks.rules import RuleMatch
+from pytest_megatron.doctor.facts import EnvironmentFacts, MachineFacts, version_of
 
 # What a launcher gives to each of its ranks; MASTER_PORT alone chooses a port.
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
@@ -34,24 +34,24 @@ _CONSUMER_GPU = re.compile(r"GeForce|\bRTX (?:30|40|50)\d\d\b")
 _LEAST_LENGTH = 2  # of a list of interfaces; NCCL and gloo look at no shorter one
 
 
-def check_variables(facts: Facts, env: Mapping[str, str]) -> Iterator[Hit]:
+def check_variables(facts: EnvironmentFacts, env: Mapping[str, str]) -> Iterator[RuleMatch]:
     """Yield the variables that are wrong, or were left by somebody else."""
     preset = [f"{name}={env[name]}" for name in _OF_A_RANK if env.get(name)]
     if preset:
-        yield Hit("ranks-preset", variables=", ".join(preset))
+        yield RuleMatch("ranks-preset", variables=", ".join(preset))
     port = env.get("MASTER_PORT")
     if port and not (port.isascii() and port.isdigit() and 0 < int(port) <= _LARGEST_PORT):
-        yield Hit("port-not-a-number", value=repr(port))
+        yield RuleMatch("port-not-a-number", value=repr(port))
     threads = env.get("OMP_NUM_THREADS")
     if threads is not None and not _is_thread_count(threads):
-        yield Hit("omp-threads", value=repr(threads))
+        yield RuleMatch("omp-threads", value=repr(threads))
     for path, why in facts.python.not_preloaded.items():
-        yield Hit("preload-ignored", path=path, problem=why)
+        yield RuleMatch("preload-ignored", path=path, problem=why)
     if facts.python.optimize:
-        yield Hit("assertions-off", level=facts.python.optimize)
+        yield RuleMatch("assertions-off", level=facts.python.optimize)
     if facts.toolkit.lost_home is not None:
         variable, value = facts.toolkit.lost_home
-        yield Hit("cuda-home", variable=variable, value=value)
+        yield RuleMatch("cuda-home", variable=variable, value=value)
     yield from _communication(facts, env)
 
 
@@ -63,24 +63,28 @@ def _is_thread_count(text: str) -> bool:
     return all(re.fullmatch(r"\s*\+?0*[1-9]\d*\s*", word, re.ASCII) for word in text.split(","))
 
 
-def _communication(facts: Facts, env: Mapping[str, str]) -> Iterator[Hit]:
+def _communication(facts: EnvironmentFacts, env: Mapping[str, str]) -> Iterator[RuleMatch]:
     yield from _interfaces(facts.machine, env)
     for variable, choices in _CHOICES.items():
         problem = _problem_of_list(variable, env.get(variable, ""), choices, facts)
         if problem is not None:
             names = ", ".join(choices)
             value = repr(env[variable])
-            yield Hit("nccl-choice", variable=variable, value=value, problem=problem, names=names)
+            yield RuleMatch(
+                "nccl-choice", variable=variable, value=value, problem=problem, names=names
+            )
     gpus = facts.devices.gpus
     for variable, (values, effect) in _SLOW.items():
         if env.get(variable) not in values:
             continue
         if "P2P" in variable and gpus and all(_CONSUMER_GPU.search(gpu.name) for gpu in gpus):
             continue  # these have no peer-to-peer copies, and some drivers need to be told so
-        yield Hit("slow-variable", variable=variable, value=env[variable], effect=effect)
+        yield RuleMatch("slow-variable", variable=variable, value=env[variable], effect=effect)
 
 
-def _problem_of_list(variable: str, value: str, choices: Sequence[str], facts: Facts) -> str | None:
+def _problem_of_list(
+    variable: str, value: str, choices: Sequence[str], facts: EnvironmentFacts
+) -> str | None:
     """Return the first word of a list that NCCL does not know, None where it knows all.
 
     Source: NCCL src/graph/tuning.cc, parseList: `ring,nvls;allreduce:^tree`, in any case.
@@ -104,14 +108,14 @@ def _problem_of_list(variable: str, value: str, choices: Sequence[str], facts: F
     return None
 
 
-def _interfaces(machine: Machine, env: Mapping[str, str]) -> Iterator[Hit]:
+def _interfaces(machine: MachineFacts, env: Mapping[str, str]) -> Iterator[RuleMatch]:
     if not machine.links:
         return  # the system does not say
     loopback = tuple(link for link in machine.links if link == "lo")
     shown = ", ".join(machine.interfaces + loopback)
     value = env.get("NCCL_SOCKET_IFNAME", "")
     if len(value) >= _LEAST_LENGTH and not _leaves_one(value, machine.interfaces + loopback):
-        yield Hit(
+        yield RuleMatch(
             "interface-unknown",
             variable="NCCL_SOCKET_IFNAME",
             value=value,
@@ -122,7 +126,7 @@ def _interfaces(machine: Machine, env: Mapping[str, str]) -> Iterator[Hit]:
     value = env.get("GLOO_SOCKET_IFNAME", "")
     lost = [name for name in value.split(",") if name and name not in machine.links]
     if len(value) >= _LEAST_LENGTH and lost:
-        yield Hit(
+        yield RuleMatch(
             "interface-unknown",
             variable="GLOO_SOCKET_IFNAME",
             value=value,
@@ -133,7 +137,7 @@ def _interfaces(machine: Machine, env: Mapping[str, str]) -> Iterator[Hit]:
     value = env.get("NCCL_IB_HCA", "")
     adapters = tuple(dict.fromkeys(port.partition("/")[0] for port in machine.infiniband))
     if value and adapters and not _leaves_one(value, adapters):
-        yield Hit("adapter-unknown", value=value, adapters=", ".join(adapters))
+        yield RuleMatch("adapter-unknown", value=value, adapters=", ".join(adapters))
 
 
 def _leaves_one(value: str, names: tuple[str, ...]) -> bool:

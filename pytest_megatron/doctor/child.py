@@ -18,7 +18,7 @@ _MOST_SHOWN = 400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class ChildAnswer:
     """What a process said.
 
     Attributes:
@@ -34,7 +34,7 @@ class Answer:
 
 def run(
     command: Sequence[str], *, limit_s: float, env: Mapping[str, str], cwd: Path | None = None
-) -> Answer:
+) -> ChildAnswer:
     """Run a command to its end or its time limit; nothing that it started is left."""
     try:
         process = subprocess.Popen(
@@ -47,11 +47,11 @@ def run(
             cwd=cwd,
         )
     except OSError as error:
-        return Answer(problem=f"{command[0]} cannot be started: {error.strerror}")
+        return ChildAnswer(problem=f"{command[0]} cannot be started: {error.strerror}")
     try:
         output, _ = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        return Answer(problem=f"no answer within {limit_s:g} s")
+        return ChildAnswer(problem=f"no answer within {limit_s:g} s")
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -63,8 +63,8 @@ def run(
     if process.returncode:
         said = text.strip().rpartition("\n")[2][:_MOST_SHOWN]
         ended = f"the process {describe_exit(process.returncode)}"
-        return Answer(text=text, problem=f"{ended}{': ' if said else ''}{said}")
-    return Answer(text=text)
+        return ChildAnswer(text=text, problem=f"{ended}{': ' if said else ''}{said}")
+    return ChildAnswer(text=text)
 
 
 def ask(
@@ -74,7 +74,7 @@ def ask(
     limit_s: float,
     env: Mapping[str, str],
     cwd: Path | None = None,
-) -> Answer:
+) -> ChildAnswer:
     """Have a Python run a script of ours, as if its text had been typed after `-c`."""
     command = [str(python), "-c", script.read_text(encoding="utf-8"), *arguments]
     answer = run(command, limit_s=limit_s, env=env, cwd=cwd)
@@ -84,5 +84,7 @@ def ask(
         with contextlib.suppress(ValueError):
             value: JsonValue = json.loads(line)
             if isinstance(value, dict):
-                return Answer(values=value, text=answer.text)
-    return Answer(text=answer.text, problem=f"no JSON in {answer.text.strip()[:_MOST_SHOWN]!r}")
+                return ChildAnswer(values=value, text=answer.text)
+    return ChildAnswer(
+        text=answer.text, problem=f"no JSON in {answer.text.strip()[:_MOST_SHOWN]!r}"
+    )

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import cast
 
 from pytest_megatron.doctor.child import ask
-from pytest_megatron.doctor.facts import Collective, Devices, Package, Torch
+from pytest_megatron.doctor.facts import CollectiveProbe, Devices, Package, Torch
 from pytest_megatron.doctor.packages import torch_symbols, torch_version_file
-from pytest_megatron.doctor.places import Places
+from pytest_megatron.doctor.places import SystemView
 from pytest_megatron.files import JsonValue
 from pytest_megatron.health import GpuState
 from pytest_megatron.host import Gpu
@@ -31,7 +31,7 @@ _RANK = re.compile(r"^\[rank\d+\]:")
 _MOST_SHOWN = 400  # characters of a line
 
 
-def look_at_devices(places: Places) -> Devices:
+def look_at_devices(places: SystemView) -> Devices:
     """Return what the driver's files and NVML say."""
     text = places.read("/proc/driver/nvidia/version")
     match = _DRIVER.search(text)
@@ -75,7 +75,9 @@ def _illness(state: GpuState) -> Iterator[str]:
         yield f"{state.label} is in use by process {pid} ({(memory or 0) / 1e9:.1f} GB)"
 
 
-def look_at_torch(places: Places, package: Package | None, modules: Sequence[str]) -> Torch | None:
+def look_at_torch(
+    places: SystemView, package: Package | None, modules: Sequence[str]
+) -> Torch | None:
     """Return the environment's torch; None where there is none.
 
     Args:
@@ -124,7 +126,7 @@ def _text(value: JsonValue) -> str | None:
     return None if value is None else str(value)
 
 
-def try_collectives(places: Places, num_gpus: int) -> Iterator[Collective]:
+def try_collectives(places: SystemView, num_gpus: int) -> Iterator[CollectiveProbe]:
     """Yield an all_reduce of two ranks and of all GPUs; of two ranks with gloo without GPUs."""
     if num_gpus == 0:
         yield _all_reduce(places, "gloo", 2)
@@ -133,7 +135,7 @@ def try_collectives(places: Places, num_gpus: int) -> Iterator[Collective]:
         yield _all_reduce(places, "nccl", world_size)
 
 
-def _all_reduce(places: Places, backend: str, world_size: int) -> Collective:
+def _all_reduce(places: SystemView, backend: str, world_size: int) -> CollectiveProbe:
     """Run one; every rank is gone afterwards."""
     script = (SCRIPTS / "all_reduce.py").read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory(dir=places.temporary) as directory:
@@ -160,7 +162,7 @@ def _all_reduce(places: Places, backend: str, world_size: int) -> Collective:
                 process.kill()
             for process in ranks:
                 process.wait()
-    return Collective(backend=backend, world_size=world_size, problem=problem)
+    return CollectiveProbe(backend=backend, world_size=world_size, problem=problem)
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], logs: Path, limit_s: float) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pytest_megatron.checks.rules import Finding, Hit, Severity
+from pytest_megatron.checks.rules import CheckFinding, CheckSeverity, RuleMatch
 from pytest_megatron.doctor.check_cuda import check_cuda, check_torch
 from pytest_megatron.doctor.check_machine import (
     check_communication,
@@ -16,9 +16,9 @@ from pytest_megatron.doctor.check_packages import check_build, check_compiled, c
 from pytest_megatron.doctor.check_project import check_project
 from pytest_megatron.doctor.check_recipe import Needs, check_recipe
 from pytest_megatron.doctor.check_variables import check_variables
-from pytest_megatron.doctor.facts import Facts
+from pytest_megatron.doctor.facts import EnvironmentFacts
 from pytest_megatron.doctor.gather import gather
-from pytest_megatron.doctor.places import Places
+from pytest_megatron.doctor.places import SystemView
 from pytest_megatron.doctor.rules import finding_of, rules
 
 
@@ -26,22 +26,22 @@ from pytest_megatron.doctor.rules import finding_of, rules
 class Examination:
     """What was looked at, and what was found, in the order of the rules."""
 
-    facts: Facts
-    findings: tuple[Finding, ...]
+    facts: EnvironmentFacts
+    findings: tuple[CheckFinding, ...]
 
-    def count(self, severity: Severity) -> int:
+    def count(self, severity: CheckSeverity) -> int:
         """Return the number of findings of a severity."""
         return sum(finding.severity is severity for finding in self.findings)
 
     def exit_code(self, *, is_strict: bool) -> int:
         """Return 2 if there are errors, 1 if warnings count and there are some, else 0."""
-        if self.count(Severity.ERROR):
+        if self.count(CheckSeverity.ERROR):
             return 2
-        return int(is_strict and bool(self.count(Severity.WARNING)))
+        return int(is_strict and bool(self.count(CheckSeverity.WARNING)))
 
 
 def examine(
-    places: Places, *, needs: Needs | None = None, with_collective: bool = True
+    places: SystemView, *, needs: Needs | None = None, with_collective: bool = True
 ) -> Examination:
     """Gather facts and check them.
 
@@ -55,7 +55,9 @@ def examine(
     return Examination(facts=facts, findings=tuple(findings))
 
 
-def check(facts: Facts, places: Places, needs: Needs | None = None) -> Iterator[Hit]:
+def check(
+    facts: EnvironmentFacts, places: SystemView, needs: Needs | None = None
+) -> Iterator[RuleMatch]:
     """Yield everything that is wrong."""
     yield from check_cuda(facts, places.env)
     yield from check_torch(facts, places.env)

@@ -193,7 +193,7 @@ class Clock:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class MachineFacts:
     """The system around the environment.
 
     Attributes:
@@ -240,7 +240,7 @@ class Slurm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Collective:
+class CollectiveProbe:
     """One all_reduce.
 
     Attributes:
@@ -253,7 +253,7 @@ class Collective:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class EnvironmentFacts:
     """All of it.
 
     Attributes:
@@ -272,10 +272,10 @@ class Facts:
     torch: Torch | None = None
     devices: Devices = field(default_factory=Devices)
     toolkit: Toolkit = field(default_factory=Toolkit)
-    machine: Machine = field(default_factory=Machine)
+    machine: MachineFacts = field(default_factory=MachineFacts)
     slurm: Slurm = field(default_factory=Slurm)
     git_mend: str | None = None
-    collectives: tuple[Collective, ...] = ()
+    collectives: tuple[CollectiveProbe, ...] = ()
 
 
 def version_of(text: str | None) -> Version | None:

@@ -15,7 +15,7 @@ from pytest_megatron.doctor.devices import (
     look_at_torch,
     try_collectives,
 )
-from pytest_megatron.doctor.facts import Facts, Python
+from pytest_megatron.doctor.facts import EnvironmentFacts, Python
 from pytest_megatron.doctor.machine import (
     look_at_checkout,
     look_at_machine,
@@ -28,7 +28,7 @@ from pytest_megatron.doctor.packages import (
     read_extensions,
     read_packages,
 )
-from pytest_megatron.doctor.places import Places
+from pytest_megatron.doctor.places import SystemView
 from pytest_megatron.errors import HostError
 
 _START_LIMIT_S = 30.0
@@ -39,7 +39,7 @@ _NOT_PRELOADED = re.compile(
 )
 
 
-def gather(places: Places, *, with_collective: bool = True) -> Facts:
+def gather(places: SystemView, *, with_collective: bool = True) -> EnvironmentFacts:
     """Return everything that is known.
 
     Args:
@@ -54,7 +54,7 @@ def gather(places: Places, *, with_collective: bool = True) -> Facts:
     table = compat().compiled
     installed = [row for row in table if {row.name, *row.also} & packages.keys()]
     modules = [module for row in installed for module in row.modules]
-    facts = Facts(
+    facts = EnvironmentFacts(
         python=python,
         packages=packages,
         doubles=doubles,
@@ -75,7 +75,7 @@ def gather(places: Places, *, with_collective: bool = True) -> Facts:
     return facts
 
 
-def _python(places: Places) -> Python:
+def _python(places: SystemView) -> Python:
     answer = ask(
         places.python,
         SCRIPTS / "environment.py",

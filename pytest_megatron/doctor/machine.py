@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from pytest_megatron.doctor.child import run
-from pytest_megatron.doctor.facts import UNKNOWN, Clock, Disk, Machine, Slurm, Toolkit
-from pytest_megatron.doctor.places import Places
+from pytest_megatron.doctor.facts import UNKNOWN, Clock, Disk, MachineFacts, Slurm, Toolkit
+from pytest_megatron.doctor.places import SystemView
 from pytest_megatron.git import mend_of_owner
 
 _PROGRAM_LIMIT_S = 10.0
@@ -35,9 +35,9 @@ _CONTAINER_VARIABLES = (
 )
 
 
-def look_at_machine(places: Places) -> Machine:
+def look_at_machine(places: SystemView) -> MachineFacts:
     """Return what the system around the environment is."""
-    return Machine(
+    return MachineFacts(
         limits=_limits(places.read("/proc/self/limits")),
         shm_bytes=_shm_bytes(places),
         disks=tuple(_disks(places)),
@@ -64,7 +64,7 @@ def _limits(text: str) -> dict[str, int | None]:
     return found
 
 
-def _shm_bytes(places: Places) -> int | None:
+def _shm_bytes(places: SystemView) -> int | None:
     """Return the size of /dev/shm: as it was mounted, else as the file system says."""
     for line in reversed(places.read("/proc/mounts").splitlines()):
         fields = line.split()
@@ -78,7 +78,7 @@ def _shm_bytes(places: Places) -> int | None:
         return None
 
 
-def _disks(places: Places) -> Iterator[Disk]:
+def _disks(places: SystemView) -> Iterator[Disk]:
     """Yield the directories that trainings and installations write to."""
     cache = Path(places.env.get("XDG_CACHE_HOME") or places.home / ".cache")
     uses = {
@@ -100,7 +100,7 @@ def _disks(places: Places) -> Iterator[Disk]:
             yield Disk(use=use, path=path, free_bytes=free, is_noexec=is_noexec)
 
 
-def _lost_temporary(places: Places) -> tuple[str, str] | None:
+def _lost_temporary(places: SystemView) -> tuple[str, str] | None:
     """Return the variable that names no directory for temporary files, and its value."""
     for variable in ("TMPDIR", "TEMP", "TMP"):  # in the order of Python's tempfile
         value = places.env.get(variable)
@@ -109,7 +109,7 @@ def _lost_temporary(places: Places) -> tuple[str, str] | None:
     return None
 
 
-def _clock(places: Places) -> Clock:
+def _clock(places: SystemView) -> Clock:
     """Compare the clock with the times of a file that is made now, and of older ones."""
     try:
         with tempfile.TemporaryFile(dir=places.project) as file:
@@ -128,7 +128,7 @@ def _clock(places: Places) -> Clock:
     return Clock(now_s=now, fresh_s=fresh, ahead_s=ahead)
 
 
-def _interfaces(places: Places) -> Iterator[str]:
+def _interfaces(places: SystemView) -> Iterator[str]:
     """Yield the interfaces that are up, without loopback."""
     for directory in sorted(places.under("/sys/class/net").glob("*")):
         state = places.read(f"/sys/class/net/{directory.name}/operstate").strip()
@@ -136,7 +136,7 @@ def _interfaces(places: Places) -> Iterator[str]:
             yield directory.name
 
 
-def _infiniband(places: Places) -> dict[str, str]:
+def _infiniband(places: SystemView) -> dict[str, str]:
     """Return the state of each InfiniBand port: `mlx5_0/1` -> `ACTIVE`."""
     found = {}
     for file in sorted(places.under("/sys/class/infiniband").glob("*/ports/*/state")):
@@ -145,7 +145,7 @@ def _infiniband(places: Places) -> dict[str, str]:
     return found
 
 
-def container_of(places: Places) -> str | None:
+def container_of(places: SystemView) -> str | None:
     """Return what kind of container this is, None on a bare host."""
     for file, kind in _CONTAINERS:
         if places.under(file).exists():
@@ -224,7 +224,7 @@ def _shadows(env: Mapping[str, str]) -> Iterator[Path]:
             yield from sorted(f for f in Path(word).glob("lib*") if _CUDA_LIBRARIES.match(f.name))
 
 
-def look_at_toolkit(places: Places, *, ask_network: bool) -> Toolkit:
+def look_at_toolkit(places: SystemView, *, ask_network: bool) -> Toolkit:
     """Return what there is to compile an extension with.
 
     Args:
@@ -249,14 +249,14 @@ def look_at_toolkit(places: Places, *, ask_network: bool) -> Toolkit:
     )
 
 
-def program(places: Places, name: str) -> Path | None:
+def program(places: SystemView, name: str) -> Path | None:
     """Return a program of PATH; the environment's own directory counts."""
     path = f"{places.python.parent}:{places.env.get('PATH', '')}"
     found = shutil.which(name, path=path)
     return Path(found) if found else None
 
 
-def _nvcc_version(places: Places, nvcc: Path) -> str | None:
+def _nvcc_version(places: SystemView, nvcc: Path) -> str | None:
     answer = run([str(nvcc), "--version"], limit_s=_PROGRAM_LIMIT_S, env=places.env)
     match = re.search(r"release (\d+\.\d+)", answer.text)
     return match[1] if match else None
@@ -270,7 +270,7 @@ def _reaches(address: tuple[str, int]) -> bool:
     return True
 
 
-def look_at_checkout(places: Places) -> str | None:
+def look_at_checkout(places: SystemView) -> str | None:
     """Return the command that lets git read the project, None where it reads it or is not there."""
     git = program(places, "git")
     if git is None:
@@ -279,7 +279,7 @@ def look_at_checkout(places: Places) -> str | None:
     return mend_of_owner(run(command, limit_s=_PROGRAM_LIMIT_S, env=places.env).text)
 
 
-def look_at_slurm(places: Places) -> Slurm:
+def look_at_slurm(places: SystemView) -> Slurm:
     """Return Slurm's client, and whether its controller answers."""
     programs = {name: path for name in _SLURM_PROGRAMS if (path := program(places, name))}
     config = places.env.get("SLURM_CONF")

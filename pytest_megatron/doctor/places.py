@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
+class SystemView:
     """Everything that a probe looks at.
 
     Attributes:
@@ -51,6 +51,6 @@ class Places:
             return ""
 
 
-def here(python: Path | None = None) -> Places:
+def here(python: Path | None = None) -> SystemView:
     """Return this machine, and the environment of `python`; by default the one that runs this."""
-    return Places(python=python or Path(sys.executable))
+    return SystemView(python=python or Path(sys.executable))

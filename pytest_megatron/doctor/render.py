@@ -8,10 +8,10 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
-from pytest_megatron.checks.rules import Finding, Severity, as_json
+from pytest_megatron.checks.rules import CheckFinding, CheckSeverity, as_json
 from pytest_megatron.doctor.compat import compat
 from pytest_megatron.doctor.examine import Examination
-from pytest_megatron.doctor.facts import UNKNOWN, Facts, Slurm
+from pytest_megatron.doctor.facts import UNKNOWN, EnvironmentFacts, Slurm
 from pytest_megatron.files import JsonValue
 from pytest_megatron.markdown import code, escaped, table
 from pytest_megatron.wording import counted
@@ -19,7 +19,7 @@ from pytest_megatron.wording import counted
 _WIDTH = 110
 
 
-def summary_of(facts: Facts) -> dict[str, str]:
+def summary_of(facts: EnvironmentFacts) -> dict[str, str]:
     """Return the environment in a few lines: what -> which."""
     torch, devices = facts.torch, facts.devices
     names = ["megatron-core", *(n for row in compat().compiled for n in (row.name, *row.also))]
@@ -53,7 +53,7 @@ def _slurm_line(slurm: Slurm) -> str:
 
 
 def _end(examination: Examination) -> str:
-    return ", ".join(counted(examination.count(one), one.value) for one in Severity)
+    return ", ".join(counted(examination.count(one), one.value) for one in CheckSeverity)
 
 
 def _as_text(examination: Examination) -> str:
@@ -69,7 +69,7 @@ def _as_text(examination: Examination) -> str:
     return "".join(f"{line}\n" for line in [*lines, "", _end(examination)])
 
 
-def _found(finding: Finding) -> str:
+def _found(finding: CheckFinding) -> str:
     return finding.found if finding.where is None else f"{finding.where}: {finding.found}"
 
 
@@ -89,7 +89,7 @@ def _as_json(examination: Examination) -> str:
     value: dict[str, JsonValue] = {
         "environment": summary,
         "findings": [as_json(finding) for finding in examination.findings],
-        "counts": {one.value: examination.count(one) for one in Severity},
+        "counts": {one.value: examination.count(one) for one in CheckSeverity},
     }
     return json.dumps(value, indent=1) + "\n"
 
@@ -101,7 +101,7 @@ def _as_markdown(examination: Examination) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _groups(findings: tuple[Finding, ...]) -> Iterator[str]:
+def _groups(findings: tuple[CheckFinding, ...]) -> Iterator[str]:
     for group, members in itertools.groupby(findings, key=lambda finding: finding.rule.group):
         rows = [
             [f"{f.severity.value} {code(f.rule.id)}", escaped(_found(f)), escaped(f.mend)]

@@ -12,12 +12,12 @@ from enum import Enum
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from pytest_megatron.checks.rules import Finding
+from pytest_megatron.checks.rules import CheckFinding
 from pytest_megatron.files import JsonValue
 from pytest_megatron.health import Health
-from pytest_megatron.launch.facts import Facts
+from pytest_megatron.launch.facts import SessionFacts
 from pytest_megatron.launch.layout import AttemptDirs
-from pytest_megatron.launch.local import Listener, PhaseEnd
+from pytest_megatron.launch.local import AttemptListener, PhaseEnd
 from pytest_megatron.launch.plan import AttemptPlan, Setting
 from pytest_megatron.recipe.model import Workload
 
@@ -61,7 +61,7 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class Submission:
     """One attempt of a workload, to be run somewhere.
 
     Attributes:
@@ -84,7 +84,7 @@ class Order:
     avoid_hosts: frozenset[str] = frozenset()
     avoid_gpus: frozenset[str] = frozenset()
     delay_s: float = 0.0
-    listener: Listener
+    listener: AttemptListener
 
 
 class TroubleKind(Enum):
@@ -107,7 +107,7 @@ class TroubleKind(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trouble:
+class EngineError:
     """What an engine knows of an attempt that did not end by itself.
 
     Attributes:
@@ -125,7 +125,7 @@ class Trouble:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class SubmissionOutcome:
     """How an order ended.
 
     Attributes:
@@ -138,9 +138,9 @@ class Outcome:
 
     ends: tuple[PhaseEnd, ...] = ()
     health: Health | None = None
-    facts: Facts | None = None
+    facts: SessionFacts | None = None
     hosts: tuple[str, ...] = ()
-    trouble: Trouble | None = None
+    trouble: EngineError | None = None
 
     @property
     def suspects(self) -> tuple[str, ...]:
@@ -153,7 +153,7 @@ class Outcome:
         return self.hosts if has_faults or is_of_host else ()
 
 
-class Phase(Enum):
+class SubmissionPhase(Enum):
     """How far an order is."""
 
     WAITING = "waiting"
@@ -172,9 +172,9 @@ class Update:
     """
 
     key: str
-    phase: Phase
+    phase: SubmissionPhase
     detail: str = ""
-    outcome: Outcome | None = None
+    outcome: SubmissionOutcome | None = None
 
 
 class Engine(Protocol):
@@ -197,7 +197,7 @@ class Engine(Protocol):
     def lacks(self, needed: Resources) -> str | None:
         """Return why an order with these needs can never run here, or None if it can."""
 
-    def submit(self, orders: Sequence[Order]) -> None:
+    def submit(self, orders: Sequence[Submission]) -> None:
         """Take orders. One that is refused ends with `TroubleKind.NOT_STARTED`.
 
         Raises:
@@ -224,7 +224,7 @@ class Checking(Protocol):
 
     def findings(
         self, workload: Workload, setting: Setting, needed: Resources
-    ) -> Sequence[Finding]:
+    ) -> Sequence[CheckFinding]:
         """Return what is wrong; an error refuses the workload, a warning is shown once for a run.
 
         Raises:
@@ -247,7 +247,7 @@ class EngineContext:
 
     root: Path
     run_dir: Path
-    facts: Facts
+    facts: SessionFacts
     env: Mapping[str, str]
     config_file: Path | None = None
     copies_lines: bool = False

@@ -31,14 +31,14 @@ PlainMount: TypeAlias = Annotated[str, Field(pattern=r"^/[^:,\s]*:/[^:,\s]*(:[^:
 Variables: TypeAlias = dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], str]
 
 
-class Mode(Enum):
+class LaunchMode(Enum):
     """Who starts the ranks of a job."""
 
     TORCHRUN = "torchrun"  # one task a node, each starts torch.distributed.run
     SRUN_NATIVE = "srun-native"  # one task a rank, started by srun
 
 
-class Where(Enum):
+class EnvironmentNodes(Enum):
     """On which nodes of a job an environment is made."""
 
     NODE = "node"
@@ -87,12 +87,12 @@ class UvSyncConfig:
         ),
     ]
     where: Annotated[
-        Where,
+        EnvironmentNodes,
         Field(
             description="`node`: on every node, for a directory of the node's own; `job`: on "
             "the first node, for a shared one."
         ),
-    ] = Where.NODE
+    ] = EnvironmentNodes.NODE
     project: Annotated[
         Text | None, Field(description="Directory of `uv.lock`; by default the project.")
     ] = None
@@ -217,12 +217,12 @@ class SlurmConfig(PlaceConfig):
     """The section `slurm`."""
 
     mode: Annotated[
-        Mode,
+        LaunchMode,
         Field(
             description="`torchrun`: one task a node, which starts `torch.distributed.run`; "
             "`srun-native`: one task a rank, which Slurm starts."
         ),
-    ] = Mode.TORCHRUN
+    ] = LaunchMode.TORCHRUN
     ports: Annotated[
         str,
         Field(

@@ -24,7 +24,7 @@ from pytest_megatron.errors import ConfigError
 from pytest_megatron.files import JsonValue
 from pytest_megatron.recipe.schema import dotted, shown
 from pytest_megatron.recipe.vocabulary import nearest
-from pytest_megatron.yamllines import Document, YamlPath, read_yaml
+from pytest_megatron.yamllines import YamlDocument, YamlPath, read_yaml
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -198,7 +198,7 @@ def _foreign_engines(value: Mapping[str, JsonValue]) -> list[str]:
     return [key for key in unknown if key in names - {"local"}]
 
 
-def _section(document: Document, name: str, kind: type[_SECTION]) -> _SECTION | None:
+def _section(document: YamlDocument, name: str, kind: type[_SECTION]) -> _SECTION | None:
     """Return a section as its type; None where it is not there."""
     if name not in document.value:
         return None
@@ -211,7 +211,7 @@ def _section(document: Document, name: str, kind: type[_SECTION]) -> _SECTION | 
         raise ConfigError(document.where(path), message) from None
 
 
-def _as_written(document: Document, path: YamlPath, value: JsonValue) -> JsonValue:
+def _as_written(document: YamlDocument, path: YamlPath, value: JsonValue) -> JsonValue:
     """Return a value with what must be a text as its characters in the file."""
     if isinstance(value, dict):
         return {key: _as_written(document, (*path, key), one) for key, one in value.items()}
@@ -267,7 +267,7 @@ def _keys_at(kind: type[SlurmConfig | DockerConfig], loc: tuple[int | str, ...])
     return [key.name for key in dataclasses.fields(found)]
 
 
-def _check_slurm(document: Document, config: SlurmConfig) -> None:
+def _check_slurm(document: YamlDocument, config: SlurmConfig) -> None:
     """Refuse what the schema cannot see.
 
     Raises:
@@ -285,14 +285,14 @@ def _check_slurm(document: Document, config: SlurmConfig) -> None:
         _check_flags(document, ("slurm", "platforms", name), own)
 
 
-def _check_flags(document: Document, path: YamlPath, place: PlaceConfig) -> None:
+def _check_flags(document: YamlDocument, path: YamlPath, place: PlaceConfig) -> None:
     for index, word in enumerate(place.sbatch_flags):
         _check_flag(document, (*path, "sbatch_flags", index), word)
     for index, word in enumerate(place.srun_flags):
         _check_flag(document, (*path, "srun_flags", index), word)
 
 
-def _check_flag(document: Document, path: YamlPath, word: str) -> None:
+def _check_flag(document: YamlDocument, path: YamlPath, word: str) -> None:
     """Refuse a flag that would be given twice."""
     name = word.removeprefix("--").partition("=")[0]
     where, place = document.where(path), dotted(path)

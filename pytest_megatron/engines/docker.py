@@ -25,27 +25,27 @@ from typing_extensions import override
 
 from pytest_megatron.engines.base import (
     EngineContext,
-    Order,
-    Outcome,
+    EngineError,
     Planned,
-    Trouble,
+    Submission,
+    SubmissionOutcome,
     TroubleKind,
 )
 from pytest_megatron.engines.config_file import read_docker_config
 from pytest_megatron.engines.docker_link import DriverGoneError, DriverLink
 from pytest_megatron.engines.docker_messages import (
     JOB_DIR,
+    ContainerStarted,
+    ContainerWaiting,
     Gone,
     Mount,
-    Refused,
-    Run,
-    Running,
-    Stop,
-    Waiting,
+    RunContainer,
+    StartRefused,
+    StopContainer,
 )
 from pytest_megatron.engines.leasing import LeasingEngine
 from pytest_megatron.engines.live import LiveLog
-from pytest_megatron.engines.records import Spec, outcome_of, read_record, write_spec
+from pytest_megatron.engines.records import JobSpec, outcome_of, read_record, write_spec
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.launch.plan import AttemptPlan, Setting
 from pytest_megatron.lease import Lease
@@ -84,7 +84,7 @@ class DockerEngine(LeasingEngine):
         return replace(setting, python=self._config.python, env=env, has_ft_launcher=True)
 
     @override
-    def submit(self, orders: Sequence[Order]) -> None:
+    def submit(self, orders: Sequence[Submission]) -> None:
         """Keep orders until `poll`; see that there is a daemon.
 
         Raises:
@@ -108,7 +108,7 @@ class DockerEngine(LeasingEngine):
             self._link = DriverLink(self._directory, self._context.env)
         return self._link
 
-    def _contain(self, order: Order, planned: Planned, lease: Lease) -> Outcome:
+    def _contain(self, order: Submission, planned: Planned, lease: Lease) -> SubmissionOutcome:
         """Run a container for a plan, in a directory that is gone afterwards."""
         self._directory.mkdir(parents=True, exist_ok=True)
         job_dir = Path(tempfile.mkdtemp(prefix="job-", dir=self._directory))
@@ -119,14 +119,14 @@ class DockerEngine(LeasingEngine):
             try:
                 gone = self._follow(request, lease, order, live)
             except DriverGoneError as error:
-                return Outcome(trouble=self._lost(error))
+                return SubmissionOutcome(trouble=self._lost(error))
             return self._outcome(gone, job_dir, planned)
         finally:
             shutil.rmtree(job_dir, ignore_errors=True)
 
-    def _write_job(self, job_dir: Path, order: Order, planned: Planned) -> None:
+    def _write_job(self, job_dir: Path, order: Submission, planned: Planned) -> None:
         """Lay out what the container is told; no word of it goes through a shell unquoted."""
-        spec = Spec(
+        spec = JobSpec(
             key=order.key,
             plan=planned.plan,
             outcome=Path(JOB_DIR) / "outcome.json",
@@ -148,7 +148,7 @@ class DockerEngine(LeasingEngine):
                 str(error.filename or job_dir), f"{error.strerror}; nothing was run"
             ) from error
 
-    def _give_to_user(self, job_dir: Path, order: Order) -> None:
+    def _give_to_user(self, job_dir: Path, order: Submission) -> None:
         """Let a user of the container who is not this one read the job and write the attempt.
 
         Only root can, and need not take it back afterwards: it may read everything.
@@ -164,11 +164,13 @@ class DockerEngine(LeasingEngine):
         for path in (item, *item.rglob("*"), job_dir, *job_dir.rglob("*")):
             os.chown(path, int(uid), int(gid) if gid.isdecimal() else -1, follow_symlinks=False)
 
-    def _request(self, order: Order, plan: AttemptPlan, job_dir: Path, lease: Lease) -> Run:
+    def _request(
+        self, order: Submission, plan: AttemptPlan, job_dir: Path, lease: Lease
+    ) -> RunContainer:
         config = self._config
         self._num_run += 1
         uid, gid = os.getuid(), os.getgid()
-        return Run(
+        return RunContainer(
             key=order.key,
             run_dir=str(self._context.run_dir),
             name=f"pytest-megatron-{self._token}-{self._num_run}",
@@ -203,7 +205,9 @@ class DockerEngine(LeasingEngine):
                 mounts.append(Mount(source=str(path), target=str(path), is_read_only=not is_own))
         return tuple(mounts)
 
-    def _follow(self, request: Run, lease: Lease, order: Order, live: LiveLog) -> Gone:
+    def _follow(
+        self, request: RunContainer, lease: Lease, order: Submission, live: LiveLog
+    ) -> Gone:
         """Run a container to its end; on any other way out it is gone as well.
 
         Raises:
@@ -217,15 +221,17 @@ class DockerEngine(LeasingEngine):
         except (DriverGoneError, LaunchError):
             raise
         except BaseException:  # Ctrl-C; the second one comes through the wait below
-            link.send(Stop())
+            link.send(StopContainer())
             try:
-                _until(link, Gone, Refused)
+                _until(link, Gone, StartRefused)
             except KeyboardInterrupt:
-                link.send(Stop(is_at_once=True))
-                _until(link, Gone, Refused)
+                link.send(StopContainer(is_at_once=True))
+                _until(link, Gone, StartRefused)
             raise
 
-    def _until_gone(self, link: DriverLink, order: Order, live: LiveLog, limit_s: float) -> Gone:
+    def _until_gone(
+        self, link: DriverLink, order: Submission, live: LiveLog, limit_s: float
+    ) -> Gone:
         """Follow a container's logs until it is gone."""
         stop_at = time.monotonic() + limit_s
         while True:
@@ -233,28 +239,28 @@ class DockerEngine(LeasingEngine):
                 case Gone() as gone:
                     live.poll(is_ended=True)
                     return gone
-                case Refused() as refused:
+                case StartRefused() as refused:
                     raise LaunchError(refused.where, refused.text)
-                case Waiting() as waiting:
+                case ContainerWaiting() as waiting:
                     order.listener.on_lines([waiting.text])
                     stop_at = time.monotonic() + limit_s
-                case Running():
+                case ContainerStarted():
                     stop_at = time.monotonic() + limit_s
                 case _:
                     live.poll()
             if time.monotonic() >= stop_at:
-                link.send(Stop())
+                link.send(StopContainer())
                 stop_at = float("inf")
 
-    def _lost(self, error: DriverGoneError) -> Trouble:
+    def _lost(self, error: DriverGoneError) -> EngineError:
         """Return what it means that the child process was killed; nothing of it is left."""
         self._link = None
         # The container ends by itself. Another child process removes it, should it not.
         self._driver()
         text = f"{error}; its container was removed"
-        return Trouble(kind=TroubleKind.LOST, text=text)
+        return EngineError(kind=TroubleKind.LOST, text=text)
 
-    def _outcome(self, gone: Gone, job_dir: Path, planned: Planned) -> Outcome:
+    def _outcome(self, gone: Gone, job_dir: Path, planned: Planned) -> SubmissionOutcome:
         """Return what came of a container.
 
         Raises:
@@ -266,7 +272,7 @@ class DockerEngine(LeasingEngine):
         record = read_record(job_dir / "outcome.json")
         if record is None:
             trouble = _trouble(gone) or self._other_version(began)
-            return Outcome(trouble=trouble)
+            return SubmissionOutcome(trouble=trouble)
         outcome = outcome_of(record, planned, self._context.facts)
         if gone.was_oom and not all(end.is_clean for end in outcome.ends):
             return replace(outcome, trouble=_trouble(gone))
@@ -289,13 +295,13 @@ class DockerEngine(LeasingEngine):
             what = f"ended before pytest-megatron began, exit code {gone.exit_code}"
         return f"{what} (it printed: {said or 'nothing'})"
 
-    def _other_version(self, began: Path) -> Trouble:
+    def _other_version(self, began: Path) -> EngineError:
         """Return why a container that began left no record and was not killed."""
         there, here = json.loads(began.read_text())["version"], self._context.facts.versions
         text = "the container ended and left no record"
         if there != (ours := here.get("pytest-megatron")):
             text += f"; it has pytest-megatron {there}, this is {ours}"
-        return Trouble(kind=TroubleKind.LOST, text=text)
+        return EngineError(kind=TroubleKind.LOST, text=text)
 
 
 def _shows(mount: Mount, path: Path) -> bool:
@@ -306,7 +312,7 @@ def _shows(mount: Mount, path: Path) -> bool:
     return path.resolve().is_relative_to(Path(mount.source).resolve())
 
 
-def _trouble(gone: Gone) -> Trouble | None:
+def _trouble(gone: Gone) -> EngineError | None:
     """Return what ended a container from outside of its programs; None where nothing did."""
     if gone.was_oom:
         kind, what = TroubleKind.OUT_OF_MEMORY, "the kernel killed a process for want of memory"
@@ -316,10 +322,10 @@ def _trouble(gone: Gone) -> Trouble | None:
         kind, what = TroubleKind.LOST, "it was killed"
     else:
         return None
-    return Trouble(kind=kind, text=f"Docker says of the container: {what}")
+    return EngineError(kind=kind, text=f"Docker says of the container: {what}")
 
 
-def _until(link: DriverLink, *kinds: type[Gone | Refused]) -> None:
+def _until(link: DriverLink, *kinds: type[Gone | StartRefused]) -> None:
     """Wait for one of these answers, but not for ever."""
     give_up_at = time.monotonic() + _END_S
     with contextlib.suppress(DriverGoneError):

@@ -29,13 +29,13 @@ from pytest_megatron.engines.docker_events import Events
 from pytest_megatron.engines.docker_images import Image, ImageRefusedError, find_image
 from pytest_megatron.engines.docker_messages import (
     Answer,
+    ContainerStarted,
+    ContainerWaiting,
+    DriverReady,
     Gone,
-    Ready,
-    Refused,
-    Run,
-    Running,
-    Stop,
-    Waiting,
+    RunContainer,
+    StartRefused,
+    StopContainer,
     decode_request,
     encode_answer,
 )
@@ -64,7 +64,7 @@ class DaemonError(Exception):
 
     def __init__(self, where: str, text: str) -> None:
         super().__init__(where, text)
-        self.refused = Refused(where=where, text=text)
+        self.refused = StartRefused(where=where, text=text)
 
 
 def main(arguments: list[str]) -> int:
@@ -138,36 +138,36 @@ class Driver:
             EndError: The controller is gone, or this process is to end; its container is gone.
         """
         version = str(self._client.version()["Version"])
-        self._tell(Ready(daemon=version, num_removed=remove_leftovers(self._client)))
+        self._tell(DriverReady(daemon=version, num_removed=remove_leftovers(self._client)))
         while True:
             packet, descriptors, _, _ = socket.recv_fds(self._link, _PACKET_BYTES, _MAX_FDS)
             if not packet:
                 raise EndError
             request = decode_request(packet)
-            if isinstance(request, Run):
+            if isinstance(request, RunContainer):
                 with _closing(descriptors):
                     self._run(request)
 
-    def _run(self, request: Run) -> None:
+    def _run(self, request: RunContainer) -> None:
         """Run a container to its end; say how it went."""
         try:
             with Events() as events:
                 gone = self._contain(request, events)
         except (ImageRefusedError, StartRefusedError, StoppedError) as error:
-            answer: Answer = Refused(where=f"docker image {request.image!r}", text=str(error))
+            answer: Answer = StartRefused(where=f"docker image {request.image!r}", text=str(error))
         except (docker.errors.DockerException, requests.exceptions.RequestException) as error:
             text = f"the Docker daemon went away: {error}; see that `docker info` works"
-            answer = Refused(where=_host(), text=text)
+            answer = StartRefused(where=_host(), text=text)
         else:
             answer = gone
         self._tell(answer)
 
-    def _contain(self, request: Run, events: Events) -> Gone:
+    def _contain(self, request: RunContainer, events: Events) -> Gone:
         """Run a container to its end; whatever happens, it does not stay."""
         image = self._image(request)
         with start(self._client, request, image) as container:
             try:
-                self._tell(Running(container=container.id, image=image.name))
+                self._tell(ContainerStarted(container=container.id, image=image.name))
                 return self._follow(container, events)
             except BaseException:  # the controller is gone, or a mistake of ours
                 self._end(container, events)
@@ -200,7 +200,7 @@ class Driver:
             select.select([events.wakes], [], [], _POLL_S)
         container.remove()
 
-    def _image(self, request: Run) -> Image:
+    def _image(self, request: RunContainer) -> Image:
         """Find or fetch the image, as long as it is wanted.
 
         Raises:
@@ -229,10 +229,10 @@ class Driver:
                     case Exception() as error:
                         raise error
                     case text if time.monotonic() >= say_at:
-                        self._tell(Waiting(text=text))
+                        self._tell(ContainerWaiting(text=text))
                         say_at = time.monotonic() + _SAY_EVERY_S
 
-    def _receive(self) -> Stop:
+    def _receive(self) -> StopContainer:
         """Return what the controller says while there is a container.
 
         Raises:
@@ -245,7 +245,7 @@ class Driver:
         if not packet:
             raise EndError
         request = decode_request(packet)
-        assert isinstance(request, Stop), "one container at a time"
+        assert isinstance(request, StopContainer), "one container at a time"
         return request
 
     def _tell(self, answer: Answer) -> None:

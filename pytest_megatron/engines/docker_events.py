@@ -24,7 +24,7 @@ from pytest_megatron.engines.docker_owner import LABEL_OWNER, owner
 _LOOK_EVERY_S = 5.0  # at the container itself: events are lost when the daemon is restarted
 
 
-class Watched(Protocol):
+class WatchedContainer(Protocol):
     """A container whose end is waited for."""
 
     id: str
@@ -75,7 +75,7 @@ class Events:
         self._thread.join(1.0)
         os.close(self.wakes)
 
-    def end_of(self, container: Watched) -> Gone | None:
+    def end_of(self, container: WatchedContainer) -> Gone | None:
         """Return how a container ended once it is removed; None as long as it is there."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.wakes, 4096)
@@ -89,7 +89,7 @@ class Events:
                 return self._gone(container)
         return None
 
-    def _take(self, action: str, attributes: dict[str, str], container: Watched) -> bool:
+    def _take(self, action: str, attributes: dict[str, str], container: WatchedContainer) -> bool:
         """Remember what an event says; return whether it was the last."""
         match action:
             case "oom":
@@ -103,7 +103,7 @@ class Events:
                 pass
         return action == "destroy"
 
-    def _gone(self, container: Watched) -> Gone:
+    def _gone(self, container: WatchedContainer) -> Gone:
         return Gone(
             exit_code=self._exit_code,
             was_oom=self._was_oom,
@@ -111,7 +111,7 @@ class Events:
             entrypoint=container.entrypoint,
         )
 
-    def _is_there(self, container: Watched) -> bool:
+    def _is_there(self, container: WatchedContainer) -> bool:
         try:
             self._client.containers.get(container.id)
         except docker.errors.NotFound:

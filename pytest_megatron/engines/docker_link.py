@@ -14,9 +14,9 @@ from pathlib import Path
 
 from pytest_megatron.engines.docker_messages import (
     Answer,
-    Ready,
-    Refused,
+    DriverReady,
     Request,
+    StartRefused,
     decode_answer,
     encode_request,
 )
@@ -41,7 +41,7 @@ class DriverLink:
         ready: What it said when it had reached the daemon.
     """
 
-    ready: Ready
+    ready: DriverReady
 
     def __init__(self, directory: Path, env: Mapping[str, str]) -> None:
         """Start it.
@@ -80,9 +80,9 @@ class DriverLink:
             answer = self.receive(_START_S)
         except DriverGoneError as error:
             raise LaunchError(str(self._log), f"{error}; see there") from error
-        if not isinstance(answer, Ready):
+        if not isinstance(answer, DriverReady):
             self.close()
-            if isinstance(answer, Refused):
+            if isinstance(answer, StartRefused):
                 raise LaunchError(answer.where, answer.text)
             raise LaunchError("--executor docker", f"the daemon says nothing for {_START_S:g} s")
         self.ready = answer

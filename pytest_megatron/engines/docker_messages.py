@@ -20,7 +20,7 @@ class Mount:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class RunContainer:
     """Start a container; the GPUs' lock files come as descriptors with it.
 
     Attributes:
@@ -62,7 +62,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stop:
+class StopContainer:
     """End the container: politely, and by force where that takes too long, or at once."""
 
     type: Literal["stop"] = "stop"
@@ -70,7 +70,7 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
+class DriverReady:
     """The child process reached the daemon.
 
     Attributes:
@@ -84,7 +84,7 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
+class StartRefused:
     """Nothing was started, and would not be the next time either."""
 
     type: Literal["refused"] = "refused"
@@ -93,7 +93,7 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Waiting:
+class ContainerWaiting:
     """Something takes its time."""
 
     type: Literal["waiting"] = "waiting"
@@ -101,7 +101,7 @@ class Waiting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Running:
+class ContainerStarted:
     """The container was started."""
 
     type: Literal["running"] = "running"
@@ -127,8 +127,8 @@ class Gone:
     entrypoint: tuple[str, ...] = ()
 
 
-Request: TypeAlias = Run | Stop
-Answer: TypeAlias = Ready | Refused | Waiting | Running | Gone
+Request: TypeAlias = RunContainer | StopContainer
+Answer: TypeAlias = DriverReady | StartRefused | ContainerWaiting | ContainerStarted | Gone
 
 _REQUEST: TypeAdapter[Request] = TypeAdapter(Annotated[Request, Field(discriminator="type")])
 _ANSWER: TypeAdapter[Answer] = TypeAdapter(Annotated[Answer, Field(discriminator="type")])

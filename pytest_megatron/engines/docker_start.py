@@ -21,7 +21,7 @@ import docker.types
 import requests.exceptions
 
 from pytest_megatron.engines.docker_images import Image
-from pytest_megatron.engines.docker_messages import JOB_DIR, Run
+from pytest_megatron.engines.docker_messages import JOB_DIR, RunContainer
 from pytest_megatron.engines.docker_owner import LABEL_KEY, LABEL_OWNER, LABEL_RUN, owner
 
 # What the daemon says, and what it means to who asked for the container.
@@ -82,7 +82,7 @@ class Container:
             self._client.api.remove_container(self.id, force=True)
 
 
-class _Starter:
+class _ContainerStarter:
     """What nemo-run takes for a Docker client, of which it asks `containers.run` only."""
 
     def __init__(self, client: docker.DockerClient, labels: dict[str, str], network: str) -> None:
@@ -99,7 +99,7 @@ class _Starter:
         return self._client.containers.run(image, command, **options)
 
 
-def start(client: docker.DockerClient, request: Run, image: Image) -> Container:
+def start(client: docker.DockerClient, request: RunContainer, image: Image) -> Container:
     """Start a container.
 
     Raises:
@@ -110,7 +110,7 @@ def start(client: docker.DockerClient, request: Run, image: Image) -> Container:
     fcntl.flock(lifeline, fcntl.LOCK_EX)
     labels = {LABEL_OWNER: owner(), LABEL_KEY: request.key, LABEL_RUN: request.run_dir}
     try:
-        found = _run(_Starter(client, labels, request.network), request, image)
+        found = _run(_ContainerStarter(client, labels, request.network), request, image)
     except docker.errors.APIError as error:
         os.close(lifeline)
         raise StartRefusedError(_meaning(str(error.explanation))) from error
@@ -120,7 +120,7 @@ def start(client: docker.DockerClient, request: Run, image: Image) -> Container:
     return Container(client, str(getattr(found, "id", "")), image.entrypoint, lifeline)
 
 
-def _run(starter: _Starter, request: Run, image: Image) -> object:
+def _run(starter: _ContainerStarter, request: RunContainer, image: Image) -> object:
     """Have nemo-run start a container; return docker-py's."""
     from nemo_run import DockerExecutor, Packager  # noqa: PLC0415 - takes seconds
     from nemo_run.core.execution.docker import DockerContainer  # noqa: PLC0415
@@ -145,7 +145,7 @@ def _run(starter: _Starter, request: Run, image: Image) -> object:
     return container.run(client=starter, id=request.name)
 
 
-def _more(request: Run) -> dict[str, object]:
+def _more(request: RunContainer) -> dict[str, object]:
     """Return what nemo-run hands to Docker as it is."""
     job = docker.types.Mount(target=JOB_DIR, source=request.job_dir, type="bind")
     mounts = [

@@ -25,24 +25,24 @@ from pytest_megatron.engines.task_messages import (
     OrderWord,
     Tell,
 )
-from pytest_megatron.engines.task_work import Work
-from pytest_megatron.engines.team import Team
+from pytest_megatron.engines.task_work import TaskCommand
+from pytest_megatron.engines.team import Peers
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.launch.local import STOP_GRACE_S
 from pytest_megatron.launch.node_agents import GRACE_S, over_all_nodes
-from pytest_megatron.launch.process import Ended, Running
+from pytest_megatron.launch.process import CommandEnd, RunningCommand
 
 _POLL_S = 0.05
 _RANK_GRACE_S = 3.0  # for other ranks to say why they fail, where no launcher ends them
 _GONE_S = 15.0  # beyond the grace of a stop, for what a task cannot end
 
 
-class TeamProcess(Running):
+class TeamProcess(RunningCommand):
     """The commands of one phase on all tasks; nothing of them outlives the context."""
 
     def __init__(
         self,
-        team: Team,
+        team: Peers,
         begins: Mapping[int, Begin],
         log: Path,
         env: Mapping[str, str],
@@ -71,7 +71,7 @@ class TeamProcess(Running):
         self._first_code: int | None = None
         self._is_told = self._has_failed_untold = False
         self._stop_at = self._lose_at = float("inf")
-        self._ended: Ended | None = None
+        self._ended: CommandEnd | None = None
         try:
             self._log = log.open("wb")
         except OSError as error:
@@ -79,7 +79,7 @@ class TeamProcess(Running):
         for task, begin in begins.items():
             team.send(task, begin)
         own = begins.get(team.place.task)
-        self._work = None if own is None else Work(own, env)
+        self._work = None if own is None else TaskCommand(own, env)
 
     @override
     def __enter__(self) -> Self:
@@ -106,7 +106,7 @@ class TeamProcess(Running):
                 begin.output.unlink(missing_ok=True)
 
     @override
-    def poll(self, timeout_s: float) -> Ended | None:
+    def poll(self, timeout_s: float) -> CommandEnd | None:
         """Return how all of it ended, or None if some of it runs for `timeout_s` more seconds.
 
         Raises:
@@ -122,7 +122,7 @@ class TeamProcess(Running):
         return self._ended
 
     @override
-    def wait(self) -> Ended:
+    def wait(self) -> CommandEnd:
         """Wait for the end; tasks that do not answer any more do not delay it for ever."""
         while (ended := self.poll(1.0)) is None:
             pass
@@ -237,7 +237,7 @@ class TeamProcess(Running):
             for line in format_table(_shown(program), self._exits):
                 self._say(line)
         code = self._first_code or 0
-        self._ended = Ended(
+        self._ended = CommandEnd(
             returncode=max(code, 0) or int(code != 0),  # a launcher that was killed has a negative
             num_left=sum(end.num_left for end in self._finished.values()),
             duration_s=time.monotonic() - self._started,

@@ -17,14 +17,14 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from pytest_megatron.engines.base import Trouble
+from pytest_megatron.engines.base import EngineError
 from pytest_megatron.errors import LaunchError
 
 _FILE = "journal.jsonl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
+class _JournalRun:
     id: str
     event: Literal["run"] = "run"
     schema: Literal[1] = 1
@@ -39,7 +39,7 @@ class _Intent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Job:
+class _JournalJob:
     batch: int
     job_id: int
     event: Literal["job"] = "job"
@@ -58,7 +58,7 @@ class _Dropped:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class JobEnd:
     """How an order ended, beside what its job recorded.
 
     Attributes:
@@ -67,12 +67,12 @@ class Ended:
     """
 
     key: str
-    trouble: Trouble | None
+    trouble: EngineError | None
     hosts: tuple[str, ...] = ()
     event: Literal["end"] = "end"
 
 
-_Line: TypeAlias = _Run | _Intent | _Job | _Withdrawn | _Dropped | Ended
+_Line: TypeAlias = _JournalRun | _Intent | _JournalJob | _Withdrawn | _Dropped | JobEnd
 _LINE: TypeAdapter[_Line] = TypeAdapter(Annotated[_Line, Field(discriminator="event")])
 
 
@@ -108,7 +108,7 @@ class Journal:
         self.run_id = run_id
         self.batches: dict[int, Batch] = {}
         self.places: dict[str, tuple[int, int]] = {}
-        self.ends: dict[str, Ended] = {}
+        self.ends: dict[str, JobEnd] = {}
 
     @classmethod
     def open(cls, directory: Path) -> Journal:
@@ -134,12 +134,12 @@ class Journal:
             ) from error
         text = path.read_text(encoding="utf-8")
         lines = [line for line in map(_parse, text.splitlines()) if line is not None]
-        run = next((line for line in lines if isinstance(line, _Run)), None)
+        run = next((line for line in lines if isinstance(line, _JournalRun)), None)
         journal = cls(descriptor, secrets.token_hex(4) if run is None else run.id)
         if text and not text.endswith("\n"):  # its writer was killed within a line
             os.write(descriptor, b"\n")
         if run is None:
-            journal._write(_Run(id=journal.run_id))
+            journal._write(_JournalRun(id=journal.run_id))
         for line in lines:
             journal._take(line)
         return journal
@@ -166,7 +166,7 @@ class Journal:
         Raises:
             OSError: It cannot be written; the job is found by its name again.
         """
-        self._note(_Job(batch=number, job_id=job_id))
+        self._note(_JournalJob(batch=number, job_id=job_id))
 
     def withdrawn(self, number: int) -> None:
         """Note that nothing was submitted after all.
@@ -184,7 +184,7 @@ class Journal:
         """
         self._note(_Dropped(key=key))
 
-    def ended(self, end: Ended) -> None:
+    def ended(self, end: JobEnd) -> None:
         """Note how an order ended.
 
         Raises:
@@ -199,12 +199,12 @@ class Journal:
 
     def _take(self, line: _Line) -> None:
         match line:
-            case _Run():
+            case _JournalRun():
                 pass
             case _Intent(batch=number, keys=keys, is_array=is_array):
                 self.batches[number] = Batch(number=number, keys=keys, is_array=is_array)
                 self.places |= {key: (number, index) for index, key in enumerate(keys)}
-            case _Job(batch=number, job_id=job_id):
+            case _JournalJob(batch=number, job_id=job_id):
                 self.batches[number] = replace(self.batches[number], job_id=job_id)
             case _Withdrawn(batch=number):
                 for key in self.batches[number].keys:
@@ -212,7 +212,7 @@ class Journal:
                 self.batches[number] = replace(self.batches[number], keys=())
             case _Dropped(key=key):
                 self.places.pop(key, None)
-            case Ended(key=key):
+            case JobEnd(key=key):
                 self.ends[key] = line
 
     def _write(self, line: _Line) -> None:

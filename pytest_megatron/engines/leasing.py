@@ -6,12 +6,19 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from pytest_megatron.engines.base import Order, Outcome, Phase, Planned, Resources, Update
+from pytest_megatron.engines.base import (
+    Planned,
+    Resources,
+    Submission,
+    SubmissionOutcome,
+    SubmissionPhase,
+    Update,
+)
 from pytest_megatron.host import CPU_PLATFORM, Gpu, Host
 from pytest_megatron.launch.health import HealthWatch
 from pytest_megatron.lease import Lease, lease_gpus
 
-CarryOut = Callable[[Order, Planned, Lease], Outcome]
+CarryOut = Callable[[Submission, Planned, Lease], SubmissionOutcome]
 
 
 class LeasingEngine:
@@ -29,13 +36,13 @@ class LeasingEngine:
         """
         self._host = host
         self._carry_out = carry_out
-        self._waiting: list[Order] = []
+        self._waiting: list[Submission] = []
 
     def lacks(self, needed: Resources) -> str | None:
         """Return which GPUs are not there; nodes are on this machine, side by side."""
         return self._host.lacks(needed.platform, needed.num_nodes * needed.ranks_per_node)
 
-    def submit(self, orders: Sequence[Order]) -> None:
+    def submit(self, orders: Sequence[Submission]) -> None:
         """Keep orders until `poll`."""
         self._waiting += orders
 
@@ -49,13 +56,13 @@ class LeasingEngine:
         if not self._waiting:
             return []
         order = self._waiting.pop(0)
-        return [Update(key=order.key, phase=Phase.ENDED, outcome=self._run(order))]
+        return [Update(key=order.key, phase=SubmissionPhase.ENDED, outcome=self._run(order))]
 
     def cancel(self, keys: Sequence[str]) -> None:
         """Forget orders; none of them runs outside of `poll`."""
         self._waiting = [order for order in self._waiting if order.key not in keys]
 
-    def _run(self, order: Order) -> Outcome:
+    def _run(self, order: Submission) -> SubmissionOutcome:
         """Run an order on GPUs that nobody else has."""
         needed = order.resources
         fitting = _trusted_first(self._host.fitting(needed.platform), order.avoid_gpus)

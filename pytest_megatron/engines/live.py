@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pytest_megatron.launch.follow import LogWatch, Progress
-from pytest_megatron.launch.local import Listener
+from pytest_megatron.launch.local import AttemptListener
 from pytest_megatron.launch.plan import AttemptPlan, PhasePlan
 
 
@@ -14,7 +14,7 @@ class LiveLog:
         plan: Of the attempt.
     """
 
-    def __init__(self, plan: AttemptPlan, listener: Listener) -> None:
+    def __init__(self, plan: AttemptPlan, listener: AttemptListener) -> None:
         self.plan = plan
         self._listener = listener
         self._left = list(plan.phases)
@@ -50,7 +50,7 @@ class LiveLog:
 class OnlyProgress:
     """Passes on how far a training is, and no line of it."""
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: AttemptListener) -> None:
         self._listener = listener
 
     def on_lines(self, lines: list[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytest_megatron.engines.base import EngineContext, Order, Outcome, Planned
+from pytest_megatron.engines.base import EngineContext, Planned, Submission, SubmissionOutcome
 from pytest_megatron.engines.leasing import LeasingEngine
 from pytest_megatron.launch.local import run_attempt
 from pytest_megatron.launch.plan import Setting
@@ -26,7 +26,7 @@ class LocalEngine(LeasingEngine):
         """Do nothing: nothing is left."""
 
 
-def _carry_out(order: Order, planned: Planned, lease: Lease) -> Outcome:
-    return Outcome(
+def _carry_out(order: Submission, planned: Planned, lease: Lease) -> SubmissionOutcome:
+    return SubmissionOutcome(
         ends=run_attempt(planned.plan, planned.description, order.listener, lease.descriptors)
     )

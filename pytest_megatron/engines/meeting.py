@@ -16,9 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from pytest_megatron.engines.base import Trouble, TroubleKind
-from pytest_megatron.engines.task_messages import Here, decode, encode
-from pytest_megatron.engines.team import Team
+from pytest_megatron.engines.base import EngineError, TroubleKind
+from pytest_megatron.engines.task_messages import Join, decode, encode
+from pytest_megatron.engines.team import Peers
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang.channel import Channel, Listener, WrongKeyError, connect, listen_on
 from pytest_megatron.gang.slurm_step import slurm_address
@@ -30,7 +30,7 @@ _NUM_EASY_ROUNDS = 10  # before names are looked up, which takes long where nobo
 class MissingTasksError(Exception):
     """Tasks did not come."""
 
-    def __init__(self, trouble: Trouble) -> None:
+    def __init__(self, trouble: EngineError) -> None:
         super().__init__(trouble)
         self.trouble = trouble
 
@@ -59,7 +59,7 @@ class Door:
         self._selector.close()
         self.listener.close()
 
-    def take_in(self, timeout_s: float) -> list[tuple[Channel, Here]]:
+    def take_in(self, timeout_s: float) -> list[tuple[Channel, Join]]:
         """Return who came, and proved and said who it is."""
         found = []
         for ready, _ in self._selector.select(timeout_s):
@@ -86,7 +86,7 @@ class Door:
             del self._knocking[number]
             self._unnamed[number] = channel
 
-    def _hear(self, number: int) -> tuple[Channel, Here] | None:
+    def _hear(self, number: int) -> tuple[Channel, Join] | None:
         """Return a caller that said who it is."""
         channel = self._unnamed[number]
         frames = channel.drain_frames()
@@ -95,13 +95,13 @@ class Door:
         self._selector.unregister(number)
         del self._unnamed[number]
         hello = decode(frames[0]) if frames else None
-        if isinstance(hello, Here):
+        if isinstance(hello, Join):
             return channel, hello
         channel.close()
         return None
 
 
-def gather(team: Team, key: bytes, ports: Sequence[int], *, limit_s: float) -> None:
+def gather(team: Peers, key: bytes, ports: Sequence[int], *, limit_s: float) -> None:
     """Wait for all other tasks.
 
     Args:
@@ -126,7 +126,7 @@ def gather(team: Team, key: bytes, ports: Sequence[int], *, limit_s: float) -> N
             text += f"; {door.num_strangers} calls had the key of another job"
         text += "; see the log of the job for how the container or the interpreter starts there"
         raise MissingTasksError(
-            Trouble(kind=TroubleKind.BOOT_FAIL, text=text, hosts=tuple(missing))
+            EngineError(kind=TroubleKind.BOOT_FAIL, text=text, hosts=tuple(missing))
         )
 
 
@@ -172,7 +172,7 @@ def call(
     raise AssertionError("counting never ends")
 
 
-def say_here(channel: Channel, here: Here) -> None:
+def say_here(channel: Channel, here: Join) -> None:
     """Say who calls."""
     channel.send_frame(encode(here))
 

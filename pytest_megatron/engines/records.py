@@ -15,11 +15,11 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from pytest_megatron.engines.base import Outcome, Planned, Trouble
+from pytest_megatron.engines.base import EngineError, Planned, SubmissionOutcome
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.files import read_bytes, write_json_atomically
 from pytest_megatron.health import Health
-from pytest_megatron.launch.facts import Facts
+from pytest_megatron.launch.facts import SessionFacts
 from pytest_megatron.launch.follow import Progress
 from pytest_megatron.launch.local import End, PhaseEnd
 from pytest_megatron.launch.plan import AttemptPlan, PhasePlan
@@ -27,7 +27,7 @@ from pytest_megatron.launch.scripts import ScriptEnd
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spec:
+class JobSpec:
     """What one job carries out.
 
     Attributes:
@@ -90,20 +90,20 @@ class JobRecord:
     key: str
     ends: tuple[EndRecord, ...]
     health: Health | None
-    facts: Facts
+    facts: SessionFacts
     hosts: tuple[str, ...]
-    trouble: Trouble | None
+    trouble: EngineError | None
     job_id: str = ""
     num_restarts: int = 0
     started: float = 0.0
     ended: float = 0.0
 
 
-_SPEC = TypeAdapter(Spec)
+_SPEC = TypeAdapter(JobSpec)
 _RECORD = TypeAdapter(JobRecord)
 
 
-def write_spec(path: Path, spec: Spec) -> None:
+def write_spec(path: Path, spec: JobSpec) -> None:
     """Write a spec for its owner's eyes; the plan's inherited environment is left out.
 
     Raises:
@@ -118,7 +118,7 @@ def write_spec(path: Path, spec: Spec) -> None:
     partial.replace(path)
 
 
-def read_spec(path: Path) -> Spec:
+def read_spec(path: Path) -> JobSpec:
     """Read a spec.
 
     Raises:
@@ -142,7 +142,7 @@ def read_spec(path: Path) -> Spec:
         ) from error
 
 
-def of_start(spec: Spec, number: int) -> Spec:
+def of_start(spec: JobSpec, number: int) -> JobSpec:
     """Return what the so manieth start of a printed job carries out, with files of its own.
 
     All paths of an attempt begin with its directory, wherever in the plan they are.
@@ -201,7 +201,7 @@ def read_record(path: Path) -> JobRecord | None:
         raise LaunchError(str(path), f"cannot be read as the outcome of a job: {error}") from error
 
 
-def outcome_of(record: JobRecord, planned: Planned, controller: Facts) -> Outcome:
+def outcome_of(record: JobRecord, planned: Planned, controller: SessionFacts) -> SubmissionOutcome:
     """Return what the controller makes of a job's record.
 
     Args:
@@ -211,7 +211,7 @@ def outcome_of(record: JobRecord, planned: Planned, controller: Facts) -> Outcom
     """
     phases = {phase.number: phase for phase in planned.plan.phases}
     facts = replace(record.facts, commit=controller.commit, is_dirty=controller.is_dirty)
-    return Outcome(
+    return SubmissionOutcome(
         ends=_ends(record.ends, phases),
         health=record.health,
         facts=facts,

@@ -12,17 +12,17 @@ from types import FrameType
 from pytest_megatron.engines.task_messages import (
     PLACE_VARIABLES,
     Begin,
-    Farewell,
     Finished,
     Goodbye,
-    Here,
+    Join,
+    LeaveAck,
     Message,
     Tell,
     decode,
     encode,
 )
-from pytest_megatron.engines.task_places import Place
-from pytest_megatron.engines.task_work import Work
+from pytest_megatron.engines.task_places import TaskPlace
+from pytest_megatron.engines.task_work import TaskCommand
 from pytest_megatron.gang.channel import Channel
 from pytest_megatron.launch.health import HealthWatch
 
@@ -31,14 +31,14 @@ _IDLE_S = 0.5
 _ALONE_S = 3.0  # for ranks to end once task 0 is gone
 
 
-class Servant:
+class Participant:
     """Runs one command after the other for task 0."""
 
     def __init__(self, channel: Channel, env: Mapping[str, str], watch: HealthWatch) -> None:
         self._channel = channel
         self._env = env
         self._watch = watch
-        self._work: Work | None = None
+        self._work: TaskCommand | None = None
         self._told = ""
 
     def run(self) -> int:
@@ -51,7 +51,7 @@ class Servant:
                 select.select([self._channel.fileno()], [], [], timeout_s)
                 messages = [decode(frame) for frame in self._channel.drain_frames()]
                 if Goodbye() in messages:
-                    self._send(Farewell(health=self._watch.finish()))
+                    self._send(LeaveAck(health=self._watch.finish()))
                     return 0
                 for message in messages:
                     self._obey(message)
@@ -70,7 +70,7 @@ class Servant:
     def _obey(self, message: Message | None) -> None:
         match message:
             case Begin():
-                self._work = Work(message, self._env)
+                self._work = TaskCommand(message, self._env)
             case Tell() if self._work is not None:
                 self._work.tell(message.order)
             case _:
@@ -106,9 +106,9 @@ class Servant:
             self._work.tell("stop")
 
 
-def describe_task(place: Place, env: Mapping[str, str]) -> Here:
+def describe_task(place: TaskPlace, env: Mapping[str, str]) -> Join:
     """Return what a task says of itself."""
-    return Here(
+    return Join(
         task=place.task,
         node=place.node,
         local=place.local,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pytest_megatron.engines.base import Resources
-from pytest_megatron.engines.config import Mode, SlurmConfig, UvSyncConfig, Where
+from pytest_megatron.engines.config import EnvironmentNodes, LaunchMode, SlurmConfig, UvSyncConfig
 from pytest_megatron.engines.task_messages import PLACE_VARIABLES
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.host import CPU_PLATFORM
@@ -105,9 +105,9 @@ def minutes_of_job(needed: Resources, place: SlurmConfig) -> int:
     return place.time_minutes or math.ceil(needed.time_limit_s / 60) + place.time_slack
 
 
-def tasks_per_node(needed: Resources, mode: Mode) -> int:
+def tasks_per_node(needed: Resources, mode: LaunchMode) -> int:
     """Return how many tasks srun starts on a node."""
-    return needed.ranks_per_node if mode is Mode.SRUN_NATIVE else 1
+    return needed.ranks_per_node if mode is LaunchMode.SRUN_NATIVE else 1
 
 
 def gpu_flags(needed: Resources, place: SlurmConfig) -> dict[str, str]:
@@ -233,7 +233,7 @@ def sync_lines(needed: Resources, place: SlurmConfig, paths: ShapePaths) -> Iter
     sync = place.uv_sync
     if sync is None:
         return
-    number = needed.num_nodes if sync.where is Where.NODE else 1
+    number = needed.num_nodes if sync.where is EnvironmentNodes.NODE else 1
     step = ["srun", f"--nodes={number}", f"--ntasks={number}", "--ntasks-per-node=1"]
     if place.container is not None:  # a mount has to be there before the container is
         yield shlex.join([*step, "mkdir", "-p", *map(str, _uv_dirs(sync))])

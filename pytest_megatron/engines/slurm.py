@@ -15,19 +15,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from pytest_megatron.checks.rules import Finding
+from pytest_megatron.checks.rules import CheckFinding
 from pytest_megatron.engines.bad_nodes import BadNodes
 from pytest_megatron.engines.base import (
     EngineContext,
-    Order,
-    Outcome,
-    Phase,
+    EngineError,
     Resources,
-    Trouble,
+    Submission,
+    SubmissionOutcome,
+    SubmissionPhase,
     TroubleKind,
     Update,
 )
-from pytest_megatron.engines.journal import Ended, Journal
+from pytest_megatron.engines.journal import JobEnd, Journal
 from pytest_megatron.engines.live import LiveLog, OnlyProgress
 from pytest_megatron.engines.slurm_batches import Scripts, scancel_labels
 from pytest_megatron.engines.slurm_commands import (
@@ -43,7 +43,12 @@ from pytest_megatron.engines.slurm_ends import (
     remove_spec,
     taken_up,
 )
-from pytest_megatron.engines.slurm_intake import Intake, Refused, SlurmSettings, Submitted
+from pytest_megatron.engines.slurm_intake import (
+    RefusedSubmission,
+    SlurmSettings,
+    Submitted,
+    Submitter,
+)
 from pytest_megatron.engines.slurm_states import (
     Place,
     SlurmJob,
@@ -81,10 +86,10 @@ class _Tracked:
         live: Its logs, while it runs and is one of those that are followed.
     """
 
-    order: Order
+    order: Submission
     batch: int | None = None
     index: int = 0
-    told: tuple[Phase, str] = (Phase.WAITING, "")
+    told: tuple[SubmissionPhase, str] = (SubmissionPhase.WAITING, "")
     absent_since: float | None = None
     note: str = ""
     is_cancelled: bool = False
@@ -123,7 +128,7 @@ class SlurmEngine:
         self._settings = settings
         self._journal = journal
         self._now, self._pause = clock
-        self._intake = Intake(context, commands, scripts, settings, journal, self._now)
+        self._intake = Submitter(context, commands, scripts, settings, journal, self._now)
         self._tracked: dict[str, _Tracked] = {}
         self._news: list[Update] = []
         self._unwanted: set[str] = set()  # labels of jobs to be cancelled
@@ -141,12 +146,12 @@ class SlurmEngine:
 
     def findings(
         self, workload: Workload, setting: Setting, needed: Resources
-    ) -> Sequence[Finding]:
+    ) -> Sequence[CheckFinding]:
         """Return what is wrong with the jobs of a workload, as far as this machine can know."""
         checks = self._settings.checks
         return () if checks is None else checks.findings(workload, setting, needed)
 
-    def submit(self, orders: Sequence[Order]) -> None:
+    def submit(self, orders: Sequence[Submission]) -> None:
         """Submit orders, or take them up where an earlier controller left them.
 
         Raises:
@@ -162,20 +167,20 @@ class SlurmEngine:
                 self._tracked.pop(order.key, None)
             raise
 
-    def _take(self, order: Order) -> None:
+    def _take(self, order: Submission) -> None:
         ended = self._journal.ends.get(order.key)
         batch, index = self._journal.places.get(order.key, (None, 0))
         if ended is not None:
             files = None if batch is None else JobFiles.of(self._context.engine_dir, batch, index)
             outcome = taken_up(order, ended, files, self._context.facts)
-            self._news.append(Update(key=order.key, phase=Phase.ENDED, outcome=outcome))
+            self._news.append(Update(key=order.key, phase=SubmissionPhase.ENDED, outcome=outcome))
             return
         if batch is None:
             order = self._away_from_bad(order)
             self._intake.add(order)
         self._tracked[order.key] = _Tracked(order, batch=batch, index=index)
 
-    def _away_from_bad(self, order: Order) -> Order:
+    def _away_from_bad(self, order: Submission) -> Submission:
         """Return an order that keeps away from nodes which failed under earlier runs."""
         said = self._bad_nodes.text()
         if said is not None and not self._has_said_bad:
@@ -212,7 +217,9 @@ class SlurmEngine:
             if key in self._journal.places:  # also where sbatch itself was interrupted
                 tracked.batch, tracked.index = self._journal.places[key]
             else:
-                self._finish(tracked, Outcome(trouble=_cancelled("before it was submitted")))
+                self._finish(
+                    tracked, SubmissionOutcome(trouble=_cancelled("before it was submitted"))
+                )
         try:
             self._cancel_until(self._now() + _CANCEL_S)
         finally:
@@ -262,12 +269,12 @@ class SlurmEngine:
         for done in self._intake.submit(num_live):
             tracked = self._tracked[done.order.key]
             match done:
-                case Refused(text=text):
+                case RefusedSubmission(text=text):
                     self._refuse(tracked, text)
                 case Submitted(batch=batch, index=index, note=note, label=label):
                     tracked.batch, tracked.index, tracked.note = batch, index, note
                     what = f"job {label} is submitted" if label else "Slurm has not answered yet"
-                    self._tell(tracked, Phase.WAITING, what)
+                    self._tell(tracked, SubmissionPhase.WAITING, what)
 
     def _look_at_all(self) -> None:
         """Learn from one query what became of all orders that are in the queue.
@@ -303,7 +310,9 @@ class SlurmEngine:
         for tracked in [t for t in self._tracked.values() if late and t.batch in late]:
             tracked.batch = None
             if tracked.is_cancelled:
-                self._finish(tracked, Outcome(trouble=_cancelled("before it was submitted")))
+                self._finish(
+                    tracked, SubmissionOutcome(trouble=_cancelled("before it was submitted"))
+                )
             else:
                 self._intake.add(replace(tracked.order, delay_s=0.0))
 
@@ -321,7 +330,7 @@ class SlurmEngine:
     def _look(self, tracked: _Tracked, job: SlurmJob) -> None:
         """Learn what became of an order from what Slurm says of its job."""
         never = why_never(job)
-        if phase_of(job) is Phase.ENDED:
+        if phase_of(job) is SubmissionPhase.ENDED:
             self._look_at_end(tracked, job)
         elif job.num_restarts:
             self._unwanted.add(job.label)
@@ -332,7 +341,7 @@ class SlurmEngine:
         else:
             tracked.absent_since = None
             self._tell(tracked, phase_of(job), detail_of(job))
-            if phase_of(job) is Phase.RUNNING:
+            if phase_of(job) is SubmissionPhase.RUNNING:
                 self._follow(tracked)
 
     def _follow(self, tracked: _Tracked) -> None:
@@ -359,7 +368,7 @@ class SlurmEngine:
             accounted = {job.place: job for job in self._commands.accounted(sorted(ids))}
         for tracked in missing:
             job = accounted.get(self._place(tracked) or (0, None))
-            if job is not None and phase_of(job) is Phase.ENDED:
+            if job is not None and phase_of(job) is SubmissionPhase.ENDED:
                 self._look_at_end(tracked, job)
             elif files[id(tracked)] is not None or not self._may_come(tracked, 1.0):
                 self._end(tracked, None)
@@ -376,7 +385,7 @@ class SlurmEngine:
         """Whether a record that is not there yet may still come."""
         if tracked.absent_since is None:
             tracked.absent_since = self._now()
-        return self._now() - tracked.absent_since < self._settings.patience_s / haste
+        return self._now() - tracked.absent_since < self._settings.timers_s / haste
 
     def _end(self, tracked: _Tracked, job: SlurmJob | None) -> None:
         """End an order whose job is over."""
@@ -416,7 +425,7 @@ class SlurmEngine:
             return f"{where}: {error.strerror}; make room, or give another --run-dir"
         return None
 
-    def _is_meant(self, trouble: Trouble, job: SlurmJob) -> bool:
+    def _is_meant(self, trouble: EngineError, job: SlurmJob) -> bool:
         """Whether a job's own user has cancelled it, as far as anybody can know."""
         is_cancelled = trouble.kind is TroubleKind.CANCELLED and job.state == "CANCELLED"
         is_own = job.by_uid in (None, os.getuid())
@@ -424,24 +433,24 @@ class SlurmEngine:
 
     def _refuse(self, tracked: _Tracked, text: str) -> None:
         """End an order that nobody will run."""
-        trouble = Trouble(kind=TroubleKind.NOT_STARTED, text=text)
-        self._finish(tracked, Outcome(trouble=trouble))
+        trouble = EngineError(kind=TroubleKind.NOT_STARTED, text=text)
+        self._finish(tracked, SubmissionOutcome(trouble=trouble))
 
-    def _finish(self, tracked: _Tracked, outcome: Outcome) -> None:
+    def _finish(self, tracked: _Tracked, outcome: SubmissionOutcome) -> None:
         """Note an outcome, and have the next poll return it."""
         order = tracked.order
         with contextlib.suppress(OSError):  # a full disk; the record is there, or was never to be
             if tracked.is_cancelled and not order.dirs.root.exists():
                 self._journal.dropped(order.key)
             else:
-                end = Ended(key=order.key, trouble=outcome.trouble, hosts=outcome.hosts)
+                end = JobEnd(key=order.key, trouble=outcome.trouble, hosts=outcome.hosts)
                 self._journal.ended(end)
         if tracked.batch is not None:
             remove_spec(self._files_of(tracked))
         del self._tracked[order.key]
-        self._news.append(Update(key=order.key, phase=Phase.ENDED, outcome=outcome))
+        self._news.append(Update(key=order.key, phase=SubmissionPhase.ENDED, outcome=outcome))
 
-    def _tell(self, tracked: _Tracked, phase: Phase, detail: str) -> None:
+    def _tell(self, tracked: _Tracked, phase: SubmissionPhase, detail: str) -> None:
         """Have the next poll return what is new of an order."""
         text = f"{detail} ({tracked.note})" if tracked.note else detail
         if tracked.told != (phase, text):
@@ -462,11 +471,11 @@ class SlurmEngine:
         return JobFiles.of(self._context.engine_dir, tracked.batch, tracked.index)
 
 
-def _cancelled(text: str) -> Trouble:
-    return Trouble(kind=TroubleKind.CANCELLED, text=f"it was cancelled {text}")
+def _cancelled(text: str) -> EngineError:
+    return EngineError(kind=TroubleKind.CANCELLED, text=f"it was cancelled {text}")
 
 
-def _for_good(trouble: Trouble, job: SlurmJob) -> Trouble:
+def _for_good(trouble: EngineError, job: SlurmJob) -> EngineError:
     """Return trouble that nobody wants another attempt after."""
     who = "its own user did" if job.by_uid is not None else "no accounting says by whom"
     text = f"{trouble.text}; {who}, so it is not submitted again (`retry_cancelled` is not set)"

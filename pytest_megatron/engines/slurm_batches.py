@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from pytest_megatron.engines.base import Order, Resources
+from pytest_megatron.engines.base import Resources, Submission
 from pytest_megatron.engines.journal import Batch
 from pytest_megatron.engines.slurm_states import label_of
 from pytest_megatron.launch.plan import Setting
@@ -49,22 +49,22 @@ class Scripts(Protocol):
         """
 
 
-def cut(orders: Iterable[Order], most: int) -> list[tuple[Order, ...]]:
+def cut(orders: Iterable[Submission], most: int) -> list[tuple[Submission, ...]]:
     """Return the orders in batches of equal jobs, of at most `most` each.
 
     The batches are in the order in which the first order of each came, and so is each batch: Slurm
     prefers the earlier of equal jobs.
     """
-    kinds: dict[tuple[Resources, frozenset[str]], list[Order]] = {}
+    kinds: dict[tuple[Resources, frozenset[str]], list[Submission]] = {}
     for order in orders:
         kinds.setdefault((order.resources, order.avoid_hosts), []).append(order)
-    found: list[tuple[Order, ...]] = []
+    found: list[tuple[Submission, ...]] = []
     for same in kinds.values():
         found += (tuple(same[first : first + most]) for first in range(0, len(same), most))
     return found
 
 
-def job_name(orders: Sequence[Order], run_id: str, number: int) -> str:
+def job_name(orders: Sequence[Submission], run_id: str, number: int) -> str:
     """Return a name that a person reads, and that says which batch of which run a job is."""
     items = {order.key.split("/")[0] for order in orders}
     title = items.pop() if len(items) == 1 else f"{len(items)}_workloads"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pytest_megatron.checks.check import findings_of
 from pytest_megatron.checks.cluster import NamedPath, check_ports, check_shared, in_container
-from pytest_megatron.checks.mounts import MOUNTS, Mount, parse_mounts
+from pytest_megatron.checks.mounts import MOUNTS, MountEntry, parse_mounts
 from pytest_megatron.checks.partitions import (
     SINFO_FORMAT,
     Cluster,
@@ -23,7 +23,7 @@ from pytest_megatron.checks.partitions import (
     check_partition,
     parse_cluster,
 )
-from pytest_megatron.checks.rules import Finding, Hit
+from pytest_megatron.checks.rules import CheckFinding, RuleMatch
 from pytest_megatron.engines.base import EngineContext, Resources
 from pytest_megatron.engines.config import SlurmConfig
 from pytest_megatron.engines.script import place_of
@@ -50,7 +50,7 @@ class Around:
     """
 
     hosts: frozenset[str]
-    mounts: tuple[Mount, ...]
+    mounts: tuple[MountEntry, ...]
     ephemeral: tuple[int, int] | None
 
 
@@ -76,7 +76,7 @@ class SlurmChecks:
 
     def findings(
         self, workload: Workload, setting: Setting, needed: Resources
-    ) -> tuple[Finding, ...]:
+    ) -> tuple[CheckFinding, ...]:
         """Return what is wrong with the jobs of a workload, errors first.
 
         Raises:
@@ -90,7 +90,7 @@ class SlurmChecks:
 
     def _hits(
         self, workload: Workload, setting: Setting, needed: Resources, place: SlurmConfig
-    ) -> Iterator[Hit]:
+    ) -> Iterator[RuleMatch]:
         where = f"{self._context.config_file or '--executor-config'}: slurm"
         cluster = self._cluster
         gpus = _gpus_per_node(needed, place)

@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pytest_megatron.engines.base import Order, Outcome, Trouble, TroubleKind
-from pytest_megatron.engines.journal import Ended
+from pytest_megatron.engines.base import EngineError, Submission, SubmissionOutcome, TroubleKind
+from pytest_megatron.engines.journal import JobEnd
 from pytest_megatron.engines.records import JobRecord, outcome_of, read_record
 from pytest_megatron.engines.slurm_states import SlurmJob, trouble_of
 from pytest_megatron.errors import LaunchError, MegatronError
-from pytest_megatron.launch.facts import Facts
+from pytest_megatron.launch.facts import SessionFacts
 from pytest_megatron.launch.failure import tail
 
 _OF_BASH = ("+", "job exited with code ")  # what nemo-run's scripts trace, and say at their end
@@ -39,17 +39,21 @@ class JobFiles:
         )
 
 
-def find_record(files: JobFiles) -> JobRecord | Trouble | None:
+def find_record(files: JobFiles) -> JobRecord | EngineError | None:
     """Return what a job left: its record, or what is wrong with that; None if it left none."""
     try:
         return read_record(files.record)
     except LaunchError as error:
-        return Trouble(kind=TroubleKind.LOST, text=str(error))
+        return EngineError(kind=TroubleKind.LOST, text=str(error))
 
 
 def outcome_with(
-    order: Order, found: JobRecord | Trouble | None, job: SlurmJob | None, facts: Facts, log: Path
-) -> Outcome:
+    order: Submission,
+    found: JobRecord | EngineError | None,
+    job: SlurmJob | None,
+    facts: SessionFacts,
+    log: Path,
+) -> SubmissionOutcome:
     """Return what came of an order whose job has ended.
 
     Args:
@@ -63,8 +67,8 @@ def outcome_with(
     said = None if job is None else trouble_of(job, had_record=record is not None)
     hosts = () if job is None else job.hosts
     if record is None:
-        what = found if isinstance(found, Trouble) else said or _forgotten(job)
-        return Outcome(hosts=hosts, trouble=_with_evidence(what, log))
+        what = found if isinstance(found, EngineError) else said or _forgotten(job)
+        return SubmissionOutcome(hosts=hosts, trouble=_with_evidence(what, log))
     outcome = rebuilt(order, record, facts)
     is_whole = bool(outcome.ends) and all(end.is_clean for end in outcome.ends)
     trouble = outcome.trouble
@@ -75,16 +79,20 @@ def outcome_with(
     return replace(outcome, trouble=trouble, hosts=hosts or outcome.hosts)
 
 
-def rebuilt(order: Order, record: JobRecord, facts: Facts) -> Outcome:
+def rebuilt(order: Submission, record: JobRecord, facts: SessionFacts) -> SubmissionOutcome:
     """Return the outcome that a record is."""
     try:
         return outcome_of(record, order.planned(None), facts)
     except (MegatronError, KeyError) as error:
         text = f"the job's record does not fit its plan: {error}"
-        return Outcome(hosts=record.hosts, trouble=Trouble(kind=TroubleKind.LOST, text=text))
+        return SubmissionOutcome(
+            hosts=record.hosts, trouble=EngineError(kind=TroubleKind.LOST, text=text)
+        )
 
 
-def taken_up(order: Order, end: Ended, files: JobFiles | None, facts: Facts) -> Outcome:
+def taken_up(
+    order: Submission, end: JobEnd, files: JobFiles | None, facts: SessionFacts
+) -> SubmissionOutcome:
     """Return the outcome that an earlier controller saw.
 
     Args:
@@ -96,7 +104,7 @@ def taken_up(order: Order, end: Ended, files: JobFiles | None, facts: Facts) -> 
     found = None if files is None else find_record(files)
     if isinstance(found, JobRecord):
         return replace(rebuilt(order, found, facts), trouble=end.trouble, hosts=end.hosts)
-    return Outcome(trouble=end.trouble or _forgotten(None), hosts=end.hosts)
+    return SubmissionOutcome(trouble=end.trouble or _forgotten(None), hosts=end.hosts)
 
 
 def remove_spec(files: JobFiles) -> None:
@@ -105,7 +113,7 @@ def remove_spec(files: JobFiles) -> None:
         files.spec.unlink()
 
 
-def narrowed(outcome: Outcome, bad: Iterable[str]) -> Outcome:
+def narrowed(outcome: SubmissionOutcome, bad: Iterable[str]) -> SubmissionOutcome:
     """Return an outcome whose trouble names the bad ones of its hosts, if anybody knows them.
 
     Args:
@@ -123,12 +131,12 @@ def narrowed(outcome: Outcome, bad: Iterable[str]) -> Outcome:
     return replace(outcome, trouble=replace(trouble, text=text, hosts=tuple(failed)))
 
 
-def _forgotten(job: SlurmJob | None) -> Trouble:
+def _forgotten(job: SlurmJob | None) -> EngineError:
     text = "the job left no record" if job is not None else "Slurm knows nothing of the job"
-    return Trouble(kind=TroubleKind.LOST, text=f"{text}, and nothing says how it ended")
+    return EngineError(kind=TroubleKind.LOST, text=f"{text}, and nothing says how it ended")
 
 
-def _with_evidence(trouble: Trouble, log: Path) -> Trouble:
+def _with_evidence(trouble: EngineError, log: Path) -> EngineError:
     """Return trouble with the end of the job's output, but for what bash prints of its script."""
     script_lines: set[str] = set()
     with contextlib.suppress(OSError):

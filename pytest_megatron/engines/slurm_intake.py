@@ -12,13 +12,13 @@ from pathlib import Path
 from pytest_megatron.engines.base import (
     Checking,
     EngineContext,
-    Order,
-    Phase,
     Planned,
     Resources,
+    Submission,
+    SubmissionPhase,
 )
 from pytest_megatron.engines.journal import Batch, Journal
-from pytest_megatron.engines.records import Spec, write_spec
+from pytest_megatron.engines.records import JobSpec, write_spec
 from pytest_megatron.engines.slurm_batches import (
     JobScript,
     Scripts,
@@ -62,7 +62,7 @@ class SlurmSettings:
     interval_s: float = 10.0
     max_jobs: int | None = None
     max_array: int | None = None
-    patience_s: float = 60.0
+    timers_s: float = 60.0
     remembers_s: float = 0.0
     retries_cancelled: bool = False
     retries_timeout: bool = False
@@ -79,7 +79,7 @@ class Submitted:
         note: What is to be said of it, or "".
     """
 
-    order: Order
+    order: Submission
     batch: int
     index: int
     label: str
@@ -87,20 +87,20 @@ class Submitted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
+class RefusedSubmission:
     """An order that nobody will run."""
 
-    order: Order
+    order: Submission
     text: str
 
 
 @dataclass(slots=True)
-class _Waiting:
-    order: Order
+class _WaitingSubmission:
+    order: Submission
     not_before: float
 
 
-class Intake:
+class Submitter:
     """Orders on their way to Slurm.
 
     Attributes:
@@ -122,7 +122,7 @@ class Intake:
         self._settings = settings
         self._journal = journal
         self._now = now
-        self._waiting: dict[str, _Waiting] = {}
+        self._waiting: dict[str, _WaitingSubmission] = {}
         self._known: dict[Resources, JobScript] = {}
         self._most = settings.max_array  # elements of a batch; less where Slurm takes no more
         self._is_most_known = False
@@ -133,15 +133,15 @@ class Intake:
             if batch.job_id is None and batch.keys
         }
 
-    def add(self, order: Order) -> None:
+    def add(self, order: Submission) -> None:
         """Take an order; `submit` submits it when its pause is over."""
-        self._waiting[order.key] = _Waiting(order, self._now() + order.delay_s)
+        self._waiting[order.key] = _WaitingSubmission(order, self._now() + order.delay_s)
 
     def drop(self, key: str) -> None:
         """Forget an order that was not submitted."""
         self._waiting.pop(key, None)
 
-    def submit(self, num_live: int) -> list[Submitted | Refused]:
+    def submit(self, num_live: int) -> list[Submitted | RefusedSubmission]:
         """Submit what is ready and has room.
 
         Args:
@@ -153,7 +153,7 @@ class Intake:
         ready = self._ready(num_live)
         if not ready:
             return []
-        found: list[Submitted | Refused] = []
+        found: list[Submitted | RefusedSubmission] = []
         try:
             unknown = {
                 order.resources: None for order in ready if order.resources not in self._known
@@ -172,7 +172,7 @@ class Intake:
                 break
         return found
 
-    def _ready(self, num_live: int) -> list[Order]:
+    def _ready(self, num_live: int) -> list[Submission]:
         """Return the orders that may be submitted now, in the order in which they came."""
         if self._full_at is not None and num_live >= self._full_at > 0:
             return []
@@ -191,11 +191,11 @@ class Intake:
         self._is_most_known = True
 
     def _submit_together(
-        self, orders: Sequence[Order], num_live: int
-    ) -> list[Submitted | Refused] | None:
+        self, orders: Sequence[Submission], num_live: int
+    ) -> list[Submitted | RefusedSubmission] | None:
         """Submit equal orders as one job or one array; None where there is no room for them."""
-        found: list[Submitted | Refused] = []
-        planned: list[tuple[Order, Planned]] = []
+        found: list[Submitted | RefusedSubmission] = []
+        planned: list[tuple[Submission, Planned]] = []
         for order in orders:
             try:
                 planned.append((order, order.planned(None)))
@@ -236,7 +236,7 @@ class Intake:
         self._full_at = num_live
         return True
 
-    def _sbatch(self, batch: Batch, orders: Sequence[Order], spec: Path) -> str:
+    def _sbatch(self, batch: Batch, orders: Sequence[Submission], spec: Path) -> str:
         """Submit a batch; return what is to be said of it.
 
         Raises:
@@ -290,7 +290,7 @@ class Intake:
             if batch.keys and batch.job_id is None:
                 self._arrived(number, job.job_id)
             elif batch.job_id != job.job_id:
-                if phase_of(job) is not Phase.ENDED:
+                if phase_of(job) is not SubmissionPhase.ENDED:
                     strays.add(str(job.job_id))
                 continue
             found[job.place] = job
@@ -314,7 +314,7 @@ class Intake:
         with contextlib.suppress(OSError):  # a job is found again by its name
             self._journal.submitted(number, job_id)
 
-    def _write_specs(self, batch: Batch, planned: Sequence[tuple[Order, Planned]]) -> Path:
+    def _write_specs(self, batch: Batch, planned: Sequence[tuple[Submission, Planned]]) -> Path:
         """Write what the jobs of a batch are told; return what the script is given.
 
         Raises:
@@ -325,7 +325,7 @@ class Intake:
             files = JobFiles.of(directory, batch.number, index)
             files.spec.parent.mkdir(parents=True, exist_ok=True)
             files.record.parent.mkdir(parents=True, exist_ok=True)
-            spec = Spec(
+            spec = JobSpec(
                 key=order.key,
                 plan=found.plan,
                 outcome=files.record,
@@ -344,9 +344,9 @@ class Intake:
         with contextlib.suppress(OSError):
             self._journal.withdrawn(batch.number)
 
-    def _refused(self, order: Order, text: str) -> Refused:
+    def _refused(self, order: Submission, text: str) -> RefusedSubmission:
         self._waiting.pop(order.key, None)
-        return Refused(order=order, text=text)
+        return RefusedSubmission(order=order, text=text)
 
 
 def _cannot_write(error: OSError) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TypeAlias
 
-from pytest_megatron.engines.base import Phase, Trouble, TroubleKind
+from pytest_megatron.engines.base import EngineError, SubmissionPhase, TroubleKind
 from pytest_megatron.wording import describe_exit
 
 Place: TypeAlias = tuple[int, "int | None"]  # a job, and which element of an array
@@ -190,17 +190,17 @@ def parse_sacct(text: str) -> tuple[SlurmJob, ...]:
     return tuple(found.values())
 
 
-def phase_of(job: SlurmJob) -> Phase:
+def phase_of(job: SlurmJob) -> SubmissionPhase:
     """Return how far a job is; a state that is not known counts as running."""
     if job.state in _ENDED:
-        return Phase.ENDED
-    return Phase.WAITING if job.state in _WAITING else Phase.RUNNING
+        return SubmissionPhase.ENDED
+    return SubmissionPhase.WAITING if job.state in _WAITING else SubmissionPhase.RUNNING
 
 
 def detail_of(job: SlurmJob) -> str:
     """Return what a person wants to know of a job that has not ended."""
     start = "" if job.start is None else f"{job.start:%H:%M}"
-    if phase_of(job) is Phase.WAITING:
+    if phase_of(job) is SubmissionPhase.WAITING:
         why = job.reason or ("" if job.state == "PENDING" else job.state.lower())
         expected = f", expected to start at {start}" if start else ""
         return f"job {job.label} waits{f': {why}' if why else ''}{expected}"
@@ -211,12 +211,12 @@ def detail_of(job: SlurmJob) -> str:
 
 def why_never(job: SlurmJob) -> str | None:
     """Return why a job that waits will never start, None where it may."""
-    if phase_of(job) is not Phase.WAITING or not _NEVER.match(job.reason):
+    if phase_of(job) is not SubmissionPhase.WAITING or not _NEVER.match(job.reason):
         return None
     return f"job {job.label} can never start: Slurm says {job.reason}"
 
 
-def trouble_of(job: SlurmJob, *, had_record: bool) -> Trouble | None:
+def trouble_of(job: SlurmJob, *, had_record: bool) -> EngineError | None:
     """Return what went wrong with a job that ended, or was started again.
 
     Args:
@@ -227,25 +227,25 @@ def trouble_of(job: SlurmJob, *, had_record: bool) -> Trouble | None:
         None where the record says all that is to be said.
     """
     if job.num_restarts:
-        return Trouble(kind=TroubleKind.REQUEUED, text=_requeued(job))
+        return EngineError(kind=TroubleKind.REQUEUED, text=_requeued(job))
     if job.state in _KINDS:
         who = "" if job.by_uid is None else f" by the user with the id {job.by_uid}"
         text = f"job {job.label}{_where(job)} ended as {job.state}: {_SAID[job.state]}{who}"
-        return Trouble(kind=_KINDS[job.state], text=text)
+        return EngineError(kind=_KINDS[job.state], text=text)
     if had_record:
         return None
     if not job.nodes:
         text = (
             f"job {job.label} ended as {job.state} before it started: {job.reason or 'no reason'}"
         )
-        return Trouble(kind=TroubleKind.NOT_STARTED, text=text)
+        return EngineError(kind=TroubleKind.NOT_STARTED, text=text)
     if job.reason == "JobLaunchFailure" and job.exit_status > _MOST_SIGNAL:
         text = (
             f"job {job.label}{_where(job)} could not be launched there ({_exit(job)}): its output "
             f"file, its directory or its container could not be made, or a prolog failed"
         )
-        return Trouble(kind=TroubleKind.BOOT_FAIL, text=text)
-    return Trouble(
+        return EngineError(kind=TroubleKind.BOOT_FAIL, text=text)
+    return EngineError(
         kind=TroubleKind.LOST,
         text=f"job {job.label}{_where(job)} ended as {job.state}, {_exit(job)}, and left no record",
     )

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pytest_megatron.engines.config import Mode
-from pytest_megatron.engines.task_messages import Begin, Here
+from pytest_megatron.engines.config import LaunchMode
+from pytest_megatron.engines.task_messages import Begin, Join
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.launch.node_agents import node_command
 from pytest_megatron.launch.plan import PhasePlan, inherited
@@ -22,10 +22,10 @@ _RANK_DEFAULTS = {"OMP_NUM_THREADS": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"
 
 
 def begin_phase(
-    mode: Mode,
+    mode: LaunchMode,
     phase: PhasePlan,
     cwd: Path,
-    members: Mapping[int, Here],
+    members: Mapping[int, Join],
     endpoint: tuple[str, int],
     env: Mapping[str, str],
 ) -> dict[int, Begin]:
@@ -62,7 +62,7 @@ def begin_phase(
         cwd=cwd,
         output=phase.dirs.launcher_log,
     )
-    if mode is Mode.SRUN_NATIVE:
+    if mode is LaunchMode.SRUN_NATIVE:
         return _ranks(common, phase.dirs.logs / RANK_LOGS, start, chosen, meeting)
     words, ranks, found = start.launcher_words, start.ranks, {}
     for member in chosen:
@@ -75,9 +75,9 @@ def begin_phase(
     return found
 
 
-def _chosen(mode: Mode, start: Started, members: Mapping[int, Here]) -> list[Here]:
+def _chosen(mode: LaunchMode, start: Started, members: Mapping[int, Join]) -> list[Join]:
     """Return the tasks that take part, in the order of ranks."""
-    is_native, ranks = mode is Mode.SRUN_NATIVE, start.ranks
+    is_native, ranks = mode is LaunchMode.SRUN_NATIVE, start.ranks
     ordered = [members[task] for task in sorted(members)]
     there = Counter(member.host for member in ordered)
     wanted = ranks.per_node if is_native else 1
@@ -93,7 +93,7 @@ def _chosen(mode: Mode, start: Started, members: Mapping[int, Here]) -> list[Her
     return [member for member in ordered if member.local < wanted]
 
 
-def _check_devices(start: Started, member: Here, own: Mapping[str, str]) -> None:
+def _check_devices(start: Started, member: Join, own: Mapping[str, str]) -> None:
     """Refuse a node that shows fewer GPUs than it has ranks.
 
     Raises:
@@ -106,11 +106,11 @@ def _check_devices(start: Started, member: Here, own: Mapping[str, str]) -> None
             member.host,
             f"shows {counted(num_devices, 'GPU')} (CUDA_VISIBLE_DEVICES={devices}) to a task with "
             f"{wanted} ranks, expected {wanted}; give --gpus-per-node={wanted} and no "
-            f"--gpus-per-task, or mode {Mode.SRUN_NATIVE.value}",
+            f"--gpus-per-task, or mode {LaunchMode.SRUN_NATIVE.value}",
         )
 
 
-def _endpoint(endpoint: tuple[str, int], first: Here, own: Mapping[str, str]) -> tuple[str, int]:
+def _endpoint(endpoint: tuple[str, int], first: Join, own: Mapping[str, str]) -> tuple[str, int]:
     """Return where ranks meet: what the case or the job has set comes first."""
     given = {**first.given, **own}
     host, port = given.get("MASTER_ADDR", endpoint[0]), given.get("MASTER_PORT", str(endpoint[1]))
@@ -120,7 +120,7 @@ def _endpoint(endpoint: tuple[str, int], first: Here, own: Mapping[str, str]) ->
 
 
 def _ranks(
-    common: Begin, logs: Path, start: Started, chosen: Sequence[Here], endpoint: tuple[str, int]
+    common: Begin, logs: Path, start: Started, chosen: Sequence[Join], endpoint: tuple[str, int]
 ) -> dict[int, Begin]:
     """Return what each rank runs."""
     tee, found = start.ranks.tee_ranks, {}
@@ -141,7 +141,7 @@ def _ranks(
 
 
 def rank_env(
-    member: Here, index: int, start: Started, endpoint: tuple[str, int], own: Mapping[str, str]
+    member: Join, index: int, start: Started, endpoint: tuple[str, int], own: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the variables that torch.distributed reads; what the job has set stays as it is.
 
@@ -163,7 +163,7 @@ def rank_env(
     }
 
 
-def _check_ranks(chosen: Sequence[Here], ranks: Sequence[str]) -> None:
+def _check_ranks(chosen: Sequence[Join], ranks: Sequence[str]) -> None:
     """Refuse ranks that are not 0, 1, 2 and so on, each once.
 
     Raises:

@@ -18,7 +18,7 @@ OrderWord: TypeAlias = Literal["stop", "kill", "stacks"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Here:
+class Join:
     """A task says who it is, once.
 
     Attributes:
@@ -109,14 +109,14 @@ class Goodbye:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Farewell:
+class LeaveAck:
     """The answer to it: what became of the node's GPUs meanwhile."""
 
     kind: Literal["farewell"] = "farewell"
     health: Health | None = None
 
 
-Message: TypeAlias = Here | Begin | Tell | Lines | Finished | Goodbye | Farewell
+Message: TypeAlias = Join | Begin | Tell | Lines | Finished | Goodbye | LeaveAck
 _MESSAGE: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="kind")])
 
 

@@ -22,7 +22,7 @@ _NUMBERS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class TaskPlace:
     """One task of a step, as Slurm counts.
 
     Attributes:
@@ -50,7 +50,7 @@ class Place:
         return self.hosts[self.node]
 
 
-def find_place(env: Mapping[str, str]) -> Place | None:
+def find_place(env: Mapping[str, str]) -> TaskPlace | None:
     """Return where this task stands; None outside of a step.
 
     Raises:
@@ -69,7 +69,7 @@ def find_place(env: Mapping[str, str]) -> Place | None:
         )
     step = env.get("SLURM_STEP_ID", env.get("SLURM_STEPID", "0"))
     seed = job * _PORTS_PER_JOB + (int(step) if step.isdecimal() else 0)
-    return Place(task=task, node=node, local=local, on_nodes=on_nodes, hosts=hosts, seed=seed)
+    return TaskPlace(task=task, node=node, local=local, on_nodes=on_nodes, hosts=hosts, seed=seed)
 
 
 def find_ports(text: str, seed: int) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from pytest_megatron.launch.plan import inherited
 from pytest_megatron.launch.process import GuardedProcess
 
 
-class Work:
+class TaskCommand:
     """A command that was begun; as a context manager it never leaves a process behind.
 
     Attributes:

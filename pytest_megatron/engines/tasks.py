@@ -10,21 +10,21 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Self
 
-from pytest_megatron.engines.config import Mode, SlurmConfig
+from pytest_megatron.engines.config import LaunchMode, SlurmConfig
 from pytest_megatron.engines.hub import TeamProcess
 from pytest_megatron.engines.interfaces import gloo_network
 from pytest_megatron.engines.meeting import call, free_port, gather
-from pytest_megatron.engines.records import Spec
-from pytest_megatron.engines.serving import Servant, describe_task
+from pytest_megatron.engines.records import JobSpec
+from pytest_megatron.engines.serving import Participant, describe_task
 from pytest_megatron.engines.task_commands import begin_phase
 from pytest_megatron.engines.task_messages import encode
-from pytest_megatron.engines.task_places import Place, find_place, find_ports
-from pytest_megatron.engines.team import Team
+from pytest_megatron.engines.task_places import TaskPlace, find_place, find_ports
+from pytest_megatron.engines.team import Peers
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.host import Gpu
 from pytest_megatron.launch.health import HealthWatch
 from pytest_megatron.launch.plan import PhasePlan
-from pytest_megatron.launch.process import Running
+from pytest_megatron.launch.process import RunningCommand
 
 _CONFIG = SlurmConfig()
 # Of `Spec.options`.
@@ -43,14 +43,14 @@ class Step:
         gather_s: How long the last task may start after the first.
     """
 
-    place: Place
-    mode: Mode
+    place: TaskPlace
+    mode: LaunchMode
     key: bytes
     ports: tuple[int, ...]
     gather_s: float
 
     @classmethod
-    def of(cls, spec: Spec, env: Mapping[str, str]) -> Self | None:
+    def of(cls, spec: JobSpec, env: Mapping[str, str]) -> Self | None:
         """Return the step that this process is in; None where it is all that there is.
 
         Raises:
@@ -59,9 +59,9 @@ class Step:
         place = find_place(env)
         if place is None:
             return None
-        by_tasks = Mode.TORCHRUN if max(place.on_nodes) == 1 else Mode.SRUN_NATIVE
-        mode = Mode(spec.options.get(MODE, by_tasks.value))
-        if place.num_tasks == 1 and mode is Mode.TORCHRUN:
+        by_tasks = LaunchMode.TORCHRUN if max(place.on_nodes) == 1 else LaunchMode.SRUN_NATIVE
+        mode = LaunchMode(spec.options.get(MODE, by_tasks.value))
+        if place.num_tasks == 1 and mode is LaunchMode.TORCHRUN:
             return None
         if not spec.secret and place.num_tasks > 1:
             raise LaunchError(spec.key, "the spec of a job with several tasks has no secret")
@@ -88,23 +88,25 @@ class Step:
             return 1
         channel.send_frame(encode(describe_task(place, env)))
         with HealthWatch(gpus) as watch:
-            return Servant(channel, {**gloo_network(channel.own_host, env), **env}, watch).run()
+            return Participant(channel, {**gloo_network(channel.own_host, env), **env}, watch).run()
 
     @contextlib.contextmanager
-    def team(self, env: Mapping[str, str]) -> Iterator[Team]:
+    def team(self, env: Mapping[str, str]) -> Iterator[Peers]:
         """Return all tasks, for task 0; they end with the context.
 
         Raises:
             LaunchError: No port is free.
             MissingTasksError: Tasks did not come in time.
         """
-        team = Team(self.place, describe_task(self.place, env))
+        team = Peers(self.place, describe_task(self.place, env))
         with contextlib.closing(team):
             if self.place.num_tasks > 1:
                 gather(team, self.key, self.ports, limit_s=self.gather_s)
             yield team
 
-    def start(self, team: Team, env: Mapping[str, str], phase: PhasePlan, cwd: Path) -> Running:
+    def start(
+        self, team: Peers, env: Mapping[str, str], phase: PhasePlan, cwd: Path
+    ) -> RunningCommand:
         """Start a phase on all tasks.
 
         Raises:
@@ -118,6 +120,6 @@ class Step:
         return TeamProcess(team, begins, phase.dirs.launcher_log, own, per_node=per_node)
 
 
-def watches(place: Place, env: Mapping[str, str]) -> bool:
+def watches(place: TaskPlace, env: Mapping[str, str]) -> bool:
     """Return whether a task asks GPUs how they are: one a node, or each that has one of its own."""
     return place.local == 0 or len(env.get("CUDA_VISIBLE_DEVICES", "").split(",")) == 1

@@ -8,17 +8,17 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
-from pytest_megatron.engines.base import Trouble, TroubleKind
+from pytest_megatron.engines.base import EngineError, TroubleKind
 from pytest_megatron.engines.interfaces import is_loopback
 from pytest_megatron.engines.task_messages import (
-    Farewell,
     Goodbye,
-    Here,
+    Join,
+    LeaveAck,
     Message,
     decode,
     encode,
 )
-from pytest_megatron.engines.task_places import Place
+from pytest_megatron.engines.task_places import TaskPlace
 from pytest_megatron.gang.channel import Channel
 from pytest_megatron.health import Health
 from pytest_megatron.wording import counted, name_ranks
@@ -26,7 +26,7 @@ from pytest_megatron.wording import counted, name_ranks
 _FAREWELL_S = 30.0  # for GPUs to say how they are; one that is lost may take 20 s
 
 
-class Team:
+class Peers:
     """All tasks of a step, seen from task 0.
 
     Attributes:
@@ -35,10 +35,10 @@ class Team:
         healths: What nodes said of their GPUs when the attempt was over.
     """
 
-    def __init__(self, place: Place, own: Here) -> None:
+    def __init__(self, place: TaskPlace, own: Join) -> None:
         self.place = place
         self.members = {own.task: own}
-        self.lost: dict[int, Trouble] = {}
+        self.lost: dict[int, EngineError] = {}
         self.healths: list[Health] = []
         self._channels: dict[int, Channel] = {}
         self._selector = selectors.DefaultSelector()
@@ -59,7 +59,7 @@ class Team:
         found = (far or seen).most_common(1)
         return found[0][0] if found else "127.0.0.1"
 
-    def add(self, channel: Channel, member: Here) -> None:
+    def add(self, channel: Channel, member: Join) -> None:
         """Take a task in."""
         self.members[member.task] = replace(member, seen_at=channel.own_host)
         self._channels[member.task] = channel
@@ -92,7 +92,7 @@ class Team:
             found += [(task, message) for message in messages if message is not None]
             if None in messages:
                 self.lose(task, "sent what is no message of this version")
-            elif any(isinstance(message, Farewell) for message in messages):
+            elif any(isinstance(message, LeaveAck) for message in messages):
                 self._forget(task)
             elif channel.is_closed:
                 self.lose(task, "was lost: it ended, or its host does not answer")
@@ -102,7 +102,7 @@ class Team:
         """Have nothing more to do with a task."""
         self._forget(task)
         hosts = (self.members[task].host,)
-        trouble = Trouble(kind=kind, text=f"{self.name([task])} {why}", hosts=hosts)
+        trouble = EngineError(kind=kind, text=f"{self.name([task])} {why}", hosts=hosts)
         self.lost.setdefault(task, trouble)
 
     def _forget(self, task: int) -> None:
@@ -111,7 +111,7 @@ class Team:
             self._selector.unregister(channel.fileno())
             channel.close()
 
-    def trouble(self) -> Trouble | None:
+    def trouble(self) -> EngineError | None:
         """Return what happened to the first task that was lost, or None."""
         return next(iter(self.lost.values()), None)
 
@@ -132,7 +132,7 @@ class Team:
         give_up_at = time.monotonic() + _FAREWELL_S
         while self._channels and time.monotonic() < give_up_at:
             for _, message in self.receive(give_up_at - time.monotonic()):
-                if isinstance(message, Farewell):
+                if isinstance(message, LeaveAck):
                     self.healths += [] if message.health is None else [message.health]
 
     def close(self) -> None:

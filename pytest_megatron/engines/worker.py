@@ -23,12 +23,12 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from pytest_megatron.engines.base import Trouble, TroubleKind
+from pytest_megatron.engines.base import EngineError, TroubleKind
 from pytest_megatron.engines.meeting import MissingTasksError
 from pytest_megatron.engines.records import (
     EndRecord,
     JobRecord,
-    Spec,
+    JobSpec,
     end_record,
     of_start,
     read_spec,
@@ -107,12 +107,12 @@ def spec_path(named: Path, env: Mapping[str, str]) -> Path:
     return named / f"{env[_ARRAY_INDEX]}.json"
 
 
-def run(spec: Spec, step: Step | None) -> int:
+def run(spec: JobSpec, step: Step | None) -> int:
     """Carry out a spec, with other tasks or alone, and write its record; return the exit code."""
     started, is_second = time.time(), False
     ends: tuple[EndRecord, ...] = ()
     health: Health | None = None
-    trouble: Trouble | None = None
+    trouble: EngineError | None = None
     host = socket.gethostname()
     try:
         if step is None:
@@ -120,16 +120,18 @@ def run(spec: Spec, step: Step | None) -> int:
         else:
             ends, health, trouble = _carry_out_together(spec, step)
     except SecondStartError as second:
-        trouble, is_second = Trouble(kind=TroubleKind.REQUEUED, text=str(second)), True
+        trouble, is_second = EngineError(kind=TroubleKind.REQUEUED, text=str(second)), True
     except MissingTasksError as missing:
         trouble = missing.trouble
     except ToldToEndError as told:
-        trouble = Trouble(kind=TroubleKind.CANCELLED, text=f"{told} on {host}")
+        trouble = EngineError(kind=TroubleKind.CANCELLED, text=f"{told} on {host}")
     except MegatronError as error:
-        trouble = Trouble(kind=TroubleKind.NOT_STARTED, text=str(error))
+        trouble = EngineError(kind=TroubleKind.NOT_STARTED, text=str(error))
     except OSError as error:
         where = error.filename or spec.plan.dirs.root
-        trouble = Trouble(kind=TroubleKind.NOT_STARTED, text=f"{where}: {error.strerror or error}")
+        trouble = EngineError(
+            kind=TroubleKind.NOT_STARTED, text=f"{where}: {error.strerror or error}"
+        )
     record = JobRecord(
         key=spec.key,
         ends=ends,
@@ -150,8 +152,8 @@ def run(spec: Spec, step: Step | None) -> int:
 
 
 def _carry_out_together(
-    spec: Spec, step: Step
-) -> tuple[tuple[EndRecord, ...], Health | None, Trouble | None]:
+    spec: JobSpec, step: Step
+) -> tuple[tuple[EndRecord, ...], Health | None, EngineError | None]:
     """Run the attempt of a spec on all tasks; also return what became of tasks that were lost."""
     with step.team(os.environ) as team:
         try:
@@ -166,7 +168,9 @@ def _carry_out_together(
         return ends, merge_health((health, *team.healths)), team.trouble()
 
 
-def _carry_out(spec: Spec, start: StartPhase | None) -> tuple[tuple[EndRecord, ...], Health | None]:
+def _carry_out(
+    spec: JobSpec, start: StartPhase | None
+) -> tuple[tuple[EndRecord, ...], Health | None]:
     """Run the attempt of a spec."""
     if spec.plan.dirs.root.exists():
         raise SecondStartError(
@@ -197,7 +201,7 @@ def _need_one_node(plan: AttemptPlan) -> None:
         )
 
 
-def in_this_environment(spec: Spec, env: Mapping[str, str]) -> AttemptPlan:
+def in_this_environment(spec: JobSpec, env: Mapping[str, str]) -> AttemptPlan:
     """Return the plan of a spec with the environment of the job around each phase."""
     base = {**inherited(env), **spec.env}
     phases = tuple(replace(phase, env={**base, **phase.own_env}) for phase in spec.plan.phases)

@@ -1,4 +1,4 @@
-"""What the state machine of a gang asks for; the fleet carries it out: data only."""
+"""What the state machine of a gang asks for; the supervisor carries it out: data only."""
 
 from __future__ import annotations
 

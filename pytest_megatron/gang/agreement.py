@@ -10,7 +10,7 @@ SKIPPED = "skipped "  # how the problem of a collector begins that skipped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class CollectionDifference:
     """What a rank collected otherwise.
 
     Attributes:
@@ -30,7 +30,9 @@ def digest_of(node_ids: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(sorted(node_ids)).encode()).hexdigest()
 
 
-def compare(known: Iterable[str], found: Iterable[str], problems: Mapping[str, str]) -> Difference:
+def compare(
+    known: Iterable[str], found: Iterable[str], problems: Mapping[str, str]
+) -> CollectionDifference:
     """Compare what a rank found with what the controller knows.
 
     Args:
@@ -42,7 +44,7 @@ def compare(known: Iterable[str], found: Iterable[str], problems: Mapping[str, s
     has, wanted = set(found), set(known)
     causes = {node_id: _cause(node_id, problems) for node_id in known if node_id not in has}
     failed = [c for c in dict.fromkeys(causes.values()) if c is not None]
-    return Difference(
+    return CollectionDifference(
         missing={node_id: _why(cause, problems) for node_id, cause in causes.items()},
         failures={c: problems[c] for c in failed if not problems[c].startswith(SKIPPED)},
         extra=tuple(dict.fromkeys(node_id for node_id in found if node_id not in wanted)),

@@ -19,11 +19,11 @@ from typing import Protocol, TypeAlias, cast
 from pytest_megatron.gang.clean import THREADS, thread_name
 from pytest_megatron.gang.collectives import count_from_import_on
 from pytest_megatron.gang.logs import FLIGHT_FILE, STACKS_FILE
-from pytest_megatron.gang.messages import RankOrder
-from pytest_megatron.gang.nodes import Place
+from pytest_megatron.gang.messages import RankConfig
+from pytest_megatron.gang.nodes import RankPlace
 from pytest_megatron.gang.nursery import STACK_SIGNAL
 from pytest_megatron.gang.originals import os, threading
-from pytest_megatron.gang.rank_ends import RankEnds
+from pytest_megatron.gang.rank_ends import RankPipes
 
 # Whether CUDA is there is asked of NVML, which leaves this process fit to be forked; so do pools of
 # one thread.
@@ -41,7 +41,7 @@ _device: str | None = None
 _cuda: _Cuda | None = None
 
 
-def rank_env(place: Place, world_size: int) -> dict[str, str]:
+def rank_env(place: RankPlace, world_size: int) -> dict[str, str]:
     """Return the variables that `torch.distributed.run` sets for a rank, but for the store's.
 
     Source: torch/distributed/elastic/agent/server/local_elastic_agent.py, _start_workers(), 2.13.
@@ -64,12 +64,12 @@ def rank_env(place: Place, world_size: int) -> dict[str, str]:
     }
 
 
-def become_rank(order: RankOrder, ends: RankEnds, *, random_state: RandomState | None) -> None:
+def become_rank(order: RankConfig, ends: RankPipes, *, random_state: RandomState | None) -> None:
     """Set this process up as the rank of `order`.
 
     Args:
         order: Which rank.
-        ends: What it shares with its nursery.
+        ends: What it shares with its fork server.
         random_state: Of `random`, if something seeded it: a fork seeds it anew.
     """
     global _device  # noqa: PLW0603 - one process, one rank

@@ -1,4 +1,4 @@
-"""Connections between controller, nurseries and ranks: frames, authentication, addresses.
+"""Connections between controller, fork servers and ranks: frames, authentication, addresses.
 
 Each side proves that it knows the key of the session before any message is looked at (HMAC-SHA256
 over both sides' nonces). On one host the socket is a file in a directory of the user alone; over
@@ -42,7 +42,7 @@ class WrongKeyError(PermissionError):
 class Channel:
     """One authenticated connection, of one process: in a child that this one forks it is closed.
 
-    The controller reads with `drain`, which never blocks; nurseries and ranks read with `receive`.
+    The controller reads with `drain`, which never blocks; fork servers and ranks read with `receive`.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -214,7 +214,7 @@ class _Knocking:
 
 @dataclass(slots=True)
 class Listener:
-    """Where nurseries and ranks call the controller; never blocks on a caller that says nothing.
+    """Where fork servers and ranks call the controller; never blocks on a caller that says nothing.
 
     Attributes:
         address: What callers have to know: `unix:PATH` or `tcp:HOST:PORT`.

@@ -42,7 +42,7 @@ class _Device(Protocol):
     type: str
 
 
-class _Tensor(Protocol):
+class _SentTensor(Protocol):
     """What is used of a tensor."""
 
     device: _Device

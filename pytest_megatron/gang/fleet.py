@@ -27,7 +27,7 @@ from pytest_megatron.gang.gangs import (
     Gang,
     Loss,
     ask_for_stacks,
-    choose_nursery,
+    choose_fork_server,
     fork,
     join_stacks,
     rest,
@@ -45,16 +45,16 @@ from pytest_megatron.gang.messages import (
     Killed,
     Message,
     OpenStore,
-    RankOrder,
+    RankConfig,
     Ready,
     Run,
     Stacks,
     StoreOpened,
 )
 from pytest_megatron.gang.nodes import describe_node
-from pytest_megatron.gang.nurseries import OF_NODE, Nurseries
-from pytest_megatron.gang.patience import State
-from pytest_megatron.gang.raised import Raised
+from pytest_megatron.gang.nurseries import OF_NODE, ForkServers
+from pytest_megatron.gang.patience import GangState
+from pytest_megatron.gang.raised import RankCollectors
 from pytest_megatron.gang.stores import with_store
 
 _PAUSE_S = 0.03
@@ -65,32 +65,32 @@ _ORPHANED = "ended, as the process that starts ranks was killed"
 OnDebugger: TypeAlias = Callable[[Gang, int, Channel, Message], None]
 
 
-class Fleet:
-    """Starts gangs on nurseries and carries out what their lifecycles decide.
+class Supervisor:
+    """Starts gangs on fork servers and carries out what their lifecycles decide.
 
     Attributes:
-        nurseries: Those that have called.
-        raised: Nurseries of single ranks.
+        fork_servers: Those that have called.
+        raised: Fork servers of single ranks.
     """
 
     def __init__(self, listener: Listener, *, on_debugger: OnDebugger) -> None:
         """Begin to listen.
 
         Args:
-            listener: Where nurseries and ranks call.
+            listener: Where fork servers and ranks call.
             on_debugger: Told of messages of a rank's debugger.
         """
         self._calls = Calls(listener, self._on_hello)
         self._followers: Followers | None = None
         self._on_debugger = on_debugger
-        self.nurseries = Nurseries()
-        self.raised = Raised(self.nurseries)
+        self.fork_servers = ForkServers()
+        self.raised = RankCollectors(self.fork_servers)
         self._gangs: dict[int, Gang] = {}
         self._has_news = False
         self._stopped_s = 0.0
 
     def listen(self, listener: Listener, followers: Followers) -> None:
-        """Take calls of other nodes as well: of their sessions, nurseries and ranks."""
+        """Take calls of other nodes as well: of their sessions, fork servers and ranks."""
         self._followers = followers
         self._calls.listen(listener, self._on_stranger)
 
@@ -100,12 +100,12 @@ class Fleet:
         # Of ranks that call over TCP nobody knows whose words are still underway.
         gang.is_in_lockstep = all(order.node_rank == 0 for order in gang.orders)
         for order in gang.orders:
-            if self.nurseries.has(order.node_rank):
-                choose_nursery(gang, order, self.nurseries, self.raised)
+            if self.fork_servers.has(order.node_rank):
+                choose_fork_server(gang, order, self.fork_servers, self.raised)
             else:
                 gang.orphans.append(order)
-        node = gang.keepers[OF_NODE] = self.nurseries.of_node(gang.orders[0].node_rank)
-        gang.nurseries = {channel.fileno() for channel in gang.keepers.values()}
+        node = gang.keepers[OF_NODE] = self.fork_servers.of_node(gang.orders[0].node_rank)
+        gang.fork_servers = {channel.fileno() for channel in gang.keepers.values()}
         if not gang.orphans:
             node.send(OpenStore(gang=gang.number, host=gang.orders[0].env["MASTER_ADDR"]))
 
@@ -120,7 +120,7 @@ class Fleet:
     def count_room_ahead(self, gang: Gang) -> int:
         """Return how many tests a gang should take beside what it has: many or none.
 
-        Its ranks have to come from one nursery, so that they can agree among themselves.
+        Its ranks have to come from one fork server, so that they can agree among themselves.
         """
         lifecycle = gang.lifecycle
         is_wanting = gang.is_in_lockstep and not lifecycle.held.has_enough
@@ -132,7 +132,7 @@ class Fleet:
 
     def close(self, gang: Gang) -> None:
         """End a gang: politely if it is idle, and has processes."""
-        if not gang.nurseries:
+        if not gang.fork_servers:
             self.kill(gang)
             return
         self._carry_out(gang, gang.lifecycle.close(self._now()))
@@ -143,11 +143,11 @@ class Fleet:
 
     def interrupt(self, gang: Gang) -> None:
         """Press Ctrl-C in every rank of a gang."""
-        for nursery in gang.holders():
-            nursery.send(Interrupt(gang=gang.number))
+        for fork_server in gang.holders():
+            fork_server.send(Interrupt(gang=gang.number))
 
     def pump(self, timeout_s: float) -> None:
-        """Take in what ranks and nurseries say, until there is news or `timeout_s` has passed."""
+        """Take in what ranks and fork servers say, until there is news or `timeout_s` has passed."""
         self._has_news = False
         if calm := [gang for gang in self._gangs.values() if gang.lifecycle.held.has_enough]:
             rest(calm, _PAUSE_S)
@@ -187,10 +187,10 @@ class Fleet:
                 self._give_up(gang)
 
     def stop(self) -> None:
-        """Let go of everything; nurseries kill what is left."""
+        """Let go of everything; fork servers kill what is left."""
         for gang in list(self._gangs.values()):
             self._forget(gang)
-        self.nurseries.close()
+        self.fork_servers.close()
         self.raised.close()
         self._calls.stop()
 
@@ -209,8 +209,8 @@ class Fleet:
             self._calls.read(source, lambda: self._on_follower(source))
             self._followers.greet(hello.node_rank, source)
             return
-        if hello.role == "nursery":
-            self._on_hello_of_nursery(source, hello, rest)
+        if hello.role == "fork_server":
+            self._on_hello_of_fork_server(source, hello, rest)
             return
         gang = self._gangs.get(hello.gang)
         if gang is None:
@@ -235,11 +235,11 @@ class Fleet:
         if source.is_closed:
             self._calls.drop(source)
 
-    def _on_hello_of_nursery(
+    def _on_hello_of_fork_server(
         self, source: Channel, hello: Hello, messages: Sequence[Message]
     ) -> None:
         self._has_news = True
-        self.nurseries.add(hello, source)
+        self.fork_servers.add(hello, source)
 
         def take(messages: Sequence[Message]) -> None:
             for message in messages:
@@ -247,43 +247,43 @@ class Fleet:
                     self._has_news = True
                     self.raised.take_collected(source, hello, message)
                 else:
-                    self._on_nursery_word(source, message)
+                    self._on_fork_server_word(source, message)
             if source.is_closed:
-                self._lose_nursery(source)
+                self._lose_fork_server(source)
 
         self._calls.read(source, lambda: take(source.drain()))
         take(messages)
 
-    def _lose_nursery(self, source: Channel) -> None:
-        """Take note that a nursery is gone, and its ranks with it."""
+    def _lose_fork_server(self, source: Channel) -> None:
+        """Take note that a fork server is gone, and its ranks with it."""
         descriptor = source.fileno()
         self._calls.drop(source)
-        self.nurseries.lose(source)
+        self.fork_servers.lose(source)
         self.raised.lose(source)
-        for gang in [g for g in self._gangs.values() if descriptor in g.nurseries]:
+        for gang in [g for g in self._gangs.values() if descriptor in g.fork_servers]:
             self._lose(gang, [o for o in gang.orders if gang.keepers.get(o.rank) is source])
             self._on_killed(gang, descriptor)
 
     def _give_up(self, gang: Gang) -> None:
-        """Kill nurseries that were told to kill a gang and do not: who starts ranks dies last."""
+        """Kill fork servers that were told to kill a gang and do not: who starts ranks dies last."""
         gang.killed_at = None
-        for nursery in gang.holders():
-            self.nurseries.kill(nursery)
-            self._lose_nursery(nursery)
+        for fork_server in gang.holders():
+            self.fork_servers.kill(fork_server)
+            self._lose_fork_server(fork_server)
 
-    def _lose(self, gang: Gang, orders: Sequence[RankOrder]) -> None:
-        """Tell of ranks whose nursery is gone, and maybe with all of another node."""
+    def _lose(self, gang: Gang, orders: Sequence[RankConfig]) -> None:
+        """Tell of ranks whose fork server is gone, and maybe with all of another node."""
         for order in orders:
             self._drain_rank(gang, order.rank)
             problem = _ORPHANED
-            if order.node_rank > 0 and not self.nurseries.has(order.node_rank):
+            if order.node_rank > 0 and not self.fork_servers.has(order.node_rank):
                 ranks = [o.rank for o in gang.orders if o.node_rank == order.node_rank]
                 problem = f"{describe_node(order.node_rank, ranks)} is gone"
-                if gang.lifecycle.state is not State.STARTING:
+                if gang.lifecycle.state is not GangState.STARTING:
                     problem = f"is lost: {problem}"
             self._tell(gang, order.rank, Broken(problem=problem))
 
-    def _on_nursery_word(self, source: Channel, message: Message) -> None:
+    def _on_fork_server_word(self, source: Channel, message: Message) -> None:
         assert isinstance(message, StoreOpened | Died | Stacks | Killed), message
         if self.raised.has(message.gang):
             self._has_news = self.raised.take(message) or self._has_news
@@ -313,13 +313,13 @@ class Fleet:
         self._tell(gang, rank, message)
         self._deliver(gang)
 
-    def _on_killed(self, gang: Gang, nursery: int) -> None:
-        gang.nurseries.discard(nursery)
-        if not gang.nurseries:
+    def _on_killed(self, gang: Gang, fork_server: int) -> None:
+        gang.fork_servers.discard(fork_server)
+        if not gang.fork_servers:
             self._tell(gang, 0, Killed(gang=gang.number))
 
     def _fork(self, gang: Gang, port: int, problem: str) -> None:
-        if gang.lifecycle.state is not State.STARTING:
+        if gang.lifecycle.state is not GangState.STARTING:
             return
         if problem:
             self._tell(gang, 0, Broken(problem=problem))
@@ -397,9 +397,9 @@ class Fleet:
 
     def _kill(self, gang: Gang) -> None:
         gang.killed_at = self._now()
-        for nursery in gang.holders():
-            nursery.send(Kill(gang=gang.number))
-        if not gang.nurseries:  # nobody has anything of it
+        for fork_server in gang.holders():
+            fork_server.send(Kill(gang=gang.number))
+        if not gang.fork_servers:  # nobody has anything of it
             self._tell(gang, 0, Killed(gang=gang.number))
 
     def _forget(self, gang: Gang) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pytest_megatron.gang.channel import Channel
 from pytest_megatron.gang.messages import Message, encode
-from pytest_megatron.gang.messages_of_nodes import Ended, Joined, Welcome
+from pytest_megatron.gang.messages_of_nodes import Joined, SessionEnded, Welcome
 
 _USAGE_ERROR = 4  # pytest's
 
@@ -36,7 +36,7 @@ class Followers:
         is_taken = node_rank == 0 or (known is not None and not known.is_closed)
         if is_taken or node_rank >= self._welcome.num_nodes:
             text = f"--node-rank: {node_rank} is taken or too large; give each node one of its own"
-            channel.send(Ended(exit_code=_USAGE_ERROR, kind="exit", text=text))
+            channel.send(SessionEnded(exit_code=_USAGE_ERROR, kind="exit", text=text))
             channel.close()
             return
         self._channels[node_rank] = channel
@@ -60,7 +60,7 @@ class Followers:
         for channel in self._channels.values():
             channel.send_frame(frame)
 
-    def dismiss(self, ended: Ended) -> None:
+    def dismiss(self, ended: SessionEnded) -> None:
         """Tell every session that it is over; they wait for the end of this process."""
         self.tell(ended)
         for channel in self._channels.values():

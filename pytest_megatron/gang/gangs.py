@@ -14,18 +14,18 @@ from pytest_megatron.gang.messages import (
     AskStacks,
     Fork,
     Message,
-    RankOrder,
+    RankConfig,
     Stacks,
     encode,
 )
-from pytest_megatron.gang.nurseries import Nurseries
-from pytest_megatron.gang.patience import State
+from pytest_megatron.gang.nurseries import ForkServers
+from pytest_megatron.gang.patience import GangState
 from pytest_megatron.gang.processes import UNKILLABLE_S, lives_on
-from pytest_megatron.gang.raised import Raised
+from pytest_megatron.gang.raised import RankCollectors
 from pytest_megatron.gang.spec import GangSpec, RunEnd
 
 _LOST_S = 2.0  # between the end of a rank's connection and the news of its death
-NURSERY_LIMIT_S = UNKILLABLE_S + 10.0  # for a nursery to kill a gang, or to tell of a death
+NURSERY_LIMIT_S = UNKILLABLE_S + 10.0  # for a fork server to kill a gang, or to tell of a death
 
 
 @dataclass(slots=True)
@@ -66,60 +66,62 @@ class Gang:
         descriptors: Of leased devices, for ranks to inherit.
         ends: How its tests ended, until the controller takes them.
         inboxes: Rank -> what it said that nobody has looked at.
-        nurseries: Connections of nurseries that still hold something of it.
-        silent: Connections of nurseries that have not answered the last question for stacks.
-        starters: Rank -> connection of the nursery that starts it.
-        keepers: Rank -> connection of the nursery that has it: another one where the first one
+        fork_servers: Connections of fork servers that still hold something of it.
+        silent: Connections of fork servers that have not answered the last question for stacks.
+        starters: Rank -> connection of the fork server that starts it.
+        keepers: Rank -> connection of the fork server that has it: another one where the first one
             becomes the rank; and the one that has the store.
         pids: Rank -> its process, of ranks of this host.
         missing: Rank -> node id -> why the rank has no such test.
         orphans: Orders of ranks that nobody can start, as their node is gone.
         is_in_lockstep: Whether its ranks agree among themselves that a test went well.
-        killed_at: When nurseries were told to kill it, in seconds of the monotonic clock.
+        killed_at: When fork servers were told to kill it, in seconds of the monotonic clock.
     """
 
     number: int
     spec: GangSpec
-    orders: tuple[RankOrder, ...]
+    orders: tuple[RankConfig, ...]
     lifecycle: Lifecycle
     descriptors: tuple[int, ...] = ()
     channels: dict[int, Channel] = field(default_factory=dict)
     inboxes: dict[int, deque[Message]] = field(default_factory=dict)
     lost: dict[int, Loss] = field(default_factory=dict)
     ends: list[RunEnd] = field(default_factory=list)
-    nurseries: set[int] = field(default_factory=set)
+    fork_servers: set[int] = field(default_factory=set)
     silent: set[int] = field(default_factory=set)
     stacks: list[Stacks] = field(default_factory=list)
     starters: dict[int, Channel] = field(default_factory=dict)
     keepers: dict[int, Channel] = field(default_factory=dict)
     pids: dict[int, int] = field(default_factory=dict)
     missing: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
-    orphans: list[RankOrder] = field(default_factory=list)
+    orphans: list[RankConfig] = field(default_factory=list)
     is_in_lockstep: bool = False
     killed_at: float | None = None
 
     @property
     def is_gone(self) -> bool:
         """Whether nothing of it is left."""
-        return self.lifecycle.state is State.GONE
+        return self.lifecycle.state is GangState.GONE
 
     def holders(self) -> list[Channel]:
-        """Return the connections of nurseries that still hold something of it."""
+        """Return the connections of fork servers that still hold something of it."""
         found = {channel.fileno(): channel for channel in self.keepers.values()}
-        return [channel for number, channel in found.items() if number in self.nurseries]
+        return [channel for number, channel in found.items() if number in self.fork_servers]
 
 
-def choose_nursery(gang: Gang, order: RankOrder, nurseries: Nurseries, raised: Raised) -> None:
+def choose_fork_server(
+    gang: Gang, order: RankConfig, fork_servers: ForkServers, raised: RankCollectors
+) -> None:
     """Choose who starts a rank, and who has it then."""
     template = raised.find(order)
     if template is None:
-        channel = nurseries.of_node(order.node_rank)
+        channel = fork_servers.of_node(order.node_rank)
         gang.starters[order.rank] = gang.keepers[order.rank] = channel
         return
     gang.is_in_lockstep = False
     gang.starters[order.rank] = gang.keepers[order.rank] = template.channel
     if template.is_single:
-        node = gang.keepers[order.rank] = nurseries.of_node(order.node_rank)
+        node = gang.keepers[order.rank] = fork_servers.of_node(order.node_rank)
         node.send(
             Adopt(
                 template=template.number,
@@ -133,22 +135,22 @@ def choose_nursery(gang: Gang, order: RankOrder, nurseries: Nurseries, raised: R
 
 def fork(gang: Gang) -> None:
     """Have the ranks of a gang started."""
-    by_nursery: dict[int, list[RankOrder]] = {}
+    by_fork_server: dict[int, list[RankConfig]] = {}
     channels = {}
     for order in gang.orders:
         channel = gang.starters[order.rank]
         channels[channel.fileno()] = channel
-        by_nursery.setdefault(channel.fileno(), []).append(order)
-    for number, orders in by_nursery.items():
+        by_fork_server.setdefault(channel.fileno(), []).append(order)
+    for number, orders in by_fork_server.items():
         channels[number].send(Fork(orders=tuple(orders)), gang.descriptors)
 
 
 def ask_for_stacks(gang: Gang, ranks: tuple[int, ...]) -> None:
     """Ask for the stacks of ranks, wherever they are."""
     gang.stacks.clear()
-    for nursery in gang.holders():
-        gang.silent.add(nursery.fileno())
-        nursery.send(AskStacks(gang=gang.number, ranks=ranks))
+    for fork_server in gang.holders():
+        gang.silent.add(fork_server.fileno())
+        fork_server.send(AskStacks(gang=gang.number, ranks=ranks))
 
 
 def send_to_ranks(gang: Gang, *messages: Message) -> None:
@@ -165,13 +167,13 @@ def rest(gangs: Sequence[Gang], limit_s: float) -> None:
     """
     poll = select.poll()
     for gang in gangs:
-        for nursery in gang.holders():
-            poll.register(nursery.fileno(), select.POLLIN)
+        for fork_server in gang.holders():
+            poll.register(fork_server.fileno(), select.POLLIN)
     poll.poll(limit_s * 1000)
 
 
 def join_stacks(answers: Sequence[Stacks]) -> Stacks:
-    """Return one answer of what several nurseries said."""
+    """Return one answer of what several fork servers said."""
     return Stacks(
         gang=answers[0].gang,
         stacks={rank: text for answer in answers for rank, text in answer.stacks.items()},

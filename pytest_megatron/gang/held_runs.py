@@ -10,7 +10,7 @@ from pytest_megatron.gang.messages import Run
 MOST_AHEAD = 64  # tests that a gang may hold beside the one that it runs
 
 
-class HeldRuns:
+class RunQueue:
     """The tests of one gang, in the order in which they run.
 
     Attributes:

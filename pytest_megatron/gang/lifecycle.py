@@ -18,7 +18,7 @@ from pytest_megatron.gang.actions import (
     SendClose,
     SendRuns,
 )
-from pytest_megatron.gang.held_runs import MOST_AHEAD, HeldRuns
+from pytest_megatron.gang.held_runs import MOST_AHEAD, RunQueue
 from pytest_megatron.gang.messages import (
     Broken,
     Closed,
@@ -37,13 +37,13 @@ from pytest_megatron.gang.messages_of_debugger import (
     DebuggerWanted,
     DebuggerWrote,
 )
-from pytest_megatron.gang.patience import START_LIMIT_S, Patience, State
+from pytest_megatron.gang.patience import START_LIMIT_S, GangState, Timers
 from pytest_megatron.gang.rank_state import RankState, kind_of_sign, settle
 from pytest_megatron.gang.spec import Reason, RunEnd
 from pytest_megatron.wording import describe_exit, name_ranks
 
 _EXIT_S = 1.0  # for other ranks to end, where one has asked pytest itself to
-_STACKS_WAIT_S = 3.0  # for a nursery to bring stacks; it gives ranks one second
+_STACKS_WAIT_S = 3.0  # for a fork server to bring stacks; it gives ranks one second
 
 
 class Lifecycle:
@@ -65,14 +65,14 @@ class Lifecycle:
             grace_s: How long others may take after the first sign of trouble.
             now: Seconds of a monotonic clock.
         """
-        self.state = State.STARTING
+        self.state = GangState.STARTING
         self.problems: list[str] = []
         self.late: dict[int, JsonValue] = {}
         self.outputs: dict[int, str] = {}
         self.unbegun = 0
         self._ranks = [RankState(rank=rank, log_dir=path) for rank, path in enumerate(log_dirs)]
-        self._patience = Patience(grace_s, now)
-        self.held = HeldRuns()
+        self._timers = Timers(grace_s, now)
+        self.held = RunQueue()
         self._is_isolated = False
         self._stop: tuple[Reason, float] | None = None
 
@@ -88,13 +88,13 @@ class Lifecycle:
         assert self.held.current is None
         self._is_isolated = is_isolated
         self._begin(run, limit_s, now)
-        return self._send() if self.state is State.IDLE else []
+        return self._send() if self.state is GangState.IDLE else []
 
     def _begin(self, run: Run, limit_s: float, now: float) -> None:
         self.held.begin(run, limit_s)
         for rank in self._ranks:
             rank.reset()
-        self._patience.begin(now)
+        self._timers.begin(now)
         self._stop = None
 
     def send_ahead(self, runs: Sequence[tuple[Run, float]]) -> list[Action]:
@@ -111,7 +111,7 @@ class Lifecycle:
     @property
     def room_ahead(self) -> int:
         """How many tests may be sent ahead, as the running one may end well."""
-        is_well = self.state is State.RUNNING and self._patience.sign_at is None
+        is_well = self.state is GangState.RUNNING and self._timers.sign_at is None
         may_go_on = is_well and not self._is_isolated
         return MOST_AHEAD - self.held.num_ahead if may_go_on else 0
 
@@ -125,7 +125,7 @@ class Lifecycle:
     def is_awaited(self, rank: int) -> bool:
         """Whether a rank is the only one that has not ended the running test."""
         busy = [r.rank for r in self._ranks if not r.is_settled]
-        return self.state is State.RUNNING and busy == [rank]
+        return self.state is GangState.RUNNING and busy == [rank]
 
     def lose(self, rank: int) -> None:
         """Take note that a rank says no more; why it does not is told later.
@@ -139,24 +139,24 @@ class Lifecycle:
 
         It has the time of a phase of the last test, whose fixtures these are.
         """
-        if self.state is State.IDLE:
-            self.state = State.CLOSING
-            self._patience.begin_closing(self.held.limit_s, now)
+        if self.state is GangState.IDLE:
+            self.state = GangState.CLOSING
+            self._timers.begin_closing(self.held.limit_s, now)
             return [SendClose()]
-        return [] if self.state is State.CLOSING else self.kill()
+        return [] if self.state is GangState.CLOSING else self.kill()
 
     def kill(self) -> list[Action]:
         """Kill the gang, whatever it does; a test on it is not reported."""
-        if self.state in (State.KILLING, State.GONE):
+        if self.state in (GangState.KILLING, GangState.GONE):
             return []
-        self.state = State.KILLING
+        self.state = GangState.KILLING
         self.held.drop()
         return [KillGang()]
 
     @property
     def deadline(self) -> float | None:
         """When `tick` has something to do at the latest."""
-        return self._patience.deadline(self.state, self.held.limit_s)
+        return self._timers.deadline(self.state, self.held.limit_s)
 
     def tick(self, now: float) -> list[Action]:
         """Look at the clock."""
@@ -164,30 +164,30 @@ class Lifecycle:
         if deadline is None or now < deadline:
             return []
         match self.state:
-            case State.STOPPING:
+            case GangState.STOPPING:
                 return self._finish(now)
-            case State.CLOSING:
+            case GangState.CLOSING:
                 alive = [r for r in self._ranks if r.exit_code is None]
                 late = [r.rank for r in alive if not r.is_closed]
                 what = "end the teardown" if late else "exit after the teardown"
                 names = name_ranks(late or [r.rank for r in alive])
-                self.problems.append(f"{names} did not {what} in {self._patience.closing_s:g} s")
+                self.problems.append(f"{names} did not {what} in {self._timers.closing_s:g} s")
                 return self.kill()
-            case State.STARTING:
+            case GangState.STARTING:
                 return self._begin_stop(Reason.NOT_STARTED, START_LIMIT_S, now)
-            case _ if self._patience.sign_at is not None:
-                limit_s = self._patience.after_sign_s
+            case _ if self._timers.sign_at is not None:
+                limit_s = self._timers.after_sign_s
                 return self._begin_stop(kind_of_sign(self._ranks), limit_s, now)
             case _:
                 return self._begin_stop(Reason.HUNG, self.held.limit_s, now)
 
     def handle(self, rank: int, message: Message, now: float) -> list[Action]:
-        """Take in what a rank, or a nursery about a rank, said."""
-        if self.state is State.GONE:
+        """Take in what a rank, or a fork server about a rank, said."""
+        if self.state is GangState.GONE:
             return []
         match message:
             case Killed():
-                self.state = State.GONE
+                self.state = GangState.GONE
                 return []
             case Stacks(stacks=stacks, flights=flights):
                 for name, text in stacks.items():
@@ -196,7 +196,7 @@ class Lifecycle:
                     self._ranks[int(name)].flight = text
                 for name, phase in message.phases.items():
                     self._ranks[int(name)].phase = phase
-                return self._finish(now) if self.state is State.STOPPING else []
+                return self._finish(now) if self.state is GangState.STOPPING else []
             case Died():
                 return self._on_death(self._ranks[rank], message, now)
             case _:
@@ -208,11 +208,11 @@ class Lifecycle:
                 rank.is_ready, rank.missing = True, dict(missing)
                 return self._on_ready(now)
             case PhaseEnded(run=run) if self._is_current(run):
-                self._patience.begin_phase(now)
+                self._timers.begin_phase(now)
                 if message.report is not None:
                     rank.early.append(message.report)
                 self._note(rank, message.when, message.outcome, now)
-            case Done(run=run) if self._is_current(run) and self.state is State.RUNNING:
+            case Done(run=run) if self._is_current(run) and self.state is GangState.RUNNING:
                 rank.done = message
                 if message.stop:  # the others may wait for it as for one that failed
                     self._sign(rank, now)
@@ -220,7 +220,7 @@ class Lifecycle:
                     rank.outcome = "passed"
                 if message.stop:
                     self._sign(rank, now)
-                    self._patience.hurry(_EXIT_S)
+                    self._timers.hurry(_EXIT_S)
                 return self._settle(now)
             case Broken(problem=problem):
                 rank.is_lost = False
@@ -241,26 +241,26 @@ class Lifecycle:
             self.problems.append(f"rank {rank.rank} in the last teardown: {message.problem}")
 
     def _on_ready(self, now: float) -> list[Action]:
-        if self.state is not State.STARTING or not all(r.is_ready for r in self._ranks):
+        if self.state is not GangState.STARTING or not all(r.is_ready for r in self._ranks):
             return []
-        self.state = State.IDLE
+        self.state = GangState.IDLE
         if self.held.current is None:
             return []
-        self._patience.begin(now)
+        self._timers.begin(now)
         return self._send()
 
     def _on_debugger(self, rank: RankState, message: Message, now: float) -> None:
         """Stop the clocks while a debugger is open; it starts them anew when it is left."""
         match message:
             case DebuggerWanted() | DebuggerWrote() | DebuggerReads():
-                self._patience.suspend(rank.rank)
+                self._timers.suspend(rank.rank)
             case DebuggerLeft():
-                self._patience.resume(rank.rank, self.state, now)
+                self._timers.resume(rank.rank, self.state, now)
             case _:
                 pass
 
     def _is_current(self, run: int) -> bool:
-        return 0 < run == self.held.number and self.state is not State.KILLING
+        return 0 < run == self.held.number and self.state is not GangState.KILLING
 
     def _note(self, rank: RankState, when: str, outcome: str, now: float) -> None:
         if outcome != "passed" and not rank.failed_phase:
@@ -270,19 +270,19 @@ class Lifecycle:
     def _sign(self, rank: RankState, now: float) -> None:
         if rank.at is None:
             rank.at = now
-        self._patience.take_sign(now)
+        self._timers.take_sign(now)
 
     def _on_death(self, rank: RankState, died: Died, now: float) -> list[Action]:
         if rank.exit_code is not None or rank.death is not None:
             return []
         rank.is_lost = False
-        self._patience.forget(rank.rank)
-        if self.state is State.RUNNING and died.run in self.held.numbers[1:]:
+        self._timers.forget(rank.rank)
+        if self.state is GangState.RUNNING and died.run in self.held.numbers[1:]:
             rank.death = died  # it ended the running test, and what the others say of it will come
             return self._settle(now)
         rank.exit_code, rank.phase = died.exit_code, died.phase
         what = describe_exit(died.exit_code)
-        if self.state is State.RUNNING and 0 < died.run < self.held.number and not rank.problem:
+        if self.state is GangState.RUNNING and 0 < died.run < self.held.number and not rank.problem:
             self.unbegun = self.held.number
             self._blame_last(rank, f"{what} after its test")
             return self.kill()
@@ -295,40 +295,40 @@ class Lifecycle:
 
     def _on_loss(self, rank: RankState, what: str, now: float) -> list[Action]:
         """Go on after a rank was lost, be it its process or its connection."""
-        if self.state is State.IDLE:
+        if self.state is GangState.IDLE:
             self._blame_last(rank, f"{what} after its test")
-        if self.state is State.CLOSING:
+        if self.state is GangState.CLOSING:
             self._blame_last(rank, f"{what} in the last teardown")
         match self.state:
-            case State.STARTING:
+            case GangState.STARTING:
                 self._sign(rank, now)
                 return self._begin_stop(Reason.NOT_STARTED, 0.0, now)
-            case State.RUNNING:
+            case GangState.RUNNING:
                 rank.undo()
                 self._sign(rank, now)
                 return self._settle(now)
-            case State.IDLE:
+            case GangState.IDLE:
                 return self.kill()
-            case State.CLOSING if all(r.exit_code is not None for r in self._ranks):
+            case GangState.CLOSING if all(r.exit_code is not None for r in self._ranks):
                 return self.kill()
             case _:
                 return []
 
     def _send(self) -> list[Action]:
         assert self.held.current is not None
-        self.state = State.RUNNING
+        self.state = GangState.RUNNING
         node_id = self.held.current.node_id
         lacking = [r for r in self._ranks if node_id in r.missing]
         if lacking:
             for rank in lacking:
                 rank.problem = rank.missing[node_id]
-                rank.at = self._patience.began_at
-            return self._end(Reason.NOT_COLLECTED, 0.0, self._patience.began_at, is_kept=True)
+                rank.at = self._timers.began_at
+            return self._end(Reason.NOT_COLLECTED, 0.0, self._timers.began_at, is_kept=True)
         return [SendRuns(runs=(self.held.current,))]
 
     def _settle(self, now: float) -> list[Action]:
         """End the test if every rank has."""
-        if self.state is not State.RUNNING:
+        if self.state is not GangState.RUNNING:
             return []
         found = settle(self._ranks, is_isolated=self._is_isolated)
         if found is None:
@@ -354,8 +354,8 @@ class Lifecycle:
         late = tuple(r.rank for r in self._ranks if not r.is_settled)
         if not late or (reason is Reason.NOT_STARTED and limit_s == 0.0):
             return self._end(reason, limit_s, now, is_kept=False)
-        self.state = State.STOPPING
-        self._patience.begin_stopping(_STACKS_WAIT_S, now)
+        self.state = GangState.STOPPING
+        self._timers.begin_stopping(_STACKS_WAIT_S, now)
         return [AskForStacks(ranks=late)]
 
     def _finish(self, now: float) -> list[Action]:
@@ -367,9 +367,9 @@ class Lifecycle:
         is_kept = is_kept and not self._is_isolated and all(r.death is None for r in self._ranks)
         actions: list[Action] = []
         if is_kept:
-            self.state = State.IDLE
+            self.state = GangState.IDLE
         else:
-            self.state = State.KILLING
+            self.state = GangState.KILLING
             actions.append(KillGang())
         if self.held.current is not None:
             actions.append(self._finished(reason, limit_s, now, is_kept=is_kept))
@@ -383,7 +383,7 @@ class Lifecycle:
                 reason=reason,
                 ranks=tuple(r.end() for r in self._ranks),
                 limit_s=limit_s,
-                duration_s=now - self._patience.began_at,
+                duration_s=now - self._timers.began_at,
                 is_kept=is_kept,
             )
         )

@@ -3,7 +3,7 @@
 Every rank says in shared memory how it ended a test. If all did so in the same way (each passed,
 all took part in the same collectives, what was sent was received), the test that the controller
 sent ahead may start; in any other case it is dropped, and the controller decides. Only for ranks
-that one nursery forks, as they inherit memory and descriptors.
+that one fork server forks, as they inherit memory and descriptors.
 """
 
 from __future__ import annotations

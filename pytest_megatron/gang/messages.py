@@ -1,4 +1,4 @@
-"""What goes over the wire between controller, nurseries and ranks, as frozen types.
+"""What goes over the wire between controller, fork servers and ranks, as frozen types.
 
 A frame is a JSON array: the name of the type, then its fields by name. Nothing here is executed or
 unpickled: whoever speaks on the wire can at most lie about outcomes.
@@ -20,7 +20,7 @@ from pytest_megatron.gang.messages_of_debugger import (
     DebuggerWanted,
     DebuggerWrote,
 )
-from pytest_megatron.gang.messages_of_nodes import Ended, Joined, Mirrored, Welcome
+from pytest_megatron.gang.messages_of_nodes import Joined, Mirrored, SessionEnded, Welcome
 from pytest_megatron.gang.originals import json
 from pytest_megatron.wording import cut_middle
 
@@ -35,11 +35,11 @@ class Hello:
     """First message of every connection, to the controller.
 
     Attributes:
-        role: `rank`, `nursery`, or `node` for the session of another node.
+        role: `rank`, `fork server`, or `node` for the session of another node.
         gang: The gang of a rank; else 0.
-        rank: The rank; for a nursery the one that it forks, or -1 for all of its node.
+        rank: The rank; for a fork server the one that it forks, or -1 for all of its node.
         node_rank: Index of its host.
-        world_size: Of the gangs that a nursery of one rank forks for; 0 for a node's.
+        world_size: Of the gangs that a fork server of one rank forks for; 0 for a node's.
     """
 
     role: str
@@ -52,7 +52,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
-    """The nursery of one rank has collected, and can start it.
+    """The fork server of one rank has collected, and can start it.
 
     Attributes:
         is_same: Whether it found what the controller found.
@@ -185,7 +185,7 @@ class Close:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankOrder:
+class RankConfig:
     """Everything that a new rank has to know.
 
     Attributes:
@@ -220,12 +220,12 @@ class RankOrder:
 class Fork:
     """Start ranks. File descriptors of GPU locks may come along."""
 
-    orders: tuple[RankOrder, ...]
+    orders: tuple[RankConfig, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adopt:
-    """Take the nursery of one rank, which becomes that rank, for a rank of a gang.
+    """Take the fork server of one rank, which becomes that rank, for a rank of a gang.
 
     Attributes:
         template: The number that it was started under in place of a gang's.
@@ -241,7 +241,7 @@ class Adopt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Died:
-    """The process of a rank is gone. Written by a nursery, never by a rank.
+    """The process of a rank is gone. Written by a fork server, never by a rank.
 
     Attributes:
         exit_code: As `Popen.returncode`: negative means killed by that signal.
@@ -356,7 +356,7 @@ Message: TypeAlias = (
     | Welcome
     | Joined
     | Mirrored
-    | Ended
+    | SessionEnded
 )
 
 
@@ -400,7 +400,7 @@ def decode(frame: bytes) -> Message:
     try:
         name, values = json.loads(frame)
         if name == Fork.__name__:
-            return Fork(orders=tuple(RankOrder(**order[1]) for order in values["orders"]))
+            return Fork(orders=tuple(RankConfig(**order[1]) for order in values["orders"]))
         make = cast("_Make", _TYPES[name])
         return make(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
@@ -408,8 +408,8 @@ def decode(frame: bytes) -> Message:
 
 
 def _plain(value: object) -> list[object]:
-    if isinstance(value, RankOrder):
-        return ["RankOrder", {f.name: getattr(value, f.name) for f in fields(RankOrder)}]
+    if isinstance(value, RankConfig):
+        return ["RankOrder", {f.name: getattr(value, f.name) for f in fields(RankConfig)}]
     names = _FIELDS.get(cast("type[Message]", type(value)))
     if names is None:
         raise TypeError(f"cannot be sent: {value!r}")

@@ -56,7 +56,7 @@ class Mirrored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class SessionEnded:
     """The session of node 0 ended.
 
     Attributes:

@@ -23,7 +23,7 @@ _OTHERS = 0o077
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankPlace:
     """Where one rank runs, as `torch.distributed.run` counts."""
 
     rank: int
@@ -45,12 +45,12 @@ class Nodes:
     num_nodes: int
     ranks_per_node: int
 
-    def place(self, world_size: int) -> tuple[Place, ...]:
+    def place(self, world_size: int) -> tuple[RankPlace, ...]:
         """Return where the ranks of a gang run: nodes are filled in order, node 0 first."""
         room = max(self.ranks_per_node, -(-world_size // self.num_nodes))
         num_used = -(-world_size // room)
         return tuple(
-            Place(
+            RankPlace(
                 rank=rank,
                 node_rank=rank // room,
                 local_rank=rank % room,
@@ -77,7 +77,7 @@ class Nodes:
         return max(0, room - sum(world_sizes))
 
 
-def share_gpus(world_size: int, ranks_per_gpu: int) -> tuple[Place, ...]:
+def share_gpus(world_size: int, ranks_per_gpu: int) -> tuple[RankPlace, ...]:
     """Return where ranks believe to be that share the GPUs of one host.
 
     They are dealt out as to nodes that have those GPUs each: a local rank is the index of its GPU,

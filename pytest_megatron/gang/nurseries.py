@@ -12,8 +12,8 @@ from pytest_megatron.gang.processes import send_signal
 OF_NODE = -1  # in the place of a rank
 
 
-class Nurseries:
-    """Connections of nurseries, by node and rank; a node's own has `OF_NODE` in place of a rank."""
+class ForkServers:
+    """Connections of fork servers, by node and rank; a node's own has `OF_NODE` in place of a rank."""
 
     def __init__(self) -> None:
         self._channels: dict[tuple[int, int], Channel] = {}

@@ -1,8 +1,8 @@
 """Starts ranks, says when they die, and leaves nothing of them behind.
 
-A nursery is a process without work of its own, in a session of its own. It forks ranks from what
+A fork server is a process without work of its own, in a session of its own. It forks ranks from what
 it has loaded (or executes fresh interpreters), collects them, and kills whatever descends from
-them. If the controller goes away, even by SIGKILL, its connection closes, and the nursery kills all
+them. If the controller goes away, even by SIGKILL, its connection closes, and the fork server kills all
 of it.
 """
 
@@ -35,7 +35,7 @@ from pytest_megatron.gang.messages import (
     Killed,
     Message,
     OpenStore,
-    RankOrder,
+    RankConfig,
     Stacks,
     StoreOpened,
 )
@@ -48,8 +48,8 @@ from pytest_megatron.gang.processes import (
     kill_descendants,
     send_signal,
 )
-from pytest_megatron.gang.rank_ends import NOTE_BYTES, RankEnds, read_note
-from pytest_megatron.gang.starter import Keeper, Starter
+from pytest_megatron.gang.rank_ends import NOTE_BYTES, RankPipes, read_note
+from pytest_megatron.gang.starter import Keeper, RankStarter
 
 STACK_SIGNAL = signal.SIGRTMIN + 9
 _POLL_S = 0.02
@@ -58,7 +58,7 @@ _STACKS_S = 1.0  # for a rank to write its stack
 
 @dataclass(slots=True)
 class _Child:
-    order: RankOrder
+    order: RankConfig
     trigger: int
     notes: int
     is_alive: bool = True
@@ -87,19 +87,21 @@ class _Asked:
     sizes: dict[int, int] = field(default_factory=dict)
 
 
-class Nursery:
+class ForkServer:
     """Serves one connection until it closes."""
 
-    def __init__(self, channel: Channel, starter: Starter, leash: int | None = None) -> None:
+    def __init__(
+        self, channel: Channel, starter: RankStarter, parent_pipe: int | None = None
+    ) -> None:
         """Make one that has nothing yet.
 
         Args:
             channel: To the controller.
             starter: How ranks come into being.
-            leash: Read end of a pipe; the nursery also ends when its write end is closed.
+            parent_pipe: Read end of a pipe; the fork server also ends when its write end is closed.
         """
         self._channel = channel
-        self._leash = leash
+        self._parent_pipe = parent_pipe
         self._starter = starter
         self._children: dict[int, _Child] = {}
         self._dying: dict[int, float] = {}
@@ -111,7 +113,9 @@ class Nursery:
         """Do what the controller says until it goes away, then kill everything."""
         become_subreaper()
         wakeup, wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._own = [wakeup, wakeup_write] + ([] if self._leash is None else [self._leash])
+        self._own = [wakeup, wakeup_write] + (
+            [] if self._parent_pipe is None else [self._parent_pipe]
+        )
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
             signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
@@ -121,10 +125,12 @@ class Nursery:
                 wait_s = _POLL_S if self._dying or self._asked else None
                 channel = self._channel.fileno()
                 sources = (
-                    [channel, wakeup] if self._leash is None else [channel, wakeup, self._leash]
+                    [channel, wakeup]
+                    if self._parent_pipe is None
+                    else [channel, wakeup, self._parent_pipe]
                 )
                 readable, _, _ = select.select(sources, [], [], wait_s)
-                if self._leash in readable:
+                if self._parent_pipe in readable:
                     return
                 if wakeup in readable:
                     with contextlib.suppress(BlockingIOError):
@@ -166,7 +172,7 @@ class Nursery:
             case _:
                 raise AssertionError(f"not for a nursery: {message!r}")
 
-    def _start_gang(self, orders: Sequence[RankOrder], descriptors: Sequence[int]) -> None:
+    def _start_gang(self, orders: Sequence[RankConfig], descriptors: Sequence[int]) -> None:
         is_whole = len(orders) == orders[0].world_size
         lockstep = Lockstep(len(orders)) if is_whole else None
         for order in orders:
@@ -175,7 +181,7 @@ class Nursery:
             lockstep.close()
 
     def _start(
-        self, order: RankOrder, descriptors: Sequence[int], lockstep: Lockstep | None
+        self, order: RankConfig, descriptors: Sequence[int], lockstep: Lockstep | None
     ) -> None:
         trigger_read, trigger = os.pipe()
         notes = os.memfd_create("notes")
@@ -184,7 +190,7 @@ class Nursery:
         unwanted = [fd for child in others for fd in (child.trigger, child.notes)]
         pid = self._starter.start(
             order,
-            RankEnds(trigger_read, notes, lockstep),
+            RankPipes(trigger_read, notes, lockstep),
             descriptors,
             [*unwanted, *self._own, trigger],
         )
@@ -313,21 +319,21 @@ class Forking:
     """Starts ranks by forking this process, with everything that it has loaded.
 
     Attributes:
-        channel: The connection of the nursery, which no rank may keep.
+        channel: The connection of the fork server, which no rank may keep.
         run_rank: What a rank does; never returns.
         keeper: Opens stores, in a process of its own.
     """
 
     channel: Channel
-    run_rank: Callable[[RankOrder, RankEnds], NoReturn]
+    run_rank: Callable[[RankConfig, RankPipes], NoReturn]
     keeper: Keeper
 
     def start(
-        self, order: RankOrder, ends: RankEnds, inherited: Sequence[int], unwanted: Sequence[int]
+        self, order: RankConfig, ends: RankPipes, inherited: Sequence[int], unwanted: Sequence[int]
     ) -> int:
         """Fork."""
         del inherited  # a fork has them all
-        nursery = os.getpid()
+        fork_server = os.getpid()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # threads: see `gang.clean`
             pid = os.fork()
@@ -339,13 +345,13 @@ class Forking:
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             os.setsid()
-            die_with(nursery)
+            die_with(fork_server)
             for descriptor in unwanted:
                 os.close(descriptor)
             self.channel.close()
             self.keeper.forget()
             self.run_rank(order, ends)
-        except BaseException:  # noqa: BLE001 - a rank must never go on as a nursery
+        except BaseException:  # noqa: BLE001 - a rank must never go on as a fork server
             traceback.print_exc()
         finally:
             os._exit(70)

@@ -7,7 +7,7 @@ from enum import Enum
 START_LIMIT_S = 300.0  # to import torch and collect; slow file systems exist
 
 
-class State(Enum):
+class GangState(Enum):
     """Where a gang is in its life."""
 
     STARTING = "starting"
@@ -19,7 +19,7 @@ class State(Enum):
     GONE = "gone"
 
 
-class Patience:
+class Timers:
     """The times that count for one gang, in seconds of one monotonic clock.
 
     Attributes:
@@ -72,16 +72,16 @@ class Patience:
         """Take note that a rank is no longer there to be debugged."""
         self._debugging.discard(rank)
 
-    def resume(self, rank: int, state: State, now: float) -> None:
+    def resume(self, rank: int, state: GangState, now: float) -> None:
         """Count anew when a rank has left its debugger."""
         self._debugging.discard(rank)
         self._phase_at = now
         if self.sign_at is not None:
             self.sign_at = now
-        if state is State.CLOSING:
+        if state is GangState.CLOSING:
             self._stop_by = now + self.closing_s
 
-    def deadline(self, state: State, limit_s: float) -> float | None:
+    def deadline(self, state: GangState, limit_s: float) -> float | None:
         """Return when it ends, None if it does not.
 
         Args:
@@ -89,13 +89,13 @@ class Patience:
             limit_s: Of a phase of the running test; 0 is no limit.
         """
         match state:
-            case State.CLOSING if self._debugging:
+            case GangState.CLOSING if self._debugging:
                 return None
-            case State.STOPPING | State.CLOSING:
+            case GangState.STOPPING | GangState.CLOSING:
                 return self._stop_by
-            case State.STARTING:
+            case GangState.STARTING:
                 return self.began_at + START_LIMIT_S
-            case State.RUNNING if not self._debugging:
+            case GangState.RUNNING if not self._debugging:
                 if self.sign_at is not None:
                     return self.sign_at + self.after_sign_s
                 return self._phase_at + limit_s if limit_s else None

@@ -1,4 +1,4 @@
-"""Nurseries of single ranks: processes that collect for one rank, and then start it or become it.
+"""Fork servers of single ranks: processes that collect for one rank, and then start it or become it.
 
 There are some only where ranks collect for themselves; see `hooks.origins`.
 """
@@ -19,11 +19,11 @@ from pytest_megatron.gang.messages import (
     Kill,
     Message,
     OpenStore,
-    RankOrder,
+    RankConfig,
     Stacks,
     StoreOpened,
 )
-from pytest_megatron.gang.nurseries import Nurseries
+from pytest_megatron.gang.nurseries import ForkServers
 from pytest_megatron.gang.stores import with_store
 
 TemplateWord: TypeAlias = Collected | Died | Stacks | StoreOpened
@@ -32,8 +32,8 @@ _OF_ALL = -1  # in the place of a rank
 
 
 @dataclass(slots=True, kw_only=True)
-class Template:
-    """A nursery of one rank that has collected.
+class RankCollector:
+    """A fork server of one rank that has collected.
 
     Attributes:
         number: What it was started under; below 0, where gangs have numbers above.
@@ -45,20 +45,20 @@ class Template:
     is_single: bool
 
 
-class Raised:
+class RankCollectors:
     """All of one controller; those that were started together have a number below 0."""
 
-    def __init__(self, nurseries: Nurseries) -> None:
+    def __init__(self, fork_servers: ForkServers) -> None:
         """Have none yet.
 
         Args:
-            nurseries: Those of nodes, which start them.
+            fork_servers: Those of nodes, which start them.
         """
-        self._nurseries = nurseries
-        self._templates: dict[tuple[int, int, int], Template] = {}
-        self._orders: dict[int, tuple[tuple[RankOrder, ...], OnTemplate]] = {}
+        self._fork_servers = fork_servers
+        self._templates: dict[tuple[int, int, int], RankCollector] = {}
+        self._orders: dict[int, tuple[tuple[RankConfig, ...], OnTemplate]] = {}
 
-    def start(self, orders: tuple[RankOrder, ...], on_template: OnTemplate) -> int:
+    def start(self, orders: tuple[RankConfig, ...], on_template: OnTemplate) -> int:
         """Have some started; return their number.
 
         Args:
@@ -66,9 +66,9 @@ class Raised:
             on_template: Told their number, what is new, and of which rank; stacks are of several.
 
         Raises:
-            LaunchError: The nursery of their first node is gone.
+            LaunchError: The fork server of their first node is gone.
         """
-        node = self._nurseries.of_node(orders[0].node_rank)
+        node = self._fork_servers.of_node(orders[0].node_rank)
         number = -self.next_number
         orders = tuple(replace(order, gang=number) for order in orders)
         self._orders[number] = orders, on_template
@@ -84,7 +84,7 @@ class Raised:
         """Whether some were started under a number."""
         return number in self._orders
 
-    def find(self, order: RankOrder) -> Template | None:
+    def find(self, order: RankConfig) -> RankCollector | None:
         """Return the one that can start a rank; it starts no other where `is_single`."""
         key = order.node_rank, order.rank, order.world_size
         template = self._templates.get(key)
@@ -110,13 +110,13 @@ class Raised:
 
     def take_collected(self, source: Channel, hello: Hello, collected: Collected) -> None:
         """Take in that one has collected."""
-        self._templates[hello.node_rank, hello.rank, hello.world_size] = Template(
+        self._templates[hello.node_rank, hello.rank, hello.world_size] = RankCollector(
             number=hello.gang, channel=source, is_single=bool(collected.obstacle)
         )
         self._orders[hello.gang][1](hello.gang, collected, hello.rank)
 
     def take(self, message: Message) -> bool:
-        """Take in what a node's nursery says of some; return whether that is news."""
+        """Take in what a node's fork server says of some; return whether that is news."""
         match message:
             case StoreOpened(gang=number, port=port, problem=""):
                 self._fork(number, port)
@@ -145,10 +145,10 @@ class Raised:
     def _fork(self, number: int, port: int) -> None:
         orders = with_store(self._orders[number][0], port)
         for node_rank in {order.node_rank for order in orders}:
-            node = self._nurseries.find(node_rank)
+            node = self._fork_servers.find(node_rank)
             if node is not None:
                 node.send(Fork(orders=tuple(o for o in orders if o.node_rank == node_rank)))
 
     def _nodes(self, number: int) -> list[Channel]:
         ranks = {order.node_rank for order in self._orders[number][0]}
-        return [node for rank in ranks if (node := self._nurseries.find(rank)) is not None]
+        return [node for rank in ranks if (node := self._fork_servers.find(rank)) is not None]

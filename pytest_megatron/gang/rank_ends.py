@@ -1,4 +1,4 @@
-"""What a rank shares with its nursery, and with other ranks that come from the same one."""
+"""What a rank shares with its fork server, and with other ranks that come from the same one."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def read_note(note: bytes) -> tuple[int, str]:
 
 
 @dataclass(slots=True)
-class RankEnds:
-    """Descriptors that a rank shares with its nursery.
+class RankPipes:
+    """Descriptors that a rank shares with its fork server.
 
     Attributes:
         trigger: Read end of a pipe; a byte in it asks for NCCL's flight recorder.
         notes: A file in memory in which the rank notes which execution it began last, and the
             phase that it is in; closed by the first note.
-        lockstep: What all ranks of the gang share, where this nursery forks all of them.
+        lockstep: What all ranks of the gang share, where this fork server forks all of them.
     """
 
     trigger: int

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from pytest_megatron.files import JsonValue
 from pytest_megatron.gang.messages import Died, Done
-from pytest_megatron.gang.spec import RankEnd, Reason
+from pytest_megatron.gang.spec import RankResult, Reason
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,9 +60,9 @@ class RankState:
         is_ended = self.done is not None or self.exit_code is not None or bool(self.problem)
         return is_ended and not self.is_lost
 
-    def end(self) -> RankEnd:
+    def end(self) -> RankResult:
         """Return how it ended the test."""
-        return RankEnd(
+        return RankResult(
             rank=self.rank,
             done=self.done,
             early=tuple(self.early),

@@ -37,7 +37,7 @@ class Reason(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankEnd:
+class RankResult:
     """How one rank ended one execution.
 
     Attributes:
@@ -82,7 +82,7 @@ class RunEnd:
 
     run: int
     reason: Reason
-    ranks: tuple[RankEnd, ...]
+    ranks: tuple[RankResult, ...]
     limit_s: float
     duration_s: float
     is_kept: bool

@@ -1,27 +1,27 @@
-"""What a nursery needs: somebody who starts ranks, and somebody who keeps stores."""
+"""What a fork server needs: somebody who starts ranks, and somebody who keeps stores."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
 
-from pytest_megatron.gang.messages import RankOrder
-from pytest_megatron.gang.rank_ends import RankEnds
+from pytest_megatron.gang.messages import RankConfig
+from pytest_megatron.gang.rank_ends import RankPipes
 
 
-class Starter(Protocol):
+class RankStarter(Protocol):
     """How ranks come into being."""
 
     def start(
-        self, order: RankOrder, ends: RankEnds, inherited: Sequence[int], unwanted: Sequence[int]
+        self, order: RankConfig, ends: RankPipes, inherited: Sequence[int], unwanted: Sequence[int]
     ) -> int:
         """Start a rank; return its process.
 
         Args:
             order: What it has to know.
-            ends: What it shares with the nursery.
+            ends: What it shares with the fork server.
             inherited: Descriptors that it holds as long as it lives.
-            unwanted: Descriptors of the nursery's own that it must not hold.
+            unwanted: Descriptors of the fork server's own that it must not hold.
         """
 
     def open_store(self, host: str) -> int:
@@ -35,10 +35,10 @@ class Starter(Protocol):
         """Close the store of a gang that is gone."""
 
     def is_own(self, pid: int) -> bool:
-        """Return whether a process belongs to the nursery itself and not to a gang."""
+        """Return whether a process belongs to the fork server itself and not to a gang."""
 
     def take_note_of_end(self, pid: int) -> None:
-        """Replace a process of the nursery's own that ended; any other is no matter."""
+        """Replace a process of the fork server's own that ended; any other is no matter."""
 
 
 class Keeper(Protocol):

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.gang.messages import RankOrder
+from pytest_megatron.gang.messages import RankConfig
 from pytest_megatron.gang.processes import close_descriptors, die_with
 
 LOCAL_HOST = "127.0.0.1"
@@ -58,7 +58,7 @@ def _is_reachable(host: str) -> bool:
 
 @dataclass(slots=True)
 class StoreKeeper:
-    """The nursery's side of the process that holds the stores; forked at the first store.
+    """The fork server's side of the process that holds the stores; forked at the first store.
 
     Attributes:
         pid: Its process, or None before the first store.
@@ -124,14 +124,14 @@ class StoreKeeper:
 
     def _fork(self) -> socket.socket:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        nursery = os.getpid()
+        fork_server = os.getpid()
         pid = os.fork()
         if pid == 0:
             try:
                 signal.set_wakeup_fd(-1)
                 for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
                     signal.signal(number, signal.SIG_DFL)
-                die_with(nursery)
+                die_with(fork_server)
                 close_descriptors([theirs.fileno()])
                 keep_stores(theirs)
             finally:
@@ -180,7 +180,7 @@ def _serve_store(descriptor: int, port: int) -> object:
             master_listen_fd=descriptor,
         )
     except RuntimeError as error:
-        print(error, file=sys.stderr)  # noqa: T201 - the nursery's log
+        print(error, file=sys.stderr)  # noqa: T201 - the fork server's log
         os.close(descriptor)
         return None
 
@@ -201,6 +201,6 @@ def _listen(host: str) -> socket.socket:
     return listening
 
 
-def with_store(orders: Sequence[RankOrder], port: int) -> tuple[RankOrder, ...]:
+def with_store(orders: Sequence[RankConfig], port: int) -> tuple[RankConfig, ...]:
     """Return the orders with the port of the store to meet in."""
     return tuple(replace(o, env={**o.env, "MASTER_PORT": str(port)}) for o in orders)

@@ -23,7 +23,7 @@ from pytest_megatron.golden.limits import (
 )
 from pytest_megatron.golden.model import Series
 from pytest_megatron.golden.provenance import Golden, Provenance, Spread
-from pytest_megatron.golden.surroundings import NOWHERE, Surroundings, drift_between
+from pytest_megatron.golden.surroundings import NOWHERE, RunEnvironment, drift_between
 
 # Two-sided quantile of Student's t at p = 1e-3, by degrees of freedom.
 _T_DEGREES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 15, 20, 30, 60, 1000)
@@ -88,7 +88,7 @@ class Knowledge:
 
 
 def knowledge_of(
-    golden: Golden, metric: str, *, nondeterministic: bool, surroundings: Surroundings = NOWHERE
+    golden: Golden, metric: str, *, nondeterministic: bool, surroundings: RunEnvironment = NOWHERE
 ) -> Knowledge:
     """Return what a golden says of the noise of one metric, to a run in these surroundings."""
     made = golden.provenance or Provenance()
@@ -109,7 +109,7 @@ def band_around(
     series: Series,
     *,
     nondeterministic: bool,
-    surroundings: Surroundings = NOWHERE,
+    surroundings: RunEnvironment = NOWHERE,
     limits: LossLimits | None = None,
 ) -> Band:
     """Return the band of one metric, whose golden values must all be finite numbers.

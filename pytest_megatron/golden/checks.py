@@ -13,14 +13,14 @@ from pathlib import Path
 
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.files import JsonValue
-from pytest_megatron.golden.document import Document, step_interval
+from pytest_megatron.golden.document import GoldenDocument, step_interval
 from pytest_megatron.golden.generation import find_not_finite
 from pytest_megatron.golden.model import Series
 from pytest_megatron.golden.presence import without_unmeasured_end
 from pytest_megatron.golden.provenance import Provenance, parse_provenance
 from pytest_megatron.recipe.cases import compared_metrics, last_step
-from pytest_megatron.recipe.findings import Finding, Severity
-from pytest_megatron.yamllines import Document as CaseDocument
+from pytest_megatron.recipe.findings import RecipeFinding, RecipeSeverity
+from pytest_megatron.yamllines import YamlDocument as CaseDocument
 
 # Megatron-LM writes the text "nan" there for a step that was not measured.
 _MAY_BE_UNMEASURED = ("iteration-time", "num-zeros")
@@ -32,7 +32,7 @@ _DECIMALS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sheet:
+class GoldenFile:
     """One golden file that could be read.
 
     Attributes:
@@ -45,7 +45,7 @@ class Sheet:
     path: Path
     text: str
     value: Mapping[str, JsonValue]
-    document: Document
+    document: GoldenDocument
     is_ours: bool
     is_read: bool
 
@@ -58,16 +58,18 @@ class Sheet:
 
     def finding(
         self, rule: str, message: str, *, line: int | None = None, is_error: bool = False
-    ) -> Finding:
+    ) -> RecipeFinding:
         """Return a finding of this file."""
-        severity = Severity.ERROR if is_error and self.is_read else Severity.WARNING
-        return Finding(file=self.path, line=line, rule=rule, message=message, severity=severity)
+        severity = RecipeSeverity.ERROR if is_error and self.is_read else RecipeSeverity.WARNING
+        return RecipeFinding(
+            file=self.path, line=line, rule=rule, message=message, severity=severity
+        )
 
 
-class Together:
+class FindingGroup:
     """Says once what is wrong with several metrics of a file."""
 
-    def __init__(self, sheet: Sheet) -> None:
+    def __init__(self, sheet: GoldenFile) -> None:
         """Begin with none."""
         self.sheet = sheet
         self._names: dict[tuple[str, str], list[str]] = {}
@@ -76,7 +78,7 @@ class Together:
         """Note what is wrong with a metric."""
         self._names.setdefault((rule, message), []).append(name)
 
-    def findings(self) -> Iterator[Finding]:
+    def findings(self) -> Iterator[RecipeFinding]:
         """Yield what was noted."""
         for (rule, message), names in self._names.items():
             yield self.sheet.finding(
@@ -87,14 +89,14 @@ class Together:
             )
 
 
-def check_content(sheet: Sheet) -> Iterator[Finding]:
+def check_content(sheet: GoldenFile) -> Iterator[RecipeFinding]:
     """Yield what is wrong in the file itself."""
     yield from _check_provenance(sheet)
     generation = sheet.document.generation
     if generation is not None and (problem := find_not_finite(generation)):
         message = f"{problem}; record it again"
         yield sheet.finding("golden-not-finite", message, is_error=True)
-    together = Together(sheet)
+    together = FindingGroup(sheet)
     for name, series in sheet.document.metrics.items():
         if not len(series):
             together.add("golden-empty", name, "no value; record it again")
@@ -105,7 +107,7 @@ def check_content(sheet: Sheet) -> Iterator[Finding]:
     yield from together.findings()
 
 
-def check_against_case(sheet: Sheet, case: CaseDocument) -> Iterator[Finding]:
+def check_against_case(sheet: GoldenFile, case: CaseDocument) -> Iterator[RecipeFinding]:
     """Yield where the file does not fit the test case that it belongs to."""
     is_generation = sheet.document.generation is not None
     mode = case.value.get("MODE", "pretraining")
@@ -121,7 +123,7 @@ def check_against_case(sheet: Sheet, case: CaseDocument) -> Iterator[Finding]:
     last = last_step(case)
     if last is None:
         return
-    together = Together(sheet)
+    together = FindingGroup(sheet)
     for name, series in sheet.document.metrics.items():
         is_open = name in _MAY_BE_UNMEASURED or case.value.get("TEST_TYPE") == _ENDED_BY_TIME
         steps = (series if is_open else without_unmeasured_end(series)).steps
@@ -131,13 +133,13 @@ def check_against_case(sheet: Sheet, case: CaseDocument) -> Iterator[Finding]:
     yield from together.findings()
 
 
-def _has_metric(document: Document, name: str) -> bool:
+def _has_metric(document: GoldenDocument, name: str) -> bool:
     if document.generation is not None:
         return document.generation.has(name)
     return name in document.metrics or name.replace("-", " ") in document.metrics
 
 
-def _check_provenance(sheet: Sheet) -> Iterator[Finding]:
+def _check_provenance(sheet: GoldenFile) -> Iterator[RecipeFinding]:
     value = sheet.document.provenance
     if value is None:
         if sheet.is_ours:
@@ -163,7 +165,7 @@ def _doubts(provenance: Provenance) -> Iterator[str]:
         yield f"was made from {provenance.repeats} run, so nobody knows how far runs differ"
 
 
-def _check_finite(sheet: Sheet, name: str, series: Series) -> Iterator[Finding]:
+def _check_finite(sheet: GoldenFile, name: str, series: Series) -> Iterator[RecipeFinding]:
     numbers = [value for value in series.values if not isinstance(value, str)]
     if len(numbers) == len(series) and all(map(math.isfinite, numbers)):
         return
@@ -182,7 +184,7 @@ def _check_finite(sheet: Sheet, name: str, series: Series) -> Iterator[Finding]:
     )
 
 
-def _check_steps(together: Together, name: str, series: Series) -> None:
+def _check_steps(together: FindingGroup, name: str, series: Series) -> None:
     first, last = series.steps[0], series.steps[-1]
     interval = step_interval(series.steps)
     spaced = [step for step in series.steps if step != 1] or [first]
@@ -201,7 +203,7 @@ def _check_steps(together: Together, name: str, series: Series) -> None:
         together.add("golden-steps", name, message)
 
 
-def _check_precision(together: Together, name: str, series: Series) -> None:
+def _check_precision(together: FindingGroup, name: str, series: Series) -> None:
     if not series.is_full_precision:
         if together.sheet.document.provenance is not None:
             together.add("golden-precision", name, "five decimals; record it again for all of them")

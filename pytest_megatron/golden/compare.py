@@ -7,11 +7,11 @@ from typing import assert_never
 
 from pytest_megatron.golden.comparison import Comparison
 from pytest_megatron.golden.model import MetricMap
-from pytest_megatron.golden.policy import Base, Policy
+from pytest_megatron.golden.policy import Base, ComparisonPolicy
 from pytest_megatron.golden.policy_megatron import DEFAULT_METRICS, compare_like_megatron
 from pytest_megatron.golden.policy_strict import compare_strictly
 from pytest_megatron.golden.provenance import Golden, Provenance
-from pytest_megatron.golden.surroundings import NOWHERE, Surroundings
+from pytest_megatron.golden.surroundings import NOWHERE, RunEnvironment
 
 __all__ = ["Policy", "compare", "compare_resume"]
 
@@ -21,9 +21,9 @@ def compare(
     observed: MetricMap,
     *,
     metrics: Sequence[str] | None = None,
-    policy: Policy = Policy.STRICT,
+    policy: ComparisonPolicy = ComparisonPolicy.STRICT,
     nondeterministic: bool = False,
-    surroundings: Surroundings = NOWHERE,
+    surroundings: RunEnvironment = NOWHERE,
 ) -> tuple[Comparison, ...]:
     """Compare a run with its golden; one answer a metric, in the order of `metrics`.
 
@@ -64,7 +64,7 @@ def compare_resume(  # noqa: PLR0913 - two runs, and the case's settings by name
     *,
     train_iters: int,
     metrics: Sequence[str] | None = None,
-    policy: Policy = Policy.STRICT,
+    policy: ComparisonPolicy = ComparisonPolicy.STRICT,
     nondeterministic: bool = False,
     where: str = "the first run",
 ) -> tuple[Comparison, ...]:

@@ -13,7 +13,7 @@ from pytest_megatron.golden.model import Value
 RELATIVE = "relative"
 
 
-class Rule(Enum):
+class ComparisonRule(Enum):
     """What decided a comparison."""
 
     # Both policies.
@@ -55,7 +55,7 @@ class Rule(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class StepDifference:
     """One step at which run and golden differ.
 
     Attributes:
@@ -77,7 +77,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
+class SeriesSummary:
     """One number made of many steps, of the run and of the golden.
 
     Attributes:
@@ -122,7 +122,7 @@ class Layer:
         place: Where it was found, as in `step 19`; None for all steps.
     """
 
-    rule: Rule
+    rule: ComparisonRule
     passed: bool
     measured: float | None = None
     limit: float | None = None
@@ -184,10 +184,10 @@ class Comparison:
 
     metric: str
     passed: bool
-    rule: Rule
+    rule: ComparisonRule
     golden_path: str
-    first: Difference | None = None
-    summary: Summary | None = None
+    first: StepDifference | None = None
+    summary: SeriesSummary | None = None
     deviation: Deviation = Deviation()
     notes: tuple[str, ...] = ()
     unit: str = "steps"
@@ -197,7 +197,7 @@ class Comparison:
     @property
     def is_judged(self) -> bool:
         """Whether the values were judged, or only that they are there."""
-        return self.rule is not Rule.NOT_JUDGED
+        return self.rule is not ComparisonRule.NOT_JUDGED
 
 
 def render(comparison: Comparison) -> str:
@@ -219,7 +219,7 @@ def render_layers(comparison: Comparison) -> str | None:
 
     None without any, and where there is nothing to tell: run and golden are equal.
     """
-    if not comparison.layers or comparison.rule is Rule.BITWISE:
+    if not comparison.layers or comparison.rule is ComparisonRule.BITWISE:
         return None
     failed = [layer.text for layer in comparison.layers if not layer.passed]
     passed = [layer.text for layer in comparison.layers if layer.passed]
@@ -315,10 +315,10 @@ def _headline(comparison: Comparison) -> str:
     return f"{metric}: {rule.value}"
 
 
-def _at_step(first: Difference, rule: Rule) -> str:
+def _at_step(first: StepDifference, rule: ComparisonRule) -> str:
     observed, golden = first.observed, first.golden
     expected = f"golden {_number(golden)}"
-    if rule is Rule.GOLDEN_UNUSABLE:
+    if rule is ComparisonRule.GOLDEN_UNUSABLE:
         return f"golden unusable, it has {_number(golden)} here"
     if observed is None:
         return f"missing in the run, {expected}"

@@ -13,7 +13,12 @@ from dataclasses import dataclass, field, replace
 
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.files import JsonValue
-from pytest_megatron.golden.document import Document, document_of, parse_document, step_interval
+from pytest_megatron.golden.document import (
+    GoldenDocument,
+    document_of,
+    parse_document,
+    step_interval,
+)
 from pytest_megatron.golden.form import PROVENANCE_KEY, Form, is_block, lay_out
 from pytest_megatron.golden.generation import Generation, find_not_finite, generation_to_json
 from pytest_megatron.golden.loading import load_object
@@ -26,7 +31,7 @@ _BLOCK_KEYS = ("end_step", "non_finite", "start_step", "step_interval", "value_p
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class ConvertOptions:
     """What is to become of a golden.
 
     Attributes:
@@ -56,7 +61,7 @@ class Converted:
     notes: tuple[str, ...]
 
 
-def convert(text: str, where: str, wish: Wish) -> Converted:
+def convert(text: str, where: str, wish: ConvertOptions) -> Converted:
     """Return a golden in another form.
 
     Raises:
@@ -88,7 +93,10 @@ def convert(text: str, where: str, wish: Wish) -> Converted:
 
 
 def _metrics(
-    value: Mapping[str, JsonValue], document: Document, wish: Wish, losses: list[str]
+    value: Mapping[str, JsonValue],
+    document: GoldenDocument,
+    wish: ConvertOptions,
+    losses: list[str],
 ) -> dict[str, JsonValue]:
     new: dict[str, JsonValue] = {}
     for name, series in sorted(document.metrics.items()):
@@ -112,7 +120,7 @@ class _Block:
     name: str
     block: Mapping[str, JsonValue]
     series: Series
-    wish: Wish
+    wish: ConvertOptions
     _values: dict[int, JsonValue] = field(default_factory=dict)
     _non_finite: dict[int, str] = field(default_factory=dict)
 
@@ -193,12 +201,12 @@ def _provenance(value: JsonValue, *, is_block: bool) -> JsonValue:
     return dict(AS_BLOCK) | own if is_block else own
 
 
-def _require_same(old: Document, new: Document) -> None:
+def _require_same(old: GoldenDocument, new: GoldenDocument) -> None:
     """Make sure that nothing got lost that nobody told of."""
     assert _comparable(old) == _comparable(new)
 
 
-def _comparable(document: Document) -> str:
+def _comparable(document: GoldenDocument) -> str:
     """Return all that a document says, nan equal to nan."""
     parts: list[tuple[str, tuple[int, ...], tuple[Value, ...], bool]] = [
         (name, s.steps, s.values, s.is_full_precision)

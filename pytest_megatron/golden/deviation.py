@@ -6,7 +6,7 @@ import math
 import struct
 from dataclasses import dataclass, replace
 
-from pytest_megatron.golden.comparison import Deviation, Difference, relative
+from pytest_megatron.golden.comparison import Deviation, StepDifference, relative
 from pytest_megatron.golden.document import to_float32
 from pytest_megatron.golden.model import Series, Value, is_finite
 
@@ -79,12 +79,12 @@ def mean_signed(points: list[Point]) -> float:
     return relative(scale + math.fsum(p.signed for p in points), scale)
 
 
-def first_difference(golden: Series, observed: Series) -> Difference | None:
+def first_difference(golden: Series, observed: Series) -> StepDifference | None:
     """Return the first golden step at which the run has not the very same value."""
     at = dict(observed.items())
     for step, value in golden.items():
         if not _is_same(at.get(step), value):
-            return Difference(step=step, observed=at.get(step), golden=value)
+            return StepDifference(step=step, observed=at.get(step), golden=value)
     return None
 
 

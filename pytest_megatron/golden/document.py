@@ -37,7 +37,7 @@ _VALUE_TYPES = {float, str}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Document:
+class GoldenDocument:
     """What a metric-map file holds.
 
     Attributes:
@@ -53,7 +53,7 @@ class Document:
     generation: Generation | None = None
 
 
-def parse_document(text: str, where: str) -> Document:
+def parse_document(text: str, where: str) -> GoldenDocument:
     """Return the metrics in the text of a golden or a metric-map file.
 
     Raises:
@@ -65,7 +65,9 @@ def parse_document(text: str, where: str) -> Document:
     return document_of(value, where, notes)
 
 
-def document_of(value: dict[str, JsonValue], where: str, notes: Sequence[str] = ()) -> Document:
+def document_of(
+    value: dict[str, JsonValue], where: str, notes: Sequence[str] = ()
+) -> GoldenDocument:
     """Return the metrics in the JSON object of a golden or a metric-map file.
 
     Args:
@@ -81,7 +83,7 @@ def document_of(value: dict[str, JsonValue], where: str, notes: Sequence[str] = 
     value = {name: part for name, part in value.items() if name != PROVENANCE_KEY}
     blocks = {k: v for k, v in value.items() if isinstance(v, dict) and "values" in v}
     if not blocks and is_generation(value):
-        return Document(
+        return GoldenDocument(
             metrics={},
             provenance=provenance,
             notes=tuple(notes),
@@ -102,7 +104,7 @@ def document_of(value: dict[str, JsonValue], where: str, notes: Sequence[str] = 
             notes.append(f"{name!r} is one number, not a metric; ignored")
         else:
             raise GoldenError(where, f"{name!r} is no metric block: it has no 'values'")
-    return Document(metrics=metrics, provenance=provenance, notes=tuple(notes))
+    return GoldenDocument(metrics=metrics, provenance=provenance, notes=tuple(notes))
 
 
 def metrics_to_json(metrics: MetricMap) -> dict[str, JsonValue]:

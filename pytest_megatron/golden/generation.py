@@ -48,7 +48,7 @@ Routing: TypeAlias = Mapping[int, tuple[tuple[int, ...], ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class PromptAnswer:
     """The answer to one prompt; None where the program did not say.
 
     Attributes:
@@ -77,7 +77,7 @@ class Generation:
         content: What else stands beside the requests, as JSON, those above among it.
     """
 
-    requests: Mapping[str, Request]
+    requests: Mapping[str, PromptAnswer]
     throughput: tuple[float, ...] = ()
     memory_bytes: tuple[float, ...] = ()
     counts: Mapping[str, float] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class Generation:
         return bool(self.requests) and all(has_metric(r, metric) for r in self.requests.values())
 
 
-def has_metric(request: Request, metric: str) -> bool:
+def has_metric(request: PromptAnswer, metric: str) -> bool:
     """Whether a request has a value of `metric`, one of `REQUEST_METRICS`."""
     if metric == TOKENS:
         return request.tokens is not None
@@ -167,12 +167,12 @@ def find_not_finite(generation: Generation) -> str | None:
     return None
 
 
-def _parse_request(item: Mapping[str, JsonValue], where: str) -> Request:
+def _parse_request(item: Mapping[str, JsonValue], where: str) -> PromptAnswer:
     tokens = item.get(TOKENS)
     text = item.get(TEXT)
     if text is not None and not isinstance(text, str):
         raise GoldenError(where, f"{TEXT!r} is {_kind(text)}, expected text")
-    return Request(
+    return PromptAnswer(
         tokens=None if tokens is None else _whole_numbers(tokens, f"{where}, {TOKENS!r}"),
         logprobs={
             name: _numbers(item[name], f"{where}, {name!r}")

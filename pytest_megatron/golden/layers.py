@@ -12,7 +12,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from pytest_megatron.golden.band import Band, tail_length
-from pytest_megatron.golden.comparison import Allowed, Difference, Layer, Rule, Summary, relative
+from pytest_megatron.golden.comparison import (
+    Allowed,
+    ComparisonRule,
+    Layer,
+    SeriesSummary,
+    StepDifference,
+    relative,
+)
 from pytest_megatron.golden.deviation import Point, ulps_between
 from pytest_megatron.golden.limits import (
     LEARNING,
@@ -35,35 +42,35 @@ LAST_DIGITS = 1e-4  # relative; what other kernels and other instructions round 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class LayerFinding:
     """What one layer says of one metric; `first`, `summary`, `notes` as in `Comparison`."""
 
     layer: Layer
-    first: Difference | None = None
-    summary: Summary | None = None
+    first: StepDifference | None = None
+    summary: SeriesSummary | None = None
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judgement:
+class MetricJudgement:
     """What all layers say of one metric; the attributes are those of `Comparison`."""
 
     passed: bool
-    rule: Rule
-    first: Difference | None = None
-    summary: Summary | None = None
+    rule: ComparisonRule
+    first: StepDifference | None = None
+    summary: SeriesSummary | None = None
     notes: tuple[str, ...] = ()
     layers: tuple[Layer, ...] = ()
     allowed: Allowed | None = None
 
 
-def decide(findings: Iterable[Finding], passed: Judgement) -> Judgement:
+def decide(findings: Iterable[LayerFinding], passed: MetricJudgement) -> MetricJudgement:
     """Return the answer of the first layer that failed; `passed` where none did."""
     found = tuple(findings)
     layers = tuple(finding.layer for finding in found)
     for finding in found:
         if not finding.layer.passed:
-            return Judgement(
+            return MetricJudgement(
                 passed=False,
                 rule=finding.layer.rule,
                 first=finding.first,
@@ -74,20 +81,20 @@ def decide(findings: Iterable[Finding], passed: Judgement) -> Judgement:
     return replace(passed, layers=layers)
 
 
-def exact_layer(points: list[Point], *, is_demanded: bool) -> list[Finding]:
+def exact_layer(points: list[Point], *, is_demanded: bool) -> list[LayerFinding]:
     """Count the steps that differ at all, where none may."""
     if not is_demanded:
         return []
     differing = [p for p in points if p.observed != p.golden]
     layer = Layer(
-        rule=Rule.EXACT,
+        rule=ComparisonRule.EXACT,
         passed=not differing,
         measured=float(len(differing)),
         limit=0.0,
         unit="steps differ",
     )
     if not differing:
-        return [Finding(layer=layer)]
+        return [LayerFinding(layer=layer)]
     first = differing[0]
     largest = max(abs(relative(p.observed, p.golden)) for p in points)
     ulps = ulps_between(first.observed, first.golden)
@@ -97,12 +104,12 @@ def exact_layer(points: list[Point], *, is_demanded: bool) -> list[Finding]:
     ]
     if largest <= LAST_DIGITS:
         notes.insert(0, f"differs only in the last digits (largest {largest:.0e})")
-    return [Finding(layer=layer, first=_outside(first, 0.0), notes=tuple(notes))]
+    return [LayerFinding(layer=layer, first=_outside(first, 0.0), notes=tuple(notes))]
 
 
 def loss_layers(
     golden: Series, observed: Series, points: list[Point], band: Band, limits: LossLimits
-) -> Iterable[Finding]:
+) -> Iterable[LayerFinding]:
     """Judge a loss: first step, shape, early window, every step, mean and tail."""
     if points[0].step == 1:
         yield _step_1(points[0], band.allowed[0], limits)
@@ -110,17 +117,17 @@ def loss_layers(
     pairs = list(zip(points, band.allowed, strict=True))
     early = [pair for pair in pairs if 1 < pair[0].step <= limits.early_steps]
     if early:
-        yield _every_step(Rule.EARLY, early, 0, band.note)
-    yield _every_step(Rule.BAND, pairs, band.num_outside, band.note)
+        yield _every_step(ComparisonRule.EARLY, early, 0, band.note)
+    yield _every_step(ComparisonRule.BAND, pairs, band.num_outside, band.note)
     yield _outlier(pairs, limits.outside_factor, band)
     if len(points) >= LEARNING.least_steps_for_means:
-        yield _mean(Rule.BIAS, points, band.bias, band.note)
-        yield _mean(Rule.TAIL, _tail(points), band.tail, band.note)
+        yield _mean(ComparisonRule.BIAS, points, band.bias, band.note)
+        yield _mean(ComparisonRule.TAIL, _tail(points), band.tail, band.note)
     if limits.window_mean is not None:
         yield _windows(points, limits.window_mean, band)
 
 
-def count_layers(points: list[Point], limits: CountLimits) -> Iterable[Finding]:
+def count_layers(points: list[Point], limits: CountLimits) -> Iterable[LayerFinding]:
     """Judge a count: mean, mean of the tail, median; single steps vary too much.
 
     The means leave out the steps that differ most: after a change of container a few steps may have
@@ -134,28 +141,28 @@ def count_layers(points: list[Point], limits: CountLimits) -> Iterable[Finding]:
         statistics.median(p.golden for p in points),
     )
     for rule, name, (observed, golden), tolerance in (
-        (Rule.BIAS, named("trimmed mean", points), _means(middle), limits.mean),
-        (Rule.TAIL, named("trimmed mean", tail), _means(tail_middle), limits.tail_mean),
-        (Rule.MEDIAN, named("median", points), medians, limits.median),
-        (Rule.OUTLIER, named("mean", points), _means(points), factor * limits.mean),
+        (ComparisonRule.BIAS, named("trimmed mean", points), _means(middle), limits.mean),
+        (ComparisonRule.TAIL, named("trimmed mean", tail), _means(tail_middle), limits.tail_mean),
+        (ComparisonRule.MEDIAN, named("median", points), medians, limits.median),
+        (ComparisonRule.OUTLIER, named("mean", points), _means(points), factor * limits.mean),
     ):
         allowed = max(tolerance * abs(golden), limits.absolute)
         yield of_summary(
             rule,
-            Summary(name=name, observed=observed, golden=golden, tolerance=tolerance),
+            SeriesSummary(name=name, observed=observed, golden=golden, tolerance=tolerance),
             passed=abs(observed - golden) <= allowed,
             limit=allowed / abs(golden) if golden else math.inf,
         )
 
 
 def of_summary(
-    rule: Rule,
-    summary: Summary,
+    rule: ComparisonRule,
+    summary: SeriesSummary,
     *,
     passed: bool,
     limit: float | None = None,
     notes: tuple[str, ...] = (),
-) -> Finding:
+) -> LayerFinding:
     """Return what a layer says that looks at one number made of many steps."""
     layer = Layer(
         rule=rule,
@@ -164,10 +171,10 @@ def of_summary(
         limit=summary.tolerance if limit is None else limit,
         place=summary.name.partition(" of ")[2] or None,
     )
-    return Finding(layer=layer, summary=summary, notes=notes)
+    return LayerFinding(layer=layer, summary=summary, notes=notes)
 
 
-def is_within(summary: Summary, worse: Worse) -> bool:
+def is_within(summary: SeriesSummary, worse: Worse) -> bool:
     """Whether a number is within its tolerance on the side where it is worse."""
     off = relative(summary.observed, summary.golden)
     is_too_high = off > summary.tolerance and worse is not Worse.LOWER
@@ -180,25 +187,25 @@ def named(what: str, points: Sequence[Point]) -> str:
     return f"{what} of steps {points[0].step} to {points[-1].step}"
 
 
-def _step_1(first: Point, allowed: float, limits: LossLimits) -> Finding:
+def _step_1(first: Point, allowed: float, limits: LossLimits) -> LayerFinding:
     """The first step has seen no update yet: a difference there is no drift of numerics."""
     allowed = min(limits.step_1 * abs(first.golden) + limits.absolute + ROUNDING, allowed)
-    return Finding(
+    return LayerFinding(
         layer=_deviation_layer(
-            Rule.STEP_1, first, allowed, passed=abs(first.signed) <= allowed, place=None
+            ComparisonRule.STEP_1, first, allowed, passed=abs(first.signed) <= allowed, place=None
         ),
         first=_outside(first, allowed),
         notes=("data, initialisation or forward pass differ",),
     )
 
 
-def _shape(golden: Series, observed: Series, limits: LossLimits) -> Finding:
+def _shape(golden: Series, observed: Series, limits: LossLimits) -> LayerFinding:
     least = max(limits.frozen_steps, int(limits.frozen_fraction * len(golden)))
     frozen = find_frozen(golden, observed, least_steps=least)
     steps = 0 if frozen is None else sum(frozen[0] <= s <= frozen[1] for s in golden.steps)
-    return Finding(
+    return LayerFinding(
         layer=Layer(
-            rule=Rule.FROZEN,
+            rule=ComparisonRule.FROZEN,
             passed=frozen is None,
             measured=float(steps),
             limit=float(least - 1),
@@ -211,8 +218,8 @@ def _shape(golden: Series, observed: Series, limits: LossLimits) -> Finding:
 
 
 def _every_step(
-    rule: Rule, pairs: Sequence[tuple[Point, float]], budget: int, note: str
-) -> Finding:
+    rule: ComparisonRule, pairs: Sequence[tuple[Point, float]], budget: int, note: str
+) -> LayerFinding:
     """Count the steps outside of the band; name the one that comes nearest, or goes farthest."""
     outside = [(p, a) for p, a in pairs if not abs(p.signed) <= a]
     worst, widest = max(pairs, key=_excess)
@@ -226,10 +233,10 @@ def _every_step(
     )
     count = f"{len(outside)} of {len(pairs)} steps outside, {budget} may be"
     first = _outside(*outside[0]) if outside else None
-    return Finding(layer=layer, first=first, notes=(count, note))
+    return LayerFinding(layer=layer, first=first, notes=(count, note))
 
 
-def _outlier(pairs: Sequence[tuple[Point, float]], factor: float, band: Band) -> Finding:
+def _outlier(pairs: Sequence[tuple[Point, float]], factor: float, band: Band) -> LayerFinding:
     """Look at the step that is farthest outside: even one that may be outside has a limit.
 
     That is some bands and, where the noise is not known, some times what its neighbours are off by:
@@ -245,9 +252,9 @@ def _outlier(pairs: Sequence[tuple[Point, float]], factor: float, band: Band) ->
     far = [(p, a) for p, a in most if not abs(p.signed) <= a]
     point, allowed = far[0] if far else max(most, key=_excess)
     count = f"{len(far)} of {len(pairs)} steps too far outside the band for any step"
-    return Finding(
+    return LayerFinding(
         layer=_deviation_layer(
-            Rule.OUTLIER, point, allowed, passed=not far, place=f"step {point.step}"
+            ComparisonRule.OUTLIER, point, allowed, passed=not far, place=f"step {point.step}"
         ),
         first=_outside(point, allowed),
         notes=(count, band.note),
@@ -261,7 +268,7 @@ def _in_company(points: Sequence[Point], at: int) -> float:
     return NEIGHBOUR_FACTOR * off[int(NEIGHBOUR_PART * len(off))] if off else 0.0
 
 
-def _windows(points: Sequence[Point], limit: float, band: Band) -> Finding:
+def _windows(points: Sequence[Point], limit: float, band: Band) -> LayerFinding:
     """Look for a shift that lasts for a part of the training; name the window farthest off."""
     size = max(LEAST_WINDOW_STEPS, len(points) // NUM_WINDOWS)
     starts = range(0, max(1, len(points) - size + 1), size)
@@ -274,21 +281,21 @@ def _windows(points: Sequence[Point], limit: float, band: Band) -> Finding:
 
     worst = max(windows, key=excess)
     allowed = limit * abs(_means(worst)[1]) + band.rounding
-    return _mean(Rule.WINDOW, worst, allowed, band.note)
+    return _mean(ComparisonRule.WINDOW, worst, allowed, band.note)
 
 
-def _mean(rule: Rule, points: Sequence[Point], allowed: float, note: str) -> Finding:
+def _mean(rule: ComparisonRule, points: Sequence[Point], allowed: float, note: str) -> LayerFinding:
     """Look for a small shift that lasts."""
     observed, golden = _means(points)
     tolerance = allowed / abs(golden) if golden else math.inf
-    summary = Summary(
+    summary = SeriesSummary(
         name=named("mean", points), observed=observed, golden=golden, tolerance=tolerance
     )
     return of_summary(rule, summary, passed=abs(observed - golden) <= allowed, notes=(note,))
 
 
 def _deviation_layer(
-    rule: Rule, point: Point, allowed: float, *, passed: bool, place: str | None
+    rule: ComparisonRule, point: Point, allowed: float, *, passed: bool, place: str | None
 ) -> Layer:
     return Layer(
         rule=rule,
@@ -311,9 +318,9 @@ def _size(amount: float, point: Point) -> str:
     return f"{amount / abs(point.golden):.1e}" if point.golden else f"{amount:.1e} absolute"
 
 
-def _outside(point: Point, allowed: float) -> Difference:
+def _outside(point: Point, allowed: float) -> StepDifference:
     tolerance = allowed / abs(point.golden) if point.golden else math.inf
-    return Difference(
+    return StepDifference(
         step=point.step, observed=point.observed, golden=point.golden, tolerance=tolerance
     )
 

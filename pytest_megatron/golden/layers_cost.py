@@ -10,9 +10,9 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 
-from pytest_megatron.golden.comparison import Rule, Summary
+from pytest_megatron.golden.comparison import ComparisonRule, SeriesSummary
 from pytest_megatron.golden.deviation import Point
-from pytest_megatron.golden.layers import Finding, is_within, named, of_summary
+from pytest_megatron.golden.layers import LayerFinding, is_within, named, of_summary
 from pytest_megatron.golden.limits import TIME_SPREADS, CostLimits, MemoryLimits, Worse
 from pytest_megatron.golden.model import Series
 from pytest_megatron.golden.provenance import Spread
@@ -22,7 +22,7 @@ _Statistic = Callable[[Sequence[float]], float]
 
 def cost_layers(
     points: list[Point], limits: CostLimits, spread: Spread | None = None
-) -> Iterable[Finding]:
+) -> Iterable[LayerFinding]:
     """Judge a time or a rate after the warm-up: its median, and how bad its worse steps are.
 
     Args:
@@ -34,23 +34,29 @@ def cost_layers(
     steady = points[max(1, int(limits.warm_up * len(points))) :] or points
     noise = TIME_SPREADS * _median_of(spread, {point.step for point in steady})
     median, quartile = max(limits.median, noise), max(limits.quartile, noise)
-    yield _layer(Rule.MEDIAN, "median", steady, statistics.median, (median, limits.worse))
+    yield _layer(ComparisonRule.MEDIAN, "median", steady, statistics.median, (median, limits.worse))
     quarter = _lower_quartile if limits.worse is Worse.LOWER else _upper_quartile
     name = "lower quartile" if limits.worse is Worse.LOWER else "upper quartile"
-    yield _layer(Rule.QUARTILE, name, steady, quarter, (quartile, limits.worse))
+    yield _layer(ComparisonRule.QUARTILE, name, steady, quarter, (quartile, limits.worse))
 
 
-def memory_layers(points: list[Point], limits: MemoryLimits) -> Iterable[Finding]:
+def memory_layers(points: list[Point], limits: MemoryLimits) -> Iterable[LayerFinding]:
     """Judge memory by its peak and by its median, so that neither a spike nor a shift hides."""
-    yield _layer(Rule.PEAK, "peak", points, max, (limits.peak, limits.worse))
-    yield _layer(Rule.MEDIAN, "median", points, statistics.median, (limits.median, limits.worse))
+    yield _layer(ComparisonRule.PEAK, "peak", points, max, (limits.peak, limits.worse))
+    yield _layer(
+        ComparisonRule.MEDIAN, "median", points, statistics.median, (limits.median, limits.worse)
+    )
 
 
 def _layer(
-    rule: Rule, name: str, points: Sequence[Point], of: _Statistic, limit: tuple[float, Worse]
-) -> Finding:
+    rule: ComparisonRule,
+    name: str,
+    points: Sequence[Point],
+    of: _Statistic,
+    limit: tuple[float, Worse],
+) -> LayerFinding:
     tolerance, worse = limit
-    summary = Summary(
+    summary = SeriesSummary(
         name=named(name, points),
         observed=of([p.observed for p in points]),
         golden=of([p.golden for p in points]),

@@ -35,7 +35,7 @@ NEIGHBOURS, NEIGHBOUR_PART, NEIGHBOUR_FACTOR = 8, 0.75, 8.0
 TRIMMED_FRACTION, UNTRIMMED_FACTOR = 0.2, 3.0
 
 
-class Kind(Enum):
+class LimitKind(Enum):
     """What kind of number a metric is, which decides how it is judged."""
 
     LOSS = "loss"
@@ -198,20 +198,20 @@ DEFAULTS: Mapping[str, Limits] = {
 }
 # A long training is chaotic: its single steps part by percents while its windows stay together.
 _LONG = LossLimits(band=3e-2, mean=1e-3, tail_mean=2.5e-3, window_mean=5e-3)
-BY_KIND: Mapping[Kind, Limits] = {
-    Kind.LOSS: LossLimits(),
-    Kind.COUNT: CountLimits(),
-    Kind.COST: CostLimits(),
-    Kind.MEMORY: MemoryLimits(),
+BY_KIND: Mapping[LimitKind, Limits] = {
+    LimitKind.LOSS: LossLimits(),
+    LimitKind.COUNT: CountLimits(),
+    LimitKind.COST: CostLimits(),
+    LimitKind.MEMORY: MemoryLimits(),
 }
 
 
 def limits_of(metric: str, *, is_long: bool = False) -> Limits:
     """Return the limits of a metric; `is_long` for a long golden without a band of its own."""
-    return DEFAULTS.get(metric, _LONG if is_long else BY_KIND[Kind.LOSS])
+    return DEFAULTS.get(metric, _LONG if is_long else BY_KIND[LimitKind.LOSS])
 
 
-def kind_of(metric: str) -> Kind:
+def kind_of(metric: str) -> LimitKind:
     """Return the kind of a metric by its name."""
     limits = limits_of(metric)
     return next(kind for kind, one in BY_KIND.items() if type(one) is type(limits))

@@ -10,21 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pytest_megatron.errors import EmptyGoldenError, GoldenError
-from pytest_megatron.golden.checks import Sheet, check_against_case, check_content
+from pytest_megatron.golden.checks import GoldenFile, check_against_case, check_content
 from pytest_megatron.golden.document import document_of
 from pytest_megatron.golden.loading import load_object
-from pytest_megatron.golden.naming import PATTERN, Place, owner_of, place_of, tree_of
+from pytest_megatron.golden.naming import PATTERN, GoldenOwner, owner_of, place_of, tree_of
 from pytest_megatron.golden.origin import Commits, check_origin, find_copies
 from pytest_megatron.golden.store import read_text
 from pytest_megatron.recipe.cases import compares_metrics
 from pytest_megatron.recipe.expand import Profile
-from pytest_megatron.recipe.findings import Finding, Severity, in_order
+from pytest_megatron.recipe.findings import RecipeFinding, RecipeSeverity, in_order
 from pytest_megatron.recipe.lint import check_golden
 from pytest_megatron.recipe.load import find_recipes, read_recipe
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.recipe.places import CASE_NAME, CASES, GOLDENS, case_path, golden_paths
 from pytest_megatron.recipe.vocabulary import Vocabulary, nearest
-from pytest_megatron.yamllines import Document as CaseDocument
+from pytest_megatron.yamllines import YamlDocument as CaseDocument
 from pytest_megatron.yamllines import YamlError, read_document
 
 
@@ -52,7 +52,7 @@ class Report:
         num_goldens: Files that were looked at; `num_read` of them are read by a row.
     """
 
-    findings: tuple[Finding, ...]
+    findings: tuple[RecipeFinding, ...]
     num_goldens: int
     num_read: int
     num_bytes: int
@@ -120,8 +120,8 @@ class _Linter:
     def __init__(self, project: Project) -> None:
         self._project = project
         self._cases: dict[Path, CaseDocument | None] = {}
-        self._sheets: list[tuple[Sheet, Place | None]] = []
-        self.findings: list[Finding] = []
+        self._sheets: list[tuple[GoldenFile, GoldenOwner | None]] = []
+        self.findings: list[RecipeFinding] = []
         self.num_bytes = 0
         files = find_recipes(project.recipes)
         loaded = [read_recipe(file, Profile.STRICT, project.vocabulary) for file in files]
@@ -176,7 +176,9 @@ class _Linter:
 
     def _add(self, path: Path, rule: str, message: str) -> None:
         self.findings.append(
-            Finding(file=path, line=None, rule=rule, message=message, severity=Severity.WARNING)
+            RecipeFinding(
+                file=path, line=None, rule=rule, message=message, severity=RecipeSeverity.WARNING
+            )
         )
 
     def _misplaced(self, path: Path) -> tuple[str, str] | None:
@@ -190,7 +192,7 @@ class _Linter:
         where = GOLDENS / "<model>/<test_case>"
         return "golden-misplaced", f"nothing looks for goldens here, expected {where}; move it"
 
-    def _unread(self, path: Path, place: Place) -> tuple[str, str] | None:
+    def _unread(self, path: Path, place: GoldenOwner) -> tuple[str, str] | None:
         """Return why nothing reads a golden that lies where goldens lie."""
         absolute = path.absolute()
         if absolute in self._shadowed:
@@ -213,7 +215,7 @@ class _Linter:
             return "unreachable-golden", message
         return None
 
-    def _read(self, path: Path) -> Sheet | None:
+    def _read(self, path: Path) -> GoldenFile | None:
         tree = tree_of(path, self._project.root)
         is_known = tree is not None and bool(self._project.recipes)
         is_read = path.absolute() in self.readers or not is_known
@@ -224,14 +226,16 @@ class _Linter:
             document = document_of(value, str(path), notes)
         except GoldenError as error:
             rule = "golden-empty" if isinstance(error, EmptyGoldenError) else "golden-unreadable"
-            severity = Severity.ERROR if is_read else Severity.WARNING
+            severity = RecipeSeverity.ERROR if is_read else RecipeSeverity.WARNING
             where = error.where.removeprefix(str(path)).lstrip(":").partition(":")[0]
             line = int(where) if where.isdecimal() else None
             self.findings.append(
-                Finding(file=path, line=line, rule=rule, message=error.problem, severity=severity)
+                RecipeFinding(
+                    file=path, line=line, rule=rule, message=error.problem, severity=severity
+                )
             )
             return None
-        return Sheet(
+        return GoldenFile(
             path=path,
             text=text,
             value=value,
@@ -240,7 +244,7 @@ class _Linter:
             is_read=is_read,
         )
 
-    def _case_of(self, place: Place) -> CaseDocument | None:
+    def _case_of(self, place: GoldenOwner) -> CaseDocument | None:
         return self._case_at(_config_of(self._project.root, place))
 
     def _case_at(self, path: Path) -> CaseDocument | None:
@@ -252,16 +256,16 @@ class _Linter:
         return self._cases[path]
 
 
-def _config_of(root: Path, place: Place) -> Path:
+def _config_of(root: Path, place: GoldenOwner) -> Path:
     return root / CASES / place.model / place.test_case / CASE_NAME
 
 
-def _broken_recipe(errors: Sequence[Finding]) -> Finding:
+def _broken_recipe(errors: Sequence[RecipeFinding]) -> RecipeFinding:
     message = f"has errors, the first {errors[0]}; its goldens may seem to be read by no row; see "
-    return Finding(
+    return RecipeFinding(
         file=errors[0].file,
         line=errors[0].line,
         rule="golden-recipes",
         message=f"{message}`pytest-megatron lint`",
-        severity=Severity.WARNING,
+        severity=RecipeSeverity.WARNING,
     )

@@ -20,7 +20,7 @@ _DEPTH = 3  # model, test case, file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class GoldenOwner:
     """Whose golden a file is, by where it lies and what it is called.
 
     Attributes:
@@ -57,7 +57,7 @@ def parse_name(name: str, environments: Collection[str]) -> tuple[str, str, bool
     return None
 
 
-def place_of(path: Path, root: Path, environments: Collection[str]) -> Place | None:
+def place_of(path: Path, root: Path, environments: Collection[str]) -> GoldenOwner | None:
     """Return whose golden the file `path` is; None where place or name do not say it."""
     owner = owner_of(path, root)
     found = parse_name(path.name, environments)
@@ -65,7 +65,7 @@ def place_of(path: Path, root: Path, environments: Collection[str]) -> Place | N
         return None
     tree, model, test_case = owner
     environment, platform, is_second_run = found
-    return Place(
+    return GoldenOwner(
         tree=tree,
         model=model,
         test_case=test_case,

@@ -12,12 +12,12 @@ from pathlib import Path
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.files import JsonValue
 from pytest_megatron.git import ask_git
-from pytest_megatron.golden.checks import Sheet
+from pytest_megatron.golden.checks import GoldenFile
 from pytest_megatron.golden.provenance import Provenance, parse_provenance
-from pytest_megatron.recipe.findings import Finding
+from pytest_megatron.recipe.findings import RecipeFinding
 from pytest_megatron.recipe.fingerprint import fingerprint
 from pytest_megatron.recipe.model import Workload
-from pytest_megatron.yamllines import Document as CaseDocument
+from pytest_megatron.yamllines import YamlDocument as CaseDocument
 from pytest_megatron.yamllines import YamlError, parse_document
 
 
@@ -52,8 +52,8 @@ class Commits:
 
 
 def check_origin(
-    sheet: Sheet, case: CaseDocument | None, rows: Sequence[Workload], commits: Commits
-) -> Iterator[Finding]:
+    sheet: GoldenFile, case: CaseDocument | None, rows: Sequence[Workload], commits: Commits
+) -> Iterator[RecipeFinding]:
     """Yield why a golden may be of another case, row or history than the project's.
 
     Args:
@@ -85,9 +85,9 @@ def check_origin(
             yield sheet.finding("golden-stale", message, line=line)
 
 
-def find_copies(sheets: Iterable[Sheet]) -> Iterator[Finding]:
+def find_copies(sheets: Iterable[GoldenFile]) -> Iterator[RecipeFinding]:
     """Yield the goldens that are equal to an earlier one, times included: those never repeat."""
-    first: dict[int, Sheet] = {}
+    first: dict[int, GoldenFile] = {}
     for sheet in sheets:
         metrics, generation = sheet.document.metrics, sheet.document.generation
         if generation is not None and not generation.throughput:
@@ -102,7 +102,7 @@ def find_copies(sheets: Iterable[Sheet]) -> Iterator[Finding]:
             yield sheet.finding("golden-copy", f"{message}copied, not measured; record it again")
 
 
-def _provenance_of(sheet: Sheet) -> Provenance | None:
+def _provenance_of(sheet: GoldenFile) -> Provenance | None:
     value = sheet.document.provenance
     try:
         return None if value is None else parse_provenance(value, str(sheet.path))

@@ -19,7 +19,7 @@ from pytest_megatron.golden.limits import (
     CostLimits,
     CountLimits,
     Exact,
-    Kind,
+    LimitKind,
     Limits,
     LossLimits,
     MemoryLimits,
@@ -29,7 +29,7 @@ from pytest_megatron.golden.limits import (
 )
 
 # One number or word of a policy file, already parsed: as the field of the limits has it.
-Setting: TypeAlias = float | int | bool | Kind | Worse | Exact
+Setting: TypeAlias = float | int | bool | LimitKind | Worse | Exact
 Settings: TypeAlias = Mapping[str, Setting]
 
 
@@ -41,7 +41,7 @@ class Base(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ComparedWorkload:
     """Which workload is compared.
 
     Attributes:
@@ -66,7 +66,7 @@ class Override:
     environments: tuple[str, ...] = ()
     metrics: Mapping[str, Settings] = field(default_factory=dict)
 
-    def is_at(self, place: Place | None) -> bool:
+    def is_at(self, place: ComparedWorkload | None) -> bool:
         """Whether it holds there; an override for some places holds nowhere else."""
         wanted = (self.cases, self.platforms, self.environments)
         here = (None,) * 3 if place is None else (place.case, place.platform, place.environment)
@@ -77,7 +77,7 @@ class Override:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
+class ComparisonPolicy:
     """How to compare.
 
     Attributes:
@@ -87,8 +87,8 @@ class Policy:
         overrides: The same for some workloads; a later one wins.
     """
 
-    STRICT: ClassVar[Policy]
-    MEGATRON: ClassVar[Policy]
+    STRICT: ClassVar[ComparisonPolicy]
+    MEGATRON: ClassVar[ComparisonPolicy]
 
     base: Base
     name: str
@@ -105,7 +105,7 @@ class Policy:
         """Whether it is `strict`, or inherits from it."""
         return self.base is Base.STRICT
 
-    def at(self, place: Place | None) -> Policy:
+    def at(self, place: ComparedWorkload | None) -> ComparisonPolicy:
         """Return the policy as it is for one workload."""
         return replace(
             self,
@@ -157,14 +157,14 @@ class Policy:
         if kind is None or kind is kind_of(metric):
             limits = limits_of(metric, is_long=is_long)
         else:
-            assert isinstance(kind, Kind)
+            assert isinstance(kind, LimitKind)
             limits = BY_KIND[kind]
         known = keys_of(limits)
         return _replaced(limits, {k: v for k, v in settings.items() if k in known})
 
 
-Policy.STRICT = Policy(base=Base.STRICT, name=Base.STRICT.value)
-Policy.MEGATRON = Policy(base=Base.MEGATRON, name=Base.MEGATRON.value)
+ComparisonPolicy.STRICT = ComparisonPolicy(base=Base.STRICT, name=Base.STRICT.value)
+ComparisonPolicy.MEGATRON = ComparisonPolicy(base=Base.MEGATRON, name=Base.MEGATRON.value)
 
 
 def keys_of(limits: Limits) -> frozenset[str]:

@@ -9,16 +9,25 @@ from typing import cast
 
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.files import JsonValue
-from pytest_megatron.golden.limits import BY_KIND, DEFAULTS, Exact, Kind, Worse, kind_of
-from pytest_megatron.golden.policy import Base, Override, Policy, Setting, Settings, keys_of
+from pytest_megatron.golden.limits import BY_KIND, DEFAULTS, Exact, LimitKind, Worse, kind_of
+from pytest_megatron.golden.policy import (
+    Base,
+    ComparisonPolicy,
+    Override,
+    Setting,
+    Settings,
+    keys_of,
+)
 from pytest_megatron.recipe.vocabulary import nearest
-from pytest_megatron.yamllines import Document, YamlPath, read_yaml
+from pytest_megatron.yamllines import YamlDocument, YamlPath, read_yaml
 
 _OF_ALL = frozenset({"judged", "kind"})
 _OF_MEGATRON = frozenset({"approximate", "exact"})
 
 
-def policy_named(text: str, where: str = "--golden-policy", root: Path | None = None) -> Policy:
+def policy_named(
+    text: str, where: str = "--golden-policy", root: Path | None = None
+) -> ComparisonPolicy:
     """Return the policy that a user named.
 
     Args:
@@ -29,7 +38,7 @@ def policy_named(text: str, where: str = "--golden-policy", root: Path | None = 
     Raises:
         GoldenError: It is none of them, or the file is wrong; with file and line.
     """
-    for policy in (Policy.STRICT, Policy.MEGATRON):
+    for policy in (ComparisonPolicy.STRICT, ComparisonPolicy.MEGATRON):
         if policy.name == text:
             return policy
     candidates = [Path(text)] if root is None else [Path(text), root / text]
@@ -46,7 +55,7 @@ def policy_named(text: str, where: str = "--golden-policy", root: Path | None = 
     )
 
 
-def read_policy(path: Path) -> Policy:
+def read_policy(path: Path) -> ComparisonPolicy:
     """Read a policy file.
 
     Raises:
@@ -66,7 +75,7 @@ def read_policy(path: Path) -> Policy:
         raise GoldenError(document.where(place), message)
     base = Base(document.value["inherit"])
     overrides = cast("list[dict[str, JsonValue]]", document.value.get("overrides", []))
-    return Policy(
+    return ComparisonPolicy(
         base=base,
         name=str(path),
         metrics=_metrics(document, ("metrics",), document.value.get("metrics"), base),
@@ -87,7 +96,7 @@ def _patterns(value: JsonValue) -> tuple[str, ...]:
 
 
 def _metrics(
-    document: Document, path: YamlPath, value: JsonValue, base: Base
+    document: YamlDocument, path: YamlPath, value: JsonValue, base: Base
 ) -> dict[str, Settings]:
     metrics = cast("Mapping[str, Mapping[str, JsonValue]]", value or {})
     return {
@@ -101,12 +110,12 @@ def _metrics(
 
 
 def _check_key(
-    document: Document, path: YamlPath, settings: Mapping[str, JsonValue], base: Base
+    document: YamlDocument, path: YamlPath, settings: Mapping[str, JsonValue], base: Base
 ) -> bool:
     """Make sure that a limit is one of the metric's kind, so that none is without effect."""
     metric, key = str(path[-2]), str(path[-1])
     written = settings.get("kind")
-    kinds = _kinds_of(metric) if written is None else (Kind(written),)
+    kinds = _kinds_of(metric) if written is None else (LimitKind(written),)
     known = _OF_ALL.union(*(keys_of(BY_KIND[kind]) for kind in kinds))
     whose = f"a metric of kind {' or '.join(kind.value for kind in kinds)}"
     if base is Base.MEGATRON:
@@ -126,7 +135,7 @@ def _check_key(
     return True
 
 
-def _kinds_of(pattern: str) -> tuple[Kind, ...]:
+def _kinds_of(pattern: str) -> tuple[LimitKind, ...]:
     """Return the kinds of the metrics that a name, or a pattern of names, means."""
     meant = [metric for metric in DEFAULTS if fnmatch.fnmatchcase(metric, pattern)]
     return tuple(dict.fromkeys(kind_of(metric) for metric in meant or [pattern]))
@@ -135,7 +144,7 @@ def _kinds_of(pattern: str) -> tuple[Kind, ...]:
 def _setting(key: str, value: JsonValue, base: Base) -> Setting:
     """Return a value of a file that the schema passed as the type of its limit."""
     if key == "kind":
-        return Kind(value)
+        return LimitKind(value)
     if key == "worse":
         return Worse(value)
     if key == "exact" and base is Base.STRICT:

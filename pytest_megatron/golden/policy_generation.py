@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 
 from pytest_megatron.golden.comparison import (
     Comparison,
+    ComparisonRule,
     Deviation,
-    Difference,
     Layer,
-    Rule,
-    Summary,
+    SeriesSummary,
+    StepDifference,
 )
 from pytest_megatron.golden.generation import (
     COUNTS,
@@ -34,12 +34,12 @@ from pytest_megatron.golden.generation import (
     THROUGHPUT,
     TOKENS,
     Generation,
-    Request,
+    PromptAnswer,
     has_metric,
 )
 from pytest_megatron.golden.layers import is_within, of_summary
 from pytest_megatron.golden.limits import Worse
-from pytest_megatron.golden.policy import Policy
+from pytest_megatron.golden.policy import ComparisonPolicy
 
 LOGPROB_ABSOLUTE = 1e-3
 _SLOWEST, _FASTEST = 0.9, 1.2
@@ -61,7 +61,7 @@ class Pair:
     golden: Generation
     observed: Generation
     path: str
-    policy: Policy
+    policy: ComparisonPolicy
     not_timed: str | None = None
 
     @property
@@ -108,21 +108,28 @@ def _compare_requests(pair: Pair, metrics: Sequence[str]) -> Comparison | None:
     problems = (*lost, *extra, *unchecked)
     if not problems:
         return None
-    return replace(_answer(pair, _REQUESTS), rule=Rule.NO_REQUEST, notes=_few(problems))
+    return replace(_answer(pair, _REQUESTS), rule=ComparisonRule.NO_REQUEST, notes=_few(problems))
 
 
 def _compare(pair: Pair, metric: str) -> Comparison | None:
     if metric in REQUEST_METRICS:
         return _compare_of_requests(pair, metric)
     if not pair.golden.has(metric):
-        return replace(_answer(pair, metric), rule=Rule.NO_GOLDEN) if pair.is_strict else None
+        return (
+            replace(_answer(pair, metric), rule=ComparisonRule.NO_GOLDEN)
+            if pair.is_strict
+            else None
+        )
     if not pair.observed.has(metric):
-        return replace(_answer(pair, metric), rule=Rule.NO_METRIC)
+        return replace(_answer(pair, metric), rule=ComparisonRule.NO_METRIC)
     if metric in COUNTS:
         return _compare_count(pair, metric)
     if pair.not_timed is not None:
         return replace(
-            _answer(pair, metric), passed=True, rule=Rule.NOT_JUDGED, notes=(pair.not_timed,)
+            _answer(pair, metric),
+            passed=True,
+            rule=ComparisonRule.NOT_JUDGED,
+            notes=(pair.not_timed,),
         )
     return _compare_throughput(pair) if metric == THROUGHPUT else _compare_memory(pair)
 
@@ -141,10 +148,10 @@ def _compare_of_requests(pair: Pair, metric: str) -> Comparison | None:
             return None
     without = [name for name, request, _ in shared if not has_metric(request, metric)]
     if without:
-        return replace(answer, rule=Rule.NO_GOLDEN, notes=_few(without, "request"))
+        return replace(answer, rule=ComparisonRule.NO_GOLDEN, notes=_few(without, "request"))
     without = [name for name, _, request in shared if not has_metric(request, metric)]
     if without:
-        return replace(answer, rule=Rule.NO_METRIC, notes=_few(without, "request"))
+        return replace(answer, rule=ComparisonRule.NO_METRIC, notes=_few(without, "request"))
     found = {
         name: difference
         for name, golden, observed in shared
@@ -156,7 +163,7 @@ def _compare_of_requests(pair: Pair, metric: str) -> Comparison | None:
         allowed = pair.limit(metric, "absolute", LOGPROB_ABSOLUTE)
         notes = (f"largest difference {largest:.1e}, {allowed:.0e} may be",)
     layer = Layer(
-        rule=Rule.EXACT,
+        rule=ComparisonRule.EXACT,
         passed=not found,
         measured=float(len(found)),
         limit=0.0,
@@ -167,16 +174,16 @@ def _compare_of_requests(pair: Pair, metric: str) -> Comparison | None:
         name, first = next(iter(found.items()))
         first = replace(first, place=f"request {name!r}, {first.place}")
         count = f"{len(found)} of {len(shared)} requests differ"
-        return replace(answer, rule=Rule.EXACT, first=first, notes=(count, *notes))
+        return replace(answer, rule=ComparisonRule.EXACT, first=first, notes=(count, *notes))
     counted = Deviation(num_compared=len(shared), largest_absolute=largest)
     if notes:
         notes = (f"{metric} differ by {largest:.1e} at most" if largest else f"{metric} equal",)
-    return replace(answer, passed=True, rule=Rule.EXACT, deviation=counted, notes=notes)
+    return replace(answer, passed=True, rule=ComparisonRule.EXACT, deviation=counted, notes=notes)
 
 
 def _first_difference(
-    pair: Pair, metric: str, golden: Request, observed: Request
-) -> Difference | None:
+    pair: Pair, metric: str, golden: PromptAnswer, observed: PromptAnswer
+) -> StepDifference | None:
     """Return where the answer to a request leaves its golden; None where it does not."""
     if metric == TEXT:
         return _first_in_text(golden.text or "", observed.text or "", is_strict=pair.is_strict)
@@ -188,15 +195,17 @@ def _first_difference(
     for position, (e, g) in enumerate(zip(expected, got, strict=False)):
         if not (g == e or abs(g - e) <= tolerance):
             place = f"{what} {position}"
-            return Difference(step=position, place=place, observed=g, golden=e)
+            return StepDifference(step=position, place=place, observed=g, golden=e)
     if len(got) == len(expected):
         return None
     length = float(len(got)), float(len(expected))
     place = f"number of {what}s"
-    return Difference(step=min(map(int, length)), place=place, observed=length[0], golden=length[1])
+    return StepDifference(
+        step=min(map(int, length)), place=place, observed=length[0], golden=length[1]
+    )
 
 
-def _first_in_text(golden: str, observed: str, *, is_strict: bool) -> Difference | None:
+def _first_in_text(golden: str, observed: str, *, is_strict: bool) -> StepDifference | None:
     """Compare text whole; the other policy compares what both have, and refuses empty text."""
     length = min(len(golden), len(observed))
     position = next((i for i in range(length) if golden[i] != observed[i]), length)
@@ -204,7 +213,7 @@ def _first_in_text(golden: str, observed: str, *, is_strict: bool) -> Difference
     if position == length and not is_longer:
         return None
     start = max(0, position - _SHOWN_TEXT // 2)
-    return Difference(
+    return StepDifference(
         step=position,
         place=f"character {position}",
         observed=observed[start : start + _SHOWN_TEXT],
@@ -212,13 +221,13 @@ def _first_in_text(golden: str, observed: str, *, is_strict: bool) -> Difference
     )
 
 
-def _first_in_routing(golden: Request, observed: Request) -> Difference | None:
+def _first_in_routing(golden: PromptAnswer, observed: PromptAnswer) -> StepDifference | None:
     assert golden.routing is not None
     assert observed.routing is not None
     for position, experts in golden.routing.items():
         got = observed.routing.get(position)
         if got != experts:
-            return Difference(
+            return StepDifference(
                 step=position,
                 place=f"token {position}",
                 observed=None if got is None else str([list(layer) for layer in got]),
@@ -231,10 +240,14 @@ def _compare_count(pair: Pair, metric: str) -> Comparison:
     golden, observed = pair.golden.counts[metric], pair.observed.counts[metric]
     first = None
     if golden != observed:
-        first = Difference(step=0, place="count", observed=observed, golden=golden)
+        first = StepDifference(step=0, place="count", observed=observed, golden=golden)
     counted = Deviation(num_compared=1)
     return replace(
-        _answer(pair, metric), passed=first is None, rule=Rule.EXACT, first=first, deviation=counted
+        _answer(pair, metric),
+        passed=first is None,
+        rule=ComparisonRule.EXACT,
+        first=first,
+        deviation=counted,
     )
 
 
@@ -248,7 +261,7 @@ def _compare_throughput(pair: Pair) -> Comparison:
     notes: tuple[str, ...] = (f"median {observed:.6g} tokens/s, golden {golden:.6g}",)
     if too_fast:
         notes = (*notes, "much faster than the golden: refresh it, so that it guards this speed")
-    summary = Summary(
+    summary = SeriesSummary(
         name="median after the warm-up",
         observed=observed,
         golden=golden,
@@ -261,28 +274,32 @@ def _compare_memory(pair: Pair) -> Comparison:
     """Judge peak memory by its median, both ways: a run that needs less did less."""
     golden, observed = _steady(pair.golden.memory_bytes), _steady(pair.observed.memory_bytes)
     tolerance = pair.limit(MEMORY, "median", _MEMORY_RELATIVE)
-    summary = Summary(name="median", observed=observed, golden=golden, tolerance=tolerance)
+    summary = SeriesSummary(name="median", observed=observed, golden=golden, tolerance=tolerance)
     passed = golden > 0 and is_within(summary, pair.worse(MEMORY, Worse.EITHER))
     return _of_numbers(pair, MEMORY, summary, passed=passed, notes=())
 
 
 def _of_numbers(
-    pair: Pair, metric: str, summary: Summary, *, passed: bool, notes: tuple[str, ...]
+    pair: Pair, metric: str, summary: SeriesSummary, *, passed: bool, notes: tuple[str, ...]
 ) -> Comparison:
     return replace(
         _answer(pair, metric),
         passed=passed,
-        rule=Rule.MEDIAN,
+        rule=ComparisonRule.MEDIAN,
         summary=summary,
         deviation=Deviation(num_compared=1),
         notes=notes,
-        layers=(of_summary(Rule.MEDIAN, summary, passed=passed).layer,),
+        layers=(of_summary(ComparisonRule.MEDIAN, summary, passed=passed).layer,),
     )
 
 
 def _answer(pair: Pair, metric: str) -> Comparison:
     return Comparison(
-        metric=metric, passed=False, rule=Rule.NO_GOLDEN, golden_path=pair.path, unit="values"
+        metric=metric,
+        passed=False,
+        rule=ComparisonRule.NO_GOLDEN,
+        golden_path=pair.path,
+        unit="values",
     )
 
 
@@ -291,13 +308,13 @@ def _steady(values: Sequence[float]) -> float:
     return statistics.median(values[1:] or values)
 
 
-def _values(request: Request, metric: str) -> tuple[float, ...]:
+def _values(request: PromptAnswer, metric: str) -> tuple[float, ...]:
     if metric == TOKENS:
         return tuple(float(token) for token in request.tokens or ())
     return request.logprobs[metric]
 
 
-def _largest(metric: str, golden: Request, observed: Request) -> float:
+def _largest(metric: str, golden: PromptAnswer, observed: PromptAnswer) -> float:
     """Return the largest finite difference of log-probabilities at the same position."""
     if metric not in LOGPROBS:
         return 0.0

@@ -14,10 +14,16 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pytest_megatron.golden.comparison import Allowed, Comparison, Difference, Rule, Summary
+from pytest_megatron.golden.comparison import (
+    Allowed,
+    Comparison,
+    ComparisonRule,
+    SeriesSummary,
+    StepDifference,
+)
 from pytest_megatron.golden.deviation import align, first_difference, measure, shared_points
 from pytest_megatron.golden.model import MetricMap, Series, Value, is_finite
-from pytest_megatron.golden.policy import Policy
+from pytest_megatron.golden.policy import ComparisonPolicy
 from pytest_megatron.golden.provenance import Golden
 
 DEFAULT_METRICS = ("lm loss", "num-zeros")
@@ -58,7 +64,7 @@ def compare_like_megatron(
     observed: MetricMap,
     *,
     metrics: Sequence[str],
-    policy: Policy = Policy.MEGATRON,
+    policy: ComparisonPolicy = ComparisonPolicy.MEGATRON,
     nondeterministic: bool,
 ) -> tuple[Comparison, ...]:
     """Compare `metrics` of a run with a golden as Megatron-LM does.
@@ -83,7 +89,7 @@ def compare_like_megatron(
     )
 
 
-def _tests_of(metric: str, policy: Policy) -> _Tests | None:
+def _tests_of(metric: str, policy: ComparisonPolicy) -> _Tests | None:
     """Return the tests of a metric; None where there are none."""
     tests, settings = TESTS.get(metric), policy.settings(metric)
     exact, approximate = settings.get("exact"), settings.get("approximate")
@@ -106,11 +112,11 @@ def _compare(
 ) -> Comparison:
     rule = None
     if tests is None:
-        rule = Rule.UNKNOWN
+        rule = ComparisonRule.UNKNOWN
     elif metric not in golden.metrics:
-        rule = Rule.NO_GOLDEN
+        rule = ComparisonRule.NO_GOLDEN
     elif metric not in observed:
-        rule = Rule.NO_METRIC
+        rule = ComparisonRule.NO_METRIC
     if rule is not None:
         return Comparison(metric=metric, passed=False, rule=rule, golden_path=golden.path)
     expected, got = align(golden.metrics[metric], observed[metric])
@@ -131,45 +137,55 @@ def _compare(
     )
 
 
-def _allowed(metric: str, golden: Series, rule: Rule, rtol: float) -> Allowed | None:
+def _allowed(metric: str, golden: Series, rule: ComparisonRule, rtol: float) -> Allowed | None:
     if metric == _TIME or not len(golden):
         return None
-    share = rtol if rule is Rule.APPROXIMATE else 0.0
+    share = rtol if rule is ComparisonRule.APPROXIMATE else 0.0
     return Allowed(relative=((golden.steps[0], share),))
 
 
-_Answer = tuple[bool, Rule, Difference | None, Summary | None, tuple[str, ...]]
+_Answer = tuple[bool, ComparisonRule, StepDifference | None, SeriesSummary | None, tuple[str, ...]]
 
 
 def _judge(
     metric: str, golden: Series, observed: Series, *, tests: _Tests, nondeterministic: bool
 ) -> _Answer:
     if not len(golden):
-        return False, Rule.GOLDEN_UNUSABLE, None, None, ("it has no value",)
+        return False, ComparisonRule.GOLDEN_UNUSABLE, None, None, ("it has no value",)
     refused = _refused_by_extraction(golden, observed)
     if refused is not None:
-        return False, Rule.APPROXIMATE, refused, None, ("extraction refuses a value not finite",)
+        return (
+            False,
+            ComparisonRule.APPROXIMATE,
+            refused,
+            None,
+            ("extraction refuses a value not finite",),
+        )
     if metric == _TIME:
         return _judge_time(golden, observed, tests.rtol)
     if tests.has_exact and not nondeterministic:
         failing = _failing(golden, observed, 0.0)
         if failing:
-            return False, Rule.EXACT, failing[0], None, (_count(failing, golden, 0),)
+            return False, ComparisonRule.EXACT, failing[0], None, (_count(failing, golden, 0),)
     failing = _failing(golden, observed, tests.rtol)
     num_steps = len(golden)
     allowed = min(max(num_steps // 100, 1), _MAX_FAILING_STEPS) if num_steps > 1 else 0
     # As it is written there, rounding included: 1 of 3 steps is not allowed, 1 of 2 is.
     passed = (num_steps - len(failing)) / num_steps >= 1 - allowed / num_steps
-    rule = Rule.APPROXIMATE if nondeterministic or not tests.has_exact else Rule.EXACT
+    rule = (
+        ComparisonRule.APPROXIMATE
+        if nondeterministic or not tests.has_exact
+        else ComparisonRule.EXACT
+    )
     notes = (_count(failing, golden, allowed),) if failing else ()
     return passed, rule, failing[0] if failing else None, None, notes
 
 
-def _failing(golden: Series, observed: Series, rtol: float) -> list[Difference]:
+def _failing(golden: Series, observed: Series, rtol: float) -> list[StepDifference]:
     """Return the golden steps that are not close; a step missing in the run is infinite."""
     at = dict(observed.items())
     return [
-        Difference(step=step, observed=at.get(step), golden=value, tolerance=rtol)
+        StepDifference(step=step, observed=at.get(step), golden=value, tolerance=rtol)
         for step, value in golden.items()
         if not _is_close(_number(at.get(step)), _number(value), rtol)
     ]
@@ -178,26 +194,26 @@ def _failing(golden: Series, observed: Series, rtol: float) -> list[Difference]:
 def _judge_time(golden: Series, observed: Series, rtol: float) -> _Answer:
     finite = [step for step, value in golden.items() if is_finite(value)]
     if not finite:
-        return False, Rule.GOLDEN_UNUSABLE, None, None, ("it has no finite value",)
+        return False, ComparisonRule.GOLDEN_UNUSABLE, None, None, ("it has no finite value",)
     start, stop = _SHORT_WINDOW if finite[-1] <= _LAST_STEP_OF_SHORT else _LONG_WINDOW
     steps = [s for s in finite if start <= s < stop] or [s for s in finite if s >= start][
         :_NUM_FALLBACK_STEPS
     ]
     if not steps:
         note = f"it has no finite value from step {start} on"
-        return False, Rule.GOLDEN_UNUSABLE, None, None, (note,)
+        return False, ComparisonRule.GOLDEN_UNUSABLE, None, None, (note,)
     ours, theirs = dict(golden.items()), dict(observed.items())
-    summary = Summary(
+    summary = SeriesSummary(
         name=f"median of steps {steps[0]} to {steps[-1]}",
         observed=_median([_number(theirs.get(s)) for s in steps]),
         golden=_median([_number(ours[s]) for s in steps]),
         tolerance=rtol,
     )
     passed = _is_close(summary.observed, summary.golden, rtol)
-    return passed, Rule.APPROXIMATE, None, summary, ()
+    return passed, ComparisonRule.APPROXIMATE, None, summary, ()
 
 
-def _refused_by_extraction(golden: Series, observed: Series) -> Difference | None:
+def _refused_by_extraction(golden: Series, observed: Series) -> StepDifference | None:
     """Return the first golden step at which a run of full precision has nan or inf.
 
     Such a run was not extracted by Megatron-LM, whose extraction ends with an error there.
@@ -207,7 +223,7 @@ def _refused_by_extraction(golden: Series, observed: Series) -> Difference | Non
     expected = dict(golden.items())
     for step, value in observed.items():
         if step in expected and isinstance(value, float) and not math.isfinite(value):
-            return Difference(step=step, observed=value, golden=expected[step])
+            return StepDifference(step=step, observed=value, golden=expected[step])
     return None
 
 
@@ -228,5 +244,5 @@ def _median(values: list[float]) -> float:
     return math.nan if any(math.isnan(v) for v in values) else statistics.median(values)
 
 
-def _count(failing: Sequence[Difference], golden: Series, allowed: int) -> str:
+def _count(failing: Sequence[StepDifference], golden: Series, allowed: int) -> str:
     return f"{len(failing)} of {len(golden)} steps outside, {allowed} allowed"

@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 
 from pytest_megatron.golden.comparison import (
     Comparison,
-    Difference,
+    ComparisonRule,
     Layer,
-    Rule,
-    Summary,
+    SeriesSummary,
+    StepDifference,
     allowed_of,
     relative,
 )
@@ -34,7 +34,7 @@ from pytest_megatron.golden.deviation import (
 from pytest_megatron.golden.layers import is_within, of_summary
 from pytest_megatron.golden.limits import Worse
 from pytest_megatron.golden.model import MetricMap, Series, is_finite
-from pytest_megatron.golden.policy import Policy
+from pytest_megatron.golden.policy import ComparisonPolicy
 from pytest_megatron.golden.presence import find_absent, find_unusable
 from pytest_megatron.golden.provenance import Golden
 
@@ -59,7 +59,7 @@ class RlRules:
         not_timed: Why time and memory are not judged; None where they are.
     """
 
-    policy: Policy
+    policy: ComparisonPolicy
     start: int = 1
     not_timed: str | None = None
 
@@ -108,7 +108,9 @@ def compare_rl(
     answers = [_compare(golden, observed, metric, rules) for metric in metrics]
     if not rules.is_strict:  # the run has to have whatever the golden has, compared or not
         answers += [
-            Comparison(metric=m, passed=False, rule=Rule.NO_METRIC, golden_path=golden.path)
+            Comparison(
+                metric=m, passed=False, rule=ComparisonRule.NO_METRIC, golden_path=golden.path
+            )
             for m in golden.metrics
             if m not in observed and m not in metrics
         ]
@@ -116,10 +118,12 @@ def compare_rl(
 
 
 def _compare(golden: Golden, observed: MetricMap, metric: str, rules: RlRules) -> Comparison:
-    answer = Comparison(metric=metric, passed=False, rule=Rule.NO_GOLDEN, golden_path=golden.path)
+    answer = Comparison(
+        metric=metric, passed=False, rule=ComparisonRule.NO_GOLDEN, golden_path=golden.path
+    )
     expected, got = golden.metrics.get(metric), observed.get(metric)
     if expected is None or got is None:
-        rule = Rule.NO_GOLDEN if expected is None else Rule.NO_METRIC
+        rule = ComparisonRule.NO_GOLDEN if expected is None else ComparisonRule.NO_METRIC
         is_let_through = expected is None and not rules.is_strict
         note = "Megatron-LM passes what the golden does not have"
         return _unjudged(answer, note) if is_let_through else replace(answer, rule=rule)
@@ -132,7 +136,7 @@ def _compare(golden: Golden, observed: MetricMap, metric: str, rules: RlRules) -
     if metric == _TIME:  # a step without a time, such as the first, is no hole
         expected = _finite(expected)
     presence = Layer(
-        rule=Rule.PRESENCE,
+        rule=ComparisonRule.PRESENCE,
         passed=len(points) >= len(expected),
         measured=float(len(points)),
         limit=float(len(expected)),
@@ -161,7 +165,7 @@ def _find_hole(answer: Comparison, golden: Series, observed: Series) -> Comparis
     """Look for what is not there, on either side."""
     unusable = find_unusable(golden)
     if unusable is not None or not len(golden):
-        return replace(answer, rule=Rule.GOLDEN_UNUSABLE, first=unusable)
+        return replace(answer, rule=ComparisonRule.GOLDEN_UNUSABLE, first=unusable)
     absent = find_absent(golden, observed)
     if absent is None:
         return None
@@ -176,7 +180,7 @@ def _judge_loss(
     spread = None if golden.provenance is None else golden.provenance.spread.get(answer.metric)
     at = dict(spread.items()) if isinstance(spread, Series) else {}
     band, absolute = (rules.limit(answer.metric, key, _LOSS) for key in ("band", "absolute"))
-    outside: list[Difference] = []
+    outside: list[StepDifference] = []
     widths: dict[int, float] = {}
     for point in points:
         learned = at.get(point.step, spread if isinstance(spread, float) else 0.0)
@@ -188,7 +192,7 @@ def _judge_loss(
             allowed += _LEARNED_FACTOR * learned
         if not abs(point.signed) <= allowed:
             outside.append(
-                Difference(
+                StepDifference(
                     step=point.step,
                     observed=point.observed,
                     golden=point.golden,
@@ -197,7 +201,7 @@ def _judge_loss(
             )
     answer = replace(answer, allowed=allowed_of(widths, absolute))
     layer = Layer(
-        rule=Rule.BAND,
+        rule=ComparisonRule.BAND,
         passed=not outside,
         measured=float(len(outside)),
         limit=0.0,
@@ -206,37 +210,43 @@ def _judge_loss(
     )
     first = outside[0] if outside else answer.first
     return replace(
-        answer, passed=not outside, rule=Rule.BAND, first=first, layers=(*answer.layers, layer)
+        answer,
+        passed=not outside,
+        rule=ComparisonRule.BAND,
+        first=first,
+        layers=(*answer.layers, layer),
     )
 
 
 def _judge_time(answer: Comparison, points: list[Point], rules: RlRules) -> Comparison:
     """Judge the median after the warm-up; under `strict` faster is fine."""
     steady = points[rules.start :] or points
-    summary = Summary(
+    summary = SeriesSummary(
         name=f"median of steps {steady[0].step} to {steady[-1].step}",
         observed=statistics.median(p.observed for p in steady),
         golden=statistics.median(p.golden for p in steady),
         tolerance=rules.limit(answer.metric, "median", _TIME_LIMITS),
     )
     default = Worse.HIGHER if rules.is_strict else Worse.EITHER
-    return _of_summary(answer, summary, Rule.MEDIAN, rules.worse(answer.metric, default))
+    return _of_summary(answer, summary, ComparisonRule.MEDIAN, rules.worse(answer.metric, default))
 
 
 def _judge_memory(answer: Comparison, points: list[Point], rules: RlRules) -> Comparison:
     """Judge the peak after the first step; under `strict` both ways: less was done with less."""
     steady = points[1:] or points
-    summary = Summary(
+    summary = SeriesSummary(
         name=f"peak of steps {steady[0].step} to {steady[-1].step}",
         observed=max(p.observed for p in steady),
         golden=max(p.golden for p in steady),
         tolerance=rules.limit(answer.metric, "peak", _MEMORY_LIMITS),
     )
     default = Worse.EITHER if rules.is_strict else Worse.HIGHER
-    return _of_summary(answer, summary, Rule.PEAK, rules.worse(answer.metric, default))
+    return _of_summary(answer, summary, ComparisonRule.PEAK, rules.worse(answer.metric, default))
 
 
-def _of_summary(answer: Comparison, summary: Summary, rule: Rule, worse: Worse) -> Comparison:
+def _of_summary(
+    answer: Comparison, summary: SeriesSummary, rule: ComparisonRule, worse: Worse
+) -> Comparison:
     passed = is_within(summary, worse)
     off = f"{summary.name} {relative(summary.observed, summary.golden):+.1%}"
     layer = of_summary(rule, summary, passed=passed).layer
@@ -251,7 +261,7 @@ def _of_summary(answer: Comparison, summary: Summary, rule: Rule, worse: Worse) 
 
 
 def _unjudged(answer: Comparison, note: str) -> Comparison:
-    return replace(answer, passed=True, rule=Rule.NOT_JUDGED, notes=(note,))
+    return replace(answer, passed=True, rule=ComparisonRule.NOT_JUDGED, notes=(note,))
 
 
 def _finite(series: Series) -> Series:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import assert_never
 
 from pytest_megatron.golden.band import Band, Knowledge, band_around, knowledge_of
-from pytest_megatron.golden.comparison import Allowed, Comparison, Layer, Rule, relative
+from pytest_megatron.golden.comparison import Allowed, Comparison, ComparisonRule, Layer, relative
 from pytest_megatron.golden.deviation import (
     Point,
     align,
@@ -30,8 +30,8 @@ from pytest_megatron.golden.deviation import (
 )
 from pytest_megatron.golden.layers import (
     LAST_DIGITS,
-    Finding,
-    Judgement,
+    LayerFinding,
+    MetricJudgement,
     count_layers,
     decide,
     exact_layer,
@@ -48,7 +48,7 @@ from pytest_megatron.golden.limits import (
     MemoryLimits,
 )
 from pytest_megatron.golden.model import MetricMap, Series, is_finite
-from pytest_megatron.golden.policy import Policy
+from pytest_megatron.golden.policy import ComparisonPolicy
 from pytest_megatron.golden.presence import (
     describe_extra,
     describe_skipped,
@@ -58,7 +58,7 @@ from pytest_megatron.golden.presence import (
     without_unmeasured_end,
 )
 from pytest_megatron.golden.provenance import Golden
-from pytest_megatron.golden.surroundings import Surroundings, drift_between, why_not_timed
+from pytest_megatron.golden.surroundings import RunEnvironment, drift_between, why_not_timed
 
 _TIME = "iteration-time"
 _ZEROS = "num-zeros"
@@ -66,13 +66,13 @@ _WITH_PLACEHOLDERS = (_TIME, _ZEROS, "grad-norm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Case:
+class _StrictCase:
     """What is the same for every metric of one comparison; as `compare_strictly` has it."""
 
     golden: Golden
-    policy: Policy
+    policy: ComparisonPolicy
     nondeterministic: bool
-    surroundings: Surroundings
+    surroundings: RunEnvironment
     is_metric_asked_for: bool
 
 
@@ -81,9 +81,9 @@ def compare_strictly(
     observed: MetricMap,
     *,
     metrics: Sequence[str] | None,
-    policy: Policy,
+    policy: ComparisonPolicy,
     nondeterministic: bool,
-    surroundings: Surroundings,
+    surroundings: RunEnvironment,
 ) -> tuple[Comparison, ...]:
     """Compare a run with a golden, metric by metric.
 
@@ -101,7 +101,7 @@ def compare_strictly(
     Raises:
         GoldenError: The policy leaves out every one of `metrics`.
     """
-    case = _Case(
+    case = _StrictCase(
         golden=golden,
         policy=policy,
         nondeterministic=nondeterministic,
@@ -113,21 +113,21 @@ def compare_strictly(
     return tuple(_compare(case, metric, observed.get(metric)) for metric in wanted)
 
 
-def _compare(case: _Case, metric: str, observed: Series | None) -> Comparison:
+def _compare(case: _StrictCase, metric: str, observed: Series | None) -> Comparison:
     golden = case.golden.metrics.get(metric)
     answer = Comparison(
-        metric=metric, passed=False, rule=Rule.NO_GOLDEN, golden_path=case.golden.path
+        metric=metric, passed=False, rule=ComparisonRule.NO_GOLDEN, golden_path=case.golden.path
     )
     if not case.policy.is_judged(metric):
         note = "the policy leaves it out"
-        return replace(answer, passed=True, rule=Rule.NOT_JUDGED, notes=(note,))
+        return replace(answer, passed=True, rule=ComparisonRule.NOT_JUDGED, notes=(note,))
     if golden is None:
         return answer
     if not (case.is_metric_asked_for or any(is_finite(value) for value in golden.values)):
         note = "the golden has no number for it"
-        return replace(answer, passed=True, rule=Rule.NOT_JUDGED, notes=(note,))
+        return replace(answer, passed=True, rule=ComparisonRule.NOT_JUDGED, notes=(note,))
     if observed is None:
-        return replace(answer, rule=Rule.NO_METRIC)
+        return replace(answer, rule=ComparisonRule.NO_METRIC)
     golden, observed = align(golden, observed)
     num_steps = len(golden)
     golden = without_unmeasured_end(golden)
@@ -139,7 +139,7 @@ def _compare(case: _Case, metric: str, observed: Series | None) -> Comparison:
     points = shared_points(golden, observed)
     judgement = _find_hole(golden, observed, is_timed=metric == _TIME)
     presence = Layer(
-        rule=Rule.PRESENCE,
+        rule=ComparisonRule.PRESENCE,
         passed=judgement is None,
         measured=float(len(points)),
         limit=float(len(golden)),
@@ -147,13 +147,14 @@ def _compare(case: _Case, metric: str, observed: Series | None) -> Comparison:
     )
     if judgement is None:
         judgement = _judge(case, metric, golden, observed)
-        if judgement.passed and judgement.rule is not Rule.NOT_JUDGED:
+        if judgement.passed and judgement.rule is not ComparisonRule.NOT_JUDGED:
             judgement = _name_pass(case, judgement, golden, points)
     return replace(
         answer,
         passed=judgement.passed,
         rule=judgement.rule,
-        first=judgement.first or (None if judgement.rule is Rule.GOLDEN_UNUSABLE else first),
+        first=judgement.first
+        or (None if judgement.rule is ComparisonRule.GOLDEN_UNUSABLE else first),
         summary=judgement.summary,
         deviation=measure(points),
         notes=(
@@ -166,7 +167,7 @@ def _compare(case: _Case, metric: str, observed: Series | None) -> Comparison:
     )
 
 
-def _judge(case: _Case, metric: str, golden: Series, observed: Series) -> Judgement:
+def _judge(case: _StrictCase, metric: str, golden: Series, observed: Series) -> MetricJudgement:
     """Judge two whole series by the kind of the metric."""
     points = shared_points(golden, observed)
     limits = _limits(case, metric, golden)
@@ -175,7 +176,7 @@ def _judge(case: _Case, metric: str, golden: Series, observed: Series) -> Judgem
             return _judge_cost(case, metric, limits, points)
         case CountLimits():
             findings = [*_exact(case, metric, limits.exact, points), *count_layers(points, limits)]
-            return decide(findings, Judgement(passed=True, rule=Rule.BIAS))
+            return decide(findings, MetricJudgement(passed=True, rule=ComparisonRule.BIAS))
         case LossLimits():
             band = _band(case, metric, golden, limits)
             largest = measure(points).largest_relative
@@ -183,19 +184,19 @@ def _judge(case: _Case, metric: str, golden: Series, observed: Series) -> Judgem
             layers = loss_layers(golden, observed, points, band, limits)
             judgement = decide(
                 [*_exact(case, metric, limits.exact, points), *layers],
-                Judgement(passed=True, rule=Rule.BAND, notes=notes),
+                MetricJudgement(passed=True, rule=ComparisonRule.BAND, notes=notes),
             )
             return replace(judgement, allowed=band.as_allowed)
     assert_never(limits)
 
 
-def _limits(case: _Case, metric: str, golden: Series) -> Limits:
+def _limits(case: _StrictCase, metric: str, golden: Series) -> Limits:
     """Return the limits of a metric, which are others for a long golden of unknown noise."""
     is_long = len(golden) > LONG_STEPS and not _knowledge(case, metric).is_narrow
     return case.policy.limits(metric, is_long=is_long)
 
 
-def _knowledge(case: _Case, metric: str) -> Knowledge:
+def _knowledge(case: _StrictCase, metric: str) -> Knowledge:
     return knowledge_of(
         case.golden,
         metric,
@@ -204,7 +205,7 @@ def _knowledge(case: _Case, metric: str) -> Knowledge:
     )
 
 
-def _band(case: _Case, metric: str, golden: Series, limits: LossLimits) -> Band:
+def _band(case: _StrictCase, metric: str, golden: Series, limits: LossLimits) -> Band:
     return band_around(
         case.golden,
         metric,
@@ -215,7 +216,7 @@ def _band(case: _Case, metric: str, golden: Series, limits: LossLimits) -> Band:
     )
 
 
-def _allowed(case: _Case, metric: str, golden: Series) -> Allowed | None:
+def _allowed(case: _StrictCase, metric: str, golden: Series) -> Allowed | None:
     """Return what a run with a hole would have been allowed, where the golden is whole."""
     limits = _limits(case, metric, golden)
     is_whole = len(golden) and find_unusable(golden) is None
@@ -225,14 +226,14 @@ def _allowed(case: _Case, metric: str, golden: Series) -> Allowed | None:
 
 
 def _judge_cost(
-    case: _Case, metric: str, limits: CostLimits | MemoryLimits, points: list[Point]
-) -> Judgement:
+    case: _StrictCase, metric: str, limits: CostLimits | MemoryLimits, points: list[Point]
+) -> MetricJudgement:
     """Judge time or memory, if the golden is from a host like this one."""
     if all(p.observed == p.golden for p in points):
-        return Judgement(passed=True, rule=Rule.BITWISE)
+        return MetricJudgement(passed=True, rule=ComparisonRule.BITWISE)
     reason = why_not_timed(case.golden, case.surroundings.host_class)
     if reason is not None:
-        return Judgement(passed=True, rule=Rule.NOT_JUDGED, notes=(reason,))
+        return MetricJudgement(passed=True, rule=ComparisonRule.NOT_JUDGED, notes=(reason,))
     if isinstance(limits, MemoryLimits):
         what, findings = "peak", list(memory_layers(points, limits))
     else:
@@ -244,10 +245,10 @@ def _judge_cost(
     assert decisive.summary is not None
     assert decisive.layer.measured is not None
     note = f"{what or decisive.summary.name} {decisive.layer.measured:+.1%}"
-    return decide(findings, Judgement(passed=True, rule=decisive.layer.rule, notes=(note,)))
+    return decide(findings, MetricJudgement(passed=True, rule=decisive.layer.rule, notes=(note,)))
 
 
-def _exact(case: _Case, metric: str, when: Exact, points: list[Point]) -> list[Finding]:
+def _exact(case: _StrictCase, metric: str, when: Exact, points: list[Point]) -> list[LayerFinding]:
     """Look at every bit where there is reason to expect each to be the golden's."""
     known = _knowledge(case, metric)
     is_expected = known.is_deterministic and known.is_at_home
@@ -256,39 +257,43 @@ def _exact(case: _Case, metric: str, when: Exact, points: list[Point]) -> list[F
     )
 
 
-def _name_pass(case: _Case, judgement: Judgement, golden: Series, points: list[Point]) -> Judgement:
+def _name_pass(
+    case: _StrictCase, judgement: MetricJudgement, golden: Series, points: list[Point]
+) -> MetricJudgement:
     """Say how near a run is that passed: equal, drifted with its platform, or within its band."""
     if all(p.observed == p.golden for p in points):
         equal = "bitwise equal" if golden.is_full_precision else "equal to five decimals"
-        return replace(judgement, rule=Rule.BITWISE, notes=(equal,))
-    if judgement.rule is not Rule.BAND:
+        return replace(judgement, rule=ComparisonRule.BITWISE, notes=(equal,))
+    if judgement.rule is not ComparisonRule.BAND:
         return judgement
     largest = max(abs(relative(p.observed, p.golden)) for p in points)
     if largest <= LAST_DIGITS:
         note = f"differs only in the last digits (largest {largest:.0e})"
-        judgement = replace(judgement, rule=Rule.LAST_DIGITS, notes=(note,))
+        judgement = replace(judgement, rule=ComparisonRule.LAST_DIGITS, notes=(note,))
     drift = drift_between(case.golden.provenance, case.surroundings)
     if drift.changes:
         notes = (*judgement.notes, drift.text)
-        judgement = replace(judgement, rule=Rule.DRIFT, notes=notes)
+        judgement = replace(judgement, rule=ComparisonRule.DRIFT, notes=notes)
     return judgement
 
 
-def _find_hole(golden: Series, observed: Series, *, is_timed: bool) -> Judgement | None:
+def _find_hole(golden: Series, observed: Series, *, is_timed: bool) -> MetricJudgement | None:
     """Look for what is not there, on either side."""
     if not len(golden):
         note = "the golden has no value for it"
-        return Judgement(passed=False, rule=Rule.GOLDEN_UNUSABLE, notes=(note,))
+        return MetricJudgement(passed=False, rule=ComparisonRule.GOLDEN_UNUSABLE, notes=(note,))
     unusable = find_unusable(golden)
     if unusable is not None:
-        return Judgement(passed=False, rule=Rule.GOLDEN_UNUSABLE, first=unusable)
+        return MetricJudgement(passed=False, rule=ComparisonRule.GOLDEN_UNUSABLE, first=unusable)
     absent = find_absent(golden, observed)
     if absent is not None:
         rule, first, notes = absent
-        return Judgement(passed=False, rule=rule, first=first, notes=notes)
+        return MetricJudgement(passed=False, rule=rule, first=first, notes=notes)
     uncovered = None if is_timed else describe_uncovered(golden, observed)
     if uncovered is not None:
-        return Judgement(passed=False, rule=Rule.GOLDEN_UNUSABLE, notes=(uncovered,))
+        return MetricJudgement(
+            passed=False, rule=ComparisonRule.GOLDEN_UNUSABLE, notes=(uncovered,)
+        )
     return None
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
-from pytest_megatron.golden.comparison import Difference, Rule
+from pytest_megatron.golden.comparison import ComparisonRule, StepDifference
 from pytest_megatron.golden.document import step_interval
 from pytest_megatron.golden.model import Series, Value, is_finite
 
@@ -47,17 +47,17 @@ def describe_uncovered(golden: Series, observed: Series) -> str | None:
     )
 
 
-def find_unusable(golden: Series) -> Difference | None:
+def find_unusable(golden: Series) -> StepDifference | None:
     """Return the first golden step without a finite number."""
     for step, value in golden.items():
         if not is_finite(value):
-            return Difference(step=step, observed=None, golden=value)
+            return StepDifference(step=step, observed=None, golden=value)
     return None
 
 
 def find_absent(
     golden: Series, observed: Series
-) -> tuple[Rule, Difference, tuple[str, ...]] | None:
+) -> tuple[ComparisonRule, StepDifference, tuple[str, ...]] | None:
     """Return what the run lacks, or None if it has a finite number at every golden step.
 
     The rule is that of the first such step, or `truncated` if nothing is wrong but that the run
@@ -65,7 +65,7 @@ def find_absent(
     """
     at = dict(observed.items())
     absent = [
-        Difference(step=step, observed=at.get(step), golden=value)
+        StepDifference(step=step, observed=at.get(step), golden=value)
         for step, value in golden.items()
         if not is_finite(at.get(step))
     ]
@@ -76,8 +76,8 @@ def find_absent(
     counts = Counter(r.value for r in rules)
     notes = [f"{n} of {len(golden)} golden steps {kind}" for kind, n in sorted(counts.items())]
     last = observed.steps[-1] if observed.steps else 0
-    if set(rules) == {Rule.MISSING} and absent[0].step > last:
-        rule = Rule.TRUNCATED
+    if set(rules) == {ComparisonRule.MISSING} and absent[0].step > last:
+        rule = ComparisonRule.TRUNCATED
         notes.append(f"the run ends at step {last}, the golden at step {golden.steps[-1]}")
     return rule, absent[0], tuple(notes)
 
@@ -117,12 +117,12 @@ def find_frozen(golden: Series, observed: Series, *, least_steps: int) -> tuple[
     return None
 
 
-def _rule_of(value: Value | None) -> Rule:
+def _rule_of(value: Value | None) -> ComparisonRule:
     if value is None:
-        return Rule.MISSING
+        return ComparisonRule.MISSING
     if isinstance(value, str):
-        return Rule.TEXT
-    return Rule.NAN if math.isnan(value) else Rule.INF
+        return ComparisonRule.TEXT
+    return ComparisonRule.NAN if math.isnan(value) else ComparisonRule.INF
 
 
 def _longest_constant(values: list[Value]) -> int:

@@ -16,7 +16,7 @@ _IDLE_PACKAGES = frozenset({"pytest", "pytest-megatron", "python"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class RunEnvironment:
     """Where a run was, as far as it is known.
 
     Attributes:
@@ -30,7 +30,7 @@ class Surroundings:
     versions: Mapping[str, str] = field(default_factory=dict)
 
 
-NOWHERE = Surroundings()
+NOWHERE = RunEnvironment()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class Drift:
         return f"platform drift: {', '.join(self.changes)}"
 
 
-def drift_between(provenance: Provenance | None, run: Surroundings) -> Drift:
+def drift_between(provenance: Provenance | None, run: RunEnvironment) -> Drift:
     """Return how the platform changed from a golden to a run."""
     if provenance is None:
         return Drift(changes=(), is_same_platform=False)

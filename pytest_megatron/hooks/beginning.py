@@ -19,7 +19,7 @@ from pytest_megatron.hooks.option_values import has_workers
 
 if TYPE_CHECKING:
     from pytest_megatron.gang.bootstrap import RandomState
-    from pytest_megatron.hooks.warm import WarmProcess
+    from pytest_megatron.hooks.warm import PreloadedProcess
     from pytest_megatron.hooks.watch import Watch
 
 PLUGIN_NAME = "megatron-beginning"
@@ -39,7 +39,7 @@ class Beginning:
     argv: list[str]
     random_state: RandomState
     watch: Watch | None = None
-    warm: WarmProcess | None = None
+    warm: PreloadedProcess | None = None
 
     def stop_warm(self) -> None:
         """End what nobody has taken."""

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from pytest_megatron.checks.check import problem_of
-from pytest_megatron.checks.rules import Finding
+from pytest_megatron.checks.rules import CheckFinding
 from pytest_megatron.engines.base import Checking
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.hooks.session import RunSession
-from pytest_megatron.launch.local import Listener
+from pytest_megatron.launch.local import AttemptListener
 from pytest_megatron.verdict.checked import check_job
-from pytest_megatron.verdict.job import Job, plan_job
+from pytest_megatron.verdict.job import WorkloadJob, plan_job
 from pytest_megatron.verdict.training import needs_of
 
 
-def checked(session: RunSession, job: Job) -> tuple[Finding, ...]:
+def checked(session: RunSession, job: WorkloadJob) -> tuple[CheckFinding, ...]:
     """Return what is wrong with a job, where it is to run.
 
     Raises:
@@ -29,7 +29,7 @@ def checked(session: RunSession, job: Job) -> tuple[Finding, ...]:
     return found
 
 
-def refuse_or_warn(session: RunSession, job: Job, listener: Listener) -> None:
+def refuse_or_warn(session: RunSession, job: WorkloadJob, listener: AttemptListener) -> None:
     """Show the warnings about a job that this session has not shown yet.
 
     A run that is taken over has its jobs in the queue already: errors are only shown then.

@@ -25,7 +25,7 @@ from pytest_megatron.gang.messages_of_debugger import (
     DebuggerWanted,
     DebuggerWrote,
 )
-from pytest_megatron.gang.patience import State
+from pytest_megatron.gang.patience import GangState
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class _Asker:
     def is_gone(self) -> bool:
         """Whether it can no longer be spoken with."""
         state = self.gang.lifecycle.state
-        return self.channel.is_closed or state not in (State.RUNNING, State.CLOSING)
+        return self.channel.is_closed or state not in (GangState.RUNNING, GangState.CLOSING)
 
 
 @dataclass(slots=True)

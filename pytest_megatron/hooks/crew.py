@@ -15,23 +15,23 @@ import pytest
 from pytest_megatron.gang import measure
 from pytest_megatron.gang.bootstrap import state_if_seeded
 from pytest_megatron.gang.channel import listen_locally
-from pytest_megatron.gang.fleet import Fleet
+from pytest_megatron.gang.fleet import Supervisor
 from pytest_megatron.gang.gangs import Gang
 from pytest_megatron.gang.lifecycle import Lifecycle
 from pytest_megatron.gang.logs import open_standard_descriptors
 from pytest_megatron.gang.messages_of_nodes import Welcome
 from pytest_megatron.gang.nodes import Nodes, count_gpus
-from pytest_megatron.gang.patience import State
+from pytest_megatron.gang.patience import GangState
 from pytest_megatron.gang.spec import GangSpec
 from pytest_megatron.hooks.beginning import KEY
 from pytest_megatron.hooks.console import Console
 from pytest_megatron.hooks.leases import Leases
 from pytest_megatron.hooks.nodes import Leader, nodes_of
-from pytest_megatron.hooks.orders import Orders, refuse_unfit_host
+from pytest_megatron.hooks.orders import RankConfigs, refuse_unfit_host
 from pytest_megatron.hooks.origins import PerRank, modules_to_load, why_per_rank
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.hooks.tee import Tee
-from pytest_megatron.hooks.template import Template, TemplateProcess
+from pytest_megatron.hooks.template import SessionTemplate, TemplateProcess
 from pytest_megatron.lease import Lease
 from pytest_megatron.wording import counted
 
@@ -40,7 +40,7 @@ _PUMP_S = 0.5
 _LEASE_PUMP_S = 0.2  # between two looks at devices that others hold
 
 
-class Crew:
+class GangPool:
     """Starts gangs and ends them.
 
     Attributes:
@@ -78,7 +78,7 @@ class Crew:
         coverage = measure.settings_of_running(
             is_by_test=getattr(config.option, "cov_context", None) == "test"
         )
-        self.orders = Orders(config, run, self._nodes, coverage)
+        self.orders = RankConfigs(config, run, self._nodes, coverage)
         self._tee = Tee(config, options, is_worker=run.is_worker)
         self._console = Console(config, options.pdb_rank, is_refusing=run.is_worker)
         self.leases = Leases(self.tell_user)
@@ -87,7 +87,9 @@ class Crew:
         self._default_size = default_size
         self._template: TemplateProcess | None = None
         self._listener = listen_locally()
-        self._fleet: Fleet | None = Fleet(self._listener, on_debugger=self._console.handle)
+        self._fleet: Supervisor | None = Supervisor(
+            self._listener, on_debugger=self._console.handle
+        )
 
     def open(self, session: pytest.Session) -> None:
         """Begin to start the process that ranks come from, and have other nodes come.
@@ -108,7 +110,7 @@ class Crew:
         else:
             for item in session.items:
                 _ = item.location  # pytest keeps it: found here, no rank has to
-            template = Template(
+            template = SessionTemplate(
                 session=session,
                 address=self._listener.address,
                 key=self._listener.key,
@@ -144,7 +146,7 @@ class Crew:
         return leader
 
     @property
-    def fleet(self) -> Fleet:
+    def fleet(self) -> Supervisor:
         """Connections and processes; only before `shut_down`."""
         assert self._fleet is not None
         return self._fleet
@@ -165,7 +167,7 @@ class Crew:
         Only where that is one fork and holds nothing that others need: on the CPU of this node.
         """
         is_plain = self.per_rank is None and self.leader is None and spec.device == "cpu"
-        if is_plain and spec not in self._spares and self.fleet.nurseries.has(0):
+        if is_plain and spec not in self._spares and self.fleet.fork_servers.has(0):
             gang = self._spares[spec] = self._make(spec, None)
             self._tee.follow(gang)
             self.fleet.start(gang)
@@ -178,7 +180,7 @@ class Crew:
         """Start a gang; None while its devices are not free, or its ranks still collect."""
         fleet, per_rank = self.fleet, self.per_rank
         spare = self._spares.pop(spec, None)
-        if spare is not None and spare.lifecycle.state in (State.STARTING, State.IDLE):
+        if spare is not None and spare.lifecycle.state in (GangState.STARTING, GangState.IDLE):
             return spare
         if self._template is not None:
             self._template.wait()
@@ -294,7 +296,7 @@ class Crew:
             fleet.interrupt(gang)
         with contextlib.suppress(KeyboardInterrupt):
             while time.monotonic() < deadline and any(
-                gang.lifecycle.state is State.RUNNING for gang in busy
+                gang.lifecycle.state is GangState.RUNNING for gang in busy
             ):
                 fleet.pump(0.1)
 
@@ -340,4 +342,4 @@ def has_left(gang: Gang) -> bool:
 
     They were killed, and hold nothing that others need; devices are free only when they are gone.
     """
-    return gang.lifecycle.state in (State.KILLING, State.GONE) and gang.spec.device == "cpu"
+    return gang.lifecycle.state in (GangState.KILLING, GangState.GONE) and gang.spec.device == "cpu"

@@ -14,10 +14,10 @@ from pytest_megatron.files import JsonValue
 from pytest_megatron.gang.gangs import Gang
 from pytest_megatron.gang.logs import file_size
 from pytest_megatron.gang.messages import NOTHING, UNKNOWN, Run
-from pytest_megatron.gang.patience import State
+from pytest_megatron.gang.patience import GangState
 from pytest_megatron.gang.placement import Schedule
 from pytest_megatron.gang.spec import GangSpec
-from pytest_megatron.hooks.crew import Crew, has_left
+from pytest_megatron.hooks.crew import GangPool, has_left
 from pytest_megatron.hooks.execution import Execution
 from pytest_megatron.hooks.markers import num_reruns_of
 from pytest_megatron.hooks.merged import merge_problem
@@ -48,7 +48,7 @@ class Dispatcher:
     def __init__(
         self,
         session: pytest.Session,
-        crew: Crew,
+        pool: GangPool,
         *,
         specs: Mapping[pytest.Item, GangSpec],
         limits_s: Mapping[pytest.Item, float],
@@ -59,14 +59,14 @@ class Dispatcher:
 
         Args:
             session: One that has collected.
-            crew: Its gangs.
+            pool: Its gangs.
             specs: Items of gangs.
             limits_s: Of a phase of each.
             num_reruns: How often an item without a mark may run again for a transient cause.
             is_by_hand: Whether somebody else says what runs next, and not the schedule:
                 pytest-xdist, or `--sw`.
         """
-        self._crew = crew
+        self._pool = pool
         self._items = session.items
         self._index = {item: index for index, item in enumerate(session.items)}
         self._specs = specs
@@ -74,8 +74,8 @@ class Dispatcher:
         self._num_reruns = num_reruns
         self._is_by_hand = is_by_hand
         tests = [(self._index[item], spec, str(item.path)) for item, spec in specs.items()]
-        self._schedule = Schedule([] if is_by_hand else tests, num_slots=crew.num_slots)
-        self.is_in_order = is_by_hand or _is_one_by_one(set(specs.values()), crew.num_slots)
+        self._schedule = Schedule([] if is_by_hand else tests, num_slots=pool.num_slots)
+        self.is_in_order = is_by_hand or _is_one_by_one(set(specs.values()), pool.num_slots)
         self.ended: dict[pytest.Item, Execution] = {}
         self.history: dict[pytest.Item, list[Executed]] = {}
         self.is_stopping = False
@@ -87,7 +87,7 @@ class Dispatcher:
         self._is_claiming = False  # room is being made for a test that the schedule does not have
         option = session.config.option
         # Ranks that are copied live are copied under the name of the test that they run.
-        self._may_send_ahead = not crew.is_copying and not any(
+        self._may_send_ahead = not pool.is_copying and not any(
             getattr(option, name, None) for name in ("maxfail", "usepdb", "trace")
         )
         self._is_always_ahead = bool(os.environ.get(ALWAYS_AHEAD))
@@ -149,19 +149,19 @@ class Dispatcher:
         is_held = any(execution.may_end_session for execution in self.ended.values())
         if self.is_stopping or is_held or self._is_by_hand or self._is_claiming:
             return
-        schedule, crew = self._schedule, self._crew
-        for gang in list(crew.gangs.values()):
+        schedule, pool = self._schedule, self._pool
+        for gang in list(pool.gangs.values()):
             if self._is_free(gang):
                 taken = schedule.take(gang.number, gang.spec)
                 if taken is None:
-                    crew.fleet.close(gang)
+                    pool.fleet.close(gang)
                 else:
                     self._assign(gang, *taken)
             elif has_left(gang):
                 schedule.forget(gang.number)
             self._send_ahead(gang)
-        while (spec := schedule.wanted(crew.num_free(), crew.count())) is not None:
-            started = crew.start(spec)
+        while (spec := schedule.wanted(pool.num_free(), pool.count())) is not None:
+            started = pool.start(spec)
             if started is None:
                 return
             taken = schedule.take(started.number, spec)
@@ -170,7 +170,7 @@ class Dispatcher:
 
     def pump(self) -> None:
         """Wait until something happens, and let it have its effects."""
-        self._crew.pump()
+        self._pool.pump()
         self._sweep()
         self.dispatch()
 
@@ -178,22 +178,22 @@ class Dispatcher:
 
     def interrupt(self) -> None:
         """Ctrl-C: end what runs, start nothing new."""
-        running = [g for g in self._crew.gangs.values() if g.lifecycle.state is State.RUNNING]
-        self._crew.interrupt(running)
+        running = [g for g in self._pool.gangs.values() if g.lifecycle.state is GangState.RUNNING]
+        self._pool.interrupt(running)
         self.is_stopping = True
 
     def shut_down(self) -> None:
         """End every gang, and the process that ranks come from."""
         self._has_closed.set()
         with self.lock:
-            if self._crew.is_closed:
+            if self._pool.is_closed:
                 return
             try:
-                self._crew.close_all()
-                for gang in list(self._crew.gangs.values()):
+                self._pool.close_all()
+                for gang in list(self._pool.gangs.values()):
                     self._forget(gang)
             finally:
-                self._crew.shut_down()
+                self._pool.shut_down()
 
     def let_go_for_others(self) -> None:
         """From now on, end idle gangs that hold devices for which somebody waits.
@@ -207,7 +207,7 @@ class Dispatcher:
 
     def _watch_for_others(self) -> None:
         while not self._has_closed.wait(_LEASE_POLL_S):
-            is_held = not self._crew.leases.is_empty
+            is_held = not self._pool.leases.is_empty
             if is_held and is_awaited() and self.lock.acquire(blocking=False):
                 try:
                     self._let_go()
@@ -215,35 +215,35 @@ class Dispatcher:
                     self.lock.release()
 
     def _let_go(self) -> None:
-        crew = self._crew
-        if crew.is_closed:
+        pool = self._pool
+        if pool.is_closed:
             return
-        crew.fleet.pump(0.0)
+        pool.fleet.pump(0.0)
         self._sweep()
-        for gang in list(crew.gangs.values()):
-            if self._is_free(gang) and crew.leases.is_held_by(gang.number):
-                crew.fleet.close(gang)
+        for gang in list(pool.gangs.values()):
+            if self._is_free(gang) and pool.leases.is_held_by(gang.number):
+                pool.fleet.close(gang)
 
     # Gangs and what they run
 
     def _start_by_hand(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
         """Start an item that the schedule does not have: a rerun, or one of pytest-xdist's."""
         spec = self._specs[item]
-        free = [gang for gang in self._crew.gangs.values() if self._is_free(gang)]
+        free = [gang for gang in self._pool.gangs.values() if self._is_free(gang)]
         fitting = [gang for gang in free if gang.spec == spec and not spec.is_isolated]
         gang = fitting[0] if fitting else self._start_alone(spec)
         self._assign(gang, self._index[item], self._next_by_hand(gang, nextitem))
 
     def _start_alone(self, spec: GangSpec) -> Gang:
         """Start a gang in the place of those that are idle, as soon as there is room for it."""
-        crew = self._crew
+        pool = self._pool
         self._is_claiming = True  # else what the schedule has next would take the room
         try:
             while True:
-                for other in [gang for gang in crew.gangs.values() if self._is_free(gang)]:
-                    crew.fleet.close(other)
-                has_room = crew.num_free() >= min(spec.world_size, crew.num_slots)
-                if has_room and (gang := crew.start(spec)) is not None:
+                for other in [gang for gang in pool.gangs.values() if self._is_free(gang)]:
+                    pool.fleet.close(other)
+                has_room = pool.num_free() >= min(spec.world_size, pool.num_slots)
+                if has_room and (gang := pool.start(spec)) is not None:
                     return gang
                 self.pump()
         finally:
@@ -260,8 +260,8 @@ class Dispatcher:
         return self._index[nextitem] if self._specs.get(nextitem) == gang.spec else UNKNOWN
 
     def _is_free(self, gang: Gang) -> bool:
-        is_busy = any(g is gang for g, _ in self._running.values()) or self._crew.is_spare(gang)
-        return not is_busy and gang.lifecycle.state in (State.IDLE, State.STARTING)
+        is_busy = any(g is gang for g, _ in self._running.values()) or self._pool.is_spare(gang)
+        return not is_busy and gang.lifecycle.state in (GangState.IDLE, GangState.STARTING)
 
     def _send_ahead(self, gang: Gang) -> None:
         """Have a gang go on by itself where it is known with what, and nobody may object.
@@ -273,7 +273,7 @@ class Dispatcher:
         is_alone = self.is_in_order or self.is_serial
         if not (self._may_send_ahead and is_tried and is_alone):
             return
-        fleet = self._crew.fleet
+        fleet = self._pool.fleet
         after = gang.lifecycle.held.last
         runs: list[tuple[Run, float]] = []
         for _ in range(fleet.count_room_ahead(gang)):
@@ -294,10 +294,10 @@ class Dispatcher:
 
     def _assign(self, gang: Gang, index: int, next_index: int) -> None:
         run = self._prepare(gang, index, next_index)
-        self._crew.fleet.assign(gang, run, limit_s=self._limits_s[self._items[index]])
+        self._pool.fleet.assign(gang, run, limit_s=self._limits_s[self._items[index]])
         self._take_ends(gang)
         if gang.spec.is_isolated and self._schedule.has_more(gang.spec):
-            self._crew.start_ahead(gang.spec)
+            self._pool.start_ahead(gang.spec)
 
     def _prepare(self, gang: Gang, index: int, next_index: int, after: int = 0) -> Run:
         """Note that a gang will run a test, and return what its ranks are told."""
@@ -316,20 +316,20 @@ class Dispatcher:
             node_id=str(item.nodeid),
             next_index=next_index,
             next_node_id=str(self._items[next_index].nodeid) if next_index >= 0 else "",
-            shared_dir=f"{self._crew.orders.shared_dir(gang.orders)}{os.sep}{self._num_runs}",
+            shared_dir=f"{self._pool.orders.shared_dir(gang.orders)}{os.sep}{self._num_runs}",
             is_last_if_failed=bool(maxfail) and item.session.testsfailed + 1 >= maxfail,
             after=after,
         )
 
     def _sweep(self) -> None:
-        for gang in list(self._crew.gangs.values()):
+        for gang in list(self._pool.gangs.values()):
             self._take_ends(gang)
             if gang.is_gone:
                 self._forget(gang)
 
     def _take_ends(self, gang: Gang) -> None:
         if gang.ends:
-            self._crew.catch_up(gang)
+            self._pool.catch_up(gang)
         for end in gang.ends:
             _, execution = self._running.pop(end.run)
             execution.end = end
@@ -368,7 +368,7 @@ class Dispatcher:
             self._late.append((item, merge_late(late, log_dirs)))
 
     def _forget(self, gang: Gang) -> None:
-        self._crew.forget(gang)
+        self._pool.forget(gang)
         item = self._last.pop(gang.number, None)
         self._schedule.forget(gang.number)
         for number, execution in self._executions(gang):

@@ -20,7 +20,7 @@ from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang.bootstrap import state_if_seeded
 from pytest_megatron.gang.channel import Channel, WrongKeyError, connect
 from pytest_megatron.gang.messages import Hello
-from pytest_megatron.gang.messages_of_nodes import Ended, Joined, Mirrored, Welcome
+from pytest_megatron.gang.messages_of_nodes import Joined, Mirrored, SessionEnded, Welcome
 from pytest_megatron.gang.nodes import Nodes, find_key
 from pytest_megatron.hooks.beginning import KEY
 from pytest_megatron.hooks.mirror import replay
@@ -37,7 +37,7 @@ from pytest_megatron.hooks.nodes import (
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.origins import make_brief, tell_warm
 from pytest_megatron.hooks.rank_process import temp_factory
-from pytest_megatron.hooks.template import Template
+from pytest_megatron.hooks.template import SessionTemplate
 from pytest_megatron.host import this_host
 from pytest_megatron.lease import Lease, lease_gpus
 
@@ -123,7 +123,7 @@ class FollowerPlugin:
         options = self._options
         hello = Hello(role="node", gang=0, rank=-1, node_rank=options.node_rank, pid=os.getpid())
         started = time.monotonic()
-        patience_s = _STRANGER_S if options.rdzv_step else 0.0
+        timers_s = _STRANGER_S if options.rdzv_step else 0.0
         while True:
             waited_s, problem = time.monotonic() - started, ""
             for host, port in addresses_of(options):
@@ -131,7 +131,7 @@ class FollowerPlugin:
                 try:
                     return connect(self._address, key, hello)
                 except WrongKeyError:
-                    if waited_s >= patience_s:
+                    if waited_s >= timers_s:
                         raise self._wrong_key() from None
                 except OSError as error:
                     problem = problem or str(error)
@@ -158,7 +158,7 @@ class FollowerPlugin:
         match channel.receive():
             case Welcome() as welcome:
                 pass
-            case Ended(text=text):
+            case SessionEnded(text=text):
                 raise pytest.UsageError(text)
             case _:
                 raise self._is_gone()
@@ -194,14 +194,14 @@ class FollowerPlugin:
         self, session: pytest.Session, channel: Channel, welcome: Welcome, key: bytes
     ) -> Callable[[], None]:
         """Start what ranks are forked from; return what ends it."""
-        leash, held = os.pipe()
+        parent_pipe, held = os.pipe()
 
         def forget() -> None:
             os.close(held)
             channel.close()
 
         own = {item.nodeid: item for item in session.items}
-        template = Template(
+        template = SessionTemplate(
             session=session,
             address=self._address,
             key=key,
@@ -211,11 +211,11 @@ class FollowerPlugin:
             node_rank=self._options.node_rank,
             items=tuple(own.get(node_id) for node_id in welcome.node_ids),
             base_temp=self._base_temp,
-            leash=leash,
+            parent_pipe=parent_pipe,
             forget=forget,
         )
         pid = template.fork()
-        os.close(leash)
+        os.close(parent_pipe)
 
         def end() -> None:
             os.close(held)
@@ -256,7 +256,7 @@ class FollowerPlugin:
             match channel.receive():
                 case Mirrored() as mirrored:
                     replay(self._config, mirrored)
-                case Ended() as ended:
+                case SessionEnded() as ended:
                     break
                 case _:
                     raise self._is_gone()

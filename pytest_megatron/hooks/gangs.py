@@ -21,7 +21,7 @@ from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang.nodes import count_gpus
 from pytest_megatron.gang.processes import end_if_forked
 from pytest_megatron.gang.spec import GangSpec, Reason, RunEnd
-from pytest_megatron.hooks.crew import Crew
+from pytest_megatron.hooks.crew import GangPool
 from pytest_megatron.hooks.dispatch import Dispatcher
 from pytest_megatron.hooks.gang_results import RECORD, add_way_back
 from pytest_megatron.hooks.markers import num_reruns_of, spec_of, timeout_of
@@ -64,7 +64,7 @@ class GangPlugin:
         self._options: Options = run.options
         self._specs: dict[pytest.Item, GangSpec] = {}
         self._limits_s: dict[pytest.Item, float] = {}
-        self._crew: Crew | None = None
+        self._pool: GangPool | None = None
         self._dispatcher: Dispatcher | None = None
         self._current: pytest.Item | None = None
         self._nextitem: pytest.Item | None = None
@@ -142,7 +142,7 @@ class GangPlugin:
             self._run.refuse_used_run_dir()
         dispatcher = self._open(session)
         for line in self._limits_of_others:
-            self._open_crew.tell_user(line)
+            self._open_pool.tell_user(line)
         if self._run.is_worker:
             return None
         try:
@@ -171,8 +171,8 @@ class GangPlugin:
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> None:
         """Be the last process to end."""
-        if self._crew is not None:
-            self._crew.wait_for_end()
+        if self._pool is not None:
+            self._pool.wait_for_end()
 
     def _print_plan(self, session: pytest.Session) -> bool | None:
         """Print which gangs would run how many tests; workloads print theirs."""
@@ -187,17 +187,17 @@ class GangPlugin:
 
     def _open(self, session: pytest.Session) -> Dispatcher:
         """Get gangs ready, and take over the phases of our items."""
-        crew = Crew(self._config, self._run, self._specs.values(), self._default_size())
-        self._crew = crew
+        pool = GangPool(self._config, self._run, self._specs.values(), self._default_size())
+        self._pool = pool
         dispatcher = self._dispatcher = Dispatcher(
             session,
-            crew,
+            pool,
             specs=self._specs,
             limits_s=self._limits_s,
             num_reruns=self._options.num_transient_reruns,
             is_by_hand=self._run.is_worker or getattr(session.config.option, "stepwise", False),
         )
-        crew.open(session)
+        pool.open(session)
         original = session.gethookproxy
 
         def get_hooks(fspath: os.PathLike[str]) -> pluggy.HookRelay:
@@ -210,8 +210,8 @@ class GangPlugin:
     def _loop(self, session: pytest.Session) -> None:
         """Run items of gangs, side by side where they are small; the controller's own first."""
         dispatcher, items = self._open_dispatcher, session.items
-        if self._open_crew.leader is not None:
-            self._open_crew.leader.wait()
+        if self._open_pool.leader is not None:
+            self._open_pool.leader.wait()
         own = items if dispatcher.is_in_order else [i for i in items if not self.is_ours(i)]
         for item, following in itertools.zip_longest(own, own[1:]):
             self._protocol(session, item, following)
@@ -233,10 +233,10 @@ class GangPlugin:
 
     def _fail_extra(self, session: pytest.Session) -> None:
         """Fail tests that only some ranks have, under their own names."""
-        crew = self._open_crew
-        extra = {} if crew.per_rank is None else crew.per_rank.extra()
-        if crew.leader is not None:
-            extra = {**extra, **crew.leader.extra()}
+        pool = self._open_pool
+        extra = {} if pool.per_rank is None else pool.per_rank.extra()
+        if pool.leader is not None:
+            extra = {**extra, **pool.leader.extra()}
         for node_id, reason in extra.items():
             item = make_extra_item(session, node_id, reason)
             session.items.append(item)
@@ -337,7 +337,7 @@ class GangPlugin:
         cause = transient_cause(
             execution.merged, execution.log_lines(), execution.last_words(), self._run.table
         )
-        if cause is None or self._run.ledger.claim(item.nodeid, cause.id) is not None:
+        if cause is None or self._run.retry_budget.claim(item.nodeid, cause.id) is not None:
             return None
         return cause
 
@@ -426,9 +426,9 @@ class GangPlugin:
         return self._allure
 
     @property
-    def _open_crew(self) -> Crew:
-        assert self._crew is not None
-        return self._crew
+    def _open_pool(self) -> GangPool:
+        assert self._pool is not None
+        return self._pool
 
     @property
     def _open_dispatcher(self) -> Dispatcher:

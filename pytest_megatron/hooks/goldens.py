@@ -15,11 +15,11 @@ import pytest
 from pytest_megatron.errors import GoldenError, MegatronError
 from pytest_megatron.files import JsonValue
 from pytest_megatron.git import ask_git_for_owner
-from pytest_megatron.golden.policy import Policy
+from pytest_megatron.golden.policy import ComparisonPolicy
 from pytest_megatron.hooks.options import Options
-from pytest_megatron.launch.facts import Facts
+from pytest_megatron.launch.facts import SessionFacts
 from pytest_megatron.refresh.accept import (
-    Outcome,
+    AcceptOutcome,
     Terms,
     accept,
     consider,
@@ -30,7 +30,7 @@ from pytest_megatron.refresh.candidate import Candidate, hard
 from pytest_megatron.refresh.making import make_candidate, make_prospect
 from pytest_megatron.refresh.pull_request import commit_message, counted, markdown
 from pytest_megatron.refresh.reading import digest_of, read_candidate
-from pytest_megatron.verdict.job import Job, Training
+from pytest_megatron.verdict.job import Training, WorkloadJob
 
 _MOST_LINES = 60  # of the page in the terminal
 
@@ -54,7 +54,9 @@ class GoldenWriter:
         mode = self._options.golden
         return mode == "refresh" or (mode == "record" and not has_golden)
 
-    def refuse_early(self, job: Job, target: Path, facts: Facts, *, is_here: bool) -> None:
+    def refuse_early(
+        self, job: WorkloadJob, target: Path, facts: SessionFacts, *, is_here: bool
+    ) -> None:
         """Refuse what could never be written, before the training costs anything.
 
         Args:
@@ -80,7 +82,7 @@ class GoldenWriter:
                 )
             raise GoldenError(job.node_id, "; ".join(lines))
 
-    def _refuse_uncommitted(self, facts: Facts) -> None:
+    def _refuse_uncommitted(self, facts: SessionFacts) -> None:
         is_committed = facts.commit is not None and not facts.is_dirty
         if not self._options.is_writing_goldens or is_committed or self._options.is_dirty_allowed:
             return
@@ -97,7 +99,7 @@ class GoldenWriter:
             f"can name; commit first, or give --allow-dirty, which the golden then says",
         )
 
-    def keep(self, training: Training, target: Path, facts: Facts) -> dict[str, JsonValue]:
+    def keep(self, training: Training, target: Path, facts: SessionFacts) -> dict[str, JsonValue]:
         """Leave a candidate in the run directory; return what the record says of it."""
         shown: dict[str, JsonValue] = {"target": str(target.relative_to(self._root))}
         if not training.clean:
@@ -117,7 +119,11 @@ class GoldenWriter:
         return {**shown, "candidate": str(path), "digests": digests}
 
     def refusal(
-        self, node_id: str, record: Mapping[str, JsonValue], directory: Path, policy: Policy
+        self,
+        node_id: str,
+        record: Mapping[str, JsonValue],
+        directory: Path,
+        policy: ComparisonPolicy,
     ) -> str | None:
         """Return why the gate keeps a workload's candidate from becoming a golden, or None."""
         candidate = read_candidate(node_id, record, directory, self._root, policy)
@@ -133,7 +139,9 @@ class GoldenWriter:
             )
         return "\n".join(lines)
 
-    def finish(self, records: Mapping[str, JsonValue], policy: Policy, exit_status: int) -> bool:
+    def finish(
+        self, records: Mapping[str, JsonValue], policy: ComparisonPolicy, exit_status: int
+    ) -> bool:
         """Write every candidate, if the session was clean; return False if that went wrong."""
         offered = {n: r for n, r in records.items() if isinstance(r, dict) and _is_offered(r)}
         num_left = sum(isinstance(r, dict) and _has_candidate(r) for r in records.values())
@@ -156,7 +164,9 @@ class GoldenWriter:
                 return False
         return True
 
-    def _read(self, node_id: str, record: Mapping[str, JsonValue], policy: Policy) -> Candidate:
+    def _read(
+        self, node_id: str, record: Mapping[str, JsonValue], policy: ComparisonPolicy
+    ) -> Candidate:
         return read_candidate(node_id, record, Path(str(record["directory"])), self._root, policy)
 
     def _write(self, candidates: Sequence[Candidate]) -> bool:
@@ -170,7 +180,7 @@ class GoldenWriter:
         self.lines += self._pages(outcome, candidates[0].directory.parent)
         return True
 
-    def _pages(self, outcome: Outcome, run_dir: Path) -> list[str]:
+    def _pages(self, outcome: AcceptOutcome, run_dir: Path) -> list[str]:
         """Write what goes with the goldens, and return what to print."""
         reason = self._terms.reason
         lines = [f"goldens: {len(outcome.differences)} written"]

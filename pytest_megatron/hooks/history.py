@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.files import JsonValue
-from pytest_megatron.history import FILE_NAME, Entry, append, known_items, read
+from pytest_megatron.history import FILE_NAME, HistoryEntry, append, known_items, read
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.launch.facts import utc_now
 from pytest_megatron.launch.own_dir import OWN_DIR, make_own_dir
@@ -34,7 +34,7 @@ class HistoryPlugin:
             self._path = session.root / chosen
         else:
             self._path = session.root / OWN_DIR / FILE_NAME
-        self._kept: dict[str, Entry] = {}
+        self._kept: dict[str, HistoryEntry] = {}
         self._earlier = self._of_this_run() if session.options.is_attached else frozenset()
         self._known: frozenset[str] | None = None
         self._num_flaky = 0
@@ -97,14 +97,14 @@ class HistoryPlugin:
                 self._problem = f"{self._session.shorten(str(self._path))}: {error.strerror}"
         return node_id in self._known
 
-    def _entry(self, node_id: str, record: Mapping[str, JsonValue], kind: str) -> Entry:
+    def _entry(self, node_id: str, record: Mapping[str, JsonValue], kind: str) -> HistoryEntry:
         facts = self._session.facts
         attempts = record["attempts"]
         assert isinstance(attempts, list)
         failed = [a for a in attempts if isinstance(a, dict) and _is_failed(a)]
         duration_s = record.get("duration_s", 0.0)
         assert isinstance(duration_s, int | float)
-        return Entry(
+        return HistoryEntry(
             time=utc_now(),
             run=self._session.run_dir.name,
             node_id=self._session.redactor.text(node_id),

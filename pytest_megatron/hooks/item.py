@@ -23,7 +23,7 @@ from pytest_megatron.verdict.decide import Verdict
 if TYPE_CHECKING:
     from pytest_megatron.recipe.vocabulary import Vocabulary
     from pytest_megatron.triage.signature import Table
-    from pytest_megatron.verdict.job import Job, Training
+    from pytest_megatron.verdict.job import Training, WorkloadJob
 
 
 class WorkloadRunner(Protocol):
@@ -39,7 +39,7 @@ class WorkloadRunner(Protocol):
     def table(self) -> Table:
         """The signatures that failures are looked up in."""
 
-    def prepare(self, item: WorkloadItem) -> Job:
+    def prepare(self, item: WorkloadItem) -> WorkloadJob:
         """Put a workload's job together and make its directory."""
 
     def train(self, item: WorkloadItem) -> Training:

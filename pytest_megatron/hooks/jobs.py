@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pytest_megatron.ci.jobs import num_repeats_of
 from pytest_megatron.errors import GoldenError, LaunchError
-from pytest_megatron.golden.policy import Policy
+from pytest_megatron.golden.policy import ComparisonPolicy
 from pytest_megatron.golden.provenance import Golden
 from pytest_megatron.golden.store import golden_path, new_golden_path, read_golden
 from pytest_megatron.hooks.options import MIN_REFRESH_REPEATS, Options
@@ -21,17 +21,17 @@ from pytest_megatron.launch.layout import item_dirs
 from pytest_megatron.launch.plan import Setting
 from pytest_megatron.launch.project_copy import look_at_machine
 from pytest_megatron.launch.replay import Replay
-from pytest_megatron.launch.script_row import Machine
+from pytest_megatron.launch.script_row import ScriptMachine
 from pytest_megatron.launch.starter import FT_PACKAGE
 from pytest_megatron.recipe.model import Workload
-from pytest_megatron.verdict.job import Job
+from pytest_megatron.verdict.job import WorkloadJob
 from pytest_megatron.verdict.judge import place_of
 from pytest_megatron.verdict.modes import check_golden_kind
 from pytest_megatron.verdict.retry import policy_of
 from pytest_megatron.verdict.row_case import read_case_of
 
 
-def make_job(session: RunSession, workload: Workload, node_id: str) -> Job:
+def make_job(session: RunSession, workload: Workload, node_id: str) -> WorkloadJob:
     """Put together what the options and the row say.
 
     Raises:
@@ -50,11 +50,11 @@ def make_job(session: RunSession, workload: Workload, node_id: str) -> Job:
         tee_ranks=options.tee_ranks,
         is_lightweight=options.is_lightweight,
         has_ft_launcher=importlib.util.find_spec(FT_PACKAGE) is not None,
-        machine=Machine() if workload.script is None else look_at_machine(os.environ),
+        machine=ScriptMachine() if workload.script is None else look_at_machine(os.environ),
         secret_names=session.project.secret_names,
         kept_variables=session.project.kept_variables,
     )
-    return Job(
+    return WorkloadJob(
         node_id=node_id,
         workload=workload,
         case=read_case_of(session.root, workload),
@@ -79,17 +79,17 @@ def _num_repeats(options: Options, workload: Workload) -> int:
     return options.num_repeats or workload.n_repeat or 1
 
 
-def golden_path_of(job: Job) -> Path:
+def golden_path_of(job: WorkloadJob) -> Path:
     """Return where the golden of a job is, or would be."""
     return golden_path(job.setting.root, job.workload)
 
 
-def new_golden_path_of(job: Job) -> Path:
+def new_golden_path_of(job: WorkloadJob) -> Path:
     """Return where a new golden of a job is written."""
     return new_golden_path(job.setting.root, job.workload)
 
 
-def require_golden(session: RunSession, job: Job, policy: Policy) -> None:
+def require_golden(session: RunSession, job: WorkloadJob, policy: ComparisonPolicy) -> None:
     """Make sure, before a training costs anything, that there is something to compare it with.
 
     Raises:
@@ -115,7 +115,7 @@ def require_golden(session: RunSession, job: Job, policy: Policy) -> None:
     policy.at(place_of(job)).require_judged(job.metric_names or ())
 
 
-def keep_golden(session: RunSession, job: Job) -> str | None:
+def keep_golden(session: RunSession, job: WorkloadJob) -> str | None:
     """Copy the golden into the workload's directory; return its SHA-256, None where there is none.
 
     The copy is what the run is compared with and what its page shows, whatever becomes of the
@@ -138,7 +138,7 @@ def keep_golden(session: RunSession, job: Job) -> str | None:
         ) from error
 
 
-def read_kept_golden(session: RunSession, job: Job, digest: str | None) -> Golden | None:
+def read_kept_golden(session: RunSession, job: WorkloadJob, digest: str | None) -> Golden | None:
     """Return the golden as it was before the training; None where nothing is to be compared.
 
     Args:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from pytest_megatron.gang.spec import GangSpec
 from pytest_megatron.host import this_host
-from pytest_megatron.lease import Lease, Waiting, try_lease, waiting_text
+from pytest_megatron.lease import Lease, LeaseWaiter, try_lease, waiting_text
 
 
 class Leases:
@@ -21,7 +21,7 @@ class Leases:
         self._tell_user = tell_user
         self._prepared: dict[GangSpec, Lease] = {}
         self._of_gangs: dict[int, Lease] = {}
-        self._waiting: Waiting | None = None
+        self._waiting: LeaseWaiter | None = None
 
     @property
     def is_waiting(self) -> bool:
@@ -47,7 +47,7 @@ class Leases:
         lease = try_lease(gpus, num_gpus)
         if lease is None and self._waiting is None:
             self._tell_user(waiting_text(gpus, num_gpus))
-            self._waiting = Waiting()
+            self._waiting = LeaseWaiter()
         if lease is not None and self._waiting is not None:
             self._waiting.close()
             self._waiting = None

@@ -16,7 +16,7 @@ from typing import Protocol, cast
 
 import pytest
 
-from pytest_megatron.gang.messages import RankOrder
+from pytest_megatron.gang.messages import RankConfig
 from pytest_megatron.report.merge import Merged
 
 # Of pytest-benchmark: what would hold fewer numbers than it seems to.
@@ -219,7 +219,7 @@ def seed_of_examples(run_id: str) -> int:
     return zlib.crc32(run_id.encode())
 
 
-def draw_same_examples(order: RankOrder) -> None:
+def draw_same_examples(order: RankConfig) -> None:
     """Have hypothesis draw the same examples in all ranks; its database stays out then."""
     core = cast("_Core | None", sys.modules.get("hypothesis.core"))
     if core is not None and core.global_force_seed is None:
@@ -234,7 +234,7 @@ def notes_on_failure(item: pytest.Item) -> Iterator[tuple[str, str]]:
         yield "hypothesis", text
 
 
-def write_snapshots(config: pytest.Config, order: RankOrder) -> None:
+def write_snapshots(config: pytest.Config, order: RankConfig) -> None:
     """Have syrupy write what a test changed, one rank at a time: the process may be killed."""
     session = cast("_Syrupy | None", getattr(config, "_syrupy", None))
     if session is None or not getattr(session, "_queued_snapshot_writes", None):

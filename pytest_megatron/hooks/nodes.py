@@ -15,10 +15,10 @@ import pytest
 
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang.channel import Listener, listen_on
-from pytest_megatron.gang.fleet import Fleet
+from pytest_megatron.gang.fleet import Supervisor
 from pytest_megatron.gang.followers import Followers
-from pytest_megatron.gang.messages import RankOrder
-from pytest_megatron.gang.messages_of_nodes import Ended, Welcome
+from pytest_megatron.gang.messages import RankConfig
+from pytest_megatron.gang.messages_of_nodes import SessionEnded, Welcome
 from pytest_megatron.gang.nodes import KEY_VARIABLE, Nodes, find_key
 from pytest_megatron.gang.slurm_step import choose_ports
 from pytest_megatron.hooks.mirror import mirror_log, mirror_report, mirror_warning
@@ -62,7 +62,7 @@ class Leader:
     """Node 0's side: has the other nodes come, and tells them what happens."""
 
     def __init__(
-        self, config: pytest.Config, fleet: Fleet, *, welcome: Welcome, options: Options
+        self, config: pytest.Config, fleet: Supervisor, *, welcome: Welcome, options: Options
     ) -> None:
         """Listen.
 
@@ -101,7 +101,7 @@ class Leader:
                 )
             self._fleet.pump(RETRY_S)
 
-    def missing(self, orders: Sequence[RankOrder]) -> dict[int, dict[str, str]]:
+    def missing(self, orders: Sequence[RankConfig]) -> dict[int, dict[str, str]]:
         """Return rank -> node id -> why the rank has no such test."""
         joined = self._followers.joined
         return {
@@ -162,10 +162,10 @@ class Leader:
             kind, text = "failed", str(session.shouldfail)
         elif not kind and session.shouldstop:
             kind, text = "interrupted", str(session.shouldstop)
-        self._followers.dismiss(Ended(exit_code=int(exitstatus), kind=kind, text=text))
+        self._followers.dismiss(SessionEnded(exit_code=int(exitstatus), kind=kind, text=text))
 
     def _is_there(self, node_rank: int) -> bool:
-        return node_rank in self._followers.joined and self._fleet.nurseries.has(node_rank)
+        return node_rank in self._followers.joined and self._fleet.fork_servers.has(node_rank)
 
     def _tell(self, line: str, told: set[str]) -> None:
         if line not in told:

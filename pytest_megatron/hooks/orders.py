@@ -13,7 +13,7 @@ import pytest
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.files import JsonValue
 from pytest_megatron.gang.bootstrap import rank_env
-from pytest_megatron.gang.messages import RankOrder
+from pytest_megatron.gang.messages import RankConfig
 from pytest_megatron.gang.nodes import Nodes, share_gpus
 from pytest_megatron.gang.processes import check_proc
 from pytest_megatron.gang.spec import GangSpec
@@ -25,7 +25,7 @@ from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.lease import Lease
 
 
-class Orders:
+class RankConfigs:
     """Writes orders for the ranks of one session.
 
     Attributes:
@@ -47,7 +47,7 @@ class Orders:
         self.coverage = coverage
         self.coverage_dir = run.run_dir / run.ranks_dir / "coverage"
 
-    def write(self, number: int, spec: GangSpec, lease: Lease | None) -> tuple[RankOrder, ...]:
+    def write(self, number: int, spec: GangSpec, lease: Lease | None) -> tuple[RankConfig, ...]:
         """Return the orders of a gang, by rank.
 
         Args:
@@ -71,7 +71,7 @@ class Orders:
             own[DEVICES] = ",".join(gpu.uuid for gpu in lease.gpus)
         base_temp = self._base_temp() / f"gang{number}"
         return tuple(
-            RankOrder(
+            RankConfig(
                 gang=number,
                 rank=place.rank,
                 world_size=spec.world_size,
@@ -93,7 +93,7 @@ class Orders:
             for place in places
         )
 
-    def shared_dir(self, orders: tuple[RankOrder, ...]) -> str:
+    def shared_dir(self, orders: tuple[RankConfig, ...]) -> str:
         """Return where ranks of all nodes of a gang can write."""
         return self._shared_dir_of_nodes if orders[-1].node_rank > 0 else self._shared_dir
 

@@ -18,19 +18,19 @@ import pytest
 from typing_extensions import override
 
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.gang.agreement import Difference, compare, digest_of, last_line
+from pytest_megatron.gang.agreement import CollectionDifference, compare, digest_of, last_line
 from pytest_megatron.gang.channel import Listener
 from pytest_megatron.gang.clean import find_obstacle
-from pytest_megatron.gang.fleet import Fleet
+from pytest_megatron.gang.fleet import Supervisor
 from pytest_megatron.gang.gangs import Gang
-from pytest_megatron.gang.messages import Collected, Died, RankOrder, Stacks, StoreOpened
+from pytest_megatron.gang.messages import Collected, Died, RankConfig, Stacks, StoreOpened
 from pytest_megatron.gang.patience import START_LIMIT_S
 from pytest_megatron.gang.raised import TemplateWord
 from pytest_megatron.hooks.beginning import KEY, Beginning
 from pytest_megatron.hooks.nodes import DEVICES
 from pytest_megatron.hooks.options import Options
-from pytest_megatron.hooks.rank_template import Brief
-from pytest_megatron.hooks.warm import Mode, WarmProcess, start_warm
+from pytest_megatron.hooks.rank_template import SessionInfo
+from pytest_megatron.hooks.warm import PreloadedProcess, PreloadMode, start_warm
 from pytest_megatron.hooks.watch import find_rank_words, will_load_torch
 from pytest_megatron.hooks.worker_contract import RankNode, configure_node, encode, node_down
 from pytest_megatron.report.crash import shorten_stack
@@ -86,7 +86,7 @@ def ids_of_tests(session: pytest.Session) -> list[str]:
 
 def make_brief(
     config: pytest.Config, *, address: str, key: bytes, node_ids: Sequence[str], is_single: bool
-) -> Brief:
+) -> SessionInfo:
     """Return what ranks have to know of a session on this node."""
     beginning = config.stash[KEY]
     arguments = [str(argument) for argument in config.invocation_params.args]
@@ -94,7 +94,7 @@ def make_brief(
         arguments.append("--capture=no")
     if config.pluginmanager.has_plugin("_cov"):  # it would erase the data of the controller
         arguments.append("--no-cov")
-    return Brief(
+    return SessionInfo(
         address=address,
         key=key.hex(),
         node_rank=0,
@@ -108,9 +108,9 @@ def make_brief(
     )
 
 
-def tell_warm(beginning: Beginning, brief: Brief) -> WarmProcess:
+def tell_warm(beginning: Beginning, brief: SessionInfo) -> PreloadedProcess:
     """Have the warm process serve; one that is not there, or of another kind, is started."""
-    mode: Mode = "fresh" if brief.is_single else "fork"
+    mode: PreloadMode = "fresh" if brief.is_single else "fork"
     warm, beginning.warm = beginning.warm, None
     if warm is None or warm.mode != mode:
         warm = start_warm(mode, beginning.env, beginning.path)
@@ -119,12 +119,12 @@ def tell_warm(beginning: Beginning, brief: Brief) -> WarmProcess:
 
 
 @dataclass(slots=True)
-class _Template:
+class _TemplateStart:
     """What is known of the process that collects for one rank of gangs of one size."""
 
     number: int
     until: float
-    order: RankOrder
+    order: RankConfig
     is_ready: bool = False
     is_single: bool = False
     is_asked: bool = False
@@ -146,8 +146,8 @@ class _World:
         told: Collectors that failed, with the reason, and the rank, which were told of.
     """
 
-    templates: dict[int, _Template] = field(default_factory=dict)
-    differences: dict[int, Difference] = field(default_factory=dict)
+    templates: dict[int, _TemplateStart] = field(default_factory=dict)
+    differences: dict[int, CollectionDifference] = field(default_factory=dict)
     lost: dict[int, str] = field(default_factory=dict)
     avoided: dict[int, dict[str, str]] = field(default_factory=dict)
     nodes: dict[int, RankNode] = field(default_factory=dict)
@@ -161,7 +161,7 @@ class PerRank:
     def __init__(
         self,
         session: pytest.Session,
-        fleet: Fleet,
+        fleet: Supervisor,
         listener: Listener,
         options: Options,
     ) -> None:
@@ -182,13 +182,13 @@ class PerRank:
         )
         self._warm = self._begin()
 
-    def is_ready(self, orders: Sequence[RankOrder]) -> bool:
+    def is_ready(self, orders: Sequence[RankConfig]) -> bool:
         """Whether a gang of these orders can be started now; sees to it that it will be."""
         self._wait_for_warm()
         size = orders[0].world_size
         world = self._worlds.setdefault(size, _World())
         self._drop_late(world)
-        are_all_there = all(self._fleet.nurseries.has(order.node_rank) for order in orders)
+        are_all_there = all(self._fleet.fork_servers.has(order.node_rank) for order in orders)
         if world.lost and are_all_there:
             world.lost_at = world.lost_at or time.monotonic()
             are_all_in = all(t.is_ready for t in world.templates.values())
@@ -271,17 +271,17 @@ class PerRank:
             node_down(node, output or "", None if output else "the rank was ended")
 
     def close(self) -> None:
-        """Wait until nothing is left, once the fleet was stopped."""
+        """Wait until nothing is left, once the supervisor was stopped."""
         self._warm.stop()
 
-    def _begin(self) -> WarmProcess:
+    def _begin(self) -> PreloadedProcess:
         return tell_warm(self._beginning, self._brief)
 
     def _wait_for_warm(self) -> None:
         """Wait until the warm process has called; one that was killed gets a successor, once."""
         deadline = time.monotonic() + _WARM_S
         num_left = 1
-        while not self._fleet.nurseries.has(0):
+        while not self._fleet.fork_servers.has(0):
             problem = self._warm.problem()
             if problem and not num_left:
                 raise LaunchError("gang", f"the process that starts ranks ended: {problem}")
@@ -294,7 +294,7 @@ class PerRank:
             if time.monotonic() > deadline:
                 raise LaunchError("gang", "the process that starts ranks did not call")
 
-    def _raise(self, world: _World, orders: Sequence[RankOrder]) -> None:
+    def _raise(self, world: _World, orders: Sequence[RankConfig]) -> None:
         """Have ranks collect."""
         until = time.monotonic() + self._limit_s
         argv = self._beginning.argv
@@ -311,7 +311,7 @@ class PerRank:
             orders, lambda number, word, rank: self._on_word(world, number, word, rank)
         )
         for order in orders:
-            world.templates[order.rank] = _Template(number, until, order)
+            world.templates[order.rank] = _TemplateStart(number, until, order)
 
     def _on_word(self, world: _World, number: int, word: TemplateWord, rank: int) -> None:
         """Take in that a rank has collected, or died, or where those are that are late."""
@@ -325,7 +325,7 @@ class PerRank:
                 pass  # of one that has a successor
             case Collected():
                 template.is_ready, template.is_single = True, bool(word.obstacle)
-                difference = Difference()
+                difference = CollectionDifference()
                 if not word.is_same and not word.node_ids and "" in word.problems:
                     world.lost[rank] = word.problems[""]  # pytest itself did not start
                 elif not word.is_same:
@@ -399,7 +399,7 @@ def make_extra_item(session: pytest.Session, node_id: str, reason: str) -> Extra
     return item
 
 
-def _for_collecting(order: RankOrder, number: int) -> RankOrder:
+def _for_collecting(order: RankConfig, number: int) -> RankConfig:
     """Return an order with directories of its own: no gang is there yet."""
     logs = Path(order.log_dir).parents[1] / f"collect_{number}"
     temp = Path(order.base_temp).parents[1] / f"collect{number}"

@@ -25,8 +25,8 @@ from pytest_megatron.hooks.retries import ItemRetries
 from pytest_megatron.hooks.run_file import run_file_of
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.launch.own_dir import OWN_DIR
-from pytest_megatron.verdict.campaign import Campaign, Work, WorkEnd
-from pytest_megatron.verdict.job import Job, Training
+from pytest_megatron.verdict.campaign import QueuedWorkload, WorkEnd, WorkloadScheduler
+from pytest_megatron.verdict.job import Training, WorkloadJob
 from pytest_megatron.verdict.training import Repeat, begin, conclude
 from pytest_megatron.wording import counted
 
@@ -40,7 +40,7 @@ class QueuePlugin:
         self._config = config
         self._session = session
         self._items: dict[str, WorkloadItem] = {}
-        self._begun: dict[str, tuple[Job, ItemRetries]] = {}
+        self._begun: dict[str, tuple[WorkloadJob, ItemRetries]] = {}
         self._took_s: dict[str, float] = {}
         self._has_begun = False
         self._terminal = QueueTerminal(config, session.options.executor)
@@ -69,21 +69,21 @@ class QueuePlugin:
         self._terminal.write(
             [f"{self._session.options.executor}: {verb} {counted(len(mine), 'workload')}"]
         )
-        campaign = Campaign(
+        scheduler = WorkloadScheduler(
             self._session.engine, queue_timeout_s=self._session.options.queue_timeout_s
         )
-        campaign.add(self._works(mine))
+        scheduler.add(self._works(mine))
         try:
-            ended = campaign.step()
+            ended = scheduler.step()
             session.items = [item for item in items if item.nodeid not in self._items]
             try:
                 yield
             finally:
                 session.items = items
-            self._loop(session, campaign, ended)
+            self._loop(session, scheduler, ended)
         except BaseException:
             self._terminal.close()
-            campaign.cancel()
+            scheduler.cancel()
             raise
         finally:
             self._terminal.close()
@@ -104,18 +104,20 @@ class QueuePlugin:
             report.duration += self._took_s.pop(item.nodeid)
         return report
 
-    def _loop(self, session: pytest.Session, campaign: Campaign, ended: list[WorkEnd]) -> None:
+    def _loop(
+        self, session: pytest.Session, scheduler: WorkloadScheduler, ended: list[WorkEnd]
+    ) -> None:
         """Report workloads until all have ended."""
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")
         if reporter is not None:
             reporter.showfspath = False  # the file changes with every item, as in pytest-xdist
             self._terminal.write([])  # letters begin in a line of their own
         ready = deque(ended)
-        while ready or not campaign.is_done:
+        while ready or not scheduler.is_done:
             if not ready:
-                self._terminal.show(campaign.standing)
-                time.sleep(campaign.pause_s())
-                ready += campaign.step()
+                self._terminal.show(scheduler.standing)
+                time.sleep(scheduler.pause_s())
+                ready += scheduler.step()
             if not ready:
                 continue
             end = ready.popleft()
@@ -142,7 +144,7 @@ class QueuePlugin:
         if session.shouldstop:
             raise session.Interrupted(session.shouldstop)
 
-    def _finish(self, end: WorkEnd, begun: tuple[Job, ItemRetries] | None) -> Training:
+    def _finish(self, end: WorkEnd, begun: tuple[WorkloadJob, ItemRetries] | None) -> Training:
         """Return what came of a workload, within its setup.
 
         Raises:
@@ -157,12 +159,12 @@ class QueuePlugin:
         self._took_s[end.name] = training.duration_s
         return training
 
-    def _works(self, items: Sequence[WorkloadItem]) -> Iterable[Work]:
+    def _works(self, items: Sequence[WorkloadItem]) -> Iterable[QueuedWorkload]:
         """Return what there is to do, with how long it took before."""
         took = typical_durations(self._history())
         for item in items:
             workload = item.workload
-            yield Work(
+            yield QueuedWorkload(
                 name=item.nodeid,
                 begin=functools.partial(self._begin, item),
                 expected_s=took.get(item.nodeid),

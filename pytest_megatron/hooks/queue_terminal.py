@@ -15,7 +15,7 @@ import pytest
 from pytest_megatron.hooks.terminal import progress_text
 from pytest_megatron.launch.follow import Progress, parse_progress
 from pytest_megatron.report.queue import is_due, queue_text
-from pytest_megatron.verdict.campaign import Standing
+from pytest_megatron.verdict.campaign import QueueProgress
 
 _ERASE_BELOW = "\r\x1b[2K\x1b[1A"  # the line that we are in, and up to the one above
 
@@ -46,7 +46,7 @@ class QueueTerminal:
         """Return what prints the lines of one workload under its name."""
         return QueueListener(self, name, has_iterations=self._config.get_verbosity() > 0)
 
-    def show(self, standing: Standing) -> None:
+    def show(self, standing: QueueProgress) -> None:
         """Show the state of the queue, if it is new."""
         reporter = self._reporter
         if reporter is None:

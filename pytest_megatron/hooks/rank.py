@@ -25,13 +25,13 @@ from pytest_megatron.gang.messages import (
     NOTHING,
     Done,
     PhaseEnded,
-    RankOrder,
+    RankConfig,
     Run,
 )
 from pytest_megatron.gang.originals import traceback
 from pytest_megatron.gang.process_state import StateKeeper, look
 from pytest_megatron.gang.processes import end_if_forked
-from pytest_megatron.gang.rank_ends import RankEnds
+from pytest_megatron.gang.rank_ends import RankPipes
 from pytest_megatron.hooks.mirror import describe_warning, plain
 from pytest_megatron.hooks.neighbours import (
     draw_same_examples,
@@ -55,10 +55,10 @@ class RankPlugin:
         shared_dir: One directory for all ranks of the running test.
     """
 
-    order: RankOrder
+    order: RankConfig
     _channel: Channel
     _logs: RankLogs
-    _ends: RankEnds
+    _ends: RankPipes
     _state: StateKeeper
     _pid: int
 
@@ -79,10 +79,10 @@ class RankPlugin:
 
     def begin(
         self,
-        order: RankOrder,
+        order: RankConfig,
         channel: Channel,
         logs: RankLogs,
-        ends: RankEnds,
+        ends: RankPipes,
         state: StateKeeper,
     ) -> None:
         """Be the rank of `order`, in its own process."""

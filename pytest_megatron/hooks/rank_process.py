@@ -23,13 +23,13 @@ from pytest_megatron.gang.messages import (
     Close,
     Closed,
     Hello,
-    RankOrder,
+    RankConfig,
     Ready,
     Run,
 )
 from pytest_megatron.gang.originals import os, traceback
 from pytest_megatron.gang.process_state import StateKeeper
-from pytest_megatron.gang.rank_ends import RankEnds
+from pytest_megatron.gang.rank_ends import RankPipes
 from pytest_megatron.hooks.neighbours import leave_to_controller
 from pytest_megatron.hooks.rank import RankPlugin
 from pytest_megatron.hooks.rank_logging import keep_handlers
@@ -37,7 +37,7 @@ from pytest_megatron.hooks.worker_contract import WORKER_VARIABLE, encode, is_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Home:
+class RankContext:
     """What all ranks that come from one process have in common.
 
     Attributes:
@@ -84,7 +84,9 @@ def prepare(session: pytest.Session) -> RankPlugin:
     return plugin
 
 
-def run_rank(session: pytest.Session, order: RankOrder, ends: RankEnds, home: Home) -> NoReturn:
+def run_rank(
+    session: pytest.Session, order: RankConfig, ends: RankPipes, home: RankContext
+) -> NoReturn:
     """Be a rank, with the collected session in it; never returns."""
     config, plugin = session.config, home.plugin
     if not home.is_own_session:
@@ -111,7 +113,7 @@ def run_rank(session: pytest.Session, order: RankOrder, ends: RankEnds, home: Ho
     serve(session, plugin, channel, is_own_session=home.is_own_session)
 
 
-def with_own_temp(order: RankOrder, base_temp: str) -> RankOrder:
+def with_own_temp(order: RankConfig, base_temp: str) -> RankConfig:
     """Return the order of a rank on another node: node 0 knows no directory there.
 
     Args:
@@ -221,7 +223,7 @@ def _close(session: pytest.Session) -> str:
     return problem
 
 
-def _take_streams(config: pytest.Config, order: RankOrder) -> RankLogs:
+def _take_streams(config: pytest.Config, order: RankConfig) -> RankLogs:
     """Send this process's output to its own files."""
     logs = RankLogs(Path(order.log_dir))
     logs.redirect()
@@ -244,7 +246,7 @@ def temp_factory(config: pytest.Config) -> pytest.TempPathFactory | None:
     return getattr(config, "_tmp_path_factory", None)
 
 
-def _temp_of_tests(config: pytest.Config, order: RankOrder) -> Path | None:
+def _temp_of_tests(config: pytest.Config, order: RankConfig) -> Path | None:
     """Return the directory that the next `tmp_path` will be made in."""
     factory = temp_factory(config)
     if factory is None:
@@ -252,7 +254,7 @@ def _temp_of_tests(config: pytest.Config, order: RankOrder) -> Path | None:
     return factory._basetemp or Path(order.base_temp).parent  # noqa: SLF001 - see `_take_temp`
 
 
-def _take_temp(config: pytest.Config, order: RankOrder) -> None:
+def _take_temp(config: pytest.Config, order: RankConfig) -> None:
     """Have `tmp_path` be in the rank's own directory."""
     factory = temp_factory(config)
     if factory is None:

@@ -1,6 +1,6 @@
 """A rank that collects for itself, with its own environment, as a process of its own would.
 
-Runs in a child of the warm process. Afterwards it is the nursery of that rank: it forks it for each
+Runs in a child of the warm process. Afterwards it is the fork server of that rank: it forks it for each
 new gang. Where what it imported cannot be forked (CUDA, threads), it becomes the rank itself.
 """
 
@@ -27,22 +27,22 @@ from pytest_megatron.gang.agreement import SKIPPED, digest_of
 from pytest_megatron.gang.channel import Channel, connect
 from pytest_megatron.gang.clean import find_obstacle
 from pytest_megatron.gang.logs import STACKS_FILE, RankLogs
-from pytest_megatron.gang.messages import Collected, Fork, Hello, RankOrder
-from pytest_megatron.gang.nursery import STACK_SIGNAL, Forking, Nursery
+from pytest_megatron.gang.messages import Collected, Fork, Hello, RankConfig
+from pytest_megatron.gang.nursery import STACK_SIGNAL, Forking, ForkServer
 from pytest_megatron.gang.processes import end_if_forked
-from pytest_megatron.gang.rank_ends import RankEnds
+from pytest_megatron.gang.rank_ends import RankPipes
 from pytest_megatron.gang.stores import StoreKeeper
 from pytest_megatron.hooks.option_values import findable
 from pytest_megatron.hooks.options import COLLECTING_PLUGIN
 from pytest_megatron.hooks.rank import RankPlugin
-from pytest_megatron.hooks.rank_process import Home, prepare, run_rank, with_own_temp
+from pytest_megatron.hooks.rank_process import RankContext, prepare, run_rank, with_own_temp
 from pytest_megatron.hooks.worker_contract import decode
 
 _RECIPES = (".yaml", ".yml")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Brief:
+class SessionInfo:
     """What ranks that collect for themselves have to know of the session.
 
     Attributes:
@@ -72,7 +72,7 @@ class Brief:
     base_temp: str = ""
 
 
-def collect_and_serve(brief: Brief, order: RankOrder, ends: RankEnds) -> NoReturn:
+def collect_and_serve(brief: SessionInfo, order: RankConfig, ends: RankPipes) -> NoReturn:
     """Collect as the rank of `order`, and start it when the controller says so."""
     order = with_own_temp(order, brief.base_temp)
     defaults = bootstrap.HARMLESS_ENV
@@ -83,7 +83,7 @@ def collect_and_serve(brief: Brief, order: RankOrder, ends: RankEnds) -> NoRetur
     RankLogs(Path(order.log_dir)).redirect()
     _show_stacks(Path(order.log_dir))
     hello = Hello(
-        role="nursery",
+        role="fork_server",
         gang=order.gang,
         rank=order.rank,
         node_rank=order.node_rank,
@@ -133,9 +133,9 @@ class CollectingPlugin:
 
     def __init__(
         self,
-        brief: Brief,
-        order: RankOrder,
-        ends: RankEnds,
+        brief: SessionInfo,
+        order: RankConfig,
+        ends: RankPipes,
         channel: Channel,
         harmless: list[str],
     ) -> None:
@@ -250,10 +250,10 @@ class CollectingPlugin:
         if obstacle:
             self._become_rank(session, plugin)
 
-        def run(order: RankOrder, ends: RankEnds) -> NoReturn:
+        def run(order: RankConfig, ends: RankPipes) -> NoReturn:
             self._run_rank(session, plugin, order, ends)
 
-        Nursery(self._channel, Forking(self._channel, run, StoreKeeper())).serve()
+        ForkServer(self._channel, Forking(self._channel, run, StoreKeeper())).serve()
         os._exit(0)
 
     def _become_rank(self, session: pytest.Session, plugin: RankPlugin) -> NoReturn:
@@ -265,13 +265,13 @@ class CollectingPlugin:
         self._run_rank(session, plugin, message.orders[0], self._ends)
 
     def _run_rank(
-        self, session: pytest.Session, plugin: RankPlugin, order: RankOrder, ends: RankEnds
+        self, session: pytest.Session, plugin: RankPlugin, order: RankConfig, ends: RankPipes
     ) -> NoReturn:
         run_rank(
             session,
             with_own_temp(order, self._brief.base_temp),
             ends,
-            Home(
+            RankContext(
                 address=self._brief.address,
                 key=bytes.fromhex(self._brief.key),
                 random_state=self._random_state,
@@ -293,7 +293,7 @@ class _Named:
             manager.register(self._plugin, COLLECTING_PLUGIN)
 
 
-def _begin_anew(brief: Brief) -> None:
+def _begin_anew(brief: SessionInfo) -> None:
     """Be as a process is when it starts."""
     os.chdir(brief.directory)
     sys.path[:] = brief.path

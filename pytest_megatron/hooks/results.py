@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pytest_megatron.files import JsonValue
-from pytest_megatron.golden.policy import Policy
+from pytest_megatron.golden.policy import ComparisonPolicy
 from pytest_megatron.hooks.goldens import GoldenWriter
 from pytest_megatron.hooks.options import LOCAL
 from pytest_megatron.hooks.run_file import RunFile
@@ -17,7 +17,7 @@ class ResultsPlugin:
     """Lives in the controller alone: a worker's records reach it on the reports."""
 
     def __init__(
-        self, session: RunSession, goldens: GoldenWriter, policy: Policy, file: RunFile
+        self, session: RunSession, goldens: GoldenWriter, policy: ComparisonPolicy, file: RunFile
     ) -> None:
         self._session = session
         self._goldens = goldens
@@ -53,7 +53,7 @@ class ResultsPlugin:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print a line for each workload, and what became of goldens."""
         lines = list(self._goldens.lines)
-        if self._records and (text := self._session.ledger.infrastructure()):
+        if self._records and (text := self._session.retry_budget.infrastructure()):
             lines.insert(0, f"megatron: {text}")
         if self._file.problem is not None:
             lines.append(f"run.json is not complete: {self._file.problem}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pytest_megatron.hooks.session import RunSession
-from pytest_megatron.launch.local import Listener
+from pytest_megatron.launch.local import AttemptListener
 from pytest_megatron.verdict.attempt import Attempt
 from pytest_megatron.verdict.decide import Verdict
 from pytest_megatron.verdict.job import Training
@@ -12,7 +12,7 @@ from pytest_megatron.verdict.job import Training
 class ItemRetries:
     """What a run says to further attempts of one item, and tells the user of them."""
 
-    def __init__(self, session: RunSession, node_id: str, live: Listener) -> None:
+    def __init__(self, session: RunSession, node_id: str, live: AttemptListener) -> None:
         self._session = session
         self._node_id = node_id
         self._live = live
@@ -20,7 +20,7 @@ class ItemRetries:
     def claim(self, attempt: Attempt) -> str | None:
         """Take a further attempt from what the run may have."""
         signature = _signature_of(attempt) or ""
-        return self._session.ledger.claim(self._node_id, signature, attempt.suspects)
+        return self._session.retry_budget.claim(self._node_id, signature, attempt.suspects)
 
     def on_retry(self, attempt: Attempt, pause_s: float) -> None:
         """Print why, and when."""
@@ -33,7 +33,7 @@ class ItemRetries:
         """Count the item, and say so if the machine or the network is the matter of the run."""
         is_broken = training.verdict is Verdict.BROKEN
         broken_by = _signature_of(training.attempts[-1]) if is_broken else None
-        if text := self._session.ledger.note_end(self._node_id, broken_by):
+        if text := self._session.retry_budget.note_end(self._node_id, broken_by):
             self._live.on_lines([f"megatron: {text}"])
 
 

@@ -16,7 +16,7 @@ import pytest
 from pytest_megatron.config import ProjectConfig, load_config
 from pytest_megatron.errors import ConfigError, MegatronError, TriageError
 from pytest_megatron.hooks.options import Options
-from pytest_megatron.launch.facts import Facts, gather_facts
+from pytest_megatron.launch.facts import SessionFacts, gather_facts
 from pytest_megatron.launch.layout import RUN_FILE
 from pytest_megatron.launch.own_dir import RUNS_DIR, make_own_dir, make_results_dir
 from pytest_megatron.launch.secrets import Redactor
@@ -68,7 +68,7 @@ class RunSession:
             self._typed = [str(argument) for argument in typed]
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> SessionFacts:
         """Where and with what this session runs."""
         return gather_facts(self.root)
 
@@ -149,7 +149,7 @@ class RunSession:
         return self._table
 
     @functools.cached_property
-    def ledger(self) -> RunLedger:
+    def retry_budget(self) -> RunLedger:
         """What this run has spent on further attempts; the run directory must be there."""
         return RunLedger(
             run_dir=self.run_dir,

@@ -20,35 +20,35 @@ from pytest_megatron.files import JsonValue
 from pytest_megatron.gang import measure
 from pytest_megatron.gang.bootstrap import RandomState
 from pytest_megatron.gang.channel import WrongKeyError, connect, remove_socket
-from pytest_megatron.gang.fleet import Fleet
-from pytest_megatron.gang.messages import Hello, RankOrder
-from pytest_megatron.gang.nursery import Forking, Nursery
+from pytest_megatron.gang.fleet import Supervisor
+from pytest_megatron.gang.messages import Hello, RankConfig
+from pytest_megatron.gang.nursery import Forking, ForkServer
 from pytest_megatron.gang.processes import run_guarded
-from pytest_megatron.gang.rank_ends import RankEnds
+from pytest_megatron.gang.rank_ends import RankPipes
 from pytest_megatron.gang.stores import StoreKeeper
 from pytest_megatron.hooks.rank import RankPlugin
-from pytest_megatron.hooks.rank_process import Home, prepare, run_rank, with_own_temp
+from pytest_megatron.hooks.rank_process import RankContext, prepare, run_rank, with_own_temp
 
 _NURSERY_S = 120.0  # to load torch and call after it was forked
 _CALL_S = 0.02  # between looks at one that has not called
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Template:
+class SessionTemplate:
     """What the template hands to every rank.
 
     Attributes:
         address: Of the controller.
         key: Of the session.
         random_state: Of `random`, if collecting seeded it: a fork seeds it anew.
-        coverage: As in `RankOrder`, for the template itself.
+        coverage: As in `RankConfig`, for the template itself.
         coverage_file: Where it puts its data.
         forget: Closes descriptors of the session.
         node_rank: Index of this host.
         items: On other nodes than 0, the items that node 0 collected, by index; None where this
             node has no such item.
         base_temp: On other nodes than 0, where temporary files of ranks go.
-        leash: Read end of a pipe that is closed when the session of this node ends; on node 0 the
+        parent_pipe: Read end of a pipe that is closed when the session of this node ends; on node 0 the
             connection to the controller is that.
         loads: Modules that it loads before it calls; if one cannot be loaded, it ends.
     """
@@ -63,7 +63,7 @@ class Template:
     node_rank: int = 0
     items: tuple[pytest.Item | None, ...] | None = None
     base_temp: str = ""
-    leash: int | None = None
+    parent_pipe: int | None = None
     loads: tuple[str, ...] = ()
 
     def fork(self) -> int:
@@ -93,16 +93,18 @@ class Template:
         except Exception:  # noqa: BLE001 - ranks that load it by themselves say why
             return
         plugin = prepare(self.session)
-        hello = Hello(role="nursery", gang=0, rank=-1, node_rank=self.node_rank, pid=os.getpid())
+        hello = Hello(
+            role="fork_server", gang=0, rank=-1, node_rank=self.node_rank, pid=os.getpid()
+        )
         try:
             channel = connect(self.address, self.key, hello)
         except (FileNotFoundError, ConnectionError, WrongKeyError):
             return  # the session has ended: a worker of pytest-xdist may have no test to run
 
-        def run(order: RankOrder, ends: RankEnds) -> NoReturn:
+        def run(order: RankConfig, ends: RankPipes) -> NoReturn:
             self._run_rank(order, ends, plugin)
 
-        Nursery(channel, Forking(channel, run, StoreKeeper()), self.leash).serve()
+        ForkServer(channel, Forking(channel, run, StoreKeeper()), self.parent_pipe).serve()
         remove_socket(self.address)  # a controller that was killed leaves it
         if measurement is not None:
             measurement.save()
@@ -114,20 +116,22 @@ class Template:
                 if importlib.util.find_spec(name) is not None:
                     importlib.import_module(name)
 
-    def _run_rank(self, order: RankOrder, ends: RankEnds, plugin: RankPlugin) -> NoReturn:
+    def _run_rank(self, order: RankConfig, ends: RankPipes, plugin: RankPlugin) -> NoReturn:
         order = with_own_temp(order, self.base_temp)
         run_rank(
             self.session,
             order,
             ends,
-            Home(address=self.address, key=self.key, random_state=self.random_state, plugin=plugin),
+            RankContext(
+                address=self.address, key=self.key, random_state=self.random_state, plugin=plugin
+            ),
         )
 
 
 class TemplateProcess:
     """The template of this node, and its successor if it is killed before it has called."""
 
-    def __init__(self, template: Template, fleet: Fleet) -> None:
+    def __init__(self, template: SessionTemplate, fleet: Supervisor) -> None:
         """Fork it."""
         self._make = template
         self._fleet = fleet
@@ -143,7 +147,7 @@ class TemplateProcess:
         """
         deadline = time.monotonic() + _NURSERY_S
         num_left = 1
-        while not self._fleet.nurseries.has(0):
+        while not self._fleet.fork_servers.has(0):
             if self._has_ended() and num_left:
                 num_left -= 1
                 self._pid = replace(self._make, loads=()).fork()
@@ -152,7 +156,7 @@ class TemplateProcess:
                 raise LaunchError("gang", "the process that starts ranks did not call")
 
     def close(self) -> None:
-        """Wait until it has ended, once the fleet was stopped."""
+        """Wait until it has ended, once the supervisor was stopped."""
         if self._pid is not None:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(self._pid, 0)

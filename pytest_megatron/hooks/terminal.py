@@ -13,7 +13,7 @@ from pytest_megatron.files import JsonValue
 from pytest_megatron.launch.follow import Progress, parse_progress
 from pytest_megatron.launch.plan import AttemptPlan
 from pytest_megatron.report.text import plan_text
-from pytest_megatron.verdict.job import Job
+from pytest_megatron.verdict.job import WorkloadJob
 
 _LINE_EVERY_S = 10.0  # where the terminal cannot rewrite a line
 
@@ -91,7 +91,11 @@ class LiveTerminal:
 
 
 def print_plan(
-    config: pytest.Config, job: Job, plan: AttemptPlan, golden: Path | None, found: Sequence[str]
+    config: pytest.Config,
+    job: WorkloadJob,
+    plan: AttemptPlan,
+    golden: Path | None,
+    found: Sequence[str],
 ) -> None:
     """Print what would run, and what the checks found about it."""
     writer = config.get_terminal_writer()

@@ -1,6 +1,6 @@
 """The process that ranks come from which collect for themselves: it has imported torch and pytest.
 
-It is a nursery whose children are nurseries, one for each rank of each size of gang; see
+It is a fork server whose children are fork servers, one for each rank of each size of gang; see
 `hooks.rank_template`. Nothing of the user's is imported here.
 """
 
@@ -18,14 +18,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal, NoReturn
 
 from pytest_megatron.gang.channel import connect, remove_socket
-from pytest_megatron.gang.messages import Hello, RankOrder
-from pytest_megatron.gang.nursery import Forking, Nursery
+from pytest_megatron.gang.messages import Hello, RankConfig
+from pytest_megatron.gang.nursery import Forking, ForkServer
 from pytest_megatron.gang.processes import die_with, run_guarded
-from pytest_megatron.gang.rank_ends import RankEnds
+from pytest_megatron.gang.rank_ends import RankPipes
 from pytest_megatron.gang.stores import StoreKeeper
-from pytest_megatron.hooks.rank_template import Brief, collect_and_serve
+from pytest_megatron.hooks.rank_template import SessionInfo, collect_and_serve
 
-Mode = Literal["fork", "fresh"]
+PreloadMode = Literal["fork", "fresh"]
 _PRELOADED = ("numpy", "torch")
 _CODE = """
 import sys
@@ -36,18 +36,18 @@ from pytest_megatron.hooks.warm import {name}
 
 
 @dataclass(slots=True)
-class WarmProcess:
+class PreloadedProcess:
     """The controller's side of it.
 
     Attributes:
         log: What it writes; it has no name.
     """
 
-    mode: Mode
+    mode: PreloadMode
     process: subprocess.Popen[bytes]
     log: int
 
-    def tell(self, brief: Brief) -> None:
+    def tell(self, brief: SessionInfo) -> None:
         """Tell it what ranks have to know; it calls the controller then."""
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):  # it is gone, which the controller finds out
@@ -72,7 +72,7 @@ class WarmProcess:
         return text or f"exited with code {self.process.returncode}"
 
 
-def start_warm(mode: Mode, env: Mapping[str, str], path: Sequence[str]) -> WarmProcess:
+def start_warm(mode: PreloadMode, env: Mapping[str, str], path: Sequence[str]) -> PreloadedProcess:
     """Start it; it loads what it can until it is told more.
 
     Args:
@@ -90,15 +90,15 @@ def start_warm(mode: Mode, env: Mapping[str, str], path: Sequence[str]) -> WarmP
         stderr=log,
         start_new_session=True,
     )
-    return WarmProcess(mode, process, log)
+    return PreloadedProcess(mode, process, log)
 
 
-def main(mode: Mode) -> None:
+def main(mode: PreloadMode) -> None:
     """Load torch and pytest, wait to be told more, and serve."""
     run_guarded(lambda: _serve(mode))
 
 
-def _serve(mode: Mode) -> None:
+def _serve(mode: PreloadMode) -> None:
     if mode == "fork":
         for name in _PRELOADED:
             if importlib.util.find_spec(name) is not None:
@@ -106,18 +106,20 @@ def _serve(mode: Mode) -> None:
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):
         return
-    brief = Brief(**json.loads(line))
-    leash = os.dup(0) if brief.is_leashed else None
+    brief = SessionInfo(**json.loads(line))
+    parent_pipe = os.dup(0) if brief.is_leashed else None
     _close_stdin()
-    hello = Hello(role="nursery", gang=0, rank=-1, node_rank=brief.node_rank, pid=os.getpid())
+    hello = Hello(role="fork_server", gang=0, rank=-1, node_rank=brief.node_rank, pid=os.getpid())
     channel = connect(brief.address, bytes.fromhex(brief.key), hello)
 
-    def run_rank(order: RankOrder, ends: RankEnds) -> NoReturn:
+    def run_rank(order: RankConfig, ends: RankPipes) -> NoReturn:
         collect_and_serve(brief, order, ends)
 
     keeper = StoreKeeper()
     forking = Forking(channel, run_rank, keeper)
-    Nursery(channel, forking if mode == "fork" else Executing(brief, keeper), leash).serve()
+    ForkServer(
+        channel, forking if mode == "fork" else Executing(brief, keeper), parent_pipe
+    ).serve()
     remove_socket(brief.address)  # a controller that was killed leaves it
 
 
@@ -125,11 +127,11 @@ def _serve(mode: Mode) -> None:
 class Executing:
     """Starts ranks as fresh interpreters."""
 
-    brief: Brief
+    brief: SessionInfo
     keeper: StoreKeeper
 
     def start(
-        self, order: RankOrder, ends: RankEnds, inherited: Sequence[int], unwanted: Sequence[int]
+        self, order: RankConfig, ends: RankPipes, inherited: Sequence[int], unwanted: Sequence[int]
     ) -> int:
         """Execute this interpreter anew."""
         del unwanted  # it gets what it is given
@@ -146,7 +148,7 @@ class Executing:
                 pass_fds=[ends.trigger, ends.notes, *inherited],
                 start_new_session=True,
             )
-        process.returncode = 0  # it is the nursery that waits for it
+        process.returncode = 0  # it is the fork server that waits for it
         return process.pid
 
     def open_store(self, host: str) -> int:
@@ -166,17 +168,17 @@ class Executing:
         self.keeper.take_note_of_end(pid)
 
 
-def fresh_main(nursery: int) -> None:
+def fresh_main(fork_server: int) -> None:
     """Be a rank that was executed; what it has to know is in its stdin."""
-    die_with(nursery)
+    die_with(fork_server)
     content = json.loads(sys.stdin.buffer.read())
     _close_stdin()
-    brief = Brief(**content["brief"])
-    order = RankOrder(**content["order"])
-    collect_and_serve(brief, order, RankEnds(**content["ends"]))
+    brief = SessionInfo(**content["brief"])
+    order = RankConfig(**content["order"])
+    collect_and_serve(brief, order, RankPipes(**content["ends"]))
 
 
-def _as_json(order: RankOrder) -> dict[str, object]:
+def _as_json(order: RankConfig) -> dict[str, object]:
     return {**asdict(replace(order, coverage={})), "coverage": dict(order.coverage)}
 
 

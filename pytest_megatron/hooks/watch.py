@@ -141,7 +141,7 @@ def _watched(note: Callable[[str, str], None]) -> type:
     iterated: list[str] = []  # the key that a loop over the items is at
     copying: Iterator[str] = iter(())  # the keys that a copy still has to ask for
 
-    class Watched(os._Environ):  # type: ignore[type-arg]  # noqa: SLF001 - it has no other name
+    class WatchedEnviron(os._Environ):  # type: ignore[type-arg]  # noqa: SLF001 - it has no other name
         @override
         def __getitem__(self, key: str) -> str:
             nonlocal copying
@@ -163,7 +163,7 @@ def _watched(note: Callable[[str, str], None]) -> type:
                 iterated.clear()
             copying = iter(keys)
 
-    return Watched
+    return WatchedEnviron
 
 
 def _tell(note: Callable[[str, str], None], name: str) -> None:

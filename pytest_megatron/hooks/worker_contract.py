@@ -15,7 +15,7 @@ from typing import cast
 
 import pytest
 
-from pytest_megatron.gang.messages import RankOrder
+from pytest_megatron.gang.messages import RankConfig
 
 CONFIGURE_NODE = "pytest_configure_node"
 NODE_DOWN = "pytest_testnodedown"
@@ -49,7 +49,7 @@ class RankNode:
         return SimpleNamespace(id=self.workerinput["workerid"])
 
 
-def configure_node(config: pytest.Config, order: RankOrder, argv: list[str]) -> RankNode:
+def configure_node(config: pytest.Config, order: RankConfig, argv: list[str]) -> RankNode:
     """Return the node of a rank that is about to collect, once plugins have configured it.
 
     Args:

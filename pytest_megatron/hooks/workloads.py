@@ -12,7 +12,7 @@ import pytest
 
 from pytest_megatron.errors import LaunchError, MegatronError
 from pytest_megatron.files import JsonValue, write_json_atomically
-from pytest_megatron.golden.policy import Policy
+from pytest_megatron.golden.policy import ComparisonPolicy
 from pytest_megatron.golden.policy_file import policy_named
 from pytest_megatron.hooks.checks import checked, refuse_or_warn
 from pytest_megatron.hooks.goldens import GoldenWriter
@@ -47,7 +47,7 @@ from pytest_megatron.report.text import mismatch, training_failure
 from pytest_megatron.triage.signature import Table
 from pytest_megatron.verdict.decide import Verdict
 from pytest_megatron.verdict.expected import evaluate
-from pytest_megatron.verdict.job import Job, Training, plan_job
+from pytest_megatron.verdict.job import Training, WorkloadJob, plan_job
 from pytest_megatron.verdict.judge import Judgement, judge
 from pytest_megatron.verdict.training import needs_of, train
 
@@ -93,7 +93,7 @@ class WorkloadPlugin:
         self,
         config: pytest.Config,
         session: RunSession,
-        policy: Policy,
+        policy: ComparisonPolicy,
         vocabulary: Vocabulary,
         goldens: GoldenWriter,
     ) -> None:
@@ -134,7 +134,7 @@ class WorkloadPlugin:
         """Leave nothing of the engine behind."""
         self._session.close()
 
-    def prepare(self, item: WorkloadItem) -> Job:
+    def prepare(self, item: WorkloadItem) -> WorkloadJob:
         """Put a workload's job together and make its directory.
 
         Raises:
@@ -288,7 +288,7 @@ class WorkloadPlugin:
             report.__dict__["megatron_workload"] = item.record  # pytest carries it along
         return report
 
-    def _make_run_dir(self, job: Job) -> None:
+    def _make_run_dir(self, job: WorkloadJob) -> None:
         """Make the directories of the run and of a workload.
 
         Raises:

@@ -17,7 +17,7 @@ from pytest_megatron.files import JsonValue
 from pytest_megatron.launch.arguments import Argument
 from pytest_megatron.recipe.cases import MODEL_ARGS, phase_problems, unknown_keys, wrong_types
 from pytest_megatron.recipe.vocabulary import nearest
-from pytest_megatron.yamllines import Document, read_yaml
+from pytest_megatron.yamllines import YamlDocument, read_yaml
 
 DEFAULT_TRAIN_ITERS = 100
 LIGHTWEIGHT_ITERS = 4
@@ -38,7 +38,7 @@ class TestType(Enum):
     RELEASE = "release"
 
 
-class Mode(Enum):
+class CaseMode(Enum):
     """MODE: what kind of program runs, and so what it measures."""
 
     PRETRAINING = "pretraining"
@@ -53,14 +53,14 @@ class Evaluation(Enum):
     XPASS = "xpass"
 
 
-class Starter(Enum):
+class Launcher(Enum):
     """LAUNCHER: what starts the ranks."""
 
     TORCHRUN = "torchrun"
     FT_LAUNCHER = "ft_launcher"
 
 
-_Choice = TypeVar("_Choice", TestType, Mode, Evaluation, Starter)
+_Choice = TypeVar("_Choice", TestType, CaseMode, Evaluation, Launcher)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class WorkloadCase:
     """One `model_config.yaml`.
 
     Attributes:
@@ -103,9 +103,9 @@ class Case:
 
     path: Path
     test_type: TestType
-    mode: Mode
+    mode: CaseMode
     evaluation: Evaluation
-    starter: Starter
+    starter: Launcher
     variants: tuple[Variant, ...]
     env: Mapping[str, str]
     metrics: tuple[str, ...] | None
@@ -189,20 +189,20 @@ class Case:
         return self.env.get("ENABLE_LIGHTWEIGHT_MODE", "").lower() == "true"
 
 
-def read_case(path: Path) -> Case:
+def read_case(path: Path) -> WorkloadCase:
     """Read a test case.
 
     Raises:
         CaseError: The file is missing, is not YAML, or a value of it has the wrong type or word.
     """
-    reader = _Reader(read_yaml(path, error=CaseError))
+    reader = _CaseReader(read_yaml(path, error=CaseError))
     reader.check_phases()
-    return Case(
+    return WorkloadCase(
         path=path,
         test_type=reader.choice("TEST_TYPE", TestType, default=None),
-        mode=reader.choice("MODE", Mode, default=Mode.PRETRAINING),
+        mode=reader.choice("MODE", CaseMode, default=CaseMode.PRETRAINING),
         evaluation=reader.choice("TEST_EVALUATION", Evaluation, default=Evaluation.PASS),
-        starter=reader.choice("LAUNCHER", Starter, default=Starter.TORCHRUN),
+        starter=reader.choice("LAUNCHER", Launcher, default=Launcher.TORCHRUN),
         variants=reader.variants(),
         env=reader.env("ENV_VARS"),
         metrics=reader.metrics(),
@@ -214,10 +214,10 @@ def read_case(path: Path) -> Case:
     )
 
 
-class _Reader:
+class _CaseReader:
     """Takes typed values out of a document; errors name the file and the line."""
 
-    def __init__(self, document: Document) -> None:
+    def __init__(self, document: YamlDocument) -> None:
         self._document = document
         for finding in (*unknown_keys(document), *wrong_types(document)):
             raise CaseError(f"{finding.file}:{finding.line}", finding.message)

@@ -33,7 +33,7 @@ _IMAGE_VARIABLES = ("PYTEST_MEGATRON_IMAGE", "NVIDIA_PYTORCH_VERSION", "SLURM_CO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class SessionFacts:
     """The surroundings of a run.
 
     Attributes:
@@ -72,10 +72,10 @@ class Facts:
 
 
 @functools.cache
-def gather_facts(root: Path) -> Facts:
+def gather_facts(root: Path) -> SessionFacts:
     """Ask git, the packages and the host; once per process."""
     status = ask_git(root, "status", "--porcelain", "--", ".", ":(exclude)golden_values")
-    return Facts(
+    return SessionFacts(
         commit=ask_git(root, "rev-parse", "HEAD"),
         is_dirty=bool(status),
         image=next((os.environ[name] for name in _IMAGE_VARIABLES if name in os.environ), None),

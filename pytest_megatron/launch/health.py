@@ -22,7 +22,7 @@ _LIMIT_S = 20.0  # a GPU that is lost can keep NVML from answering for ever
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Answer:
+class _MonitorAnswer:
     """One line of the watching process."""
 
     states: tuple[GpuState, ...] = ()
@@ -83,15 +83,15 @@ class HealthWatch:
         self._end()
         return self.health
 
-    def _answer(self, when: str) -> _Answer:
+    def _answer(self, when: str) -> _MonitorAnswer:
         """Return what the next line says."""
         line = self._read_line()
         if line is None:
-            return _Answer(problem=f"no answer {when} the attempt within {_LIMIT_S:g} s")
+            return _MonitorAnswer(problem=f"no answer {when} the attempt within {_LIMIT_S:g} s")
         try:
             return _parse(json.loads(line))
         except (KeyError, TypeError, ValueError, AssertionError):
-            return _Answer(problem=f"no answer {when} the attempt, NVML may have crashed")
+            return _MonitorAnswer(problem=f"no answer {when} the attempt, NVML may have crashed")
 
     def _read_line(self) -> bytes | None:
         """Return the next line, empty where the process ended; None where it takes too long."""
@@ -126,11 +126,11 @@ class HealthWatch:
                 pipe.close()
 
 
-def _parse(found: Mapping[str, JsonValue]) -> _Answer:
+def _parse(found: Mapping[str, JsonValue]) -> _MonitorAnswer:
     gpus, xids, problem = found["gpus"], found.get("xids", []), found.get("problem")
     assert isinstance(gpus, list)
     assert isinstance(xids, list)
-    return _Answer(
+    return _MonitorAnswer(
         states=tuple(state_from_json(gpu) for gpu in gpus if isinstance(gpu, dict)),
         xids=tuple(_xid(row) for row in xids),
         problem=None if problem is None else str(problem),

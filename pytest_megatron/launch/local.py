@@ -23,7 +23,7 @@ from pytest_megatron.launch.follow import LogWatch, Progress
 from pytest_megatron.launch.layout import PhaseDirs
 from pytest_megatron.launch.phases import Target
 from pytest_megatron.launch.plan import FLIGHT_VARIABLE, AttemptPlan, PhasePlan
-from pytest_megatron.launch.process import Ended, GuardedProcess, Running
+from pytest_megatron.launch.process import CommandEnd, GuardedProcess, RunningCommand
 from pytest_megatron.launch.project_copy import lay_out_script
 from pytest_megatron.launch.scripts import ScriptEnd, run_script
 
@@ -37,10 +37,10 @@ _QUIET_ALONE_S = 3.0  # after that, the other ranks will not dump any more
 
 
 # Starts the program of a phase in a directory.
-StartPhase: TypeAlias = Callable[[PhasePlan, Path], Running]
+StartPhase: TypeAlias = Callable[[PhasePlan, Path], RunningCommand]
 
 
-class Listener(Protocol):
+class AttemptListener(Protocol):
     """Who wants to see an attempt while it runs."""
 
     def on_lines(self, lines: list[str]) -> None:
@@ -95,7 +95,7 @@ class PhaseEnd:
 def run_attempt(
     plan: AttemptPlan,
     description: JsonValue,
-    listener: Listener,
+    listener: AttemptListener,
     kept_open: Sequence[int] = (),
     start: StartPhase | None = None,
 ) -> tuple[PhaseEnd, ...]:
@@ -215,7 +215,7 @@ def _prepare(plan: AttemptPlan, phase: PhasePlan) -> None:
 def _run_phase(
     plan: AttemptPlan,
     phase: PhasePlan,
-    listener: Listener,
+    listener: AttemptListener,
     deadline: float,
     start: StartPhase,
 ) -> PhaseEnd:
@@ -251,7 +251,7 @@ def _run_phase(
 def _train(
     plan: AttemptPlan,
     phase: PhasePlan,
-    listener: Listener,
+    listener: AttemptListener,
     deadline: float,
     start: StartPhase,
 ) -> PhaseEnd:
@@ -282,7 +282,9 @@ def _train(
     )
 
 
-def _tell(listener: Listener, phase: PhasePlan, watch: LogWatch, *, is_ended: bool = False) -> None:
+def _tell(
+    listener: AttemptListener, phase: PhasePlan, watch: LogWatch, *, is_ended: bool = False
+) -> None:
     before = watch.progress
     if lines := (watch.drain() if is_ended else watch.poll()):
         listener.on_lines(lines)
@@ -312,7 +314,7 @@ def _start_here(phase: PhasePlan, cwd: Path, *, kept_open: Sequence[int]) -> Gua
     )
 
 
-def _stop(process: Running) -> Ended:
+def _stop(process: RunningCommand) -> CommandEnd:
     """Get every rank's stack into its log, then end it all."""
     process.dump_stacks()
     ended = process.poll(_STACKS_S)

@@ -16,10 +16,10 @@ from pytest_megatron.launch.case import (
     LIGHTWEIGHT_ITERS,
     LIGHTWEIGHT_NEMO_STEPS,
     LIGHTWEIGHT_SAVE_INTERVAL,
-    Case,
-    Mode,
+    CaseMode,
     TestType,
     Variant,
+    WorkloadCase,
 )
 from pytest_megatron.launch.layout import AttemptDirs
 from pytest_megatron.recipe.model import Workload
@@ -77,7 +77,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class PhaseStart:
     """One start of the training program.
 
     Attributes:
@@ -104,8 +104,8 @@ class Start:
 
 
 def starts_of(
-    workload: Workload, case: Case, dirs: AttemptDirs, root: Path, *, is_lightweight: bool
-) -> tuple[Start, ...]:
+    workload: Workload, case: WorkloadCase, dirs: AttemptDirs, root: Path, *, is_lightweight: bool
+) -> tuple[PhaseStart, ...]:
     """Return every start of the program that one attempt of a case has, in order.
 
     Args:
@@ -139,7 +139,9 @@ def starts_of(
     assert_never(case.test_type)
 
 
-def target_of(case: Case, starts: Sequence[Start], *, is_lightweight: bool) -> Target | None:
+def target_of(
+    case: WorkloadCase, starts: Sequence[PhaseStart], *, is_lightweight: bool
+) -> Target | None:
     """Return when a release is done; None for every other test type."""
     if case.test_type is not TestType.RELEASE:
         return None
@@ -162,7 +164,7 @@ class _Maker:
     """Makes the starts of one attempt."""
 
     def __init__(
-        self, workload: Workload, case: Case, dirs: AttemptDirs, *, is_lightweight: bool
+        self, workload: Workload, case: WorkloadCase, dirs: AttemptDirs, *, is_lightweight: bool
     ) -> None:
         self._workload = workload
         self._case = case
@@ -171,10 +173,10 @@ class _Maker:
         path = workload.checkpoint_load_path
         self._load = None if path is None else workload.render(path)
 
-    def plain(self, *, load: str | None = None) -> Start:
+    def plain(self, *, load: str | None = None) -> PhaseStart:
         """Return a first start."""
         arguments, last = self._arguments(self._case.variant(1))
-        return Start(
+        return PhaseStart(
             number=1,
             name="phase 1",
             variant=self._case.variant(1),
@@ -184,7 +186,7 @@ class _Maker:
             last_iteration=last,
         )
 
-    def resumed(self) -> Start:
+    def resumed(self) -> PhaseStart:
         """Return the start that goes on from half way of the first one."""
         iters = LIGHTWEIGHT_ITERS if self._is_lightweight else self._case.train_iters
         saved = self._dirs.checkpoints
@@ -194,7 +196,7 @@ class _Maker:
             origin=Rewind(checkpoints=saved, last=iters, back_to=iters // 2),
         )
 
-    def frozen_resumed(self, root: Path) -> Start:
+    def frozen_resumed(self, root: Path) -> PhaseStart:
         """Return the start that goes on from half way of a training that was long ago."""
         origin = Frozen(
             checkpoints=root / self.frozen_path(),
@@ -204,11 +206,11 @@ class _Maker:
         save = self._dirs.phase(2).root / "checkpoints"
         return self._second(load=str(origin.view), save=save, origin=origin)
 
-    def consistent(self, number: int, variant: Variant) -> Start:
+    def consistent(self, number: int, variant: Variant) -> PhaseStart:
         """Return the start of one `MODEL_ARGS*` key, with checkpoints of its own."""
         arguments, last = self._arguments(variant)
         save = self._dirs.phase(number).root / "checkpoints"
-        return Start(
+        return PhaseStart(
             number=number,
             name=variant.key,
             variant=variant,
@@ -219,7 +221,7 @@ class _Maker:
             saves=save,
         )
 
-    def windows(self) -> tuple[Start, ...]:
+    def windows(self) -> tuple[PhaseStart, ...]:
         """Return every window that a release may take; each goes on where the last one saved."""
         saved = self._dirs.checkpoints
         variant = self._case.variant(1)
@@ -229,7 +231,7 @@ class _Maker:
             arguments = with_argument(arguments, _EXIT_DURATION, str(minutes))
         number_of = 1 if self._is_lightweight else self._workload.max_windows or DEFAULT_WINDOWS
         return tuple(
-            Start(
+            PhaseStart(
                 number=number,
                 name=f"window {number}",
                 variant=variant,
@@ -256,12 +258,12 @@ class _Maker:
             )
         return self._load
 
-    def _second(self, *, load: str, save: Path, origin: Rewind | Frozen) -> Start:
+    def _second(self, *, load: str, save: Path, origin: Rewind | Frozen) -> PhaseStart:
         variant = self._case.variant(2)
         arguments, last = self._arguments(variant)
         if self._is_lightweight and last is not None and isinstance(origin, Frozen):
             last = (origin.back_to // LIGHTWEIGHT_ITERS + 1) * LIGHTWEIGHT_ITERS
-        return Start(
+        return PhaseStart(
             number=2,
             name="phase 2",
             variant=variant,
@@ -300,10 +302,10 @@ class _Maker:
         arguments = variant.arguments
         if _takes_key_values(arguments):
             return self._key_value_arguments(arguments)
-        if self._case.mode is Mode.INFERENCE:  # it has no iterations
+        if self._case.mode is CaseMode.INFERENCE:  # it has no iterations
             return arguments, None
         last = self._case.train_iters_of(variant)
-        if self._case.mode is Mode.RL:  # it counts samples, and says when to end
+        if self._case.mode is CaseMode.RL:  # it counts samples, and says when to end
             last = self._case.exit_interval or last
         if not self._is_lightweight:
             return with_argument(arguments, "--exit-interval", str(last)), last

@@ -14,22 +14,22 @@ from pathlib import Path
 from pytest_megatron.errors import CaseError, RecipeError
 from pytest_megatron.host import CPU_PLATFORM
 from pytest_megatron.launch.arguments import command_words
-from pytest_megatron.launch.case import Case, TestType
+from pytest_megatron.launch.case import TestType, WorkloadCase
 from pytest_megatron.launch.connections import planned_connections
 from pytest_megatron.launch.layout import FLIGHT_PREFIX, AttemptDirs, PhaseDirs
 from pytest_megatron.launch.model_args import ModelArgs
 from pytest_megatron.launch.phases import (
     DEFAULT_TIME_LIMIT_S,
     Frozen,
+    PhaseStart,
     Rewind,
-    Start,
     Target,
     starts_of,
     target_of,
 )
 from pytest_megatron.launch.script_row import (
-    Machine,
     ScriptFiles,
+    ScriptMachine,
     redirected,
     script_env,
     script_files,
@@ -163,13 +163,18 @@ class Setting:
     devices: tuple[str, ...] | None = None
     python: str = sys.executable
     has_ft_launcher: bool = False
-    machine: Machine = field(default_factory=Machine)
+    machine: ScriptMachine = field(default_factory=ScriptMachine)
     secret_names: tuple[str, ...] = ()
     kept_variables: tuple[str, ...] = ()
 
 
 def plan_attempt(
-    workload: Workload, case: Case | None, dirs: AttemptDirs, setting: Setting, *, repeat: int
+    workload: Workload,
+    case: WorkloadCase | None,
+    dirs: AttemptDirs,
+    setting: Setting,
+    *,
+    repeat: int,
 ) -> AttemptPlan:
     """Plan one attempt of a workload.
 
@@ -211,10 +216,10 @@ def inherited(env: Mapping[str, str]) -> dict[str, str]:
 
 def _plan_phase(
     workload: Workload,
-    case: Case,
+    case: WorkloadCase,
     dirs: AttemptDirs,
     setting: Setting,
-    start: Start,
+    start: PhaseStart,
     repeat: int,
 ) -> PhasePlan:
     """Plan one start of the training program under its launcher."""
@@ -266,7 +271,7 @@ def _plan_phase(
     )
 
 
-def _num_ranks(workload: Workload, case: Case, start: Start) -> int:
+def _num_ranks(workload: Workload, case: WorkloadCase, start: PhaseStart) -> int:
     """Return the ranks on a node: the row's, or what the case says of this start.
 
     Raises:
@@ -289,7 +294,9 @@ def _num_ranks(workload: Workload, case: Case, start: Start) -> int:
     return workload.gpus if own is None else own
 
 
-def _frozen_paths(case: Case, start: Start, env: Mapping[str, str], root: Path) -> tuple[Path, ...]:
+def _frozen_paths(
+    case: WorkloadCase, start: PhaseStart, env: Mapping[str, str], root: Path
+) -> tuple[Path, ...]:
     """Return what a frozen-start reads: the values that refer to CHECKPOINT_LOAD_PATH."""
     if case.test_type is not TestType.FROZEN_START:
         return ()
@@ -307,7 +314,7 @@ def _variables(
     dirs: AttemptDirs,
     phase: PhaseDirs,
     setting: Setting,
-    start: Start,
+    start: PhaseStart,
     repeat: int,
 ) -> dict[str, str]:
     """Return the variables that a `model_config.yaml` may refer to, and our own."""

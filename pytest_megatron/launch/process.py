@@ -21,7 +21,7 @@ _GUARD = Path(__file__).with_name("guard.py")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class CommandEnd:
     """How a guarded command ended.
 
     Attributes:
@@ -37,7 +37,7 @@ class Ended:
     pid: int = 0
 
 
-class Running(Protocol):
+class RunningCommand(Protocol):
     """Something that was started, here or on several machines; none of it outlives the context."""
 
     def __enter__(self) -> Self:
@@ -51,10 +51,10 @@ class Running(Protocol):
     ) -> None:
         """End it if it has not ended."""
 
-    def poll(self, timeout_s: float) -> Ended | None:
+    def poll(self, timeout_s: float) -> CommandEnd | None:
         """Return how it ended, or None if it runs for `timeout_s` more seconds."""
 
-    def wait(self) -> Ended:
+    def wait(self) -> CommandEnd:
         """Wait for the end, however long it takes."""
 
     def stop(self) -> None:
@@ -94,7 +94,7 @@ class GuardedProcess:
         self._result, result_write = os.pipe()
         self._started = time.monotonic()
         self._answer = b""
-        self._ended: Ended | None = None
+        self._ended: CommandEnd | None = None
         paths = output if isinstance(output, tuple) else (output,)
         own = [str(control_read), str(result_write), str(grace_s)]
         try:
@@ -139,7 +139,7 @@ class GuardedProcess:
         os.close(self._result)
         self._guard.wait()
 
-    def poll(self, timeout_s: float) -> Ended | None:
+    def poll(self, timeout_s: float) -> CommandEnd | None:
         """Return how the command ended, or None if it runs for `timeout_s` more seconds.
 
         Raises:
@@ -156,7 +156,7 @@ class GuardedProcess:
         """Wait for the guard; no answer is none only of a second look, as `fg` interrupts waits."""
         return bool(select.select([self._result], [], [], timeout_s)[0])
 
-    def wait(self) -> Ended:
+    def wait(self) -> CommandEnd:
         """Wait for the end, however long it takes."""
         while (ended := self.poll(1.0)) is None:
             pass
@@ -182,7 +182,7 @@ class GuardedProcess:
         with contextlib.suppress(BrokenPipeError):
             os.write(self._control, order)
 
-    def _parse(self, answer: bytes) -> Ended:
+    def _parse(self, answer: bytes) -> CommandEnd:
         if not answer:
             raise LaunchError(
                 f"process {self._guard.pid}",
@@ -191,7 +191,7 @@ class GuardedProcess:
         found = json.loads(answer)
         if "error" in found:
             raise LaunchError(found["error"], "cannot be started; is it installed and executable?")
-        return Ended(
+        return CommandEnd(
             returncode=found["returncode"],
             num_left=found["num_left"],
             duration_s=time.monotonic() - self._started,

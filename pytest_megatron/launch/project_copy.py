@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from pytest_megatron.git import read_git
-from pytest_megatron.launch.script_row import Machine, ScriptFiles
+from pytest_megatron.launch.script_row import ScriptFiles, ScriptMachine
 
 _NEVER = frozenset((".git", ".pytest_megatron", "__pycache__"))
 _YQ = "/usr/local/bin/yq"
 
 
-def look_at_machine(env: Mapping[str, str]) -> Machine:
+def look_at_machine(env: Mapping[str, str]) -> ScriptMachine:
     """Return which of the expectations of Megatron-LM's scripts this machine meets.
 
     A `uv` counts only with an environment that it is told to use, as in the container: it would
@@ -34,7 +34,7 @@ def look_at_machine(env: Mapping[str, str]) -> Machine:
     paths = {"/opt/venv": sys.prefix} if not Path("/opt/venv").exists() else {}
     if "DATA_PATH" in env and not Path("/mnt/artifacts").exists():
         paths["/mnt/artifacts"] = env["DATA_PATH"]
-    return Machine(
+    return ScriptMachine(
         missing=frozenset(missing),
         has_yq_place=_is_yq(_YQ),
         paths=paths,

@@ -23,7 +23,7 @@ _CHECKPOINTS = "/tmp/checkpoints"  # noqa: S108 - what a script calls it; it is 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class ScriptMachine:
     """What of a script's expectations this machine meets.
 
     Attributes:
@@ -57,7 +57,7 @@ class ScriptFiles:
     texts: Mapping[Path, str]
 
 
-def redirected(script: str, dirs: AttemptDirs, machine: Machine) -> str:
+def redirected(script: str, dirs: AttemptDirs, machine: ScriptMachine) -> str:
     """Return a rendered script with the container's directories replaced by ours."""
     own = {_CODE: str(dirs.project_copy), _CHECKPOINTS: str(dirs.checkpoints)}
     for there, here in {**machine.paths, **own}.items():
@@ -65,7 +65,9 @@ def redirected(script: str, dirs: AttemptDirs, machine: Machine) -> str:
     return script
 
 
-def script_files(project: Path, dirs: AttemptDirs, machine: Machine, python: str) -> ScriptFiles:
+def script_files(
+    project: Path, dirs: AttemptDirs, machine: ScriptMachine, python: str
+) -> ScriptFiles:
     """Return the files that a script needs beside itself."""
     tools = {
         "yq": f"exec {shlex.quote(python)} -P {shlex.quote(str(TOOLS / 'yq.py'))}",
@@ -132,7 +134,7 @@ def _program(text: str) -> str:
     return f"#!/bin/sh\n{text}\n"
 
 
-def _prelude(dirs: AttemptDirs, machine: Machine) -> str:
+def _prelude(dirs: AttemptDirs, machine: ScriptMachine) -> str:
     """Return what every bash of the script reads first (BASH_ENV).
 
     It replaces what a script's own helpers spell out: they are not ours to rewrite.

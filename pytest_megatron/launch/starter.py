@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pytest_megatron.errors import CaseError
-from pytest_megatron.launch.case import Case, Starter
+from pytest_megatron.launch.case import Launcher, WorkloadCase
 
 FT_PACKAGE = "nvidia_resiliency_ext"
 # For a machine without nvidia-resiliency-ext: nearly all of Megatron-LM's cases ask for it.
@@ -21,8 +21,8 @@ NODE_AGENTS = Path(__file__).with_name("node_agents.py")
 _NO_PYTHON = "--no-python"
 
 _MODULES = {
-    Starter.TORCHRUN: "torch.distributed.run",
-    Starter.FT_LAUNCHER: f"{FT_PACKAGE}.fault_tolerance.launcher",
+    Launcher.TORCHRUN: "torch.distributed.run",
+    Launcher.FT_LAUNCHER: f"{FT_PACKAGE}.fault_tolerance.launcher",
 }
 
 
@@ -38,7 +38,7 @@ class Ranks:
         logs: Directory of their logs.
     """
 
-    starter: Starter
+    starter: Launcher
     num_nodes: int
     per_node: int
     tee_ranks: tuple[int, ...] | None
@@ -89,7 +89,7 @@ class Started:
         return (*launcher, "--nnodes", str(ranks.num_nodes), *own, *self.program)
 
 
-def starter_of(case: Case, asked: str | None, *, has_ft_launcher: bool) -> Starter:
+def starter_of(case: WorkloadCase, asked: str | None, *, has_ft_launcher: bool) -> Launcher:
     """Return what starts the ranks of a case.
 
     Args:
@@ -100,11 +100,11 @@ def starter_of(case: Case, asked: str | None, *, has_ft_launcher: bool) -> Start
     Raises:
         CaseError: `ft_launcher` is asked for and not installed, or the variable has another word.
     """
-    words = [starter.value for starter in Starter]
+    words = [starter.value for starter in Launcher]
     if asked and asked not in words:
         raise CaseError(LAUNCHER_VARIABLE, f"is {asked!r}, expected one of {', '.join(words)}")
-    starter = Starter(asked) if asked else case.starter
-    if starter is Starter.FT_LAUNCHER and not has_ft_launcher:
+    starter = Launcher(asked) if asked else case.starter
+    if starter is Launcher.FT_LAUNCHER and not has_ft_launcher:
         raise CaseError(
             str(case.path),
             f"LAUNCHER is 'ft_launcher' and {FT_PACKAGE} is not installed, nothing was run; "

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from pytest_megatron.errors import GoldenError, MetricsError, ReportError
-from pytest_megatron.golden.comparison import RELATIVE, Layer, Rule
+from pytest_megatron.golden.comparison import RELATIVE, ComparisonRule, Layer
 from pytest_megatron.golden.model import MetricMap
 from pytest_megatron.golden.provenance import Golden
 from pytest_megatron.golden.store import read_golden, read_metrics
@@ -23,10 +23,10 @@ from pytest_megatron.pages.model import (
     AttemptRow,
     Chart,
     Curve,
-    Finding,
-    Item,
-    Link,
-    Role,
+    CurveRole,
+    FileLink,
+    MetricFinding,
+    PageItem,
     RunFacts,
     TestRow,
 )
@@ -79,7 +79,7 @@ class RunReader:
             facts=tuple(facts),
         )
 
-    def items(self) -> Iterator[Item]:
+    def items(self) -> Iterator[PageItem]:
         """Yield the workloads, one after the other: their curves are large."""
         for node_id, record in self._records():
             if record.whole("world_size") is None:
@@ -118,13 +118,13 @@ class RunReader:
             num_attempts=len(attempts),
             ranks=tuple((rank, ranks.text(rank)) for rank in ranks.values),
             links=tuple(
-                Link(text=path, path=f"{path}/")
+                FileLink(text=path, path=f"{path}/")
                 for path in logs
                 if (self.directory / path).is_dir()
             ),
         )
 
-    def _item(self, node_id: str, record: Fields) -> Item:
+    def _item(self, node_id: str, record: Fields) -> PageItem:
         dirs = item_dirs(self.directory, node_id)
         comparison = read_if_there(dirs.comparison)
         findings = tuple(_findings(comparison))
@@ -135,7 +135,7 @@ class RunReader:
         charts = tuple(_charts(golden, curves, findings, _allowed(comparison)))
         shown = {chart.metric for chart in charts}
         held = record.inner("quarantine")
-        return Item(
+        return PageItem(
             node_id=node_id,
             directory=dirs.root.name,
             verdict=record.text("verdict", "unknown"),
@@ -163,10 +163,10 @@ def _golden(dirs: ItemDirs, notes: list[str]) -> Golden | None:
         return None
 
 
-def _findings(comparison: Fields) -> Iterator[Finding]:
+def _findings(comparison: Fields) -> Iterator[MetricFinding]:
     for repeat in comparison.rows("repeats"):
         for row in repeat.rows("comparisons"):
-            yield Finding(
+            yield MetricFinding(
                 metric=row.text("metric"),
                 repeat=repeat.whole("repeat") or 1,
                 against=repeat.text("against", "golden"),
@@ -182,7 +182,7 @@ def _findings(comparison: Fields) -> Iterator[Finding]:
 
 def _layers(comparison: Fields) -> Iterator[tuple[bool, str]]:
     """Yield what the layers of a comparison say, those that this version knows."""
-    rules = {rule.value: rule for rule in Rule}
+    rules = {rule.value: rule for rule in ComparisonRule}
     for row in comparison.rows("layers"):
         rule = rules.get(row.text("layer"))
         if rule is not None:
@@ -220,7 +220,7 @@ def _curves(dirs: ItemDirs, attempts: list[Fields], notes: list[str]) -> list[tu
         parts = [f"repeat {repeat}"] if has_repeats else []
         parts += [f"attempt {number}"] if tried[repeat] > 1 else []
         name = ", ".join(parts) or "this run"
-        role = Role.FAILED if row.text("cause") else Role.RUN
+        role = CurveRole.FAILED if row.text("cause") else CurveRole.RUN
         measured = list(_measured(dirs.attempt(repeat=repeat, attempt=number), notes))
         for phase, metrics in measured:
             label = name if phase is None else f"{name}, phase {phase}"
@@ -267,7 +267,7 @@ def _read(path: Path | None, notes: list[str]) -> Iterator[MetricMap]:
 def _charts(
     golden: Golden | None,
     curves: list[tuple[str, Curve]],
-    findings: tuple[Finding, ...],
+    findings: tuple[MetricFinding, ...],
     allowed: Mapping[str, Fields],
 ) -> Iterator[Chart]:
     """Yield a chart for each metric that a run measured or a comparison was about."""
@@ -279,7 +279,7 @@ def _charts(
         shown = [curve for name, curve in curves if name == metric]
         band = None
         if golden is not None and metric in expected:
-            shown.insert(0, Curve(name="golden", role=Role.GOLDEN, series=expected[metric]))
+            shown.insert(0, Curve(name="golden", role=CurveRole.GOLDEN, series=expected[metric]))
             band = allowed_around(expected[metric], allowed.get(metric, Fields({})))
         charts.append(Chart(metric=metric, curves=tuple(shown), allowed=band, findings=mine))
     order = {False: 0, True: 1, None: 2}
@@ -301,7 +301,7 @@ def _attempt(dirs: ItemDirs, row: Fields) -> AttemptRow:
     )
 
 
-def _logs(item: Path, attempt: Path, rank: int) -> Iterator[Link]:
+def _logs(item: Path, attempt: Path, rank: int) -> Iterator[FileLink]:
     prefix = attempt.relative_to(item).as_posix()
     for number in range(1, _MOST_PHASES):
         phase = f"phase_{number}"
@@ -315,14 +315,14 @@ def _logs(item: Path, attempt: Path, rank: int) -> Iterator[Link]:
             ("all ranks", f"{phase}/logs/"),
         ):
             if (attempt / path).exists():
-                yield Link(text=f"{start}{text}", path=f"{prefix}/{path}")
+                yield FileLink(text=f"{start}{text}", path=f"{prefix}/{path}")
                 start = ""
     if (attempt / "plan.json").is_file():
-        yield Link(text="plan", path=f"{prefix}/plan.json")
+        yield FileLink(text="plan", path=f"{prefix}/plan.json")
 
 
-def _links(directory: Path, names: tuple[str, ...]) -> tuple[Link, ...]:
-    return tuple(Link(text=n, path=n) for n in names if (directory / n).is_file())
+def _links(directory: Path, names: tuple[str, ...]) -> tuple[FileLink, ...]:
+    return tuple(FileLink(text=n, path=n) for n in names if (directory / n).is_file())
 
 
 def _triage(dirs: ItemDirs) -> tuple[str, ...]:

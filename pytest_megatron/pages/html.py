@@ -17,7 +17,7 @@ from importlib.resources import files
 from urllib.parse import quote
 
 from pytest_megatron.files import JsonValue
-from pytest_megatron.pages.model import Link
+from pytest_megatron.pages.model import FileLink
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _INDENT = re.compile(r"^\s+", re.MULTILINE)
@@ -39,7 +39,7 @@ def link(path: str, shown: str) -> str:
     return f'<a href="{href(path)}">{text(shown)}</a>'
 
 
-def links(found: Sequence[Link], files: str | None) -> str:
+def links(found: Sequence[FileLink], files: str | None) -> str:
     """Return links to files beside one another.
 
     Args:

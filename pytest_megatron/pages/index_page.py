@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pytest_megatron.pages.html import document, link, links, text
-from pytest_megatron.pages.model import VERDICTS, Chart, Finding, Item, RunFacts, TestRow
+from pytest_megatron.pages.model import VERDICTS, Chart, MetricFinding, PageItem, RunFacts, TestRow
 from pytest_megatron.pages.spark import sparkline
 from pytest_megatron.wording import name_ranks
 
@@ -53,7 +53,7 @@ class IndexRun:
     files: str | None
 
 
-def index_row(item: Item, page: str | None, run: str | None = None) -> IndexRow:
+def index_row(item: PageItem, page: str | None, run: str | None = None) -> IndexRow:
     """Return the row of a workload."""
     judged = [chart for chart in item.charts if chart.findings] or list(item.charts)
     measured = [f.largest for f in item.findings if f.largest is not None and _is_worst(f, item)]
@@ -88,11 +88,11 @@ def index_page(runs: Sequence[IndexRun], title: str) -> str:
     return document(f"{_counted(counts)}: {title}", "\n".join(filter(None, body)), "index.js")
 
 
-def _with_quarantine(item: Item, headline: str) -> str:
+def _with_quarantine(item: PageItem, headline: str) -> str:
     return f"in quarantine, {item.quarantine}: {headline}" if item.quarantine else headline
 
 
-def _headline(item: Item) -> str:
+def _headline(item: PageItem) -> str:
     failed = [f for f in item.findings if not f.passed]
     if item.verdict == "failed" and failed:
         number = len({f.metric for f in failed})
@@ -105,7 +105,7 @@ def _headline(item: Item) -> str:
     return _cut(item.summary, _MOST_TEXT)
 
 
-def _is_worst(finding: Finding, item: Item) -> bool:
+def _is_worst(finding: MetricFinding, item: PageItem) -> bool:
     """Whether a finding says how far off an item is: one that failed, or any if all passed."""
     return not finding.passed or all(f.passed for f in item.findings)
 

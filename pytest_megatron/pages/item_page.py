@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pytest_megatron.files import JsonValue
 from pytest_megatron.pages.encode import MOST_BYTES, encode_charts
 from pytest_megatron.pages.html import data_block, document, link, links, text
-from pytest_megatron.pages.model import AttemptRow, Chart, Finding, Item, RunFacts
+from pytest_megatron.pages.model import AttemptRow, Chart, MetricFinding, PageItem, RunFacts
 
 _MOST_TEXTS = 6  # of one chart
 _MOST_OPEN = 8  # comparisons without a curve
@@ -25,7 +25,7 @@ _CONTROLS = (
 
 
 def item_page(
-    item: Item,
+    item: PageItem,
     run: RunFacts,
     *,
     files: str | None = "",
@@ -86,9 +86,9 @@ def charts_block(charts: Sequence[Chart], *, most_bytes: int = MOST_BYTES) -> st
     )
 
 
-def _texts(findings: Sequence[Finding]) -> Iterator[str]:
+def _texts(findings: Sequence[MetricFinding]) -> Iterator[str]:
     """Yield what was found of one metric; the same of several repeats once."""
-    said: dict[str, list[Finding]] = {}
+    said: dict[str, list[MetricFinding]] = {}
     for finding in findings:
         said.setdefault(_short(finding), []).append(finding)
     several = len({(f.repeat, f.against) for f in findings}) > 1
@@ -101,7 +101,7 @@ def _texts(findings: Sequence[Finding]) -> Iterator[str]:
         yield f"repeat {repeats}{against}: {words}" if several else words
 
 
-def _short(finding: Finding) -> str:
+def _short(finding: MetricFinding) -> str:
     """Return the text of a finding without the file at its end and the metric at its start."""
     words = finding.text.removesuffix(f"; {finding.golden_path}")
     return words.removeprefix(f"{finding.metric}: ").removeprefix(f"{finding.metric}, ")
@@ -120,7 +120,7 @@ def _again(node_id: str, run: str) -> str:
     )
 
 
-def _facts(item: Item, run: RunFacts) -> str:
+def _facts(item: PageItem, run: RunFacts) -> str:
     duration = () if item.duration_s is None else (("time", f"{item.duration_s:.1f} s"),)
     first = (("in quarantine", item.quarantine), ("summary", item.summary))
     shown = (*first, *duration, ("platform", item.platform), ("started", run.started), *run.facts)
@@ -130,7 +130,7 @@ def _facts(item: Item, run: RunFacts) -> str:
     return f"<div class=facts>{pairs}</div>"
 
 
-def _problem(item: Item) -> str:
+def _problem(item: PageItem) -> str:
     if item.problem is None:
         return ""
     shown = item.problem.removeprefix(f"{item.node_id}: ")
@@ -164,7 +164,7 @@ def _triage(texts: Sequence[str]) -> str:
     return f"<h2>Why attempts failed</h2><pre>{text(chr(10).join(texts))}</pre>"
 
 
-def _findings(findings: Sequence[Finding]) -> str:
+def _findings(findings: Sequence[MetricFinding]) -> str:
     """Return what was found where there is no curve to show it on; many that passed folded up."""
     if not findings:
         return ""
@@ -180,7 +180,7 @@ def _findings(findings: Sequence[Finding]) -> str:
     return f"<h2>Other comparisons</h2>{''.join(parts)}"
 
 
-def _table_of(findings: Sequence[Finding]) -> str:
+def _table_of(findings: Sequence[MetricFinding]) -> str:
     rows = "".join(
         f"<tr><td>{_verdict('passed' if f.passed else 'failed')}<td>{text(f.metric)}"
         f"<td class=n>{f.repeat}<td>{text(f.against)}<td>{text(_short(f))}"

@@ -16,7 +16,7 @@ from pytest_megatron.golden.model import Series
 VERDICTS = ("broken", "failed", "flaky", "skipped", "passed")
 
 
-class Role(Enum):
+class CurveRole(Enum):
     """What a curve is; the value is its name in a page's data."""
 
     GOLDEN = "golden"
@@ -34,13 +34,13 @@ class Curve:
     """
 
     name: str
-    role: Role
+    role: CurveRole
     series: Series
     is_resumed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class MetricFinding:
     """What a comparison said of one metric of one repeat.
 
     Attributes:
@@ -77,13 +77,13 @@ class Chart:
     metric: str
     curves: tuple[Curve, ...]
     allowed: tuple[float, ...] | None = None
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[MetricFinding, ...] = ()
 
     @property
     def golden(self) -> Curve | None:
         """What the others are compared with."""
         first = self.curves[0] if self.curves else None
-        return first if first is not None and first.role is Role.GOLDEN else None
+        return first if first is not None and first.role is CurveRole.GOLDEN else None
 
     @property
     def passed(self) -> bool | None:
@@ -98,7 +98,7 @@ class Chart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class FileLink:
     """A file, by its path below the directory that its page is about."""
 
     text: str
@@ -115,11 +115,11 @@ class AttemptRow:
     is_transient: bool
     root_rank: int | None
     duration_s: float
-    links: tuple[Link, ...] = ()
+    links: tuple[FileLink, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Item:
+class PageItem:
     """One workload of a run.
 
     Attributes:
@@ -140,14 +140,14 @@ class Item:
     duration_s: float | None
     attempts: tuple[AttemptRow, ...] = ()
     charts: tuple[Chart, ...] = ()
-    others: tuple[Finding, ...] = ()
+    others: tuple[MetricFinding, ...] = ()
     triage: tuple[str, ...] = ()
-    links: tuple[Link, ...] = ()
+    links: tuple[FileLink, ...] = ()
     notes: tuple[str, ...] = ()
     quarantine: str = ""
 
     @property
-    def findings(self) -> tuple[Finding, ...]:
+    def findings(self) -> tuple[MetricFinding, ...]:
         """All of them."""
         return (*(f for chart in self.charts for f in chart.findings), *self.others)
 
@@ -168,7 +168,7 @@ class TestRow:
     duration_s: float
     num_attempts: int
     ranks: tuple[tuple[str, str], ...]
-    links: tuple[Link, ...] = ()
+    links: tuple[FileLink, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

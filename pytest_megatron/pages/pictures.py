@@ -14,7 +14,7 @@ from typing import Protocol, cast
 
 from pytest_megatron.errors import ReportError
 from pytest_megatron.files import write_text_atomically
-from pytest_megatron.pages.model import Chart, Item
+from pytest_megatron.pages.model import Chart, PageItem
 from pytest_megatron.pages.sources import find_runs
 from pytest_megatron.pages.svg import chart_svg
 from pytest_megatron.pages.write import cannot_write
@@ -66,7 +66,7 @@ def write_pictures(
     return written
 
 
-def _chosen(item: Item, metrics: Sequence[str], *, is_failed_only: bool) -> Iterator[Chart]:
+def _chosen(item: PageItem, metrics: Sequence[str], *, is_failed_only: bool) -> Iterator[Chart]:
     for chart in item.charts:
         is_drawn = any(len(curve.series) for curve in chart.curves)
         is_wanted = not metrics or chart.metric in metrics

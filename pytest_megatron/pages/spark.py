@@ -6,7 +6,7 @@ import math
 from itertools import pairwise
 
 from pytest_megatron.golden.model import Series
-from pytest_megatron.pages.model import Chart, Role
+from pytest_megatron.pages.model import Chart, CurveRole
 
 WIDTH, HEIGHT = 120, 24
 _NUM_POINTS = 24
@@ -14,7 +14,7 @@ _NUM_POINTS = 24
 
 def sparkline(chart: Chart) -> str:
     """Return an SVG of the golden and of the longest curve beside it; empty without a number."""
-    runs = [curve for curve in chart.curves if curve.role is not Role.GOLDEN]
+    runs = [curve for curve in chart.curves if curve.role is not CurveRole.GOLDEN]
     shown = [("g", chart.golden.series)] if chart.golden is not None else []
     longest = max(runs, key=lambda curve: len(curve.series), default=None)
     shown += [] if longest is None else [("o", longest.series)]

@@ -12,7 +12,7 @@ from itertools import groupby
 
 from pytest_megatron.golden.model import Series
 from pytest_megatron.pages.html import text
-from pytest_megatron.pages.model import Chart, Curve, Role
+from pytest_megatron.pages.model import Chart, Curve, CurveRole
 from pytest_megatron.pages.scale import Scale, scale_of
 from pytest_megatron.pages.thin import choose
 
@@ -119,9 +119,9 @@ class _Strip:
 def _paints(curves: Sequence[Curve]) -> Iterator[str]:
     runs = failed = 0
     for curve in curves:
-        if curve.role is Role.GOLDEN:
+        if curve.role is CurveRole.GOLDEN:
             yield _GOLDEN
-        elif curve.role is Role.FAILED:
+        elif curve.role is CurveRole.FAILED:
             yield _FAILED[failed % len(_FAILED)]
             failed += 1
         else:
@@ -300,9 +300,9 @@ def _label(x: float, y: float, word: str, anchor: str, colour: str = _SOFT) -> s
     )
 
 
-def _stroke(colour: str, role: Role) -> str:
-    width = 3 if role is Role.GOLDEN else 1.5
-    dashed = ' stroke-dasharray="5 3"' if role is Role.FAILED else ""
+def _stroke(colour: str, role: CurveRole) -> str:
+    width = 3 if role is CurveRole.GOLDEN else 1.5
+    dashed = ' stroke-dasharray="5 3"' if role is CurveRole.FAILED else ""
     return f'{_stroke_plain(colour, width)} stroke-linejoin="round" stroke-linecap="round"{dashed}'
 
 

@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterator
 
 from pytest_megatron.files import JsonValue
-from pytest_megatron.recipe.findings import Finding, Severity
+from pytest_megatron.recipe.findings import RecipeFinding, RecipeSeverity
 from pytest_megatron.recipe.vocabulary import nearest
-from pytest_megatron.yamllines import Document
+from pytest_megatron.yamllines import YamlDocument
 
 # Source: Megatron-LM tests/functional_tests/shell_test_utils/run_ci_test.sh, d98e8a64dd
 KNOWN_WORDS = {
@@ -47,16 +47,16 @@ _TEXTS = ("AFTER_SCRIPT", "BEFORE_SCRIPT", "EXPECTED_FAILURE")
 _MOST_SHOWN = 100
 
 
-def check_case(document: Document) -> Iterator[Finding]:
+def check_case(document: YamlDocument) -> Iterator[RecipeFinding]:
     """Yield what is wrong in a case."""
     for twin in document.duplicates:
         message = f"key {twin.key!r} is also on line {twin.first_line}, this one counts; remove one"
-        yield Finding(
+        yield RecipeFinding(
             file=document.file,
             line=twin.second_line,
             rule="case-duplicate-key",
             message=message,
-            severity=Severity.WARNING,
+            severity=RecipeSeverity.WARNING,
         )
     yield from unknown_keys(document)
     yield from wrong_types(document)
@@ -66,7 +66,7 @@ def check_case(document: Document) -> Iterator[Finding]:
     yield from _similar_variables(document)
 
 
-def compares_metrics(document: Document) -> bool:
+def compares_metrics(document: YamlDocument) -> bool:
     """Whether a run of the case is compared with a golden file.
 
     It is not where the case says SKIP_PYTEST, is always lightweight, is expected to fail, checks
@@ -86,12 +86,12 @@ def compares_metrics(document: Document) -> bool:
     return test_type in ("frozen-start", "regular")
 
 
-def starts_frozen(document: Document) -> bool:
+def starts_frozen(document: YamlDocument) -> bool:
     """Whether a run of the case starts from a checkpoint that was made before."""
     return document.value.get("TEST_TYPE") in ("frozen-resume", "frozen-start")
 
 
-def compared_metrics(document: Document) -> tuple[str, ...]:
+def compared_metrics(document: YamlDocument) -> tuple[str, ...]:
     """Return the METRICS that a case names; none where it names none, or compares nothing."""
     named = document.value.get("METRICS")
     if not isinstance(named, list) or not compares_metrics(document):
@@ -99,7 +99,7 @@ def compared_metrics(document: Document) -> tuple[str, ...]:
     return tuple(name for name in named if isinstance(name, str))
 
 
-def last_step(document: Document) -> int | None:
+def last_step(document: YamlDocument) -> int | None:
     """Return the iteration at which a training of the case ends; None where it does not say so."""
     arguments = document.value.get("MODEL_ARGS")
     if not isinstance(arguments, dict) or not compares_metrics(document):
@@ -108,11 +108,15 @@ def last_step(document: Document) -> int | None:
     return min((c for c in counts if isinstance(c, int) and c > 0), default=None)
 
 
-def _finding(document: Document, path: tuple[str, ...], rule: str, message: str) -> Finding:
-    return Finding(file=document.file, line=document.line_of(path), rule=rule, message=message)
+def _finding(
+    document: YamlDocument, path: tuple[str, ...], rule: str, message: str
+) -> RecipeFinding:
+    return RecipeFinding(
+        file=document.file, line=document.line_of(path), rule=rule, message=message
+    )
 
 
-def unknown_keys(document: Document) -> Iterator[Finding]:
+def unknown_keys(document: YamlDocument) -> Iterator[RecipeFinding]:
     """Yield the top-level keys that nothing reads."""
     for key in document.value:
         if key not in KNOWN_KEYS and not MODEL_ARGS(key):
@@ -120,7 +124,7 @@ def unknown_keys(document: Document) -> Iterator[Finding]:
             yield _finding(document, (key,), "case-unknown-key", message)
 
 
-def wrong_types(document: Document) -> Iterator[Finding]:
+def wrong_types(document: YamlDocument) -> Iterator[RecipeFinding]:
     """Yield the keys whose value is not of the kind that a training is made from."""
     for key, value in document.value.items():
         expected = _expected_type(key, value)
@@ -157,7 +161,7 @@ def _shown(value: JsonValue) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
-def phase_problems(document: Document) -> Iterator[Finding]:
+def phase_problems(document: YamlDocument) -> Iterator[RecipeFinding]:
     """Yield what a case says that its TEST_TYPE, MODE or TEST_EVALUATION makes void."""
     value = document.value
     test_type, mode = value.get("TEST_TYPE"), value.get("MODE", "pretraining")
@@ -187,21 +191,21 @@ def phase_problems(document: Document) -> Iterator[Finding]:
             yield _finding(document, (key,), "case-void", message)
 
 
-def _unread_variables(document: Document) -> Iterator[Finding]:
+def _unread_variables(document: YamlDocument) -> Iterator[RecipeFinding]:
     """Yield parts of MODEL_ENV_VARS that belong to no MODEL_ARGS; Megatron-LM has such."""
     own = document.value.get("MODEL_ENV_VARS")
     for key in own if isinstance(own, dict) else ():
         if key not in document.value:
-            yield Finding(
+            yield RecipeFinding(
                 file=document.file,
                 line=document.line_of(("MODEL_ENV_VARS", key)),
                 rule="case-void",
                 message=f"MODEL_ENV_VARS: the case has no {key!r}, nothing reads this",
-                severity=Severity.WARNING,
+                severity=RecipeSeverity.WARNING,
             )
 
 
-def _unknown_words(document: Document) -> Iterator[Finding]:
+def _unknown_words(document: YamlDocument) -> Iterator[RecipeFinding]:
     for key, choices in KNOWN_WORDS.items():
         value: JsonValue = document.value.get(key, choices[0])
         if value not in choices:
@@ -214,7 +218,7 @@ def _unknown_words(document: Document) -> Iterator[Finding]:
         yield _finding(document, (), "case-unknown-word", message)
 
 
-def _similar_variables(document: Document) -> Iterator[Finding]:
+def _similar_variables(document: YamlDocument) -> Iterator[RecipeFinding]:
     env = document.value.get("ENV_VARS")
     for name in env if isinstance(env, dict) else ():
         close = difflib.get_close_matches(name, HARNESS_VARIABLES, 1, _SIMILAR)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from pytest_megatron.files import JsonValue
-from pytest_megatron.recipe.findings import Finding
+from pytest_megatron.recipe.findings import RecipeFinding
 from pytest_megatron.recipe.model import Row, RowError, fill_in
 from pytest_megatron.recipe.vocabulary import (
     CADENCES,
@@ -21,7 +21,7 @@ from pytest_megatron.recipe.vocabulary import (
     IMPLIED_CADENCE,
     SCOPE_ALIASES,
 )
-from pytest_megatron.yamllines import Document, YamlPath
+from pytest_megatron.yamllines import YamlDocument, YamlPath
 
 
 class Profile(Enum):
@@ -36,11 +36,11 @@ class Expansion:
     """What a file gives: rows in file order, and what is wrong with it."""
 
     rows: tuple[Row, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[RecipeFinding, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Product:
+class ExpandedProduct:
     """One inner product with what it takes from around it.
 
     Attributes:
@@ -57,7 +57,7 @@ class Product:
     line: int
 
 
-def expand_compat(document: Document) -> Expansion:
+def expand_compat(document: YamlDocument) -> Expansion:
     """Expand as Megatron-LM does, quirks included.
 
     An entry without `products` gives nothing; of `test_case` only element 0 counts, the first
@@ -65,7 +65,7 @@ def expand_compat(document: Document) -> Expansion:
     parser raise is a finding here, and all of them are collected.
     """
     rows: list[Row] = []
-    findings: list[Finding] = []
+    findings: list[RecipeFinding] = []
     if document.value.get("type") == "build":
         return Expansion(rows=(), findings=())
     spec = document.value.get("spec")
@@ -88,8 +88,8 @@ def expand_compat(document: Document) -> Expansion:
 
 
 def _products_of(
-    document: Document, spec: Mapping[str, JsonValue], entry: JsonValue, index: int
-) -> Iterator[tuple[YamlPath, Product]]:
+    document: YamlDocument, spec: Mapping[str, JsonValue], entry: JsonValue, index: int
+) -> Iterator[tuple[YamlPath, ExpandedProduct]]:
     """Yield the inner products of an entry with their paths, as Megatron-LM sees them."""
     if not isinstance(entry, dict):
         raise RowError(f"found {entry!r}, expected a mapping")
@@ -106,7 +106,7 @@ def _products_of(
             raise RowError(f"products[{number}]: found {axes!r}, expected a mapping")
         yield (
             path,
-            Product(
+            ExpandedProduct(
                 spec=spec,
                 test_case=cases[0],
                 axes=axes,
@@ -116,7 +116,7 @@ def _products_of(
         )
 
 
-def expand_product(product: Product) -> list[Row]:
+def expand_product(product: ExpandedProduct) -> list[Row]:
     """Return the rows of one inner product.
 
     Raises:
@@ -137,7 +137,10 @@ def expand_product(product: Product) -> list[Row]:
 
 
 def _row(
-    product: Product, names: tuple[str, ...], spec: dict[str, JsonValue], explicit: list[str] | None
+    product: ExpandedProduct,
+    names: tuple[str, ...],
+    spec: dict[str, JsonValue],
+    explicit: list[str] | None,
 ) -> Row:
     """Finish the spec of one row: alias, cadence, build."""
     spec["test_case"] = product.test_case
@@ -173,9 +176,11 @@ def check_cadence(value: JsonValue) -> list[str] | None:
     return [str(word) for word in value]
 
 
-def row_finding(document: Document, path: YamlPath, message: str) -> Finding:
+def row_finding(document: YamlDocument, path: YamlPath, message: str) -> RecipeFinding:
     """Return the finding for a row that cannot be built."""
-    return Finding(file=document.file, line=document.line_of(path), rule="row", message=message)
+    return RecipeFinding(
+        file=document.file, line=document.line_of(path), rule="row", message=message
+    )
 
 
 def _elements(key: str, axis: JsonValue) -> list[JsonValue]:

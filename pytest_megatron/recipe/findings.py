@@ -12,7 +12,7 @@ from typing_extensions import override
 from pytest_megatron.errors import RecipeError
 
 
-class Severity(Enum):
+class RecipeSeverity(Enum):
     """Whether a finding stops a recipe from being used."""
 
     ERROR = "error"
@@ -73,7 +73,7 @@ CHECKED = ("connections-", "layout-", "memory-")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class RecipeFinding:
     """One thing that is wrong.
 
     Attributes:
@@ -86,7 +86,7 @@ class Finding:
     line: int | None
     rule: str
     message: str
-    severity: Severity = Severity.ERROR
+    severity: RecipeSeverity = RecipeSeverity.ERROR
 
     def __post_init__(self) -> None:
         is_known = self.rule in RULES or self.rule in GOLDEN_RULES
@@ -100,21 +100,21 @@ class Finding:
     @property
     def is_error(self) -> bool:
         """Whether the recipe cannot be used as it is."""
-        return self.severity is Severity.ERROR
+        return self.severity is RecipeSeverity.ERROR
 
     @override
     def __str__(self) -> str:
         return f"{self.where}: {self.message}"
 
 
-def errors_of(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+def errors_of(findings: Sequence[RecipeFinding]) -> tuple[RecipeFinding, ...]:
     """Return the findings that are errors."""
     return tuple(finding for finding in findings if finding.is_error)
 
 
-def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+def in_order(findings: Iterable[RecipeFinding]) -> tuple[RecipeFinding, ...]:
     """Return findings by file, line and severity, each once."""
-    order = {severity: index for index, severity in enumerate(Severity)}
+    order = {severity: index for index, severity in enumerate(RecipeSeverity)}
     return tuple(
         sorted(
             dict.fromkeys(findings),
@@ -123,7 +123,7 @@ def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     )
 
 
-def as_error(findings: Sequence[Finding]) -> RecipeError:
+def as_error(findings: Sequence[RecipeFinding]) -> RecipeError:
     """Return one error for the first of several findings; it says how many there are.
 
     Args:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 from pytest_megatron.config import GOLDEN_PLATFORMS_KEY, load_config
 from pytest_megatron.errors import ConfigError, RecipeError
 from pytest_megatron.recipe.expand import Expansion, Profile, expand_compat
-from pytest_megatron.recipe.findings import Finding, Severity, as_error, errors_of
+from pytest_megatron.recipe.findings import RecipeFinding, RecipeSeverity, as_error, errors_of
 from pytest_megatron.recipe.model import Row, Workload, parse_row
 from pytest_megatron.recipe.strict import expand_strict
 from pytest_megatron.recipe.variants import duplicates_of, variants_of
 from pytest_megatron.recipe.vocabulary import Vocabulary, nearest
-from pytest_megatron.yamllines import Document, YamlError, read_document
+from pytest_megatron.yamllines import YamlDocument, YamlError, read_document
 
 if TYPE_CHECKING:
     from pytest_megatron.recipe.schema import SchemaProblem
@@ -33,10 +33,10 @@ class Loaded:
     """
 
     workloads: tuple[Workload, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[RecipeFinding, ...]
 
     @property
-    def errors(self) -> tuple[Finding, ...]:
+    def errors(self) -> tuple[RecipeFinding, ...]:
         """The findings because of which the file should not be run as it is."""
         return errors_of(self.findings)
 
@@ -104,7 +104,7 @@ def read_recipe(
 
 
 def load_document(
-    document: Document, profile: Profile, vocabulary: Vocabulary = BUILT_IN_WORDS
+    document: YamlDocument, profile: Profile, vocabulary: Vocabulary = BUILT_IN_WORDS
 ) -> Loaded:
     """Return the workloads of a recipe that has been read, as `read_recipe`. Pure."""
     expansion = expand(document, profile, vocabulary)
@@ -116,14 +116,14 @@ def load_document(
             workloads.append(parse_row(row, file=document.file, variant=variant))
         except RecipeError as error:
             findings.append(
-                Finding(file=document.file, line=row.line, rule="row", message=error.problem)
+                RecipeFinding(file=document.file, line=row.line, rule="row", message=error.problem)
             )
     findings = sorted(dict.fromkeys(findings), key=lambda finding: finding.line or 0)
     return Loaded(workloads=tuple(workloads), findings=tuple(findings))
 
 
 def expand(
-    document: Document, profile: Profile, vocabulary: Vocabulary = BUILT_IN_WORDS
+    document: YamlDocument, profile: Profile, vocabulary: Vocabulary = BUILT_IN_WORDS
 ) -> Expansion:
     """Expand a document by a profile, with the findings of everything up to its rows."""
     if profile is Profile.COMPAT:
@@ -136,7 +136,7 @@ def expand(
         *_duplicate_keys(document),
         *(_schema_finding(document, problem) for problem in problems),
         *(
-            replace(_schema_finding(document, problem), severity=Severity.WARNING)
+            replace(_schema_finding(document, problem), severity=RecipeSeverity.WARNING)
             for problem in schema.similar_keys(document.value)
         ),
         *expansion.findings,
@@ -145,13 +145,13 @@ def expand(
     return Expansion(rows=expansion.rows, findings=tuple(findings))
 
 
-def unreadable(path: Path, problem: YamlError) -> Finding:
+def unreadable(path: Path, problem: YamlError) -> RecipeFinding:
     """Return the finding for a file that is no YAML mapping."""
-    return Finding(file=path, line=problem.line, rule="unreadable", message=problem.problem)
+    return RecipeFinding(file=path, line=problem.line, rule="unreadable", message=problem.problem)
 
 
-def _schema_finding(document: Document, problem: SchemaProblem) -> Finding:
-    return Finding(
+def _schema_finding(document: YamlDocument, problem: SchemaProblem) -> RecipeFinding:
+    return RecipeFinding(
         file=document.file,
         line=document.line_of(problem.path),
         rule=problem.rule,
@@ -159,9 +159,9 @@ def _schema_finding(document: Document, problem: SchemaProblem) -> Finding:
     )
 
 
-def _duplicate_keys(document: Document) -> Iterator[Finding]:
+def _duplicate_keys(document: YamlDocument) -> Iterator[RecipeFinding]:
     for twin in document.duplicates:
-        yield Finding(
+        yield RecipeFinding(
             file=document.file,
             line=twin.second_line,
             rule="duplicate-key",
@@ -170,9 +170,9 @@ def _duplicate_keys(document: Document) -> Iterator[Finding]:
         )
 
 
-def _duplicate_row(document: Document, first: Row, second: Row) -> Finding:
+def _duplicate_row(document: YamlDocument, first: Row, second: Row) -> RecipeFinding:
     spec = second.spec
-    return Finding(
+    return RecipeFinding(
         file=document.file,
         line=second.line,
         rule="duplicate-row",

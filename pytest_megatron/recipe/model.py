@@ -146,7 +146,7 @@ def parse_row(row: Row, *, file: Path, variant: tuple[str, ...]) -> Workload:
     Raises:
         RecipeError: A key is missing or has a value of the wrong type.
     """
-    reader = _Reader(f"{file}:{row.line}", row.spec)
+    reader = _SpecReader(f"{file}:{row.line}", row.spec)
     cadence = row.spec["cadence"]
     return Workload(
         file=file,
@@ -178,7 +178,7 @@ def parse_row(row: Row, *, file: Path, variant: tuple[str, ...]) -> Workload:
     )
 
 
-def _name(reader: _Reader) -> str:
+def _name(reader: _SpecReader) -> str:
     """Return the row's name, filled in."""
     template = reader.text("name") or DEFAULT_NAME
     try:
@@ -187,7 +187,7 @@ def _name(reader: _Reader) -> str:
         raise RecipeError(reader.where, f"name: {problem}") from problem
 
 
-class _Reader:
+class _SpecReader:
     """Reads typed values out of a row's spec; an error names the key."""
 
     __slots__ = ("spec", "where")

@@ -37,7 +37,7 @@ class QuarantineKeys(TypedDict):
 
 
 @with_config(_OPEN)
-class Spec(TypedDict):
+class RecipeSpec(TypedDict):
     """What all rows of the file share; any further key is a placeholder for the templates."""
 
     model: Annotated[Text, Field(description="Directory of the test cases, such as gpt.")]
@@ -74,7 +74,7 @@ class Spec(TypedDict):
 
 
 @with_config(_OPEN)
-class Product(TypedDict):
+class RecipeProduct(TypedDict):
     """Lists whose cartesian product makes rows; a key of `spec` here overrides it."""
 
     environment: NotRequired[Texts]
@@ -96,11 +96,11 @@ class Product(TypedDict):
 
 
 @with_config(_CLOSED)
-class Entry(TypedDict):
+class ProductEntry(TypedDict):
     """Some test cases and where they run."""
 
     test_case: Texts
-    products: Annotated[list[Product], Field(min_length=1)]
+    products: Annotated[list[RecipeProduct], Field(min_length=1)]
     cadence: NotRequired[Texts]
 
 
@@ -112,8 +112,8 @@ class BasicRecipe(TypedDict):
     format_version: Literal[1]
     maintainers: NotRequired[list[str]]
     loggers: NotRequired[list[str]]
-    spec: Spec
-    products: Annotated[list[Entry], Field(min_length=1)]
+    spec: RecipeSpec
+    products: Annotated[list[ProductEntry], Field(min_length=1)]
 
 
 @with_config(_OPEN)
@@ -197,8 +197,8 @@ def similar_keys(value: Mapping[str, JsonValue]) -> Iterator[SchemaProblem]:
     """Yield the extra keys of `spec` that look like known ones; they may be meant so."""
     spec = value.get("spec")
     for key in spec if isinstance(spec, dict) and value.get("type") == "basic" else ():
-        close = difflib.get_close_matches(key, Spec.__annotations__, 1, _SIMILAR)
-        if close and key not in Spec.__annotations__:
+        close = difflib.get_close_matches(key, RecipeSpec.__annotations__, 1, _SIMILAR)
+        if close and key not in RecipeSpec.__annotations__:
             message = f"spec.{key}: is a placeholder of its own; did you mean {close[0]!r}?"
             yield SchemaProblem(path=("spec", key), rule="similar-key", message=message)
 
@@ -222,7 +222,7 @@ def _problem(error: ErrorDetails, top: type[BasicRecipe | BuildRecipe]) -> Schem
     if kind == "missing":
         message = f"{where}: is missing; add it"
     elif kind == "extra_forbidden":
-        keys = sorted((Entry if path[0] == "products" else top).__annotations__)
+        keys = sorted((ProductEntry if path[0] == "products" else top).__annotations__)
         message = f"{where}: unknown key, expected one of {', '.join(keys)}"
         message += nearest(str(path[-1]), keys)
     else:

@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from pytest_megatron.files import JsonValue
-from pytest_megatron.recipe.expand import Expansion, Product, expand_product, row_finding
-from pytest_megatron.recipe.findings import Finding, Severity
+from pytest_megatron.recipe.expand import ExpandedProduct, Expansion, expand_product, row_finding
+from pytest_megatron.recipe.findings import RecipeFinding, RecipeSeverity
 from pytest_megatron.recipe.model import Row, RowError
 from pytest_megatron.recipe.vocabulary import CADENCES, Vocabulary, nearest
-from pytest_megatron.yamllines import Document, YamlPath
+from pytest_megatron.yamllines import YamlDocument, YamlPath
 
 _WORD_KEYS = ("scope", "platforms", "environment", "cadence")
 
 
 def expand_strict(
-    document: Document, vocabulary: Vocabulary, forbidden: Sequence[YamlPath]
+    document: YamlDocument, vocabulary: Vocabulary, forbidden: Sequence[YamlPath]
 ) -> Expansion:
     """Expand every element of every entry that is sound.
 
@@ -59,11 +59,11 @@ def expand_strict(
 
 
 def _products_of(
-    document: Document,
+    document: YamlDocument,
     spec: Mapping[str, JsonValue],
     entry: Mapping[str, JsonValue],
     path: YamlPath,
-) -> Iterator[tuple[YamlPath, Product]]:
+) -> Iterator[tuple[YamlPath, ExpandedProduct]]:
     """Yield the inner products of an entry, once for each of its test cases."""
     cases, products = entry.get("test_case"), entry.get("products")
     assert isinstance(cases, list)
@@ -75,7 +75,7 @@ def _products_of(
                 continue
             yield (
                 inner,
-                Product(
+                ExpandedProduct(
                     spec=spec,
                     test_case=case,
                     axes=axes,
@@ -85,13 +85,13 @@ def _products_of(
             )
 
 
-def _has_known_cadence(product: Product) -> bool:
+def _has_known_cadence(product: ExpandedProduct) -> bool:
     """Whether the cadence that counts has known words only; others are reported as words."""
     cadence = product.axes.get("cadence", product.outer_cadence)
     return not isinstance(cadence, list) or all(word in CADENCES for word in cadence)
 
 
-def _check_axes(product: Product) -> None:
+def _check_axes(product: ExpandedProduct) -> None:
     """Refuse an axis that would lose or mangle rows; the schema knows only some keys."""
     for key, axis in product.axes.items():
         if not isinstance(axis, list):
@@ -101,26 +101,26 @@ def _check_axes(product: Product) -> None:
 
 
 def _entry_findings(
-    document: Document, vocabulary: Vocabulary, entry: Mapping[str, JsonValue], path: YamlPath
-) -> Iterator[Finding]:
+    document: YamlDocument, vocabulary: Vocabulary, entry: Mapping[str, JsonValue], path: YamlPath
+) -> Iterator[RecipeFinding]:
     """Yield what is wrong beside the inner products of an entry."""
     yield from _unknown_words(document, vocabulary, entry, path)
     cases = entry.get("test_case")
     if isinstance(cases, list) and len(cases) > 1:
         dropped = ", ".join(str(case) for case in cases[1:])
-        yield Finding(
+        yield RecipeFinding(
             file=document.file,
             line=document.line_of((*path, "test_case")),
             rule="one-test-case",
             message=f"test_case: Megatron-LM runs only {cases[0]!r} and drops {dropped}; "
             "give each an entry of its own",
-            severity=Severity.WARNING,
+            severity=RecipeSeverity.WARNING,
         )
 
 
 def _unknown_words(
-    document: Document, vocabulary: Vocabulary, mapping: Mapping[str, JsonValue], path: YamlPath
-) -> Iterator[Finding]:
+    document: YamlDocument, vocabulary: Vocabulary, mapping: Mapping[str, JsonValue], path: YamlPath
+) -> Iterator[RecipeFinding]:
     """Yield every word of a mapping that the vocabulary lacks."""
     for key in _WORD_KEYS:
         value = mapping.get(key)
@@ -130,7 +130,7 @@ def _unknown_words(
                 continue
             known = sorted(vocabulary.known(key) or ())
             place = (*path, key) if index is None else (*path, key, index)
-            yield Finding(
+            yield RecipeFinding(
                 file=document.file,
                 line=document.line_of(place),
                 rule="unknown-word",
@@ -139,6 +139,6 @@ def _unknown_words(
             )
 
 
-def _once(findings: Sequence[Finding]) -> list[Finding]:
+def _once(findings: Sequence[RecipeFinding]) -> list[RecipeFinding]:
     """Drop repeated findings: a product is expanded once for each test case."""
     return list(dict.fromkeys(findings))

@@ -11,8 +11,8 @@ from pytest_megatron.errors import GoldenError
 from pytest_megatron.files import write_text_atomically
 from pytest_megatron.golden.provenance import Golden, Provenance
 from pytest_megatron.golden.store import golden_text, project_form, read_golden
-from pytest_megatron.refresh.candidate import Candidate, Refusal, Rule, hard
-from pytest_megatron.refresh.difference import FileDifference, State, differ
+from pytest_megatron.refresh.candidate import Candidate, GateRule, Refusal, hard
+from pytest_megatron.refresh.difference import FileChange, FileDifference, differ
 from pytest_megatron.refresh.gate import early_refusals, refusals_of, refuse_mass
 from pytest_megatron.refresh.pull_request import commit_message, markdown
 from pytest_megatron.refresh.transaction import locked, replace_together
@@ -41,7 +41,7 @@ class Offer:
         if self.old is None or self.candidate.golden is None or self.difference is None:
             return False
         old, new = self.old.provenance, self.candidate.golden.provenance
-        if old is None or new is None or self.difference.state is not State.UNCHANGED:
+        if old is None or new is None or self.difference.state is not FileChange.UNCHANGED:
             return False
         return (old.run, old.date) == (new.run, new.date)
 
@@ -60,7 +60,7 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class AcceptOutcome:
     """What became of a set.
 
     Attributes:
@@ -93,7 +93,7 @@ def consider_early(prospect: Candidate, root: Path, terms: Terms) -> tuple[Refus
 
 def accept(
     candidates: Sequence[Candidate], root: Path, terms: Terms, *, is_dry: bool = False
-) -> Outcome:
+) -> AcceptOutcome:
     """Write the candidates of runs as goldens: every one, or none.
 
     The golden that each one is judged against is read under the lock, so that of two refreshes at
@@ -113,7 +113,7 @@ def accept(
     return replace(outcome, is_written=True)
 
 
-def write_pages(directory: Path, outcome: Outcome, reason: str | None) -> tuple[Path, Path]:
+def write_pages(directory: Path, outcome: AcceptOutcome, reason: str | None) -> tuple[Path, Path]:
     """Write the page for the pull request and the commit message; return where they are.
 
     Raises:
@@ -132,7 +132,7 @@ def _with_reason(refusals: tuple[Refusal, ...], terms: Terms) -> tuple[Refusal, 
 
 def _take(
     candidates: Sequence[Candidate], root: Path, terms: Terms
-) -> tuple[Outcome, dict[PurePosixPath, str]]:
+) -> tuple[AcceptOutcome, dict[PurePosixPath, str]]:
     """Judge a set; return the texts to write, which are none if anything is refused."""
     offers = [consider(candidate, root, terms) for candidate in candidates]
     offers = [offer for offer in offers if not offer.is_taken]
@@ -142,7 +142,7 @@ def _take(
     mass = None if terms.reason else refuse_mass(differences)
     if mass is not None:
         refused.append((f"{len(differences)} goldens", mass))
-    outcome = Outcome(differences=differences, refused=tuple(refused))
+    outcome = AcceptOutcome(differences=differences, refused=tuple(refused))
     if refused:
         return outcome, {}
     return outcome, {o.candidate.target: _text_of(o, root, terms) for o in offers}
@@ -156,7 +156,7 @@ def _doubles(candidates: Sequence[Candidate]) -> list[tuple[str, Refusal]]:
         other = first.setdefault(candidate.target, candidate)
         if other is not candidate:
             text = f"{candidate.target} is offered by {other.directory} too; give one of the runs"
-            found.append((candidate.node_id, Refusal(rule=Rule.DUPLICATE, text=text)))
+            found.append((candidate.node_id, Refusal(rule=GateRule.DUPLICATE, text=text)))
     return found
 
 

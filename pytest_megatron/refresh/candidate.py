@@ -75,7 +75,7 @@ class Candidate:
     damage: tuple[str, ...] = ()
 
 
-class Rule(Enum):
+class GateRule(Enum):
     """Why a golden is not written; the value is the name that is printed."""
 
     # Never.
@@ -126,8 +126,22 @@ class Rule(Enum):
 
 _SOFT = frozenset(
     (
-        *(Rule.LATE_START, Rule.NOT_FALLING, Rule.IMPLAUSIBLE, Rule.CONFIG, Rule.FEWER_STEPS),
-        *(Rule.STEP_1, Rule.LOSS, Rule.BETTER, Rule.OUTSIDE, Rule.MEMORY, Rule.TIME, Rule.MASS),
+        *(
+            GateRule.LATE_START,
+            GateRule.NOT_FALLING,
+            GateRule.IMPLAUSIBLE,
+            GateRule.CONFIG,
+            GateRule.FEWER_STEPS,
+        ),
+        *(
+            GateRule.STEP_1,
+            GateRule.LOSS,
+            GateRule.BETTER,
+            GateRule.OUTSIDE,
+            GateRule.MEMORY,
+            GateRule.TIME,
+            GateRule.MASS,
+        ),
     )
 )
 
@@ -140,7 +154,7 @@ class Refusal:
         text: What was found, what was expected, what to do.
     """
 
-    rule: Rule
+    rule: GateRule
     text: str
 
     @property

@@ -15,7 +15,7 @@ from pytest_megatron.golden.generation import ROUTING, TEXT
 from pytest_megatron.golden.model import MetricMap, Series, Value, is_finite, is_loss
 from pytest_megatron.golden.provenance import Golden, Provenance
 from pytest_megatron.golden.refresh import series_in
-from pytest_megatron.golden.surroundings import Surroundings
+from pytest_megatron.golden.surroundings import RunEnvironment
 
 # Relative deviations of single steps, as Megatron-LM's refresh skill sorts them (FORMATS 7).
 EDGES = (0.0, 1e-6, 1e-4, 1e-3, 1e-2, 1e-1, math.inf)
@@ -33,7 +33,7 @@ class Trend(Enum):
     SAME = "same"
 
 
-class Start(Enum):
+class Divergence(Enum):
     """Where two series part."""
 
     STEP_1 = "step 1"
@@ -42,7 +42,7 @@ class Start(Enum):
     NOWHERE = "nowhere"
 
 
-class State(Enum):
+class FileChange(Enum):
     """What becomes of a file."""
 
     NEW = "new"
@@ -104,14 +104,14 @@ class MetricDifference:
         return min((step for step, off in self.deviations.items() if off), default=None)
 
     @property
-    def start(self) -> Start:
+    def start(self) -> Divergence:
         """Where they part, by bucket."""
         first = self.first_step
         if first is None:
-            return Start.NOWHERE
+            return Divergence.NOWHERE
         if first == 1:
-            return Start.STEP_1
-        return Start.EARLY if first <= _EARLY_STEP else Start.LATER
+            return Divergence.STEP_1
+        return Divergence.EARLY if first <= _EARLY_STEP else Divergence.LATER
 
     @property
     def trend(self) -> Trend:
@@ -138,7 +138,7 @@ class FileDifference:
     """
 
     path: str
-    state: State
+    state: FileChange
     metrics: tuple[MetricDifference, ...] = ()
     num_metrics: int = 0
     causes: tuple[str, ...] = ()
@@ -182,11 +182,11 @@ def differ(
     ]
     changed = tuple(m for m in metrics if m.num_changed or m.num_old == 0 or m.num_new == 0)
     if old is None:
-        state = State.UNREADABLE if broken else State.NEW
+        state = FileChange.UNREADABLE if broken else FileChange.NEW
     elif new is None:
-        state = State.GONE
+        state = FileChange.GONE
     else:
-        state = State.CHANGED if changed else State.UNCHANGED
+        state = FileChange.CHANGED if changed else FileChange.UNCHANGED
     return FileDifference(
         path=path,
         state=state,
@@ -250,7 +250,7 @@ def _outside(old: Golden | None, new: Golden | None) -> frozenset[str]:
         return frozenset(n for n in both if _is_generated_otherwise(a.get(n), b.get(n)))
     names = old.metrics.keys() & new.metrics.keys()
     after = new.provenance or Provenance()
-    there = Surroundings(host_class=after.host_class, image=after.image, versions=after.versions)
+    there = RunEnvironment(host_class=after.host_class, image=after.image, versions=after.versions)
     found = compare(old, new.metrics, metrics=sorted(names), surroundings=there)
     return frozenset(c.metric for c in found if not c.passed) | (old.metrics.keys() - names)
 

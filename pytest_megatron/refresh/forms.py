@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from pytest_megatron.files import JsonValue
 from pytest_megatron.markdown import plain
-from pytest_megatron.refresh.accept import Outcome
-from pytest_megatron.refresh.difference import BUCKETS, FileDifference, MetricDifference, State
+from pytest_megatron.refresh.accept import AcceptOutcome
+from pytest_megatron.refresh.difference import BUCKETS, FileChange, FileDifference, MetricDifference
 from pytest_megatron.refresh.pull_request import counted, interpret, markdown
 
 FORMS = ("text", "json", "markdown")
@@ -20,13 +20,13 @@ def differences_text(differences: Sequence[FileDifference]) -> str:
     order = sorted(differences, key=lambda d: (not d.is_outside, -d.largest, d.path))
     lines: list[str] = []
     for difference in order:
-        if difference.state is State.UNCHANGED:
+        if difference.state is FileChange.UNCHANGED:
             continue
         lines.append(f"{difference.path}: {_state(difference)}")
-        if difference.state is State.CHANGED:
+        if difference.state is FileChange.CHANGED:
             lines += [f"    {metric_line(metric)}" for metric in difference.metrics]
             lines += [f"    {cause}" for cause in difference.causes]
-    num_same = sum(d.state is State.UNCHANGED for d in differences)
+    num_same = sum(d.state is FileChange.UNCHANGED for d in differences)
     if num_same:
         lines.append(f"{num_same} unchanged")
     return plain("\n".join([*lines, *interpret(differences)]))
@@ -64,7 +64,7 @@ def differences_json(differences: Sequence[FileDifference]) -> dict[str, JsonVal
     }
 
 
-def outcome_text(outcome: Outcome, form: str, *, reason: str | None = None) -> str:
+def outcome_text(outcome: AcceptOutcome, form: str, *, reason: str | None = None) -> str:
     """Return what became of a set, in one of `FORMS`: refusals first, then the difference."""
     if form == "json":
         value = differences_json(outcome.differences)
@@ -80,7 +80,7 @@ def outcome_text(outcome: Outcome, form: str, *, reason: str | None = None) -> s
 
 
 def _state(difference: FileDifference) -> str:
-    if difference.state is State.CHANGED:
+    if difference.state is FileChange.CHANGED:
         return "changed, outside the band" if difference.is_outside else "changed"
     return f"{difference.state.value}, {counted(difference.num_metrics, 'metric')}"
 

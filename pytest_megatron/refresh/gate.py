@@ -14,7 +14,7 @@ from pytest_megatron.golden.presence import find_frozen
 from pytest_megatron.golden.provenance import Golden
 from pytest_megatron.golden.refresh import series_in
 from pytest_megatron.host import CPU_PLATFORM, PLATFORM_GPUS
-from pytest_megatron.refresh.candidate import Candidate, Ran, Refusal, Rule
+from pytest_megatron.refresh.candidate import Candidate, GateRule, Ran, Refusal
 from pytest_megatron.refresh.difference import FileDifference, Trend
 from pytest_megatron.refresh.soft_gate import changed_config, soft_refusals
 
@@ -77,61 +77,61 @@ def refuse_mass(differences: Sequence[FileDifference]) -> Refusal | None:
                 f"{trends.count(trend)} of {len(trends)} losses that change get {trend.value}, "
                 f"which one cause explains, not many"
             )
-            return Refusal(rule=Rule.MASS, text=text)
+            return Refusal(rule=GateRule.MASS, text=text)
     return None
 
 
 def _of_training(candidate: Candidate) -> Iterator[Refusal]:
     """Look at how it ran."""
     if candidate.damage:
-        yield Refusal(rule=Rule.DAMAGED, text=candidate.damage[0])
+        yield Refusal(rule=GateRule.DAMAGED, text=candidate.damage[0])
         return
     if candidate.is_lightweight:
-        yield Refusal(rule=Rule.LIGHTWEIGHT, text="a lightweight run measures nothing to keep")
+        yield Refusal(rule=GateRule.LIGHTWEIGHT, text="a lightweight run measures nothing to keep")
         return
     if candidate.is_expected_to_fail:
-        yield Refusal(rule=Rule.EXPECTED_FAILURE, text="the case is expected to fail, and did")
+        yield Refusal(rule=GateRule.EXPECTED_FAILURE, text="the case is expected to fail, and did")
         return
     if candidate.is_quarantined:
         yield Refusal(
-            rule=Rule.QUARANTINE, text="its failure did not count, so nothing says it is right"
+            rule=GateRule.QUARANTINE, text="its failure did not count, so nothing says it is right"
         )
         return
     failed = [attempt for attempt in candidate.attempts if attempt.cause is not None]
     retried = [a for a in failed if any(_is_later(b, a) for b in candidate.attempts)]
     for attempt in failed[:1]:
-        rule = Rule.RETRY if attempt in retried else _rule_of(attempt)
+        rule = GateRule.RETRY if attempt in retried else _rule_of(attempt)
         what = "needed another attempt, so it is no golden: " if attempt in retried else ""
         yield Refusal(rule=rule, text=f"{what}{attempt.cause}")
     if not failed and (bad := [code for a in candidate.attempts for code in a.exit_codes if code]):
-        rule = Rule.SIGNAL if bad[0] < 0 else Rule.EXIT_CODE
+        rule = GateRule.SIGNAL if bad[0] < 0 else GateRule.EXIT_CODE
         yield Refusal(rule=rule, text=f"a phase ended with exit code {bad[0]}")
     faults = [fault for attempt in candidate.attempts for fault in attempt.faults]
     if faults:
         yield Refusal(
-            rule=Rule.HARDWARE, text=f"{faults[0]} meanwhile, so it is no golden; run it again"
+            rule=GateRule.HARDWARE, text=f"{faults[0]} meanwhile, so it is no golden; run it again"
         )
     if not failed and (candidate.verdict == "broken" or candidate.golden is None):
         text = candidate.problem or "the run left no values for it"
-        yield Refusal(rule=Rule.NOT_TRAINED, text=text.splitlines()[0])
+        yield Refusal(rule=GateRule.NOT_TRAINED, text=text.splitlines()[0])
 
 
 def _is_later(one: Ran, other: Ran) -> bool:
     return one.repeat == other.repeat and one.number > other.number
 
 
-def _rule_of(attempt: Ran) -> Rule:
+def _rule_of(attempt: Ran) -> GateRule:
     """Return which rule an attempt that failed for good breaks."""
     said = f"{attempt.signature or ''} {attempt.cause or ''}".lower()
     if any(word in said for word in _WATCHDOGS) or _HANG in said:
-        return Rule.WATCHDOG
+        return GateRule.WATCHDOG
     if "was killed by" in said or any(code < 0 for code in attempt.exit_codes):
-        return Rule.SIGNAL
+        return GateRule.SIGNAL
     if "is not finite" in said or "the first that is not" in said:
-        return Rule.NOT_FINITE
+        return GateRule.NOT_FINITE
     if "stops at step" in said:
-        return Rule.TRUNCATED
-    return Rule.EXIT_CODE if any(attempt.exit_codes) else Rule.NOT_TRAINED
+        return GateRule.TRUNCATED
+    return GateRule.EXIT_CODE if any(attempt.exit_codes) else GateRule.NOT_TRAINED
 
 
 def _of_values(candidate: Candidate, old: Golden | None) -> Iterator[Refusal]:
@@ -140,7 +140,7 @@ def _of_values(candidate: Candidate, old: Golden | None) -> Iterator[Refusal]:
     num = len(candidate.repeats)
     if num < MIN_REPEATS:
         yield Refusal(
-            rule=Rule.REPEATS,
+            rule=GateRule.REPEATS,
             text=f"measured {num} time(s), expected at least {MIN_REPEATS}, whose spread says how "
             f"far to trust it; run it with --n-repeat {MIN_REPEATS} or more",
         )
@@ -150,13 +150,13 @@ def _of_values(candidate: Candidate, old: Golden | None) -> Iterator[Refusal]:
     yield from _unequal_steps(candidate.repeats)
     for attempt in candidate.attempts:
         for text in attempt.repeated_steps[:1]:
-            yield Refusal(rule=Rule.DUPLICATE, text=f"repeat {attempt.repeat}, {text}")
+            yield Refusal(rule=GateRule.DUPLICATE, text=f"repeat {attempt.repeat}, {text}")
     for line in candidate.disagreements[:1]:
-        yield Refusal(rule=Rule.DISAGREES, text=line)
+        yield Refusal(rule=GateRule.DISAGREES, text=line)
     if candidate.spread:
         more = f" (and {len(candidate.spread) - 1} more)" if len(candidate.spread) > 1 else ""
         yield Refusal(
-            rule=Rule.SPREAD,
+            rule=GateRule.SPREAD,
             text="the repeats differ from one another, so there is no new golden: "
             f"{candidate.spread[0]}{more}",
         )
@@ -175,7 +175,7 @@ def _of_repeat(candidate: Candidate, repeat: MetricMap, where: str) -> Iterator[
         bad = next(((s, v) for s, v in series.items() if not is_finite(v)), None)
         if bad is not None:
             text = f"{where}{name} is {bad[1]} at step {bad[0]}, expected a finite number"
-            yield Refusal(rule=Rule.NOT_FINITE, text=text)
+            yield Refusal(rule=GateRule.NOT_FINITE, text=text)
         if not is_loss(name) or not len(series):
             continue
         interval = _interval(series.steps)
@@ -184,11 +184,11 @@ def _of_repeat(candidate: Candidate, repeat: MetricMap, where: str) -> Iterator[
                 f"{where}{name} ends at step {series.steps[-1]}, expected it to go on to "
                 f"{candidate.last_step}"
             )
-            yield Refusal(rule=Rule.TRUNCATED, text=text)
+            yield Refusal(rule=GateRule.TRUNCATED, text=text)
         hole = _hole(series.steps, interval)
         if hole is not None:
             text = f"{where}{name} has step {hole[0]} and then {hole[1]}, the others are {interval}"
-            yield Refusal(rule=Rule.MISSING, text=f"{text} apart")
+            yield Refusal(rule=GateRule.MISSING, text=f"{text} apart")
 
 
 def _unequal_steps(repeats: Sequence[MetricMap]) -> Iterator[Refusal]:
@@ -197,13 +197,13 @@ def _unequal_steps(repeats: Sequence[MetricMap]) -> Iterator[Refusal]:
             different = set(repeats[0][name].steps) ^ set(repeat[name].steps)
             if different and is_loss(name):
                 text = f"{name}: repeats 1 and {number} do not both have step {min(different)}"
-                yield Refusal(rule=Rule.MISSING, text=text)
+                yield Refusal(rule=GateRule.MISSING, text=text)
 
 
 def _against_old(new: Golden, old: Golden) -> Iterator[Refusal]:
     if (new.generation is None) != (old.generation is None):
         yield Refusal(
-            rule=Rule.OTHER_KIND,
+            rule=GateRule.OTHER_KIND,
             text="one is the output of an inference program and the other the series of a "
             "training; delete the old golden, then record it",
         )
@@ -211,7 +211,7 @@ def _against_old(new: Golden, old: Golden) -> Iterator[Refusal]:
     gone = sorted(series_in(old).keys() - series_in(new).keys())
     if gone:
         yield Refusal(
-            rule=Rule.FEWER_METRICS,
+            rule=GateRule.FEWER_METRICS,
             text=f"lacks {', '.join(map(repr, gone))}, which the old golden has; if that is meant, "
             "delete the old golden, then record it",
         )
@@ -231,7 +231,7 @@ def _frozen(new: Golden, old: Golden | None) -> Iterator[Refusal]:
         )
         if found is not None:
             text = f"{name} is the same from step {found[0]} to {found[1]}"
-            yield Refusal(rule=Rule.FROZEN, text=text)
+            yield Refusal(rule=GateRule.FROZEN, text=text)
 
 
 def _of_origin(
@@ -242,13 +242,13 @@ def _of_origin(
     origin = candidate.golden.provenance
     if origin is None or (origin.commit is None and not is_dirty_allowed):
         yield Refusal(
-            rule=Rule.NOT_COMMITTED,
+            rule=GateRule.NOT_COMMITTED,
             text="the run was not of a git commit, which the golden has to name; commit, or give "
             "--allow-dirty",
         )
     elif origin.is_dirty and not is_dirty_allowed:
         yield Refusal(
-            rule=Rule.DIRTY,
+            rule=GateRule.DIRTY,
             text="the tree of the run had changes that its commit lacks; commit them and run "
             "again, or give --allow-dirty, which the golden then says",
         )
@@ -257,22 +257,24 @@ def _of_origin(
     gpu = None if origin is None else origin.gpu
     if platform is not None and not candidate.target.stem.endswith(f"_{platform}"):
         text = f"the run was on {platform}, the golden is {candidate.target.name}"
-        yield Refusal(rule=Rule.PLATFORM, text=text)
+        yield Refusal(rule=GateRule.PLATFORM, text=text)
     elif wanted is not None and platform != CPU_PLATFORM and wanted not in (gpu or ""):
         yield Refusal(
-            rule=Rule.GPU, text=f"{platform} means {wanted}, the run was on {gpu or 'no GPU'}"
+            rule=GateRule.GPU, text=f"{platform} means {wanted}, the run was on {gpu or 'no GPU'}"
         )
     before = None if old is None else old.provenance
     if before is None or origin is None:
         return
     if None not in (before.gpu, gpu) and before.gpu != gpu:
         text = f"the old golden is from {before.gpu}, the run was on {gpu}"
-        yield Refusal(rule=Rule.GPU, text=f"{text}; run it there, or delete the old golden")
+        yield Refusal(rule=GateRule.GPU, text=f"{text}; run it there, or delete the old golden")
     if None not in (before.world_size, origin.world_size) and (
         before.world_size != origin.world_size
     ):
         text = f"the old golden is of {before.world_size} ranks, the run had {origin.world_size}"
-        yield Refusal(rule=Rule.WORLD_SIZE, text=f"{text}; if that is meant, delete the old golden")
+        yield Refusal(
+            rule=GateRule.WORLD_SIZE, text=f"{text}; if that is meant, delete the old golden"
+        )
 
 
 def _interval(steps: Sequence[int]) -> int:

@@ -18,13 +18,13 @@ from pytest_megatron.golden.provenance import Golden, Provenance
 from pytest_megatron.golden.refresh import combine, spread_of
 from pytest_megatron.golden.store import golden_text, project_form
 from pytest_megatron.host import CPU_PLATFORM
-from pytest_megatron.launch.case import Case
-from pytest_megatron.launch.facts import Facts, utc_now
+from pytest_megatron.launch.case import WorkloadCase
+from pytest_megatron.launch.facts import SessionFacts, utc_now
 from pytest_megatron.recipe.fingerprint import fingerprint
 from pytest_megatron.recipe.places import case_path
 from pytest_megatron.refresh.candidate import Candidate
 from pytest_megatron.refresh.reading import CANDIDATE
-from pytest_megatron.verdict.job import Job, Training, plan_job
+from pytest_megatron.verdict.job import Training, WorkloadJob, plan_job
 from pytest_megatron.yamllines import read_document
 
 _SIZES = {
@@ -36,7 +36,7 @@ _SIZES = {
 
 
 def make_candidate(
-    training: Training, facts: Facts, *, arguments: Sequence[str], policy: str
+    training: Training, facts: SessionFacts, *, arguments: Sequence[str], policy: str
 ) -> Path:
     """Write what a training measured, as a golden, into its run directory; return the file.
 
@@ -67,7 +67,7 @@ def make_candidate(
 
 
 def make_prospect(
-    job: Job, target: PurePosixPath, facts: Facts, *, is_here: bool = True
+    job: WorkloadJob, target: PurePosixPath, facts: SessionFacts, *, is_here: bool = True
 ) -> Candidate:
     """Return what is known of a candidate before its training: all but the values.
 
@@ -94,14 +94,14 @@ def make_prospect(
     )
 
 
-def _gpu(job: Job, facts: Facts) -> str | None:
+def _gpu(job: WorkloadJob, facts: SessionFacts) -> str | None:
     """Return how many GPUs of which kind a job has; None on the CPU."""
     is_gpu = job.workload.platform != CPU_PLATFORM and bool(facts.host.gpus)
     return f"{job.workload.gpus}x {facts.host.gpus[0].name}" if is_gpu else None
 
 
 def _provenance(
-    training: Training, metrics: MetricMap, repeats: Sequence[MetricMap], facts: Facts
+    training: Training, metrics: MetricMap, repeats: Sequence[MetricMap], facts: SessionFacts
 ) -> Provenance:
     """Say what the values are of and how sure they are."""
     job = training.job
@@ -149,13 +149,13 @@ def _with_run(
     )
 
 
-def _config_hash(job: Job) -> str:
+def _config_hash(job: WorkloadJob) -> str:
     """Return what the golden says of the case and the row that it belongs to."""
     path = case_path(job.setting.root, job.workload)
     return fingerprint(job.workload, read_document(path).value if path.is_file() else None)
 
 
-def _layout(case: Case) -> str | None:
+def _layout(case: WorkloadCase) -> str | None:
     """Return `tp2 pp2`; None where nothing is split."""
     parts = [f"{name}{size}" for name, key in _SIZES.items() if (size := case.argument(key))]
     return " ".join(parts) or None

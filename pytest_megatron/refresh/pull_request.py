@@ -15,10 +15,10 @@ from pytest_megatron.refresh.candidate import Refusal
 from pytest_megatron.refresh.difference import (
     BUCKETS,
     NOISE,
+    Divergence,
+    FileChange,
     FileDifference,
     MetricDifference,
-    Start,
-    State,
     Trend,
 )
 
@@ -68,7 +68,7 @@ def interpret(differences: Sequence[FileDifference]) -> list[str]:
     if outside := sum(d.is_outside for d in differences):
         found.append(f"{counted(outside, 'golden')} outside the band: {_what_is(differences)}")
     found += _of_losses(losses)
-    changed = [d for d in differences if d.state is State.CHANGED]
+    changed = [d for d in differences if d.state is FileChange.CHANGED]
     if not changed and not found:
         kinds = "Nothing that was there changes." if differences else "There is nothing to compare."
         found.append(kinds)
@@ -90,7 +90,9 @@ def _what_is(differences: Sequence[FileDifference]) -> str:
 def _of_losses(losses: Sequence[MetricDifference]) -> Iterable[str]:
     if not losses:
         return
-    if starts := sum(m.start is Start.STEP_1 and abs(m.deviations[1]) > _SMALL for m in losses):
+    if starts := sum(
+        m.start is Divergence.STEP_1 and abs(m.deviations[1]) > _SMALL for m in losses
+    ):
         yield (
             f"{counted(starts, 'loss', 'losses')} with another first step: data, initialisation "
             "or the forward pass changed, not only numerics."
@@ -140,7 +142,7 @@ def commit_message(differences: Sequence[FileDifference], *, reason: str | None 
         lines += [reason, ""]
     lines += [f"{name}: {value}" for name, value in _origins(written)]
     worst = max(written, key=lambda d: d.largest, default=None)
-    if worst is not None and worst.metrics and worst.state is State.CHANGED:
+    if worst is not None and worst.metrics and worst.state is FileChange.CHANGED:
         metric = max(worst.metrics, key=lambda m: m.largest)
         lines.append(
             f"Largest relative change: {metric.largest:.1e}, {metric.metric} at step "
@@ -170,7 +172,7 @@ def _origins(written: Sequence[FileDifference]) -> Iterable[tuple[str, str]]:
 
 def _headline(differences: Sequence[FileDifference]) -> str:
     counts = Counter(d.state for d in differences)
-    parts = [f"{counts[state]} {state.value}" for state in State if counts[state]]
+    parts = [f"{counts[state]} {state.value}" for state in FileChange if counts[state]]
     outside = sum(d.is_outside for d in differences)
     tail = f"; **{outside} outside the band**" if outside else ""
     return f"{counted(len(differences), 'golden')}: {', '.join(parts) or 'none'}{tail}."
@@ -178,7 +180,7 @@ def _headline(differences: Sequence[FileDifference]) -> str:
 
 def _rows(differences: Sequence[FileDifference]) -> list[str]:
     """Return a row for each metric that changes, those outside the band first."""
-    pairs = [(d, m) for d in differences if d.state is State.CHANGED for m in d.metrics]
+    pairs = [(d, m) for d in differences if d.state is FileChange.CHANGED for m in d.metrics]
     pairs.sort(key=lambda p: (not p[1].is_outside, -p[1].largest, p[0].path, p[1].metric))
     return [_row(d, m) for d, m in pairs]
 
@@ -195,7 +197,7 @@ def _row(difference: FileDifference, metric: MetricDifference) -> str:
         name += " (new)"
     first = metric.first_step
     start = metric.start.value if first is None else f"{metric.start.value} ({first})"
-    if metric.start is Start.STEP_1:
+    if metric.start is Divergence.STEP_1:
         start = metric.start.value
     return (
         f"| {_name(difference.path)} | {name} | {steps} | {holes} | {metric.num_changed} "
@@ -257,7 +259,7 @@ def _causes(differences: Sequence[FileDifference]) -> list[str]:
 def _files(differences: Sequence[FileDifference]) -> list[str]:
     """Return what is new, gone or unchanged."""
     lines: list[str] = []
-    for state in (State.NEW, State.UNREADABLE, State.GONE, State.UNCHANGED):
+    for state in (FileChange.NEW, FileChange.UNREADABLE, FileChange.GONE, FileChange.UNCHANGED):
         paths = [_name(d.path) for d in differences if d.state is state]
         if paths:
             lines += [f"{state.value.capitalize()} ({len(paths)}):", ""]

@@ -19,12 +19,12 @@ from pytest_megatron.golden.comparison import render
 from pytest_megatron.golden.generation import Generation
 from pytest_megatron.golden.limits import NORMS
 from pytest_megatron.golden.model import MetricMap
-from pytest_megatron.golden.policy import Place, Policy
+from pytest_megatron.golden.policy import ComparedWorkload, ComparisonPolicy
 from pytest_megatron.golden.provenance import Golden, Provenance
 from pytest_megatron.golden.refresh import combine, series_in, series_of_generation
 from pytest_megatron.golden.store import read_golden, read_metrics
 from pytest_megatron.golden.surroundings import NOWHERE
-from pytest_megatron.launch.case import Case, Mode, TestType, read_case
+from pytest_megatron.launch.case import CaseMode, TestType, WorkloadCase, read_case
 from pytest_megatron.launch.layout import RUN_FILE, ItemDirs
 from pytest_megatron.recipe.places import CASES, GOLDENS
 from pytest_megatron.refresh.candidate import Candidate, Ran
@@ -36,7 +36,7 @@ _TARGET = re.compile(r"[\w.+=-]+/[\w.+=-]+/golden_values_[\w.+-]+\.json").fullma
 _ROUNDING = 1e-6  # of a median of values that were written with their fewest digits
 
 
-def read_run(run_dir: Path, root: Path, policy: Policy) -> tuple[Candidate, ...]:
+def read_run(run_dir: Path, root: Path, policy: ComparisonPolicy) -> tuple[Candidate, ...]:
     """Return the workloads of a run that disagree with their goldens, in the order of the run.
 
     Those that agree offer nothing, and what a review rejected is not offered again.
@@ -68,7 +68,7 @@ def read_candidate(
     record: Mapping[str, JsonValue],
     directory: Path,
     root: Path,
-    policy: Policy,
+    policy: ComparisonPolicy,
 ) -> Candidate:
     """Return one workload of a run; what is wrong with its files goes into `damage`.
 
@@ -128,7 +128,7 @@ def _edited(
 
 
 def _with_values(
-    found: Candidate, root: Path, policy: Policy, digests: Mapping[str, JsonValue]
+    found: Candidate, root: Path, policy: ComparisonPolicy, digests: Mapping[str, JsonValue]
 ) -> Candidate:
     """Add what was measured."""
     clean = [attempt for attempt in found.attempts if attempt.cause is None]
@@ -152,7 +152,7 @@ def _with_values(
         repeats=tuple(repeats),
         first_step=_first_step(plan, case),
         last_step=_last_step(plan),
-        has_cross_entropy=case.mode is Mode.PRETRAINING,
+        has_cross_entropy=case.mode is CaseMode.PRETRAINING,
         num_ranks=_number(plan.get("world_size")),
         is_lightweight=bool(plan.get("is_lightweight")),
         disagreements=tuple(_disagreements(found.directory)),
@@ -162,12 +162,15 @@ def _with_values(
         ),
     )
     sides = [m.generation or m.metrics for m in measured]
-    place = Place(case="/".join(found.target.parts[-3:-1]), platform=found.platform)
+    place = ComparedWorkload(case="/".join(found.target.parts[-3:-1]), platform=found.platform)
     return replace(found, spread=tuple(_spread(case, sides, files, policy.at(place))))
 
 
 def _spread(
-    case: Case, sides: Sequence[MetricMap | Generation], files: Sequence[Path], policy: Policy
+    case: WorkloadCase,
+    sides: Sequence[MetricMap | Generation],
+    files: Sequence[Path],
+    policy: ComparisonPolicy,
 ) -> Iterator[str]:
     """Compare every repeat but the first with the first, as if that were the golden."""
     first = sides[0]
@@ -312,7 +315,7 @@ def _last_step(plan: Mapping[str, JsonValue]) -> int | None:
     return until if until is not None or not phases else _number(phases[0].get("last_iteration"))
 
 
-def _first_step(plan: Mapping[str, JsonValue], case: Case) -> int | None:
+def _first_step(plan: Mapping[str, JsonValue], case: WorkloadCase) -> int | None:
     """Return where the training begins; nobody knows of a checkpoint of long ago."""
     phases = _objects(plan.get("phases"))
     back_to = _number(phases[0].get("rewind_to")) if phases else None

@@ -20,11 +20,11 @@ from pytest_megatron.golden.document import step_interval
 from pytest_megatron.golden.generation import LOGPROBS
 from pytest_megatron.golden.limits import CountLimits, Exact, LossLimits
 from pytest_megatron.golden.model import MetricMap, Series, is_finite, is_loss, series_of
-from pytest_megatron.golden.policy import Base, Policy
+from pytest_megatron.golden.policy import Base, ComparisonPolicy
 from pytest_megatron.golden.provenance import Golden, Provenance
 from pytest_megatron.golden.refresh import series_in
-from pytest_megatron.golden.surroundings import Surroundings
-from pytest_megatron.refresh.candidate import Candidate, Refusal, Rule
+from pytest_megatron.golden.surroundings import RunEnvironment
+from pytest_megatron.refresh.candidate import Candidate, GateRule, Refusal
 from pytest_megatron.refresh.difference import differ
 
 LOSS = 1e-3  # of a mean
@@ -43,7 +43,7 @@ _IS_AUXILIARY = re.compile(r"aux|balanc|indexer|ppl|scale|z[-_]loss").search
 _NORMS = ("grad-norm", "params-norm")
 # Values that change a little with a container are within the band; bits count where the commit,
 # the image, the versions and the host are those of the old golden.
-_BAND = Policy(
+_BAND = ComparisonPolicy(
     base=Base.STRICT,
     name="strict",
     metrics={"*": {"exact": Exact.NEVER, "outside_fraction": 0.0}},
@@ -76,7 +76,7 @@ def soft_refusals(candidate: Candidate, old: Golden | None) -> Iterator[Refusal]
         yield from _of_costs(old, new)
 
 
-def _oddities(candidate: Candidate, golden: Golden) -> Iterator[tuple[Rule, str, str]]:
+def _oddities(candidate: Candidate, golden: Golden) -> Iterator[tuple[GateRule, str, str]]:
     """Yield what no sound training measures: rule, metric and what is odd about it."""
     for name, series in series_in(golden).items():
         steps = [step for step, value in series.items() if is_finite(value)]
@@ -89,20 +89,20 @@ def _oddities(candidate: Candidate, golden: Golden) -> Iterator[tuple[Rule, str,
             odd = [(s, v) for s, v in zip(steps, values, strict=True) if not least <= v <= most]
             for step, value in odd[:1]:
                 text = f"is {value:g} at step {step}, expected {least:g} to {most:g}"
-                yield Rule.IMPLAUSIBLE, name, text
+                yield GateRule.IMPLAUSIBLE, name, text
         if golden.generation is not None:
             continue
         begin = candidate.first_step
         if is_loss(name) and begin is not None and steps[0] - begin >= step_interval(steps):
             text = f"begins at step {steps[0]}, the training at {begin}"
-            yield Rule.LATE_START, name, text
+            yield GateRule.LATE_START, name, text
         if is_guess and len(values) > 1:
             first, last = _ends_of(values)
             noise = (statistics.pvariance(first) + statistics.pvariance(last)) / len(first)
             start, end = statistics.fmean(first), statistics.fmean(last)
             if start - end <= FALLS * math.sqrt(noise):
                 text = f"does not fall: {start:.6g} in the first quarter, {end:.6g} in the last"
-                yield Rule.NOT_FALLING, name, text
+                yield GateRule.NOT_FALLING, name, text
 
 
 def _ends_of(values: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
@@ -116,7 +116,7 @@ def _range_of(name: str, *, is_guess: bool) -> tuple[float, float] | None:
         return 0.0, MOST_LOSS
     if name.partition(" of ")[0] in LOGPROBS:
         return -math.inf, 0.0
-    is_amount = not isinstance(Policy.STRICT.limits(name), LossLimits)
+    is_amount = not isinstance(ComparisonPolicy.STRICT.limits(name), LossLimits)
     return (0.0, math.inf) if is_amount or name in _NORMS else None
 
 
@@ -124,7 +124,7 @@ def changed_config(old: Golden, new: Golden) -> Iterator[Refusal]:
     """Yield that the case or the row is not what the old golden was made of."""
     hashes = [(golden.provenance or Provenance()).config_hash for golden in (old, new)]
     if None not in hashes and hashes[0] != hashes[1]:
-        yield Refusal(rule=Rule.CONFIG, text="the case asks for something else than before")
+        yield Refusal(rule=GateRule.CONFIG, text="the case asks for something else than before")
 
 
 def _of_generation(old: Golden, new: Golden) -> Iterator[Refusal]:
@@ -133,7 +133,7 @@ def _of_generation(old: Golden, new: Golden) -> Iterator[Refusal]:
         more = f" (and {len(outside) - 1} more)" if len(outside) > 1 else ""
         counts = f"{outside[0].num_changed} of {outside[0].num_old}"
         text = f"{outside[0].metric} changes at {counts} positions{more}"
-        yield Refusal(rule=Rule.OUTSIDE, text=text)
+        yield Refusal(rule=GateRule.OUTSIDE, text=text)
 
 
 def _of_metric(name: str, old: Golden, new: Golden) -> Iterator[Refusal]:
@@ -145,7 +145,7 @@ def _of_metric(name: str, old: Golden, new: Golden) -> Iterator[Refusal]:
     lost = {s for s, v in before.items() if is_finite(v)} - {point.step for point in points}
     if lost:
         text = f"{name} lacks {len(lost)} steps of the old golden, {min(lost)} to {max(lost)}"
-        yield Refusal(rule=Rule.FEWER_STEPS, text=text)
+        yield Refusal(rule=GateRule.FEWER_STEPS, text=text)
     if not points:
         return
     found = list(_of_loss(name, points, old)) if is_loss(name) else []
@@ -157,11 +157,11 @@ def _of_loss(name: str, points: list[Point], old: Golden) -> Iterator[Refusal]:
     off = (first.observed - first.golden) / (abs(first.golden) or 1.0)
     if first.step == 1 and abs(off) > STEP_1:
         text = f"{name} changes by {off:+.1e} at step 1: data, initialisation or forward pass"
-        yield Refusal(rule=Rule.STEP_1, text=text)
+        yield Refusal(rule=GateRule.STEP_1, text=text)
     limit = max(LOSS, SPREADS * _spread_of(old, name))
     tail = points[-tail_length(len(points)) :]
     means = ((mean_signed(points), ""), (mean_signed(tail), f" of the last {len(tail)} steps"))
-    for sign, rule, word in ((1, Rule.LOSS, "worse"), (-1, Rule.BETTER, "better")):
+    for sign, rule, word in ((1, GateRule.LOSS, "worse"), (-1, GateRule.BETTER, "better")):
         for mean, where in means:
             if sign * mean > limit:
                 text = f"{name} gets {word} by {abs(mean):.1e} in the mean{where}"
@@ -172,7 +172,7 @@ def _of_loss(name: str, points: list[Point], old: Golden) -> Iterator[Refusal]:
     )
     if moved > limit:
         text = f"{name} moves by {moved:.1e} in the mean of absolute differences"
-        yield Refusal(rule=Rule.OUTSIDE, text=f"{text}, {limit:.1e} needs no reason")
+        yield Refusal(rule=GateRule.OUTSIDE, text=f"{text}, {limit:.1e} needs no reason")
 
 
 def _outside(name: str, points: Sequence[Point], old: Golden, new: Golden) -> Iterator[Refusal]:
@@ -185,15 +185,15 @@ def _outside(name: str, points: Sequence[Point], old: Golden, new: Golden) -> It
         replace(old, metrics=_cut(old.metrics, name, steps)),
         _cut(new.metrics, name, steps),
         metrics=[name],
-        policy=Policy.STRICT if is_same_commit and is_clean else _BAND,
-        surroundings=Surroundings(
+        policy=ComparisonPolicy.STRICT if is_same_commit and is_clean else _BAND,
+        surroundings=RunEnvironment(
             host_class=after.host_class, image=after.image, versions=after.versions
         ),
     )
     failed = [layer.text for layer in comparison.layers if not layer.passed]
     if failed:
         text = f"{name} is outside the band of the old golden: {'; '.join(failed)}"
-        yield Refusal(rule=Rule.OUTSIDE, text=text)
+        yield Refusal(rule=GateRule.OUTSIDE, text=text)
 
 
 def _cut(metrics: MetricMap, name: str, steps: set[int]) -> MetricMap:
@@ -208,7 +208,7 @@ def _of_costs(old: Golden, new: Golden) -> Iterator[Refusal]:
         grown = max(peaks[1]) / max(peaks[0]) - 1 if max(peaks[0]) > 0 else math.inf
         if grown > MEMORY:
             text = f"{_MEMORY_METRIC} grows by {grown:.1%}, {MEMORY:.0%} needs no reason"
-            yield Refusal(rule=Rule.MEMORY, text=text)
+            yield Refusal(rule=GateRule.MEMORY, text=text)
     times = [_steady(_numbers(golden, _TIME_METRIC)) for golden in (old, new)]
     if all(times):
         medians = [statistics.median(one) for one in times]
@@ -218,7 +218,7 @@ def _of_costs(old: Golden, new: Golden) -> Iterator[Refusal]:
             text = (
                 f"{_TIME_METRIC} grows by {slower:.1%} in the median, {limit:.0%} needs no reason"
             )
-            yield Refusal(rule=Rule.TIME, text=text)
+            yield Refusal(rule=GateRule.TIME, text=text)
 
 
 def _numbers(golden: Golden, name: str) -> list[float]:

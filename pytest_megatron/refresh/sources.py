@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 
 from pytest_megatron.errors import GoldenError
-from pytest_megatron.golden.policy import Policy
+from pytest_megatron.golden.policy import ComparisonPolicy
 from pytest_megatron.launch.layout import RUN_FILE
 from pytest_megatron.refresh.candidate import Candidate
 from pytest_megatron.refresh.reading import CANDIDATE, read_run
@@ -44,7 +44,9 @@ def open_runs(paths: Sequence[Path]) -> Iterator[tuple[Path, ...]]:
         yield tuple(found)
 
 
-def read_candidates(runs: Sequence[Path], root: Path, policy: Policy) -> tuple[Candidate, ...]:
+def read_candidates(
+    runs: Sequence[Path], root: Path, policy: ComparisonPolicy
+) -> tuple[Candidate, ...]:
     """Return the workloads of several runs.
 
     Raises:

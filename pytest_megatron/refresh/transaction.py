@@ -39,7 +39,7 @@ _LOCK_WAIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Entry:
+class _TransactionEntry:
     """One file of a set, relative to the project.
 
     Attributes:
@@ -61,14 +61,14 @@ class _Entry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Journal:
+class _TransactionJournal:
     """What a set consists of.
 
     Attributes:
         made: Directories that were not there before, the outer ones first.
     """
 
-    entries: tuple[_Entry, ...]
+    entries: tuple[_TransactionEntry, ...]
     made: tuple[PurePosixPath, ...]
 
     def as_json(self) -> dict[str, JsonValue]:
@@ -146,8 +146,10 @@ def replace_together(root: Path, texts: Mapping[PurePosixPath, str]) -> None:
         OSError: The disk is full, a directory is read only, a target is no file; every file is as
             it was, unless the process is killed before it ends this, see `recover`.
     """
-    journal = _Journal(
-        entries=tuple(_Entry(target=t, has_old=(root / t).is_file()) for t in sorted(texts)),
+    journal = _TransactionJournal(
+        entries=tuple(
+            _TransactionEntry(target=t, has_old=(root / t).is_file()) for t in sorted(texts)
+        ),
         made=tuple(sorted({d for target in texts for d in _missing_above(root, target)})),
     )
     write_json_atomically(root / _PREPARING, journal.as_json())
@@ -161,7 +163,7 @@ def replace_together(root: Path, texts: Mapping[PurePosixPath, str]) -> None:
     _replace(root, journal)
 
 
-def _stage(root: Path, journal: _Journal, texts: Mapping[PurePosixPath, str]) -> None:
+def _stage(root: Path, journal: _TransactionJournal, texts: Mapping[PurePosixPath, str]) -> None:
     """Put the new files and second names of the old ones beside the targets, onto the disk."""
     for directory in journal.made:
         (root / directory).mkdir(exist_ok=True)
@@ -174,7 +176,7 @@ def _stage(root: Path, journal: _Journal, texts: Mapping[PurePosixPath, str]) ->
         _sync(root / directory)
 
 
-def _replace(root: Path, journal: _Journal) -> None:
+def _replace(root: Path, journal: _TransactionJournal) -> None:
     """Rename what is not renamed yet; if that goes wrong, put everything back."""
     try:
         for entry in journal.entries:
@@ -190,7 +192,7 @@ def _replace(root: Path, journal: _Journal) -> None:
     (root / _REPLACING).unlink()
 
 
-def _undo(root: Path, journal: _Journal) -> None:
+def _undo(root: Path, journal: _TransactionJournal) -> None:
     for entry in journal.entries:
         if (root / entry.old).exists():
             (root / entry.old).replace(root / entry.target)
@@ -200,7 +202,7 @@ def _undo(root: Path, journal: _Journal) -> None:
     _drop(root, journal)
 
 
-def _drop(root: Path, journal: _Journal) -> None:
+def _drop(root: Path, journal: _TransactionJournal) -> None:
     """Take away what waits beside the targets, and the journal last."""
     for entry in journal.entries:
         (root / entry.new).unlink(missing_ok=True)
@@ -235,12 +237,12 @@ def _recover(root: Path) -> None:
         _drop(root, journal)
 
 
-def _read(path: Path) -> _Journal:
+def _read(path: Path) -> _TransactionJournal:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-        journal = _Journal(
+        journal = _TransactionJournal(
             entries=tuple(
-                _Entry(target=PurePosixPath(e["target"]), has_old=bool(e["has_old"]))
+                _TransactionEntry(target=PurePosixPath(e["target"]), has_old=bool(e["has_old"]))
                 for e in value["entries"]
             ),
             made=tuple(PurePosixPath(directory) for directory in value["made"]),
@@ -283,7 +285,7 @@ def _move(root: Path, name: Path, new_name: Path) -> None:
     _sync(root / OWN_DIR)
 
 
-def _sync_targets(root: Path, journal: _Journal) -> None:
+def _sync_targets(root: Path, journal: _TransactionJournal) -> None:
     for directory in {entry.target.parent for entry in journal.entries}:
         _sync(root / directory)
 

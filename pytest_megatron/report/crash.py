@@ -53,7 +53,7 @@ def _main_thread(stack: str) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Collective:
+class _PendingCollective:
     """One collective as a rank's flight recorder has it."""
 
     group: str
@@ -64,14 +64,14 @@ class _Collective:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Record:
+class _FlightRecord:
     """What one rank recorded.
 
     Attributes:
         members: Group -> its ranks, as far as this rank is one of them.
     """
 
-    collectives: tuple[_Collective, ...] = ()
+    collectives: tuple[_PendingCollective, ...] = ()
     members: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
@@ -94,7 +94,7 @@ def describe_flights(flights: Mapping[int, str]) -> str:
     return "\n".join(lines)
 
 
-def _compare(group: str, records: Mapping[int, _Record]) -> list[str]:
+def _compare(group: str, records: Mapping[int, _FlightRecord]) -> list[str]:
     """Name the first collective of a group that some rank of it is not in."""
     by_rank = {
         rank: {c.number: c for c in record.collectives if c.group == group}
@@ -117,29 +117,29 @@ def _join(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def _read(text: str) -> _Record:
+def _read(text: str) -> _FlightRecord:
     try:
         content = json.loads(text)
         entries = content.get("entries", [])
         groups = content.get("pg_config", {})
         members = {name: _numbers(about["ranks"]) for name, about in groups.items()}
     except (ValueError, AttributeError, KeyError, TypeError):
-        return _Record()
-    return _Record(collectives=tuple(_collectives(entries)), members=members)
+        return _FlightRecord()
+    return _FlightRecord(collectives=tuple(_collectives(entries)), members=members)
 
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", text))
 
 
-def _collectives(entries: list[object]) -> Iterator[_Collective]:
+def _collectives(entries: list[object]) -> Iterator[_PendingCollective]:
     for entry in entries:
         if not isinstance(entry, dict):
             continue
         number = entry.get("collective_seq_id", entry.get("seq_id", 0))
         group = entry.get("process_group") or ["?", "?"]
         sizes = entry.get("input_sizes")
-        yield _Collective(
+        yield _PendingCollective(
             group=str(group[0]) if isinstance(group, list) else str(group),
             number=int(number or 0),
             name=str(entry.get("profiling_name", "?")),

@@ -15,13 +15,13 @@ from typing import cast
 
 from pytest_megatron.files import JsonValue
 from pytest_megatron.gang.messages import Done
-from pytest_megatron.gang.spec import RankEnd, Reason, RunEnd
+from pytest_megatron.gang.spec import RankResult, Reason, RunEnd
 from pytest_megatron.report.crash import describe_flights, shorten_stack
 from pytest_megatron.report.phase import (
     PHASES,
     JsonObject,
     Outcome,
-    Phase,
+    PhaseReport,
     is_subtest,
     phase_of,
     properties_of,
@@ -110,7 +110,7 @@ def merge_late(reports: Mapping[int, JsonValue], log_dirs: Sequence[str]) -> Mer
         log_dirs: Of each rank of the gang.
     """
     ranks = tuple(
-        RankEnd(
+        RankResult(
             rank=rank,
             done=Done(run=0, reports=(reports[rank],) if rank in reports else ()),
             log_dir=log_dir,
@@ -153,7 +153,7 @@ def _is_trouble(end: RunEnd) -> bool:
     return end.reason is not Reason.DONE or any(r.done is None for r in end.ranks)
 
 
-def _has_failed(rank: RankEnd, when: str) -> bool:
+def _has_failed(rank: RankResult, when: str) -> bool:
     """Whether a rank failed a phase by itself."""
     phase = reported(rank, when)
     is_failure = phase is not None and phase.outcome == "failed"
@@ -192,7 +192,9 @@ def _waiting_in_setup(end: RunEnd) -> set[int]:
     return late if setup is not None and setup.outcome == "passed" else set()
 
 
-def _merge_reported(end: RunEnd, when: str, found: Sequence[Phase], world_size: int) -> Merged:
+def _merge_reported(
+    end: RunEnd, when: str, found: Sequence[PhaseReport], world_size: int
+) -> Merged:
     """Merge a phase in which no rank was struck; ranks that ended before it have none."""
     failed = [p for p in found if p.outcome == "failed"]
     skipped = [p for p in found if p.outcome == "skipped"]
@@ -210,36 +212,36 @@ def _merge_reported(end: RunEnd, when: str, found: Sequence[Phase], world_size: 
     return _from_one(xpassed[0], when, found, "passed") if xpassed else _passed(when, found)
 
 
-def _are_expected(found: Sequence[Phase]) -> bool:
+def _are_expected(found: Sequence[PhaseReport]) -> bool:
     """Whether no rank did what a test must not do that is expected to fail on some rank."""
     return all(p.outcome == "passed" or p.is_xfail or _is_strict_xpass(p) for p in found)
 
 
-def _is_late(rank: RankEnd) -> bool:
+def _is_late(rank: RankResult) -> bool:
     """Whether a rank was stopped while it waited, and did not end by itself."""
     return rank.exit_code is None and not rank.problem
 
 
-def _is_dead(rank: RankEnd) -> bool:
+def _is_dead(rank: RankResult) -> bool:
     """Whether a rank did not end the test, and that by itself."""
     return rank.done is None and not _is_late(rank)
 
 
-def _when_failed(rank: RankEnd) -> tuple[float, int]:
+def _when_failed(rank: RankResult) -> tuple[float, int]:
     return float("inf") if rank.at is None else rank.at, rank.rank
 
 
-def _skip_in_part(end: RunEnd, when: str, found: Sequence[Phase], world_size: int) -> Merged:
+def _skip_in_part(end: RunEnd, when: str, found: Sequence[PhaseReport], world_size: int) -> Merged:
     if when == "setup":  # a split skip is a failure of the test, not an error of its set-up
         return _passed(when, [p for p in found if p.outcome == "passed"] or found)
     return _fail(end, when, found, world_size)
 
 
-def _is_strict_xpass(phase: Phase) -> bool:
+def _is_strict_xpass(phase: PhaseReport) -> bool:
     return phase.outcome == "failed" and phase.text.startswith("[XPASS(strict)]")
 
 
-def _passed(when: str, found: Sequence[Phase]) -> Merged:
+def _passed(when: str, found: Sequence[PhaseReport]) -> Merged:
     full = [p.full for p in found if p.outcome == "passed" and p.full is not None]
     return Merged(
         when=when,
@@ -252,7 +254,9 @@ def _passed(when: str, found: Sequence[Phase]) -> Merged:
     )
 
 
-def _from_one(phase: Phase, when: str, found: Sequence[Phase], outcome: Outcome) -> Merged:
+def _from_one(
+    phase: PhaseReport, when: str, found: Sequence[PhaseReport], outcome: Outcome
+) -> Merged:
     return Merged(
         when=when,
         outcome=outcome,
@@ -264,12 +268,12 @@ def _from_one(phase: Phase, when: str, found: Sequence[Phase], outcome: Outcome)
     )
 
 
-def _start(found: Sequence[Phase]) -> float:
+def _start(found: Sequence[PhaseReport]) -> float:
     """Return when the first rank began, as far as any could say."""
     return min([p.start for p in found if p.start], default=0.0)
 
 
-def _fail(end: RunEnd, when: str, found: Sequence[Phase], world_size: int) -> Merged:
+def _fail(end: RunEnd, when: str, found: Sequence[PhaseReport], world_size: int) -> Merged:
     """Say who failed first, who with it, who because of it."""
     failed = {p.rank: p for p in found if p.outcome == "failed"}
     struck = {r.rank: r for r in end.ranks if r.done is None}
@@ -306,10 +310,10 @@ def _fail(end: RunEnd, when: str, found: Sequence[Phase], world_size: int) -> Me
     )
 
 
-def _first(end: RunEnd, failed: Mapping[int, Phase]) -> int | None:
+def _first(end: RunEnd, failed: Mapping[int, PhaseReport]) -> int | None:
     """Return the rank that everything else follows from; None where no rank is to blame."""
 
-    def order(rank: RankEnd) -> tuple[bool, float, int]:
+    def order(rank: RankResult) -> tuple[bool, float, int]:
         phase = failed.get(rank.rank)
         is_consequence = phase is not None and CONSEQUENCE.search(phase.text) is not None
         return is_consequence, *_when_failed(rank)
@@ -319,7 +323,7 @@ def _first(end: RunEnd, failed: Mapping[int, Phase]) -> int | None:
 
 
 def _other_failures(
-    failed: Mapping[int, Phase], first: int | None, words: Mapping[int, str]
+    failed: Mapping[int, PhaseReport], first: int | None, words: Mapping[int, str]
 ) -> list[tuple[str, str]]:
     """Return tracebacks that differ from the headline's, each once, of one line two at the most.
 
@@ -370,7 +374,9 @@ def _normalise_stack(stack: str) -> str:
     return shorten_stack(re.sub(r"(?m)^((?:Current t|T)hread) 0x[0-9a-f]+", r"\1", stack))
 
 
-def _logs(end: RunEnd, first: int | None, struck: Mapping[int, RankEnd]) -> list[tuple[str, str]]:
+def _logs(
+    end: RunEnd, first: int | None, struck: Mapping[int, RankResult]
+) -> list[tuple[str, str]]:
     """Return what a dead rank said last, and where to read on."""
     blocks = [
         (f"rank {rank.rank}", rank.problem) for rank in struck.values() if "\n" in rank.problem
@@ -384,7 +390,7 @@ def _logs(end: RunEnd, first: int | None, struck: Mapping[int, RankEnd]) -> list
 
 def _merge_subtests(end: RunEnd) -> list[Merged]:
     """Merge subtests of equal names over the ranks, in the order of the first rank with them."""
-    by_key: dict[str, list[Phase]] = {}
+    by_key: dict[str, list[PhaseReport]] = {}
     for rank in end.ranks:
         seen: dict[str, int] = {}
         for report in () if rank.done is None else rank.done.reports:
@@ -395,7 +401,7 @@ def _merge_subtests(end: RunEnd) -> list[Merged]:
     return [_merge_subtest(end, found) for found in by_key.values()]
 
 
-def _merge_subtest(end: RunEnd, found: Sequence[Phase]) -> Merged:
+def _merge_subtest(end: RunEnd, found: Sequence[PhaseReport]) -> Merged:
     """Merge one subtest by the rules for tests; a rank that had no such subtest has no say."""
     failed = {p.rank: p for p in found if p.outcome == "failed"}
     skipped = [p for p in found if p.outcome == "skipped"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, cast
 
 from pytest_megatron.files import JsonValue
-from pytest_megatron.gang.spec import RankEnd
+from pytest_megatron.gang.spec import RankResult
 from pytest_megatron.wording import name_ranks
 
 Outcome: TypeAlias = Literal["passed", "failed", "skipped"]
@@ -16,7 +16,7 @@ PHASES = ("setup", "call", "teardown")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Phase:
+class PhaseReport:
     """One phase as one rank reported it."""
 
     rank: int
@@ -51,12 +51,12 @@ class Phase:
         return "" if self.full is None else crash_message(self.full.get("longrepr"))
 
 
-def has_reported(rank: RankEnd, when: str) -> bool:
+def has_reported(rank: RankResult, when: str) -> bool:
     """Return whether a rank told of the end of a phase."""
     return reported(rank, when) is not None
 
 
-def reported(rank: RankEnd, when: str) -> Phase | None:
+def reported(rank: RankResult, when: str) -> PhaseReport | None:
     """Return a phase of a rank, or None where it did not end it.
 
     A rank that did not end the test is known to have passed the phases before its last.
@@ -65,15 +65,17 @@ def reported(rank: RankEnd, when: str) -> Phase | None:
         if isinstance(report, list):
             if report[0] == when:
                 _, start, stop = cast("tuple[str, float, float]", tuple(report))
-                return Phase(rank=rank.rank, outcome="passed", start=start, stop=stop, full=None)
+                return PhaseReport(
+                    rank=rank.rank, outcome="passed", start=start, stop=stop, full=None
+                )
         elif isinstance(report, Mapping) and not is_subtest(report) and report["when"] == when:
             return phase_of(rank.rank, report)
     if rank.done is None and _last_phase(rank) in PHASES[PHASES.index(when) + 1 :]:
-        return Phase(rank=rank.rank, outcome="passed", start=0.0, stop=0.0, full=None)
+        return PhaseReport(rank=rank.rank, outcome="passed", start=0.0, stop=0.0, full=None)
     return None
 
 
-def _last_phase(rank: RankEnd) -> str:
+def _last_phase(rank: RankResult) -> str:
     """Return the first phase that a rank did not pass, or the one that it was in; may be ""."""
     for report in rank.early:
         if isinstance(report, Mapping) and not is_subtest(report):
@@ -81,9 +83,9 @@ def _last_phase(rank: RankEnd) -> str:
     return rank.phase
 
 
-def phase_of(rank: int, report: JsonObject) -> Phase:
+def phase_of(rank: int, report: JsonObject) -> PhaseReport:
     """Return a report as pytest serialised it."""
-    return Phase(
+    return PhaseReport(
         rank=rank,
         outcome=cast("Outcome", report["outcome"]),
         start=cast("float", report.get("start") or 0.0),
@@ -97,7 +99,7 @@ def is_subtest(report: JsonObject) -> bool:
     return report.get("$report_type", report.get("_report_type")) not in (None, "TestReport")
 
 
-def sections_of(found: Sequence[Phase]) -> tuple[tuple[str, str], ...]:
+def sections_of(found: Sequence[PhaseReport]) -> tuple[tuple[str, str], ...]:
     """Return captured output, with the rank in the name where ranks differ."""
     by_name: dict[str, dict[str, list[int]]] = {}
     for phase in found:
@@ -112,7 +114,7 @@ def sections_of(found: Sequence[Phase]) -> tuple[tuple[str, str], ...]:
     )
 
 
-def properties_of(found: Sequence[Phase]) -> tuple[tuple[str, JsonValue], ...]:
+def properties_of(found: Sequence[PhaseReport]) -> tuple[tuple[str, JsonValue], ...]:
     """Return what tests recorded: of the lowest rank for each name and value once."""
     kept: list[tuple[str, JsonValue]] = []
     for phase in found:
@@ -124,7 +126,7 @@ def properties_of(found: Sequence[Phase]) -> tuple[tuple[str, JsonValue], ...]:
     return tuple(kept)
 
 
-def skip_reason(phase: Phase) -> str:
+def skip_reason(phase: PhaseReport) -> str:
     """Return why a rank skipped."""
     longrepr = None if phase.full is None else phase.full.get("longrepr")
     if isinstance(longrepr, list) and longrepr:

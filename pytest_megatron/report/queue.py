@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytest_megatron.verdict.campaign import Standing
+from pytest_megatron.verdict.campaign import QueueProgress
 
 _LEAST_SHARE = 0.05  # below it, what is left is a guess
 _EVERY_S, _DETAIL_EVERY_S, _HEARTBEAT_S = 10.0, 60.0, 300.0
@@ -23,7 +23,7 @@ def is_due(since_s: float, *, has_new_counts: bool, has_new_detail: bool) -> boo
     return since_s >= limit_s
 
 
-def queue_text(engine: str, standing: Standing, elapsed_s: float, progress: str = "") -> str:
+def queue_text(engine: str, standing: QueueProgress, elapsed_s: float, progress: str = "") -> str:
     """Return the line.
 
     Args:

@@ -14,7 +14,7 @@ from pytest_megatron.launch.phases import Frozen, Rewind
 from pytest_megatron.launch.plan import AttemptPlan, PhasePlan
 from pytest_megatron.launch.secrets import Redactor
 from pytest_megatron.verdict.attempt import Attempt
-from pytest_megatron.verdict.job import Job, Training
+from pytest_megatron.verdict.job import Training, WorkloadJob
 from pytest_megatron.verdict.judge import Judgement
 
 _INDENT = "    "
@@ -102,7 +102,7 @@ def _why_in_short(training: Training, judgement: Judgement | None) -> str:
     return f"{what} disagree"
 
 
-def plan_text(job: Job, plan: AttemptPlan, golden: Path | None) -> str:
+def plan_text(job: WorkloadJob, plan: AttemptPlan, golden: Path | None) -> str:
     """Return what would run, for `--plan`: the words can be pasted into a shell."""
     redactor = job.redactor(plan)
     lines = [

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from pytest_megatron.gang.spec import RankEnd, Reason, RunEnd
+from pytest_megatron.gang.spec import RankResult, Reason, RunEnd
 from pytest_megatron.report.crash import innermost_frame
-from pytest_megatron.report.phase import PHASES, Phase, reported, skip_reason
+from pytest_megatron.report.phase import PHASES, PhaseReport, reported, skip_reason
 from pytest_megatron.wording import describe_exit, name_ranks
 
 # What ranks say when another rank died or was stopped under them.
@@ -17,12 +17,12 @@ CONSEQUENCE = re.compile(
 )
 
 
-def words_of_ranks(end: RunEnd, when: str, failed: Mapping[int, Phase]) -> dict[int, str]:
+def words_of_ranks(end: RunEnd, when: str, failed: Mapping[int, PhaseReport]) -> dict[int, str]:
     """Return what each rank did, in a few words."""
     return {rank.rank: _word(end, rank, when, failed.get(rank.rank)) for rank in end.ranks}
 
 
-def _word(end: RunEnd, rank: RankEnd, when: str, failure: Phase | None) -> str:
+def _word(end: RunEnd, rank: RankResult, when: str, failure: PhaseReport | None) -> str:
     if failure is not None:
         consequence = CONSEQUENCE.search(failure.text)
         text = f"failed: {failure.message if consequence is None else consequence[0]}"
@@ -34,7 +34,7 @@ def _word(end: RunEnd, rank: RankEnd, when: str, failure: Phase | None) -> str:
     return _done_word(end, rank, rank.done.num_collectives)
 
 
-def _done_word(end: RunEnd, rank: RankEnd, num_collectives: int) -> str:
+def _done_word(end: RunEnd, rank: RankResult, num_collectives: int) -> str:
     for phase in (p for name in PHASES if (p := reported(rank, name)) is not None):
         if phase.outcome == "skipped":
             return f"skipped: {skip_reason(phase)}"
@@ -45,7 +45,7 @@ def _done_word(end: RunEnd, rank: RankEnd, num_collectives: int) -> str:
     return "passed"
 
 
-def _end_word(end: RunEnd, rank: RankEnd) -> str:
+def _end_word(end: RunEnd, rank: RankResult) -> str:
     """Return how a rank ended that did not end the test."""
     if rank.problem:
         problem = rank.problem.strip().splitlines()[-1]
@@ -56,7 +56,7 @@ def _end_word(end: RunEnd, rank: RankEnd) -> str:
     return _late_word(end, rank)
 
 
-def _late_word(end: RunEnd, rank: RankEnd) -> str:
+def _late_word(end: RunEnd, rank: RankResult) -> str:
     frame = innermost_frame(rank.stack)
     where = f" at {frame}" if frame else ""
     if end.reason is Reason.NOT_COLLECTED:
@@ -95,7 +95,7 @@ def tell_ranks(words: Mapping[int, str], first: int | None) -> str:
     return "\n".join(f"{name_ranks(ranks)}: {word}" for word, ranks in groups.items())
 
 
-def subtest_word(phase: Phase) -> str:
+def subtest_word(phase: PhaseReport) -> str:
     """Return what a rank did in a subtest."""
     if phase.outcome == "skipped":
         return f"skipped: {skip_reason(phase)}"

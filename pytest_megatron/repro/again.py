@@ -14,7 +14,7 @@ from pytest_megatron.errors import ReproError
 from pytest_megatron.launch.layout import RUN_FILE
 from pytest_megatron.repro.choose import Chosen
 from pytest_megatron.repro.command import SEEDED, Again, Wishes, command_for
-from pytest_megatron.repro.outcome import Outcome, judge_again
+from pytest_megatron.repro.outcome import ReproOutcome, judge_again
 from pytest_megatron.repro.recorded import RecordedItem, read_run
 
 _OF_PYTEST = ("PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER")
@@ -47,7 +47,9 @@ class Stage:
             run_dir=str(target.relative_to(self.root) if inside else target),
         )
 
-    def run(self, chosen: Chosen, again: Again, name: str = "run", *, is_quiet: bool) -> Outcome:
+    def run(
+        self, chosen: Chosen, again: Again, name: str = "run", *, is_quiet: bool
+    ) -> ReproOutcome:
         """Run it to its end and judge what it left.
 
         Args:

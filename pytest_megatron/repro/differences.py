@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from pytest_megatron.git import ask_git
-from pytest_megatron.launch.facts import Facts
+from pytest_megatron.launch.facts import SessionFacts
 from pytest_megatron.launch.patch import NAME, make_patch
 from pytest_megatron.repro.choose import Chosen
 from pytest_megatron.repro.recorded import RecordedPlan
@@ -15,7 +15,7 @@ _SHORT = 12
 
 
 def differences(
-    chosen: Chosen, plan: RecordedPlan | None, here: Facts, root: Path, *, num_ranks: int
+    chosen: Chosen, plan: RecordedPlan | None, here: SessionFacts, root: Path, *, num_ranks: int
 ) -> list[str]:
     """Return a line for each thing that may make the outcome another one.
 
@@ -45,7 +45,7 @@ def differences(
     return lines
 
 
-def _of_commit(chosen: Chosen, here: Facts, root: Path) -> Iterator[str]:
+def _of_commit(chosen: Chosen, here: SessionFacts, root: Path) -> Iterator[str]:
     run = chosen.run
     if run.commit is not None and run.commit != here.commit:
         short, own = run.commit[:_SHORT], (here.commit or "no commit")[:_SHORT]
@@ -80,7 +80,7 @@ def _of_words(there: Mapping[str, str | None], here: Mapping[str, str]) -> Itera
             yield f"{name}: {version} there, {here.get(name, 'not installed')} here"
 
 
-def _of_gpus(chosen: Chosen, here: Facts, num_ranks: int) -> Iterator[str]:
+def _of_gpus(chosen: Chosen, here: SessionFacts, num_ranks: int) -> Iterator[str]:
     there, own = list(chosen.run.gpus), [gpu.name for gpu in here.host.gpus]
     if there != own:
         yield f"GPUs: {_count(there)} there, {_count(own)} here"

@@ -12,7 +12,7 @@ from pytest_megatron.repro.choose import Chosen, headline
 from pytest_megatron.repro.recorded import RecordedItem
 
 
-class Exit(IntEnum):
+class ReproExit(IntEnum):
     """Exit codes of `pytest-megatron repro`."""
 
     PASSED = 0
@@ -23,14 +23,14 @@ class Exit(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class ReproOutcome:
     """What came of it.
 
     Attributes:
         text: In a line or two.
     """
 
-    exit: Exit
+    exit: ReproExit
     text: str
 
 
@@ -42,7 +42,7 @@ _PYTEST = {
 }
 
 
-def judge_again(chosen: Chosen, again: RecordedItem | None, returncode: int) -> Outcome:
+def judge_again(chosen: Chosen, again: RecordedItem | None, returncode: int) -> ReproOutcome:
     """Compare an item that ran again with what it was.
 
     Args:
@@ -52,20 +52,22 @@ def judge_again(chosen: Chosen, again: RecordedItem | None, returncode: int) -> 
     """
     if again is None or again.verdict == "skipped":
         why = "it was skipped" if again is not None else _PYTEST.get(returncode, "it did not run")
-        return Outcome(
-            exit=Exit.UNKNOWN, text=f"cannot tell: {why} (pytest ended with {returncode})"
+        return ReproOutcome(
+            exit=ReproExit.UNKNOWN, text=f"cannot tell: {why} (pytest ended with {returncode})"
         )
     if again.verdict in ("passed", "flaky"):
-        return Outcome(exit=Exit.PASSED, text="passes here")
+        return ReproOutcome(exit=ReproExit.PASSED, text="passes here")
     told = headline(chosen.node_id, again.problem)
     if not chosen.has_failed:
-        return Outcome(exit=Exit.OTHER, text=f"fails here, and did not there: {told}")
+        return ReproOutcome(exit=ReproExit.OTHER, text=f"fails here, and did not there: {told}")
     if is_same_failure(chosen, again):
-        return Outcome(exit=Exit.SAME, text=f"fails in the same way: {told}")
+        return ReproOutcome(exit=ReproExit.SAME, text=f"fails in the same way: {told}")
     if again.verdict == "broken" and chosen.item.verdict != "broken":
-        return Outcome(exit=Exit.UNKNOWN, text=f"cannot tell: it could not run here: {told}")
-    return Outcome(
-        exit=Exit.OTHER,
+        return ReproOutcome(
+            exit=ReproExit.UNKNOWN, text=f"cannot tell: it could not run here: {told}"
+        )
+    return ReproOutcome(
+        exit=ReproExit.OTHER,
         text=f"fails in another way\n  there: {chosen.problem}\n  here:  {told}",
     )
 

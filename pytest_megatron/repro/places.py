@@ -21,20 +21,20 @@ _DEEPEST = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Job:
+class _SummaryJob:
     """A job in a summary."""
 
     artifact: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Summary:
+class _SummaryFile:
     """What of a summary tells where runs are."""
 
-    jobs: list[_Job]
+    jobs: list[_SummaryJob]
 
 
-_SUMMARY = TypeAdapter(_Summary)
+_SUMMARY = TypeAdapter(_SummaryFile)
 
 
 def find_runs(path: Path, scratch: Path, *, with_checkpoints: bool = False) -> list[Path]:

@@ -74,7 +74,7 @@ class RecordedPatch:
 
 @with_config(_STRICT)
 @dataclass(frozen=True, kw_only=True)
-class _Facts:
+class _RecordedFacts:
     """Where and with what something ran."""
 
     commit: Annotated[str, Field(pattern=r"^[0-9a-f]{7,64}$")] | None = None
@@ -89,7 +89,7 @@ class _Facts:
 
 @with_config(_STRICT)
 @dataclass(frozen=True, kw_only=True)
-class RecordedRun(_Facts):
+class RecordedRun(_RecordedFacts):
     """`run.json`."""
 
     arguments: list[str] = field(default_factory=list)
@@ -115,7 +115,7 @@ class RecordedPhase:
 
 @with_config(_STRICT)
 @dataclass(frozen=True, kw_only=True)
-class RecordedPlan(_Facts):
+class RecordedPlan(_RecordedFacts):
     """`plan.json`."""
 
     node_id: str

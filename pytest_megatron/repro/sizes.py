@@ -23,7 +23,7 @@ _FLAGS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
+class TrainingSizes:
     """How a training splits its model.
 
     Attributes:
@@ -46,7 +46,7 @@ class Sizes:
         return world_size // (self.tp * self.pp * self.cp)
 
 
-def sizes_of(words: Sequence[str]) -> Sizes:
+def sizes_of(words: Sequence[str]) -> TrainingSizes:
     """Read them from the arguments of a training: `--flag 2`, `--flag=2` and `flag=2`."""
     found: dict[str, int] = {}
     for index, word in enumerate(words):
@@ -60,10 +60,10 @@ def sizes_of(words: Sequence[str]) -> Sizes:
             if plain in flags and re.fullmatch(r"[1-9]\d{0,5}", value):
                 found[size] = int(value)
     found.setdefault("etp", found.get("tp", 1))
-    return Sizes(**found)
+    return TrainingSizes(**found)
 
 
-def say_fewer_ranks(sizes: Sizes, *, there: int, here: int) -> list[str]:
+def say_fewer_ranks(sizes: TrainingSizes, *, there: int, here: int) -> list[str]:
     """Return what changes on another number of ranks.
 
     Raises:

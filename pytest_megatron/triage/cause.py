@@ -14,9 +14,9 @@ from enum import IntEnum
 
 from pytest_megatron.triage.exits import how_it_ended
 from pytest_megatron.triage.root import Root
-from pytest_megatron.triage.signature import Role, Signature, Table
-from pytest_megatron.triage.story import Event, Fatal, Place, RankStory, Story
-from pytest_megatron.triage.unit import Ended
+from pytest_megatron.triage.signature import LineRole, Signature, Table
+from pytest_megatron.triage.story import Event, Fatal, LogLine, RankLog, RankStory
+from pytest_megatron.triage.unit import LaunchEnd
 from pytest_megatron.triage.waiting import find_absent, is_watchdog, odd_by_fingerprint
 
 TIE_S = 2.0  # stamps have whole seconds, and clocks of nodes differ
@@ -24,7 +24,7 @@ _NOT_THE_CAUSE = ("SIGTERM", "exit code 0")
 _SPEAKS_FIRST = ("SIGABRT",)  # what a process does to itself after it said why
 
 
-class _Kind(IntEnum):
+class _CauseKind(IntEnum):
     """What shows that a rank failed; of two at the same time the lower one is the cause."""
 
     SIGNAL = 0
@@ -34,14 +34,14 @@ class _Kind(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Candidate:
+class _CauseCandidate:
     """A rank that may be the one."""
 
     story: RankStory
-    kind: _Kind
+    kind: _CauseKind
     signature: Signature
     what: str
-    places: tuple[Place, ...]
+    places: tuple[LogLine, ...]
     fatal: Fatal | None = None
 
     @property
@@ -50,10 +50,10 @@ class _Candidate:
         return self.story.exit is not None and self.story.exit.is_first
 
 
-def find_root(story: Story, table: Table) -> Root | None:
+def find_root(story: RankLog, table: Table) -> Root | None:
     """Return what a failure began with; None if nothing failed."""
     candidates = [c for rank in story.ranks.values() if (c := _candidate(rank, table)) is not None]
-    if story.unit.known.ended in (Ended.TIME_LIMIT, Ended.HUNG_COLLECTIVE):
+    if story.unit.known.ended in (LaunchEnd.TIME_LIMIT, LaunchEnd.HUNG_COLLECTIVE):
         candidates = [c for c in candidates if _is_own(c)]
     root = _first(candidates, story)
     if root is not None and (odd := odd_by_fingerprint(story)):
@@ -64,10 +64,10 @@ def find_root(story: Story, table: Table) -> Root | None:
         return explained
     if root is not None:
         return root
-    if story.unit.known.ended is Ended.TIME_LIMIT:
+    if story.unit.known.ended is LaunchEnd.TIME_LIMIT:
         return _time_limit(story, table)
     launcher = _candidate(story.launcher, table)
-    if launcher is not None and story.unit.known.ended is not Ended.HUNG_COLLECTIVE:
+    if launcher is not None and story.unit.known.ended is not LaunchEnd.HUNG_COLLECTIVE:
         return _of(launcher, ())
     waiting = find_absent(story, table)
     if waiting is not None:
@@ -76,15 +76,15 @@ def find_root(story: Story, table: Table) -> Root | None:
     return found or _silent(story, table)
 
 
-def _is_own(candidate: _Candidate) -> bool:
+def _is_own(candidate: _CauseCandidate) -> bool:
     """Whether a rank of a launch that was stopped failed by itself.
 
     Not by the signal that had it print its stack, nor by what a wait for others ends in.
     """
-    return candidate.kind is _Kind.RAISED and not candidate.signature.is_transient
+    return candidate.kind is _CauseKind.RAISED and not candidate.signature.is_transient
 
 
-def _candidate(rank: RankStory, table: Table) -> _Candidate | None:
+def _candidate(rank: RankStory, table: Table) -> _CauseCandidate | None:
     """Return how a rank failed by itself, None if it did not, or only followed another one."""
     how = None if rank.exit is None else rank.exit.how
     is_signal = how is not None and how.startswith("SIG") and how not in _NOT_THE_CAUSE
@@ -93,18 +93,18 @@ def _candidate(rank: RankStory, table: Table) -> _Candidate | None:
         assert how is not None
         places = (*(() if native is None else (native.place,)), *_exit_places(rank))
         signature = _of_exit(table, how) if native is None else native.signature
-        return _Candidate(
+        return _CauseCandidate(
             story=rank,
-            kind=_Kind.SIGNAL,
+            kind=_CauseKind.SIGNAL,
             signature=signature,
             what=_say_end(how),
             places=places,
         )
     fatal = rank.fatal
-    if fatal is not None and fatal.signature.role is Role.CAUSE:
-        return _Candidate(
+    if fatal is not None and fatal.signature.role is LineRole.CAUSE:
+        return _CauseCandidate(
             story=rank,
-            kind=_Kind.RAISED,
+            kind=_CauseKind.RAISED,
             signature=fatal.signature,
             what=f"{fatal.verb} {fatal.headline}",
             places=() if fatal.place is None else (fatal.place,),
@@ -112,9 +112,9 @@ def _candidate(rank: RankStory, table: Table) -> _Candidate | None:
         )
     if native is not None and how != "exit code 0":
         what = f"wrote {native.place.text.strip()!r}" if how is None else _say_end(how)
-        return _Candidate(
+        return _CauseCandidate(
             story=rank,
-            kind=_Kind.NATIVE,
+            kind=_CauseKind.NATIVE,
             signature=native.signature,
             what=what,
             places=(native.place, *_exit_places(rank)),
@@ -122,8 +122,8 @@ def _candidate(rank: RankStory, table: Table) -> _Candidate | None:
     follows = fatal is not None or any(is_watchdog(event) for event in rank.events)
     if how is None or how in _NOT_THE_CAUSE or follows:
         return None
-    kind = _Kind.SIGNAL if is_signal else _Kind.SILENT
-    return _Candidate(
+    kind = _CauseKind.SIGNAL if is_signal else _CauseKind.SILENT
+    return _CauseCandidate(
         story=rank,
         kind=kind,
         signature=_of_exit(table, how),
@@ -132,14 +132,15 @@ def _candidate(rank: RankStory, table: Table) -> _Candidate | None:
     )
 
 
-def _exit_places(rank: RankStory) -> tuple[Place, ...]:
+def _exit_places(rank: RankStory) -> tuple[LogLine, ...]:
     return () if rank.exit_place is None else (rank.exit_place,)
 
 
 def _native(rank: RankStory) -> Event | None:
     """Return the line with which native code, or a program before its start, ended a process."""
     return next(
-        (e for e in rank.events if e.signature.is_fatal and e.signature.role is Role.CAUSE), None
+        (e for e in rank.events if e.signature.is_fatal and e.signature.role is LineRole.CAUSE),
+        None,
     )
 
 
@@ -151,14 +152,14 @@ def _say_end(how: str) -> str:
     return f"was killed by {how}" if how.startswith("SIG") else f"ended with {how}"
 
 
-def _first(candidates: Sequence[_Candidate], story: Story) -> Root | None:
+def _first(candidates: Sequence[_CauseCandidate], story: RankLog) -> Root | None:
     """Return the earliest of several; those of the same cause are named together."""
     if not candidates:
         return None
     tied = [c for c in candidates if not any(_is_before(other, c) for other in candidates)]
     tied = tied or list(candidates)
 
-    def order(candidate: _Candidate) -> tuple[int, bool, bool, int]:
+    def order(candidate: _CauseCandidate) -> tuple[int, bool, bool, int]:
         rank = candidate.story.rank
         return (
             candidate.kind,
@@ -177,7 +178,7 @@ def _first(candidates: Sequence[_Candidate], story: Story) -> Root | None:
     return _of(root, tuple(ranks), is_all=is_all)
 
 
-def _is_alike(one: _Candidate, other: _Candidate) -> bool:
+def _is_alike(one: _CauseCandidate, other: _CauseCandidate) -> bool:
     if one.signature.id != other.signature.id or one.kind is not other.kind:
         return False
     if one.fatal is None or other.fatal is None:
@@ -185,7 +186,7 @@ def _is_alike(one: _Candidate, other: _Candidate) -> bool:
     return one.fatal.frame == other.fatal.frame
 
 
-def _is_before(one: _Candidate, other: _Candidate) -> bool:
+def _is_before(one: _CauseCandidate, other: _CauseCandidate) -> bool:
     """Whether one happened clearly before another, by a clock that both have."""
     for a, b in zip(_times(one), _times(other), strict=True):
         if a is not None and b is not None:
@@ -193,7 +194,7 @@ def _is_before(one: _Candidate, other: _Candidate) -> bool:
     return False
 
 
-def _times(candidate: _Candidate) -> tuple[float | None, float | None, float | None]:
+def _times(candidate: _CauseCandidate) -> tuple[float | None, float | None, float | None]:
     """Return when it failed by torch's error file, by the lines of its log and by the launcher."""
     fatal, end = candidate.fatal, candidate.story.exit
     epoch_s = None if fatal is None else fatal.epoch_s
@@ -201,7 +202,7 @@ def _times(candidate: _Candidate) -> tuple[float | None, float | None, float | N
     return epoch_s, time_s, None if end is None else end.time_s
 
 
-def _of(candidate: _Candidate, ranks: tuple[int, ...], *, is_all: bool = False) -> Root:
+def _of(candidate: _CauseCandidate, ranks: tuple[int, ...], *, is_all: bool = False) -> Root:
     fatal = candidate.fatal
     rank = candidate.story
     return Root(
@@ -216,7 +217,7 @@ def _of(candidate: _Candidate, ranks: tuple[int, ...], *, is_all: bool = False) 
     )
 
 
-def _explained(story: Story, root: Root | None) -> Root | None:
+def _explained(story: RankLog, root: Root | None) -> Root | None:
     """Return what makes the root that was found a consequence, such as a job's time limit."""
     family = "unknown" if root is None else root.signature.family
     events = [e for e in _events(story) if e.signature.explains]
@@ -241,12 +242,12 @@ def _is_of_job(event: Event) -> bool:
     return event.signature.family in ("time_limit", "preempt", "node_fail")
 
 
-def _events(story: Story) -> Iterable[Event]:
+def _events(story: RankLog) -> Iterable[Event]:
     for rank in (story.launcher, *story.ranks.values()):
         yield from rank.events
 
 
-def _time_limit(story: Story, table: Table) -> Root:
+def _time_limit(story: RankLog, table: Table) -> Root:
     frames = {r: rank.stack_frame for r, rank in story.ranks.items() if rank.stack_frame}
     counts = Counter(frames.values())
     odd = tuple(r for r, frame in frames.items() if counts[frame] < max(counts.values()))
@@ -260,10 +261,10 @@ def _time_limit(story: Story, table: Table) -> Root:
     )
 
 
-def _line(story: Story) -> Root | None:
+def _line(story: RankLog) -> Root | None:
     """Return a line of a log that shows a failure where no rank, and no launcher, reported one."""
     is_clean = story.unit.known.returncode == 0
-    causes = [e for e in _events(story) if e.signature.role is Role.CAUSE]
+    causes = [e for e in _events(story) if e.signature.role is LineRole.CAUSE]
     fatal = [e for e in causes if e.signature.is_fatal and not is_clean]
     soft = [e for e in causes if e.signature.family == "nonfinite_loss"]
     for event in (*fatal, *soft):
@@ -276,14 +277,14 @@ def _line(story: Story) -> Root | None:
     return None
 
 
-def _outcome(story: Story, table: Table) -> Root | None:
+def _outcome(story: RankLog, table: Table) -> Root | None:
     """Return that a step or a process failed, as a runner or a launcher that is not torch's says.
 
     Of several the one that tells of a signal. An exception says more than that there was one.
     """
     if story.unit.known.returncode == 0:
         return None
-    events = [e for e in _events(story) if e.signature.role is Role.OUTCOME]
+    events = [e for e in _events(story) if e.signature.role is LineRole.OUTCOME]
     ended = [(event, _end_told_by(event)) for event in events]
     known = [(e, row) for e, how in ended if (row := _known_end(table, how)) is not None]
     plain = [(e, e.signature) for e in events] if story.launcher.fatal is None else []
@@ -308,11 +309,11 @@ def _known_end(table: Table, how: str | None) -> Signature | None:
     return row if row is not None and row.id in ("sigkill", "native_crash", "terminated") else None
 
 
-def _hint(story: Story) -> Root | None:
+def _hint(story: RankLog) -> Root | None:
     """Return what a log warns of last that shows neither a failure nor a good end."""
     if story.is_presumed_clean or story.success is not None:
         return None
-    roles = (Role.CAUSE, Role.CASCADE, Role.CONFIRMATION)
+    roles = (LineRole.CAUSE, LineRole.CASCADE, LineRole.CONFIRMATION)
     for role in roles:
         events = [e for e in _events(story) if e.signature.role is role]
         telling = [e for e in events if e.signature.family != "unknown"]
@@ -326,7 +327,7 @@ def _hint(story: Story) -> Root | None:
     return None
 
 
-def _raised(story: Story, table: Table) -> Root | None:
+def _raised(story: RankLog, table: Table) -> Root | None:
     """Return the launcher's own word: that it was stopped, or what it raised about its ranks."""
     stopped = [r for r, rank in story.ranks.items() if rank.exit is not None]
     if stopped and all(_how(story.ranks[r]) == "SIGTERM" for r in stopped):
@@ -341,7 +342,7 @@ def _raised(story: Story, table: Table) -> Root | None:
     )
 
 
-def _silent(story: Story, table: Table) -> Root | None:
+def _silent(story: RankLog, table: Table) -> Root | None:
     """Return that something failed, if it did, and nothing says what."""
     stopped = any(rank.exit is not None for rank in story.ranks.values())
     if not stopped and story.unit.known.returncode in (None, 0):

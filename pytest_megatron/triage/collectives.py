@@ -37,7 +37,7 @@ class Desync(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class CollectiveMismatch:
     """A collective that ranks disagree about.
 
     Attributes:
@@ -54,7 +54,9 @@ class Finding:
     text: str
 
 
-def analyse(dumps: Mapping[int, FlightDump], world_size: int | None = None) -> tuple[Finding, ...]:
+def analyse(
+    dumps: Mapping[int, FlightDump], world_size: int | None = None
+) -> tuple[CollectiveMismatch, ...]:
     """Return where ranks disagree, the origin of the others first; nothing if they agree.
 
     Args:
@@ -64,13 +66,13 @@ def analyse(dumps: Mapping[int, FlightDump], world_size: int | None = None) -> t
     found = [
         finding
         for group in sorted({e.group for dump in dumps.values() for e in dump.entries})
-        if (finding := _compare(_Group.of(group, dumps, world_size))) is not None
+        if (finding := _compare(_GroupCalls.of(group, dumps, world_size))) is not None
     ]
     if not found:
         found = list(_silent(dumps, world_size))
     waiting = {f.entry.group: _waiting(dumps, f.entry.group) for f in found}
 
-    def order(finding: Finding) -> tuple[bool, bool, int]:
+    def order(finding: CollectiveMismatch) -> tuple[bool, bool, int]:
         elsewhere = [ranks for group, ranks in waiting.items() if group != finding.entry.group]
         is_victim = any(set(finding.ranks) & ranks for ranks in elsewhere)
         return is_victim, not finding.is_certain, finding.entry.created_ns
@@ -79,7 +81,7 @@ def analyse(dumps: Mapping[int, FlightDump], world_size: int | None = None) -> t
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Group:
+class _GroupCalls:
     """The collectives of one group, side by side.
 
     Attributes:
@@ -95,7 +97,7 @@ class _Group:
     first: int
 
     @classmethod
-    def of(cls, group: str, dumps: Mapping[int, FlightDump], world_size: int | None) -> _Group:
+    def of(cls, group: str, dumps: Mapping[int, FlightDump], world_size: int | None) -> _GroupCalls:
         calls = {
             rank: {e.seq: e for e in dump.entries if e.group == group and not e.is_p2p}
             for rank, dump in dumps.items()
@@ -115,7 +117,7 @@ class _Group:
         )
 
 
-def _compare(group: _Group) -> Finding | None:
+def _compare(group: _GroupCalls) -> CollectiveMismatch | None:
     """Return how ranks disagree about the first collective of a group that has not ended.
 
     Where nobody has ended it, what was called after it proves nothing: a rank that waits in it
@@ -133,7 +135,7 @@ def _compare(group: _Group) -> Finding | None:
     return None
 
 
-def _differ(group: _Group, at: Mapping[int, FlightEntry]) -> Finding | None:
+def _differ(group: _GroupCalls, at: Mapping[int, FlightEntry]) -> CollectiveMismatch | None:
     """Compare what ranks called by one number."""
     for kind, of in ((Desync.OP, _op), (Desync.DTYPE, _dtypes), (Desync.SIZE, _numel)):
         values = {rank: of(entry) for rank, entry in at.items()}
@@ -143,11 +145,11 @@ def _differ(group: _Group, at: Mapping[int, FlightEntry]) -> Finding | None:
 
 
 def _split(
-    group: _Group,
+    group: _GroupCalls,
     kind: Desync,
     at: Mapping[int, FlightEntry],
     values: Mapping[int, str],
-) -> Finding:
+) -> CollectiveMismatch:
     (usual, most), *rest = Counter(values.values()).most_common()
     is_certain = all(num < most for _, num in rest)
     guilty = [rank for rank, value in values.items() if value != usual or not is_certain]
@@ -156,7 +158,7 @@ def _split(
         for value, _ in [(usual, most), *rest]
     )
     entry = next(at[rank] for rank in at if values[rank] == usual)
-    return Finding(
+    return CollectiveMismatch(
         kind=kind,
         ranks=tuple(sorted(guilty)),
         is_certain=is_certain,
@@ -174,7 +176,9 @@ def _describe(at: Mapping[int, FlightEntry], values: Mapping[int, str], value: s
     return f"{entry.op}({tensors}){_place(entry)}"
 
 
-def _lack(group: _Group, at: Mapping[int, FlightEntry], lack: Sequence[int]) -> Finding | None:
+def _lack(
+    group: _GroupCalls, at: Mapping[int, FlightEntry], lack: Sequence[int]
+) -> CollectiveMismatch | None:
     """Say who did not come to a collective that others wait in."""
     if not lack:
         return None
@@ -187,7 +191,7 @@ def _lack(group: _Group, at: Mapping[int, FlightEntry], lack: Sequence[int]) -> 
         kind, ranks = Desync.MISSED, sorted(lack)
         said = f"called by {callers}, not by {name_ranks(lack)}"
     is_certain = len(lack) != len(at)
-    return Finding(
+    return CollectiveMismatch(
         kind=kind,
         ranks=tuple(ranks if is_certain else sorted([*lack, *at])),
         is_certain=is_certain,
@@ -196,13 +200,13 @@ def _lack(group: _Group, at: Mapping[int, FlightEntry], lack: Sequence[int]) -> 
     )
 
 
-def _not_started(group: _Group, at: Mapping[int, FlightEntry]) -> Finding | None:
+def _not_started(group: _GroupCalls, at: Mapping[int, FlightEntry]) -> CollectiveMismatch | None:
     """Say whose GPU has not come to a collective that the kernels of others wait in."""
     late = [rank for rank, entry in at.items() if entry.state == "scheduled"]
     if not late or not any(entry.state == "started" for entry in at.values()):
         return None
     entry = at[late[0]]
-    return Finding(
+    return CollectiveMismatch(
         kind=Desync.NOT_STARTED,
         ranks=tuple(sorted(late)),
         is_certain=len(late) * 2 < len(at),
@@ -213,16 +217,18 @@ def _not_started(group: _Group, at: Mapping[int, FlightEntry]) -> Finding | None
     )
 
 
-def _silent(dumps: Mapping[int, FlightDump], world_size: int | None) -> Iterator[Finding]:
+def _silent(
+    dumps: Mapping[int, FlightDump], world_size: int | None
+) -> Iterator[CollectiveMismatch]:
     """Say who left no dump, where all the others wait for the same collective."""
     for group in sorted({e.group for dump in dumps.values() for e in dump.entries}):
-        found = _Group.of(group, dumps, world_size)
+        found = _GroupCalls.of(group, dumps, world_size)
         ends = [calls[max(calls)] for calls in found.calls.values() if calls]
         open_ = [entry for entry in ends if entry.is_open]
         if not found.silent or not open_:
             continue
         entry = open_[0]
-        yield Finding(
+        yield CollectiveMismatch(
             kind=Desync.NO_DUMP,
             ranks=found.silent,
             is_certain=len(found.silent) < len(found.calls),

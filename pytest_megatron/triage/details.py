@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from pytest_megatron.triage.lines import parse_iteration
 from pytest_megatron.triage.root import Root
-from pytest_megatron.triage.story import Story
+from pytest_megatron.triage.story import RankLog
 
 # Where in a training a frame is; the first that some frame matches, innermost frame first.
 _PHASES = (
@@ -68,7 +68,7 @@ def phase_of(frames: Sequence[str]) -> str | None:
     return None
 
 
-def iteration_of(story: Story, root: Root) -> tuple[int, int] | None:
+def iteration_of(story: RankLog, root: Root) -> tuple[int, int] | None:
     """Return the iteration that a failure was in or after, `(N, M)`."""
     for place in root.places:
         found = parse_iteration(place.text)

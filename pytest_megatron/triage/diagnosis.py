@@ -12,19 +12,19 @@ from pytest_megatron.files import JsonValue
 from pytest_megatron.triage.details import facts_of, iteration_of, phase_of
 from pytest_megatron.triage.root import Root
 from pytest_megatron.triage.scan import line_number
-from pytest_megatron.triage.signature import Policy, Signature
-from pytest_megatron.triage.story import Place, Story
+from pytest_megatron.triage.signature import RetryAdvice, Signature
+from pytest_megatron.triage.story import LogLine, RankLog
 from pytest_megatron.wording import name_ranks
 
 _MOST_TEXT = 400  # characters of a message in a sentence
 _MOST_EVIDENCE_TEXT = 500
 _POLICIES = {
-    Policy.NEVER: "running it again unchanged gives the same",
-    Policy.DIAGNOSE: "one more run is worth it with diagnostics, to learn more, not to pass",
-    Policy.OTHER_NODE: "another node or GPU is expected to pass",
-    Policy.NEW_PORT: "another port is expected to pass at once",
-    Policy.BACKOFF: "it is expected to pass after a while",
-    Policy.FREE: "it is expected to pass when it is submitted again",
+    RetryAdvice.NEVER: "running it again unchanged gives the same",
+    RetryAdvice.DIAGNOSE: "one more run is worth it with diagnostics, to learn more, not to pass",
+    RetryAdvice.OTHER_NODE: "another node or GPU is expected to pass",
+    RetryAdvice.NEW_PORT: "another port is expected to pass at once",
+    RetryAdvice.BACKOFF: "it is expected to pass after a while",
+    RetryAdvice.FREE: "it is expected to pass when it is submitted again",
 }
 
 
@@ -123,7 +123,7 @@ class Diagnosis:
         }
 
 
-def diagnose(story: Story, root: Root) -> Diagnosis:
+def diagnose(story: RankLog, root: Root) -> Diagnosis:
     """Put a root cause into words.
 
     Reads the logs up to the lines that are shown, to count them.
@@ -155,7 +155,7 @@ def diagnose(story: Story, root: Root) -> Diagnosis:
 
 
 def _paragraph(
-    story: Story,
+    story: RankLog,
     root: Root,
     phase: str | None,
     iteration: tuple[int, int] | None,
@@ -174,7 +174,7 @@ def _paragraph(
     return " ".join(sentences)
 
 
-def _who(story: Story, root: Root) -> str:
+def _who(story: RankLog, root: Root) -> str:
     what = _shorten(root.what)
     if not root.ranks:
         is_of_rank = root.what.startswith(("lost", "waited")) and bool(story.ranks)
@@ -192,7 +192,7 @@ def _where(root: Root, phase: str | None) -> str:
     return f"{where}{f', in {phase}' if phase is not None else ''}"
 
 
-def _when(story: Story, iteration: tuple[int, int] | None) -> str:
+def _when(story: RankLog, iteration: tuple[int, int] | None) -> str:
     if not story.unit.logs:
         return ""
     if iteration is None:
@@ -213,7 +213,7 @@ def _say_memory(facts: Mapping[str, str]) -> str:
     return f"{text}."
 
 
-def _failed(story: Story) -> Sequence[int]:
+def _failed(story: RankLog) -> Sequence[int]:
     return [
         rank
         for rank, told in story.ranks.items()
@@ -226,7 +226,7 @@ def _reason(signature: Signature) -> str:
     return f"{word}: {_POLICIES[signature.policy]}"
 
 
-def _evidence(story: Story, root: Root) -> tuple[Evidence, ...]:
+def _evidence(story: RankLog, root: Root) -> tuple[Evidence, ...]:
     """Return the lines that show a cause, each once; without one the end of the rank's log."""
     places = root.places
     if not places and root.ranks and root.ranks[0] in story.ranks:
@@ -239,7 +239,7 @@ def _evidence(story: Story, root: Root) -> tuple[Evidence, ...]:
     return tuple(found.values())
 
 
-def evidence_of(place: Place, rank: int | None) -> Evidence:
+def evidence_of(place: LogLine, rank: int | None) -> Evidence:
     """Return a line of a log as it is shown.
 
     Reads the log up to that line, to count it.
@@ -260,7 +260,7 @@ def _first(ranks: Sequence[int]) -> int | None:
     return ranks[0] if ranks else None
 
 
-def _count(place: Place) -> int:
+def _count(place: LogLine) -> int:
     try:
         return line_number(place.log.path, place.offset)
     except OSError:
@@ -268,7 +268,7 @@ def _count(place: Place) -> int:
 
 
 def _command(
-    signature: Signature, evidence: Sequence[Evidence], facts: Mapping[str, str], story: Story
+    signature: Signature, evidence: Sequence[Evidence], facts: Mapping[str, str], story: RankLog
 ) -> str | None:
     """Return what to type next: the signature's command, or what shows the evidence."""
     words: dict[str, str] = {}

@@ -50,7 +50,7 @@ _SIGNALS = {number.value: number.name for number in signal.Signals}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exit:
+class ProcessExit:
     """How one rank ended.
 
     Attributes:
@@ -79,7 +79,7 @@ def how_it_ended(code: int) -> str:
     return f"exit code {code}"
 
 
-def read_exits(line: str, around: str, at: int) -> tuple[Exit, ...]:
+def read_exits(line: str, around: str, at: int) -> tuple[ProcessExit, ...]:
     """Return the ends that a line of a launcher's log tells of.
 
     Args:
@@ -94,16 +94,16 @@ def read_exits(line: str, around: str, at: int) -> tuple[Exit, ...]:
     if (seen := _SEEN.search(text)) is not None:
         code, rank = int(seen["code"]), int(seen["rank"])
         how, pid = how_it_ended(code), int(seen["pid"])
-        return (Exit(rank=rank, how=how, is_first=True, pid=pid, shown=text),)
+        return (ProcessExit(rank=rank, how=how, is_first=True, pid=pid, shown=text),)
     if (task := _SRUN.match(text)) is not None:
         word = task["word"]
         how = f"exit code {task['code']}" if word is None else _WORDS.get(word.strip(), "")
         if not how:
             return ()
-        return tuple(Exit(rank=rank, how=how, shown=text) for rank in _ranks(task["ranks"]))
+        return tuple(ProcessExit(rank=rank, how=how, shown=text) for rank in _ranks(task["ranks"]))
     if (process := _MPIRUN.search(text)) is not None:
         killed = how_it_ended(-int(process["number"]))
-        return (Exit(rank=int(process["rank"]), how=killed, shown=text),)
+        return (ProcessExit(rank=int(process["rank"]), how=killed, shown=text),)
     return ()
 
 
@@ -113,14 +113,14 @@ def stubborn_pid(line: str) -> int | None:
     return None if found is None else int(found["pid"])
 
 
-def excuse(end: Exit, stubborn: Collection[int | None]) -> Exit:
+def excuse(end: ProcessExit, stubborn: Collection[int | None]) -> ProcessExit:
     """Return the end of a rank that the agent killed as the SIGTERM that it had not heard."""
     return replace(end, how="SIGTERM") if end.pid is not None and end.pid in stubborn else end
 
 
-def merge_exits(exits: Sequence[Exit]) -> dict[int, Exit]:
+def merge_exits(exits: Sequence[ProcessExit]) -> dict[int, ProcessExit]:
     """Return one end for each rank: a row of torch's table says more than any other line."""
-    found: dict[int, Exit] = {}
+    found: dict[int, ProcessExit] = {}
     for exit_ in exits:
         before = found.get(exit_.rank)
         if before is None or before.time_s is None:
@@ -128,7 +128,7 @@ def merge_exits(exits: Sequence[Exit]) -> dict[int, Exit]:
     return found
 
 
-def _table_row(around: str, at: int) -> Exit | None:
+def _table_row(around: str, at: int) -> ProcessExit | None:
     """Read `rank : 1 (local_rank: 1)` and the lines that belong to it."""
     plain = "\n".join(parse_line(line).text for line in around[at:].split("\n"))
     row = _ROW.match(plain)
@@ -141,7 +141,7 @@ def _table_row(around: str, at: int) -> Exit | None:
     message = _MESSAGE.search(rest)
     raised = None if message is None else _last_line(message["text"])
     shift = max(0, around.find("exitcode", at) - at)
-    return Exit(
+    return ProcessExit(
         rank=int(row["rank"]),
         how=how_it_ended(int(row["code"])),
         is_first="Root Cause" in before[-400:],

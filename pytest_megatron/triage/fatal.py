@@ -11,23 +11,23 @@ import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from pytest_megatron.triage.exits import Exit
+from pytest_megatron.triage.exits import ProcessExit
 from pytest_megatron.triage.lines import Line, parse_line
 from pytest_megatron.triage.scan import read_from
 from pytest_megatron.triage.signature import (
-    Role,
+    LineRole,
     Signature,
     Table,
     is_own_mistake,
     names_another_host,
 )
-from pytest_megatron.triage.story import Fatal, Place
+from pytest_megatron.triage.story import Fatal, LogLine
 from pytest_megatron.triage.trace import (
     HEADER,
     Bare,
     Chain,
-    Link,
-    Raised,
+    ExceptionLink,
+    RaisedException,
     bare_errors,
     is_at_end,
     is_continued,
@@ -62,7 +62,7 @@ def find_fatal(
     table: Table,
     labelled: Collection[LogFile],
     rank: int | None,
-    end: Exit | None,
+    end: ProcessExit | None,
 ) -> Fatal | None:
     """Return the exception that ended a rank, None where no traceback did.
 
@@ -121,7 +121,7 @@ def _root_of(
                 frame=raised.own_frame,
                 frames=raised.frames,
                 time_s=raised.time_s,
-                place=Place(log=log, offset=offsets[raised.said], text=raised.headline),
+                place=LogLine(log=log, offset=offsets[raised.said], text=raised.headline),
             )
     return fatal
 
@@ -157,7 +157,7 @@ def find_bare(
         if most is not None and bare.num_after > most:
             continue  # the program went on
         found.append((bare, signature))
-    causes = [(bare, row) for bare, row in found if row.role is Role.CAUSE]
+    causes = [(bare, row) for bare, row in found if row.role is LineRole.CAUSE]
     named = [(bare, row) for bare, row in causes if row.id != "exception"]
     genuine = [(bare, row) for bare, row in named if not row.is_transient]
     if named and named[0][1].is_transient:
@@ -165,7 +165,7 @@ def find_bare(
     for bare, signature in (named or causes or found)[:1]:
         index = own[bare.index]
         offset = start + sum(len(raw) + 1 for raw in raws[:index])
-        place = Place(log=log, offset=offset, text=bare.message.partition("\n")[0])
+        place = LogLine(log=log, offset=offset, text=bare.message.partition("\n")[0])
         verb = "raised" if bare.is_exception else "wrote"
         return Fatal(signature=signature, message=bare.message, verb=verb, place=place)
     return None
@@ -183,7 +183,7 @@ def fatal_of_lines(lines: Sequence[Line], table: Table) -> Fatal | None:
     )
 
 
-def classify_chain(chain: Chain, table: Table) -> tuple[Raised, Signature]:
+def classify_chain(chain: Chain, table: Table) -> tuple[RaisedException, Signature]:
     """Return the exception of a chain that says most, and its row.
 
     The last one, unless it only repeats in other words what it was raised from, or follows from
@@ -194,20 +194,22 @@ def classify_chain(chain: Chain, table: Table) -> tuple[Raised, Signature]:
     chosen = last, signature
     for later, earlier in zip(reversed(chain.links), [*reversed(chain.links)][1:], strict=False):
         before = classify_message(table, earlier.message, earlier.frames)
-        is_cause = before.role is Role.CAUSE
+        is_cause = before.role is LineRole.CAUSE
         if (
-            later.link is Link.DIRECT
+            later.link is ExceptionLink.DIRECT
             and is_cause
             and _is_vague(chosen[1])
             and not _is_vague(before)
-        ) or (later.link is Link.DURING and is_cause and chosen[1].role is Role.CASCADE):
+        ) or (
+            later.link is ExceptionLink.DURING and is_cause and chosen[1].role is LineRole.CASCADE
+        ):
             chosen = earlier, before
     return _without_false_hope(chain, chosen, table)
 
 
 def _without_false_hope(
-    chain: Chain, chosen: tuple[Raised, Signature], table: Table
-) -> tuple[Raised, Signature]:
+    chain: Chain, chosen: tuple[RaisedException, Signature], table: Table
+) -> tuple[RaisedException, Signature]:
     """Return what a transient exception was raised from, where that is the program's own doing.
 
     `raise ConnectionError from KeyError` is no network's; neither is a hub that is not asked, as
@@ -229,11 +231,11 @@ def _without_false_hope(
 def is_genuine(signature: Signature) -> bool:
     """Whether a row names a cause that an unchanged run meets again; a refusal may be anybody's."""
     is_named = signature.id != "exception" and signature.family not in _OF_CONNECTIONS
-    return is_named and signature.role is Role.CAUSE and not signature.is_transient
+    return is_named and signature.role is LineRole.CAUSE and not signature.is_transient
 
 
 def _is_vague(signature: Signature) -> bool:
-    return signature.id == "exception" or signature.role is Role.CASCADE
+    return signature.id == "exception" or signature.role is LineRole.CASCADE
 
 
 def _read_fatal(
@@ -241,7 +243,7 @@ def _read_fatal(
     at: int,
     table: Table,
     rank: int | None,
-    end: Exit | None,
+    end: ProcessExit | None,
     *,
     is_labelled: bool,
 ) -> Fatal | None:
@@ -272,7 +274,7 @@ def _read_fatal(
         frame=raised.own_frame,
         frames=raised.frames,
         time_s=raised.time_s,
-        place=Place(log=log, offset=offsets[raised.said], text=raised.headline),
+        place=LogLine(log=log, offset=offsets[raised.said], text=raised.headline),
     )
 
 
@@ -281,7 +283,7 @@ def _chosen(found: Sequence[Fatal]) -> Fatal:
 
     What a clean-up raised after the first one is not why it began.
     """
-    causes = [fatal for fatal in found if fatal.signature.role is Role.CAUSE]
+    causes = [fatal for fatal in found if fatal.signature.role is LineRole.CAUSE]
     return causes[0] if causes else found[0]
 
 

@@ -34,7 +34,7 @@ _Plain: TypeAlias = "object"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
+class FlightFrame:
     """A place in Python code."""
 
     file: str
@@ -79,10 +79,12 @@ class FlightEntry:
     _frames: Sequence[_Plain] = field(compare=False, repr=False)
 
     @property
-    def frames(self) -> tuple[Frame, ...]:
+    def frames(self) -> tuple[FlightFrame, ...]:
         """Where it was called, innermost first; none in JSON. Made when they are asked for."""
         return tuple(
-            Frame(file=str(f.get("filename")), line=_int(f.get("line")), name=str(f.get("name")))
+            FlightFrame(
+                file=str(f.get("filename")), line=_int(f.get("line")), name=str(f.get("name"))
+            )
             for f in self._frames
             if isinstance(f, dict)
         )
@@ -93,7 +95,7 @@ class FlightEntry:
         return self.state != "completed" and not self.is_retired
 
     @property
-    def own_frame(self) -> Frame | None:
+    def own_frame(self) -> FlightFrame | None:
         """The innermost frame outside of libraries, None where no frame is known."""
         return next((f for f in self.frames if not _LIBRARY.search(f.file)), None)
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pytest_megatron.errors import TriageError
-from pytest_megatron.triage.collectives import Finding, analyse
+from pytest_megatron.triage.collectives import CollectiveMismatch, analyse
 from pytest_megatron.triage.errorfile import read_error_file
 from pytest_megatron.triage.exits import LITERALS as EXIT_LITERALS
 from pytest_megatron.triage.exits import (
     NEAR_BYTES,
-    Exit,
+    ProcessExit,
     excuse,
     merge_exits,
     read_exits,
@@ -33,8 +33,8 @@ from pytest_megatron.triage.lines import (
     says_success,
 )
 from pytest_megatron.triage.scan import RawLine, Scanner, lines_at, read_from
-from pytest_megatron.triage.signature import Role, Table, match_line
-from pytest_megatron.triage.story import Enqueued, Event, Fatal, Place, RankStory, Story
+from pytest_megatron.triage.signature import LineRole, Table, match_line
+from pytest_megatron.triage.story import Enqueued, Event, Fatal, LogLine, RankLog, RankStory
 from pytest_megatron.triage.trace import HEADER, frame_of
 from pytest_megatron.triage.unit import LogFile, Stream, Unit
 
@@ -56,7 +56,7 @@ _LAST = re.compile(r"last enqueued (?:NCCL )?work: (\d+)")
 
 
 @dataclass(slots=True)
-class _Notebook:
+class _LogCollector:
     """What is collected about one rank, or the launcher."""
 
     events: list[Event] = field(default_factory=list)
@@ -70,7 +70,7 @@ class _Notebook:
 class _Ends:
     """How ranks ended, as lines of launchers tell; and processes that had to be killed."""
 
-    rows: list[tuple[Exit, Place]] = field(default_factory=list)
+    rows: list[tuple[ProcessExit, LogLine]] = field(default_factory=list)
     stubborn: set[int | None] = field(default_factory=set)
 
 
@@ -79,9 +79,9 @@ def make_scanner(table: Table) -> Scanner:
     return Scanner([*_OWN, *(text for row in table.lines for text in row.literals)])
 
 
-def gather(unit: Unit, table: Table, scanner: Scanner) -> Story:
+def gather(unit: Unit, table: Table, scanner: Scanner) -> RankLog:
     """Read all logs of a launch. A file that cannot be read is noted."""
-    books: defaultdict[int | None, _Notebook] = defaultdict(_Notebook)
+    books: defaultdict[int | None, _LogCollector] = defaultdict(_LogCollector)
     told = _Ends()
     labelled: set[LogFile] = set()
     notes = list(unit.notes)
@@ -121,7 +121,7 @@ def gather(unit: Unit, table: Table, scanner: Scanner) -> Story:
     launcher = None if alone else own
     if launcher is None and not alone:
         launcher = _bare([log for log in unit.logs if log.rank is None], None, table)
-    return Story(
+    return RankLog(
         unit=unit,
         ranks=ranks,
         launcher=_story(None, books[None], None, launcher, unit),
@@ -144,7 +144,7 @@ def _by_file(path: Path | None, table: Table, notes: list[str]) -> Fatal | None:
     return None
 
 
-def _heir(books: Mapping[int | None, _Notebook], ends: dict[int, Exit]) -> int | None:
+def _heir(books: Mapping[int | None, _LogCollector], ends: dict[int, ProcessExit]) -> int | None:
     """Return the rank that an exception in a log of nobody's ended.
 
     In a log of a launcher whose ranks write to it without their names that is the one which it saw
@@ -159,26 +159,26 @@ def _heir(books: Mapping[int | None, _Notebook], ends: dict[int, Exit]) -> int |
 
 def _is_of_program(fatal: Fatal | None) -> bool:
     """Whether an exception is one of the program, and not the launcher's about it."""
-    if fatal is None or fatal.signature.role in (Role.OUTCOME, Role.CASCADE):
+    if fatal is None or fatal.signature.role in (LineRole.OUTCOME, LineRole.CASCADE):
         return False
     return not any(frame.startswith("run.py:") for frame in fatal.frames)
 
 
-def _successes(logs: Sequence[LogFile]) -> dict[LogFile, Place]:
+def _successes(logs: Sequence[LogFile]) -> dict[LogFile, LogLine]:
     """Return the last line of each log that shows a good end."""
-    found: dict[LogFile, Place] = {}
+    found: dict[LogFile, LogLine] = {}
     for log in logs:
         data, start = _tail(log)
         for raw in data.split(b"\n"):
             text = parse_line(raw.decode(errors="replace")).text
             if says_success(text):
-                found[log] = Place(log=log, offset=start, text=text)
+                found[log] = LogLine(log=log, offset=start, text=text)
             start += len(raw) + 1
     return found
 
 
 def _forget_what_was_overcome(
-    books: Mapping[int | None, _Notebook], successes: Mapping[LogFile, Place]
+    books: Mapping[int | None, _LogCollector], successes: Mapping[LogFile, LogLine]
 ) -> None:
     """Leave out lines of a launcher's log after which what wrote it came to a good end."""
     book = books.get(None)
@@ -192,7 +192,7 @@ def _forget_what_was_overcome(
         ]
 
 
-def _collectives(unit: Unit, notes: list[str]) -> tuple[Finding, ...]:
+def _collectives(unit: Unit, notes: list[str]) -> tuple[CollectiveMismatch, ...]:
     """Return what flight recorders say of the collective that ranks disagree about."""
     dumps: dict[int, FlightDump] = {}
     for rank, path in unit.flights.items():
@@ -207,7 +207,7 @@ def _read_log(
     log: LogFile,
     table: Table,
     scanner: Scanner,
-    books: defaultdict[int | None, _Notebook],
+    books: defaultdict[int | None, _LogCollector],
     ends: _Ends,
     *,
     is_labelled: bool,
@@ -226,7 +226,7 @@ def _read_log(
         if log.rank is None and any(text in line.text for text in EXIT_LITERALS):
             ends.rows += _exits_at(log, raw)
             ends.stubborn.add(stubborn_pid(line.text))
-        place = Place(log=log, offset=raw.start, text=line.text)
+        place = LogLine(log=log, offset=raw.start, text=line.text)
         if line.text.startswith(_WHAT):
             message = f"c10::Error: {line.text.removeprefix(_WHAT)}"
             signature = classify_message(table, message)
@@ -245,14 +245,14 @@ def _read_log(
             num_events += 1
 
 
-def _exits_at(log: LogFile, raw: RawLine) -> list[tuple[Exit, Place]]:
+def _exits_at(log: LogFile, raw: RawLine) -> list[tuple[ProcessExit, LogLine]]:
     before, behind = NEAR_BYTES
     start = max(0, raw.start - before)
     data = read_from(log.path, start, raw.start - start + behind)
     around = data[: raw.start - start].decode(errors="replace")
     rest = data[raw.start - start :].decode(errors="replace")
     return [
-        (end, Place(log=log, offset=raw.start + end.shift, text=end.shown))
+        (end, LogLine(log=log, offset=raw.start + end.shift, text=end.shown))
         for end in read_exits(raw.text, around + rest, len(around))
     ]
 
@@ -269,7 +269,7 @@ def _enqueued(text: str) -> Enqueued:
     )
 
 
-def _is_presumed_clean(unit: Unit, ends: dict[int, Exit], launcher: Fatal | None) -> bool:
+def _is_presumed_clean(unit: Unit, ends: dict[int, ProcessExit], launcher: Fatal | None) -> bool:
     """Whether nothing failed as far as the launcher knows: it would have said so in its log."""
     if unit.known.returncode is not None:
         return unit.known.returncode == 0
@@ -280,8 +280,8 @@ def _is_presumed_clean(unit: Unit, ends: dict[int, Exit], launcher: Fatal | None
 
 
 def _fatal(
-    book: _Notebook,
-    end: Exit | None,
+    book: _LogCollector,
+    end: ProcessExit | None,
     table: Table,
     labelled: set[LogFile],
     rank: int | None,
@@ -301,7 +301,7 @@ def _fatal(
 
 def _bare(
     logs: Sequence[LogFile],
-    end: Exit | None,
+    end: ProcessExit | None,
     table: Table,
     rank: int | None = None,
     *,
@@ -342,7 +342,7 @@ def _better(error: Fatal | None, fatal: Fatal | None) -> Fatal | None:
 
 
 def _story(
-    rank: int | None, book: _Notebook, end: Exit | None, fatal: Fatal | None, unit: Unit
+    rank: int | None, book: _LogCollector, end: ProcessExit | None, fatal: Fatal | None, unit: Unit
 ) -> RankStory:
     return RankStory(
         rank=rank,
@@ -369,16 +369,16 @@ def _stack_frame(where: tuple[LogFile, int]) -> str | None:
     return own[0] if own else frames[0][0] if frames else None
 
 
-def _last_words(logs: Sequence[LogFile]) -> tuple[Place, ...]:
+def _last_words(logs: Sequence[LogFile]) -> tuple[LogLine, ...]:
     """Return the last lines that say something, of stderr if it has any."""
     order = (Stream.STDERR, Stream.LAUNCHER, Stream.BOTH, Stream.STDOUT)
     for log in sorted(logs, key=lambda log: order.index(log.stream)):
         data, start = _tail(log)
-        places: list[Place] = []
+        places: list[LogLine] = []
         for raw in data.split(b"\n"):
             text = parse_line(raw.decode(errors="replace")).text
             if text.strip() and not is_noise(text):
-                places.append(Place(log=log, offset=start, text=text))
+                places.append(LogLine(log=log, offset=start, text=text))
             start += len(raw) + 1
         if places:
             return tuple(places[-_LAST_WORDS:])

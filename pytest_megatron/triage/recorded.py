@@ -10,7 +10,7 @@ from pytest_megatron.errors import TriageError
 from pytest_megatron.files import JsonValue, parse_json, read_bytes
 from pytest_megatron.triage.root import Root
 from pytest_megatron.triage.signature import Table
-from pytest_megatron.triage.story import Place
+from pytest_megatron.triage.story import LogLine
 from pytest_megatron.triage.unit import LogFile, Stream, Unit
 
 COMPARISON_FILE = "comparison.json"
@@ -78,12 +78,12 @@ def _with_fault(record: LogFile, root: Root, table: Table) -> Root:
     return replace(root, signature=row, places=(place, *root.places), also=(text, *root.also))
 
 
-def _place(record: LogFile, mark: bytes, text: str) -> Place:
+def _place(record: LogFile, mark: bytes, text: str) -> LogLine:
     try:
         offset = record.path.read_bytes().find(mark)
     except OSError:
         offset = 0
-    return Place(log=record, offset=max(0, offset), text=text)
+    return LogLine(log=record, offset=max(0, offset), text=text)
 
 
 def read_record(path: Path) -> dict[str, JsonValue]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pytest_megatron.files import JsonValue
 from pytest_megatron.triage.recorded import HEALTH_FILE, read_record, record_of
-from pytest_megatron.triage.unit import Ended, Known, Unit
+from pytest_megatron.triage.unit import Known, LaunchEnd, Unit
 
 TRIAGE_FILE = "triage.json"
 _MOST_UP = 6
@@ -58,7 +58,7 @@ def _told(record: dict[str, JsonValue], attempt: Path, number: int) -> Known | N
         if row.get("phase_number") != number:
             continue
         code, ended = row.get("returncode"), row.get("ended")
-        kinds = {end.value: end for end in Ended}
+        kinds = {end.value: end for end in LaunchEnd}
         return Known(
             returncode=code if isinstance(code, int) else None, ended=kinds.get(str(ended))
         )

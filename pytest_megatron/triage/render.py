@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pytest_megatron.markdown import code, escaped
-from pytest_megatron.triage.triage import Group, Triage, Unclear
+from pytest_megatron.triage.triage import FailureGroup, Triage, Unclear
 
 _INDENT = "    "
 _MOST_LISTED = 5
@@ -44,7 +44,7 @@ def as_markdown(found: Triage) -> str:
     return "\n".join([*lines, *_notes(found)]).rstrip()
 
 
-def _text_block(group: Group) -> Iterator[str]:
+def _text_block(group: FailureGroup) -> Iterator[str]:
     first = group.first
     yield f"{first.unit}: {first.signature.family}"
     yield f"{_INDENT}{first.text}"
@@ -67,12 +67,12 @@ def _unclear_block(unclear: Unclear) -> Iterator[str]:
         yield f"{_INDENT}{evidence.file}:{evidence.line}: {evidence.text}"
 
 
-def _advice(group: Group) -> str:
+def _advice(group: FailureGroup) -> str:
     signature = group.first.signature
     return signature.advice + (f" ({signature.source})" if signature.source is not None else "")
 
 
-def _also(group: Group) -> str:
+def _also(group: FailureGroup) -> str:
     others = [d.unit for d in group.diagnoses[1:]]
     more = f" and {len(others) - _MOST_LISTED} more" if len(others) > _MOST_LISTED else ""
     return f"the same in {', '.join(others[:_MOST_LISTED])}{more}"

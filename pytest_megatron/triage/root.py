@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pytest_megatron.triage.signature import Signature
-from pytest_megatron.triage.story import Place
+from pytest_megatron.triage.story import LogLine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class Root:
     signature: Signature
     ranks: tuple[int, ...]
     what: str
-    places: tuple[Place, ...] = ()
+    places: tuple[LogLine, ...] = ()
     frame: str | None = None
     frames: tuple[str, ...] = ()
     message: str | None = None

@@ -41,7 +41,7 @@ _DENIED = re.compile(r"(?i)\b(?:no|not|never|without|zero|0)\s+(?:[a-z]+\s+){0,2
 _NEEDED = ("id", "family", "advice", "examples")
 
 
-class Role(Enum):
+class LineRole(Enum):
     """What a line that matches a signature is."""
 
     CAUSE = "cause"  # may be what everything began with
@@ -51,7 +51,7 @@ class Role(Enum):
     OUTCOME = "outcome"  # says that a step or process failed, and not why
 
 
-class Where(Enum):
+class SearchedText(Enum):
     """Where a signature is looked for."""
 
     LINE = "line"  # in every line of every log
@@ -60,7 +60,7 @@ class Where(Enum):
     ENGINE = "engine"  # in no file: what an engine says of a job, `node_fail`
 
 
-class Policy(Enum):
+class RetryAdvice(Enum):
     """What is worth trying after a failure; only a transient cause is tried again by itself."""
 
     NEVER = "never"
@@ -94,12 +94,12 @@ class Signature:
 
     id: str
     family: str
-    role: Role = Role.CAUSE
-    where: Where = Where.RAISED
+    role: LineRole = LineRole.CAUSE
+    where: SearchedText = SearchedText.RAISED
     literals: tuple[str, ...] = ()
     pattern: str
     is_transient: bool = False
-    policy: Policy = Policy.NEVER
+    policy: RetryAdvice = RetryAdvice.NEVER
     advice: str
     command: str | None = None
     source: str | None = None
@@ -129,12 +129,12 @@ class Signature:
         if self.frames is not None and not any(map(_compiled(self.frames).search, frames)):
             return None
         match self.where:
-            case Where.RAISED:
+            case SearchedText.RAISED:
                 return self.search(message)
-            case Where.LINE:
+            case SearchedText.LINE:
                 matches = (self.match_line(line) for line in message.splitlines())
                 return next((match for match in matches if match is not None), None)
-            case Where.EXIT | Where.ENGINE:
+            case SearchedText.EXIT | SearchedText.ENGINE:
                 return None
 
 
@@ -164,20 +164,20 @@ class Table:
 
     def exit(self, ended: str) -> Signature | None:
         """Return the first row that matches how a rank ended: `SIGKILL`, `exit code 3`."""
-        return self._first(Where.EXIT, ended)
+        return self._first(SearchedText.EXIT, ended)
 
     def engine(self, kind: str) -> Signature | None:
         """Return the first row that matches what an engine says of a job: `node_fail`."""
-        return self._first(Where.ENGINE, kind)
+        return self._first(SearchedText.ENGINE, kind)
 
-    def _first(self, where: Where, text: str) -> Signature | None:
+    def _first(self, where: SearchedText, text: str) -> Signature | None:
         rows = (row for row in self.signatures if row.where is where)
         return next((row for row in rows if row.search(text)), None)
 
     @property
     def lines(self) -> tuple[Signature, ...]:
         """The rows that are looked for in every line."""
-        return tuple(row for row in self.signatures if row.where is Where.LINE)
+        return tuple(row for row in self.signatures if row.where is SearchedText.LINE)
 
 
 @functools.cache
@@ -249,14 +249,14 @@ def _wrong_example(table: Table, row: Signature, example: str) -> str | None:
     if not _matches(row, example):
         return f"{row.id} does not match it"
     match row.where:
-        case Where.LINE:
+        case SearchedText.LINE:
             found = match_line(table, example)
             first = None if found is None else found[0]
-        case Where.RAISED:
+        case SearchedText.RAISED:
             first = table.raised(example, () if row.frames is None else (_a_frame(row.frames),))
-        case Where.EXIT:
+        case SearchedText.EXIT:
             first = table.exit(example)
-        case Where.ENGINE:
+        case SearchedText.ENGINE:
             first = table.engine(example)
     assert first is not None
     return None if first.id == row.id else f"{first.id}, an earlier row, takes it"
@@ -268,7 +268,7 @@ def _a_frame(pattern: str) -> str:
 
 
 def _matches(row: Signature, example: str) -> bool:
-    match = row.match_line(example) if row.where is Where.LINE else row.search(example)
+    match = row.match_line(example) if row.where is SearchedText.LINE else row.search(example)
     return match is not None
 
 
@@ -336,7 +336,7 @@ def _row(row: JsonValue, where: str, families: Mapping[str, str]) -> Signature:
             where, f"unknown family {family!r}, expected one of {expected}; add it to [families]"
         )
     literals = _texts(row, "literals", where)
-    place = Where.LINE if literals else Where.RAISED
+    place = SearchedText.LINE if literals else SearchedText.RAISED
     pattern = _text(row, "pattern", where) if "pattern" in row else ""
     if not pattern and not literals:
         raise TriageError(where, "lacks both 'literals' and 'pattern'")
@@ -345,12 +345,12 @@ def _row(row: JsonValue, where: str, families: Mapping[str, str]) -> Signature:
     return Signature(
         id=_text(row, "id", where),
         family=family,
-        role=_choice(row, "role", Role.CAUSE, where),
+        role=_choice(row, "role", LineRole.CAUSE, where),
         where=_choice(row, "where", place, where),
         literals=literals,
         pattern=pattern,
         is_transient=_flag(row, "transient", where),
-        policy=_choice(row, "policy", Policy.NEVER, where),
+        policy=_choice(row, "policy", RetryAdvice.NEVER, where),
         advice=_text(row, "advice", where),
         command=_text(row, "command", where) if "command" in row else None,
         source=_text(row, "source", where) if "source" in row else None,

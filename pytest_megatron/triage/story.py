@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pytest_megatron.triage.collectives import Finding
-from pytest_megatron.triage.exits import Exit
+from pytest_megatron.triage.collectives import CollectiveMismatch
+from pytest_megatron.triage.exits import ProcessExit
 from pytest_megatron.triage.signature import Signature
 from pytest_megatron.triage.unit import LogFile, Unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class LogLine:
     """A line in a log.
 
     Attributes:
@@ -37,7 +37,7 @@ class Event:
     signature: Signature
     rank: int | None
     time_s: float | None
-    place: Place
+    place: LogLine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class Fatal:
     frames: tuple[str, ...] = ()
     time_s: float | None = None
     epoch_s: float | None = None
-    place: Place | None = None
+    place: LogLine | None = None
     verb: str = "raised"
 
     @property
@@ -99,17 +99,17 @@ class RankStory:
     """
 
     rank: int | None
-    exit: Exit | None = None
-    exit_place: Place | None = None
+    exit: ProcessExit | None = None
+    exit_place: LogLine | None = None
     fatal: Fatal | None = None
     events: tuple[Event, ...] = ()
     enqueued: tuple[Enqueued, ...] = ()
     stack_frame: str | None = None
-    last_words: tuple[Place, ...] = ()
+    last_words: tuple[LogLine, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Story:
+class RankLog:
     """What is known of one launch.
 
     Attributes:
@@ -124,9 +124,9 @@ class Story:
     ranks: Mapping[int, RankStory]
     launcher: RankStory
     iteration: tuple[int, int] | None
-    collectives: tuple[Finding, ...] = ()
+    collectives: tuple[CollectiveMismatch, ...] = ()
     is_presumed_clean: bool = False
-    success: Place | None = None
+    success: LogLine | None = None
     notes: tuple[str, ...] = field(default=())
 
     @property

@@ -37,7 +37,7 @@ _MOST_LINES_AFTER = 7  # that may follow what ended a rank; of its message too
 _MOST_SAID = 60  # lines from the end of a log that are looked at where no traceback is whole
 
 
-class Link(Enum):
+class ExceptionLink(Enum):
     """How an exception is tied to the one before it."""
 
     NONE = "none"
@@ -46,7 +46,7 @@ class Link(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Raised:
+class RaisedException:
     """One exception of a traceback.
 
     Attributes:
@@ -64,7 +64,7 @@ class Raised:
     frames: tuple[str, ...]
     own_frame: str | None
     time_s: float | None
-    link: Link
+    link: ExceptionLink
     start: int
     said: int
     end: int
@@ -79,11 +79,11 @@ class Raised:
 class Chain:
     """Exceptions of one traceback, the last raised one last."""
 
-    links: tuple[Raised, ...]
+    links: tuple[RaisedException, ...]
     is_ignored: bool = False
 
     @property
-    def last(self) -> Raised:
+    def last(self) -> RaisedException:
         """What came out of the traceback."""
         return self.links[-1]
 
@@ -96,14 +96,18 @@ def read_chain(lines: Sequence[Line], start: int) -> Chain | None:
         start: Index of a line that holds `HEADER`.
     """
     before = lines[start - 1].text if start else ""
-    links: list[Raised] = []
-    link = Link.NONE
+    links: list[RaisedException] = []
+    link = ExceptionLink.NONE
     while (raised := _read_one(lines, start, link)) is not None:
         links.append(raised)
         at = _skip_blank(lines, raised.end)
         if at >= len(lines) or not lines[at].text.strip().startswith((_DIRECT, _DURING)):
             break
-        link = Link.DIRECT if lines[at].text.strip().startswith(_DIRECT) else Link.DURING
+        link = (
+            ExceptionLink.DIRECT
+            if lines[at].text.strip().startswith(_DIRECT)
+            else ExceptionLink.DURING
+        )
         start = _skip_blank(lines, at + 1)
         if start >= len(lines) or HEADER not in lines[start].text:
             break
@@ -198,7 +202,7 @@ def frame_of(text: str) -> tuple[str, bool] | None:
     return f"{name}:{found['line']} in {found['name']}", is_library
 
 
-def _read_one(lines: Sequence[Line], start: int, link: Link) -> Raised | None:
+def _read_one(lines: Sequence[Line], start: int, link: ExceptionLink) -> RaisedException | None:
     frames: list[str] = []
     own: str | None = None
     index = start + 1
@@ -216,7 +220,7 @@ def _read_one(lines: Sequence[Line], start: int, link: Link) -> Raised | None:
     said = index
     end = _end_of_message(lines, index)
     message = [lines[index].text[indent:], *(line.text for line in lines[index + 1 : end])]
-    return Raised(
+    return RaisedException(
         message="\n".join(message),
         frames=tuple(frames),
         own_frame=own or (frames[-1] if frames else None),

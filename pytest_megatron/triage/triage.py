@@ -14,14 +14,14 @@ from pytest_megatron.triage.gather import gather, make_scanner
 from pytest_megatron.triage.recorded import with_records
 from pytest_megatron.triage.signature import Table, builtin_table
 from pytest_megatron.triage.sources import find_units
-from pytest_megatron.triage.story import Story
+from pytest_megatron.triage.story import RankLog
 from pytest_megatron.triage.unit import Unit
 
 _MOST_WORDS = 3  # lines that are shown of a launch that shows nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class FailureGroup:
     """Failures of one cause; the first of them stands for all."""
 
     diagnoses: tuple[Diagnosis, ...]
@@ -86,7 +86,7 @@ class Triage:
         notes: What could not be read.
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[FailureGroup, ...]
     num_units: int
     unclear: tuple[Unclear, ...] = ()
     notes: tuple[str, ...] = ()
@@ -136,7 +136,7 @@ def triage(paths: Sequence[Path], table: Table | None = None) -> Triage:
             groups.setdefault(examined.diagnosis.fingerprint, []).append(examined.diagnosis)
     ordered = sorted(groups.values(), key=lambda group: -len(group))
     return Triage(
-        groups=tuple(Group(diagnoses=tuple(group)) for group in ordered),
+        groups=tuple(FailureGroup(diagnoses=tuple(group)) for group in ordered),
         num_units=len(units),
         unclear=tuple(e.unclear for e in found if e.unclear is not None),
         notes=(*notes, *(note for e in found for note in e.story.notes)),
@@ -152,7 +152,7 @@ def triage_unit(unit: Unit, table: Table | None = None) -> Diagnosis | None:
 class _Examined:
     """What one launch came to: a failure, a good end, or neither."""
 
-    story: Story
+    story: RankLog
     diagnosis: Diagnosis | None = None
     unclear: Unclear | None = None
 

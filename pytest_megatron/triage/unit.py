@@ -32,7 +32,7 @@ class LogFile:
     stream: Stream = Stream.BOTH
 
 
-class Ended(Enum):
+class LaunchEnd(Enum):
     """How the launch ended, where whoever launched it knows."""
 
     EXITED = "exited"
@@ -51,7 +51,7 @@ class Known:
     """
 
     returncode: int | None = None
-    ended: Ended | None = None
+    ended: LaunchEnd | None = None
     world_size: int | None = None
     command: str | None = None
     record: LogFile | None = None

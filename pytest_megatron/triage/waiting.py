@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 
 from pytest_megatron.triage.collectives import Desync
 from pytest_megatron.triage.root import Root
-from pytest_megatron.triage.signature import Role, Signature, Table
-from pytest_megatron.triage.story import Event, Place, RankStory, Story
+from pytest_megatron.triage.signature import LineRole, Signature, Table
+from pytest_megatron.triage.story import Event, LogLine, RankLog, RankStory
 from pytest_megatron.wording import name_ranks
 
 _FINGERPRINT = re.compile(
@@ -21,10 +21,10 @@ _TIMEOUTS = ("nccl_timeout", "store_timeout")
 
 def is_watchdog(event: Event) -> bool:
     """Whether a line says that a rank was ended because of others."""
-    return event.signature.is_fatal and event.signature.role is Role.CASCADE
+    return event.signature.is_fatal and event.signature.role is LineRole.CASCADE
 
 
-def find_absent(story: Story, table: Table) -> Root | None:
+def find_absent(story: RankLog, table: Table) -> Root | None:
     """Return what ranks that only waited for others, or lost them, tell of the one to blame."""
     hurt = {r: rank for r, rank in story.ranks.items() if cascade_of(rank) is not None}
     if story.collectives:
@@ -66,7 +66,7 @@ def find_absent(story: Story, table: Table) -> Root | None:
     )
 
 
-def _by_flights(story: Story, table: Table, hurt: dict[int, RankStory]) -> Root:
+def _by_flights(story: RankLog, table: Table, hurt: dict[int, RankStory]) -> Root:
     """Return what flight recorders tell of the collective that ranks disagree about."""
     first = story.collectives[0]
     is_other = first.kind in (Desync.OP, Desync.SIZE, Desync.DTYPE, Desync.EXTRA)
@@ -94,7 +94,7 @@ def _what_it_did_there(kind: Desync) -> str:
 
 
 def _what_it_did(
-    ranks: Sequence[int], hurt: dict[int, RankStory], story: Story, *, is_timeout: bool
+    ranks: Sequence[int], hurt: dict[int, RankStory], story: RankLog, *, is_timeout: bool
 ) -> str:
     if not ranks:
         return "waited for a collective that did not finish" if is_timeout else "lost another rank"
@@ -107,9 +107,9 @@ def _what_it_did(
     return "ended without a word while the others went on"
 
 
-def cascade_of(rank: RankStory) -> tuple[Signature, Place | None, str | None] | None:
+def cascade_of(rank: RankStory) -> tuple[Signature, LogLine | None, str | None] | None:
     """Return what shows that a rank only waited for others or lost them."""
-    if rank.fatal is not None and rank.fatal.signature.role is Role.CASCADE:
+    if rank.fatal is not None and rank.fatal.signature.role is LineRole.CASCADE:
         return rank.fatal.signature, rank.fatal.place, rank.fatal.message
     for event in rank.events:
         if is_watchdog(event):
@@ -117,7 +117,7 @@ def cascade_of(rank: RankStory) -> tuple[Signature, Place | None, str | None] | 
     return None
 
 
-def _worst(ranks: Iterable[RankStory]) -> tuple[Signature, Place | None, str | None]:
+def _worst(ranks: Iterable[RankStory]) -> tuple[Signature, LogLine | None, str | None]:
     """Return what most ranks say; a time-out says more than a lost connection."""
     found = [c for rank in ranks if (c := cascade_of(rank)) is not None]
     counts = Counter(signature.id for signature, _, _ in found)
@@ -135,7 +135,7 @@ def _named(ranks: Iterable[RankStory]) -> tuple[int, ...]:
     return tuple(sorted(names))
 
 
-def _silent(story: Story, hurt: Iterable[int]) -> tuple[int, ...]:
+def _silent(story: RankLog, hurt: Iterable[int]) -> tuple[int, ...]:
     """Return the ranks that neither waited nor were stopped by the launcher.
 
     torch's agent reports every rank that it stopped; one that it does not report had ended well.
@@ -162,7 +162,7 @@ def _odd(hurt: dict[int, RankStory]) -> tuple[int, ...]:
     return ()
 
 
-def odd_by_fingerprint(story: Story) -> tuple[int, ...]:
+def odd_by_fingerprint(story: RankLog) -> tuple[int, ...]:
     """Return the ranks whose collective is another one than that of most, as ranks themselves say.
 
     With TORCH_DISTRIBUTED_DEBUG=DETAIL each rank prints its own collective and one of the others'.

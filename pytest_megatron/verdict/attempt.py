@@ -17,13 +17,13 @@ from pytest_megatron.golden.policy_rl import with_one_loss_name
 from pytest_megatron.golden.refresh import series_of_generation
 from pytest_megatron.golden.store import read_metrics
 from pytest_megatron.health import Health
-from pytest_megatron.launch.facts import Facts
+from pytest_megatron.launch.facts import SessionFacts
 from pytest_megatron.launch.failure import RankFailure, first_failure, read_failures, tail
 from pytest_megatron.launch.layout import AttemptDirs, PhaseDirs
 from pytest_megatron.launch.local import End, PhaseEnd
 from pytest_megatron.launch.phases import Target
 from pytest_megatron.triage.diagnosis import Diagnosis
-from pytest_megatron.triage.signature import Role, Table
+from pytest_megatron.triage.signature import LineRole, Table
 from pytest_megatron.verdict.signature import Signature, is_named, match_signature
 from pytest_megatron.verdict.triaged import diagnose_phase
 from pytest_megatron.wording import describe_exit
@@ -35,7 +35,7 @@ _LEAST_FREE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cause:
+class FailureCause:
     """Why an attempt is no good.
 
     Attributes:
@@ -83,12 +83,12 @@ class Attempt:
     dirs: AttemptDirs
     ends: tuple[PhaseEnd, ...]
     metrics: tuple[MetricMap, ...]
-    cause: Cause | None
+    cause: FailureCause | None
     health: Health | None = None
     is_in_windows: bool = False
     generation: Generation | None = None
     gradients: tuple[tuple[str, tuple[Comparison, ...]], ...] = ()
-    facts: Facts | None = None
+    facts: SessionFacts | None = None
     suspects: tuple[str, ...] = ()
 
     @property
@@ -122,7 +122,7 @@ def judge_attempt(
     target: Target | None = None,
     is_rl: bool = False,
     table: Table | None = None,
-) -> tuple[tuple[MetricMap, ...], Cause | None]:
+) -> tuple[tuple[MetricMap, ...], FailureCause | None]:
     """Return what the phases measured and what is wrong with them, if anything.
 
     Args:
@@ -143,7 +143,9 @@ def judge_attempt(
         try:
             metrics = _measured(end.plan.dirs)
         except MetricsError as error:
-            return tuple(measured), Cause(text=f"the training ended with exit code 0, but {error}")
+            return tuple(measured), FailureCause(
+                text=f"the training ended with exit code 0, but {error}"
+            )
         if is_rl:
             metrics = with_one_loss_name(metrics)
         measured.append(metrics)
@@ -155,7 +157,7 @@ def judge_attempt(
         )
         resumes_after = end.saved
         if problem:
-            return tuple(measured), Cause(
+            return tuple(measured), FailureCause(
                 text=f"{_phase(end)}{problem}; see {end.plan.dirs.launcher_log}"
             )
     return tuple(measured), None
@@ -227,21 +229,21 @@ def _interval(series: Series) -> int:
     return min(gaps, default=1)
 
 
-def why_it_failed(end: PhaseEnd, time_limit_s: float, table: Table | None = None) -> Cause:
+def why_it_failed(end: PhaseEnd, time_limit_s: float, table: Table | None = None) -> FailureCause:
     """Explain a phase that is not clean."""
     dirs = end.plan.dirs
     when = _phase(end) + _when(end)
     match end.end:
         case End.NO_CHECKPOINT | End.NOT_DONE:
             text = f"{_phase(end)}the training ended with exit code 0, but {end.problem}"
-            return Cause(text=text)
+            return FailureCause(text=text)
         case End.SCRIPT:
             return _why_a_script_failed(end)
         case End.TIME_LIMIT:
             where = _where_ranks_were(read_failures(dirs))
             text = f"time limit of {time_limit_s:g} s reached {when}{where}; see {dirs.logs}"
             found = diagnose_phase(end, table)
-            return Cause(text=text, signature=_signature(found), diagnosis=found)
+            return FailureCause(text=text, signature=_signature(found), diagnosis=found)
         case End.HUNG_COLLECTIVE:
             where = _where_ranks_were(read_failures(dirs))
             return _why_it_hung(end, where, when, diagnose_phase(end, table))
@@ -250,7 +252,7 @@ def why_it_failed(end: PhaseEnd, time_limit_s: float, table: Table | None = None
     assert_never(end.end)
 
 
-def _why_it_hung(end: PhaseEnd, where: str, when: str, found: Diagnosis | None) -> Cause:
+def _why_it_hung(end: PhaseEnd, where: str, when: str, found: Diagnosis | None) -> FailureCause:
     """Explain a collective that did not finish, by the rank that did not come if one can tell."""
     logs = end.plan.dirs.logs
     rank = end.hung_rank
@@ -259,7 +261,7 @@ def _why_it_hung(end: PhaseEnd, where: str, when: str, found: Diagnosis | None) 
         rank = found.root_rank
         guilty = f", rank {rank} {found.what}"
     text = f"rank {end.hung_rank} reported it{guilty}{where}; see {logs}"
-    return Cause(
+    return FailureCause(
         text=f"a collective did not finish {when}: {text}",
         rank=rank,
         signature=_signature(found),
@@ -279,7 +281,7 @@ def _first(failures: Sequence[RankFailure], found: Diagnosis | None) -> RankFail
     return next((f for f in failures if f.rank == found.root_rank), None)
 
 
-def _why_it_exited(end: PhaseEnd, when: str, found: Diagnosis | None) -> Cause:
+def _why_it_exited(end: PhaseEnd, when: str, found: Diagnosis | None) -> FailureCause:
     """Explain an exit that was not a success."""
     dirs = end.plan.dirs
     first = _first(read_failures(dirs), found)
@@ -288,7 +290,7 @@ def _why_it_exited(end: PhaseEnd, when: str, found: Diagnosis | None) -> Cause:
     if first is None:
         who = "the script" if end.plan.is_script else "the launcher"
         silence = "" if end.plan.is_script else f" {when} and no rank said why"
-        return Cause(
+        return FailureCause(
             text=f"{who} {_ended(end.returncode)}{silence}{full}; see {dirs.launcher_log}",
             evidence=said,
             signature=_signature(found),
@@ -296,7 +298,7 @@ def _why_it_exited(end: PhaseEnd, when: str, found: Diagnosis | None) -> Cause:
         )
     what = _what_it_did(first, found)
     log = _readable(first, dirs.logs)
-    return Cause(
+    return FailureCause(
         text=f"rank {first.rank} of {end.plan.world_size} {what} {when}{full}; see {log}",
         evidence=first.tail if first.exit_code != -signal.SIGKILL else (),  # it had no last words
         rank=first.rank,
@@ -307,21 +309,21 @@ def _why_it_exited(end: PhaseEnd, when: str, found: Diagnosis | None) -> Cause:
 
 def _what_it_did(failure: RankFailure, found: Diagnosis | None) -> str:
     """Return what a rank did, in its own words where it has any."""
-    if found is not None and failure.is_consequence and found.signature.role is Role.CASCADE:
+    if found is not None and failure.is_consequence and found.signature.role is LineRole.CASCADE:
         return found.what
     if failure.message is None and failure.exit_code is None and found is not None:
         return found.what
     return f"raised {failure.message}" if failure.message else _ended(failure.exit_code)
 
 
-def _why_a_script_failed(end: PhaseEnd) -> Cause:
+def _why_a_script_failed(end: PhaseEnd) -> FailureCause:
     """Explain a script of the case that was not a success."""
     assert end.script is not None
     script = end.script
     how = "reached the time limit" if script.returncode is None else _ended(script.returncode)
     which = "before the training" if script.key == "BEFORE_SCRIPT" else "after a clean training"
     said = tail(script.log)
-    return Cause(
+    return FailureCause(
         text=f"{_phase(end)}{script.key} {how} {which}; see {script.log}",
         evidence=said,
         signature=match_signature(said),

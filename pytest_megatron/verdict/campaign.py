@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 
 from pytest_megatron.engines.base import (
     Engine,
-    Order,
-    Outcome,
-    Phase,
-    Trouble,
+    EngineError,
+    Submission,
+    SubmissionOutcome,
+    SubmissionPhase,
     TroubleKind,
     Update,
 )
@@ -33,7 +33,7 @@ Rank = tuple[float, int]  # the least comes first: -seconds, -GPUs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class QueuedWorkload:
     """A workload that is to be run.
 
     Attributes:
@@ -42,7 +42,7 @@ class Work:
         expected_s: How long one attempt of it takes, as far as the past tells; None if unknown.
         num_gpus: Over all nodes.
         rank: The longest first, so that no long one begins when the others end; among those of a
-            length the biggest, which need the most room at once. Set by the campaign.
+            length the biggest, which need the most room at once. Set by the scheduler.
     """
 
     name: str
@@ -67,8 +67,8 @@ class WorkEnd:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
-    """How far a campaign is, in numbers of orders.
+class QueueProgress:
+    """How far a scheduler is, in numbers of orders.
 
     Attributes:
         num_works: Workloads in all.
@@ -98,7 +98,7 @@ class _Open:
         keys: Its orders that have not ended, by key, with the index of their repeat.
     """
 
-    work: Work
+    work: QueuedWorkload
     repeats: dict[int, Repeat]
     ends: dict[int, RepeatEnd]
     keys: dict[str, int]
@@ -109,10 +109,10 @@ class _Next:
     """An order that the engine does not have yet."""
 
     of: _Open
-    order: Order
+    order: Submission
 
 
-class Campaign:
+class WorkloadScheduler:
     """The workloads of a run that one engine has in its queue."""
 
     def __init__(
@@ -138,15 +138,15 @@ class Campaign:
         self._waits_since: dict[str, float] = {}
         self._clock = clock
         self._number = itertools.count()
-        self._todo: list[tuple[Rank, int, Work | _Next]] = []
+        self._todo: list[tuple[Rank, int, QueuedWorkload | _Next]] = []
         self._delayed: list[tuple[float, int, _Next]] = []
         self._open: dict[str, _Open] = {}  # by the key of each order, wherever that is
-        self._phases: dict[str, tuple[Phase, str]] = {}  # of orders that the engine has
+        self._phases: dict[str, tuple[SubmissionPhase, str]] = {}  # of orders that the engine has
         self._num_works = self._num_ended = 0
         self._expected = self._done = 0.0
         self._poll_at = float("-inf")
 
-    def add(self, works: Iterable[Work]) -> None:
+    def add(self, works: Iterable[QueuedWorkload]) -> None:
         """Take workloads; the next calls of `step` order them.
 
         One of unknown length counts as the mean of the others.
@@ -167,17 +167,17 @@ class Campaign:
         return self._num_ended == self._num_works
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> QueueProgress:
         """How far it is."""
         phases = Counter(phase for phase, _ in self._phases.values())
         details = {phase: text for phase, text in reversed(self._phases.values()) if text}
-        return Standing(
+        return QueueProgress(
             num_works=self._num_works,
             num_ended=self._num_ended,
-            num_running=phases[Phase.RUNNING],
-            num_waiting=phases[Phase.WAITING],
+            num_running=phases[SubmissionPhase.RUNNING],
+            num_waiting=phases[SubmissionPhase.WAITING],
             num_held=len(self._todo) + len(self._delayed),
-            detail=details.get(Phase.WAITING) or details.get(Phase.RUNNING, ""),
+            detail=details.get(SubmissionPhase.WAITING) or details.get(SubmissionPhase.RUNNING, ""),
             share_done=self._done / self._expected if self._expected else None,
         )
 
@@ -225,7 +225,7 @@ class Campaign:
             at_once = replace(following, order=replace(following.order, delay_s=0.0))
             heapq.heappush(self._todo, (rank, next(self._number), at_once))
         ended: list[WorkEnd] = []
-        orders: list[Order] = []
+        orders: list[Submission] = []
         room = min(_CHUNK, self._most_orders - len(self._phases))
         while self._todo and len(orders) < room:
             _, _, entry = heapq.heappop(self._todo)
@@ -244,12 +244,12 @@ class Campaign:
                 orders.append(order)
         return ended + self._submit(orders)
 
-    def _keep(self, found: _Open, index: int, order: Order) -> None:
+    def _keep(self, found: _Open, index: int, order: Submission) -> None:
         assert order.key not in self._open, order.key
         found.keys[order.key] = index
         self._open[order.key] = found
 
-    def _submit(self, orders: Sequence[Order]) -> list[WorkEnd]:
+    def _submit(self, orders: Sequence[Submission]) -> list[WorkEnd]:
         """Hand orders to the engine."""
         if not orders:
             return []
@@ -258,7 +258,7 @@ class Campaign:
         except LaunchError as error:
             found = {id(of): of for order in orders if (of := self._open.get(order.key))}
             return [self._end(of, error) for of in found.values()]
-        self._phases |= {order.key: (Phase.WAITING, "") for order in orders}
+        self._phases |= {order.key: (SubmissionPhase.WAITING, "") for order in orders}
         return []
 
     def _end_overdue(self) -> list[WorkEnd]:
@@ -267,7 +267,7 @@ class Campaign:
             return []
         now, waiting = self._clock(), set()
         for key, (phase, _) in self._phases.items():
-            if phase is Phase.WAITING:
+            if phase is SubmissionPhase.WAITING:
                 waiting.add(key)
                 self._waits_since.setdefault(key, now)
         self._waits_since = {k: t for k, t in self._waits_since.items() if k in waiting}
@@ -332,15 +332,15 @@ def _weight(rank: Rank) -> float:
 def _never_ran(key: str, detail: str, limit_s: float) -> Update:
     """Return the end of an order that waited for too long."""
     last = f"; last: {detail}" if detail else ""
-    trouble = Trouble(
+    trouble = EngineError(
         kind=TroubleKind.NOT_STARTED,
         text=f"it waited in the queue for longer than --queue-timeout, {limit_s:g} s{last}",
         is_transient=False,
     )
-    return Update(key=key, phase=Phase.ENDED, outcome=Outcome(trouble=trouble))
+    return Update(key=key, phase=SubmissionPhase.ENDED, outcome=SubmissionOutcome(trouble=trouble))
 
 
-def _is_of(entry: Work | _Next, found: _Open) -> bool:
+def _is_of(entry: QueuedWorkload | _Next, found: _Open) -> bool:
     return isinstance(entry, _Next) and entry.of is found
 
 

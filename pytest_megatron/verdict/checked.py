@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pytest_megatron.checks.check import findings_of, hits_of, problem_of
-from pytest_megatron.checks.rules import Finding
+from pytest_megatron.checks.rules import CheckFinding
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.verdict.job import Job
+from pytest_megatron.verdict.job import WorkloadJob
 
 
-def check_job(job: Job, *, memory_bytes: int | None = None) -> tuple[Finding, ...]:
+def check_job(job: WorkloadJob, *, memory_bytes: int | None = None) -> tuple[CheckFinding, ...]:
     """Return what is wrong with a job, errors first.
 
     Args:
@@ -20,7 +20,7 @@ def check_job(job: Job, *, memory_bytes: int | None = None) -> tuple[Finding, ..
     return findings_of(hits_of(job.workload, job.case, job.setting.env, memory_bytes=memory_bytes))
 
 
-def refuse_wrong(job: Job) -> None:
+def refuse_wrong(job: WorkloadJob) -> None:
     """Refuse a job that cannot train, whatever it runs on.
 
     Raises:

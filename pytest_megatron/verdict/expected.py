@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from pytest_megatron.launch.case import Case, Evaluation
+from pytest_megatron.launch.case import Evaluation, WorkloadCase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class Evaluated:
     is_expected: bool = False
 
 
-def evaluate(case: Case | None, node_id: str, problem: str | None) -> Evaluated:
+def evaluate(case: WorkloadCase | None, node_id: str, problem: str | None) -> Evaluated:
     """Return what a judged workload comes to; a broken one must not be brought here.
 
     Args:

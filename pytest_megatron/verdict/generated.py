@@ -9,7 +9,7 @@ from pytest_megatron.golden.generation import Generation
 from pytest_megatron.golden.store import read_metrics
 from pytest_megatron.launch.local import PhaseEnd
 from pytest_megatron.triage.signature import Table
-from pytest_megatron.verdict.attempt import Cause, why_it_failed
+from pytest_megatron.verdict.attempt import FailureCause, why_it_failed
 
 
 def judge_generation(
@@ -18,7 +18,7 @@ def judge_generation(
     metric_names: Sequence[str],
     time_limit_s: float,
     table: Table | None = None,
-) -> tuple[Generation | None, Cause | None]:
+) -> tuple[Generation | None, FailureCause | None]:
     """Return what an inference program generated and what is wrong with it, if anything.
 
     Args:
@@ -36,16 +36,16 @@ def judge_generation(
             f"the program ended with exit code 0, but wrote no {path}, expected its requests "
             f"there; give it the path ${{INFERENCE_OUTPUT_PATH}}; see {end.plan.dirs.launcher_log}"
         )
-        return None, Cause(text=text)
+        return None, FailureCause(text=text)
     try:
         generation = read_metrics(path).generation
     except (GoldenError, MetricsError) as error:
-        return None, Cause(text=f"the program ended with exit code 0, but {error}")
+        return None, FailureCause(text=f"the program ended with exit code 0, but {error}")
     if generation is None:
-        return None, Cause(text=f"{path}: holds series of a training, expected requests")
+        return None, FailureCause(text=f"{path}: holds series of a training, expected requests")
     for name in metric_names:
         if not generation.has(name):
-            return generation, Cause(text=missing_metric(generation, name, str(path)))
+            return generation, FailureCause(text=missing_metric(generation, name, str(path)))
     return generation, None
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from pytest_megatron.errors import MetricsError
 from pytest_megatron.files import JsonValue
-from pytest_megatron.golden.comparison import Comparison, Rule
-from pytest_megatron.launch.case import Case
+from pytest_megatron.golden.comparison import Comparison, ComparisonRule
+from pytest_megatron.launch.case import WorkloadCase
 
 _PROGRAM = "pytest_megatron.launch.tensors"
 _LIMIT_S = 3600.0
@@ -34,7 +34,7 @@ _DEFAULT_LAYERS = 32
 _LEAST_PART = 0.1
 
 
-def tolerance_of(case: Case) -> float:
+def tolerance_of(case: WorkloadCase) -> float:
     """Return the largest norm of a difference, relative to the norm of the gradient."""
     if case.gradient_tolerance is not None:
         return case.gradient_tolerance
@@ -92,8 +92,8 @@ def compare_gradients(
     pairs.sort(key=lambda pair: math.inf if pair[1] is None else pair[1], reverse=True)
     answers = [_judge(row, apart, tolerance, name) for row, apart in pairs]
     for rule, names in (
-        (Rule.NO_METRIC, _list(measured["only_in_reference"])),
-        (Rule.NO_GOLDEN, _list(measured["only_in_other"])),
+        (ComparisonRule.NO_METRIC, _list(measured["only_in_reference"])),
+        (ComparisonRule.NO_GOLDEN, _list(measured["only_in_other"])),
     ):
         answers += [
             Comparison(metric=f"gradient of {one}", passed=False, rule=rule, golden_path=name)
@@ -129,12 +129,12 @@ def _judge(
 ) -> Comparison:
     """Judge one gradient, however small it is."""
     notes = []
-    rule = Rule.GRADIENT
+    rule = ComparisonRule.GRADIENT
     if row["num_not_finite"]:
-        rule = Rule.NOT_FINITE
+        rule = ComparisonRule.NOT_FINITE
         notes.append(f"{row['num_not_finite']} values are not finite")
     elif apart is None:
-        rule = Rule.SHAPE
+        rule = ComparisonRule.SHAPE
         notes.append(f"{row['shape_other']}, expected {row['shape_reference']}")
     elif apart > tolerance:
         norms = [_number(row[key]) or 0.0 for key in ("norm_reference", "norm_other")]
@@ -169,7 +169,7 @@ def _all(
     return Comparison(
         metric="all gradients",
         passed=bool(answers) and not is_zero and all(answer.passed for answer in answers),
-        rule=Rule.GRADIENT,
+        rule=ComparisonRule.GRADIENT,
         golden_path=where,
         notes=(note,),
     )

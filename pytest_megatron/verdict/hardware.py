@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pytest_megatron.health import Health
-from pytest_megatron.verdict.attempt import Cause
+from pytest_megatron.verdict.attempt import FailureCause
 from pytest_megatron.verdict.signature import SIGNATURES, Signature
 
 _OOM = "cuda_oom"
 
 
-def with_health(cause: Cause | None, health: Health | None) -> Cause | None:
+def with_health(cause: FailureCause | None, health: Health | None) -> FailureCause | None:
     """Return a cause with what NVML and the kernel saw on the attempt's own GPUs.
 
     A failure of the hardware during the attempt is its cause, whatever the program says of it. An

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pytest_megatron.files import JsonValue
-from pytest_megatron.launch.case import Case, TestType
-from pytest_megatron.launch.facts import Facts, utc_now
+from pytest_megatron.launch.case import TestType, WorkloadCase
+from pytest_megatron.launch.facts import SessionFacts, utc_now
 from pytest_megatron.launch.kept import kept_variables
 from pytest_megatron.launch.layout import ItemDirs
 from pytest_megatron.launch.plan import AttemptPlan, Setting, plan_attempt
@@ -22,7 +22,7 @@ from pytest_megatron.verdict.retry import RetryPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class WorkloadJob:
     """One workload as a run wants it executed.
 
     Attributes:
@@ -36,7 +36,7 @@ class Job:
 
     node_id: str
     workload: Workload
-    case: Case | None
+    case: WorkloadCase | None
     dirs: ItemDirs
     setting: Setting
     num_repeats: int
@@ -97,12 +97,12 @@ class Training:
         stopped: Why there was no further attempt although the last cause is transient, or None.
     """
 
-    job: Job
+    job: WorkloadJob
     attempts: tuple[Attempt, ...]
     verdict: Verdict
     stopped: str | None = None
 
-    def facts(self, here: Facts) -> Facts:
+    def facts(self, here: SessionFacts) -> SessionFacts:
         """Return where and with what it ran: `here`, unless an engine's job said otherwise."""
         return next((a.facts for a in reversed(self.attempts) if a.facts is not None), here)
 
@@ -117,7 +117,7 @@ class Training:
         return sum(attempt.duration_s for attempt in self.attempts)
 
 
-def plan_job(job: Job, *, repeat: int | None = None, number: int = 1) -> AttemptPlan:
+def plan_job(job: WorkloadJob, *, repeat: int | None = None, number: int = 1) -> AttemptPlan:
     """Plan one attempt of a job.
 
     Raises:
@@ -130,7 +130,7 @@ def plan_job(job: Job, *, repeat: int | None = None, number: int = 1) -> Attempt
 
 
 def describe_plan(
-    job: Job, plan: AttemptPlan, facts: Facts, *, repeat: int, number: int
+    job: WorkloadJob, plan: AttemptPlan, facts: SessionFacts, *, repeat: int, number: int
 ) -> dict[str, JsonValue]:
     """Return a plan as `plan.json` keeps it: all that is needed to do it again, without secrets."""
     redactor, kept = job.redactor(plan), job.setting.kept_variables

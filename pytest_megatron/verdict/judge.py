@@ -9,13 +9,13 @@ from pathlib import Path
 from pytest_megatron.files import JsonValue
 from pytest_megatron.golden.compare import compare_resume
 from pytest_megatron.golden.comparison import Comparison, comparison_to_json
-from pytest_megatron.golden.policy import Place, Policy
+from pytest_megatron.golden.policy import ComparedWorkload, ComparisonPolicy
 from pytest_megatron.golden.provenance import Golden
-from pytest_megatron.golden.surroundings import Surroundings
-from pytest_megatron.launch.case import Case, TestType
-from pytest_megatron.launch.facts import Facts
+from pytest_megatron.golden.surroundings import RunEnvironment
+from pytest_megatron.launch.case import TestType, WorkloadCase
+from pytest_megatron.launch.facts import SessionFacts
 from pytest_megatron.verdict.attempt import Attempt
-from pytest_megatron.verdict.job import Job, Training
+from pytest_megatron.verdict.job import Training, WorkloadJob
 from pytest_megatron.verdict.modes import check_golden_kind, compare_in_mode, norms_judged
 
 GOLDEN = "golden"  # what a repeat was compared with
@@ -77,7 +77,9 @@ class Judgement:
         return {"schema": 1, "passed": not self.failed, "repeats": repeats}
 
 
-def judge(training: Training, golden: Golden | None, policy: Policy, facts: Facts) -> Judgement:
+def judge(
+    training: Training, golden: Golden | None, policy: ComparisonPolicy, facts: SessionFacts
+) -> Judgement:
     """Compare every clean repeat of a training.
 
     Args:
@@ -95,7 +97,9 @@ def judge(training: Training, golden: Golden | None, policy: Policy, facts: Fact
     return Judgement(repeats=tuple(found))
 
 
-def _within(training: Training, attempt: Attempt, policy: Policy) -> list[RepeatComparison]:
+def _within(
+    training: Training, attempt: Attempt, policy: ComparisonPolicy
+) -> list[RepeatComparison]:
     """Compare the phases of an attempt with one another, as its test type asks."""
     case, _ = _case(training)
     if case.test_type in (TestType.CKPT_RESUME, TestType.FROZEN_RESUME):
@@ -113,7 +117,11 @@ def _within(training: Training, attempt: Attempt, policy: Policy) -> list[Repeat
 
 
 def _with_golden(
-    training: Training, attempt: Attempt, golden: Golden, policy: Policy, facts: Facts
+    training: Training,
+    attempt: Attempt,
+    golden: Golden,
+    policy: ComparisonPolicy,
+    facts: SessionFacts,
 ) -> RepeatComparison:
     case, names = _case(training)
     check_golden_kind(case, golden)
@@ -127,7 +135,7 @@ def _with_golden(
             attempt.generation or attempt.whole,
             metrics=names,
             policy=policy.at(place_of(training.job)),
-            surroundings=Surroundings(
+            surroundings=RunEnvironment(
                 host_class=facts.host.platform_class(training.job.workload.platform),
                 image=facts.image,
                 versions=facts.versions_on(training.job.workload.platform),
@@ -136,7 +144,9 @@ def _with_golden(
     )
 
 
-def _with_first_phase(training: Training, attempt: Attempt, policy: Policy) -> RepeatComparison:
+def _with_first_phase(
+    training: Training, attempt: Attempt, policy: ComparisonPolicy
+) -> RepeatComparison:
     case, names = _case(training)
     policy = policy.at(place_of(training.job))
     # A recipe's own script runs both trainings in one phase.
@@ -158,17 +168,17 @@ def _with_first_phase(training: Training, attempt: Attempt, policy: Policy) -> R
     )
 
 
-def place_of(job: Job) -> Place:
+def place_of(job: WorkloadJob) -> ComparedWorkload:
     """Return what a policy may distinguish a workload by."""
     workload = job.workload
-    return Place(
+    return ComparedWorkload(
         case=f"{workload.model}/{workload.test_case}",
         platform=workload.platform,
         environment=workload.environment,
     )
 
 
-def _case(training: Training) -> tuple[Case, Sequence[str]]:
+def _case(training: Training) -> tuple[WorkloadCase, Sequence[str]]:
     job = training.job
     assert job.case is not None
     assert job.metric_names is not None

@@ -10,22 +10,22 @@ from pytest_megatron.files import write_json_atomically
 from pytest_megatron.golden.comparison import Comparison
 from pytest_megatron.golden.generation import generation_to_json
 from pytest_megatron.golden.store import write_metrics
-from pytest_megatron.launch.case import Case, Mode
+from pytest_megatron.launch.case import CaseMode, WorkloadCase
 from pytest_megatron.launch.checkpoints import iteration_name
 from pytest_megatron.launch.plan import AttemptPlan
-from pytest_megatron.verdict.attempt import Attempt, Cause, judge_attempt
+from pytest_megatron.verdict.attempt import Attempt, FailureCause, judge_attempt
 from pytest_megatron.verdict.generated import judge_generation
 from pytest_megatron.verdict.gradients import compare_gradients, measure_gradients
-from pytest_megatron.verdict.job import Job
+from pytest_megatron.verdict.job import WorkloadJob
 from pytest_megatron.verdict.script_result import judge_script
 
 
-def judge_files(job: Job, plan: AttemptPlan, attempt: Attempt) -> Attempt:
+def judge_files(job: WorkloadJob, plan: AttemptPlan, attempt: Attempt) -> Attempt:
     """Read what an attempt left, and say what is wrong with it."""
     if plan.script is not None and job.case is not None:
         return _judged_script(job, job.case, plan, attempt)
-    mode = Mode.PRETRAINING if job.case is None else job.case.mode
-    if mode is Mode.INFERENCE:
+    mode = CaseMode.PRETRAINING if job.case is None else job.case.mode
+    if mode is CaseMode.INFERENCE:
         generation, cause = judge_generation(
             attempt.ends,
             metric_names=job.metric_names or (),
@@ -38,7 +38,7 @@ def judge_files(job: Job, plan: AttemptPlan, attempt: Attempt) -> Attempt:
         metric_names=job.metric_names,
         time_limit_s=plan.time_limit_s,
         target=plan.target,
-        is_rl=mode is Mode.RL,
+        is_rl=mode is CaseMode.RL,
         table=job.table,
     )
     for end, measured in zip(attempt.ends, metrics, strict=False):
@@ -49,7 +49,9 @@ def judge_files(job: Job, plan: AttemptPlan, attempt: Attempt) -> Attempt:
     return attempt if cause is not None else _with_gradients(job, attempt)
 
 
-def _judged_script(job: Job, case: Case, plan: AttemptPlan, attempt: Attempt) -> Attempt:
+def _judged_script(
+    job: WorkloadJob, case: WorkloadCase, plan: AttemptPlan, attempt: Attempt
+) -> Attempt:
     """Read what a recipe's own script left."""
     (end,) = attempt.ends
     result = judge_script(
@@ -73,7 +75,7 @@ def _judged_script(job: Job, case: Case, plan: AttemptPlan, attempt: Attempt) ->
     )
 
 
-def _with_gradients(job: Job, attempt: Attempt) -> Attempt:
+def _with_gradients(job: WorkloadJob, attempt: Attempt) -> Attempt:
     """Return a clean attempt with the comparison of its checkpoints, where it has any."""
     tolerance = job.gradient_tolerance
     if tolerance is None:
@@ -87,7 +89,7 @@ def _with_gradients(job: Job, attempt: Attempt) -> Attempt:
     try:
         measured = measure_gradients(sys.executable, first, others, job.setting.env)
     except MetricsError as error:
-        return replace(attempt, cause=Cause(text=str(error)))
+        return replace(attempt, cause=FailureCause(text=str(error)))
     name = attempt.ends[0].plan.name
     compared: list[tuple[str, tuple[Comparison, ...]]] = [
         (end.plan.name, compare_gradients(found, tolerance, name=name, where=str(first)))

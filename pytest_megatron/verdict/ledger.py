@@ -46,7 +46,7 @@ class RunLedger:
         self._path = run_dir / _FILE
         self._max_retries = max_retries
         self._is_attached = is_attached
-        self._counts = _Counts()
+        self._counts = _RetryCounts()
         self._granted: Counter[str] | None = None
 
     def claim(self, node_id: str, signature: str, hosts: Sequence[str] = ()) -> str | None:
@@ -103,7 +103,7 @@ class RunLedger:
         return self._granted[node_id] >= 0
 
     @contextmanager
-    def _open(self) -> Iterator[_Counts]:
+    def _open(self) -> Iterator[_RetryCounts]:
         """Have the file locked and all of it counted."""
         counts = self._counts
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
@@ -121,7 +121,7 @@ class RunLedger:
             yield counts
 
 
-class _Counts:
+class _RetryCounts:
     """What the rows of the file come to.
 
     Attributes:

@@ -7,36 +7,36 @@ from dataclasses import replace
 
 from pytest_megatron.errors import CaseError, GoldenError
 from pytest_megatron.golden.compare import compare
-from pytest_megatron.golden.comparison import Comparison, Rule
+from pytest_megatron.golden.comparison import Comparison, ComparisonRule
 from pytest_megatron.golden.generation import GENERATION_METRICS, Generation
 from pytest_megatron.golden.limits import NORMS
 from pytest_megatron.golden.model import MetricMap
-from pytest_megatron.golden.policy import Policy
+from pytest_megatron.golden.policy import ComparisonPolicy
 from pytest_megatron.golden.policy_generation import Pair, compare_generation
 from pytest_megatron.golden.policy_rl import RlRules, compare_rl, rl_metrics
 from pytest_megatron.golden.provenance import Golden
-from pytest_megatron.golden.surroundings import Surroundings, why_not_timed
-from pytest_megatron.launch.case import Case, Mode
+from pytest_megatron.golden.surroundings import RunEnvironment, why_not_timed
+from pytest_megatron.launch.case import CaseMode, WorkloadCase
 from pytest_megatron.verdict.attempt import DEFAULT_METRICS
 
 _START_VARIABLE = "THROUGHPUT_START_STEP"
 
 
-def metric_names_of(case: Case) -> tuple[str, ...]:
+def metric_names_of(case: WorkloadCase) -> tuple[str, ...]:
     """Return what a case compares.
 
     Raises:
         CaseError: It names nothing to compare, or, in an inference case, what no such program
             writes: then nothing would be compared, or not what was meant.
     """
-    if case.mode is Mode.RL:
+    if case.mode is CaseMode.RL:
         return rl_metrics(case.metrics)
     if case.metrics == ():
         raise CaseError(
             str(case.path),
             "METRICS is empty, so nothing would be compared; name metrics, or leave it out",
         )
-    if case.mode is Mode.PRETRAINING:
+    if case.mode is CaseMode.PRETRAINING:
         return DEFAULT_METRICS if case.metrics is None else case.metrics
     known = ", ".join(sorted(GENERATION_METRICS))
     if case.metrics is None:
@@ -50,7 +50,7 @@ def metric_names_of(case: Case) -> tuple[str, ...]:
     return case.metrics
 
 
-def check_golden_kind(case: Case, golden: Golden) -> None:
+def check_golden_kind(case: WorkloadCase, golden: Golden) -> None:
     """Make sure that a golden is of the kind that its case is compared with.
 
     Raises:
@@ -58,7 +58,7 @@ def check_golden_kind(case: Case, golden: Golden) -> None:
             other way round.
     """
     is_generation = golden.generation is not None
-    if is_generation != (case.mode is Mode.INFERENCE):
+    if is_generation != (case.mode is CaseMode.INFERENCE):
         kind = "the output of an inference program" if is_generation else "series of a training"
         raise GoldenError(
             golden.path,
@@ -67,13 +67,13 @@ def check_golden_kind(case: Case, golden: Golden) -> None:
 
 
 def compare_in_mode(
-    case: Case,
+    case: WorkloadCase,
     golden: Golden,
     observed: MetricMap | Generation,
     *,
     metrics: Sequence[str],
-    policy: Policy,
-    surroundings: Surroundings,
+    policy: ComparisonPolicy,
+    surroundings: RunEnvironment,
 ) -> tuple[Comparison, ...]:
     """Compare one phase with its golden as the case's MODE asks.
 
@@ -96,7 +96,7 @@ def compare_in_mode(
             not_timed=not_timed,
         )
         return compare_generation(pair, metrics)
-    if case.mode is Mode.RL:
+    if case.mode is CaseMode.RL:
         start = case.env.get(_START_VARIABLE, "1")
         if not start.isdecimal():
             raise CaseError(
@@ -108,7 +108,7 @@ def compare_in_mode(
 
 
 def norms_judged(
-    case: Case, golden: MetricMap, metrics: Sequence[str], policy: Policy
+    case: WorkloadCase, golden: MetricMap, metrics: Sequence[str], policy: ComparisonPolicy
 ) -> tuple[str, ...]:
     """Return the norms of a golden that are judged although `metrics` does not name them.
 
@@ -121,19 +121,21 @@ def norms_judged(
     )
 
 
-def _norms_beside(golden: MetricMap, metrics: Sequence[str], policy: Policy) -> tuple[str, ...]:
+def _norms_beside(
+    golden: MetricMap, metrics: Sequence[str], policy: ComparisonPolicy
+) -> tuple[str, ...]:
     if not policy.is_strict:
         return ()
     return tuple(n for n in NORMS if n in golden and n not in metrics and policy.is_judged(n))
 
 
 def _compare_training(
-    case: Case,
+    case: WorkloadCase,
     golden: Golden,
     observed: MetricMap,
     metrics: Sequence[str],
-    policy: Policy,
-    surroundings: Surroundings,
+    policy: ComparisonPolicy,
+    surroundings: RunEnvironment,
 ) -> tuple[Comparison, ...]:
     """Compare metrics, and say of a norm that METRICS leaves out where it would have failed."""
     asked = (*metrics, *norms_judged(case, golden.metrics, metrics, policy))
@@ -159,4 +161,4 @@ def _unjudged(comparison: Comparison) -> Comparison:
         f"{comparison.metric} would fail by {comparison.rule.value!r}, which does not count: "
         "METRICS does not name it"
     )
-    return replace(comparison, passed=True, rule=Rule.NOT_JUDGED, notes=(note,))
+    return replace(comparison, passed=True, rule=ComparisonRule.NOT_JUDGED, notes=(note,))

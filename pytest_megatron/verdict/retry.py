@@ -1,6 +1,6 @@
 """Whether an attempt that failed is worth another one, and after which pause. Pure.
 
-The default is no: another attempt needs a transient root cause, which `Cause` has from that
+The default is no: another attempt needs a transient root cause, which `FailureCause` has from that
 attempt's files alone. What disagrees with a golden never comes here: it is no cause of an attempt.
 """
 
@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 
 from pytest_megatron.errors import RecipeError
 from pytest_megatron.recipe.model import Workload
-from pytest_megatron.triage.signature import Policy, Table, builtin_table
-from pytest_megatron.verdict.attempt import Attempt, Cause
+from pytest_megatron.triage.signature import RetryAdvice, Table, builtin_table
+from pytest_megatron.verdict.attempt import Attempt, FailureCause
 from pytest_megatron.verdict.signature import SIGNATURES
 
 DEFAULT_MAX_ATTEMPTS = 3
 DEFAULT_BACKOFF_S = 5.0
 BACKOFF_LIMIT_S = 120.0
 # Waiting helps nobody here: the next attempt has another port, and other GPUs where there are any.
-_AT_ONCE = frozenset((Policy.NEW_PORT, Policy.OTHER_NODE, Policy.FREE))
+_AT_ONCE = frozenset((RetryAdvice.NEW_PORT, RetryAdvice.OTHER_NODE, RetryAdvice.FREE))
 # The code or its environment is the cause of these; no row may say otherwise.
 _OWN_FAMILIES = frozenset(
     {"assert", "config", "cuda_oom", "device_assert", "golden_mismatch", "illegal_access"}
@@ -65,7 +65,7 @@ class Retry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stop:
+class StopRetrying:
     """Do not run it again.
 
     Attributes:
@@ -113,7 +113,7 @@ def policy_of(
     )
 
 
-def with_policy(cause: Cause | None, policy: RetryPolicy) -> Cause | None:
+def with_policy(cause: FailureCause | None, policy: RetryPolicy) -> FailureCause | None:
     """Return a cause as the policy of its workload sees it: transient or not."""
     if cause is None or cause.signature is None:
         return cause
@@ -126,7 +126,7 @@ def with_policy(cause: Cause | None, policy: RetryPolicy) -> Cause | None:
     return replace(cause, signature=replace(cause.signature, is_transient=is_transient))
 
 
-def fingerprint(cause: Cause) -> str:
+def fingerprint(cause: FailureCause) -> str:
     """Return what two attempts have in common that failed in the same way at the same place.
 
     The signature, the rank, the message and the iteration; no paths, ports or process ids.
@@ -137,7 +137,9 @@ def fingerprint(cause: Cause) -> str:
     return digest.hexdigest()[:_FINGERPRINT_LENGTH]
 
 
-def next_step(attempts: Sequence[Attempt], policy: RetryPolicy, draw: float) -> Retry | Stop:
+def next_step(
+    attempts: Sequence[Attempt], policy: RetryPolicy, draw: float
+) -> Retry | StopRetrying:
     """Decide what follows the last of a repeat's attempts.
 
     Args:
@@ -148,18 +150,20 @@ def next_step(attempts: Sequence[Attempt], policy: RetryPolicy, draw: float) -> 
     """
     cause = attempts[-1].cause
     if cause is None or not cause.is_transient:
-        return Stop()
+        return StopRetrying()
     earlier = {fingerprint(a.cause): a.number for a in attempts[:-1] if a.cause is not None}
     same = earlier.get(fingerprint(cause))
     assert cause.signature is not None
     if same is not None and cause.signature.id not in _FROM_OUTSIDE:
-        return Stop(reason=f"it failed as attempt {same} did, at the same place: not by chance")
+        return StopRetrying(
+            reason=f"it failed as attempt {same} did, at the same place: not by chance"
+        )
     if len(attempts) >= policy.max_attempts:
-        return Stop(reason=f"it was the last of {policy.max_attempts} attempts")
+        return StopRetrying(reason=f"it was the last of {policy.max_attempts} attempts")
     return Retry(pause_s=_pause_s(cause, len(attempts), policy, draw))
 
 
-def _pause_s(cause: Cause, number: int, policy: RetryPolicy, draw: float) -> float:
+def _pause_s(cause: FailureCause, number: int, policy: RetryPolicy, draw: float) -> float:
     """Return the pause after the attempt `number`, counted from 1."""
     assert cause.signature is not None
     if cause.signature.policy in _AT_ONCE:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pytest_megatron.launch.case import Case, read_case
+from pytest_megatron.launch.case import WorkloadCase, read_case
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.recipe.places import case_path
 from pytest_megatron.verdict.modes import metric_names_of
 from pytest_megatron.verdict.script_result import is_judged_by_us
 
 
-def read_case_of(root: Path, workload: Workload) -> Case | None:
+def read_case_of(root: Path, workload: Workload) -> WorkloadCase | None:
     """Return the test case of a row.
 
     None for a row that brings its own script and either has no case or one that only the script

@@ -11,10 +11,16 @@ from pytest_megatron.golden.generation import Generation
 from pytest_megatron.golden.model import MetricMap
 from pytest_megatron.golden.policy_rl import with_one_loss_name
 from pytest_megatron.golden.store import read_metrics
-from pytest_megatron.launch.case import LIGHTWEIGHT_ITERS, Case, Evaluation, Mode, TestType
+from pytest_megatron.launch.case import (
+    LIGHTWEIGHT_ITERS,
+    CaseMode,
+    Evaluation,
+    TestType,
+    WorkloadCase,
+)
 from pytest_megatron.launch.layout import AttemptDirs
 from pytest_megatron.launch.local import PhaseEnd
-from pytest_megatron.verdict.attempt import Cause, find_problem, why_it_failed
+from pytest_megatron.verdict.attempt import FailureCause, find_problem, why_it_failed
 from pytest_megatron.verdict.generated import missing_metric
 
 _RESUMES = (TestType.CKPT_RESUME, TestType.FROZEN_RESUME)
@@ -33,17 +39,17 @@ class ScriptResult:
 
     metrics: tuple[MetricMap, ...] = ()
     generation: Generation | None = None
-    cause: Cause | None = None
+    cause: FailureCause | None = None
 
 
-def is_judged_by_us(case: Case) -> bool:
+def is_judged_by_us(case: WorkloadCase) -> bool:
     """Whether what a script wrote can be judged; of other cases its exit code is the answer."""
     return case.test_type in _JUDGED and case.evaluation is Evaluation.PASS
 
 
 def judge_script(
     end: PhaseEnd,
-    case: Case,
+    case: WorkloadCase,
     dirs: AttemptDirs,
     *,
     metric_names: Sequence[str],
@@ -64,13 +70,15 @@ def judge_script(
         return ScriptResult(cause=why_it_failed(end, time_limit_s))
     if (restarted := _find_restart(dirs)) is not None:
         text = "the script ended with exit code 0, but a rank failed and was started again"
-        return ScriptResult(cause=Cause(text=f"{text}; see {restarted}"))
+        return ScriptResult(cause=FailureCause(text=f"{text}; see {restarted}"))
     try:
-        if case.mode is Mode.INFERENCE:
+        if case.mode is CaseMode.INFERENCE:
             return _judge_generation(dirs, metric_names)
         return _judge_training(case, dirs, metric_names, is_lightweight=is_lightweight)
     except (GoldenError, MetricsError) as error:
-        return ScriptResult(cause=Cause(text=f"the script ended with exit code 0, but {error}"))
+        return ScriptResult(
+            cause=FailureCause(text=f"the script ended with exit code 0, but {error}")
+        )
 
 
 def _judge_generation(dirs: AttemptDirs, names: Sequence[str]) -> ScriptResult:
@@ -80,14 +88,16 @@ def _judge_generation(dirs: AttemptDirs, names: Sequence[str]) -> ScriptResult:
             continue
         absent = next((name for name in names if not generation.has(name)), None)
         cause = (
-            None if absent is None else Cause(text=missing_metric(generation, absent, str(path)))
+            None
+            if absent is None
+            else FailureCause(text=missing_metric(generation, absent, str(path)))
         )
         return ScriptResult(generation=generation, cause=cause)
     raise MetricsError(str(dirs.assets), "holds no output of an inference program")
 
 
 def _judge_training(
-    case: Case, dirs: AttemptDirs, names: Sequence[str], *, is_lightweight: bool
+    case: WorkloadCase, dirs: AttemptDirs, names: Sequence[str], *, is_lightweight: bool
 ) -> ScriptResult:
     places = _event_dirs(dirs) or _json_files(dirs)[:1]
     wanted = 2 if case.test_type in _RESUMES else 1
@@ -97,16 +107,16 @@ def _judge_training(
             str(dirs.assets), f"holds metrics of {found}, expected those of {wanted} training(s)"
         )
     last = case.train_iters
-    if case.mode is Mode.RL:
+    if case.mode is CaseMode.RL:
         last = case.exit_interval or last
     if is_lightweight:
         last = min(last, LIGHTWEIGHT_ITERS)
     measured: list[MetricMap] = []
     for place in places:
         metrics = read_metrics(place).metrics
-        measured.append(with_one_loss_name(metrics) if case.mode is Mode.RL else metrics)
+        measured.append(with_one_loss_name(metrics) if case.mode is CaseMode.RL else metrics)
         if problem := find_problem(measured[-1], names, last):
-            cause = Cause(text=f"{problem}; see {place}")
+            cause = FailureCause(text=f"{problem}; see {place}")
             return ScriptResult(metrics=tuple(measured), cause=cause)
     return ScriptResult(metrics=tuple(measured))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from pytest_megatron.triage.signature import Role, Signature, Table, builtin_table, match_line
+from pytest_megatron.triage.signature import LineRole, Signature, Table, builtin_table, match_line
 
 __all__ = ["SIGNATURES", "Signature", "is_exception", "is_named", "is_raised", "match_signature"]
 
@@ -39,6 +39,6 @@ def match_signature(lines: Iterable[str], table: Table | None = None) -> Signatu
     """
     table = table or builtin_table()
     found = [row for line in lines if (row := table.raised(line.strip())) is not None]
-    causes = [row for row in found if row.role is Role.CAUSE and is_named(row)]
+    causes = [row for row in found if row.role is LineRole.CAUSE and is_named(row)]
     genuine = (row for row in causes if not row.is_transient)
     return next(genuine, causes[0] if causes else None)

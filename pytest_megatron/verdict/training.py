@@ -13,13 +13,13 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from pytest_megatron.engines.base import Engine, Order, Outcome, Planned, Resources
+from pytest_megatron.engines.base import Engine, Planned, Resources, Submission, SubmissionOutcome
 from pytest_megatron.files import write_json_atomically
 from pytest_megatron.host import CPU_PLATFORM
 from pytest_megatron.launch.checkpoints import require_inputs
-from pytest_megatron.launch.facts import Facts
+from pytest_megatron.launch.facts import SessionFacts
 from pytest_megatron.launch.follow import Progress
-from pytest_megatron.launch.local import Listener
+from pytest_megatron.launch.local import AttemptListener
 from pytest_megatron.launch.plan import AttemptPlan
 from pytest_megatron.launch.secrets import Redactor
 from pytest_megatron.recipe.model import Workload
@@ -27,10 +27,10 @@ from pytest_megatron.verdict.attempt import Attempt
 from pytest_megatron.verdict.checked import refuse_wrong
 from pytest_megatron.verdict.decide import decide_training
 from pytest_megatron.verdict.hardware import with_health
-from pytest_megatron.verdict.job import Job, Training, describe_plan, plan_job
+from pytest_megatron.verdict.job import Training, WorkloadJob, describe_plan, plan_job
 from pytest_megatron.verdict.judged import judge_files
 from pytest_megatron.verdict.redaction import redact_tree
-from pytest_megatron.verdict.retry import Stop, next_step, with_policy
+from pytest_megatron.verdict.retry import StopRetrying, next_step, with_policy
 from pytest_megatron.verdict.triaged import note_triage
 from pytest_megatron.verdict.trouble import cause_of
 
@@ -38,7 +38,7 @@ from pytest_megatron.verdict.trouble import cause_of
 class _Redacting:
     """Shows a listener the lines of ranks without secrets."""
 
-    def __init__(self, listener: Listener, redactor: Redactor) -> None:
+    def __init__(self, listener: AttemptListener, redactor: Redactor) -> None:
         self._redactor = redactor
         self._listener = listener
 
@@ -74,10 +74,16 @@ class RepeatEnd:
     stopped: str | None
 
 
-Repeat = Generator[Order, Outcome, RepeatEnd]
+Repeat = Generator[Submission, SubmissionOutcome, RepeatEnd]
 
 
-def train(job: Job, facts: Facts, listener: Listener, retries: Retries, engine: Engine) -> Training:
+def train(
+    job: WorkloadJob,
+    facts: SessionFacts,
+    listener: AttemptListener,
+    retries: Retries,
+    engine: Engine,
+) -> Training:
     """Run a job by itself, its repeats one after the other up to the first that is not clean.
 
     Args:
@@ -99,7 +105,9 @@ def train(job: Job, facts: Facts, listener: Listener, retries: Retries, engine: 
     return conclude(job, found)
 
 
-def begin(job: Job, facts: Facts, listener: Listener, retries: Retries) -> tuple[Repeat, ...]:
+def begin(
+    job: WorkloadJob, facts: SessionFacts, listener: AttemptListener, retries: Retries
+) -> tuple[Repeat, ...]:
     """Return the repeats of a job; nothing of them has run yet.
 
     Raises:
@@ -114,7 +122,7 @@ def begin(job: Job, facts: Facts, listener: Listener, retries: Retries) -> tuple
     )
 
 
-def conclude(job: Job, ends: Sequence[RepeatEnd]) -> Training:
+def conclude(job: WorkloadJob, ends: Sequence[RepeatEnd]) -> Training:
     """Return what came of a job, of its repeats in order; those that never ran are missing."""
     attempts = tuple(attempt for end in ends for attempt in end.attempts)
     stopped = next((end.stopped for end in ends if end.stopped is not None), None)
@@ -133,7 +141,7 @@ def _drive(repeat: Repeat, engine: Engine) -> RepeatEnd:
         return end
 
 
-def _run_order(order: Order, engine: Engine) -> Outcome:
+def _run_order(order: Submission, engine: Engine) -> SubmissionOutcome:
     """Run one order to its end."""
     time.sleep(order.delay_s)
     try:
@@ -149,10 +157,17 @@ def _run_order(order: Order, engine: Engine) -> Outcome:
         raise
 
 
-def _repeat(job: Job, facts: Facts, listener: Listener, retries: Retries, *, repeat: int) -> Repeat:
+def _repeat(
+    job: WorkloadJob,
+    facts: SessionFacts,
+    listener: AttemptListener,
+    retries: Retries,
+    *,
+    repeat: int,
+) -> Repeat:
     """Run one repeat until it is clean or not worth another attempt; say why it is not."""
     attempts: list[Attempt] = []
-    outcomes: list[Outcome] = []
+    outcomes: list[SubmissionOutcome] = []
     pause_s = 0.0
     while True:
         order = _order(job, facts, listener, outcomes, repeat=repeat, delay_s=pause_s)
@@ -163,7 +178,7 @@ def _repeat(job: Job, facts: Facts, listener: Listener, retries: Retries, *, rep
             listener.on_lines(unclean)
         attempts.append(_judged(job, plan, outcome, repeat=repeat, number=len(outcomes)))
         step = next_step(attempts, job.retry, random.random())  # noqa: S311 - no secret
-        if isinstance(step, Stop):
+        if isinstance(step, StopRetrying):
             return RepeatEnd(attempts=tuple(attempts), stopped=step.reason)
         refusal = retries.claim(attempts[-1])
         if refusal is not None:
@@ -173,14 +188,14 @@ def _repeat(job: Job, facts: Facts, listener: Listener, retries: Retries, *, rep
 
 
 def _order(
-    job: Job,
-    facts: Facts,
-    listener: Listener,
-    earlier: Sequence[Outcome],
+    job: WorkloadJob,
+    facts: SessionFacts,
+    listener: AttemptListener,
+    earlier: Sequence[SubmissionOutcome],
     *,
     repeat: int,
     delay_s: float,
-) -> Order:
+) -> Submission:
     """Return the order for the next attempt of a repeat."""
     workload, number = job.workload, len(earlier) + 1
     dirs = job.dirs.attempt(repeat=repeat, attempt=number)
@@ -194,7 +209,7 @@ def _order(
 
     plan = plan_job(job, repeat=repeat, number=number)
     healths = [outcome.health for outcome in earlier if outcome.health is not None]
-    return Order(
+    return Submission(
         key=f"{job.dirs.root.name}/{dirs.root.relative_to(job.dirs.root)}",
         node_id=job.node_id,
         resources=needs_of(workload, plan),
@@ -222,7 +237,9 @@ def needs_of(workload: Workload, plan: AttemptPlan) -> Resources:
     )
 
 
-def _judged(job: Job, plan: AttemptPlan, outcome: Outcome, *, repeat: int, number: int) -> Attempt:
+def _judged(
+    job: WorkloadJob, plan: AttemptPlan, outcome: SubmissionOutcome, *, repeat: int, number: int
+) -> Attempt:
     """Clean up, read and judge what an attempt left."""
     health = outcome.health
     if health is not None:
@@ -249,7 +266,7 @@ def _judged(job: Job, plan: AttemptPlan, outcome: Outcome, *, repeat: int, numbe
     return replace(judged, cause=cause)
 
 
-def _redact(job: Job, plan: AttemptPlan, outcome: Outcome) -> list[str]:
+def _redact(job: WorkloadJob, plan: AttemptPlan, outcome: SubmissionOutcome) -> list[str]:
     """Take secrets out of an attempt's files; return what to tell where that failed."""
     redactor = job.redactor(plan)
     for end in outcome.ends:  # a script before the training may have exported some

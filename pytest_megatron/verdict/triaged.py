@@ -14,12 +14,12 @@ from pytest_megatron.triage.recorded import read_record
 from pytest_megatron.triage.signature import Table
 from pytest_megatron.triage.sources import find_units
 from pytest_megatron.triage.triage import triage_unit
-from pytest_megatron.triage.unit import Ended, Known, Unit
+from pytest_megatron.triage.unit import Known, LaunchEnd, Unit
 
 _ENDED = {
-    End.EXITED: Ended.EXITED,
-    End.TIME_LIMIT: Ended.TIME_LIMIT,
-    End.HUNG_COLLECTIVE: Ended.HUNG_COLLECTIVE,
+    End.EXITED: LaunchEnd.EXITED,
+    End.TIME_LIMIT: LaunchEnd.TIME_LIMIT,
+    End.HUNG_COLLECTIVE: LaunchEnd.HUNG_COLLECTIVE,
 }
 
 

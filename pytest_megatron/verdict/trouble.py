@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pytest_megatron.engines.base import Outcome, TroubleKind
+from pytest_megatron.engines.base import SubmissionOutcome, TroubleKind
 from pytest_megatron.triage.signature import Table
-from pytest_megatron.verdict.attempt import Cause
+from pytest_megatron.verdict.attempt import FailureCause
 
 
-def cause_of(outcome: Outcome, table: Table) -> Cause:
+def cause_of(outcome: SubmissionOutcome, table: Table) -> FailureCause:
     """Return why an attempt that an engine did not bring to its end is no good.
 
     Args:
@@ -21,7 +21,7 @@ def cause_of(outcome: Outcome, table: Table) -> Cause:
     row = table.engine(trouble.kind.value)
     if row is not None and trouble.is_transient is not None:
         row = replace(row, is_transient=trouble.is_transient)
-    return Cause(
+    return FailureCause(
         text=trouble.text,
         evidence=trouble.evidence,
         signature=row,

@@ -7,9 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.history import Entry, History, Record, append, flaky_records, known_items, read
+from pytest_megatron.history import (
+    History,
+    HistoryEntry,
+    HistoryRecord,
+    append,
+    flaky_records,
+    known_items,
+    read,
+)
 
-ENTRY = Entry(
+ENTRY = HistoryEntry(
     time="2026-01-01T00:00:00Z",
     run="r1",
     node_id="recipes/r.yaml::a[dev-cpu]",
@@ -24,7 +32,7 @@ ENTRY = Entry(
 )
 
 
-def entries(node_id: str, *verdicts: str, commit: str | None = None) -> list[Entry]:
+def entries(node_id: str, *verdicts: str, commit: str | None = None) -> list[HistoryEntry]:
     return [
         replace(
             ENTRY,
@@ -105,7 +113,7 @@ def test_the_worst_item_comes_first() -> None:
         *entries("never", "passed", "failed"),
     ]
     assert flaky_records(given) == (
-        Record(
+        HistoryRecord(
             node_id="often",
             num_runs=3,
             num_flaky=2,
@@ -115,7 +123,7 @@ def test_the_worst_item_comes_first() -> None:
             first_seen="2026-01-01T00:00:00Z",
             last_seen="2026-01-03T00:00:00Z",
         ),
-        Record(
+        HistoryRecord(
             node_id="sometimes",
             num_runs=4,
             num_flaky=1,

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.errors import CaseError, RecipeError
-from pytest_megatron.yamllines import Document, Duplicate, parse_document, read_yaml
+from pytest_megatron.yamllines import Duplicate, YamlDocument, parse_document, read_yaml
 
 FILE = Path("case.yaml")
 
 
-def parse(text: str) -> Document:
+def parse(text: str) -> YamlDocument:
     return parse_document(text, FILE)
 
 

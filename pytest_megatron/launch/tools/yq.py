@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 
 from pytest_megatron.launch.tools.yq_language import (
-    Place,
+    Assignable,
     Spelt,
     YqError,
     compile_expression,
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         text = sys.stdin.read() if path is None else path.read_text(encoding="utf-8")
         document = yaml.load(text, _Loader)  # noqa: S506 - a safe loader
-        found = list(compile_expression(words[0])(Place(document)))
+        found = list(compile_expression(words[0])(Assignable(document)))
     except (OSError, yaml.YAMLError, YqError) as error:
         return _complain(str(error))
     printed = "".join(_printed(place) for place in found)
@@ -91,7 +91,7 @@ def _complain(text: str) -> int:
     return 1
 
 
-def _printed(place: Place) -> str:
+def _printed(place: Assignable) -> str:
     value = place.value
     if isinstance(value, dict | list):
         return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1 << 16)

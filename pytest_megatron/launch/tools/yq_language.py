@@ -18,7 +18,7 @@ from typing_extensions import override
 
 Yaml: TypeAlias = "dict[str, Yaml] | list[Yaml] | str | float | int | bool | None"
 # What an expression is: for each input, the places that it means.
-Expression: TypeAlias = "Callable[[Place], Iterator[Place]]"
+Expression: TypeAlias = "Callable[[Assignable], Iterator[Assignable]]"
 
 _TOKEN = re.compile(
     r"""\s*(?:(?P<text>"(?:[^"\\]|\\.)*")|(?P<number>-?\d+(?:\.\d+)?)|(?P<name>[A-Za-z_][\w-]*)"""
@@ -47,7 +47,7 @@ class YqError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Assignable:
     """A value, and where it stands, so that it can be assigned to."""
 
     value: Yaml
@@ -182,7 +182,7 @@ class _Parser:
         self._need("]" if opened == "[" else ")")
         if opened == "(":
             return inner
-        return lambda place: iter([Place([found.value for found in inner(place)])])
+        return lambda place: iter([Assignable([found.value for found in inner(place)])])
 
     def _after_dot(self, *, is_first: bool = False) -> Expression:
         kind, word = self._tokens[self._at] if self._peek() is not None else ("", "")
@@ -203,7 +203,7 @@ class _Parser:
             variable = self._tokens[self._at][1] if self._peek() is not None else ""
             self._at += 1
             self._need(")")
-            return lambda _: iter([Place(os.environ.get(variable))])
+            return lambda _: iter([Assignable(os.environ.get(variable))])
         arguments: list[Expression] = []
         if self._take("("):
             arguments.append(self._pipe())
@@ -220,12 +220,12 @@ class _Parser:
         raise YqError(f"{name!r} of {self._text!r} is not known here; install yq 4 for it")
 
 
-def _identity(place: Place) -> Iterator[Place]:
+def _identity(place: Assignable) -> Iterator[Assignable]:
     yield place
 
 
 def _constant(value: Yaml) -> Expression:
-    return lambda _: iter([Place(value)])
+    return lambda _: iter([Assignable(value)])
 
 
 def _piped(left: Expression, right: Expression) -> Expression:
@@ -233,7 +233,7 @@ def _piped(left: Expression, right: Expression) -> Expression:
 
 
 def _assigned(left: Expression, right: Expression) -> Expression:
-    def assign(place: Place) -> Iterator[Place]:
+    def assign(place: Assignable) -> Iterator[Assignable]:
         for target in left(place):
             for found in right(place):
                 target.set(found.value)
@@ -242,26 +242,26 @@ def _assigned(left: Expression, right: Expression) -> Expression:
     return assign
 
 
-def _each(place: Place) -> Iterator[Place]:
+def _each(place: Assignable) -> Iterator[Assignable]:
     if isinstance(place.value, dict):
-        yield from (Place(v, place.value, k) for k, v in place.value.items())
+        yield from (Assignable(v, place.value, k) for k, v in place.value.items())
     elif isinstance(place.value, list):
-        yield from (Place(v, place.value, i) for i, v in enumerate(place.value))
+        yield from (Assignable(v, place.value, i) for i, v in enumerate(place.value))
     elif place.value is not None:
         raise YqError(f"{spell(place.value)!r} has no elements")
 
 
 def _indexed(base: Expression, index: Expression) -> Expression:
-    def look_up(place: Place) -> Iterator[Place]:
+    def look_up(place: Assignable) -> Iterator[Assignable]:
         for outer in base(place):
             for found in index(place):
                 key, value = found.value, outer.value
                 if isinstance(value, dict):
-                    yield Place(value.get(spell(key)), value, spell(key))
+                    yield Assignable(value.get(spell(key)), value, spell(key))
                 elif isinstance(value, list) and isinstance(key, int):
-                    yield Place(value[key] if key < len(value) else None, value, key)
+                    yield Assignable(value[key] if key < len(value) else None, value, key)
                 elif value is None:
-                    yield Place(None)
+                    yield Assignable(None)
                 else:
                     raise YqError(f"{spell(value)!r} has no {spell(key)!r}")
 
@@ -269,19 +269,19 @@ def _indexed(base: Expression, index: Expression) -> Expression:
 
 
 def _applied(
-    function: Callable[[Iterator[Place], Iterator[Place]], Iterator[Yaml]],
+    function: Callable[[Iterator[Assignable], Iterator[Assignable]], Iterator[Yaml]],
     left: Expression,
     right: Expression,
 ) -> Expression:
-    return lambda place: (Place(value) for value in function(left(place), right(place)))
+    return lambda place: (Assignable(value) for value in function(left(place), right(place)))
 
 
-def _or_else(left: Iterator[Place], right: Iterator[Place]) -> Iterator[Yaml]:
+def _or_else(left: Iterator[Assignable], right: Iterator[Assignable]) -> Iterator[Yaml]:
     found = [place.value for place in left if truth(place.value)]
     yield from found or [place.value for place in right]
 
 
-def _equal(left: Iterator[Place], right: Iterator[Place]) -> Iterator[Yaml]:
+def _equal(left: Iterator[Assignable], right: Iterator[Assignable]) -> Iterator[Yaml]:
     others = [place.value for place in right]
     yield from (_same(place.value, other) for place in left for other in others)
 
@@ -290,21 +290,21 @@ def _same(left: Yaml, right: Yaml) -> bool:
     return left == right and isinstance(left, bool) == isinstance(right, bool)
 
 
-def _unequal(left: Iterator[Place], right: Iterator[Place]) -> Iterator[Yaml]:
+def _unequal(left: Iterator[Assignable], right: Iterator[Assignable]) -> Iterator[Yaml]:
     yield from (not value for value in _equal(left, right))
 
 
-def _both(left: Iterator[Place], right: Iterator[Place]) -> Iterator[Yaml]:
+def _both(left: Iterator[Assignable], right: Iterator[Assignable]) -> Iterator[Yaml]:
     others = [place.value for place in right]
     yield from (truth(place.value) and truth(other) for place in left for other in others)
 
 
-def _either(left: Iterator[Place], right: Iterator[Place]) -> Iterator[Yaml]:
+def _either(left: Iterator[Assignable], right: Iterator[Assignable]) -> Iterator[Yaml]:
     others = [place.value for place in right]
     yield from (truth(place.value) or truth(other) for place in left for other in others)
 
 
-def _plus(left: Iterator[Place], right: Iterator[Place]) -> Iterator[Yaml]:
+def _plus(left: Iterator[Assignable], right: Iterator[Assignable]) -> Iterator[Yaml]:
     others = [place.value for place in right]
     for place in left:
         for other in others:
@@ -329,54 +329,54 @@ _BINARY = {
 }
 
 
-def _to_entries(place: Place) -> Iterator[Place]:
+def _to_entries(place: Assignable) -> Iterator[Assignable]:
     if place.value is not None and not isinstance(place.value, dict):
         raise YqError(f"to_entries: {spell(place.value)!r} is no mapping")
     items = (place.value or {}).items()
-    yield Place([{"key": key, "value": value} for key, value in items])
+    yield Assignable([{"key": key, "value": value} for key, value in items])
 
 
-def _keys(place: Place) -> Iterator[Place]:
+def _keys(place: Assignable) -> Iterator[Assignable]:
     value = place.value
-    yield Place(list(value) if isinstance(value, dict) else [])
+    yield Assignable(list(value) if isinstance(value, dict) else [])
 
 
-def _has(place: Place, key: Expression) -> Iterator[Place]:
+def _has(place: Assignable, key: Expression) -> Iterator[Assignable]:
     value = place.value
     for found in key(place):
-        yield Place(isinstance(value, dict) and found.value in value)
+        yield Assignable(isinstance(value, dict) and found.value in value)
 
 
-def _select(place: Place, condition: Expression) -> Iterator[Place]:
+def _select(place: Assignable, condition: Expression) -> Iterator[Assignable]:
     if any(truth(found.value) for found in condition(place)):
         yield place
 
 
-def _with(place: Place, path: Expression, change: Expression) -> Iterator[Place]:
+def _with(place: Assignable, path: Expression, change: Expression) -> Iterator[Assignable]:
     for found in path(place):
         for _ in change(found):
             pass
     yield place
 
 
-def _join(place: Place, by: Expression) -> Iterator[Place]:
+def _join(place: Assignable, by: Expression) -> Iterator[Assignable]:
     values = place.value if isinstance(place.value, list) else []
     for found in by(place):
-        yield Place(spell(found.value).join("" if v is None else spell(v) for v in values))
+        yield Assignable(spell(found.value).join("" if v is None else spell(v) for v in values))
 
 
-def _test(place: Place, pattern: Expression) -> Iterator[Place]:
+def _test(place: Assignable, pattern: Expression) -> Iterator[Assignable]:
     for found in pattern(place):
-        yield Place(re.search(spell(found.value), spell(place.value)) is not None)
+        yield Assignable(re.search(spell(found.value), spell(place.value)) is not None)
 
 
 _PLAIN: dict[str, Expression] = {
     "keys": _keys,
-    "length": lambda place: iter([Place(_length(place.value))]),
+    "length": lambda place: iter([Assignable(_length(place.value))]),
     "to_entries": _to_entries,
-    "tostring": lambda place: iter([Place(spell(place.value))]),
+    "tostring": lambda place: iter([Assignable(spell(place.value))]),
 }
-_OF_ONE: dict[str, Callable[[Place, Expression], Iterator[Place]]] = {
+_OF_ONE: dict[str, Callable[[Assignable, Expression], Iterator[Assignable]]] = {
     "explode": lambda place, _: iter([place]),  # anchors are resolved when a file is read
     "has": _has,
     "join": _join,

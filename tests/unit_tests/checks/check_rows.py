@@ -7,7 +7,14 @@ from pathlib import Path
 
 from pytest_megatron.files import JsonValue
 from pytest_megatron.launch.arguments import Argument
-from pytest_megatron.launch.case import Case, Evaluation, Mode, Starter, TestType, Variant
+from pytest_megatron.launch.case import (
+    CaseMode,
+    Evaluation,
+    Launcher,
+    TestType,
+    Variant,
+    WorkloadCase,
+)
 from pytest_megatron.recipe.model import Row, Workload, parse_row
 
 FILE = Path("gpt/model_config.yaml")
@@ -48,23 +55,23 @@ def case(
     changes: Mapping[str, str | None] | None = None,
     *,
     env: Mapping[str, str] | None = None,
-    mode: Mode = Mode.PRETRAINING,
+    mode: CaseMode = CaseMode.PRETRAINING,
     evaluation: Evaluation = Evaluation.PASS,
     sound: Mapping[str, str] = SOUND,
     before_script: str | None = None,
-) -> Case:
+) -> WorkloadCase:
     """Return a case with the sound arguments, some of them changed or, with None, left out."""
     given = {k: v for k, v in {**sound, **(changes or {})}.items() if v is not None}
     arguments = tuple(
         Argument(name=name, text=text, line=line)
         for line, (name, text) in enumerate(given.items(), start=10)
     )
-    return Case(
+    return WorkloadCase(
         path=FILE,
         test_type=TestType.REGULAR,
         mode=mode,
         evaluation=evaluation,
-        starter=Starter.TORCHRUN,
+        starter=Launcher.TORCHRUN,
         variants=(Variant(key="MODEL_ARGS", number=1, arguments=arguments, env={}),),
         env=env or {},
         metrics=None,

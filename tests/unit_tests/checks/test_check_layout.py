@@ -5,7 +5,7 @@ from check_rows import FILE, SOUND, case, row
 
 from pytest_megatron.checks.check import findings_of, hits_of, problem_of
 from pytest_megatron.checks.rules import check_rules
-from pytest_megatron.launch.case import Case, Evaluation, Mode
+from pytest_megatron.launch.case import CaseMode, Evaluation, WorkloadCase
 
 TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 EP, ETP = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
@@ -98,7 +98,7 @@ LAYOUTS: dict[str, list[tuple[dict[str, str | None], dict[str, str | None]]]] = 
 PAIRS = [(rule, *pair) for rule, pairs in LAYOUTS.items() for pair in pairs]
 
 
-def found(some: Case, **changes: str | int) -> list[str]:
+def found(some: WorkloadCase, **changes: str | int) -> list[str]:
     return [finding.rule.id for finding in findings_of(hits_of(row(**changes), some, {}))]
 
 
@@ -142,7 +142,7 @@ def test_a_case_that_is_to_fail_is_not_refused() -> None:
 
 def test_inference_has_no_batches_and_no_split_sequences() -> None:
     changes = {TP: "4", "--seq-length": "1028", "--global-batch-size": "18"}
-    assert found(case(changes, mode=Mode.INFERENCE)) == []
+    assert found(case(changes, mode=CaseMode.INFERENCE)) == []
 
 
 def test_a_refusal_says_where_and_everything() -> None:

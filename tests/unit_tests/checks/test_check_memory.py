@@ -6,7 +6,7 @@ from check_rows import case, row
 from pytest_megatron.checks.check import findings_of, hits_of
 from pytest_megatron.checks.memory import GIB, Estimate, bytes_of, estimate_memory
 from pytest_megatron.checks.start import starts_of
-from pytest_megatron.launch.case import Case, Mode
+from pytest_megatron.launch.case import CaseMode, WorkloadCase
 from pytest_megatron.launch.model_args import ModelArgs
 
 # 4 B parameters, as Megatron-LM's case of one rank whose golden says 62.66 GiB were allocated.
@@ -41,14 +41,14 @@ MOE = {
 EXPERT = 2 * 1024 * 4096  # parameters
 
 
-def estimate(some: Case, **changes: str | int) -> Estimate:
+def estimate(some: WorkloadCase, **changes: str | int) -> Estimate:
     (start,) = starts_of(row(**changes), some)
     found = estimate_memory(start)
     assert found is not None
     return found
 
 
-def ids(some: Case, **changes: str | int) -> list[str]:
+def ids(some: WorkloadCase, **changes: str | int) -> list[str]:
     return [finding.rule.id for finding in findings_of(hits_of(row(**changes), some, {}))]
 
 
@@ -153,10 +153,10 @@ def test_the_gpu_that_is_here_counts_and_not_the_platforms_name() -> None:
 
 def test_inference_needs_weights_and_cache() -> None:
     cache = {"--inference-dynamic-batching-buffer-size-gb": "20"}
-    found = estimate(case(cache, sound=DENSE, mode=Mode.INFERENCE), gpus=1, nodes=1)
+    found = estimate(case(cache, sound=DENSE, mode=CaseMode.INFERENCE), gpus=1, nodes=1)
     assert (found.dense.total, found.rest) == (2, 20 * GIB)
     unified = {**cache, "--inference-dynamic-batching-unified-memory-level": "1"}
-    some = case(unified, sound=DENSE, mode=Mode.INFERENCE)
+    some = case(unified, sound=DENSE, mode=CaseMode.INFERENCE)
     assert estimate(some, gpus=1, nodes=1).rest == 0
 
 

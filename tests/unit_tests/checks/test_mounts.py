@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.checks.mounts import Mount, Reach, mount_of, parse_mounts
+from pytest_megatron.checks.mounts import MountEntry, Reach, mount_of, parse_mounts
 
 TABLE = r"""
 22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
@@ -50,4 +50,4 @@ def test_without_a_table_nothing_is_known() -> None:
 )
 def test_the_kind_of_a_file_system_says_who_sees_it(kinds: str, reach: Reach) -> None:
     for kind in kinds.split():
-        assert Mount(point=Path("/x"), kind=kind, source="s").reach is reach, kind
+        assert MountEntry(point=Path("/x"), kind=kind, source="s").reach is reach, kind

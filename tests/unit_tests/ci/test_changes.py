@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.ci.changes import Change, changes_since, parse_changes, suggest
+from pytest_megatron.ci.changes import PathChange, changes_since, parse_changes, suggest
 from pytest_megatron.ci.table import built_in_table
 from pytest_megatron.errors import SelectionError
 
@@ -97,9 +97,9 @@ def test_changes_since_a_revision_hold_commits_edits_and_new_files(tmp_path: Pat
     git(tmp_path, "commit", "-qam", "2")
     (tmp_path / "new file.py").write_text("3")
     assert set(changes_since(tmp_path, "main")) == {
-        Change(path="edited.py"),
-        Change(path="gone.py", status="D"),
-        Change(path="new file.py", status="A"),
+        PathChange(path="edited.py"),
+        PathChange(path="gone.py", status="D"),
+        PathChange(path="new file.py", status="A"),
     }
 
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from pytest_megatron.ci.merge import merge
-from pytest_megatron.ci.outcome import Cause, Item, JobRun
+from pytest_megatron.ci.outcome import ItemCause, JobItem, JobRun
 from pytest_megatron.ci.summary_html import as_html
 from pytest_megatron.ci.summary_text import COMMENT_BYTES, STEP_SUMMARY_BYTES, as_markdown, as_text
 from pytest_megatron.markdown import code, escaped, fenced, plain, table
@@ -22,11 +22,11 @@ def job(items: int, *, text: str = "assert 1 == 2", name: str = "unit") -> JobRu
         for number in range(items)
     )
     found = tuple(
-        Item(
+        JobItem(
             node_id=f"tests/test_{n}.py::test[{EVIL}]",
             job=name,
             verdict="failed",
-            cause=Cause(text=f"{n}: {text}", rank=1, place="run/1.log:7", line=EVIL),
+            cause=ItemCause(text=f"{n}: {text}", rank=1, place="run/1.log:7", line=EVIL),
             reproduce=f"pytest-megatron repro logs.zip {n}",
         )
         for n in letters
@@ -63,9 +63,9 @@ def test_a_large_summary_fits_a_step_and_a_comment() -> None:
 
 
 def test_failures_of_the_code_come_first_and_one_cause_is_told_once() -> None:
-    def item(name: str, verdict: str, text: str, *, transient: bool = False) -> Item:
-        cause = Cause(text=text, is_transient=transient)
-        return Item(node_id=name, job="j", verdict=verdict, cause=cause)
+    def item(name: str, verdict: str, text: str, *, transient: bool = False) -> JobItem:
+        cause = ItemCause(text=text, is_transient=transient)
+        return JobItem(node_id=name, job="j", verdict=verdict, cause=cause)
 
     found = JobRun(
         name="j",

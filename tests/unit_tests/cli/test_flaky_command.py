@@ -11,9 +11,9 @@ from click.testing import CliRunner
 
 from pytest_megatron.cli.flaky import command
 from pytest_megatron.errors import ConfigError
-from pytest_megatron.history import Entry, append
+from pytest_megatron.history import HistoryEntry, append
 
-ENTRY = Entry(
+ENTRY = HistoryEntry(
     time="2026-11-20T10:00:00Z",
     run="r1",
     node_id="recipes/r.yaml::a[dev-cpu]",

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from pytest_megatron.doctor.places import Places
+from pytest_megatron.doctor.places import SystemView
 
 TAG = f"cp{sys.version_info[0]}{sys.version_info[1]}"
 NEW_ERROR = "_ZN3c105ErrorC2ENS_14SourceLocationENSt7__cxx1112basic_stringIcEE"
@@ -58,8 +58,8 @@ class Staged:
         self.file("/sys/class/net/lo/operstate", "unknown\n")
 
     @property
-    def places(self) -> Places:
-        return Places(
+    def places(self) -> SystemView:
+        return SystemView(
             python=self.venv / "bin/python",
             project=self.project,
             root=self.root,

@@ -18,7 +18,7 @@ from pytest_megatron.cli.doctor import command
 from pytest_megatron.doctor.check_machine import check_machine
 from pytest_megatron.doctor.check_recipe import read_needs
 from pytest_megatron.doctor.examine import examine
-from pytest_megatron.doctor.facts import Clock, Disk, Facts, Machine, Python
+from pytest_megatron.doctor.facts import Clock, Disk, EnvironmentFacts, MachineFacts, Python
 from pytest_megatron.doctor.render import FORMATS
 from pytest_megatron.doctor.rules import finding_of, rules
 from pytest_megatron.errors import EmptySelectionError, HostError, RecipeError
@@ -139,7 +139,7 @@ def test_rows_of_a_recipe_are_compared_with_what_is_here(staged: Staged) -> None
 )
 def test_a_disk_that_fills_up_is_told_in_time(free: int, rule: str | None) -> None:
     disk = Disk(use="run directories", path=Path("/data"), free_bytes=free)
-    facts = Facts(python=PYTHON, machine=Machine(disks=(disk,)))
+    facts = EnvironmentFacts(python=PYTHON, machine=MachineFacts(disks=(disk,)))
     assert [hit.rule for hit in check_machine(facts, {})] == ([rule] if rule else [])
 
 
@@ -154,7 +154,7 @@ def test_a_disk_that_fills_up_is_told_in_time(free: int, rule: str | None) -> No
     ],
 )
 def test_a_clock_that_is_far_off_is_told_by_files(clock: Clock, problem: str | None) -> None:
-    facts = Facts(python=PYTHON, machine=Machine(clock=clock))
+    facts = EnvironmentFacts(python=PYTHON, machine=MachineFacts(clock=clock))
     found = [finding_of(hit).found for hit in check_machine(facts, {})]
     assert len(found) == (0 if problem is None else 1)
     assert problem is None or problem in found[0]

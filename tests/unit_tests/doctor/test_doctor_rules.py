@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.checks.rules import Hit
+from pytest_megatron.checks.rules import RuleMatch
 from pytest_megatron.doctor.check_machine import check_communication
 from pytest_megatron.doctor.compat import compat
 from pytest_megatron.doctor.elf import SharedObject, read_shared_object
-from pytest_megatron.doctor.facts import Facts, Machine, Python
+from pytest_megatron.doctor.facts import EnvironmentFacts, MachineFacts, Python
 from pytest_megatron.doctor.packages import read_extensions, torch_symbols
 from pytest_megatron.doctor.rules import finding_of, rules
 
@@ -32,7 +32,7 @@ def test_the_reference_has_the_tables_of_the_data() -> None:
 @pytest.mark.parametrize("rule", rules().values(), ids=list(rules()))
 def test_a_rule_fills_in_its_texts(rule: object) -> None:
     assert isinstance(rule, type(next(iter(rules().values()))))
-    finding = finding_of(Hit(rule.id, **dict.fromkeys(rule.names, "{x}")))
+    finding = finding_of(RuleMatch(rule.id, **dict.fromkeys(rule.names, "{x}")))
     assert all((finding.found, finding.wrong, finding.mend, finding.source, rule.checks))
 
 
@@ -83,6 +83,9 @@ def test_a_name_server_that_keeps_every_process_group_waiting_is_told() -> None:
         paths=(),
         encoding="utf-8",
     )
-    facts = [Facts(python=python, machine=Machine(lookup_s=seconds)) for seconds in (0.2, 5.01)]
+    facts = [
+        EnvironmentFacts(python=python, machine=MachineFacts(lookup_s=seconds))
+        for seconds in (0.2, 5.01)
+    ]
     told = [[finding_of(hit).found for hit in check_communication(each, {})] for each in facts]
     assert told == [[], ["the name server takes 5.0 s to say what ::ffff:127.0.0.1 is"]]

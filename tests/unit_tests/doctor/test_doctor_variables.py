@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.doctor.check_variables import check_variables
-from pytest_megatron.doctor.facts import Devices, Facts, Machine, Python, Torch
+from pytest_megatron.doctor.facts import Devices, EnvironmentFacts, MachineFacts, Python, Torch
 from pytest_megatron.doctor.rules import finding_of
 from pytest_megatron.host import Gpu
 
@@ -22,7 +22,7 @@ PYTHON = Python(
     paths=(),
     encoding="utf-8",
 )
-MACHINE = Machine(
+MACHINE = MachineFacts(
     interfaces=("bond0", "eth0", "ib0"),
     links=("bond0", "docker0", "eth0", "ib0", "lo"),
     infiniband={"mlx5_0/1": "ACTIVE", "mlx5_1/1": "ACTIVE"},
@@ -32,7 +32,7 @@ MACHINE = Machine(
 def found(variable: str, value: str, *, nccl: str | None = None, gpu: str | None = None) -> str:
     """Return the rules that find something wrong with a variable, and what they say."""
     gpus = (Gpu(index=0, name=gpu, uuid="", memory_bytes=0),) if gpu else ()
-    facts = Facts(
+    facts = EnvironmentFacts(
         python=PYTHON,
         machine=MACHINE,
         torch=Torch(version="2.9.0", cuda="12.8", nccl=nccl),

@@ -13,8 +13,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pytest_megatron.engines.base import EngineContext, Order, Phase, Resources, Update
-from pytest_megatron.engines.records import Spec, outcome_of, read_record, write_spec
+from pytest_megatron.engines.base import (
+    EngineContext,
+    Resources,
+    Submission,
+    SubmissionPhase,
+    Update,
+)
+from pytest_megatron.engines.records import JobSpec, outcome_of, read_record, write_spec
 from pytest_megatron.launch.plan import Setting
 from pytest_megatron.recipe.model import Workload
 
@@ -29,8 +35,8 @@ class PoolEngine:
     def __init__(self, context: EngineContext) -> None:
         self._context = context
         self._size = int(context.env.get("POOL_SIZE", "2"))
-        self._waiting: list[Order] = []
-        self._running: dict[str, tuple[Order, subprocess.Popen[bytes] | None]] = {}
+        self._waiting: list[Submission] = []
+        self._running: dict[str, tuple[Submission, subprocess.Popen[bytes] | None]] = {}
 
     def settle(self, setting: Setting, _workload: Workload) -> Setting:
         return setting
@@ -38,7 +44,7 @@ class PoolEngine:
     def lacks(self, needed: Resources) -> str | None:
         return "the pool has no GPUs" if needed.gpus_per_node else None
 
-    def submit(self, orders: Sequence[Order]) -> None:
+    def submit(self, orders: Sequence[Submission]) -> None:
         for order in orders:
             if self._outcome(order).with_suffix(".json").exists():
                 self._running[order.key] = (order, None)  # of a controller that is gone
@@ -55,11 +61,13 @@ class PoolEngine:
                 record = read_record(self._outcome(order))
                 assert record is not None
                 outcome = outcome_of(record, order.planned(None), self._context.facts)
-                updates.append(Update(key=key, phase=Phase.ENDED, outcome=outcome))
+                updates.append(Update(key=key, phase=SubmissionPhase.ENDED, outcome=outcome))
         while self._waiting and len(self._running) < self._size:
             order = self._waiting.pop(0)
             self._running[order.key] = (order, self._start(order))
-            updates.append(Update(key=order.key, phase=Phase.RUNNING, detail="runs in the pool"))
+            updates.append(
+                Update(key=order.key, phase=SubmissionPhase.RUNNING, detail="runs in the pool")
+            )
         return updates
 
     def cancel(self, keys: Sequence[str]) -> None:
@@ -76,13 +84,13 @@ class PoolEngine:
         assert not self._waiting
         assert not self._running
 
-    def _outcome(self, order: Order) -> Path:
+    def _outcome(self, order: Submission) -> Path:
         return self._context.engine_dir / f"{order.key.replace('/', '-')}.outcome"
 
-    def _start(self, order: Order) -> subprocess.Popen[bytes]:
+    def _start(self, order: Submission) -> subprocess.Popen[bytes]:
         planned = order.planned(None)
         outcome = self._outcome(order)
-        spec = Spec(
+        spec = JobSpec(
             key=order.key,
             plan=planned.plan,
             outcome=outcome,

@@ -13,10 +13,10 @@ from labs import DEADLINE_S, SlurmLab
 
 from pytest_megatron.engines.base import (
     EngineContext,
-    Order,
-    Outcome,
     Planned,
     Resources,
+    Submission,
+    SubmissionOutcome,
     Update,
 )
 from pytest_megatron.engines.journal import Journal
@@ -94,7 +94,7 @@ class Run:
         nodes: int = 1,
         avoid_hosts: Iterable[str] = (),
         delay_s: float = 0.0,
-    ) -> Order:
+    ) -> Submission:
         """Return the order for an item whose training is a line of bash."""
         dirs = AttemptDirs(root=self.run_dir / item / "repeat_1" / f"attempt_{attempt}")
         phase = PhasePlan(
@@ -115,7 +115,7 @@ class Run:
             ranks_per_node=1,
             time_limit_s=self.limit_s,
         )
-        return Order(
+        return Submission(
             key=f"{item}/repeat_1/attempt_{attempt}",
             node_id=f"recipes/x.yaml::{item}[dev-cpu]",
             resources=needed,
@@ -159,7 +159,7 @@ class Run:
             self.context(env),
             commands,
             self,
-            settings or SlurmSettings(interval_s=0.05, patience_s=6.0),
+            settings or SlurmSettings(interval_s=0.05, timers_s=6.0),
             journal,
             clock or (time.monotonic, time.sleep),
         )
@@ -184,7 +184,7 @@ def until(engine: SlurmEngine, is_enough: Callable[[dict[str, Update]], bool]) -
     return last
 
 
-def outcomes(engine: SlurmEngine, num_orders: int) -> dict[str, Outcome]:
+def outcomes(engine: SlurmEngine, num_orders: int) -> dict[str, SubmissionOutcome]:
     """Poll until so many orders have ended; return what came of each item."""
     last = until(
         engine, lambda said: sum(u.outcome is not None for u in said.values()) == num_orders

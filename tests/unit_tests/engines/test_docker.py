@@ -19,7 +19,13 @@ from labs import DockerLab, wait_until
 from worker_engine import Silent
 
 import pytest_megatron
-from pytest_megatron.engines.base import EngineContext, Order, Outcome, Planned, Resources
+from pytest_megatron.engines.base import (
+    EngineContext,
+    Planned,
+    Resources,
+    Submission,
+    SubmissionOutcome,
+)
 from pytest_megatron.engines.base import TroubleKind as Kind
 from pytest_megatron.engines.config_file import read_docker_config
 from pytest_megatron.engines.docker import DockerEngine
@@ -30,7 +36,7 @@ from pytest_megatron.host import Gpu
 from pytest_megatron.launch.facts import gather_facts
 from pytest_megatron.launch.follow import Progress
 from pytest_megatron.launch.layout import AttemptDirs
-from pytest_megatron.launch.local import End, Listener
+from pytest_megatron.launch.local import AttemptListener, End
 from pytest_megatron.launch.plan import AttemptPlan, PhasePlan
 
 SOURCE = Path(pytest_megatron.__file__).parents[1]
@@ -80,8 +86,12 @@ class Place:
         )
 
     def order(
-        self, *argv: str, listener: Listener | None = None, limit_s: float = 60.0, gpus: int = 0
-    ) -> Order:
+        self,
+        *argv: str,
+        listener: AttemptListener | None = None,
+        limit_s: float = 60.0,
+        gpus: int = 0,
+    ) -> Submission:
         """An attempt that starts this program."""
         self._num_orders += 1
         key = f"item-{self._num_orders}/repeat_1/attempt_1"
@@ -93,7 +103,7 @@ class Place:
         plan = AttemptPlan(
             phases=(phase,), dirs=dirs, cwd=self.root, world_size=1, time_limit_s=limit_s
         )
-        return Order(
+        return Submission(
             key=key,
             node_id="recipes/x.yaml::x[dev-cpu]",
             resources=Resources(
@@ -108,7 +118,7 @@ class Place:
             listener=listener or Silent(),
         )
 
-    def run(self, order: Order, engine: DockerEngine | None = None) -> Outcome:
+    def run(self, order: Submission, engine: DockerEngine | None = None) -> SubmissionOutcome:
         """Run an order to its end; nothing of it may be left."""
         engine = engine or self.engine()
         engine.submit([order])
@@ -155,7 +165,7 @@ def bash(text: str) -> tuple[str, ...]:
 HANG = bash(f"echo {READY}; exec sleep 300")
 
 
-def kind_of(outcome: Outcome) -> Kind | None:
+def kind_of(outcome: SubmissionOutcome) -> Kind | None:
     return None if outcome.trouble is None else outcome.trouble.kind
 
 

@@ -11,7 +11,7 @@ import pytest
 from pytest_megatron.engines.config import (
     ContainerConfig,
     DockerConfig,
-    Mode,
+    LaunchMode,
     SlurmConfig,
     minutes_of,
 )
@@ -61,7 +61,7 @@ def test_numbers_that_stand_for_texts_arrive_as_they_are_written(tmp_path: Path)
         exclude=("node[3-4]", "node9"),
         time="1:30:00",
         mem="0",
-        mode=Mode.SRUN_NATIVE,
+        mode=LaunchMode.SRUN_NATIVE,
         container=ContainerConfig(image="/images/dev.sqsh", mounts=("/data:/data:ro",)),
         env={"OMP_NUM_THREADS": "1", "LR": "1.0e-5", "TEXT": "a b $HOME 'c' \"d\"\ne"},
         platforms=read_slurm_config(tmp_path / "cluster.yaml").platforms,
@@ -72,7 +72,7 @@ def test_a_platform_changes_its_keys_and_keeps_the_others(tmp_path: Path) -> Non
     config = read_slurm_config(written(tmp_path, CLUSTER), {"cpu", "dgx_h100"})
     here, there = config.at("dgx_h100"), config.at("cpu")
     assert (here.partition, here.gres, here.exclusive) == ("h100", "gpu:h100:{gpus}", False)
-    assert (here.account, here.mode) == ("0123", Mode.SRUN_NATIVE)
+    assert (here.account, here.mode) == ("0123", LaunchMode.SRUN_NATIVE)
     assert here.env == {**there.env, "LR": "2.0e-5"}
     assert (there.partition, there.gres, there.exclusive) == ("batch", None, None)
 

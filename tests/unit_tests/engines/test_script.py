@@ -10,7 +10,7 @@ import pytest
 
 from pytest_megatron.engines import script
 from pytest_megatron.engines.base import Resources
-from pytest_megatron.engines.config import ContainerConfig, Mode, SlurmConfig, UvSyncConfig
+from pytest_megatron.engines.config import ContainerConfig, LaunchMode, SlurmConfig, UvSyncConfig
 from pytest_megatron.engines.script import ScriptWriter, kept_scripts, make_scripts, place_of
 from pytest_megatron.engines.shapes import Shape, ShapePaths, shape_of
 from pytest_megatron.errors import LaunchError
@@ -57,7 +57,9 @@ CONTAINER = SlurmConfig(
 
 def shapes() -> dict[str, Shape]:
     """One shape for each file of expected text."""
-    native = SlurmConfig(mode=Mode.SRUN_NATIVE, gres="gpu:h100:{gpus}", python="/opt/py/bin/python")
+    native = SlurmConfig(
+        mode=LaunchMode.SRUN_NATIVE, gres="gpu:h100:{gpus}", python="/opt/py/bin/python"
+    )
     spec = RUN / "engine/specs/1.json"
     with_spec = ShapePaths(root=PATHS.root, run_dir=RUN, logs=PATHS.logs, spec=spec)
     container = SlurmConfig.at(CONTAINER, "dgx_h100")

@@ -10,11 +10,11 @@ import pytest
 from pytest_megatron.engines.base import Resources
 from pytest_megatron.engines.config import (
     ContainerConfig,
-    Mode,
+    EnvironmentNodes,
+    LaunchMode,
     PlaceConfig,
     SlurmConfig,
     UvSyncConfig,
-    Where,
 )
 from pytest_megatron.engines.shapes import (
     ShapePaths,
@@ -66,8 +66,8 @@ def test_a_segment_is_the_recipes_unless_the_file_says_another() -> None:
 
 
 def test_srun_starts_a_task_for_each_rank_or_for_each_node() -> None:
-    assert tasks_per_node(GPUS, Mode.TORCHRUN) == 1
-    assert tasks_per_node(GPUS, Mode.SRUN_NATIVE) == 8
+    assert tasks_per_node(GPUS, LaunchMode.TORCHRUN) == 1
+    assert tasks_per_node(GPUS, LaunchMode.SRUN_NATIVE) == 8
 
 
 def test_orders_of_one_shape_have_one_script() -> None:
@@ -92,7 +92,7 @@ def test_uv_sync_has_two_phases_on_every_node_or_on_the_first() -> None:
         "uv sync --frozen --extra dev --inexact"
     )
     on_nodes = shape_of(GPUS, SlurmConfig(python="p", uv_sync=sync), PATHS)
-    at_first = replace(sync, where=Where.JOB)
+    at_first = replace(sync, where=EnvironmentNodes.JOB)
     on_one = shape_of(GPUS, SlurmConfig(python="p", uv_sync=at_first), PATHS)
     start = "srun --nodes={0} --ntasks={0} --ntasks-per-node=1 bash -euxc "
     for shape, number in ((on_nodes, 2), (on_one, 1)):

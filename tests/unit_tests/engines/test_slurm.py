@@ -13,7 +13,7 @@ import pytest
 from pretend_slurm import PretendSlurm
 from slurm_orders import Run
 
-from pytest_megatron.engines.base import Order, Outcome, Phase, TroubleKind
+from pytest_megatron.engines.base import Submission, SubmissionOutcome, SubmissionPhase, TroubleKind
 from pytest_megatron.engines.journal import Journal
 from pytest_megatron.engines.records import JobRecord, write_record
 from pytest_megatron.engines.slurm import SlurmEngine
@@ -30,10 +30,10 @@ AWAY = "Socket timed out on send/recv operation"
 def engine_on(run: Run, slurm: PretendSlurm, settings: SlurmSettings | None = None) -> SlurmEngine:
     """Return an engine that lives by the pretended cluster's clock."""
     clock = (lambda: slurm.now, slurm.wait)
-    return run.engine(slurm, {}, settings or SlurmSettings(patience_s=60.0), clock)
+    return run.engine(slurm, {}, settings or SlurmSettings(timers_s=60.0), clock)
 
 
-def ends(engine: SlurmEngine) -> dict[str, Outcome]:
+def ends(engine: SlurmEngine) -> dict[str, SubmissionOutcome]:
     """Poll once; return what ended."""
     return {
         update.key.split("/")[0]: update.outcome
@@ -42,17 +42,17 @@ def ends(engine: SlurmEngine) -> dict[str, Outcome]:
     }
 
 
-def kinds(found: dict[str, Outcome]) -> dict[str, TroubleKind | None]:
+def kinds(found: dict[str, SubmissionOutcome]) -> dict[str, TroubleKind | None]:
     return {item: None if o.trouble is None else o.trouble.kind for item, o in found.items()}
 
 
-def text_of(found: dict[str, Outcome], item: str) -> str:
+def text_of(found: dict[str, SubmissionOutcome], item: str) -> str:
     trouble = found[item].trouble
     assert trouble is not None
     return trouble.text
 
 
-def leave_record(run: Run, order: Order, batch: int = 1, index: int = 0) -> None:
+def leave_record(run: Run, order: Submission, batch: int = 1, index: int = 0) -> None:
     """Write what a job leaves that could not plan its training: the shortest record."""
     record = JobRecord(
         key=order.key,
@@ -99,7 +99,7 @@ def test_a_controller_of_slurm_that_is_away_is_waited_for(tmp_path: Path) -> Non
     (said,) = engine.poll()
     slurm.wait(10_000)
     assert (said.phase, said.detail) == (
-        Phase.WAITING,
+        SubmissionPhase.WAITING,
         "Slurm does not answer: Unable to contact slurm controller",
     )
     assert list(engine.poll()) == []
@@ -273,7 +273,7 @@ def test_what_its_own_user_cancelled_is_not_submitted_again_unless_asked(
 
 
 def test_later_runs_keep_away_from_a_node_that_failed_for_some_time(tmp_path: Path) -> None:
-    settings = SlurmSettings(patience_s=0.0, remembers_s=3600.0)
+    settings = SlurmSettings(timers_s=0.0, remembers_s=3600.0)
     first, slurm = Run(tmp_path), PretendSlurm()
     engine = engine_on(first, slurm, settings)
     engine.submit([first.order("a"), first.order("b")])
@@ -302,7 +302,7 @@ def test_a_time_limit_of_slurm_is_tried_again_where_the_settings_say_so(
     tmp_path: Path, *, retries: bool
 ) -> None:
     run, slurm = Run(tmp_path), PretendSlurm()
-    engine = engine_on(run, slurm, SlurmSettings(patience_s=0.0, retries_timeout=retries))
+    engine = engine_on(run, slurm, SlurmSettings(timers_s=0.0, retries_timeout=retries))
     engine.submit([run.order("a")])
     slurm.set((41, None), "TIMEOUT", nodes="node1")
     trouble = ends(engine)["a"].trouble
@@ -312,7 +312,7 @@ def test_a_time_limit_of_slurm_is_tried_again_where_the_settings_say_so(
 
 def test_a_full_disk_is_not_the_fault_of_the_node(small_disk: Path) -> None:
     run, slurm = Run(small_disk), PretendSlurm()
-    engine = engine_on(run, slurm, SlurmSettings(patience_s=0.0, remembers_s=3600.0))
+    engine = engine_on(run, slurm, SlurmSettings(timers_s=0.0, remembers_s=3600.0))
     engine.submit([run.order("a")])
     with contextlib.suppress(OSError):
         (small_disk / "filled").write_bytes(bytes(1 << 17))

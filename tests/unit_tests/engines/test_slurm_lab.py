@@ -15,7 +15,7 @@ from slurm_orders import Run, on_lab, outcomes, until
 from tiny_project import Project
 from tiny_project import Run as SessionRun
 
-from pytest_megatron.engines.base import Outcome, TroubleKind, Update
+from pytest_megatron.engines.base import SubmissionOutcome, TroubleKind, Update
 from pytest_megatron.engines.slurm_intake import SlurmSettings
 
 
@@ -74,7 +74,7 @@ def test_equal_jobs_are_an_array_and_each_leaves_its_own_outcome(
 @pytest.fixture(scope="module")
 def troubled(
     slurm_lab: SlurmLab, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Mapping[str, Outcome]]:
+) -> Iterator[Mapping[str, SubmissionOutcome]]:
     """What came of jobs to which everything happened at once."""
     run = Run(tmp_path_factory.mktemp("troubled"))
     engine = on_lab(run, slurm_lab)
@@ -114,7 +114,7 @@ def troubled(
     ],
 )
 def test_what_happened_to_a_job_is_told_apart(
-    troubled: Mapping[str, Outcome], item: str, kind: TroubleKind, said: str, hosts: str
+    troubled: Mapping[str, SubmissionOutcome], item: str, kind: TroubleKind, said: str, hosts: str
 ) -> None:
     trouble = troubled[item].trouble
     assert trouble is not None
@@ -122,7 +122,9 @@ def test_what_happened_to_a_job_is_told_apart(
     assert re.fullmatch(hosts, ",".join(troubled[item].hosts)), troubled[item]
 
 
-def test_trouble_shows_the_end_of_the_jobs_own_log(troubled: Mapping[str, Outcome]) -> None:
+def test_trouble_shows_the_end_of_the_jobs_own_log(
+    troubled: Mapping[str, SubmissionOutcome],
+) -> None:
     trouble = troubled["on_the_node"].trouble
     assert trouble is not None
     assert "DUE TO NODE FAILURE" in trouble.evidence[-1]
@@ -149,7 +151,7 @@ def test_slurmctld_may_go_while_jobs_run_and_be_asked_to_submit(
 def test_cancel_ends_ours_and_nobody_elses(slurm_lab: SlurmLab, tmp_path: Path) -> None:
     run = Run(tmp_path)
     other = slurm_lab.submit("--wrap", "sleep 1000", "--output=/dev/null")
-    engine = on_lab(run, slurm_lab, SlurmSettings(interval_s=0.05, patience_s=6.0, max_jobs=2))
+    engine = on_lab(run, slurm_lab, SlurmSettings(interval_s=0.05, timers_s=6.0, max_jobs=2))
     engine.submit([run.order(item, FOREVER) for item in ("a", "b", "c")])
     until(engine, lambda _: are_up(run, "a", "b"))
     engine.cancel([run.order(item).key for item in ("a", "b", "c")])

@@ -13,7 +13,7 @@ import pytest
 from labs import SlurmLab
 from slurm_orders import Run, on_lab, outcomes, until
 
-from pytest_megatron.engines.base import Outcome, TroubleKind
+from pytest_megatron.engines.base import SubmissionOutcome, TroubleKind
 from pytest_megatron.engines.slurm import SlurmEngine
 
 FOREVER = 'touch "up-$ITEM"; exec sleep 1000'
@@ -33,7 +33,7 @@ def limited(slurm_lab: SlurmLab, tmp_path_factory: pytest.TempPathFactory) -> It
     engine.close()
 
 
-def only_outcome(engine: SlurmEngine, limit_s: float) -> Outcome:
+def only_outcome(engine: SlurmEngine, limit_s: float) -> SubmissionOutcome:
     """Poll until the one order has ended."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:

@@ -6,7 +6,7 @@ from datetime import datetime
 
 import pytest
 
-from pytest_megatron.engines.base import Phase, TroubleKind
+from pytest_megatron.engines.base import SubmissionPhase, TroubleKind
 from pytest_megatron.engines.slurm_states import (
     SQUEUE_FORMAT,
     SlurmJob,
@@ -97,17 +97,17 @@ def test_lists_of_hosts(text: str, names: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("state", "phase"),
     [
-        ("PENDING", Phase.WAITING),
-        ("CONFIGURING", Phase.WAITING),
-        ("REQUEUE_HOLD", Phase.WAITING),
-        ("RUNNING", Phase.RUNNING),
-        ("COMPLETING", Phase.RUNNING),
-        ("SUSPENDED", Phase.RUNNING),
-        ("A_STATE_OF_TOMORROW", Phase.RUNNING),
-        ("REVOKED", Phase.ENDED),
+        ("PENDING", SubmissionPhase.WAITING),
+        ("CONFIGURING", SubmissionPhase.WAITING),
+        ("REQUEUE_HOLD", SubmissionPhase.WAITING),
+        ("RUNNING", SubmissionPhase.RUNNING),
+        ("COMPLETING", SubmissionPhase.RUNNING),
+        ("SUSPENDED", SubmissionPhase.RUNNING),
+        ("A_STATE_OF_TOMORROW", SubmissionPhase.RUNNING),
+        ("REVOKED", SubmissionPhase.ENDED),
     ],
 )
-def test_how_far_a_job_is(state: str, phase: Phase) -> None:
+def test_how_far_a_job_is(state: str, phase: SubmissionPhase) -> None:
     assert phase_of(SlurmJob(job_id=1, state=state)) is phase
 
 

@@ -5,17 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.engines.config import Mode
+from pytest_megatron.engines.config import LaunchMode
 from pytest_megatron.engines.exit_table import RankExit, first_line, format_table
 from pytest_megatron.engines.task_commands import begin_phase
-from pytest_megatron.engines.task_messages import Begin, Here, decode, encode
-from pytest_megatron.engines.task_places import Place, find_place, find_ports
+from pytest_megatron.engines.task_messages import Begin, Join, decode, encode
+from pytest_megatron.engines.task_places import TaskPlace, find_place, find_ports
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.launch.case import Starter
+from pytest_megatron.launch.case import Launcher
 from pytest_megatron.launch.layout import PhaseDirs
 from pytest_megatron.launch.plan import PhasePlan
 from pytest_megatron.launch.starter import Ranks, started
-from pytest_megatron.triage.exits import LITERALS, Exit, read_exits
+from pytest_megatron.triage.exits import LITERALS, ProcessExit, read_exits
 
 STEP = {
     "SLURM_JOB_ID": "1000",
@@ -28,11 +28,11 @@ STEP = {
     "SLURM_STEP_NODELIST": "rack1-gpu[07-08],login",
     "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
 }
-HERE = Here(task=0, node=0, local=0, host="node0", devices=None, given={})
+HERE = Join(task=0, node=0, local=0, host="node0", devices=None, given={})
 ENDPOINT = ("10.0.0.1", 21000)
 
 
-def members(num_nodes: int, on_node: int, **more: str) -> dict[int, Here]:
+def members(num_nodes: int, on_node: int, **more: str) -> dict[int, Join]:
     return {
         task: replace(
             HERE,
@@ -49,7 +49,7 @@ def members(num_nodes: int, on_node: int, **more: str) -> dict[int, Here]:
 def phase(num_nodes: int, per_node: int, **env: str) -> PhasePlan:
     dirs = PhaseDirs(root=Path("/run/phase_1"))
     ranks = Ranks(
-        starter=Starter.TORCHRUN,
+        starter=Launcher.TORCHRUN,
         num_nodes=num_nodes,
         per_node=per_node,
         tee_ranks=(0,),
@@ -68,12 +68,12 @@ def phase(num_nodes: int, per_node: int, **env: str) -> PhasePlan:
     )
 
 
-def begin(mode: Mode, plan: PhasePlan, tasks: dict[int, Here]) -> dict[int, Begin]:
+def begin(mode: LaunchMode, plan: PhasePlan, tasks: dict[int, Join]) -> dict[int, Begin]:
     return begin_phase(mode, plan, Path("/project"), tasks, ENDPOINT, {"JOB": "1"})
 
 
 def test_a_task_finds_its_place_among_nodes_of_different_sizes() -> None:
-    assert find_place(STEP) == Place(
+    assert find_place(STEP) == TaskPlace(
         task=3,
         node=1,
         local=1,
@@ -96,7 +96,7 @@ def test_ports_follow_from_the_job_and_stay_in_their_range() -> None:
 
 
 def test_a_launcher_of_each_node_meets_the_others_at_node_0() -> None:
-    found = begin(Mode.TORCHRUN, phase(2, 2, JOB="2", OWN="x"), members(2, 1))
+    found = begin(LaunchMode.TORCHRUN, phase(2, 2, JOB="2", OWN="x"), members(2, 1))
     assert found[1].argv == (
         *("python", "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", "1"),
         *("--master-addr", "10.0.0.1", "--master-port", "21000", "--max-restarts", "0"),
@@ -109,32 +109,32 @@ def test_a_launcher_of_each_node_meets_the_others_at_node_0() -> None:
 
 def test_a_port_that_the_job_has_set_is_kept() -> None:
     tasks = members(2, 1, MASTER_PORT="29511", MASTER_ADDR="head")
-    words = begin(Mode.TORCHRUN, phase(2, 2), tasks)[0].argv
+    words = begin(LaunchMode.TORCHRUN, phase(2, 2), tasks)[0].argv
     assert words[words.index("--master-addr") :][:4] == (
         *("--master-addr", "head", "--master-port", "29511"),
     )
-    ranks = begin(Mode.SRUN_NATIVE, phase(2, 1), tasks)
+    ranks = begin(LaunchMode.SRUN_NATIVE, phase(2, 1), tasks)
     assert ranks[1].env["MASTER_PORT"] == "29511"
     with pytest.raises(LaunchError, match="MASTER_PORT: is 'x' in the job's environment"):
-        begin(Mode.TORCHRUN, phase(2, 2), members(2, 1, MASTER_PORT="x"))
+        begin(LaunchMode.TORCHRUN, phase(2, 2), members(2, 1, MASTER_PORT="x"))
 
 
 def test_a_rank_that_sees_one_gpu_uses_that_one() -> None:
     """srun --gpus-per-task=1: device 3 of 1 does not exist."""
     tasks = {t: replace(m, devices=str(t)) for t, m in members(1, 4).items()}
-    found = begin(Mode.SRUN_NATIVE, phase(1, 4), tasks)
+    found = begin(LaunchMode.SRUN_NATIVE, phase(1, 4), tasks)
     assert [found[t].env["RANK"] for t in range(4)] == ["0", "1", "2", "3"]
     assert {found[t].env["LOCAL_RANK"] for t in range(4)} == {"0"}
     assert "CUDA_VISIBLE_DEVICES" not in found[3].env  # as Slurm gave it
     seen = {t: replace(m, devices="0,1,2,3") for t, m in members(1, 4).items()}
-    found = begin(Mode.SRUN_NATIVE, phase(1, 4), seen)
+    found = begin(LaunchMode.SRUN_NATIVE, phase(1, 4), seen)
     assert [found[t].env["LOCAL_RANK"] for t in range(4)] == ["0", "1", "2", "3"]
 
 
 def test_a_launcher_that_sees_too_few_gpus_is_refused() -> None:
     tasks = {t: replace(m, devices="0") for t, m in members(2, 1).items()}
     with pytest.raises(LaunchError) as caught:
-        begin(Mode.TORCHRUN, phase(2, 4), tasks)
+        begin(LaunchMode.TORCHRUN, phase(2, 4), tasks)
     assert str(caught.value) == (
         "node0: shows 1 GPU (CUDA_VISIBLE_DEVICES=0) to a task with 4 ranks, expected 4; give "
         "--gpus-per-node=4 and no --gpus-per-task, or mode srun-native"
@@ -142,7 +142,7 @@ def test_a_launcher_that_sees_too_few_gpus_is_refused() -> None:
 
 
 def test_a_phase_with_fewer_ranks_leaves_the_other_tasks_alone() -> None:
-    found = begin(Mode.SRUN_NATIVE, phase(2, 1), members(2, 2))
+    found = begin(LaunchMode.SRUN_NATIVE, phase(2, 1), members(2, 2))
     assert {task: b.env["RANK"] for task, b in found.items()} == {0: "0", 2: "1"}
     assert found[2].env["WORLD_SIZE"] == "2"
     assert [begin.is_copied for begin in found.values()] == [True, False]
@@ -152,13 +152,13 @@ def test_a_phase_with_fewer_ranks_leaves_the_other_tasks_alone() -> None:
     ("mode", "tasks", "problem"),
     [
         pytest.param(
-            *(Mode.TORCHRUN, members(3, 1)),
+            *(LaunchMode.TORCHRUN, members(3, 1)),
             "srun: started 3 tasks (1 on node0, 1 on node1, 1 on node2), expected 1 on each of 2 "
             "nodes in mode torchrun; give srun --nodes=2 --ntasks-per-node=1",
             id="nodes",
         ),
         pytest.param(
-            *(Mode.SRUN_NATIVE, members(2, 1)),
+            *(LaunchMode.SRUN_NATIVE, members(2, 1)),
             "srun: started 2 tasks (1 on node0, 1 on node1), expected 2 on each of 2 nodes in mode "
             "srun-native; give srun --nodes=2 --ntasks-per-node=2",
             id="ranks",
@@ -166,7 +166,7 @@ def test_a_phase_with_fewer_ranks_leaves_the_other_tasks_alone() -> None:
     ],
 )
 def test_tasks_that_do_not_fit_the_workload_are_refused(
-    mode: Mode, tasks: dict[int, Here], problem: str
+    mode: LaunchMode, tasks: dict[int, Join], problem: str
 ) -> None:
     with pytest.raises(LaunchError) as caught:
         begin(mode, phase(2, 2), tasks)
@@ -176,7 +176,7 @@ def test_tasks_that_do_not_fit_the_workload_are_refused(
 def test_a_script_of_a_recipe_is_not_run_several_times() -> None:
     plan = replace(phase(2, 1), start=None, is_script=True)
     with pytest.raises(LaunchError, match="is a recipe's script, and the step has 2 tasks"):
-        begin(Mode.TORCHRUN, plan, members(2, 1))
+        begin(LaunchMode.TORCHRUN, plan, members(2, 1))
 
 
 def test_the_table_of_ranks_is_read_as_that_of_torch() -> None:
@@ -184,7 +184,7 @@ def test_the_table_of_ranks_is_read_as_that_of_torch() -> None:
     other = replace(first, rank=0, local_rank=0, host="a", returncode=-15, pid=70)
     lines = [first_line(first), *format_table("train.py", [first, other])]
     around = "".join(f"[nodes]: {line}\n" for line in lines)
-    found: list[Exit] = []
+    found: list[ProcessExit] = []
     at = 0
     for line in around.splitlines(keepends=True):
         if any(literal in line for literal in LITERALS):

@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 
 from pytest_megatron.engines.base import TroubleKind
-from pytest_megatron.engines.records import JobRecord, Spec, read_record, write_spec
-from pytest_megatron.launch.case import Starter
+from pytest_megatron.engines.records import JobRecord, JobSpec, read_record, write_spec
+from pytest_megatron.launch.case import Launcher
 from pytest_megatron.launch.failure import RankFailure, first_failure, read_failures
 from pytest_megatron.launch.layout import AttemptDirs
 from pytest_megatron.launch.local import End
@@ -90,7 +90,7 @@ def plan_of(root: Path, deeds: tuple[str, ...], num_nodes: int, per_node: int) -
     dirs = AttemptDirs(root=root / "attempt_1")
     phase = dirs.phase(1)
     ranks = Ranks(
-        starter=Starter.TORCHRUN,
+        starter=Launcher.TORCHRUN,
         num_nodes=num_nodes,
         per_node=per_node,
         tee_ranks=(0, 3),
@@ -118,8 +118,8 @@ def plan_of(root: Path, deeds: tuple[str, ...], num_nodes: int, per_node: int) -
     )
 
 
-def spec_of(root: Path, plan: AttemptPlan, **options: str) -> Spec:
-    return Spec(
+def spec_of(root: Path, plan: AttemptPlan, **options: str) -> JobSpec:
+    return JobSpec(
         key="item/repeat_1/attempt_1",
         plan=plan,
         outcome=root / "outcome.json",
@@ -152,7 +152,7 @@ def task_env(root: Path, task: int, num_nodes: int, per_node: int) -> dict[str, 
 @contextmanager
 def step(
     root: Path,
-    spec: Spec,
+    spec: JobSpec,
     num_nodes: int,
     per_node: int,
     missing: tuple[int, ...] = (),
@@ -178,12 +178,12 @@ def step(
             process.wait()
 
 
-def native(root: Path, *deeds: str, per_node: int = 1, **options: str) -> Spec:
+def native(root: Path, *deeds: str, per_node: int = 1, **options: str) -> JobSpec:
     """Two nodes with so many ranks each, which srun starts."""
     return spec_of(root, plan_of(root, deeds, 2, per_node), mode="srun-native", **options)
 
 
-def paused(root: Path, per_node: int = 1) -> Spec:
+def paused(root: Path, per_node: int = 1) -> JobSpec:
     return native(root, *(f"pause@{rank}" for rank in range(4)), per_node=per_node)
 
 

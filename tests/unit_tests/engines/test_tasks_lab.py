@@ -13,7 +13,7 @@ from worker_engine import AlwaysAgain, Silent, WorkerEngine
 
 from pytest_megatron.engines.base import EngineContext
 from pytest_megatron.engines.records import read_record, write_spec
-from pytest_megatron.golden.policy import Policy
+from pytest_megatron.golden.policy import ComparisonPolicy
 from pytest_megatron.golden.store import golden_path, read_golden
 from pytest_megatron.launch.case import read_case
 from pytest_megatron.launch.facts import gather_facts
@@ -22,7 +22,7 @@ from pytest_megatron.launch.plan import Setting
 from pytest_megatron.recipe.load import load_recipe
 from pytest_megatron.recipe.places import case_path
 from pytest_megatron.verdict.decide import Verdict
-from pytest_megatron.verdict.job import Job
+from pytest_megatron.verdict.job import WorkloadJob
 from pytest_megatron.verdict.judge import judge
 from pytest_megatron.verdict.retry import RetryPolicy
 from pytest_megatron.verdict.training import train
@@ -53,7 +53,7 @@ def test_a_gpt_on_two_nodes_has_the_curve_of_its_golden(
     engine = WorkerEngine(context)
     engine.before = ("srun", "--nodes=2", "--ntasks-per-node=1", "--time=2")
     engine.options = {"mode": "srun-native"}
-    job = Job(
+    job = WorkloadJob(
         node_id="multi.yaml::pp2[dev-cpu]",
         workload=workload,
         case=read_case(case_path(ROOT, workload)),
@@ -66,7 +66,7 @@ def test_a_gpt_on_two_nodes_has_the_curve_of_its_golden(
     assert [attempt.cause for attempt in training.attempts] == [None]
     assert training.verdict is Verdict.PASSED
     golden = read_golden(golden_path(ROOT, replace(workload, nodes=1)))
-    assert not judge(training, golden, Policy.STRICT, facts).failed
+    assert not judge(training, golden, ComparisonPolicy.STRICT, facts).failed
     logs = training.attempts[0].dirs.phase(1).logs
     assert sorted(path.name for path in logs.iterdir()) == ["0", "1"]
 

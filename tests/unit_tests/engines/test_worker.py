@@ -15,7 +15,7 @@ import pytest
 from tiny_project import Project, wait_until
 from worker_engine import AlwaysAgain, Silent, WorkerEngine, context_of, job_of
 
-from pytest_megatron.engines.base import Order, Outcome, Trouble, TroubleKind
+from pytest_megatron.engines.base import EngineError, Submission, SubmissionOutcome, TroubleKind
 from pytest_megatron.engines.local import LocalEngine
 from pytest_megatron.engines.records import of_start, read_record, read_spec
 from pytest_megatron.engines.registry import open_engine
@@ -29,7 +29,7 @@ def project(tmp_path: Path) -> Project:
     return Project(root=tmp_path / "project")
 
 
-def first_order(project: Project, case: str) -> Order:
+def first_order(project: Project, case: str) -> Submission:
     facts = context_of(project).facts
     (repeat,) = begin(job_of(project, case), facts, Silent(), AlwaysAgain())
     return next(repeat)
@@ -173,8 +173,8 @@ def test_a_further_attempt_keeps_away_from_the_host_that_a_trouble_names(project
     job, facts = job_of(project, project.add("sound")), context_of(project).facts
     (repeat,) = begin(job, facts, Silent(), AlwaysAgain())
     next(repeat)
-    lost = Trouble(kind=TroubleKind.LOST, text="task 1 on b was lost", hosts=("b",))
-    further = repeat.send(Outcome(hosts=("a", "b"), trouble=lost))
+    lost = EngineError(kind=TroubleKind.LOST, text="task 1 on b was lost", hosts=("b",))
+    further = repeat.send(SubmissionOutcome(hosts=("a", "b"), trouble=lost))
     assert further.avoid_hosts == {"b"}
 
 

@@ -11,8 +11,15 @@ from pathlib import Path
 
 from tiny_project import Project
 
-from pytest_megatron.engines.base import EngineContext, Order, Outcome, Phase, Resources, Update
-from pytest_megatron.engines.records import Spec, outcome_of, read_record, write_spec
+from pytest_megatron.engines.base import (
+    EngineContext,
+    Resources,
+    Submission,
+    SubmissionOutcome,
+    SubmissionPhase,
+    Update,
+)
+from pytest_megatron.engines.records import JobSpec, outcome_of, read_record, write_spec
 from pytest_megatron.launch.case import read_case
 from pytest_megatron.launch.facts import gather_facts
 from pytest_megatron.launch.follow import Progress
@@ -22,7 +29,7 @@ from pytest_megatron.recipe.load import load_recipe
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.recipe.places import case_path
 from pytest_megatron.verdict.attempt import Attempt
-from pytest_megatron.verdict.job import Job
+from pytest_megatron.verdict.job import WorkloadJob
 from pytest_megatron.verdict.retry import RetryPolicy
 
 
@@ -60,7 +67,7 @@ class WorkerEngine:
         self._env = env or {}
         self.before: tuple[str, ...] = ()
         self.options: dict[str, str] = {}
-        self._waiting: list[Order] = []
+        self._waiting: list[Submission] = []
         self.exit_codes: list[int] = []
 
     def settle(self, setting: Setting, _workload: Workload) -> Setting:
@@ -69,15 +76,15 @@ class WorkerEngine:
     def lacks(self, _needed: Resources) -> str | None:
         return None
 
-    def submit(self, orders: Sequence[Order]) -> None:
+    def submit(self, orders: Sequence[Submission]) -> None:
         self._waiting += orders
 
-    def spec(self, order: Order) -> Path:
+    def spec(self, order: Submission) -> Path:
         """Write the spec of an order."""
         planned, directory = order.planned(None), self._context.engine_dir
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / f"{order.key.replace('/', '-')}.json"
-        spec = Spec(
+        spec = JobSpec(
             key=order.key,
             plan=planned.plan,
             outcome=path.with_suffix(".outcome"),
@@ -104,8 +111,8 @@ class WorkerEngine:
         self.exit_codes.append(done.returncode)
         record = read_record(path.with_suffix(".outcome"))
         assert record is not None
-        outcome: Outcome = outcome_of(record, order.planned(None), self._context.facts)
-        return [Update(key=order.key, phase=Phase.ENDED, outcome=outcome)]
+        outcome: SubmissionOutcome = outcome_of(record, order.planned(None), self._context.facts)
+        return [Update(key=order.key, phase=SubmissionPhase.ENDED, outcome=outcome)]
 
     def cancel(self, keys: Sequence[str]) -> None: ...
 
@@ -122,13 +129,13 @@ def context_of(project: Project) -> EngineContext:
     )
 
 
-def job_of(project: Project, case: str, *, num_repeats: int = 1) -> Job:
+def job_of(project: Project, case: str, *, num_repeats: int = 1) -> WorkloadJob:
     """The job of the one row of a case."""
     (workload,) = [
         row for row in load_recipe(project.root / "recipes" / "tiny.yaml") if row.test_case == case
     ]
     node_id = f"recipes/tiny.yaml::{case}[dev-cpu]"
-    return Job(
+    return WorkloadJob(
         node_id=node_id,
         workload=workload,
         case=read_case(case_path(project.root, workload)),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pytest_megatron.gang.actions import Finish, SendRuns
 from pytest_megatron.gang.lifecycle import Lifecycle
 from pytest_megatron.gang.messages import Died, Done, PhaseEnded, Ready, Run, Stacks
-from pytest_megatron.gang.spec import RankEnd, RunEnd
+from pytest_megatron.gang.spec import RankResult, RunEnd
 
 SIZE = 8
 GRACE_S = 10.0
@@ -71,8 +71,8 @@ def the_end(actions: list[object]) -> RunEnd:
     return finish.end
 
 
-def passed(rank: int) -> RankEnd:
-    return RankEnd(rank=rank, done=done(), outcome="passed", log_dir=DIRS[rank])
+def passed(rank: int) -> RankResult:
+    return RankResult(rank=rank, done=done(), outcome="passed", log_dir=DIRS[rank])
 
 
 def stacks(*ranks: int) -> Stacks:
@@ -84,5 +84,7 @@ def stacks(*ranks: int) -> Stacks:
     )
 
 
-def late(rank: int) -> RankEnd:
-    return RankEnd(rank=rank, phase="call", stack=f"stack {rank}", flight="{}", log_dir=DIRS[rank])
+def late(rank: int) -> RankResult:
+    return RankResult(
+        rank=rank, phase="call", stack=f"stack {rank}", flight="{}", log_dir=DIRS[rank]
+    )

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from pytest_megatron.gang.agreement import Difference, compare, digest_of
+from pytest_megatron.gang.agreement import CollectionDifference, compare, digest_of
 
 
 def test_equal_tests_in_another_order_have_one_digest() -> None:
@@ -10,7 +10,7 @@ def test_equal_tests_in_another_order_have_one_digest() -> None:
 
 
 def test_equal_tests_do_not_differ() -> None:
-    assert compare(["t.py::a", "t.py::b"], ["t.py::b", "t.py::a"], {}) == Difference()
+    assert compare(["t.py::a", "t.py::b"], ["t.py::b", "t.py::a"], {}) == CollectionDifference()
 
 
 def test_missing_tests_have_the_reason_of_their_innermost_collector() -> None:

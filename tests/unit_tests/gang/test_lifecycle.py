@@ -24,8 +24,8 @@ from gang_words import (
 from pytest_megatron.gang.actions import AskForStacks, Finish, KillGang, SendClose, SendRuns
 from pytest_megatron.gang.messages import Broken, Closed, Done, Killed, Ready
 from pytest_megatron.gang.messages_of_debugger import DebuggerLeft, DebuggerReads, DebuggerWanted
-from pytest_megatron.gang.patience import START_LIMIT_S, State
-from pytest_megatron.gang.spec import RankEnd, Reason, RunEnd
+from pytest_megatron.gang.patience import START_LIMIT_S, GangState
+from pytest_megatron.gang.spec import RankResult, Reason, RunEnd
 from pytest_megatron.wording import describe_exit, name_ranks
 
 
@@ -44,7 +44,7 @@ def test_a_test_ends_once_every_rank_has_ended_it() -> None:
             )
         )
     ]
-    assert (gang.state, gang.deadline) == (State.IDLE, None)
+    assert (gang.state, gang.deadline) == (GangState.IDLE, None)
 
 
 def test_a_test_assigned_to_a_starting_gang_is_sent_when_the_last_rank_is_ready() -> None:
@@ -64,7 +64,7 @@ def test_after_a_first_death_the_others_have_the_grace_and_are_asked_where_they_
     assert gang.tick(13.9) == []
     assert gang.tick(14.0) == [AskForStacks(ranks=(6,))]
     actions = gang.handle(0, stacks(6), 14.5)
-    dead = RankEnd(rank=3, exit_code=-11, at=4.0, phase="call", log_dir=DIRS[3])
+    dead = RankResult(rank=3, exit_code=-11, at=4.0, phase="call", log_dir=DIRS[3])
     ranks = tuple({3: dead, 6: late(6)}.get(rank, passed(rank)) for rank in range(SIZE))
     assert actions == [
         KillGang(),
@@ -79,7 +79,7 @@ def test_after_a_first_death_the_others_have_the_grace_and_are_asked_where_they_
             )
         ),
     ]
-    assert gang.state is State.KILLING
+    assert gang.state is GangState.KILLING
 
 
 def test_a_death_ends_the_test_at_once_where_all_others_ended_it() -> None:
@@ -112,7 +112,9 @@ def test_a_rank_that_dies_after_its_part_fails_the_test_that_others_still_run() 
     assert actions[0] == KillGang()
     end = the_end(actions)
     assert end.reason is Reason.DIED
-    assert end.ranks[4] == RankEnd(rank=4, exit_code=1, at=2.0, outcome="passed", log_dir=DIRS[4])
+    assert end.ranks[4] == RankResult(
+        rank=4, exit_code=1, at=2.0, outcome="passed", log_dir=DIRS[4]
+    )
 
 
 def test_a_hang_is_found_by_the_limit_and_every_late_rank_is_asked() -> None:
@@ -314,7 +316,7 @@ def test_an_idle_gang_tears_down_and_is_gone() -> None:
         assert gang.handle(rank, died(rank, 0, phase=""), 2.0) == []
     assert gang.handle(SIZE - 1, died(SIZE - 1, 0, phase=""), 2.0) == [KillGang()]
     assert gang.handle(0, Killed(gang=1), 3.0) == []
-    assert (gang.state, gang.problems) == (State.GONE, [])
+    assert (gang.state, gang.problems) == (GangState.GONE, [])
     assert gang.handle(0, died(0), 4.0) == []
 
 
@@ -388,4 +390,4 @@ def test_a_gang_that_is_asked_to_close_again_tears_down_in_peace() -> None:
     gang = new_gang()
     assert gang.close(1.0) == [SendClose()]
     assert gang.close(1.1) == []
-    assert gang.state is State.CLOSING
+    assert gang.state is GangState.CLOSING

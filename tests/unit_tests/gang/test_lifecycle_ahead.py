@@ -23,7 +23,7 @@ from pytest_megatron.gang.actions import KillGang, SendRuns
 from pytest_megatron.gang.held_runs import MOST_AHEAD
 from pytest_megatron.gang.lifecycle import Lifecycle
 from pytest_megatron.gang.messages import Broken, Done
-from pytest_megatron.gang.patience import State
+from pytest_megatron.gang.patience import GangState
 from pytest_megatron.gang.spec import Reason
 
 
@@ -42,11 +42,11 @@ def test_a_gang_goes_on_with_the_test_sent_ahead_once_all_ended_well() -> None:
     assert [gang.is_past(rank) for rank in range(SIZE)] == [True] * (SIZE - 1) + [False]
     end = the_end(list(gang.handle(SIZE - 1, clean(), 4.0)))
     assert (end.run, end.reason, end.is_kept, end.duration_s) == (1, Reason.DONE, True, 4.0)
-    assert (gang.state, gang.held.number, gang.held.numbers) == (State.RUNNING, 2, [2])
+    assert (gang.state, gang.held.number, gang.held.numbers) == (GangState.RUNNING, 2, [2])
     assert gang.deadline == 4.0 + LIMIT_S / 2
     assert gang.room_ahead == MOST_AHEAD
     end = the_end([a for r in range(SIZE) for a in gang.handle(r, clean(2), 5.0)])
-    assert (end.run, end.duration_s, gang.state) == (2, 1.0, State.IDLE)
+    assert (end.run, end.duration_s, gang.state) == (2, 1.0, GangState.IDLE)
 
 
 @pytest.mark.parametrize("last", [done(), replace(clean(), num_collectives=4)])
@@ -74,7 +74,7 @@ def test_a_rank_that_dies_before_all_have_gone_on_fails_the_test_it_ended() -> N
     gang.handle(0, died(0), 1.0)
     end = the_end(end_all_but(gang, 0))
     assert (end.run, end.reason, end.ranks[0].exit_code) == (1, Reason.DIED, -9)
-    assert (gang.state, gang.held.numbers) == (State.KILLING, [])
+    assert (gang.state, gang.held.numbers) == (GangState.KILLING, [])
 
 
 def test_nothing_is_sent_ahead_of_a_test_in_trouble() -> None:

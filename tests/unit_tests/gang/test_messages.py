@@ -19,7 +19,7 @@ from pytest_megatron.gang.messages import (
     Message,
     OpenStore,
     PhaseEnded,
-    RankOrder,
+    RankConfig,
     Ready,
     Run,
     Stacks,
@@ -36,9 +36,9 @@ from pytest_megatron.gang.messages_of_debugger import (
     DebuggerWanted,
     DebuggerWrote,
 )
-from pytest_megatron.gang.messages_of_nodes import Ended, Joined, Mirrored, Welcome
+from pytest_megatron.gang.messages_of_nodes import Joined, Mirrored, SessionEnded, Welcome
 
-ORDER = RankOrder(
+ORDER = RankConfig(
     gang=1,
     rank=3,
     world_size=4,
@@ -102,7 +102,7 @@ MESSAGES: tuple[Message, ...] = (
     ),
     Joined(problem="1 error during collection", missing=("a",), extra=("b",)),
     Mirrored(hook="pytest_runtest_logstart", data={"nodeid": "a", "location": ["a", 3, "b"]}),
-    Ended(exit_code=2, kind="interrupted", text="KeyboardInterrupt"),
+    SessionEnded(exit_code=2, kind="interrupted", text="KeyboardInterrupt"),
 )
 
 

@@ -8,7 +8,14 @@ import pytest
 
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang.bootstrap import rank_env
-from pytest_megatron.gang.nodes import Nodes, Place, count_gpus, describe_node, find_key, share_gpus
+from pytest_megatron.gang.nodes import (
+    Nodes,
+    RankPlace,
+    count_gpus,
+    describe_node,
+    find_key,
+    share_gpus,
+)
 
 TWO = Nodes(num_nodes=2, ranks_per_node=4)
 
@@ -59,7 +66,7 @@ def test_ranks_that_share_gpus_are_dealt_out_as_to_nodes_that_have_them(
 ) -> None:
     assert count_gpus(world_size, ranks_per_gpu) == by_node[0]
     assert share_gpus(world_size, ranks_per_gpu) == tuple(
-        Place(
+        RankPlace(
             rank=sum(by_node[:node]) + local,
             node_rank=node,
             local_rank=local,

@@ -8,11 +8,11 @@ import pytest
 
 from pytest_megatron.golden.comparison import (
     Comparison,
+    ComparisonRule,
     Deviation,
-    Difference,
     Layer,
-    Rule,
-    Summary,
+    SeriesSummary,
+    StepDifference,
     comparisons_to_json,
     relative,
     render,
@@ -28,7 +28,7 @@ DEVIATION = Deviation(
 )
 
 
-def failed(rule: Rule, **fields: object) -> Comparison:
+def failed(rule: ComparisonRule, **fields: object) -> Comparison:
     comparison = Comparison(metric="lm loss", passed=False, rule=rule, golden_path="g.json")
     return dataclasses.replace(comparison, **fields)  # type: ignore[arg-type] # spread out
 
@@ -38,8 +38,8 @@ def failed(rule: Rule, **fields: object) -> Comparison:
     [
         pytest.param(
             failed(
-                Rule.BAND,
-                first=Difference(step=25, observed=10.7312, golden=10.6953, tolerance=1e-5),
+                ComparisonRule.BAND,
+                first=StepDifference(step=25, observed=10.7312, golden=10.6953, tolerance=1e-5),
                 deviation=DEVIATION,
                 notes=("3 of 50 steps outside, 1 may be",),
             ),
@@ -50,9 +50,9 @@ def failed(rule: Rule, **fields: object) -> Comparison:
         ),
         pytest.param(
             failed(
-                Rule.TAIL,
-                first=Difference(step=3, observed=1.0, golden=2.0),
-                summary=Summary(
+                ComparisonRule.TAIL,
+                first=StepDifference(step=3, observed=1.0, golden=2.0),
+                summary=SeriesSummary(
                     name="mean of steps 38 to 50", observed=4.04, golden=4.0, tolerance=5e-4
                 ),
             ),
@@ -61,31 +61,36 @@ def failed(rule: Rule, **fields: object) -> Comparison:
             id="summary",
         ),
         pytest.param(
-            failed(Rule.MISSING, first=Difference(step=7, observed=None, golden=4.0)),
+            failed(ComparisonRule.MISSING, first=StepDifference(step=7, observed=None, golden=4.0)),
             "lm loss, step 7: missing in the run, golden 4; g.json",
             id="missing",
         ),
         pytest.param(
-            failed(Rule.NAN, first=Difference(step=7, observed=math.nan, golden=4.5)),
+            failed(ComparisonRule.NAN, first=StepDifference(step=7, observed=math.nan, golden=4.5)),
             "lm loss, step 7: observed nan, golden 4.5; g.json",
             id="nan",
         ),
         pytest.param(
-            failed(Rule.TEXT, first=Difference(step=7, observed="nan", golden=4.5)),
+            failed(ComparisonRule.TEXT, first=StepDifference(step=7, observed="nan", golden=4.5)),
             "lm loss, step 7: observed the text 'nan', golden 4.5; g.json",
             id="text",
         ),
         pytest.param(
-            failed(Rule.GOLDEN_UNUSABLE, first=Difference(step=7, observed=None, golden="nan")),
+            failed(
+                ComparisonRule.GOLDEN_UNUSABLE,
+                first=StepDifference(step=7, observed=None, golden="nan"),
+            ),
             "lm loss, step 7: golden unusable, it has the text 'nan' here; g.json",
             id="unusable",
         ),
-        pytest.param(failed(Rule.NO_METRIC), "lm loss: metric not in the run; g.json", id="metric"),
+        pytest.param(
+            failed(ComparisonRule.NO_METRIC), "lm loss: metric not in the run; g.json", id="metric"
+        ),
         pytest.param(
             Comparison(
                 metric="lm loss",
                 passed=True,
-                rule=Rule.BITWISE,
+                rule=ComparisonRule.BITWISE,
                 golden_path="g.json",
                 deviation=Deviation(num_compared=50),
                 notes=("bitwise equal",),
@@ -101,10 +106,10 @@ def test_a_comparison_reads_as_one_line(comparison: Comparison, text: str) -> No
 
 def test_json_is_flat_and_has_texts_for_what_is_not_finite() -> None:
     comparison = failed(
-        Rule.NAN,
-        first=Difference(step=7, observed=math.nan, golden=4.5),
+        ComparisonRule.NAN,
+        first=StepDifference(step=7, observed=math.nan, golden=4.5),
         deviation=Deviation(num_compared=1, worst_step=1, largest_relative=math.inf),
-        layers=(Layer(rule=Rule.STEP_1, passed=False, measured=math.inf, limit=1e-3),),
+        layers=(Layer(rule=ComparisonRule.STEP_1, passed=False, measured=math.inf, limit=1e-3),),
     )
     written = comparisons_to_json([comparison], "strict")
     json.dumps(written, allow_nan=False)
@@ -146,13 +151,13 @@ def test_json_is_flat_and_has_texts_for_what_is_not_finite() -> None:
 
 def test_the_layers_read_as_one_line_what_failed_first() -> None:
     layers = (
-        Layer(rule=Rule.PRESENCE, passed=True, measured=50.0, limit=50.0, unit="steps"),
-        Layer(rule=Rule.OUTLIER, passed=False, measured=0.2, limit=0.01, place="step 7"),
+        Layer(rule=ComparisonRule.PRESENCE, passed=True, measured=50.0, limit=50.0, unit="steps"),
+        Layer(rule=ComparisonRule.OUTLIER, passed=False, measured=0.2, limit=0.01, place="step 7"),
     )
-    assert render_layers(failed(Rule.OUTLIER, layers=layers)) == (
+    assert render_layers(failed(ComparisonRule.OUTLIER, layers=layers)) == (
         "failed: outlier 2.0e-01 of 1.0e-02 (step 7); passed: presence 50 of 50 steps"
     )
-    assert render_layers(failed(Rule.OUTLIER)) is None
+    assert render_layers(failed(ComparisonRule.OUTLIER)) is None
 
 
 @pytest.mark.parametrize(

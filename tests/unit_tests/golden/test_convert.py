@@ -6,12 +6,12 @@ import pytest
 
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.files import JsonValue
-from pytest_megatron.golden.convert import Wish, convert
+from pytest_megatron.golden.convert import ConvertOptions, convert
 from pytest_megatron.golden.document import parse_document
 from pytest_megatron.golden.form import Form
 
-COMPACT = Wish(form=Form.COMPACT)
-MEGATRON = Wish(form=Form.MEGATRON, is_plain=True)
+COMPACT = ConvertOptions(form=Form.COMPACT)
+MEGATRON = ConvertOptions(form=Form.MEGATRON, is_plain=True)
 
 
 def block(values: JsonValue, **more: JsonValue) -> dict[str, JsonValue]:
@@ -41,12 +41,12 @@ def test_every_age_of_a_golden_becomes_every_form(form: Form) -> None:
         "twice": json.dumps(json.dumps(whole)),
         "zeros": json.dumps({"lm loss": block({"01": 2.5, "2": "nan"})}),
     }
-    texts = {name: convert(text, "g.json", Wish(form=form)) for name, text in old.items()}
+    texts = {name: convert(text, "g.json", ConvertOptions(form=form)) for name, text in old.items()}
     assert len({converted.text for converted in texts.values()}) == 1
     assert {converted.losses for converted in texts.values()} == {()}
     metrics = parse_document(texts["map"].text, "g.json").metrics
     assert metrics == parse_document(old["map"], "g.json").metrics
-    assert convert(texts["map"].text, "g.json", Wish(form=form)).text == texts["map"].text
+    assert convert(texts["map"].text, "g.json", ConvertOptions(form=form)).text == texts["map"].text
 
 
 def test_what_is_not_finite_is_kept_apart_or_told() -> None:
@@ -71,7 +71,7 @@ def test_rounding_and_dropping_are_told() -> None:
         "a": block({"1": 1.23456789, "2": "nan"}, value_precision="full"),
         "b": block({"1": 3.0}, value_precision="full"),
     }
-    wish = Wish(form=Form.COMPACT, is_rounded=True, drops_text=True)
+    wish = ConvertOptions(form=Form.COMPACT, is_rounded=True, drops_text=True)
     converted = convert(json.dumps(whole), "g.json", wish)
     assert converted.losses == (
         "a: 1 step with a text for a value ('nan')",

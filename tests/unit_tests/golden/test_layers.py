@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from pytest_megatron.golden.compare import compare
-from pytest_megatron.golden.comparison import Comparison, Rule
+from pytest_megatron.golden.comparison import Comparison, ComparisonRule
 from pytest_megatron.golden.limits import Worse
 from pytest_megatron.golden.model import Value, series_of
-from pytest_megatron.golden.policy import Base, Policy
+from pytest_megatron.golden.policy import Base, ComparisonPolicy
 from pytest_megatron.golden.provenance import Golden, Provenance
-from pytest_megatron.golden.surroundings import NOWHERE, Surroundings, drift_between
+from pytest_megatron.golden.surroundings import NOWHERE, RunEnvironment, drift_between
 
 Values = dict[int, Value]
 LOSS: Values = {s: 2.7 + 2.2 * math.exp(-s / 20) for s in range(1, 51)}
@@ -21,7 +21,7 @@ VERSIONS = {"torch": "2.13.0", "pytest": "9.2.0"}
 MADE = Provenance(
     host_class="H100", image="nemo@sha256:1", versions=VERSIONS, deterministic=True, repeats=5
 )
-HERE = Surroundings(host_class="H100", image="nemo@sha256:1", versions=VERSIONS)
+HERE = RunEnvironment(host_class="H100", image="nemo@sha256:1", versions=VERSIONS)
 BUMPED = replace(HERE, image="nemo@sha256:2", versions={"torch": "2.14.0"})
 
 
@@ -31,8 +31,8 @@ def judge(
     metric: str = "lm loss",
     golden: Values = LOSS,
     provenance: Provenance | None = MADE,
-    surroundings: Surroundings = NOWHERE,
-    policy: Policy = Policy.STRICT,
+    surroundings: RunEnvironment = NOWHERE,
+    policy: ComparisonPolicy = ComparisonPolicy.STRICT,
 ) -> Comparison:
     made = Golden(
         path="g",
@@ -66,9 +66,16 @@ def test_every_layer_says_what_it_measured_against_which_limit() -> None:
 
 def test_layers_after_the_one_that_decides_are_measured_too() -> None:
     comparison = judge(scaled(1.01), provenance=None)
-    assert comparison.rule is Rule.STEP_1
+    assert comparison.rule is ComparisonRule.STEP_1
     failed = [layer.rule for layer in comparison.layers if not layer.passed]
-    assert failed == [Rule.STEP_1, Rule.EARLY, Rule.BAND, Rule.OUTLIER, Rule.BIAS, Rule.TAIL]
+    assert failed == [
+        ComparisonRule.STEP_1,
+        ComparisonRule.EARLY,
+        ComparisonRule.BAND,
+        ComparisonRule.OUTLIER,
+        ComparisonRule.BIAS,
+        ComparisonRule.TAIL,
+    ]
 
 
 def test_a_hole_leaves_only_the_layer_of_presence() -> None:
@@ -77,9 +84,9 @@ def test_a_hole_leaves_only_the_layer_of_presence() -> None:
 
 
 def test_on_the_same_platform_a_deterministic_golden_wants_every_bit() -> None:
-    assert judge(LOSS, surroundings=HERE).rule is Rule.BITWISE
+    assert judge(LOSS, surroundings=HERE).rule is ComparisonRule.BITWISE
     comparison = judge(scaled(1 + 3e-7, 20), surroundings=HERE)
-    assert (comparison.passed, comparison.rule) == (False, Rule.EXACT)
+    assert (comparison.passed, comparison.rule) == (False, ComparisonRule.EXACT)
     assert comparison.first is not None
     assert comparison.first.step == 20
     assert comparison.notes == (
@@ -104,19 +111,19 @@ def test_on_the_same_platform_a_deterministic_golden_wants_every_bit() -> None:
 )
 @pytest.mark.parametrize("factor", [1 + 3e-7, 1 + 2e-4], ids=["last-digits", "within"])
 def test_a_change_of_container_passes_and_is_called_platform_drift(
-    surroundings: Surroundings, note: str, factor: float
+    surroundings: RunEnvironment, note: str, factor: float
 ) -> None:
     """FORMATS 9.20: every container bump breaks 61 to 72 exact tests there."""
     comparison = judge(scaled(factor), surroundings=surroundings)
-    assert (comparison.passed, comparison.rule) == (True, Rule.DRIFT)
+    assert (comparison.passed, comparison.rule) == (True, ComparisonRule.DRIFT)
     assert comparison.notes[-1] == note
     is_tiny = comparison.notes[0].startswith("differs only in the last digits")
     assert is_tiny == (factor < 1 + 1e-5)
 
 
 def test_a_regression_does_not_hide_behind_a_change_of_container() -> None:
-    assert judge(scaled(1.001), surroundings=BUMPED).rule is Rule.EARLY
-    assert judge(scaled(1.0015, 30), surroundings=BUMPED).rule is Rule.BIAS
+    assert judge(scaled(1.001), surroundings=BUMPED).rule is ComparisonRule.EARLY
+    assert judge(scaled(1.0015, 30), surroundings=BUMPED).rule is ComparisonRule.BIAS
 
 
 @pytest.mark.parametrize(
@@ -131,7 +138,9 @@ def test_a_regression_does_not_hide_behind_a_change_of_container() -> None:
         pytest.param(NOWHERE, False, id="nothing-known"),
     ],
 )
-def test_a_platform_is_the_same_only_if_that_is_known(run: Surroundings, *, expected: bool) -> None:
+def test_a_platform_is_the_same_only_if_that_is_known(
+    run: RunEnvironment, *, expected: bool
+) -> None:
     drift = drift_between(MADE, run)
     assert (drift.is_same_platform, drift.changes) == (expected, ())
 
@@ -141,22 +150,24 @@ def test_counts_of_a_deterministic_golden_are_exact_too() -> None:
     one_more: Values = {**zeros, 7: 1508.0}
     there = judge(one_more, metric="num-zeros", golden=zeros, surroundings=HERE)
     elsewhere = judge(one_more, metric="num-zeros", golden=zeros, surroundings=BUMPED)
-    assert (there.rule, elsewhere.passed) == (Rule.EXACT, True)
+    assert (there.rule, elsewhere.passed) == (ComparisonRule.EXACT, True)
 
 
 def test_the_early_window_allows_no_step_outside() -> None:
     """Of 37 bugs in real trainings 78 % showed within ten steps."""
     late, early = ({**noisy(), step: _at(step) * 1.003} for step in (30, 6))
     assert judge(late, provenance=None).passed
-    assert judge(early, provenance=None).rule is Rule.EARLY
+    assert judge(early, provenance=None).rule is ComparisonRule.EARLY
 
 
-@pytest.mark.parametrize(("size", "rule"), [(1.001, Rule.BAND), (1.005, Rule.OUTLIER)])
-def test_a_step_outside_the_band_needs_noise_around_it(size: float, rule: Rule) -> None:
+@pytest.mark.parametrize(
+    ("size", "rule"), [(1.001, ComparisonRule.BAND), (1.005, ComparisonRule.OUTLIER)]
+)
+def test_a_step_outside_the_band_needs_noise_around_it(size: float, rule: ComparisonRule) -> None:
     spike = {**LOSS, 30: _at(30) * size}
     in_company = {**noisy(), 30: _at(30) * size}
     alone = judge(spike, provenance=None)
-    assert (alone.passed, alone.rule) == (rule is Rule.BAND, rule)
+    assert (alone.passed, alone.rule) == (rule is ComparisonRule.BAND, rule)
     assert judge(in_company, provenance=None).passed
 
 
@@ -168,7 +179,7 @@ def test_the_floor_of_a_band_learned_on_the_same_platform_is_lower() -> None:
     elsewhere, here = (
         judge(off, provenance=provenance, surroundings=where) for where in (NOWHERE, HERE)
     )
-    assert (elsewhere.passed, here.rule) == (True, Rule.BAND)
+    assert (elsewhere.passed, here.rule) == (True, ComparisonRule.BAND)
 
 
 def long_run(noise: float, start: int = 1, stop: int = 401) -> tuple[Values, Values]:
@@ -185,14 +196,14 @@ def long_run(noise: float, start: int = 1, stop: int = 401) -> tuple[Values, Val
     ("noise", "start", "stop", "rule"),
     [
         pytest.param(0.0, 1, 401, None, id="chaos-alone"),
-        pytest.param(6e-3, 201, 241, Rule.WINDOW, id="a-tenth-off"),
-        pytest.param(2e-3, 51, 401, Rule.BIAS, id="all-off"),
-        pytest.param(8e-2, 301, 302, Rule.OUTLIER, id="one-step-off"),
-        pytest.param(2e-3, 2, 3, Rule.EARLY, id="an-early-step-off"),
+        pytest.param(6e-3, 201, 241, ComparisonRule.WINDOW, id="a-tenth-off"),
+        pytest.param(2e-3, 51, 401, ComparisonRule.BIAS, id="all-off"),
+        pytest.param(8e-2, 301, 302, ComparisonRule.OUTLIER, id="one-step-off"),
+        pytest.param(2e-3, 2, 3, ComparisonRule.EARLY, id="an-early-step-off"),
     ],
 )
 def test_a_long_golden_without_repeats_is_judged_by_windows(
-    noise: float, start: int, stop: int, rule: Rule | None
+    noise: float, start: int, stop: int, rule: ComparisonRule | None
 ) -> None:
     golden, run = long_run(noise, start, stop)
     comparison = judge(run, golden=golden, provenance=None)
@@ -203,13 +214,13 @@ def test_a_long_golden_without_repeats_is_judged_by_windows(
 def test_a_long_golden_with_a_band_of_its_own_is_judged_by_it() -> None:
     golden, run = long_run(0.0)
     provenance = Provenance(repeats=8, spread={"lm loss": 1e-5})
-    assert judge(run, golden=golden, provenance=provenance).rule is Rule.BAND
+    assert judge(run, golden=golden, provenance=provenance).rule is ComparisonRule.BAND
 
 
 def test_a_policy_of_its_own_holds_for_a_long_golden_too() -> None:
     golden, run = long_run(0.0)
-    policy = Policy(base=Base.STRICT, name="own", metrics={"lm loss": {"band": 2e-3}})
-    assert judge(run, golden=golden, provenance=None, policy=policy).rule is Rule.BAND
+    policy = ComparisonPolicy(base=Base.STRICT, name="own", metrics={"lm loss": {"band": 2e-3}})
+    assert judge(run, golden=golden, provenance=None, policy=policy).rule is ComparisonRule.BAND
 
 
 def test_the_floor_of_a_band_is_that_of_the_precision() -> None:
@@ -218,7 +229,7 @@ def test_the_floor_of_a_band_is_that_of_the_precision() -> None:
         judge(off, provenance=Provenance(deterministic=True, precision=precision))
         for precision in ("bf16", "fp32")
     )
-    assert (in_bf16.passed, in_fp32.rule) == (True, Rule.BAND)
+    assert (in_bf16.passed, in_fp32.rule) == (True, ComparisonRule.BAND)
 
 
 def test_a_slow_quarter_of_the_steps_does_not_hide_behind_the_median() -> None:
@@ -226,7 +237,7 @@ def test_a_slow_quarter_of_the_steps_does_not_hide_behind_the_median() -> None:
     times: Values = dict.fromkeys(range(1, 41), 0.2)
     slow: Values = {**times, **dict.fromkeys(range(20, 33), 2.0)}
     comparison = judge(slow, metric="iteration-time", golden=times, surroundings=HERE)
-    assert comparison.rule is Rule.QUARTILE
+    assert comparison.rule is ComparisonRule.QUARTILE
 
 
 @pytest.mark.parametrize(
@@ -235,7 +246,7 @@ def test_a_slow_quarter_of_the_steps_does_not_hide_behind_the_median() -> None:
 )
 def test_a_policy_says_which_side_is_worse(worse: str, factor: float, *, passed: bool) -> None:
     times: Values = dict.fromkeys(range(1, 41), 0.2)
-    policy = Policy(
+    policy = ComparisonPolicy(
         base=Base.STRICT, name="own", metrics={"iteration-time": {"worse": Worse(worse)}}
     )
     comparison = judge(
@@ -285,7 +296,9 @@ def test_a_time_is_judged_by_how_far_the_goldens_repeats_were_apart(
                 spread={} if known is None else {"iteration-time": known},
             ),
         )
-        here = Surroundings(host_class="a host")
+        here = RunEnvironment(host_class="a host")
         assert compare(golden, run, surroundings=here)[0].passed == is_fine
-        typed = Policy(base=Base.STRICT, name="o", metrics={"iteration-time": {"median": 0.1}})
+        typed = ComparisonPolicy(
+            base=Base.STRICT, name="o", metrics={"iteration-time": {"median": 0.1}}
+        )
         assert not compare(golden, run, surroundings=here, policy=typed)[0].passed

@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 import pytest
 
-from pytest_megatron.golden.compare import Policy, compare
+from pytest_megatron.golden.compare import ComparisonPolicy, compare
 from pytest_megatron.golden.model import Value, series_of
 from pytest_megatron.golden.provenance import Golden, Provenance
-from pytest_megatron.golden.surroundings import NOWHERE, Surroundings
+from pytest_megatron.golden.surroundings import NOWHERE, RunEnvironment
 
 NUM_STEPS = 100
 Curve = dict[int, float]
@@ -78,12 +78,12 @@ MUTATIONS: dict[str, Mutation] = {
     "truncated at 50 %": drop(*range(51, 101)),
     "frozen in the last half": lambda c: {s: c[min(s, 50)] for s in c},
 }
-HERE = Surroundings(host_class="H100", versions={"torch": "2.13"})
-BUMPED = Surroundings(host_class="H100", versions={"torch": "2.14"})
+HERE = RunEnvironment(host_class="H100", versions={"torch": "2.13"})
+BUMPED = RunEnvironment(host_class="H100", versions={"torch": "2.14"})
 MADE = {"host_class": HERE.host_class, "versions": HERE.versions, "precision": "bf16"}
 LEARNED = series_of({s: 1e-4 * min(1, (s - 1) / 40) for s in range(1, NUM_STEPS + 1)})
 # Where the golden is from, where the run was, and by how much its platform moved it.
-GOLDENS: dict[str, tuple[Provenance | None, Surroundings, float]] = {
+GOLDENS: dict[str, tuple[Provenance | None, RunEnvironment, float]] = {
     "unknown": (None, NOWHERE, 2e-4),
     "deterministic": (Provenance(deterministic=True, repeats=2), NOWHERE, 5e-6),
     "deterministic-here": (Provenance(deterministic=True, repeats=2, **MADE), HERE, 0.0),  # type: ignore[arg-type] # spread out
@@ -125,7 +125,7 @@ def test_megatron_approximate_misses_what_its_rules_let_through() -> None:
         if compare(
             golden,
             {"lm loss": series_of(mutate(curve()))},
-            policy=Policy.MEGATRON,
+            policy=ComparisonPolicy.MEGATRON,
             nondeterministic=True,
         )[0].passed
     }
@@ -175,8 +175,8 @@ def test_counts_memory_and_time_are_guarded_too(
     ours, theirs = (
         compare(golden, run, metrics=[metric], policy=policy, **more)[0].passed
         for policy, more in (
-            (Policy.STRICT, {"surroundings": HERE}),
-            (Policy.MEGATRON, {"nondeterministic": True}),
+            (ComparisonPolicy.STRICT, {"surroundings": HERE}),
+            (ComparisonPolicy.MEGATRON, {"nondeterministic": True}),
         )
     )
     assert (ours, theirs) == (False, not by_megatron)

@@ -7,19 +7,19 @@ import math
 import pytest
 
 from pytest_megatron.golden.compare import compare, compare_resume
-from pytest_megatron.golden.comparison import Comparison, Rule, render, render_layers
+from pytest_megatron.golden.comparison import Comparison, ComparisonRule, render, render_layers
 from pytest_megatron.golden.model import Value, series_of
-from pytest_megatron.golden.policy import Policy
+from pytest_megatron.golden.policy import ComparisonPolicy
 from pytest_megatron.golden.provenance import Golden, Provenance
-from pytest_megatron.golden.surroundings import Surroundings
+from pytest_megatron.golden.surroundings import RunEnvironment
 
 Values = dict[int, Value]
 LOSS: Values = {s: round(2.7 + 2.2 * math.exp(-s / 20), 5) for s in range(1, 51)}
-HERE = Surroundings(host_class="H100")
+HERE = RunEnvironment(host_class="H100")
 
 
 def judge(
-    golden: Values, observed: Values, policy: Policy, *, metric: str = "lm loss"
+    golden: Values, observed: Values, policy: ComparisonPolicy, *, metric: str = "lm loss"
 ) -> Comparison:
     made = Golden(
         path="g.json",
@@ -40,7 +40,7 @@ def verdicts(golden: Values, observed: Values, metric: str = "lm loss") -> tuple
     """Return whether Megatron-LM's policy passes it, and whether ours does."""
     theirs, ours = (
         judge(golden, observed, policy, metric=metric).passed
-        for policy in (Policy.MEGATRON, Policy.STRICT)
+        for policy in (ComparisonPolicy.MEGATRON, ComparisonPolicy.STRICT)
     )
     return theirs, ours
 
@@ -88,9 +88,11 @@ def test_time_is_judged_by_all_steps_after_the_warm_up_and_one_way(
 
 
 @pytest.mark.parametrize(
-    ("policy", "passed"), [(Policy.MEGATRON, False), (Policy.STRICT, True)], ids=["theirs", "ours"]
+    ("policy", "passed"),
+    [(ComparisonPolicy.MEGATRON, False), (ComparisonPolicy.STRICT, True)],
+    ids=["theirs", "ours"],
 )
-def test_a_restart_may_warm_up(policy: Policy, *, passed: bool) -> None:
+def test_a_restart_may_warm_up(policy: ComparisonPolicy, *, passed: bool) -> None:
     """FORMATS 9.21: after resume exactly the steps of the warm-up are judged there."""
     first = {"iteration-time": series_of(dict.fromkeys(range(1, 101), 0.2))}
     times = {s: 3.0 if s < 55 else 0.2 for s in range(51, 101)}
@@ -106,8 +108,8 @@ def test_a_failure_says_where_by_how_much_and_what_may_be() -> None:
     late: Values = {
         s: v * (1.008 if s > 30 else 1) for s, v in LOSS.items() if isinstance(v, float)
     }
-    comparison = judge(LOSS, late, Policy.STRICT)
-    assert comparison.rule is Rule.BAND
+    comparison = judge(LOSS, late, ComparisonPolicy.STRICT)
+    assert comparison.rule is ComparisonRule.BAND
     assert render(comparison).startswith(
         "lm loss, step 31: observed 3.192286, golden 3.16695, off by 8.0e-03 relative, tolerance "
         "allows 2.0e-03; 20 of 50 steps outside, 1 may be; "

@@ -11,7 +11,7 @@ from pytest_megatron.errors import GoldenError
 from pytest_megatron.golden.compare import compare
 from pytest_megatron.golden.limits import CostLimits, LossLimits, MemoryLimits, Worse
 from pytest_megatron.golden.model import series_of
-from pytest_megatron.golden.policy import Place, Policy
+from pytest_megatron.golden.policy import ComparedWorkload, ComparisonPolicy
 from pytest_megatron.golden.policy_file import policy_named, read_policy
 from pytest_megatron.golden.policy_rl import RlRules, compare_rl
 from pytest_megatron.golden.policy_schema import json_schema
@@ -38,7 +38,7 @@ overrides:
 """
 
 
-def policy_of(tmp_path: Path, text: str = OWN) -> Policy:
+def policy_of(tmp_path: Path, text: str = OWN) -> ComparisonPolicy:
     file = tmp_path / "policy.yaml"
     file.write_text(text)
     return read_policy(file)
@@ -61,14 +61,14 @@ def test_a_file_changes_limits_by_metric_and_inherits_the_rest(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("place", "band", "peak"),
     [
-        (Place(case="gpt/tp2", platform="dgx_h200", environment="dev"), 1e-2, 0.01),
-        (Place(case="gpt/tp2", platform="dgx_h100", environment="lts"), 5e-3, 0.05),
-        (Place(case="moe/ep2", platform="dgx_h200", environment="lts"), 5e-3, 0.05),
+        (ComparedWorkload(case="gpt/tp2", platform="dgx_h200", environment="dev"), 1e-2, 0.01),
+        (ComparedWorkload(case="gpt/tp2", platform="dgx_h100", environment="lts"), 5e-3, 0.05),
+        (ComparedWorkload(case="moe/ep2", platform="dgx_h200", environment="lts"), 5e-3, 0.05),
         (None, 5e-3, 0.01),
     ],
 )
 def test_an_override_holds_for_its_cases_platforms_and_environments(
-    tmp_path: Path, place: Place | None, band: float, peak: float
+    tmp_path: Path, place: ComparedWorkload | None, band: float, peak: float
 ) -> None:
     policy = policy_of(tmp_path).at(place)
     assert policy.limits("lm loss") == LossLimits(band=band, mean=2e-3)
@@ -108,7 +108,7 @@ def test_a_file_changes_the_rules_of_reinforcement_learning(tmp_path: Path) -> N
     run = {"lm loss": series_of({1: 0.1, 2: 0.1003})}
     passed = [
         compare_rl(golden, run, ["lm loss"], RlRules(policy=policy))[0].passed
-        for policy in (Policy.STRICT, policy_of(tmp_path))
+        for policy in (ComparisonPolicy.STRICT, policy_of(tmp_path))
     ]
     assert passed == [True, True]
     far = {"lm loss": series_of({1: 0.1, 2: 0.1008})}

@@ -7,9 +7,9 @@ import copy
 import pytest
 
 from pytest_megatron.files import JsonValue
-from pytest_megatron.golden.comparison import Rule, render
+from pytest_megatron.golden.comparison import ComparisonRule, render
 from pytest_megatron.golden.generation import GENERATION_METRICS, Generation, parse_generation
-from pytest_megatron.golden.policy import Policy
+from pytest_megatron.golden.policy import ComparisonPolicy
 from pytest_megatron.golden.policy_generation import Pair, compare_generation
 
 REQUEST: dict[str, JsonValue] = {
@@ -44,7 +44,9 @@ def changed(path: str, value: JsonValue) -> Generation:
     return parse_generation(whole, "o.json")
 
 
-def failed(observed: Generation, *metrics: str, policy: Policy = Policy.STRICT) -> list[str]:
+def failed(
+    observed: Generation, *metrics: str, policy: ComparisonPolicy = ComparisonPolicy.STRICT
+) -> list[str]:
     golden = parse_generation(GOLDEN, "g.json")
     pair = Pair(golden=golden, observed=observed, path="g.json", policy=policy)
     answers = compare_generation(pair, metrics or ALL)
@@ -53,7 +55,7 @@ def failed(observed: Generation, *metrics: str, policy: Policy = Policy.STRICT) 
 
 def test_the_very_same_output_passes_under_both_policies() -> None:
     same = parse_generation(GOLDEN, "o.json")
-    assert (failed(same), failed(same, policy=Policy.MEGATRON)) == ([], [])
+    assert (failed(same), failed(same, policy=ComparisonPolicy.MEGATRON)) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -138,7 +140,7 @@ def test_truncated_text_fails_here_and_passes_in_megatron() -> None:
         "generated_text, request '0', character 1: observed the text 'a', "
         "golden the text 'and so it goes on'; 1 of 2 requests differ; g.json"
     )
-    assert failed(short, policy=Policy.MEGATRON) == []
+    assert failed(short, policy=ComparisonPolicy.MEGATRON) == []
 
 
 def test_a_missing_request_is_a_difference_that_names_it() -> None:
@@ -160,13 +162,13 @@ def test_a_listed_metric_must_be_on_both_sides(metric: str) -> None:
     without = changed(path, None)
     whole = parse_generation(GOLDEN, "g.json")
     for golden, observed, rule in (
-        (without, whole, Rule.NO_GOLDEN),
-        (whole, without, Rule.NO_METRIC),
+        (without, whole, ComparisonRule.NO_GOLDEN),
+        (whole, without, ComparisonRule.NO_METRIC),
     ):
-        pair = Pair(golden=golden, observed=observed, path="g.json", policy=Policy.STRICT)
+        pair = Pair(golden=golden, observed=observed, path="g.json", policy=ComparisonPolicy.STRICT)
         answer = compare_generation(pair, [metric])[-1]
         assert (answer.metric, answer.passed, answer.rule) == (metric, False, rule)
-    pair = Pair(golden=without, observed=whole, path="g.json", policy=Policy.MEGATRON)
+    pair = Pair(golden=without, observed=whole, path="g.json", policy=ComparisonPolicy.MEGATRON)
     assert all(a.passed for a in compare_generation(pair, [metric, "generated_tokens"]))
 
 
@@ -174,7 +176,7 @@ def test_small_noise_in_logprobs_and_a_faster_run_pass() -> None:
     assert failed(changed("0/logprobs", [-1.5004, -2.0, -0.25])) == []
     faster = changed("throughput", [1.0, 30.0, 30.0])
     assert failed(faster) == []
-    assert len(failed(faster, policy=Policy.MEGATRON)) == 1
+    assert len(failed(faster, policy=ComparisonPolicy.MEGATRON)) == 1
 
 
 def test_time_and_memory_are_judged_on_the_goldens_kind_of_host_only() -> None:
@@ -182,7 +184,7 @@ def test_time_and_memory_are_judged_on_the_goldens_kind_of_host_only() -> None:
         golden=parse_generation(GOLDEN, "g.json"),
         observed=changed("throughput", [1.0, 2.0]),
         path="g.json",
-        policy=Policy.STRICT,
+        policy=ComparisonPolicy.STRICT,
         not_timed="another host",
     )
     (answer,) = compare_generation(pair, ["throughput"])

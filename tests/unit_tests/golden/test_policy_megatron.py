@@ -6,8 +6,8 @@ import random
 import numpy as np
 import pytest
 
-from pytest_megatron.golden.compare import Policy, compare
-from pytest_megatron.golden.comparison import Comparison, Rule
+from pytest_megatron.golden.compare import ComparisonPolicy, compare
+from pytest_megatron.golden.comparison import Comparison, ComparisonRule
 from pytest_megatron.golden.model import Series, Value, series_of
 from pytest_megatron.golden.provenance import Golden
 
@@ -23,7 +23,7 @@ def judge(
         Golden(path="golden.json", metrics={metric: series_of(golden)}),
         {metric: run},
         metrics=[metric],
-        policy=Policy.MEGATRON,
+        policy=ComparisonPolicy.MEGATRON,
         nondeterministic=approximate,
     )
     return comparison
@@ -143,7 +143,7 @@ def without(values: Values, *steps: int) -> Values:
 
 def test_an_exact_mismatch_of_the_fifth_decimal_fails() -> None:
     comparison = judge("lm loss", LOSS, changed(LOSS, {40: 9.60001}))
-    assert (comparison.passed, comparison.rule) == (False, Rule.EXACT)
+    assert (comparison.passed, comparison.rule) == (False, ComparisonRule.EXACT)
     assert comparison.first is not None
     assert comparison.first.step == 40
 
@@ -229,7 +229,7 @@ def test_memory_with_a_single_threefold_peak_passes() -> None:
 
 def test_an_empty_golden_block_fails() -> None:
     comparison = judge("lm loss", {}, {1: 1.0})
-    assert (comparison.passed, comparison.rule) == (False, Rule.GOLDEN_UNUSABLE)
+    assert (comparison.passed, comparison.rule) == (False, ComparisonRule.GOLDEN_UNUSABLE)
 
 
 def test_a_golden_of_zero_means_exactly_zero() -> None:
@@ -240,18 +240,20 @@ def test_a_golden_of_zero_means_exactly_zero() -> None:
 @pytest.mark.parametrize(
     ("metrics", "rule"),
     [
-        pytest.param(["grad-norm"], Rule.UNKNOWN, id="outside-the-table"),
-        pytest.param(["num-zeros"], Rule.NO_GOLDEN, id="not-in-the-golden"),
-        pytest.param(["iteration-time"], Rule.NO_METRIC, id="not-in-the-run"),
+        pytest.param(["grad-norm"], ComparisonRule.UNKNOWN, id="outside-the-table"),
+        pytest.param(["num-zeros"], ComparisonRule.NO_GOLDEN, id="not-in-the-golden"),
+        pytest.param(["iteration-time"], ComparisonRule.NO_METRIC, id="not-in-the-run"),
     ],
 )
-def test_a_metric_that_cannot_be_compared_fails_by_name(metrics: list[str], rule: Rule) -> None:
+def test_a_metric_that_cannot_be_compared_fails_by_name(
+    metrics: list[str], rule: ComparisonRule
+) -> None:
     golden = Golden(
         path="golden.json",
         metrics={"lm loss": series_of({1: 1.0}), "iteration-time": series_of({1: 1.0})},
     )
     (comparison,) = compare(
-        golden, {"lm loss": series_of({1: 1.0})}, metrics=metrics, policy=Policy.MEGATRON
+        golden, {"lm loss": series_of({1: 1.0})}, metrics=metrics, policy=ComparisonPolicy.MEGATRON
     )
     assert (comparison.passed, comparison.rule) == (False, rule)
 
@@ -270,5 +272,5 @@ def test_the_extraction_refuses_a_value_that_is_not_finite() -> None:
 def test_lm_loss_and_num_zeros_are_the_default() -> None:
     series = series_of({1: 1.0})
     golden = Golden(path="g", metrics={"iteration-time": series, "lm loss": series})
-    comparisons = compare(golden, golden.metrics, policy=Policy.MEGATRON)
+    comparisons = compare(golden, golden.metrics, policy=ComparisonPolicy.MEGATRON)
     assert [c.metric for c in comparisons] == ["lm loss"]

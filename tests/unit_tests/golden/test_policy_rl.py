@@ -6,15 +6,15 @@ import math
 
 import pytest
 
-from pytest_megatron.golden.comparison import Rule, render
+from pytest_megatron.golden.comparison import ComparisonRule, render
 from pytest_megatron.golden.model import MetricMap, series_of
-from pytest_megatron.golden.policy import Policy
+from pytest_megatron.golden.policy import ComparisonPolicy
 from pytest_megatron.golden.policy_rl import RlRules, compare_rl, rl_metrics
 from pytest_megatron.golden.provenance import Golden, Provenance
 
 STEPS = range(1, 11)
-STRICT = RlRules(policy=Policy.STRICT)
-MEGATRON = RlRules(policy=Policy.MEGATRON)
+STRICT = RlRules(policy=ComparisonPolicy.STRICT)
+MEGATRON = RlRules(policy=ComparisonPolicy.MEGATRON)
 SOUND: MetricMap = {
     "lm loss": series_of({s: 0.01 * (-1) ** s for s in STEPS}, is_full_precision=True),
     "iteration-time": series_of({s: 2.0 for s in STEPS if s > 1}, is_full_precision=True),
@@ -57,8 +57,8 @@ def test_a_metric_that_the_run_lacks_fails() -> None:
     """FORMATS 9.22: a listed metric that is absent from the run passes there."""
     for name in SOUND:
         without = {k: v for k, v in SOUND.items() if k != name}
-        assert failed(without) == [f"{name}: {Rule.NO_METRIC.value}"]
-        assert failed(SOUND, golden=without) == [f"{name}: {Rule.NO_GOLDEN.value}"]
+        assert failed(without) == [f"{name}: {ComparisonRule.NO_METRIC.value}"]
+        assert failed(SOUND, golden=without) == [f"{name}: {ComparisonRule.NO_GOLDEN.value}"]
 
 
 def test_memory_is_judged_both_ways() -> None:
@@ -79,7 +79,7 @@ def test_the_warm_up_can_be_left_out_of_the_time() -> None:
     slow_start = {s: 9.0 if s < 7 else 2.0 for s in STEPS if s > 1}
     observed = {**SOUND, "iteration-time": series_of(dict(slow_start), is_full_precision=True)}
     assert failed(observed) == ["iteration-time: median"]
-    assert failed(observed, RlRules(policy=Policy.STRICT, start=5)) == []
+    assert failed(observed, RlRules(policy=ComparisonPolicy.STRICT, start=5)) == []
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, "text"])

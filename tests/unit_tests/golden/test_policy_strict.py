@@ -5,11 +5,11 @@ import math
 import pytest
 
 from pytest_megatron.golden.compare import compare, compare_resume
-from pytest_megatron.golden.comparison import Comparison, Difference, Rule
+from pytest_megatron.golden.comparison import Comparison, ComparisonRule, StepDifference
 from pytest_megatron.golden.document import to_float32
 from pytest_megatron.golden.model import Value, series_of
 from pytest_megatron.golden.provenance import Golden, Provenance, Spread
-from pytest_megatron.golden.surroundings import NOWHERE, Surroundings
+from pytest_megatron.golden.surroundings import NOWHERE, RunEnvironment
 
 Values = dict[int, Value]
 HOST = "1x H100"
@@ -25,7 +25,7 @@ def judge(
     *,
     metric: str = "lm loss",
     provenance: Provenance | None = None,
-    surroundings: Surroundings = NOWHERE,
+    surroundings: RunEnvironment = NOWHERE,
     is_full_precision: bool = True,
 ) -> Comparison:
     (comparison,) = compare(
@@ -51,12 +51,12 @@ def scaled(values: Values, factor: float) -> Values:
 
 def test_an_equal_run_passes_and_is_called_bitwise_equal() -> None:
     comparison = judge(LOSS, LOSS)
-    assert (comparison.passed, comparison.rule) == (True, Rule.BITWISE)
+    assert (comparison.passed, comparison.rule) == (True, ComparisonRule.BITWISE)
     assert comparison.notes == ("bitwise equal",)
 
 
 def test_the_shortest_decimal_of_a_float32_is_bitwise_equal_to_it() -> None:
-    assert judge({1: 4.8753}, {1: 4.87529993057251}).rule is Rule.BITWISE
+    assert judge({1: 4.8753}, {1: 4.87529993057251}).rule is ComparisonRule.BITWISE
 
 
 def test_a_golden_of_five_decimals_is_equal_to_a_run_that_rounds_to_it() -> None:
@@ -67,18 +67,18 @@ def test_a_golden_of_five_decimals_is_equal_to_a_run_that_rounds_to_it() -> None
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
-        pytest.param({25: math.nan}, Rule.NAN, id="nan"),
-        pytest.param({25: math.inf}, Rule.INF, id="inf"),
-        pytest.param({25: -math.inf}, Rule.INF, id="minus-inf"),
-        pytest.param({25: "nan"}, Rule.TEXT, id="text"),
-        pytest.param({25: None}, Rule.MISSING, id="missing"),
-        pytest.param({50: None}, Rule.TRUNCATED, id="truncated"),
-        pytest.param({1: None, 50: None}, Rule.MISSING, id="missing-first-and-last"),
-        pytest.param({3: None, 25: math.nan}, Rule.MISSING, id="first-decides"),
+        pytest.param({25: math.nan}, ComparisonRule.NAN, id="nan"),
+        pytest.param({25: math.inf}, ComparisonRule.INF, id="inf"),
+        pytest.param({25: -math.inf}, ComparisonRule.INF, id="minus-inf"),
+        pytest.param({25: "nan"}, ComparisonRule.TEXT, id="text"),
+        pytest.param({25: None}, ComparisonRule.MISSING, id="missing"),
+        pytest.param({50: None}, ComparisonRule.TRUNCATED, id="truncated"),
+        pytest.param({1: None, 50: None}, ComparisonRule.MISSING, id="missing-first-and-last"),
+        pytest.param({3: None, 25: math.nan}, ComparisonRule.MISSING, id="first-decides"),
     ],
 )
 def test_missing_nan_inf_and_text_are_different_failures(
-    change: dict[int, Value | None], rule: Rule
+    change: dict[int, Value | None], rule: ComparisonRule
 ) -> None:
     """Pain point 8: missing, NaN, inf and text are four things, and none equals another."""
     observed: Values = {s: v for s, v in {**LOSS, **change}.items() if v is not None}
@@ -87,18 +87,18 @@ def test_missing_nan_inf_and_text_are_different_failures(
     assert (comparison.passed, comparison.rule) == (False, rule)
     golden = to_float32(loss_curve()[step])
     # As text: nan equals nan in a dataclass up to Python 3.12 only.
-    expected = Difference(step=step, observed=observed.get(step), golden=golden)
+    expected = StepDifference(step=step, observed=observed.get(step), golden=golden)
     assert repr(comparison.first) == repr(expected)
 
 
 @pytest.mark.parametrize("bad", ["nan", math.nan, math.inf], ids=["text", "nan", "inf"])
 def test_a_golden_with_a_hole_is_unusable_for_a_loss(bad: Value) -> None:
     golden: Values = {**LOSS, 40: bad}
-    assert judge(golden, golden).rule is Rule.GOLDEN_UNUSABLE
+    assert judge(golden, golden).rule is ComparisonRule.GOLDEN_UNUSABLE
 
 
 def test_an_empty_golden_block_is_unusable() -> None:
-    assert judge({}, LOSS).rule is Rule.GOLDEN_UNUSABLE
+    assert judge({}, LOSS).rule is ComparisonRule.GOLDEN_UNUSABLE
 
 
 def test_steps_after_the_golden_are_reported_only() -> None:
@@ -132,35 +132,38 @@ def test_without_provenance_a_few_steps_may_leave_the_band() -> None:
     curve = loss_curve()
     noisy: Values = {s: v * (1 + (7e-4 * (-1) ** s if s > 10 else 0.0)) for s, v in curve.items()}
     assert judge(LOSS, {**noisy, 25: curve[25] * 1.005}).passed
-    assert judge(LOSS, {**noisy, 25: curve[25] * 1.005, 19: curve[19] * 0.995}).rule is Rule.BAND
+    assert (
+        judge(LOSS, {**noisy, 25: curve[25] * 1.005, 19: curve[19] * 0.995}).rule
+        is ComparisonRule.BAND
+    )
     alone = judge(LOSS, {**LOSS, 25: curve[25] * 1.005})
-    assert alone.rule is Rule.OUTLIER
+    assert alone.rule is ComparisonRule.OUTLIER
     far = judge(LOSS, {**noisy, 25: curve[25] * 1.02})
     assert (far.rule, far.notes[0]) == (
-        Rule.OUTLIER,
+        ComparisonRule.OUTLIER,
         "1 of 50 steps too far outside the band for any step",
     )
 
 
 def test_a_shift_of_the_first_step_is_a_rule_of_its_own() -> None:
-    assert judge(LOSS, {**LOSS, 1: loss_curve()[1] * 1.0015}).rule is Rule.STEP_1
+    assert judge(LOSS, {**LOSS, 1: loss_curve()[1] * 1.0015}).rule is ComparisonRule.STEP_1
 
 
 def test_a_small_lasting_shift_fails_by_its_mean() -> None:
     """FORMATS 9.20: a loss that is 4.9 % off at every step passes there."""
-    assert judge(LOSS, scaled(LOSS, 1.0005)).rule is Rule.BIAS
+    assert judge(LOSS, scaled(LOSS, 1.0005)).rule is ComparisonRule.BIAS
 
 
 def test_a_small_late_shift_fails_by_the_mean_of_the_tail() -> None:
     late: Values = {s: v * (1.0008 if s > 38 else 1) for s, v in loss_curve().items()}
-    assert judge(LOSS, late).rule is Rule.TAIL
+    assert judge(LOSS, late).rule is ComparisonRule.TAIL
 
 
 def test_a_curve_that_stands_still_is_frozen() -> None:
     curve = {s: 3.0 + 1e-5 * (s % 7) for s in range(1, 51)}
     frozen: Values = {s: v if s < 40 else curve[40] for s, v in curve.items()}
     comparison = judge({**curve}, frozen, provenance=DETERMINISTIC)
-    assert comparison.rule is Rule.FROZEN
+    assert comparison.rule is ComparisonRule.FROZEN
     assert comparison.notes == ("constant from step 40 to 50, where the golden moves",)
 
 
@@ -185,7 +188,7 @@ def test_a_learned_band_is_narrow_where_the_repeats_agreed() -> None:
     spread = series_of({1: 0.0, 10: 1e-6, 40: 4e-3})
     provenance = Provenance(repeats=8, deterministic=False, spread={"lm loss": spread})
     early: Values = {**LOSS, 5: loss_curve()[5] * 1.001, 6: loss_curve()[6] * 1.001}
-    assert judge(LOSS, early, provenance=provenance).rule is Rule.EARLY
+    assert judge(LOSS, early, provenance=provenance).rule is ComparisonRule.EARLY
     assert judge(LOSS, scaled(LOSS, 1.0002)).passed
 
 
@@ -216,11 +219,11 @@ def test_zeros_are_judged_by_mean_tail_and_median_not_by_step() -> None:
         ),
     }
     assert {name: c.rule for name, c in rules.items()} == {
-        "spike": Rule.BIAS,
-        "spikes": Rule.BIAS,
-        "burst": Rule.OUTLIER,
-        "all": Rule.BIAS,
-        "late": Rule.TAIL,
+        "spike": ComparisonRule.BIAS,
+        "spikes": ComparisonRule.BIAS,
+        "burst": ComparisonRule.OUTLIER,
+        "all": ComparisonRule.BIAS,
+        "late": ComparisonRule.TAIL,
     }
     assert [c.passed for c in rules.values()] == [True, True, False, False, False]
 
@@ -239,7 +242,7 @@ def test_steps_without_an_update_have_no_zeros_to_compare() -> None:
 
 TIMES: Values = {s: 5.0 if s == 1 else 0.2 for s in range(1, 41)}
 FROM_HOST = Provenance(host_class=HOST)
-HERE = Surroundings(host_class=HOST)
+HERE = RunEnvironment(host_class=HOST)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +262,7 @@ def test_time_and_memory_are_judged_within_one_class_of_host(
         scaled(TIMES, 9.0),
         metric=metric,
         provenance=provenance,
-        surroundings=Surroundings(host_class=host_class),
+        surroundings=RunEnvironment(host_class=host_class),
     )
     assert (comparison.passed, comparison.is_judged) == (True, False)
     assert comparison.notes == (note,)
@@ -277,7 +280,7 @@ def test_time_is_judged_by_its_steady_median_upwards_only(factor: float, *, pass
         provenance=FROM_HOST,
         surroundings=HERE,
     )
-    assert (comparison.passed, comparison.rule) == (passed, Rule.MEDIAN)
+    assert (comparison.passed, comparison.rule) == (passed, ComparisonRule.MEDIAN)
 
 
 def test_a_slow_warm_up_does_not_count() -> None:
@@ -292,20 +295,22 @@ def test_times_may_be_placeholders_and_miss_the_first_step() -> None:
     golden: Values = {**TIMES, 1: "nan"}
     observed: Values = {s: v for s, v in TIMES.items() if s > 2}
     assert judge(golden, observed, metric="iteration-time").passed
-    assert judge(golden, {**observed, 9: math.nan}, metric="iteration-time").rule is Rule.NAN
+    assert (
+        judge(golden, {**observed, 9: math.nan}, metric="iteration-time").rule is ComparisonRule.NAN
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "rule", "passed"),
     [
-        pytest.param({7: 12e9}, Rule.PEAK, False, id="peak"),
-        pytest.param(dict.fromkeys(range(1, 9), 4.05e9), Rule.MEDIAN, False, id="shift"),
-        pytest.param({7: 4.03e9}, Rule.PEAK, True, id="within"),
-        pytest.param({7: 1e9}, Rule.PEAK, True, id="less"),
+        pytest.param({7: 12e9}, ComparisonRule.PEAK, False, id="peak"),
+        pytest.param(dict.fromkeys(range(1, 9), 4.05e9), ComparisonRule.MEDIAN, False, id="shift"),
+        pytest.param({7: 4.03e9}, ComparisonRule.PEAK, True, id="within"),
+        pytest.param({7: 1e9}, ComparisonRule.PEAK, True, id="less"),
     ],
 )
 def test_memory_is_judged_by_peak_and_median_upwards_only(
-    change: Values, rule: Rule, *, passed: bool
+    change: Values, rule: ComparisonRule, *, passed: bool
 ) -> None:
     golden: Values = {**dict.fromkeys(range(1, 11), 4e9), 10: 4.05e9}
     comparison = judge(
@@ -320,15 +325,17 @@ def test_memory_is_judged_by_peak_and_median_upwards_only(
 
 def test_a_metric_that_vanished_fails() -> None:
     golden = Golden(path="g", metrics={"lm loss": series_of(LOSS)})
-    assert [c.rule for c in compare(golden, {})] == [Rule.NO_METRIC]
-    assert [c.rule for c in compare(golden, {}, metrics=["x"])] == [Rule.NO_GOLDEN]
+    assert [c.rule for c in compare(golden, {})] == [ComparisonRule.NO_METRIC]
+    assert [c.rule for c in compare(golden, {}, metrics=["x"])] == [ComparisonRule.NO_GOLDEN]
 
 
 def test_a_metric_never_measured_is_judged_only_when_asked_for() -> None:
     golden = Golden(path="g", metrics={"num-zeros": series_of({1: "nan", 2: "nan"})})
     run = {"num-zeros": series_of({1: 5.0, 2: 5.0})}
-    assert [c.rule for c in compare(golden, run)] == [Rule.NOT_JUDGED]
-    assert [c.rule for c in compare(golden, run, metrics=["num-zeros"])] == [Rule.GOLDEN_UNUSABLE]
+    assert [c.rule for c in compare(golden, run)] == [ComparisonRule.NOT_JUDGED]
+    assert [c.rule for c in compare(golden, run, metrics=["num-zeros"])] == [
+        ComparisonRule.GOLDEN_UNUSABLE
+    ]
 
 
 def test_a_resumed_run_is_compared_after_the_middle_only() -> None:
@@ -343,8 +350,8 @@ def test_a_resumed_run_is_compared_after_the_middle_only() -> None:
     }
     comparisons = compare_resume(first, second, train_iters=50)
     assert [(c.passed, c.rule) for c in comparisons] == [
-        (True, Rule.BITWISE),
-        (True, Rule.NOT_JUDGED),
+        (True, ComparisonRule.BITWISE),
+        (True, ComparisonRule.NOT_JUDGED),
     ]
     wrong = {**second, "lm loss": series_of({**late, 26: 9.0}, is_full_precision=True)}
     assert not compare_resume(first, wrong, train_iters=50, metrics=["lm loss"])[0].passed
@@ -365,7 +372,7 @@ def test_reduced_precision_rounds_otherwise_on_another_class_of_host(
     made = Provenance(host_class=HOST, precision=precision, deterministic=True, repeats=5)
     observed = {**LOSS, 23: loss_curve()[23] * (1 + 4e-4)}
     comparison = judge(
-        LOSS, observed, provenance=made, surroundings=Surroundings(host_class=host_class)
+        LOSS, observed, provenance=made, surroundings=RunEnvironment(host_class=host_class)
     )
     assert comparison.passed is passed
 
@@ -384,7 +391,7 @@ def test_a_golden_that_holds_little_of_the_run_is_unusable(kept: range, *, is_en
     comparison = judge({step: LOSS[step] for step in kept}, LOSS)
     assert comparison.passed == is_enough
     if not is_enough:
-        assert comparison.rule is Rule.GOLDEN_UNUSABLE
+        assert comparison.rule is ComparisonRule.GOLDEN_UNUSABLE
         first, last = min(kept), max(kept)
         assert comparison.notes[0] == (
             f"it has steps {first} to {last}, the run 1 to 50, whose rest would pass unseen; "
@@ -402,6 +409,6 @@ def test_what_megatron_did_not_measure_before_a_time_limit_is_not_compared() -> 
     shifted = judge(golden, {s: v * 1.01 for s, v in run.items() if isinstance(v, float)})
     assert not shifted.passed
     hidden = judge({s: LOSS[s] if s == 1 else "nan" for s in LOSS}, LOSS)
-    assert (hidden.passed, hidden.rule) == (False, Rule.GOLDEN_UNUSABLE)
+    assert (hidden.passed, hidden.rule) == (False, ComparisonRule.GOLDEN_UNUSABLE)
     hole = judge({**LOSS, 7: "nan"}, LOSS)
-    assert (hole.passed, hole.rule) == (False, Rule.GOLDEN_UNUSABLE)
+    assert (hole.passed, hole.rule) == (False, ComparisonRule.GOLDEN_UNUSABLE)

@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 
 from pytest_megatron.gang import bootstrap
-from pytest_megatron.gang.messages import RankOrder
+from pytest_megatron.gang.messages import RankConfig
 from pytest_megatron.hooks.neighbours import (
     draw_same_examples,
     is_of_phases,
@@ -111,9 +111,9 @@ def test_snapshots_of_controllers_tests_alone_are_looked_through_for_unused_ones
     assert config.option.disable_unused_snapshots
 
 
-def order_of(rank: int, run_id: str) -> RankOrder:
+def order_of(rank: int, run_id: str) -> RankConfig:
     env = {"TORCHELASTIC_RUN_ID": run_id}
-    return RankOrder(
+    return RankConfig(
         gang=1,
         rank=rank,
         world_size=2,

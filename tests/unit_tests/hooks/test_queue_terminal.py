@@ -12,9 +12,9 @@ from _pytest._io import TerminalWriter
 
 from pytest_megatron.hooks.queue_terminal import QueueTerminal
 from pytest_megatron.launch.follow import parse_progress
-from pytest_megatron.verdict.campaign import Standing
+from pytest_megatron.verdict.campaign import QueueProgress
 
-STANDING = Standing(
+STANDING = QueueProgress(
     num_works=3,
     num_ended=0,
     num_running=1,

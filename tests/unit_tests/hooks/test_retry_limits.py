@@ -126,8 +126,8 @@ def test_ctrl_c_ends_the_pause_before_another_attempt(tmp_path: Path) -> None:
     project = Project(root=tmp_path)
     project.row("dns", script=[NO_NAME], write_golden=False)
     process = project.start("recipes", "--retry-backoff", "1000")
-    ledger = tmp_path / "run" / "retries.jsonl"
-    wait_until(lambda: ledger.exists() and '"retry"' in ledger.read_text(), "the pause")
+    retry_budget = tmp_path / "run" / "retries.jsonl"
+    wait_until(lambda: retry_budget.exists() and '"retry"' in retry_budget.read_text(), "the pause")
     send(process, signal.SIGINT, to_group=True)
     output, _ = process.communicate()
     assert process.returncode == pytest.ExitCode.INTERRUPTED

@@ -5,12 +5,19 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.errors import CaseError
-from pytest_megatron.launch.case import Case, Evaluation, Mode, Starter, TestType, read_case
+from pytest_megatron.launch.case import (
+    CaseMode,
+    Evaluation,
+    Launcher,
+    TestType,
+    WorkloadCase,
+    read_case,
+)
 
 HEAD = "TEST_TYPE: regular\n"
 
 
-def read(tmp_path: Path, text: str) -> Case:
+def read(tmp_path: Path, text: str) -> WorkloadCase:
     (tmp_path / "model_config.yaml").write_text(text)
     return read_case(tmp_path / "model_config.yaml")
 
@@ -19,9 +26,9 @@ def test_a_case_has_megatrons_defaults(tmp_path: Path) -> None:
     case = read(tmp_path, HEAD)
     assert (case.test_type, case.mode, case.evaluation, case.starter) == (
         TestType.REGULAR,
-        Mode.PRETRAINING,
+        CaseMode.PRETRAINING,
         Evaluation.PASS,
-        Starter.TORCHRUN,
+        Launcher.TORCHRUN,
     )
     assert (case.arguments, case.env, case.metrics, case.train_iters) == ((), {}, None, 100)
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.launch.process import Ended, GuardedProcess
+from pytest_megatron.launch.process import CommandEnd, GuardedProcess
 
 GUESTS = Path(__file__).parents[1] / "guests"
 DEADLINE_S = 30.0
@@ -56,7 +56,7 @@ def wait_until_gone(mark: Path) -> None:
     raise AssertionError(f"still there: {alive(mark)}")
 
 
-def outcome(ended: Ended) -> tuple[int, int]:
+def outcome(ended: CommandEnd) -> tuple[int, int]:
     return ended.returncode, ended.num_left
 
 

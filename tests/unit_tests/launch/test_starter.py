@@ -6,24 +6,24 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.errors import CaseError
-from pytest_megatron.launch.case import Case, Starter, read_case
+from pytest_megatron.launch.case import Launcher, WorkloadCase, read_case
 from pytest_megatron.launch.node_agents import node_command
 from pytest_megatron.launch.starter import NODE_AGENTS, Ranks, start_words, started, starter_of
 
 RANKS = Ranks(
-    starter=Starter.TORCHRUN, num_nodes=1, per_node=2, tee_ranks=(0, 3), logs=Path("/run/logs")
+    starter=Launcher.TORCHRUN, num_nodes=1, per_node=2, tee_ranks=(0, 3), logs=Path("/run/logs")
 )
 
 
 @pytest.fixture
-def ft_case(tmp_path: Path) -> Case:
+def ft_case(tmp_path: Path) -> WorkloadCase:
     (tmp_path / "model_config.yaml").write_text("TEST_TYPE: regular\nLAUNCHER: ft_launcher\n")
     return read_case(tmp_path / "model_config.yaml")
 
 
 def test_no_launcher_starts_a_rank_again() -> None:
     """FORMATS 9.28: restarts of ft_launcher hide crashes there."""
-    for starter in Starter:
+    for starter in Launcher:
         ranks = replace(RANKS, starter=starter)
         words = start_words(started("python", ranks, "train.py", ["--a", "1"]))
         at = words.index("--max-restarts")
@@ -35,7 +35,7 @@ def test_no_launcher_starts_a_rank_again() -> None:
     )
 
 
-def test_a_launcher_that_is_not_installed_is_named_with_the_way_out(ft_case: Case) -> None:
+def test_a_launcher_that_is_not_installed_is_named_with_the_way_out(ft_case: WorkloadCase) -> None:
     with pytest.raises(CaseError) as caught:
         starter_of(ft_case, None, has_ft_launcher=False)
     assert str(caught.value) == (
@@ -45,9 +45,9 @@ def test_a_launcher_that_is_not_installed_is_named_with_the_way_out(ft_case: Cas
     )
 
 
-def test_the_variable_wins_over_the_case(ft_case: Case) -> None:
-    assert starter_of(ft_case, None, has_ft_launcher=True) is Starter.FT_LAUNCHER
-    assert starter_of(ft_case, "torchrun", has_ft_launcher=False) is Starter.TORCHRUN
+def test_the_variable_wins_over_the_case(ft_case: WorkloadCase) -> None:
+    assert starter_of(ft_case, None, has_ft_launcher=True) is Launcher.FT_LAUNCHER
+    assert starter_of(ft_case, "torchrun", has_ft_launcher=False) is Launcher.TORCHRUN
     with pytest.raises(CaseError, match="is 'slurm', expected one of torchrun, ft_launcher"):
         starter_of(ft_case, "slurm", has_ft_launcher=True)
 

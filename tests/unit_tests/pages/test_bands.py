@@ -11,13 +11,15 @@ from pytest_megatron.golden.band import band_around
 from pytest_megatron.golden.compare import compare
 from pytest_megatron.golden.comparison import comparison_to_json
 from pytest_megatron.golden.model import series_of
-from pytest_megatron.golden.policy import Policy
+from pytest_megatron.golden.policy import ComparisonPolicy
 from pytest_megatron.golden.provenance import Golden, Provenance
 from pytest_megatron.pages.bands import allowed_around
 from pytest_megatron.pages.fields import Fields
 
 
-def shown(golden: Golden, policy: Policy = Policy.STRICT) -> tuple[float, ...] | None:
+def shown(
+    golden: Golden, policy: ComparisonPolicy = ComparisonPolicy.STRICT
+) -> tuple[float, ...] | None:
     (found,) = compare(golden, golden.metrics, policy=policy)
     allowed = Fields(comparison_to_json(found)).inner("allowed")
     return allowed_around(golden.metrics[found.metric], allowed)
@@ -38,7 +40,7 @@ def test_a_learned_band_comes_back_step_by_step() -> None:
 def test_five_per_cent_of_megatron_are_five_per_cent() -> None:
     golden = Golden(path="g.json", metrics={"mem-allocated-bytes": series_of({1: 10.0, 2: 20.0})})
     (found,) = compare(
-        golden, golden.metrics, metrics=["mem-allocated-bytes"], policy=Policy.MEGATRON
+        golden, golden.metrics, metrics=["mem-allocated-bytes"], policy=ComparisonPolicy.MEGATRON
     )
     allowed = Fields(comparison_to_json(found)).inner("allowed")
     assert allowed_around(golden.metrics["mem-allocated-bytes"], allowed) == (0.5, 1.0)

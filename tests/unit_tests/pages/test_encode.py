@@ -14,14 +14,16 @@ from made_run import changed, curve
 from pytest_megatron.files import JsonValue
 from pytest_megatron.golden.model import Series, series_of
 from pytest_megatron.pages.encode import encode_charts
-from pytest_megatron.pages.model import Chart, Curve, Finding, Role
+from pytest_megatron.pages.model import Chart, Curve, CurveRole, MetricFinding
 from pytest_megatron.pages.thin import choose, shares
 
 
 def chart(golden: Series, *runs: Series, first: int | None = None) -> Chart:
-    curves = [Curve(name="golden", role=Role.GOLDEN, series=golden)]
-    curves += [Curve(name=f"repeat {n}", role=Role.RUN, series=s) for n, s in enumerate(runs, 1)]
-    found = Finding(
+    curves = [Curve(name="golden", role=CurveRole.GOLDEN, series=golden)]
+    curves += [
+        Curve(name=f"repeat {n}", role=CurveRole.RUN, series=s) for n, s in enumerate(runs, 1)
+    ]
+    found = MetricFinding(
         metric="lm loss",
         repeat=1,
         against="golden",
@@ -105,7 +107,7 @@ def test_what_is_no_number_is_named_and_missing_is_another_thing_than_nan() -> N
 
 
 def test_a_resumed_curve_lacks_nothing_before_its_start() -> None:
-    late = Curve(name="phase 2", role=Role.RUN, series=curve(20).after(10), is_resumed=True)
+    late = Curve(name="phase 2", role=CurveRole.RUN, series=curve(20).after(10), is_resumed=True)
     one = chart(curve(20))
     curves = encoded(replace(one, curves=(*one.curves, late)))["c"]
     assert isinstance(curves, list)

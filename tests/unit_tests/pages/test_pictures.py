@@ -14,7 +14,7 @@ from made_run import MadeRun, changed, curve
 
 from pytest_megatron.cli.main import group
 from pytest_megatron.golden.model import Series, series_of
-from pytest_megatron.pages.model import Chart, Curve, Role
+from pytest_megatron.pages.model import Chart, Curve, CurveRole
 from pytest_megatron.pages.scale import scale_of
 from pytest_megatron.pages.svg import chart_svg
 
@@ -23,8 +23,10 @@ EVIL = '"/><script>alert(1)</script>&\x00'
 
 
 def picture(golden: Series | None, *runs: Series, title: str = "a case") -> ET.Element:
-    curves = [] if golden is None else [Curve(name="golden", role=Role.GOLDEN, series=golden)]
-    curves += [Curve(name=f"repeat {n}", role=Role.RUN, series=s) for n, s in enumerate(runs, 1)]
+    curves = [] if golden is None else [Curve(name="golden", role=CurveRole.GOLDEN, series=golden)]
+    curves += [
+        Curve(name=f"repeat {n}", role=CurveRole.RUN, series=s) for n, s in enumerate(runs, 1)
+    ]
     return ET.fromstring(chart_svg(Chart(metric="lm loss", curves=tuple(curves)), title))  # noqa: S314
 
 
@@ -87,7 +89,7 @@ def test_odd_curves_are_drawn(series: Series) -> None:
 def test_a_long_curve_is_a_small_picture_and_keeps_its_spike() -> None:
     run = changed(curve(10_000), {5_000: 100.0})
     svg = chart_svg(
-        Chart(metric="x", curves=(Curve(name="run", role=Role.RUN, series=run),)), "long"
+        Chart(metric="x", curves=(Curve(name="run", role=CurveRole.RUN, series=run),)), "long"
     )
     assert len(svg) < 40_000
     heights = [y for _, y in points(paths(ET.fromstring(svg), "#0063b2")[1])]  # noqa: S314

@@ -16,7 +16,7 @@ from staged_run import NUM_STEPS, ORIGIN, curve, metric_map
 from pytest_megatron.golden.generation import parse_generation
 from pytest_megatron.golden.model import MetricMap, Value
 from pytest_megatron.golden.provenance import Golden
-from pytest_megatron.refresh.difference import Start, State, Trend, bucket_of, differ
+from pytest_megatron.refresh.difference import Divergence, FileChange, Trend, bucket_of, differ
 from pytest_megatron.refresh.forms import differences_json, differences_text
 from pytest_megatron.refresh.pull_request import MOST_BYTES, commit_message, interpret, markdown
 
@@ -69,9 +69,13 @@ def test_values_that_are_no_numbers_are_counted() -> None:
 
 @pytest.mark.parametrize(
     ("step", "start", "words"),
-    [(1, Start.STEP_1, "step 1"), (7, Start.EARLY, "by step 10 (7)"), (40, Start.LATER, "later")],
+    [
+        (1, Divergence.STEP_1, "step 1"),
+        (7, Divergence.EARLY, "by step 10 (7)"),
+        (40, Divergence.LATER, "later"),
+    ],
 )
-def test_where_curves_part_is_told(step: int, start: Start, words: str) -> None:
+def test_where_curves_part_is_told(step: int, start: Divergence, words: str) -> None:
     found = differ("g", OLD, scaled({step: 1.01}))
     assert (found.metrics[0].start, found.metrics[0].first_step) == (start, step)
     assert f"| {words}" in markdown([found])
@@ -90,12 +94,12 @@ def test_files_and_metrics_that_are_new_or_gone_are_listed() -> None:
         differ("less.json", two, OLD),
     ]
     assert [d.state for d in found] == [
-        State.NEW,
-        State.GONE,
-        State.UNCHANGED,
-        State.UNREADABLE,
-        State.CHANGED,
-        State.CHANGED,
+        FileChange.NEW,
+        FileChange.GONE,
+        FileChange.UNCHANGED,
+        FileChange.UNREADABLE,
+        FileChange.CHANGED,
+        FileChange.CHANGED,
     ]
     page = markdown(found)
     for line in ("New (1):", "Gone (1):", "Unchanged (1):", "Was unreadable (1):"):

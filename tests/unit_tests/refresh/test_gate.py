@@ -13,7 +13,7 @@ from staged_run import COMMIT, NUM_STEPS, ORIGIN, Staged, curve, metric_map
 
 from pytest_megatron.files import JsonValue
 from pytest_megatron.golden.model import MetricMap, Value
-from pytest_megatron.golden.policy import Policy
+from pytest_megatron.golden.policy import ComparisonPolicy
 from pytest_megatron.golden.provenance import Provenance
 from pytest_megatron.golden.store import read_golden
 from pytest_megatron.refresh.accept import Terms, accept
@@ -32,7 +32,9 @@ def staged(tmp_path: Path) -> Staged:
 def rules(staged: Staged, terms: Terms = Terms()) -> list[str]:  # noqa: B008 - frozen
     """Accept the run; return why not. Whatever is refused, the goldens are as they were."""
     before = tree(staged)
-    outcome = accept(read_run(staged.run_dir, staged.root, Policy.STRICT), staged.root, terms)
+    outcome = accept(
+        read_run(staged.run_dir, staged.root, ComparisonPolicy.STRICT), staged.root, terms
+    )
     assert outcome.is_written == (not outcome.refused)
     assert outcome.is_written or tree(staged) == before
     return [refusal.rule.value for _, refusal in outcome.refused]
@@ -422,7 +424,7 @@ def test_many_goldens_that_move_one_way_have_one_cause(
     for number in range(21):
         staged.golden(f"c{number}")
         staged.add(f"c{number}", [new, new])
-    candidates = read_run(staged.run_dir, staged.root, Policy.STRICT)
+    candidates = read_run(staged.run_dir, staged.root, ComparisonPolicy.STRICT)
     outcome = accept(candidates, staged.root, Terms())
     ((name, refusal),) = outcome.refused
     assert (name, refusal.rule.value, outcome.is_written) == ("21 goldens", "one-direction", False)

@@ -7,7 +7,7 @@ import pytest
 
 from pytest_megatron.files import JsonValue
 from pytest_megatron.gang.messages import Done
-from pytest_megatron.gang.spec import RankEnd, Reason, RunEnd
+from pytest_megatron.gang.spec import RankResult, Reason, RunEnd
 from pytest_megatron.report.merge import Merged, merge
 from pytest_megatron.report.phase import crash_message, longrepr_text
 
@@ -61,22 +61,22 @@ def rank(
     teardown: JsonValue = None,
     at: float | None = None,
     num_collectives: int = 3,
-) -> RankEnd:
+) -> RankResult:
     """A rank that reported: by default it passed."""
     reports = (setup or quick("setup"), *(calls or (quick("call"),)), teardown or quick("teardown"))
     done = Done(run=1, reports=reports, num_collectives=num_collectives)
-    return RankEnd(rank=number, done=done, at=at, log_dir=f"logs/{number}")
+    return RankResult(rank=number, done=done, at=at, log_dir=f"logs/{number}")
 
 
-def skipped(number: int, reason: str) -> RankEnd:
+def skipped(number: int, reason: str) -> RankResult:
     done = Done(run=1, reports=(skipping(reason), quick("teardown")))
-    return RankEnd(rank=number, done=done, at=1.0, log_dir=f"logs/{number}")
+    return RankResult(rank=number, done=done, at=1.0, log_dir=f"logs/{number}")
 
 
 def dead(
     number: int, exit_code: int, *, phase: str = "call", at: float = 2.0, problem: str = ""
-) -> RankEnd:
-    return RankEnd(
+) -> RankResult:
+    return RankResult(
         rank=number,
         exit_code=exit_code,
         phase=phase,
@@ -86,12 +86,12 @@ def dead(
     )
 
 
-def late(number: int, *, phase: str = "call", stack: str = "") -> RankEnd:
-    return RankEnd(rank=number, phase=phase, stack=stack, log_dir=f"logs/{number}")
+def late(number: int, *, phase: str = "call", stack: str = "") -> RankResult:
+    return RankResult(rank=number, phase=phase, stack=stack, log_dir=f"logs/{number}")
 
 
 def merge_ranks(
-    *ranks: RankEnd, reason: Reason = Reason.DONE, limit_s: float = 0.0
+    *ranks: RankResult, reason: Reason = Reason.DONE, limit_s: float = 0.0
 ) -> dict[str, Merged]:
     """Merge; return the reports by phase. Every phase has at most one here."""
     end = RunEnd(run=1, reason=reason, ranks=ranks, limit_s=limit_s, duration_s=4.0, is_kept=False)
@@ -221,7 +221,7 @@ def test_ranks_that_were_stopped_because_of_a_failure_are_told_not_blamed() -> N
     assert blocks(call)["ranks"].splitlines()[1] == "rank 1: was still in call, and was stopped"
 
 
-def still_set_up(number: int) -> RankEnd:
+def still_set_up(number: int) -> RankResult:
     """A rank that was stopped in the last collective of its set-up."""
     return late(number, phase="setup", stack=STACK)
 
@@ -289,7 +289,7 @@ def test_a_skip_in_set_up_on_one_rank_and_a_failure_on_another_is_the_failure() 
 
 
 def test_an_error_in_set_up_ends_the_test_there() -> None:
-    broken = RankEnd(
+    broken = RankResult(
         rank=1,
         done=Done(run=1, reports=(failing("OSError: no", when="setup"), quick("teardown"))),
         at=1.0,
@@ -378,7 +378,7 @@ def subtest(name: str, outcome: str) -> dict[str, JsonValue]:
 
 
 def test_subtests_are_merged_by_name_before_their_test() -> None:
-    ranks: Sequence[RankEnd] = (
+    ranks: Sequence[RankResult] = (
         rank(0, subtest("a", "passed"), subtest("b", "passed"), quick("call")),
         rank(1, subtest("a", "passed"), subtest("b", "failed"), quick("call")),
     )

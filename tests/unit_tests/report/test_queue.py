@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 
 from pytest_megatron.report.queue import is_due, queue_text
-from pytest_megatron.verdict.campaign import Standing
+from pytest_megatron.verdict.campaign import QueueProgress
 
-STANDING = Standing(
+STANDING = QueueProgress(
     num_works=200,
     num_ended=12,
     num_running=3,

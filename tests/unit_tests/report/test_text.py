@@ -9,9 +9,9 @@ from pytest_megatron.launch.plan import Setting
 from pytest_megatron.recipe.model import Row, parse_row
 from pytest_megatron.report.record import item_record
 from pytest_megatron.report.text import summary_line, training_failure
-from pytest_megatron.verdict.attempt import Attempt, Cause
+from pytest_megatron.verdict.attempt import Attempt, FailureCause
 from pytest_megatron.verdict.decide import decide_training
-from pytest_megatron.verdict.job import Job, Training
+from pytest_megatron.verdict.job import Training, WorkloadJob
 from pytest_megatron.verdict.retry import RetryPolicy, fingerprint
 from pytest_megatron.verdict.signature import match_signature
 
@@ -32,7 +32,7 @@ WORKLOAD = parse_row(
     file=Path("recipes/r.yaml"),
     variant=(),
 )
-JOB = Job(
+JOB = WorkloadJob(
     node_id="recipes/r.yaml::tp1[dev-cpu]",
     workload=WORKLOAD,
     case=None,
@@ -41,16 +41,18 @@ JOB = Job(
     num_repeats=1,
     retry=RetryPolicy(),
 )
-CRASH = Cause(
+CRASH = FailureCause(
     text="rank 1 of 2 raised ValueError: no; see logs/1/stderr.log",
     evidence=("Traceback", "ValueError: no"),
     rank=1,
 )
-NO_PORT = Cause(text="rank 0 of 2 raised E; see x", signature=match_signature(["EADDRINUSE"]))
+NO_PORT = FailureCause(
+    text="rank 0 of 2 raised E; see x", signature=match_signature(["EADDRINUSE"])
+)
 LOSS: MetricMap = {"lm loss": series_of({1: 6.134, 10: 5.234})}
 
 
-def training(*causes: Cause | None) -> Training:
+def training(*causes: FailureCause | None) -> Training:
     """A training of one repeat; its last attempt measured a loss if it is clean."""
     attempts = tuple(
         Attempt(

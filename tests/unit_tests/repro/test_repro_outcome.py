@@ -9,23 +9,23 @@ import pytest
 from recorded_runs import a_row, a_test, chosen_of
 
 from pytest_megatron.files import JsonValue
-from pytest_megatron.repro.outcome import Exit, judge_again
+from pytest_megatron.repro.outcome import ReproExit, judge_again
 
 
 @pytest.mark.parametrize(
     ("again", "expected"),
     [
-        pytest.param({"verdict": "passed"}, Exit.PASSED, id="passes"),
-        pytest.param({"verdict": "flaky"}, Exit.PASSED, id="passes when run again"),
-        pytest.param({"verdict": "skipped"}, Exit.UNKNOWN, id="skipped"),
-        pytest.param({"verdict": "broken", "fingerprint": "x"}, Exit.UNKNOWN, id="broken"),
-        pytest.param({}, Exit.SAME, id="the same"),
-        pytest.param({"fingerprint": "died|was killed"}, Exit.OTHER, id="another failure"),
+        pytest.param({"verdict": "passed"}, ReproExit.PASSED, id="passes"),
+        pytest.param({"verdict": "flaky"}, ReproExit.PASSED, id="passes when run again"),
+        pytest.param({"verdict": "skipped"}, ReproExit.UNKNOWN, id="skipped"),
+        pytest.param({"verdict": "broken", "fingerprint": "x"}, ReproExit.UNKNOWN, id="broken"),
+        pytest.param({}, ReproExit.SAME, id="the same"),
+        pytest.param({"fingerprint": "died|was killed"}, ReproExit.OTHER, id="another failure"),
     ],
 )
 @pytest.mark.parametrize("record", [a_test(), a_row()], ids=["test", "workload"])
 def test_outcomes_suit_git_bisect(
-    tmp_path: Path, record: dict[str, JsonValue], again: dict[str, JsonValue], expected: Exit
+    tmp_path: Path, record: dict[str, JsonValue], again: dict[str, JsonValue], expected: ReproExit
 ) -> None:
     chosen = chosen_of(tmp_path, record)
     found = replace(chosen.item, **again)  # type: ignore[arg-type]  # of a record
@@ -35,5 +35,5 @@ def test_outcomes_suit_git_bisect(
 @pytest.mark.parametrize(("code", "reason"), [(4, "has no such test"), (2, "import a test")])
 def test_an_item_that_did_not_run_says_nothing(tmp_path: Path, code: int, reason: str) -> None:
     outcome = judge_again(chosen_of(tmp_path, a_test()), None, code)
-    assert outcome.exit is Exit.UNKNOWN
+    assert outcome.exit is ReproExit.UNKNOWN
     assert reason in outcome.text

@@ -13,7 +13,7 @@ from pytest_megatron.errors import TriageError
 from pytest_megatron.triage.collectives import Desync, analyse
 from pytest_megatron.triage.flight import (
     FlightDump,
-    Frame,
+    FlightFrame,
     is_flight_name,
     parse_flight,
     read_flight,
@@ -91,7 +91,7 @@ def test_pickle_and_json_read_the_same(tmp_path: Path) -> None:
         ("all_reduce", 1, False),
         ("broadcast", 2, True),
     ]
-    assert first.entries[0].own_frame == Frame(file="/home/me/train.py", line=14, name="step")
+    assert first.entries[0].own_frame == FlightFrame(file="/home/me/train.py", line=14, name="step")
 
 
 class Hostile:

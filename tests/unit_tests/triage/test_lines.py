@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from launches import traceback
 
-from pytest_megatron.triage.exits import Exit, read_exits
+from pytest_megatron.triage.exits import ProcessExit, read_exits
 from pytest_megatron.triage.lines import Line, is_labelled, parse_iteration, parse_line
 from pytest_megatron.triage.trace import HEADER, is_at_end, read_chain
 
@@ -147,7 +147,7 @@ def test_a_row_of_torchs_table_carries_what_the_rank_raised() -> None:
     )
     at = around.index("  rank ")
     (end,) = read_exits("  rank      : 5 (local_rank: 1)", around, at)
-    assert isinstance(end, Exit)
+    assert isinstance(end, ProcessExit)
     assert (end.rank, end.how, end.message, end.shown) == (
         *(5, "exit code 1", "KeyError: 'y'"),
         "exitcode  : 1 (pid: 9)",

@@ -8,8 +8,8 @@ import pytest
 
 from pytest_megatron.errors import TriageError
 from pytest_megatron.triage.signature import (
-    Policy,
-    Role,
+    LineRole,
+    RetryAdvice,
     Signature,
     builtin_table,
     check_rules,
@@ -81,8 +81,8 @@ def test_what_looks_like_a_networks_or_machines_failure_and_is_none(
 
 def test_nothing_transient_is_never_worth_another_run() -> None:
     kinds = {(row.is_transient, row.policy) for row in builtin_table().signatures}
-    assert (True, Policy.NEVER) not in kinds
-    assert (True, Policy.DIAGNOSE) not in kinds
+    assert (True, RetryAdvice.NEVER) not in kinds
+    assert (True, RetryAdvice.DIAGNOSE) not in kinds
 
 
 def test_every_family_has_a_row() -> None:
@@ -153,7 +153,7 @@ def test_users_rows_come_first(own: Path) -> None:
         family="license",
         pattern=r"no licence for \S+",
         is_transient=True,
-        policy=Policy.BACKOFF,
+        policy=RetryAdvice.BACKOFF,
         advice="ask the licence server's owner",
         examples=("RuntimeError: no licence for solver",),
     )
@@ -200,4 +200,4 @@ def test_a_row_that_its_examples_contradict_is_reported(own: Path) -> None:
 
 def test_roles_are_told_apart() -> None:
     roles = {row.role for row in builtin_table().signatures}
-    assert {Role.CAUSE, Role.CASCADE, Role.CONFIRMATION} <= roles
+    assert {LineRole.CAUSE, LineRole.CASCADE, LineRole.CONFIRMATION} <= roles

@@ -11,7 +11,7 @@ from pytest_megatron.launch.follow import Progress
 from pytest_megatron.launch.layout import PhaseDirs
 from pytest_megatron.launch.local import End, PhaseEnd
 from pytest_megatron.launch.plan import PhasePlan
-from pytest_megatron.verdict.attempt import Cause, judge_attempt
+from pytest_megatron.verdict.attempt import FailureCause, judge_attempt
 
 
 def phase(
@@ -45,7 +45,7 @@ def write_lines(root: Path, losses: dict[int, float], name: str = "lm loss") -> 
     (root / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
 
 
-def cause_of(end: PhaseEnd, *names: str) -> Cause | None:
+def cause_of(end: PhaseEnd, *names: str) -> FailureCause | None:
     names = names or ("lm loss",)
     return judge_attempt([end], metric_names=names, time_limit_s=60)[1]
 

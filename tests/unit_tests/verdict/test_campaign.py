@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.engines.base import (
-    Order,
-    Outcome,
-    Phase,
     Planned,
     Resources,
+    Submission,
+    SubmissionOutcome,
+    SubmissionPhase,
     TroubleKind,
     Update,
 )
@@ -23,8 +23,8 @@ from pytest_megatron.launch.follow import Progress
 from pytest_megatron.launch.layout import AttemptDirs
 from pytest_megatron.launch.plan import Setting
 from pytest_megatron.recipe.model import Workload
-from pytest_megatron.verdict.attempt import Attempt, Cause
-from pytest_megatron.verdict.campaign import Campaign, Work
+from pytest_megatron.verdict.attempt import Attempt, FailureCause
+from pytest_megatron.verdict.campaign import QueuedWorkload, WorkloadScheduler
 from pytest_megatron.verdict.training import Repeat, RepeatEnd
 
 NEEDED = Resources(
@@ -52,7 +52,7 @@ class FakeEngine:
     is_queue: bool = True
     interval_s: float = 10.0
     taken: list[str] = field(default_factory=list)
-    held: dict[str, Order] = field(default_factory=dict)
+    held: dict[str, Submission] = field(default_factory=dict)
     says: list[Update] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     num_polls: int = 0
@@ -64,7 +64,7 @@ class FakeEngine:
     def lacks(self, _needed: Resources) -> str | None:
         return None
 
-    def submit(self, orders: Sequence[Order]) -> None:
+    def submit(self, orders: Sequence[Submission]) -> None:
         if self.refusal:
             raise LaunchError("fake", self.refusal)
         self.taken += [order.key for order in orders]
@@ -85,9 +85,11 @@ class FakeEngine:
     def end(self, *keys: str) -> None:
         for key in keys:
             del self.held[key]
-            self.says.append(Update(key=key, phase=Phase.ENDED, outcome=Outcome()))
+            self.says.append(
+                Update(key=key, phase=SubmissionPhase.ENDED, outcome=SubmissionOutcome())
+            )
 
-    def tell(self, key: str, phase: Phase, detail: str) -> None:
+    def tell(self, key: str, phase: SubmissionPhase, detail: str) -> None:
         self.says.append(Update(key=key, phase=phase, detail=detail))
 
 
@@ -103,8 +105,8 @@ def plan_nothing(_devices: tuple[str, ...] | None) -> Planned:
     raise AssertionError
 
 
-def order(key: str, *, delay_s: float = 0.0) -> Order:
-    return Order(
+def order(key: str, *, delay_s: float = 0.0) -> Submission:
+    return Submission(
         key=key,
         node_id=key.partition("/")[0],
         resources=NEEDED,
@@ -122,7 +124,7 @@ def ended(*, is_good: bool = True) -> RepeatEnd:
         dirs=AttemptDirs(root=Path("a")),
         ends=(),
         metrics=(),
-        cause=None if is_good else Cause(text="no good"),
+        cause=None if is_good else FailureCause(text="no good"),
     )
     return RepeatEnd(attempts=(attempt,), stopped=None)
 
@@ -142,8 +144,8 @@ def work(
     *,
     expected_s: float | None = None,
     num_gpus: int = 1,
-) -> Work:
-    return Work(
+) -> QueuedWorkload:
+    return QueuedWorkload(
         name=name,
         begin=begin or (lambda: [repeat(name)]),
         expected_s=expected_s,
@@ -153,7 +155,7 @@ def work(
 
 def test_the_longest_is_ordered_first_and_the_biggest_of_a_length() -> None:
     engine = FakeEngine()
-    campaign = Campaign(engine, clock=FakeClock())
+    scheduler = WorkloadScheduler(engine, clock=FakeClock())
     works = [
         work("short", expected_s=10.0),
         work("unknown"),  # counts as the mean, 40 s
@@ -161,8 +163,8 @@ def test_the_longest_is_ordered_first_and_the_biggest_of_a_length() -> None:
         work("small", expected_s=30.0),
         work("big", expected_s=30.0, num_gpus=8),
     ]
-    campaign.add(works)
-    campaign.step()
+    scheduler.add(works)
+    scheduler.step()
     assert [key.split("/")[0] for key in engine.taken] == [
         "long",
         "unknown",
@@ -174,38 +176,38 @@ def test_the_longest_is_ordered_first_and_the_biggest_of_a_length() -> None:
 
 def test_one_question_an_interval_and_the_ended_are_handed_out_once() -> None:
     engine, clock = FakeEngine(), FakeClock()
-    campaign = Campaign(engine, clock=clock)
-    campaign.add([work("a"), work("b")])
-    assert campaign.step() == []
+    scheduler = WorkloadScheduler(engine, clock=clock)
+    scheduler.add([work("a"), work("b")])
+    assert scheduler.step() == []
     engine.end("b/1/1")
-    assert (campaign.step(), engine.num_polls, campaign.pause_s()) == ([], 1, 10.0)
+    assert (scheduler.step(), engine.num_polls, scheduler.pause_s()) == ([], 1, 10.0)
     clock.now = 10.0
-    assert [end.name for end in campaign.step()] == ["b"]
+    assert [end.name for end in scheduler.step()] == ["b"]
     engine.end("a/1/1")
     clock.now = 20.0
-    assert [(end.name, len(end.ends)) for end in campaign.step()] == [("a", 1)]
-    assert (campaign.is_done, engine.num_polls, campaign.pause_s()) == (True, 3, 0.0)
+    assert [(end.name, len(end.ends)) for end in scheduler.step()] == [("a", 1)]
+    assert (scheduler.is_done, engine.num_polls, scheduler.pause_s()) == (True, 3, 0.0)
 
 
 def test_a_further_attempt_waits_for_its_pause_and_goes_before_what_is_shorter() -> None:
     engine, clock = FakeEngine(), FakeClock()
-    campaign = Campaign(engine, most_orders=2, clock=clock)
-    campaign.add(
+    scheduler = WorkloadScheduler(engine, most_orders=2, clock=clock)
+    scheduler.add(
         [
             work("long", lambda: [repeat("long", pauses_s=[15.0])], expected_s=100.0),
             *(work(f"short{n}", expected_s=float(10 - n)) for n in range(4)),
         ]
     )
-    campaign.step()
+    scheduler.step()
     assert engine.taken == ["long/1/1", "short0/1/1"]
     for clock.now in (10.0, 20.0):
         engine.end(next(iter(engine.held)))
-        campaign.step()
+        scheduler.step()
     assert engine.taken[2:] == ["short1/1/1", "short2/1/1"]
     clock.now = 30.0
     engine.end(next(iter(engine.held)))
-    assert campaign.pause_s() == 0.0
-    campaign.step()
+    assert scheduler.pause_s() == 0.0
+    scheduler.step()
     # One that is due is ordered as soon as there is room, without another pause by the engine.
     assert engine.taken[4:] == ["long/1/2"]
     assert engine.held["long/1/2"].delay_s == 0.0
@@ -213,8 +215,8 @@ def test_a_further_attempt_waits_for_its_pause_and_goes_before_what_is_shorter()
 
 def test_what_waits_in_the_queue_for_too_long_is_cancelled_and_says_why() -> None:
     engine, clock = FakeEngine(), FakeClock()
-    campaign = Campaign(engine, queue_timeout_s=60.0, clock=clock)
-    told: list[Outcome] = []
+    scheduler = WorkloadScheduler(engine, queue_timeout_s=60.0, clock=clock)
+    told: list[SubmissionOutcome] = []
 
     def hears(name: str) -> Repeat:
         told.append((yield order(f"{name}/1/1")))
@@ -224,16 +226,16 @@ def test_what_waits_in_the_queue_for_too_long_is_cancelled_and_says_why() -> Non
         return [hears(name)]
 
     names = ("stays", "runs", "new")
-    campaign.add([work(name, functools.partial(begin_one, name)) for name in names])
-    campaign.step()
-    engine.tell("stays/1/1", Phase.WAITING, "job 41 waits: Priority")
-    engine.tell("runs/1/1", Phase.RUNNING, "")
-    engine.tell("new/1/1", Phase.RUNNING, "")
+    scheduler.add([work(name, functools.partial(begin_one, name)) for name in names])
+    scheduler.step()
+    engine.tell("stays/1/1", SubmissionPhase.WAITING, "job 41 waits: Priority")
+    engine.tell("runs/1/1", SubmissionPhase.RUNNING, "")
+    engine.tell("new/1/1", SubmissionPhase.RUNNING, "")
     clock.now = 30.0
-    assert campaign.step() == []
-    engine.tell("new/1/1", Phase.WAITING, "it was put into the queue again")
+    assert scheduler.step() == []
+    engine.tell("new/1/1", SubmissionPhase.WAITING, "it was put into the queue again")
     clock.now = 60.0
-    (end,) = campaign.step()
+    (end,) = scheduler.step()
     assert (end.name, engine.cancelled, list(engine.held)) == (
         "stays",
         ["stays/1/1"],
@@ -246,58 +248,58 @@ def test_what_waits_in_the_queue_for_too_long_is_cancelled_and_says_why() -> Non
         "it waited in the queue for longer than --queue-timeout, 60 s; last: job 41 waits: Priority"
     )
     clock.now = 120.0
-    assert [end.name for end in campaign.step()] == ["new"]
+    assert [end.name for end in scheduler.step()] == ["new"]
 
 
 def test_a_bad_repeat_ends_the_others_of_its_workload_alone() -> None:
     engine, clock = FakeEngine(), FakeClock()
-    campaign = Campaign(engine, clock=clock)
-    campaign.add(
+    scheduler = WorkloadScheduler(engine, clock=clock)
+    scheduler.add(
         [
             work("a", lambda: [repeat("a", n, is_good=n != 2) for n in (1, 2, 3)]),
             work("b"),
         ]
     )
-    campaign.step()
+    scheduler.step()
     engine.end("a/1/1", "a/2/1")
     clock.now = 10.0
-    (end,) = campaign.step()
+    (end,) = scheduler.step()
     assert (end.name, len(end.ends), engine.cancelled) == ("a", 2, ["a/3/1"])
     assert list(engine.held) == ["b/1/1"]
 
 
 def test_a_repeat_that_raises_ends_its_workload_and_others_go_on() -> None:
-    def raising() -> Generator[Order, Outcome, RepeatEnd]:
+    def raising() -> Generator[Submission, SubmissionOutcome, RepeatEnd]:
         yield order("a/1/1")
         raise RuntimeError("a bug")
 
     engine, clock = FakeEngine(), FakeClock()
-    campaign = Campaign(engine, clock=clock)
+    scheduler = WorkloadScheduler(engine, clock=clock)
 
     def cannot_begin() -> Sequence[Repeat]:
         raise LaunchError("c", "cannot be planned")
 
-    campaign.add([work("a", lambda: [raising()]), work("b"), work("c", cannot_begin)])
-    (first,) = campaign.step()
+    scheduler.add([work("a", lambda: [raising()]), work("b"), work("c", cannot_begin)])
+    (first,) = scheduler.step()
     engine.end("a/1/1", "b/1/1")
     clock.now = 10.0
-    errors = [str(end.error) for end in (first, *campaign.step())]
+    errors = [str(end.error) for end in (first, *scheduler.step())]
     assert errors == ["c: cannot be planned", "a bug", "None"]
 
 
 def test_an_engine_that_takes_nothing_breaks_what_it_was_given() -> None:
     engine = FakeEngine(refusal="is full")
-    campaign = Campaign(engine, clock=FakeClock())
-    campaign.add([work("a", lambda: [repeat("a", 1), repeat("a", 2)]), work("b")])
-    found = [(end.name, str(end.error)) for end in campaign.step()]
+    scheduler = WorkloadScheduler(engine, clock=FakeClock())
+    scheduler.add([work("a", lambda: [repeat("a", 1), repeat("a", 2)]), work("b")])
+    found = [(end.name, str(end.error)) for end in scheduler.step()]
     assert found == [("a", "fake: is full"), ("b", "fake: is full")]
-    assert campaign.is_done
+    assert scheduler.is_done
 
 
 def test_cancel_ends_what_the_engine_has_and_closes_every_repeat() -> None:
     closed = []
 
-    def watched(name: str) -> Generator[Order, Outcome, RepeatEnd]:
+    def watched(name: str) -> Generator[Submission, SubmissionOutcome, RepeatEnd]:
         try:
             yield order(f"{name}/1/1")
         finally:
@@ -305,36 +307,36 @@ def test_cancel_ends_what_the_engine_has_and_closes_every_repeat() -> None:
         return ended()
 
     engine = FakeEngine()
-    campaign = Campaign(engine, most_orders=2, clock=FakeClock())
-    campaign.add([work(name, lambda name=name: [watched(name)]) for name in "abc"])  # type: ignore[misc]
-    campaign.step()
-    campaign.cancel()
+    scheduler = WorkloadScheduler(engine, most_orders=2, clock=FakeClock())
+    scheduler.add([work(name, lambda name=name: [watched(name)]) for name in "abc"])  # type: ignore[misc]
+    scheduler.step()
+    scheduler.cancel()
     assert (engine.cancelled, closed) == (["a/1/1", "b/1/1"], ["a", "b"])
 
 
 def test_an_answer_about_a_workload_that_ended_is_passed_over() -> None:
     engine, clock = FakeEngine(), FakeClock()
-    campaign = Campaign(engine, clock=clock)
-    campaign.add([work("a", lambda: [repeat("a", n, is_good=n != 1) for n in (1, 2)])])
-    campaign.step()
+    scheduler = WorkloadScheduler(engine, clock=clock)
+    scheduler.add([work("a", lambda: [repeat("a", n, is_good=n != 1) for n in (1, 2)])])
+    scheduler.step()
     engine.end("a/1/1")
-    engine.tell("a/2/1", Phase.RUNNING, "late")
+    engine.tell("a/2/1", SubmissionPhase.RUNNING, "late")
     clock.now = 10.0
-    assert [end.name for end in campaign.step()] == ["a"]
-    assert campaign.standing.num_running == 0
+    assert [end.name for end in scheduler.step()] == ["a"]
+    assert scheduler.standing.num_running == 0
 
 
 def test_the_standing_counts_orders_and_quotes_the_engine() -> None:
     engine, clock = FakeEngine(), FakeClock()
-    campaign = Campaign(engine, most_orders=3, clock=clock)
-    campaign.add([work(f"w{n}", expected_s=10.0) for n in range(5)])
-    campaign.step()
+    scheduler = WorkloadScheduler(engine, most_orders=3, clock=clock)
+    scheduler.add([work(f"w{n}", expected_s=10.0) for n in range(5)])
+    scheduler.step()
     engine.end("w0/1/1")
-    engine.tell("w1/1/1", Phase.RUNNING, "runs on node1")
-    engine.tell("w2/1/1", Phase.WAITING, "waits: Resources")
+    engine.tell("w1/1/1", SubmissionPhase.RUNNING, "runs on node1")
+    engine.tell("w2/1/1", SubmissionPhase.WAITING, "waits: Resources")
     clock.now = 10.0
-    campaign.step()
-    found = campaign.standing
+    scheduler.step()
+    found = scheduler.standing
     assert (found.num_works, found.num_ended, found.num_running) == (5, 1, 1)
     assert (found.num_waiting, found.num_held) == (2, 1)
     assert found.detail == "waits: Resources"

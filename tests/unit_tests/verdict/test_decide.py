@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.launch.layout import AttemptDirs
-from pytest_megatron.verdict.attempt import Attempt, Cause
+from pytest_megatron.verdict.attempt import Attempt, FailureCause
 from pytest_megatron.verdict.decide import Verdict, decide_training
 from pytest_megatron.verdict.signature import match_signature
 
-GENUINE = Cause(text="it crashed")
-TRANSIENT = Cause(text="no port", signature=match_signature(["EADDRINUSE"]))
+GENUINE = FailureCause(text="it crashed")
+TRANSIENT = FailureCause(text="no port", signature=match_signature(["EADDRINUSE"]))
 
 
-def attempt(repeat: int, number: int, cause: Cause | None) -> Attempt:
+def attempt(repeat: int, number: int, cause: FailureCause | None) -> Attempt:
     dirs = AttemptDirs(root=Path())
     return Attempt(repeat=repeat, number=number, dirs=dirs, ends=(), metrics=(), cause=cause)
 
@@ -32,7 +32,7 @@ def attempt(repeat: int, number: int, cause: Cause | None) -> Attempt:
     ],
 )
 def test_the_last_attempt_of_every_repeat_decides(
-    causes: list[list[Cause | None]], expected: Verdict
+    causes: list[list[FailureCause | None]], expected: Verdict
 ) -> None:
     attempts = [
         attempt(repeat, number, cause)

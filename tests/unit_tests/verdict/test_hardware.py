@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from pytest_megatron.health import HARDWARE_XIDS, GpuState, Health, Xid
-from pytest_megatron.verdict.attempt import Cause
+from pytest_megatron.verdict.attempt import FailureCause
 from pytest_megatron.verdict.hardware import with_health
 from pytest_megatron.verdict.signature import match_signature
 
@@ -12,16 +12,16 @@ BEFORE = GpuState(
 )
 LOST = Health(before=(BEFORE,), xids=(Xid(uuid="GPU-a", number=79, source="kernel"),))
 SHARED = Health(before=(GpuState(uuid="GPU-a", memory_total_bytes=80, processes=((7, 40),)),))
-OOM = Cause(text="rank 1 raised", signature=match_signature(["CUDA out of memory"]))
+OOM = FailureCause(text="rank 1 raised", signature=match_signature(["CUDA out of memory"]))
 
 
-def signature_of(cause: Cause | None) -> tuple[str, bool] | None:
+def signature_of(cause: FailureCause | None) -> tuple[str, bool] | None:
     assert cause is not None
     return None if cause.signature is None else (cause.signature.id, cause.is_transient)
 
 
 def test_a_failure_of_the_hardware_is_the_cause_whatever_the_program_says() -> None:
-    cause = with_health(Cause(text="rank 1 raised", evidence=("CUDA error",)), LOST)
+    cause = with_health(FailureCause(text="rank 1 raised", evidence=("CUDA error",)), LOST)
     assert signature_of(cause) == ("gpu_lost", True)
     assert cause is not None
     said = "GPU 2 (GPU-a) reported Xid 79, the GPU has fallen off the bus"
@@ -40,18 +40,18 @@ def test_an_oom_of_our_own_is_ours() -> None:
 
 
 def test_other_failures_have_nothing_to_do_with_memory_of_others() -> None:
-    crash = Cause(text="rank 1 raised ValueError")
+    crash = FailureCause(text="rank 1 raised ValueError")
     assert with_health(crash, SHARED) is crash
 
 
 @pytest.mark.parametrize("number", HARDWARE_XIDS)
 def test_every_xid_of_the_hardware_has_a_signature_that_is_transient(number: int) -> None:
     seen = Health(xids=(Xid(uuid="GPU-a", number=number, source="nvml"),))
-    found = signature_of(with_health(Cause(text="rank 1 raised"), seen))
+    found = signature_of(with_health(FailureCause(text="rank 1 raised"), seen))
     assert found == (HARDWARE_XIDS[number][0], True)
 
 
 def test_without_gpus_or_without_a_failure_nothing_changes() -> None:
-    crash = Cause(text="rank 1 raised ValueError")
+    crash = FailureCause(text="rank 1 raised ValueError")
     assert with_health(crash, None) is crash
     assert with_health(None, LOST) is None

@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.errors import CaseError
-from pytest_megatron.golden.comparison import Comparison, Rule
+from pytest_megatron.golden.comparison import Comparison, ComparisonRule
 from pytest_megatron.golden.model import Series, series_of
-from pytest_megatron.golden.policy import Base, Policy, Setting
+from pytest_megatron.golden.policy import Base, ComparisonPolicy, Setting
 from pytest_megatron.golden.provenance import Golden
 from pytest_megatron.golden.surroundings import NOWHERE
 from pytest_megatron.launch.case import read_case
 from pytest_megatron.verdict.modes import compare_in_mode, metric_names_of
 
-STRICT, MEGATRON = Policy.STRICT, Policy.MEGATRON
+STRICT, MEGATRON = ComparisonPolicy.STRICT, ComparisonPolicy.MEGATRON
 
 
 @pytest.mark.parametrize(
@@ -39,12 +39,12 @@ def series(factor: float = 1.0) -> Series:
     return series_of({step: factor * 10.0 / step for step in range(1, 31)})
 
 
-def policy_of(**settings: Setting) -> Policy:
-    return Policy(base=Base.STRICT, name="own", metrics={"grad-norm": settings})
+def policy_of(**settings: Setting) -> ComparisonPolicy:
+    return ComparisonPolicy(base=Base.STRICT, name="own", metrics={"grad-norm": settings})
 
 
 def compared(
-    folder: Path, case: str, *, policy: Policy = STRICT, norm: float | None = 2.0
+    folder: Path, case: str, *, policy: ComparisonPolicy = STRICT, norm: float | None = 2.0
 ) -> dict[str, Comparison]:
     """Compare a run whose gradients are `norm` times the golden's, its loss being the same."""
     file = folder / "model_config.yaml"
@@ -65,19 +65,29 @@ def compared(
 @pytest.mark.parametrize(
     ("case", "policy", "norm", "rule"),
     [
-        pytest.param("", STRICT, 2.0, Rule.STEP_1, id="no-metrics"),
-        pytest.param("", STRICT, None, Rule.NO_METRIC, id="no-metrics-and-none-logged"),
+        pytest.param("", STRICT, 2.0, ComparisonRule.STEP_1, id="no-metrics"),
+        pytest.param("", STRICT, None, ComparisonRule.NO_METRIC, id="no-metrics-and-none-logged"),
         pytest.param("", policy_of(judged=False), 2.0, None, id="left-out-by-the-policy"),
         pytest.param("", MEGATRON, 2.0, None, id="megatron"),
         pytest.param("METRICS: [lm loss]\n", STRICT, 2.0, None, id="not-named"),
         pytest.param(
-            "METRICS: [lm loss]\n", policy_of(judged=True), 2.0, Rule.STEP_1, id="by-the-policy"
+            "METRICS: [lm loss]\n",
+            policy_of(judged=True),
+            2.0,
+            ComparisonRule.STEP_1,
+            id="by-the-policy",
         ),
-        pytest.param("METRICS: [lm loss, grad-norm]\n", STRICT, 2.0, Rule.STEP_1, id="named"),
+        pytest.param(
+            "METRICS: [lm loss, grad-norm]\n", STRICT, 2.0, ComparisonRule.STEP_1, id="named"
+        ),
     ],
 )
 def test_norms_are_judged_where_the_case_does_not_say_what_is(
-    tmp_path: Path, case: str, policy: Policy, norm: float | None, rule: Rule | None
+    tmp_path: Path,
+    case: str,
+    policy: ComparisonPolicy,
+    norm: float | None,
+    rule: ComparisonRule | None,
 ) -> None:
     found = compared(tmp_path, case, policy=policy, norm=norm)
     failed = [c.rule for c in found.values() if not c.passed]
@@ -88,7 +98,7 @@ def test_a_norm_that_is_off_and_not_named_is_a_note(tmp_path: Path) -> None:
     norm = compared(tmp_path, "METRICS: [lm loss]\n")["grad-norm"]
     assert (norm.passed, norm.rule, norm.notes) == (
         True,
-        Rule.NOT_JUDGED,
+        ComparisonRule.NOT_JUDGED,
         ("grad-norm would fail by 'step 1', which does not count: METRICS does not name it",),
     )
     assert list(compared(tmp_path, "METRICS: [lm loss]\n", norm=1.0)) == ["lm loss"]

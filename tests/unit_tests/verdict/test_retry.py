@@ -10,11 +10,11 @@ from pytest_megatron.errors import RecipeError
 from pytest_megatron.files import JsonValue
 from pytest_megatron.launch.layout import AttemptDirs
 from pytest_megatron.recipe.model import Row, Workload, parse_row
-from pytest_megatron.verdict.attempt import Attempt, Cause
+from pytest_megatron.verdict.attempt import Attempt, FailureCause
 from pytest_megatron.verdict.retry import (
     Retry,
     RetryPolicy,
-    Stop,
+    StopRetrying,
     fingerprint,
     next_step,
     policy_of,
@@ -26,12 +26,12 @@ DNS = match_signature(["Temporary failure in name resolution"])
 PORT = match_signature(["EADDRINUSE"])
 
 
-def cause(text: str = "rank 0 raised OSError", signature: object = DNS) -> Cause:
+def cause(text: str = "rank 0 raised OSError", signature: object = DNS) -> FailureCause:
     assert signature is DNS or signature is PORT or signature is None
-    return Cause(text=text, rank=0, signature=signature)
+    return FailureCause(text=text, rank=0, signature=signature)
 
 
-def attempts(*causes: Cause | None) -> list[Attempt]:
+def attempts(*causes: FailureCause | None) -> list[Attempt]:
     return [
         Attempt(
             repeat=1,
@@ -63,11 +63,13 @@ def row(**values: JsonValue) -> Workload:
     [
         pytest.param([None], id="clean"),
         pytest.param([cause(signature=None)], id="unknown"),
-        pytest.param([Cause(text="x", signature=match_signature(["found NaN in"]))], id="nan"),
+        pytest.param(
+            [FailureCause(text="x", signature=match_signature(["found NaN in"]))], id="nan"
+        ),
     ],
 )
-def test_the_default_is_not_to_run_again(causes: list[Cause | None]) -> None:
-    assert next_step(attempts(*causes), RetryPolicy(), 0.5) == Stop()
+def test_the_default_is_not_to_run_again(causes: list[FailureCause | None]) -> None:
+    assert next_step(attempts(*causes), RetryPolicy(), 0.5) == StopRetrying()
 
 
 def test_pauses_grow_up_to_a_limit_and_differ_between_runs() -> None:
@@ -87,7 +89,7 @@ def test_a_port_in_use_does_not_wait() -> None:
 def test_what_machines_do_may_happen_twice_with_the_same_words(name: str) -> None:
     (row,) = [row for row in SIGNATURES if row.id == name]
     text = "job 41235 on node0007 ended as it did: the numbers are no part of a fingerprint"
-    found = attempts(*(Cause(text=text.replace("7", n), signature=row) for n in "78"))
+    found = attempts(*(FailureCause(text=text.replace("7", n), signature=row) for n in "78"))
     assert len({fingerprint(a.cause) for a in found if a.cause is not None}) == 1
     assert next_step(found, RetryPolicy(), 0.5) == Retry(pause_s=0.0)
 
@@ -99,7 +101,7 @@ def test_the_same_failure_twice_is_not_by_chance() -> None:
     ]
     found = attempts(*map(cause, texts))
     assert fingerprint(cause(texts[0])) == fingerprint(cause(texts[1]))
-    assert next_step(found, RetryPolicy(), 0.5) == Stop(
+    assert next_step(found, RetryPolicy(), 0.5) == StopRetrying(
         reason="it failed as attempt 1 did, at the same place: not by chance"
     )
 
@@ -108,18 +110,20 @@ def test_the_same_failure_twice_is_not_by_chance() -> None:
     "other",
     [
         cause("rank 0 raised OSError after iteration 7"),
-        Cause(text="rank 0 raised OSError", rank=1, signature=DNS),
+        FailureCause(text="rank 0 raised OSError", rank=1, signature=DNS),
         cause(signature=PORT),
     ],
     ids=["another iteration", "another rank", "another cause"],
 )
-def test_another_failure_has_another_fingerprint(other: Cause) -> None:
+def test_another_failure_has_another_fingerprint(other: FailureCause) -> None:
     assert fingerprint(other) != fingerprint(cause())
 
 
 def test_the_limit_of_an_item_holds() -> None:
     found = attempts(cause("a"), cause("b"), cause("c"))
-    assert next_step(found, RetryPolicy(), 0.5) == Stop(reason="it was the last of 3 attempts")
+    assert next_step(found, RetryPolicy(), 0.5) == StopRetrying(
+        reason="it was the last of 3 attempts"
+    )
 
 
 def test_a_row_has_its_own_limit_and_the_user_the_last_word() -> None:
@@ -135,12 +139,12 @@ def test_a_row_says_what_is_transient_for_it() -> None:
     policy = policy_of(
         row(transient=["disk_full"], never_transient=["dns"]), max_attempts=None, backoff_s=1.0
     )
-    found = [with_policy(Cause(text="x", signature=s), policy) for s in (disk, DNS, PORT)]
+    found = [with_policy(FailureCause(text="x", signature=s), policy) for s in (disk, DNS, PORT)]
     assert [c is not None and c.is_transient for c in found] == [True, False, True]
 
 
 def test_a_failed_assertion_is_never_transient_whatever_it_quotes() -> None:
-    quoting = Cause(text="x", evidence=("AssertionError: not EADDRINUSE",), signature=PORT)
+    quoting = FailureCause(text="x", evidence=("AssertionError: not EADDRINUSE",), signature=PORT)
     found = with_policy(quoting, RetryPolicy(transient=frozenset(("port_in_use",))))
     assert found is not None
     assert not found.is_transient

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from simulated.campaign import Found, Simulation, Trouble
+from simulated.scheduler import Found, Simulation, Trouble
 from simulated.workloads import Simulated, draw
 from simulated_cluster import wrong_verdicts
 

@@ -1,4 +1,4 @@
-"""Runs workloads through the real campaign and the real Slurm engine, on a clock that is not real.
+"""Runs workloads through the real scheduler and the real Slurm engine, on a clock that is not real.
 
 Trainings are the package's own generators: they plan, read what an attempt left, look failures up
 and ask for the next attempt. Nothing but the cluster and what its jobs do is made up.
@@ -21,7 +21,7 @@ from pytest_megatron.engines.slurm_intake import SlurmSettings
 from pytest_megatron.golden.policy_file import policy_named
 from pytest_megatron.golden.store import golden_path, read_golden
 from pytest_megatron.launch.case import read_case
-from pytest_megatron.launch.facts import Facts, gather_facts
+from pytest_megatron.launch.facts import SessionFacts, gather_facts
 from pytest_megatron.launch.follow import Progress
 from pytest_megatron.launch.layout import AttemptDirs, item_dirs
 from pytest_megatron.launch.plan import Setting
@@ -29,9 +29,9 @@ from pytest_megatron.recipe.load import load_recipe
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.recipe.places import case_path
 from pytest_megatron.verdict.attempt import Attempt
-from pytest_megatron.verdict.campaign import Campaign, Work, WorkEnd
+from pytest_megatron.verdict.campaign import QueuedWorkload, WorkEnd, WorkloadScheduler
 from pytest_megatron.verdict.decide import Verdict
-from pytest_megatron.verdict.job import Job
+from pytest_megatron.verdict.job import WorkloadJob
 from pytest_megatron.verdict.judge import judge
 from pytest_megatron.verdict.ledger import RunLedger
 from pytest_megatron.verdict.retry import RetryPolicy
@@ -101,14 +101,14 @@ class _Silent:
 class _Retries:
     """Further attempts of one workload, all of which the run grants."""
 
-    def __init__(self, ledger: RunLedger, name: str) -> None:
-        self._ledger = ledger
+    def __init__(self, retry_budget: RunLedger, name: str) -> None:
+        self._retry_budget = retry_budget
         self._name = name
 
     def claim(self, attempt: Attempt) -> str | None:
         """Take one."""
         assert attempt.cause is not None
-        return self._ledger.claim(self._name, "simulated")
+        return self._retry_budget.claim(self._name, "simulated")
 
     def on_retry(self, attempt: Attempt, pause_s: float) -> None:
         """Take no notice."""
@@ -135,16 +135,16 @@ class Simulation:
         self._lost: Counter[str] = Counter()  # attempts of an item that the cluster ended
         self._records: dict[str, Path] = {}
         self._recipe = write_project(root, works)
-        self._facts: Facts = gather_facts(root)
+        self._facts: SessionFacts = gather_facts(root)
         self._chance = random.Random(seed)
         self._trouble = trouble
         self._chains: defaultdict[str, float] = defaultdict(float)
-        self._begun: dict[str, Job] = {}
+        self._begun: dict[str, WorkloadJob] = {}
         run_dir = root / "run"
         run_dir.mkdir()
         self._context = EngineContext(root=root, run_dir=run_dir, facts=self._facts, env={})
         self._journal = Journal.open(self._context.engine_dir)
-        self._ledger = RunLedger(run_dir=run_dir, max_retries=len(works))
+        self._retry_budget = RunLedger(run_dir=run_dir, max_retries=len(works))
         self._policy = policy_named("strict")
         self.found = Found()
         self.cluster = Cluster(num_nodes, 8, self._fate_of, self._on_end)
@@ -153,7 +153,7 @@ class Simulation:
         """Run it all.
 
         Args:
-            most_orders: As of the campaign.
+            most_orders: As of the scheduler.
         """
         scripts = SimulatedScripts(self._context.run_dir)
         slurm = SimulatedSlurm(self.cluster, scripts, self._key_of)
@@ -165,10 +165,12 @@ class Simulation:
             self._journal,
             (lambda: self.cluster.now, self.cluster.pass_by),
         )
-        campaign = Campaign(engine, most_orders=most_orders, clock=lambda: self.cluster.now)
-        campaign.add(self._works())
+        scheduler = WorkloadScheduler(
+            engine, most_orders=most_orders, clock=lambda: self.cluster.now
+        )
+        scheduler.add(self._works())
         self._plan_trouble()
-        self._drive(campaign)
+        self._drive(scheduler)
         engine.close()
         found = self.found
         found.gpu_seconds, found.chain_s = self.cluster.gpu_seconds, max(self._chains.values())
@@ -176,25 +178,25 @@ class Simulation:
         found.num_jobs = slurm.num_jobs
         return found
 
-    def _drive(self, campaign: Campaign) -> None:
+    def _drive(self, scheduler: WorkloadScheduler) -> None:
         """Let time pass until all is done."""
         polled_at = -1.0
-        while not campaign.is_done:
+        while not scheduler.is_done:
             if self.cluster.now > polled_at:
                 self.found.num_intervals += 1
             polled_at = self.cluster.now
-            for end in campaign.step():
+            for end in scheduler.step():
                 name = end.name.split("::")[1].partition("[")[0]
                 self.found.verdicts[name] = self._verdict(end)
                 self.found.makespan_s = self.cluster.now
-            self.cluster.pass_by(campaign.pause_s())
+            self.cluster.pass_by(scheduler.pause_s())
 
-    def _works(self) -> Iterator[Work]:
+    def _works(self) -> Iterator[QueuedWorkload]:
         for workload in load_recipe(self._recipe):
             work = self._by_name[workload.test_case]
             name = f"recipes/simulated.yaml::{workload.item_name}"
             self._by_item[item_dirs(self._context.run_dir, name).root.name] = work
-            yield Work(
+            yield QueuedWorkload(
                 name=name,
                 begin=functools.partial(self._begin, name, workload),
                 expected_s=work.expected_s,
@@ -204,7 +206,7 @@ class Simulation:
     def _begin(self, name: str, workload: Workload) -> Sequence[Repeat]:
         """Do what a session does before a workload is submitted."""
         setting = Setting(root=self._root, env={}, tee_ranks=(), is_lightweight=False)
-        job = Job(
+        job = WorkloadJob(
             node_id=name,
             workload=workload,
             case=read_case(case_path(self._root, workload)),
@@ -215,7 +217,7 @@ class Simulation:
         )
         job.dirs.root.mkdir()
         self._begun[name] = job
-        return begin(job, self._facts, _Silent(), _Retries(self._ledger, name))
+        return begin(job, self._facts, _Silent(), _Retries(self._retry_budget, name))
 
     def _verdict(self, end: WorkEnd) -> str:
         """Judge a workload that ended, as a session does."""
@@ -224,7 +226,7 @@ class Simulation:
         job = self._begun.pop(end.name)
         training = conclude(job, end.ends)
         is_broken = training.verdict is Verdict.BROKEN
-        self._ledger.note_end(end.name, "simulated" if is_broken else None)
+        self._retry_budget.note_end(end.name, "simulated" if is_broken else None)
         if training.verdict in (Verdict.PASSED, Verdict.FLAKY):
             golden = read_golden(golden_path(self._root, job.workload))
             if judge(training, golden, self._policy, self._facts).failed:

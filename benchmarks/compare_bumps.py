@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pytest_megatron.golden.compare import compare
-from pytest_megatron.golden.limits import LONG_STEPS
+from pytest_megatron.golden.compare.api import compare
+from pytest_megatron.golden.compare.limits import LONG_STEPS
 from pytest_megatron.golden.model import MetricMap, Series, Value, series_of
 from pytest_megatron.golden.provenance import Golden
 

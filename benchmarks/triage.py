@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pytest_megatron.triage.signature import builtin_table
+from pytest_megatron.triage.signatures import builtin_table
 
 GUILTY = 5
 BLOCK_BYTES = 4 << 20
@@ -30,7 +30,7 @@ SCAN = """
 import sys
 from pathlib import Path
 from pytest_megatron.triage.gather import make_scanner
-from pytest_megatron.triage.signature import builtin_table
+from pytest_megatron.triage.signatures import builtin_table
 scanner = make_scanner(builtin_table())
 print(sum(len(scanner.find(Path(name))) for name in sys.argv[1:]))
 """

@@ -13,11 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_megatron.hooks import option_values, options, recipes
-from pytest_megatron.hooks.beginning import (
-    note_beginning,
-    refuse_launcher,
-)
+from pytest_megatron.hooks import option_values, options
 from pytest_megatron.hooks.fixtures import (  # noqa: F401 - pytest finds them here
     _megatron_world_size,
     device,
@@ -35,11 +31,16 @@ from pytest_megatron.hooks.markers import (
     parametrise_sizes,
 )
 from pytest_megatron.hooks.option_values import has_workers
+from pytest_megatron.hooks.start.environment import (
+    note_beginning,
+    refuse_launcher,
+)
+from pytest_megatron.hooks.workloads import recipes
 
 if TYPE_CHECKING:
     from xdist.workermanage import WorkerController  # type: ignore[import-untyped]
 
-    from pytest_megatron.hooks.gangs import GangPlugin
+    from pytest_megatron.hooks.gangs.plugin import GangPlugin
     from pytest_megatron.hooks.session import RunSession
 
 _USAGE_ERROR = "megatron_usage_error"
@@ -57,12 +58,12 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
     """Note how the session begins, before anything of the project is imported."""
     run = options.early_words(early_config, "attach")
     if run:
-        from pytest_megatron.hooks.attach import add_recorded  # noqa: PLC0415 - not for all
+        from pytest_megatron.hooks.workloads.attach import add_recorded  # noqa: PLC0415 - not for all
 
         add_recorded(early_config, args, ",".join(run))
     words = options.early_words(early_config, "bucket")
     if words:
-        from pytest_megatron.hooks.units import add_folders  # noqa: PLC0415 - not for all
+        from pytest_megatron.hooks.test_selection import add_folders  # noqa: PLC0415 - not for all
 
         add_folders(early_config, args, words)
     if not _is_rank(early_config):
@@ -72,7 +73,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the roles that this session is known to have."""
     if options.may_ask_for_units(config):
-        from pytest_megatron.hooks.units import register_units  # noqa: PLC0415 - not for all
+        from pytest_megatron.hooks.test_selection import register_units  # noqa: PLC0415 - not for all
 
         register_units(config, options.read_options(config))
     if _is_rank(config):
@@ -83,7 +84,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.args[:] = option_values.findable(config.args, str(config.invocation_params.dir))
         refuse_launcher(config, chosen.num_nodes)
     if chosen.asks_for_workloads or recipes.are_recipes_asked_for(config):
-        from pytest_megatron.hooks.workloads import register_roles  # noqa: PLC0415 - not for all
+        from pytest_megatron.hooks.workloads.plugin import register_roles  # noqa: PLC0415 - not for all
 
         register_roles(config, chosen)
         _register_cancelled(config, is_follower=False)
@@ -91,7 +92,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if chosen.num_nodes > 1 and has_workers(config):
         raise pytest.UsageError("--nnodes: pytest-xdist (-n) runs on one node; drop one of them")
     if chosen.node_rank > 0:
-        from pytest_megatron.hooks.follower import FOLLOWER_NAME, FollowerPlugin  # noqa: PLC0415 - not for all
+        from pytest_megatron.hooks.nodes.follower import FOLLOWER_NAME, FollowerPlugin  # noqa: PLC0415 - not for all
 
         config.pluginmanager.register(FollowerPlugin(config, chosen), FOLLOWER_NAME)
         config.stash[_HAS_GANGS] = True
@@ -148,7 +149,7 @@ def pytest_testnodedown(node: WorkerController) -> None:
     if problem is not None:
         raise pytest.UsageError(problem)
     if options.LIMITS_OF_OTHERS in output:
-        from pytest_megatron.hooks.neighbours import tell_once  # noqa: PLC0415 - not for all
+        from pytest_megatron.hooks.gangs.other_plugins import tell_once  # noqa: PLC0415 - not for all
 
         tell_once(node.config, output[options.LIMITS_OF_OTHERS])
 
@@ -170,7 +171,7 @@ def _quarantine(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def _register_gangs(config: pytest.Config) -> GangPlugin:
-    from pytest_megatron.hooks.gangs import PLUGIN_NAME, GangPlugin  # noqa: PLC0415 - not for all
+    from pytest_megatron.hooks.gangs.plugin import PLUGIN_NAME, GangPlugin  # noqa: PLC0415 - not for all
     from pytest_megatron.hooks.history import register_history  # noqa: PLC0415 - not for all
     from pytest_megatron.hooks.session import session_of  # noqa: PLC0415 - not for all
 
@@ -197,7 +198,7 @@ def _register_cancelled(config: pytest.Config, *, is_follower: bool) -> None:
 
 def _register_gang_results(config: pytest.Config, session: RunSession) -> None:
     """Have what distributed tests come to kept and shown, once for a session."""
-    from pytest_megatron.hooks.gang_results import NAME, GangResults  # noqa: PLC0415 - not for all
+    from pytest_megatron.hooks.gangs.results import NAME, GangResults  # noqa: PLC0415 - not for all
     from pytest_megatron.hooks.pages import register_pages  # noqa: PLC0415 - not for all
     from pytest_megatron.hooks.run_file import run_file_of  # noqa: PLC0415 - not for all
 

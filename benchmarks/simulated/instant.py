@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pytest_megatron.engines.base import (
+from pytest_megatron.engines.api import (
     EngineContext,
     Resources,
     Submission,
@@ -12,8 +12,8 @@ from pytest_megatron.engines.base import (
     Update,
 )
 from pytest_megatron.engines.records import outcome_of, read_record
-from pytest_megatron.launch.plan import Setting
 from pytest_megatron.recipe.model import Workload
+from pytest_megatron.workload.plan.plan import Setting
 from simulated.workloads import leave, record_of
 
 

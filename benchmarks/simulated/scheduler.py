@@ -13,29 +13,29 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pytest_megatron.engines.base import EngineContext
-from pytest_megatron.engines.journal import Journal
-from pytest_megatron.engines.slurm import SlurmEngine
-from pytest_megatron.engines.slurm_ends import JobFiles
-from pytest_megatron.engines.slurm_intake import SlurmSettings
-from pytest_megatron.golden.policy_file import policy_named
+from pytest_megatron.engines.api import EngineContext
+from pytest_megatron.engines.slurm.engine import SlurmEngine
+from pytest_megatron.engines.slurm.journal import Journal
+from pytest_megatron.engines.slurm.states import JobFiles
+from pytest_megatron.engines.slurm.submit import SlurmSettings
+from pytest_megatron.golden.policy import policy_named
 from pytest_megatron.golden.store import golden_path, read_golden
-from pytest_megatron.launch.case import read_case
-from pytest_megatron.launch.facts import SessionFacts, gather_facts
-from pytest_megatron.launch.follow import Progress
-from pytest_megatron.launch.layout import AttemptDirs, item_dirs
-from pytest_megatron.launch.plan import Setting
+from pytest_megatron.recipe.case import read_case
 from pytest_megatron.recipe.load import load_recipe
 from pytest_megatron.recipe.model import Workload
-from pytest_megatron.recipe.places import case_path
+from pytest_megatron.recipe.paths import case_path
+from pytest_megatron.runs.environment import SessionFacts, gather_facts
+from pytest_megatron.runs.layout import AttemptDirs, item_dirs
 from pytest_megatron.verdict.attempt import Attempt
-from pytest_megatron.verdict.campaign import QueuedWorkload, WorkEnd, WorkloadScheduler
-from pytest_megatron.verdict.decide import Verdict
+from pytest_megatron.verdict.compare import judge
+from pytest_megatron.verdict.driver import Repeat, begin, conclude
 from pytest_megatron.verdict.job import WorkloadJob
-from pytest_megatron.verdict.judge import judge
-from pytest_megatron.verdict.ledger import RunLedger
 from pytest_megatron.verdict.retry import RetryPolicy
-from pytest_megatron.verdict.training import Repeat, begin, conclude
+from pytest_megatron.verdict.retry_budget import RunLedger
+from pytest_megatron.verdict.scheduler import QueuedWorkload, WorkEnd, WorkloadScheduler
+from pytest_megatron.verdict.verdict import Verdict
+from pytest_megatron.workload.plan.plan import Setting
+from pytest_megatron.workload.run.log_watch import Progress
 from simulated.cluster import Cluster, Fate, SimulatedJob, State
 from simulated.slurm import SimulatedScripts, SimulatedSlurm
 from simulated.workloads import Simulated, leave, record_of, write_project

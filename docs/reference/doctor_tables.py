@@ -13,9 +13,9 @@ import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from pytest_megatron.checks.rules import CheckRule, check_rules
 from pytest_megatron.doctor.compat import compat
-from pytest_megatron.doctor.rules import rules
+from pytest_megatron.doctor.examine import rules
+from pytest_megatron.workload.checks.rules import CheckRule, check_rules
 
 PAGE = Path(__file__).parent / "doctor.md"
 CHECKS = Path(__file__).parent / "checks.md"

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
+from pytest_megatron.base.files import JsonValue
 from pytest_megatron.engines.config_file import json_schema
-from pytest_megatron.files import JsonValue
 
 PAGE = Path(__file__).parent / "executor-config.md"
 BEGIN, END = "<!-- tables: executor_tables.py -->", "<!-- end of tables -->"

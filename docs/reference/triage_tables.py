@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from pytest_megatron.triage.signature import SearchedText, Table, builtin_table
+from pytest_megatron.triage.signatures import SearchedText, Table, builtin_table
 
 PAGE = Path(__file__).parent / "triage.md"
 _PLACES = {

@@ -1,1 +1,1 @@
-"""What CI runs: labels and events to a scope, rows and test files to jobs."""
+"""CI decision table, plans, jobs and workflows."""

@@ -9,10 +9,10 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pytest_megatron.ci.globs import matches_any
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.ci.changes import matches_any
 from pytest_megatron.ci.table import CiTable, DecisionRule, LabelEffect
 from pytest_megatron.errors import SelectionError
-from pytest_megatron.files import JsonValue
 from pytest_megatron.recipe.vocabulary import nearest
 
 

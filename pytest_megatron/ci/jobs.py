@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pytest_megatron.ci.buckets import Bucket
+from pytest_megatron.base.files import JsonValue
 from pytest_megatron.ci.decide import Decision
 from pytest_megatron.ci.table import CiTable
-from pytest_megatron.files import JsonValue
-from pytest_megatron.launch.layout import item_dirs
+from pytest_megatron.ci.test_files import Bucket
 from pytest_megatron.recipe.model import Workload
+from pytest_megatron.runs.layout import item_dirs
 
 PYTEST = ("pytest", "-p", "megatron")
 CPU_PLATFORM = "cpu"

@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pytest_megatron.ci.buckets import find_test_files
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.project import load_config
+from pytest_megatron.base.yaml import YamlError, read_document
 from pytest_megatron.ci.changes import PathChange, Suggestion, suggest
 from pytest_megatron.ci.decide import Decision, Trigger, decide
-from pytest_megatron.ci.durations import read_durations
 from pytest_megatron.ci.jobs import CiJob, UnitRow, integration_matrix, unit_matrix, workload_jobs
 from pytest_megatron.ci.table import CiTable, load_table
-from pytest_megatron.ci.units import (
+from pytest_megatron.ci.test_files import find_test_files, read_durations
+from pytest_megatron.ci.test_jobs import (
     UNIT_MODEL,
     LeftOut,
     UnitChoice,
@@ -22,18 +24,15 @@ from pytest_megatron.ci.units import (
     shard_jobs,
     unit_rows,
 )
-from pytest_megatron.config import load_config
 from pytest_megatron.errors import EmptySelectionError, RecipeError
-from pytest_megatron.files import JsonValue
-from pytest_megatron.recipe.cases import compares_metrics
+from pytest_megatron.recipe.case import compares_metrics
 from pytest_megatron.recipe.expand import Profile
 from pytest_megatron.recipe.findings import RecipeFinding
 from pytest_megatron.recipe.load import BUILT_IN_WORDS, find_recipes, read_recipe
 from pytest_megatron.recipe.model import Workload
-from pytest_megatron.recipe.places import case_path
+from pytest_megatron.recipe.paths import case_path
 from pytest_megatron.recipe.select import Selection, failing, select, values
 from pytest_megatron.recipe.vocabulary import Vocabulary
-from pytest_megatron.yamllines import YamlError, read_document
 
 HISTORY = Path(".pytest_megatron/history.jsonl")
 _MOST_SCOPES = 4  # or rules, in one message

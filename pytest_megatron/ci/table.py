@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from pytest_megatron.config import ProjectConfig
+from pytest_megatron.base.project import ProjectConfig
 from pytest_megatron.errors import ConfigError
 from pytest_megatron.recipe.vocabulary import SCOPE_ALIASES, Vocabulary, nearest
 

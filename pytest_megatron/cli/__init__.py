@@ -1,3 +1,1 @@
-"""The `pytest-megatron` command: one module a subcommand, each thin."""
-
-from __future__ import annotations
+"""The `pytest-megatron` command."""

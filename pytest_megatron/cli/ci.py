@@ -17,7 +17,7 @@ from pytest_megatron.cli.formats import format_option
 from pytest_megatron.errors import CiError, MegatronError
 
 if TYPE_CHECKING:
-    from pytest_megatron.ci.merge import CiSummary
+    from pytest_megatron.ci.summary.merge import CiSummary
 
 EXIT_FAILED = 1
 _PAGES = "pages"
@@ -37,7 +37,7 @@ def init(*, kind: str, force: bool) -> None:
 
     What is particular to a project comes from [tool.pytest-megatron.ci.workflow].
     """
-    from pytest_megatron.ci.init import write_files  # noqa: PLC0415 - each command its own
+    from pytest_megatron.ci.workflow import write_files  # noqa: PLC0415 - each command its own
 
     for line in write_files(Path(), kind, is_forced=force):
         click.echo(line)
@@ -47,9 +47,11 @@ def init(*, kind: str, force: bool) -> None:
 @click.argument("plan", metavar="PLAN", type=click.Path(path_type=Path))
 def child(*, plan: Path) -> None:
     """Print GitLab's child pipeline of a plan, which has a job for each of its jobs."""
-    from pytest_megatron.ci.expect import load_plan  # noqa: PLC0415 - each command its own
-    from pytest_megatron.ci.init import project_workflow  # noqa: PLC0415
-    from pytest_megatron.ci.workflow import child_pipeline  # noqa: PLC0415
+    from pytest_megatron.ci.summary.expected import load_plan  # noqa: PLC0415 - each command its own
+    from pytest_megatron.ci.workflow import (  # noqa: PLC0415
+        child_pipeline,
+        project_workflow,
+    )
 
     content, where = load_plan(plan)
     click.echo(child_pipeline(content, project_workflow(Path()), where), nl=False)
@@ -70,8 +72,8 @@ def begin(*, job: str, test_case: str | None, directory: Path) -> None:
 
     Prints the artifact's name, and hands it to later steps through GITHUB_OUTPUT.
     """
-    from pytest_megatron.ci.job import new_job, write_job  # noqa: PLC0415 - each command its own
-    from pytest_megatron.ci.render import outputs_text  # noqa: PLC0415
+    from pytest_megatron.ci.job_file import new_job, write_job  # noqa: PLC0415 - each command its own
+    from pytest_megatron.ci.plan_text import outputs_text  # noqa: PLC0415
 
     record = new_job(job, test_case or job, os.environ)
     write_job(record, directory)
@@ -90,9 +92,11 @@ def redact(*, directory: Path) -> None:
     Secrets are the values of variables of this environment whose names say so, and what has the
     form of one. Exit code 1: a file could not be cleaned, so do not upload DIR.
     """
-    from pytest_megatron.config import load_config  # noqa: PLC0415 - each command its own
-    from pytest_megatron.launch.secrets import Redactor  # noqa: PLC0415
-    from pytest_megatron.verdict.redaction import redact_tree  # noqa: PLC0415
+    from pytest_megatron.base.project import load_config  # noqa: PLC0415 - each command its own
+    from pytest_megatron.runs.redact import (  # noqa: PLC0415
+        Redactor,
+        redact_tree,
+    )
 
     if not directory.is_dir():
         raise CiError(str(directory), "is no directory, expected what `ci job` made")
@@ -139,11 +143,14 @@ def summary(
 
     Exit code 0: all passed. 1: something failed or is missing. 2: the input is unusable.
     """
-    from pytest_megatron.ci.collect import read_jobs  # noqa: PLC0415 - each command its own
-    from pytest_megatron.ci.expect import read_plan, read_results  # noqa: PLC0415
-    from pytest_megatron.ci.merge import merge  # noqa: PLC0415
-    from pytest_megatron.ci.output import write_outputs  # noqa: PLC0415
-    from pytest_megatron.ci.summary_text import as_markdown, as_text  # noqa: PLC0415
+    from pytest_megatron.ci.summary.expected import read_plan, read_results  # noqa: PLC0415
+    from pytest_megatron.ci.summary.merge import merge  # noqa: PLC0415
+    from pytest_megatron.ci.summary.read import read_jobs  # noqa: PLC0415 - each command its own
+    from pytest_megatron.ci.summary.render import (  # noqa: PLC0415
+        as_markdown,
+        as_text,
+        write_outputs,
+    )
 
     expected = None if plan is None else read_plan(plan)
     told = None if results is None else read_results(results)

@@ -9,10 +9,10 @@ import click
 from typing_extensions import TypedDict, Unpack
 
 from pytest_megatron.cli.formats import format_option
-from pytest_megatron.doctor.check_recipe import read_needs
+from pytest_megatron.doctor.checks.recipe import read_needs
 from pytest_megatron.doctor.examine import examine
-from pytest_megatron.doctor.places import here
-from pytest_megatron.doctor.render import FORMATS
+from pytest_megatron.doctor.report import FORMATS
+from pytest_megatron.doctor.system import here
 
 
 class _DoctorOptions(TypedDict):

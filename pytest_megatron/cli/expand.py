@@ -8,8 +8,8 @@ from pathlib import Path
 
 import click
 
+from pytest_megatron.base.files import JsonValue
 from pytest_megatron.cli.formats import format_option
-from pytest_megatron.files import JsonValue
 from pytest_megatron.recipe.expand import Profile
 from pytest_megatron.recipe.findings import RecipeFinding
 from pytest_megatron.recipe.load import Loaded, find_recipes, project_words, read_recipe

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import click
 
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.text import counted
 from pytest_megatron.cli.formats import format_option
-from pytest_megatron.files import JsonValue
 from pytest_megatron.recipe.findings import RecipeFinding
-from pytest_megatron.wording import counted
 
 root_option = click.option(
     "--root",

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import click
 
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.text import printable
 from pytest_megatron.cli.formats import format_option
 from pytest_megatron.errors import ConfigError
-from pytest_megatron.files import JsonValue
-from pytest_megatron.history import FILE_NAME, HistoryRecord, days_ago, flaky_records, read
-from pytest_megatron.wording import printable
+from pytest_megatron.runs.history import FILE_NAME, HistoryRecord, days_ago, flaky_records, read
 
 _SPAN = re.compile(r"(\d+)([hdw])").fullmatch
 _DAYS = {"h": 1 / 24, "d": 1.0, "w": 7.0}

@@ -12,27 +12,25 @@ from pathlib import Path
 
 import click
 
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.text import printable
 from pytest_megatron.cli.formats import format_option
 from pytest_megatron.cli.lazy import LazyGroup
 from pytest_megatron.errors import GoldenError, MetricsError
-from pytest_megatron.files import JsonValue
-from pytest_megatron.golden.compare import compare
-from pytest_megatron.golden.comparison import (
+from pytest_megatron.golden.compare.api import compare
+from pytest_megatron.golden.compare.environment import RunEnvironment, why_not_timed
+from pytest_megatron.golden.compare.inference import Pair, compare_generation
+from pytest_megatron.golden.compare.result import (
     Comparison,
     comparisons_to_json,
     render,
     render_layers,
 )
-from pytest_megatron.golden.generation import GENERATION_METRICS
-from pytest_megatron.golden.model import Observed
-from pytest_megatron.golden.policy import ComparedWorkload, ComparisonPolicy
-from pytest_megatron.golden.policy_file import policy_named
-from pytest_megatron.golden.policy_generation import Pair, compare_generation
+from pytest_megatron.golden.model import GENERATION_METRICS, Observed
+from pytest_megatron.golden.policy import ComparedWorkload, ComparisonPolicy, policy_named
 from pytest_megatron.golden.provenance import Golden
 from pytest_megatron.golden.store import read_golden, read_metrics
-from pytest_megatron.golden.surroundings import RunEnvironment, why_not_timed
 from pytest_megatron.refresh.transaction import recover_above
-from pytest_megatron.wording import printable
 
 EXIT_FAILED = 1
 _PATH_PARTS = 4  # of /<model>/<test_case>/golden_values_<environment>_<platform>.json

@@ -12,16 +12,16 @@ from typing import ParamSpec
 
 import click
 
+from pytest_megatron.base.text import printable
 from pytest_megatron.cli.formats import format_option
 from pytest_megatron.errors import GoldenError
-from pytest_megatron.golden.policy_file import policy_named
-from pytest_megatron.launch.own_dir import OWN_DIR, make_own_dir
+from pytest_megatron.golden.policy import policy_named
 from pytest_megatron.refresh.accept import AcceptOutcome, Terms, accept, write_pages
 from pytest_megatron.refresh.candidate import Candidate
-from pytest_megatron.refresh.forms import FORMS, outcome_text
 from pytest_megatron.refresh.pull_request import commit_message, refusals_text
 from pytest_megatron.refresh.sources import open_runs, read_candidates, select
-from pytest_megatron.wording import printable
+from pytest_megatron.refresh.text import FORMS, outcome_text
+from pytest_megatron.runs.layout import OWN_DIR, make_own_dir
 
 EXIT_REFUSED = 1
 _Arguments = ParamSpec("_Arguments")

@@ -9,19 +9,18 @@ from pathlib import Path, PurePosixPath
 
 import click
 
+from pytest_megatron.base.files import write_texts_together
+from pytest_megatron.base.project import load_config
+from pytest_megatron.base.text import counted, printable
 from pytest_megatron.cli.findings import root_option
-from pytest_megatron.config import load_config
 from pytest_megatron.errors import GoldenError
-from pytest_megatron.files import write_texts_together
-from pytest_megatron.golden.convert import Converted, ConvertOptions, convert
-from pytest_megatron.golden.form import Form
-from pytest_megatron.golden.lint import find_goldens
-from pytest_megatron.golden.naming import place_of
-from pytest_megatron.golden.store import project_form, read_text
+from pytest_megatron.golden.formats.convert import Converted, ConvertOptions, convert
+from pytest_megatron.golden.formats.layout import Form
+from pytest_megatron.golden.lint.lint import find_goldens
+from pytest_megatron.golden.store import place_of, project_form, read_text
 from pytest_megatron.recipe.load import project_words
-from pytest_megatron.recipe.places import CASES, GOLDENS
+from pytest_megatron.recipe.paths import CASES, GOLDENS
 from pytest_megatron.refresh.transaction import locked, replace_together
-from pytest_megatron.wording import counted, printable
 
 EXIT_DIFFERENT = 1
 EXIT_UNUSABLE = 2

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import click
 
+from pytest_megatron.base.text import printable
 from pytest_megatron.cli.formats import format_option
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.refresh.difference import FileChange
-from pytest_megatron.refresh.forms import FORMS, differences_json, differences_text
 from pytest_megatron.refresh.pull_request import markdown
 from pytest_megatron.refresh.revision import (
     DEFAULT_PATHS,
@@ -23,7 +23,7 @@ from pytest_megatron.refresh.revision import (
     side_of_revision,
     side_of_tree,
 )
-from pytest_megatron.wording import printable
+from pytest_megatron.refresh.text import FORMS, differences_json, differences_text
 
 EXIT_DIFFERENT = 1
 _MOST_REVISIONS = 2

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import click
 
+from pytest_megatron.base.project import load_config
+from pytest_megatron.base.text import counted, printable
 from pytest_megatron.cli.findings import FORMATS, findings_option, root_option
-from pytest_megatron.config import load_config
-from pytest_megatron.golden.lint import Project, lint_goldens
+from pytest_megatron.golden.lint.lint import Project, lint_goldens
 from pytest_megatron.recipe.load import project_words
-from pytest_megatron.wording import counted, printable
 
 # Where recipes are looked for if nobody says where: ours, then Megatron-LM's.
 _RECIPES = (Path("recipes"), Path("tests/test_utils/recipes"))

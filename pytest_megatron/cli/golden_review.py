@@ -13,6 +13,7 @@ from pathlib import Path
 
 import click
 
+from pytest_megatron.base.text import plain
 from pytest_megatron.cli.golden_accept import (
     clean_reason,
     pages_directory,
@@ -21,20 +22,18 @@ from pytest_megatron.cli.golden_accept import (
     write,
 )
 from pytest_megatron.errors import GoldenError
+from pytest_megatron.golden.build import series_in
 from pytest_megatron.golden.model import is_loss
-from pytest_megatron.golden.policy_file import policy_named
-from pytest_megatron.golden.refresh import series_in
-from pytest_megatron.launch.own_dir import OWN_DIR
-from pytest_megatron.markdown import plain
+from pytest_megatron.golden.policy import policy_named
 from pytest_megatron.refresh.accept import Offer, Terms, consider
 from pytest_megatron.refresh.candidate import Candidate, GateRule, hard
 from pytest_megatron.refresh.difference import FileChange, MetricDifference
-from pytest_megatron.refresh.forms import metric_line
 from pytest_megatron.refresh.gate import MIN_REPEATS
-from pytest_megatron.refresh.plot import BOTH, NEW, OLD, plot
-from pytest_megatron.refresh.pull_request import interpret
-from pytest_megatron.refresh.reading import CANDIDATE, REJECTED
+from pytest_megatron.refresh.pull_request import BOTH, NEW, OLD, interpret, plot
+from pytest_megatron.refresh.read import CANDIDATE, REJECTED
 from pytest_megatron.refresh.sources import open_runs, read_candidates, select
+from pytest_megatron.refresh.text import metric_line
+from pytest_megatron.runs.layout import OWN_DIR
 
 _KEYS = "a accept, r reject, s skip, m show more, q quit"
 _LATEST = OWN_DIR / "runs" / "latest"

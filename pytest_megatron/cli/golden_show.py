@@ -10,18 +10,16 @@ from pathlib import Path
 
 import click
 
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.text import counted, printable
 from pytest_megatron.cli.formats import format_option
 from pytest_megatron.errors import GoldenError
-from pytest_megatron.files import JsonValue
-from pytest_megatron.golden.document import document_of, is_baseline
-from pytest_megatron.golden.generation import Generation
-from pytest_megatron.golden.lint import find_goldens
-from pytest_megatron.golden.loading import load_object
-from pytest_megatron.golden.model import series_of
+from pytest_megatron.golden.formats.metric_map import document_of, is_baseline, load_object
+from pytest_megatron.golden.lint.lint import find_goldens
+from pytest_megatron.golden.model import Generation, series_of
 from pytest_megatron.golden.provenance import parse_provenance, provenance_to_json
 from pytest_megatron.golden.store import read_text
 from pytest_megatron.golden.summary import MetricSummary, shown, summarise
-from pytest_megatron.wording import counted, printable
 
 EXIT_UNUSABLE = 2
 _WIDTH = 24  # of a curve

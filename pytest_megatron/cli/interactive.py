@@ -6,7 +6,7 @@ import click
 from typing_extensions import Unpack
 
 from pytest_megatron.cli.slurm_item import SlurmOptions, item_options, prepare
-from pytest_megatron.engines.interactive import allocation_lines, shell_lines
+from pytest_megatron.engines.slurm.interactive import allocation_lines, shell_lines
 
 
 @click.command(name="interactive")

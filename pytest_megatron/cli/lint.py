@@ -7,11 +7,11 @@ from pathlib import Path
 
 import click
 
-from pytest_megatron.checks.check import lint_checks
+from pytest_megatron.base.project import load_config
 from pytest_megatron.cli.findings import FORMATS, findings_option, root_option
-from pytest_megatron.config import load_config
 from pytest_megatron.recipe.lint import lint
 from pytest_megatron.recipe.load import project_words
+from pytest_megatron.workload.checks.check import lint_checks
 
 
 @click.command(name="lint")

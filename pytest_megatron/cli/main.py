@@ -11,9 +11,9 @@ import sys
 
 import click
 
+from pytest_megatron.base.text import printable
 from pytest_megatron.cli.lazy import LazyGroup
 from pytest_megatron.errors import MegatronError
-from pytest_megatron.wording import printable
 
 # name -> (module with a click command named `command`, one line of help)
 SUBCOMMANDS = {

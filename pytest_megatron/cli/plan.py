@@ -11,13 +11,13 @@ from pathlib import Path
 import click
 from typing_extensions import TypedDict, Unpack
 
+from pytest_megatron.base.files import read_text
 from pytest_megatron.ci.changes import PathChange, changes_since, parse_changes
 from pytest_megatron.ci.decide import Trigger, parse_labels
 from pytest_megatron.ci.plan import BrokenRecipesError, CiPlan, PlanRequest, make_plan
-from pytest_megatron.ci.render import as_text, github_outputs, matrix_problem, outputs_text
+from pytest_megatron.ci.plan_text import as_text, github_outputs, matrix_problem, outputs_text
 from pytest_megatron.cli.formats import format_option
 from pytest_megatron.errors import EmptySelectionError, SelectionError
-from pytest_megatron.files import read_text
 from pytest_megatron.recipe.expand import Profile
 from pytest_megatron.recipe.vocabulary import CADENCES
 

@@ -14,21 +14,18 @@ from pathlib import Path
 
 import click
 
+from pytest_megatron.base.git import ask_git
+from pytest_megatron.base.text import printable
 from pytest_megatron.errors import MegatronError, ReproError
-from pytest_megatron.git import ask_git
-from pytest_megatron.launch.facts import gather_facts
-from pytest_megatron.launch.layout import RUN_FILE, item_dirs
-from pytest_megatron.launch.own_dir import OWN_DIR, RUNS_DIR, make_own_dir
-from pytest_megatron.repro.again import Stage
+from pytest_megatron.repro.bisect_order import smallest_cause
 from pytest_megatron.repro.choose import Chosen, choose
 from pytest_megatron.repro.command import Again, Wishes, container_lines
-from pytest_megatron.repro.differences import differences
-from pytest_megatron.repro.order import smallest_cause
-from pytest_megatron.repro.outcome import ReproExit, ReproOutcome
-from pytest_megatron.repro.places import find_runs
-from pytest_megatron.repro.recorded import RecordedPlan, find_plan, read_run
-from pytest_megatron.repro.sizes import say_fewer_ranks, sizes_of
-from pytest_megatron.wording import printable
+from pytest_megatron.repro.compare import differences, say_fewer_ranks, sizes_of
+from pytest_megatron.repro.run import ReproExit, ReproOutcome, Stage
+from pytest_megatron.runs.environment import gather_facts
+from pytest_megatron.runs.find import find_runs
+from pytest_megatron.runs.layout import OWN_DIR, RUN_FILE, RUNS_DIR, item_dirs, make_own_dir
+from pytest_megatron.runs.record import RecordedPlan, find_plan, read_run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

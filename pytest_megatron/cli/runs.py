@@ -6,10 +6,10 @@ from pathlib import Path
 
 import click
 
+from pytest_megatron.base.text import printable
 from pytest_megatron.cli.findings import root_option
 from pytest_megatron.errors import ReportError
-from pytest_megatron.launch.runs import kept_runs, remove_old_runs
-from pytest_megatron.wording import printable
+from pytest_megatron.runs.find import kept_runs, remove_old_runs
 
 
 @click.group("runs", context_settings={"help_option_names": ["-h", "--help"]})

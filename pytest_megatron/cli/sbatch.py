@@ -6,8 +6,8 @@ import click
 from typing_extensions import Unpack
 
 from pytest_megatron.cli.slurm_item import SlurmOptions, item_options, prepare
-from pytest_megatron.engines.script import kept_scripts
-from pytest_megatron.engines.shapes import shape_of
+from pytest_megatron.engines.slurm.script import kept_scripts
+from pytest_megatron.engines.slurm.shape import shape_of
 
 
 @click.command(name="sbatch")

@@ -16,37 +16,39 @@ from typing import ParamSpec, TypeVar
 import click
 from typing_extensions import TypedDict
 
-from pytest_megatron.checks.check import problem_of
-from pytest_megatron.checks.rules import CheckFinding
-from pytest_megatron.config import load_config
-from pytest_megatron.engines.base import EngineContext, Resources
+from pytest_megatron.base.project import load_config
+from pytest_megatron.engines.api import EngineContext, Resources
 from pytest_megatron.engines.config import LaunchMode, SlurmConfig
 from pytest_megatron.engines.config_file import read_slurm_config
-from pytest_megatron.engines.interactive import wrapped
+from pytest_megatron.engines.multitask.step import MODE, PORTS, REPEATABLE
 from pytest_megatron.engines.records import JobSpec, write_spec
-from pytest_megatron.engines.script import ScriptWriter
-from pytest_megatron.engines.shapes import ShapePaths
-from pytest_megatron.engines.slurm_check import SlurmChecks, ask_slurm, look_around
-from pytest_megatron.engines.slurm_start import NemoScripts
-from pytest_megatron.engines.tasks import MODE, PORTS, REPEATABLE
+from pytest_megatron.engines.slurm.checks import SlurmChecks, ask_slurm, look_around
+from pytest_megatron.engines.slurm.interactive import wrapped
+from pytest_megatron.engines.slurm.open import NemoScripts
+from pytest_megatron.engines.slurm.script import ScriptWriter
+from pytest_megatron.engines.slurm.shape import ShapePaths
 from pytest_megatron.errors import LaunchError, SelectionError
-from pytest_megatron.launch.checkpoints import require_inputs
-from pytest_megatron.launch.facts import gather_facts
-from pytest_megatron.launch.layout import item_dirs
-from pytest_megatron.launch.own_dir import RUNS_DIR, make_own_dir
-from pytest_megatron.launch.plan import AttemptPlan, Setting
-from pytest_megatron.launch.project_copy import look_at_machine
-from pytest_megatron.launch.script_row import ScriptMachine
-from pytest_megatron.launch.starter import FT_PACKAGE
 from pytest_megatron.recipe.expand import Profile
 from pytest_megatron.recipe.load import find_recipes, load_recipe, project_words
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.recipe.vocabulary import nearest
-from pytest_megatron.verdict.checked import check_job
-from pytest_megatron.verdict.job import WorkloadJob, describe_plan, plan_job
+from pytest_megatron.runs.environment import gather_facts
+from pytest_megatron.runs.layout import RUNS_DIR, item_dirs, make_own_dir
+from pytest_megatron.verdict.driver import needs_of
+from pytest_megatron.verdict.job import (
+    WorkloadJob,
+    check_job,
+    describe_plan,
+    plan_job,
+    read_case_of,
+)
 from pytest_megatron.verdict.retry import policy_of
-from pytest_megatron.verdict.row_case import read_case_of
-from pytest_megatron.verdict.training import needs_of
+from pytest_megatron.workload.checks.check import problem_of
+from pytest_megatron.workload.checks.rules import CheckFinding
+from pytest_megatron.workload.plan.checkpoints import require_inputs
+from pytest_megatron.workload.plan.launcher import FT_PACKAGE
+from pytest_megatron.workload.plan.plan import AttemptPlan, Setting
+from pytest_megatron.workload.plan.script import ScriptMachine, look_at_machine
 
 _MOST_SHOWN = 5
 _Arguments = ParamSpec("_Arguments")

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import click
 
+from pytest_megatron.base.project import load_config
+from pytest_megatron.base.text import printable
 from pytest_megatron.cli.formats import format_option
-from pytest_megatron.config import load_config
+from pytest_megatron.triage.api import triage
 from pytest_megatron.triage.render import as_markdown, as_text
-from pytest_megatron.triage.signature import check_rules, load_table
-from pytest_megatron.triage.triage import triage
-from pytest_megatron.wording import printable
+from pytest_megatron.triage.signatures import check_rules, load_table
 
 EXIT_FAILED = 1
 EXIT_UNUSABLE = 2

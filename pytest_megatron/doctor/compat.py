@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from pytest_megatron.files import JsonValue
+from pytest_megatron.base.files import JsonValue
 
 TABLE = Path(__file__).parent / "compat.toml"
 

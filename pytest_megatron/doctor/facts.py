@@ -8,7 +8,7 @@ from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
-from pytest_megatron.host import Gpu
+from pytest_megatron.gpu.host import Gpu
 
 UNKNOWN = "unknown"  # the version of a program that does not say
 

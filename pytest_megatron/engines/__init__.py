@@ -1,1 +1,1 @@
-"""Where attempts run: this machine, a container, a cluster. Knows no verdicts and no pytest."""
+"""Engines that run workloads: local, Docker, Slurm."""

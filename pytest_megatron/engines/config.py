@@ -13,7 +13,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import ConfigDict, Field, with_config
 
-from pytest_megatron.files import JsonValue
+from pytest_megatron.base.files import JsonValue
 
 _CLOSED = ConfigDict(extra="forbid", strict=True)
 _TIME = r"(\d+-)?\d+(:\d+){0,2}"

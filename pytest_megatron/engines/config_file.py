@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, TypeVar, cast
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.yaml import YamlDocument, YamlPath, read_yaml
 from pytest_megatron.engines.config import (
     ContainerConfig,
     DockerConfig,
@@ -21,10 +23,8 @@ from pytest_megatron.engines.config import (
     UvSyncConfig,
 )
 from pytest_megatron.errors import ConfigError
-from pytest_megatron.files import JsonValue
 from pytest_megatron.recipe.schema import dotted, shown
 from pytest_megatron.recipe.vocabulary import nearest
-from pytest_megatron.yamllines import YamlDocument, YamlPath, read_yaml
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -2,12 +2,85 @@
 
 from __future__ import annotations
 
-from pytest_megatron.engines.base import EngineContext, Planned, Submission, SubmissionOutcome
-from pytest_megatron.engines.leasing import LeasingEngine
-from pytest_megatron.launch.local import run_attempt
-from pytest_megatron.launch.plan import Setting
-from pytest_megatron.lease import Lease
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from pytest_megatron.engines.api import (
+    EngineContext,
+    Planned,
+    Resources,
+    Submission,
+    SubmissionOutcome,
+    SubmissionPhase,
+    Update,
+)
+from pytest_megatron.gpu.host import CPU_PLATFORM, Gpu, Host
+from pytest_megatron.gpu.lease import Lease, lease_gpus
+from pytest_megatron.gpu.monitor import HealthWatch
 from pytest_megatron.recipe.model import Workload
+from pytest_megatron.workload.plan.plan import Setting
+from pytest_megatron.workload.run.runner import run_attempt
+
+CarryOut = Callable[[Submission, Planned, Lease], SubmissionOutcome]
+
+
+class LeasingEngine:
+    """Runs orders within `poll`, in the order in which they came."""
+
+    is_queue = False
+    interval_s = 0.0
+
+    def __init__(self, host: Host, carry_out: CarryOut) -> None:
+        """Have nothing to run yet.
+
+        Args:
+            host: Whose GPUs are leased.
+            carry_out: Runs a plan to its end while its GPUs are held.
+        """
+        self._host = host
+        self._carry_out = carry_out
+        self._waiting: list[Submission] = []
+
+    def lacks(self, needed: Resources) -> str | None:
+        """Return which GPUs are not there; nodes are on this machine, side by side."""
+        return self._host.lacks(needed.platform, needed.num_nodes * needed.ranks_per_node)
+
+    def submit(self, orders: Sequence[Submission]) -> None:
+        """Keep orders until `poll`."""
+        self._waiting += orders
+
+    def poll(self) -> Sequence[Update]:
+        """Run the next order to its end.
+
+        Raises:
+            LaunchError: It cannot be started, now or later.
+            KeyboardInterrupt: Ctrl-C; everything of the attempt is gone by then.
+        """
+        if not self._waiting:
+            return []
+        order = self._waiting.pop(0)
+        return [Update(key=order.key, phase=SubmissionPhase.ENDED, outcome=self._run(order))]
+
+    def cancel(self, keys: Sequence[str]) -> None:
+        """Forget orders; none of them runs outside of `poll`."""
+        self._waiting = [order for order in self._waiting if order.key not in keys]
+
+    def _run(self, order: Submission) -> SubmissionOutcome:
+        """Run an order on GPUs that nobody else has."""
+        needed = order.resources
+        fitting = _trusted_first(self._host.fitting(needed.platform), order.avoid_gpus)
+        leased = lease_gpus(fitting, needed.num_gpus, lambda text: order.listener.on_lines([text]))
+        with contextlib.closing(leased) as lease, HealthWatch(lease.gpus) as watch:
+            is_on_gpus = needed.platform != CPU_PLATFORM
+            devices = tuple(gpu.uuid for gpu in lease.gpus) if is_on_gpus else None
+            outcome = self._carry_out(order, order.planned(devices), lease)
+            return replace(outcome, health=watch.finish())
+
+
+def _trusted_first(gpus: Sequence[Gpu], avoided: frozenset[str]) -> tuple[Gpu, ...]:
+    """Return the GPUs with those last on which the hardware failed before."""
+    return tuple(sorted(gpus, key=lambda gpu: gpu.uuid in avoided))
 
 
 class LocalEngine(LeasingEngine):

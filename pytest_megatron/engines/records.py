@@ -15,15 +15,15 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from pytest_megatron.engines.base import EngineError, Planned, SubmissionOutcome
+from pytest_megatron.base.files import read_bytes, write_json_atomically
+from pytest_megatron.engines.api import EngineError, Planned, SubmissionOutcome
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.files import read_bytes, write_json_atomically
-from pytest_megatron.health import Health
-from pytest_megatron.launch.facts import SessionFacts
-from pytest_megatron.launch.follow import Progress
-from pytest_megatron.launch.local import End, PhaseEnd
-from pytest_megatron.launch.plan import AttemptPlan, PhasePlan
-from pytest_megatron.launch.scripts import ScriptEnd
+from pytest_megatron.gpu.health import Health
+from pytest_megatron.runs.environment import SessionFacts
+from pytest_megatron.workload.plan.case_script import ScriptEnd
+from pytest_megatron.workload.plan.plan import AttemptPlan, PhasePlan
+from pytest_megatron.workload.run.log_watch import Progress
+from pytest_megatron.workload.run.runner import End, PhaseEnd
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Callable
 
-from pytest_megatron.engines.base import Engine, EngineContext
+from pytest_megatron.engines.api import Engine, EngineContext
 from pytest_megatron.engines.local import LocalEngine
 from pytest_megatron.errors import LaunchError
 

@@ -23,8 +23,9 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from pytest_megatron.engines.base import EngineError, TroubleKind
-from pytest_megatron.engines.meeting import MissingTasksError
+from pytest_megatron.engines.api import EngineError, TroubleKind
+from pytest_megatron.engines.multitask.rendezvous import MissingTasksError
+from pytest_megatron.engines.multitask.step import REPEATABLE, Step, watches
 from pytest_megatron.engines.records import (
     EndRecord,
     JobRecord,
@@ -34,14 +35,13 @@ from pytest_megatron.engines.records import (
     read_spec,
     write_record,
 )
-from pytest_megatron.engines.tasks import REPEATABLE, Step, watches
 from pytest_megatron.errors import LaunchError, MegatronError
-from pytest_megatron.health import Health, merge_health
-from pytest_megatron.launch.facts import gather_facts
-from pytest_megatron.launch.follow import Progress
-from pytest_megatron.launch.health import HealthWatch
-from pytest_megatron.launch.local import StartPhase, run_attempt
-from pytest_megatron.launch.plan import AttemptPlan, inherited
+from pytest_megatron.gpu.health import Health, merge_health
+from pytest_megatron.gpu.monitor import HealthWatch
+from pytest_megatron.runs.environment import gather_facts
+from pytest_megatron.workload.plan.plan import AttemptPlan, inherited
+from pytest_megatron.workload.run.log_watch import Progress
+from pytest_megatron.workload.run.runner import StartPhase, run_attempt
 
 _ARRAY_INDEX = "SLURM_ARRAY_TASK_ID"
 

@@ -1,3 +1,1 @@
-"""Gangs of ranks: who runs one test together, how they are started, watched and ended."""
-
-from __future__ import annotations
+"""Gangs of ranks: specification, lifecycle, schedule, merged outcomes."""

@@ -9,19 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pytest_megatron.files import JsonValue
-from pytest_megatron.gang.actions import (
-    Action,
-    AskForStacks,
-    Finish,
-    KillGang,
-    SendClose,
-    SendRuns,
-)
-from pytest_megatron.gang.held_runs import MOST_AHEAD, RunQueue
-from pytest_megatron.gang.messages import (
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.text import describe_exit, name_ranks
+from pytest_megatron.gang.ipc.messages import (
     Broken,
     Closed,
+    DebuggerLeft,
+    DebuggerReads,
+    DebuggerWanted,
+    DebuggerWrote,
     Died,
     Done,
     Killed,
@@ -31,16 +27,18 @@ from pytest_megatron.gang.messages import (
     Run,
     Stacks,
 )
-from pytest_megatron.gang.messages_of_debugger import (
-    DebuggerLeft,
-    DebuggerReads,
-    DebuggerWanted,
-    DebuggerWrote,
+from pytest_megatron.gang.rank_state import MOST_AHEAD, RankState, RunQueue, kind_of_sign, settle
+from pytest_megatron.gang.spec import (
+    Action,
+    AskForStacks,
+    Finish,
+    KillGang,
+    Reason,
+    RunEnd,
+    SendClose,
+    SendRuns,
 )
-from pytest_megatron.gang.patience import START_LIMIT_S, GangState, Timers
-from pytest_megatron.gang.rank_state import RankState, kind_of_sign, settle
-from pytest_megatron.gang.spec import Reason, RunEnd
-from pytest_megatron.wording import describe_exit, name_ranks
+from pytest_megatron.gang.timers import START_LIMIT_S, GangState, Timers
 
 _EXIT_S = 1.0  # for other ranks to end, where one has asked pytest itself to
 _STACKS_WAIT_S = 3.0  # for a fork server to bring stacks; it gives ranks one second

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import TypeAlias
 
-from pytest_megatron.files import JsonValue
-from pytest_megatron.gang.messages import Done
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.gang.ipc.messages import Done, Run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -86,3 +87,37 @@ class RunEnd:
     limit_s: float
     duration_s: float
     is_kept: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendRuns:
+    """Send tests to every rank, in order."""
+
+    runs: tuple[Run, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendClose:
+    """Tell every rank to tear down and end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskForStacks:
+    """Ask these ranks where they are."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KillGang:
+    """Kill every rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """Tell whoever waits how the test ended."""
+
+    end: RunEnd
+
+
+Action: TypeAlias = SendRuns | SendClose | AskForStacks | KillGang | Finish

@@ -1,3 +1,1 @@
-"""Goldens: what a workload measured when it was right, and whether a run still measures it."""
-
-from __future__ import annotations
+"""Golden values: model, policy, store, provenance."""

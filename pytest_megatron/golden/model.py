@@ -8,10 +8,235 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from pytest_megatron.golden.generation import Generation
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.errors import GoldenError
+
+TOKENS = "generated_tokens"
+TEXT = "generated_text"
+ROUTING = "routing_indices"
+THROUGHPUT = "throughput"
+MEMORY = "mem-max-allocated-bytes"
+# Log-probabilities: of prompt and answer, or of one of them.
+LOGPROBS = ("logprobs", "prompt_logprobs", "generated_logprobs")
+# Numbers of the whole run that must be the same each time.
+COUNTS = (
+    "lifetime_prefill_token_count",
+    "async_sched_step_count",
+    "async_sched_compaction_step_count",
+)
+REQUEST_METRICS = (TOKENS, *LOGPROBS, TEXT, ROUTING)
+GENERATION_METRICS = (*REQUEST_METRICS, THROUGHPUT, MEMORY, *COUNTS)
+
+_REQUEST_KEYS = frozenset((*REQUEST_METRICS, "input_prompt", "latency"))
+_INDICES = f"{ROUTING}_token_indices"
+_MOST = 1 << 53
+
+# Position in the request to the experts of each layer there.
+Routing: TypeAlias = Mapping[int, tuple[tuple[int, ...], ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptAnswer:
+    """The answer to one prompt; None where the program did not say.
+
+    Attributes:
+        tokens: (num_generated,) token ids.
+        logprobs: Name out of `LOGPROBS` to (num_positions,) natural logarithms; nan and inf stay.
+        routing: Experts of each layer, sorted, by position.
+        content: All of it as JSON.
+    """
+
+    tokens: tuple[int, ...] | None
+    logprobs: Mapping[str, tuple[float, ...]]
+    text: str | None
+    routing: Routing | None
+    content: Mapping[str, JsonValue]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """All that one inference run wrote.
+
+    Attributes:
+        requests: By id.
+        throughput: (num_batches,) tokens per second, the first one warming up; empty if not told.
+        memory_bytes: (num_samples,) peak of allocated memory; empty if not told.
+        counts: Name out of `COUNTS` to its number.
+        content: What else stands beside the requests, as JSON, those above among it.
+    """
+
+    requests: Mapping[str, PromptAnswer]
+    throughput: tuple[float, ...] = ()
+    memory_bytes: tuple[float, ...] = ()
+    counts: Mapping[str, float] = field(default_factory=dict)
+    content: Mapping[str, JsonValue] = field(default_factory=dict)
+
+    def has(self, metric: str) -> bool:
+        """Whether every request, or the run as a whole, has a value of `metric`."""
+        if metric == THROUGHPUT:
+            return bool(self.throughput)
+        if metric == MEMORY:
+            return bool(self.memory_bytes)
+        if metric in COUNTS:
+            return metric in self.counts
+        return bool(self.requests) and all(has_metric(r, metric) for r in self.requests.values())
+
+
+def has_metric(request: PromptAnswer, metric: str) -> bool:
+    """Whether a request has a value of `metric`, one of `REQUEST_METRICS`."""
+    if metric == TOKENS:
+        return request.tokens is not None
+    if metric == TEXT:
+        return request.text is not None
+    if metric == ROUTING:
+        return request.routing is not None
+    return metric in request.logprobs
+
+
+def is_generation(value: Mapping[str, JsonValue]) -> bool:
+    """Whether a JSON object is the output of an inference program."""
+    if value.keys() & _REQUEST_KEYS or THROUGHPUT in value:
+        return True
+    return any(isinstance(v, dict) and v.keys() & _REQUEST_KEYS for v in value.values())
+
+
+def parse_generation(value: Mapping[str, JsonValue], where: str) -> Generation:
+    """Return what an inference program wrote.
+
+    A file of one request without an id, as older programs write it, is request `0`.
+
+    Raises:
+        GoldenError: There is no request, or one of the values that are compared has another type
+            than it must have; `where` names the file.
+    """
+    if value.keys() & (_REQUEST_KEYS - {THROUGHPUT}):
+        value = {"0": dict(value)}
+    requests = {
+        name: _parse_request(item, f"{where}: request {name!r}")
+        for name, item in value.items()
+        if isinstance(item, dict)
+    }
+    if not requests:
+        raise GoldenError(where, "holds no request, expected one object a request, by its id")
+    rest = {name: item for name, item in value.items() if name not in requests}
+    return Generation(
+        requests=requests,
+        throughput=_some_numbers(rest.get(THROUGHPUT), f"{where}: {THROUGHPUT!r}"),
+        memory_bytes=_some_numbers(rest.get(MEMORY), f"{where}: {MEMORY!r}"),
+        counts={
+            name: values[0]
+            for name in COUNTS
+            if (values := _some_numbers(rest.get(name), f"{where}: {name!r}"))
+        },
+        content=rest,
+    )
+
+
+def generation_to_json(generation: Generation) -> dict[str, JsonValue]:
+    """Return the JSON form: requests in order of their ids, then what stands beside them."""
+    names = sorted(generation.requests, key=lambda name: (len(name), name))
+    requests: dict[str, JsonValue] = {n: dict(generation.requests[n].content) for n in names}
+    return requests | dict(sorted(generation.content.items()))
+
+
+def find_not_finite(generation: Generation) -> str | None:
+    """Say where a log-probability, a throughput or a memory is not a finite number."""
+    for name, request in generation.requests.items():
+        for metric, values in request.logprobs.items():
+            for position, value in enumerate(values):
+                if not math.isfinite(value):
+                    return f"{metric} of request {name!r} is {value} at position {position}"
+    for metric, values in (
+        (THROUGHPUT, generation.throughput),
+        (MEMORY, generation.memory_bytes),
+    ):
+        if not all(map(math.isfinite, values)):
+            return f"{metric} is not a finite number"
+    return None
+
+
+def _parse_request(item: Mapping[str, JsonValue], where: str) -> PromptAnswer:
+    tokens = item.get(TOKENS)
+    text = item.get(TEXT)
+    if text is not None and not isinstance(text, str):
+        raise GoldenError(where, f"{TEXT!r} is {_kind(text)}, expected text")
+    return PromptAnswer(
+        tokens=None if tokens is None else _whole_numbers(tokens, f"{where}, {TOKENS!r}"),
+        logprobs={
+            name: _numbers(item[name], f"{where}, {name!r}")
+            for name in LOGPROBS
+            if item.get(name) is not None
+        },
+        text=text,
+        routing=_parse_routing(item, where),
+        content=item,
+    )
+
+
+def _parse_routing(item: Mapping[str, JsonValue], where: str) -> Routing | None:
+    """Return experts by position: of every position, or of those that the request names."""
+    rows = item.get(ROUTING)
+    if rows is None:
+        return None
+    if not isinstance(rows, list):
+        raise GoldenError(where, f"{ROUTING!r} is {_kind(rows)}, expected a list of rows")
+    named = item.get(_INDICES)
+    indices = (
+        tuple(range(len(rows)))
+        if named is None
+        else _whole_numbers(named, f"{where}, {_INDICES!r}")
+    )
+    if len(indices) != len(rows):  # all rows are there, and some of them are meant
+        for index in indices:
+            if not 0 <= index < len(rows):
+                raise GoldenError(where, f"{_INDICES!r} names row {index} of {len(rows)}")
+        rows = [rows[index] for index in indices]
+    return {i: _parse_row(row, where) for i, row in zip(indices, rows, strict=True)}
+
+
+def _parse_row(row: JsonValue, where: str) -> tuple[tuple[int, ...], ...]:
+    if not isinstance(row, list):
+        raise GoldenError(where, f"a row of {ROUTING!r} is {_kind(row)}, expected a list")
+    layers = row if any(isinstance(part, list) for part in row) else [row]
+    return tuple(tuple(sorted(_whole_numbers(part, f"{where}, {ROUTING!r}"))) for part in layers)
+
+
+def _some_numbers(value: JsonValue, where: str) -> tuple[float, ...]:
+    """Return a list of numbers, or one number as a list of one."""
+    if value is None:
+        return ()
+    return _numbers(value if isinstance(value, list) else [value], where)
+
+
+def _numbers(value: JsonValue, where: str) -> tuple[float, ...]:
+    if not isinstance(value, list):
+        raise GoldenError(where, f"{_kind(value)}, expected a list of numbers")
+    numbers = [v for v in value if isinstance(v, int | float) and not isinstance(v, bool)]
+    if len(numbers) != len(value):
+        raise GoldenError(where, "holds something that is no number")
+    try:
+        return tuple(map(float, numbers))
+    except OverflowError as error:
+        raise GoldenError(where, str(error)) from error
+
+
+def _whole_numbers(value: JsonValue, where: str) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise GoldenError(where, f"{_kind(value)}, expected a list of whole numbers")
+    numbers = [v for v in value if isinstance(v, int) and not isinstance(v, bool)]
+    if len(numbers) != len(value):
+        raise GoldenError(where, "holds something that is no whole number")
+    if any(abs(v) >= _MOST for v in numbers):
+        raise GoldenError(where, "holds a whole number of more than 53 bits")
+    return tuple(numbers)
+
+
+def _kind(value: JsonValue) -> str:
+    return "null" if value is None else f"{type(value).__name__} {str(value)[:40]!r}"
+
 
 # A number, nan and inf included, or text that stands where a number belongs (Megatron-LM's
 # goldens hold the string "nan" for a step without a value). Telling them apart is the point:

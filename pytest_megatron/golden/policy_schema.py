@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_confi
 from pydantic_core import ErrorDetails
 from typing_extensions import TypedDict
 
-from pytest_megatron.files import JsonValue
+from pytest_megatron.base.files import JsonValue
 from pytest_megatron.recipe.schema import dotted, shown
 from pytest_megatron.recipe.vocabulary import nearest
 

@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TypeAlias
 
+from pytest_megatron.base.files import JsonValue
 from pytest_megatron.errors import GoldenError
-from pytest_megatron.files import JsonValue
-from pytest_megatron.golden.generation import Generation
-from pytest_megatron.golden.model import MetricMap, Series, Value, series_of
+from pytest_megatron.golden.model import Generation, MetricMap, Series, Value, series_of
 
 # The relative standard deviation of one metric over the repeats, |golden| = 1: one number for all
 # steps, or a series of its own.

@@ -5,16 +5,25 @@ The formats are `document.py`'s; nothing is compared here.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from pytest_megatron.config import load_config
+from pytest_megatron.base.files import write_json_atomically, write_text_atomically
+from pytest_megatron.base.project import load_config
 from pytest_megatron.errors import GoldenError, MetricsError
-from pytest_megatron.files import write_json_atomically, write_text_atomically
-from pytest_megatron.golden.document import metrics_to_json, parse_document
-from pytest_megatron.golden.form import PROVENANCE_KEY, Form, lay_out
-from pytest_megatron.golden.generation import find_not_finite, generation_to_json
-from pytest_megatron.golden.jsonlines import read_json_lines
-from pytest_megatron.golden.model import MetricMap, MetricsFile, Observed, is_finite
+from pytest_megatron.golden.formats.jsonlines import read_json_lines
+from pytest_megatron.golden.formats.layout import PROVENANCE_KEY, Form, lay_out
+from pytest_megatron.golden.formats.metric_map import metrics_to_json, parse_document
+from pytest_megatron.golden.formats.tensorboard import read_tensorboard
+from pytest_megatron.golden.model import (
+    MetricMap,
+    MetricsFile,
+    Observed,
+    find_not_finite,
+    generation_to_json,
+    is_finite,
+)
 from pytest_megatron.golden.provenance import (
     AS_BLOCK,
     Golden,
@@ -22,9 +31,8 @@ from pytest_megatron.golden.provenance import (
     parse_provenance,
     provenance_to_json,
 )
-from pytest_megatron.golden.tensorboard import read_tensorboard
 from pytest_megatron.recipe.model import Workload
-from pytest_megatron.recipe.places import golden_paths
+from pytest_megatron.recipe.paths import CASES, GOLDEN_PREFIX, GOLDENS, golden_name, golden_paths
 
 
 def golden_path(root: Path, workload: Workload) -> Path:
@@ -176,3 +184,80 @@ def read_text(path: Path) -> str:
         raise GoldenError(str(path), f"cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise GoldenError(str(path), f"not UTF-8 text, at byte {error.start}") from error
+
+
+PATTERN = f"{GOLDEN_PREFIX}*.json"
+_SECOND_RUN = "_2nd"
+_TREES = (GOLDENS, CASES)
+_DEPTH = 3  # model, test case, file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoldenOwner:
+    """Whose golden a file is, by where it lies and what it is called.
+
+    Attributes:
+        tree: `golden_values`, or the directory of the test cases.
+        platform: As the file calls it; empty in a file that names none.
+        is_second_run: Whether the name ends in `_2nd`.
+    """
+
+    tree: Path
+    model: str
+    test_case: str
+    environment: str
+    platform: str
+    is_second_run: bool = False
+
+    def moved(self, tree: Path, other_names: Mapping[str, str]) -> Path:
+        """Return the path, below the project, in another tree and with the platform's own name."""
+        platform = other_names.get(self.platform, self.platform)
+        return tree / self.model / self.test_case / golden_name(self.environment, platform)
+
+
+def parse_name(name: str, environments: Collection[str]) -> tuple[str, str, bool] | None:
+    """Return environment, platform and whether it is of a second run; None for another name."""
+    stem = name.removesuffix(".json")
+    if stem == name or not stem.startswith(f"{GOLDEN_PREFIX}_"):
+        return None
+    is_second_run = stem.endswith(_SECOND_RUN)
+    words = stem.removeprefix(f"{GOLDEN_PREFIX}_").removesuffix(_SECOND_RUN)
+    for environment in sorted(environments, key=len, reverse=True):
+        if words == environment:
+            return environment, "", is_second_run
+        if words.startswith(f"{environment}_"):
+            return environment, words.removeprefix(f"{environment}_"), is_second_run
+    return None
+
+
+def place_of(path: Path, root: Path, environments: Collection[str]) -> GoldenOwner | None:
+    """Return whose golden the file `path` is; None where place or name do not say it."""
+    owner = owner_of(path, root)
+    found = parse_name(path.name, environments)
+    if owner is None or found is None:
+        return None
+    tree, model, test_case = owner
+    environment, platform, is_second_run = found
+    return GoldenOwner(
+        tree=tree,
+        model=model,
+        test_case=test_case,
+        environment=environment,
+        platform=platform,
+        is_second_run=is_second_run,
+    )
+
+
+def owner_of(path: Path, root: Path) -> tuple[Path, str, str] | None:
+    """Return tree, model and test case of a file in its right place, whatever its name."""
+    tree = tree_of(path, root)
+    if tree is None:
+        return None
+    parts = path.absolute().relative_to(root.absolute() / tree).parts
+    return (tree, parts[0], parts[1]) if len(parts) == _DEPTH else None
+
+
+def tree_of(path: Path, root: Path) -> Path | None:
+    """Return the tree, relative to the project's `root`, that a path is below; None elsewhere."""
+    absolute = path.absolute()
+    return next((tree for tree in _TREES if absolute.is_relative_to(root.absolute() / tree)), None)

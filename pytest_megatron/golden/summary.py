@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from pytest_megatron.files import JsonValue
+from pytest_megatron.base.files import JsonValue
 from pytest_megatron.golden.model import Series, Value
 
 SPARKS = "▁▂▃▄▅▆▇█"

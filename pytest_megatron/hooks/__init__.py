@@ -1,3 +1,1 @@
-"""The pytest side: the only package here that knows pytest."""
-
-from __future__ import annotations
+"""pytest's side: options, session, markers, fixtures."""

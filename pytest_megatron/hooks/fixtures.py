@@ -62,7 +62,7 @@ def device(local_rank: int) -> torch.device:
     """Return this rank's device, made the current one if it is a GPU."""
     import torch  # noqa: PLC0415 - only tests that ask for it load it
 
-    from pytest_megatron.gang.bootstrap import device_of_rank  # noqa: PLC0415 - not for all
+    from pytest_megatron.gang.rank.bootstrap import device_of_rank  # noqa: PLC0415 - not for all
 
     # Not by `request`: pytest makes one for each test, also where the fixture is there already.
     kind = device_of_rank()

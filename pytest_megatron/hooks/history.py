@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.files import JsonValue
-from pytest_megatron.history import FILE_NAME, HistoryEntry, append, known_items, read
+from pytest_megatron.base.files import JsonValue
 from pytest_megatron.hooks.session import RunSession
-from pytest_megatron.launch.facts import utc_now
-from pytest_megatron.launch.own_dir import OWN_DIR, make_own_dir
+from pytest_megatron.runs.environment import utc_now
+from pytest_megatron.runs.history import FILE_NAME, HistoryEntry, append, known_items, read
+from pytest_megatron.runs.layout import OWN_DIR, make_own_dir
 
 NAME = "megatron-history"
 RECORDS = {"megatron_workload": "workload", "megatron_test": "test"}

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import pytest
 
+from pytest_megatron.base.project import load_config
 from pytest_megatron.ci.decide import Decision, Trigger, decide, parse_labels
 from pytest_megatron.ci.table import load_table
-from pytest_megatron.config import load_config
 from pytest_megatron.errors import MegatronError
 from pytest_megatron.hooks import option_values as values
 from pytest_megatron.recipe.load import project_words

@@ -392,7 +392,7 @@ def early_size(early_config: pytest.Config) -> tuple[int, int] | None:
             step = find_slurm_step(os.environ)
             texts["nnodes"] = step.num_nodes if step else None
     if num_ranks == "all":
-        from pytest_megatron.host import this_host  # noqa: PLC0415 - not for all
+        from pytest_megatron.gpu.host import this_host  # noqa: PLC0415 - not for all
 
         per_gpu = str(texts["ranks-per-gpu"] or 1)
         num_ranks = len(this_host().gpus) * (int(per_gpu) if per_gpu.isdecimal() else 1)

@@ -7,9 +7,9 @@ from collections.abc import Generator
 import pytest
 
 from pytest_megatron.errors import MegatronError
-from pytest_megatron.hooks.gang_results import RECORD
+from pytest_megatron.hooks.gangs.results import RECORD
 from pytest_megatron.hooks.session import RunSession
-from pytest_megatron.launch.layout import RUN_FILE
+from pytest_megatron.runs.layout import RUN_FILE
 
 _NAME = "megatron-pages"
 _GOOD = ("passed", "skipped")
@@ -40,7 +40,7 @@ class PagesPlugin:
         if not has_any or not (run_dir / RUN_FILE).is_file():
             return
         # Loads all of goldens and triage, which a run of tests that pass does without.
-        from pytest_megatron.pages.gather import RunReader  # noqa: PLC0415
+        from pytest_megatron.pages.read import RunReader  # noqa: PLC0415
         from pytest_megatron.pages.write import write_in_place  # noqa: PLC0415
 
         try:

@@ -13,12 +13,12 @@ from collections.abc import Generator, Mapping, Sequence
 
 import pytest
 
-from pytest_megatron.config import load_config
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.project import load_config
 from pytest_megatron.errors import ConfigError, MegatronError
-from pytest_megatron.files import JsonValue
 from pytest_megatron.hooks.history import RECORDS
 from pytest_megatron.hooks.markers import QUARANTINE, is_quarantined_by_us
-from pytest_megatron.quarantine import (
+from pytest_megatron.recipe.quarantine import (
     Quarantine,
     QuarantineError,
     check_pattern,

@@ -13,18 +13,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_megatron.config import ProjectConfig, load_config
+from pytest_megatron.base.project import ProjectConfig, load_config
 from pytest_megatron.errors import ConfigError, MegatronError, TriageError
 from pytest_megatron.hooks.options import Options
-from pytest_megatron.launch.facts import SessionFacts, gather_facts
-from pytest_megatron.launch.layout import RUN_FILE
-from pytest_megatron.launch.own_dir import RUNS_DIR, make_own_dir, make_results_dir
-from pytest_megatron.launch.secrets import Redactor
-from pytest_megatron.triage.signature import Table, load_table
-from pytest_megatron.verdict.ledger import RunLedger
+from pytest_megatron.runs.environment import SessionFacts, gather_facts
+from pytest_megatron.runs.layout import RUN_FILE, RUNS_DIR, make_own_dir, make_results_dir
+from pytest_megatron.runs.redact import Redactor
+from pytest_megatron.triage.signatures import Table, load_table
+from pytest_megatron.verdict.retry_budget import RunLedger
 
 if TYPE_CHECKING:  # sessions without workloads need none
-    from pytest_megatron.engines.base import Engine
+    from pytest_megatron.engines.api import Engine
 
 _ARGUMENTS_KEY = "megatron_arguments"
 _LOCK = ".lock"  # in a run directory that the user named
@@ -79,7 +78,7 @@ class RunSession:
         Raises:
             pytest.UsageError: There is no such engine, or it cannot be used as it is set up.
         """
-        from pytest_megatron.engines.base import EngineContext  # noqa: PLC0415 - see TYPE_CHECKING
+        from pytest_megatron.engines.api import EngineContext  # noqa: PLC0415 - see TYPE_CHECKING
         from pytest_megatron.engines.registry import open_engine  # noqa: PLC0415
 
         file = self.options.executor_config

@@ -1,1 +1,1 @@
-"""Pages of runs for a browser: curves of each workload, an index of each run, pictures."""
+"""HTML pages and charts of finished runs."""

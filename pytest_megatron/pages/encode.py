@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from pytest_megatron.files import JsonValue
+from pytest_megatron.base.files import JsonValue
 from pytest_megatron.golden.model import Value
+from pytest_megatron.pages.chart import choose, deviations, shares
 from pytest_megatron.pages.model import Chart
-from pytest_megatron.pages.thin import choose, deviations, shares
 
 MOST_BYTES = 220_000  # of base64 in a page: 8 charts of 10,000 steps stay below 300 kB
 _LARGEST_WHOLE_FLOAT32 = 1 << 24

@@ -16,7 +16,7 @@ from functools import cache
 from importlib.resources import files
 from urllib.parse import quote
 
-from pytest_megatron.files import JsonValue
+from pytest_megatron.base.files import JsonValue
 from pytest_megatron.pages.model import FileLink
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 
-from pytest_megatron.files import JsonValue
+from pytest_megatron.base.files import JsonValue
 from pytest_megatron.pages.encode import MOST_BYTES, encode_charts
 from pytest_megatron.pages.html import data_block, document, link, links, text
 from pytest_megatron.pages.model import AttemptRow, Chart, MetricFinding, PageItem, RunFacts

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, cast
 
+from pytest_megatron.base.files import write_text_atomically
 from pytest_megatron.errors import ReportError
-from pytest_megatron.files import write_text_atomically
+from pytest_megatron.pages.chart import chart_svg
 from pytest_megatron.pages.model import Chart, PageItem
-from pytest_megatron.pages.sources import find_runs
-from pytest_megatron.pages.svg import chart_svg
+from pytest_megatron.pages.read import find_runs
 from pytest_megatron.pages.write import cannot_write
 
 _UNSAFE = re.compile(r"[^\w.+=-]+", re.ASCII)

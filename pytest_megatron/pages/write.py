@@ -8,12 +8,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from pytest_megatron.base.files import write_text_atomically
 from pytest_megatron.errors import ReportError
-from pytest_megatron.files import write_text_atomically
-from pytest_megatron.pages.gather import RunReader
 from pytest_megatron.pages.index_page import IndexRow, IndexRun, index_page, index_row, titles
 from pytest_megatron.pages.item_page import item_page
-from pytest_megatron.pages.sources import find_runs
+from pytest_megatron.pages.read import RunReader, find_runs
 
 INDEX, CURVES = "index.html", "curves.html"
 _UNSAFE = re.compile(r"[^\w.+=-]+", re.ASCII)

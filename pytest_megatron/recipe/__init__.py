@@ -1,3 +1,1 @@
-"""Recipes: the YAML files that say which workloads exist, and their expansion into rows."""
-
-from __future__ import annotations
+"""Recipes and test cases: read, expanded, selected, checked."""

@@ -68,7 +68,7 @@ GOLDEN_RULES = {
     "golden-unreadable": "A golden cannot be read as one",
 }
 
-# The first words of what is in checks/rules.toml, above this layer.
+# The first words of what is in workload/checks/rules.toml, above this layer.
 CHECKED = ("connections-", "layout-", "memory-")
 
 

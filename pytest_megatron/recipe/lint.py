@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from pytest_megatron.recipe.cases import check_case, compares_metrics, starts_frozen
+from pytest_megatron.base.yaml import YamlDocument, YamlError, read_document
+from pytest_megatron.recipe.case import check_case, compares_metrics, starts_frozen
 from pytest_megatron.recipe.expand import Profile
 from pytest_megatron.recipe.findings import RecipeFinding, RecipeSeverity, in_order
 from pytest_megatron.recipe.load import BUILT_IN_WORDS, find_recipes, read_recipe
 from pytest_megatron.recipe.model import Workload
-from pytest_megatron.recipe.places import (
+from pytest_megatron.recipe.paths import (
     CASES,
     GOLDENS,
     NO_OTHER_NAMES,
@@ -22,7 +23,6 @@ from pytest_megatron.recipe.places import (
     is_missing_program,
 )
 from pytest_megatron.recipe.vocabulary import Vocabulary
-from pytest_megatron.yamllines import YamlDocument, YamlError, read_document
 
 RowCheck = Callable[[Iterable[Workload], Path], Iterable[RecipeFinding]]
 

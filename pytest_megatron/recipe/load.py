@@ -7,15 +7,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_megatron.config import GOLDEN_PLATFORMS_KEY, load_config
+from pytest_megatron.base.project import GOLDEN_PLATFORMS_KEY, load_config
+from pytest_megatron.base.yaml import YamlDocument, YamlError, read_document
 from pytest_megatron.errors import ConfigError, RecipeError
-from pytest_megatron.recipe.expand import Expansion, Profile, expand_compat
+from pytest_megatron.recipe.expand import (
+    Expansion,
+    Profile,
+    duplicates_of,
+    expand_compat,
+    variants_of,
+)
 from pytest_megatron.recipe.findings import RecipeFinding, RecipeSeverity, as_error, errors_of
 from pytest_megatron.recipe.model import Row, Workload, parse_row
 from pytest_megatron.recipe.strict import expand_strict
-from pytest_megatron.recipe.variants import duplicates_of, variants_of
 from pytest_megatron.recipe.vocabulary import Vocabulary, nearest
-from pytest_megatron.yamllines import YamlDocument, YamlError, read_document
 
 if TYPE_CHECKING:
     from pytest_megatron.recipe.schema import SchemaProblem

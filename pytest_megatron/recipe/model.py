@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from pytest_megatron.base.files import JsonValue
 from pytest_megatron.errors import RecipeError
-from pytest_megatron.files import JsonValue
-from pytest_megatron.quarantine import Quarantine, QuarantineError, parse_quarantine
+from pytest_megatron.recipe.quarantine import Quarantine, QuarantineError, parse_quarantine
 from pytest_megatron.recipe.vocabulary import disabled_reason
 
 MAX_SHOWN = 60  # characters of a template in a message

@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_confi
 from pydantic_core import ErrorDetails
 from typing_extensions import TypedDict
 
-from pytest_megatron.files import JsonValue
+from pytest_megatron.base.files import JsonValue
 from pytest_megatron.recipe.vocabulary import nearest
 
 Count: TypeAlias = Annotated[int, Field(ge=0)]

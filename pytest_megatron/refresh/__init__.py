@@ -1,1 +1,1 @@
-"""From what a run measured to committed goldens: gate, difference, review, and a safe write."""
+"""From measured metrics to committed goldens."""

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
+from pytest_megatron.base.files import write_text_atomically
 from pytest_megatron.errors import GoldenError
-from pytest_megatron.files import write_text_atomically
 from pytest_megatron.golden.provenance import Golden, Provenance
 from pytest_megatron.golden.store import golden_text, project_form, read_golden
 from pytest_megatron.refresh.candidate import Candidate, GateRule, Refusal, hard

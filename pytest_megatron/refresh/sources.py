@@ -13,10 +13,10 @@ from pathlib import Path, PurePath
 
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.golden.policy import ComparisonPolicy
-from pytest_megatron.launch.layout import RUN_FILE
 from pytest_megatron.refresh.candidate import Candidate
-from pytest_megatron.refresh.reading import CANDIDATE, read_run
-from pytest_megatron.triage.archives import is_archive, unpack
+from pytest_megatron.refresh.read import CANDIDATE, read_run
+from pytest_megatron.runs.archives import is_archive, unpack
+from pytest_megatron.runs.layout import RUN_FILE
 
 _WANTED = (
     *(CANDIDATE, RUN_FILE, "plan.json", "comparison.json", "metrics.json", "metrics.jsonl"),

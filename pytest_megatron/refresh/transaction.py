@@ -26,9 +26,9 @@ from pathlib import Path, PurePosixPath
 
 import filelock
 
+from pytest_megatron.base.files import JsonValue, write_json_atomically
 from pytest_megatron.errors import GoldenError
-from pytest_megatron.files import JsonValue, write_json_atomically
-from pytest_megatron.launch.own_dir import OWN_DIR, make_own_dir
+from pytest_megatron.runs.layout import OWN_DIR, make_own_dir
 
 LOCK = OWN_DIR / "goldens.lock"
 _PREPARING, _REPLACING, _UNDOING = (

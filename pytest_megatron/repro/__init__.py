@@ -1,3 +1,1 @@
-"""From a run directory or an artifact to the same failure here."""
-
-from __future__ import annotations
+"""Reproduction of an item of an earlier run."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pytest_megatron.errors import ReproError
-from pytest_megatron.repro.recorded import RecordedAttempt, RecordedItem, RecordedRun
+from pytest_megatron.runs.record import RecordedAttempt, RecordedItem, RecordedRun
 
 _MOST_LISTED = 20
 

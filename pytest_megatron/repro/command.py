@@ -12,9 +12,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from pytest_megatron.launch.replay import CHECKPOINTS, PHASE, RANKS, REPEAT
-from pytest_megatron.launch.secrets import REDACTED
 from pytest_megatron.repro.choose import Chosen
+from pytest_megatron.runs.redact import REDACTED
+from pytest_megatron.workload.plan.replay import CHECKPOINTS, PHASE, RANKS, REPEAT
 
 # Of the machine that it was: set again by us, or of no meaning here.
 _OF_MACHINE = frozenset(

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from pytest_megatron.triage.flight import FlightDump, FlightEntry
-from pytest_megatron.wording import name_ranks
+from pytest_megatron.base.text import name_ranks
+from pytest_megatron.triage.logs.flight_recorder import FlightDump, FlightEntry
 
 # Every rank must give as much as the others; what is not here may be uneven (gather, all_to_all).
 _EVEN_INPUT = frozenset(

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from pytest_megatron.errors import TriageError
 from pytest_megatron.triage.collectives import CollectiveMismatch, analyse
-from pytest_megatron.triage.errorfile import read_error_file
-from pytest_megatron.triage.exits import LITERALS as EXIT_LITERALS
-from pytest_megatron.triage.exits import (
+from pytest_megatron.triage.launch import LogFile, Stream, Unit
+from pytest_megatron.triage.logs.exits import LITERALS as EXIT_LITERALS
+from pytest_megatron.triage.logs.exits import (
     NEAR_BYTES,
     ProcessExit,
     excuse,
@@ -23,20 +23,25 @@ from pytest_megatron.triage.exits import (
     read_exits,
     stubborn_pid,
 )
-from pytest_megatron.triage.fatal import NEEDED, classify_message, find_bare, find_fatal
-from pytest_megatron.triage.flight import FlightDump, read_flight
-from pytest_megatron.triage.lines import (
+from pytest_megatron.triage.logs.fatal import (
+    NEEDED,
+    classify_message,
+    find_bare,
+    find_fatal,
+    read_error_file,
+)
+from pytest_megatron.triage.logs.flight_recorder import FlightDump, read_flight
+from pytest_megatron.triage.logs.lines import (
     is_labelled,
     is_noise,
     last_iteration,
     parse_line,
     says_success,
 )
-from pytest_megatron.triage.scan import RawLine, Scanner, lines_at, read_from
-from pytest_megatron.triage.signature import LineRole, Table, match_line
-from pytest_megatron.triage.story import Enqueued, Event, Fatal, LogLine, RankLog, RankStory
-from pytest_megatron.triage.trace import HEADER, frame_of
-from pytest_megatron.triage.unit import LogFile, Stream, Unit
+from pytest_megatron.triage.logs.scan import RawLine, Scanner, lines_at, read_from
+from pytest_megatron.triage.logs.traceback import HEADER, frame_of
+from pytest_megatron.triage.rank_log import Enqueued, Event, Fatal, LogLine, RankLog, RankStory
+from pytest_megatron.triage.signatures import LineRole, Table, match_line
 
 _WHAT = "  what():  "  # what an exception of C++ says when it ends a process
 _WATCHDOG = "Watchdog caught collective operation timeout"

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePath
 
-from pytest_megatron.triage.flight import is_flight_name, rank_of
-from pytest_megatron.triage.unit import Stream
+from pytest_megatron.triage.launch import Stream
+from pytest_megatron.triage.logs.flight_recorder import is_flight_name, rank_of
 
 ERROR_FILE = "error.json"
 RECORDS = ("plan.json", "run.json", "triage.json", "health.json", "comparison.json")

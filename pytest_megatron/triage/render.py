@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pytest_megatron.markdown import code, escaped
-from pytest_megatron.triage.triage import FailureGroup, Triage, Unclear
+from pytest_megatron.base.text import code, escaped
+from pytest_megatron.triage.api import FailureGroup, Triage, Unclear
 
 _INDENT = "    "
 _MOST_LISTED = 5

@@ -1,3 +1,1 @@
-"""Verdicts: from attempts to passed, failed, flaky or broken."""
-
-from __future__ import annotations
+"""Attempts, retries and the verdict of a workload."""

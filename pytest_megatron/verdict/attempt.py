@@ -5,28 +5,114 @@ from __future__ import annotations
 import shutil
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import assert_never
 
-from pytest_megatron.errors import MetricsError
-from pytest_megatron.golden.comparison import Comparison
-from pytest_megatron.golden.generation import Generation
-from pytest_megatron.golden.model import MetricMap, Series, Value, is_finite, is_loss, series_of
-from pytest_megatron.golden.policy_rl import with_one_loss_name
-from pytest_megatron.golden.refresh import series_of_generation
+from pytest_megatron.base.files import JsonValue, write_json_atomically
+from pytest_megatron.base.text import describe_exit
+from pytest_megatron.errors import GoldenError, MetricsError, TriageError
+from pytest_megatron.golden.build import series_of_generation
+from pytest_megatron.golden.compare.result import Comparison
+from pytest_megatron.golden.compare.rl import with_one_loss_name
+from pytest_megatron.golden.model import (
+    Generation,
+    MetricMap,
+    Series,
+    Value,
+    is_finite,
+    is_loss,
+    series_of,
+)
 from pytest_megatron.golden.store import read_metrics
-from pytest_megatron.health import Health
-from pytest_megatron.launch.facts import SessionFacts
-from pytest_megatron.launch.failure import RankFailure, first_failure, read_failures, tail
-from pytest_megatron.launch.layout import AttemptDirs, PhaseDirs
-from pytest_megatron.launch.local import End, PhaseEnd
-from pytest_megatron.launch.phases import Target
+from pytest_megatron.gpu.health import Health
+from pytest_megatron.runs.environment import SessionFacts
+from pytest_megatron.runs.layout import AttemptDirs, ItemDirs, PhaseDirs
+from pytest_megatron.triage.api import triage_unit
 from pytest_megatron.triage.diagnosis import Diagnosis
-from pytest_megatron.triage.signature import LineRole, Table
-from pytest_megatron.verdict.signature import Signature, is_named, match_signature
-from pytest_megatron.verdict.triaged import diagnose_phase
-from pytest_megatron.wording import describe_exit
+from pytest_megatron.triage.find import find_units
+from pytest_megatron.triage.launch import Known, LaunchEnd, Unit
+from pytest_megatron.triage.records import read_record
+from pytest_megatron.triage.signatures import LineRole, Signature, Table, is_named, match_signature
+from pytest_megatron.workload.plan.phases import Target
+from pytest_megatron.workload.run.rank_failures import (
+    RankFailure,
+    first_failure,
+    read_failures,
+    tail,
+)
+from pytest_megatron.workload.run.runner import End, PhaseEnd
+
+_ENDED = {
+    End.EXITED: LaunchEnd.EXITED,
+    End.TIME_LIMIT: LaunchEnd.TIME_LIMIT,
+    End.HUNG_COLLECTIVE: LaunchEnd.HUNG_COLLECTIVE,
+}
+
+
+def diagnose_phase(end: PhaseEnd, table: Table | None = None) -> Diagnosis | None:
+    """Return what the files of a phase say of its failure; None if they say nothing.
+
+    Reads nothing outside of the phase's own directory.
+    """
+    root = end.plan.dirs.root
+    try:
+        units, _ = find_units([root], root)  # holds no archive, so that nothing is unpacked
+    except TriageError:
+        return None
+    places = (root, end.plan.dirs.logs)  # the latter where the launcher left no log
+    mine = next((unit for unit in units if unit.root in places), None)
+    return None if mine is None else triage_unit(_with_known(mine, end), table)
+
+
+def _with_known(unit: Unit, end: PhaseEnd) -> Unit:
+    known = Known(
+        returncode=end.returncode,
+        ended=_ENDED.get(end.end),
+        world_size=None if end.plan.is_script else end.plan.world_size,
+        command=unit.known.command,
+    )
+    return replace(unit, known=known)
+
+
+def note_triage(
+    dirs: ItemDirs, attempt: Path, end: PhaseEnd, found: Diagnosis | None, *, problem: str
+) -> None:
+    """Add an attempt that failed to the item's `triage.json`; a full disk loses it, no more.
+
+    Args:
+        dirs: Of the item.
+        attempt: Directory of the attempt.
+        end: Its last phase.
+        found: What triage says of it, or None.
+        problem: The cause as it is printed.
+    """
+    row: dict[str, JsonValue] = {
+        "attempt": attempt.relative_to(dirs.root).as_posix(),
+        "phase_number": end.plan.number,
+        "ended": end.end.value,
+        "returncode": end.returncode,
+        "problem": problem,
+        **({} if found is None else found.as_json()),
+    }
+    try:
+        rows = [*_rows(dirs.triage), row]
+        content: dict[str, JsonValue] = {"schema": 1, **_last(row), "attempts": rows}
+        write_json_atomically(dirs.triage, content)
+    except OSError:
+        return
+
+
+def _last(row: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """Return the fields that everybody asks for, of the latest attempt that failed."""
+    keys = ("family", "transient", "root_rank", "signature", "evidence", "text")
+    return {key: row[key] for key in keys if key in row}
+
+
+def _rows(path: Path) -> list[JsonValue]:
+    rows = read_record(path).get("attempts")
+    return rows if isinstance(rows, list) else []
+
 
 # Without a METRICS key these are compared, and so must be there.
 # Source: Megatron-LM tests/functional_tests/python_test_utils, d98e8a64dd.
@@ -363,3 +449,47 @@ def _ended(exit_code: int | None) -> str:
     if exit_code < 0:
         return describe_exit(exit_code)
     return f"ended with exit code {exit_code}"
+
+
+def judge_generation(
+    ends: Sequence[PhaseEnd],
+    *,
+    metric_names: Sequence[str],
+    time_limit_s: float,
+    table: Table | None = None,
+) -> tuple[Generation | None, FailureCause | None]:
+    """Return what an inference program generated and what is wrong with it, if anything.
+
+    Args:
+        ends: Its phases; there is one.
+        metric_names: What must be there, for the run or for every request.
+        time_limit_s: For the text.
+        table: The signatures; None takes those of the package.
+    """
+    (end,) = ends
+    if not end.is_clean:
+        return None, why_it_failed(end, time_limit_s, table)
+    path = end.plan.dirs.generated
+    if not path.exists():
+        text = (
+            f"the program ended with exit code 0, but wrote no {path}, expected its requests "
+            f"there; give it the path ${{INFERENCE_OUTPUT_PATH}}; see {end.plan.dirs.launcher_log}"
+        )
+        return None, FailureCause(text=text)
+    try:
+        generation = read_metrics(path).generation
+    except (GoldenError, MetricsError) as error:
+        return None, FailureCause(text=f"the program ended with exit code 0, but {error}")
+    if generation is None:
+        return None, FailureCause(text=f"{path}: holds series of a training, expected requests")
+    for name in metric_names:
+        if not generation.has(name):
+            return generation, FailureCause(text=missing_metric(generation, name, str(path)))
+    return generation, None
+
+
+def missing_metric(generation: Generation, name: str, path: str) -> str:
+    """Say which metric is not there, and what is."""
+    keys = {key for request in generation.requests.values() for key in request.content}
+    found = ", ".join(sorted({*keys, *generation.content} - {"input_prompt"}))
+    return f"the program wrote no {name!r} for every request, only {found}; see {path}"

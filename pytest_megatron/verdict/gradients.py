@@ -16,12 +16,12 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from pytest_megatron.base.files import JsonValue
 from pytest_megatron.errors import MetricsError
-from pytest_megatron.files import JsonValue
-from pytest_megatron.golden.comparison import Comparison, ComparisonRule
-from pytest_megatron.launch.case import WorkloadCase
+from pytest_megatron.golden.compare.result import Comparison, ComparisonRule
+from pytest_megatron.recipe.case import WorkloadCase
 
-_PROGRAM = "pytest_megatron.launch.tensors"
+_PROGRAM = "pytest_megatron.verdict.tensors"
 _LIMIT_S = 3600.0
 # Relative to the norm of a gradient: how many units in the last place of the precision, and by
 # how much the error grows from a layer to the one before it.
@@ -47,7 +47,7 @@ def tolerance_of(case: WorkloadCase) -> float:
 def measure_gradients(
     python: str, reference: Path, others: Sequence[Path], env: Mapping[str, str]
 ) -> list[dict[str, JsonValue]]:
-    """Return what `launch/tensors.py` says of the checkpoints, one object for each other one.
+    """Return what `verdict/tensors.py` says of the checkpoints, one object for each other one.
 
     Raises:
         MetricsError: A checkpoint cannot be read; the text is the last line of what was said.

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from pytest_megatron.files import JsonValue
-from pytest_megatron.launch.case import TestType, WorkloadCase
-from pytest_megatron.launch.facts import SessionFacts, utc_now
-from pytest_megatron.launch.kept import kept_variables
-from pytest_megatron.launch.layout import ItemDirs
-from pytest_megatron.launch.plan import AttemptPlan, Setting, plan_attempt
-from pytest_megatron.launch.replay import Replay
-from pytest_megatron.launch.secrets import Redactor
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.errors import LaunchError
+from pytest_megatron.recipe.case import TestType, WorkloadCase, read_case
 from pytest_megatron.recipe.model import Workload
-from pytest_megatron.triage.signature import Table, builtin_table
+from pytest_megatron.recipe.paths import case_path
+from pytest_megatron.runs.environment import SessionFacts, kept_variables, utc_now
+from pytest_megatron.runs.layout import ItemDirs
+from pytest_megatron.runs.redact import Redactor
+from pytest_megatron.triage.signatures import Table, builtin_table
 from pytest_megatron.verdict.attempt import DEFAULT_METRICS, Attempt
-from pytest_megatron.verdict.decide import Verdict
 from pytest_megatron.verdict.gradients import tolerance_of
-from pytest_megatron.verdict.modes import metric_names_of
+from pytest_megatron.verdict.mode import metric_names_of
 from pytest_megatron.verdict.retry import RetryPolicy
+from pytest_megatron.verdict.script import is_judged_by_us
+from pytest_megatron.verdict.verdict import Verdict
+from pytest_megatron.workload.checks.check import findings_of, hits_of, problem_of
+from pytest_megatron.workload.checks.rules import CheckFinding
+from pytest_megatron.workload.plan.plan import AttemptPlan, Setting, plan_attempt
+from pytest_megatron.workload.plan.replay import Replay
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,3 +182,45 @@ def describe_plan(
 
 def _redacted(redactor: Redactor, text: str | None) -> str | None:
     return None if text is None else redactor.text(text)
+
+
+def read_case_of(root: Path, workload: Workload) -> WorkloadCase | None:
+    """Return the test case of a row.
+
+    None for a row that brings its own script and either has no case or one that only the script
+    can judge.
+
+    Raises:
+        CaseError: The case cannot be read, or names no metric.
+    """
+    path = case_path(root, workload)
+    if workload.script is not None and not path.is_file():
+        return None
+    case = read_case(path)
+    if workload.script is not None and not is_judged_by_us(case):
+        return None
+    metric_names_of(case)  # a case that compares nothing is told before it costs anything
+    return case
+
+
+def check_job(job: WorkloadJob, *, memory_bytes: int | None = None) -> tuple[CheckFinding, ...]:
+    """Return what is wrong with a job, errors first.
+
+    Args:
+        job: What is to run.
+        memory_bytes: Of a GPU that it will run on, where one is known.
+    """
+    if job.case is None:
+        return ()
+    return findings_of(hits_of(job.workload, job.case, job.setting.env, memory_bytes=memory_bytes))
+
+
+def refuse_wrong(job: WorkloadJob) -> None:
+    """Refuse a job that cannot train, whatever it runs on.
+
+    Raises:
+        LaunchError: A check finds an error; says all of them.
+    """
+    problem = problem_of(check_job(job))
+    if problem is not None:
+        raise LaunchError(*problem)

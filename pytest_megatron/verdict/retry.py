@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 
 from pytest_megatron.errors import RecipeError
 from pytest_megatron.recipe.model import Workload
-from pytest_megatron.triage.signature import RetryAdvice, Table, builtin_table
+from pytest_megatron.triage.signatures import SIGNATURES, RetryAdvice, Table, builtin_table
 from pytest_megatron.verdict.attempt import Attempt, FailureCause
-from pytest_megatron.verdict.signature import SIGNATURES
 
 DEFAULT_MAX_ATTEMPTS = 3
 DEFAULT_BACKOFF_S = 5.0

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import cast
 
 from pytest_megatron.errors import TriageError
-from pytest_megatron.triage.triage import triage
+from pytest_megatron.triage.api import triage
 
 TABLE = Path(__file__).with_suffix(".toml")
 AIM = 0.8

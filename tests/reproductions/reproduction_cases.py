@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from tiny_project import Project
 
-from pytest_megatron.files import JsonValue
+from pytest_megatron.base.files import JsonValue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import cast
 
-from pytest_megatron.files import JsonValue
+from pytest_megatron.base.files import JsonValue
 
 _TOKEN = re.compile(
     r"\s*(?:(?P<text>'(?:[^']|'')*')|(?P<number>-?\d+(?:\.\d+)?)|(?P<name>[A-Za-z_][\w-]*)"

@@ -15,7 +15,7 @@ from typing import cast
 
 import yaml
 
-from pytest_megatron.files import JsonValue
+from pytest_megatron.base.files import JsonValue
 
 _KEPT = ("PATH", "HOME", "LANG", "TMPDIR", "VIRTUAL_ENV")
 _LIMIT_S = 120

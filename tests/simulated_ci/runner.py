@@ -22,7 +22,7 @@ from typing import cast
 import yaml
 from expressions import evaluate, fill, is_true, shown
 
-from pytest_megatron.files import JsonValue
+from pytest_megatron.base.files import JsonValue
 
 _OUTPUT = re.compile(r"^(\S+?)<<(\S+)\n(.*?)\n?^\2$", re.MULTILINE | re.DOTALL)
 _STEP_LIMIT_S = 120

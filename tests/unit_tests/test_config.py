@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.config import ProjectConfig, load_config
+from pytest_megatron.base.project import ProjectConfig, load_config
 from pytest_megatron.errors import ConfigError
 
 

@@ -11,7 +11,7 @@ import pytest
 from plugin_cases import CASES, HOLD_OUTS, SAMPLE, row_of
 
 from pytest_megatron.cli.main import group
-from pytest_megatron.triage.signature import builtin_table
+from pytest_megatron.triage.signatures import builtin_table
 
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md")))

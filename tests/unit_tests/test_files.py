@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.files import (
+from pytest_megatron.base.files import (
     JsonValue,
     parse_json,
     read_bytes,

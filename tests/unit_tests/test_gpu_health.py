@@ -10,11 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pytest_megatron.files import JsonValue, write_json_atomically
-from pytest_megatron.gpu_watch import parse_xid
-from pytest_megatron.health import GpuState, Health, Xid
-from pytest_megatron.host import Gpu, this_host
-from pytest_megatron.launch.health import HealthWatch
+from pytest_megatron.base.files import JsonValue, write_json_atomically
+from pytest_megatron.gpu.health import GpuState, Health, Xid
+from pytest_megatron.gpu.host import Gpu, this_host
+from pytest_megatron.gpu.monitor import HealthWatch
+from pytest_megatron.gpu.nvml_probe import parse_xid
 
 PRETENDED = Path(__file__).parent / "guests" / "pretend_nvml.py"
 GPUS = tuple(Gpu(index=i, name="H", uuid=f"GPU-{i}", memory_bytes=100) for i in range(2))
@@ -54,7 +54,7 @@ def nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Nvml:
 def watchers() -> list[psutil.Process]:
     """Return what is left of watches; other tests' labs have a process in this one, too."""
     found = psutil.Process().children()
-    return [p for p in found if "pytest_megatron.gpu_watch" in p.cmdline() or not p.cmdline()]
+    return [p for p in found if "pytest_megatron.gpu.nvml_probe" in p.cmdline() or not p.cmdline()]
 
 
 def change(**values: object) -> Health:
@@ -123,7 +123,7 @@ def test_a_gpu_that_does_not_answer_is_left_out(nvml: Nvml) -> None:
 def test_an_nvml_that_fails_is_noted_and_nothing_more(
     nvml: Nvml, monkeypatch: pytest.MonkeyPatch, state: str, problem: str
 ) -> None:
-    monkeypatch.setattr("pytest_megatron.launch.health._LIMIT_S", 0.5 if state == "hang" else 20.0)
+    monkeypatch.setattr("pytest_megatron.gpu.monitor._LIMIT_S", 0.5 if state == "hang" else 20.0)
     nvml.write(**{state: []})
     with HealthWatch(GPUS) as watch:
         health = watch.finish()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.history import (
+from pytest_megatron.runs.history import (
     History,
     HistoryEntry,
     HistoryRecord,
@@ -96,7 +96,7 @@ def test_several_sessions_append_at_once(tmp_path: Path) -> None:
 
 
 def test_a_full_file_keeps_its_newer_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pytest_megatron.history.MAX_BYTES", 4000)
+    monkeypatch.setattr("pytest_megatron.runs.history.MAX_BYTES", 4000)
     path = tmp_path / "history.jsonl"
     for day in range(1, 29):
         append(path, [replace(ENTRY, run=f"r{day}")])

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_megatron.host import Gpu, Host, this_host
+from pytest_megatron.gpu.host import Gpu, Host, this_host
 
 
 def host(*names: str) -> Host:

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.host import Gpu
-from pytest_megatron.launch.process import GuardedProcess
-from pytest_megatron.lease import Lease, lease_gpus
+from pytest_megatron.gpu.host import Gpu
+from pytest_megatron.gpu.lease import Lease, lease_gpus
+from pytest_megatron.process.guarded import GuardedProcess
 
 GUESTS = Path(__file__).parent / "guests"
 GPUS = tuple(Gpu(index=i, name="GPU", uuid=f"GPU-{i}", memory_bytes=1) for i in range(4))

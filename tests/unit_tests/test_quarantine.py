@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.quarantine import (
+from pytest_megatron.recipe.quarantine import (
     Quarantine,
     QuarantineError,
     check_pattern,

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from pytest_megatron.base.yaml import Duplicate, YamlDocument, parse_document, read_yaml
 from pytest_megatron.errors import CaseError, RecipeError
-from pytest_megatron.yamllines import Duplicate, YamlDocument, parse_document, read_yaml
 
 FILE = Path("case.yaml")
 

@@ -1,1 +1,1 @@
-"""Programs that run under the Python of the environment; standard library and torch only."""
+"""Programs that probes run in processes of their own."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from pytest_megatron.host import this_host
+from pytest_megatron.gpu.host import this_host
 
 if __name__ == "__main__":
     found = dataclasses.asdict(this_host())

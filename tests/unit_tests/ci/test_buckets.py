@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.ci.buckets import Bucket, base_of, find_test_files, share_out
-from pytest_megatron.ci.globs import matches, matches_any
-from pytest_megatron.ci.shards import balance
+from pytest_megatron.ci.changes import matches, matches_any
+from pytest_megatron.ci.test_files import Bucket, balance, base_of, find_test_files, share_out
 from pytest_megatron.errors import RecipeError
 
 FILES = ("t/a/test_1.py", "t/a/test_2.py", "t/a/b/test_3.py", "t/test_4.py")

@@ -15,10 +15,10 @@ from ci_artifacts import ROW
 from click.testing import CliRunner, Result
 from expressions import evaluate, fill
 
+from pytest_megatron.base.files import JsonValue
 from pytest_megatron.ci.workflow import GITHUB_FILE, GITLAB_FILE
 from pytest_megatron.cli.ci import command
 from pytest_megatron.errors import CiError, ConfigError
-from pytest_megatron.files import JsonValue
 
 TABLE_NAME = "tool.pytest-megatron.ci.workflow"
 TABLE = """\

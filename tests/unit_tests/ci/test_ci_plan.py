@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from pytest_megatron.base.files import JsonValue
 from pytest_megatron.cli.plan import command
-from pytest_megatron.files import JsonValue
 
 RECIPE = """\
 type: basic

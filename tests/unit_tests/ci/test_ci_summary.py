@@ -23,7 +23,7 @@ from ci_artifacts import (
     write_run,
 )
 
-from pytest_megatron.files import JsonValue
+from pytest_megatron.base.files import JsonValue
 
 
 @pytest.fixture(autouse=True)

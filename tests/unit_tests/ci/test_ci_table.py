@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.project import load_config
 from pytest_megatron.ci.decide import Trigger, decide
 from pytest_megatron.ci.schema import check, json_schema
 from pytest_megatron.ci.table import BUILT_IN, CiTable, built_in_table, load_table
-from pytest_megatron.config import load_config
 from pytest_megatron.errors import ConfigError
-from pytest_megatron.files import JsonValue
 from pytest_megatron.recipe.load import project_words
 
 PUBLISHED = Path(__file__).parents[3] / "docs/reference/ci.schema.json"

@@ -6,11 +6,16 @@ import re
 
 import pytest
 
-from pytest_megatron.ci.merge import merge
-from pytest_megatron.ci.outcome import ItemCause, JobItem, JobRun
-from pytest_megatron.ci.summary_html import as_html
-from pytest_megatron.ci.summary_text import COMMENT_BYTES, STEP_SUMMARY_BYTES, as_markdown, as_text
-from pytest_megatron.markdown import code, escaped, fenced, plain, table
+from pytest_megatron.base.text import code, escaped, fenced, plain, table
+from pytest_megatron.ci.summary.merge import merge
+from pytest_megatron.ci.summary.model import ItemCause, JobItem, JobRun
+from pytest_megatron.ci.summary.render import (
+    COMMENT_BYTES,
+    STEP_SUMMARY_BYTES,
+    as_html,
+    as_markdown,
+    as_text,
+)
 
 EVIL = "x`</code>|<script>alert(1)</script> @everyone \x1b[31mred\x1b[0m ![a](http://e)\u202e"
 

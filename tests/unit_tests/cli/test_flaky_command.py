@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from pytest_megatron.cli.flaky import command
 from pytest_megatron.errors import ConfigError
-from pytest_megatron.history import HistoryEntry, append
+from pytest_megatron.runs.history import HistoryEntry, append
 
 ENTRY = HistoryEntry(
     time="2026-11-20T10:00:00Z",

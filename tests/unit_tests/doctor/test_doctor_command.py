@@ -15,12 +15,11 @@ from click.testing import CliRunner
 from staged_environment import Staged
 
 from pytest_megatron.cli.doctor import command
-from pytest_megatron.doctor.check_machine import check_machine
-from pytest_megatron.doctor.check_recipe import read_needs
-from pytest_megatron.doctor.examine import examine
+from pytest_megatron.doctor.checks.machine import check_machine
+from pytest_megatron.doctor.checks.recipe import read_needs
+from pytest_megatron.doctor.examine import examine, finding_of, rules
 from pytest_megatron.doctor.facts import Clock, Disk, EnvironmentFacts, MachineFacts, Python
-from pytest_megatron.doctor.render import FORMATS
-from pytest_megatron.doctor.rules import finding_of, rules
+from pytest_megatron.doctor.report import FORMATS
 from pytest_megatron.errors import EmptySelectionError, HostError, RecipeError
 
 RECIPE = """\

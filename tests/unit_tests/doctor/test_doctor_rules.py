@@ -9,13 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.checks.rules import RuleMatch
-from pytest_megatron.doctor.check_machine import check_communication
+from pytest_megatron.doctor.checks.machine import check_communication
 from pytest_megatron.doctor.compat import compat
-from pytest_megatron.doctor.elf import SharedObject, read_shared_object
+from pytest_megatron.doctor.examine import finding_of, rules
 from pytest_megatron.doctor.facts import EnvironmentFacts, MachineFacts, Python
-from pytest_megatron.doctor.packages import read_extensions, torch_symbols
-from pytest_megatron.doctor.rules import finding_of, rules
+from pytest_megatron.doctor.probes.packages import (
+    SharedObject,
+    read_extensions,
+    read_shared_object,
+    torch_symbols,
+)
+from pytest_megatron.workload.checks.rules import RuleMatch
 
 ROOT = Path(__file__).parents[3]
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.doctor.check_variables import check_variables
+from pytest_megatron.doctor.checks.variables import check_variables
+from pytest_megatron.doctor.examine import finding_of
 from pytest_megatron.doctor.facts import Devices, EnvironmentFacts, MachineFacts, Python, Torch
-from pytest_megatron.doctor.rules import finding_of
-from pytest_megatron.host import Gpu
+from pytest_megatron.gpu.host import Gpu
 
 PYTHON = Python(
     executable=Path("python"),

@@ -12,9 +12,9 @@ import pytest
 from staged_environment import Staged
 from stages import STAGES
 
-from pytest_megatron.checks.rules import CheckSeverity
-from pytest_megatron.doctor.devices import last_words
 from pytest_megatron.doctor.examine import examine
+from pytest_megatron.doctor.probes.devices import last_words
+from pytest_megatron.workload.checks.rules import CheckSeverity
 
 # What the machine of the tests may have of itself.
 REAL = {"address-name", "disk-low", "disk-full", "host-name"}

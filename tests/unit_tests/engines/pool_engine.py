@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pytest_megatron.engines.base import (
+from pytest_megatron.engines.api import (
     EngineContext,
     Resources,
     Submission,
@@ -21,8 +21,8 @@ from pytest_megatron.engines.base import (
     Update,
 )
 from pytest_megatron.engines.records import JobSpec, outcome_of, read_record, write_spec
-from pytest_megatron.launch.plan import Setting
 from pytest_megatron.recipe.model import Workload
+from pytest_megatron.workload.plan.plan import Setting
 
 
 class PoolEngine:

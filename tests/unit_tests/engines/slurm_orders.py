@@ -11,7 +11,7 @@ from pathlib import Path
 
 from labs import DEADLINE_S, SlurmLab
 
-from pytest_megatron.engines.base import (
+from pytest_megatron.engines.api import (
     EngineContext,
     Planned,
     Resources,
@@ -19,16 +19,15 @@ from pytest_megatron.engines.base import (
     SubmissionOutcome,
     Update,
 )
-from pytest_megatron.engines.journal import Journal
-from pytest_megatron.engines.slurm import SlurmEngine
-from pytest_megatron.engines.slurm_batches import JobScript
-from pytest_megatron.engines.slurm_commands import RealSlurm, SlurmCommands
-from pytest_megatron.engines.slurm_intake import SlurmSettings
-from pytest_megatron.host import CPU_PLATFORM
-from pytest_megatron.launch.facts import gather_facts
-from pytest_megatron.launch.follow import Progress
-from pytest_megatron.launch.layout import AttemptDirs
-from pytest_megatron.launch.plan import AttemptPlan, PhasePlan, Setting
+from pytest_megatron.engines.slurm.commands import RealSlurm, SlurmCommands
+from pytest_megatron.engines.slurm.engine import SlurmEngine
+from pytest_megatron.engines.slurm.journal import Journal
+from pytest_megatron.engines.slurm.submit import JobScript, SlurmSettings
+from pytest_megatron.gpu.host import CPU_PLATFORM
+from pytest_megatron.runs.environment import gather_facts
+from pytest_megatron.runs.layout import AttemptDirs
+from pytest_megatron.workload.plan.plan import AttemptPlan, PhasePlan, Setting
+from pytest_megatron.workload.run.log_watch import Progress
 
 SCRIPT = """\
 #!/bin/bash

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.engines import script
-from pytest_megatron.engines.base import Resources
+from pytest_megatron.engines.api import Resources
 from pytest_megatron.engines.config import ContainerConfig, LaunchMode, SlurmConfig, UvSyncConfig
-from pytest_megatron.engines.script import ScriptWriter, kept_scripts, make_scripts, place_of
-from pytest_megatron.engines.shapes import Shape, ShapePaths, shape_of
+from pytest_megatron.engines.slurm import script
+from pytest_megatron.engines.slurm.script import ScriptWriter, kept_scripts, make_scripts, place_of
+from pytest_megatron.engines.slurm.shape import Shape, ShapePaths, shape_of
 from pytest_megatron.errors import LaunchError
 
 SCRIPTS = Path(__file__).parent / "scripts"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.engines.base import Resources
+from pytest_megatron.engines.api import Resources
 from pytest_megatron.engines.config import (
     ContainerConfig,
     EnvironmentNodes,
@@ -16,7 +16,7 @@ from pytest_megatron.engines.config import (
     SlurmConfig,
     UvSyncConfig,
 )
-from pytest_megatron.engines.shapes import (
+from pytest_megatron.engines.slurm.shape import (
     ShapePaths,
     gpu_flags,
     minutes_of_job,

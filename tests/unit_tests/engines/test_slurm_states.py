@@ -6,8 +6,8 @@ from datetime import datetime
 
 import pytest
 
-from pytest_megatron.engines.base import SubmissionPhase, TroubleKind
-from pytest_megatron.engines.slurm_states import (
+from pytest_megatron.engines.api import SubmissionPhase, TroubleKind
+from pytest_megatron.engines.slurm.states import (
     SQUEUE_FORMAT,
     SlurmJob,
     detail_of,

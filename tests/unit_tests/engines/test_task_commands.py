@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.engines.config import LaunchMode
-from pytest_megatron.engines.exit_table import RankExit, first_line, format_table
-from pytest_megatron.engines.task_commands import begin_phase
-from pytest_megatron.engines.task_messages import Begin, Join, decode, encode
-from pytest_megatron.engines.task_places import TaskPlace, find_place, find_ports
+from pytest_megatron.engines.multitask.commands import begin_phase
+from pytest_megatron.engines.multitask.coordinator import RankExit, first_line, format_table
+from pytest_megatron.engines.multitask.messages import Begin, Join, decode, encode
+from pytest_megatron.engines.multitask.topology import TaskPlace, find_place, find_ports
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.launch.case import Launcher
-from pytest_megatron.launch.layout import PhaseDirs
-from pytest_megatron.launch.plan import PhasePlan
-from pytest_megatron.launch.starter import Ranks, started
-from pytest_megatron.triage.exits import LITERALS, ProcessExit, read_exits
+from pytest_megatron.recipe.case import Launcher
+from pytest_megatron.runs.layout import PhaseDirs
+from pytest_megatron.triage.logs.exits import LITERALS, ProcessExit, read_exits
+from pytest_megatron.workload.plan.launcher import Ranks, started
+from pytest_megatron.workload.plan.plan import PhasePlan
 
 STEP = {
     "SLURM_JOB_ID": "1000",

@@ -16,14 +16,14 @@ from pathlib import Path
 
 import psutil
 
-from pytest_megatron.engines.base import TroubleKind
+from pytest_megatron.engines.api import TroubleKind
 from pytest_megatron.engines.records import JobRecord, JobSpec, read_record, write_spec
-from pytest_megatron.launch.case import Launcher
-from pytest_megatron.launch.failure import RankFailure, first_failure, read_failures
-from pytest_megatron.launch.layout import AttemptDirs
-from pytest_megatron.launch.local import End
-from pytest_megatron.launch.plan import AttemptPlan, PhasePlan
-from pytest_megatron.launch.starter import Ranks, start_words, started
+from pytest_megatron.recipe.case import Launcher
+from pytest_megatron.runs.layout import AttemptDirs
+from pytest_megatron.workload.plan.launcher import Ranks, start_words, started
+from pytest_megatron.workload.plan.plan import AttemptPlan, PhasePlan
+from pytest_megatron.workload.run.rank_failures import RankFailure, first_failure, read_failures
+from pytest_megatron.workload.run.runner import End
 
 GUEST = Path(__file__).parents[1] / "guests" / "task_rank.py"
 DEADLINE_S = 60.0

@@ -11,21 +11,21 @@ from labs import SlurmLab
 from test_tasks import Step, plan_of, spec_of
 from worker_engine import AlwaysAgain, Silent, WorkerEngine
 
-from pytest_megatron.engines.base import EngineContext
+from pytest_megatron.engines.api import EngineContext
 from pytest_megatron.engines.records import read_record, write_spec
 from pytest_megatron.golden.policy import ComparisonPolicy
 from pytest_megatron.golden.store import golden_path, read_golden
-from pytest_megatron.launch.case import read_case
-from pytest_megatron.launch.facts import gather_facts
-from pytest_megatron.launch.layout import item_dirs
-from pytest_megatron.launch.plan import Setting
+from pytest_megatron.recipe.case import read_case
 from pytest_megatron.recipe.load import load_recipe
-from pytest_megatron.recipe.places import case_path
-from pytest_megatron.verdict.decide import Verdict
+from pytest_megatron.recipe.paths import case_path
+from pytest_megatron.runs.environment import gather_facts
+from pytest_megatron.runs.layout import item_dirs
+from pytest_megatron.verdict.compare import judge
+from pytest_megatron.verdict.driver import train
 from pytest_megatron.verdict.job import WorkloadJob
-from pytest_megatron.verdict.judge import judge
 from pytest_megatron.verdict.retry import RetryPolicy
-from pytest_megatron.verdict.training import train
+from pytest_megatron.verdict.verdict import Verdict
+from pytest_megatron.workload.plan.plan import Setting
 
 ROOT = Path(__file__).parents[3]
 RECIPE = """\

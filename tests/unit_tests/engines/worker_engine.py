@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tiny_project import Project
 
-from pytest_megatron.engines.base import (
+from pytest_megatron.engines.api import (
     EngineContext,
     Resources,
     Submission,
@@ -20,17 +20,17 @@ from pytest_megatron.engines.base import (
     Update,
 )
 from pytest_megatron.engines.records import JobSpec, outcome_of, read_record, write_spec
-from pytest_megatron.launch.case import read_case
-from pytest_megatron.launch.facts import gather_facts
-from pytest_megatron.launch.follow import Progress
-from pytest_megatron.launch.layout import item_dirs
-from pytest_megatron.launch.plan import Setting
+from pytest_megatron.recipe.case import read_case
 from pytest_megatron.recipe.load import load_recipe
 from pytest_megatron.recipe.model import Workload
-from pytest_megatron.recipe.places import case_path
+from pytest_megatron.recipe.paths import case_path
+from pytest_megatron.runs.environment import gather_facts
+from pytest_megatron.runs.layout import item_dirs
 from pytest_megatron.verdict.attempt import Attempt
 from pytest_megatron.verdict.job import WorkloadJob
 from pytest_megatron.verdict.retry import RetryPolicy
+from pytest_megatron.workload.plan.plan import Setting
+from pytest_megatron.workload.run.log_watch import Progress
 
 
 class Silent:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pytest_megatron.gang.actions import Finish, SendRuns
+from pytest_megatron.gang.ipc.messages import Died, Done, PhaseEnded, Ready, Run, Stacks
 from pytest_megatron.gang.lifecycle import Lifecycle
-from pytest_megatron.gang.messages import Died, Done, PhaseEnded, Ready, Run, Stacks
-from pytest_megatron.gang.spec import RankResult, RunEnd
+from pytest_megatron.gang.spec import Finish, RankResult, RunEnd, SendRuns
 
 SIZE = 8
 GRACE_S = 10.0

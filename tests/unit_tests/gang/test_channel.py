@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.gang.channel import (
+from pytest_megatron.gang.ipc.channel import (
     Channel,
     Listener,
     WrongKeyError,
@@ -19,7 +19,7 @@ from pytest_megatron.gang.channel import (
     listen_locally,
     listen_on,
 )
-from pytest_megatron.gang.messages import Broken, Close, Closed, Hello, Message, encode
+from pytest_megatron.gang.ipc.messages import Broken, Close, Closed, Hello, Message, encode
 
 DEADLINE_S = 60.0
 HELLO = Hello(role="rank", gang=1, rank=0, node_rank=0, pid=1)
@@ -193,7 +193,7 @@ def test_a_frame_without_an_end_closes_the_connection_before_it_fills_memory() -
 
 
 def test_a_local_caller_waits_for_a_busy_controller(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pytest_megatron.gang.channel._HANDSHAKE_S", 0.01)
+    monkeypatch.setattr("pytest_megatron.gang.ipc.channel._HANDSHAKE_S", 0.01)
     keep: list[Channel] = []
     errors: list[OSError] = []
     with closing(listen_locally()) as listener:

@@ -34,7 +34,8 @@ CASES = [
 
 @pytest.mark.parametrize(("code", "obstacle"), CASES)
 def test_what_hinders_a_fork_is_found(code: str, obstacle: str) -> None:
-    ask = "from pytest_megatron.gang.clean import find_obstacle; print(find_obstacle())"
+    module = "pytest_megatron.gang.forkserver.fork_safety"
+    ask = f"from {module} import find_obstacle; print(find_obstacle())"
     program = f"{code}\n{ask}\nimport os, sys; sys.stdout.flush(); os._exit(0)"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60

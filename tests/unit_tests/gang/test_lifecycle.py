@@ -21,12 +21,28 @@ from gang_words import (
     the_end,
 )
 
-from pytest_megatron.gang.actions import AskForStacks, Finish, KillGang, SendClose, SendRuns
-from pytest_megatron.gang.messages import Broken, Closed, Done, Killed, Ready
-from pytest_megatron.gang.messages_of_debugger import DebuggerLeft, DebuggerReads, DebuggerWanted
-from pytest_megatron.gang.patience import START_LIMIT_S, GangState
-from pytest_megatron.gang.spec import RankResult, Reason, RunEnd
-from pytest_megatron.wording import describe_exit, name_ranks
+from pytest_megatron.base.text import describe_exit, name_ranks
+from pytest_megatron.gang.ipc.messages import (
+    Broken,
+    Closed,
+    DebuggerLeft,
+    DebuggerReads,
+    DebuggerWanted,
+    Done,
+    Killed,
+    Ready,
+)
+from pytest_megatron.gang.spec import (
+    AskForStacks,
+    Finish,
+    KillGang,
+    RankResult,
+    Reason,
+    RunEnd,
+    SendClose,
+    SendRuns,
+)
+from pytest_megatron.gang.timers import START_LIMIT_S, GangState
 
 
 def test_a_test_ends_once_every_rank_has_ended_it() -> None:

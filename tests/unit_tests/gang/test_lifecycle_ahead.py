@@ -19,12 +19,11 @@ from gang_words import (
     the_end,
 )
 
-from pytest_megatron.gang.actions import KillGang, SendRuns
-from pytest_megatron.gang.held_runs import MOST_AHEAD
+from pytest_megatron.gang.ipc.messages import Broken, Done
 from pytest_megatron.gang.lifecycle import Lifecycle
-from pytest_megatron.gang.messages import Broken, Done
-from pytest_megatron.gang.patience import GangState
-from pytest_megatron.gang.spec import Reason
+from pytest_megatron.gang.rank_state import MOST_AHEAD
+from pytest_megatron.gang.spec import KillGang, Reason, SendRuns
+from pytest_megatron.gang.timers import GangState
 
 
 def ahead_gang(*, num_ahead: int = 1) -> Lifecycle:

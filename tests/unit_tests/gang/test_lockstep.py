@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from pytest_megatron.gang.lockstep import Ending, Lockstep
+from pytest_megatron.gang.rank.lockstep import Ending, Lockstep
 
 SIZE = 3
 

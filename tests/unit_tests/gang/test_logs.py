@@ -4,13 +4,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pytest_megatron.gang.logs import Tail, last_lines, read_piece
+from pytest_megatron.gang.rank.logs import Tail, last_lines, read_piece
 
 # Redirects its streams as a rank does; what it could learn is in the exit code and in `seen`.
 RANK = """
 import os, sys
 from pathlib import Path
-from pytest_megatron.gang.logs import RankLogs
+from pytest_megatron.gang.rank.logs import RankLogs
 logs = RankLogs(Path(sys.argv[1]))
 logs.redirect()
 print("before")
@@ -25,7 +25,7 @@ assert sys.stdin.read() == ""
 FULL = """
 import os, sys
 from pathlib import Path
-from pytest_megatron.gang.logs import RankLogs
+from pytest_megatron.gang.rank.logs import RankLogs
 logs = RankLogs(Path(sys.argv[1]))
 logs.redirect()
 full = os.open("/dev/full", os.O_WRONLY)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.gang.bootstrap import rank_env
-from pytest_megatron.gang.nodes import (
+from pytest_megatron.gang.rank.bootstrap import rank_env
+from pytest_megatron.gang.topology import (
     Nodes,
     RankPlace,
     count_gpus,

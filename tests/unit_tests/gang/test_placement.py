@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from pytest_megatron.gang.messages import NOTHING, UNKNOWN
-from pytest_megatron.gang.placement import Schedule
+from pytest_megatron.gang.ipc.messages import NOTHING, UNKNOWN
+from pytest_megatron.gang.schedule import Schedule
 from pytest_megatron.gang.spec import GangSpec
 
 SLOTS = 8

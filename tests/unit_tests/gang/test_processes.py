@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.gang.processes import lives_on
+from pytest_megatron.process.tree import lives_on
 
 EXITING, RUNNING = 0x40000C, 0x400000
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pytest_megatron.gang.stores import LOCAL_HOST, StoreKeeper
+from pytest_megatron.gang.forkserver.store import LOCAL_HOST, StoreKeeper
 
 
 @pytest.fixture

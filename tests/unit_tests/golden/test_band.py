@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_megatron.golden.band import band_around, growing_deviation, prediction_factor
-from pytest_megatron.golden.limits import Learning
+from pytest_megatron.golden.compare.band import band_around, growing_deviation, prediction_factor
+from pytest_megatron.golden.compare.limits import Learning
 from pytest_megatron.golden.model import series_of
 from pytest_megatron.golden.provenance import Golden, Provenance
 

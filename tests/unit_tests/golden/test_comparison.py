@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from pytest_megatron.golden.comparison import (
+from pytest_megatron.golden.compare.result import (
     Comparison,
     ComparisonRule,
     Deviation,

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from pytest_megatron.base.files import JsonValue
 from pytest_megatron.errors import GoldenError
-from pytest_megatron.files import JsonValue
 from pytest_megatron.golden.provenance import Golden, Provenance
 from pytest_megatron.golden.store import golden_text, read_golden, read_metrics
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_megatron.golden.compare import compare
-from pytest_megatron.golden.comparison import Comparison, ComparisonRule
-from pytest_megatron.golden.limits import Worse
+from pytest_megatron.golden.compare.api import compare
+from pytest_megatron.golden.compare.environment import NOWHERE, RunEnvironment, drift_between
+from pytest_megatron.golden.compare.limits import Worse
+from pytest_megatron.golden.compare.result import Comparison, ComparisonRule
 from pytest_megatron.golden.model import Value, series_of
 from pytest_megatron.golden.policy import Base, ComparisonPolicy
 from pytest_megatron.golden.provenance import Golden, Provenance
-from pytest_megatron.golden.surroundings import NOWHERE, RunEnvironment, drift_between
 
 Values = dict[int, Value]
 LOSS: Values = {s: 2.7 + 2.2 * math.exp(-s / 20) for s in range(1, 51)}

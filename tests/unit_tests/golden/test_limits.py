@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from pytest_megatron.golden.limits import direction_of
+from pytest_megatron.golden.compare.limits import direction_of
 
 
 def test_a_metric_gets_better_away_from_the_side_that_fails() -> None:

@@ -8,12 +8,16 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.errors import GoldenError
-from pytest_megatron.golden.compare import compare
-from pytest_megatron.golden.limits import CostLimits, LossLimits, MemoryLimits, Worse
+from pytest_megatron.golden.compare.api import compare
+from pytest_megatron.golden.compare.limits import CostLimits, LossLimits, MemoryLimits, Worse
+from pytest_megatron.golden.compare.rl import RlRules, compare_rl
 from pytest_megatron.golden.model import series_of
-from pytest_megatron.golden.policy import ComparedWorkload, ComparisonPolicy
-from pytest_megatron.golden.policy_file import policy_named, read_policy
-from pytest_megatron.golden.policy_rl import RlRules, compare_rl
+from pytest_megatron.golden.policy import (
+    ComparedWorkload,
+    ComparisonPolicy,
+    policy_named,
+    read_policy,
+)
 from pytest_megatron.golden.policy_schema import json_schema
 from pytest_megatron.golden.provenance import Golden
 

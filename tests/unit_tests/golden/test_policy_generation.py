@@ -6,11 +6,11 @@ import copy
 
 import pytest
 
-from pytest_megatron.files import JsonValue
-from pytest_megatron.golden.comparison import ComparisonRule, render
-from pytest_megatron.golden.generation import GENERATION_METRICS, Generation, parse_generation
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.golden.compare.inference import Pair, compare_generation
+from pytest_megatron.golden.compare.result import ComparisonRule, render
+from pytest_megatron.golden.model import GENERATION_METRICS, Generation, parse_generation
 from pytest_megatron.golden.policy import ComparisonPolicy
-from pytest_megatron.golden.policy_generation import Pair, compare_generation
 
 REQUEST: dict[str, JsonValue] = {
     "generated_tokens": [3, 1, 2],

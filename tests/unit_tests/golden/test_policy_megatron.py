@@ -6,8 +6,8 @@ import random
 import numpy as np
 import pytest
 
-from pytest_megatron.golden.compare import ComparisonPolicy, compare
-from pytest_megatron.golden.comparison import Comparison, ComparisonRule
+from pytest_megatron.golden.compare.api import ComparisonPolicy, compare
+from pytest_megatron.golden.compare.result import Comparison, ComparisonRule
 from pytest_megatron.golden.model import Series, Value, series_of
 from pytest_megatron.golden.provenance import Golden
 

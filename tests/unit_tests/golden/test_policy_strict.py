@@ -4,12 +4,12 @@ import math
 
 import pytest
 
-from pytest_megatron.golden.compare import compare, compare_resume
-from pytest_megatron.golden.comparison import Comparison, ComparisonRule, StepDifference
-from pytest_megatron.golden.document import to_float32
+from pytest_megatron.golden.compare.api import compare, compare_resume
+from pytest_megatron.golden.compare.environment import NOWHERE, RunEnvironment
+from pytest_megatron.golden.compare.result import Comparison, ComparisonRule, StepDifference
+from pytest_megatron.golden.formats.metric_map import to_float32
 from pytest_megatron.golden.model import Value, series_of
 from pytest_megatron.golden.provenance import Golden, Provenance, Spread
-from pytest_megatron.golden.surroundings import NOWHERE, RunEnvironment
 
 Values = dict[int, Value]
 HOST = "1x H100"

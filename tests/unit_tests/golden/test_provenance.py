@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from pytest_megatron.base.files import JsonValue
 from pytest_megatron.errors import GoldenError
-from pytest_megatron.files import JsonValue
 from pytest_megatron.golden.model import series_of
 from pytest_megatron.golden.provenance import Provenance, parse_provenance, provenance_to_json
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import math
 
+from pytest_megatron.golden.build import combine, spread_of
 from pytest_megatron.golden.model import Series, Value, series_of
-from pytest_megatron.golden.refresh import combine, spread_of
 
 
 def series(**values: Value) -> Series:

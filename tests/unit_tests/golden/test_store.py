@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.config import GOLDEN_FORMS
+from pytest_megatron.base.project import GOLDEN_FORMS
+from pytest_megatron.base.yaml import parse_document
 from pytest_megatron.errors import GoldenError, MetricsError
-from pytest_megatron.golden.form import Form
+from pytest_megatron.golden.formats.layout import Form
 from pytest_megatron.golden.model import series_of
 from pytest_megatron.golden.provenance import Provenance
 from pytest_megatron.golden.store import (
@@ -23,7 +24,6 @@ from pytest_megatron.golden.store import (
 from pytest_megatron.recipe.expand import Profile
 from pytest_megatron.recipe.load import load_document
 from pytest_megatron.recipe.model import Workload
-from pytest_megatron.yamllines import parse_document
 
 LOSS = series_of({1: 4.875300407409668, 2: 4.5}, is_full_precision=True)
 

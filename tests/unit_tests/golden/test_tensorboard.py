@@ -15,8 +15,8 @@ from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from pytest_megatron.errors import MetricsError
+from pytest_megatron.golden.formats.tensorboard import read_tensorboard
 from pytest_megatron.golden.model import MetricsFile
-from pytest_megatron.golden.tensorboard import read_tensorboard
 
 
 def simple(tag: str, value: float) -> Summary.Value:

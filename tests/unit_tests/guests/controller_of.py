@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from pytest_megatron.launch.process import GuardedProcess
+from pytest_megatron.process.guarded import GuardedProcess
 
 with GuardedProcess(
     [sys.executable, sys.argv[1]],

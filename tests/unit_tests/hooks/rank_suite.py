@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from pytest_megatron.files import JsonValue
+from pytest_megatron.base.files import JsonValue
 
 MARK = "RANK_SUITE"  # in the environment of every process of a suite
 DEADLINE_S = 60.0

@@ -9,9 +9,9 @@ import pytest
 from tiny_project import Project
 
 import pytest_megatron.ci.schema
-import pytest_megatron.hooks.workloads
+import pytest_megatron.hooks.workloads.plugin
 import pytest_megatron.recipe.schema  # noqa: F401 - pydantic's types do not outlive a re-import
-from pytest_megatron.files import JsonValue
+from pytest_megatron.base.files import JsonValue
 
 
 @pytest.fixture

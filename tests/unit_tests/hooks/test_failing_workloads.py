@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tiny_project import Project, Run, read_object
 
-from pytest_megatron.triage.triage import triage
+from pytest_megatron.triage.api import triage
 
 RESUME = {"TEST_TYPE": "ckpt-resume"}
 HANG_LIMIT_S = 25  # must cover the start of the ranks on a busy machine

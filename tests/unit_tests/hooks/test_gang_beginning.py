@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from gang_suite import READS_RANK, Suite
 
-from pytest_megatron.hooks.beginning import num_started
+from pytest_megatron.hooks.start.environment import num_started
 
 TESTS = """
     def test_world(world_size):

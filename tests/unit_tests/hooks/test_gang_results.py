@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 from rank_suite import Run, Suite
 
-from pytest_megatron.files import JsonValue
+from pytest_megatron.base.files import JsonValue
 
 SUITE = """
     import os, sys

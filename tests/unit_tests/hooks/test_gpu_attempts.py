@@ -12,7 +12,7 @@ import pytest
 from pretended_gpus import gpu, pretend_gpus
 from tiny_project import Project, Run, read_object
 
-from pytest_megatron.files import JsonValue
+from pytest_megatron.base.files import JsonValue
 
 PLATFORM = "dgx_h100"
 

@@ -10,15 +10,15 @@ from typing import cast
 
 import pytest
 
-from pytest_megatron.gang import bootstrap
-from pytest_megatron.gang.messages import RankConfig
-from pytest_megatron.hooks.neighbours import (
+from pytest_megatron.gang.ipc.messages import RankConfig
+from pytest_megatron.gang.rank import bootstrap
+from pytest_megatron.hooks.gangs.other_plugins import (
     draw_same_examples,
     is_of_phases,
     keep_unused_snapshots,
     refuse_what_is_lost,
 )
-from pytest_megatron.hooks.worker_contract import decode, encode
+from pytest_megatron.hooks.gangs.worker_contract import decode, encode
 
 
 class Plugins:

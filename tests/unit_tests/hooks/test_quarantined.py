@@ -16,7 +16,7 @@ import pytest
 from rank_suite import Run, Suite
 from tiny_project import Project
 
-from pytest_megatron.files import JsonValue
+from pytest_megatron.base.files import JsonValue
 
 UNTIL = dt.datetime.now(dt.UTC).date() + dt.timedelta(days=100)
 HELD = f'reason="#12: sometimes", until="{UNTIL}"'

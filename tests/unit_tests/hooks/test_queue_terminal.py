@@ -10,9 +10,9 @@ from typing import cast
 import pytest
 from _pytest._io import TerminalWriter
 
-from pytest_megatron.hooks.queue_terminal import QueueTerminal
-from pytest_megatron.launch.follow import parse_progress
-from pytest_megatron.verdict.campaign import QueueProgress
+from pytest_megatron.hooks.workloads.queue import QueueTerminal
+from pytest_megatron.verdict.scheduler import QueueProgress
+from pytest_megatron.workload.run.log_watch import parse_progress
 
 STANDING = QueueProgress(
     num_works=3,

@@ -15,9 +15,9 @@ from click.testing import CliRunner, Result
 from gang_suite import Suite
 from tiny_project import Project
 
+from pytest_megatron.base.files import JsonValue
 from pytest_megatron.cli.repro import command
-from pytest_megatron.files import JsonValue
-from pytest_megatron.golden.wire import masked_crc32c
+from pytest_megatron.golden.formats.tensorboard import masked_crc32c
 
 ORDER = """\
     import os, time

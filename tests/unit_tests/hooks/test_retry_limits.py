@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tiny_project import Project, Run, send, wait_until
 
-from pytest_megatron.files import JsonValue
+from pytest_megatron.base.files import JsonValue
 
 NO_NAME = "echo 'OSError: Temporary failure in name resolution' >&2; exit 3"
 

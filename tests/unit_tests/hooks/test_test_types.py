@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tiny_project import ITERS, Project, Run, loss_of, read_object, sound_metrics
 
-from pytest_megatron.files import JsonValue
+from pytest_megatron.base.files import JsonValue
 from pytest_megatron.golden.provenance import Provenance
 from pytest_megatron.golden.store import write_golden
 

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from pytest_megatron.hooks.watch import Watch, find_rank_words, will_load_torch
+from pytest_megatron.hooks.start.environment import Watch, find_rank_words, will_load_torch
 
 ENV = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import yaml
 
-from pytest_megatron.files import JsonValue
+from pytest_megatron.base.files import JsonValue
 from pytest_megatron.golden.model import MetricMap, Series, Value, series_of
 from pytest_megatron.golden.provenance import Provenance
 from pytest_megatron.golden.store import read_metrics, write_golden

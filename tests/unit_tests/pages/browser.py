@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pytest_megatron.files import JsonValue
+from pytest_megatron.base.files import JsonValue
 
 DEADLINE_S = 60
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")

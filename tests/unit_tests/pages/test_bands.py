@@ -7,14 +7,14 @@ import math
 import pytest
 from made_run import curve
 
-from pytest_megatron.golden.band import band_around
-from pytest_megatron.golden.compare import compare
-from pytest_megatron.golden.comparison import comparison_to_json
+from pytest_megatron.golden.compare.api import compare
+from pytest_megatron.golden.compare.band import band_around
+from pytest_megatron.golden.compare.result import comparison_to_json
 from pytest_megatron.golden.model import series_of
 from pytest_megatron.golden.policy import ComparisonPolicy
 from pytest_megatron.golden.provenance import Golden, Provenance
-from pytest_megatron.pages.bands import allowed_around
-from pytest_megatron.pages.fields import Fields
+from pytest_megatron.pages.chart import allowed_around
+from pytest_megatron.runs.fields import Fields
 
 
 def shown(

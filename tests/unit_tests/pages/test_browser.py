@@ -13,8 +13,8 @@ from browser import Browser, chromium, find_chromium, pixels
 from click.testing import CliRunner
 from made_run import MadeRun, changed, curve
 
+from pytest_megatron.base.files import JsonValue
 from pytest_megatron.cli.main import group
-from pytest_megatron.files import JsonValue
 from pytest_megatron.golden.model import MetricMap, series_of
 
 PROGRAM = find_chromium()

@@ -14,9 +14,8 @@ from made_run import MadeRun, changed, curve
 
 from pytest_megatron.cli.main import group
 from pytest_megatron.golden.model import Series, series_of
+from pytest_megatron.pages.chart import chart_svg, scale_of
 from pytest_megatron.pages.model import Chart, Curve, CurveRole
-from pytest_megatron.pages.scale import scale_of
-from pytest_megatron.pages.svg import chart_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 EVIL = '"/><script>alert(1)</script>&\x00'

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pytest_megatron.base.yaml import parse_document
 from pytest_megatron.recipe.expand import Profile
 from pytest_megatron.recipe.load import Loaded, load_document
-from pytest_megatron.yamllines import parse_document
 
 HEAD = """\
 type: basic

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from recipe_texts import read
 
-from pytest_megatron.files import JsonValue
-from pytest_megatron.recipe.fingerprint import fingerprint
-from pytest_megatron.yamllines import parse_document
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.yaml import parse_document
+from pytest_megatron.recipe.paths import fingerprint
 
 (ROW,) = read(
     "products: [{test_case: [tp1], products: [{environment: [dev], scope: [mr]}]}]\n"

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import yaml
 
-from pytest_megatron.files import JsonValue
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.golden.build import combine, spread_of
 from pytest_megatron.golden.model import MetricMap, Value, series_of
 from pytest_megatron.golden.provenance import Golden, Provenance
-from pytest_megatron.golden.refresh import combine, spread_of
 from pytest_megatron.golden.store import golden_text, write_golden, write_metrics
 
 NUM_STEPS = 100

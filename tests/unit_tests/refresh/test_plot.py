@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 
 from pytest_megatron.golden.model import series_of
-from pytest_megatron.refresh.plot import plot
+from pytest_megatron.refresh.pull_request import plot
 
 
 def test_both_curves_and_their_distance_are_drawn() -> None:

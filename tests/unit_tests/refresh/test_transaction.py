@@ -17,8 +17,8 @@ import pytest
 
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.golden.store import read_golden
-from pytest_megatron.launch.own_dir import OWN_DIR
 from pytest_megatron.refresh.transaction import LOCK, locked, recover, replace_together
+from pytest_megatron.runs.layout import OWN_DIR
 
 GUEST = Path(__file__).parents[1] / "guests" / "killed_refresh.py"
 OLD = {"a.json": "old a.json", "b.json": "old b.json"}

@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from pytest_megatron.files import JsonValue
-from pytest_megatron.launch.layout import item_dirs
+from pytest_megatron.base.files import JsonValue
 from pytest_megatron.repro.choose import Chosen, choose
-from pytest_megatron.repro.recorded import read_run
+from pytest_megatron.runs.layout import item_dirs
+from pytest_megatron.runs.record import read_run
 
 TEST = "test_a.py::test_x"
 ROW = "recipes/a.yaml::line[dev-cpu]"

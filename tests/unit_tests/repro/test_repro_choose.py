@@ -9,7 +9,7 @@ from recorded_runs import ROW, TEST, a_row, a_test, execution, write_run
 
 from pytest_megatron.errors import ReproError
 from pytest_megatron.repro.choose import choose
-from pytest_megatron.repro.recorded import read_run
+from pytest_megatron.runs.record import read_run
 
 
 def test_the_only_failure_is_taken_with_what_its_gang_ran_before(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from recorded_runs import ROW, TEST, a_row, a_test, chosen_of, execution
 
-from pytest_megatron.files import JsonValue
+from pytest_megatron.base.files import JsonValue
 from pytest_megatron.repro.choose import Chosen
 from pytest_megatron.repro.command import Again, Wishes, command_for, container_lines
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from recorded_runs import TEST, a_test, write_run
 
+from pytest_megatron.base.files import JsonValue
 from pytest_megatron.errors import ReproError
-from pytest_megatron.files import JsonValue
-from pytest_megatron.repro.places import find_runs
-from pytest_megatron.repro.recorded import read_run
+from pytest_megatron.runs.find import find_runs
+from pytest_megatron.runs.record import read_run
 
 RUN = json.dumps({"schema": 1, "items": {TEST: a_test()}})
 

@@ -10,9 +10,9 @@ import pytest
 from recorded_runs import ROW, TEST, a_row, a_test, write_run
 
 from pytest_megatron.errors import ReproError
-from pytest_megatron.launch.layout import item_dirs
-from pytest_megatron.repro.places import find_runs
-from pytest_megatron.repro.recorded import find_plan, read_run
+from pytest_megatron.runs.find import find_runs
+from pytest_megatron.runs.layout import item_dirs
+from pytest_megatron.runs.record import find_plan, read_run
 
 
 def test_a_path_in_a_run_leads_to_it(tmp_path: Path) -> None:

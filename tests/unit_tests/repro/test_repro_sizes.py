@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pytest_megatron.errors import ReproError
-from pytest_megatron.repro.sizes import TrainingSizes, say_fewer_ranks, sizes_of
+from pytest_megatron.repro.compare import TrainingSizes, say_fewer_ranks, sizes_of
 
 
 @pytest.mark.parametrize(

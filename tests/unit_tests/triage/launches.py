@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pytest_megatron.triage.api import triage
 from pytest_megatron.triage.diagnosis import Diagnosis
-from pytest_megatron.triage.triage import triage
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp"
 LOST = f"RuntimeError: {GLOO}/pair.cc:553] Connection closed by peer [127.0.0.1]:6824."

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from launches import GLOO, LOST, PORT_TAKEN, WAITED, Launch, diagnosed, iterations, told, traceback
 
-from pytest_megatron.triage.triage import triage
+from pytest_megatron.triage.api import triage
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from pytest_megatron.errors import TriageError
 from pytest_megatron.triage.collectives import Desync, analyse
-from pytest_megatron.triage.flight import (
+from pytest_megatron.triage.logs.flight_recorder import (
     FlightDump,
     FlightFrame,
     is_flight_name,

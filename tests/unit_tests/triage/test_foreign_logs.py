@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from launches import iterations, told, traceback
 
-from pytest_megatron.triage.triage import Triage, triage
+from pytest_megatron.triage.api import Triage, triage
 
 
 def of_log(tmp_path: Path, text: str) -> Triage:

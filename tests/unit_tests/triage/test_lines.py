@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from launches import traceback
 
-from pytest_megatron.triage.exits import ProcessExit, read_exits
-from pytest_megatron.triage.lines import Line, is_labelled, parse_iteration, parse_line
-from pytest_megatron.triage.trace import HEADER, is_at_end, read_chain
+from pytest_megatron.triage.logs.exits import ProcessExit, read_exits
+from pytest_megatron.triage.logs.lines import Line, is_labelled, parse_iteration, parse_line
+from pytest_megatron.triage.logs.traceback import HEADER, is_at_end, read_chain
 
 
 @pytest.mark.parametrize(

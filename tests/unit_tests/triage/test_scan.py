@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.triage.scan import Scanner, line_number, lines_at
+from pytest_megatron.triage.logs.scan import Scanner, line_number, lines_at
 
 PIECE = 4 << 20
 

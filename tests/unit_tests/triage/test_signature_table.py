@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.errors import TriageError
-from pytest_megatron.triage.signature import (
+from pytest_megatron.triage.signatures import (
     LineRole,
     RetryAdvice,
     Signature,

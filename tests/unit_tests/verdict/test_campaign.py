@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.engines.base import (
+from pytest_megatron.engines.api import (
     Planned,
     Resources,
     Submission,
@@ -19,13 +19,13 @@ from pytest_megatron.engines.base import (
     Update,
 )
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.launch.follow import Progress
-from pytest_megatron.launch.layout import AttemptDirs
-from pytest_megatron.launch.plan import Setting
 from pytest_megatron.recipe.model import Workload
+from pytest_megatron.runs.layout import AttemptDirs
 from pytest_megatron.verdict.attempt import Attempt, FailureCause
-from pytest_megatron.verdict.campaign import QueuedWorkload, WorkloadScheduler
-from pytest_megatron.verdict.training import Repeat, RepeatEnd
+from pytest_megatron.verdict.driver import Repeat, RepeatEnd
+from pytest_megatron.verdict.scheduler import QueuedWorkload, WorkloadScheduler
+from pytest_megatron.workload.plan.plan import Setting
+from pytest_megatron.workload.run.log_watch import Progress
 
 NEEDED = Resources(
     platform="cpu", num_nodes=1, gpus_per_node=0, ranks_per_node=1, time_limit_s=60.0

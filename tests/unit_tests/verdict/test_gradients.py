@@ -13,10 +13,10 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from pytest_megatron.base.files import JsonValue
 from pytest_megatron.errors import MetricsError
-from pytest_megatron.files import JsonValue
-from pytest_megatron.golden.comparison import Comparison, render
-from pytest_megatron.launch.case import read_case
+from pytest_megatron.golden.compare.result import Comparison, render
+from pytest_megatron.recipe.case import read_case
 from pytest_megatron.verdict.gradients import compare_gradients, measure_gradients, tolerance_of
 
 TOLERANCE = 1e-5

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_megatron.health import HARDWARE_XIDS, GpuState, Health, Xid
+from pytest_megatron.gpu.health import HARDWARE_XIDS, GpuState, Health, Xid
+from pytest_megatron.triage.signatures import match_signature
 from pytest_megatron.verdict.attempt import FailureCause
-from pytest_megatron.verdict.hardware import with_health
-from pytest_megatron.verdict.signature import match_signature
+from pytest_megatron.verdict.read import with_health
 
 BEFORE = GpuState(
     uuid="GPU-a", index=2, ecc_volatile_uncorrected=0, memory_total_bytes=80, memory_used_bytes=1

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.errors import CaseError
-from pytest_megatron.golden.comparison import Comparison, ComparisonRule
+from pytest_megatron.golden.compare.environment import NOWHERE
+from pytest_megatron.golden.compare.result import Comparison, ComparisonRule
 from pytest_megatron.golden.model import Series, series_of
 from pytest_megatron.golden.policy import Base, ComparisonPolicy, Setting
 from pytest_megatron.golden.provenance import Golden
-from pytest_megatron.golden.surroundings import NOWHERE
-from pytest_megatron.launch.case import read_case
-from pytest_megatron.verdict.modes import compare_in_mode, metric_names_of
+from pytest_megatron.recipe.case import read_case
+from pytest_megatron.verdict.mode import compare_in_mode, metric_names_of
 
 STRICT, MEGATRON = ComparisonPolicy.STRICT, ComparisonPolicy.MEGATRON
 

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.launch.secrets import Redactor
-from pytest_megatron.verdict import redaction
-from pytest_megatron.verdict.redaction import redact_tree
+from pytest_megatron.runs import redact as redaction
+from pytest_megatron.runs.redact import Redactor, redact_tree
 
 WORD = "plantedSecret"
 REDACTOR = Redactor.of({"MY_TOKEN": WORD, "PIN_KEY": "123456"})

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from pytest_megatron.base.files import JsonValue
 from pytest_megatron.errors import RecipeError
-from pytest_megatron.files import JsonValue
-from pytest_megatron.launch.layout import AttemptDirs
 from pytest_megatron.recipe.model import Row, Workload, parse_row
+from pytest_megatron.runs.layout import AttemptDirs
+from pytest_megatron.triage.signatures import SIGNATURES, match_signature
 from pytest_megatron.verdict.attempt import Attempt, FailureCause
 from pytest_megatron.verdict.retry import (
     Retry,
@@ -20,7 +21,6 @@ from pytest_megatron.verdict.retry import (
     policy_of,
     with_policy,
 )
-from pytest_megatron.verdict.signature import SIGNATURES, match_signature
 
 DNS = match_signature(["Temporary failure in name resolution"])
 PORT = match_signature(["EADDRINUSE"])

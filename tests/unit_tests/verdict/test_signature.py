@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_megatron.triage.signature import builtin_table
-from pytest_megatron.verdict.signature import SIGNATURES, is_raised, match_signature
+from pytest_megatron.triage.signatures import SIGNATURES, builtin_table, is_raised, match_signature
 
 GENUINE = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
 TRANSIENT = "RuntimeError: The server socket has failed to listen: EADDRINUSE"

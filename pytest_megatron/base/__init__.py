@@ -1,0 +1,1 @@
+"""Files, git, text, YAML and project settings: no knowledge of ranks or workloads."""

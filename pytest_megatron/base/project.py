@@ -1,0 +1,136 @@
+"""The project's settings: `[tool.pytest-megatron]` in the nearest `pyproject.toml`.
+
+Reads and checks the words that a project adds to the vocabulary; a subtable, such as
+`[tool.pytest-megatron.ci]`, belongs to the package that it is named after and is handed over as it
+is. Knows no pytest option.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+from pytest_megatron.base.files import JsonValue, read_text
+from pytest_megatron.errors import ConfigError
+
+WORD_KEYS = ("environments", "platforms", "scopes")
+SIGNATURES_KEY = "signatures"
+SECRETS_KEY = "secret-names"
+KEPT_KEY = "kept-variables"
+GOLDEN_FORM_KEY = "golden-form"
+GOLDEN_FORMS = ("compact", "list", "megatron", "steps")
+GOLDEN_PLATFORMS_KEY = "golden-platforms"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProjectConfig:
+    """What a project says about itself.
+
+    Attributes:
+        file: The `pyproject.toml` that was read, None where there is none.
+        scopes: Words beside the built-in ones; `platforms` and `environments` alike.
+        signature_files: Of signatures of the project's own, for triage.
+        secret_names: Patterns of names of variables and options that hold secrets, `MY_*`.
+        kept_variables: Patterns of names of variables that a run keeps, to be set again when it
+            is reproduced.
+        golden_form: How goldens are laid out, one of `GOLDEN_FORMS`.
+        golden_platforms: Other names that stand for a platform in the names of goldens.
+        tables: The subtables of `[tool.pytest-megatron]` by name, unchecked.
+    """
+
+    file: Path | None = None
+    scopes: tuple[str, ...] = ()
+    platforms: tuple[str, ...] = ()
+    environments: tuple[str, ...] = ()
+    signature_files: tuple[Path, ...] = ()
+    secret_names: tuple[str, ...] = ()
+    kept_variables: tuple[str, ...] = ()
+    golden_form: str = GOLDEN_FORMS[0]
+    golden_platforms: Mapping[str, str] = field(default_factory=dict)
+    tables: Mapping[str, JsonValue] = field(default_factory=dict)
+
+
+def find_pyproject(start: Path) -> Path | None:
+    """Return the `pyproject.toml` in `start` or the nearest directory above it."""
+    for directory in (start, *start.absolute().parents):
+        if (directory / "pyproject.toml").is_file():
+            return directory / "pyproject.toml"
+    return None
+
+
+def load_config(start: Path) -> ProjectConfig:
+    """Read the settings of the project that the directory `start` is in.
+
+    Raises:
+        ConfigError: The file is not TOML, or a key is unknown or of the wrong type.
+    """
+    path = find_pyproject(start)
+    if path is None:
+        return ProjectConfig()
+    state = path.stat()
+    return _read_config(path, state.st_mtime_ns, state.st_size)
+
+
+@functools.lru_cache(maxsize=8)
+def _read_config(path: Path, _mtime_ns: int, _size: int) -> ProjectConfig:
+    """Read a file; once for each state that it is in, since hundreds of workloads ask."""
+    try:
+        data = tomllib.loads(read_text(path))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
+        raise ConfigError(str(path), f"cannot be read: {problem}") from problem
+    table = cast("JsonValue", data.get("tool", {}).get("pytest-megatron", {}))
+    where = f"{path}: [tool.pytest-megatron]"
+    if not isinstance(table, dict):
+        raise ConfigError(where, f"found {table!r}, expected a table")
+    platforms = _platforms(table.pop(GOLDEN_PLATFORMS_KEY, {}), f"{where} {GOLDEN_PLATFORMS_KEY}")
+    tables = {key: value for key, value in table.items() if isinstance(value, dict)}
+    keys = (*WORD_KEYS, SIGNATURES_KEY, SECRETS_KEY, KEPT_KEY)
+    known = tuple(sorted((*keys, GOLDEN_FORM_KEY, GOLDEN_PLATFORMS_KEY)))
+    for key in table.keys() - tables.keys() - set(known):
+        close = difflib.get_close_matches(key, known, 1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ConfigError(where, f"unknown key {key!r}, expected one of {', '.join(known)}{hint}")
+    words = {key: _words(table.get(key, []), f"{where} {key}") for key in WORD_KEYS}
+    files = _words(table.get(SIGNATURES_KEY, []), f"{where} {SIGNATURES_KEY}")
+    own = tuple(path.parent / name for name in files)
+    return ProjectConfig(
+        file=path,
+        tables=tables,
+        signature_files=own,
+        secret_names=_words(table.get(SECRETS_KEY, []), f"{where} {SECRETS_KEY}"),
+        kept_variables=_words(table.get(KEPT_KEY, []), f"{where} {KEPT_KEY}"),
+        golden_form=_form(
+            table.get(GOLDEN_FORM_KEY, GOLDEN_FORMS[0]), f"{where} {GOLDEN_FORM_KEY}"
+        ),
+        golden_platforms=platforms,
+        **words,
+    )
+
+
+def _form(value: JsonValue, where: str) -> str:
+    """Return how goldens are laid out."""
+    if value not in GOLDEN_FORMS:
+        raise ConfigError(where, f"found {value!r}, expected one of {', '.join(GOLDEN_FORMS)}")
+    return str(value)
+
+
+def _platforms(value: JsonValue, where: str) -> dict[str, str]:
+    """Return the table of other names; the name may be empty, for goldens that name none."""
+    if not isinstance(value, dict):
+        raise ConfigError(where, f"found {value!r}, expected a table of name to platform")
+    names = {name: word for name, word in value.items() if isinstance(word, str) and word}
+    for name in value.keys() - names.keys():
+        raise ConfigError(where, f"{name!r} is {value[name]!r}, expected a platform")
+    return names
+
+
+def _words(value: JsonValue, where: str) -> tuple[str, ...]:
+    """Return a setting that is a list of words."""
+    if not isinstance(value, list) or not all(isinstance(word, str) and word for word in value):
+        raise ConfigError(where, f"found {value!r}, expected a list of non-empty strings")
+    return tuple(str(word) for word in value)

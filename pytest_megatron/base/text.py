@@ -1,0 +1,118 @@
+"""Words that every report uses for ranks, for ends of processes and for numbers of things. Pure."""
+
+from __future__ import annotations
+
+import re
+import signal
+import unicodedata
+from collections.abc import Iterable, Sequence
+
+
+def describe_exit(exit_code: int) -> str:
+    """Return `was killed by SIGSEGV` or `exited with code 1`.
+
+    Args:
+        exit_code: As `Popen.returncode`: negative means killed by that signal.
+    """
+    if exit_code >= 0:
+        return f"exited with code {exit_code}"
+    try:
+        return f"was killed by {signal.Signals(-exit_code).name}"
+    except ValueError:
+        return f"was killed by signal {-exit_code}"
+
+
+def name_ranks(ranks: Iterable[int], what: str = "rank") -> str:
+    """Return `rank 3`, or `ranks 0-2, 4`; of something else than ranks, with its own word."""
+    numbers = sorted(set(ranks))
+    parts: list[str] = []
+    start = 0
+    while start < len(numbers):
+        end = start
+        while end + 1 < len(numbers) and numbers[end + 1] == numbers[end] + 1:
+            end += 1
+        parts.append(str(numbers[start]) if start == end else f"{numbers[start]}-{numbers[end]}")
+        start = end + 1
+    return f"{what}{'' if len(numbers) == 1 else 's'} {', '.join(parts)}"
+
+
+def printable(text: str) -> str:
+    r"""Return text of anybody's as a terminal may show it: control characters as `\x1b`."""
+    return "".join(
+        char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text
+    )
+
+
+def counted(number: int, what: str) -> str:
+    """Return `1 error`, or `3 errors`."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def cut_middle(text: str, most_chars: int) -> str:
+    """Return a text without the middle of one that is too long, and how much that was."""
+    num_left_out = len(text) - most_chars
+    if num_left_out <= 0:
+        return text
+    head, tail = text[: most_chars // 2], text[len(text) - most_chars // 2 :]
+    return f"{head}\n[{num_left_out} of {len(text)} characters are left out here]\n{tail}"
+
+
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?")
+_TICKS = re.compile(r"`+")
+_SPECIAL = "\\`*_<>[]#|"
+_ELLIPSIS = "..."
+
+
+def plain(text: str, most: int | None = None) -> str:
+    """Return a text without colours and characters that cannot be seen; lines stay.
+
+    Args:
+        text: Anything.
+        most: Characters to cut it to; None keeps all.
+    """
+    text = _ESCAPES.sub("", text).replace("\r\n", "\n").replace("\t", "    ")
+    text = "".join(c for c in text if c == "\n" or unicodedata.category(c)[0] != "C")
+    if most is not None and len(text) > most:
+        text = text[: most - len(_ELLIPSIS)] + _ELLIPSIS
+    return text
+
+
+def code(text: str, most: int | None = None) -> str:
+    """Return one line as a code span, also where the text has backticks."""
+    line = plain(" ".join(text.split()), most) or " "
+    fence = "`" * (1 + max((len(found) for found in _TICKS.findall(line)), default=0))
+    pad = " " if len(fence) > 1 else ""
+    return f"{fence}{pad}{line}{pad}{fence}"
+
+
+def fenced(text: str, most: int | None = None, language: str = "text") -> str:
+    """Return lines as a block of code that the text cannot end."""
+    shown = plain(text, most).strip("\n")
+    fence = "`" * max(3, 1 + max((len(found) for found in _TICKS.findall(shown)), default=0))
+    return f"{fence}{language}\n{shown}\n{fence}"
+
+
+def escaped(text: str) -> str:
+    """Return one line as prose, with nothing in it that Markdown or HTML would read."""
+    text = plain(" ".join(text.split()))
+    for character in _SPECIAL:
+        text = text.replace(character, f"\\{character}")
+    return text.replace("@", "@\u200b")  # no mention: nobody is to be told of a log's words
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> str:
+    """Return a table of cells that are Markdown already.
+
+    Args:
+        head: Names of the columns.
+        rows: Cells of each row.
+        numbers: Columns that are aligned to the right.
+    """
+    rule = ["---:" if column in numbers else "---" for column in range(len(head))]
+    lines = [head, rule, *([_cell(cell) for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(markdown: str) -> str:
+    """Return what ends no cell: a bar ends one even in a code span."""
+    return re.sub(r"(?<!\\)\|", r"\\|", markdown)

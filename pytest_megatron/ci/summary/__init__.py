@@ -1,0 +1,1 @@
+"""One verdict of many CI jobs."""

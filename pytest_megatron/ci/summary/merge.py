@@ -1,0 +1,312 @@
+"""Makes one verdict of many jobs. Pure; whatever is not known to have passed has not.
+
+What it does better than its Source: Megatron-LM .github/workflows/cicd-main.yml, whose verdict job
+counts no failure where it cannot ask for the jobs, d98e8a64dd
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.ci.summary.model import JobItem, JobRun
+
+SHORT_S = 0.1  # what takes less is no slow item
+SUCCESS = "success"
+FAILURE = "failure"
+SKIPPED = "skipped"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectedJob:
+    """What the plan says of one job.
+
+    Attributes:
+        node_id: Of the workload that it must have run; None for unit tests.
+        n_repeat: How often the workload is trained.
+        is_compared: Whether it is compared with its golden; None where that is not known.
+    """
+
+    node_id: str | None = None
+    n_repeat: int = 1
+    is_lightweight: bool = False
+    is_compared: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What the plan says that CI runs.
+
+    Attributes:
+        jobs: By id.
+        groups: Job of the workflow -> the jobs of the plan that it runs; as `unit: ()`.
+        commit: What was planned for, None where the plan does not say.
+        run_id: Of the run of GitHub Actions that planned, None elsewhere.
+        headline: Scope, event and the like, in a line.
+    """
+
+    jobs: Mapping[str, ExpectedJob]
+    groups: Mapping[str, tuple[str, ...]]
+    commit: str | None = None
+    run_id: str | None = None
+    headline: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CauseGroup:
+    """Failures of one cause; the first of them stands for all."""
+
+    items: tuple[JobItem, ...]
+
+    @property
+    def first(self) -> JobItem:
+        """The one that stands for all."""
+        return self.items[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CiSummary:
+    """What all jobs came to.
+
+    Attributes:
+        jobs: The last try of each, those that the plan has and that left nothing as well.
+        problems: What is wrong with the whole, such as runs of two commits.
+        notes: What is worth knowing and fails nothing.
+        headline: What was planned, in a line.
+        fetch: What to type to have the artifacts at home under the same names, None if they are.
+    """
+
+    jobs: tuple[JobRun, ...]
+    fetch: str | None = None
+    problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    headline: str | None = None
+
+    @property
+    def verdict(self) -> str:
+        """`failed`, `broken`, `flaky` or `passed`."""
+        verdicts = {job.verdict for job in self.jobs}
+        if "failed" in verdicts:
+            return "failed"
+        if self.problems or "broken" in verdicts or not self.jobs:
+            return "broken"
+        return "flaky" if "flaky" in verdicts else "passed"
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether CI may be green."""
+        return self.verdict in ("passed", "flaky")
+
+    @property
+    def items(self) -> tuple[JobItem, ...]:
+        """The items of all jobs."""
+        return tuple(item for job in self.jobs for item in job.items)
+
+    @property
+    def bad_jobs(self) -> tuple[JobRun, ...]:
+        """Jobs that are wrong beside their items."""
+        return tuple(job for job in self.jobs if job.problems)
+
+    @property
+    def job_problems(self) -> Mapping[str, tuple[str, ...]]:
+        """What is wrong with jobs beside their items -> the jobs of which that is so."""
+        found: dict[str, tuple[str, ...]] = {}
+        for job in self.bad_jobs:
+            for problem in job.problems:
+                found[problem] = (*found.get(problem, ()), job.name)
+        return found
+
+    @property
+    def groups(self) -> tuple[CauseGroup, ...]:
+        """Failures by cause: those of the code first, then what most items share."""
+        found: dict[str, list[JobItem]] = {}
+        for item in self.items:
+            if item.is_bad:
+                key = item.node_id if item.cause is None else item.cause.key_of(item.node_id)
+                found.setdefault(key, []).append(item)
+        return tuple(
+            sorted((CauseGroup(items=tuple(items)) for items in found.values()), key=_interest)
+        )
+
+    @property
+    def flaky(self) -> tuple[JobItem, ...]:
+        """Items that passed when they were run again, and those whose failure does not count."""
+        return tuple(i for i in self.items if i.verdict == "flaky" or i.is_held)
+
+    def slowest(self, number: int) -> tuple[JobItem, ...]:
+        """Return the items that took longest."""
+        ran = [item for item in self.items if item.duration_s >= SHORT_S]
+        return tuple(sorted(ran, key=lambda item: -item.duration_s)[:number])
+
+    def count(self, *verdicts: str) -> int:
+        """Return how many items have one of these verdicts."""
+        return sum(item.verdict in verdicts for item in self.items)
+
+    def as_json(self) -> dict[str, JsonValue]:
+        """Return it for `summary.json`."""
+        counts = {v: self.count(v) for v in ("passed", "failed", "flaky", "broken", "skipped")}
+        return {
+            "schema": 1,
+            "verdict": self.verdict,
+            "passed": self.has_passed,
+            "planned": self.headline,
+            "fetch": self.fetch,
+            "counts": dict(counts),
+            "problems": list(self.problems),
+            "notes": list(self.notes),
+            "jobs": [job.as_json() for job in self.jobs],
+            "failures": [
+                {**group.first.as_json(), "also": [_at(item) for item in group.items[1:]]}
+                for group in self.groups
+            ],
+            "flaky": [item.as_json() for item in self.flaky],
+            "slowest": [item.as_json() for item in self.slowest(10)],
+        }
+
+
+def merge(
+    runs: Sequence[JobRun],
+    expected: Expected | None = None,
+    results: Mapping[str, str] | None = None,
+) -> CiSummary:
+    """Make one verdict.
+
+    Args:
+        runs: What jobs left, in any order.
+        expected: What the plan says; None believes that what there is is all.
+        results: Job of the workflow -> `success`, `failure`, `cancelled` or `skipped`, as the CI
+            system says; None where it does not.
+    """
+    by_name: dict[str, list[JobRun]] = {}
+    for run in runs:
+        by_name.setdefault(run.name, []).append(run)
+    jobs: list[JobRun] = []
+    notes: list[str] = []
+    for name, tries in by_name.items():
+        job, earlier = _last(tries)
+        notes += earlier
+        if expected is not None:
+            job = _checked(job, expected.jobs.get(name), expected.run_id)
+        jobs.append(job)
+    if expected is not None:
+        jobs += [_missing(name) for name in expected.jobs if name not in by_name]
+    problems = [*_commits(jobs, expected), *_results(results or {}, expected, jobs)]
+    problems += _policies(jobs)
+    return CiSummary(
+        jobs=tuple(sorted(jobs, key=lambda job: job.name)),
+        problems=tuple(problems),
+        notes=tuple(notes),
+        headline=None if expected is None else expected.headline,
+    )
+
+
+def _last(tries: Sequence[JobRun]) -> tuple[JobRun, list[str]]:
+    """Return the last try of a job; two of the same number cannot be told apart."""
+    ordered = sorted(tries, key=lambda run: run.run_attempt)
+    last = ordered[-1]
+    same = [run for run in ordered if run.run_attempt == last.run_attempt]
+    if len(same) > 1:
+        names = ", ".join(str(run.artifact) for run in same)
+        problem = (
+            f"{len(same)} artifacts say that they are this job, try {last.run_attempt}: {names}"
+        )
+        items = tuple(item for run in same for item in run.items)
+        problems = tuple(problem for run in same for problem in run.problems)
+        last = replace(last, items=items, problems=(problem, *problems))
+    earlier = [
+        f"{run.name}: try {run.run_attempt} was {run.verdict} ({run.artifact}); "
+        f"try {last.run_attempt} counts"
+        for run in ordered
+        if run.run_attempt != last.run_attempt
+    ]
+    return last, earlier
+
+
+def _checked(job: JobRun, planned: ExpectedJob | None, run_id: str | None) -> JobRun:
+    """Return a job with every difference between what was planned and what ran."""
+    if planned is None:
+        return replace(job, problems=(*job.problems, "is not in the plan"))
+    problems = list(job.problems)
+    ran_in = "" if job.record is None else job.record.run_id
+    if run_id and ran_in and run_id != ran_in:
+        problems.append(f"is of run {ran_in}, the plan is of run {run_id}")
+    # A job that was killed did not run some items for that reason.
+    if planned.node_id is not None and not job.problems:
+        item = next((item for item in job.items if item.node_id == planned.node_id), None)
+        if item is None:
+            problems.append(f"did not run {planned.node_id}")
+        elif not item.is_bad:
+            problems += _differences(item, planned)
+    return replace(job, problems=tuple(problems))
+
+
+def _differences(item: JobItem, planned: ExpectedJob) -> Iterator[str]:
+    """Yield how a workload that did not fail ran otherwise than planned."""
+    if item.verdict == "skipped":
+        yield f"skipped {item.node_id}, which the plan has"
+        return
+    if item.is_lightweight and not planned.is_lightweight:
+        yield f"ran {item.node_id} lightweight, the plan has all of it"
+        return
+    if item.num_repeats < planned.n_repeat and not item.is_held:
+        yield f"trained {item.node_id} {item.num_repeats} of {planned.n_repeat} times"
+    if planned.is_compared and item.is_compared is False:
+        yield f"did not compare {item.node_id} with its golden, which the plan has"
+
+
+def _policies(jobs: Sequence[JobRun]) -> list[str]:
+    """Return a problem if not all workloads were compared under one policy."""
+    found: dict[str, list[str]] = {}
+    for job in jobs:
+        for policy in sorted({item.policy for item in job.items if item.policy is not None}):
+            found.setdefault(policy, []).append(job.name)
+    if len(found) < 2:  # noqa: PLR2004
+        return []
+    told = "; ".join(f"{policy} in {', '.join(names)}" for policy, names in found.items())
+    return [f"jobs compared under different policies: {told}"]
+
+
+def _missing(name: str) -> JobRun:
+    problem = "is in the plan and left nothing: it was cancelled, or its artifact was not uploaded"
+    return JobRun(name=name, artifact=None, problems=(problem,))
+
+
+def _commits(jobs: Sequence[JobRun], expected: Expected | None) -> list[str]:
+    """Say that not all jobs tested the same."""
+    found: dict[str, list[str]] = {}
+    for job in jobs:
+        for commit in sorted(job.commits):
+            found.setdefault(commit, []).append(job.name)
+    planned = None if expected is None else expected.commit
+    if len(found) < 2 and (planned is None or set(found) <= {planned}):  # noqa: PLR2004
+        return []
+    told = "; ".join(f"{commit[:12]} in {', '.join(names)}" for commit, names in found.items())
+    plan = f", the plan is of {planned[:12]}" if planned else ""
+    return [f"jobs tested different commits: {told}{plan}"]
+
+
+def _results(
+    results: Mapping[str, str], expected: Expected | None, jobs: Sequence[JobRun]
+) -> list[str]:
+    """Say what the CI system knows that no artifact tells."""
+    bad = {job.name for job in jobs if job.verdict in ("failed", "broken")}
+    problems = []
+    for name, result in sorted(results.items()):
+        planned = None if expected is None else expected.groups.get(name)
+        is_told = result == FAILURE and bool(bad & set(planned or ()))
+        if result == SUCCESS or is_told or (result == SKIPPED and planned == ()):
+            continue
+        what = {SKIPPED: "was skipped, and the plan has something for it"}.get(result)
+        problems.append(f"job {name!r} of the workflow {what or f'ended as {result!r}'}")
+    return problems
+
+
+def _interest(group: CauseGroup) -> tuple[bool, bool, int, str]:
+    first = group.first
+    is_transient = first.cause is not None and first.cause.is_transient
+    return first.verdict == "broken", is_transient, -len(group.items), first.node_id
+
+
+def _at(item: JobItem) -> dict[str, JsonValue]:
+    return {"node_id": item.node_id, "job": item.job}

@@ -1,0 +1,185 @@
+"""What one job of CI came to: its items, and what is wrong with the job itself. Pure data."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.ci.job_file import CiJobRecord
+from pytest_megatron.ci.summary.junit import Junit
+
+BAD = ("failed", "broken")
+_ASSERTION = re.compile(r"(?:\[rank \d+\] )?(?:E +)?(?:AssertionError\b|assert\b)")
+_NUMBER = re.compile(r"0x[0-9a-f]+|\d+(?:\.\d+)?(?:e[-+]?\d+)?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ItemCause:
+    """Why an item did not pass, as its run directory or its JUnit XML says.
+
+    Attributes:
+        text: The headline.
+        rank: The rank that it began with.
+        place: File in the artifact and line, or file and line of the project.
+        line: The line that stands there.
+        signature: Id and advice of the known signature.
+        fingerprint: The same for failures of one cause.
+    """
+
+    text: str
+    rank: int | None = None
+    place: str | None = None
+    line: str | None = None
+    signature: str | None = None
+    advice: str | None = None
+    is_transient: bool = False
+    fingerprint: str = ""
+
+    def key_of(self, node_id: str) -> str:
+        """Return what failures of one cause have in common.
+
+        Without its numbers, an assertion of one test reads as that of another.
+        """
+        if self.fingerprint:
+            return self.fingerprint
+        text = _NUMBER.sub("#", self.text)
+        return f"{node_id.partition('[')[0]}: {text}" if _ASSERTION.match(self.text) else text
+
+    def as_json(self) -> dict[str, JsonValue]:
+        """Return it for `summary.json`."""
+        return {
+            "text": self.text,
+            "root_rank": self.rank,
+            "place": self.place,
+            "line": self.line,
+            "signature": self.signature,
+            "advice": self.advice,
+            "transient": self.is_transient,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobItem:
+    """One workload or test in one job.
+
+    Attributes:
+        verdict: `passed`, `failed`, `flaky`, `broken` or `skipped`.
+        is_held: Whether its failure does not count, by quarantine.
+        causes: Signatures of attempts that failed before it passed.
+        reproduce: What to type to see the failure again.
+        num_repeats: How often a workload was trained to its end.
+        is_compared: Whether a workload was compared with its golden; None where that is not known.
+        is_lightweight: Whether it ran shortened.
+        policy: How it was compared; None where that is not known.
+    """
+
+    node_id: str
+    job: str
+    verdict: str
+    duration_s: float = 0.0
+    num_attempts: int = 1
+    is_held: bool = False
+    causes: tuple[str, ...] = ()
+    cause: ItemCause | None = None
+    reproduce: str | None = None
+    num_repeats: int = 0
+    is_compared: bool | None = None
+    is_lightweight: bool = False
+    policy: str | None = None
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether it fails its job."""
+        return self.verdict in BAD and not self.is_held
+
+    def as_json(self) -> dict[str, JsonValue]:
+        """Return it for `summary.json`."""
+        return {
+            "node_id": self.node_id,
+            "job": self.job,
+            "verdict": self.verdict,
+            "counts": not self.is_held,
+            "duration_s": round(self.duration_s, 3),
+            "num_attempts": self.num_attempts,
+            "causes": list(self.causes),
+            "cause": None if self.cause is None else self.cause.as_json(),
+            "reproduce": self.reproduce,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRun:
+    """One try of one job, or what is left of it.
+
+    Attributes:
+        name: Id of the job in the plan, or the name of the directory where nothing says it.
+        artifact: What it was read from, as a user would type it; None if there is none.
+        problems: Why the job counts as failed beside its items.
+        commits: What its runs say that they tested.
+        has_run_file: Whether it left a `run.json`, and not JUnit XML alone.
+    """
+
+    name: str
+    artifact: str | None
+    record: CiJobRecord | None = None
+    items: tuple[JobItem, ...] = ()
+    junits: tuple[Junit, ...] = ()
+    problems: tuple[str, ...] = ()
+    commits: frozenset[str] = frozenset()
+    has_run_file: bool = False
+
+    @property
+    def run_attempt(self) -> int:
+        """Which try it is, from 1."""
+        return 1 if self.record is None else self.record.run_attempt
+
+    @property
+    def verdict(self) -> str:
+        """`failed`, `broken`, `flaky` or `passed`; `broken` also where nothing is known of it."""
+        if any(item.is_bad and item.verdict == "failed" for item in self.items):
+            return "failed"
+        if self.problems or any(item.is_bad for item in self.items):
+            return "broken"
+        return "flaky" if any(item.verdict == "flaky" for item in self.items) else "passed"
+
+    @property
+    def duration_s(self) -> float:
+        """Of all items together."""
+        return sum(item.duration_s for item in self.items)
+
+    def count(self, *verdicts: str) -> int:
+        """Return how many items have one of these verdicts."""
+        return sum(item.verdict in verdicts for item in self.items)
+
+    def as_json(self) -> dict[str, JsonValue]:
+        """Return it for `summary.json`, without its items."""
+        return {
+            "job": self.name,
+            "verdict": self.verdict,
+            "artifact": self.artifact,
+            "run_attempt": self.run_attempt,
+            "problems": list(self.problems),
+            "num_items": len(self.items),
+            "duration_s": round(self.duration_s, 3),
+        }
+
+
+def text_of(content: Mapping[str, JsonValue], key: str) -> str | None:
+    """Return a text of a record that anybody may have written, None if it is none."""
+    value = content.get(key)
+    return value if isinstance(value, str) and value else None
+
+
+def rows_of(content: Mapping[str, JsonValue], key: str) -> Sequence[dict[str, JsonValue]]:
+    """Return the mappings of a list of a record that anybody may have written."""
+    value = content.get(key)
+    return [row for row in value if isinstance(row, dict)] if isinstance(value, list) else []
+
+
+def number_of(content: Mapping[str, JsonValue], key: str) -> float | None:
+    """Return a number of a record that anybody may have written, None if it is none."""
+    value = content.get(key)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number and isinstance(value, (int, float)) else None

@@ -1,0 +1,366 @@
+"""Reads what one job of CI left: `job.json`, run directories, JUnit XML.
+
+Says what a job did, and never believes that it passed because nothing says that it failed.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePath
+
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.ci.job_file import FILE_NAME, LOG_NAME, CiJobRecord, read_job
+from pytest_megatron.ci.summary.causes import (
+    cause_of_case,
+    cause_of_test,
+    cause_of_workload,
+    is_within,
+    telling_line,
+)
+from pytest_megatron.ci.summary.junit import Junit, JUnitCase, address, read_junit
+from pytest_megatron.ci.summary.model import JobItem, JobRun, number_of, rows_of, text_of
+from pytest_megatron.errors import CiError, TriageError
+from pytest_megatron.runs.archives import is_archive, unpack
+from pytest_megatron.runs.layout import RUN_FILE
+from pytest_megatron.triage.api import triage
+from pytest_megatron.triage.names import SKIPPED_DIRECTORIES, is_worth_reading
+from pytest_megatron.triage.records import read_record
+
+_NO_ITEMS = "ran no workload and nothing on a gang, and left no JUnit XML of other tests"
+_DEPTH = 3  # directories from a job's to its run directories
+_EXITS = {
+    2: "was interrupted",
+    3: "had an internal error",
+    4: "refused its arguments",
+    5: "found no test to run",
+}
+_VERDICTS = frozenset(("passed", "failed", "flaky", "broken", "skipped"))
+
+
+@dataclass(slots=True)
+class _JobCollector:
+    """What is collected about one job."""
+
+    shown: str
+    root: Path
+    items: dict[str, JobItem] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    commits: set[str] = field(default_factory=set)
+    junits: list[Junit] = field(default_factory=list)
+
+
+def is_job(directory: Path) -> bool:
+    """Whether a directory is what one job left, or one run directory."""
+    names = (FILE_NAME, RUN_FILE)
+    return any((directory / name).is_file() for name in names) or bool(_junit_files(directory))
+
+
+def read_run(root: Path, shown: str) -> JobRun:
+    """Read what one job left.
+
+    Args:
+        root: Its directory.
+        shown: How a user would name it: a directory, or an archive that was unpacked to `root`.
+    """
+    book = _JobCollector(shown=shown, root=root)
+    record = _job_record(book)
+    name = record.job if record is not None else Path(shown.rstrip("!")).name.removesuffix(".zip")
+    for directory in _walk(root, _DEPTH):
+        for file in _junit_files(directory):
+            try:
+                book.junits.append(read_junit(file))
+            except CiError as error:
+                book.problems.append(f"{_show(book, file)}: {error.problem}")
+    cases = _by_address(book.junits)
+    run_dirs = [d for d in _walk(root, _DEPTH) if is_within(d / RUN_FILE, root)]
+    for run_dir in run_dirs:
+        _read_run_dir(book, run_dir, name, cases)
+    _add_cases(book, name)
+    if not run_dirs and (record is not None or not book.junits):
+        book.problems.append(_nothing(root))
+    elif not book.items and not book.problems:
+        book.problems.append("ran no test" if book.junits else _NO_ITEMS)
+    return JobRun(
+        name=name,
+        artifact=shown.removesuffix("!"),
+        record=record,
+        items=tuple(book.items.values()),
+        junits=tuple(book.junits),
+        problems=tuple(book.problems),
+        commits=frozenset(book.commits),
+        has_run_file=bool(run_dirs),
+    )
+
+
+def _job_record(book: _JobCollector) -> CiJobRecord | None:
+    file = book.root / FILE_NAME
+    if not is_within(file, book.root):
+        return None
+    try:
+        record = read_job(read_record(file), FILE_NAME)
+    except CiError as error:
+        book.problems.append(str(error))
+        return None
+    if record.commit is not None:
+        book.commits.add(record.commit)
+    return record
+
+
+def _walk(root: Path, depth: int) -> Iterator[Path]:
+    """Yield a directory and those below it that may hold a run; follows no link."""
+    for directory, names, _ in os.walk(root):
+        here = Path(directory)
+        level = len(here.relative_to(root).parts)
+        is_run = (here / RUN_FILE).is_file()
+        names[:] = sorted(set(names) - SKIPPED_DIRECTORIES) if level < depth and not is_run else []
+        yield here
+
+
+def _junit_files(directory: Path) -> list[Path]:
+    """Return what may be JUnit XML, by its name."""
+    found = sorted(directory.glob("*.xml")) if directory.is_dir() else []
+    return [f for f in found if "coverage" not in f.name and f.is_file() and not f.is_symlink()]
+
+
+def _show(book: _JobCollector, path: Path) -> str:
+    where = path.relative_to(book.root).as_posix()
+    if where == ".":
+        return book.shown
+    return book.shown + where if book.shown.endswith("!") else f"{book.shown}/{where}"
+
+
+def _by_address(junits: Sequence[Junit]) -> dict[tuple[str, str], JUnitCase]:
+    """Return the case that tells why for each item: one that went wrong, if any did."""
+    found: dict[tuple[str, str], JUnitCase] = {}
+    for case in (case for junit in junits for case in junit.cases):
+        key = (case.classname, case.name)
+        if key not in found or found[key].outcome == "passed":
+            found[key] = case
+    return found
+
+
+def _read_run_dir(
+    book: _JobCollector, run_dir: Path, job: str, cases: Mapping[tuple[str, str], JUnitCase]
+) -> None:
+    """Take the items of one `run.json`, and what is wrong with the run as a whole."""
+    shown = _show(book, run_dir)
+    run = read_record(run_dir / RUN_FILE)
+    records = run.get("items")
+    if not isinstance(records, dict):
+        book.problems.append(f"{shown}/{RUN_FILE}: is not whole, or is no record of a run")
+        return
+    if (commit := text_of(run, "commit")) is not None:
+        book.commits.add(commit)
+    for node_id, record in records.items():
+        if not isinstance(record, dict):
+            book.problems.append(f"{shown}/{RUN_FILE}: says nothing of {node_id!r}")
+            continue
+        case = cases.get(address(node_id))
+        item = _item(node_id, record, case, (run_dir, shown), job)
+        book.items[node_id] = _as_judged(item, record, run)
+    if (problem := _unfinished(run, run_dir, book)) is not None:
+        book.problems.append(problem)
+
+
+def _item(
+    node_id: str,
+    record: Mapping[str, JsonValue],
+    case: JUnitCase | None,
+    place: tuple[Path, str],
+    job: str,
+) -> JobItem:
+    attempts = rows_of(record, "attempts")
+    is_test = "world_size" in record
+    quarantine = record.get("quarantine")
+    is_held = isinstance(quarantine, dict) and quarantine.get("holds") is True
+    verdict = text_of(record, "verdict")
+    cause = cause_of_test(record, case, *place) if is_test else cause_of_workload(record, *place)
+    return JobItem(
+        node_id=node_id,
+        job=job,
+        verdict=verdict if verdict in _VERDICTS else "broken",
+        duration_s=number_of(record, "duration_s") or 0.0,
+        num_attempts=len(attempts),
+        is_held=is_held,
+        causes=tuple(
+            text_of(row, "signature") or "unknown"
+            for row in attempts
+            if row.get("cause") is not None or row.get("is_transient") is True
+        ),
+        cause=cause,
+        reproduce=_reproduce(place[1], node_id),
+    )
+
+
+def _as_judged(
+    item: JobItem, record: Mapping[str, JsonValue], run: Mapping[str, JsonValue]
+) -> JobItem:
+    """Return a workload's item with how often and how strictly it ran."""
+    if "world_size" in record:
+        return item
+    given = run.get("options")
+    options = given if isinstance(given, dict) else {}
+    attempts = rows_of(record, "attempts")
+    done = [row for row in attempts if row.get("cause") is None]
+    compared = record.get("compared")  # records of 0.1 do not have it
+    is_off = options.get("golden") == "off"
+    is_compared = False if is_off else compared if isinstance(compared, bool) else None
+    return replace(
+        item,
+        num_repeats=len({row.get("repeat") for row in done}),
+        is_compared=is_compared,
+        is_lightweight=options.get("lightweight") is True,
+        policy=text_of(options, "golden_policy") if is_compared else None,
+    )
+
+
+def _reproduce(shown: str, node_id: str) -> str:
+    """Return what to type to see it again: the archive or the run directory, and the item."""
+    artifact = shown.partition("!")[0]
+    return shlex.join(["pytest-megatron", "repro", artifact, node_id])
+
+
+def _unfinished(run: Mapping[str, JsonValue], run_dir: Path, book: _JobCollector) -> str | None:
+    """Return what is wrong with how a run ended; None if it ended as its items say."""
+    code = number_of(run, "exit_code")
+    if text_of(run, "ended") is None or code is None:
+        running = _running(run, run_dir)
+        during = f" during {running}" if running else ""
+        last = text_of(run, "updated")
+        return f"never finished: it was killed{during}; the last thing that it wrote is of {last}"
+    if int(code) in _EXITS:
+        return f"pytest {_EXITS[int(code)]} (exit code {code:.0f})"
+    has_bad = any(item.is_bad for item in book.items.values())
+    has_bad = has_bad or any(
+        c.outcome in ("failed", "broken") for j in book.junits for c in j.cases
+    )
+    if code and not has_bad:
+        return f"pytest ended with exit code {code:.0f}, and no item says why; read the job's log"
+    return None
+
+
+def _running(run: Mapping[str, JsonValue], run_dir: Path) -> str | None:
+    """Return the workload that has a plan and no record: it was running when the run was killed."""
+    known = run.get("items")
+    plans = (read_record(p) for p in sorted(run_dir.glob("*/repeat_*/attempt_*/plan.json")))
+    names = (text_of(plan, "node_id") for plan in plans)
+    return next((n for n in names if n and isinstance(known, dict) and n not in known), None)
+
+
+def _add_cases(book: _JobCollector, job: str) -> None:
+    """Take the tests that ran on no gang, which only JUnit XML has."""
+    known = {address(node_id): node_id for node_id in book.items}
+    for key, case in _by_address(book.junits).items():
+        node_id = known.get(key)
+        cause = cause_of_case(case)
+        if node_id is not None:  # an error that came after its record was made
+            item = book.items[node_id]
+            if cause is not None and item.verdict in ("passed", "flaky"):
+                book.items[node_id] = replace(item, verdict=case.outcome, cause=cause)
+        else:
+            book.items[case.node_id] = JobItem(
+                node_id=case.node_id,
+                job=job,
+                verdict=case.outcome,
+                duration_s=case.duration_s,
+                cause=cause,
+                reproduce=shlex.join(["pytest", case.node_id]),
+            )
+
+
+def _nothing(root: Path) -> str:
+    """Say that a job left no result, and why, if logs tell."""
+    text = "left no run.json: it was killed early, or pytest did not start"
+    try:
+        found = triage([root])
+    except TriageError:
+        return text
+    if found.groups:
+        return f"{text}; {found.groups[0].first.text}"
+    _, line = telling_line(root / LOG_NAME)
+    return f"{text}; the last line of {LOG_NAME}: {line}" if line else text
+
+
+_ARCHIVE_DEPTH = 4  # directories from what is named to a job's
+_PLAN = "plan"  # an artifact of the plan is no job's
+_SUMMARY = "summary.json"
+
+
+def read_jobs(
+    paths: Sequence[Path], workspace: Path, *, is_empty_allowed: bool = False
+) -> list[JobRun]:
+    """Read every job below some paths, in the order given and by name.
+
+    Args:
+        paths: Run directories, zips, tars, or folders of them.
+        workspace: A directory of our own, where archives are unpacked.
+        is_empty_allowed: Whether a folder may hold nothing: a plan says what is missing.
+
+    Raises:
+        CiError: A path is not there, or no job is.
+    """
+    found: list[JobRun] = []
+    for path in paths:
+        if not path.exists():
+            raise CiError(str(path), "no such file or directory")
+        if path.is_file() and not is_archive(path):
+            raise CiError(
+                str(path), "is no directory and no archive, expected a run or an artifact"
+            )
+        here = list(_in(path, workspace, str(path), _ARCHIVE_DEPTH))
+        if not here and not (is_empty_allowed and path.is_dir()):
+            raise CiError(
+                str(path), "holds no run, expected run.json, job.json, JUnit XML or artifacts"
+            )
+        found += here
+    return found
+
+
+def _in(path: Path, workspace: Path, shown: str, depth: int) -> Iterator[JobRun]:
+    if path.is_symlink() or (path / _SUMMARY).is_file():
+        return  # a link may lead anywhere; a summary's own artifact is no job's
+    if path.is_file():
+        yield from _in_archive(path, workspace, shown)
+    elif is_job(path):
+        yield read_run(path, shown)
+    elif depth:
+        for child in sorted(path.iterdir()):
+            if child.is_dir() or (child.is_file() and is_archive(child)):
+                yield from _child(child, workspace, f"{shown}/{child.name}", depth - 1)
+
+
+def _child(path: Path, workspace: Path, shown: str, depth: int) -> Iterator[JobRun]:
+    """Yield the jobs in a child; one that is named as an artifact and holds none is a problem."""
+    found = list(_in(path, workspace, shown, depth))
+    yield from found
+    if not found and path.name.startswith("logs-"):
+        yield _damaged(path, shown, "is empty: the job left nothing")
+
+
+def _in_archive(path: Path, workspace: Path, shown: str) -> Iterator[JobRun]:
+    root = workspace / str(sum(1 for _ in workspace.iterdir()))
+    root.mkdir()
+    try:
+        unpack(path, root, _is_wanted)
+    except TriageError as error:
+        yield _damaged(path, shown, error.problem)
+        return
+    found = list(_in(root, workspace, f"{shown}!", _ARCHIVE_DEPTH))
+    yield from found
+    is_other = path.name.startswith(_PLAN) or (root / _SUMMARY).is_file()
+    if not found and not is_other:
+        yield _damaged(path, shown, "holds no run, expected run.json, job.json or JUnit XML")
+
+
+def _is_wanted(path: PurePath) -> bool:
+    is_result = path.name in (FILE_NAME, _SUMMARY) or path.suffix == ".xml"
+    return is_result or is_worth_reading(path)
+
+
+def _damaged(path: Path, shown: str, problem: str) -> JobRun:
+    return JobRun(
+        name=path.stem if path.is_file() else path.name, artifact=shown, problems=(problem,)
+    )

@@ -1,0 +1,276 @@
+"""Buckets of test files: each file in exactly one, or an error. Pure but for listing files.
+
+A bucket is a file or `dir/**/*.py`; a file belongs to the bucket that names it most exactly.
+Source: Megatron-LM tests/unit_tests/run_ci_test.sh and find_test_cases.py, d98e8a64dd
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import heapq
+import math
+import os
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from xml.etree import ElementTree as ET
+
+from pytest_megatron.base.files import JsonValue, parse_json, read_text
+from pytest_megatron.errors import RecipeError, SelectionError
+from pytest_megatron.runs.history import read
+
+SUFFIX = "/**/*.py"
+TEST_FILES = ("test_*.py", "*_test.py")  # pytest's own default
+_SKIPPED_DIRS = ("__pycache__", "node_modules", "venv", "build", "dist")
+MAX_LISTED = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Test files that one job runs.
+
+    Attributes:
+        pattern: As a recipe names it: a file, or `dir/**/*.py`.
+        files: From the project's root, sorted.
+        words: What `--bucket` takes to run it and nothing else; `!` takes away.
+    """
+
+    pattern: str
+    files: tuple[str, ...]
+    words: tuple[str, ...]
+
+
+def find_test_files(root: Path, folders: Iterable[str]) -> tuple[str, ...]:
+    """Return the test files below folders of a project, from its root, sorted."""
+    found: set[str] = set()
+    for folder in folders:
+        for directory, names, files in os.walk(root / folder):
+            names[:] = [n for n in names if n not in _SKIPPED_DIRS and not n.startswith(".")]
+            there = Path(directory).relative_to(root)
+            found.update((there / name).as_posix() for name in files if is_test_file(name))
+    return tuple(sorted(found))
+
+
+def is_test_file(name: str) -> bool:
+    """Whether pytest takes a file of that name for one of tests."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in TEST_FILES)
+
+
+def base_of(pattern: str) -> str:
+    """Return the folder or file that a pattern is about."""
+    path = pattern.removesuffix(SUFFIX)
+    parts = PurePosixPath(path).parts
+    plain = [part for part in parts if not any(sign in part for sign in "*?{[")]
+    return "/".join(plain[: len(plain) if len(plain) == len(parts) else _first_glob(parts)])
+
+
+def _first_glob(parts: Sequence[str]) -> int:
+    return next(i for i, part in enumerate(parts) if any(sign in part for sign in "*?{["))
+
+
+def share_out(files: Sequence[str], patterns: Mapping[str, str]) -> tuple[Bucket, ...]:
+    """Return the bucket of each pattern; together they hold every file exactly once.
+
+    Args:
+        files: All test files, from the project's root.
+        patterns: Pattern -> where it is written, `file:line`; in the order of the result.
+
+    Raises:
+        RecipeError: A pattern is none or matches no file, or a file is in no bucket.
+    """
+    bases = {pattern: _checked_base(pattern, where) for pattern, where in patterns.items()}
+    owned: dict[str, list[str]] = {pattern: [] for pattern in patterns}
+    nobodys: list[str] = []
+    for file in files:
+        holding = [p for p, base in bases.items() if file == base or file.startswith(f"{base}/")]
+        if holding:
+            owned[max(holding, key=lambda pattern: len(bases[pattern]))].append(file)
+        else:
+            nobodys.append(file)
+    if nobodys:
+        raise RecipeError(
+            ", ".join(sorted({where.rpartition(":")[0] for where in patterns.values()})),
+            f"no bucket holds {_listed(nobodys)}, expected each test file in one; "
+            f"add a bucket, such as [{os.path.commonpath(nobodys)}{SUFFIX}]",
+        )
+    for pattern, held in owned.items():
+        if not held:
+            raise RecipeError(
+                patterns[pattern],
+                f"bucket {pattern!r} holds no test file, expected at least one; "
+                f"correct the path, or drop it",
+            )
+    return tuple(
+        Bucket(
+            pattern=pattern,
+            files=tuple(sorted(held)),
+            words=(pattern, *(f"!{inner}" for inner in _below(pattern, bases))),
+        )
+        for pattern, held in owned.items()
+    )
+
+
+def _checked_base(pattern: str, where: str) -> str:
+    base = pattern.removesuffix(SUFFIX)
+    is_folder = base != pattern
+    if not base or any(sign in base for sign in "*?,!") or is_folder == base.endswith(".py"):
+        raise RecipeError(
+            where, f"test_case: {pattern!r} is no bucket, expected a file or dir{SUFFIX}"
+        )
+    return base
+
+
+def _below(pattern: str, bases: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the widest buckets that lie within another."""
+    inner = {p: b for p, b in bases.items() if b.startswith(f"{bases[pattern]}/")}
+    return tuple(
+        p for p, base in inner.items() if not any(base.startswith(f"{b}/") for b in inner.values())
+    )
+
+
+def _listed(files: Sequence[str]) -> str:
+    more = f" and {len(files) - MAX_LISTED} more" if len(files) > MAX_LISTED else ""
+    return ", ".join(files[:MAX_LISTED]) + more
+
+
+DEFAULT_S = 1.0  # of a file, where nothing at all has been recorded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """One job of several.
+
+    Attributes:
+        files: Sorted; at least one.
+        expected_s: How long they take together, as recorded.
+    """
+
+    number: int
+    files: tuple[str, ...]
+    expected_s: float
+
+
+def balance(
+    files: Sequence[str], durations_s: Mapping[str, float], num_shards: int
+) -> tuple[Shard, ...]:
+    """Return the shards; together they hold every file exactly once.
+
+    The same files and durations give the same shards, in whatever order they come. A file without
+    a duration counts as the median of those that have one. There is no shard without files.
+
+    Args:
+        files: Test files.
+        durations_s: File -> seconds; may lack files, and have others.
+        num_shards: How many jobs; fewer files give fewer.
+    """
+    known = [durations_s[file] for file in files if file in durations_s]
+    default_s = statistics.median(known) if known else DEFAULT_S
+    weights = {file: durations_s.get(file, default_s) for file in files}
+    loads = [(0.0, 0, number) for number in range(1, min(num_shards, len(weights)) + 1)]
+    held: dict[int, list[str]] = {number: [] for _, _, number in loads}
+    for file in sorted(weights, key=lambda file: (-weights[file], file)):
+        load, num_files, number = heapq.heappop(loads)
+        held[number].append(file)
+        heapq.heappush(loads, (load + weights[file], num_files + 1, number))
+    return tuple(
+        Shard(
+            number=number,
+            files=tuple(sorted(mine)),
+            expected_s=round(sum(weights[file] for file in mine), 3),
+        )
+        for number, mine in held.items()
+    )
+
+
+MAX_RUNS = 5  # of an item, the latest: what it costs now
+_WHERE = "--durations"
+
+
+def read_durations(paths: Iterable[Path], files: Sequence[str]) -> dict[str, float]:
+    """Return seconds for each test file that something was recorded of.
+
+    Args:
+        paths: A history of runs (`history.jsonl`), JUnit XML, or a JSON object of node ids and
+            seconds; of an item that several have, the mean counts.
+        files: The test files, from the project's root.
+
+    Raises:
+        SelectionError: A file cannot be read as one of these.
+    """
+    samples: dict[str, list[float]] = defaultdict(list)
+    for path in paths:
+        for item, seconds in _samples(path, files):
+            samples[item].append(seconds)
+    totals: dict[str, float] = defaultdict(float)
+    known = set(files)
+    for item, found in samples.items():
+        file = item.partition("::")[0]
+        if file in known:
+            latest = found[-MAX_RUNS:]
+            totals[file] += sum(latest) / len(latest)
+    return dict(totals)
+
+
+def _samples(path: Path, files: Sequence[str]) -> Iterator[tuple[str, float]]:
+    """Yield node ids, or files, and seconds."""
+    try:
+        text = read_text(path)
+    except (OSError, UnicodeDecodeError) as problem:
+        raise SelectionError(f"{_WHERE} {path}", f"cannot be read: {problem}") from None
+    if text.lstrip().startswith("<"):
+        yield from _of_junit(path, text, files)
+        return
+    try:
+        value: JsonValue = parse_json(text)
+    except ValueError:
+        value = None
+    if isinstance(value, dict) and "schema" not in value:  # a history of one line is an object
+        yield from _of_mapping(path, value)
+        return
+    history = read(path)
+    if text.strip() and not history.entries:
+        raise SelectionError(
+            f"{_WHERE} {path}",
+            "holds no durations, expected a history, JUnit XML or a JSON object of node ids and "
+            "seconds; give another file",
+        )
+    for entry in history.entries:
+        if entry.kind == "test" and entry.duration_s >= 0:
+            yield entry.node_id, entry.duration_s
+
+
+def _of_mapping(path: Path, value: Mapping[str, JsonValue]) -> Iterator[tuple[str, float]]:
+    for name, seconds in value.items():
+        number = seconds if isinstance(seconds, int | float) else math.nan
+        if isinstance(seconds, bool) or not 0 <= number < math.inf:
+            raise SelectionError(
+                f"{_WHERE} {path}", f"{name}: found {seconds!r}, expected seconds from 0 on"
+            )
+        yield name, float(number)
+
+
+def _of_junit(path: Path, text: str, files: Sequence[str]) -> Iterator[tuple[str, float]]:
+    modules = {file.removesuffix(".py").replace("/", "."): file for file in files}
+    try:
+        cases = ET.fromstring(text).iter("testcase")  # noqa: S314 - a file of the user's own CI
+    except ET.ParseError as problem:
+        raise SelectionError(f"{_WHERE} {path}", f"is no XML: {problem}") from None
+    for case in cases:
+        file = case.get("file") or _file_of(case.get("classname", ""), modules)
+        try:
+            seconds = float(case.get("time", "0"))
+        except ValueError:
+            continue
+        if file and math.isfinite(seconds) and seconds >= 0:
+            yield f"{file}::{case.get('classname')}::{case.get('name')}", seconds
+
+
+def _file_of(classname: str, modules: dict[str, str]) -> str | None:
+    """Return the file of `tests.test_x` or of `tests.test_x.TestClass`."""
+    while classname:
+        if classname in modules:
+            return modules[classname]
+        classname = classname.rpartition(".")[0]
+    return None

@@ -1,0 +1,195 @@
+"""Unit jobs: of the buckets that recipes name, or of shards. Reads recipes' rows and test files."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pytest_megatron.ci.jobs import CiJob, UnitRow, unit_job
+from pytest_megatron.ci.marks import EXPERIMENTAL, launch_mark, wanted_launch_marks
+from pytest_megatron.ci.table import CiTable
+from pytest_megatron.ci.test_files import Bucket, balance, find_test_files, share_out
+from pytest_megatron.errors import EmptySelectionError, RecipeError
+from pytest_megatron.recipe.model import Workload
+
+UNIT_MODEL = "unit-tests"
+_LATEST = "latest"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """A row, or a bucket, that does not run, and why."""
+
+    name: str
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitChoice:
+    """Which unit tests are asked for.
+
+    Attributes:
+        environment: One word.
+        platforms: Empty is any.
+        tag: "" is any.
+    """
+
+    environment: str
+    platforms: tuple[str, ...]
+    tag: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitJobs:
+    """The jobs of unit tests.
+
+    Attributes:
+        left_out: Rows and buckets without a job.
+    """
+
+    jobs: tuple[CiJob, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
+
+
+def bucket_jobs(
+    rows: Sequence[Workload], choice: UnitChoice, table: CiTable, root: Path
+) -> UnitJobs:
+    """Return a job for each bucket that the recipes' rows of unit tests name.
+
+    The buckets of a platform are all that its rows name, whatever environment and tag they are
+    for: a file whose bucket is not asked for is left out, and does not fall to a wider bucket.
+
+    Raises:
+        RecipeError: A bucket is none, is named twice, or a test file is in none.
+    """
+    files = find_test_files(root, table.unit_tests)
+    jobs: list[CiJob] = []
+    left_out: list[LeftOut] = []
+    for platform in dict.fromkeys(row.platform for row in rows):
+        mine = [row for row in rows if row.platform == platform]
+        if choice.platforms and platform not in choice.platforms:
+            reason = f"platform {platform}, asked {', '.join(choice.platforms)}"
+            left_out += [LeftOut(name=_name(row), reasons=(reason,)) for row in mine]
+            continue
+        patterns: dict[str, str] = {}
+        for row in mine:
+            patterns.setdefault(row.test_case, row.where)
+        buckets = {bucket.pattern: bucket for bucket in share_out(files, patterns)}
+        found = _of_platform(mine, buckets, choice, table, root)
+        jobs += found.jobs
+        left_out += found.left_out
+    return UnitJobs(jobs=tuple(jobs), left_out=tuple(left_out))
+
+
+def _of_platform(
+    rows: Sequence[Workload],
+    buckets: Mapping[str, Bucket],
+    choice: UnitChoice,
+    table: CiTable,
+    root: Path,
+) -> UnitJobs:
+    jobs: list[CiJob] = []
+    left_out: list[LeftOut] = []
+    chosen: dict[str, Workload] = {}
+    for row in rows:
+        reasons = _missed(row, choice)
+        if reasons:
+            left_out.append(LeftOut(name=_name(row), reasons=reasons))
+        elif (first := chosen.setdefault(row.test_case, row)) is not row:
+            raise RecipeError(
+                row.where,
+                f"bucket {row.test_case!r} is also at {first.where} for the same environment, "
+                f"platform and tag, expected it once; remove one",
+            )
+        else:
+            made = _jobs_of(buckets[row.test_case], UnitRow.of(row), table, root)
+            jobs += made
+            if not made:
+                mark = launch_mark(row.platform)
+                left_out.append(LeftOut(name=_name(row), reasons=(f"no file has {mark}",)))
+    return UnitJobs(jobs=tuple(jobs), left_out=tuple(left_out))
+
+
+def _missed(row: Workload, choice: UnitChoice) -> tuple[str, ...]:
+    """Return why a row is not asked for."""
+    if row.disabled_reason is not None:
+        return (row.disabled_reason,)
+    reasons = []
+    if row.environment != choice.environment:
+        reasons.append(f"environment {row.environment}, asked {choice.environment}")
+    if choice.tag and row.tag not in (None, choice.tag):
+        reasons.append(f"tag {row.tag}, asked {choice.tag}")
+    return tuple(reasons)
+
+
+def shard_jobs(
+    root: Path, num_shards: int, durations_s: Mapping[str, float], row: UnitRow, table: CiTable
+) -> UnitJobs:
+    """Return a job for each shard of the test files.
+
+    Raises:
+        EmptySelectionError: There are no test files.
+    """
+    files = find_test_files(root, table.unit_tests)
+    if not files:
+        raise EmptySelectionError(
+            f"--shards {num_shards}",
+            f"there are no test files in {', '.join(table.unit_tests)}, expected some; "
+            f"set unit_tests in [tool.pytest-megatron.ci]",
+        )
+    shards = balance(files, durations_s, num_shards)
+    jobs: list[CiJob] = []
+    for shard in shards:
+        name = f"shard-{shard.number}-of-{len(shards)}"
+        jobs += _jobs_of(
+            Bucket(pattern=name, files=shard.files, words=shard.files), row, table, root
+        )
+    return UnitJobs(jobs=tuple(jobs))
+
+
+def _jobs_of(bucket: Bucket, row: UnitRow, table: CiTable, root: Path) -> list[CiJob]:
+    """Return the job of a bucket, and one more for its experimental tests, if it has any."""
+    files = bucket.files
+    for mark in wanted_launch_marks((row.platform,) if row.platform else (), table):
+        files = tuple(file for file in files if _has_mark(root / file, mark))
+    if not files:
+        return []
+    own = replace(bucket, files=files)
+    jobs = [unit_job(bucket.pattern, own, row, table, experimental="exclude")]
+    tests = tuple(file for file in files if _has_mark(root / file, EXPERIMENTAL))
+    if tests and row.tag in ("", _LATEST):
+        own = replace(bucket, files=tests)
+        jobs.append(unit_job(bucket.pattern, own, row, table, experimental="only"))
+    return jobs
+
+
+def _has_mark(file: Path, mark: str) -> bool:
+    """Whether a file uses a mark, not merely its name in a string: a job for it has tests then."""
+    text = file.read_text(encoding="utf-8", errors="replace")
+    if mark not in text:
+        return False
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return True  # pytest says what is wrong with it
+    return any(
+        isinstance(node, ast.Attribute) and node.attr == mark and _is_mark(node.value)
+        for node in ast.walk(tree)
+    )
+
+
+def _is_mark(node: ast.expr) -> bool:
+    """Whether an expression is `pytest.mark`, or `mark`."""
+    name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+    return name == "mark"
+
+
+def _name(row: Workload) -> str:
+    return f"{row.file.as_posix()}::{row.item_name}"
+
+
+def unit_rows(rows: Iterable[Workload]) -> tuple[Workload, ...]:
+    """Return the rows that are buckets of unit tests."""
+    return tuple(row for row in rows if row.model == UNIT_MODEL)

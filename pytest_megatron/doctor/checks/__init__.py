@@ -1,0 +1,1 @@
+"""Checks of facts that probes found."""

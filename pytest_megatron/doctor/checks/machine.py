@@ -1,0 +1,172 @@
+"""The machine against what trainings need: limits, disks, network, container, Slurm. Pure."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterator, Mapping
+
+from pytest_megatron.doctor.facts import UNKNOWN, Clock, Disk, EnvironmentFacts, MachineFacts, Slurm
+from pytest_megatron.workload.checks.rules import RuleMatch
+
+_LEAST_SHM_BYTES = 1 << 30
+_LEAST_FILES, _LEAST_PROCESSES = 4096, 4096
+_FULL_BYTES, _LOW_BYTES = 10**9, 10**10
+_LEAST_PORTS = 4096
+_SLOW_LOOKUP_S = 1.0
+_RELEASED_S = dt.datetime(2026, 1, 1, tzinfo=dt.UTC).timestamp()  # not before that
+_MOST_SKEW_S = 30.0  # between this host and the one that keeps its files
+_MOST_AHEAD_S = 600.0
+_NEEDED_CAPABILITIES = {"compute", "utility"}
+_SLURM_NEEDED = ("sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun")
+
+
+def check_machine(facts: EnvironmentFacts, env: Mapping[str, str]) -> Iterator[RuleMatch]:
+    """Yield what is wrong with the machine."""
+    machine = facts.machine
+    yield from _limits(machine)
+    has_triton = any("triton" in name for name in facts.packages)  # by several names
+    for disk in machine.disks:
+        yield from _disk(disk, has_triton=has_triton)
+    if machine.lost_temporary is not None:
+        variable, directory = machine.lost_temporary
+        yield RuleMatch("temporary-lost", variable=variable, value=directory)
+    if machine.clock is not None:
+        yield from _clock(machine.clock)
+    yield from _locale(facts, env)
+    value = env.get("NVIDIA_DRIVER_CAPABILITIES")
+    words = {word.strip() for word in (value or "all").split(",")}
+    if machine.container and "all" not in words and not words >= _NEEDED_CAPABILITIES:
+        yield RuleMatch("driver-capabilities", value=repr(value), container=machine.container)
+    yield from check_slurm(facts.slurm)
+
+
+def check_communication(facts: EnvironmentFacts, env: Mapping[str, str]) -> Iterator[RuleMatch]:
+    """Yield what keeps ranks from talking to one another."""
+    machine = facts.machine
+    for tried in facts.collectives:
+        if tried.problem is not None:
+            yield RuleMatch(
+                "collective-fails",
+                backend=tried.backend,
+                ranks=tried.world_size,
+                problem=tried.problem,
+            )
+    yield from _infiniband(machine, env)
+    if machine.port_problem is not None:
+        yield RuleMatch("port-taken", problem=machine.port_problem)
+    if machine.host_problem is not None:
+        yield RuleMatch("host-name", problem=machine.host_problem)
+    if machine.lookup_s is not None and machine.lookup_s >= _SLOW_LOOKUP_S:
+        yield RuleMatch("address-name", seconds=f"{machine.lookup_s:.1f}")
+    if machine.ephemeral_ports is not None:
+        first, last = machine.ephemeral_ports
+        if last - first + 1 < _LEAST_PORTS:
+            yield RuleMatch("few-ports", first=first, last=last, count=last - first + 1)
+
+
+def _infiniband(machine: MachineFacts, env: Mapping[str, str]) -> Iterator[RuleMatch]:
+    active = [port for port, state in machine.infiniband.items() if state == "ACTIVE"]
+    down = [f"{port} ({s.lower()})" for port, s in machine.infiniband.items() if s != "ACTIVE"]
+    if down:
+        yield RuleMatch(
+            "infiniband-down", ports=f"{', '.join(down)} {'is' if len(down) == 1 else 'are'}"
+        )
+    value = env.get("NCCL_IB_DISABLE", "0")
+    if active and value not in ("", "0"):
+        verb = "is" if len(active) == 1 else "are"
+        yield RuleMatch("infiniband-off", value=value, ports=f"{', '.join(active)} {verb}")
+
+
+def _limits(machine: MachineFacts) -> Iterator[RuleMatch]:
+    if machine.shm_bytes is not None and machine.shm_bytes < _LEAST_SHM_BYTES:
+        yield RuleMatch("shm-small", size=shown_bytes(machine.shm_bytes))
+    files = machine.limits.get("Max open files")
+    if files is not None and files < _LEAST_FILES:
+        yield RuleMatch("limit-nofile", value=files)
+    processes = machine.limits.get("Max processes")
+    if processes is not None and processes < _LEAST_PROCESSES:
+        yield RuleMatch("limit-nproc", value=processes)
+    locked = machine.limits.get("Max locked memory")
+    if locked is not None and machine.infiniband:
+        yield RuleMatch("limit-memlock", value=shown_bytes(locked))
+
+
+def _disk(disk: Disk, *, has_triton: bool) -> Iterator[RuleMatch]:
+    if disk.problem is not None:
+        advice = "mount it writable, or choose another place"
+        for word, variable in (("uv", "UV_CACHE_DIR"), ("pip", "PIP_CACHE_DIR")):
+            if disk.use.startswith(word):
+                advice = f"set {variable} to a directory that can be written to"
+        if disk.use.startswith("Triton"):
+            advice = "set TRITON_CACHE_DIR to a directory that can be written to"
+        yield RuleMatch(
+            "not-writable", path=disk.path, use=disk.use, problem=disk.problem, advice=advice
+        )
+        return
+    is_of_triton = disk.use.startswith("Triton")
+    if disk.is_noexec and (has_triton or not is_of_triton):
+        variable = "TRITON_CACHE_DIR" if is_of_triton else "TMPDIR"
+        yield RuleMatch("mounted-noexec", path=disk.path, use=disk.use, variable=variable)
+    if disk.free_bytes is not None and disk.free_bytes < _LOW_BYTES:
+        rule = "disk-full" if disk.free_bytes < _FULL_BYTES else "disk-low"
+        yield RuleMatch(rule, path=disk.path, use=disk.use, free=shown_bytes(disk.free_bytes))
+
+
+def _clock(clock: Clock) -> Iterator[RuleMatch]:
+    """Yield what says that the clock is off; one reason is enough."""
+    today = dt.datetime.fromtimestamp(clock.now_s, tz=dt.UTC).strftime("%Y-%m-%d %H:%M")
+    problem = None
+    if clock.now_s < _RELEASED_S:
+        problem = "this version of pytest-megatron is newer"
+    elif clock.fresh_s is not None and abs(clock.fresh_s) > _MOST_SKEW_S:
+        side = "ahead of" if clock.fresh_s > 0 else "behind"
+        problem = f"a file that is made now has a time {abs(clock.fresh_s):.0f} s {side} it"
+    else:
+        for path, ahead in clock.ahead_s.items():
+            if ahead > _MOST_AHEAD_S:
+                problem = f"{path} was last changed {ahead / 60:.0f} min ahead of it"
+                break
+    if problem is not None:
+        yield RuleMatch("clock-off", now=today, problem=problem)
+
+
+def shown_bytes(number: int) -> str:
+    """Return `64.0 MiB`, as sizes of mounts and limits are thought of."""
+    for unit in ("B", "KiB", "MiB"):
+        if number < 1024:  # noqa: PLR2004 - of the next unit
+            return f"{number:g} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024  # type: ignore[assignment]
+    return f"{number:.1f} GiB"
+
+
+def _locale(facts: EnvironmentFacts, env: Mapping[str, str]) -> Iterator[RuleMatch]:
+    encoding = facts.python.encoding
+    if encoding.lower().replace("-", "") not in ("utf8", "utf8sig"):
+        yield RuleMatch(
+            "locale",
+            encoding=encoding,
+            lc_all=env.get("LC_ALL", ""),
+            lang=env.get("LANG", ""),
+            io=env.get("PYTHONIOENCODING", ""),
+        )
+
+
+def check_slurm(slurm: Slurm) -> Iterator[RuleMatch]:
+    """Check Slurm's client."""
+    if not slurm.programs:
+        return
+    if missing := [name for name in _SLURM_NEEDED if name not in slurm.programs]:
+        there = ", ".join(sorted(slurm.programs))
+        yield RuleMatch("slurm-partial", there=there, missing=", ".join(missing))
+    if len(set(slurm.programs.values()) - {UNKNOWN}) > 1:  # a site's own wrapper may not say
+        versions = ", ".join(f"{name} {v}" for name, v in sorted(slurm.programs.items()))
+        yield RuleMatch("slurm-versions", versions=versions)
+    if slurm.problem is not None:
+        yield RuleMatch("slurm-silent", problem=slurm.problem)
+
+
+def check_megatron(facts: EnvironmentFacts) -> Iterator[RuleMatch]:
+    """Yield what is wrong with where megatron comes from."""
+    if len(facts.megatrons) > 1:
+        first, *others = facts.megatrons
+        yield RuleMatch("megatron-twice", first=first, others=", ".join(map(str, others)))

@@ -1,0 +1,161 @@
+"""What the rows of a recipe need against what is here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pytest_megatron.doctor.checks.packages import fitting
+from pytest_megatron.doctor.compat import Compiled, compat
+from pytest_megatron.doctor.facts import EnvironmentFacts
+from pytest_megatron.doctor.system import SystemView
+from pytest_megatron.errors import CaseError, EmptySelectionError
+from pytest_megatron.gpu.host import CPU_PLATFORM, Host
+from pytest_megatron.recipe.case import Launcher, WorkloadCase, read_case
+from pytest_megatron.recipe.expand import Profile
+from pytest_megatron.recipe.load import find_recipes, load_recipe, project_words
+from pytest_megatron.recipe.model import Workload
+from pytest_megatron.recipe.paths import case_path
+from pytest_megatron.workload.checks.check import hits_of
+from pytest_megatron.workload.checks.rules import RuleMatch
+from pytest_megatron.workload.plan.launcher import LAUNCHER_VARIABLE
+
+_MOST_ROWS = 3
+_FT_DISTRIBUTION = "nvidia-resiliency-ext"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What of a recipe is asked about.
+
+    Attributes:
+        rows: The workloads that CI would run.
+        root: The directory with the test cases.
+    """
+
+    rows: tuple[Workload, ...]
+    root: Path
+
+
+def read_needs(recipe: Path, root: Path, platforms: Iterable[str] = ()) -> Needs:
+    """Read the rows of a recipe, or of all recipes in a directory.
+
+    Raises:
+        RecipeError: There is no such recipe, or it has an error.
+        EmptySelectionError: No row is left.
+    """
+    words, chosen = project_words(root), frozenset(platforms)
+    loaded = [
+        row for file in find_recipes([recipe]) for row in load_recipe(file, Profile.STRICT, words)
+    ]
+    rows = tuple(
+        row
+        for row in loaded
+        if row.disabled_reason is None and (not chosen or row.platform in chosen)
+    )
+    if not rows:
+        there = ", ".join(sorted({row.platform for row in loaded})) or "no row at all"
+        raise EmptySelectionError(
+            str(recipe), f"no row is left to be checked, expected a platform of {there}"
+        )
+    return Needs(rows=rows, root=root)
+
+
+def check_recipe(facts: EnvironmentFacts, places: SystemView, needs: Needs) -> Iterator[RuleMatch]:
+    """Yield what rows need and this environment does not have; equal wants are one finding."""
+    found: dict[tuple[str, ...], tuple[Callable[[str], RuleMatch], list[str]]] = {}
+    for row in needs.rows:
+        for key, make in _row(row, facts, places, needs.root):
+            found.setdefault(key, (make, []))[1].append(row.item_name)
+    for make, names in found.values():
+        more = len(names) - _MOST_ROWS
+        rows = ", ".join(names[:_MOST_ROWS]) + (f" and {more} more" if more > 0 else "")
+        yield make(rows)
+
+
+_Want = tuple[tuple[str, ...], Callable[[str], RuleMatch]]
+
+
+def _want(rule: str, **values: object) -> _Want:
+    """Return a hit that waits for the rows that it is about, and what tells it from others."""
+    key = (rule, *(f"{name}={value}" for name, value in sorted(values.items())))
+    return key, lambda rows: RuleMatch(rule, rows=rows, **values)
+
+
+def _row(row: Workload, facts: EnvironmentFacts, places: SystemView, root: Path) -> Iterator[_Want]:
+    host = Host(gpus=facts.devices.gpus, driver=facts.devices.driver, cpu="")
+    if lacks := host.lacks(row.platform, row.gpus * row.nodes):
+        yield _want("recipe-gpus", lacks=lacks)
+    if row.nodes > 1 and row.platform != CPU_PLATFORM and "sbatch" not in facts.slurm.programs:
+        yield _want("recipe-nodes", nodes=row.nodes)
+    yield from _paths(row, root)
+    build = row.spec.get("build")
+    if isinstance(build, str) and facts.machine.container is None and row.platform != CPU_PLATFORM:
+        yield _want("recipe-image", image=build)
+    path = case_path(root, row)
+    if not path.is_file():
+        if row.script is None:
+            yield _want("recipe-data", key="test case", path=path)
+        return
+    try:
+        case = read_case(path)
+    except CaseError as problem:
+        yield _want("recipe-case", problem=problem)
+        return
+    yield from _case(row, case, facts, host, places.env)
+
+
+def _paths(row: Workload, root: Path) -> Iterator[_Want]:
+    """Yield the paths that a row names and that are not there; those with variables are skipped."""
+    paths = {
+        "data_path": row.data_path,
+        "checkpoint_load_path": row.checkpoint_load_path,
+        "training_script_path": row.training_script_path,
+    }
+    for key, path in paths.items():
+        if path and not set(path) & set("{}$") and not (root / path).exists():
+            yield _want("recipe-data", key=key, path=path)
+
+
+def _case(
+    row: Workload, case: WorkloadCase, facts: EnvironmentFacts, host: Host, env: Mapping[str, str]
+) -> Iterator[_Want]:
+    starter = env.get(LAUNCHER_VARIABLE) or case.starter.value
+    if starter == Launcher.FT_LAUNCHER.value and _FT_DISTRIBUTION not in facts.packages:
+        yield _want("recipe-launcher", launcher=starter, package=_FT_DISTRIBUTION)
+    for hit in hits_of(row, case, env, memory_bytes=_memory_bytes(host, row)):
+        yield _checked(hit)
+    for compiled in compat().compiled:
+        if {compiled.name, *compiled.also} & facts.packages.keys():
+            continue
+        if (argument := _needed_by(compiled, case)) is not None:
+            fits = fitting(compiled, facts)
+            yield _want(
+                "recipe-package",
+                argument=argument,
+                package=compiled.name,
+                fits=fits,
+                source=compiled.source,
+            )
+
+
+def _checked(hit: RuleMatch) -> _Want:
+    """Return a hit of the checks of workloads, which waits for the rows that it is about."""
+    key = (hit.rule, hit.where or "", *(f"{name}={value}" for name, value in hit.values.items()))
+    return key, lambda rows: RuleMatch(hit.rule, f"{hit.where} ({rows})", **hit.values)
+
+
+def _memory_bytes(host: Host, row: Workload) -> int | None:
+    """Return the memory of the smallest GPU here that the row may get; None without any."""
+    return min((gpu.memory_bytes for gpu in host.fitting(row.platform)), default=None)
+
+
+def _needed_by(compiled: Compiled, case: WorkloadCase) -> str | None:
+    """Return the argument of a case that needs a package."""
+    for needed in compiled.needs:
+        option, _, value = needed.partition(" ")
+        text = case.argument(option)
+        if text is not None and (not value or text == value):
+            return needed
+    return None

@@ -1,0 +1,1 @@
+"""Probes of machine, devices and packages."""

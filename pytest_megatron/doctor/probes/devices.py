@@ -1,0 +1,200 @@
+"""Asks the driver, torch and a collective, in processes of their own that may crash or hang."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import cast
+
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.text import describe_exit
+from pytest_megatron.doctor.facts import CollectiveProbe, Devices, Package, Torch
+from pytest_megatron.doctor.probes.child import ask
+from pytest_megatron.doctor.probes.packages import torch_symbols, torch_version_file
+from pytest_megatron.doctor.system import SystemView
+from pytest_megatron.gpu.health import GpuState
+from pytest_megatron.gpu.host import Gpu
+from pytest_megatron.gpu.monitor import HealthWatch
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+_NVML_LIMIT_S = 30.0
+_IMPORT_SHARE = 5  # what of the time limit one module may take
+# Source: /proc/driver/nvidia/version: `NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.14`
+_DRIVER = re.compile(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)")
+_RANK = re.compile(r"^\[rank\d+\]:")
+_MOST_SHOWN = 400  # characters of a line
+
+
+def look_at_devices(places: SystemView) -> Devices:
+    """Return what the driver's files and NVML say."""
+    text = places.read("/proc/driver/nvidia/version")
+    match = _DRIVER.search(text)
+    driver = match[1] if match else places.read("/sys/module/nvidia/version").strip() or None
+    num_nodes = sum(1 for _ in places.under("/dev").glob("nvidia[0-9]*"))
+    if driver is None or places.root != Path("/"):
+        return Devices(driver=driver, num_nodes=num_nodes)
+    answer = ask(
+        Path(sys.executable), SCRIPTS / "gpus.py", limit_s=_NVML_LIMIT_S, env=dict(places.env)
+    )
+    if answer.problem is not None:
+        return Devices(driver=driver, num_nodes=num_nodes, problem=answer.problem)
+    gpus = tuple(_gpu(row) for row in cast("list[dict[str, JsonValue]]", answer.values["gpus"]))
+    return Devices(driver=driver, num_nodes=num_nodes, gpus=gpus, ill=tuple(_ill(gpus)))
+
+
+def _gpu(row: dict[str, JsonValue]) -> Gpu:
+    index, memory = row["index"], row["memory_bytes"]
+    assert isinstance(index, int)
+    assert isinstance(memory, int)
+    return Gpu(index=index, name=str(row["name"]), uuid=str(row["uuid"]), memory_bytes=memory)
+
+
+def _ill(gpus: Sequence[Gpu]) -> Iterator[str]:
+    """Yield what NVML says is wrong with GPUs now."""
+    with HealthWatch(gpus) as watch:
+        for state in watch.health.before if watch.health else ():
+            yield from _illness(state)
+
+
+def _illness(state: GpuState) -> Iterator[str]:
+    if state.ecc_volatile_uncorrected:
+        yield f"{state.label} has {state.ecc_volatile_uncorrected} uncorrected ECC errors"
+    if state.is_remap_pending:
+        yield f"{state.label} waits for a reset to remap a row of its memory"
+    if state.has_remap_failed:
+        yield f"{state.label} could not remap a row of its memory"
+    if state.throttles:
+        yield f"{state.label} is slowed down: {', '.join(state.throttles)}"
+    for pid, memory in state.processes:
+        yield f"{state.label} is in use by process {pid} ({(memory or 0) / 1e9:.1f} GB)"
+
+
+def look_at_torch(
+    places: SystemView, package: Package | None, modules: Sequence[str]
+) -> Torch | None:
+    """Return the environment's torch; None where there is none.
+
+    Args:
+        places: Where to look.
+        package: As it is installed; None where no metadata says so.
+        modules: Of extensions, to be imported after it.
+    """
+    directory = package.location / "torch" if package is not None else Path()
+    on_disk = torch_version_file(directory)
+    answer = ask(
+        places.python,
+        SCRIPTS / "torch_facts.py",
+        str(max(1, int(places.import_limit_s / _IMPORT_SHARE))),
+        *modules,
+        limit_s=places.import_limit_s,
+        env=places.env,
+        cwd=places.project,
+    )
+    said = answer.values
+    problem = answer.problem or cast("str | None", said.get("problem"))
+    if package is None and problem is not None and "No module named 'torch'" in problem:
+        return None
+    if "file" in said:
+        directory = Path(str(said["file"])).parent
+    return Torch(
+        version=str(said.get("version") or (package.version if package else "unknown")),
+        cuda=_text(said.get("cuda")) if "cuda" in said else on_disk.get("cuda"),
+        abi=cast("bool | None", said.get("abi")),
+        nccl=_text(said.get("nccl")),
+        cudnn=_text(said.get("cudnn")),
+        numpy=_text(said.get("numpy")),
+        driver_cuda=_text(said.get("driver_cuda")),
+        count=cast("int", said.get("count", 0)),
+        capabilities=tuple(
+            (pair[0], pair[1]) for pair in cast("list[list[int]]", said.get("capabilities", []))
+        ),
+        architectures=tuple(cast("list[str]", said.get("architectures", []))),
+        problem=problem,
+        cuda_problem=_text(said.get("cuda_problem")),
+        imports=cast("dict[str, str | None]", said.get("imports", {})),
+        defined=torch_symbols(directory),
+    )
+
+
+def _text(value: JsonValue) -> str | None:
+    return None if value is None else str(value)
+
+
+def try_collectives(places: SystemView, num_gpus: int) -> Iterator[CollectiveProbe]:
+    """Yield an all_reduce of two ranks and of all GPUs; of two ranks with gloo without GPUs."""
+    if num_gpus == 0:
+        yield _all_reduce(places, "gloo", 2)
+        return
+    for world_size in sorted({min(2, num_gpus), num_gpus}):
+        yield _all_reduce(places, "nccl", world_size)
+
+
+def _all_reduce(places: SystemView, backend: str, world_size: int) -> CollectiveProbe:
+    """Run one; every rank is gone afterwards."""
+    script = (SCRIPTS / "all_reduce.py").read_text(encoding="utf-8")
+    with tempfile.TemporaryDirectory(dir=places.temporary) as directory:
+        meeting, ranks = Path(directory) / "store", []
+        try:
+            for rank in range(world_size):
+                log = Path(directory, f"{rank}.log").open("w")  # noqa: SIM115 - closed below
+                with log:
+                    words = [backend, str(rank), str(world_size), str(meeting)]
+                    process = subprocess.Popen(
+                        [str(places.python), "-c", script, *words],
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        env=dict(places.env),
+                        cwd=places.project,
+                    )
+                ranks.append(process)
+            problem = _wait(ranks, Path(directory), places.collective_limit_s)
+        except OSError as error:
+            problem = f"{places.python} cannot be started: {error.strerror}"
+        finally:
+            for process in ranks:
+                process.kill()
+            for process in ranks:
+                process.wait()
+    return CollectiveProbe(backend=backend, world_size=world_size, problem=problem)
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], logs: Path, limit_s: float) -> str | None:
+    """Return why not all ranks ended well; the first that failed, or those that did not end."""
+    give_up_at = time.monotonic() + limit_s
+    while (left := [process.poll() for process in ranks]) and None in left:
+        if any(left):
+            break
+        if time.monotonic() > give_up_at:
+            late = [str(rank) for rank, code in enumerate(left) if code is None]
+            return f"no end within {limit_s:g} s on ranks {', '.join(late)}"
+        time.sleep(0.05)
+    for rank, code in enumerate(left):
+        if code:
+            text = (logs / f"{rank}.log").read_text(encoding="utf-8", errors="replace")
+            return f"rank {rank} {describe_exit(code)}: {last_words(text)}"
+    return None
+
+
+def last_words(text: str) -> str:
+    """Return what says most: the last exception with NCCL's own reason, else the last line.
+
+    Source: torch puts `[rank0]: ` before an exception, `[rank0]:[W` before a warning;
+    torch/csrc/distributed/c10d/NCCLUtils.hpp, `Last error:`.
+    """
+    lines = [_RANK.sub("", line).strip() for line in text.splitlines()]
+    lines = [line for line in lines if line and not line.startswith("[W")]
+    raised = [n for n, line in enumerate(lines) if re.match(r"\S*(Error|Exception)\b", line)]
+    if not raised:
+        return (lines or ["it printed nothing"])[-1][:_MOST_SHOWN]
+    said = lines[raised[-1]][:_MOST_SHOWN]
+    for line, reason in itertools.pairwise(lines[raised[-1] :]):
+        if line == "Last error:":
+            return f"{said}: {reason[:_MOST_SHOWN]}"
+    return said

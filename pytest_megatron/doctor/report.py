@@ -1,0 +1,116 @@
+"""What was found as text, JSON and Markdown. Pure."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.text import code, counted, escaped, table
+from pytest_megatron.doctor.compat import compat
+from pytest_megatron.doctor.examine import Examination
+from pytest_megatron.doctor.facts import UNKNOWN, EnvironmentFacts, Slurm
+from pytest_megatron.workload.checks.rules import CheckFinding, CheckSeverity, as_json
+
+_WIDTH = 110
+
+
+def summary_of(facts: EnvironmentFacts) -> dict[str, str]:
+    """Return the environment in a few lines: what -> which."""
+    torch, devices = facts.torch, facts.devices
+    names = ["megatron-core", *(n for row in compat().compiled for n in (row.name, *row.also))]
+    there = [f"{name} {facts.packages[name].version}" for name in names if name in facts.packages]
+    gpus = Counter(gpu.name for gpu in devices.gpus)
+    found = {
+        "python": f"{facts.python.version}, {facts.python.executable}",
+        "torch": "none",
+        "driver": devices.driver or "none",
+        "GPUs": ", ".join(f"{n} x {name}" for name, n in gpus.items()) or f"{devices.num_nodes}",
+        "packages": ", ".join(there) or "none that are compiled against torch",
+        "host": facts.machine.container or "bare host",
+        "slurm": _slurm_line(facts.slurm),
+        "network": ", ".join(facts.machine.interfaces) or "loopback only",
+    }
+    if torch is not None:
+        parts = {"CUDA": torch.cuda, "NCCL": torch.nccl, "cuDNN": torch.cudnn}
+        shown = [f"{name} {value}" for name, value in parts.items() if value] or ["no CUDA"]
+        found["torch"] = f"{torch.version} ({', '.join(shown)})"
+    tried = [
+        f"{one.world_size} ranks with {one.backend}: {'failed' if one.problem else 'right'}"
+        for one in facts.collectives
+    ]
+    found["all_reduce"] = ", ".join(tried) or "not tried"
+    return found
+
+
+def _slurm_line(slurm: Slurm) -> str:
+    versions = set(slurm.programs.values())
+    return ", ".join(sorted(versions - {UNKNOWN} or versions)) or "no client"
+
+
+def _end(examination: Examination) -> str:
+    return ", ".join(counted(examination.count(one), one.value) for one in CheckSeverity)
+
+
+def _as_text(examination: Examination) -> str:
+    summary = summary_of(examination.facts)
+    width = max(map(len, summary))
+    lines = [f"{name:<{width}}  {value}" for name, value in summary.items()]
+    for finding in examination.findings:
+        lines += ["", f"{finding.severity.value}: {_found(finding)} [{finding.rule.id}]"]
+        lines += _indented(finding.wrong, "    ")
+        lines += _indented(f"-> {finding.mend}", "    ", "       ")
+        trouble = f"; known as: {finding.rule.trouble}" if finding.rule.trouble else ""
+        lines += _indented(f"({finding.source}{trouble})", "    ", "     ")
+    return "".join(f"{line}\n" for line in [*lines, "", _end(examination)])
+
+
+def _found(finding: CheckFinding) -> str:
+    return finding.found if finding.where is None else f"{finding.where}: {finding.found}"
+
+
+def _indented(text: str, first: str, rest: str | None = None) -> list[str]:
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=first,
+        subsequent_indent=first if rest is None else rest,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _as_json(examination: Examination) -> str:
+    summary: dict[str, JsonValue] = dict(summary_of(examination.facts))
+    value: dict[str, JsonValue] = {
+        "environment": summary,
+        "findings": [as_json(finding) for finding in examination.findings],
+        "counts": {one.value: examination.count(one) for one in CheckSeverity},
+    }
+    return json.dumps(value, indent=1) + "\n"
+
+
+def _as_markdown(examination: Examination) -> str:
+    rows = [[escaped(name), code(value)] for name, value in summary_of(examination.facts).items()]
+    parts = ["## Environment", table(["", ""], rows), f"**{_end(examination)}**"]
+    parts += _groups(examination.findings)
+    return "\n\n".join(parts) + "\n"
+
+
+def _groups(findings: tuple[CheckFinding, ...]) -> Iterator[str]:
+    for group, members in itertools.groupby(findings, key=lambda finding: finding.rule.group):
+        rows = [
+            [f"{f.severity.value} {code(f.rule.id)}", escaped(_found(f)), escaped(f.mend)]
+            for f in members
+        ]
+        yield f"### {group}\n\n{table(['', 'found', 'what to do'], rows)}"
+
+
+FORMATS: Mapping[str, Callable[[Examination], str]] = {
+    "text": _as_text,
+    "json": _as_json,
+    "markdown": _as_markdown,
+}

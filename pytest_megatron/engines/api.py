@@ -1,0 +1,258 @@
+"""What an engine is. The protocol is public: other packages may bring engines of their own.
+
+An engine runs *orders*; an order is one attempt of a workload. Engines are entry points of the
+group `pytest_megatron.engines`, each a callable from an `EngineContext` to an `Engine`. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.gpu.health import Health
+from pytest_megatron.recipe.model import Workload
+from pytest_megatron.runs.environment import SessionFacts
+from pytest_megatron.runs.layout import AttemptDirs
+from pytest_megatron.workload.checks.rules import CheckFinding
+from pytest_megatron.workload.plan.plan import AttemptPlan, Setting
+from pytest_megatron.workload.run.runner import AttemptListener, PhaseEnd
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resources:
+    """What an order needs.
+
+    Attributes:
+        platform: The recipe's; `cpu` needs no GPU.
+        gpus_per_node: 0 on the platform `cpu`.
+        ranks_per_node: As many as GPUs where there are any.
+        time_limit_s: Of all phases together; an engine adds what starting and ending takes it.
+        segment: How many nodes must be near one another, as the recipe says; None if it does not.
+    """
+
+    platform: str
+    num_nodes: int
+    gpus_per_node: int
+    ranks_per_node: int
+    time_limit_s: float
+    segment: int | None = None
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs over all nodes."""
+        return self.num_nodes * self.gpus_per_node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """What exactly an order starts.
+
+    Attributes:
+        plan: Data, the same however often it is asked for.
+        description: What `plan.json` says of it, without secrets.
+    """
+
+    plan: AttemptPlan
+    description: dict[str, JsonValue]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """One attempt of a workload, to be run somewhere.
+
+    Attributes:
+        key: `<directory of the item>/repeat_1/attempt_2`; no two orders of a run have the same,
+            and it is the same again when the run is taken up by another controller.
+        node_id: What the user types to get this workload.
+        dirs: Where the attempt writes; not there yet.
+        planned: Plans it, for GPUs by UUID; None where it runs on those that it finds.
+        avoid_hosts: Where infrastructure failed under an earlier attempt.
+        avoid_gpus: UUIDs of GPUs that failed under one; to be taken last.
+        delay_s: Pause before it may be submitted.
+        listener: Sees lines and progress, where the engine can show them live.
+    """
+
+    key: str
+    node_id: str
+    resources: Resources
+    dirs: AttemptDirs
+    planned: Callable[[tuple[str, ...] | None], Planned]
+    avoid_hosts: frozenset[str] = frozenset()
+    avoid_gpus: frozenset[str] = frozenset()
+    delay_s: float = 0.0
+    listener: AttemptListener
+
+
+class TroubleKind(Enum):
+    """What kept an attempt from ending by itself; never the code's own failure."""
+
+    TIMEOUT = "timeout"  # a limit of the engine, not the workload's own
+    NODE_FAIL = "node_fail"
+    PREEMPTED = "preempted"
+    OUT_OF_MEMORY = "out_of_memory"  # of the host, as the engine says
+    BOOT_FAIL = "boot_fail"
+    CANCELLED = "cancelled"
+    REQUEUED = "requeued"  # started a second time behind our back
+    LOST = "lost"  # it ended and left nothing that says how
+    NOT_STARTED = "not_started"  # refused, or not possible as asked
+
+    @property
+    def is_of_host(self) -> bool:
+        """Whether the machine is to be avoided from now on."""
+        return self in (TroubleKind.NODE_FAIL, TroubleKind.BOOT_FAIL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineError:
+    """What an engine knows of an attempt that did not end by itself.
+
+    Attributes:
+        text: One line for a person: what happened, who says so, job and host.
+        evidence: Lines of a log that belong to it.
+        hosts: Those that it is about, where it is not about all that the attempt ran on.
+        is_transient: Whether another attempt may pass; None is as the table of signatures says.
+    """
+
+    kind: TroubleKind
+    text: str
+    hosts: tuple[str, ...] = ()
+    evidence: tuple[str, ...] = ()
+    is_transient: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubmissionOutcome:
+    """How an order ended.
+
+    Attributes:
+        ends: Of its phases, up to the first that is not clean; may be empty where there is trouble.
+        health: What the GPUs said before and after; None without GPUs.
+        facts: Where and with what it ran; None where that is this process's machine.
+        hosts: Names of the machines, as `avoid_hosts` takes them.
+        trouble: None where it ended by itself, well or not.
+    """
+
+    ends: tuple[PhaseEnd, ...] = ()
+    health: Health | None = None
+    facts: SessionFacts | None = None
+    hosts: tuple[str, ...] = ()
+    trouble: EngineError | None = None
+
+    @property
+    def suspects(self) -> tuple[str, ...]:
+        """The machines that are to be avoided from now on."""
+        trouble = self.trouble
+        if trouble is not None and trouble.hosts:
+            return trouble.hosts
+        has_faults = self.health is not None and bool(self.health.faults)
+        is_of_host = trouble is not None and trouble.kind.is_of_host
+        return self.hosts if has_faults or is_of_host else ()
+
+
+class SubmissionPhase(Enum):
+    """How far an order is."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """What is new of an order.
+
+    Attributes:
+        key: The order's.
+        detail: For the terminal: why it waits, since when, where it runs; may be empty.
+        outcome: There if, and only if, it has ended.
+    """
+
+    key: str
+    phase: SubmissionPhase
+    detail: str = ""
+    outcome: SubmissionOutcome | None = None
+
+
+class Engine(Protocol):
+    """Where attempts run. All of it is called in the controller, by one thread.
+
+    Attributes:
+        name: As `--executor` has it.
+        is_queue: Whether it wants all orders at once and runs them as room comes; False for one
+            that runs an order at a time, within `poll`.
+        interval_s: Time between two polls.
+    """
+
+    name: str
+    is_queue: bool
+    interval_s: float
+
+    def settle(self, setting: Setting, workload: Workload) -> Setting:
+        """Return what plans for this engine need: the interpreter, the environment."""
+
+    def lacks(self, needed: Resources) -> str | None:
+        """Return why an order with these needs can never run here, or None if it can."""
+
+    def submit(self, orders: Sequence[Submission]) -> None:
+        """Take orders. One that is refused ends with `TroubleKind.NOT_STARTED`.
+
+        Raises:
+            LaunchError: None of them can be taken, now or later.
+        """
+
+    def poll(self) -> Sequence[Update]:
+        """Return what changed since the last call; every order that was taken ends once.
+
+        Raises:
+            LaunchError: An engine that runs orders within `poll` cannot start one; it is gone.
+        """
+
+    def cancel(self, keys: Sequence[str]) -> None:
+        """End orders, and wait a reasonable time for it; those that have ended do not matter."""
+
+    def close(self) -> None:
+        """Leave nothing behind that is not meant to go on."""
+
+
+@runtime_checkable
+class Checking(Protocol):
+    """What an engine may have beside: it knows what of a workload cannot work where it runs it."""
+
+    def findings(
+        self, workload: Workload, setting: Setting, needed: Resources
+    ) -> Sequence[CheckFinding]:
+        """Return what is wrong; an error refuses the workload, a warning is shown once for a run.
+
+        Raises:
+            LaunchError: The settings ask for what is not there.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineContext:
+    """What an engine is made from.
+
+    Attributes:
+        root: The project.
+        run_dir: Of this run; an engine's own files go below `engine/` in it.
+        facts: Of the controller's machine and checkout.
+        env: The controller's environment.
+        config_file: What `--executor-config` names, or None.
+        copies_lines: Whether lines of ranks are wanted live, of all attempts that run at a time.
+    """
+
+    root: Path
+    run_dir: Path
+    facts: SessionFacts
+    env: Mapping[str, str]
+    config_file: Path | None = None
+    copies_lines: bool = False
+
+    @property
+    def engine_dir(self) -> Path:
+        """Where an engine keeps its own files; may not be there yet."""
+        return self.run_dir / "engine"

@@ -1,0 +1,1 @@
+"""Docker engine: driver process, client, containers."""

@@ -1,0 +1,404 @@
+"""The engine that runs an attempt in a container on this machine, one at a time.
+
+The container is made by a child process (`docker_driver.py`), since nemo-run turns logging inside
+out where it is imported. What runs in it is the worker that runs in a Slurm job as well; the
+container sees the project and the run directory under the paths that they have here, and what it
+writes belongs to who runs pytest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import json
+import os
+import secrets
+import shlex
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from typing_extensions import override
+
+from pytest_megatron.engines.api import (
+    EngineContext,
+    EngineError,
+    Planned,
+    Submission,
+    SubmissionOutcome,
+    TroubleKind,
+)
+from pytest_megatron.engines.config_file import read_docker_config
+from pytest_megatron.engines.docker.client import DriverGoneError, DriverLink
+from pytest_megatron.engines.docker.messages import (
+    JOB_DIR,
+    ContainerStarted,
+    ContainerWaiting,
+    Gone,
+    Mount,
+    RunContainer,
+    StartRefused,
+    StopContainer,
+)
+from pytest_megatron.engines.local import LeasingEngine
+from pytest_megatron.engines.records import JobSpec, outcome_of, read_record, write_spec
+from pytest_megatron.errors import LaunchError
+from pytest_megatron.gpu.lease import Lease
+from pytest_megatron.recipe.model import Workload
+from pytest_megatron.workload.plan.plan import AttemptPlan, PhasePlan, Setting
+from pytest_megatron.workload.run.log_watch import LogWatch, Progress
+from pytest_megatron.workload.run.runner import AttemptListener
+
+
+class LiveLog:
+    """Follows the logs of an attempt phase by phase.
+
+    Attributes:
+        plan: Of the attempt.
+    """
+
+    def __init__(self, plan: AttemptPlan, listener: AttemptListener) -> None:
+        self.plan = plan
+        self._listener = listener
+        self._left = list(plan.phases)
+        self._told: Progress | None = None
+        self._phase = self._left.pop(0)
+        self._watch = self._follow(self._phase)
+
+    def poll(self, *, is_ended: bool = False) -> None:
+        """Tell the listener what is new.
+
+        Args:
+            is_ended: Whether nothing more is going to be written.
+        """
+        while self._left and self._left[0].dirs.root.is_dir():
+            self._tell(self._watch.drain())
+            self._phase = self._left.pop(0)
+            self._watch = self._follow(self._phase)
+        self._tell(self._watch.drain() if is_ended else self._watch.poll())
+
+    def _tell(self, lines: list[str]) -> None:
+        if lines:
+            self._listener.on_lines(lines)
+        if self._watch.progress is not None and self._watch.progress != self._told:
+            self._told = self._watch.progress
+            self._listener.on_progress(self._phase.number, self._told)
+
+    def _follow(self, phase: PhasePlan) -> LogWatch:
+        self._told = None
+        scripts = self.plan.dirs.assets if phase.is_script else None
+        return LogWatch(phase.dirs, phase.world_size // phase.num_nodes, scripts=scripts)
+
+
+class OnlyProgress:
+    """Passes on how far a training is, and no line of it."""
+
+    def __init__(self, listener: AttemptListener) -> None:
+        self._listener = listener
+
+    def on_lines(self, lines: list[str]) -> None:
+        """Drop the lines."""
+
+    def on_progress(self, phase: int, progress: Progress) -> None:
+        """Pass it on."""
+        self._listener.on_progress(phase, progress)
+
+
+_POLL_S = 0.1
+_SLACK_S = 600.0  # for the container to start and end, beside what the training may take
+_END_S = 60.0
+_NUM_LOG_LINES = 5
+_KILLED = 137  # 128 and SIGKILL, as Docker has it
+_LONGEST_LINE = 500
+
+
+class DockerEngine(LeasingEngine):
+    """Runs orders within `poll`, each in a container of its own."""
+
+    name = "docker"
+
+    def __init__(self, context: EngineContext) -> None:
+        """Read the settings.
+
+        Raises:
+            ConfigError: There are none, or they are wrong.
+        """
+        super().__init__(context.facts.host, self._contain)
+        self._context = context
+        self._config = read_docker_config(context.config_file)
+        self._directory = context.engine_dir / self.name
+        self._token = secrets.token_hex(3)
+        self._num_run = 0
+        self._link: DriverLink | None = None
+
+    def settle(self, setting: Setting, _workload: Workload) -> Setting:
+        """Return the setting for plans: a container has nothing of this process's environment."""
+        env = self._config.env
+        return replace(setting, python=self._config.python, env=env, has_ft_launcher=True)
+
+    @override
+    def submit(self, orders: Sequence[Submission]) -> None:
+        """Keep orders until `poll`; see that there is a daemon.
+
+        Raises:
+            LaunchError: nemo-run is not installed, or the daemon cannot be reached.
+        """
+        self._driver()
+        super().submit(orders)
+
+    def close(self) -> None:
+        """End the child process, and every container that it may have."""
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+        shutil.rmtree(self._directory / "nemo", ignore_errors=True)
+        with contextlib.suppress(OSError):  # a log that is worth reading, or another session's
+            self._directory.rmdir()
+            self._context.engine_dir.rmdir()
+
+    def _driver(self) -> DriverLink:
+        if self._link is None:
+            self._link = DriverLink(self._directory, self._context.env)
+        return self._link
+
+    def _contain(self, order: Submission, planned: Planned, lease: Lease) -> SubmissionOutcome:
+        """Run a container for a plan, in a directory that is gone afterwards."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        job_dir = Path(tempfile.mkdtemp(prefix="job-", dir=self._directory))
+        try:
+            self._write_job(job_dir, order, planned)
+            request = self._request(order, planned.plan, job_dir, lease)
+            live = LiveLog(planned.plan, order.listener)
+            try:
+                gone = self._follow(request, lease, order, live)
+            except DriverGoneError as error:
+                return SubmissionOutcome(trouble=self._lost(error))
+            return self._outcome(gone, job_dir, planned)
+        finally:
+            shutil.rmtree(job_dir, ignore_errors=True)
+
+    def _write_job(self, job_dir: Path, order: Submission, planned: Planned) -> None:
+        """Lay out what the container is told; no word of it goes through a shell unquoted."""
+        spec = JobSpec(
+            key=order.key,
+            plan=planned.plan,
+            outcome=Path(JOB_DIR) / "outcome.json",
+            root=self._context.root,
+            description=json.dumps(planned.description),
+            env=self._config.env,
+            watches_gpus=False,  # this process does, which sees who else uses them
+            options={},
+        )
+        module = "pytest_megatron.engines.docker.inside"
+        start = f"exec {shlex.quote(self._config.python)} -m {module} {JOB_DIR}\n"
+        try:
+            write_spec(job_dir / "spec.json", spec)
+            (job_dir / "start").write_text(start, encoding="utf-8")
+            (job_dir / "code").mkdir()  # nemo-run's working directory; Docker would make it as root
+            self._give_to_user(job_dir, order)
+        except OSError as error:
+            raise LaunchError(
+                str(error.filename or job_dir), f"{error.strerror}; nothing was run"
+            ) from error
+
+    def _give_to_user(self, job_dir: Path, order: Submission) -> None:
+        """Let a user of the container who is not this one read the job and write the attempt.
+
+        Only root can, and need not take it back afterwards: it may read everything.
+
+        Raises:
+            OSError: It cannot be given.
+        """
+        uid, _, gid = (self._config.user or "").partition(":")
+        if os.getuid() != 0 or not uid.isdecimal() or uid == "0":
+            return
+        item = order.dirs.root.parents[1]
+        item.mkdir(parents=True, exist_ok=True)
+        for path in (item, *item.rglob("*"), job_dir, *job_dir.rglob("*")):
+            os.chown(path, int(uid), int(gid) if gid.isdecimal() else -1, follow_symlinks=False)
+
+    def _request(
+        self, order: Submission, plan: AttemptPlan, job_dir: Path, lease: Lease
+    ) -> RunContainer:
+        config = self._config
+        self._num_run += 1
+        uid, gid = os.getuid(), os.getgid()
+        return RunContainer(
+            key=order.key,
+            run_dir=str(self._context.run_dir),
+            name=f"pytest-megatron-{self._token}-{self._num_run}",
+            image=config.image,
+            pull=config.pull,
+            job_dir=str(job_dir),
+            mounts=self._mounts(plan),
+            user=config.user or f"{uid}:{gid}",
+            groups=tuple(str(group) for group in os.getgroups() if uid),
+            gpus=tuple(gpu.uuid for gpu in lease.gpus),
+            shm_size=config.shm_size,
+            ipc=config.ipc,
+            ulimits=tuple(f"{name}={limit}" for name, limit in config.ulimits.items()),
+            network=config.network or "bridge",
+            env={"USER": _user_name(), "LOGNAME": _user_name()},
+            memory=config.memory,
+            runtime=config.runtime,
+            is_privileged=config.privileged,
+        )
+
+    def _mounts(self, plan: AttemptPlan) -> tuple[Mount, ...]:
+        """Return what the container sees: what the user names, and what the plan needs."""
+        mounts: list[Mount] = []
+        for text in self._config.mounts:
+            source, target, *options = text.split(":")
+            mounts.append(Mount(source=source, target=target, is_read_only="ro" in options))
+        writable = (self._context.root, self._context.run_dir)
+        read = (*(path for phase in plan.phases for path in phase.frozen_paths), plan.start_from)
+        for path in (*writable, *(path for path in read if path is not None)):
+            if not any(_shows(mount, path) for mount in mounts):
+                is_own = path in writable
+                mounts.append(Mount(source=str(path), target=str(path), is_read_only=not is_own))
+        return tuple(mounts)
+
+    def _follow(
+        self, request: RunContainer, lease: Lease, order: Submission, live: LiveLog
+    ) -> Gone:
+        """Run a container to its end; on any other way out it is gone as well.
+
+        Raises:
+            DriverGoneError: The child process was killed.
+            LaunchError: The container cannot be started.
+        """
+        link = self._driver()
+        link.send(request, lease.descriptors)
+        try:
+            return self._until_gone(link, order, live, _limit_s(live.plan))
+        except (DriverGoneError, LaunchError):
+            raise
+        except BaseException:  # Ctrl-C; the second one comes through the wait below
+            link.send(StopContainer())
+            try:
+                _until(link, Gone, StartRefused)
+            except KeyboardInterrupt:
+                link.send(StopContainer(is_at_once=True))
+                _until(link, Gone, StartRefused)
+            raise
+
+    def _until_gone(
+        self, link: DriverLink, order: Submission, live: LiveLog, limit_s: float
+    ) -> Gone:
+        """Follow a container's logs until it is gone."""
+        stop_at = time.monotonic() + limit_s
+        while True:
+            match link.receive(_POLL_S):
+                case Gone() as gone:
+                    live.poll(is_ended=True)
+                    return gone
+                case StartRefused() as refused:
+                    raise LaunchError(refused.where, refused.text)
+                case ContainerWaiting() as waiting:
+                    order.listener.on_lines([waiting.text])
+                    stop_at = time.monotonic() + limit_s
+                case ContainerStarted():
+                    stop_at = time.monotonic() + limit_s
+                case _:
+                    live.poll()
+            if time.monotonic() >= stop_at:
+                link.send(StopContainer())
+                stop_at = float("inf")
+
+    def _lost(self, error: DriverGoneError) -> EngineError:
+        """Return what it means that the child process was killed; nothing of it is left."""
+        self._link = None
+        # The container ends by itself. Another child process removes it, should it not.
+        self._driver()
+        text = f"{error}; its container was removed"
+        return EngineError(kind=TroubleKind.LOST, text=text)
+
+    def _outcome(self, gone: Gone, job_dir: Path, planned: Planned) -> SubmissionOutcome:
+        """Return what came of a container.
+
+        Raises:
+            LaunchError: The image is no good, so that nothing was run.
+        """
+        began = job_dir / "began.json"
+        if not began.exists():
+            raise LaunchError(f"docker image {self._config.image!r}", self._no_start(gone, job_dir))
+        record = read_record(job_dir / "outcome.json")
+        if record is None:
+            trouble = _trouble(gone) or self._other_version(began)
+            return SubmissionOutcome(trouble=trouble)
+        outcome = outcome_of(record, planned, self._context.facts)
+        if gone.was_oom and not all(end.is_clean for end in outcome.ends):
+            return replace(outcome, trouble=_trouble(gone))
+        return outcome
+
+    def _no_start(self, gone: Gone, job_dir: Path) -> str:
+        """Return why nothing of ours ever ran in a container."""
+        logs = sorted(job_dir.glob("log_*.out"))
+        lines = logs[0].read_text(errors="replace").splitlines() if logs else []
+        said = " / ".join(line.strip()[:_LONGEST_LINE] for line in lines[-_NUM_LOG_LINES:] if line)
+        python = self._config.python
+        module = "pytest_megatron"
+        if "No module named" in said and module in said:
+            what = f"its {python} has no pytest-megatron; install it there, or set `python`"
+        elif "No such file or directory" in said or "command not found" in said:
+            what = f"has no {python}; set `python` to the interpreter that has pytest-megatron"
+        elif not lines and gone.entrypoint:
+            what = f"its ENTRYPOINT {' '.join(gone.entrypoint)} does not run the command after it"
+        else:
+            what = f"ended before pytest-megatron began, exit code {gone.exit_code}"
+        return f"{what} (it printed: {said or 'nothing'})"
+
+    def _other_version(self, began: Path) -> EngineError:
+        """Return why a container that began left no record and was not killed."""
+        there, here = json.loads(began.read_text())["version"], self._context.facts.versions
+        text = "the container ended and left no record"
+        if there != (ours := here.get("pytest-megatron")):
+            text += f"; it has pytest-megatron {there}, this is {ours}"
+        return EngineError(kind=TroubleKind.LOST, text=text)
+
+
+def _shows(mount: Mount, path: Path) -> bool:
+    """Whether a mount has what a path names here: a link in it may lead out of it."""
+    is_inside = path.is_relative_to(mount.target)
+    if not is_inside or mount.source != mount.target:  # the user's own view of what is where
+        return is_inside
+    return path.resolve().is_relative_to(Path(mount.source).resolve())
+
+
+def _trouble(gone: Gone) -> EngineError | None:
+    """Return what ended a container from outside of its programs; None where nothing did."""
+    if gone.was_oom:
+        kind, what = TroubleKind.OUT_OF_MEMORY, "the kernel killed a process for want of memory"
+    elif gone.signal is not None:
+        kind, what = TroubleKind.CANCELLED, f"somebody sent it signal {gone.signal}"
+    elif gone.exit_code == _KILLED:
+        kind, what = TroubleKind.LOST, "it was killed"
+    else:
+        return None
+    return EngineError(kind=kind, text=f"Docker says of the container: {what}")
+
+
+def _until(link: DriverLink, *kinds: type[Gone | StartRefused]) -> None:
+    """Wait for one of these answers, but not for ever."""
+    give_up_at = time.monotonic() + _END_S
+    with contextlib.suppress(DriverGoneError):
+        while time.monotonic() < give_up_at:
+            if isinstance(link.receive(1.0), kinds):
+                return
+
+
+def _limit_s(plan: AttemptPlan) -> float:
+    """Return how long a container may be there: longer than the worker in it lets things run."""
+    num_limits = 1 if plan.target is None else len(plan.phases)
+    return plan.time_limit_s * num_limits + _SLACK_S
+
+
+def _user_name() -> str:
+    """Return a name for the user, whom the container knows by number only."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return f"uid{os.getuid()}"

@@ -1,0 +1,1 @@
+"""Jobs of several Slurm tasks that run one training."""

@@ -1,0 +1,452 @@
+"""The program of a phase on all tasks of a job, as task 0 sees it: one thing that runs and ends.
+
+Its own command runs here, those of the other tasks where they are; what all of them print becomes
+the phase's `launcher.log`. The first command that fails ends the others after a grace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from typing_extensions import override
+
+from pytest_megatron.base.text import counted, name_ranks
+from pytest_megatron.engines.api import EngineError, TroubleKind
+from pytest_megatron.engines.multitask.messages import (
+    Begin,
+    Finished,
+    Goodbye,
+    Join,
+    LeaveAck,
+    Lines,
+    Message,
+    OrderWord,
+    Tell,
+    decode,
+    encode,
+)
+from pytest_megatron.engines.multitask.participant import TaskCommand
+from pytest_megatron.engines.multitask.topology import TaskPlace, is_loopback
+from pytest_megatron.errors import LaunchError
+from pytest_megatron.gang.ipc.channel import Channel
+from pytest_megatron.gpu.health import Health
+from pytest_megatron.process.guarded import CommandEnd, RunningCommand
+from pytest_megatron.workload.run.node_agents import GRACE_S, over_all_nodes
+from pytest_megatron.workload.run.runner import STOP_GRACE_S
+
+_FAREWELL_S = 30.0  # for GPUs to say how they are; one that is lost may take 20 s
+
+
+class Peers:
+    """All tasks of a step, seen from task 0.
+
+    Attributes:
+        members: By task, task 0 among them.
+        lost: Task to what is known of its end, in the order in which that was noticed.
+        healths: What nodes said of their GPUs when the attempt was over.
+    """
+
+    def __init__(self, place: TaskPlace, own: Join) -> None:
+        self.place = place
+        self.members = {own.task: own}
+        self.lost: dict[int, EngineError] = {}
+        self.healths: list[Health] = []
+        self._channels: dict[int, Channel] = {}
+        self._selector = selectors.DefaultSelector()
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no other task."""
+        return self.place.num_tasks == 1
+
+    @property
+    def address(self) -> str:
+        """Where the others reach node 0: as most of them did, and not by loopback if one did not.
+
+        What a host calls itself may be its loopback; what others reached it by is not.
+        """
+        seen = Counter(m.seen_at for m in self.members.values() if m.seen_at)
+        far = Counter({host: count for host, count in seen.items() if not is_loopback(host)})
+        found = (far or seen).most_common(1)
+        return found[0][0] if found else "127.0.0.1"
+
+    def add(self, channel: Channel, member: Join) -> None:
+        """Take a task in."""
+        self.members[member.task] = replace(member, seen_at=channel.own_host)
+        self._channels[member.task] = channel
+        self._selector.register(channel.fileno(), selectors.EVENT_READ, member.task)
+
+    def name(self, tasks: Iterable[int]) -> str:
+        """Return `task 2 on node1` or `tasks 2-3 on node1`; of several nodes, all of them."""
+        by_host: dict[str, list[int]] = {}
+        for task in sorted(tasks):
+            by_host.setdefault(self.members[task].host, []).append(task)
+        found = [f"{name_ranks(tasks, 'task')} on {host}" for host, tasks in by_host.items()]
+        return ", ".join(found)
+
+    def send(self, task: int, message: Message) -> None:
+        """Tell another task something; one that is lost hears nothing."""
+        channel = self._channels.get(task)
+        if channel is not None:
+            channel.send_frame(encode(message))
+
+    def receive(self, timeout_s: float) -> list[tuple[int, Message]]:
+        """Return what other tasks said, waiting for a first one; notes who is lost."""
+        if not self._channels:
+            time.sleep(timeout_s)
+            return []
+        found: list[tuple[int, Message]] = []
+        for key, _ in self._selector.select(timeout_s):
+            task: int = key.data
+            channel = self._channels[task]
+            messages = [decode(frame) for frame in channel.drain_frames()]
+            found += [(task, message) for message in messages if message is not None]
+            if None in messages:
+                self.lose(task, "sent what is no message of this version")
+            elif any(isinstance(message, LeaveAck) for message in messages):
+                self._forget(task)
+            elif channel.is_closed:
+                self.lose(task, "was lost: it ended, or its host does not answer")
+        return found
+
+    def lose(self, task: int, why: str, kind: TroubleKind = TroubleKind.LOST) -> None:
+        """Have nothing more to do with a task."""
+        self._forget(task)
+        hosts = (self.members[task].host,)
+        trouble = EngineError(kind=kind, text=f"{self.name([task])} {why}", hosts=hosts)
+        self.lost.setdefault(task, trouble)
+
+    def _forget(self, task: int) -> None:
+        channel = self._channels.pop(task, None)
+        if channel is not None:
+            self._selector.unregister(channel.fileno())
+            channel.close()
+
+    def trouble(self) -> EngineError | None:
+        """Return what happened to the first task that was lost, or None."""
+        return next(iter(self.lost.values()), None)
+
+    def missing(self) -> dict[str, str]:
+        """Return how many tasks have not come, by host."""
+        place = self.place
+        found: dict[str, str] = {}
+        for node, (host, wanted) in enumerate(zip(place.hosts, place.on_nodes, strict=True)):
+            num_there = sum(member.node == node for member in self.members.values())
+            if num_there < wanted:
+                found[host] = f"{wanted - num_there} of {counted(wanted, 'task')} on {host}"
+        return found
+
+    def say_goodbye(self) -> None:
+        """Let every other task end well, and take what their GPUs say."""
+        for task in self._channels:
+            self.send(task, Goodbye())
+        give_up_at = time.monotonic() + _FAREWELL_S
+        while self._channels and time.monotonic() < give_up_at:
+            for _, message in self.receive(give_up_at - time.monotonic()):
+                if isinstance(message, LeaveAck):
+                    self.healths += [] if message.health is None else [message.health]
+
+    def close(self) -> None:
+        """Hang up: whoever was not told goodbye ends what it runs."""
+        for channel in self._channels.values():
+            channel.close()
+        self._channels.clear()
+        self._selector.close()
+
+
+_WIDTH = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankExit:
+    """How one rank ended that did not end well.
+
+    Attributes:
+        returncode: As `Popen.returncode`.
+        time_s: When it was noticed, since the epoch.
+    """
+
+    rank: int
+    local_rank: int
+    host: str
+    returncode: int
+    pid: int
+    time_s: float
+
+
+def first_line(first: RankExit) -> str:
+    """Return what is said of the first rank that failed, at once."""
+    return (
+        f"failed (exitcode: {first.returncode}) local_rank: {first.rank} (pid: {first.pid}) "
+        f"of {first.host}"
+    )
+
+
+def format_table(program: str, exits: Sequence[RankExit]) -> list[str]:
+    """Return the lines of the table; the first of the ranks is its root cause."""
+    first, *others = exits
+    rows = [line for number, e in enumerate(others, start=1) for line in _row(number, e)]
+    return [
+        "=" * _WIDTH,
+        f"{program} FAILED",
+        "-" * _WIDTH,
+        "Failures:",
+        *(rows or ["  <NO_OTHER_FAILURES>"]),
+        "-" * _WIDTH,
+        "Root Cause (first observed failure):",
+        *_row(0, first),
+        "=" * _WIDTH,
+    ]
+
+
+def _row(number: int, found: RankExit) -> list[str]:
+    when = time.strftime("%Y-%m-%d_%H:%M:%S", time.localtime(found.time_s))
+    return [
+        f"[{number}]:",
+        f"  time      : {when}",
+        f"  host      : {found.host}",
+        f"  rank      : {found.rank} (local_rank: {found.local_rank})",
+        f"  exitcode  : {found.returncode} (pid: {found.pid})",
+        "  error_file: <N/A>",
+        f"  traceback : {_traceback(found)}",
+    ]
+
+
+def _traceback(found: RankExit) -> str:
+    if found.returncode >= 0:
+        return "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
+    try:
+        name = signal.Signals(-found.returncode).name
+    except ValueError:
+        name = "unknown"
+    return f"Signal {-found.returncode} ({name}) received by PID {found.pid}"
+
+
+_POLL_S = 0.05
+_RANK_GRACE_S = 3.0  # for other ranks to say why they fail, where no launcher ends them
+_GONE_S = 15.0  # beyond the grace of a stop, for what a task cannot end
+
+
+class TeamProcess(RunningCommand):
+    """The commands of one phase on all tasks; nothing of them outlives the context."""
+
+    def __init__(
+        self,
+        team: Peers,
+        begins: Mapping[int, Begin],
+        log: Path,
+        env: Mapping[str, str],
+        *,
+        per_node: int,
+    ) -> None:
+        """Start the commands.
+
+        Args:
+            team: The tasks.
+            begins: What each of them runs.
+            log: The phase's launcher.log.
+            env: Of task 0 itself.
+            per_node: Ranks of a node.
+
+        Raises:
+            LaunchError: The log cannot be written.
+        """
+        self._team = team
+        self._per_node = per_node
+        self._begins = begins
+        self._started = time.monotonic()
+        self._finished: dict[int, Finished] = {}
+        self._noted: set[int] = set()  # of tasks that were lost
+        self._exits: list[RankExit] = []
+        self._first_code: int | None = None
+        self._is_told = self._has_failed_untold = False
+        self._stop_at = self._lose_at = float("inf")
+        self._ended: CommandEnd | None = None
+        try:
+            self._log = log.open("wb")
+        except OSError as error:
+            raise LaunchError(str(log), f"{error.strerror}; nothing was run") from error
+        for task, begin in begins.items():
+            team.send(task, begin)
+        own = begins.get(team.place.task)
+        self._work = None if own is None else TaskCommand(own, env)
+
+    @override
+    def __enter__(self) -> Self:
+        return self
+
+    @override
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if self._ended is None:
+                self.stop()
+                with contextlib.suppress(LaunchError):
+                    self.wait()
+        finally:
+            if self._work is not None:
+                self._work.__exit__(kind, error, trace)
+            self._log.close()
+        for task, begin in self._begins.items():
+            if task in self._finished and not begin.is_rank:  # all of it is in the log
+                begin.output.unlink(missing_ok=True)
+
+    @override
+    def poll(self, timeout_s: float) -> CommandEnd | None:
+        """Return how all of it ended, or None if some of it runs for `timeout_s` more seconds.
+
+        Raises:
+            LaunchError: A command could not be started on its node.
+        """
+        give_up_at = time.monotonic() + timeout_s
+        while self._ended is None:
+            left_s = give_up_at - time.monotonic()
+            self._take_in(min(_POLL_S, max(0.0, left_s)))
+            self._act(time.monotonic())
+            if left_s <= 0:
+                break
+        return self._ended
+
+    @override
+    def wait(self) -> CommandEnd:
+        """Wait for the end; tasks that do not answer any more do not delay it for ever."""
+        while (ended := self.poll(1.0)) is None:
+            pass
+        return ended
+
+    @override
+    def stop(self) -> None:
+        """Tell every command to end; after its grace it is killed."""
+        self._is_told = True
+        self._tell_all("stop")
+        self._lose_at = min(self._lose_at, time.monotonic() + STOP_GRACE_S + _GONE_S)
+
+    @override
+    def dump_stacks(self) -> None:
+        """Abort every rank of every node; with faulthandler on, each prints its stacks."""
+        self._is_told = True
+        self._tell_all("stacks")
+
+    def _tell_all(self, order: OrderWord) -> None:
+        for task in self._running():
+            self._team.send(task, Tell(order=order))
+            if task == self._team.place.task and self._work is not None:
+                self._work.tell(order)
+
+    def _running(self) -> list[int]:
+        lost = self._team.lost
+        return [task for task in self._begins if task not in self._finished and task not in lost]
+
+    def _take_in(self, timeout_s: float) -> None:
+        """Take in what tasks say, this one included."""
+        for task, message in self._team.receive(timeout_s):
+            self._hear(task, message)
+        for message in [] if self._work is None else self._work.poll():
+            self._hear(self._team.place.task, message)
+
+    def _hear(self, task: int, message: Message) -> None:
+        begin = self._begins.get(task)
+        match message:
+            case Lines() if begin is not None and message.number == begin.number:
+                self._write(task, begin, message.text)
+            case Finished() if message.told:
+                self._team.lose(task, f"was told to end by {message.told}", TroubleKind.CANCELLED)
+            case Finished() if begin is not None and message.number == begin.number:
+                self._finished[task] = message
+                self._note_end(task, begin, message)
+            case _:  # of a phase that is over
+                pass
+
+    def _write(self, task: int, begin: Begin, lines: Iterable[str]) -> None:
+        """Copy lines to the log with ranks as they are over all nodes."""
+        node, per_node = self._team.members[task].node, self._per_node
+        for text in lines:
+            if begin.is_rank:
+                self._log.write(f"[default{begin.env['RANK']}]:{text}\n".encode())
+            else:
+                self._log.write(over_all_nodes(text.encode() + b"\n", node, per_node))
+        self._log.flush()
+
+    def _note_end(self, task: int, begin: Begin, end: Finished) -> None:
+        """Note how a command ended; the first that fails ends the others after a grace."""
+        member = self._team.members[task]
+        if end.returncode is None:
+            raise LaunchError(self._team.name([task]), end.problem)
+        if end.returncode == 0:
+            return
+        if not begin.is_rank:
+            self._fail(end.returncode)
+            self._say(f"node {member.node} ({member.host}) ended with exit code {end.returncode}")
+            return
+        found = RankExit(
+            rank=int(begin.env["RANK"]),
+            local_rank=member.local,
+            host=member.host,
+            returncode=end.returncode,
+            pid=end.pid,
+            time_s=time.time(),
+        )
+        if not self._exits and not self._is_told:
+            self._say(first_line(found))
+        self._exits.append(found)
+        self._fail(1)
+
+    def _fail(self, code: int) -> None:
+        if self._first_code is None:
+            self._first_code = code
+            self._has_failed_untold = not self._is_told
+            are_ranks = any(begin.is_rank for begin in self._begins.values())
+            grace_s = _RANK_GRACE_S if are_ranks else GRACE_S
+            self._stop_at = time.monotonic() + grace_s
+
+    def _act(self, now_s: float) -> None:
+        """Do what is due."""
+        for task in self._team.lost.keys() & self._begins.keys() - self._noted:
+            self._noted.add(task)
+            self._say(self._team.lost[task].text)
+            if task not in self._finished:  # what it lost, nobody needs to explain
+                self._fail(1)
+                self._stop_at = min(self._stop_at, now_s)
+        running = self._running()
+        if not running:
+            self._end()
+        elif now_s >= self._stop_at and not self._is_told:
+            self._say(f"{self._team.name(running)} did not end by itself and is stopped")
+            self.stop()
+        elif now_s >= self._lose_at:
+            for task in running:
+                self._team.lose(task, "did not end although it was told to")
+
+    def _end(self) -> None:
+        if self._exits and self._has_failed_untold:
+            program = next(iter(self._begins.values())).argv
+            for line in format_table(_shown(program), self._exits):
+                self._say(line)
+        code = self._first_code or 0
+        self._ended = CommandEnd(
+            returncode=max(code, 0) or int(code != 0),  # a launcher that was killed has a negative
+            num_left=sum(end.num_left for end in self._finished.values()),
+            duration_s=time.monotonic() - self._started,
+        )
+
+    def _say(self, text: str) -> None:
+        self._log.write(f"[nodes]: {text}\n".encode())
+        self._log.flush()
+
+
+def _shown(argv: Sequence[str]) -> str:
+    """Return the program of a rank's command."""
+    return next((word for word in argv[1:] if not word.startswith("-")), argv[0])

@@ -1,0 +1,1 @@
+"""Slurm engine: submissions, journal, job states, scripts."""

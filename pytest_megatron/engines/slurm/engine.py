@@ -1,0 +1,481 @@
+"""The engine that hands attempts to Slurm as jobs, and watches all of them with one query.
+
+Retries are the harness's: no job may be put into the queue again. What a job recorded itself says
+how its training ended; Slurm's state explains what is missing. A controller of Slurm that does not
+answer is waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from pytest_megatron.base.text import counted
+from pytest_megatron.engines.api import (
+    EngineContext,
+    EngineError,
+    Resources,
+    Submission,
+    SubmissionOutcome,
+    SubmissionPhase,
+    TroubleKind,
+    Update,
+)
+from pytest_megatron.engines.docker.engine import LiveLog, OnlyProgress
+from pytest_megatron.engines.slurm.bad_nodes import BadNodes
+from pytest_megatron.engines.slurm.commands import (
+    SlurmAwayError,
+    SlurmCommands,
+    who_cancelled,
+)
+from pytest_megatron.engines.slurm.journal import JobEnd, Journal
+from pytest_megatron.engines.slurm.states import (
+    JobFiles,
+    Place,
+    SlurmJob,
+    detail_of,
+    find_record,
+    narrowed,
+    outcome_with,
+    phase_of,
+    remove_spec,
+    taken_up,
+    why_never,
+)
+from pytest_megatron.engines.slurm.submit import (
+    RefusedSubmission,
+    Scripts,
+    SlurmSettings,
+    Submitted,
+    Submitter,
+    scancel_labels,
+)
+from pytest_megatron.errors import LaunchError
+from pytest_megatron.recipe.model import Workload
+from pytest_megatron.workload.checks.rules import CheckFinding
+from pytest_megatron.workload.plan.plan import Setting
+
+_CANCEL_S = 60.0  # for jobs to end; Slurm waits 30 s by itself between TERM and KILL
+_CANCEL_POLL_S = 0.5
+_HASTY = 6.0  # a job that did not end well is waited for by so much less than one that did
+_ACCOUNT_S = 30.0  # between two questions to the accounting
+# What a job comes to that cannot write its output: its node is as good as any.
+_MAYBE_OF_DISK = (TroubleKind.BOOT_FAIL, TroubleKind.LOST)
+_ROOM = 1 << 16  # bytes that a job's log and record need at the least
+_MOST_FOLLOWED = 16  # running jobs whose logs are read: a shared file system has others to serve
+_Clock = tuple[Callable[[], float], Callable[[float], None]]
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """An order that has not ended.
+
+    Attributes:
+        batch: That it was submitted with; None while it waits to be.
+        index: In that batch.
+        told: What was last said of it.
+        absent_since: Since when it is known to have ended, or to be unknown, without a record.
+        note: What to say of it beside Slurm's own words.
+        is_cancelled: By us.
+        live: Its logs, while it runs and is one of those that are followed.
+    """
+
+    order: Submission
+    batch: int | None = None
+    index: int = 0
+    told: tuple[SubmissionPhase, str] = (SubmissionPhase.WAITING, "")
+    absent_since: float | None = None
+    note: str = ""
+    is_cancelled: bool = False
+    live: LiveLog | None = None
+
+
+class SlurmEngine:
+    """Jobs of Slurm."""
+
+    name = "slurm"
+    is_queue = True
+
+    def __init__(
+        self,
+        context: EngineContext,
+        commands: SlurmCommands,
+        scripts: Scripts,
+        settings: SlurmSettings,
+        journal: Journal,
+        clock: _Clock = (time.monotonic, time.sleep),
+    ) -> None:
+        """Go on where the journal ends.
+
+        Args:
+            context: Of the run.
+            commands: The cluster.
+            scripts: Writes what is submitted.
+            settings: Of the run.
+            journal: Closed by `close`.
+            clock: Seconds that only grow, and what waits for some of them.
+        """
+        self.interval_s = settings.interval_s
+        self._context = context
+        self._commands = commands
+        self._scripts = scripts
+        self._settings = settings
+        self._journal = journal
+        self._now, self._pause = clock
+        self._intake = Submitter(context, commands, scripts, settings, journal, self._now)
+        self._tracked: dict[str, _Tracked] = {}
+        self._news: list[Update] = []
+        self._unwanted: set[str] = set()  # labels of jobs to be cancelled
+        self._asked_account = -_ACCOUNT_S
+        self._bad_nodes = BadNodes(context.root, lasts_s=settings.remembers_s)
+        self._has_said_bad = False
+
+    def settle(self, setting: Setting, workload: Workload) -> Setting:
+        """Return the setting as plans for jobs need it."""
+        return self._scripts.settle(setting, workload.platform)
+
+    def lacks(self, _needed: Resources) -> str | None:
+        """Return nothing: what Slurm refuses, it says itself."""
+        return None
+
+    def findings(
+        self, workload: Workload, setting: Setting, needed: Resources
+    ) -> Sequence[CheckFinding]:
+        """Return what is wrong with the jobs of a workload, as far as this machine can know."""
+        checks = self._settings.checks
+        return () if checks is None else checks.findings(workload, setting, needed)
+
+    def submit(self, orders: Sequence[Submission]) -> None:
+        """Submit orders, or take them up where an earlier controller left them.
+
+        Raises:
+            LaunchError: No script can be written.
+        """
+        for order in orders:
+            self._take(order)
+        try:
+            self._submit_ready()
+        except LaunchError:
+            for order in orders:
+                self._intake.drop(order.key)
+                self._tracked.pop(order.key, None)
+            raise
+
+    def _take(self, order: Submission) -> None:
+        ended = self._journal.ends.get(order.key)
+        batch, index = self._journal.places.get(order.key, (None, 0))
+        if ended is not None:
+            files = None if batch is None else JobFiles.of(self._context.engine_dir, batch, index)
+            outcome = taken_up(order, ended, files, self._context.facts)
+            self._news.append(Update(key=order.key, phase=SubmissionPhase.ENDED, outcome=outcome))
+            return
+        if batch is None:
+            order = self._away_from_bad(order)
+            self._intake.add(order)
+        self._tracked[order.key] = _Tracked(order, batch=batch, index=index)
+
+    def _away_from_bad(self, order: Submission) -> Submission:
+        """Return an order that keeps away from nodes which failed under earlier runs."""
+        said = self._bad_nodes.text()
+        if said is not None and not self._has_said_bad:
+            self._has_said_bad = True
+            order.listener.on_lines([said])
+        return replace(order, avoid_hosts=order.avoid_hosts | self._bad_nodes.hosts)
+
+    def poll(self) -> Sequence[Update]:
+        """Ask Slurm once for all jobs, and submit what was held back."""
+        try:
+            if self._tracked:
+                self._look_at_all()
+                self._submit_ready()
+        except SlurmAwayError as error:
+            for tracked in self._tracked.values():
+                self._tell(tracked, tracked.told[0], f"Slurm does not answer: {error}")
+        except LaunchError as error:
+            for tracked in [t for t in self._tracked.values() if t.batch is None]:
+                self._intake.drop(tracked.order.key)
+                self._refuse(tracked, str(error))
+        news, self._news = self._news, []
+        return news
+
+    def cancel(self, keys: Sequence[str]) -> None:
+        """End jobs of ours, and wait until they are gone, or a minute.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C while it waits; jobs may be left then, which is said.
+        """
+        wanted = [self._tracked[key] for key in keys if key in self._tracked]
+        for tracked in wanted:
+            key, tracked.is_cancelled = tracked.order.key, True
+            self._intake.drop(key)
+            if key in self._journal.places:  # also where sbatch itself was interrupted
+                tracked.batch, tracked.index = self._journal.places[key]
+            else:
+                self._finish(
+                    tracked, SubmissionOutcome(trouble=_cancelled("before it was submitted"))
+                )
+        try:
+            self._cancel_until(self._now() + _CANCEL_S)
+        finally:
+            if left := self._cancelled_ones():
+                said = f"jobs may be left in Slurm's queue; to end them: {self._how_to_end(left)}"
+                left[0].order.listener.on_lines([said])
+
+    def _cancel_until(self, until: float) -> None:
+        """Cancel and look, until all that is to be cancelled is gone."""
+        labels: list[str] = []
+        was_away = False
+        while (left := self._cancelled_ones()) and self._now() < until:
+            try:
+                if not labels and (found := self._labels(left)):
+                    self._commands.cancel(found)
+                    said = f"waiting for {counted(len(left), 'cancelled job')} to end"
+                    left[0].order.listener.on_lines([f"{said}; Ctrl-C leaves at once"])
+                    labels = found
+                self._look_at_all()
+            except SlurmAwayError as error:
+                if not (labels or was_away):  # CI may kill this process before it answers
+                    how = f"jobs go on until it is back; to end them then: {self._how_to_end(left)}"
+                    left[0].order.listener.on_lines([f"Slurm does not answer: {error}; {how}"])
+                was_away = True
+            if self._cancelled_ones():
+                self._pause(_CANCEL_POLL_S)
+
+    def close(self) -> None:
+        """Close the journal. Jobs that were not cancelled go on, for a controller that attaches."""
+        self._journal.close()
+
+    def _cancelled_ones(self) -> list[_Tracked]:
+        return [tracked for tracked in self._tracked.values() if tracked.is_cancelled]
+
+    def _how_to_end(self, wanted: Iterable[_Tracked]) -> str:
+        labels = " ".join(self._labels(wanted))
+        return f"scancel {labels}" if labels else f"those named .{self._journal.run_id}-N"
+
+    def _labels(self, wanted: Iterable[_Tracked]) -> list[str]:
+        """Return what scancel takes for these."""
+        num_live = Counter(tracked.batch for tracked in self._tracked.values())
+        chosen = [(t.batch, t.index) for t in wanted if t.batch is not None]
+        return scancel_labels(self._journal.batches, chosen, num_live)
+
+    def _submit_ready(self) -> None:
+        num_live = sum(tracked.batch is not None for tracked in self._tracked.values())
+        for done in self._intake.submit(num_live):
+            tracked = self._tracked[done.order.key]
+            match done:
+                case RefusedSubmission(text=text):
+                    self._refuse(tracked, text)
+                case Submitted(batch=batch, index=index, note=note, label=label):
+                    tracked.batch, tracked.index, tracked.note = batch, index, note
+                    what = f"job {label} is submitted" if label else "Slurm has not answered yet"
+                    self._tell(tracked, SubmissionPhase.WAITING, what)
+
+    def _look_at_all(self) -> None:
+        """Learn from one query what became of all orders that are in the queue.
+
+        Raises:
+            SlurmAwayError: Nobody answered.
+        """
+        seen, strays = self._intake.recognise(self._commands.jobs())
+        self._unwanted |= strays
+        self._give_up_unanswered()
+        seen = self._with_who_cancelled(seen)
+        if any(tracked.absent_since is not None for tracked in self._tracked.values()):
+            with contextlib.suppress(OSError):  # a network file system looks again
+                any((self._context.engine_dir / "outcomes").iterdir())
+        missing: list[_Tracked] = []
+        for tracked in list(self._tracked.values()):
+            place = self._place(tracked)
+            if place is None:
+                continue
+            job = seen.get(place)
+            if job is None:
+                missing.append(tracked)
+            else:
+                self._look(tracked, job)
+        self._look_for(missing)
+        if self._unwanted:
+            self._commands.cancel(sorted(self._unwanted))
+            self._unwanted.clear()
+
+    def _give_up_unanswered(self) -> None:
+        """Submit once more what did not arrive."""
+        late = self._intake.give_up()
+        for tracked in [t for t in self._tracked.values() if late and t.batch in late]:
+            tracked.batch = None
+            if tracked.is_cancelled:
+                self._finish(
+                    tracked, SubmissionOutcome(trouble=_cancelled("before it was submitted"))
+                )
+            else:
+                self._intake.add(replace(tracked.order, delay_s=0.0))
+
+    def _with_who_cancelled(self, seen: dict[Place, SlurmJob]) -> dict[Place, SlurmJob]:
+        """Ask the accounting, which alone knows who cancelled a job that we did not."""
+        foreign = {
+            job.job_id
+            for tracked in self._tracked.values()
+            if not tracked.is_cancelled
+            and (job := seen.get(self._place(tracked) or (0, None))) is not None
+            and job.state == "CANCELLED"
+        }
+        return seen if not foreign else seen | who_cancelled(self._commands, seen, foreign)
+
+    def _look(self, tracked: _Tracked, job: SlurmJob) -> None:
+        """Learn what became of an order from what Slurm says of its job."""
+        never = why_never(job)
+        if phase_of(job) is SubmissionPhase.ENDED:
+            self._look_at_end(tracked, job)
+        elif job.num_restarts:
+            self._unwanted.add(job.label)
+            self._end(tracked, job)
+        elif never is not None:
+            self._unwanted.add(job.label)
+            self._refuse(tracked, never)
+        else:
+            tracked.absent_since = None
+            self._tell(tracked, phase_of(job), detail_of(job))
+            if phase_of(job) is SubmissionPhase.RUNNING:
+                self._follow(tracked)
+
+    def _follow(self, tracked: _Tracked) -> None:
+        """Show what is new in the logs of a job that runs."""
+        if tracked.live is None:
+            if sum(t.live is not None for t in self._tracked.values()) >= _MOST_FOLLOWED:
+                return
+            order = tracked.order
+            copies = self._context.copies_lines
+            listener = order.listener if copies else OnlyProgress(order.listener)
+            tracked.live = LiveLog(order.planned(None).plan, listener)
+        tracked.live.poll()
+
+    def _look_for(self, missing: Sequence[_Tracked]) -> None:
+        """Learn what became of jobs that the controller of Slurm has forgotten."""
+        if not missing:
+            return
+        files = {id(t): find_record(self._files_of(t)) for t in missing}
+        unclear = [tracked for tracked in missing if files[id(tracked)] is None]
+        accounted: dict[Place, SlurmJob] = {}
+        if unclear and self._now() - self._asked_account >= _ACCOUNT_S:
+            self._asked_account = self._now()
+            ids = {place[0] for tracked in unclear if (place := self._place(tracked)) is not None}
+            accounted = {job.place: job for job in self._commands.accounted(sorted(ids))}
+        for tracked in missing:
+            job = accounted.get(self._place(tracked) or (0, None))
+            if job is not None and phase_of(job) is SubmissionPhase.ENDED:
+                self._look_at_end(tracked, job)
+            elif files[id(tracked)] is not None or not self._may_come(tracked, 1.0):
+                self._end(tracked, None)
+
+    def _look_at_end(self, tracked: _Tracked, job: SlurmJob) -> None:
+        """Take the record of a job that has ended, or wait a while for it."""
+        haste = 1.0 if job.state == "COMPLETED" else _HASTY
+        has_run = bool(job.nodes) and not tracked.is_cancelled
+        is_there = find_record(self._files_of(tracked)) is not None
+        if is_there or not has_run or not self._may_come(tracked, haste):
+            self._end(tracked, job)
+
+    def _may_come(self, tracked: _Tracked, haste: float) -> bool:
+        """Whether a record that is not there yet may still come."""
+        if tracked.absent_since is None:
+            tracked.absent_since = self._now()
+        return self._now() - tracked.absent_since < self._settings.timers_s / haste
+
+    def _end(self, tracked: _Tracked, job: SlurmJob | None) -> None:
+        """End an order whose job is over."""
+        if tracked.live is not None:
+            tracked.live.poll(is_ended=True)
+        files = self._files_of(tracked)
+        found = find_record(files)
+        outcome = outcome_with(tracked.order, found, job, self._context.facts, files.log)
+        trouble = outcome.trouble
+        if trouble is not None and trouble.kind is TroubleKind.NODE_FAIL and len(outcome.hosts) > 1:
+            bad: frozenset[str] = frozenset()
+            with contextlib.suppress(SlurmAwayError):
+                bad = self._commands.bad_nodes(outcome.hosts)
+            outcome = narrowed(outcome, bad)
+        is_late = trouble is not None and trouble.kind is TroubleKind.TIMEOUT
+        if trouble is not None and is_late and self._settings.retries_timeout:
+            outcome = replace(outcome, trouble=replace(trouble, is_transient=True))
+        if trouble is not None and tracked.is_cancelled:
+            label = "" if job is None else f" (job {job.label})"
+            outcome = replace(outcome, trouble=_cancelled(f"by this run{label}"))
+        elif trouble is not None and job is not None and self._is_meant(trouble, job):
+            outcome = replace(outcome, trouble=_for_good(trouble, job))
+        elif trouble is not None and trouble.kind in _MAYBE_OF_DISK and (why := self._no_room()):
+            here = replace(trouble, text=f"{trouble.text}; {why}", hosts=(), is_transient=False)
+            outcome = replace(outcome, trouble=replace(here, kind=TroubleKind.LOST))
+        elif trouble is not None and outcome.suspects:
+            self._bad_nodes.add(outcome.suspects, trouble.kind.value)
+        self._finish(tracked, outcome)
+
+    def _no_room(self) -> str | None:
+        """Return why nothing can be written where jobs write, or None if it can."""
+        where = self._context.engine_dir
+        try:
+            with tempfile.TemporaryFile(dir=where) as file:
+                file.write(bytes(_ROOM))
+        except OSError as error:
+            return f"{where}: {error.strerror}; make room, or give another --run-dir"
+        return None
+
+    def _is_meant(self, trouble: EngineError, job: SlurmJob) -> bool:
+        """Whether a job's own user has cancelled it, as far as anybody can know."""
+        is_cancelled = trouble.kind is TroubleKind.CANCELLED and job.state == "CANCELLED"
+        is_own = job.by_uid in (None, os.getuid())
+        return is_cancelled and is_own and not self._settings.retries_cancelled
+
+    def _refuse(self, tracked: _Tracked, text: str) -> None:
+        """End an order that nobody will run."""
+        trouble = EngineError(kind=TroubleKind.NOT_STARTED, text=text)
+        self._finish(tracked, SubmissionOutcome(trouble=trouble))
+
+    def _finish(self, tracked: _Tracked, outcome: SubmissionOutcome) -> None:
+        """Note an outcome, and have the next poll return it."""
+        order = tracked.order
+        with contextlib.suppress(OSError):  # a full disk; the record is there, or was never to be
+            if tracked.is_cancelled and not order.dirs.root.exists():
+                self._journal.dropped(order.key)
+            else:
+                end = JobEnd(key=order.key, trouble=outcome.trouble, hosts=outcome.hosts)
+                self._journal.ended(end)
+        if tracked.batch is not None:
+            remove_spec(self._files_of(tracked))
+        del self._tracked[order.key]
+        self._news.append(Update(key=order.key, phase=SubmissionPhase.ENDED, outcome=outcome))
+
+    def _tell(self, tracked: _Tracked, phase: SubmissionPhase, detail: str) -> None:
+        """Have the next poll return what is new of an order."""
+        text = f"{detail} ({tracked.note})" if tracked.note else detail
+        if tracked.told != (phase, text):
+            tracked.told = (phase, text)
+            self._news.append(Update(key=tracked.order.key, phase=phase, detail=text))
+
+    def _place(self, tracked: _Tracked) -> Place | None:
+        """Return which job of Slurm's an order is; None where that is not known."""
+        if tracked.batch is None:
+            return None
+        batch = self._journal.batches[tracked.batch]
+        if batch.job_id is None:
+            return None
+        return batch.job_id, tracked.index if batch.is_array else None
+
+    def _files_of(self, tracked: _Tracked) -> JobFiles:
+        assert tracked.batch is not None
+        return JobFiles.of(self._context.engine_dir, tracked.batch, tracked.index)
+
+
+def _cancelled(text: str) -> EngineError:
+    return EngineError(kind=TroubleKind.CANCELLED, text=f"it was cancelled {text}")
+
+
+def _for_good(trouble: EngineError, job: SlurmJob) -> EngineError:
+    """Return trouble that nobody wants another attempt after."""
+    who = "its own user did" if job.by_uid is not None else "no accounting says by whom"
+    text = f"{trouble.text}; {who}, so it is not submitted again (`retry_cancelled` is not set)"
+    return replace(trouble, text=text, is_transient=False)

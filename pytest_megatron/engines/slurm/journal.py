@@ -1,0 +1,229 @@
+"""What was submitted under which number, written before and after it happens (effects).
+
+A controller that is killed loses nothing: whoever opens the journal again knows every job, and
+which submission may or may not have arrived. Lines of JSON, appended; one that was not finished was
+not written. Who has it open holds a lock on it, and so does each sbatch that runs for it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from pytest_megatron.engines.api import EngineError
+from pytest_megatron.errors import LaunchError
+
+_FILE = "journal.jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _JournalRun:
+    id: str
+    event: Literal["run"] = "run"
+    schema: Literal[1] = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Intent:
+    batch: int
+    keys: tuple[str, ...]
+    is_array: bool
+    event: Literal["intent"] = "intent"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _JournalJob:
+    batch: int
+    job_id: int
+    event: Literal["job"] = "job"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Withdrawn:
+    batch: int
+    event: Literal["withdrawn"] = "withdrawn"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Dropped:
+    key: str
+    event: Literal["dropped"] = "dropped"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobEnd:
+    """How an order ended, beside what its job recorded.
+
+    Attributes:
+        key: The order's.
+        hosts: As `Outcome.hosts`.
+    """
+
+    key: str
+    trouble: EngineError | None
+    hosts: tuple[str, ...] = ()
+    event: Literal["end"] = "end"
+
+
+_Line: TypeAlias = _JournalRun | _Intent | _JournalJob | _Withdrawn | _Dropped | JobEnd
+_LINE: TypeAdapter[_Line] = TypeAdapter(Annotated[_Line, Field(discriminator="event")])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """One call of sbatch: a job, or an array of jobs.
+
+    Attributes:
+        number: Counted from 1 within a run; it is part of the job's name.
+        keys: Of the orders, by their index in the array.
+        job_id: None as long as it is not known whether the job was submitted.
+    """
+
+    number: int
+    keys: tuple[str, ...]
+    is_array: bool
+    job_id: int | None = None
+
+
+class Journal:
+    """The journal of one run.
+
+    Attributes:
+        run_id: Eight hexadecimal digits that no other run has.
+        batches: Those that may be in Slurm's queue, or were, by number; without keys if not.
+        places: The batch that an order was submitted with last, and its index in that.
+        ends: How orders ended, by key.
+        descriptor: Of the locked file, for a process that shall hold the lock too.
+    """
+
+    def __init__(self, descriptor: int, run_id: str) -> None:
+        self.descriptor = descriptor
+        self.run_id = run_id
+        self.batches: dict[int, Batch] = {}
+        self.places: dict[str, tuple[int, int]] = {}
+        self.ends: dict[str, JobEnd] = {}
+
+    @classmethod
+    def open(cls, directory: Path) -> Journal:
+        """Open the journal of a directory, with all that earlier controllers wrote.
+
+        Raises:
+            LaunchError: Another controller has it open, or it cannot be read or written.
+        """
+        path = directory / _FILE
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            raise LaunchError(str(path), f"cannot be written: {error.strerror}") from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(descriptor)
+            raise LaunchError(
+                str(path),
+                "another controller follows the jobs of this run, expected it to be gone; wait for "
+                "it, or end it, and attach again",
+            ) from error
+        text = path.read_text(encoding="utf-8")
+        lines = [line for line in map(_parse, text.splitlines()) if line is not None]
+        run = next((line for line in lines if isinstance(line, _JournalRun)), None)
+        journal = cls(descriptor, secrets.token_hex(4) if run is None else run.id)
+        if text and not text.endswith("\n"):  # its writer was killed within a line
+            os.write(descriptor, b"\n")
+        if run is None:
+            journal._write(_JournalRun(id=journal.run_id))
+        for line in lines:
+            journal._take(line)
+        return journal
+
+    def close(self) -> None:
+        """Let others have it."""
+        os.close(self.descriptor)
+
+    def intend(self, keys: Sequence[str], *, is_array: bool) -> Batch:
+        """Note that these orders are about to be submitted together.
+
+        Raises:
+            OSError: It cannot be written; do not submit them.
+        """
+        number = max(self.batches, default=0) + 1
+        line = _Intent(batch=number, keys=tuple(keys), is_array=is_array)
+        self._write(line)
+        self._take(line)
+        return self.batches[number]
+
+    def submitted(self, number: int, job_id: int) -> None:
+        """Note the id that Slurm gave.
+
+        Raises:
+            OSError: It cannot be written; the job is found by its name again.
+        """
+        self._note(_JournalJob(batch=number, job_id=job_id))
+
+    def withdrawn(self, number: int) -> None:
+        """Note that nothing was submitted after all.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        self._note(_Withdrawn(batch=number))
+
+    def dropped(self, key: str) -> None:
+        """Note that an order's job was cancelled before it began, and may be submitted again.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        self._note(_Dropped(key=key))
+
+    def ended(self, end: JobEnd) -> None:
+        """Note how an order ended.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        self._note(end)
+
+    def _note(self, line: _Line) -> None:
+        """Take note of what has happened, also where that cannot be written."""
+        self._take(line)
+        self._write(line)
+
+    def _take(self, line: _Line) -> None:
+        match line:
+            case _JournalRun():
+                pass
+            case _Intent(batch=number, keys=keys, is_array=is_array):
+                self.batches[number] = Batch(number=number, keys=keys, is_array=is_array)
+                self.places |= {key: (number, index) for index, key in enumerate(keys)}
+            case _JournalJob(batch=number, job_id=job_id):
+                self.batches[number] = replace(self.batches[number], job_id=job_id)
+            case _Withdrawn(batch=number):
+                for key in self.batches[number].keys:
+                    self.places.pop(key, None)
+                self.batches[number] = replace(self.batches[number], keys=())
+            case _Dropped(key=key):
+                self.places.pop(key, None)
+            case JobEnd(key=key):
+                self.ends[key] = line
+
+    def _write(self, line: _Line) -> None:
+        """Append a line; it is on the disk afterwards."""
+        os.write(self.descriptor, _LINE.dump_json(line) + b"\n")
+        os.fsync(self.descriptor)
+
+
+def _parse(line: str) -> _Line | None:
+    """Return a line's content; None for one that was not finished."""
+    try:
+        return _LINE.validate_json(line)
+    except ValidationError:
+        return None

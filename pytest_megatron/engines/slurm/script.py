@@ -1,0 +1,245 @@
+"""Writes the scripts that Slurm is given, one for each shape of job; submits nothing.
+
+The text is nemo-run's, made in a child process (`nemo_driver.py`), and kept for later runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import cast
+
+from pytest_megatron.base.files import JsonValue, write_text_atomically
+from pytest_megatron.engines.api import Resources
+from pytest_megatron.engines.config import SlurmConfig, UvSyncConfig
+from pytest_megatron.engines.slurm import nemo as nemo_driver
+from pytest_megatron.engines.slurm.nemo import MISSING, NEMO
+from pytest_megatron.engines.slurm.shape import STEP_FLAGS, Shape, ShapePaths, shape_of
+from pytest_megatron.errors import LaunchError
+from pytest_megatron.runs.layout import OWN_DIR, make_own_dir
+
+_DRIVER = "pytest_megatron.engines.slurm.nemo"
+_INSTALL = "pip install 'pytest-megatron[cluster]'"
+_LEPTON_PIN = "leptonai>=0.26.6,<0.28"
+_CHILD_LIMIT_S = 300.0  # an import from a slow shared file system takes a minute or two
+_DIGEST_LENGTH = 12
+_KEPT_DIR = OWN_DIR / "scripts"
+_ANY_RUN_DIR = "/run-directory-of-pytest-megatron"
+_PLAIN_PATH = re.compile(r"/[\w./+@%-]+").fullmatch  # bash, pyxis and nemo-run take it as it is
+_MOST_LINES = 5
+# What makes nemo-run or its dependencies behave otherwise than in a shell of their own.
+_NOT_INHERITED = ("PYTHONWARNINGS", "SLURM_PROCID", "NEMORUN_HOME")
+
+
+def place_of(config: SlurmConfig, platform: str, root: Path) -> SlurmConfig:
+    """Return the settings for one platform with everything filled in that a script needs.
+
+    Raises:
+        LaunchError: `uv sync` is asked for, and there is no `uv.lock`.
+    """
+    place = config.at(platform)
+    sync = None if place.uv_sync is None else _filled(place.uv_sync, root)
+    python = place.python
+    if python is None and sync is not None:
+        python = f"{sync.venv}/bin/python"
+    if python is None:
+        python = sys.executable if place.container is None else "python3"
+    return replace(place, uv_sync=sync, python=python)
+
+
+class ScriptWriter:
+    """Writes the scripts of one run; a shape that was written before is not written again."""
+
+    def __init__(self, config: SlurmConfig, paths: ShapePaths, engine_dir: Path) -> None:
+        """Take what all scripts have in common; nothing is written yet."""
+        self._config = config
+        self._paths = paths
+        self._dir = engine_dir
+
+    def place(self, platform: str) -> SlurmConfig:
+        """Return the settings for a platform.
+
+        Raises:
+            LaunchError: As from `place_of`.
+        """
+        return place_of(self._config, platform, self._paths.root)
+
+    def write(self, wanted: Collection[Resources]) -> dict[Resources, Path]:
+        """Return a script for each; its only argument is a spec, or a directory of an array's.
+
+        Raises:
+            LaunchError: nemo-run is missing or cannot write one, or there is no room.
+        """
+        shapes = {
+            needed: shape_of(needed, self.place(needed.platform), self._paths) for needed in wanted
+        }
+        found = {needed: self._dir / "scripts" / _name(shape) for needed, shape in shapes.items()}
+        missing = {path: shapes[needed] for needed, path in found.items() if not path.is_file()}
+        if missing:
+            texts = kept_scripts(list(missing.values()), self._paths)
+            try:
+                (self._dir / "scripts").mkdir(parents=True, exist_ok=True)
+                self._paths.logs.mkdir(parents=True, exist_ok=True)
+                for path, text in zip(missing, texts, strict=True):
+                    write_text_atomically(path, text)
+            except OSError as error:
+                where = str(error.filename or self._dir)
+                raise LaunchError(
+                    where, f"{error.strerror}; give another --run-dir, or make room"
+                ) from error
+        return found
+
+
+def kept_scripts(shapes: Sequence[Shape], paths: ShapePaths) -> list[str]:
+    """Return the text of a script for each shape; what an earlier run made is not made again.
+
+    nemo-run takes from seconds to a minute to import. What differs from run to run is the run
+    directory alone, which stands for itself in a script if nobody has to quote it.
+
+    Raises:
+        LaunchError: As from `make_scripts`.
+    """
+    run_dir = str(paths.run_dir)
+    if not _PLAIN_PATH(run_dir):
+        return make_scripts(shapes)
+    general = [_moved(shape, run_dir, _ANY_RUN_DIR) for shape in shapes]
+    files = [(paths.root / _KEPT_DIR).resolve() / _name(shape) for shape in general]
+    missing = [(s, f) for s, f in zip(general, files, strict=True) if not f.is_file()]
+    texts: dict[Path, str] = {}
+    if missing:
+        made = make_scripts([shape for shape, _ in missing])
+        texts = {file: text for (_, file), text in zip(missing, made, strict=True)}
+        with contextlib.suppress(OSError):  # the next run makes them again
+            make_own_dir(paths.root)
+            for file, text in texts.items():
+                file.parent.mkdir(exist_ok=True)
+                write_text_atomically(file, text)
+    found = [texts[f] if f in texts else f.read_text(encoding="utf-8") for f in files]
+    return [text.replace(_ANY_RUN_DIR, run_dir) for text in found]
+
+
+def _moved(shape: Shape, old: str, new: str) -> Shape:
+    """Return a shape with another run directory."""
+
+    def moved(texts: Sequence[str]) -> tuple[str, ...]:
+        return tuple(text.replace(old, new) for text in texts)
+
+    return replace(
+        shape,
+        flags={name: value.replace(old, new) for name, value in shape.flags.items()},
+        mounts=moved(shape.mounts),
+        setup=moved(shape.setup),
+    )
+
+
+def make_scripts(shapes: Sequence[Shape]) -> list[str]:
+    """Return the text of a script for each shape.
+
+    Raises:
+        LaunchError: nemo-run is missing, cannot be imported, or cannot write one.
+    """
+    with tempfile.TemporaryDirectory(prefix="pytest-megatron-") as scratch:
+        request, answer = Path(scratch, "request.json"), Path(scratch, "answer.json")
+        request.write_text(json.dumps([asdict(shape) for shape in shapes]), encoding="utf-8")
+        said = _run_driver(request, answer)
+        if not answer.is_file():
+            raise LaunchError(_name_of_nemo(), f"ended without an answer: {said}; {_mend()}")
+        found = json.loads(answer.read_text(encoding="utf-8"))
+    if "trouble" in found:
+        raise _explained(found)
+    return cast("list[str]", found["scripts"])
+
+
+def _run_driver(request: Path, answer: Path) -> str:
+    """Run the child; return the last lines of what it said."""
+    env = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", _DRIVER, str(request), str(answer)],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=_CHILD_LIMIT_S,
+            check=False,
+            text=True,
+            errors="replace",
+        )
+    except subprocess.TimeoutExpired as error:
+        raise LaunchError(
+            _name_of_nemo(),
+            f"wrote no script in {_CHILD_LIMIT_S:.0f} s; is the file system of "
+            f"{sys.prefix} slow or gone?",
+        ) from error
+    return " / ".join(done.stdout.split("\n")[-_MOST_LINES:]).strip(" /") or "it said nothing"
+
+
+def _explained(found: Mapping[str, JsonValue]) -> LaunchError:
+    """Return what to do about nemo-run."""
+    module, text = str(found.get("module", "")), str(found["text"])
+    if found["trouble"] == MISSING and module.split(".", maxsplit=1)[0] == "nemo_run":
+        return LaunchError(
+            NEMO,
+            f"is not installed, and scripts for Slurm are made with it; {_INSTALL}",
+        )
+    if found["trouble"] == MISSING and module.split(".", maxsplit=1)[0] == "leptonai":
+        return LaunchError(
+            _name_of_nemo(),
+            f"cannot be imported: {text}, expected {_LEPTON_PIN} (here is "
+            f"{_version('leptonai')}); pip install '{_LEPTON_PIN}'",
+        )
+    what = "cannot be imported" if found["trouble"] == MISSING else "cannot write a script"
+    return LaunchError(_name_of_nemo(), f"{what}: {text}; {_mend()}")
+
+
+def _mend() -> str:
+    return f"{_INSTALL} brings the versions that are known to work"
+
+
+def _name_of_nemo() -> str:
+    return f"{NEMO} {_version(NEMO)}"
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+def _name(shape: Shape) -> str:
+    """Return the name of a shape's script, which another text has never."""
+    driver = _digest(Path(nemo_driver.__file__).read_bytes())
+    text = json.dumps([asdict(shape), _version(NEMO), driver, STEP_FLAGS], sort_keys=True)
+    return f"{shape.name}-{_digest(text.encode())}.sh"
+
+
+def _filled(sync: UvSyncConfig, root: Path) -> UvSyncConfig:
+    """Return the settings of `uv sync` with the placeholders in `venv` filled in."""
+    project = Path(sync.project or root)
+    try:
+        lock = (project / "uv.lock").read_bytes()
+    except OSError as error:
+        raise LaunchError(
+            str(project / "uv.lock"),
+            f"{error.strerror}; uv_sync installs what this file says: run `uv lock` in the "
+            f"project, or name another one with uv_sync.project",
+        ) from error
+    said = json.dumps([str(project), sync.args, sync.first, sync.second])
+    venv = sync.venv.replace("{digest}", _digest(lock + said.encode()))
+    return replace(sync, venv=venv.replace("{user}", getpass.getuser()), project=str(project))
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:_DIGEST_LENGTH]

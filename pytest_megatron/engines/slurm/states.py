@@ -1,0 +1,459 @@
+"""What Slurm's commands print of jobs, and what the states in it mean. Pure.
+
+A raw state only explains what a job's own record does not say: a job that failed and left a record
+is judged by that.
+
+Sources: squeue(1), sacct(1), https://slurm.schedmd.com/job_state_codes.html and
+https://slurm.schedmd.com/job_reason_codes.html.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import TypeAlias
+
+from pytest_megatron.base.text import describe_exit
+from pytest_megatron.engines.api import (
+    EngineError,
+    Submission,
+    SubmissionOutcome,
+    SubmissionPhase,
+    TroubleKind,
+)
+from pytest_megatron.engines.records import JobRecord, outcome_of, read_record
+from pytest_megatron.engines.slurm.journal import JobEnd
+from pytest_megatron.errors import LaunchError, MegatronError
+from pytest_megatron.runs.environment import SessionFacts
+from pytest_megatron.workload.run.rank_failures import tail
+
+Place: TypeAlias = tuple[int, "int | None"]  # a job, and which element of an array
+# Width of each field of `squeue -O`; the sign after it ends a field, whatever its width.
+_WIDTHS = {
+    "JobArrayID": 24,
+    "State": 16,
+    "Reason": 80,
+    "RestartCnt": 8,
+    "exit_code": 10,
+    "StartTime": 24,
+    "NodeList": 400,
+    "Name": 120,
+}
+_SIGN = "|"
+SQUEUE_FORMAT = ",".join(f"{name}:{width}{_SIGN}" for name, width in _WIDTHS.items())
+SACCT_FIELDS = ("JobID", "State", "ExitCode", "Start", "NodeList", "JobName")
+_WAITING = frozenset(
+    {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD"}
+    | {"SPECIAL_EXIT", "POWER_UP_NODE"}
+)
+_ENDED = frozenset(
+    {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL"}
+    | {"OUT_OF_MEMORY", "PREEMPTED", "RECONFIG_FAIL", "REVOKED", "TIMEOUT"}
+)
+# Nobody who waits longer will see these go; a job with one is taken back.
+_NEVER = re.compile(
+    r"(?:AccountNotAllowed|BadConstraints|DependencyNeverSatisfied|InvalidAccount|InvalidQOS"
+    r"|PartitionNodeLimit|PartitionTimeLimit|QOSNotAllowed"
+    r"|(?:Assoc|QOS)Max\w*(?:PerJob|PerNode|MinutesPerJob|WallDurationPerJob)(?:Limit)?)$"
+)
+_KINDS = {
+    "BOOT_FAIL": TroubleKind.BOOT_FAIL,
+    "LAUNCH_FAILED": TroubleKind.BOOT_FAIL,
+    "RECONFIG_FAIL": TroubleKind.BOOT_FAIL,
+    "CANCELLED": TroubleKind.CANCELLED,
+    "REVOKED": TroubleKind.CANCELLED,
+    "DEADLINE": TroubleKind.TIMEOUT,
+    "TIMEOUT": TroubleKind.TIMEOUT,
+    "NODE_FAIL": TroubleKind.NODE_FAIL,
+    "OUT_OF_MEMORY": TroubleKind.OUT_OF_MEMORY,
+    "PREEMPTED": TroubleKind.PREEMPTED,
+}
+_SAID = {
+    "BOOT_FAIL": "its node did not boot",
+    "LAUNCH_FAILED": "its node could not launch it",
+    "RECONFIG_FAIL": "its node could not be configured for it",
+    "CANCELLED": "it was cancelled",
+    "REVOKED": "it was revoked: another cluster started it",
+    "DEADLINE": "it reached its deadline",
+    "TIMEOUT": "it reached the time limit that Slurm had for it",
+    "NODE_FAIL": "a node of it failed",
+    "OUT_OF_MEMORY": "it used more memory than Slurm allowed it",
+    "PREEMPTED": "another job took its nodes",
+}
+_ABSENT = frozenset({"", "(null)", "N/A", "NONE", "None", "None assigned", "Unknown", "UNLIMITED"})
+_ARRAY_ID = re.compile(r"(\d+)(?:_(\d+))?$")
+_MOST_SIGNAL = 0x7F  # larger ones are Slurm's own numbers; a killed job has that reason too
+_UID = re.compile(r"by (\d+)$")
+_HOST_PARTS = re.compile(r"(?:\[[^\]]*\]|[^,\[\]])+")
+_RANGES = re.compile(r"\[([^\]]*)\]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmJob:
+    """What Slurm says of one job, or of one element of an array.
+
+    Attributes:
+        job_id: As sbatch printed it; of the whole array.
+        element: The array's index, None for a job that is none.
+        state: Slurm's word, in capitals.
+        reason: Why it waits, or why it failed; "" where Slurm says none.
+        num_restarts: How often it was put into the queue again after it had started.
+        exit_status: As `waitpid` has it.
+        start: When it started, or is expected to; None where Slurm does not say.
+        nodes: As Slurm writes lists of hosts: `node[1-2]`; "" where it never had any.
+        by_uid: Who cancelled it, where Slurm says.
+    """
+
+    job_id: int
+    element: int | None = None
+    state: str
+    reason: str = ""
+    num_restarts: int = 0
+    exit_status: int = 0
+    start: datetime | None = None
+    nodes: str = ""
+    name: str = ""
+    by_uid: int | None = None
+
+    @property
+    def place(self) -> Place:
+        """Which job it is, and which element of it."""
+        return self.job_id, self.element
+
+    @property
+    def label(self) -> str:
+        """How a person finds it, and scancel takes it."""
+        return label_of(self.job_id, self.element)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The names of its nodes."""
+        return expand_hosts(self.nodes)
+
+
+def label_of(job_id: int, element: int | None) -> str:
+    """Return a job's id as Slurm's commands take it: `41`, or `41_7` for an element."""
+    return str(job_id) if element is None else f"{job_id}_{element}"
+
+
+def parse_squeue(text: str) -> tuple[SlurmJob, ...]:
+    """Read what `squeue --array --noheader -O SQUEUE_FORMAT` printed.
+
+    A line of another form, as of a job that was submitted by other means, is passed over.
+    """
+    return tuple(job for line in text.splitlines() if (job := _squeue_line(line)) is not None)
+
+
+def _squeue_line(line: str) -> SlurmJob | None:
+    fields: dict[str, str] = {}
+    rest = line
+    for name, width in _WIDTHS.items():
+        value, sign, rest = rest[:width], rest[width : width + 1], rest[width + 1 :]
+        if sign != _SIGN:
+            return None
+        fields[name] = _present(value)
+    place = _ARRAY_ID.match(fields["JobArrayID"])
+    if place is None:
+        return None
+    return SlurmJob(
+        job_id=int(place[1]),
+        element=None if place[2] is None else int(place[2]),
+        state=fields["State"].upper(),
+        reason=fields["Reason"],
+        num_restarts=_number(fields["RestartCnt"]),
+        exit_status=_number(fields["exit_code"]),
+        start=_time(fields["StartTime"]),
+        nodes=fields["NodeList"],
+        name=fields["Name"],
+    )
+
+
+def parse_sacct(text: str) -> tuple[SlurmJob, ...]:
+    """Read what `sacct -X -P -D -n -o SACCT_FIELDS` printed: the last execution of each job.
+
+    With `-D` there is a line for each time that a job was put into the queue.
+    """
+    found: dict[Place, SlurmJob] = {}
+    for line in text.splitlines():
+        fields = line.split("|")
+        place = _ARRAY_ID.match(fields[0])
+        if place is None or len(fields) != len(SACCT_FIELDS):
+            continue
+        words = fields[1].split()
+        by = _UID.search(fields[1])
+        code, _, signal = fields[2].partition(":")
+        job = SlurmJob(
+            job_id=int(place[1]),
+            element=None if place[2] is None else int(place[2]),
+            state=words[0].rstrip("+").upper() if words else "",
+            exit_status=(_number(code) << 8) | _number(signal),
+            start=_time(fields[3]),
+            nodes=_present(fields[4]),
+            name=fields[5],
+            by_uid=None if by is None else int(by[1]),
+        )
+        earlier = found.get(job.place)
+        restarts = 0 if earlier is None else earlier.num_restarts + 1
+        found[job.place] = replace(job, num_restarts=restarts)
+    return tuple(found.values())
+
+
+def phase_of(job: SlurmJob) -> SubmissionPhase:
+    """Return how far a job is; a state that is not known counts as running."""
+    if job.state in _ENDED:
+        return SubmissionPhase.ENDED
+    return SubmissionPhase.WAITING if job.state in _WAITING else SubmissionPhase.RUNNING
+
+
+def detail_of(job: SlurmJob) -> str:
+    """Return what a person wants to know of a job that has not ended."""
+    start = "" if job.start is None else f"{job.start:%H:%M}"
+    if phase_of(job) is SubmissionPhase.WAITING:
+        why = job.reason or ("" if job.state == "PENDING" else job.state.lower())
+        expected = f", expected to start at {start}" if start else ""
+        return f"job {job.label} waits{f': {why}' if why else ''}{expected}"
+    since = f" since {start}" if start else ""
+    word = "runs" if job.state == "RUNNING" else f"is {job.state.lower()}"
+    return f"job {job.label} {word} on {job.nodes or 'no node'}{since}"
+
+
+def why_never(job: SlurmJob) -> str | None:
+    """Return why a job that waits will never start, None where it may."""
+    if phase_of(job) is not SubmissionPhase.WAITING or not _NEVER.match(job.reason):
+        return None
+    return f"job {job.label} can never start: Slurm says {job.reason}"
+
+
+def trouble_of(job: SlurmJob, *, had_record: bool) -> EngineError | None:
+    """Return what went wrong with a job that ended, or was started again.
+
+    Args:
+        job: What Slurm says of it.
+        had_record: Whether it left a record of how its training ended.
+
+    Returns:
+        None where the record says all that is to be said.
+    """
+    if job.num_restarts:
+        return EngineError(kind=TroubleKind.REQUEUED, text=_requeued(job))
+    if job.state in _KINDS:
+        who = "" if job.by_uid is None else f" by the user with the id {job.by_uid}"
+        text = f"job {job.label}{_where(job)} ended as {job.state}: {_SAID[job.state]}{who}"
+        return EngineError(kind=_KINDS[job.state], text=text)
+    if had_record:
+        return None
+    if not job.nodes:
+        text = (
+            f"job {job.label} ended as {job.state} before it started: {job.reason or 'no reason'}"
+        )
+        return EngineError(kind=TroubleKind.NOT_STARTED, text=text)
+    if job.reason == "JobLaunchFailure" and job.exit_status > _MOST_SIGNAL:
+        text = (
+            f"job {job.label}{_where(job)} could not be launched there ({_exit(job)}): its output "
+            f"file, its directory or its container could not be made, or a prolog failed"
+        )
+        return EngineError(kind=TroubleKind.BOOT_FAIL, text=text)
+    return EngineError(
+        kind=TroubleKind.LOST,
+        text=f"job {job.label}{_where(job)} ended as {job.state}, {_exit(job)}, and left no record",
+    )
+
+
+def _requeued(job: SlurmJob) -> str:
+    times = "once" if job.num_restarts == 1 else f"{job.num_restarts} times"
+    why = f" ({job.reason})" if job.reason else ""
+    return f"job {job.label} was put into the queue again {times} after it had started{why}"
+
+
+def _where(job: SlurmJob) -> str:
+    return f" on {job.nodes}" if job.nodes else ""
+
+
+def _exit(job: SlurmJob) -> str:
+    """Return how a job ended, as scontrol writes it where a person may look it up."""
+    code, number = job.exit_status >> 8, job.exit_status & _MOST_SIGNAL
+    if number and not code:
+        return describe_exit(-number)
+    return f"ExitCode {code}:{number}" if number else f"exit code {code}"
+
+
+def expand_hosts(text: str) -> tuple[str, ...]:
+    """Return the names of a list of hosts: `gpu[08-10,12]-ib,head` are five."""
+    names: list[str] = []
+    for part in _HOST_PARTS.findall(text):
+        # `split` with a group: what is outside of brackets, and what is inside, in turns
+        pieces = _RANGES.split(part)
+        turns = [[p] if n % 2 == 0 else _numbers(p.split(",")) for n, p in enumerate(pieces)]
+        names += map("".join, itertools.product(*turns))
+    return tuple(names)
+
+
+def _numbers(ranges: Iterable[str]) -> list[str]:
+    """Return the numbers of ranges, with their leading zeros."""
+    found: list[str] = []
+    for part in ranges:
+        first, _, last = part.partition("-")
+        if last:
+            found += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
+        else:
+            found.append(first)
+    return found
+
+
+def _present(value: str) -> str:
+    value = value.strip()
+    return "" if value in _ABSENT else value
+
+
+def _number(text: str) -> int:
+    return int(text) if text.strip().isdigit() else 0
+
+
+def _time(text: str) -> datetime | None:
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError:
+        return None
+
+
+_OF_BASH = ("+", "job exited with code ")  # what nemo-run's scripts trace, and say at their end
+_OF_WORKER = "pytest-megatron: "
+_FAILED_NODE = re.compile(r"^srun: error: Node failure on (\S+?)$").findall
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobFiles:
+    """The files of one job; every machine sees them under the same path."""
+
+    spec: Path
+    record: Path
+    log: Path
+
+    @classmethod
+    def of(cls, engine_dir: Path, batch: int, index: int) -> JobFiles:
+        """Return the files of an element of a batch."""
+        return cls(
+            spec=engine_dir / "specs" / str(batch) / f"{index}.json",
+            record=engine_dir / "outcomes" / f"{batch}_{index}.json",
+            log=engine_dir / "logs" / f"{batch}_{index}.log",
+        )
+
+
+def find_record(files: JobFiles) -> JobRecord | EngineError | None:
+    """Return what a job left: its record, or what is wrong with that; None if it left none."""
+    try:
+        return read_record(files.record)
+    except LaunchError as error:
+        return EngineError(kind=TroubleKind.LOST, text=str(error))
+
+
+def outcome_with(
+    order: Submission,
+    found: JobRecord | EngineError | None,
+    job: SlurmJob | None,
+    facts: SessionFacts,
+    log: Path,
+) -> SubmissionOutcome:
+    """Return what came of an order whose job has ended.
+
+    Args:
+        order: The order.
+        found: As from `find_record`.
+        job: What Slurm says; None where it has forgotten the job, or never knew it.
+        facts: Of the controller.
+        log: The job's output.
+    """
+    record = found if isinstance(found, JobRecord) else None
+    said = None if job is None else trouble_of(job, had_record=record is not None)
+    hosts = () if job is None else job.hosts
+    if record is None:
+        what = found if isinstance(found, EngineError) else said or _forgotten(job)
+        return SubmissionOutcome(hosts=hosts, trouble=_with_evidence(what, log))
+    outcome = rebuilt(order, record, facts)
+    is_whole = bool(outcome.ends) and all(end.is_clean for end in outcome.ends)
+    trouble = outcome.trouble
+    if said is not None and (not is_whole or said.kind is TroubleKind.REQUEUED):
+        trouble = said if trouble is None else replace(said, hosts=trouble.hosts)
+    if trouble is not None:
+        trouble = _with_evidence(trouble, log)
+    return replace(outcome, trouble=trouble, hosts=hosts or outcome.hosts)
+
+
+def rebuilt(order: Submission, record: JobRecord, facts: SessionFacts) -> SubmissionOutcome:
+    """Return the outcome that a record is."""
+    try:
+        return outcome_of(record, order.planned(None), facts)
+    except (MegatronError, KeyError) as error:
+        text = f"the job's record does not fit its plan: {error}"
+        return SubmissionOutcome(
+            hosts=record.hosts, trouble=EngineError(kind=TroubleKind.LOST, text=text)
+        )
+
+
+def taken_up(
+    order: Submission, end: JobEnd, files: JobFiles | None, facts: SessionFacts
+) -> SubmissionOutcome:
+    """Return the outcome that an earlier controller saw.
+
+    Args:
+        order: The order.
+        end: What that wrote.
+        files: None where the order never became a job.
+        facts: Of this controller.
+    """
+    found = None if files is None else find_record(files)
+    if isinstance(found, JobRecord):
+        return replace(rebuilt(order, found, facts), trouble=end.trouble, hosts=end.hosts)
+    return SubmissionOutcome(trouble=end.trouble or _forgotten(None), hosts=end.hosts)
+
+
+def remove_spec(files: JobFiles) -> None:
+    """Remove what a job was told; a job that is started again does not find it."""
+    with contextlib.suppress(OSError):
+        files.spec.unlink()
+
+
+def narrowed(outcome: SubmissionOutcome, bad: Iterable[str]) -> SubmissionOutcome:
+    """Return an outcome whose trouble names the bad ones of its hosts, if anybody knows them.
+
+    Args:
+        outcome: With trouble of a node.
+        bad: Hosts that Slurm does not use now; one that failed may be back.
+    """
+    trouble = outcome.trouble
+    if trouble is None:
+        return outcome
+    named = {name for line in trouble.evidence for name in _FAILED_NODE(line)}
+    failed = sorted({*bad, *named, *trouble.hosts} & {*outcome.hosts})
+    if not failed:
+        return outcome
+    text = f"{trouble.text}; out of service: {', '.join(failed)}"
+    return replace(outcome, trouble=replace(trouble, text=text, hosts=tuple(failed)))
+
+
+def _forgotten(job: SlurmJob | None) -> EngineError:
+    text = "the job left no record" if job is not None else "Slurm knows nothing of the job"
+    return EngineError(kind=TroubleKind.LOST, text=f"{text}, and nothing says how it ended")
+
+
+def _with_evidence(trouble: EngineError, log: Path) -> EngineError:
+    """Return trouble with the end of the job's output, but for what bash prints of its script."""
+    script_lines: set[str] = set()
+    with contextlib.suppress(OSError):
+        for script in (log.parents[1] / "scripts").glob("*.sh"):
+            script_lines |= {
+                line.rstrip() for line in script.read_text(encoding="utf-8").splitlines()
+            }
+
+    def is_noise(line: str) -> bool:
+        is_said = line.startswith(_OF_WORKER) and line.removeprefix(_OF_WORKER) in trouble.text
+        return line in script_lines or line.startswith(_OF_BASH) or is_said
+
+    lines = tail(log, is_noise)
+    text = f"{trouble.text}; see {log}" if log.exists() else trouble.text
+    return replace(trouble, text=text, evidence=(*trouble.evidence, *lines))

@@ -1,0 +1,460 @@
+"""Submits orders as jobs: what goes together, how much at a time, and what was not answered."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from pytest_megatron.engines.api import (
+    Checking,
+    EngineContext,
+    Planned,
+    Resources,
+    Submission,
+    SubmissionPhase,
+)
+from pytest_megatron.engines.records import JobSpec, write_spec
+from pytest_megatron.engines.slurm.commands import (
+    SlurmAwayError,
+    SlurmCommands,
+    SlurmRefusedError,
+)
+from pytest_megatron.engines.slurm.journal import Batch, Journal
+from pytest_megatron.engines.slurm.states import (
+    JobFiles,
+    Place,
+    SlurmJob,
+    label_of,
+    phase_of,
+    remove_spec,
+)
+from pytest_megatron.errors import MegatronError
+from pytest_megatron.workload.plan.plan import Setting
+
+_MOST_TITLE = 40  # characters of an item's name in a job's
+_NOT_PLAIN = re.compile(r"[^A-Za-z0-9_.-]+")
+_NAME = re.compile(r"\.([0-9a-f]{8})-(\d+)$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobScript:
+    """What sbatch is given for one shape of job, and what the specs of such jobs say.
+
+    Attributes:
+        path: The script; its only argument is a spec, or the directory of an array's specs.
+        exclude: Hosts that its own `--exclude` names; ours would take the place of that.
+        env: Variables of the training, over those of the job.
+        options: For the programs that run in the job.
+    """
+
+    path: Path
+    exclude: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, str] = field(default_factory=dict)
+
+
+class Scripts(Protocol):
+    """Who writes the scripts of jobs."""
+
+    def settle(self, setting: Setting, platform: str) -> Setting:
+        """Return the setting as plans for jobs on a platform need it."""
+
+    def write(self, wanted: Sequence[Resources]) -> dict[Resources, JobScript]:
+        """Return a script for each.
+
+        Raises:
+            LaunchError: None can be written.
+        """
+
+
+def cut(orders: Iterable[Submission], most: int) -> list[tuple[Submission, ...]]:
+    """Return the orders in batches of equal jobs, of at most `most` each.
+
+    The batches are in the order in which the first order of each came, and so is each batch: Slurm
+    prefers the earlier of equal jobs.
+    """
+    kinds: dict[tuple[Resources, frozenset[str]], list[Submission]] = {}
+    for order in orders:
+        kinds.setdefault((order.resources, order.avoid_hosts), []).append(order)
+    found: list[tuple[Submission, ...]] = []
+    for same in kinds.values():
+        found += (tuple(same[first : first + most]) for first in range(0, len(same), most))
+    return found
+
+
+def job_name(orders: Sequence[Submission], run_id: str, number: int) -> str:
+    """Return a name that a person reads, and that says which batch of which run a job is."""
+    items = {order.key.split("/")[0] for order in orders}
+    title = items.pop() if len(items) == 1 else f"{len(items)}_workloads"
+    plain = _NOT_PLAIN.sub("_", title)[:_MOST_TITLE]
+    return f"{plain}.{run_id}-{number}"
+
+
+def parse_name(name: str) -> tuple[str, int] | None:
+    """Return run and batch of a job's name; None if it is none of ours."""
+    found = _NAME.search(name)
+    return None if found is None else (found[1], int(found[2]))
+
+
+def scancel_labels(
+    batches: Mapping[int, Batch],
+    wanted: Iterable[tuple[int, int]],
+    num_live: Mapping[int | None, int],
+) -> list[str]:
+    """Return what scancel takes: a whole array where all that is left of it is wanted.
+
+    Args:
+        batches: By number. One without an id has nothing to cancel yet.
+        wanted: Batch and index of each job.
+        num_live: Jobs of each batch that have not ended.
+    """
+    chosen: dict[int, list[int]] = {}
+    for number, index in wanted:
+        chosen.setdefault(number, []).append(index)
+    found: list[str] = []
+    for number, indices in chosen.items():
+        batch = batches[number]
+        if batch.job_id is not None and (not batch.is_array or len(indices) == num_live[number]):
+            found.append(str(batch.job_id))
+        elif batch.job_id is not None:
+            found += [label_of(batch.job_id, index) for index in indices]
+    return found
+
+
+def sbatch_words(
+    script: JobScript, *, name: str, num_elements: int | None, avoid: Iterable[str], log: Path
+) -> list[str]:
+    """Return the arguments of sbatch that are not in the script; the spec follows them.
+
+    Args:
+        script: For all of them.
+        name: As from `job_name`.
+        num_elements: Of the array; None for a job that is none.
+        avoid: Hosts that failed.
+        log: Where the job's output goes; `%a` in it is the array's index.
+    """
+    words = [f"--job-name={name}", "--no-requeue", f"--output={log}", f"--error={log}"]
+    if num_elements is not None:
+        words.append(f"--array=0-{num_elements - 1}")
+    hosts = sorted({*avoid})
+    if hosts:
+        words.append(f"--exclude={','.join([*script.exclude, *hosts])}")
+    return [*words, str(script.path)]
+
+
+SETTLE_S = 15.0  # for a submission that was not answered to show in the queue
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmSettings:
+    """How the engine goes about it.
+
+    Attributes:
+        max_jobs: Of this run in the queue at a time; None is all.
+        max_array: Elements of an array; None is what the cluster allows.
+        patience_s: How long a record may come after Slurm said that the job ended well: shared
+            file systems are late.
+        remembers_s: How long later runs keep away from a node that failed; 0 is none.
+        retries_cancelled: Whether a job that its own user cancelled is worth another attempt.
+        retries_timeout: Whether a job that Slurm ended for its time limit is worth another attempt.
+        checks: Know what would go wrong with a workload; None where nobody looks.
+    """
+
+    interval_s: float = 10.0
+    max_jobs: int | None = None
+    max_array: int | None = None
+    timers_s: float = 60.0
+    remembers_s: float = 0.0
+    retries_cancelled: bool = False
+    retries_timeout: bool = False
+    checks: Checking | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submitted:
+    """An order that is, or may be, in the queue.
+
+    Attributes:
+        batch: Number of it in the journal.
+        label: Of its job, or "" where that is not known yet.
+        note: What is to be said of it, or "".
+    """
+
+    order: Submission
+    batch: int
+    index: int
+    label: str
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefusedSubmission:
+    """An order that nobody will run."""
+
+    order: Submission
+    text: str
+
+
+@dataclass(slots=True)
+class _WaitingSubmission:
+    order: Submission
+    not_before: float
+
+
+class Submitter:
+    """Orders on their way to Slurm.
+
+    Attributes:
+        unsure: Batches of which it is not known whether they arrived -> when to give them up.
+    """
+
+    def __init__(
+        self,
+        context: EngineContext,
+        commands: SlurmCommands,
+        scripts: Scripts,
+        settings: SlurmSettings,
+        journal: Journal,
+        now: Callable[[], float],
+    ) -> None:
+        self._context = context
+        self._commands = commands
+        self._scripts = scripts
+        self._settings = settings
+        self._journal = journal
+        self._now = now
+        self._waiting: dict[str, _WaitingSubmission] = {}
+        self._known: dict[Resources, JobScript] = {}
+        self._most = settings.max_array  # elements of a batch; less where Slurm takes no more
+        self._is_most_known = False
+        self._full_at: int | None = None
+        self.unsure = {
+            batch.number: now() + SETTLE_S
+            for batch in journal.batches.values()
+            if batch.job_id is None and batch.keys
+        }
+
+    def add(self, order: Submission) -> None:
+        """Take an order; `submit` submits it when its pause is over."""
+        self._waiting[order.key] = _WaitingSubmission(order, self._now() + order.delay_s)
+
+    def drop(self, key: str) -> None:
+        """Forget an order that was not submitted."""
+        self._waiting.pop(key, None)
+
+    def submit(self, num_live: int) -> list[Submitted | RefusedSubmission]:
+        """Submit what is ready and has room.
+
+        Args:
+            num_live: Jobs of the run that are in the queue.
+
+        Raises:
+            LaunchError: No script can be written.
+        """
+        ready = self._ready(num_live)
+        if not ready:
+            return []
+        found: list[Submitted | RefusedSubmission] = []
+        try:
+            unknown = {
+                order.resources: None for order in ready if order.resources not in self._known
+            }
+            if unknown:
+                self._known |= self._scripts.write(list(unknown))
+            self._learn_most()
+        except SlurmAwayError:
+            return []
+        for orders in cut(ready, self._most or 1):
+            done = self._submit_together(orders, num_live + len(found))
+            if done is None:  # no room, or nobody there: the others wait with them
+                break
+            found += done
+            if any(isinstance(one, Submitted) and one.batch in self.unsure for one in done):
+                break
+        return found
+
+    def _ready(self, num_live: int) -> list[Submission]:
+        """Return the orders that may be submitted now, in the order in which they came."""
+        if self._full_at is not None and num_live >= self._full_at > 0:
+            return []
+        self._full_at = None
+        most = self._settings.max_jobs
+        room = None if most is None else max(0, most - num_live)
+        now = self._now()
+        return [w.order for w in self._waiting.values() if w.not_before <= now][:room]
+
+    def _learn_most(self) -> None:
+        """Ask once how large an array may be."""
+        if self._is_most_known:
+            return
+        allowed = self._commands.max_array_size()
+        self._most = min(allowed, self._settings.max_array or allowed)
+        self._is_most_known = True
+
+    def _submit_together(
+        self, orders: Sequence[Submission], num_live: int
+    ) -> list[Submitted | RefusedSubmission] | None:
+        """Submit equal orders as one job or one array; None where there is no room for them."""
+        found: list[Submitted | RefusedSubmission] = []
+        planned: list[tuple[Submission, Planned]] = []
+        for order in orders:
+            try:
+                planned.append((order, order.planned(None)))
+            except MegatronError as error:
+                found.append(self._refused(order, str(error)))
+        if not planned:
+            return found
+        good = [order for order, _ in planned]
+        try:
+            batch = self._journal.intend([o.key for o in good], is_array=len(good) > 1)
+        except OSError as error:
+            return [*found, *(self._refused(order, _cannot_write(error)) for order in good)]
+        try:
+            note = self._sbatch(batch, good, self._write_specs(batch, planned))
+        except OSError as error:
+            self._withdraw(batch)
+            return [*found, *(self._refused(order, _cannot_write(error)) for order in good)]
+        except SlurmRefusedError as error:
+            self._withdraw(batch)
+            if error.is_full and self._makes_room(len(good), num_live):
+                return found or None
+            return [*found, *(self._refused(order, f"Slurm refused it: {error}") for order in good)]
+        batch = self._journal.batches[batch.number]
+        for index, order in enumerate(good):
+            del self._waiting[order.key]
+            element = index if batch.is_array else None
+            label = "" if batch.job_id is None else label_of(batch.job_id, element)
+            found.append(
+                Submitted(order=order, batch=batch.number, index=index, label=label, note=note)
+            )
+        return found
+
+    def _makes_room(self, num_orders: int, num_live: int) -> bool:
+        """Take note that the queue is full; return whether waiting, or fewer at a time, helps."""
+        if num_orders == 1 and num_live == 0:
+            return False
+        self._most = max(1, num_orders // 2)
+        self._full_at = num_live
+        return True
+
+    def _sbatch(self, batch: Batch, orders: Sequence[Submission], spec: Path) -> str:
+        """Submit a batch; return what is to be said of it.
+
+        Raises:
+            SlurmRefusedError: It is not there.
+            OSError: The journal cannot be written before anything was submitted.
+        """
+        number, avoid, note = batch.number, orders[0].avoid_hosts, ""
+        script = self._known[orders[0].resources]
+        log = JobFiles.of(self._context.engine_dir, number, 0).log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        if batch.is_array:
+            log = log.with_name(f"{number}_%a.log")
+        name = job_name(orders, self._journal.run_id, number)
+        size = len(orders) if batch.is_array else None
+
+        def words(hosts: frozenset[str]) -> list[str]:
+            found = sbatch_words(script, name=name, num_elements=size, avoid=hosts, log=log)
+            return [*found, str(spec)]
+
+        self.unsure[number] = self._now() + SETTLE_S  # also where Ctrl-C ends this
+        try:
+            try:
+                job_id = self._commands.submit(words(avoid))
+            except SlurmRefusedError as error:
+                if not avoid or error.is_full:
+                    raise
+                job_id = self._commands.submit(words(frozenset()))
+                note = f"on any node, also on {', '.join(sorted(avoid))}, since Slurm said: {error}"
+        except SlurmRefusedError:
+            del self.unsure[number]
+            raise
+        except SlurmAwayError:
+            self.unsure[number] = self._now() + SETTLE_S
+            return ""
+        self._arrived(number, job_id)
+        return note
+
+    def recognise(self, jobs: Iterable[SlurmJob]) -> tuple[dict[Place, SlurmJob], set[str]]:
+        """Return this run's jobs, and the ids of those that should not be there.
+
+        Learns the ids of jobs whose submission was not answered. One that came after it had been
+        given up was submitted again, and is one too many.
+        """
+        found: dict[Place, SlurmJob] = {}
+        strays: set[str] = set()
+        for job in jobs:
+            run_id, number = parse_name(job.name) or ("", 0)
+            batch = self._journal.batches.get(number)
+            if run_id != self._journal.run_id or batch is None:
+                continue
+            if batch.keys and batch.job_id is None:
+                self._arrived(number, job.job_id)
+            elif batch.job_id != job.job_id:
+                if phase_of(job) is not SubmissionPhase.ENDED:
+                    strays.add(str(job.job_id))
+                continue
+            found[job.place] = job
+        return found, strays
+
+    def give_up(self) -> set[int]:
+        """Return the batches that have not arrived, and never will: they may be submitted again.
+
+        Call it when the queue has just been looked at.
+        """
+        late = {number for number, until in self.unsure.items() if until <= self._now()}
+        for number in late:
+            del self.unsure[number]
+            for index in range(len(self._journal.batches[number].keys)):
+                remove_spec(JobFiles.of(self._context.engine_dir, number, index))
+            self._withdraw(self._journal.batches[number])
+        return late
+
+    def _arrived(self, number: int, job_id: int) -> None:
+        self.unsure.pop(number, None)
+        with contextlib.suppress(OSError):  # a job is found again by its name
+            self._journal.submitted(number, job_id)
+
+    def _write_specs(self, batch: Batch, planned: Sequence[tuple[Submission, Planned]]) -> Path:
+        """Write what the jobs of a batch are told; return what the script is given.
+
+        Raises:
+            OSError: They cannot be written.
+        """
+        directory, script = self._context.engine_dir, self._known[planned[0][0].resources]
+        for index, (order, found) in enumerate(planned):
+            files = JobFiles.of(directory, batch.number, index)
+            files.spec.parent.mkdir(parents=True, exist_ok=True)
+            files.record.parent.mkdir(parents=True, exist_ok=True)
+            spec = JobSpec(
+                key=order.key,
+                plan=found.plan,
+                outcome=files.record,
+                root=self._context.root,
+                description=json.dumps(found.description),
+                env=dict(script.env),
+                watches_gpus=order.resources.gpus_per_node > 0,
+                secret=secrets.token_hex(32),
+                options=dict(script.options),
+            )
+            write_spec(files.spec, spec)
+        first = JobFiles.of(directory, batch.number, 0).spec
+        return first.parent if batch.is_array else first
+
+    def _withdraw(self, batch: Batch) -> None:
+        with contextlib.suppress(OSError):
+            self._journal.withdrawn(batch.number)
+
+    def _refused(self, order: Submission, text: str) -> RefusedSubmission:
+        self._waiting.pop(order.key, None)
+        return RefusedSubmission(order=order, text=text)
+
+
+def _cannot_write(error: OSError) -> str:
+    return f"{error.filename or 'the run directory'}: cannot be written: {error.strerror}"

@@ -1,0 +1,436 @@
+"""Starts ranks, says when they die, and leaves nothing of them behind.
+
+A fork server is a process without work of its own, in a session of its own. It forks ranks from
+what it has loaded (or executes fresh interpreters), collects them, and kills all their descendants.
+If the controller goes away, even by SIGKILL, its connection closes, and the fork server kills all
+of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import select
+import signal
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+from pytest_megatron.errors import LaunchError
+from pytest_megatron.gang.ipc.channel import Channel
+from pytest_megatron.gang.ipc.messages import (
+    Adopt,
+    AskStacks,
+    Died,
+    Fork,
+    Interrupt,
+    Kill,
+    Killed,
+    Message,
+    OpenStore,
+    RankConfig,
+    Stacks,
+    StoreOpened,
+)
+from pytest_megatron.gang.rank.lockstep import NOTE_BYTES, Lockstep, RankPipes, read_note
+from pytest_megatron.gang.rank.logs import FLIGHT_FILE, STACKS_FILE, file_size
+from pytest_megatron.process.tree import (
+    UNKILLABLE_S,
+    Descendant,
+    become_subreaper,
+    descendants,
+    die_with,
+    kill_descendants,
+    send_signal,
+)
+
+
+class RankStarter(Protocol):
+    """How ranks come into being."""
+
+    def start(
+        self, order: RankConfig, ends: RankPipes, inherited: Sequence[int], unwanted: Sequence[int]
+    ) -> int:
+        """Start a rank; return its process.
+
+        Args:
+            order: What it has to know.
+            ends: What it shares with the fork server.
+            inherited: Descriptors that it holds as long as it lives.
+            unwanted: Descriptors of the fork server's own that it must not hold.
+        """
+
+    def open_store(self, host: str) -> int:
+        """Return the port of a new key-value store.
+
+        Raises:
+            LaunchError: There can be none.
+        """
+
+    def close_store(self, port: int) -> None:
+        """Close the store of a gang that is gone."""
+
+    def is_own(self, pid: int) -> bool:
+        """Return whether a process belongs to the fork server itself and not to a gang."""
+
+    def take_note_of_end(self, pid: int) -> None:
+        """Replace a process of the fork server's own that ended; any other is no matter."""
+
+
+class Keeper(Protocol):
+    """Opens stores that outlive ranks.
+
+    Attributes:
+        pid: Its process, or None before the first store.
+    """
+
+    pid: int | None
+
+    def open_store(self, host: str) -> int:
+        """Return the port of a new store."""
+
+    def close_store(self, port: int) -> None:
+        """Close the store of a gang that is gone."""
+
+    def take_note_of_end(self, pid: int) -> None:
+        """Replace its process if that is the one that ended."""
+
+    def forget(self) -> None:
+        """Let go of it in a forked child."""
+
+
+STACK_SIGNAL = signal.SIGRTMIN + 9
+_POLL_S = 0.02
+_STACKS_S = 1.0  # for a rank to write its stack
+
+
+@dataclass(slots=True)
+class _Child:
+    order: RankConfig
+    trigger: int
+    notes: int
+    is_alive: bool = True
+    exit_code: int = 0
+
+    @property
+    def noted(self) -> tuple[int, str]:
+        """The execution that it began last, and the phase that it is in."""
+        return read_note(os.pread(self.notes, NOTE_BYTES, 0))
+
+    def close(self, exit_code: int) -> None:
+        self.is_alive, self.exit_code = False, exit_code
+        os.close(self.trigger)
+        os.close(self.notes)
+
+
+@dataclass(slots=True)
+class _Asked:
+    """Stacks that are being written."""
+
+    gang: int
+    files: dict[int, Path]
+    flights: dict[int, Path]
+    phases: dict[str, str]
+    until: float
+    sizes: dict[int, int] = field(default_factory=dict)
+
+
+class ForkServer:
+    """Serves one connection until it closes."""
+
+    def __init__(
+        self, channel: Channel, starter: RankStarter, parent_pipe: int | None = None
+    ) -> None:
+        """Make one that has nothing yet.
+
+        Args:
+            channel: To the controller.
+            starter: How ranks come into being.
+            parent_pipe: Read end of a pipe; the fork server also ends when its write end is closed.
+        """
+        self._channel = channel
+        self._parent_pipe = parent_pipe
+        self._starter = starter
+        self._children: dict[int, _Child] = {}
+        self._dying: dict[int, float] = {}
+        self._stores: dict[int, int] = {}
+        self._own: list[int] = []
+        self._asked: list[_Asked] = []
+
+    def serve(self) -> None:
+        """Do what the controller says until it goes away, then kill everything."""
+        become_subreaper()
+        wakeup, wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._own = [wakeup, wakeup_write] + (
+            [] if self._parent_pipe is None else [self._parent_pipe]
+        )
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+            signal.signal(number, lambda *_: None)
+        signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
+        gc.freeze()  # what is here now stays shared with the ranks
+        try:
+            while not self._channel.is_closed:
+                wait_s = _POLL_S if self._dying or self._asked else None
+                channel = self._channel.fileno()
+                sources = (
+                    [channel, wakeup]
+                    if self._parent_pipe is None
+                    else [channel, wakeup, self._parent_pipe]
+                )
+                readable, _, _ = select.select(sources, [], [], wait_s)
+                if self._parent_pipe in readable:
+                    return
+                if wakeup in readable:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(wakeup, 4096)
+                self._collect()
+                if channel in readable:
+                    self._take()
+                self._finish_dying()
+                self._finish_stacks()
+        finally:
+            kill_descendants()
+
+    def _take(self) -> None:
+        while True:
+            message, descriptors = self._channel.receive_with_descriptors()
+            if message is not None:
+                self._handle(message, descriptors)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            if message is None or not self._channel.has_message:
+                return
+
+    def _handle(self, message: Message, descriptors: Sequence[int]) -> None:
+        match message:
+            case Fork(orders=orders):
+                self._start_gang(orders, descriptors)
+            case OpenStore(gang=gang, host=host):
+                self._channel.send(self._open_store(gang, host))
+            case Kill(gang=gang):
+                self._dying.setdefault(gang, time.monotonic() + UNKILLABLE_S)
+                send_signal(self._below(gang), signal.SIGKILL)
+                self._collect()
+            case Adopt():
+                self._adopt(message)
+            case Interrupt(gang=gang):
+                send_signal(self._living(gang), signal.SIGINT)
+            case AskStacks(gang=gang, ranks=ranks):
+                self._ask_stacks(gang, ranks)
+            case _:
+                raise AssertionError(f"not for a nursery: {message!r}")
+
+    def _start_gang(self, orders: Sequence[RankConfig], descriptors: Sequence[int]) -> None:
+        is_whole = len(orders) == orders[0].world_size
+        lockstep = Lockstep(len(orders)) if is_whole else None
+        for order in orders:
+            self._start(order, descriptors, lockstep)
+        if lockstep is not None:
+            lockstep.close()
+
+    def _start(
+        self, order: RankConfig, descriptors: Sequence[int], lockstep: Lockstep | None
+    ) -> None:
+        trigger_read, trigger = os.pipe()
+        notes = os.memfd_create("notes")
+        os.ftruncate(notes, NOTE_BYTES)
+        others = [c for c in self._children.values() if c.is_alive]
+        unwanted = [fd for child in others for fd in (child.trigger, child.notes)]
+        pid = self._starter.start(
+            order,
+            RankPipes(trigger_read, notes, lockstep),
+            descriptors,
+            [*unwanted, *self._own, trigger],
+        )
+        os.close(trigger_read)
+        self._children[pid] = _Child(order, trigger, notes)
+
+    def _adopt(self, adopt: Adopt) -> None:
+        """Make a template that becomes a rank one of a gang's."""
+        for child in self._children.values():
+            if (child.order.gang, child.order.rank) == (adopt.template, adopt.rank):
+                child.order = replace(
+                    child.order, gang=adopt.gang, device=adopt.device, log_dir=adopt.log_dir
+                )
+                if not child.is_alive:
+                    died = Died(gang=adopt.gang, rank=adopt.rank, exit_code=child.exit_code)
+                    self._channel.send(died)
+
+    def _collect(self) -> None:
+        """Collect what ended, and tell of ranks."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            child = self._children.get(pid)
+            if child is None:
+                self._starter.take_note_of_end(pid)
+            elif child.is_alive:
+                run, phase = child.noted
+                child.close(os.waitstatus_to_exitcode(status))
+                self._channel.send(
+                    Died(
+                        gang=child.order.gang,
+                        rank=child.order.rank,
+                        exit_code=child.exit_code,
+                        phase=phase,
+                        run=run,
+                    )
+                )
+
+    def _living(self, gang: int) -> list[int]:
+        return [p for p, c in self._children.items() if c.is_alive and c.order.gang == gang]
+
+    def _below(self, gang: int, *, is_exact: bool = False) -> list[int]:
+        """Return the processes of a gang: its ranks, and what descends from them or did."""
+        ranks = {p for p, c in self._children.items() if c.order.gang == gang}
+        found: set[int] = set()
+        for process in descendants(is_exact=is_exact):
+            if (
+                process.pid in ranks
+                or process.parent in found
+                or process.session in ranks
+                or self._is_stray(process)
+            ):
+                found.add(process.pid)
+        return list(found)
+
+    def _is_stray(self, process: Descendant) -> bool:
+        """Whether it is an orphan that says of no rank that it came from it."""
+        return (
+            process.parent == os.getpid()
+            and process.pid not in self._children
+            and process.session not in self._children
+            and not self._starter.is_own(process.pid)
+        )
+
+    def _open_store(self, gang: int, host: str) -> StoreOpened:
+        try:
+            self._stores[gang] = self._starter.open_store(host)
+        except LaunchError as error:
+            return StoreOpened(gang=gang, port=0, problem=str(error))
+        return StoreOpened(gang=gang, port=self._stores[gang])
+
+    def _finish_dying(self) -> None:
+        for gang, until in list(self._dying.items()):
+            left = self._below(gang) or self._below(gang, is_exact=True)
+            if left and time.monotonic() < until:
+                send_signal(left, signal.SIGKILL)
+                continue
+            del self._dying[gang]
+            self._children = {p: c for p, c in self._children.items() if c.order.gang != gang}
+            if gang in self._stores:
+                self._starter.close_store(self._stores.pop(gang))
+            self._channel.send(Killed(gang=gang))
+
+    def _ask_stacks(self, gang: int, ranks: Sequence[int]) -> None:
+        files: dict[int, Path] = {}
+        phases: dict[str, str] = {}
+        flights: dict[int, Path] = {}
+        for pid in self._living(gang):
+            order = self._children[pid].order
+            if order.device == "cuda":  # also those that wait for nothing: they may have missed it
+                flights[order.rank] = Path(order.log_dir)
+                with contextlib.suppress(OSError):
+                    os.write(self._children[pid].trigger, b"d")
+            if order.rank in ranks:
+                phases[str(order.rank)] = self._children[pid].noted[1]
+                files[order.rank] = Path(order.log_dir)
+                send_signal([pid], STACK_SIGNAL)
+                send_signal([pid], signal.SIGCONT)  # one that was stopped says nothing
+        self._asked.append(_Asked(gang, files, flights, phases, time.monotonic() + _STACKS_S))
+
+    def _finish_stacks(self) -> None:
+        for asked in list(self._asked):
+            sizes = {r: file_size(d / STACKS_FILE) for r, d in asked.files.items()}
+            has_flights = all((d / FLIGHT_FILE).exists() for d in asked.flights.values())
+            is_settled = sizes == asked.sizes and all(sizes.values()) and has_flights
+            asked.sizes = sizes
+            if not is_settled and time.monotonic() < asked.until:
+                continue
+            self._asked.remove(asked)
+            self._channel.send(
+                Stacks(
+                    gang=asked.gang,
+                    stacks=_texts(asked.files, STACKS_FILE),
+                    flights=_texts(asked.flights, FLIGHT_FILE),
+                    phases=asked.phases,
+                )
+            )
+
+
+@dataclass(slots=True)
+class Forking:
+    """Starts ranks by forking this process, with everything that it has loaded.
+
+    Attributes:
+        channel: The connection of the fork server, which no rank may keep.
+        run_rank: What a rank does; never returns.
+        keeper: Opens stores, in a process of its own.
+    """
+
+    channel: Channel
+    run_rank: Callable[[RankConfig, RankPipes], NoReturn]
+    keeper: Keeper
+
+    def start(
+        self, order: RankConfig, ends: RankPipes, inherited: Sequence[int], unwanted: Sequence[int]
+    ) -> int:
+        """Fork."""
+        del inherited  # a fork has them all
+        fork_server = os.getpid()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # threads: see `gang.clean`
+            pid = os.fork()
+        if pid:
+            return pid
+        try:
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.setsid()
+            die_with(fork_server)
+            for descriptor in unwanted:
+                os.close(descriptor)
+            self.channel.close()
+            self.keeper.forget()
+            self.run_rank(order, ends)
+        except BaseException:  # noqa: BLE001 - a rank must never go on as a fork server
+            traceback.print_exc()
+        finally:
+            os._exit(70)
+
+    def open_store(self, host: str) -> int:
+        """Ask the keeper."""
+        return self.keeper.open_store(host)
+
+    def close_store(self, port: int) -> None:
+        """Tell the keeper."""
+        self.keeper.close_store(port)
+
+    def is_own(self, pid: int) -> bool:
+        """Whether it is the keeper."""
+        return self.keeper.pid == pid
+
+    def take_note_of_end(self, pid: int) -> None:
+        """Tell the keeper."""
+        self.keeper.take_note_of_end(pid)
+
+
+def _texts(directories: dict[int, Path], name: str) -> dict[str, str]:
+    texts = {}
+    for rank, directory in directories.items():
+        try:
+            texts[str(rank)] = (directory / name).read_text(errors="replace")
+        except OSError:
+            continue
+    return {rank: text for rank, text in texts.items() if text}

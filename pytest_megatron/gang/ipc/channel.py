@@ -1,0 +1,398 @@
+"""Connections between controller, fork servers and ranks: frames, authentication, addresses.
+
+Each side proves that it knows the key of the session before any message is looked at (HMAC-SHA256
+over both sides' nonces). On one host the socket is a file in a directory of the user alone; over
+TCP frames are not encrypted, as everything else that ranks say to one another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import secrets
+import struct
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from os import getpid  # a test may put another function in its place
+from pathlib import Path
+
+from pytest_megatron.gang.ipc.messages import Hello, Message, decode, encode_within
+from pytest_megatron.gang.originals import os, select, socket, time
+
+_LENGTH = struct.Struct("!I")
+_NONCE_BYTES = 32
+_PROOF_BYTES = 32
+_MAX_FRAME_BYTES = 1 << 28
+_MAX_FDS = 64
+_BACKLOG = 512
+_IPV4_IN_IPV6 = "::ffff:"  # of a socket that listens for both
+_LOOPBACKS = ("127.0.0.1", "localhost", "::1")
+_CHUNK_BYTES = 1 << 18
+_HANDSHAKE_S = 20.0
+_KEEPALIVE_S = 10  # after which a silent host is asked whether it is there
+_SILENCE_MS = 30_000  # after which it is not
+_MOST_TEMP_CHARS = 80
+
+
+class WrongKeyError(PermissionError):
+    """The other side does not know the key of this session."""
+
+
+class Channel:
+    """One authenticated connection, of one process: in a child that this one forks it is closed.
+
+    The controller reads with `drain`, which never blocks; others read with `receive`.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._sendall = connection.sendall  # whatever a test makes of the class
+        self._buffer = bytearray()
+        self._owner = getpid()
+        self.is_closed = False
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_MS)
+
+    def fileno(self) -> int:
+        """Return the descriptor, for `select`."""
+        return self._socket.fileno()
+
+    @property
+    def own_host(self) -> str:
+        """The address of this side, by which the other one came; "" of a local socket."""
+        name = self._socket.getsockname()
+        return str(name[0]).removeprefix(_IPV4_IN_IPV6) if isinstance(name, tuple) else ""
+
+    def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
+        """Send a message; one to a side that is gone is lost, as its death is told elsewhere.
+
+        Long texts of one that is too long for a frame are cut, and say so.
+
+        Args:
+            message: What to say.
+            descriptors: Go along where the socket is a local one.
+        """
+        self.send_frames([encode_within(message, _MAX_FRAME_BYTES)], descriptors)
+
+    def send_frame(self, frame: bytes) -> None:
+        """Send an encoded message: encode once, send to many."""
+        self.send_frames([frame])
+
+    def send_frames(self, frames: Sequence[bytes], descriptors: Sequence[int] = ()) -> None:
+        """Send several at once."""
+        if self.is_closed or getpid() != self._owner:
+            return
+        longest = max(map(len, frames))
+        if longest > _MAX_FRAME_BYTES:
+            raise ValueError(_too_long(longest))
+        content = b"".join(_LENGTH.pack(len(frame)) + frame for frame in frames)
+        try:
+            if descriptors and self._socket.family == socket.AF_UNIX:
+                num_sent = socket.send_fds(self._socket, [content], list(descriptors))
+                content = content[num_sent:]
+            self._sendall(content)
+        except OSError:
+            self.is_closed = True
+
+    def receive(self) -> Message | None:
+        """Wait for a message; None once the other side is gone."""
+        return self.receive_with_descriptors()[0]
+
+    def receive_with_descriptors(self) -> tuple[Message | None, list[int]]:
+        """Wait for a message and the descriptors that came with it."""
+        descriptors: list[int] = []
+        while (message := self._next()) is None:
+            try:
+                if self._socket.family == socket.AF_UNIX:
+                    chunk, fds, _, _ = socket.recv_fds(self._socket, 1 << 16, _MAX_FDS)
+                    descriptors += fds
+                else:
+                    chunk = self._socket.recv(1 << 16)
+            except OSError:
+                chunk = b""
+            if not chunk:
+                self.is_closed = True
+                return None, descriptors
+            self._buffer += chunk
+        return message, descriptors
+
+    @property
+    def has_message(self) -> bool:
+        """Whether a whole message was read already."""
+        return self._frame_end() is not None
+
+    def drain(self) -> list[Message]:
+        """Return the messages that are there; sets `is_closed` where no more can come.
+
+        What is no message (a test may write to any descriptor) ends the connection.
+        """
+        messages = []
+        try:
+            for frame in self.drain_frames():
+                messages.append(decode(frame))  # noqa: PERF401 - those before a bad one count
+        except ValueError:
+            self._give_up()
+        return messages
+
+    def drain_frames(self) -> list[bytes]:
+        """Return the frames that are there, as `drain` does with messages."""
+        try:
+            while True:
+                chunk = self._socket.recv(_CHUNK_BYTES, socket.MSG_DONTWAIT)
+                self._buffer += chunk
+                if len(chunk) < _CHUNK_BYTES:  # all there is for now
+                    self.is_closed = not chunk
+                    break
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.is_closed = True
+        frames = []
+        try:
+            while (frame := self._next_frame()) is not None:
+                frames.append(frame)
+        except ValueError:
+            self._give_up()
+        return frames
+
+    def _give_up(self) -> None:
+        self.is_closed = True
+        self._buffer.clear()
+
+    def close(self) -> None:
+        """Close it; may be called again."""
+        self.is_closed = True
+        self._socket.close()
+
+    def leave(self) -> None:
+        """Let go of it, but have the kernel close it when this process is gone, not before."""
+        self.is_closed = True
+        self._socket.detach()
+
+    def wait_for_end(self, limit_s: float) -> None:
+        """Wait until the other side is gone, whatever it says before."""
+        deadline = time.monotonic() + limit_s
+        while not self.is_closed and (left_s := deadline - time.monotonic()) > 0:
+            if select.select([self._socket], [], [], left_s)[0]:
+                self.drain()
+
+    def _frame_end(self) -> int | None:
+        if len(self._buffer) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._buffer)
+        if length > _MAX_FRAME_BYTES:
+            raise ValueError(_too_long(length))
+        end = _LENGTH.size + int(length)
+        return end if len(self._buffer) >= end else None
+
+    def _next(self) -> Message | None:
+        frame = self._next_frame()
+        return None if frame is None else decode(frame)
+
+    def _next_frame(self) -> bytes | None:
+        end = self._frame_end()
+        if end is None:
+            return None
+        frame = bytes(self._buffer[_LENGTH.size : end])
+        del self._buffer[:end]
+        return frame
+
+
+@dataclass(slots=True)
+class _Knocking:
+    """A connection that has not proved anything yet."""
+
+    connection: socket.socket
+    nonce: bytes
+    received: bytes = b""
+
+
+@dataclass(slots=True)
+class Listener:
+    """Where fork servers and ranks call the controller; never blocks on a caller that says nothing.
+
+    Attributes:
+        address: What callers have to know: `unix:PATH` or `tcp:HOST:PORT`.
+        key: What callers have to prove.
+    """
+
+    address: str
+    key: bytes
+    _socket: socket.socket
+    _directory: Path | None = None
+    _knocking: dict[int, _Knocking] = field(default_factory=dict)
+
+    def fileno(self) -> int:
+        """Return the descriptor, for `select`."""
+        return self._socket.fileno()
+
+    def accept(self) -> socket.socket:
+        """Take a caller in; `prove` says when it can be trusted."""
+        connection, _ = self._socket.accept()
+        connection.settimeout(0.0)
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        with contextlib.suppress(OSError):  # it hung up at once: `prove` finds that out
+            connection.send(nonce)
+        self._knocking[connection.fileno()] = _Knocking(connection, nonce)
+        return connection
+
+    def prove(self, connection: socket.socket) -> Channel | None:
+        """Read on; return the channel once the caller has proved itself.
+
+        Raises:
+            WrongKeyError: It does not know the key.
+        PermissionError: It went away.
+        """
+        caller = self._knocking[connection.fileno()]
+        wanted = _NONCE_BYTES + _PROOF_BYTES - len(caller.received)
+        try:
+            chunk = connection.recv(wanted)
+        except BlockingIOError:
+            chunk = None
+        except OSError:
+            chunk = b""
+        if chunk is None:
+            return None
+        caller.received += chunk
+        if chunk and len(caller.received) < _NONCE_BYTES + _PROOF_BYTES:
+            return None
+        del self._knocking[connection.fileno()]
+        their_nonce, proof = caller.received[:_NONCE_BYTES], caller.received[_NONCE_BYTES:]
+        if not hmac.compare_digest(proof, _prove(self.key, b"caller", caller.nonce, their_nonce)):
+            connection.close()
+            if not chunk:
+                raise PermissionError("a caller hung up")
+            raise WrongKeyError("a caller does not know the key of this session")
+        connection.settimeout(None)
+        try:
+            connection.sendall(_prove(self.key, b"controller", their_nonce, caller.nonce))
+            return Channel(connection)
+        except OSError:
+            connection.close()
+            raise PermissionError("a caller hung up") from None
+
+    def forget(self) -> None:
+        """Close the descriptors, in a forked child."""
+        for caller in self._knocking.values():
+            caller.connection.close()
+        self._socket.close()
+
+    def close(self) -> None:
+        """Take no more callers, and leave nothing on disk."""
+        self.forget()
+        if self._directory is not None:
+            remove_socket(self.address)
+
+
+def listen_locally() -> Listener:
+    """Listen on a socket that only this user can reach."""
+    directory = Path(tempfile.mkdtemp(prefix="ptm-", dir=_short_temp()))
+    listening = socket.socket(socket.AF_UNIX)
+    path = directory / "wire"
+    listening.bind(str(path))
+    listening.listen(_BACKLOG)
+    return Listener(f"unix:{path}", secrets.token_bytes(32), listening, directory)
+
+
+def listen_on(host: str, port: int, key: bytes) -> Listener:
+    """Listen on TCP, for several nodes: on every interface, unless the host is this one only.
+
+    A host's own name may mean its loopback to itself and not to others.
+
+    Raises:
+        OSError: The port is taken.
+    """
+    if host in _LOOPBACKS:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    elif socket.has_dualstack_ipv6():
+        listening = socket.create_server(
+            ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG
+        )
+    else:
+        listening = socket.create_server(("", port), backlog=_BACKLOG)
+    return Listener(f"tcp:{host}:{listening.getsockname()[1]}", key, listening)
+
+
+def remove_socket(address: str) -> None:
+    """Remove the socket of a controller that could not do it itself."""
+    scheme, _, path = address.partition(":")
+    if scheme == "unix":
+        with contextlib.suppress(OSError):
+            Path(path).unlink(missing_ok=True)
+            Path(path).parent.rmdir()
+
+
+def connect(address: str, key: bytes, hello: Hello | None) -> Channel:
+    """Call the controller, and greet it; None is for whoever has greetings of another kind.
+
+    On one host a caller waits until it is answered, since the controller may be busy with a test of
+    its own for minutes; if it dies, the kernel hangs up.
+
+    Raises:
+        WrongKeyError: It does not know the key, or says that we do not.
+        OSError: It cannot be reached.
+    """
+    connection = _reach(address)
+    try:
+        their_nonce = _read(connection, _NONCE_BYTES)
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        connection.sendall(nonce + _prove(key, b"caller", their_nonce, nonce))
+        try:
+            proof = _read(connection, _PROOF_BYTES)
+        except ConnectionError:
+            raise WrongKeyError(f"{address}: has another key, and hung up") from None
+        if not hmac.compare_digest(proof, _prove(key, b"controller", nonce, their_nonce)):
+            raise WrongKeyError(f"{address}: has another key")
+        connection.settimeout(None)
+        channel = Channel(connection)
+    except OSError:
+        connection.close()
+        raise
+    if hello is not None:
+        channel.send(hello)
+    return channel
+
+
+def _reach(address: str) -> socket.socket:
+    scheme, _, rest = address.partition(":")
+    if scheme != "unix":
+        host, _, port = rest.rpartition(":")
+        return socket.create_connection((host, int(port)), timeout=_HANDSHAKE_S)
+    connection = socket.socket(socket.AF_UNIX)  # waits as long as it takes: see `connect`
+    try:
+        connection.connect(rest)
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def _read(connection: socket.socket, num_bytes: int) -> bytes:
+    content = b""
+    while len(content) < num_bytes:
+        chunk = connection.recv(num_bytes - len(content))
+        if not chunk:
+            raise ConnectionError("the other side hung up")
+        content += chunk
+    return content
+
+
+def _too_long(num_bytes: int) -> str:
+    return f"a message of {num_bytes} bytes, at most {_MAX_FRAME_BYTES} were expected"
+
+
+def _prove(key: bytes, role: bytes, theirs: bytes, own: bytes) -> bytes:
+    return hmac.digest(key, role + theirs + own, "sha256")
+
+
+def _short_temp() -> str | None:
+    """Return a directory whose sockets have short names; the kernel takes 107 bytes."""
+    if len(tempfile.gettempdir()) <= _MOST_TEMP_CHARS or not os.path.isdir("/tmp"):  # noqa: S108 - made private by mkdtemp
+        return None
+    return "/tmp"  # noqa: S108 - see above

@@ -1,0 +1,505 @@
+"""From what N ranks reported to the one outcome of a test: pure.
+
+A test passed only if every rank passed it, and was skipped only if every rank skipped it. A rank
+that died, hung or said nothing fails the test. The first failure in time is the headline; ranks
+that failed or were stopped because of it are named, not reported as failures of their own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.text import describe_exit, name_ranks
+from pytest_megatron.gang.crash import describe_flights, innermost_frame, shorten_stack
+from pytest_megatron.gang.ipc.messages import Done
+from pytest_megatron.gang.phase_report import (
+    PHASES,
+    JsonObject,
+    Outcome,
+    PhaseReport,
+    is_subtest,
+    phase_of,
+    properties_of,
+    reported,
+    sections_of,
+    skip_reason,
+)
+from pytest_megatron.gang.spec import RankResult, Reason, RunEnd
+
+# What ranks say when another rank died or was stopped under them.
+CONSEQUENCE = re.compile(
+    r"Connection (?:closed|reset) by peer|Connection refused|Broken pipe|ncclRemoteError"
+    r"|NCCL communicator was aborted|Socket closed|Read error|Timed out waiting \d+ms for"
+)
+
+
+def words_of_ranks(end: RunEnd, when: str, failed: Mapping[int, PhaseReport]) -> dict[int, str]:
+    """Return what each rank did, in a few words."""
+    return {rank.rank: _word(end, rank, when, failed.get(rank.rank)) for rank in end.ranks}
+
+
+def _word(end: RunEnd, rank: RankResult, when: str, failure: PhaseReport | None) -> str:
+    if failure is not None:
+        consequence = CONSEQUENCE.search(failure.text)
+        text = f"failed: {failure.message if consequence is None else consequence[0]}"
+        if rank.done is None and (rank.exit_code is not None or rank.phase != when):
+            text += f", then {_end_word(end, rank)}"
+        return text if consequence is None else f"{text} (a consequence)"
+    if rank.done is None:
+        return _end_word(end, rank)
+    return _done_word(end, rank, rank.done.num_collectives)
+
+
+def _done_word(end: RunEnd, rank: RankResult, num_collectives: int) -> str:
+    for phase in (p for name in PHASES if (p := reported(rank, name)) is not None):
+        if phase.outcome == "skipped":
+            return f"skipped: {skip_reason(phase)}"
+        if phase.outcome == "failed":
+            return f"failed: {phase.message}"
+    if end.reason is Reason.DESYNCHRONISED:
+        return f"passed after {num_collectives} collectives"
+    return "passed"
+
+
+def _end_word(end: RunEnd, rank: RankResult) -> str:
+    """Return how a rank ended that did not end the test."""
+    if rank.problem:
+        problem = rank.problem.strip().splitlines()[-1]
+        return f"did not start: {problem}" if end.reason is Reason.NOT_STARTED else problem
+    if rank.exit_code is not None:
+        where = f" in {rank.phase}" if rank.phase not in ("", "call") else ""
+        return f"{describe_exit(rank.exit_code)}{where}"
+    return _late_word(end, rank)
+
+
+def _late_word(end: RunEnd, rank: RankResult) -> str:
+    frame = innermost_frame(rank.stack)
+    where = f" at {frame}" if frame else ""
+    if end.reason is Reason.NOT_COLLECTED:
+        return "did not run it"
+    if end.reason is Reason.NOT_STARTED:
+        return "did not start" if end.limit_s else "was stopped before it started"
+    return f"was still in {rank.phase or 'the test'}{where}, and was stopped"
+
+
+def split_message(end: RunEnd, words: Mapping[int, str]) -> str:
+    """Return the headline of a failure for which no rank is to blame."""
+    match end.reason:
+        case Reason.HUNG:
+            late = [r.rank for r in end.ranks if r.done is None]
+            return f"{name_ranks(late)} did not end in {end.limit_s:g} s"
+        case Reason.DESYNCHRONISED:
+            return (
+                "every rank passed, but they took part in different collectives of the default "
+                "process group; the next test would have met what is left"
+            )
+        case Reason.NOT_STARTED:
+            return f"the gang did not start in {end.limit_s:g} s"
+        case _:
+            skipped = [rank for rank, word in words.items() if word.startswith("skipped")]
+            others = [rank for rank in words if rank not in skipped]
+            if skipped and others:
+                return f"{name_ranks(skipped)} skipped, {name_ranks(others)} did not"
+            return str(end.reason.value)
+
+
+def tell_ranks(words: Mapping[int, str], first: int | None) -> str:
+    """Return a line for each thing that ranks did, the first failure on top."""
+    groups: dict[str, list[int]] = {}
+    for rank in sorted(words, key=lambda r: (r != first, r)):
+        groups.setdefault(words[rank], []).append(rank)
+    return "\n".join(f"{name_ranks(ranks)}: {word}" for word, ranks in groups.items())
+
+
+def subtest_word(phase: PhaseReport) -> str:
+    """Return what a rank did in a subtest."""
+    if phase.outcome == "skipped":
+        return f"skipped: {skip_reason(phase)}"
+    return f"failed: {phase.message}" if phase.outcome == "failed" else "passed"
+
+
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
+_MOST_OF_A_LINE = 2  # tracebacks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merged:
+    """One report for pytest.
+
+    Attributes:
+        when: The phase.
+        base: The report of the rank in the headline, as pytest serialised it; None where no rank
+            has one.
+        message: One line for a summary, if it failed.
+        blocks: Title and text of what the report shows beside `base`.
+        sections: Captured output, by name.
+        start: Earliest of all ranks, seconds since the epoch.
+        stop: Latest of all ranks.
+        ranks: What each rank did, for tools.
+    """
+
+    when: str
+    outcome: Outcome
+    base: JsonObject | None = None
+    message: str = ""
+    blocks: tuple[tuple[str, str], ...] = ()
+    sections: tuple[tuple[str, str], ...] = ()
+    properties: tuple[tuple[str, JsonValue], ...] = ()
+    start: float = 0.0
+    stop: float = 0.0
+    ranks: Mapping[str, str] = field(default_factory=dict)
+
+
+def merge(end: RunEnd, world_size: int) -> tuple[Merged, ...]:
+    """Return the reports of one execution, in the order in which pytest reports them.
+
+    Subtests come before the call that they belong to.
+    """
+    if _is_plain(end):
+        return _merge_plain(end)
+    merged: list[Merged] = []
+    waiting = _waiting_in_setup(end)
+    has_ended = False
+    for when in PHASES:
+        if has_ended and when == "call":
+            continue
+        is_told = when == "teardown" and any(m.outcome == "failed" for m in merged)
+        if is_told and not any(_has_failed(rank, when) for rank in end.ranks):
+            continue  # who was stopped in teardown was so because of what is reported already
+        phase = _merge_phase(end, when, world_size, waiting)
+        if phase is None:
+            continue
+        if when == "call":
+            merged += _merge_subtests(end)
+        merged.append(phase)
+        has_ended = has_ended or (when == "setup" and phase.outcome != "passed")
+    if not merged or merged[0].when != "setup":
+        merged.insert(0, Merged(when="setup", outcome="passed"))
+    if all(m.outcome == "passed" for m in merged) and _is_trouble(end):
+        merged = [merged[0], _fail(end, "call", (), world_size)]
+    if not any(m.when == "teardown" for m in merged):
+        stop = merged[-1].stop
+        merged.append(Merged(when="teardown", outcome="passed", start=stop, stop=stop))
+    return tuple(merged)
+
+
+def merge_late(reports: Mapping[int, JsonValue], log_dirs: Sequence[str]) -> Merged:
+    """Return the report of a teardown that failed after the test was reported.
+
+    Args:
+        reports: Rank -> what it reported.
+        log_dirs: Of each rank of the gang.
+    """
+    ranks = tuple(
+        RankResult(
+            rank=rank,
+            done=Done(run=0, reports=(reports[rank],) if rank in reports else ()),
+            log_dir=log_dir,
+        )
+        for rank, log_dir in enumerate(log_dirs)
+    )
+    end = RunEnd(run=0, reason=Reason.DONE, ranks=ranks, limit_s=0.0, duration_s=0.0, is_kept=False)
+    found = [p for rank in ranks if (p := reported(rank, "teardown")) is not None]
+    return _fail(end, "teardown", found, len(ranks))
+
+
+def _is_plain(end: RunEnd) -> bool:
+    """Whether every rank passed every phase and said nothing: nearly all tests."""
+    return end.reason is Reason.DONE and all(
+        rank.done is not None
+        and len(rank.done.reports) == len(PHASES)
+        and all(isinstance(report, list) for report in rank.done.reports)
+        for rank in end.ranks
+    )
+
+
+def _merge_plain(end: RunEnd) -> tuple[Merged, ...]:
+    columns = zip(*(r.done.reports for r in end.ranks if r.done is not None), strict=True)
+    merged = []
+    for when, column in zip(PHASES, columns, strict=True):
+        rows = [cast("tuple[str, float, float]", tuple(cast("list[JsonValue]", c))) for c in column]
+        merged.append(
+            Merged(
+                when=when,
+                outcome="passed",
+                start=min(row[1] for row in rows),
+                stop=max(row[2] for row in rows),
+            )
+        )
+    return tuple(merged)
+
+
+def _is_trouble(end: RunEnd) -> bool:
+    """Whether it must not pass, whatever ranks reported."""
+    return end.reason is not Reason.DONE or any(r.done is None for r in end.ranks)
+
+
+def _has_failed(rank: RankResult, when: str) -> bool:
+    """Whether a rank failed a phase by itself."""
+    phase = reported(rank, when)
+    is_failure = phase is not None and phase.outcome == "failed"
+    return is_failure and not (phase and CONSEQUENCE.search(phase.text))
+
+
+def _merge_phase(end: RunEnd, when: str, world_size: int, waiting: set[int]) -> Merged | None:
+    found = [p for rank in end.ranks if (p := reported(rank, when)) is not None]
+    struck = [
+        "call" if r.rank in waiting else r.phase or "call" for r in end.ranks if r.done is None
+    ]
+    if when in struck:
+        xfailed = [p for p in found if p.is_xfail and p.outcome == "skipped"]
+        late = [r for r in end.ranks if r.done is not None or _is_late(r)]
+        if xfailed and _are_expected(found) and len(late) == len(end.ranks):
+            return _from_one(xfailed[0], when, found, "skipped")  # they waited for it
+        return _fail(end, when, found, world_size)
+    if not found:
+        return None
+    if when == "setup" and waiting and all(p.outcome == "passed" for p in found):
+        return _passed(when, found)
+    return _merge_reported(end, when, found, world_size)
+
+
+def _waiting_in_setup(end: RunEnd) -> set[int]:
+    """Return ranks stopped in set-up only because of one that had passed it, and failed later.
+
+    The last collective of a set-up may end on one rank before it ends on others; if that one dies,
+    the test failed where it died.
+    """
+    late = {r.rank for r in end.ranks if r.done is None and r.phase == "setup" and _is_late(r)}
+    guilty = [r for r in end.ranks if _is_dead(r) or any(_has_failed(r, w) for w in PHASES)]
+    if not late or not guilty:
+        return set()
+    setup = reported(min(guilty, key=_when_failed), "setup")
+    return late if setup is not None and setup.outcome == "passed" else set()
+
+
+def _merge_reported(
+    end: RunEnd, when: str, found: Sequence[PhaseReport], world_size: int
+) -> Merged:
+    """Merge a phase in which no rank was struck; ranks that ended before it have none."""
+    failed = [p for p in found if p.outcome == "failed"]
+    skipped = [p for p in found if p.outcome == "skipped"]
+    xfailed = [p for p in skipped if p.is_xfail]
+    if xfailed and _are_expected(found):
+        return _from_one(xfailed[0], when, found, "skipped")  # as a whole it failed, as expected
+    is_unanimous = len(found) == world_size and len(skipped) in (0, world_size)
+    if failed or not (is_unanimous or when != "call"):
+        return _fail(end, when, found, world_size)  # a rank may also have skipped in set-up
+    if skipped and not is_unanimous:
+        return _skip_in_part(end, when, found, world_size)
+    if skipped:
+        return _from_one(skipped[0], when, found, "skipped")
+    xpassed = [p for p in found if p.is_xfail]
+    return _from_one(xpassed[0], when, found, "passed") if xpassed else _passed(when, found)
+
+
+def _are_expected(found: Sequence[PhaseReport]) -> bool:
+    """Whether no rank did what a test must not do that is expected to fail on some rank."""
+    return all(p.outcome == "passed" or p.is_xfail or _is_strict_xpass(p) for p in found)
+
+
+def _is_late(rank: RankResult) -> bool:
+    """Whether a rank was stopped while it waited, and did not end by itself."""
+    return rank.exit_code is None and not rank.problem
+
+
+def _is_dead(rank: RankResult) -> bool:
+    """Whether a rank did not end the test, and that by itself."""
+    return rank.done is None and not _is_late(rank)
+
+
+def _when_failed(rank: RankResult) -> tuple[float, int]:
+    return float("inf") if rank.at is None else rank.at, rank.rank
+
+
+def _skip_in_part(end: RunEnd, when: str, found: Sequence[PhaseReport], world_size: int) -> Merged:
+    if when == "setup":  # a split skip is a failure of the test, not an error of its set-up
+        return _passed(when, [p for p in found if p.outcome == "passed"] or found)
+    return _fail(end, when, found, world_size)
+
+
+def _is_strict_xpass(phase: PhaseReport) -> bool:
+    return phase.outcome == "failed" and phase.text.startswith("[XPASS(strict)]")
+
+
+def _passed(when: str, found: Sequence[PhaseReport]) -> Merged:
+    full = [p.full for p in found if p.outcome == "passed" and p.full is not None]
+    return Merged(
+        when=when,
+        outcome="passed",
+        base=full[0] if full else None,
+        sections=sections_of(found),
+        properties=properties_of(found),
+        start=_start(found),
+        stop=max(p.stop for p in found),
+    )
+
+
+def _from_one(
+    phase: PhaseReport, when: str, found: Sequence[PhaseReport], outcome: Outcome
+) -> Merged:
+    return Merged(
+        when=when,
+        outcome=outcome,
+        base=phase.full,
+        sections=sections_of(found),
+        properties=properties_of(found),
+        start=_start(found),
+        stop=max(p.stop for p in found),
+    )
+
+
+def _start(found: Sequence[PhaseReport]) -> float:
+    """Return when the first rank began, as far as any could say."""
+    return min([p.start for p in found if p.start], default=0.0)
+
+
+def _fail(end: RunEnd, when: str, found: Sequence[PhaseReport], world_size: int) -> Merged:
+    """Say who failed first, who with it, who because of it."""
+    failed = {p.rank: p for p in found if p.outcome == "failed"}
+    struck = {r.rank: r for r in end.ranks if r.done is None}
+    first = _first(end, failed)
+    words = words_of_ranks(end, when, failed)
+    blocks: list[tuple[str, str]] = []
+    base = None
+    if first is None:
+        message = split_message(end, words)
+    elif first in failed:
+        base = failed[first].full
+        message = f"[rank {first}] {failed[first].message}"
+    else:
+        message = f"rank {first} of {world_size} {words[first]}"
+        if len(set(words.values())) == 1 and world_size > 1:
+            message = f"{name_ranks(list(words))} {words[first]}"
+    blocks.append(("ranks", tell_ranks(words, first)))
+    blocks += _other_failures(failed, first, words)
+    blocks += _stacks(end)
+    blocks += _logs(end, first, struck)
+    shown = [p for p in found if p.rank == first or (first is None and p is found[0])]
+    start = _start(found)
+    return Merged(
+        when=when,
+        outcome="failed",
+        base=base,
+        message=message,
+        blocks=tuple(blocks),
+        sections=sections_of(shown),
+        properties=properties_of(found),
+        start=start,
+        stop=max([p.stop for p in found] + [start + end.duration_s]),
+        ranks={str(rank): text for rank, text in words.items()},
+    )
+
+
+def _first(end: RunEnd, failed: Mapping[int, PhaseReport]) -> int | None:
+    """Return the rank that everything else follows from; None where no rank is to blame."""
+
+    def order(rank: RankResult) -> tuple[bool, float, int]:
+        phase = failed.get(rank.rank)
+        is_consequence = phase is not None and CONSEQUENCE.search(phase.text) is not None
+        return is_consequence, *_when_failed(rank)
+
+    guilty = [r for r in end.ranks if r.rank in failed or _is_dead(r)]
+    return min(guilty, key=order).rank if guilty else None
+
+
+def _other_failures(
+    failed: Mapping[int, PhaseReport], first: int | None, words: Mapping[int, str]
+) -> list[tuple[str, str]]:
+    """Return tracebacks that differ from the headline's, each once, of one line two at the most.
+
+    Ranks that fail at the same line with values of their own have them in the lines about ranks.
+    """
+    headline = failed.get(first) if first is not None else None
+    seen = set() if headline is None else {_normalise(headline.text)}
+    groups: dict[str, list[int]] = {}
+    for rank, phase in failed.items():
+        text = _normalise(phase.text)
+        if rank != first and text not in seen and not words[rank].endswith("(a consequence)"):
+            groups.setdefault(text, []).append(rank)
+    shown = Counter([] if headline is None else [headline.place])
+    more: dict[str, list[int]] = {}
+    blocks: list[tuple[str, str]] = []
+    for ranks in groups.values():
+        phase = failed[ranks[0]]
+        if phase.place is not None and shown[phase.place] >= _MOST_OF_A_LINE:
+            more.setdefault(phase.place[0], []).extend(ranks)
+            continue
+        shown[phase.place] += 1
+        blocks.append((f"failure of {name_ranks(ranks)}", phase.text))
+    blocks += [
+        (f"{len(ranks)} more at the same line", f"{name_ranks(sorted(ranks))}: {place}")
+        for place, ranks in more.items()
+    ]
+    return blocks
+
+
+def _normalise(text: str) -> str:
+    return _ADDRESS.sub("0x", text)
+
+
+def _stacks(end: RunEnd) -> list[tuple[str, str]]:
+    """Return the stacks of ranks that had to be stopped, equal ones once."""
+    groups: dict[str, list[int]] = {}
+    for rank in end.ranks:
+        if rank.stack:
+            groups.setdefault(_normalise_stack(rank.stack), []).append(rank.rank)
+    blocks = [(f"stack of {name_ranks(ranks)}", text) for text, ranks in groups.items()]
+    flights = {r.rank: r.flight for r in end.ranks if r.flight}
+    if flights and (text := describe_flights(flights)):
+        blocks.append(("collectives, by NCCL's flight recorder", text))
+    return blocks
+
+
+def _normalise_stack(stack: str) -> str:
+    return shorten_stack(re.sub(r"(?m)^((?:Current t|T)hread) 0x[0-9a-f]+", r"\1", stack))
+
+
+def _logs(
+    end: RunEnd, first: int | None, struck: Mapping[int, RankResult]
+) -> list[tuple[str, str]]:
+    """Return what a dead rank said last, and where to read on."""
+    blocks = [
+        (f"rank {rank.rank}", rank.problem) for rank in struck.values() if "\n" in rank.problem
+    ]
+    shown = [end.ranks[first]] if first is not None else [r for r in end.ranks if r.rank in struck]
+    files = [f"{rank.log_dir}/stderr.log" for rank in shown if rank.log_dir]
+    if files and end.reason is not Reason.NOT_COLLECTED:
+        blocks.append(("logs", "\n".join(files)))
+    return blocks
+
+
+def _merge_subtests(end: RunEnd) -> list[Merged]:
+    """Merge subtests of equal names over the ranks, in the order of the first rank with them."""
+    by_key: dict[str, list[PhaseReport]] = {}
+    for rank in end.ranks:
+        seen: dict[str, int] = {}
+        for report in () if rank.done is None else rank.done.reports:
+            if isinstance(report, Mapping) and is_subtest(report):
+                key = str(report.get("_subtest.context"))
+                seen[key] = seen.get(key, 0) + 1
+                by_key.setdefault(f"{key} {seen[key]}", []).append(phase_of(rank.rank, report))
+    return [_merge_subtest(end, found) for found in by_key.values()]
+
+
+def _merge_subtest(end: RunEnd, found: Sequence[PhaseReport]) -> Merged:
+    """Merge one subtest by the rules for tests; a rank that had no such subtest has no say."""
+    failed = {p.rank: p for p in found if p.outcome == "failed"}
+    skipped = [p for p in found if p.outcome == "skipped"]
+    xfailed = [p for p in found if p.is_xfail]
+    if xfailed and not failed:
+        return _from_one(xfailed[0], "call", found, xfailed[0].outcome)
+    if not failed and len(skipped) in (0, len(found)):
+        return _from_one(found[0], "call", found, found[0].outcome)
+    chosen = [*failed.values(), *skipped][0]
+    words = {p.rank: subtest_word(p) for p in found}
+    message = f"[rank {chosen.rank}] {chosen.message}" if failed else split_message(end, words)
+    blocks = [("ranks", tell_ranks(words, chosen.rank))]
+    blocks += _other_failures(failed, chosen.rank if failed else None, words)
+    merged = _from_one(chosen, "call", found, "failed")
+    return replace(merged, message=message, blocks=tuple(blocks))

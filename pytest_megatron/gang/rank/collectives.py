@@ -1,0 +1,264 @@
+"""Counts the collectives that this process took part in; runs in ranks only (effects).
+
+Ranks have to agree about collectives, not about sends and receives: the last stage of a pipeline
+sends less than the first one. gloo has one number for both, so what was sent and received is
+counted here and taken off.
+
+Methods of groups and backends are wrapped, not functions of `torch.distributed`: all of those end
+in a method, by whatever name a test has imported them. What torch calls from C++ is collective
+(reducers, functional collectives), except for sends of compiled graphs.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Protocol, cast
+
+from typing_extensions import override
+
+_GLOO = "gloo"
+
+
+class _Group(Protocol):
+    """What is used of a process group and of its backend."""
+
+    def name(self) -> str: ...
+
+    def size(self) -> int: ...
+
+    def _get_backend(self, device: object) -> _Group: ...
+
+    def _get_sequence_number_for_group(self) -> int: ...
+
+
+class _Device(Protocol):
+    type: str
+
+
+class _SentTensor(Protocol):
+    """What is used of a tensor."""
+
+    device: _Device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DefaultGroup:
+    """The default process group."""
+
+    size: int
+    backend: str
+
+    @override
+    def __str__(self) -> str:
+        return f"{self.size} {'rank' if self.size == 1 else 'ranks'} ({self.backend})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """What this rank took part in.
+
+    Attributes:
+        num_collectives: Of the default group; -1 where there is none of all ranks, and where it
+            does not count so that ranks can be compared.
+        num_rendezvous: Default groups that were set up.
+        num_unmatched: Sends within the default group less receives. Over all ranks they make 0,
+            unless one was never answered.
+    """
+
+    num_collectives: int
+    num_rendezvous: int
+    num_unmatched: int = 0
+
+
+class _Counter:
+    """Counts for this process, from when torch.distributed was imported."""
+
+    def __init__(self, torch: ModuleType, distributed: ModuleType) -> None:
+        # Not `torch.distributed`: that is set once the import has ended.
+        self._torch = torch
+        self._distributed = distributed
+        self._c10d = distributed.distributed_c10d
+        self._lock = threading.Lock()
+        self.num_rendezvous = 0
+        self._group: weakref.ref[_Group] | None = None
+        self._gloo: _Group | None = None
+        self._num_others = 0  # of the default group's numbers those that are no collectives
+        self._num_unmatched = 0
+
+    def install(self) -> None:
+        """Wrap what is to be counted."""
+        bindings = sys.modules["torch._C._distributed_c10d"]
+        for cls in (bindings.ProcessGroup, bindings.Backend):
+            self._wrap_methods(cls)
+        self._wrap_rendezvous()
+
+    def _wrap_methods(self, cls: type) -> None:
+        # Each has the name of what it wraps: pybind11 knows by it that an override calls its base.
+        original_send = cls.send  # type: ignore[attr-defined]
+        original_recv = cls.recv  # type: ignore[attr-defined]
+        original_any = cls.recv_anysource  # type: ignore[attr-defined]
+        original_barrier = cls.monitored_barrier  # type: ignore[attr-defined]
+
+        def send(self: object, *args: object, **settings: object) -> object:
+            work = original_send(self, *args, **settings)
+            counter._take(self, args, settings, sent=1)
+            return work
+
+        def recv(self: object, *args: object, **settings: object) -> object:
+            work = original_recv(self, *args, **settings)
+            counter._take(self, args, settings, sent=-1)
+            return work
+
+        def recv_anysource(self: object, *args: object, **settings: object) -> object:
+            work = original_any(self, *args, **settings)
+            counter._take(self, args, settings, sent=-1)
+            return work
+
+        def monitored_barrier(self: object, *args: object, **settings: object) -> object:
+            gloo = counter._gloo_of(self)
+            before = 0 if gloo is None else gloo._get_sequence_number_for_group()  # noqa: SLF001
+            try:
+                return original_barrier(self, *args, **settings)
+            finally:
+                if gloo is not None:  # made of sends, more of them on rank 0
+                    after = gloo._get_sequence_number_for_group()  # noqa: SLF001
+                    counter._add(after - before - 1, 0)
+
+        counter = self
+        for method in (send, recv, recv_anysource, monitored_barrier):
+            original = getattr(cls, method.__name__)
+            method.__doc__, method.__qualname__ = original.__doc__, original.__qualname__
+            setattr(cls, method.__name__, method)
+
+    def _wrap_rendezvous(self) -> None:
+        """Give each default group that a test sets up keys of its own in the gang's store.
+
+        Without it, a group that follows one that was destroyed may read addresses of the old one
+        and hang: seen with torch 2.13 under plain `torch.distributed.run`.
+        """
+        rendezvous = sys.modules["torch.distributed.rendezvous"]
+        original = getattr(rendezvous, "_create_c10d_store", None)
+        prefixed = self._distributed.PrefixStore
+        if original is None:
+            return
+
+        def create(*args: object, **settings: object) -> object:
+            store = original(*args, **settings)
+            self.num_rendezvous += 1
+            return prefixed(f"rendezvous/{self.num_rendezvous}", store)
+
+        rendezvous._create_c10d_store = create  # type: ignore[attr-defined]  # noqa: SLF001 - see above
+
+    def _take(
+        self, group: object, args: Sequence[object], settings: dict[str, object], *, sent: int
+    ) -> None:
+        """Count a send or a receive; one of a GPU's memory is none of gloo's."""
+        tensors = cast("Sequence[_SentTensor]", args[0] if args else settings["tensors"])
+        if tensors[0].device.type == "cpu" and self._gloo_of(group) is not None:
+            self._add(1, sent)
+
+    def _add(self, num_others: int, num_unmatched: int) -> None:
+        with self._lock:
+            self._num_others += num_others
+            self._num_unmatched += num_unmatched
+
+    def _gloo_of(self, group: object) -> _Group | None:
+        """Return the backend that counts if this is the default group or its backend."""
+        default = self.find_default()
+        return self._gloo if group is default or group is self._gloo else None
+
+    def describe_default(self) -> DefaultGroup | None:
+        """Return what the default group is, or None."""
+        default = self.find_default()
+        if default is None:
+            return None
+        known = self._c10d._world.pg_map.get(default)  # noqa: SLF001 - see `find_default`
+        return DefaultGroup(size=default.size(), backend=str(known[0]) if known else "")
+
+    def find_default(self) -> _Group | None:
+        """Return the default group, and begin anew where it is another one."""
+        default = cast("_Group | None", self._c10d._world.default_pg)  # noqa: SLF001 - tests patch what is public
+        if default is None:
+            self._gloo = None
+        elif self._group is None or self._group() is not default:
+            self._group = weakref.ref(default)
+            self._gloo = self._find_gloo(default)
+            self._num_others = self._num_unmatched = 0
+        return default
+
+    def _find_gloo(self, group: _Group) -> _Group | None:
+        try:
+            backend = group._get_backend(self._torch.device("cpu"))  # noqa: SLF001 - no other
+            return backend if backend.name() == _GLOO else None
+        except (AttributeError, RuntimeError):  # a group for GPUs alone, or of a test
+            return None
+
+    def counts(self, world_size: int) -> Counts:
+        """Return the numbers so far."""
+        default = self.find_default()
+        if default is None or self._gloo is None or default.size() != world_size:
+            return Counts(num_collectives=-1, num_rendezvous=self.num_rendezvous)
+        number = self._gloo._get_sequence_number_for_group()  # noqa: SLF001 - no other
+        return Counts(
+            num_collectives=number - self._num_others,
+            num_rendezvous=self.num_rendezvous,
+            num_unmatched=self._num_unmatched,
+        )
+
+
+class _Finder(MetaPathFinder):
+    """Finds no module: waits for torch.distributed to be imported."""
+
+    @override
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname.startswith("torch.") and _install():
+            sys.meta_path.remove(self)
+        return None
+
+
+_counter: _Counter | None = None
+
+
+def count_from_import_on() -> None:
+    """Count in this process, from now on or from when torch.distributed is imported."""
+    if not _install():
+        sys.meta_path.insert(0, _Finder())
+
+
+def count_collectives(world_size: int) -> Counts:
+    """Return what this rank took part in so far.
+
+    Args:
+        world_size: Of the gang.
+    """
+    if _counter is None:
+        return Counts(num_collectives=-1, num_rendezvous=0)
+    return _counter.counts(world_size)
+
+
+def default_group() -> DefaultGroup | None:
+    """Return what the default group is, or None without one."""
+    return None if _counter is None else _counter.describe_default()
+
+
+def _install() -> bool:
+    """Wrap torch, once it is there; return whether it is."""
+    global _counter  # noqa: PLW0603 - one process, one torch
+    torch = sys.modules.get("torch")
+    distributed = sys.modules.get("torch.distributed")
+    # The name is there once all that is wrapped is.
+    if torch is None or distributed is None or not hasattr(distributed, "init_process_group"):
+        return False
+    if _counter is None:
+        _counter = _Counter(torch, distributed)
+        _counter.install()
+    return True

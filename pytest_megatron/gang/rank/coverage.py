@@ -1,0 +1,159 @@
+"""Coverage of ranks: each goes on with what coverage.py measures in the controller (effects).
+
+A forked process stops what it inherited and measures into a file of its own; at the end the
+controller takes the files into its data, before anybody reports them.
+"""
+
+from __future__ import annotations
+
+import os
+import posix
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.gang.originals import time
+
+if TYPE_CHECKING:
+    from coverage import Coverage
+    from coverage.types import TConfigValueIn
+
+_OPTIONS = (
+    "branch",
+    "concurrency",
+    "context",
+    "core",
+    "cover_pylib",
+    "dynamic_context",
+    "include",
+    "omit",
+    "plugins",
+    "relative_files",
+    "sigterm",
+    "source",
+    "source_dirs",
+    "source_pkgs",
+    "timid",
+)
+_SILENT = [  # of a single rank; of all of them the controller's own warnings tell
+    "already-imported",
+    "include-ignored",
+    "module-not-imported",
+    "module-not-measured",
+    "module-not-python",
+    "no-data-collected",
+    "no-sysmon",
+]
+_SAVE_EVERY_S = 1.0  # of what a gang that is killed has measured, at most this is lost
+_CONFIG_FILE = "config_file"
+_BY_TEST = "by_test"
+_EXIT = "_exit"
+
+
+def settings_of_running(*, is_by_test: bool) -> dict[str, JsonValue]:
+    """Return what ranks have to know of the running coverage.py, or nothing if none runs.
+
+    Args:
+        is_by_test: Whether somebody (pytest-cov) notes which test ran a line.
+    """
+    current = _running()
+    if current is None:
+        return {}
+    settings: dict[str, JsonValue] = {
+        _CONFIG_FILE: current.config.config_file,
+        _BY_TEST: is_by_test,
+        "patch": [p for p in getattr(current.config, "patch", ()) if p == _EXIT],
+    }
+    for name in _OPTIONS:
+        if hasattr(current.config, name):  # releases differ
+            settings[name] = cast("JsonValue", current.get_option(f"run:{name}"))
+    return settings
+
+
+@dataclass(slots=True)
+class Measurement:
+    """Coverage of this process."""
+
+    _coverage: Coverage
+    _is_by_test: bool
+    _next_at: float = 0.0
+
+    def enter(self, node_id: str, when: str) -> None:
+        """Note the test and its phase, in the words of pytest-cov."""
+        if self._is_by_test:
+            phase = "run" if when == "call" else when
+            self._coverage.switch_context(f"{node_id}|{phase}")
+
+    def end_test(self, *, is_last: bool) -> None:
+        """Save now and then, and after the last test: a gang of one test is not asked to close."""
+        if is_last or time.monotonic() >= self._next_at:
+            self._coverage.save()
+            self._next_at = time.monotonic() + _SAVE_EVERY_S
+
+    def save(self) -> None:
+        """Stop measuring and write what was measured."""
+        self._coverage.stop()
+        self._coverage.save()
+
+
+def start(settings: Mapping[str, JsonValue], data_file: str) -> Measurement | None:
+    """Measure this process from here on; None where nobody asked for it.
+
+    Args:
+        settings: From `settings_of_running`.
+        data_file: Where the data goes.
+    """
+    if not settings:
+        return None
+    from coverage import Coverage  # noqa: PLC0415 - an extra that only those have who measure
+
+    leave_running()
+    config_file = cast("str | None", settings[_CONFIG_FILE])
+    Path(data_file).parent.mkdir(parents=True, exist_ok=True)
+    coverage = Coverage(data_file=data_file, config_file=config_file or False)
+    coverage.set_option("run:parallel", value=False)
+    coverage.set_option("run:disable_warnings", _SILENT)
+    for name, value in settings.items():
+        if name not in (_CONFIG_FILE, _BY_TEST):
+            coverage.set_option(f"run:{name}", cast("TConfigValueIn", value))
+    coverage.start()
+    return Measurement(coverage, bool(settings[_BY_TEST]))
+
+
+def leave_running() -> None:
+    """Stop what a fork inherited, without a word to its data file."""
+    if os._exit is not posix._exit:  # noqa: SLF001 - coverage's patch
+        os._exit = posix._exit  # noqa: SLF001 - would save it
+    while (inherited := _running()) is not None:
+        inherited.stop()
+
+
+def merge_into_running(directory: Path) -> list[str]:
+    """Take the files of ranks into the running coverage.py and delete them; return what failed."""
+    current = _running()
+    if current is None or not directory.is_dir():
+        return []
+    from coverage import CoverageData  # noqa: PLC0415 - see `start`
+    from coverage.exceptions import CoverageException  # noqa: PLC0415 - see `start`
+
+    problems = []
+    for path in sorted(directory.iterdir()):
+        found = CoverageData(basename=str(path))
+        try:
+            found.read()
+            current.get_data().update(found)
+        except CoverageException as error:  # a rank was killed while it wrote
+            problems.append(f"{path.name}: {error}")
+        finally:
+            found.close()
+        path.unlink()
+    directory.rmdir()
+    return problems
+
+
+def _running() -> Coverage | None:
+    coverage = sys.modules.get("coverage")
+    return None if coverage is None else cast("Coverage | None", coverage.Coverage.current())

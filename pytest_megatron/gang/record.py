@@ -1,0 +1,247 @@
+"""The record of a distributed test in `run.json`: outcome, ranks, executions. Pure.
+
+Loaded whenever tests run on gangs, so it imports nothing of workloads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.gang.merge import Merged
+from pytest_megatron.gang.phase_report import longrepr_text
+from pytest_megatron.gang.spec import GangSpec, Reason, RunEnd
+from pytest_megatron.gpu.host import Gpu
+from pytest_megatron.runs.reproduce import headline_fingerprint
+from pytest_megatron.triage.signatures import (
+    Signature,
+    Table,
+    is_exception,
+    is_raised,
+    match_signature,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Executed:
+    """One execution of a distributed test.
+
+    Attributes:
+        gang: Number of the gang it ran on, counted in the session.
+        directory: Of the logs of that gang.
+        signature: The transient cause for which it was run again, or None.
+    """
+
+    gang: int
+    directory: str
+    end: RunEnd
+    signature: Signature | None = None
+
+
+def test_record(
+    merged: Sequence[Merged], spec: GangSpec, executions: Sequence[Executed]
+) -> dict[str, JsonValue]:
+    """Return what `run.json` says of a distributed test.
+
+    Args:
+        merged: The reports of its last execution.
+        spec: The gang that it asked for.
+        executions: All of them, the last one last.
+    """
+    failed = [m for m in merged if m.outcome == "failed"]
+    is_skipped = any(m.outcome == "skipped" for m in merged)
+    outcome = "failed" if failed else "skipped" if is_skipped else "passed"
+    causes = [e.signature for e in executions if e.signature is not None]
+    is_flaky = bool(causes) and outcome == "passed"
+    return {
+        "verdict": "flaky" if is_flaky else outcome,
+        "outcome": outcome,
+        "problem": failed[0].message if failed else None,
+        "duration_s": round(sum(max(0.0, m.stop - m.start) for m in merged), 3),
+        "world_size": spec.world_size,
+        "device": spec.device,
+        "is_isolated": spec.is_isolated,
+        "fingerprint": _fingerprint(failed, executions) if failed else None,
+        "ranks": dict(failed[0].ranks) if failed else {},
+        "attempts": [_execution_record(execution) for execution in executions],
+    }
+
+
+def _fingerprint(failed: Sequence[Merged], executions: Sequence[Executed]) -> str:
+    reason = executions[-1].end.reason.name.lower() if executions else ""
+    return headline_fingerprint(failed[0].message, reason)
+
+
+def _execution_record(executed: Executed) -> dict[str, JsonValue]:
+    signature = executed.signature
+    return {
+        "gang": executed.gang,
+        "run": executed.end.run,
+        "directory": executed.directory,
+        "duration_s": round(executed.end.duration_s, 3),
+        "end": executed.end.reason.name.lower(),
+        "is_gang_kept": executed.end.is_kept,
+        "signature": None if signature is None else signature.id,
+        "is_transient": signature is not None,
+    }
+
+
+_RANK = re.compile(r"^\[rank \d+\] ")
+_NEVER = re.compile(r"(?:AssertionError\b|assert\b|Failed\b|XPASS\b)")
+_RAISED = re.compile(r"(?m)^E\s+(.*)$")
+
+
+def transient_cause(
+    merged: Sequence[Merged],
+    log_lines: Iterable[str],
+    last_words: Iterable[str] = (),
+    table: Table | None = None,
+) -> Signature | None:
+    """Return the signature for which a test is worth running again, or None.
+
+    Args:
+        merged: The reports of one execution.
+        log_lines: What its ranks wrote to stderr meanwhile. A line there is not why a test failed;
+            of these only a genuine cause counts, which forbids a rerun.
+        last_words: The end of stderr of ranks that died. Of them an exception counts, and what
+            nobody but a failing machine writes.
+        table: The signatures; None takes those of the package.
+    """
+    failed = [m for m in merged if m.outcome == "failed"]
+    if not failed or any(_NEVER.match(_RANK.sub("", m.message)) for m in failed):
+        return None
+    own, others = list(_own_texts(failed)), list(_texts_of_others(failed))
+    if is_exception(_RANK.sub("", failed[0].message)) and match_signature(own, table) is None:
+        return None  # what other ranks raised is what came of it
+    signature = match_signature([*own, *others, *_raised(last_words, table)], table)
+    if signature is None or not signature.is_transient:
+        return None
+    beside = match_signature(_raised(log_lines, table), table)
+    return signature if beside is None or beside.is_transient else None
+
+
+def _raised(lines: Iterable[str], table: Table | None) -> list[str]:
+    return [line for line in lines if is_raised(line, table)]
+
+
+def _own_texts(failed: Iterable[Merged]) -> Iterable[str]:
+    """Yield what was raised, without the source lines of a traceback, which only quote."""
+    for merged in failed:
+        yield from _RANK.sub("", merged.message).splitlines()
+        longrepr = None if merged.base is None else merged.base.get("longrepr")
+        yield from _RAISED.findall(longrepr_text(longrepr))
+
+
+def _texts_of_others(failed: Iterable[Merged]) -> Iterable[str]:
+    """Yield what the ranks raised that the headline does not name."""
+    for merged in failed:
+        for _, text in merged.blocks:
+            yield from _RAISED.findall(text)
+
+
+_BACKENDS = {"cuda": "NCCL", "cpu": "gloo"}
+_REPLACED = {
+    Reason.DONE: "a test that left ranks out of step",
+    Reason.FAILED: "a failure after which ranks did not end",
+    Reason.DIED: "a death",
+    Reason.HUNG: "a hang",
+    Reason.NOT_STARTED: "a start that failed",
+    Reason.DESYNCHRONISED: "collectives that did not match",
+}
+
+
+def header_line(spec: GangSpec, gpus: Sequence[Gpu] | None, where: str) -> str:
+    """Return what gangs of tests without a mark are.
+
+    Args:
+        spec: Such a gang.
+        gpus: Of this host; None where nobody asked.
+        where: The directory of their logs.
+    """
+    found = ""
+    if gpus is not None and not gpus:
+        found = ", no GPU found"
+    elif gpus:
+        found = f", {len(gpus)} x {gpus[0].name} found"
+    device = f"{spec.device} ({_BACKENDS[spec.device]})"
+    return f"megatron: gangs of {_ranks(spec.world_size)} on {device}{found}; logs in {where}"
+
+
+def no_limit_line(source: str) -> str:
+    """Return that a test which hangs is not ended.
+
+    Args:
+        source: What was set so.
+    """
+    return f"megatron: tests of gangs have no time limit ({source} is 0): a hang does not end"
+
+
+def unused_nodes_line(num_nodes: int) -> str:
+    """Return how a session is started on all nodes of an allocation of Slurm."""
+    return (
+        f"megatron: this allocation has {num_nodes} nodes, and the session uses this host only; "
+        f"for all: srun --ntasks={num_nodes} --ntasks-per-node=1 pytest ..."
+    )
+
+
+def plan_lines(specs: Iterable[GangSpec | None]) -> list[str]:
+    """Return which gangs would run how many tests.
+
+    Args:
+        specs: Of each test, None for one of the controller.
+    """
+    counts = Counter(specs)
+    lines = []
+    for spec in sorted((s for s in counts if s is not None), reverse=True):
+        alone = ", a gang for each" if spec.is_isolated else ""
+        gang = f"gangs of {_ranks(spec.world_size)} on {spec.device}{alone}"
+        lines.append(f"{gang}: {_tests(counts[spec])}")
+    if counts[None]:
+        lines.append(f"in this process: {_tests(counts[None])}")
+    return lines
+
+
+def flaky_lines(records: Mapping[str, Mapping[str, JsonValue]]) -> list[str]:
+    """Return a line for each test that passed after it was run again.
+
+    Args:
+        records: Node id -> what `run.json` says of the test.
+    """
+    lines = []
+    for node_id, record in records.items():
+        if record["verdict"] != "flaky":
+            continue
+        causes = [str(a["signature"]) for a in _attempts(record) if a["is_transient"]]
+        lines.append(f"flaky   {node_id}  passed at rerun {len(causes)}, after {', '.join(causes)}")
+    return lines
+
+
+def replaced_line(records: Iterable[Mapping[str, JsonValue]]) -> str | None:
+    """Return how many gangs had to be replaced and why, or None."""
+    ends: Counter[str] = Counter()
+    for record in records:
+        if not record["is_isolated"]:
+            ends.update(str(a["end"]) for a in _attempts(record) if not a["is_gang_kept"])
+    if not ends:
+        return None
+    words = {reason.name.lower(): text for reason, text in _REPLACED.items()}
+    parts = ", ".join(f"{count} after {words[end]}" for end, count in ends.most_common())
+    number = ends.total()
+    return f"{number} {'gang was' if number == 1 else 'gangs were'} replaced: {parts}"
+
+
+def _attempts(record: Mapping[str, JsonValue]) -> list[dict[str, JsonValue]]:
+    attempts = record["attempts"]
+    assert isinstance(attempts, list)
+    return [attempt for attempt in attempts if isinstance(attempt, dict)]
+
+
+def _ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number} ranks"
+
+
+def _tests(number: int) -> str:
+    return "1 test" if number == 1 else f"{number} tests"

@@ -1,0 +1,1 @@
+"""The controller's side of all gangs: supervisor, connections, rank collectors."""

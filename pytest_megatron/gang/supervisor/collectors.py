@@ -1,0 +1,154 @@
+"""Fork servers of single ranks: processes that collect for one rank and then start it.
+
+There are some only where ranks collect for themselves; see `hooks.origins`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from pytest_megatron.gang.forkserver.store import with_store
+from pytest_megatron.gang.ipc.channel import Channel
+from pytest_megatron.gang.ipc.messages import (
+    AskStacks,
+    Collected,
+    Died,
+    Fork,
+    Hello,
+    Kill,
+    Message,
+    OpenStore,
+    RankConfig,
+    Stacks,
+    StoreOpened,
+)
+from pytest_megatron.gang.supervisor.connections import ForkServers
+
+TemplateWord: TypeAlias = Collected | Died | Stacks | StoreOpened
+OnTemplate: TypeAlias = Callable[[int, TemplateWord, int], None]
+_OF_ALL = -1  # in the place of a rank
+
+
+@dataclass(slots=True, kw_only=True)
+class RankCollector:
+    """A fork server of one rank that has collected.
+
+    Attributes:
+        number: What it was started under; below 0, where gangs have numbers above.
+        is_single: Whether it cannot fork and becomes the rank itself.
+    """
+
+    number: int
+    channel: Channel
+    is_single: bool
+
+
+class RankCollectors:
+    """All of one controller; those that were started together have a number below 0."""
+
+    def __init__(self, fork_servers: ForkServers) -> None:
+        """Have none yet.
+
+        Args:
+            fork_servers: Those of nodes, which start them.
+        """
+        self._fork_servers = fork_servers
+        self._templates: dict[tuple[int, int, int], RankCollector] = {}
+        self._orders: dict[int, tuple[tuple[RankConfig, ...], OnTemplate]] = {}
+
+    def start(self, orders: tuple[RankConfig, ...], on_template: OnTemplate) -> int:
+        """Have some started; return their number.
+
+        Args:
+            orders: What they have to know, as for ranks of a gang of number 0.
+            on_template: Told their number, what is new, and of which rank; stacks are of several.
+
+        Raises:
+            LaunchError: The fork server of their first node is gone.
+        """
+        node = self._fork_servers.of_node(orders[0].node_rank)
+        number = -self.next_number
+        orders = tuple(replace(order, gang=number) for order in orders)
+        self._orders[number] = orders, on_template
+        node.send(OpenStore(gang=number, host=orders[0].env["MASTER_ADDR"]))
+        return number
+
+    @property
+    def next_number(self) -> int:
+        """What `start` will return, without its sign."""
+        return len(self._orders) + 1
+
+    def has(self, number: int) -> bool:
+        """Whether some were started under a number."""
+        return number in self._orders
+
+    def find(self, order: RankConfig) -> RankCollector | None:
+        """Return the one that can start a rank; it starts no other where `is_single`."""
+        key = order.node_rank, order.rank, order.world_size
+        template = self._templates.get(key)
+        if template is not None and template.is_single:
+            del self._templates[key]
+        return template
+
+    def can_start(self, node_rank: int, rank: int, world_size: int) -> bool:
+        """Whether one can start a rank."""
+        return (node_rank, rank, world_size) in self._templates
+
+    def ask(self, number: int, ranks: tuple[int, ...]) -> None:
+        """Ask what was started under a number for stacks."""
+        for node in self._nodes(number):
+            node.send(AskStacks(gang=number, ranks=ranks))
+
+    def kill(self, number: int) -> None:
+        """Kill what was started under a number."""
+        for key in [k for k, t in self._templates.items() if t.number == number]:
+            del self._templates[key]
+        for node in self._nodes(number):
+            node.send(Kill(gang=number))
+
+    def take_collected(self, source: Channel, hello: Hello, collected: Collected) -> None:
+        """Take in that one has collected."""
+        self._templates[hello.node_rank, hello.rank, hello.world_size] = RankCollector(
+            number=hello.gang, channel=source, is_single=bool(collected.obstacle)
+        )
+        self._orders[hello.gang][1](hello.gang, collected, hello.rank)
+
+    def take(self, message: Message) -> bool:
+        """Take in what a node's fork server says of some; return whether that is news."""
+        match message:
+            case StoreOpened(gang=number, port=port, problem=""):
+                self._fork(number, port)
+                return False
+            case StoreOpened(gang=number):
+                self._orders[number][1](number, message, 0)
+            case Died(gang=number, rank=rank):
+                self._orders[number][1](number, message, rank)
+            case Stacks(gang=number):
+                self._orders[number][1](number, message, _OF_ALL)
+            case _:
+                pass
+        return True
+
+    def lose(self, channel: Channel) -> None:
+        """Forget the one whose connection ended."""
+        for place in [k for k, t in self._templates.items() if t.channel is channel]:
+            del self._templates[place]
+
+    def close(self) -> None:
+        """End every connection."""
+        for template in self._templates.values():
+            template.channel.close()
+        self._templates.clear()
+
+    def _fork(self, number: int, port: int) -> None:
+        orders = with_store(self._orders[number][0], port)
+        for node_rank in {order.node_rank for order in orders}:
+            node = self._fork_servers.find(node_rank)
+            if node is not None:
+                node.send(Fork(orders=tuple(o for o in orders if o.node_rank == node_rank)))
+
+    def _nodes(self, number: int) -> list[Channel]:
+        ranks = {order.node_rank for order in self._orders[number][0]}
+        return [node for rank in ranks if (node := self._fork_servers.find(rank)) is not None]

@@ -1,0 +1,563 @@
+"""All gangs of one controller: connections, deadlines, effects (nothing else here decides).
+
+Owned by the controller, which calls `pump` whenever it waits; there are no threads.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias, assert_never
+
+from pytest_megatron.gang.forkserver.store import with_store
+from pytest_megatron.gang.ipc.channel import Channel, Listener
+from pytest_megatron.gang.ipc.messages import (
+    Adopt,
+    AskStacks,
+    Broken,
+    Close,
+    Collected,
+    Died,
+    Done,
+    Fork,
+    Hello,
+    Interrupt,
+    Kill,
+    Killed,
+    Message,
+    OpenStore,
+    RankConfig,
+    Ready,
+    Run,
+    Stacks,
+    StoreOpened,
+    encode,
+)
+from pytest_megatron.gang.lifecycle import Lifecycle
+from pytest_megatron.gang.spec import (
+    Action,
+    AskForStacks,
+    Finish,
+    GangSpec,
+    KillGang,
+    RunEnd,
+    SendClose,
+    SendRuns,
+)
+from pytest_megatron.gang.supervisor.collectors import RankCollectors
+from pytest_megatron.gang.supervisor.connections import OF_NODE, Calls, Followers, ForkServers
+from pytest_megatron.gang.timers import GangState
+from pytest_megatron.gang.topology import describe_node
+from pytest_megatron.process.tree import UNKILLABLE_S, lives_on
+
+_LOST_S = 2.0  # between the end of a rank's connection and the news of its death
+NURSERY_LIMIT_S = UNKILLABLE_S + 10.0  # for a fork server to kill a gang, or to tell of a death
+
+
+@dataclass(slots=True)
+class Loss:
+    """A rank whose connection has ended: its death will be told, if that is why.
+
+    With many processes on a GPU the kernel takes seconds to dismantle one that has died.
+
+    Attributes:
+        pid: Its process, if it is on this host.
+        since: When the connection ended, in seconds of the monotonic clock.
+        next_look: When it should have been told, likewise.
+    """
+
+    pid: int | None
+    since: float
+    next_look: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.next_look = self.since + _LOST_S
+
+    def is_final(self, now: float) -> bool:
+        """Whether its death will not be told."""
+        return self.pid is None or lives_on(self.pid) or now >= self.since + NURSERY_LIMIT_S
+
+    def put_off(self, now: float) -> None:
+        """Look again later."""
+        self.next_look = now + _LOST_S
+
+
+@dataclass(slots=True, kw_only=True)
+class Gang:
+    """The ranks that run one test together, seen from the controller.
+
+    Attributes:
+        number: Counted from 1 in this session.
+        orders: What its ranks were told, by rank.
+        descriptors: Of leased devices, for ranks to inherit.
+        ends: How its tests ended, until the controller takes them.
+        inboxes: Rank -> what it said that nobody has looked at.
+        fork_servers: Connections of fork servers that still hold something of it.
+        silent: Connections of fork servers that have not answered the last question for stacks.
+        starters: Rank -> connection of the fork server that starts it.
+        keepers: Rank -> connection of the fork server that has it: another one where the first one
+            becomes the rank; and the one that has the store.
+        pids: Rank -> its process, of ranks of this host.
+        missing: Rank -> node id -> why the rank has no such test.
+        orphans: Orders of ranks that nobody can start, as their node is gone.
+        is_in_lockstep: Whether its ranks agree among themselves that a test went well.
+        killed_at: When fork servers were told to kill it, in seconds of the monotonic clock.
+    """
+
+    number: int
+    spec: GangSpec
+    orders: tuple[RankConfig, ...]
+    lifecycle: Lifecycle
+    descriptors: tuple[int, ...] = ()
+    channels: dict[int, Channel] = field(default_factory=dict)
+    inboxes: dict[int, deque[Message]] = field(default_factory=dict)
+    lost: dict[int, Loss] = field(default_factory=dict)
+    ends: list[RunEnd] = field(default_factory=list)
+    fork_servers: set[int] = field(default_factory=set)
+    silent: set[int] = field(default_factory=set)
+    stacks: list[Stacks] = field(default_factory=list)
+    starters: dict[int, Channel] = field(default_factory=dict)
+    keepers: dict[int, Channel] = field(default_factory=dict)
+    pids: dict[int, int] = field(default_factory=dict)
+    missing: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+    orphans: list[RankConfig] = field(default_factory=list)
+    is_in_lockstep: bool = False
+    killed_at: float | None = None
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nothing of it is left."""
+        return self.lifecycle.state is GangState.GONE
+
+    def holders(self) -> list[Channel]:
+        """Return the connections of fork servers that still hold something of it."""
+        found = {channel.fileno(): channel for channel in self.keepers.values()}
+        return [channel for number, channel in found.items() if number in self.fork_servers]
+
+
+def choose_fork_server(
+    gang: Gang, order: RankConfig, fork_servers: ForkServers, raised: RankCollectors
+) -> None:
+    """Choose who starts a rank, and who has it then."""
+    template = raised.find(order)
+    if template is None:
+        channel = fork_servers.of_node(order.node_rank)
+        gang.starters[order.rank] = gang.keepers[order.rank] = channel
+        return
+    gang.is_in_lockstep = False
+    gang.starters[order.rank] = gang.keepers[order.rank] = template.channel
+    if template.is_single:
+        node = gang.keepers[order.rank] = fork_servers.of_node(order.node_rank)
+        node.send(
+            Adopt(
+                template=template.number,
+                gang=gang.number,
+                rank=order.rank,
+                device=order.device,
+                log_dir=order.log_dir,
+            )
+        )
+
+
+def fork(gang: Gang) -> None:
+    """Have the ranks of a gang started."""
+    by_fork_server: dict[int, list[RankConfig]] = {}
+    channels = {}
+    for order in gang.orders:
+        channel = gang.starters[order.rank]
+        channels[channel.fileno()] = channel
+        by_fork_server.setdefault(channel.fileno(), []).append(order)
+    for number, orders in by_fork_server.items():
+        channels[number].send(Fork(orders=tuple(orders)), gang.descriptors)
+
+
+def ask_for_stacks(gang: Gang, ranks: tuple[int, ...]) -> None:
+    """Ask for the stacks of ranks, wherever they are."""
+    gang.stacks.clear()
+    for fork_server in gang.holders():
+        gang.silent.add(fork_server.fileno())
+        fork_server.send(AskStacks(gang=gang.number, ranks=ranks))
+
+
+def send_to_ranks(gang: Gang, *messages: Message) -> None:
+    """Send messages to all ranks of a gang, at once."""
+    frames = [encode(message) for message in messages]
+    for channel in gang.channels.values():
+        channel.send_frames(frames)
+
+
+def rest(gangs: Sequence[Gang], limit_s: float) -> None:
+    """Leave the cores to the ranks of gangs for a while, or until one has died.
+
+    To wake up for each word of a rank takes a core from it; a death is told by who starts ranks.
+    """
+    poll = select.poll()
+    for gang in gangs:
+        for fork_server in gang.holders():
+            poll.register(fork_server.fileno(), select.POLLIN)
+    poll.poll(limit_s * 1000)
+
+
+def join_stacks(answers: Sequence[Stacks]) -> Stacks:
+    """Return one answer of what several fork servers said."""
+    return Stacks(
+        gang=answers[0].gang,
+        stacks={rank: text for answer in answers for rank, text in answer.stacks.items()},
+        flights={rank: text for answer in answers for rank, text in answer.flights.items()},
+        phases={rank: phase for answer in answers for rank, phase in answer.phases.items()},
+    )
+
+
+_PAUSE_S = 0.03
+_LATE_S = 1.0  # more than a busy host lets a process wait
+_CLOSED = "closed its connection to the controller"
+_ORPHANED = "ended, as the process that starts ranks was killed"
+
+OnDebugger: TypeAlias = Callable[[Gang, int, Channel, Message], None]
+
+
+class Supervisor:
+    """Starts gangs on fork servers and carries out what their lifecycles decide.
+
+    Attributes:
+        fork_servers: Those that have called.
+        raised: Fork servers of single ranks.
+    """
+
+    def __init__(self, listener: Listener, *, on_debugger: OnDebugger) -> None:
+        """Begin to listen.
+
+        Args:
+            listener: Where fork servers and ranks call.
+            on_debugger: Told of messages of a rank's debugger.
+        """
+        self._calls = Calls(listener, self._on_hello)
+        self._followers: Followers | None = None
+        self._on_debugger = on_debugger
+        self.fork_servers = ForkServers()
+        self.raised = RankCollectors(self.fork_servers)
+        self._gangs: dict[int, Gang] = {}
+        self._has_news = False
+        self._stopped_s = 0.0
+
+    def listen(self, listener: Listener, followers: Followers) -> None:
+        """Take calls of other nodes as well: of their sessions, fork servers and ranks."""
+        self._followers = followers
+        self._calls.listen(listener, self._on_stranger)
+
+    def start(self, gang: Gang) -> None:
+        """Start the ranks of a gang; first its store, then they are forked."""
+        self._gangs[gang.number] = gang
+        # Of ranks that call over TCP nobody knows whose words are still underway.
+        gang.is_in_lockstep = all(order.node_rank == 0 for order in gang.orders)
+        for order in gang.orders:
+            if self.fork_servers.has(order.node_rank):
+                choose_fork_server(gang, order, self.fork_servers, self.raised)
+            else:
+                gang.orphans.append(order)
+        node = gang.keepers[OF_NODE] = self.fork_servers.of_node(gang.orders[0].node_rank)
+        gang.fork_servers = {channel.fileno() for channel in gang.keepers.values()}
+        if not gang.orphans:
+            node.send(OpenStore(gang=gang.number, host=gang.orders[0].env["MASTER_ADDR"]))
+
+    def assign(self, gang: Gang, run: Run, *, limit_s: float) -> None:
+        """Have a gang run a test, as soon as it can."""
+        is_isolated, now = gang.spec.is_isolated, self._now()
+        self._carry_out(
+            gang, gang.lifecycle.assign(run, limit_s=limit_s, is_isolated=is_isolated, now=now)
+        )
+        self._lose(gang, gang.orphans)
+
+    def count_room_ahead(self, gang: Gang) -> int:
+        """Return how many tests a gang should take beside what it has: many or none.
+
+        Its ranks have to come from one fork server, so that they can agree among themselves.
+        """
+        lifecycle = gang.lifecycle
+        is_wanting = gang.is_in_lockstep and not lifecycle.held.has_enough
+        return lifecycle.room_ahead if is_wanting else 0
+
+    def send_ahead(self, gang: Gang, runs: Sequence[tuple[Run, float]]) -> None:
+        """Have a gang run tests, with their limits, after what it has, while all ends well."""
+        self._carry_out(gang, gang.lifecycle.send_ahead(runs))
+
+    def close(self, gang: Gang) -> None:
+        """End a gang: politely if it is idle, and has processes."""
+        if not gang.fork_servers:
+            self.kill(gang)
+            return
+        self._carry_out(gang, gang.lifecycle.close(self._now()))
+
+    def kill(self, gang: Gang) -> None:
+        """Kill a gang; what it runs is not reported."""
+        self._carry_out(gang, gang.lifecycle.kill())
+
+    def interrupt(self, gang: Gang) -> None:
+        """Press Ctrl-C in every rank of a gang."""
+        for fork_server in gang.holders():
+            fork_server.send(Interrupt(gang=gang.number))
+
+    def pump(self, timeout_s: float) -> None:
+        """Take in messages until there is news or `timeout_s` has passed."""
+        self._has_news = False
+        if calm := [gang for gang in self._gangs.values() if gang.lifecycle.held.has_enough]:
+            rest(calm, _PAUSE_S)
+        until = self._now() + timeout_s
+        while not self._has_news:
+            wait_s = min([until, *self._deadlines()]) - self._now()
+            has_read = self._calls.take(wait_s)
+            if self._calls.late_s > _LATE_S:
+                self._stopped_s += self._calls.late_s
+            if not has_read or wait_s <= 0:
+                self._look_at_clock()
+                if self._now() >= until:
+                    return
+
+    def _now(self) -> float:
+        """Return the time that counts: not that in which this process was stopped (Ctrl-Z)."""
+        return time.monotonic() - self._stopped_s
+
+    def _deadlines(self) -> Iterator[float]:
+        for gang in self._gangs.values():
+            deadline = gang.lifecycle.deadline
+            if deadline is not None:
+                yield deadline
+            yield from (loss.next_look for loss in gang.lost.values())
+            if gang.killed_at is not None:
+                yield gang.killed_at + NURSERY_LIMIT_S
+
+    def _look_at_clock(self) -> None:
+        now = self._now()
+        for gang in list(self._gangs.values()):
+            self._carry_out(gang, gang.lifecycle.tick(now))
+            for rank, loss in [pair for pair in gang.lost.items() if now >= pair[1].next_look]:
+                loss.put_off(now)
+                if loss.is_final(now):
+                    self._tell_end(gang, rank, Broken(problem=_CLOSED))
+            if gang.killed_at is not None and now >= gang.killed_at + NURSERY_LIMIT_S:
+                self._give_up(gang)
+
+    def stop(self) -> None:
+        """Let go of everything; fork servers kill what is left."""
+        for gang in list(self._gangs.values()):
+            self._forget(gang)
+        self.fork_servers.close()
+        self.raised.close()
+        self._calls.stop()
+
+    def forget(self) -> None:
+        """Let go of descriptors in a forked child; what they belong to lives on."""
+        self._calls.forget()
+
+    def pretend(self, gang: Gang) -> None:
+        """Have a gang without processes, as some rank of it has none of its tests."""
+        self._gangs[gang.number] = gang
+        for order in gang.orders:
+            self._tell(gang, order.rank, Ready())
+
+    def _on_hello(self, source: Channel, hello: Hello, rest: Sequence[Message]) -> None:
+        if hello.role == "node" and self._followers is not None:
+            self._calls.read(source, lambda: self._on_follower(source))
+            self._followers.greet(hello.node_rank, source)
+            return
+        if hello.role == "fork_server":
+            self._on_hello_of_fork_server(source, hello, rest)
+            return
+        gang = self._gangs.get(hello.gang)
+        if gang is None:
+            self._calls.drop(source)
+            return
+        gang.channels[hello.rank] = source
+        if hello.node_rank == 0:
+            gang.pids[hello.rank] = hello.pid
+        self._calls.read(source, lambda: self._drain_rank(gang, hello.rank))
+        gang.inboxes[hello.rank] = deque(rest)
+        self._deliver(gang)
+
+    def _on_stranger(self) -> None:
+        assert self._followers is not None
+        self._followers.num_strangers += 1
+        self._has_news = True
+
+    def _on_follower(self, source: Channel) -> None:
+        assert self._followers is not None
+        self._followers.read(source)
+        self._has_news = True
+        if source.is_closed:
+            self._calls.drop(source)
+
+    def _on_hello_of_fork_server(
+        self, source: Channel, hello: Hello, messages: Sequence[Message]
+    ) -> None:
+        self._has_news = True
+        self.fork_servers.add(hello, source)
+
+        def take(messages: Sequence[Message]) -> None:
+            for message in messages:
+                if isinstance(message, Collected):
+                    self._has_news = True
+                    self.raised.take_collected(source, hello, message)
+                else:
+                    self._on_fork_server_word(source, message)
+            if source.is_closed:
+                self._lose_fork_server(source)
+
+        self._calls.read(source, lambda: take(source.drain()))
+        take(messages)
+
+    def _lose_fork_server(self, source: Channel) -> None:
+        """Take note that a fork server is gone, and its ranks with it."""
+        descriptor = source.fileno()
+        self._calls.drop(source)
+        self.fork_servers.lose(source)
+        self.raised.lose(source)
+        for gang in [g for g in self._gangs.values() if descriptor in g.fork_servers]:
+            self._lose(gang, [o for o in gang.orders if gang.keepers.get(o.rank) is source])
+            self._on_killed(gang, descriptor)
+
+    def _give_up(self, gang: Gang) -> None:
+        """Kill fork servers that did not kill a gang when they were asked to."""
+        gang.killed_at = None
+        for fork_server in gang.holders():
+            self.fork_servers.kill(fork_server)
+            self._lose_fork_server(fork_server)
+
+    def _lose(self, gang: Gang, orders: Sequence[RankConfig]) -> None:
+        """Tell of ranks whose fork server is gone, and maybe with all of another node."""
+        for order in orders:
+            self._drain_rank(gang, order.rank)
+            problem = _ORPHANED
+            if order.node_rank > 0 and not self.fork_servers.has(order.node_rank):
+                ranks = [o.rank for o in gang.orders if o.node_rank == order.node_rank]
+                problem = f"{describe_node(order.node_rank, ranks)} is gone"
+                if gang.lifecycle.state is not GangState.STARTING:
+                    problem = f"is lost: {problem}"
+            self._tell(gang, order.rank, Broken(problem=problem))
+
+    def _on_fork_server_word(self, source: Channel, message: Message) -> None:
+        assert isinstance(message, StoreOpened | Died | Stacks | Killed), message
+        if self.raised.has(message.gang):
+            self._has_news = self.raised.take(message) or self._has_news
+            return
+        gang = self._gangs.get(message.gang)
+        if gang is None:
+            return
+        match message:
+            case StoreOpened(port=port, problem=problem):
+                self._fork(gang, port, problem)
+            case Died(rank=rank):
+                self._drain_rank(gang, rank)
+                self._tell_end(gang, rank, message)
+            case Stacks():
+                gang.stacks.append(message)
+                gang.silent.discard(source.fileno())
+                if not gang.silent:
+                    self._tell(gang, 0, join_stacks(gang.stacks))
+            case Killed():
+                self._on_killed(gang, source.fileno())
+            case _:
+                assert_never(message)
+
+    def _tell_end(self, gang: Gang, rank: int, message: Died | Broken) -> None:
+        """Tell what became of a rank, then what had to wait for that."""
+        gang.lost.pop(rank, None)
+        self._tell(gang, rank, message)
+        self._deliver(gang)
+
+    def _on_killed(self, gang: Gang, fork_server: int) -> None:
+        gang.fork_servers.discard(fork_server)
+        if not gang.fork_servers:
+            self._tell(gang, 0, Killed(gang=gang.number))
+
+    def _fork(self, gang: Gang, port: int, problem: str) -> None:
+        if gang.lifecycle.state is not GangState.STARTING:
+            return
+        if problem:
+            self._tell(gang, 0, Broken(problem=problem))
+            return
+        gang.orders = with_store(gang.orders, port)
+        fork(gang)
+
+    def _drain_rank(self, gang: Gang, rank: int) -> None:
+        """Take what a rank said; before its death is told, also its last words."""
+        if rank in gang.channels:
+            self._read(gang, rank)
+            self._deliver(gang)
+
+    def _read(self, gang: Gang, rank: int) -> bool:
+        """Read what a rank has said by now; return whether there was anything."""
+        channel = gang.channels[rank]
+        found = channel.drain()
+        gang.inboxes.setdefault(rank, deque()).extend(found)
+        if channel.is_closed:
+            self._calls.drop(channel)
+            del gang.channels[rank]
+            gang.lost[rank] = Loss(gang.pids.get(rank), self._now())
+            gang.lifecycle.lose(rank)
+        return bool(found)
+
+    def _read_all(self, gang: Gang) -> bool:
+        """Read what all ranks of a gang have said by now; return whether there was anything."""
+        return any([self._read(gang, rank) for rank in list(gang.channels)])  # noqa: C419 - all
+
+    def _deliver(self, gang: Gang) -> None:
+        """Look at what ranks said, what they said of the running test first.
+
+        A rank that has ended it may have gone on; what it says then comes after the last words of
+        all others on the running test, which are underway at the least. Before the last rank ends
+        it, those that died are seen to be gone; words on later tests wait until that is told.
+        """
+        while ranks := [rank for rank, inbox in gang.inboxes.items() if inbox]:
+            present = [rank for rank in ranks if not gang.lifecycle.is_past(rank)]
+            if not present and self._read_all(gang):
+                continue
+            if not present and gang.lost:
+                break
+            rank = (present or ranks)[0]
+            if gang.lifecycle.is_awaited(rank) and isinstance(gang.inboxes[rank][0], Done):
+                self._read_all(gang)
+            self._tell(gang, rank, gang.inboxes[rank].popleft())
+
+    def _tell(self, gang: Gang, rank: int, message: Message) -> None:
+        if isinstance(message, Ready) and rank in gang.missing:
+            message = replace(message, missing={**gang.missing[rank], **message.missing})
+        self._carry_out(gang, gang.lifecycle.handle(rank, message, self._now()))
+        if gang.is_gone:
+            self._has_news = True
+            self._forget(gang)
+        channel = gang.channels.get(rank)
+        if type(message).__name__.startswith("Debugger") and channel is not None:
+            self._on_debugger(gang, rank, channel, message)
+
+    def _carry_out(self, gang: Gang, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case SendRuns(runs=runs):
+                    send_to_ranks(gang, *runs)
+                case SendClose():
+                    send_to_ranks(gang, Close())
+                case AskForStacks(ranks=ranks):
+                    ask_for_stacks(gang, ranks)
+                case KillGang():
+                    self._kill(gang)
+                case Finish(end=end):
+                    self._has_news = True
+                    gang.ends.append(end)
+                case _:
+                    assert_never(action)
+
+    def _kill(self, gang: Gang) -> None:
+        gang.killed_at = self._now()
+        for fork_server in gang.holders():
+            fork_server.send(Kill(gang=gang.number))
+        if not gang.fork_servers:  # nobody has anything of it
+            self._tell(gang, 0, Killed(gang=gang.number))
+
+    def _forget(self, gang: Gang) -> None:
+        for channel in gang.channels.values():
+            self._calls.drop(channel)
+        gang.channels.clear()
+        self._gangs.pop(gang.number, None)

@@ -1,0 +1,147 @@
+"""Which rank is on which node, and how nodes of one session find and trust one another.
+
+Pure but for the key, which is a file in the user's home; nothing here talks to another node.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pytest_megatron.base.text import name_ranks
+from pytest_megatron.errors import LaunchError
+
+KEY_VARIABLE = "PYTEST_MEGATRON_KEY"
+_KEY_FILE = Path(".pytest_megatron", "key")
+_KEY_BYTES = 32
+_OTHERS = 0o077
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlace:
+    """Where one rank runs, as `torch.distributed.run` counts."""
+
+    rank: int
+    node_rank: int
+    local_rank: int
+    local_world_size: int
+    num_nodes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nodes:
+    """The nodes of a session; node 0 has the controller.
+
+    Attributes:
+        num_nodes: At least 1.
+        ranks_per_node: Ranks that a node has room for.
+    """
+
+    num_nodes: int
+    ranks_per_node: int
+
+    def place(self, world_size: int) -> tuple[RankPlace, ...]:
+        """Return where the ranks of a gang run: nodes are filled in order, node 0 first."""
+        room = max(self.ranks_per_node, -(-world_size // self.num_nodes))
+        num_used = -(-world_size // room)
+        return tuple(
+            RankPlace(
+                rank=rank,
+                node_rank=rank // room,
+                local_rank=rank % room,
+                local_world_size=min(room, world_size - rank // room * room),
+                num_nodes=num_used,
+            )
+            for rank in range(world_size)
+        )
+
+    def num_ranks_on(self, node_rank: int, world_size: int) -> int:
+        """Return how many ranks of a gang run on a node."""
+        return sum(place.node_rank == node_rank for place in self.place(world_size))
+
+    def num_free(self, world_sizes: Sequence[int]) -> int:
+        """Return how many ranks may be started beside gangs of these sizes.
+
+        Gangs that fit on node 0 run there side by side; one that spans nodes runs alone.
+        """
+        room = self.ranks_per_node
+        if not world_sizes:
+            return room * self.num_nodes
+        if self.num_nodes > 1 and max(world_sizes) > room:
+            return 0
+        return max(0, room - sum(world_sizes))
+
+
+def share_gpus(world_size: int, ranks_per_gpu: int) -> tuple[RankPlace, ...]:
+    """Return where ranks believe to be that share the GPUs of one host.
+
+    They are dealt out as to nodes that have those GPUs each: a local rank is the index of its GPU,
+    and NCCL, which refuses two ranks of a node on one GPU, takes them for ranks of several nodes.
+    """
+    num_gpus = count_gpus(world_size, ranks_per_gpu)
+    return Nodes(num_nodes=ranks_per_gpu, ranks_per_node=num_gpus).place(world_size)
+
+
+def count_gpus(world_size: int, ranks_per_gpu: int) -> int:
+    """Return how many GPUs of one host ranks need."""
+    return -(-world_size // ranks_per_gpu)
+
+
+def find_key(env: Mapping[str, str], home: Path, step: str = "") -> bytes:
+    """Return the key that all nodes of this session share; whoever comes first makes the user's.
+
+    Args:
+        env: Where PYTEST_MEGATRON_KEY may be.
+        home: Else the key is a file in this directory, which nodes of a cluster share.
+        step: Name of the step of Slurm, so that one does not answer the nodes of another.
+
+    Raises:
+        LaunchError: There is none, and none can be made, or others can read it.
+    """
+    key = _user_key(env, home)
+    return hmac.digest(key, step.encode(), "sha256") if step else key
+
+
+def _user_key(env: Mapping[str, str], home: Path) -> bytes:
+    named = env.get(KEY_VARIABLE)
+    if named:
+        return hashlib.sha256(named.encode()).digest()
+    path = home / _KEY_FILE
+    try:
+        if not path.exists():
+            _make_key(path)
+        if path.stat().st_mode & _OTHERS:
+            raise LaunchError(
+                str(path), f"others can read it; chmod 600 it, or set {KEY_VARIABLE} on every node"
+            )
+        return hashlib.sha256(path.read_bytes()).digest()
+    except OSError as error:
+        raise LaunchError(
+            str(error.filename or path), f"{error.strerror}; set {KEY_VARIABLE} on every node"
+        ) from error
+
+
+def describe_node(node_rank: int, ranks: Sequence[int]) -> str:
+    """Return `node 1 (ranks 2-3)`."""
+    return f"node {node_rank} ({name_ranks(ranks)})"
+
+
+def _make_key(path: Path) -> None:
+    """Make the key; a link is made by one only, and a file that is linked is whole."""
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    new = path.with_name(f"key.{secrets.token_hex(8)}")
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.write(descriptor, secrets.token_hex(_KEY_BYTES).encode())
+        os.fsync(descriptor)
+        path.hardlink_to(new)
+    except FileExistsError:  # another node was faster
+        pass
+    finally:
+        os.close(descriptor)
+        new.unlink()

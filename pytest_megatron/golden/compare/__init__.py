@@ -1,0 +1,1 @@
+"""Comparison of observed series with golden ones."""

@@ -1,0 +1,409 @@
+"""The layers of the strict policy for a loss and for a count. Pure.
+
+Every layer is measured, whether or not one before it failed, so that a verdict shows all of them;
+the first that failed decides. None looks at another metric.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+
+from pytest_megatron.golden.compare.band import Band, tail_length
+from pytest_megatron.golden.compare.limits import (
+    LEARNING,
+    LEAST_WINDOW_STEPS,
+    NEIGHBOUR_FACTOR,
+    NEIGHBOUR_PART,
+    NEIGHBOURS,
+    NUM_WINDOWS,
+    ROUNDING,
+    TIME_SPREADS,
+    TRIMMED_FRACTION,
+    UNTRIMMED_FACTOR,
+    CostLimits,
+    CountLimits,
+    LossLimits,
+    MemoryLimits,
+    Worse,
+)
+from pytest_megatron.golden.compare.result import (
+    Allowed,
+    ComparisonRule,
+    Layer,
+    SeriesSummary,
+    StepDifference,
+    relative,
+)
+from pytest_megatron.golden.compare.series import Point, find_frozen, ulps_between
+from pytest_megatron.golden.model import Series
+from pytest_megatron.golden.provenance import Spread
+
+LAST_DIGITS = 1e-4  # relative; what other kernels and other instructions round otherwise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerFinding:
+    """What one layer says of one metric; `first`, `summary`, `notes` as in `Comparison`."""
+
+    layer: Layer
+    first: StepDifference | None = None
+    summary: SeriesSummary | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricJudgement:
+    """What all layers say of one metric; the attributes are those of `Comparison`."""
+
+    passed: bool
+    rule: ComparisonRule
+    first: StepDifference | None = None
+    summary: SeriesSummary | None = None
+    notes: tuple[str, ...] = ()
+    layers: tuple[Layer, ...] = ()
+    allowed: Allowed | None = None
+
+
+def decide(findings: Iterable[LayerFinding], passed: MetricJudgement) -> MetricJudgement:
+    """Return the answer of the first layer that failed; `passed` where none did."""
+    found = tuple(findings)
+    layers = tuple(finding.layer for finding in found)
+    for finding in found:
+        if not finding.layer.passed:
+            return MetricJudgement(
+                passed=False,
+                rule=finding.layer.rule,
+                first=finding.first,
+                summary=finding.summary,
+                notes=finding.notes,
+                layers=layers,
+            )
+    return replace(passed, layers=layers)
+
+
+def exact_layer(points: list[Point], *, is_demanded: bool) -> list[LayerFinding]:
+    """Count the steps that differ at all, where none may."""
+    if not is_demanded:
+        return []
+    differing = [p for p in points if p.observed != p.golden]
+    layer = Layer(
+        rule=ComparisonRule.EXACT,
+        passed=not differing,
+        measured=float(len(differing)),
+        limit=0.0,
+        unit="steps differ",
+    )
+    if not differing:
+        return [LayerFinding(layer=layer)]
+    first = differing[0]
+    largest = max(abs(relative(p.observed, p.golden)) for p in points)
+    ulps = ulps_between(first.observed, first.golden)
+    notes = [
+        f"{len(differing)} of {len(points)} steps differ, the first by {ulps} float32 ulps",
+        "the golden is deterministic and from this image, these versions and this class of host",
+    ]
+    if largest <= LAST_DIGITS:
+        notes.insert(0, f"differs only in the last digits (largest {largest:.0e})")
+    return [LayerFinding(layer=layer, first=_outside(first, 0.0), notes=tuple(notes))]
+
+
+def loss_layers(
+    golden: Series, observed: Series, points: list[Point], band: Band, limits: LossLimits
+) -> Iterable[LayerFinding]:
+    """Judge a loss: first step, shape, early window, every step, mean and tail."""
+    if points[0].step == 1:
+        yield _step_1(points[0], band.allowed[0], limits)
+    yield _shape(golden, observed, limits)
+    pairs = list(zip(points, band.allowed, strict=True))
+    early = [pair for pair in pairs if 1 < pair[0].step <= limits.early_steps]
+    if early:
+        yield _every_step(ComparisonRule.EARLY, early, 0, band.note)
+    yield _every_step(ComparisonRule.BAND, pairs, band.num_outside, band.note)
+    yield _outlier(pairs, limits.outside_factor, band)
+    if len(points) >= LEARNING.least_steps_for_means:
+        yield _mean(ComparisonRule.BIAS, points, band.bias, band.note)
+        yield _mean(ComparisonRule.TAIL, _tail(points), band.tail, band.note)
+    if limits.window_mean is not None:
+        yield _windows(points, limits.window_mean, band)
+
+
+def count_layers(points: list[Point], limits: CountLimits) -> Iterable[LayerFinding]:
+    """Judge a count: mean, mean of the tail, median; single steps vary too much.
+
+    The means leave out the steps that differ most: after a change of container a few steps may have
+    many times as many zeros. Nor may all steps together be off by much more.
+    """
+    tail = _tail(points)
+    middle, tail_middle = _trimmed(points), _trimmed(tail)
+    factor = UNTRIMMED_FACTOR
+    medians = (
+        statistics.median(p.observed for p in points),
+        statistics.median(p.golden for p in points),
+    )
+    for rule, name, (observed, golden), tolerance in (
+        (ComparisonRule.BIAS, named("trimmed mean", points), _means(middle), limits.mean),
+        (ComparisonRule.TAIL, named("trimmed mean", tail), _means(tail_middle), limits.tail_mean),
+        (ComparisonRule.MEDIAN, named("median", points), medians, limits.median),
+        (ComparisonRule.OUTLIER, named("mean", points), _means(points), factor * limits.mean),
+    ):
+        allowed = max(tolerance * abs(golden), limits.absolute)
+        yield of_summary(
+            rule,
+            SeriesSummary(name=name, observed=observed, golden=golden, tolerance=tolerance),
+            passed=abs(observed - golden) <= allowed,
+            limit=allowed / abs(golden) if golden else math.inf,
+        )
+
+
+def of_summary(
+    rule: ComparisonRule,
+    summary: SeriesSummary,
+    *,
+    passed: bool,
+    limit: float | None = None,
+    notes: tuple[str, ...] = (),
+) -> LayerFinding:
+    """Return what a layer says that looks at one number made of many steps."""
+    layer = Layer(
+        rule=rule,
+        passed=passed,
+        measured=relative(summary.observed, summary.golden),
+        limit=summary.tolerance if limit is None else limit,
+        place=summary.name.partition(" of ")[2] or None,
+    )
+    return LayerFinding(layer=layer, summary=summary, notes=notes)
+
+
+def is_within(summary: SeriesSummary, worse: Worse) -> bool:
+    """Whether a number is within its tolerance on the side where it is worse."""
+    off = relative(summary.observed, summary.golden)
+    is_too_high = off > summary.tolerance and worse is not Worse.LOWER
+    is_too_low = off < -summary.tolerance and worse is not Worse.HIGHER
+    return not (is_too_high or is_too_low)
+
+
+def named(what: str, points: Sequence[Point]) -> str:
+    """Return what a number made of `points` is called."""
+    return f"{what} of steps {points[0].step} to {points[-1].step}"
+
+
+def _step_1(first: Point, allowed: float, limits: LossLimits) -> LayerFinding:
+    """The first step has seen no update yet: a difference there is no drift of numerics."""
+    allowed = min(limits.step_1 * abs(first.golden) + limits.absolute + ROUNDING, allowed)
+    return LayerFinding(
+        layer=_deviation_layer(
+            ComparisonRule.STEP_1, first, allowed, passed=abs(first.signed) <= allowed, place=None
+        ),
+        first=_outside(first, allowed),
+        notes=("data, initialisation or forward pass differ",),
+    )
+
+
+def _shape(golden: Series, observed: Series, limits: LossLimits) -> LayerFinding:
+    least = max(limits.frozen_steps, int(limits.frozen_fraction * len(golden)))
+    frozen = find_frozen(golden, observed, least_steps=least)
+    steps = 0 if frozen is None else sum(frozen[0] <= s <= frozen[1] for s in golden.steps)
+    return LayerFinding(
+        layer=Layer(
+            rule=ComparisonRule.FROZEN,
+            passed=frozen is None,
+            measured=float(steps),
+            limit=float(least - 1),
+            unit="steps",
+        ),
+        notes=()
+        if frozen is None
+        else (f"constant from step {frozen[0]} to {frozen[1]}, where the golden moves",),
+    )
+
+
+def _every_step(
+    rule: ComparisonRule, pairs: Sequence[tuple[Point, float]], budget: int, note: str
+) -> LayerFinding:
+    """Count the steps outside of the band; name the one that comes nearest, or goes farthest."""
+    outside = [(p, a) for p, a in pairs if not abs(p.signed) <= a]
+    worst, widest = max(pairs, key=_excess)
+    layer = Layer(
+        rule=rule,
+        passed=len(outside) <= budget,
+        measured=float(len(outside)),
+        limit=float(budget),
+        unit="steps outside",
+        place=f"{_size(abs(worst.signed), worst)} of {_size(widest, worst)} at step {worst.step}",
+    )
+    count = f"{len(outside)} of {len(pairs)} steps outside, {budget} may be"
+    first = _outside(*outside[0]) if outside else None
+    return LayerFinding(layer=layer, first=first, notes=(count, note))
+
+
+def _outlier(pairs: Sequence[tuple[Point, float]], factor: float, band: Band) -> LayerFinding:
+    """Look at the step that is farthest outside: even one that may be outside has a limit.
+
+    That is some bands and, where the noise is not known, some times what its neighbours are off by:
+    noise comes in company, and a step that is off alone is a fault.
+    """
+    points = [point for point, _ in pairs]
+    most = [(p, factor * a) for p, a in pairs]
+    if band.needs_company:
+        most = [
+            (p, max(a, min(factor * a, _in_company(points, i) + band.rounding)))
+            for i, (p, a) in enumerate(pairs)
+        ]
+    far = [(p, a) for p, a in most if not abs(p.signed) <= a]
+    point, allowed = far[0] if far else max(most, key=_excess)
+    count = f"{len(far)} of {len(pairs)} steps too far outside the band for any step"
+    return LayerFinding(
+        layer=_deviation_layer(
+            ComparisonRule.OUTLIER, point, allowed, passed=not far, place=f"step {point.step}"
+        ),
+        first=_outside(point, allowed),
+        notes=(count, band.note),
+    )
+
+
+def _in_company(points: Sequence[Point], at: int) -> float:
+    """Return by how much a step may be off, by what most of the steps around it are off."""
+    around = [*points[max(0, at - NEIGHBOURS) : at], *points[at + 1 : at + 1 + NEIGHBOURS]]
+    off = sorted(abs(p.signed) for p in around)
+    return NEIGHBOUR_FACTOR * off[int(NEIGHBOUR_PART * len(off))] if off else 0.0
+
+
+def _windows(points: Sequence[Point], limit: float, band: Band) -> LayerFinding:
+    """Look for a shift that lasts for a part of the training; name the window farthest off."""
+    size = max(LEAST_WINDOW_STEPS, len(points) // NUM_WINDOWS)
+    starts = range(0, max(1, len(points) - size + 1), size)
+    windows = [points[start : start + size] for start in starts]
+    windows[-1] = points[starts[-1] :]
+
+    def excess(window: Sequence[Point]) -> float:
+        observed, golden = _means(window)
+        return abs(observed - golden) - limit * abs(golden)
+
+    worst = max(windows, key=excess)
+    allowed = limit * abs(_means(worst)[1]) + band.rounding
+    return _mean(ComparisonRule.WINDOW, worst, allowed, band.note)
+
+
+def _mean(rule: ComparisonRule, points: Sequence[Point], allowed: float, note: str) -> LayerFinding:
+    """Look for a small shift that lasts."""
+    observed, golden = _means(points)
+    tolerance = allowed / abs(golden) if golden else math.inf
+    summary = SeriesSummary(
+        name=named("mean", points), observed=observed, golden=golden, tolerance=tolerance
+    )
+    return of_summary(rule, summary, passed=abs(observed - golden) <= allowed, notes=(note,))
+
+
+def _deviation_layer(
+    rule: ComparisonRule, point: Point, allowed: float, *, passed: bool, place: str | None
+) -> Layer:
+    return Layer(
+        rule=rule,
+        passed=passed,
+        measured=abs(relative(point.observed, point.golden)),
+        limit=allowed / abs(point.golden) if point.golden else math.inf,
+        place=place,
+    )
+
+
+def _excess(pair: tuple[Point, float]) -> float:
+    """Return by how many bands a step is off."""
+    point, allowed = pair
+    if allowed:
+        return abs(point.signed) / allowed
+    return math.inf if point.signed else 0.0
+
+
+def _size(amount: float, point: Point) -> str:
+    return f"{amount / abs(point.golden):.1e}" if point.golden else f"{amount:.1e} absolute"
+
+
+def _outside(point: Point, allowed: float) -> StepDifference:
+    tolerance = allowed / abs(point.golden) if point.golden else math.inf
+    return StepDifference(
+        step=point.step, observed=point.observed, golden=point.golden, tolerance=tolerance
+    )
+
+
+def _means(points: Sequence[Point]) -> tuple[float, float]:
+    observed = math.fsum(p.observed for p in points) / len(points)
+    golden = math.fsum(p.golden for p in points) / len(points)
+    return observed, golden
+
+
+def _trimmed(points: list[Point]) -> list[Point]:
+    """Return the steps without those whose count differs most, as many on either side."""
+    left_out = int(TRIMMED_FRACTION * len(points))
+    by_ratio = sorted(points, key=lambda p: (p.observed + 1) / (p.golden + 1))
+    return by_ratio[left_out : len(points) - left_out]
+
+
+def _tail(points: list[Point]) -> list[Point]:
+    return points[-tail_length(len(points)) :]
+
+
+_Statistic = Callable[[Sequence[float]], float]
+
+
+def cost_layers(
+    points: list[Point], limits: CostLimits, spread: Spread | None = None
+) -> Iterable[LayerFinding]:
+    """Judge a time or a rate after the warm-up: its median, and how bad its worse steps are.
+
+    Args:
+        points: Of the run and the golden.
+        limits: What each may be off.
+        spread: Of the golden's repeats; a limit that is narrower than `TIME_SPREADS` of it in the
+            median is widened to that, since so far apart are runs of the same training there.
+    """
+    steady = points[max(1, int(limits.warm_up * len(points))) :] or points
+    noise = TIME_SPREADS * _median_of(spread, {point.step for point in steady})
+    median, quartile = max(limits.median, noise), max(limits.quartile, noise)
+    yield _layer(ComparisonRule.MEDIAN, "median", steady, statistics.median, (median, limits.worse))
+    quarter = _lower_quartile if limits.worse is Worse.LOWER else _upper_quartile
+    name = "lower quartile" if limits.worse is Worse.LOWER else "upper quartile"
+    yield _layer(ComparisonRule.QUARTILE, name, steady, quarter, (quartile, limits.worse))
+
+
+def memory_layers(points: list[Point], limits: MemoryLimits) -> Iterable[LayerFinding]:
+    """Judge memory by its peak and by its median, so that neither a spike nor a shift hides."""
+    yield _layer(ComparisonRule.PEAK, "peak", points, max, (limits.peak, limits.worse))
+    yield _layer(
+        ComparisonRule.MEDIAN, "median", points, statistics.median, (limits.median, limits.worse)
+    )
+
+
+def _layer(
+    rule: ComparisonRule,
+    name: str,
+    points: Sequence[Point],
+    of: _Statistic,
+    limit: tuple[float, Worse],
+) -> LayerFinding:
+    tolerance, worse = limit
+    summary = SeriesSummary(
+        name=named(name, points),
+        observed=of([p.observed for p in points]),
+        golden=of([p.golden for p in points]),
+        tolerance=tolerance,
+    )
+    return of_summary(rule, summary, passed=is_within(summary, worse))
+
+
+def _median_of(spread: Spread | None, steps: AbstractSet[int]) -> float:
+    if not isinstance(spread, Series):
+        return spread or 0.0
+    known = [v for step, v in spread.items() if step in steps and isinstance(v, float)]
+    return statistics.median(known) if known else 0.0
+
+
+def _upper_quartile(values: Sequence[float]) -> float:
+    return statistics.quantiles(values, n=4)[2] if len(values) > 1 else values[0]
+
+
+def _lower_quartile(values: Sequence[float]) -> float:
+    return statistics.quantiles(values, n=4)[0] if len(values) > 1 else values[0]

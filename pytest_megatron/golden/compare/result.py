@@ -1,0 +1,347 @@
+"""The answer for one metric, as data, as text for a person and as JSON. Pure; decides nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.golden.model import Value
+
+RELATIVE = "relative"
+
+
+class ComparisonRule(Enum):
+    """What decided a comparison."""
+
+    # Both policies.
+    NO_GOLDEN = "metric not in the golden"
+    NO_METRIC = "metric not in the run"
+    NO_REQUEST = "requests differ"
+    # strict, in the order in which they are tried.
+    GOLDEN_UNUSABLE = "golden unusable"
+    TRUNCATED = "truncated"
+    MISSING = "missing"
+    NAN = "nan"
+    INF = "inf"
+    TEXT = "text"
+    PRESENCE = "presence"
+    NOT_JUDGED = "not judged"
+    BITWISE = "bitwise equal"
+    EXACT = "exact"
+    STEP_1 = "step 1"
+    FROZEN = "frozen"
+    EARLY = "early window"
+    BAND = "band"
+    OUTLIER = "outlier"
+    BIAS = "mean"
+    TAIL = "tail mean"
+    WINDOW = "window mean"
+    MEDIAN = "median"
+    QUARTILE = "upper quartile"
+    PEAK = "peak"
+    # Passed by every layer, and yet not equal: for which reason.
+    DRIFT = "platform drift"
+    LAST_DIGITS = "differs only in the last digits"
+    # Between checkpoints, whatever the policy.
+    GRADIENT = "norm of the difference"
+    NOT_FINITE = "not finite"
+    SHAPE = "shape"
+    # megatron, beside `exact`.
+    APPROXIMATE = "approximate"
+    UNKNOWN = "unknown metric"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDifference:
+    """One step at which run and golden differ.
+
+    Attributes:
+        observed: None if the run has no value there.
+        tolerance: What the rule allows there, relative to the golden; None if it names no amount.
+        place: What to call it where it is no step of a training, as in `request '0', token 7`.
+    """
+
+    step: int
+    observed: Value | None
+    golden: Value
+    tolerance: float | None = None
+    place: str | None = None
+
+    @property
+    def where(self) -> str:
+        """What to call it."""
+        return self.place or f"step {self.step}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeriesSummary:
+    """One number made of many steps, of the run and of the golden.
+
+    Attributes:
+        name: Which, as in `median of steps 11 to 100`.
+        tolerance: What the rule allows, relative to the golden.
+    """
+
+    name: str
+    observed: float
+    golden: float
+    tolerance: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deviation:
+    """How far a run is from the golden, over the steps at which both have a finite number.
+
+    Attributes:
+        num_compared: How many steps those are; the numbers below are 0 if there is none.
+        worst_step: Where the relative deviation is largest; None if nothing deviates.
+        largest_relative: |observed - golden| / |golden| there; inf over a golden of 0.
+        largest_absolute: The largest |observed - golden|, maybe of another step.
+        mean_signed_relative: Sum of (observed - golden) / sum of |golden|.
+    """
+
+    num_compared: int = 0
+    worst_step: int | None = None
+    largest_relative: float = 0.0
+    largest_absolute: float = 0.0
+    mean_signed_relative: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One test that a metric was put to, whether or not it decided.
+
+    Attributes:
+        rule: Which.
+        measured: What was found; None where there was nothing to measure.
+        limit: How much may be; more of it, in the layer's direction, fails.
+        unit: What both count: `relative`, a deviation as a part of the golden, or things.
+        place: Where it was found, as in `step 19`; None for all steps.
+    """
+
+    rule: ComparisonRule
+    passed: bool
+    measured: float | None = None
+    limit: float | None = None
+    unit: str = RELATIVE
+    place: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The layer for a person."""
+        place = "" if self.place is None else f" ({self.place})"
+        if self.measured is None or self.limit is None:
+            return f"{self.rule.value}{place}"
+        if self.unit == RELATIVE:
+            return f"{self.rule.value} {self.measured:.1e} of {self.limit:.1e}{place}"
+        if self.unit.startswith(
+            ("steps ", "requests ")
+        ):  # so many that differ, of which so many may
+            return f"{self.rule.value} {self.measured:g} {self.unit}, {self.limit:g} may{place}"
+        return f"{self.rule.value} {self.measured:g} of {self.limit:g} {self.unit}{place}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allowed:
+    """How far from each value of a golden a run may be, as a picture of it needs to know.
+
+    Attributes:
+        relative: (step, part of the golden) each holds from its step on to the next one's.
+        absolute: Added to that, in the metric's own unit.
+    """
+
+    relative: tuple[tuple[int, float], ...]
+    absolute: float = 0.0
+
+
+def allowed_of(widths: Mapping[int, float], absolute: float) -> Allowed:
+    """Return a width for each step, in ascending order, in as few numbers as say the same."""
+    kept: list[tuple[int, float]] = []
+    for step, width in widths.items():
+        if not kept or kept[-1][1] != width:
+            kept.append((step, width))
+    return Allowed(relative=tuple(kept), absolute=absolute)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The answer for one metric.
+
+    Attributes:
+        rule: What decided it.
+        golden_path: The golden's file, for the message.
+        first: The first step outside the tolerance; if there is none, the first that differs.
+        summary: The number that decided, where it was no single step.
+        notes: What else to know, each a clause without a final period.
+        unit: What `deviation` counts.
+        allowed: Around each value of the golden; None where no step has a limit of its own.
+        layers: Every test that was applied, in order; after one that failed the others are
+            measured too, as far as there is something to measure.
+    """
+
+    metric: str
+    passed: bool
+    rule: ComparisonRule
+    golden_path: str
+    first: StepDifference | None = None
+    summary: SeriesSummary | None = None
+    deviation: Deviation = Deviation()
+    notes: tuple[str, ...] = ()
+    unit: str = "steps"
+    layers: tuple[Layer, ...] = ()
+    allowed: Allowed | None = None
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether the values were judged, or only that they are there."""
+        return self.rule is not ComparisonRule.NOT_JUDGED
+
+
+def render(comparison: Comparison) -> str:
+    """Return one line for a person: what was seen, what was allowed, how far off, which file."""
+    parts = [_headline(comparison), *comparison.notes]
+    if comparison.first is not None and (comparison.passed or comparison.summary is not None):
+        parts.append(f"first differs at {comparison.first.where}")
+    deviation = comparison.deviation
+    if deviation.worst_step is not None:
+        parts.append(
+            f"largest {deviation.largest_relative:.1e} at step {deviation.worst_step}, "
+            f"mean signed {deviation.mean_signed_relative:+.1e} over {deviation.num_compared} steps"
+        )
+    return "; ".join([*parts, comparison.golden_path])
+
+
+def render_layers(comparison: Comparison) -> str | None:
+    """Return one line on the layers, with what was measured and what may be.
+
+    None without any, and where there is nothing to tell: run and golden are equal.
+    """
+    if not comparison.layers or comparison.rule is ComparisonRule.BITWISE:
+        return None
+    failed = [layer.text for layer in comparison.layers if not layer.passed]
+    passed = [layer.text for layer in comparison.layers if layer.passed]
+    parts = [f"failed: {', '.join(failed)}"] if failed else []
+    parts += [f"passed: {', '.join(passed)}"] if passed else []
+    return "; ".join(parts)
+
+
+def comparisons_to_json(comparisons: Iterable[Comparison], policy: str) -> dict[str, JsonValue]:
+    """Return the content of `comparison.json`; numbers that are not finite are texts."""
+    answers = list(comparisons)
+    return {
+        "passed": all(c.passed for c in answers),
+        "policy": policy,
+        "comparisons": [comparison_to_json(c) for c in answers],
+    }
+
+
+def comparison_to_json(comparison: Comparison) -> dict[str, JsonValue]:
+    """Return one comparison, flat.
+
+    `observed`, `golden` and `tolerance` are those of the summary that decided, else of
+    `first_step`; an observed value that the run does not have is null.
+    """
+    first, summary = comparison.first, comparison.summary
+    deviation = comparison.deviation
+    decisive = first if summary is None else summary
+    return {
+        "metric": comparison.metric,
+        "passed": comparison.passed,
+        "rule": comparison.rule.value,
+        "judged": comparison.is_judged,
+        "first_step": None if first is None else first.step,
+        "first_place": None if first is None else first.where,
+        "summary": None if summary is None else summary.name,
+        "observed": _json_number(None if decisive is None else decisive.observed),
+        "golden": _json_number(None if decisive is None else decisive.golden),
+        "tolerance": _json_number(None if decisive is None else decisive.tolerance),
+        "num_compared": deviation.num_compared,
+        "worst_step": deviation.worst_step,
+        "largest_relative": _json_number(deviation.largest_relative),
+        "largest_absolute": _json_number(deviation.largest_absolute),
+        "mean_signed_relative": _json_number(deviation.mean_signed_relative),
+        "notes": list(comparison.notes),
+        "allowed": None if comparison.allowed is None else _allowed_to_json(comparison.allowed),
+        "layers": [_layer_to_json(layer) for layer in comparison.layers],
+        "golden_path": comparison.golden_path,
+        "text": render(comparison),
+    }
+
+
+def _allowed_to_json(allowed: Allowed) -> JsonValue:
+    return {
+        "relative": {str(step): _json_number(part) for step, part in allowed.relative},
+        "absolute": _json_number(allowed.absolute),
+    }
+
+
+def _layer_to_json(layer: Layer) -> JsonValue:
+    return {
+        "layer": layer.rule.value,
+        "passed": layer.passed,
+        "measured": _json_number(layer.measured),
+        "limit": _json_number(layer.limit),
+        "unit": layer.unit,
+        "place": layer.place,
+    }
+
+
+def relative(observed: float, golden: float) -> float:
+    """Return (observed - golden) / |golden|; over a golden of 0 it is 0 or infinite."""
+    if observed == golden:
+        return 0.0
+    if golden == 0:
+        return math.copysign(math.inf, observed)
+    return (observed - golden) / abs(golden)
+
+
+def _headline(comparison: Comparison) -> str:
+    metric, rule = comparison.metric, comparison.rule
+    if comparison.passed:
+        word = "passed" if comparison.is_judged else rule.value
+        return f"{metric}: {word}, {comparison.deviation.num_compared} {comparison.unit}"
+    if comparison.summary is not None:
+        s = comparison.summary
+        return (
+            f"{metric}, {s.name}: observed {s.observed:.6g}, golden {s.golden:.6g}, "
+            f"off by {relative(s.observed, s.golden):+.1e} relative, "
+            f"tolerance allows {s.tolerance:.1e}"
+        )
+    if comparison.first is not None:
+        return f"{metric}, {comparison.first.where}: {_at_step(comparison.first, rule)}"
+    return f"{metric}: {rule.value}"
+
+
+def _at_step(first: StepDifference, rule: ComparisonRule) -> str:
+    observed, golden = first.observed, first.golden
+    expected = f"golden {_number(golden)}"
+    if rule is ComparisonRule.GOLDEN_UNUSABLE:
+        return f"golden unusable, it has {_number(golden)} here"
+    if observed is None:
+        return f"missing in the run, {expected}"
+    if isinstance(observed, str) or isinstance(golden, str) or first.place is not None:
+        return f"observed {_number(observed)}, {expected}"
+    off = relative(observed, golden)
+    amount = f", off by {abs(off):.1e} relative" if math.isfinite(off) else ""
+    allowed = ""
+    if first.tolerance is not None and math.isfinite(observed):
+        allowed = f", tolerance allows {first.tolerance:.1e}"
+    return f"observed {_number(observed)}, {expected}{amount}{allowed}"
+
+
+def _number(value: Value) -> str:
+    """Return a value for a person: six digits, or as many as five decimals need; text quoted."""
+    if isinstance(value, str):
+        return f"the text {value!r}"
+    if math.isfinite(value) and value.is_integer() and abs(value) < 1 << 53:
+        return str(int(value))
+    return f"{value:.7g}"
+
+
+def _json_number(value: Value | None) -> JsonValue:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

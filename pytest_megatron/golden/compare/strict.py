@@ -1,0 +1,322 @@
+"""The default policy: a run passes only if it is whole and where the golden says it was. Pure.
+
+Layers, in this order; the first that fails decides and is named in the answer, and all are in it:
+
+1. presence: the golden is whole, the run is whole (`presence.py`): missing, nan, inf and text are
+   different;
+2. exact: a deterministic golden, and a run on its image, versions and class of host;
+3. by kind of metric (`limits.py`): a loss, and any metric that is none of the others, by its
+   first step, its shape, its early window, every step, mean and tail (`layers.py`); a count by
+   mean, tail and median; time and memory on the side where they are worse, and only against a
+   golden of the same class of host (`layers_cost.py`).
+
+A run that is equal bit for bit has passed all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import assert_never
+
+from pytest_megatron.golden.compare.band import Band, Knowledge, band_around, knowledge_of
+from pytest_megatron.golden.compare.environment import RunEnvironment, drift_between, why_not_timed
+from pytest_megatron.golden.compare.layers import (
+    LAST_DIGITS,
+    LayerFinding,
+    MetricJudgement,
+    cost_layers,
+    count_layers,
+    decide,
+    exact_layer,
+    loss_layers,
+    memory_layers,
+)
+from pytest_megatron.golden.compare.limits import (
+    LONG_STEPS,
+    CostLimits,
+    CountLimits,
+    Exact,
+    Limits,
+    LossLimits,
+    MemoryLimits,
+)
+from pytest_megatron.golden.compare.result import (
+    Allowed,
+    Comparison,
+    ComparisonRule,
+    Layer,
+    relative,
+)
+from pytest_megatron.golden.compare.series import (
+    Point,
+    align,
+    describe_extra,
+    describe_skipped,
+    describe_uncovered,
+    find_absent,
+    find_unusable,
+    first_difference,
+    measure,
+    shared_points,
+    without_unmeasured_end,
+)
+from pytest_megatron.golden.model import MetricMap, Series, is_finite
+from pytest_megatron.golden.policy import ComparisonPolicy
+from pytest_megatron.golden.provenance import Golden
+
+_TIME = "iteration-time"
+_ZEROS = "num-zeros"
+_WITH_PLACEHOLDERS = (_TIME, _ZEROS, "grad-norm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StrictCase:
+    """What is the same for every metric of one comparison; as `compare_strictly` has it."""
+
+    golden: Golden
+    policy: ComparisonPolicy
+    nondeterministic: bool
+    surroundings: RunEnvironment
+    is_metric_asked_for: bool
+
+
+def compare_strictly(
+    golden: Golden,
+    observed: MetricMap,
+    *,
+    metrics: Sequence[str] | None,
+    policy: ComparisonPolicy,
+    nondeterministic: bool,
+    surroundings: RunEnvironment,
+) -> tuple[Comparison, ...]:
+    """Compare a run with a golden, metric by metric.
+
+    Args:
+        golden: What was committed.
+        observed: What the run measured.
+        metrics: Which to compare; None means every metric of the golden, where one without any
+            number (Megatron-LM writes "nan" for what it did not measure) is not judged.
+        policy: Its limits; `strict` itself, or a file that inherits from it.
+        nondeterministic: Whether the case says that its results vary from run to run.
+        surroundings: Of the run; time and memory are judged only against a golden of the same
+            class of host, every bit only against one of the same platform, and a loss of reduced
+            precision more loosely against one of another.
+
+    Raises:
+        GoldenError: The policy leaves out every one of `metrics`.
+    """
+    case = _StrictCase(
+        golden=golden,
+        policy=policy,
+        nondeterministic=nondeterministic,
+        surroundings=surroundings,
+        is_metric_asked_for=metrics is not None,
+    )
+    wanted = tuple(golden.metrics) if metrics is None else tuple(metrics)
+    policy.require_judged(wanted)
+    return tuple(_compare(case, metric, observed.get(metric)) for metric in wanted)
+
+
+def _compare(case: _StrictCase, metric: str, observed: Series | None) -> Comparison:
+    golden = case.golden.metrics.get(metric)
+    answer = Comparison(
+        metric=metric, passed=False, rule=ComparisonRule.NO_GOLDEN, golden_path=case.golden.path
+    )
+    if not case.policy.is_judged(metric):
+        note = "the policy leaves it out"
+        return replace(answer, passed=True, rule=ComparisonRule.NOT_JUDGED, notes=(note,))
+    if golden is None:
+        return answer
+    if not (case.is_metric_asked_for or any(is_finite(value) for value in golden.values)):
+        note = "the golden has no number for it"
+        return replace(answer, passed=True, rule=ComparisonRule.NOT_JUDGED, notes=(note,))
+    if observed is None:
+        return replace(answer, rule=ComparisonRule.NO_METRIC)
+    golden, observed = align(golden, observed)
+    num_steps = len(golden)
+    golden = without_unmeasured_end(golden)
+    if metric in _WITH_PLACEHOLDERS:
+        golden = _without_placeholders(golden)
+    if metric == _TIME:
+        golden = _without_untimed_start(golden, observed)
+    first = first_difference(golden, observed)
+    points = shared_points(golden, observed)
+    judgement = _find_hole(golden, observed, is_timed=metric == _TIME)
+    presence = Layer(
+        rule=ComparisonRule.PRESENCE,
+        passed=judgement is None,
+        measured=float(len(points)),
+        limit=float(len(golden)),
+        unit="steps",
+    )
+    if judgement is None:
+        judgement = _judge(case, metric, golden, observed)
+        if judgement.passed and judgement.rule is not ComparisonRule.NOT_JUDGED:
+            judgement = _name_pass(case, judgement, golden, points)
+    return replace(
+        answer,
+        passed=judgement.passed,
+        rule=judgement.rule,
+        first=judgement.first
+        or (None if judgement.rule is ComparisonRule.GOLDEN_UNUSABLE else first),
+        summary=judgement.summary,
+        deviation=measure(points),
+        notes=(
+            *judgement.notes,
+            *describe_skipped(num_steps - len(golden)),
+            *describe_extra(golden, observed),
+        ),
+        layers=(presence, *judgement.layers),
+        allowed=judgement.allowed or _allowed(case, metric, golden),
+    )
+
+
+def _judge(case: _StrictCase, metric: str, golden: Series, observed: Series) -> MetricJudgement:
+    """Judge two whole series by the kind of the metric."""
+    points = shared_points(golden, observed)
+    limits = _limits(case, metric, golden)
+    match limits:
+        case CostLimits() | MemoryLimits():
+            return _judge_cost(case, metric, limits, points)
+        case CountLimits():
+            findings = [*_exact(case, metric, limits.exact, points), *count_layers(points, limits)]
+            return decide(findings, MetricJudgement(passed=True, rule=ComparisonRule.BIAS))
+        case LossLimits():
+            band = _band(case, metric, golden, limits)
+            largest = measure(points).largest_relative
+            notes = (f"within the band (largest {largest:.1e})", band.note)
+            layers = loss_layers(golden, observed, points, band, limits)
+            judgement = decide(
+                [*_exact(case, metric, limits.exact, points), *layers],
+                MetricJudgement(passed=True, rule=ComparisonRule.BAND, notes=notes),
+            )
+            return replace(judgement, allowed=band.as_allowed)
+    assert_never(limits)
+
+
+def _limits(case: _StrictCase, metric: str, golden: Series) -> Limits:
+    """Return the limits of a metric, which are others for a long golden of unknown noise."""
+    is_long = len(golden) > LONG_STEPS and not _knowledge(case, metric).is_narrow
+    return case.policy.limits(metric, is_long=is_long)
+
+
+def _knowledge(case: _StrictCase, metric: str) -> Knowledge:
+    return knowledge_of(
+        case.golden,
+        metric,
+        nondeterministic=case.nondeterministic,
+        surroundings=case.surroundings,
+    )
+
+
+def _band(case: _StrictCase, metric: str, golden: Series, limits: LossLimits) -> Band:
+    return band_around(
+        case.golden,
+        metric,
+        golden,
+        nondeterministic=case.nondeterministic,
+        surroundings=case.surroundings,
+        limits=limits,
+    )
+
+
+def _allowed(case: _StrictCase, metric: str, golden: Series) -> Allowed | None:
+    """Return what a run with a hole would have been allowed, where the golden is whole."""
+    limits = _limits(case, metric, golden)
+    is_whole = len(golden) and find_unusable(golden) is None
+    if not isinstance(limits, LossLimits) or not is_whole:
+        return None
+    return _band(case, metric, golden, limits).as_allowed
+
+
+def _judge_cost(
+    case: _StrictCase, metric: str, limits: CostLimits | MemoryLimits, points: list[Point]
+) -> MetricJudgement:
+    """Judge time or memory, if the golden is from a host like this one."""
+    if all(p.observed == p.golden for p in points):
+        return MetricJudgement(passed=True, rule=ComparisonRule.BITWISE)
+    reason = why_not_timed(case.golden, case.surroundings.host_class)
+    if reason is not None:
+        return MetricJudgement(passed=True, rule=ComparisonRule.NOT_JUDGED, notes=(reason,))
+    if isinstance(limits, MemoryLimits):
+        what, findings = "peak", list(memory_layers(points, limits))
+    else:
+        made = case.golden.provenance
+        is_typed = not case.policy.settings(metric).keys().isdisjoint(("median", "quartile"))
+        spread = None if made is None or is_typed else made.spread.get(metric)
+        what, findings = None, list(cost_layers(points, limits, spread))
+    decisive = findings[0]
+    assert decisive.summary is not None
+    assert decisive.layer.measured is not None
+    note = f"{what or decisive.summary.name} {decisive.layer.measured:+.1%}"
+    return decide(findings, MetricJudgement(passed=True, rule=decisive.layer.rule, notes=(note,)))
+
+
+def _exact(case: _StrictCase, metric: str, when: Exact, points: list[Point]) -> list[LayerFinding]:
+    """Look at every bit where there is reason to expect each to be the golden's."""
+    known = _knowledge(case, metric)
+    is_expected = known.is_deterministic and known.is_at_home
+    return exact_layer(
+        points, is_demanded=when is Exact.ALWAYS or (when is Exact.AUTO and is_expected)
+    )
+
+
+def _name_pass(
+    case: _StrictCase, judgement: MetricJudgement, golden: Series, points: list[Point]
+) -> MetricJudgement:
+    """Say how near a run is that passed: equal, drifted with its platform, or within its band."""
+    if all(p.observed == p.golden for p in points):
+        equal = "bitwise equal" if golden.is_full_precision else "equal to five decimals"
+        return replace(judgement, rule=ComparisonRule.BITWISE, notes=(equal,))
+    if judgement.rule is not ComparisonRule.BAND:
+        return judgement
+    largest = max(abs(relative(p.observed, p.golden)) for p in points)
+    if largest <= LAST_DIGITS:
+        note = f"differs only in the last digits (largest {largest:.0e})"
+        judgement = replace(judgement, rule=ComparisonRule.LAST_DIGITS, notes=(note,))
+    drift = drift_between(case.golden.provenance, case.surroundings)
+    if drift.changes:
+        notes = (*judgement.notes, drift.text)
+        judgement = replace(judgement, rule=ComparisonRule.DRIFT, notes=notes)
+    return judgement
+
+
+def _find_hole(golden: Series, observed: Series, *, is_timed: bool) -> MetricJudgement | None:
+    """Look for what is not there, on either side."""
+    if not len(golden):
+        note = "the golden has no value for it"
+        return MetricJudgement(passed=False, rule=ComparisonRule.GOLDEN_UNUSABLE, notes=(note,))
+    unusable = find_unusable(golden)
+    if unusable is not None:
+        return MetricJudgement(passed=False, rule=ComparisonRule.GOLDEN_UNUSABLE, first=unusable)
+    absent = find_absent(golden, observed)
+    if absent is not None:
+        rule, first, notes = absent
+        return MetricJudgement(passed=False, rule=rule, first=first, notes=notes)
+    uncovered = None if is_timed else describe_uncovered(golden, observed)
+    if uncovered is not None:
+        return MetricJudgement(
+            passed=False, rule=ComparisonRule.GOLDEN_UNUSABLE, notes=(uncovered,)
+        )
+    return None
+
+
+def _without_placeholders(golden: Series) -> Series:
+    """Return the steps that the golden has a value for.
+
+    Megatron-LM writes "nan" where it measured nothing: a step that it did not time, or a step
+    without an update (fp16 loss scaling), which has no gradient to count zeros in or to measure.
+    Neither is a hole; in a loss it would be one.
+    """
+    if all(isinstance(value, str) for value in golden.values):
+        return golden
+    kept = [(step, value) for step, value in golden.items() if not isinstance(value, str)]
+    return replace(golden, steps=tuple(s for s, _ in kept), values=tuple(v for _, v in kept))
+
+
+def _without_untimed_start(golden: Series, observed: Series) -> Series:
+    """Return the golden without its first step if the run has no time there, as after a restart."""
+    if len(golden) > 1 and not is_finite(observed.at(golden.steps[0])):
+        return golden.after(golden.steps[0])
+    return golden

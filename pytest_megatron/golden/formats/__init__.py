@@ -1,0 +1,1 @@
+"""Golden file formats and metric sources."""

@@ -1,0 +1,1 @@
+"""Checks of committed golden files."""

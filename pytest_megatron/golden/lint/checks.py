@@ -1,0 +1,307 @@
+"""What is wrong inside one golden file, alone and beside its test case. Pure.
+
+Which rows read the file and where it lies is `lint.py`'s.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.git import ask_git
+from pytest_megatron.base.yaml import YamlDocument as CaseDocument
+from pytest_megatron.base.yaml import YamlError, parse_document
+from pytest_megatron.errors import GoldenError
+from pytest_megatron.golden.compare.series import without_unmeasured_end
+from pytest_megatron.golden.formats.metric_map import GoldenDocument, step_interval
+from pytest_megatron.golden.model import Series, find_not_finite
+from pytest_megatron.golden.provenance import Provenance, parse_provenance
+from pytest_megatron.recipe.case import compared_metrics, last_step
+from pytest_megatron.recipe.findings import RecipeFinding, RecipeSeverity
+from pytest_megatron.recipe.model import Workload
+from pytest_megatron.recipe.paths import fingerprint
+
+# Megatron-LM writes the text "nan" there for a step that was not measured.
+_MAY_BE_UNMEASURED = ("iteration-time", "num-zeros")
+_ENDED_BY_TIME = "release"  # text after its last number is not the golden's fault
+_MIN_REPEATS = 2
+_MIN_VALUES = 8  # fewer may have few decimals by chance
+_COARSE = 8.0  # from here on a float32 has hardly more than five decimals
+_DECIMALS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoldenFile:
+    """One golden file that could be read.
+
+    Attributes:
+        value: Its JSON object.
+        text: The text of that, for the lines of findings.
+        is_ours: Whether it lies in `golden_values/`.
+        is_read: Whether a row of the recipes reads it; what nobody reads is no error.
+    """
+
+    path: Path
+    text: str
+    value: Mapping[str, JsonValue]
+    document: GoldenDocument
+    is_ours: bool
+    is_read: bool
+
+    def line_of(self, name: str, step: int | None = None) -> int | None:
+        """Return the line of a top-level key, or of a step below it."""
+        at = self.text.find(f"{json.dumps(name)}:")
+        if at >= 0 and step is not None:
+            at = max(at, self.text.find(f'"{step}":', self.text.find('"values"', at)))
+        return None if at < 0 else self.text.count("\n", 0, at) + 1
+
+    def finding(
+        self, rule: str, message: str, *, line: int | None = None, is_error: bool = False
+    ) -> RecipeFinding:
+        """Return a finding of this file."""
+        severity = RecipeSeverity.ERROR if is_error and self.is_read else RecipeSeverity.WARNING
+        return RecipeFinding(
+            file=self.path, line=line, rule=rule, message=message, severity=severity
+        )
+
+
+class FindingGroup:
+    """Says once what is wrong with several metrics of a file."""
+
+    def __init__(self, sheet: GoldenFile) -> None:
+        """Begin with none."""
+        self.sheet = sheet
+        self._names: dict[tuple[str, str], list[str]] = {}
+
+    def add(self, rule: str, name: str, message: str) -> None:
+        """Note what is wrong with a metric."""
+        self._names.setdefault((rule, message), []).append(name)
+
+    def findings(self) -> Iterator[RecipeFinding]:
+        """Yield what was noted."""
+        for (rule, message), names in self._names.items():
+            yield self.sheet.finding(
+                rule,
+                f"{', '.join(names)}: {message}",
+                line=self.sheet.line_of(names[0]),
+                is_error=rule in ("golden-empty", "golden-truncated"),
+            )
+
+
+def check_content(sheet: GoldenFile) -> Iterator[RecipeFinding]:
+    """Yield what is wrong in the file itself."""
+    yield from _check_provenance(sheet)
+    generation = sheet.document.generation
+    if generation is not None and (problem := find_not_finite(generation)):
+        message = f"{problem}; record it again"
+        yield sheet.finding("golden-not-finite", message, is_error=True)
+    together = FindingGroup(sheet)
+    for name, series in sheet.document.metrics.items():
+        if not len(series):
+            together.add("golden-empty", name, "no value; record it again")
+            continue
+        yield from _check_finite(sheet, name, series)
+        _check_steps(together, name, series)
+        _check_precision(together, name, series)
+    yield from together.findings()
+
+
+def check_against_case(sheet: GoldenFile, case: CaseDocument) -> Iterator[RecipeFinding]:
+    """Yield where the file does not fit the test case that it belongs to."""
+    is_generation = sheet.document.generation is not None
+    mode = case.value.get("MODE", "pretraining")
+    if is_generation != (mode == "inference"):
+        kind = "the output of an inference program" if is_generation else "series of a training"
+        message = f"holds {kind}, MODE of {case.file} is {mode!r}; record it again"
+        yield sheet.finding("golden-kind", message, is_error=True)
+        return
+    for name in compared_metrics(case):
+        if not _has_metric(sheet.document, name):
+            message = f"{case.file} compares {name!r}, which is not here; record it again"
+            yield sheet.finding("golden-metric", message, is_error=True)
+    last = last_step(case)
+    if last is None:
+        return
+    together = FindingGroup(sheet)
+    for name, series in sheet.document.metrics.items():
+        is_open = name in _MAY_BE_UNMEASURED or case.value.get("TEST_TYPE") == _ENDED_BY_TIME
+        steps = (series if is_open else without_unmeasured_end(series)).steps
+        if steps and steps[-1] + step_interval(series.steps) <= last:
+            message = f"ends at step {steps[-1]}, the training of {case.file} at {last}; "
+            together.add("golden-truncated", name, f"{message}record it again")
+    yield from together.findings()
+
+
+def _has_metric(document: GoldenDocument, name: str) -> bool:
+    if document.generation is not None:
+        return document.generation.has(name)
+    return name in document.metrics or name.replace("-", " ") in document.metrics
+
+
+def _check_provenance(sheet: GoldenFile) -> Iterator[RecipeFinding]:
+    value = sheet.document.provenance
+    if value is None:
+        if sheet.is_ours:
+            message = "has no _provenance, so nobody knows what it was measured with; record it"
+            yield sheet.finding("golden-provenance", f"{message} again")
+        return
+    line = sheet.line_of("_provenance")
+    try:
+        provenance = parse_provenance(value, str(sheet.path))
+    except GoldenError as error:
+        yield sheet.finding("golden-provenance", error.problem, line=line, is_error=True)
+        return
+    for message in _doubts(provenance):
+        yield sheet.finding("golden-provenance", f"{message}; record it again", line=line)
+
+
+def _doubts(provenance: Provenance) -> Iterator[str]:
+    if provenance.commit is None:
+        yield "names no commit"
+    if provenance.is_dirty:
+        yield "was made with changes that no commit has"
+    if provenance.repeats is not None and provenance.repeats < _MIN_REPEATS:
+        yield f"was made from {provenance.repeats} run, so nobody knows how far runs differ"
+
+
+def _check_finite(sheet: GoldenFile, name: str, series: Series) -> Iterator[RecipeFinding]:
+    numbers = [value for value in series.values if not isinstance(value, str)]
+    if len(numbers) == len(series) and all(map(math.isfinite, numbers)):
+        return
+    bad = [(s, v) for s, v in series.items() if isinstance(v, str) or not math.isfinite(v)]
+    step, value = bad[0]
+    what = f"the text {value!r}" if isinstance(value, str) else f"{value}"
+    message = f"{name}: {len(bad)} of {len(series)} values are no finite number, the first {what}"
+    is_ended = not any(isinstance(v, str) for v in without_unmeasured_end(series).values)
+    is_known = (name in _MAY_BE_UNMEASURED or is_ended) and all(isinstance(v, str) for _, v in bad)
+    ending = "not compared there" if is_known and numbers else "record it again"
+    yield sheet.finding(
+        "golden-not-finite",
+        f"{message} at step {step}; {ending}",
+        line=sheet.line_of(name, step),
+        is_error=not is_known,
+    )
+
+
+def _check_steps(together: FindingGroup, name: str, series: Series) -> None:
+    first, last = series.steps[0], series.steps[-1]
+    interval = step_interval(series.steps)
+    spaced = [step for step in series.steps if step != 1] or [first]
+    missing = sorted({*range(spaced[0], last + 1, interval)} - {*spaced})
+    if missing:
+        message = f"{len(missing)} of the steps {first} to {last} are missing, the first is "
+        together.add("golden-steps", name, f"{message}{missing[0]}; record it again")
+        return
+    block = together.sheet.value[name]
+    assert isinstance(block, dict)
+    said = (block.get("start_step"), block.get("end_step"), block.get("step_interval"))
+    is_single = len(spaced) < 2  # noqa: PLR2004 - then no distance is wrong
+    if said[:2] != (first, last) or not (is_single or said[2] == interval):
+        message = f"start_step, end_step and step_interval are {said[0]}, {said[1]} and {said[2]}, "
+        message += f"those of the values {first}, {last} and {interval}; `golden convert` mends it"
+        together.add("golden-steps", name, message)
+
+
+def _check_precision(together: FindingGroup, name: str, series: Series) -> None:
+    if not series.is_full_precision:
+        if together.sheet.document.provenance is not None:
+            together.add("golden-precision", name, "five decimals; record it again for all of them")
+        return
+    broken = [v for v in series.values if isinstance(v, float) and 0 < abs(v % 1) < 1]
+    small = [v for v in broken if abs(v) < _COARSE]
+    if len(small) >= _MIN_VALUES and all(round(v, _DECIMALS) == v for v in small):
+        message = "says full precision, and no value has more than five decimals; record it again"
+        together.add("golden-precision", name, message)
+
+
+@dataclass(slots=True)
+class Commits:
+    """What a repository knows of commits; nothing where there is no git or not all history."""
+
+    root: Path
+    _known: dict[str, bool] = field(default_factory=dict)
+    _is_complete: bool | None = None
+
+    def lacks(self, commit: str) -> bool:
+        """Whether the repository has all its history and no such commit in it."""
+        if self._is_complete is None:
+            shallow = ask_git(self.root, "rev-parse", "--is-shallow-repository")
+            self._is_complete = shallow == "false"
+        if commit not in self._known:
+            word = None if commit.startswith("-") else ask_git(self.root, "cat-file", "-t", commit)
+            self._known[commit] = word == "commit"
+        return self._is_complete and not self._known[commit]
+
+    def case_at(self, commit: str, path: Path) -> Mapping[str, JsonValue] | None:
+        """Return a case as a commit has it; None where it does not, or cannot be read."""
+        if self.lacks(commit) or not self._known[commit]:
+            return None
+        name = path.absolute().relative_to(self.root.absolute()).as_posix()
+        text = ask_git(self.root, "show", f"{commit}:./{name}")
+        try:
+            return None if text is None else parse_document(text, path).value
+        except YamlError:
+            return None
+
+
+def check_origin(
+    sheet: GoldenFile, case: CaseDocument | None, rows: Sequence[Workload], commits: Commits
+) -> Iterator[RecipeFinding]:
+    """Yield why a golden may be of another case, row or history than the project's.
+
+    Args:
+        sheet: The golden.
+        case: Its test case as it is now; None where there is none.
+        rows: Those that read the golden.
+        commits: Of the project.
+    """
+    provenance = _provenance_of(sheet)
+    if provenance is None:
+        return
+    line = sheet.line_of("_provenance")
+    commit = provenance.commit
+    if commit is not None and commits.lacks(commit):
+        message = f"was made at commit {commit}, which the repository does not have; "
+        yield sheet.finding("golden-commit", f"{message}record it again", line=line)
+    if not rows:
+        return
+    now = [fingerprint(row, None if case is None else case.value) for row in rows]
+    if provenance.config_hash is not None:
+        if provenance.config_hash not in now:
+            message = f"was made of another case or row: its config_hash is not {now[0]}, that of "
+            message += f"{rows[0].where}; record it again"
+            yield sheet.finding("golden-stale", message, line=line)
+    elif commit is not None and case is not None:
+        then = commits.case_at(commit, case.file)
+        if then is not None and fingerprint(rows[0], then) != now[0]:
+            message = f"was made at commit {commit}, {case.file} has changed since; record it again"
+            yield sheet.finding("golden-stale", message, line=line)
+
+
+def find_copies(sheets: Iterable[GoldenFile]) -> Iterator[RecipeFinding]:
+    """Yield the goldens that are equal to an earlier one, times included: those never repeat."""
+    first: dict[int, GoldenFile] = {}
+    for sheet in sheets:
+        metrics, generation = sheet.document.metrics, sheet.document.generation
+        if generation is not None and not generation.throughput:
+            continue
+        if generation is None and "iteration-time" not in metrics:
+            continue
+        content = [(name, series.steps, series.values) for name, series in metrics.items()]
+        other = first.setdefault(hash((tuple(content), repr(generation))), sheet)
+        is_equal = (other.document.metrics, other.document.generation) == (metrics, generation)
+        if other is not sheet and is_equal:
+            message = f"holds the same values as {other.path}, times included: one of them was "
+            yield sheet.finding("golden-copy", f"{message}copied, not measured; record it again")
+
+
+def _provenance_of(sheet: GoldenFile) -> Provenance | None:
+    value = sheet.document.provenance
+    try:
+        return None if value is None else parse_provenance(value, str(sheet.path))
+    except GoldenError:
+        return None  # what is wrong inside a file is told with the rest of it

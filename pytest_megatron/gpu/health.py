@@ -1,0 +1,268 @@
+"""What NVML says of GPUs before and after an attempt, and what changed. Pure.
+
+A value that a GPU or a driver does not have is None; nothing here fails for lack of one.
+
+Sources: NVIDIA's Xid catalogue and its GPU debug guidelines (which Xids are the hardware's).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+
+from pytest_megatron.base.files import JsonValue
+
+# Xid -> the signature that it is, and what it says. These are the hardware's, whatever program ran.
+# Left out on purpose: 13, 31 (the program's own accesses), 43, 45 (a program that was ended).
+HARDWARE_XIDS: Mapping[int, tuple[str, str]] = {
+    48: ("ecc_dbe", "an ECC error that could not be corrected"),
+    64: ("row_remap_failed", "a row that could not be remapped"),
+    74: ("nvlink", "an NVLink error"),
+    79: ("gpu_lost", "the GPU has fallen off the bus"),
+    94: ("ecc_contained", "a contained ECC error"),
+    95: ("ecc_dbe", "an uncontained ECC error"),
+    119: ("gsp", "the GPU's system processor does not answer"),
+    120: ("gsp", "an error of the GPU's system processor"),
+}
+FOREIGN_SHARE = 0.05  # of a GPU's memory; less than that does not explain an OOM
+# Bits of NVML's clocks event reasons that a person wants to know of.
+THROTTLES: Mapping[int, str] = {
+    0x0008: "hardware slowdown",
+    0x0020: "software thermal slowdown",
+    0x0040: "hardware thermal slowdown",
+    0x0080: "power brake slowdown",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuState:
+    """One GPU at one moment.
+
+    Attributes:
+        uuid: NVML's name for exactly this device.
+        ecc_volatile_corrected: Errors since the driver was loaded; `aggregate` is for life.
+        retired_single_bit: Pages retired, on GPUs before A100.
+        remapped_uncorrectable: Rows remapped, from A100 on.
+        is_remap_pending: Whether a reset is due.
+        throttles: Why its clocks are low, for causes that are no idling.
+        processes: Process id -> bytes of GPU memory, None where NVML does not say; ids are those
+            of the host, also inside a container.
+    """
+
+    uuid: str
+    index: int | None = None
+    name: str | None = None
+    bus_id: str | None = None
+    temperature_c: int | None = None
+    sm_clock_mhz: int | None = None
+    memory_clock_mhz: int | None = None
+    throttles: tuple[str, ...] | None = None
+    ecc_volatile_corrected: int | None = None
+    ecc_volatile_uncorrected: int | None = None
+    ecc_aggregate_corrected: int | None = None
+    ecc_aggregate_uncorrected: int | None = None
+    retired_single_bit: int | None = None
+    retired_double_bit: int | None = None
+    remapped_correctable: int | None = None
+    remapped_uncorrectable: int | None = None
+    is_remap_pending: bool | None = None
+    has_remap_failed: bool | None = None
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    processes: tuple[tuple[int, int | None], ...] = ()
+
+    @property
+    def label(self) -> str:
+        """How a person finds it."""
+        return f"GPU {self.index} ({self.uuid})" if self.index is not None else self.uuid
+
+    def as_json(self) -> dict[str, JsonValue]:
+        """Return every value."""
+        found: dict[str, JsonValue] = {}
+        for field in fields(self):
+            value: object = getattr(self, field.name)
+            if field.name == "processes":
+                found["processes"] = [{"pid": p, "memory_bytes": m} for p, m in self.processes]
+            else:
+                assert isinstance(value, str | int | tuple | None)
+                found[field.name] = list(value) if isinstance(value, tuple) else value
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Xid:
+    """An error that the driver reported while an attempt ran.
+
+    Attributes:
+        uuid: The GPU, or None where the report names none of ours.
+        source: `nvml`, or `kernel` for the kernel's log.
+        text: As the kernel has it; empty from NVML.
+    """
+
+    uuid: str | None
+    number: int
+    source: str
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """The hardware's failure during an attempt.
+
+    Attributes:
+        uuid: The GPU to keep away from, or None.
+        signature: Id of the row of the table of signatures that it is.
+    """
+
+    uuid: str | None
+    signature: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """What is known of the GPUs of one attempt.
+
+    Attributes:
+        before: In the order of the lease, as `after` is; a GPU that is lost is in neither.
+        problem: Why something could not be read, or None.
+    """
+
+    before: tuple[GpuState, ...] = ()
+    after: tuple[GpuState, ...] = ()
+    xids: tuple[Xid, ...] = ()
+    problem: str | None = None
+
+    @property
+    def faults(self) -> tuple[Fault, ...]:
+        """Failures of the hardware, new since `before`."""
+        found = [*_xid_faults(self.xids, self.before), *_ecc_faults(self._pairs())]
+        return tuple(found)
+
+    @property
+    def foreign(self) -> str | None:
+        """Who else held memory of these GPUs, if it was enough to explain an OOM, else None."""
+        for state in (*self.before, *self.after):
+            if (text := _foreign(state)) is not None:
+                return text
+        return None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is no failure and yet worth knowing."""
+        found: list[str] = []
+        for before, after in self._pairs():
+            if (new := _grown(before.ecc_volatile_corrected, after.ecc_volatile_corrected)) > 0:
+                found.append(f"{after.label}: {new} new corrected ECC errors")
+            if after.is_remap_pending and not before.is_remap_pending:
+                found.append(f"{after.label}: a row remap is pending; reset the GPU")
+        found += [f"{s.label}: {', '.join(s.throttles)}" for s in self.after if s.throttles]
+        if self.foreign is not None:
+            found.append(self.foreign)
+        if self.problem is not None:
+            found.append(f"not all could be read: {self.problem}")
+        return tuple(found)
+
+    def as_json(self) -> dict[str, JsonValue]:
+        """Return the content of `health.json`."""
+        return {
+            "schema": 1,
+            "faults": [
+                {"gpu": f.uuid, "signature": f.signature, "text": f.text} for f in self.faults
+            ],
+            "notes": list(self.notes),
+            "xids": [
+                {"gpu": x.uuid, "xid": x.number, "source": x.source, "text": x.text}
+                for x in self.xids
+            ],
+            "before": [state.as_json() for state in self.before],
+            "after": [state.as_json() for state in self.after],
+            "problem": self.problem,
+        }
+
+    def _pairs(self) -> Iterator[tuple[GpuState, GpuState]]:
+        earlier = {state.uuid: state for state in self.before}
+        for state in self.after:
+            if state.uuid in earlier:
+                yield earlier[state.uuid], state
+
+
+def merge_health(found: Iterable[Health | None]) -> Health | None:
+    """Return what is known of the GPUs of several machines; None without any."""
+    known = [health for health in found if health is not None]
+    if not known:
+        return None
+    problems = [health.problem for health in known if health.problem is not None]
+    return Health(
+        before=tuple(state for health in known for state in health.before),
+        after=tuple(state for health in known for state in health.after),
+        xids=tuple(xid for health in known for xid in health.xids),
+        problem="; ".join(dict.fromkeys(problems)) or None,
+    )
+
+
+def state_from_json(found: Mapping[str, JsonValue]) -> GpuState:
+    """Read what `as_json` wrote.
+
+    Raises:
+        KeyError, TypeError, ValueError: It is something else.
+    """
+    values: dict[str, object] = dict(found)
+    processes = found.get("processes") or []
+    throttles = found.get("throttles")
+    assert isinstance(processes, list)
+    values["processes"] = tuple(
+        (p["pid"], p["memory_bytes"]) for p in processes if isinstance(p, dict)
+    )
+    values["throttles"] = tuple(throttles) if isinstance(throttles, list) else None
+    return GpuState(**values)  # type: ignore[arg-type]  # our own process wrote it
+
+
+def _xid_faults(xids: Sequence[Xid], states: Sequence[GpuState]) -> Iterator[Fault]:
+    labels = {state.uuid: state.label for state in states}
+    seen: set[tuple[str | None, int]] = set()
+    for xid in xids:  # NVML and the kernel tell of the same one
+        if xid.number not in HARDWARE_XIDS or (xid.uuid, xid.number) in seen:
+            continue
+        seen.add((xid.uuid, xid.number))
+        signature, meaning = HARDWARE_XIDS[xid.number]
+        who = labels.get(xid.uuid or "", xid.uuid or "a GPU")
+        yield Fault(
+            uuid=xid.uuid,
+            signature=signature,
+            text=f"{who} reported Xid {xid.number}, {meaning}",
+        )
+
+
+def _ecc_faults(pairs: Iterator[tuple[GpuState, GpuState]]) -> Iterator[Fault]:
+    for before, after in pairs:
+        new = max(
+            _grown(before.ecc_volatile_uncorrected, after.ecc_volatile_uncorrected),
+            _grown(before.ecc_aggregate_uncorrected, after.ecc_aggregate_uncorrected),
+        )
+        if new > 0:
+            errors = "ECC error" if new == 1 else "ECC errors"
+            text = f"{after.label} had {new} new uncorrected {errors}"
+            yield Fault(uuid=after.uuid, signature="ecc_dbe", text=text)
+
+
+def _grown(before: int | None, after: int | None) -> int:
+    """Return by how much a counter grew; 0 where it is not known."""
+    return 0 if before is None or after is None else after - before
+
+
+def _foreign(state: GpuState) -> str | None:
+    """Say which other program holds much of a GPU that is ours alone."""
+    if not state.memory_total_bytes:
+        return None
+    least = FOREIGN_SHARE * state.memory_total_bytes
+    for pid, memory in state.processes:
+        if memory is not None and memory >= least:
+            return f"process {pid}, not of this run, held {_gb(memory)} of {state.label}"
+    if state.memory_used_bytes is not None and state.memory_used_bytes >= least:
+        return f"{_gb(state.memory_used_bytes)} of {state.label} were held, not by this run"
+    return None
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB"

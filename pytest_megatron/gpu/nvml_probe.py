@@ -1,0 +1,213 @@
+"""Reads the health of GPUs around an attempt, in a process of its own.
+
+`python -m pytest_megatron.gpu.nvml_probe UUID...` prints a line of JSON with the state of each GPU,
+waits until its stdin ends, and prints another with the states and what the driver reported
+meanwhile. It is a process of its own because NVML can hang or crash with a GPU that is lost, and
+the session must not. Must import nothing of ours but the plain data that it prints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import select
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import TypeVar
+
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.gpu.health import THROTTLES, GpuState, Xid
+
+_Value = TypeVar("_Value")
+_POLL_MS = 200
+_MOST_LATE = 100  # events; a GPU that fails can report without end
+_KERNEL_LOG = "/dev/kmsg"
+_RECORD_BYTES = 8192  # the kernel gives one record a read, of this size at most
+# Source: NVIDIA's Xid documentation: `NVRM: Xid (PCI:0000:1b:00): 79, pid=..., ...`.
+_XID = re.compile(r"NVRM: Xid \(PCI:(?P<bus>[0-9a-fA-F:.]+)\): (?P<number>\d+)(?P<text>.*)")
+
+
+def main() -> None:
+    """Watch the GPUs of the command line."""
+    import pynvml  # noqa: PLC0415 - only here, and only in this process
+
+    uuids = sys.argv[1:]
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        _say({"gpus": [], "problem": f"NVML: {error}"})
+        return
+    with _kernel_log() as kernel:
+        events = _register(pynvml, uuids)
+        states = list(_states(pynvml, uuids))
+        _say({"gpus": [state.as_json() for state in states]})
+        xids = list(_wait_for_end(pynvml, events))
+        xids += _kernel_xids(kernel, {s.bus_id: s.uuid for s in states if s.bus_id is not None})
+        after = [state.as_json() for state in _states(pynvml, uuids)]
+        found: list[JsonValue] = [[x.uuid, x.number, x.source, x.text] for x in xids]
+        _say({"gpus": list[JsonValue](after), "xids": found})
+
+
+def read_state(nvml: ModuleType, uuid: str) -> GpuState | None:
+    """Return what a GPU says of itself; None where it does not answer at all."""
+    try:
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+    except nvml.NVMLError:
+        return None
+
+    def ask(read: Callable[[], _Value]) -> _Value | None:
+        """Return an answer, None where this GPU or driver has none."""
+        try:
+            return read()
+        except (nvml.NVMLError, AttributeError):  # or these bindings
+            return None
+
+    def ecc(kind: int, counter: int) -> int | None:
+        return ask(lambda: int(nvml.nvmlDeviceGetTotalEccErrors(handle, kind, counter)))
+
+    def retired(cause: int) -> int | None:
+        return ask(lambda: len(nvml.nvmlDeviceGetRetiredPages(handle, cause)))
+
+    memory = ask(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+    rows = ask(lambda: nvml.nvmlDeviceGetRemappedRows(handle)) or (None,) * 4
+    return GpuState(
+        uuid=uuid,
+        index=ask(lambda: int(nvml.nvmlDeviceGetIndex(handle))),
+        name=ask(lambda: _text(nvml.nvmlDeviceGetName(handle))),
+        bus_id=ask(lambda: _text(nvml.nvmlDeviceGetPciInfo(handle).busId)),
+        temperature_c=ask(lambda: int(nvml.nvmlDeviceGetTemperature(handle, 0))),
+        sm_clock_mhz=ask(lambda: int(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))),
+        memory_clock_mhz=ask(lambda: int(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM))),
+        throttles=ask(lambda: _throttles(nvml, handle)),
+        ecc_volatile_corrected=ecc(0, 0),
+        ecc_volatile_uncorrected=ecc(1, 0),
+        ecc_aggregate_corrected=ecc(0, 1),
+        ecc_aggregate_uncorrected=ecc(1, 1),
+        retired_single_bit=retired(0),
+        retired_double_bit=retired(1),
+        remapped_correctable=rows[0],
+        remapped_uncorrectable=rows[1],
+        is_remap_pending=None if rows[2] is None else bool(rows[2]),
+        has_remap_failed=None if rows[3] is None else bool(rows[3]),
+        memory_used_bytes=None if memory is None else int(memory.used),
+        memory_total_bytes=None if memory is None else int(memory.total),
+        processes=ask(lambda: _processes(nvml, handle)) or (),
+    )
+
+
+def _states(nvml: ModuleType, uuids: Sequence[str]) -> Iterator[GpuState]:
+    for uuid in uuids:
+        if (state := read_state(nvml, uuid)) is not None:
+            yield state
+
+
+def _processes(nvml: ModuleType, handle: object) -> tuple[tuple[int, int | None], ...]:
+    found = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    return tuple(
+        (int(p.pid), None if p.usedGpuMemory is None else int(p.usedGpuMemory)) for p in found
+    )
+
+
+def _throttles(nvml: ModuleType, handle: object) -> tuple[str, ...]:
+    bits = int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
+    return tuple(text for bit, text in THROTTLES.items() if bits & bit)
+
+
+def _register(nvml: ModuleType, uuids: Sequence[str]) -> object | None:
+    """Return an event set that gets the Xids of these GPUs; None where there are no events."""
+    try:
+        events: object = nvml.nvmlEventSetCreate()
+        for uuid in uuids:
+            handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+            nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, events)
+    except nvml.NVMLError:
+        return None
+    return events
+
+
+def _wait_for_end(nvml: ModuleType, events: object | None) -> Iterator[Xid]:
+    """Yield the Xids that come until our stdin ends."""
+    while events is not None and not select.select([sys.stdin], [], [], 0)[0]:
+        yield from _next_xid(nvml, events)
+    if events is None:
+        sys.stdin.read()
+        return
+    for _ in range(_MOST_LATE):  # what came in the last moment
+        late = list(_next_xid(nvml, events))
+        if not late:
+            return
+        yield from late
+
+
+def _next_xid(nvml: ModuleType, events: object) -> Iterator[Xid]:
+    """Wait for a short time, and yield what came."""
+    try:
+        data = nvml.nvmlEventSetWait_v2(events, _POLL_MS)
+        uuid = _text(nvml.nvmlDeviceGetUUID(data.device))
+    except nvml.NVMLError_Timeout:
+        return
+    except nvml.NVMLError:  # a GPU that is lost; do not ask again at once
+        select.select([sys.stdin], [], [], _POLL_MS / 1000)
+        return
+    yield Xid(uuid=uuid, number=int(data.eventData), source="nvml")
+
+
+@contextlib.contextmanager
+def _kernel_log() -> Iterator[int | None]:
+    """Open the kernel's log at its end; None where we may not read it."""
+    try:
+        descriptor = os.open(_KERNEL_LOG, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        yield None
+        return
+    try:
+        os.lseek(descriptor, 0, os.SEEK_END)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _kernel_xids(descriptor: int | None, uuids: Mapping[str, str]) -> Iterator[Xid]:
+    """Yield the Xids that the kernel logged since it was opened."""
+    while descriptor is not None:
+        try:
+            record = os.read(descriptor, _RECORD_BYTES).decode(errors="replace")
+        except BrokenPipeError:
+            continue  # records that we had not read were overwritten
+        except OSError:  # there are no more
+            return
+        if (xid := parse_xid(record, uuids)) is not None:
+            yield xid
+
+
+def parse_xid(record: str, uuids: Mapping[str, str]) -> Xid | None:
+    """Read a line of the kernel's log; None where it is no Xid of these GPUs.
+
+    Args:
+        record: The line.
+        uuids: Bus id as NVML has it, `00000000:1B:00.0`, -> GPU.
+    """
+    match = _XID.search(record)
+    if match is None:
+        return None
+    for bus_id, uuid in uuids.items():
+        if bus_id.lower().partition(".")[0].endswith(match["bus"].lower().partition(".")[0]):
+            text = match[0].partition("\n")[0]
+            return Xid(uuid=uuid, number=int(match["number"]), source="kernel", text=text)
+    return None
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _say(found: dict[str, JsonValue]) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        print(json.dumps(found), flush=True)  # noqa: T201 - our parent reads it
+
+
+if __name__ == "__main__":
+    main()

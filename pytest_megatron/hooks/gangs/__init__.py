@@ -1,0 +1,1 @@
+"""Distributed tests on gangs."""

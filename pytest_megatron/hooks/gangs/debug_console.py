@@ -1,0 +1,152 @@
+"""The controller's end of a rank's debugger: who may stop, and the user's terminal.
+
+One rank at a time, over all gangs; others wait for it, or go on without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TextIO
+
+import pytest
+
+from pytest_megatron.gang.ipc.channel import Channel
+from pytest_megatron.gang.ipc.messages import (
+    INTERRUPTED_LINE,
+    DebuggerAnswer,
+    DebuggerLeft,
+    DebuggerLine,
+    DebuggerReads,
+    DebuggerWanted,
+    DebuggerWrote,
+    Message,
+)
+from pytest_megatron.gang.supervisor.supervisor import Gang
+from pytest_megatron.gang.timers import GangState
+
+
+@dataclass(frozen=True, slots=True)
+class _Asker:
+    """A rank that would stop, or did."""
+
+    gang: Gang
+    rank: int
+    channel: Channel
+    reason: str
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it can no longer be spoken with."""
+        state = self.gang.lifecycle.state
+        return self.channel.is_closed or state not in (GangState.RUNNING, GangState.CLOSING)
+
+
+@dataclass(slots=True)
+class Console:
+    """Lends the terminal to debuggers of ranks.
+
+    Attributes:
+        config: Of the controller.
+        pdb_rank: The only rank that may stop; None lets the first that fails, and rank 0 at
+            breakpoints.
+        is_refusing: Whether nobody may stop: nobody is there to talk to, or the session ends.
+    """
+
+    config: pytest.Config
+    pdb_rank: int | None
+    is_refusing: bool = False
+    _active: _Asker | None = None
+    _waiting: deque[_Asker] = field(default_factory=deque)
+    _last_failure: tuple[int, int] | None = None  # execution, rank
+    _prompt: str = ""  # the line that has not ended yet
+
+    def handle(self, gang: Gang, rank: int, channel: Channel, message: Message) -> None:
+        """Take in what a rank's debugger said."""
+        match message:
+            case DebuggerWanted(reason=reason):
+                asker = _Asker(gang, rank, channel, reason)
+                if self._may_stop(asker):
+                    self._waiting.append(asker)
+                    self.settle()
+                else:
+                    channel.send(DebuggerAnswer(may_enter=False))
+            case DebuggerWrote(text=text):
+                self._write(text)
+            case DebuggerReads():
+                channel.send(DebuggerLine(text=self._read()))
+            case DebuggerLeft() if self._active is not None and self._active.channel is channel:
+                self._leave()
+                self.settle()
+            case _:
+                pass
+
+    def settle(self) -> None:
+        """Take the terminal back from a rank that is gone, and lend it to the next."""
+        if self._active is not None and self._active.is_gone:
+            self._leave()
+        while self._active is None and self._waiting:
+            asker = self._waiting.popleft()
+            if not asker.is_gone:
+                self._enter(asker)
+
+    def _may_stop(self, asker: _Asker) -> bool:
+        if self.is_refusing or asker.is_gone:
+            return False
+        if self.pdb_rank is not None:
+            return asker.rank == self.pdb_rank
+        if asker.reason != "exception":
+            return asker.rank == 0
+        run = asker.gang.lifecycle.held.number
+        if self._last_failure is None or self._last_failure[0] != run:
+            self._last_failure = (run, asker.rank)
+        return self._last_failure == (run, asker.rank)
+
+    def _enter(self, asker: _Asker) -> None:
+        capture = self.config.pluginmanager.get_plugin("capturemanager")
+        if capture is not None:
+            capture.suspend_global_capture(in_=True)
+        self._active = asker
+        writer = self.config.get_terminal_writer()
+        if writer.width_of_current_line:
+            writer.line()
+        writer.sep(">", f"rank {asker.rank} of {asker.gang.spec.world_size}")
+        asker.channel.send(DebuggerAnswer(may_enter=True))
+
+    def _leave(self) -> None:
+        self._active = None
+        if self._prompt:
+            self._show(f"{self._prompt}\n")
+            self._prompt = ""
+        capture = self.config.pluginmanager.get_plugin("capturemanager")
+        if capture is not None:  # between tests it captures what is read, not what is written
+            capture.resume_global_capture()
+            capture.suspend_global_capture()
+
+    def _write(self, text: str) -> None:
+        lines, newline, self._prompt = (self._prompt + text).rpartition("\n")
+        self._show(lines + newline)
+
+    def _show(self, text: str) -> None:
+        self.config.get_terminal_writer().write(text, flush=True)
+
+    def _read(self) -> str:
+        """Return a line that the user typed, empty at the end of input."""
+        stdin: TextIO | None = sys.stdin  # None if it was closed when Python started
+        try:
+            if stdin is None:
+                return ""
+            if stdin.isatty():
+                with contextlib.suppress(ImportError):
+                    import readline  # noqa: F401, PLC0415 - lets the user edit the line
+                return input(self._prompt) + "\n"
+            self._show(self._prompt)
+            return stdin.readline()
+        except EOFError:
+            return ""
+        except KeyboardInterrupt:
+            return INTERRUPTED_LINE
+        finally:
+            self._prompt = ""

@@ -1,0 +1,136 @@
+"""What the ranks of a gang are told: their environment, their directories."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.errors import LaunchError
+from pytest_megatron.gang.forkserver.store import LOCAL_HOST_IPV6, local_host
+from pytest_megatron.gang.ipc.messages import RankConfig
+from pytest_megatron.gang.rank.bootstrap import rank_env
+from pytest_megatron.gang.spec import GangSpec
+from pytest_megatron.gang.topology import Nodes, share_gpus
+from pytest_megatron.gpu.lease import Lease
+from pytest_megatron.hooks.nodes.leader import DEVICES, address_of
+from pytest_megatron.hooks.options import Options
+from pytest_megatron.hooks.rank.process import temp_factory
+from pytest_megatron.hooks.session import RunSession
+from pytest_megatron.process.tree import check_proc
+
+
+class RankConfigs:
+    """Writes orders for the ranks of one session.
+
+    Attributes:
+        coverage: Settings of a running coverage.py, or empty.
+        coverage_dir: Where ranks put its data.
+    """
+
+    def __init__(
+        self,
+        config: pytest.Config,
+        run: RunSession,
+        nodes: Nodes,
+        coverage: dict[str, JsonValue],
+    ) -> None:
+        self._config = config
+        self._run = run
+        self._nodes = nodes
+        self._ranks_per_gpu = run.options.ranks_per_gpu
+        self.coverage = coverage
+        self.coverage_dir = run.run_dir / run.ranks_dir / "coverage"
+
+    def write(self, number: int, spec: GangSpec, lease: Lease | None) -> tuple[RankConfig, ...]:
+        """Return the orders of a gang, by rank.
+
+        Args:
+            number: Of the gang; 0 for one that is not there yet.
+            spec: What it is.
+            lease: Its devices on this node, where it has any.
+        """
+        directory = self._run.open_run_dir() / self._run.ranks_dir / f"attempt_{number}"
+        places = self._nodes.place(spec.world_size)
+        shares = spec.device == "cuda" and self._ranks_per_gpu > 1
+        shown = share_gpus(spec.world_size, self._ranks_per_gpu) if shares else places
+        if places[-1].node_rank > 0:
+            host, _ = address_of(self._run.options.rdzv_endpoint)
+        else:
+            host = local_host()
+        common = {"MASTER_ADDR": host, "TORCHELASTIC_RUN_ID": self._run.run_dir.name}
+        if host == LOCAL_HOST_IPV6:  # gloo looks for no other address than 127.0.0.1 by itself
+            common["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+        own = {}  # of this node: others lease by themselves
+        if lease is not None:
+            own[DEVICES] = ",".join(gpu.uuid for gpu in lease.gpus)
+        base_temp = self._base_temp() / f"gang{number}"
+        return tuple(
+            RankConfig(
+                gang=number,
+                rank=place.rank,
+                world_size=spec.world_size,
+                node_rank=place.node_rank,
+                device=spec.device,
+                env={
+                    **common,
+                    **(own if place.node_rank == 0 else {}),
+                    **rank_env(shown[place.rank], spec.world_size),
+                    **(_as_on_node(shown[place.rank].node_rank, directory) if shares else {}),
+                    "TORCHELASTIC_ERROR_FILE": str(directory / str(place.rank) / "error.json"),
+                },
+                log_dir=str(directory / str(place.rank)),
+                base_temp=str(base_temp / f"rank{place.rank}"),
+                is_capturing=self._config.getoption("capture", "no") != "no",
+                coverage=self.coverage,
+                coverage_file=str(self.coverage_dir / f"{number}-{place.rank}"),
+            )
+            for place in places
+        )
+
+    def shared_dir(self, orders: tuple[RankConfig, ...]) -> str:
+        """Return where ranks of all nodes of a gang can write."""
+        return self._shared_dir_of_nodes if orders[-1].node_rank > 0 else self._shared_dir
+
+    @cached_property
+    def _shared_dir_of_nodes(self) -> str:
+        return str(self._run.run_dir.absolute() / "shared")
+
+    @cached_property
+    def _shared_dir(self) -> str:
+        return str(self._base_temp() / "shared")
+
+    def _base_temp(self) -> Path:
+        factory = temp_factory(self._config)
+        return self._own_temp if factory is None else factory.getbasetemp()
+
+    @cached_property
+    def _own_temp(self) -> Path:
+        """A directory for sessions without pytest's own."""
+        found = Path(tempfile.mkdtemp(prefix="pytest-megatron-"))
+        self._config.add_cleanup(lambda: shutil.rmtree(found, ignore_errors=True))
+        return found
+
+
+def refuse_unfit_host(options: Options) -> None:
+    """Make sure that ranks of this host can be found, and reach one another.
+
+    Raises:
+        pytest.UsageError: They cannot.
+    """
+    try:
+        check_proc()
+        if options.num_nodes == 1:  # of several, node 0 says where it is
+            local_host()
+    except LaunchError as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+def _as_on_node(node_rank: int, gang_dir: Path) -> dict[str, str]:
+    """Return what NCCL knows a host by, in place of its name: it refuses two ranks on one GPU."""
+    return {"NCCL_HOSTID": f"{gang_dir}:{node_rank}"}

@@ -1,0 +1,237 @@
+"""From merged reports to pytest's: built in the controller, for every plugin to see."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import os
+import sys
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Literal, Protocol, cast
+
+import pytest
+from _pytest._code.code import (
+    ExceptionChainRepr,
+    ExceptionRepr,
+    ReprEntryNative,
+    ReprFileLocation,
+    ReprTraceback,
+)
+from _pytest.reports import BaseReport
+from _pytest.unittest import TestCaseFunction
+
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.gang.merge import Merged
+from pytest_megatron.gang.spec import RunEnd
+
+_KEYWORDS = pytest.StashKey[dict[str, Literal[1]]]()
+
+
+class _Subtest(Protocol):
+    """What the report of a subtest has more than others."""
+
+    context: object
+
+
+def build_report(item: pytest.Item, merged: Merged) -> pytest.TestReport:
+    """Return pytest's report of a phase, or of a subtest."""
+    if merged.blocks:
+        merged = _shorten_paths(merged, str(item.config.invocation_params.dir))
+    if merged.base is not None:
+        report = _from_base(item, merged)
+    else:
+        report = pytest.TestReport(
+            nodeid=item.nodeid,
+            location=item.location,
+            keywords=_keywords(item),
+            outcome=merged.outcome,
+            longrepr=None,
+            when=cast("Literal['setup', 'call', 'teardown']", merged.when),
+        )
+        if merged.outcome == "failed":
+            report.longrepr = _crash(item, merged)
+    report.outcome = merged.outcome
+    report.duration = max(0.0, merged.stop - merged.start)
+    report.start, report.stop = merged.start, merged.stop
+    if not report.start:  # no rank could say when
+        report.stop = time.time()
+        report.start = report.stop - report.duration
+    report.sections = [(name, text) for name, text in merged.sections]
+    report.user_properties = [(name, value) for name, value in merged.properties]
+    if merged.ranks:
+        report.gang = {"ranks": dict(merged.ranks)}  # type: ignore[attr-defined]
+    return report
+
+
+def _keywords(item: pytest.Item) -> dict[str, Literal[1]]:
+    """Return what pytest's own reports say of an item; looked up once for all of its phases."""
+    if _KEYWORDS not in item.stash:
+        keywords: dict[str, Literal[1]] = dict.fromkeys(item.keywords, 1)
+        item.stash[_KEYWORDS] = keywords
+    return item.stash[_KEYWORDS].copy()
+
+
+def excinfo_of(merged: Merged) -> pytest.ExceptionInfo[BaseException]:
+    """Return what a rank raised in a phase that failed, as far as it can be known here.
+
+    Plugins look at its type's name and its text, to rerun some failures and not others.
+    """
+    name, text = _raised(merged)
+    known = getattr(builtins, name, None)
+    error: Exception = type(name, (Exception,), {})(text)
+    if isinstance(known, type) and issubclass(known, Exception):
+        with contextlib.suppress(TypeError):  # a group takes more than a text
+            error = known.__new__(known, text)
+    return pytest.ExceptionInfo.from_exc_info((type(error), error, _no_traceback()))
+
+
+def _no_traceback() -> TracebackType:
+    """Return a traceback for an exception that was raised in another process."""
+    frame = sys._getframe()  # noqa: SLF001 - there is no other way to have one
+    return TracebackType(None, frame, frame.f_lasti, frame.f_lineno)
+
+
+def count_failed_subtest(item: pytest.Item) -> None:
+    """Have pytest fail the test that this subtest is of, as its `subtests` fixture would."""
+    try:
+        from _pytest.subtests import failed_subtests_key  # noqa: PLC0415 - from pytest 9 on
+    except ImportError:
+        return
+    if not isinstance(item, TestCaseFunction):  # where pytest does without
+        counts = cast("dict[object, int]", item.config.stash[failed_subtests_key])
+        counts[getattr(item, "id", item.nodeid)] += 1  # a plain node id before pytest 9.1
+
+
+def merge_problem(problem: str) -> Merged:
+    """Return an error at the teardown of a test that was reported already."""
+    message = problem.strip().splitlines()[-1] if "\n" in problem else problem
+    merged = Merged(when="teardown", outcome="failed", message=message)
+    if message != problem:
+        merged = replace(merged, blocks=(("the last teardown", problem),))
+    return merged
+
+
+def warn_again(config: pytest.Config, end: RunEnd) -> None:
+    """Record the warnings of a test, equal ones of several ranks once."""
+    seen: set[tuple[str, ...]] = set()
+    for rank in end.ranks:
+        for found in () if rank.done is None else rank.done.warnings:
+            data = cast("dict[str, JsonValue]", found)
+            key = tuple(str(data[name]) for name in ("text", "category", "filename", "lineno"))
+            if key not in seen:
+                seen.add(key)
+                record_warning(config, data)
+
+
+def record_warning(config: pytest.Config, data: Mapping[str, JsonValue]) -> None:
+    """Record a warning that a rank described."""
+    message = warnings.WarningMessage(
+        message=_category(data)(str(data["text"])),
+        category=_category(data),
+        filename=str(data["filename"]),
+        lineno=cast("int", data["lineno"]),
+    )
+    config.hook.pytest_warning_recorded.call_historic(
+        kwargs={
+            "warning_message": message,
+            "when": data["when"],
+            "nodeid": data["nodeid"],
+            "location": tuple(cast("list[str]", data["location"])) if data["location"] else None,
+        }
+    )
+
+
+def _category(data: Mapping[str, JsonValue]) -> type[Warning]:
+    """Return the class of a warning where the controller has it, else one of the same name."""
+    name = str(data["category"])
+    found = getattr(sys.modules.get(str(data["module"])), name, None)
+    if isinstance(found, type) and issubclass(found, Warning):
+        return found
+    return type(name, (UserWarning,), {"__module__": str(data["module"])})
+
+
+def _shorten_paths(merged: Merged, directory: str) -> Merged:
+    """Name files below the directory that the user is in as they would be typed there."""
+    blocks = [(title, text.replace(f"{directory}{os.sep}", "")) for title, text in merged.blocks]
+    return replace(merged, blocks=tuple(blocks))
+
+
+def restore_report(config: pytest.Config, data: Mapping[str, object]) -> pytest.TestReport:
+    """Return the report that pytest serialised, after a way through JSON."""
+    found = config.hook.pytest_report_from_serializable(
+        config=config, data=_with_tuples(dict(data))
+    )
+    assert isinstance(found, BaseReport)
+    report = cast("pytest.TestReport", found)
+    _restore_context(report, data)
+    return report
+
+
+def _from_base(item: pytest.Item, merged: Merged) -> pytest.TestReport:
+    place = {"nodeid": item.nodeid, "location": item.location}
+    report = restore_report(item.config, {**(merged.base or {}), **place})
+    if merged.outcome == "failed" and merged.blocks:
+        longrepr = report.longrepr
+        crash = getattr(longrepr, "reprcrash", None)
+        if crash is not None and merged.message:
+            crash.message = merged.message
+        if isinstance(longrepr, ExceptionRepr):
+            for title, text in merged.blocks:
+                longrepr.addsection(title, text)
+        else:
+            shown = merged.message if isinstance(longrepr, tuple) else str(longrepr)  # a skip
+            report.longrepr = "\n".join([shown, "", *_block_lines(merged.blocks)])
+    return report
+
+
+def _restore_context(report: pytest.TestReport, data: Mapping[str, object]) -> None:
+    """Undo that pytest takes the repr of a subtest's parameters once more when it reads them."""
+    context = data.get("_subtest.context")
+    if isinstance(context, Mapping):
+        found = cast("_Subtest", report).context
+        object.__setattr__(found, "kwargs", context["kwargs"])  # it is frozen
+
+
+def _raised(merged: Merged) -> tuple[str, str]:
+    """Return name and text of the exception of a failed phase."""
+    longrepr = (merged.base or {}).get("longrepr")
+    place = longrepr.get("reprcrash") if isinstance(longrepr, dict) else None
+    message = str(place.get("message", "")) if isinstance(place, dict) else merged.message
+    head, colon, rest = message.partition(": ")
+    name = head.rpartition(".")[2]
+    if colon and name.isidentifier():
+        return name, rest
+    if message.isidentifier():
+        return message, ""
+    return ("AssertionError" if place else "RankFailure"), message
+
+
+def _with_tuples(data: dict[str, object]) -> dict[str, object]:
+    """Undo what JSON did to tuples that pytest wants back."""
+    for name in ("longrepr", "location"):
+        if isinstance(value := data.get(name), list):
+            data[name] = tuple(value)
+    for name in ("sections", "user_properties"):
+        if isinstance(value := data.get(name), list):
+            data[name] = [tuple(pair) for pair in value]
+    return data
+
+
+def _crash(item: pytest.Item, merged: Merged) -> ExceptionChainRepr:
+    """Return a failure that no rank could report itself, in the shape of a traceback."""
+    path, line, _ = item.location
+    place = ReprFileLocation(path=str(path), lineno=(line or 0) + 1, message=merged.message)
+    entry = ReprEntryNative([f"{merged.message}\n"])
+    shown = ReprTraceback(reprentries=[entry], extraline=None, style="native")
+    longrepr = ExceptionChainRepr([(shown, place, None)])
+    for title, text in merged.blocks:
+        longrepr.addsection(title, text)
+    return longrepr
+
+
+def _block_lines(blocks: Sequence[tuple[str, str]]) -> list[str]:
+    return [line for title, text in blocks for line in (f"-- {title} --", text)]

@@ -1,0 +1,139 @@
+"""The role that tells what distributed tests came to: header, `run.json`, summary.
+
+Lives in the controller alone: a worker's records reach it on the reports.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.gang.record import (
+    flaky_lines,
+    header_line,
+    no_limit_line,
+    replaced_line,
+    unused_nodes_line,
+)
+from pytest_megatron.gang.slurm_step import count_unused_nodes
+from pytest_megatron.gang.spec import GangSpec
+from pytest_megatron.gang.topology import count_gpus
+from pytest_megatron.gpu.host import Gpu, this_host
+from pytest_megatron.hooks.gangs.rank_config import refuse_unfit_host
+from pytest_megatron.hooks.markers import device_of, limit_of_session
+from pytest_megatron.hooks.nodes.leader import nodes_of, room_on_gpus
+from pytest_megatron.hooks.options import Options
+from pytest_megatron.hooks.run_file import RunFile
+from pytest_megatron.hooks.session import RunSession
+from pytest_megatron.runs.reproduce import reproduce_line
+
+NAME = "megatron-gangs-results"
+RECORD = "megatron_test"  # attribute of a test's last report
+_WRITE_EVERY_S = 5.0  # after a failure; a run that is killed still says what it did
+
+
+def add_way_back(report: pytest.TestReport, run: RunSession) -> None:
+    """Have the report of a failure end with what to type to have it again."""
+    if report.failed:
+        report.sections.append(("again", reproduce_line(run.where, report.nodeid)))
+
+
+class GangResults:
+    """Header, `run.json` and summary of a session with gangs."""
+
+    def __init__(self, run: RunSession, file: RunFile) -> None:
+        self._run = run
+        self._file = file
+        self._records: dict[str, dict[str, JsonValue]] = {}
+        self._next_at = 0.0
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        """Refuse to start without the devices that were asked for, or where ranks cannot meet."""
+        if not session.config.option.collectonly:
+            _refuse_lack(self._run.options)
+            if self._run.options.asks_for_gangs:
+                refuse_unfit_host(self._run.options)
+
+    def pytest_report_header(self, config: pytest.Config) -> list[str]:
+        """Say what gangs of tests without a mark are."""
+        options = self._run.options
+        if not options.asks_for_gangs:
+            return []
+        gpus = None if options.device == "cpu" else this_host().gpus
+        nodes, room = nodes_of(options), 0 if gpus is None else room_on_gpus(options)
+        size = nodes.ranks_per_node * nodes.num_nodes
+        spec = GangSpec(world_size=size, device=device_of(options, size, room))
+        lines = [header_line(spec, gpus, self._run.shorten(str(self._run.run_dir)))]
+        limit = limit_of_session(config, options)
+        if not limit.seconds:
+            lines.append(no_limit_line(limit.source))
+        if options.num_nodes == 1 and (num_unused := count_unused_nodes(os.environ)):
+            lines.append(unused_nodes_line(num_unused))
+        return lines
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keep the record of a test; errors that come after it make it fail."""
+        record: dict[str, JsonValue] | None = getattr(report, RECORD, None)
+        if record is not None:
+            self._records[report.nodeid] = record
+        elif report.failed and report.when == "teardown" and report.nodeid in self._records:
+            kept = self._records[report.nodeid]
+            problem = kept["problem"] or report.longreprtext.strip().split("\n")[-1]
+            record = {**kept, "verdict": "failed", "outcome": "failed", "problem": problem}
+            self._records[report.nodeid] = record
+        if record is None:
+            return
+        self._file.keep(report.nodeid, record)
+        if record["outcome"] == "failed" and time.monotonic() >= self._next_at:
+            self._file.write()
+            self._next_at = time.monotonic() + _WRITE_EVERY_S
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self) -> None:
+        """Write `run.json`, if any test ran on a gang."""
+        if self._records:
+            self._file.write()
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Tell of tests that passed when they were run again, and of gangs that were replaced."""
+        lines = flaky_lines(self._records)
+        replaced = replaced_line(self._records.values())
+        if replaced is not None:
+            lines.append(f"megatron: {replaced}")
+        if self._records and self._file.problem is not None:
+            lines.append(f"run.json is not complete: {self._file.problem}")
+        if lines:
+            terminalreporter.section("distributed tests", sep="-")
+        for line in lines:
+            terminalreporter.write_line(line)
+
+
+def _refuse_lack(options: Options) -> None:
+    """Make sure that this host has the GPUs that were asked for.
+
+    Raises:
+        pytest.UsageError: It has not.
+    """
+    wants_gpus = options.num_gpus is not None
+    if not wants_gpus and not (options.device == "cuda" and options.num_ranks):
+        return
+    gpus: tuple[Gpu, ...] = this_host().gpus
+    wanted = options.num_gpus if wants_gpus else options.num_ranks
+    assert wanted is not None
+    if gpus and wanted <= room_on_gpus(options):
+        return
+    found = str(len(gpus)) if gpus else "none"
+    needed = count_gpus(wanted, options.ranks_per_gpu)
+    sharing = f"--ranks-per-gpu {-(-wanted // len(gpus))}" if gpus else ""
+    if wants_gpus:
+        asked = f"{needed} GPUs" if wanted else "all GPUs"
+        way_out = f"lower it, or say {sharing}" if gpus else "use --ranks for ranks on the CPU"
+        raise pytest.UsageError(f"--gpus: asked for {asked}, this host has {found}; {way_out}")
+    raise pytest.UsageError(
+        f"--device: cuda needs {needed} GPUs for --ranks {wanted}, this host has {found}; "
+        f"{f'lower --ranks, say {sharing}, or ' if gpus else ''}drop --device"
+    )

@@ -1,0 +1,1 @@
+"""Gangs over several nodes."""

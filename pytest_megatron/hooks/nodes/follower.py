@@ -1,0 +1,302 @@
+"""The session of a node other than 0, which follows node 0's.
+
+It collects as well, gives node 0 a template to fork ranks from, and shows what node 0 shows, so
+that terminal, JUnit XML and exit code agree on every node.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Generator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from _pytest.junitxml import xml_key
+
+from pytest_megatron.errors import LaunchError
+from pytest_megatron.gang.ipc.channel import Channel, WrongKeyError, connect
+from pytest_megatron.gang.ipc.messages import Hello, Joined, Mirrored, SessionEnded, Welcome
+from pytest_megatron.gang.rank.bootstrap import state_if_seeded
+from pytest_megatron.gang.topology import Nodes, find_key
+from pytest_megatron.gpu.host import this_host
+from pytest_megatron.gpu.lease import Lease, lease_gpus
+from pytest_megatron.hooks.nodes.leader import (
+    BROKEN,
+    DEVICES,
+    KEY_ADVICE,
+    MEETING_S,
+    RETRY_S,
+    addresses_of,
+    nodes_of,
+    write_line,
+)
+from pytest_megatron.hooks.nodes.mirror import replay
+from pytest_megatron.hooks.options import Options
+from pytest_megatron.hooks.rank.process import temp_factory
+from pytest_megatron.hooks.start.environment import KEY
+from pytest_megatron.hooks.start.forkserver import SessionTemplate
+from pytest_megatron.hooks.start.start_mode import make_brief, tell_warm
+
+FOLLOWER_NAME = "megatron-follower"
+_HOPELESS_S = 20.0  # to meet, for a node that has nothing to bring but its collection errors
+_END_S = 30.0  # for node 0 to print its summary
+_STRANGER_S = 20.0  # to meet, where another session listens: node 0 may yet come, elsewhere
+
+
+class FollowerPlugin:
+    """The session of a node other than 0."""
+
+    def __init__(self, config: pytest.Config, options: Options) -> None:
+        self._config = config
+        self._options = options
+        self._random_before = random.getstate()
+        self._exit_code: int | None = None
+        self._address = ""
+        self._channel: Channel | None = None
+        self._xml_before = _stamp_of(config.option.xmlpath)
+
+    def pytest_report_header(self) -> str:
+        """Say which node this is."""
+        options = self._options
+        return (
+            f"megatron: node {options.node_rank} of {options.num_nodes}, "
+            f"follows node 0 at {options.rdzv_endpoint}"
+        )
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        """Lend node 0 a template, and show what it shows."""
+        option = session.config.option
+        if option.collectonly:
+            return None
+        num_errors = 0 if option.continue_on_collection_errors else session.testsfailed
+        try:
+            key = find_key(os.environ, Path.home(), self._options.rdzv_step)
+        except LaunchError as error:
+            raise pytest.UsageError(str(error)) from None
+        channel = self._channel = self._call(key, _HOPELESS_S if num_errors else MEETING_S)
+        welcome = self._be_welcomed(channel)
+        if num_errors:
+            channel.send(Joined(problem=f"{num_errors} errors while it collected"))
+            return None  # pytest's own loop says so
+        self._follow(session, channel, welcome, key)
+        return True
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """End with node 0's exit code."""
+        if self._exit_code is not None:
+            session.exitstatus = self._exit_code
+
+    # Inside of the terminal's, which prints the file's name.
+    @pytest.hookimpl(specname="pytest_sessionfinish", wrapper=True, trylast=True)
+    def pytest_megatron_keep_xml(self, session: pytest.Session) -> Generator[None, object, object]:
+        """Leave node 0's JUnit XML as it is, where nodes share the file."""
+        xml = session.config.stash.get(xml_key, None)
+        if xml is None or self._xml_before == _stamp_of(xml.logfile):
+            return (yield)
+        path, xml.logfile = xml.logfile, os.devnull
+        try:
+            return (yield)
+        finally:
+            xml.logfile = path
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_unconfigure(self) -> None:
+        """Outlive node 0, as `srun --kill-on-bad-exit` ends all tasks with the first that fails."""
+        if self._channel is None:
+            return
+        if self._exit_code is not None:
+            self._channel.wait_for_end(_END_S)
+        self._channel.close()
+
+    def _call(self, key: bytes, limit_s: float) -> Channel:
+        """Call node 0 until it answers; it may come up later.
+
+        Raises:
+            pytest.exit.Exception: It does not answer, or has another key.
+        """
+        options = self._options
+        hello = Hello(role="node", gang=0, rank=-1, node_rank=options.node_rank, pid=os.getpid())
+        started = time.monotonic()
+        timers_s = _STRANGER_S if options.rdzv_step else 0.0
+        while True:
+            waited_s, problem = time.monotonic() - started, ""
+            for host, port in addresses_of(options):
+                self._address = f"tcp:{host}:{port}"
+                try:
+                    return connect(self._address, key, hello)
+                except WrongKeyError:
+                    if waited_s >= timers_s:
+                        raise self._wrong_key() from None
+                except OSError as error:
+                    problem = problem or str(error)
+            if waited_s > limit_s:
+                raise pytest.exit.Exception(
+                    f"node 0 at {options.rdzv_endpoint} did not answer in {limit_s:g} s "
+                    f"({problem}); is its pytest running, and is the port open?",
+                    BROKEN,
+                )
+            time.sleep(RETRY_S)
+
+    def _wrong_key(self) -> BaseException:
+        return pytest.exit.Exception(
+            f"node 0 at {self._options.rdzv_endpoint} has another key than this node; {KEY_ADVICE}",
+            BROKEN,
+        )
+
+    def _be_welcomed(self, channel: Channel) -> Welcome:
+        """Return what node 0 expects of this node.
+
+        Raises:
+            pytest.UsageError: It was started otherwise than this one.
+        """
+        match channel.receive():
+            case Welcome() as welcome:
+                pass
+            case SessionEnded(text=text):
+                raise pytest.UsageError(text)
+            case _:
+                raise self._is_gone()
+        own = nodes_of(self._options)
+        theirs = Nodes(num_nodes=welcome.num_nodes, ranks_per_node=welcome.ranks_per_node)
+        if own != theirs:
+            problem = (
+                f"--nnodes {own.num_nodes} with {own.ranks_per_node} ranks each, node 0 has "
+                f"--nnodes {theirs.num_nodes} with {theirs.ranks_per_node}; give both the same"
+            )
+            channel.send(Joined(problem=problem))
+            raise pytest.UsageError(problem)
+        return welcome
+
+    def _follow(
+        self, session: pytest.Session, channel: Channel, welcome: Welcome, key: bytes
+    ) -> None:
+        lease: Lease | None = None
+        if welcome.num_gpus:
+            lease = lease_gpus(this_host().gpus, welcome.num_gpus, self._write_line)
+            os.environ[DEVICES] = ",".join(gpu.uuid for gpu in lease.gpus)
+        start = self._start_warm if welcome.collecting else self._fork_template
+        end = start(session, channel, welcome, key)
+        try:
+            channel.send(_compare(session, welcome))
+            self._show(session, channel)
+        finally:
+            end()
+            if lease is not None:
+                lease.close()
+
+    def _fork_template(
+        self, session: pytest.Session, channel: Channel, welcome: Welcome, key: bytes
+    ) -> Callable[[], None]:
+        """Start what ranks are forked from; return what ends it."""
+        parent_pipe, held = os.pipe()
+
+        def forget() -> None:
+            os.close(held)
+            channel.close()
+
+        own = {item.nodeid: item for item in session.items}
+        template = SessionTemplate(
+            session=session,
+            address=self._address,
+            key=key,
+            random_state=state_if_seeded(self._random_before),
+            coverage={},
+            coverage_file="",
+            node_rank=self._options.node_rank,
+            items=tuple(own.get(node_id) for node_id in welcome.node_ids),
+            base_temp=self._base_temp,
+            parent_pipe=parent_pipe,
+            forget=forget,
+        )
+        pid = template.fork()
+        os.close(parent_pipe)
+
+        def end() -> None:
+            os.close(held)
+            os.waitpid(pid, 0)
+
+        return end
+
+    def _start_warm(
+        self, session: pytest.Session, channel: Channel, welcome: Welcome, key: bytes
+    ) -> Callable[[], None]:
+        """Start what ranks come from that collect for themselves; return what ends it."""
+        del session, channel
+        brief = make_brief(
+            self._config,
+            address=self._address,
+            key=key,
+            node_ids=welcome.node_ids,
+            is_single=welcome.collecting == "fresh",
+        )
+        devices = {DEVICES: os.environ[DEVICES]} if welcome.num_gpus else {}
+        brief = replace(
+            brief,
+            node_rank=self._options.node_rank,
+            env={**brief.env, **devices},
+            is_leashed=True,
+            base_temp=self._base_temp,
+        )
+        return tell_warm(self._config.stash[KEY], brief).stop
+
+    @property
+    def _base_temp(self) -> str:
+        factory = temp_factory(self._config)
+        return "" if factory is None else str(factory.getbasetemp())
+
+    def _show(self, session: pytest.Session, channel: Channel) -> None:
+        """Show what node 0 shows, until it ends, and end like it."""
+        while True:
+            match channel.receive():
+                case Mirrored() as mirrored:
+                    replay(self._config, mirrored)
+                case SessionEnded() as ended:
+                    break
+                case _:
+                    raise self._is_gone()
+        self._exit_code = ended.exit_code
+        match ended.kind:
+            case "failed":
+                session.shouldfail = ended.text  # where pytest's terminal has it from
+                raise session.Failed(ended.text)
+            case "interrupted":
+                raise session.Interrupted(ended.text)
+            case "exit":
+                raise pytest.exit.Exception(ended.text, ended.exit_code)
+            case _:
+                session.shouldfail = session.shouldstop = False
+
+    def _is_gone(self) -> BaseException:
+        where = self._options.rdzv_endpoint
+        return pytest.exit.Exception(
+            f"node 0 at {where} is gone before the session ended; see what it printed", BROKEN
+        )
+
+    def _write_line(self, line: str) -> None:
+        write_line(self._config, line)
+
+
+def _stamp_of(path: str | None) -> tuple[int, int] | None:
+    """Return what changes when somebody writes the file, which nodes may share."""
+    try:
+        found = Path(path or "").stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino
+
+
+def _compare(session: pytest.Session, welcome: Welcome) -> Joined:
+    """Return in what this node's collection differs; ranks that collect do so by themselves."""
+    if welcome.collecting:
+        return Joined()
+    own = [item.nodeid for item in session.items]
+    theirs, known = set(welcome.node_ids), set(own)
+    return Joined(
+        missing=tuple(node_id for node_id in welcome.node_ids if node_id not in known),
+        extra=tuple(node_id for node_id in own if node_id not in theirs),
+    )

@@ -1,0 +1,199 @@
+"""Sessions that span nodes: the leader on node 0 tells the others what to show.
+
+Node 0 collects, decides and reports as ever; `follower.py` is the session of any other node.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from pytest_megatron.errors import LaunchError
+from pytest_megatron.gang.ipc.channel import Listener, listen_on
+from pytest_megatron.gang.ipc.messages import RankConfig, SessionEnded, Welcome
+from pytest_megatron.gang.slurm_step import choose_ports
+from pytest_megatron.gang.supervisor.connections import Followers
+from pytest_megatron.gang.supervisor.supervisor import Supervisor
+from pytest_megatron.gang.topology import KEY_VARIABLE, Nodes, find_key
+from pytest_megatron.gpu.host import this_host
+from pytest_megatron.hooks.nodes.mirror import mirror_log, mirror_report, mirror_warning
+from pytest_megatron.hooks.options import Options
+
+MEETING_S = 300.0  # for every node to come up and collect
+RETRY_S = 0.2
+DEVICES = "CUDA_VISIBLE_DEVICES"
+BROKEN = 3  # exit code: not a test's fault
+KEY_ADVICE = f"set {KEY_VARIABLE} to the same text on every node, or share ~/.pytest_megatron/key"
+
+
+def nodes_of(options: Options) -> Nodes:
+    """Return how many ranks this session has room for, and where."""
+    room = options.num_ranks or 0
+    if options.num_gpus is not None:
+        room = options.num_gpus or room_on_gpus(options)
+    return Nodes(num_nodes=options.num_nodes, ranks_per_node=room)
+
+
+def room_on_gpus(options: Options) -> int:
+    """Return how many ranks of one gang the GPUs of this host can take."""
+    return len(this_host().gpus) * options.ranks_per_gpu
+
+
+def address_of(endpoint: str) -> tuple[str, int]:
+    """Return host and port of `HOST:PORT`."""
+    host, _, port = endpoint.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def addresses_of(options: Options) -> tuple[tuple[str, int], ...]:
+    """Return hosts and ports where node 0 may listen: one, but for a step of Slurm."""
+    host, port = address_of(options.rdzv_endpoint)
+    ports = choose_ports(port) if options.rdzv_step else (port,)
+    return tuple((host, port) for port in ports)
+
+
+class Leader:
+    """Node 0's side: has the other nodes come, and tells them what happens."""
+
+    def __init__(
+        self, config: pytest.Config, fleet: Supervisor, *, welcome: Welcome, options: Options
+    ) -> None:
+        """Listen.
+
+        Raises:
+            pytest.UsageError: There is no key, or the port is taken.
+        """
+        self._config = config
+        self._fleet = fleet
+        self._nodes = range(1, welcome.num_nodes)
+        self._stop: tuple[str, str] | None = None
+        self._followers = Followers(welcome)
+        listener = _listen(options)
+        self._endpoint = listener.address.removeprefix("tcp:")
+        fleet.listen(listener, self._followers)
+
+    def wait(self) -> None:
+        """Wait until every node is there.
+
+        Raises:
+            pytest.exit.Exception: One did not come, or cannot take part.
+        """
+        deadline = time.monotonic() + MEETING_S
+        told: set[str] = set()
+        while missing := [n for n in self._nodes if not self._is_there(n)]:
+            names = ", ".join(map(str, missing))
+            self._tell(f"node 0 waits at {self._endpoint} for node {names}", told)
+            if self._followers.num_strangers:
+                self._tell(f"somebody called with another key; {KEY_ADVICE}", told)
+            if self._followers.refused:
+                raise pytest.exit.Exception("; ".join(self._followers.refused), BROKEN)
+            if time.monotonic() > deadline:
+                raise pytest.exit.Exception(
+                    f"node {names} did not come to {self._endpoint} in {MEETING_S:g} s; is its "
+                    f"pytest running, with the same --nnodes and --rdzv-endpoint?",
+                    BROKEN,
+                )
+            self._fleet.pump(RETRY_S)
+
+    def missing(self, orders: Sequence[RankConfig]) -> dict[int, dict[str, str]]:
+        """Return rank -> node id -> why the rank has no such test."""
+        joined = self._followers.joined
+        return {
+            order.rank: dict.fromkeys(
+                joined[order.node_rank].missing,
+                f"has no such test: node {order.node_rank} did not collect it",
+            )
+            for order in orders
+            if order.node_rank in joined and joined[order.node_rank].missing
+        }
+
+    def extra(self) -> dict[str, str]:
+        """Return node id -> what to say of it, for tests that node 0 did not collect."""
+        return {
+            node_id: f"collected by node {node_rank}, not by node 0"
+            for node_rank, joined in self._followers.joined.items()
+            for node_id in joined.extra
+        }
+
+    def pytest_runtest_logstart(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
+        """Mirror."""
+        self._followers.tell(mirror_log("pytest_runtest_logstart", nodeid, location))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Mirror."""
+        self._followers.tell(mirror_report(self._config, report))
+
+    def pytest_runtest_logfinish(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
+        """Mirror."""
+        self._followers.tell(mirror_log("pytest_runtest_logfinish", nodeid, location))
+
+    def pytest_warning_recorded(
+        self,
+        warning_message: warnings.WarningMessage,
+        when: str,
+        nodeid: str,
+        location: tuple[str, int, str] | None,
+    ) -> None:
+        """Mirror what tests warn of; each node collects by itself."""
+        if when == "runtest":
+            self._followers.tell(mirror_warning(warning_message, when, nodeid, location))
+
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        """Note why the session ends."""
+        match excinfo.value:
+            case pytest.exit.Exception() as error:
+                self._stop = ("exit", error.msg)
+            case pytest.Session.Interrupted() as interrupted:
+                self._stop = ("interrupted", str(interrupted))
+            case _:
+                self._stop = ("interrupted", str(excinfo.value) or "Ctrl-C on node 0")
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """Let the others go."""
+        kind, text = self._stop or ("", "")
+        if not kind and session.shouldfail:
+            kind, text = "failed", str(session.shouldfail)
+        elif not kind and session.shouldstop:
+            kind, text = "interrupted", str(session.shouldstop)
+        self._followers.dismiss(SessionEnded(exit_code=int(exitstatus), kind=kind, text=text))
+
+    def _is_there(self, node_rank: int) -> bool:
+        return node_rank in self._followers.joined and self._fleet.fork_servers.has(node_rank)
+
+    def _tell(self, line: str, told: set[str]) -> None:
+        if line not in told:
+            told.add(line)
+            write_line(self._config, line)
+
+
+def write_line(config: pytest.Config, line: str) -> None:
+    """Tell the user, where there is a terminal."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None:
+        reporter.write_line(line)
+
+
+def _listen(options: Options) -> Listener:
+    """Listen where the other nodes call.
+
+    Raises:
+        pytest.UsageError: There is no key, or every port is taken.
+    """
+    problem = ""
+    for host, port in addresses_of(options):
+        try:
+            return listen_on(host, port, find_key(os.environ, Path.home(), options.rdzv_step))
+        except LaunchError as error:
+            raise pytest.UsageError(str(error)) from None
+        except OSError as error:
+            problem = problem or str(error.strerror)
+    raise pytest.UsageError(
+        f"--rdzv-endpoint: {options.rdzv_endpoint} cannot be listened on ({problem}); "
+        f"give another port"
+    )

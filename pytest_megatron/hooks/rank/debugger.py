@@ -1,0 +1,222 @@
+"""Pytest's debugger in a rank: asks the controller for leave, and talks to the user through it.
+
+Lives in ranks. Whatever opens the debugger (`--pdb`, `--trace`, `breakpoint()`,
+`pytest.set_trace()`) comes by `pytestPDB._init_pdb`, which is replaced here; a rank without leave
+goes on at once.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable
+from typing import IO, Protocol, TextIO, cast
+
+import pytest
+from _pytest.debugging import PdbInvoke, pytestPDB
+from typing_extensions import override
+
+from pytest_megatron.gang.ipc.channel import Channel
+from pytest_megatron.gang.ipc.messages import (
+    INTERRUPTED_LINE,
+    DebuggerAnswer,
+    DebuggerLeft,
+    DebuggerLine,
+    DebuggerReads,
+    DebuggerWanted,
+    DebuggerWrote,
+)
+from pytest_megatron.gang.originals import os, threading
+
+_INVOKE = "pdbinvoke"  # pytest's own name
+
+
+class Divertible(Protocol):
+    """The rank's stand-in for pytest's terminal."""
+
+    diverted: IO[str] | None
+
+
+class _Pdb(Protocol):
+    """What is changed of a debugger."""
+
+    use_rawinput: bool
+    nosigint: bool
+    stdin: IO[str]
+    stdout: IO[str]
+
+
+class _MakeDebugger(Protocol):
+    """What is replaced."""
+
+    def __call__(self, method: str, *args: object, **settings: object) -> _Pdb:
+        """Return a debugger, after its headline was printed."""
+
+
+class RankDebugger:
+    """Decides nothing: the controller says which rank may stop.
+
+    Attributes:
+        channel: To the controller.
+    """
+
+    channel: Channel
+
+    def __init__(self, printed: Divertible) -> None:
+        self._printed = printed
+        self._pid = 0
+        self._invoke: PdbInvoke | None = None
+        self._streams: tuple[TextIO, TextIO] | None = None
+        self.screen = cast("TextIO", _Screen(self))
+        self.keyboard = cast("TextIO", _Keyboard(self))
+
+    def begin(self, channel: Channel) -> None:
+        """Be the debugger of this process, which is a rank now."""
+        self.channel = channel
+        self._pid = os.getpid()
+
+    def install(self, config: pytest.Config) -> None:
+        """Take the place of pytest's own ways into the debugger."""
+        manager = config.pluginmanager
+        if manager.has_plugin(_INVOKE):
+            self._invoke = cast("PdbInvoke", manager.unregister(name=_INVOKE))
+        capture = manager.get_plugin("capturemanager")
+        original = cast("_MakeDebugger", pytestPDB._init_pdb)  # noqa: SLF001 - every way in has it
+
+        def make_debugger(method: str, *args: object, **settings: object) -> object:
+            if not self.is_or_gets_open():
+                return _NoDebugger()
+            if capture is not None:
+                capture.suspend(in_=True)
+            self._take_streams()  # pytest prints a headline
+            debugger = original(method, *args, **settings)
+            self._take_streams()  # a fixture that captures has put its own back
+            debugger.use_rawinput, debugger.nosigint = False, True
+            debugger.stdin, debugger.stdout = self.keyboard, self.screen
+            return debugger
+
+        pytestPDB._init_pdb = make_debugger  # type: ignore[method-assign]  # noqa: SLF001
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this rank has leave."""
+        return self._streams is not None
+
+    def is_or_gets_open(self) -> bool:
+        """Have leave, or ask for it: also when a debugger that went on stops by itself again."""
+        return self.is_open or self.open("breakpoint")
+
+    def open(self, reason: str) -> bool:
+        """Ask for leave; return whether it was given."""
+        if os.getpid() != self._pid or threading.current_thread() is not threading.main_thread():
+            return False  # only the main thread may speak with the controller
+        self.channel.send(DebuggerWanted(reason=reason))
+        answer = self.channel.receive()
+        if not (isinstance(answer, DebuggerAnswer) and answer.may_enter):
+            self.channel.send(DebuggerLeft())
+            return False
+        self._streams = sys.stdin, sys.stdout
+        self._printed.diverted = self.screen
+        return True
+
+    def close(self) -> None:
+        """Give the leave back; does nothing without one."""
+        if self._streams is None:
+            return
+        self.screen.flush()
+        sys.stdin, sys.stdout = self._streams
+        self._streams = self._printed.diverted = None
+        self.channel.send(DebuggerLeft())
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_exception_interact(
+        self,
+        node: pytest.Item | pytest.Collector,
+        call: pytest.CallInfo[object],
+        report: pytest.TestReport,
+    ) -> None:
+        """Open the debugger at a failure, with `--pdb`."""
+        if self._invoke is None or not self.open("exception"):
+            return
+        try:
+            self._invoke.pytest_exception_interact(node=node, call=call, report=report)
+        finally:
+            self.close()
+
+    def pytest_leave_pdb(self) -> None:
+        """Give the leave back at `continue`; a later breakpoint asks anew."""
+        self.close()
+
+    def _take_streams(self) -> None:
+        sys.stdin, sys.stdout = self.keyboard, self.screen
+
+
+class _NoDebugger:
+    """Stands for a debugger in ranks that may not stop."""
+
+    quitting = False
+
+    def set_trace(self, frame: object = None) -> None:
+        """Go on."""
+
+    def runcall(self, function: Callable[[], object]) -> object:
+        """Run the test as ever."""
+        return function()
+
+
+class _Screen(io.TextIOBase):
+    """Writes to the user's terminal, line by line."""
+
+    encoding = "utf-8"
+
+    def __init__(self, debugger: RankDebugger) -> None:
+        self._debugger = debugger
+        self._parts: list[str] = []
+
+    @override
+    def writable(self) -> bool:
+        return True
+
+    @override
+    def write(self, text: str, /) -> int:
+        self._parts.append(text)
+        if "\n" in text:
+            self.flush()
+        return len(text)
+
+    @override
+    def flush(self) -> None:
+        text = "".join(self._parts)
+        self._parts.clear()
+        if text and self._debugger.is_or_gets_open():
+            self._debugger.channel.send(DebuggerWrote(text=text))
+
+
+class _Keyboard(io.TextIOBase):
+    """Reads from the user's terminal."""
+
+    encoding = "utf-8"
+
+    def __init__(self, debugger: RankDebugger) -> None:
+        self._debugger = debugger
+
+    @override
+    def readable(self) -> bool:
+        return True
+
+    @override
+    def readline(self, size: int | None = -1, /) -> str:  # type: ignore[override]
+        """Return a line; empty at the end of input.
+
+        Raises:
+            KeyboardInterrupt: The user pressed Ctrl-C instead.
+        """
+        self._debugger.screen.flush()
+        if not self._debugger.is_or_gets_open():
+            return ""
+        self._debugger.channel.send(DebuggerReads())
+        line = self._debugger.channel.receive()
+        text = line.text if isinstance(line, DebuggerLine) else ""
+        if text == INTERRUPTED_LINE:
+            raise KeyboardInterrupt
+        return text

@@ -1,0 +1,421 @@
+"""The pytest side of a rank: runs items when told to, and turns reports into messages.
+
+Never prints to the terminal, writes no report and decides nothing: that is the controller's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from os import getpid  # a test may put another function in its place
+from pathlib import Path
+from typing import IO, cast
+
+import pluggy
+import pytest
+from _pytest.runner import runtestprotocol
+
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.gang.ipc.channel import Channel
+from pytest_megatron.gang.ipc.messages import (
+    NOTHING,
+    Done,
+    PhaseEnded,
+    RankConfig,
+    Run,
+)
+from pytest_megatron.gang.originals import traceback
+from pytest_megatron.gang.rank import bootstrap
+from pytest_megatron.gang.rank import coverage as measure
+from pytest_megatron.gang.rank.collectives import count_collectives
+from pytest_megatron.gang.rank.lockstep import Ending, RankPipes
+from pytest_megatron.gang.rank.logs import RankLogs, flush_streams
+from pytest_megatron.gang.rank.process_state import StateKeeper, look
+from pytest_megatron.hooks.gangs.other_plugins import (
+    draw_same_examples,
+    notes_on_failure,
+    write_snapshots,
+)
+from pytest_megatron.hooks.nodes.mirror import describe_warning, plain
+from pytest_megatron.hooks.rank.debugger import RankDebugger
+from pytest_megatron.process.tree import end_if_forked
+
+_NOT_KNOWN = SystemExit(70)  # pytest keeps with what a finalizer ended to itself
+_SLOW_S = 0.2  # a phase this long is told of at its end, not with the test
+_OWN_ATTRIBUTES = frozenset(
+    vars(pytest.TestReport("", ("", 0, ""), {}, "passed", None, "call"))  # others are of plugins
+)
+
+
+class RankPlugin:
+    """Hooks of one rank; made and registered before ranks are forked, once for all of them.
+
+    Attributes:
+        order: Which rank.
+        shared_dir: One directory for all ranks of the running test.
+    """
+
+    order: RankConfig
+    _channel: Channel
+    _logs: RankLogs
+    _ends: RankPipes
+    _state: StateKeeper
+    _pid: int
+
+    def __init__(self) -> None:
+        self.shared_dir = Path()
+        self._run: Run | None = None
+        self._reports: list[JsonValue] = []
+        self._warnings: list[JsonValue] = []
+        self._has_failed = False
+        self._has_failed_subtest = False
+        self._is_clean = True
+        self._is_in_phase = False
+        self._last: pytest.Item | None = None
+        self.printed = _Printed()
+        self._shown = ""
+        self.debugger = RankDebugger(self.printed)
+        self.measurement: measure.Measurement | None = None
+
+    def begin(
+        self,
+        order: RankConfig,
+        channel: Channel,
+        logs: RankLogs,
+        ends: RankPipes,
+        state: StateKeeper,
+    ) -> None:
+        """Be the rank of `order`, in its own process."""
+        self._state = state
+        self.order, self._channel, self._logs, self._ends = order, channel, logs, ends
+        self._pid = getpid()
+        self.debugger.begin(channel)
+
+    def is_rerun(self, item: pytest.Item) -> bool:
+        """Whether the test that just failed is to run again."""
+        return item is self._last and self._has_failed
+
+    def run_item(self, run: Run, item: pytest.Item, nextitem: pytest.Item | None) -> Done:
+        """Run a test; return what to tell."""
+        self._run = run
+        if self.is_rerun(item):
+            _forget_failure(item)
+        self._reports, self._warnings = [], []
+        self._has_failed = self._has_failed_subtest = False
+        self._is_clean = True
+        self._last = item
+        self.shared_dir = Path(run.shared_dir)
+        self.printed.take()
+        self._shown = ""
+        draw_same_examples(self.order)
+        self._ends.begin_run(run.run)
+        self._ends.note("setup")
+        item.session.shouldfail = item.session.shouldstop = False
+        stop: tuple[JsonValue, ...] = ()
+        try:
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=nextitem)
+        except pytest.exit.Exception as error:
+            stop = ("exit", error.msg, error.returncode)
+        except KeyboardInterrupt as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            stop = ("interrupt", f"{place.filename}:{place.lineno}", None)
+        self.end_if_forked()
+        self._ends.note("")
+        write_snapshots(item.config, self.order)
+        if self.measurement is not None:
+            self.measurement.end_test(is_last=run.next_index == NOTHING)
+        poison = bootstrap.find_poison() if self._has_failed else ""
+        if run.next_index != NOTHING:
+            poison = self._mend(item) or poison
+        bootstrap.calm_gloo()
+        counts = count_collectives(self.order.world_size)
+        return Done(
+            run=run.run,
+            reports=tuple(self._reports),
+            warnings=tuple(self._warnings),
+            num_collectives=counts.num_collectives,
+            num_rendezvous=counts.num_rendezvous,
+            num_unmatched=counts.num_unmatched,
+            poison=poison,
+            stop=stop,
+            printed=self._shown,
+            printed_late=self.printed.take(),
+            is_clean=self._is_clean and not stop and not poison,
+        )
+
+    def _mend(self, item: pytest.Item) -> str:
+        """Put back what the test needlessly changed, with a warning that names it.
+
+        Returns:
+            Why this rank can run no other test, or "".
+        """
+        found, wrong_group = self._state.restore()
+        if wrong_group:
+            found.append(f"{wrong_group}, and its gang is replaced")
+        for what in found:
+            self._warnings.append(
+                {
+                    "text": f"the test left its rank in another state: {what}",
+                    "module": pytest.__name__,
+                    "category": pytest.PytestWarning.__name__,
+                    "filename": str(item.path),
+                    "lineno": (item.location[1] or 0) + 1,
+                    "when": "runtest",
+                    "nodeid": item.nodeid,
+                    "location": None,
+                }
+            )
+        return wrong_group
+
+    def may_start(self, run: Run) -> bool:
+        """Wait for the other ranks; return whether all ended the test before this one well."""
+        lockstep = self._ends.lockstep
+        assert lockstep is not None
+        return lockstep.may_start(self.order.rank, run=run.run, after=run.after)
+
+    def tell_others(self, done: Done) -> None:
+        """Tell the other ranks how the test ended, once the controller was told."""
+        lockstep = self._ends.lockstep
+        if lockstep is not None and not self._channel.is_closed:
+            ending = Ending(
+                run=done.run,
+                is_clean=done.is_clean,
+                num_collectives=done.num_collectives,
+                num_rendezvous=done.num_rendezvous,
+                num_unmatched=done.num_unmatched,
+            )
+            lockstep.tell(self.order.rank, ending)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+        """Run the phases; plugins that would rerun the item do so in the controller."""
+        runtestprotocol(item, log=False, nextitem=nextitem)
+        return True
+
+    # Old-style wrappers leave no frame of ours in tracebacks; innermost, as pytest's own capturing
+    # is, so that sections come in the same order.
+
+    @pytest.hookimpl(hookwrapper=True, trylast=True)
+    def pytest_runtest_setup(
+        self, item: pytest.Item
+    ) -> Generator[None, pluggy.Result[object], None]:
+        """Keep what setup prints."""
+        with self._capturing(item, "setup"):
+            outcome = yield
+            self.end_if_forked(outcome.exception)
+
+    @pytest.hookimpl(hookwrapper=True, trylast=True)
+    def pytest_runtest_call(
+        self, item: pytest.Item
+    ) -> Generator[None, pluggy.Result[object], None]:
+        """Keep what the test prints; wait for its GPU before it may pass."""
+        with self._capturing(item, "call"):
+            outcome = yield
+            self.end_if_forked(outcome.exception)
+            if outcome.exception is None:
+                try:
+                    bootstrap.synchronize()
+                except RuntimeError as error:
+                    outcome.force_exception(error)
+
+    @pytest.hookimpl(hookwrapper=True, trylast=True)
+    def pytest_runtest_teardown(
+        self, item: pytest.Item
+    ) -> Generator[None, pluggy.Result[object], None]:
+        """Keep what teardown prints."""
+        self._shown = self.printed.take()
+        with self._capturing(item, "teardown"):
+            outcome = yield
+            self.end_if_forked(outcome.exception)
+
+    @pytest.hookimpl(hookwrapper=True, trylast=True)
+    def pytest_fixture_setup(
+        self, fixturedef: pytest.FixtureDef[object]
+    ) -> Generator[None, pluggy.Result[object], None]:
+        """Take what a fixture for several tests changes for right until it is torn down.
+
+        A child that a fixture forked sets up no further fixtures.
+        """
+        before = None if fixturedef.scope == "function" else look()
+        outcome = yield
+        self.end_if_forked(outcome.exception)
+        if before is not None:
+            self._state.accept(fixturedef, before)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[object]) -> None:
+        """Expect what was before that fixture; a forked child tears nothing down."""
+        self.end_if_forked(_NOT_KNOWN)
+        self._state.release(fixturedef)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Take the report of a phase; trouble is told at once."""
+        self.end_if_forked(call.excinfo and call.excinfo.value)
+        report = yield
+        if self._is_in_phase:  # of a subtest, which is logged as well
+            return report
+        if report.failed:
+            report.sections += notes_on_failure(item)
+        self._take(item.config, report)
+        run = self._run
+        assert run is not None
+        is_failed = report.when == "call" and self._has_failed_subtest
+        is_passed = report.outcome == "passed" and not is_failed
+        self._is_clean = self._is_clean and is_passed
+        if not is_passed or report.duration > _SLOW_S:
+            self._channel.send(
+                PhaseEnded(
+                    run=run.run,
+                    when=report.when,
+                    outcome="failed" if is_failed else report.outcome,
+                    report=None if report.outcome == "passed" else self._reports[-1],
+                )
+            )
+        if report.failed or is_failed:
+            self._has_failed = True
+            if run.is_last_if_failed:
+                item.session.shouldfail = "the session ends here"
+        return report
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> Generator[None]:
+        """Take the report of a subtest; pytest itself logs no others here.
+
+        The controller logs it again, so that nothing is printed here.
+        """
+        with self.printed.nothing():
+            yield
+        if self._config is not None:
+            self._take(self._config, report)
+        self._has_failed_subtest = self._has_failed_subtest or report.failed
+
+    def pytest_warning_recorded(
+        self,
+        warning_message: object,
+        when: str,
+        nodeid: str,
+        location: tuple[str, int, str] | None,
+    ) -> None:
+        """Take a warning."""
+        self._warnings.append(describe_warning(warning_message, when, nodeid, location))
+
+    _config: pytest.Config | None = None
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        """Remember the configuration; called at registration as well."""
+        self._config = config
+
+    def end_if_forked(self, error: BaseException | None = None) -> None:
+        """End a process that a test forked off this rank and that came back through pytest."""
+        end_if_forked(self._pid, error)
+
+    def tear_down_late(self, session: pytest.Session, item: pytest.Item | None) -> JsonValue:
+        """Tear down what `item` does not need, after the test before it was reported.
+
+        Returns:
+            A report of that test's teardown, or None if nothing went wrong.
+        """
+        state = session._setupstate  # noqa: SLF001 - pytest's own way
+        previous, self._last = self._last, None
+        if previous is None:
+            state.teardown_exact(item)
+            return None
+        call = pytest.CallInfo.from_call(lambda: state.teardown_exact(item), when="teardown")
+        if call.excinfo is None:
+            return None
+        report = pytest.TestReport.from_item_and_call(previous, call)
+        config = session.config
+        found = config.hook.pytest_report_to_serializable(config=config, report=report)
+        return cast("JsonValue", plain(found))
+
+    def _take(self, config: pytest.Config, report: pytest.TestReport) -> None:
+        if (
+            report.outcome == "passed"
+            and type(report) is pytest.TestReport
+            and not (report.sections or report.user_properties)
+            and vars(report).keys() <= _OWN_ATTRIBUTES
+        ):
+            self._reports.append([report.when, report.start, report.stop])
+            return
+        found = config.hook.pytest_report_to_serializable(config=config, report=report)
+        self._reports.append(cast("JsonValue", plain(found)))
+
+    @contextlib.contextmanager
+    def _capturing(self, item: pytest.Item, when: str) -> Generator[None]:
+        self._ends.note(when)
+        self._is_in_phase = True
+        if self.measurement is not None:
+            self.measurement.enter(item.nodeid, when)
+        try:
+            yield
+        finally:
+            self._is_in_phase = False
+            self.debugger.close()
+            flush_streams()
+            if self.order.is_capturing:
+                for stream, text in self._logs.new_text():
+                    item.add_report_section(when, stream, text)
+
+
+class _Printed:
+    """Takes the place of pytest's terminal in a rank: keeps the text.
+
+    Attributes:
+        diverted: Where the text goes instead while a debugger is open.
+    """
+
+    def __init__(self) -> None:
+        self.diverted: IO[str] | None = None
+        self._parts: list[str] = []
+
+    def write(self, text: str) -> int:
+        if self.diverted is not None:
+            return self.diverted.write(text)
+        self._parts.append(text)
+        return len(text)
+
+    def flush(self) -> None:
+        if self.diverted is not None:
+            self.diverted.flush()
+
+    def isatty(self) -> bool:
+        return False
+
+    @contextlib.contextmanager
+    def nothing(self) -> Generator[None]:
+        """Drop what is written meanwhile."""
+        num_parts = len(self._parts)
+        try:
+            yield
+        finally:
+            del self._parts[num_parts:]
+
+    def take(self) -> str:
+        text = "".join(self._parts)
+        self._parts.clear()
+        return text
+
+
+def _forget_failure(item: pytest.Item) -> None:
+    """Let a rerun set up again what failed, and not see the old failure.
+
+    Source: pytest-rerunfailures 16, _remove_cached_results_from_failed_fixtures(), which does it
+    where a test is rerun in its own process.
+    """
+    info = getattr(item, "_fixtureinfo", None)
+    for definitions in () if info is None else info.name2fixturedefs.values():
+        for definition in definitions:
+            if definition.cached_result is not None and definition.cached_result[2]:
+                definition.cached_result = None
+                definition._finalizers.clear()  # noqa: SLF001 - pytest checks that it is empty
+    if getattr(item, "_instance", None) is not None:
+        del item._instance  # type: ignore[attr-defined]  # noqa: SLF001 - a class of its own again
+        item._obj = None  # type: ignore[attr-defined]  # noqa: SLF001 - bound to the old one
+    try:
+        from _pytest.subtests import failed_subtests_key  # noqa: PLC0415 - from pytest 9 on
+    except ImportError:
+        return
+    item.config.stash[failed_subtests_key].clear()

@@ -1,0 +1,348 @@
+"""The life of one process of a rank, from its first words to its exit; items are `hooks.rank`'s."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NoReturn, cast
+
+import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
+from _pytest.logging import (
+    LogCaptureHandler,
+    LoggingPlugin,
+    caplog_handler_key,
+    caplog_records_key,
+    catching_logs,
+)
+
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.gang.ipc.channel import Channel, connect
+from pytest_megatron.gang.ipc.messages import (
+    UNKNOWN,
+    Broken,
+    Close,
+    Closed,
+    Hello,
+    RankConfig,
+    Ready,
+    Run,
+)
+from pytest_megatron.gang.originals import os, traceback
+from pytest_megatron.gang.rank import bootstrap
+from pytest_megatron.gang.rank import coverage as measure
+from pytest_megatron.gang.rank.lockstep import RankPipes
+from pytest_megatron.gang.rank.logs import RankLogs, open_standard_descriptors
+from pytest_megatron.gang.rank.process_state import StateKeeper
+from pytest_megatron.hooks.gangs.other_plugins import leave_to_controller
+from pytest_megatron.hooks.gangs.worker_contract import WORKER_VARIABLE, encode, is_of_controller
+from pytest_megatron.hooks.rank.plugin import RankPlugin
+
+_SILENT = 1 << 30  # above the level of any record
+
+
+class KeptHandlers:
+    """Does for the phases of tests what pytest's logging plugin does, with the same effect."""
+
+    def __init__(self, plugin: LoggingPlugin) -> None:
+        self._handlers: tuple[LogCaptureHandler, LogCaptureHandler] = (
+            plugin.caplog_handler,
+            plugin.report_handler,
+        )
+        self._level = plugin.log_level
+        self._held: list[logging.Logger] = []
+        self._levels = [handler.level for handler in self._handlers]
+
+    @contextlib.contextmanager
+    def catch(self, item: pytest.Item, when: str) -> Generator[None]:
+        """Catch records in one phase of a test."""
+        caplog, report = self._handlers
+        root = logging.getLogger()
+        self._hold()
+        level = root.level
+        if self._level is not None:
+            self._levels = [self._level, self._level]
+            if self._level < level:
+                root.setLevel(self._level)
+        caplog.level, report.level = self._levels
+        caplog.reset()
+        report.reset()
+        item.stash[caplog_records_key][when] = caplog.records
+        item.stash[caplog_handler_key] = caplog
+        try:
+            yield
+        finally:
+            item.add_report_section(when, "log", report.stream.getvalue().strip())
+            self._levels = [caplog.level, report.level]
+            caplog.level = report.level = _SILENT
+            if root.level != level and self._level is not None:
+                root.setLevel(level)
+
+    def _hold(self) -> None:
+        """Have both handlers last in every logger that pytest would attach them to."""
+        wanted = _ends_of_chains()
+        if wanted != self._held:
+            for logger in set(self._held).difference(wanted):
+                self._detach(logger)
+            self._held = wanted
+        caplog, report = self._handlers
+        for logger in wanted:
+            handlers = logger.handlers
+            if len(handlers) < 2 or handlers[-1] is not report or handlers[-2] is not caplog:  # noqa: PLR2004 - both
+                self._detach(logger)
+                logger.addHandler(caplog)
+                logger.addHandler(report)
+
+    def _detach(self, logger: logging.Logger) -> None:
+        for handler in self._handlers:
+            logger.removeHandler(handler)
+
+
+def keep_handlers(config: pytest.Config) -> None:
+    """Make catching log records cheap, where pytest's own way is not."""
+    plugin = config.pluginmanager.get_plugin("logging-plugin")
+    if isinstance(plugin, LoggingPlugin) and "attached_loggers" in catching_logs.__slots__:
+        plugin._runtest_for = KeptHandlers(plugin).catch  # type: ignore[method-assign]  # noqa: SLF001 - see above
+
+
+def _ends_of_chains() -> list[logging.Logger]:
+    """Return the root logger, and those whose records do not reach it."""
+    root = logging.getLogger()
+    return [root] + [
+        logger
+        for logger in root.manager.loggerDict.values()
+        if isinstance(logger, logging.Logger) and not logger.propagate and logger is not root
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankContext:
+    """What all ranks that come from one process have in common.
+
+    Attributes:
+        address: Of the controller.
+        key: Of the session.
+        random_state: Of `random`, if collecting seeded it.
+        plugin: Of the session, as `prepare` returned it.
+        is_own_session: Whether it collected for one rank alone, and not the controller for all.
+    """
+
+    address: str
+    key: bytes
+    random_state: bootstrap.RandomState | None
+    plugin: RankPlugin
+    is_own_session: bool = False
+
+
+def prepare(session: pytest.Session) -> RankPlugin:
+    """Do what is the same for every rank, before they are forked: it costs each 2 ms.
+
+    Returns:
+        The plugin of all ranks.
+    """
+    config, plugin = session.config, RankPlugin()
+    session.__dict__.pop("gethookproxy", None)
+    capture = config.pluginmanager.get_plugin("capturemanager")
+    if capture is not None:  # a rank's log is its capture
+        with contextlib.suppress(OSError, ValueError):
+            capture.stop_global_capturing()
+        capture._method = "no"  # noqa: SLF001 - its only way
+        capture.start_global_capturing()
+    open_standard_descriptors()  # which pytest leaves closed if they were
+    _drop_controller_plugins(config)
+    leave_to_controller(config)
+    manager = config.pluginmanager
+    config.option.maxfail = 0
+    reporter = manager.get_plugin("terminalreporter")
+    if reporter is not None:
+        reporter._tw._file = plugin.printed  # noqa: SLF001 - its only way
+    manager.register(plugin, "megatron-rank")
+    manager.register(plugin.debugger, "megatron-rank-debugger")
+    plugin.debugger.install(config)
+    keep_handlers(config)
+    return plugin
+
+
+def run_rank(
+    session: pytest.Session, order: RankConfig, ends: RankPipes, home: RankContext
+) -> NoReturn:
+    """Be a rank, with the collected session in it; never returns."""
+    config, plugin = session.config, home.plugin
+    if not home.is_own_session:
+        atexit._clear()  # noqa: SLF001 - what the controller wants to do at its end is not ours
+    measurement = measure.start(order.coverage, order.coverage_file)
+    logs = _take_streams(config, order)
+    bootstrap.become_rank(order, ends, random_state=home.random_state)
+    channel = connect(
+        home.address,
+        home.key,
+        Hello(
+            role="rank",
+            gang=order.gang,
+            rank=order.rank,
+            node_rank=order.node_rank,
+            pid=os.getpid(),
+        ),
+    )
+    _take_temp(config, order)
+    state = StateKeeper(order.world_size, lambda: _temp_of_tests(config, order))
+    plugin.begin(order, channel, logs, ends, state)
+    os.register_at_fork(after_in_child=channel.close)
+    plugin.measurement = measurement
+    serve(session, plugin, channel, is_own_session=home.is_own_session)
+
+
+def with_own_temp(order: RankConfig, base_temp: str) -> RankConfig:
+    """Return the order of a rank on another node: node 0 knows no directory there.
+
+    Args:
+        order: As node 0 gave it.
+        base_temp: A directory for temporary files of that node's session; "" on node 0.
+    """
+    if not base_temp:
+        return order
+    gang, rank = Path(order.base_temp).parts[-2:]
+    return replace(order, base_temp=str(Path(base_temp, gang, rank)))
+
+
+def serve(
+    session: pytest.Session,
+    plugin: RankPlugin,
+    channel: Channel,
+    *,
+    is_own_session: bool,
+) -> NoReturn:
+    """Run what the controller sends until it says close, or is gone."""
+    find = _finder(session.items, is_own_session=is_own_session)
+    channel.send(Ready())
+    planned: pytest.Item | None = None
+    exit_code = 0
+    try:
+        while True:
+            match channel.receive():
+                case Run() as run:
+                    if run.after and not plugin.may_start(run):
+                        continue
+                    item = find(run.index, run.node_id)
+                    assert item is not None
+                    late: JsonValue = None
+                    if planned is not item and not plugin.is_rerun(item):
+                        late = plugin.tear_down_late(session, item)
+                        plugin.end_if_forked()
+                    planned = find(run.next_index, run.next_node_id)
+                    is_unknown = run.next_index == UNKNOWN
+                    # A collector in the place of the next item keeps all but the test set up.
+                    nextitem = cast("pytest.Item | None", item.parent if is_unknown else planned)
+                    done = plugin.run_item(run, item, nextitem)
+                    channel.send(done if late is None else replace(done, late=late))
+                    plugin.tell_others(done)
+                case Close():
+                    late = plugin.tear_down_late(session, None)
+                    plugin.end_if_forked()
+                    problem, output = _finish_session(session) if is_own_session else ("", "")
+                    channel.send(Closed(problem=problem, late=late, workeroutput=output))
+                    break
+                case _:
+                    break
+    except KeyboardInterrupt as error:
+        plugin.end_if_forked(error)
+        channel.send(Closed(problem=_close(session)))
+        exit_code = 130
+    except BaseException as error:  # noqa: BLE001 - the controller has to know of it
+        plugin.end_if_forked(error)
+        channel.send(Broken(problem=traceback.format_exc()))
+        exit_code = 70
+    plugin.end_if_forked()
+    with contextlib.suppress(Exception):
+        atexit._run_exitfuncs()  # noqa: SLF001 - what tests registered
+    if plugin.measurement is not None:
+        plugin.measurement.save()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(exit_code)  # noqa: SLF001 - of the module os
+
+
+def _finder(
+    items: list[pytest.Item], *, is_own_session: bool
+) -> Callable[[int, str], pytest.Item | None]:
+    """Return what finds an item of the controller: by its place, or where that differs by name."""
+    if not is_own_session:
+        return lambda index, _: items[index] if index >= 0 else None
+    by_id = {item.nodeid: item for item in items}
+    return lambda _, node_id: by_id.get(node_id)
+
+
+def _finish_session(session: pytest.Session) -> tuple[str, str]:
+    """Run what a worker of pytest-xdist would at its end.
+
+    Returns:
+        What went wrong, or "", and what plugins left for the controller.
+    """
+    config = session.config
+    given: dict[str, object] = config.workerinput  # type: ignore[attr-defined]
+    # Some plugins know a worker by this alone. Tests do not see it: they compute ports from it.
+    os.environ.setdefault(WORKER_VARIABLE, str(given["workerid"]))
+    try:
+        config.hook.pytest_sessionfinish(session=session, exitstatus=session.exitstatus)
+        output = encode(config.workeroutput)  # type: ignore[attr-defined]
+        config._ensure_unconfigure()  # noqa: SLF001 - pytest's own way
+    except BaseException:  # noqa: BLE001 - hooks of a user
+        return traceback.format_exc(), ""
+    return "", output
+
+
+def _close(session: pytest.Session) -> str:
+    """Tear down every fixture; return what went wrong, or ""."""
+    problem = ""
+    try:
+        session._setupstate.teardown_exact(None)  # noqa: SLF001 - pytest's own way
+    except BaseException:  # noqa: BLE001 - a fixture of a user
+        problem = traceback.format_exc()
+    return problem
+
+
+def _take_streams(config: pytest.Config, order: RankConfig) -> RankLogs:
+    """Send this process's output to its own files."""
+    logs = RankLogs(Path(order.log_dir))
+    logs.redirect()
+    stderr = config.stash.get(fault_handler_stderr_fd_key, None)
+    if stderr is not None:  # pytest's own copy of the controller's stderr, for its time limit
+        os.dup2(2, stderr)
+    return logs
+
+
+def _drop_controller_plugins(config: pytest.Config) -> None:
+    """Unregister what acts for the whole session."""
+    manager = config.pluginmanager
+    for name, other in list(manager.list_name_plugin()):
+        if name.startswith("megatron-") or is_of_controller(other):
+            manager.unregister(name=name)
+
+
+def temp_factory(config: pytest.Config) -> pytest.TempPathFactory | None:
+    """Return what makes temporary directories of a session, or None without pytest's plugin."""
+    return getattr(config, "_tmp_path_factory", None)
+
+
+def _temp_of_tests(config: pytest.Config, order: RankConfig) -> Path | None:
+    """Return the directory that the next `tmp_path` will be made in."""
+    factory = temp_factory(config)
+    if factory is None:
+        return None
+    return factory._basetemp or Path(order.base_temp).parent  # noqa: SLF001 - see `_take_temp`
+
+
+def _take_temp(config: pytest.Config, order: RankConfig) -> None:
+    """Have `tmp_path` be in the rank's own directory."""
+    factory = temp_factory(config)
+    if factory is None:
+        return
+    Path(order.base_temp).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    factory._given_basetemp = Path(order.base_temp)  # noqa: SLF001 - xdist's way
+    factory._basetemp = None  # noqa: SLF001 - see above

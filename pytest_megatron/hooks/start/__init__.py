@@ -1,0 +1,1 @@
+"""Start of rank processes: environment, mode, preload, fork server."""

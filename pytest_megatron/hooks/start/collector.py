@@ -1,0 +1,309 @@
+"""A rank that collects for itself, with its own environment, as a process of its own would.
+
+Runs in a child of the warm process. Afterwards it is the fork server of that rank, for each new
+gang. Where what it imported cannot be forked (CUDA, threads), it becomes the rank itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import io
+import os
+import random
+import sys
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+from _pytest.assertion.rewrite import AssertionRewritingHook
+from _pytest.config import _prepareconfig
+
+from pytest_megatron.gang.collection import SKIPPED, digest_of
+from pytest_megatron.gang.forkserver.fork_safety import find_obstacle
+from pytest_megatron.gang.forkserver.server import STACK_SIGNAL, Forking, ForkServer
+from pytest_megatron.gang.forkserver.store import StoreKeeper
+from pytest_megatron.gang.ipc.channel import Channel, connect
+from pytest_megatron.gang.ipc.messages import Collected, Fork, Hello, RankConfig
+from pytest_megatron.gang.rank import bootstrap
+from pytest_megatron.gang.rank.lockstep import RankPipes
+from pytest_megatron.gang.rank.logs import STACKS_FILE, RankLogs
+from pytest_megatron.hooks.gangs.worker_contract import decode
+from pytest_megatron.hooks.option_values import findable
+from pytest_megatron.hooks.options import COLLECTING_PLUGIN
+from pytest_megatron.hooks.rank.plugin import RankPlugin
+from pytest_megatron.hooks.rank.process import RankContext, prepare, run_rank, with_own_temp
+from pytest_megatron.process.tree import end_if_forked
+
+_RECIPES = (".yaml", ".yml")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionInfo:
+    """What ranks that collect for themselves have to know of the session.
+
+    Attributes:
+        address: Of the controller.
+        key: Of the session, in hexadecimal.
+        arguments: What the user typed after `pytest`, and what a rank wants otherwise.
+        argv: `sys.argv` of the controller.
+        path: `sys.path` as it was before anything of the user's was imported.
+        env: The environment of then.
+        digest: Of the node ids that the controller has.
+        is_single: Whether a rank must not be forked in any case.
+        is_leashed: Whether all of it ends when the writer of the brief closes its pipe.
+        base_temp: As in `Template`.
+    """
+
+    address: str
+    key: str
+    node_rank: int
+    directory: str
+    arguments: list[str]
+    argv: list[str]
+    path: list[str]
+    env: Mapping[str, str]
+    digest: str
+    is_single: bool
+    is_leashed: bool = False
+    base_temp: str = ""
+
+
+def collect_and_serve(brief: SessionInfo, order: RankConfig, ends: RankPipes) -> NoReturn:
+    """Collect as the rank of `order`, and start it when the controller says so."""
+    order = with_own_temp(order, brief.base_temp)
+    defaults = bootstrap.HARMLESS_ENV
+    harmless = {name: value for name, value in defaults.items() if name not in brief.env}
+    os.environ.clear()
+    os.environ.update({**brief.env, **harmless, **order.env})
+    _begin_anew(brief)
+    RankLogs(Path(order.log_dir)).redirect()
+    _show_stacks(Path(order.log_dir))
+    hello = Hello(
+        role="fork_server",
+        gang=order.gang,
+        rank=order.rank,
+        node_rank=order.node_rank,
+        pid=os.getpid(),
+        world_size=order.world_size,
+    )
+    channel = connect(brief.address, bytes.fromhex(brief.key), hello)
+    plugin = CollectingPlugin(brief, order, ends, channel, list(harmless))
+    try:
+        plugin.collect()
+    except BaseException as error:  # noqa: BLE001 - the controller has to know of it, whatever it is
+        plugin.end = error
+    problem = "pytest ended before it had collected"
+    if plugin.end is not None:
+        story = "".join(traceback.format_exception(plugin.end))
+        sys.stderr.write(story)
+        problem = f"{story}could not collect: {type(plugin.end).__name__}: {plugin.end}"
+    channel.send(Collected(is_same=False, problems={"": problem}, obstacle="it has nothing"))
+    channel.receive()
+    os._exit(0)
+
+
+def _expect_early_imports() -> None:
+    """Have pytest not warn of plugins that are loaded before it starts, as here they are.
+
+    Where the user turns warnings into errors, no rank would collect.
+    """
+    AssertionRewritingHook._warn_already_imported = lambda *_: None  # type: ignore[method-assign]  # noqa: SLF001 - its only way
+
+
+def _put_away_reruns(config: pytest.Config) -> None:
+    """Leave reruns to the controller: in a worker, pytest-rerunfailures asks for its socket."""
+    manager = config.pluginmanager
+    names = ("rerunfailures", "pytest_rerunfailures")  # the second one if `-p` loads it
+    plugin = next(filter(None, map(manager.get_plugin, names)), None)
+    if plugin is not None:
+        manager.unregister(plugin)
+        config.addinivalue_line("markers", "flaky: of pytest-rerunfailures")
+
+
+class CollectingPlugin:
+    """Hooks of a rank that collects for itself.
+
+    Attributes:
+        end: What ended pytest before it had collected.
+    """
+
+    def __init__(
+        self,
+        brief: SessionInfo,
+        order: RankConfig,
+        ends: RankPipes,
+        channel: Channel,
+        harmless: list[str],
+    ) -> None:
+        self._pid = os.getpid()
+        self._brief = brief
+        self._order = order
+        self._ends = ends
+        self._channel = channel
+        self._harmless = harmless
+        self._random_before = random.getstate()
+        self._random_state: bootstrap.RandomState | None = None
+        self._problems: dict[str, str] = {}
+        self.end: BaseException | None = None
+
+    def collect(self) -> None:
+        """Run a session as far as its loop, as a worker of pytest-xdist does."""
+        _expect_early_imports()
+        config = _prepareconfig(list(self._brief.arguments), [_Named(self)])
+        _put_away_reruns(config)
+        option = config.option
+        settings: dict[str, object] = {
+            "numprocesses": None,
+            "tx": [],
+            "dist": "no",
+            "looponfail": False,
+            "clean_alluredir": False,
+        }
+        vars(option).update({k: v for k, v in settings.items() if hasattr(option, k)})
+        option.maxfail = 0
+        option.cacheclear = False
+        option.basetemp = self._order.base_temp
+        vars(config)["workerinput"] = decode(self._order.workerinput)
+        vars(config)["workeroutput"] = {}
+        arguments = findable(config.args, self._brief.directory)
+        files = [argument.partition("::")[0] for argument in arguments]
+        config.args = [f for f in dict.fromkeys(files) if not f.endswith(_RECIPES)]
+        Path(self._order.base_temp).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        config.hook.pytest_cmdline_main(config=config)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_configure(self, config: pytest.Config) -> None:
+        """Have nobody told what the controller tells."""
+        reporter = config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None:
+            reporter._tw._file = io.StringIO()  # noqa: SLF001 - its only way
+
+    def pytest_internalerror(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        """Keep what a hook raised: pytest prints it where nobody looks."""
+        self.end = excinfo.value
+
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        """Keep `pytest.exit` and what is like it."""
+        self.end = excinfo.value
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        """Put away what only the controller does."""
+        manager = session.config.pluginmanager
+        if manager.has_plugin("_cov"):
+            manager.unregister(name="_cov")
+        if manager.has_plugin("pdbinvoke"):  # nobody is there to type
+            self._debugger = manager.unregister(name="pdbinvoke")
+
+    _debugger: object = None
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_make_collect_report(
+        self, collector: pytest.Collector
+    ) -> pytest.CollectReport | None:
+        """Note what is collected now, should this process die of it; avoid what one died of."""
+        reason = self._order.avoided.get(collector.nodeid)
+        if reason is not None:
+            self._problems[collector.nodeid] = reason
+            return pytest.CollectReport(collector.nodeid, "passed", None, [])
+        self._ends.note(collector.nodeid)
+        return None
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Keep why something could not be collected."""
+        place = report.nodeid or "."
+        if report.failed:
+            text = str(report.longreprtext).strip()
+            reason = text.splitlines()[-1].removeprefix("E").strip() if text else "no reason"
+            self._problems[report.nodeid] = f"{text}\ncould not collect {place}: {reason}"
+        elif report.skipped and isinstance(report.longrepr, tuple):
+            self._problems[report.nodeid] = f"{SKIPPED}{place}: {report.longrepr[2]}"
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> NoReturn:
+        """Tell what was collected, and serve: forked ranks run tests from here."""
+        end_if_forked(self._pid)
+        manager = session.config.pluginmanager
+        if self._debugger is not None:
+            manager.register(self._debugger, "pdbinvoke")
+        self._random_state = bootstrap.state_if_seeded(self._random_before)
+        for name in self._harmless:
+            os.environ.pop(name, None)
+        os.environ.update(self._order.env)
+        node_ids = tuple(item.nodeid for item in session.items)
+        is_same = digest_of(node_ids) == self._brief.digest
+        self._ends.note("")
+        obstacle = "--gang-start fresh" if self._brief.is_single else find_obstacle()
+        self._channel.send(
+            Collected(
+                is_same=is_same,
+                node_ids=() if is_same else node_ids,
+                problems={} if is_same else self._problems,
+                obstacle=obstacle,
+            )
+        )
+        plugin = prepare(session)
+        if obstacle:
+            self._become_rank(session, plugin)
+
+        def run(order: RankConfig, ends: RankPipes) -> NoReturn:
+            self._run_rank(session, plugin, order, ends)
+
+        ForkServer(self._channel, Forking(self._channel, run, StoreKeeper())).serve()
+        os._exit(0)
+
+    def _become_rank(self, session: pytest.Session, plugin: RankPlugin) -> NoReturn:
+        """Wait for the order to be a rank, and be it."""
+        message = self._channel.receive()  # descriptors of locks that came along stay open
+        if not isinstance(message, Fork):
+            os._exit(0)
+        self._channel.close()
+        self._run_rank(session, plugin, message.orders[0], self._ends)
+
+    def _run_rank(
+        self, session: pytest.Session, plugin: RankPlugin, order: RankConfig, ends: RankPipes
+    ) -> NoReturn:
+        run_rank(
+            session,
+            with_own_temp(order, self._brief.base_temp),
+            ends,
+            RankContext(
+                address=self._brief.address,
+                key=bytes.fromhex(self._brief.key),
+                random_state=self._random_state,
+                plugin=plugin,
+                is_own_session=True,
+            ),
+        )
+
+
+class _Named:
+    """Gives the plugin its name as early as pytest takes plugins."""
+
+    def __init__(self, plugin: CollectingPlugin) -> None:
+        self._plugin = plugin
+
+    def pytest_plugin_registered(self, plugin: object, manager: pytest.PytestPluginManager) -> None:
+        """Register the plugin with us."""
+        if plugin is self:
+            manager.register(self._plugin, COLLECTING_PLUGIN)
+
+
+def _begin_anew(brief: SessionInfo) -> None:
+    """Be as a process is when it starts."""
+    os.chdir(brief.directory)
+    sys.path[:] = brief.path
+    sys.argv[:] = brief.argv
+    bootstrap.reseed()
+
+
+def _show_stacks(directory: Path) -> None:
+    faulthandler.enable(file=2)
+    with contextlib.suppress(OSError):
+        file = (directory / STACKS_FILE).open("w")
+        faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
+        bootstrap.keep(file)

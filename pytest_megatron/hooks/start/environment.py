@@ -1,0 +1,315 @@
+"""What a session was before anything of the user's was imported; ranks begin from there as well.
+
+Also holds the variables that stand while tests are collected. Imports nothing but pytest.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import pytest
+from typing_extensions import override
+
+from pytest_megatron.hooks import options
+from pytest_megatron.hooks.option_values import has_workers
+
+if TYPE_CHECKING:
+    from pytest_megatron.gang.rank.bootstrap import RandomState
+    from pytest_megatron.hooks.start.preload import PreloadedProcess
+
+
+RANK_VARIABLES = frozenset(
+    (
+        *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "NODE_RANK"),
+        *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "PMI_RANK", "PMIX_RANK"),
+        *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    )
+)
+SIZE_VARIABLES = frozenset(
+    (
+        *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+        *("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
+    )
+)
+_WORDS = re.compile(r"\b(?:[A-Z]+_)*(?:RANK|WORLD_SIZE|PROCID|LOCALID)\b")
+# In a function: a module that loads it at its top has done so by now.
+_LOADS_TORCH = re.compile(
+    r"^[ \t]+(?:import|from)[ \t]+(?:torch|megatron)\b|\bimportorskip\([\"']torch\b", re.MULTILINE
+)
+_PACKAGE = str(Path(__file__).parents[2])
+_READERS = ("<frozen", os.__file__)  # on behalf of others: `getenv`, `get`
+_LIBRARIES = ("site-packages", "dist-packages")
+
+
+class Watch:
+    """Sets variables, and notes who reads those that tell ranks apart.
+
+    Attributes:
+        rank_readers: `VARIABLE in file:line`, each place once.
+        size_readers: The same for variables that gangs of one size share.
+    """
+
+    def __init__(self, env: Mapping[str, str], on_rank_read: Callable[[], None]) -> None:
+        """Prepare; nothing is set yet.
+
+        Args:
+            env: Variables to set; one of the caller's own is overwritten.
+            on_rank_read: Called when a variable of RANK_VARIABLES is read for the first time.
+        """
+        self._env = dict(env)
+        self._on_rank_read = on_rank_read
+        self._before: dict[str, str | None] | None = None
+        self.rank_readers: list[str] = []
+        self.size_readers: list[str] = []
+
+    def start(self, *, is_noting: bool = True) -> None:
+        """Set the variables; a second call is none."""
+        if self._before is not None:
+            return
+        self._before = {name: os.environ.get(name) for name in self._env}
+        os.environ.update(self._env)
+        if is_noting:
+            os.environ.__class__ = _watched(self._note)
+
+    def stop(self) -> None:
+        """Put back what was there before, but what somebody else has set meanwhile."""
+        if self._before is None:
+            return
+        os.environ.__class__ = os._Environ  # noqa: SLF001 - its class has no other name
+        for name, value in self._before.items():
+            if os.environ.get(name) != self._env[name]:
+                continue
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        self._before = None
+
+    def _note(self, name: str, place: str) -> None:
+        readers = self.rank_readers if name in RANK_VARIABLES else self.size_readers
+        text = f"{name} in {place}"
+        if text in readers:
+            return
+        readers.append(text)
+        if readers is self.rank_readers and len(readers) == 1:
+            self._on_rank_read()
+
+
+def find_rank_words(modules: Iterable[ModuleType], root: Path) -> str:
+    """Return where the source of a project's modules speaks of ranks, or "".
+
+    Args:
+        modules: Those that are loaded.
+        root: Of the project; libraries below it are left out.
+    """
+    for file, text in _sources(modules, root):
+        if (found := _WORDS.search(text)) is not None:
+            return f"{found[0]} in {file}:{text.count(chr(10), 0, found.start()) + 1}"
+    return ""
+
+
+def will_load_torch(modules: Iterable[ModuleType], root: Path) -> bool:
+    """Whether functions in the source of a project's modules load torch when they are called.
+
+    Args:
+        modules: Those that are loaded.
+        root: Of the project; libraries below it are left out.
+    """
+    return any(_LOADS_TORCH.search(text) for _, text in _sources(modules, root))
+
+
+def _sources(modules: Iterable[ModuleType], root: Path) -> Iterator[tuple[str, str]]:
+    """Yield file and text of a project's modules."""
+    for module in modules:
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str) or not file.endswith(".py"):
+            continue
+        path = Path(file)
+        is_library = any(part in _LIBRARIES for part in path.parts) or file.startswith(_PACKAGE)
+        if is_library or not path.is_relative_to(root):
+            continue
+        try:
+            yield file, path.read_text(encoding="utf-8", errors="replace")
+        except OSError:  # it went away after it was loaded
+            continue
+
+
+def _watched(note: Callable[[str, str], None]) -> type:
+    """Return a class for `os.environ` that tells of reads by name.
+
+    Copies of the whole environment are no reads: those ask for the keys first, then for each.
+    """
+    names = RANK_VARIABLES | SIZE_VARIABLES
+    iterated: list[str] = []  # the key that a loop over the items is at
+    copying: Iterator[str] = iter(())  # the keys that a copy still has to ask for
+
+    class WatchedEnviron(os._Environ):  # type: ignore[type-arg]  # noqa: SLF001 - it has no other name
+        @override
+        def __getitem__(self, key: str) -> str:
+            nonlocal copying
+            if key not in iterated and next(copying, None) != key:
+                copying = iter(())
+                if key in names:
+                    _tell(note, key)
+            return str(super().__getitem__(key))
+
+        @override
+        def __iter__(self) -> Iterator[str]:
+            nonlocal copying
+            keys = list(super().__iter__())
+            try:
+                for key in keys:
+                    iterated[:] = [key]
+                    yield key
+            finally:
+                iterated.clear()
+            copying = iter(keys)
+
+    return WatchedEnviron
+
+
+def _tell(note: Callable[[str, str], None], name: str) -> None:
+    """Note a read, unless it is one of this package or of the standard library's own."""
+    frame = sys._getframe(2)  # noqa: SLF001 - who reads is the question
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_READERS):
+        frame = frame.f_back
+    file = frame.f_code.co_filename
+    if not file.startswith(_PACKAGE):
+        note(name, f"{file}:{frame.f_lineno}")
+
+
+PLUGIN_NAME = "megatron-beginning"
+
+
+@dataclass(slots=True)
+class Beginning:
+    """Where a session began.
+
+    Attributes:
+        watch: None in a session without options for gangs.
+        warm: The process that ranks which collect for themselves come from, once it is started.
+    """
+
+    env: Mapping[str, str]
+    path: list[str]
+    argv: list[str]
+    random_state: RandomState
+    watch: Watch | None = None
+    warm: PreloadedProcess | None = None
+
+    def stop_warm(self) -> None:
+        """End what nobody has taken."""
+        if self.warm is not None:
+            self.warm.stop()
+
+
+KEY = pytest.StashKey[Beginning]()
+
+
+class BeginningPlugin:
+    """Sets the variables of rank 0 while tests are collected."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        """Put the variables back before pytest-xdist starts its workers: those collect."""
+        config = session.config
+        if has_workers(config) and not hasattr(config, "workerinput"):
+            self._watch.stop()
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtestloop(self) -> Generator[None, object, object]:
+        """Put the variables back before any test runs."""
+        self._watch.stop()
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_sessionfinish(self) -> Generator[None, object, object]:
+        """Have them there again for hooks of a project that asks for them."""
+        if self._watch.rank_readers:
+            self._watch.start(is_noting=False)
+        return (yield)
+
+
+def note_beginning(early_config: pytest.Config) -> None:
+    """Note how a session begins; where it asks for gangs, watch who asks for ranks."""
+    beginning = Beginning(
+        env=dict(os.environ),
+        path=list(sys.path),
+        argv=list(sys.argv),
+        random_state=random.getstate(),
+    )
+    early_config.stash[KEY] = beginning
+    size = options.early_size(early_config)
+    if size is None:
+        return
+    from pytest_megatron.gang.rank.bootstrap import HARMLESS_ENV, rank_env  # noqa: PLC0415 - not for all
+    from pytest_megatron.gang.topology import Nodes  # noqa: PLC0415 - not for all
+    from pytest_megatron.hooks.start.preload import start_warm  # noqa: PLC0415 - not for all
+
+    def start_early() -> None:
+        given = early_config.known_args_namespace
+        is_needed = not (given.collectonly or _is_for_others(early_config))
+        if is_needed and given.megatron_gang_start != "fresh":
+            beginning.warm = start_warm("fork", beginning.env, beginning.path)
+            early_config.add_cleanup(beginning.stop_warm)
+
+    per_node, num_nodes = size
+    world_size = per_node * num_nodes
+    nodes = Nodes(num_nodes=num_nodes, ranks_per_node=per_node)
+    env = rank_env(nodes.place(world_size)[0], world_size)
+    harmless = {name: value for name, value in HARMLESS_ENV.items() if name not in os.environ}
+    watch = beginning.watch = Watch({**env, **harmless}, start_early)
+    watch.start()
+    early_config.add_cleanup(watch.stop)
+    early_config.pluginmanager.register(BeginningPlugin(watch), PLUGIN_NAME)
+
+
+def refuse_launcher(config: pytest.Config, num_nodes: int) -> None:
+    """Make sure that no launcher started this session several times: each would run everything.
+
+    A test may start such a session by itself; what launched that test is none of its business.
+
+    Raises:
+        pytest.UsageError: One did.
+    """
+    env = config.stash[KEY].env
+    if "PYTEST_CURRENT_TEST" in env:
+        return
+    started = num_started(env)
+    if started is not None and started[1] > num_nodes:
+        launcher, number = started
+        raise pytest.UsageError(
+            f"{launcher} started {number} sessions of pytest, and each of them would start ranks "
+            f"and run everything; start pytest once, without {launcher}, or drop --ranks and --gpus"
+        )
+
+
+def num_started(env: Mapping[str, str]) -> tuple[str, int] | None:
+    """Return what launched a process, and how often; None where nothing is known of a launcher.
+
+    Slurm's numbers say nothing of it: the shell of `srun --ntasks=8 --pty` is one of 8 tasks, and
+    the only one that goes on. Of a step over several nodes, see `gang.slurm_step`.
+    """
+    counts = [("mpirun", env.get("OMPI_COMM_WORLD_SIZE"))]
+    if "TORCHELASTIC_RUN_ID" in env:
+        counts.insert(0, ("torchrun", env.get("WORLD_SIZE")))
+    found = ((name, int(count)) for name, count in counts if count and count.isdecimal())
+    return next(found, None)
+
+
+def _is_for_others(early_config: pytest.Config) -> bool:
+    """Whether this process only hands tests to workers of pytest-xdist."""
+    given = early_config.known_args_namespace
+    is_xdist = bool(getattr(given, "numprocesses", None) or getattr(given, "tx", None))
+    return is_xdist and "PYTEST_XDIST_WORKER" not in os.environ

@@ -1,0 +1,173 @@
+"""The process that ranks are forked from: the session as it was collected, before any test ran."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import NoReturn, cast
+
+import pytest
+
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.errors import LaunchError
+from pytest_megatron.gang.forkserver.server import Forking, ForkServer
+from pytest_megatron.gang.forkserver.store import StoreKeeper
+from pytest_megatron.gang.ipc.channel import WrongKeyError, connect, remove_socket
+from pytest_megatron.gang.ipc.messages import Hello, RankConfig
+from pytest_megatron.gang.rank import coverage as measure
+from pytest_megatron.gang.rank.bootstrap import RandomState
+from pytest_megatron.gang.rank.lockstep import RankPipes
+from pytest_megatron.gang.supervisor.supervisor import Supervisor
+from pytest_megatron.hooks.rank.plugin import RankPlugin
+from pytest_megatron.hooks.rank.process import RankContext, prepare, run_rank, with_own_temp
+from pytest_megatron.process.tree import run_guarded
+
+_NURSERY_S = 120.0  # to load torch and call after it was forked
+_CALL_S = 0.02  # between looks at one that has not called
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionTemplate:
+    """What the template hands to every rank.
+
+    Attributes:
+        address: Of the controller.
+        key: Of the session.
+        random_state: Of `random`, if collecting seeded it: a fork seeds it anew.
+        coverage: As in `RankConfig`, for the template itself.
+        coverage_file: Where it puts its data.
+        forget: Closes descriptors of the session.
+        node_rank: Index of this host.
+        items: On other nodes than 0, the items that node 0 collected, by index; None where this
+            node has no such item.
+        base_temp: On other nodes than 0, where temporary files of ranks go.
+        parent_pipe: Read end of a pipe that closes when the session of this node ends; on node 0
+            the connection to the controller is that.
+        loads: Modules that it loads before it calls; if one cannot be loaded, it ends.
+    """
+
+    session: pytest.Session
+    address: str
+    key: bytes
+    random_state: RandomState | None
+    coverage: Mapping[str, JsonValue]
+    coverage_file: str
+    forget: Callable[[], None]
+    node_rank: int = 0
+    items: tuple[pytest.Item | None, ...] | None = None
+    base_temp: str = ""
+    parent_pipe: int | None = None
+    loads: tuple[str, ...] = ()
+
+    def fork(self) -> int:
+        """Fork the template off the controller; return the process that ends after all of it."""
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads that do no harm
+            pid = os.fork()
+        if pid:
+            return pid
+        try:
+            self.forget()
+            os.setsid()
+            run_guarded(self._serve)
+        except BaseException:  # noqa: BLE001 - must never go on as a second controller
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+
+    def _serve(self) -> None:
+        measurement = measure.start(self.coverage, self.coverage_file)
+        if self.items is not None:
+            self.session.items = cast("list[pytest.Item]", list(self.items))
+        try:
+            self._load()
+        except Exception:  # noqa: BLE001 - ranks that load it by themselves say why
+            return
+        plugin = prepare(self.session)
+        hello = Hello(
+            role="fork_server", gang=0, rank=-1, node_rank=self.node_rank, pid=os.getpid()
+        )
+        try:
+            channel = connect(self.address, self.key, hello)
+        except (FileNotFoundError, ConnectionError, WrongKeyError):
+            return  # the session has ended: a worker of pytest-xdist may have no test to run
+
+        def run(order: RankConfig, ends: RankPipes) -> NoReturn:
+            self._run_rank(order, ends, plugin)
+
+        ForkServer(channel, Forking(channel, run, StoreKeeper()), self.parent_pipe).serve()
+        remove_socket(self.address)  # a controller that was killed leaves it
+        if measurement is not None:
+            measurement.save()
+
+    def _load(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for name in self.loads:
+                if importlib.util.find_spec(name) is not None:
+                    importlib.import_module(name)
+
+    def _run_rank(self, order: RankConfig, ends: RankPipes, plugin: RankPlugin) -> NoReturn:
+        order = with_own_temp(order, self.base_temp)
+        run_rank(
+            self.session,
+            order,
+            ends,
+            RankContext(
+                address=self.address, key=self.key, random_state=self.random_state, plugin=plugin
+            ),
+        )
+
+
+class TemplateProcess:
+    """The template of this node, and its successor if it is killed before it has called."""
+
+    def __init__(self, template: SessionTemplate, fleet: Supervisor) -> None:
+        """Fork it."""
+        self._make = template
+        self._fleet = fleet
+        self._pid: int | None = template.fork()
+
+    def wait(self) -> None:
+        """Wait until it has called; one that was killed gets a successor, once.
+
+        The successor loads nothing: that may be what the first one died of.
+
+        Raises:
+            LaunchError: Neither calls.
+        """
+        deadline = time.monotonic() + _NURSERY_S
+        num_left = 1
+        while not self._fleet.fork_servers.has(0):
+            if self._has_ended() and num_left:
+                num_left -= 1
+                self._pid = replace(self._make, loads=()).fork()
+            self._fleet.pump(_CALL_S)
+            if time.monotonic() > deadline:
+                raise LaunchError("gang", "the process that starts ranks did not call")
+
+    def close(self) -> None:
+        """Wait until it has ended, once the supervisor was stopped."""
+        if self._pid is not None:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(self._pid, 0)
+
+    def _has_ended(self) -> bool:
+        if self._pid is None:
+            return True
+        try:
+            pid, _ = os.waitpid(self._pid, os.WNOHANG)
+        except ChildProcessError:  # somebody else collected it
+            pid = self._pid
+        if pid:
+            self._pid = None
+        return bool(pid)

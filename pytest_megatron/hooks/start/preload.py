@@ -1,0 +1,188 @@
+"""The process that ranks come from which collect for themselves: it has imported torch and pytest.
+
+It is a fork server whose children are fork servers, one for each rank of each size of gang; see
+`hooks.rank_template`. Nothing of the user's is imported here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Literal, NoReturn
+
+from pytest_megatron.gang.forkserver.server import Forking, ForkServer
+from pytest_megatron.gang.forkserver.store import StoreKeeper
+from pytest_megatron.gang.ipc.channel import connect, remove_socket
+from pytest_megatron.gang.ipc.messages import Hello, RankConfig
+from pytest_megatron.gang.rank.lockstep import RankPipes
+from pytest_megatron.hooks.start.collector import SessionInfo, collect_and_serve
+from pytest_megatron.process.tree import die_with, run_guarded
+
+PreloadMode = Literal["fork", "fresh"]
+_PRELOADED = ("numpy", "torch")
+_CODE = """
+import sys
+sys.path[:] = {path!r}
+from pytest_megatron.hooks.start.preload import {name}
+{name}({argument!r})
+"""
+
+
+@dataclass(slots=True)
+class PreloadedProcess:
+    """The controller's side of it.
+
+    Attributes:
+        log: What it writes; it has no name.
+    """
+
+    mode: PreloadMode
+    process: subprocess.Popen[bytes]
+    log: int
+
+    def tell(self, brief: SessionInfo) -> None:
+        """Tell it what ranks have to know; it calls the controller then."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):  # it is gone, which the controller finds out
+            self.process.stdin.write(json.dumps(asdict(brief)).encode() + b"\n")
+            self.process.stdin.flush()
+            if not brief.is_leashed:
+                self.process.stdin.close()
+
+    def stop(self) -> None:
+        """Wait for its end, which comes once the controller's end of the connection is closed."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+        self.process.wait()
+        os.close(self.log)
+
+    def problem(self) -> str:
+        """Return why it is gone, or "" while it is not."""
+        if self.process.poll() is None:
+            return ""
+        text = os.pread(self.log, 1 << 16, 0).decode(errors="replace").strip()
+        return text or f"exited with code {self.process.returncode}"
+
+
+def start_warm(mode: PreloadMode, env: Mapping[str, str], path: Sequence[str]) -> PreloadedProcess:
+    """Start it; it loads what it can until it is told more.
+
+    Args:
+        mode: Whether ranks are forked, or fresh interpreters.
+        env: Of the session when it began.
+        path: `sys.path` of then.
+    """
+    log = os.memfd_create("warm")
+    code = _CODE.format(path=list(path), name="main", argument=mode)
+    process = subprocess.Popen(
+        [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", code],  # type: ignore[attr-defined]  # noqa: SLF001 - as multiprocessing does
+        env=dict(env),
+        stdin=subprocess.PIPE,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+    )
+    return PreloadedProcess(mode, process, log)
+
+
+def main(mode: PreloadMode) -> None:
+    """Load torch and pytest, wait to be told more, and serve."""
+    run_guarded(lambda: _serve(mode))
+
+
+def _serve(mode: PreloadMode) -> None:
+    if mode == "fork":
+        for name in _PRELOADED:
+            if importlib.util.find_spec(name) is not None:
+                importlib.import_module(name)
+    line = sys.stdin.buffer.readline()
+    if not line.endswith(b"\n"):
+        return
+    brief = SessionInfo(**json.loads(line))
+    parent_pipe = os.dup(0) if brief.is_leashed else None
+    _close_stdin()
+    hello = Hello(role="fork_server", gang=0, rank=-1, node_rank=brief.node_rank, pid=os.getpid())
+    channel = connect(brief.address, bytes.fromhex(brief.key), hello)
+
+    def run_rank(order: RankConfig, ends: RankPipes) -> NoReturn:
+        collect_and_serve(brief, order, ends)
+
+    keeper = StoreKeeper()
+    forking = Forking(channel, run_rank, keeper)
+    ForkServer(
+        channel, forking if mode == "fork" else Executing(brief, keeper), parent_pipe
+    ).serve()
+    remove_socket(brief.address)  # a controller that was killed leaves it
+
+
+@dataclass(slots=True)
+class Executing:
+    """Starts ranks as fresh interpreters."""
+
+    brief: SessionInfo
+    keeper: StoreKeeper
+
+    def start(
+        self, order: RankConfig, ends: RankPipes, inherited: Sequence[int], unwanted: Sequence[int]
+    ) -> int:
+        """Execute this interpreter anew."""
+        del unwanted  # it gets what it is given
+        shared = {"trigger": ends.trigger, "notes": ends.notes}
+        content = {"brief": asdict(self.brief), "order": _as_json(order), "ends": shared}
+        code = _CODE.format(path=self.brief.path, name="fresh_main", argument=os.getpid())
+        with tempfile.TemporaryFile() as file:
+            file.write(json.dumps(content).encode())
+            file.seek(0)
+            process = subprocess.Popen(
+                [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", code],  # type: ignore[attr-defined]  # noqa: SLF001 - as multiprocessing does
+                env={**self.brief.env, **order.env},
+                stdin=file,
+                pass_fds=[ends.trigger, ends.notes, *inherited],
+                start_new_session=True,
+            )
+        process.returncode = 0  # it is the fork server that waits for it
+        return process.pid
+
+    def open_store(self, host: str) -> int:
+        """Ask the keeper."""
+        return self.keeper.open_store(host)
+
+    def close_store(self, port: int) -> None:
+        """Tell the keeper."""
+        self.keeper.close_store(port)
+
+    def is_own(self, pid: int) -> bool:
+        """Whether it is the keeper."""
+        return self.keeper.pid == pid
+
+    def take_note_of_end(self, pid: int) -> None:
+        """Tell the keeper."""
+        self.keeper.take_note_of_end(pid)
+
+
+def fresh_main(fork_server: int) -> None:
+    """Be a rank that was executed; what it has to know is in its stdin."""
+    die_with(fork_server)
+    content = json.loads(sys.stdin.buffer.read())
+    _close_stdin()
+    brief = SessionInfo(**content["brief"])
+    order = RankConfig(**content["order"])
+    collect_and_serve(brief, order, RankPipes(**content["ends"]))
+
+
+def _as_json(order: RankConfig) -> dict[str, object]:
+    return {**asdict(replace(order, coverage={})), "coverage": dict(order.coverage)}
+
+
+def _close_stdin() -> None:
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)

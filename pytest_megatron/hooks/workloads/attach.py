@@ -1,0 +1,102 @@
+"""Takes over a run whose controller is gone: pytest is given again what that one was given.
+
+Runs before conftest files are loaded, and only where `--attach` is typed.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pytest_megatron.base.files import JsonValue, read_json
+from pytest_megatron.hooks.session import RECORDED
+from pytest_megatron.runs.layout import RUN_FILE
+from pytest_megatron.runs.redact import REDACTED
+
+# What pytest reads before any plugin has a say in it.
+_TOO_EARLY = ("-c", "--config-file", "--rootdir", "--confcutdir", "-o", "--override-ini")
+
+
+def add_recorded(early_config: pytest.Config, arguments: list[str], run: str) -> None:
+    """Put what a run was told before what is typed now.
+
+    Args:
+        early_config: Of the session that takes over.
+        arguments: Changed in place: the options of ini files, then what is typed.
+        run: The run directory, from where the user is.
+
+    Raises:
+        pytest.UsageError: There is no such run, it ended, or its words cannot be used again.
+    """
+    directory = early_config.invocation_params.dir
+    recorded = _recorded(Path(directory, run), run)
+    _refuse_other_directory(early_config, recorded, run)
+    words = recorded["arguments"]
+    assert isinstance(words, list)
+    told = [str(word) for word in words]
+    typed = [str(word) for word in early_config.invocation_params.args]
+    for word in told:
+        if REDACTED in word:
+            raise pytest.UsageError(
+                f"--attach: {run} was started with a secret on its command line ({word}), which "
+                f"is not kept; give the option in a variable or in an ini file next time"
+            )
+        name = word.partition("=")[0]
+        if name in _TOO_EARLY and not any(t.partition("=")[0] == name for t in typed):
+            raise pytest.UsageError(
+                f"--attach: {run} was started with {name}, which pytest reads before it knows of "
+                f"--attach; type it again beside --attach"
+            )
+    early_config.pluginmanager.consider_preparse(told, exclude_only=False)  # -p NAME
+    place = len(arguments) - len(typed)
+    arguments[place:place] = told
+    positional = recorded.get("positional")
+    if isinstance(positional, list):  # whose conftest files are loaded first
+        namespace = early_config.known_args_namespace
+        namespace.file_or_dir = [*map(str, positional), *(namespace.file_or_dir or ())]
+    early_config.stash[RECORDED] = told
+
+
+def _recorded(directory: Path, run: str) -> dict[str, JsonValue]:
+    """Return what a run left of itself.
+
+    Raises:
+        pytest.UsageError: It is no run, or it has ended.
+    """
+    path = directory / RUN_FILE
+    try:
+        found = read_json(path)
+    except (OSError, ValueError) as error:
+        raise pytest.UsageError(
+            f"--attach: {run} holds no {RUN_FILE} that can be read ({error}); expected the run "
+            f"directory of a pytest that had submitted its workloads"
+        ) from None
+    if not isinstance(found, dict) or not isinstance(found.get("arguments"), list):
+        raise pytest.UsageError(f"--attach: {path} is not of a run; give a run directory")
+    if found.get("ended") is not None:
+        raise pytest.UsageError(
+            f"--attach: {run} ended at {found['ended']} with exit code {found.get('exit_code')}; "
+            f"there is nothing to take over; start a new run"
+        )
+    return found
+
+
+def _refuse_other_directory(
+    early_config: pytest.Config, recorded: dict[str, JsonValue], run: str
+) -> None:
+    """Make sure that relative paths mean what they meant.
+
+    Raises:
+        pytest.UsageError: The user is elsewhere.
+    """
+    here, root = early_config.invocation_params.dir, early_config.rootpath
+    then = Path(os.path.normpath(root / str(recorded.get("directory", "."))))
+    if then != here:
+        # As a word of its own, pytest takes the path for one of tests when it looks for the root.
+        raise pytest.UsageError(
+            f"--attach: {run} was started in {then}, if the project's root is {root}, and you are "
+            f"in {here}; change to the directory where it was started, and write --attach=RUN as "
+            f"one word if the run is elsewhere"
+        )

@@ -1,0 +1,398 @@
+"""The role that trains and judges workloads; beside it stand selection and results.
+
+Lives in the controller, and under pytest-xdist in each of its workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+
+import pytest
+
+from pytest_megatron.base.files import JsonValue, write_json_atomically
+from pytest_megatron.errors import LaunchError, MegatronError
+from pytest_megatron.golden.policy import ComparisonPolicy, policy_named
+from pytest_megatron.hooks.gangs.plugin import show_no_stacks
+from pytest_megatron.hooks.history import register_history
+from pytest_megatron.hooks.options import LOCAL, WORKLOADS_PLUGIN, Options
+from pytest_megatron.hooks.pages import register_pages
+from pytest_megatron.hooks.run_file import RunFile, run_file_of
+from pytest_megatron.hooks.session import RunSession, session_of
+from pytest_megatron.hooks.workloads.goldens import GoldenWriter
+from pytest_megatron.hooks.workloads.item import WorkloadItem
+from pytest_megatron.hooks.workloads.job import (
+    ItemRetries,
+    checked,
+    golden_path_of,
+    keep_golden,
+    make_job,
+    new_golden_path_of,
+    read_kept_golden,
+    refuse_or_warn,
+    require_golden,
+)
+from pytest_megatron.hooks.workloads.queue import register_queue
+from pytest_megatron.hooks.workloads.selection import SelectionPlugin
+from pytest_megatron.hooks.workloads.terminal import LiveTerminal, Quiet, print_plan, print_summary
+from pytest_megatron.recipe.load import project_words
+from pytest_megatron.recipe.vocabulary import Vocabulary
+from pytest_megatron.refresh.transaction import recover
+from pytest_megatron.runs.layout import make_own_dir
+from pytest_megatron.runs.reproduce import reproduce_line
+from pytest_megatron.triage.signatures import Table
+from pytest_megatron.verdict.compare import Judgement, judge
+from pytest_megatron.verdict.driver import needs_of, train
+from pytest_megatron.verdict.job import Training, WorkloadJob, plan_job
+from pytest_megatron.verdict.record import item_record
+from pytest_megatron.verdict.text import mismatch, training_failure
+from pytest_megatron.verdict.verdict import Verdict, evaluate
+from pytest_megatron.workload.plan.checkpoints import require_inputs
+
+
+class ResultsPlugin:
+    """Lives in the controller alone: a worker's records reach it on the reports."""
+
+    def __init__(
+        self, session: RunSession, goldens: GoldenWriter, policy: ComparisonPolicy, file: RunFile
+    ) -> None:
+        self._session = session
+        self._goldens = goldens
+        self._policy = policy
+        self._file = file
+        self._records: dict[str, JsonValue] = {}
+
+    def pytest_report_header(self) -> str:
+        """Say on what the workloads will run, and where their results go."""
+        gpus = self._session.facts.host.gpus
+        found = f"{len(gpus)} x {gpus[0].name}" if gpus else "no GPU"
+        where = self._session.shorten(str(self._session.run_dir))
+        engine = self._session.options.executor
+        found = found if engine == LOCAL else f"engine {engine}"
+        return f"megatron: {found}, goldens: {self._session.options.golden}, results in {where}"
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keep `run.json` up to date."""
+        record: JsonValue = getattr(report, "megatron_workload", None)
+        if record is None:
+            return
+        self._records[report.nodeid] = record
+        self._file.keep(report.nodeid, record)
+        self._file.update()
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Write goldens, if all of the run was clean."""
+        is_written = self._goldens.finish(self._records, self._policy, session.exitstatus)
+        is_whole = is_written and self._file.problem is None
+        if not is_whole and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Print a line for each workload, and what became of goldens."""
+        lines = list(self._goldens.lines)
+        if self._records and (text := self._session.retry_budget.infrastructure()):
+            lines.insert(0, f"megatron: {text}")
+        if self._file.problem is not None:
+            lines.append(f"run.json is not complete: {self._file.problem}")
+        print_summary(terminalreporter, self._records, lines, self._session.shorten)
+
+
+def register_roles(config: pytest.Config, options: Options) -> None:
+    """Register what a session with workloads needs.
+
+    Raises:
+        pytest.UsageError: The project's settings or the policy are wrong.
+    """
+    session = session_of(config, options)
+    _ = session.table  # a file of the user's that cannot be read is refused before anything runs
+    try:
+        vocabulary = project_words(session.root)
+        policy = policy_named(options.golden_policy, root=session.root)
+        recover(session.root)  # what a killed refresh left half done
+    except MegatronError as error:
+        raise pytest.UsageError(str(error)) from None
+    goldens = GoldenWriter(session.root, options, session.arguments)
+    manager = config.pluginmanager
+    manager.register(WorkloadPlugin(config, session, policy, vocabulary, goldens), WORKLOADS_PLUGIN)
+    manager.register(SelectionPlugin(session, vocabulary), f"{WORKLOADS_PLUGIN}-selection")
+    if not session.is_worker:
+        results = ResultsPlugin(session, goldens, policy, run_file_of(config, session))
+        manager.register(results, f"{WORKLOADS_PLUGIN}-results")
+        register_history(config, session)
+        register_pages(config, session)
+    register_queue(config, session)
+    if options.is_plan:
+        config.option.dist = "no"  # pytest-xdist's workers have no terminal to print to
+    # One malformed recipe is an error of this run and must not keep the others from running.
+    config.option.continue_on_collection_errors = True
+
+
+class WorkloadPlugin:
+    """Trains and judges, for the items of one session.
+
+    Attributes:
+        vocabulary: Words that recipes of this project may use.
+    """
+
+    def __init__(
+        self,
+        config: pytest.Config,
+        session: RunSession,
+        policy: ComparisonPolicy,
+        vocabulary: Vocabulary,
+        goldens: GoldenWriter,
+    ) -> None:
+        self._config = config
+        self._session = session
+        self._policy = policy
+        self.vocabulary = vocabulary
+        self._goldens = goldens
+        self._kept: dict[str, str | None] = {}  # node id to the digest of the golden
+
+    @property
+    def table(self) -> Table:
+        """The signatures that failures are looked up in."""
+        return self._session.table
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        """With `--plan`, print what would run instead of running it.
+
+        Raises:
+            pytest.UsageError: The run directory holds an earlier run, or a workload of the plan
+                would be refused.
+        """
+        if self._config.option.collectonly or self._session.is_worker:
+            return None
+        if not self._session.options.is_plan:
+            self._session.refuse_used_run_dir()
+            return None
+        if session.testsfailed:
+            return None
+        workloads = [item for item in session.items if isinstance(item, WorkloadItem)]
+        refused = [item.nodeid for item in workloads if not self._print_plan(item)]
+        if refused:
+            raise pytest.UsageError(f"{', '.join(refused)}: would be refused, see above")
+        return True
+
+    def pytest_sessionfinish(self) -> None:
+        """Leave nothing of the engine behind."""
+        self._session.close()
+
+    def prepare(self, item: WorkloadItem) -> WorkloadJob:
+        """Put a workload's job together and make its directory.
+
+        Raises:
+            MegatronError: It cannot be planned, or what it needs is missing.
+        """
+        job = make_job(self._session, item.workload, item.nodeid)
+        lacking = self._session.engine.lacks(needs_of(job.workload, plan_job(job)))
+        if lacking is not None:
+            raise LaunchError(job.node_id, f"{lacking}; nothing was run")
+        require_golden(self._session, job, self._policy)
+        if not self._session.options.is_attached:
+            is_here = not self._session.engine.is_queue
+            target = new_golden_path_of(job)
+            self._goldens.refuse_early(job, target, self._session.facts, is_here=is_here)
+        self._make_run_dir(job)
+        self._kept[job.node_id] = keep_golden(self._session, job)
+        return job
+
+    def train(self, item: WorkloadItem) -> Training:
+        """Train a workload.
+
+        Raises:
+            MegatronError: It cannot be planned or started, or what it needs is missing.
+        """
+        job = self.prepare(item)
+        live = self._listener(item)
+        with contextlib.closing(live):
+            refuse_or_warn(self._session, job, live)
+            retries = ItemRetries(self._session, item.nodeid, live)
+            training = train(job, self._session.facts, live, retries, self._session.engine)
+            retries.note_end(training)
+            return training
+
+    def judge(self, item: WorkloadItem, training: Training) -> None:
+        """Compare a training with its golden and record what disagrees.
+
+        Raises:
+            MegatronError: The golden cannot be read, or must not be written.
+        """
+        job = training.job
+        if job.case is None or job.metric_names is None:
+            self._record(item, item_record(training, None))
+            return
+        kept = self._kept.pop(job.node_id, None)
+        golden = read_kept_golden(self._session, job, kept)
+        facts = training.facts(self._session.facts)
+        judgement = judge(training, golden, self._policy, facts)
+        write_json_atomically(job.dirs.comparison, judgement.as_json())
+        problem = self._session.shorten(mismatch(training, judgement)) if judgement.failed else None
+        record = self._evaluated(training, judgement, problem)
+        is_wanted = problem is None and self._goldens.wants(has_golden=kept is not None)
+        agrees = record["is_expected"] or (problem is None and not is_wanted)
+        if agrees or not job.is_compared:
+            self._record(item, record)
+            return
+        golden_record = self._goldens.keep(training, new_golden_path_of(job), facts)
+        record = {**record, "golden": golden_record}
+        if is_wanted:
+            record = self._offered(training, judgement, record)
+        self._record(item, record)
+
+    def _offered(
+        self, training: Training, judgement: Judgement, record: dict[str, JsonValue]
+    ) -> dict[str, JsonValue]:
+        """Return the record of a workload whose candidate is to become a golden, if it may."""
+        job = training.job
+        typed = {**record, "platform": job.workload.platform}
+        problem = self._goldens.refusal(job.node_id, typed, job.dirs.root, self._policy)
+        golden = record["golden"]
+        assert isinstance(golden, dict)
+        if problem is None:
+            return {**record, "golden": {**golden, "is_offered": True}}
+        refused = self._evaluated(training, judgement, self._session.shorten(problem))
+        return {**refused, "golden": golden, "summary": f"{record['summary']}, no golden"}
+
+    def record_training(self, item: WorkloadItem, training: Training) -> str:
+        """Record a training that failed or broke; return why."""
+        problem = self._session.shorten(training_failure(training))
+        if training.verdict is Verdict.BROKEN:
+            record = item_record(training, None, problem=problem)
+        else:
+            record = self._evaluated(training, None, problem)
+        if training.job.is_compared and not record["is_expected"]:
+            target = new_golden_path_of(training.job)
+            record["golden"] = {"target": str(target.relative_to(training.job.setting.root))}
+        self._record(item, record)
+        return problem
+
+    def with_way_back(self, problem: str, node_id: str) -> str:
+        """Return why a workload did not pass, and last how to have it again.
+
+        The first line is what pytest's summary has room for, behind the node id: it goes without.
+        """
+        redacted = self._session.redactor.text(problem).removeprefix(f"{node_id}: ")
+        return f"{redacted}\n{reproduce_line(self._session.where, node_id)}"
+
+    def record_broken(
+        self,
+        item: WorkloadItem,
+        error: MegatronError | OSError,
+        verdict: Verdict = Verdict.BROKEN,
+    ) -> str:
+        """Record a workload that could not be run or judged at all; return why."""
+        text = str(error) if isinstance(error, MegatronError) else self._session.cannot_write(error)
+        problem = self._session.shorten(text)
+        self._record(
+            item,
+            {
+                "verdict": verdict.value,
+                "problem": problem,
+                "summary": "not trained" if verdict is Verdict.BROKEN else "not judged",
+                "attempts": [],
+            },
+        )
+        return problem
+
+    def _evaluated(
+        self, training: Training, judgement: Judgement | None, problem: str | None
+    ) -> dict[str, JsonValue]:
+        """Return the record of a judged workload, after what its case expects."""
+        job = training.job
+        found = evaluate(job.case, job.node_id, problem)
+        if found.is_expected:
+            verdict = Verdict.PASSED
+        else:
+            verdict = training.verdict if found.problem is None else Verdict.FAILED
+        shown = None if found.problem is None else self._session.shorten(found.problem)
+        return item_record(
+            training, judgement, verdict=verdict, problem=shown, is_expected=found.is_expected
+        )
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> None:
+        """Have no `faulthandler_timeout` for a training: its own limit counts."""
+        if isinstance(item, WorkloadItem):
+            show_no_stacks()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Put a workload's record on its last report, on which it also crosses from a worker.
+
+        The name of pytest's own exception says nothing in a summary that has room for a few words.
+        """
+        report = yield
+        crash = getattr(report.longrepr, "reprcrash", None)
+        if isinstance(item, WorkloadItem) and crash is not None:
+            crash.message = crash.message.removeprefix("Failed: ")
+        if isinstance(item, WorkloadItem) and report.when == "teardown" and item.record:
+            report.__dict__["megatron_workload"] = item.record  # pytest carries it along
+        return report
+
+    def _make_run_dir(self, job: WorkloadJob) -> None:
+        """Make the directories of the run and of a workload.
+
+        Raises:
+            LaunchError: They cannot be made, or hold an earlier run.
+        """
+        try:
+            self._session.run_dir.mkdir(parents=True, exist_ok=True)
+            if self._session.options.run_dir is None:
+                make_own_dir(self._session.root)
+            job.dirs.root.mkdir(exist_ok=self._session.options.is_attached)
+        except FileExistsError as error:
+            raise LaunchError(
+                str(error.filename), "holds an earlier run; give another --run-dir"
+            ) from error
+        except OSError as error:
+            raise LaunchError(
+                str(error.filename or job.dirs.root),
+                f"{error.strerror}; give another --run-dir; nothing was run",
+            ) from error
+
+    def _print_plan(self, item: WorkloadItem) -> bool:
+        """Print the plan of a workload; return whether it would be started."""
+        if (skip := item.get_closest_marker("skip")) is not None:
+            self._config.get_terminal_writer().line(
+                f"{item.nodeid}\n  skipped: {skip.kwargs['reason']}\n"
+            )
+            return True
+        try:
+            job = make_job(self._session, item.workload, item.nodeid)
+            is_compared = job.is_compared and self._session.options.golden != "off"
+            golden = golden_path_of(job) if is_compared else None
+            plan = plan_job(job)
+            found = checked(self._session, job)
+            lines = [self._session.shorten(finding.line) for finding in found]
+            print_plan(self._config, job, plan, golden, lines)
+            require_inputs(plan)
+        except MegatronError as error:
+            raise pytest.UsageError(str(error)) from None
+        return not any(finding.is_error for finding in found)
+
+    def _listener(self, item: WorkloadItem) -> LiveTerminal | Quiet:
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        if self._session.is_worker or reporter is None:
+            return Quiet()
+        return LiveTerminal(self._config, reporter, item.nodeid)
+
+    def _record(self, item: WorkloadItem, record: dict[str, JsonValue]) -> None:
+        item.record = {**record, "platform": item.workload.platform}
+        item.user_properties.append(("megatron.verdict", record["verdict"]))
+        attempts = record["attempts"]
+        assert isinstance(attempts, list)
+        item.user_properties.append(("megatron.attempts", len(attempts)))
+        failed = [str(a["signature"] or "unknown") for a in map(_mapping, attempts) if a["cause"]]
+        if failed:
+            item.user_properties.append(("megatron.causes", ", ".join(failed)))
+        if "directory" in record:
+            item.user_properties.append(("megatron.directory", record["directory"]))
+
+
+def _mapping(value: JsonValue) -> dict[str, JsonValue]:
+    assert isinstance(value, dict)
+    return value

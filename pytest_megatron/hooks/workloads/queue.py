@@ -1,0 +1,349 @@
+"""The role that runs workloads where there is a queue: all are submitted before any is waited for.
+
+Lives in the controller alone, and only with an engine that has a queue. Items are reported by
+pytest's own protocol, in the order in which they end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections import deque
+from collections.abc import Generator, Iterable, Sequence
+from pathlib import Path
+
+import pytest
+from _pytest.skipping import evaluate_skip_marks
+
+from pytest_megatron.base.text import counted
+from pytest_megatron.hooks.option_values import has_workers
+from pytest_megatron.hooks.options import LOCAL
+from pytest_megatron.hooks.run_file import run_file_of
+from pytest_megatron.hooks.session import RunSession
+from pytest_megatron.hooks.workloads.item import WorkloadItem, plugin_of
+from pytest_megatron.hooks.workloads.job import ItemRetries, refuse_or_warn
+from pytest_megatron.hooks.workloads.terminal import progress_text
+from pytest_megatron.runs.history import FILE_NAME, typical_durations
+from pytest_megatron.runs.layout import OWN_DIR
+from pytest_megatron.verdict.driver import Repeat, begin, conclude
+from pytest_megatron.verdict.job import Training, WorkloadJob
+from pytest_megatron.verdict.scheduler import (
+    QueuedWorkload,
+    QueueProgress,
+    WorkEnd,
+    WorkloadScheduler,
+)
+from pytest_megatron.verdict.text import is_due, queue_text
+from pytest_megatron.workload.run.log_watch import Progress, parse_progress
+
+_ERASE_BELOW = "\r\x1b[2K\x1b[1A"  # the line that we are in, and up to the one above
+
+
+class QueueTerminal:
+    """Shows the state of the queue below what pytest prints."""
+
+    def __init__(self, config: pytest.Config, engine: str) -> None:
+        """Begin to count the time that is left from now on."""
+        self._config = config
+        self._engine = engine
+        self._started = time.monotonic()
+        self._is_shown = False
+        self._text = ""
+        self._counts: tuple[int, ...] = ()
+        self._detail = ""
+        self._printed_at = float("-inf")
+        self._progress: tuple[str, str] = ("", "")
+
+    @property
+    def _reporter(self) -> pytest.TerminalReporter | None:
+        reporter: pytest.TerminalReporter | None = self._config.pluginmanager.get_plugin(
+            "terminalreporter"
+        )
+        return reporter
+
+    def listener(self, name: str) -> QueueListener:
+        """Return what prints the lines of one workload under its name."""
+        return QueueListener(self, name, has_iterations=self._config.get_verbosity() > 0)
+
+    def show(self, standing: QueueProgress) -> None:
+        """Show the state of the queue, if it is new."""
+        reporter = self._reporter
+        if reporter is None:
+            return
+        now = time.monotonic()
+        text = queue_text(self._engine, standing, now - self._started, self._progress[1])
+        if reporter.isatty:
+            if not (self._is_shown and text == self._text):
+                self.close()
+                self._show_below(reporter, text)
+            return
+        counts = (standing.num_ended, standing.num_running, standing.num_waiting)
+        detail = f"{standing.detail}; {self._progress[1]}"
+        if is_due(
+            now - self._printed_at,
+            has_new_counts=counts != self._counts,
+            has_new_detail=detail != self._detail,
+        ):
+            self._counts, self._detail, self._printed_at = counts, detail, now
+            self.write([text])
+
+    def note_progress(self, name: str, phase: int, progress: Progress) -> None:
+        """Have the line say how far a workload is, until another one comes further."""
+        self._progress = (name, progress_text(name, phase, progress))
+
+    def note_end(self, name: str) -> None:
+        """Have the line say no more how far a workload is."""
+        if self._progress[0] == name:
+            self._progress = ("", "")
+
+    def write(self, lines: Sequence[str]) -> None:
+        """Print whole lines."""
+        reporter = self._reporter
+        if reporter is None:
+            return
+        self.close()
+        writer = reporter._tw  # noqa: SLF001 - pytest's own plugins reach it this way
+        with self._uncaptured():
+            reporter.ensure_newline()
+            if writer.width_of_current_line:
+                writer.line()
+            for line in lines:
+                writer.line(line)
+
+    def close(self) -> None:
+        """Take the line away; what pytest prints next goes on where it was."""
+        reporter = self._reporter
+        if not self._is_shown or reporter is None:
+            return
+        self._is_shown = False
+        column = reporter._tw.width_of_current_line  # noqa: SLF001 - see above
+        self._print(reporter, _ERASE_BELOW + (f"\x1b[{column}C" if column else ""))
+
+    def _show_below(self, reporter: pytest.TerminalReporter, text: str) -> None:
+        shown = text[: reporter._tw.fullwidth - 1]  # noqa: SLF001 - a wrapped line stays behind
+        self._print(reporter, f"\n{shown}")
+        self._is_shown, self._text = True, text
+
+    def _print(self, reporter: pytest.TerminalReporter, text: str) -> None:
+        """Print past pytest's writer, which counts the columns of its own line."""
+        with self._uncaptured():
+            file = reporter._tw._file  # noqa: SLF001 - see above
+            file.write(text)
+            file.flush()
+
+    def _uncaptured(self) -> contextlib.AbstractContextManager[None]:
+        capture = self._config.pluginmanager.get_plugin("capturemanager")
+        if capture is None:
+            return contextlib.nullcontext()
+        found: contextlib.AbstractContextManager[None] = capture.global_and_fixture_disabled()
+        return found
+
+
+class QueueListener:
+    """Prints what is said of one workload under its name, and has the line say how far it is.
+
+    The iteration lines of a training become part of that line; `-v` copies them as well.
+    """
+
+    def __init__(self, terminal: QueueTerminal, name: str, *, has_iterations: bool) -> None:
+        self._terminal = terminal
+        self._name = name
+        self._has_iterations = has_iterations
+
+    def on_lines(self, lines: list[str]) -> None:
+        """Print lines."""
+        shown = [x for x in lines if self._has_iterations or parse_progress(x) is None]
+        if shown:
+            self._terminal.write([f"{self._name}: {line}" for line in shown])
+
+    def on_progress(self, phase: int, progress: Progress) -> None:
+        """Show it with the state of the queue."""
+        self._terminal.note_progress(self._name, phase, progress)
+
+
+NAME = "megatron-queue"
+
+
+class QueuePlugin:
+    """The loop over workloads of an engine that has a queue."""
+
+    def __init__(self, config: pytest.Config, session: RunSession) -> None:
+        self._config = config
+        self._session = session
+        self._items: dict[str, WorkloadItem] = {}
+        self._begun: dict[str, tuple[WorkloadJob, ItemRetries]] = {}
+        self._took_s: dict[str, float] = {}
+        self._has_begun = False
+        self._terminal = QueueTerminal(config, session.options.executor)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
+        """Submit all workloads, have the other items run meanwhile, then report what ends.
+
+        Raises:
+            pytest.UsageError: The run directory holds an earlier run, or there is no such engine.
+        """
+        runs_nothing = self._config.option.collectonly or self._session.options.is_plan
+        if runs_nothing or not self._session.engine.is_queue:
+            return (yield)
+        self._session.refuse_used_run_dir()
+        items = session.items
+        mine = [item for item in items if isinstance(item, WorkloadItem) and not _is_skipped(item)]
+        self._items = {item.nodeid: item for item in mine}
+        if not mine:
+            return (yield)
+        self._has_begun = True
+        self._session.open_run_dir()
+        run_file_of(self._config, self._session).write()  # who takes over reads there what to do
+        verb = "taking up" if self._session.options.is_attached else "submitting"
+        # A cluster that does not answer takes minutes to say so.
+        self._terminal.write(
+            [f"{self._session.options.executor}: {verb} {counted(len(mine), 'workload')}"]
+        )
+        scheduler = WorkloadScheduler(
+            self._session.engine, queue_timeout_s=self._session.options.queue_timeout_s
+        )
+        scheduler.add(self._works(mine))
+        try:
+            ended = scheduler.step()
+            session.items = [item for item in items if item.nodeid not in self._items]
+            try:
+                yield
+            finally:
+                session.items = items
+            self._loop(session, scheduler, ended)
+        except BaseException:
+            self._terminal.close()
+            scheduler.cancel()
+            raise
+        finally:
+            self._terminal.close()
+        return True
+
+    def pytest_unconfigure(self) -> None:
+        """Let others follow the jobs of this run, once `run.json` says that it has ended."""
+        if self._has_begun:
+            self._session.engine.close()
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Give the setup of a workload the time that its training took, wherever that was."""
+        report = yield
+        if call.when == "setup" and item.nodeid in self._took_s:
+            report.duration += self._took_s.pop(item.nodeid)
+        return report
+
+    def _loop(
+        self, session: pytest.Session, scheduler: WorkloadScheduler, ended: list[WorkEnd]
+    ) -> None:
+        """Report workloads until all have ended."""
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None:
+            reporter.showfspath = False  # the file changes with every item, as in pytest-xdist
+            self._terminal.write([])  # letters begin in a line of their own
+        ready = deque(ended)
+        while ready or not scheduler.is_done:
+            if not ready:
+                self._terminal.show(scheduler.standing)
+                time.sleep(scheduler.pause_s())
+                ready += scheduler.step()
+            if not ready:
+                continue
+            end = ready.popleft()
+            following = self._items[ready[0].name] if ready else None
+            self._terminal.close()
+            self._report(session, end, following)
+
+    def _report(self, session: pytest.Session, end: WorkEnd, nextitem: WorkloadItem | None) -> None:
+        """Run pytest's protocol for a workload that ended.
+
+        Raises:
+            pytest.Session.Failed: `--maxfail` is reached, or a plugin wants to stop.
+            pytest.Session.Interrupted: A plugin wants to stop.
+        """
+        item = self._items[end.name]
+        self._terminal.note_end(item.name)
+        begun = self._begun.pop(end.name, None)
+        item.finish = functools.partial(self._finish, end, begun)
+        # Without a next item, pytest tears everything down: no fixture of it is a workload's.
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=nextitem)
+        item.finish = None
+        if session.shouldfail:
+            raise session.Failed(session.shouldfail)
+        if session.shouldstop:
+            raise session.Interrupted(session.shouldstop)
+
+    def _finish(self, end: WorkEnd, begun: tuple[WorkloadJob, ItemRetries] | None) -> Training:
+        """Return what came of a workload, within its setup.
+
+        Raises:
+            Exception: It could not be run or judged.
+        """
+        if end.error is not None:
+            raise end.error
+        assert begun is not None
+        job, retries = begun
+        training = conclude(job, end.ends)
+        retries.note_end(training)
+        self._took_s[end.name] = training.duration_s
+        return training
+
+    def _works(self, items: Sequence[WorkloadItem]) -> Iterable[QueuedWorkload]:
+        """Return what there is to do, with how long it took before."""
+        took = typical_durations(self._history())
+        for item in items:
+            workload = item.workload
+            yield QueuedWorkload(
+                name=item.nodeid,
+                begin=functools.partial(self._begin, item),
+                expected_s=took.get(item.nodeid),
+                num_gpus=workload.nodes * workload.gpus,
+            )
+
+    def _begin(self, item: WorkloadItem) -> Sequence[Repeat]:
+        """Plan a workload; what it says goes to the terminal under its name."""
+        job = plugin_of(self._config).prepare(item)
+        live = self._terminal.listener(item.name)
+        refuse_or_warn(self._session, job, live)
+        retries = ItemRetries(self._session, item.nodeid, live)
+        self._begun[item.nodeid] = (job, retries)
+        return begin(job, self._session.facts, live, retries)
+
+    def _history(self) -> Path:
+        chosen = self._session.options.history
+        named = chosen if chosen and chosen != "off" else f"{OWN_DIR}/{FILE_NAME}"
+        return self._session.root / named
+
+
+def register_queue(config: pytest.Config, session: RunSession) -> None:
+    """Register the role, where an engine may have a queue.
+
+    Raises:
+        pytest.UsageError: pytest-xdist is to share out what the engine shares out itself, or there
+            is nothing that could be taken over.
+    """
+    executor, is_attached = session.options.executor, session.options.is_attached
+    is_shared_out = has_workers(config)
+    if session.is_worker or (executor == LOCAL and not is_attached):
+        return
+    # Elsewhere it is opened when it has something to do.
+    has_queue = (is_attached or is_shared_out) and session.engine.is_queue
+    if is_attached and not has_queue:
+        raise pytest.UsageError(
+            f"--attach: the executor {executor} has no queue that jobs could be left in; "
+            f"start a new run"
+        )
+    if is_shared_out and has_queue:
+        raise pytest.UsageError(
+            f"--executor {executor}: has a queue, which takes all workloads at once; drop -n, "
+            f"which starts workers that would wait for one each"
+        )
+    config.pluginmanager.register(QueuePlugin(config, session), NAME)
+
+
+def _is_skipped(item: WorkloadItem) -> bool:
+    """Whether marks skip an item; pytest then never comes to its setup."""
+    return evaluate_skip_marks(item) is not None

@@ -1,0 +1,158 @@
+"""Recipes as pytest sees them: a YAML file is a collector, a row of it an item."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from typing_extensions import override
+
+from pytest_megatron.errors import MegatronError
+
+if TYPE_CHECKING:
+    from pytest_megatron.hooks.workloads.item import WorkloadItem
+    from pytest_megatron.recipe.model import Workload
+
+RECIPES_DIR = "recipes"
+_SUFFIXES = (".yaml", ".yml")
+_HAS_TYPE = re.compile(rb"^type\s*:", re.MULTILINE)
+_PLAIN_MARK = re.compile(r"[A-Za-z_]\w*").fullmatch
+
+
+class RecipeFile(pytest.File):
+    """One recipe; its items are the rows that the strict profile gives."""
+
+    @override
+    def collect(self) -> Iterable[WorkloadItem]:
+        """Expand the file.
+
+        Raises:
+            CollectError: The file is no sound recipe; the others are still collected.
+        """
+        from pytest_megatron.hooks.workloads.item import WorkloadItem, plugin_of  # noqa: PLC0415 - heavy
+        from pytest_megatron.recipe.load import load_recipe  # noqa: PLC0415
+
+        try:
+            workloads = load_recipe(
+                self._shown_path(), vocabulary=plugin_of(self.config).vocabulary
+            )
+            for workload in workloads:
+                _check_signatures(workload, self.config)
+        except MegatronError as error:
+            raise self.CollectError(str(error)) from None
+        marks = _Marks(self.config)
+        for workload in workloads:
+            name = workload.item_name
+            # As text, pytest takes the brackets for parameters, as --lf does when it reads them.
+            item = WorkloadItem.from_parent(
+                self, name=name, nodeid=f"{self.nodeid}::{name}", workload=workload
+            )
+            item.own_markers.extend(marks.of(workload))
+            yield item
+
+    def _shown_path(self) -> Path:
+        """Return the path as errors should name it."""
+        try:
+            return self.path.relative_to(Path.cwd())
+        except ValueError:
+            return self.path
+
+
+def collect_recipe(file_path: Path, parent: pytest.Collector) -> RecipeFile | None:
+    """Return a collector if the file is a recipe, None for any other file.
+
+    Every YAML file in a folder of recipes is one, so that a misspelt `type:` is an error and not
+    silence. Elsewhere it is one if it is named on the command line and says `type:` at its top;
+    without that it is another plugin's.
+    """
+    if file_path.suffix not in _SUFFIXES:
+        return None
+    # The project itself may lie below a folder of that name.
+    is_in_folder = RECIPES_DIR in _parts_below(file_path, parent.config.rootpath.parent)
+    is_named = parent.session.isinitpath(file_path) and _looks_like_one(file_path)
+    if not (is_in_folder or is_named):
+        return None
+    recipe: RecipeFile = RecipeFile.from_parent(parent, path=file_path)
+    return recipe
+
+
+def are_recipes_asked_for(config: pytest.Config) -> bool:
+    """Whether an argument names a recipe or a folder of recipes.
+
+    A plain `pytest` must not start trainings because a folder happens to hold recipes.
+    """
+    is_typed = config.args_source is not config.ArgsSource.INVOCATION_DIR
+    for argument in config.args:
+        path = Path(config.invocation_params.dir, argument.partition("::")[0])
+        parts = _parts_below(path, config.rootpath)
+        is_folder = is_typed and path.name == RECIPES_DIR  # it may be the root itself
+        if path.suffix in _SUFFIXES or is_folder or RECIPES_DIR in parts:
+            return True
+    return False
+
+
+def _check_signatures(workload: Workload, config: pytest.Config) -> None:
+    """Make sure that the signatures exist that a row names.
+
+    Raises:
+        RecipeError: One does not, or cannot be what the row says.
+    """
+    if workload.transient or workload.never_transient:
+        from pytest_megatron.hooks.workloads.item import plugin_of  # noqa: PLC0415 - not for all
+        from pytest_megatron.verdict.retry import policy_of  # noqa: PLC0415
+
+        policy_of(workload, max_attempts=None, backoff_s=0.0, table=plugin_of(config).table)
+
+
+def _parts_below(path: Path, root: Path) -> tuple[str, ...]:
+    """Return the parts of a path under `root`; all of them where it is elsewhere."""
+    return path.relative_to(root).parts if path.is_relative_to(root) else path.parts
+
+
+def _looks_like_one(path: Path) -> bool:
+    try:
+        return _HAS_TYPE.search(path.read_bytes()) is not None
+    except OSError:
+        return False
+
+
+class _Marks:
+    """Makes the marks of rows: `platform(name="cpu")`, and `cpu` for `-m cpu`."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._made: dict[tuple[str, str], tuple[pytest.Mark, ...]] = {}
+
+    def of(self, workload: Workload) -> list[pytest.Mark]:
+        """Return the marks of one row."""
+        kinds = {
+            "model": workload.model,
+            "scope": workload.scope,
+            "environment": workload.environment,
+            "platform": workload.platform,
+            "tag": workload.tag,
+        }
+        marks = [m for kind, name in kinds.items() if name for m in self._named(kind, name)]
+        if workload.disabled_reason is not None:
+            marks.append(pytest.mark.skip(reason=workload.disabled_reason).mark)
+        if (held := workload.quarantine) is not None:
+            marks.append(pytest.mark.quarantine(reason=held.reason, until=held.until).mark)
+        return marks
+
+    def _named(self, kind: str, name: str) -> tuple[pytest.Mark, ...]:
+        if (kind, name) not in self._made:
+            self._declare(f"{kind}(name): workloads by their {kind}")
+            made = [getattr(pytest.mark, kind)(name=name).mark]
+            if _PLAIN_MARK(name):
+                self._declare(f"{name}: workloads of this {kind}")
+                made.append(getattr(pytest.mark, name).mark)
+            self._made[kind, name] = tuple(made)
+        return self._made[kind, name]
+
+    def _declare(self, line: str) -> None:
+        """Tell pytest of a mark, so that `--strict-markers` lets it pass."""
+        if line not in self._config.getini("markers"):
+            self._config.addinivalue_line("markers", line)

@@ -1,0 +1,139 @@
+"""What is printed while workloads run and when they have run; the words come from `report`."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.verdict.job import WorkloadJob
+from pytest_megatron.verdict.text import plan_text
+from pytest_megatron.workload.plan.plan import AttemptPlan
+from pytest_megatron.workload.run.log_watch import Progress, parse_progress
+
+_LINE_EVERY_S = 10.0  # where the terminal cannot rewrite a line
+
+
+class Quiet:
+    """Sees nothing: for workers, whose terminal nobody reads."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    def on_lines(self, lines: list[str]) -> None:
+        """Drop the lines."""
+
+    def on_progress(self, phase: int, progress: Progress) -> None:
+        """Drop it."""
+
+
+class LiveTerminal:
+    """Copies the lines of tee'd ranks to the terminal and shows how far the training is.
+
+    The iteration lines of the training become the progress line; `-v` copies them as well.
+    """
+
+    def __init__(
+        self, config: pytest.Config, reporter: pytest.TerminalReporter, node_id: str
+    ) -> None:
+        capture = config.pluginmanager.get_plugin("capturemanager")
+        self._uncaptured = (
+            capture.global_and_fixture_disabled if capture else contextlib.nullcontext
+        )
+        self._writer = reporter._tw  # noqa: SLF001 - pytest's own plugins reach it this way
+        self._is_tty = reporter.isatty
+        self._copies_iterations = config.get_verbosity() > 0
+        self._name = node_id.rpartition("::")[2]
+        self._width = 0
+        self._has_line = False
+        self._next_line_at = time.monotonic() + _LINE_EVERY_S
+        if self._is_tty:
+            self._write([], f"{self._name}: starting")
+
+    def close(self) -> None:
+        """Take the progress line away."""
+        self._write([], "")
+
+    def on_lines(self, lines: list[str]) -> None:
+        """Copy lines, without those that the progress line stands for."""
+        shown = [x for x in lines if self._copies_iterations or parse_progress(x) is None]
+        if shown:
+            self._write(shown, None)
+
+    def on_progress(self, phase: int, progress: Progress) -> None:
+        """Show the progress, on a terminal always, elsewhere now and then."""
+        text = progress_text(self._name, phase, progress)
+        if self._is_tty:
+            self._write([], text)
+        elif time.monotonic() >= self._next_line_at:
+            self._next_line_at = time.monotonic() + _LINE_EVERY_S
+            self._write([text], None)
+
+    def _write(self, lines: Sequence[str], status: str | None) -> None:
+        """Write whole lines, and on a terminal a line that the next write replaces."""
+        if not lines and not self._is_tty:
+            return
+        with self._uncaptured():
+            if self._width:
+                self._writer.write("\r" + " " * self._width + "\r")
+            elif not self._has_line and (lines or status):
+                self._writer.line()
+                self._has_line = True
+            for line in lines:
+                self._writer.line(line)
+            status = (status or "")[: self._writer.fullwidth - 1]  # a wrapped line cannot be undone
+            self._width = len(status)
+            self._writer.write(status, flush=True)
+
+
+def print_plan(
+    config: pytest.Config,
+    job: WorkloadJob,
+    plan: AttemptPlan,
+    golden: Path | None,
+    found: Sequence[str],
+) -> None:
+    """Print what would run, and what the checks found about it."""
+    writer = config.get_terminal_writer()
+    writer.line(plan_text(job, plan, golden))
+    for line in found:
+        writer.line(f"  {line}")
+    writer.line()
+
+
+def print_summary(
+    reporter: pytest.TerminalReporter,
+    records: Mapping[str, JsonValue],
+    goldens: Sequence[str],
+    shorten: Callable[[str], str],
+) -> None:
+    """Print a line for each workload that ran, then what became of goldens."""
+    if records:
+        reporter.section("workloads", sep="-")
+    for node_id, record in records.items():
+        assert isinstance(record, dict)
+        verdict = str(record["verdict"])
+        quarantine = record.get("quarantine")
+        is_held = isinstance(quarantine, dict) and bool(quarantine["holds"])
+        colour = {"passed": "green", "flaky": "yellow"}.get(verdict, "yellow" if is_held else "red")
+        reporter.write(f"{verdict:<7}", **{colour: True})
+        reporter.write(shorten(f" {node_id}  {record.get('summary', '')}\n"))
+    for line in goldens:
+        reporter.write_line(shorten(line))
+
+
+def progress_text(name: str, phase: int, progress: Progress) -> str:
+    """Return how far a training is, in words."""
+    parts = [f"{name}: iteration {progress.iteration}/{progress.last}"]
+    if phase > 1:
+        parts[0] = f"{name}, phase {phase}: iteration {progress.iteration}/{progress.last}"
+    if progress.loss is not None:
+        parts.append(f"lm loss {progress.loss}")
+    left = progress.time_left_s
+    if left is not None:
+        parts.append(f"about {left:.0f} s left")
+    return ", ".join(parts)

@@ -1,0 +1,1 @@
+"""Guarded processes and process trees."""

@@ -1,0 +1,548 @@
+"""A test case: what its `model_config.yaml` asks for. The file is read and never written.
+
+Source: Megatron-LM tests/functional_tests/test_cases/*/*/model_config.yaml, d98e8a64dd.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import TypeVar
+
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.yaml import YamlDocument, read_yaml
+from pytest_megatron.errors import CaseError
+from pytest_megatron.recipe.arguments import Argument
+from pytest_megatron.recipe.findings import RecipeFinding, RecipeSeverity
+from pytest_megatron.recipe.vocabulary import nearest
+
+# Source: Megatron-LM tests/functional_tests/shell_test_utils/run_ci_test.sh, d98e8a64dd
+KNOWN_WORDS = {
+    "TEST_TYPE": (
+        *("checkpoint-consistency", "ckpt-resume", "frozen-resume"),
+        *("frozen-start", "regular", "release"),
+    ),
+    "MODE": ("inference", "pretraining", "rl"),
+    "TEST_EVALUATION": ("pass", "xpass"),
+    "LAUNCHER": ("ft_launcher", "torchrun"),
+}
+KNOWN_KEYS = (
+    *("AFTER_SCRIPT", "BASE_MODEL_ARGS", "BEFORE_SCRIPT", "ENV_VARS", "LAUNCHER", "METRICS"),
+    *("EXPECTED_FAILURE", "GRADIENT_TOLERANCE"),  # ours
+    *("MODE", "MODEL_ARGS", "MODEL_ENV_VARS", "TEST_EVALUATION", "TEST_TYPE"),
+    "THROUGHPUT_TEST_PARAMS",
+)
+# Names in ENV_VARS that the harness itself reads; the second is misspelt there, for good.
+HARNESS_VARIABLES = (
+    *("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "NON_DETERMINSTIC_RESULTS", "SKIP_PYTEST", "N_REPEAT"),
+    *("ENABLE_LIGHTWEIGHT_MODE", "THROUGHPUT_START_STEP"),
+)
+MODEL_ARGS = re.compile(r"MODEL_ARGS(_[1-9]\d*)?").fullmatch
+_NUMBERED = re.compile(r"MODEL_ARGS_([1-9]\d*)").fullmatch
+# Which MODEL_ARGS_<n> a TEST_TYPE reads; those that train once read none.
+_ONE_START = ("frozen-start", "regular")
+_MANY_STARTS = tuple(w for w in KNOWN_WORDS["TEST_TYPE"] if w not in _ONE_START)
+_PHASES = {"ckpt-resume": 2, "frozen-resume": 2}
+_SIMILAR = 0.85
+_MAPPINGS = ("ENV_VARS", "MODEL_ENV_VARS", "THROUGHPUT_TEST_PARAMS")
+_TEXTS = ("AFTER_SCRIPT", "BEFORE_SCRIPT", "EXPECTED_FAILURE")
+_MOST_SHOWN = 100
+
+
+def check_case(document: YamlDocument) -> Iterator[RecipeFinding]:
+    """Yield what is wrong in a case."""
+    for twin in document.duplicates:
+        message = f"key {twin.key!r} is also on line {twin.first_line}, this one counts; remove one"
+        yield RecipeFinding(
+            file=document.file,
+            line=twin.second_line,
+            rule="case-duplicate-key",
+            message=message,
+            severity=RecipeSeverity.WARNING,
+        )
+    yield from unknown_keys(document)
+    yield from wrong_types(document)
+    yield from _unknown_words(document)
+    yield from phase_problems(document)
+    yield from _unread_variables(document)
+    yield from _similar_variables(document)
+
+
+def compares_metrics(document: YamlDocument) -> bool:
+    """Whether a run of the case is compared with a golden file.
+
+    It is not where the case says SKIP_PYTEST, is always lightweight, is expected to fail, checks
+    gradients only, or is one of the pairs of MODE and TEST_TYPE that are refused.
+    """
+    env = document.value.get("ENV_VARS")
+    env = env if isinstance(env, dict) else {}
+    if str(env.get("SKIP_PYTEST")) == "1":
+        return False
+    if str(env.get("ENABLE_LIGHTWEIGHT_MODE")).lower() == "true":
+        return False
+    if document.value.get("TEST_EVALUATION") == "xpass":
+        return False
+    test_type = document.value.get("TEST_TYPE")
+    if document.value.get("MODE", "pretraining") == "pretraining":
+        return test_type != "checkpoint-consistency"
+    return test_type in ("frozen-start", "regular")
+
+
+def starts_frozen(document: YamlDocument) -> bool:
+    """Whether a run of the case starts from a checkpoint that was made before."""
+    return document.value.get("TEST_TYPE") in ("frozen-resume", "frozen-start")
+
+
+def compared_metrics(document: YamlDocument) -> tuple[str, ...]:
+    """Return the METRICS that a case names; none where it names none, or compares nothing."""
+    named = document.value.get("METRICS")
+    if not isinstance(named, list) or not compares_metrics(document):
+        return ()
+    return tuple(name for name in named if isinstance(name, str))
+
+
+def last_step(document: YamlDocument) -> int | None:
+    """Return the iteration at which a training of the case ends; None where it does not say so."""
+    arguments = document.value.get("MODEL_ARGS")
+    if not isinstance(arguments, dict) or not compares_metrics(document):
+        return None
+    counts = (arguments.get("--train-iters"), arguments.get("--exit-interval"))
+    return min((c for c in counts if isinstance(c, int) and c > 0), default=None)
+
+
+def _finding(
+    document: YamlDocument, path: tuple[str, ...], rule: str, message: str
+) -> RecipeFinding:
+    return RecipeFinding(
+        file=document.file, line=document.line_of(path), rule=rule, message=message
+    )
+
+
+def unknown_keys(document: YamlDocument) -> Iterator[RecipeFinding]:
+    """Yield the top-level keys that nothing reads."""
+    for key in document.value:
+        if key not in KNOWN_KEYS and not MODEL_ARGS(key):
+            message = f"unknown key {key!r}, nothing reads it" + nearest(key, KNOWN_KEYS)
+            yield _finding(document, (key,), "case-unknown-key", message)
+
+
+def wrong_types(document: YamlDocument) -> Iterator[RecipeFinding]:
+    """Yield the keys whose value is not of the kind that a training is made from."""
+    for key, value in document.value.items():
+        expected = _expected_type(key, value)
+        if expected is not None:
+            message = f"{key} is {_shown(value)}, expected {expected}"
+            yield _finding(document, (key,), "case-type", message)
+
+
+def _expected_type(key: str, value: JsonValue) -> str | None:
+    """Return what a value should have been; None where it is that, or there is none."""
+    if value is None:
+        return None
+    if key == "METRICS":
+        is_names = isinstance(value, list) and all(isinstance(name, str) for name in value)
+        return None if is_names else "a list of metric names" + _as_list(value)
+    if key in _MAPPINGS or MODEL_ARGS(key):
+        return None if isinstance(value, dict) else "a mapping"
+    if key in _TEXTS:
+        return None if isinstance(value, str) else "a text"
+    if key == "GRADIENT_TOLERANCE":
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        is_fraction = is_number and 0 <= float(str(value)) < 1
+        return None if is_fraction else "a number from 0 to below 1"
+    return None
+
+
+def _as_list(value: JsonValue) -> str:
+    """Return how to write the one name that stands where a list of them belongs."""
+    return f"; write [{value}]" if isinstance(value, str) and value.strip() else ""
+
+
+def _shown(value: JsonValue) -> str:
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+def phase_problems(document: YamlDocument) -> Iterator[RecipeFinding]:
+    """Yield what a case says that its TEST_TYPE, MODE or TEST_EVALUATION makes void."""
+    value = document.value
+    test_type, mode = value.get("TEST_TYPE"), value.get("MODE", "pretraining")
+    if test_type not in KNOWN_WORDS["TEST_TYPE"]:
+        return  # that is what has to be said first
+    if mode in ("inference", "rl") and test_type in _MANY_STARTS:
+        message = f"TEST_TYPE {test_type} does not go with MODE {mode}, expected one of "
+        message += ", ".join(_ONE_START)
+        yield _finding(document, ("TEST_TYPE",), "case-void", message)
+    for key in value:
+        found = _NUMBERED(key)
+        if found is None or test_type == "checkpoint-consistency":
+            continue
+        if not 1 < int(found[1]) <= _PHASES.get(str(test_type), 1):
+            message = f"TEST_TYPE {test_type} never runs with {key}; remove it, or change TEST_TYPE"
+            yield _finding(document, (key,), "case-void", message)
+    needs = {
+        "EXPECTED_FAILURE": (value.get("TEST_EVALUATION") == "xpass", "TEST_EVALUATION: xpass"),
+        "GRADIENT_TOLERANCE": (
+            test_type == "checkpoint-consistency",
+            "TEST_TYPE: checkpoint-consistency",
+        ),
+    }
+    for key, (is_read, what) in needs.items():
+        if key in value and not is_read:
+            message = f"{key} is read only with {what}; remove it, or add that"
+            yield _finding(document, (key,), "case-void", message)
+
+
+def _unread_variables(document: YamlDocument) -> Iterator[RecipeFinding]:
+    """Yield parts of MODEL_ENV_VARS that belong to no MODEL_ARGS; Megatron-LM has such."""
+    own = document.value.get("MODEL_ENV_VARS")
+    for key in own if isinstance(own, dict) else ():
+        if key not in document.value:
+            yield RecipeFinding(
+                file=document.file,
+                line=document.line_of(("MODEL_ENV_VARS", key)),
+                rule="case-void",
+                message=f"MODEL_ENV_VARS: the case has no {key!r}, nothing reads this",
+                severity=RecipeSeverity.WARNING,
+            )
+
+
+def _unknown_words(document: YamlDocument) -> Iterator[RecipeFinding]:
+    for key, choices in KNOWN_WORDS.items():
+        value: JsonValue = document.value.get(key, choices[0])
+        if value not in choices:
+            message = f"{key}: unknown value {value!r}, expected one of {', '.join(choices)}"
+            message += nearest(str(value), choices)
+            yield _finding(document, (key,), "case-unknown-word", message)
+    if "TEST_TYPE" not in document.value:
+        choices = KNOWN_WORDS["TEST_TYPE"]
+        message = f"TEST_TYPE: is missing, expected one of {', '.join(choices)}"
+        yield _finding(document, (), "case-unknown-word", message)
+
+
+def _similar_variables(document: YamlDocument) -> Iterator[RecipeFinding]:
+    env = document.value.get("ENV_VARS")
+    for name in env if isinstance(env, dict) else ():
+        close = difflib.get_close_matches(name, HARNESS_VARIABLES, 1, _SIMILAR)
+        if close and name not in HARNESS_VARIABLES:
+            message = f"ENV_VARS: {name!r} has no effect on the harness; did you mean {close[0]!r}?"
+            yield _finding(document, ("ENV_VARS", name), "case-unknown-variable", message)
+
+
+DEFAULT_TRAIN_ITERS = 100
+LIGHTWEIGHT_ITERS = 4
+LIGHTWEIGHT_SAVE_INTERVAL = 2
+LIGHTWEIGHT_NEMO_STEPS = 2
+
+
+class TestType(Enum):
+    """TEST_TYPE: which phases a case has and what they are compared with."""
+
+    __test__ = False  # the name is Megatron's; pytest must not collect it
+
+    REGULAR = "regular"
+    CKPT_RESUME = "ckpt-resume"
+    FROZEN_START = "frozen-start"
+    FROZEN_RESUME = "frozen-resume"
+    CHECKPOINT_CONSISTENCY = "checkpoint-consistency"
+    RELEASE = "release"
+
+
+class CaseMode(Enum):
+    """MODE: what kind of program runs, and so what it measures."""
+
+    PRETRAINING = "pretraining"
+    INFERENCE = "inference"
+    RL = "rl"
+
+
+class Evaluation(Enum):
+    """TEST_EVALUATION: whether the case is expected to pass."""
+
+    PASS = "pass"  # noqa: S105 - not a password
+    XPASS = "xpass"
+
+
+class Launcher(Enum):
+    """LAUNCHER: what starts the ranks."""
+
+    TORCHRUN = "torchrun"
+    FT_LAUNCHER = "ft_launcher"
+
+
+_Choice = TypeVar("_Choice", TestType, CaseMode, Evaluation, Launcher)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One `MODEL_ARGS*` key: what one start of the program is given.
+
+    Attributes:
+        key: `MODEL_ARGS`, `MODEL_ARGS_2` and so on.
+        number: The one in the key, 1 for the bare one.
+        env: `MODEL_ENV_VARS.<key>`: variables of this start alone.
+    """
+
+    key: str
+    number: int
+    arguments: tuple[Argument, ...]
+    env: Mapping[str, str]
+
+    @property
+    def num_ranks(self) -> int | None:
+        """`GPUS_PER_NODE`, the ranks per node of this start; None leaves that to the recipe."""
+        text = self.env.get("GPUS_PER_NODE")
+        return int(text) if text is not None else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadCase:
+    """One `model_config.yaml`.
+
+    Attributes:
+        path: The file.
+        variants: Every `MODEL_ARGS*` in the order of the file; the bare one is always there.
+        env: ENV_VARS, as strings.
+        metrics: METRICS; None where the file has no such key.
+        before_script: Shell to run before the training, or None; likewise `after_script`.
+        expected_failure: Regular expression that the cause of a case with `xpass` must match, or
+            None for any failure.
+        gradient_tolerance: GRADIENT_TOLERANCE, or None for what follows from the precision.
+        env_lines: Where the names of `env` stand in the file, from 1.
+    """
+
+    path: Path
+    test_type: TestType
+    mode: CaseMode
+    evaluation: Evaluation
+    starter: Launcher
+    variants: tuple[Variant, ...]
+    env: Mapping[str, str]
+    metrics: tuple[str, ...] | None
+    before_script: str | None
+    after_script: str | None
+    expected_failure: str | None
+    gradient_tolerance: float | None
+    env_lines: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def arguments(self) -> tuple[Argument, ...]:
+        """MODEL_ARGS in the order of the file."""
+        return self.variant(1).arguments
+
+    def variant(self, number: int) -> Variant:
+        """Return the `MODEL_ARGS_<number>`, or the bare MODEL_ARGS where there is none."""
+        found = {variant.number: variant for variant in self.variants}
+        return found.get(number, found[1])
+
+    def argument(self, name: str) -> str | None:
+        """Return the text of an argument, the last one where it stands twice; None without it."""
+        return next((a.text for a in reversed(self.arguments) if a.name == name), None)
+
+    @property
+    def train_iters(self) -> int:
+        """Iterations that a full run trains: `--train-iters`, by default 100.
+
+        Raises:
+            CaseError: The value is not a positive number.
+        """
+        return self.train_iters_of(self.variant(1))
+
+    def train_iters_of(self, variant: Variant) -> int:
+        """Return the same for one of several MODEL_ARGS.
+
+        Raises:
+            CaseError: The value is not a positive number.
+        """
+        return self._count(variant, "--train-iters") or DEFAULT_TRAIN_ITERS
+
+    @property
+    def exit_interval(self) -> int | None:
+        """The iteration at which a release is done, `--exit-interval`; None without it.
+
+        Raises:
+            CaseError: The value is not a positive number.
+        """
+        return self._count(self.variant(1), "--exit-interval")
+
+    def _count(self, variant: Variant, name: str) -> int | None:
+        found = next((a for a in reversed(variant.arguments) if a.name == name), None)
+        if found is None:
+            return None
+        if found.text is None or not found.text.isdecimal() or not int(found.text):
+            raise CaseError(
+                f"{self.path}:{found.line}",
+                f"{name} is {found.text!r}, expected a number of iterations from 1 on",
+            )
+        return int(found.text)
+
+    @property
+    def precision(self) -> str:
+        """What the model computes in: `bf16`, `fp16` or `fp32`."""
+        reduced = ("bf16", "fp16")
+        return next((name for name in reduced if self.argument(f"--{name}") == "true"), "fp32")
+
+    @property
+    def is_nondeterministic(self) -> bool:
+        """Whether the case says that two runs of it may differ."""
+        switches = ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "NON_DETERMINSTIC_RESULTS")
+        return any(self.env.get(name) == "1" for name in switches)
+
+    @property
+    def is_never_compared(self) -> bool:
+        """Whether the case asks for a run without a comparison (SKIP_PYTEST)."""
+        return self.env.get("SKIP_PYTEST") == "1"
+
+    @property
+    def is_always_lightweight(self) -> bool:
+        """Whether the case itself asks for lightweight mode."""
+        return self.env.get("ENABLE_LIGHTWEIGHT_MODE", "").lower() == "true"
+
+
+def read_case(path: Path) -> WorkloadCase:
+    """Read a test case.
+
+    Raises:
+        CaseError: The file is missing, is not YAML, or a value of it has the wrong type or word.
+    """
+    reader = _CaseReader(read_yaml(path, error=CaseError))
+    reader.check_phases()
+    return WorkloadCase(
+        path=path,
+        test_type=reader.choice("TEST_TYPE", TestType, default=None),
+        mode=reader.choice("MODE", CaseMode, default=CaseMode.PRETRAINING),
+        evaluation=reader.choice("TEST_EVALUATION", Evaluation, default=Evaluation.PASS),
+        starter=reader.choice("LAUNCHER", Launcher, default=Launcher.TORCHRUN),
+        variants=reader.variants(),
+        env=reader.env("ENV_VARS"),
+        metrics=reader.metrics(),
+        before_script=reader.script("BEFORE_SCRIPT"),
+        after_script=reader.script("AFTER_SCRIPT"),
+        expected_failure=reader.pattern("EXPECTED_FAILURE"),
+        gradient_tolerance=reader.tolerance("GRADIENT_TOLERANCE"),
+        env_lines=reader.lines("ENV_VARS"),
+    )
+
+
+class _CaseReader:
+    """Takes typed values out of a document; errors name the file and the line."""
+
+    def __init__(self, document: YamlDocument) -> None:
+        self._document = document
+        for finding in (*unknown_keys(document), *wrong_types(document)):
+            raise CaseError(f"{finding.file}:{finding.line}", finding.message)
+
+    def choice(self, key: str, choices: type[_Choice], *, default: _Choice | None) -> _Choice:
+        value = self._document.value.get(key)
+        if value is None and default is not None:
+            return default
+        for choice in choices:
+            if choice.value == value:
+                return choice
+        words = ", ".join(sorted(choice.value for choice in choices))
+        found = "is missing" if value is None else f"is {value!r}"
+        hint = nearest(str(value), [choice.value for choice in choices]) if value else ""
+        raise self._error([key], f"{key} {found}, expected one of {words}{hint}")
+
+    def check_phases(self) -> None:
+        """Refuse words and keys that would silently take a check away."""
+        for finding in phase_problems(self._document):
+            raise CaseError(f"{finding.file}:{finding.line}", finding.message)
+
+    def variants(self) -> tuple[Variant, ...]:
+        keys = [key for key in self._document.value if MODEL_ARGS(key)]
+        return tuple(
+            Variant(
+                key=key,
+                number=int(key.removeprefix("MODEL_ARGS").removeprefix("_") or 1),
+                arguments=tuple(self._argument(key, name) for name in self._mapping(key)),
+                env=self._variant_env(key),
+            )
+            for key in (keys if "MODEL_ARGS" in keys else ["MODEL_ARGS", *keys])
+        )
+
+    def env(self, key: str) -> dict[str, str]:
+        return self._texts([key], self._mapping(key))
+
+    def lines(self, key: str) -> dict[str, int]:
+        return {name: self._document.line_of([key, name]) for name in self._mapping(key)}
+
+    def _variant_env(self, key: str) -> dict[str, str]:
+        own = self._mapping("MODEL_ENV_VARS").get(key) or {}
+        path: list[str | int] = ["MODEL_ENV_VARS", key]
+        if not isinstance(own, dict):
+            raise self._error(path, f"MODEL_ENV_VARS.{key} is {own!r}, expected a mapping")
+        found = self._texts(path, own)
+        num_ranks = found.get("GPUS_PER_NODE", "1")
+        if not num_ranks.isdecimal() or not int(num_ranks):
+            raise self._error(
+                [*path, "GPUS_PER_NODE"],
+                f"GPUS_PER_NODE is {num_ranks!r}, expected a number of ranks from 1 on",
+            )
+        return found
+
+    def _texts(self, path: list[str | int], values: Mapping[str, JsonValue]) -> dict[str, str]:
+        found = {}
+        for name, value in values.items():
+            text = self._document.text_of([*path, name])
+            if isinstance(value, dict | list) or text is None:
+                where = ".".join(str(step) for step in [*path, name])
+                raise self._error([*path, name], f"{where} is a container, expected one value")
+            found[name] = "" if value is None else text
+        return found
+
+    def metrics(self) -> tuple[str, ...] | None:
+        value = self._document.value.get("METRICS")
+        if value is None:
+            return () if "METRICS" in self._document.value else None
+        assert isinstance(value, list)
+        return tuple(str(name) for name in value)
+
+    def script(self, key: str) -> str | None:
+        value = self._document.value.get(key)
+        assert value is None or isinstance(value, str)
+        return value
+
+    def pattern(self, key: str) -> str | None:
+        value = self.script(key)
+        try:
+            re.compile(value or "")
+        except re.error as error:
+            raise self._error(
+                [key], f"{key} is {value!r}, no regular expression: {error}"
+            ) from None
+        return value
+
+    def tolerance(self, key: str) -> float | None:
+        value = self._document.value.get(key)
+        assert value is None or isinstance(value, int | float)
+        return None if value is None else float(value)
+
+    def _argument(self, key: str, name: str) -> Argument:
+        value = self._mapping(key)[name]
+        line = self._document.line_of([key, name])
+        if isinstance(value, dict):
+            raise self._error([key, name], f"{name} is a mapping, expected one value or a list")
+        if isinstance(value, list):
+            words = [self._document.text_of([key, name, i]) for i in range(len(value))]
+            if None in words:
+                raise self._error([key, name], f"{name} holds a container, expected plain values")
+            return Argument(name=name, text=None, words=tuple(w or "" for w in words), line=line)
+        return Argument(
+            name=name,
+            text=None if value is None else self._document.text_of([key, name]),
+            is_text=isinstance(value, str),
+            line=line,
+        )
+
+    def _mapping(self, key: str) -> dict[str, JsonValue]:
+        value = self._document.value.get(key)
+        assert value is None or isinstance(value, dict)
+        return value or {}
+
+    def _error(self, path: list[str | int], problem: str) -> CaseError:
+        return CaseError(self._document.where(path), problem)

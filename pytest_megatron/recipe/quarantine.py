@@ -1,0 +1,124 @@
+"""Quarantine: an item that is known to fail runs, and its failure does not fail the run. Pure.
+
+Marks, rows of recipes and the project's settings all say the same two things: why, and until when.
+Must not decide what a quarantine means for goldens; that is for who writes them.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pytest_megatron.base.files import JsonValue
+
+_KEYS = ("reason", "until")
+_MOST_DAYS = 366
+_LEAST_LETTERS = 3  # of a pattern, beside * and signs
+_DATE = re.compile(r"\d{4}-\d{2}-\d{2}").fullmatch
+
+
+class QuarantineError(Exception):
+    """A quarantine says less than it must, or something else; the text says what."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quarantine:
+    """Why an item may fail, and for how long.
+
+    Attributes:
+        until: The last day on which it holds, UTC.
+    """
+
+    reason: str
+    until: dt.date
+
+    def holds_on(self, day: dt.date) -> bool:
+        """Whether a failure on that day does not count."""
+        return day <= self.until
+
+    def as_json(self, day: dt.date) -> dict[str, JsonValue]:
+        """Return what `run.json` says of it on that day."""
+        return {
+            "reason": self.reason,
+            "until": self.until.isoformat(),
+            "is_expired": not self.holds_on(day),
+        }
+
+
+def parse_quarantine(given: object) -> Quarantine:
+    """Read `{reason: ..., until: 2026-12-31}`.
+
+    Raises:
+        QuarantineError: A key is missing, unknown or of the wrong kind.
+    """
+    if not isinstance(given, Mapping):
+        raise QuarantineError(
+            f'found {given!r}, expected reason and until: {{reason: "...", until: "2026-12-31"}}'
+        )
+    for key in given:
+        if key not in _KEYS:
+            raise QuarantineError(f"unknown key {key!r}, expected one of {', '.join(_KEYS)}")
+    reason = given.get("reason")
+    if not isinstance(reason, str) or not reason.strip():
+        raise QuarantineError(
+            f"reason: {_found(given, 'reason')}, expected why it may fail; "
+            f"name the issue that ends it"
+        )
+    until = _date(given)
+    if until > today() + dt.timedelta(days=_MOST_DAYS):
+        raise QuarantineError(
+            f"until: found {until}, expected a day within a year; a quarantine without an end is "
+            f"forgotten"
+        )
+    return Quarantine(reason=" ".join(reason.split()), until=until)
+
+
+def check_pattern(pattern: str, root: Path) -> None:
+    """Make sure that a pattern of node ids names something of a project, and not everything.
+
+    Raises:
+        QuarantineError: It does not.
+    """
+    if sum(char.isalnum() for char in pattern) < _LEAST_LETTERS:
+        raise QuarantineError("names every item, expected the node id of one, or of a few with *")
+    file = pattern.partition("::")[0]
+    if "**" in file or "[" in file:
+        return
+    found = root.glob(file) if "*" in file else (path for path in (root / file,) if path.exists())
+    if not file.startswith(("*", "/")) and next(iter(found), None) is None:
+        raise QuarantineError(f"names no file of the project, {file!r} is not there; correct it")
+
+
+def matches(pattern: str, node_id: str) -> bool:
+    """Whether a pattern names an item: `*` is any text, everything else is itself.
+
+    Brackets mean nothing, unlike in a shell: they stand in nearly every node id.
+    """
+    return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), node_id) is not None
+
+
+def today() -> dt.date:
+    """Return the day, UTC, so that a run's machines agree on it."""
+    return dt.datetime.now(dt.UTC).date()
+
+
+def _date(given: Mapping[object, object]) -> dt.date:
+    until = given.get("until")
+    if isinstance(until, dt.date):
+        return until
+    if isinstance(until, str) and _DATE(until):
+        try:
+            return dt.date.fromisoformat(until)
+        except ValueError:
+            pass  # the 31st of February
+    raise QuarantineError(
+        f"until: {_found(given, 'until')}, expected the last day that it holds, "
+        f"such as 2026-12-31; a quarantine without an end is forgotten"
+    )
+
+
+def _found(given: Mapping[object, object], key: str) -> str:
+    return f"found {given[key]!r}" if key in given else "is missing"

@@ -1,0 +1,168 @@
+"""Makes the candidate of a training: the median of its repeats and where they come from.
+
+The file stays in the run directory. Whether it may become a golden is the gate's to say, later and
+from the run's files alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+
+from pytest_megatron.base.files import write_text_atomically
+from pytest_megatron.base.yaml import read_document
+from pytest_megatron.golden.build import combine, spread_of
+from pytest_megatron.golden.compare.limits import direction_of
+from pytest_megatron.golden.model import MetricMap
+from pytest_megatron.golden.provenance import Golden, Provenance
+from pytest_megatron.golden.store import golden_text, project_form
+from pytest_megatron.gpu.host import CPU_PLATFORM
+from pytest_megatron.recipe.case import WorkloadCase
+from pytest_megatron.recipe.paths import case_path, fingerprint
+from pytest_megatron.refresh.candidate import Candidate
+from pytest_megatron.refresh.read import CANDIDATE
+from pytest_megatron.runs.environment import SessionFacts, utc_now
+from pytest_megatron.verdict.job import Training, WorkloadJob, plan_job
+
+_SIZES = {
+    "tp": "--tensor-model-parallel-size",
+    "pp": "--pipeline-model-parallel-size",
+    "cp": "--context-parallel-size",
+    "ep": "--expert-model-parallel-size",
+}
+
+
+def make_candidate(
+    training: Training, facts: SessionFacts, *, arguments: Sequence[str], policy: str
+) -> Path:
+    """Write what a training measured, as a golden, into its run directory; return the file.
+
+    Args:
+        training: At least one repeat of it is clean.
+        facts: Where it ran.
+        arguments: What was typed after `pytest`.
+        policy: The one that the run compares under.
+
+    Raises:
+        GoldenError: A value is not a finite number, so that it could be no golden.
+        OSError: It cannot be written.
+    """
+    generation = training.clean[0].generation
+    repeats = [attempt.series for attempt in training.clean]
+    names = training.job.metric_names or ()
+    metrics = repeats[0] if generation is not None else combine(repeats, names)
+    provenance = _provenance(training, metrics, repeats, facts)
+    path = training.job.dirs.root / CANDIDATE
+    golden = Golden(
+        path=str(path),
+        metrics=metrics if generation is None else {},
+        generation=generation,
+        provenance=_with_run(provenance, training, arguments=arguments, policy=policy),
+    )
+    write_text_atomically(path, golden_text(golden, project_form(training.job.setting.root)))
+    return path
+
+
+def make_prospect(
+    job: WorkloadJob, target: PurePosixPath, facts: SessionFacts, *, is_here: bool = True
+) -> Candidate:
+    """Return what is known of a candidate before its training: all but the values.
+
+    Args:
+        job: What is to be trained.
+        target: The golden that it may become.
+        facts: Of this machine.
+        is_here: Whether it will be trained on this machine, so that its GPUs are known.
+    """
+    provenance = Provenance(
+        commit=facts.commit,
+        is_dirty=facts.is_dirty,
+        gpu=_gpu(job, facts) if is_here else None,
+        config_hash=_config_hash(job),
+        world_size=plan_job(job).phases[0].world_size,
+    )
+    return Candidate(
+        node_id=job.node_id,
+        target=target,
+        directory=job.dirs.root,
+        verdict="",
+        golden=Golden(path=str(target), metrics={}, provenance=provenance),
+        platform=job.workload.platform if is_here else None,
+    )
+
+
+def _gpu(job: WorkloadJob, facts: SessionFacts) -> str | None:
+    """Return how many GPUs of which kind a job has; None on the CPU."""
+    is_gpu = job.workload.platform != CPU_PLATFORM and bool(facts.host.gpus)
+    return f"{job.workload.gpus}x {facts.host.gpus[0].name}" if is_gpu else None
+
+
+def _provenance(
+    training: Training, metrics: MetricMap, repeats: Sequence[MetricMap], facts: SessionFacts
+) -> Provenance:
+    """Say what the values are of and how sure they are."""
+    job = training.job
+    gpu = _gpu(job, facts)
+    is_generation = training.clean[0].generation is not None
+    spread = {} if is_generation else spread_of(repeats, metrics)
+    is_equal = (
+        all(repeat == metrics for repeat in repeats)
+        if is_generation
+        else all(spread[name] == 0.0 for name in job.metric_names or () if name in spread)
+    )
+    return Provenance(
+        commit=facts.commit,
+        is_dirty=facts.is_dirty,
+        image=facts.image,
+        gpu=gpu,
+        driver=None if gpu is None else facts.host.driver,
+        host_class=facts.host.platform_class(job.workload.platform),
+        precision=None if job.case is None else job.case.precision,
+        versions=facts.versions_on(job.workload.platform) | {"python": facts.python},
+        date=utc_now(),
+        repeats=len(repeats),
+        deterministic=is_equal,
+        spread=spread,
+        directions={n: direction_of(n) for n in metrics} if not is_generation else {},
+    )
+
+
+def _with_run(
+    provenance: Provenance, training: Training, *, arguments: Sequence[str], policy: str
+) -> Provenance:
+    """Add what was run, and as what."""
+    job = training.job
+    ends = training.clean[0].ends
+    seed = None if job.case is None else job.case.argument("--seed")
+    return replace(
+        provenance,
+        command=("pytest", *arguments),
+        config_hash=_config_hash(job),
+        world_size=ends[0].plan.world_size if ends else None,
+        layout=None if job.case is None else _layout(job.case),
+        policy=policy,
+        seed=int(seed) if seed is not None and seed.isdecimal() else None,
+        run=_ci_page(os.environ) or job.dirs.root.parent.name,
+    )
+
+
+def _config_hash(job: WorkloadJob) -> str:
+    """Return what the golden says of the case and the row that it belongs to."""
+    path = case_path(job.setting.root, job.workload)
+    return fingerprint(job.workload, read_document(path).value if path.is_file() else None)
+
+
+def _layout(case: WorkloadCase) -> str | None:
+    """Return `tp2 pp2`; None where nothing is split."""
+    parts = [f"{name}{size}" for name, key in _SIZES.items() if (size := case.argument(key))]
+    return " ".join(parts) or None
+
+
+def _ci_page(env: Mapping[str, str]) -> str | None:
+    """Return the page of the CI job that this runs in, as GitHub and GitLab name it."""
+    if {"GITHUB_SERVER_URL", "GITHUB_REPOSITORY", "GITHUB_RUN_ID"} <= env.keys():
+        repository = f"{env['GITHUB_SERVER_URL']}/{env['GITHUB_REPOSITORY']}"
+        return f"{repository}/actions/runs/{env['GITHUB_RUN_ID']}"
+    return env.get("CI_JOB_URL")

@@ -1,0 +1,214 @@
+"""What is different here from where a run took place (effects: looks for files and at git)."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pytest_megatron.base.git import ask_git
+from pytest_megatron.errors import ReproError
+from pytest_megatron.repro.choose import Chosen
+from pytest_megatron.runs.environment import NAME, SessionFacts, make_patch
+from pytest_megatron.runs.record import RecordedPlan
+
+_SHORT = 12
+
+
+def differences(
+    chosen: Chosen, plan: RecordedPlan | None, here: SessionFacts, root: Path, *, num_ranks: int
+) -> list[str]:
+    """Return a line for each thing that may make the outcome another one.
+
+    Args:
+        chosen: The item and its run.
+        plan: Of a workload.
+        here: This host and this checkout.
+        root: The project here.
+        num_ranks: That it will run on.
+    """
+    run = chosen.run
+    lines = list(_of_commit(chosen, here, root))
+    lines += _of_words(
+        {"python": run.python, **run.versions}, {"python": here.python, **here.versions}
+    )
+    lines += _of_gpus(chosen, here, num_ranks)
+    if run.driver != here.host.driver:
+        lines.append(f"driver: {run.driver or 'none'} there, {here.host.driver or 'none'} here")
+    if run.image != here.image:
+        lines.append(f"image: {run.image or 'none'} there, {here.image or 'none'} here")
+    if run.cpu is not None and run.cpu != here.host.cpu:
+        lines.append(f"processor: {run.cpu} there, {here.host.cpu} here")
+    if plan is not None:
+        lines += [f"missing here: {path}" for path in missing_paths(plan, root)]
+    if run.ended is None:
+        lines.append("the run did not come to its end: it may hold less than happened")
+    return lines
+
+
+def _of_commit(chosen: Chosen, here: SessionFacts, root: Path) -> Iterator[str]:
+    run = chosen.run
+    if run.commit is not None and run.commit != here.commit:
+        short, own = run.commit[:_SHORT], (here.commit or "no commit")[:_SHORT]
+        has_it = ask_git(root, "cat-file", "-e", f"{run.commit}^{{commit}}") is not None
+        way = f"git checkout {short}" if has_it else "git fetch it first"
+        yield f"commit: {short} there, {own} here; {way}"
+    own_patch = make_patch(root).text if here.is_dirty else ""
+    if run.is_dirty and here.is_dirty and own_patch == _patch_of(chosen):
+        return  # the same changes
+    if run.is_dirty:
+        patch = run.patch
+        if patch is not None and patch.file is not None:
+            way = f"read it, then: git apply {chosen.run_dir / patch.file}"
+        else:
+            way = (patch and patch.problem) or "what they were is not kept"
+        yield f"tree: had uncommitted changes there; {way}"
+    if here.is_dirty:
+        yield "tree: has uncommitted changes here"
+
+
+def _patch_of(chosen: Chosen) -> str | None:
+    patch = chosen.run.patch
+    path = chosen.run_dir / NAME
+    if patch is None or patch.file is None or path.is_symlink() or not path.is_file():
+        return None
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def _of_words(there: Mapping[str, str | None], here: Mapping[str, str]) -> Iterator[str]:
+    for name, version in there.items():
+        if version is not None and version != here.get(name):
+            yield f"{name}: {version} there, {here.get(name, 'not installed')} here"
+
+
+def _of_gpus(chosen: Chosen, here: SessionFacts, num_ranks: int) -> Iterator[str]:
+    there, own = list(chosen.run.gpus), [gpu.name for gpu in here.host.gpus]
+    if there != own:
+        yield f"GPUs: {_count(there)} there, {_count(own)} here"
+    is_on_gpus = chosen.item.device == "cuda" or chosen.item.platform not in (None, "cpu")
+    if is_on_gpus and len(own) < num_ranks:
+        way = "give --ranks"
+        if chosen.item.device == "cuda":
+            way += ", or run it on the CPU: --pytest-args '--device cpu'"
+        yield f"GPUs: {num_ranks} are needed, {len(own)} are here; {way}"
+
+
+def _count(names: list[str]) -> str:
+    if not names:
+        return "none"
+    kinds = dict.fromkeys(names)
+    return ", ".join(f"{names.count(kind)} x {kind}" for kind in kinds)
+
+
+def missing_paths(plan: RecordedPlan, root: Path) -> list[str]:
+    """Return what a training was given by path and is not here: data, tokenizers, checkpoints.
+
+    Paths below the project are looked for below the project here; directories of the run itself do
+    not count.
+    """
+    own = [str(Path(plan.cwd) / ".pytest_megatron")]
+    found: dict[str, None] = {}
+    for phase in plan.phases:
+        words = [word.partition("=")[2] or word for word in _after_program(phase.argv)]
+        words += [
+            phase.env[name] for name in ("DATA_PATH", "CHECKPOINT_LOAD_PATH") if name in phase.env
+        ]
+        own += [
+            phase.env[name] for name in ("OUTPUT_PATH", "CHECKPOINT_SAVE_PATH") if name in phase.env
+        ]
+        own += [phase.env[name] for name in ("LOG_DIR", "TENSORBOARD_PATH") if name in phase.env]
+        found |= dict.fromkeys(word for word in words if word.startswith("/"))
+    attempts = [str(Path(path).parent) for path in own[1:]]
+    return [path for path in found if not _is_here(path, plan, root, (*own, *attempts))]
+
+
+def _after_program(argv: list[str]) -> list[str]:
+    start = next((i for i, word in enumerate(argv) if word.endswith(".py")), 0)
+    return argv[start + 1 :]
+
+
+def _is_here(text: str, plan: RecordedPlan, root: Path, own: tuple[str, ...]) -> bool:
+    path = Path(text)
+    if any(text == place or text.startswith(f"{place}/") for place in own):
+        return True
+    try:
+        is_inside = bool(plan.cwd) and path.is_relative_to(plan.cwd)
+        return (root / path.relative_to(plan.cwd) if is_inside else path).exists()
+    except OSError:
+        return False
+
+
+_FLAGS = {
+    "tp": ("tensor-model-parallel-size", "tp-size", "tp"),
+    "pp": ("pipeline-model-parallel-size", "pp-size", "pp"),
+    "cp": ("context-parallel-size", "cp-size", "cp"),
+    "ep": ("expert-model-parallel-size", "ep-size", "ep"),
+    "etp": ("expert-tensor-parallel-size", "etp-size", "etp"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSizes:
+    """How a training splits its model.
+
+    Attributes:
+        etp: Of experts; as `tp` where it is not said.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+
+    @property
+    def least(self) -> int:
+        """The fewest ranks; every world size is a multiple of it."""
+        return math.lcm(self.tp * self.pp * self.cp, self.etp * self.ep * self.pp)
+
+    def data_parallel(self, world_size: int) -> int:
+        """Return how many replicas train side by side."""
+        return world_size // (self.tp * self.pp * self.cp)
+
+
+def sizes_of(words: Sequence[str]) -> TrainingSizes:
+    """Read them from the arguments of a training: `--flag 2`, `--flag=2` and `flag=2`."""
+    found: dict[str, int] = {}
+    for index, word in enumerate(words):
+        name, equals, value = word.lstrip("-+").partition("=")
+        if not equals:
+            if not word.startswith("--"):
+                continue
+            value = words[index + 1] if index + 1 < len(words) else ""
+        plain = name.rpartition(".")[2].replace("_", "-")
+        for size, flags in _FLAGS.items():
+            if plain in flags and re.fullmatch(r"[1-9]\d{0,5}", value):
+                found[size] = int(value)
+    found.setdefault("etp", found.get("tp", 1))
+    return TrainingSizes(**found)
+
+
+def say_fewer_ranks(sizes: TrainingSizes, *, there: int, here: int) -> list[str]:
+    """Return what changes on another number of ranks.
+
+    Raises:
+        ReproError: The model cannot be split over so many.
+    """
+    if here % sizes.least:
+        raise ReproError(
+            "--ranks",
+            f"{here} is no multiple of {sizes.least}, which the training needs (TP "
+            f"{sizes.tp}, PP {sizes.pp}, CP {sizes.cp}, EP {sizes.ep}, expert TP {sizes.etp}); "
+            f"give a multiple of {sizes.least}",
+        )
+    if here == there:
+        return []
+    before, after = sizes.data_parallel(there), sizes.data_parallel(here)
+    text = (
+        f"{here} instead of {there} ranks: data parallel {before} -> {after}; sums are taken in "
+        f"another order, so curves differ in their last digits, and goldens, times and memory of "
+        f"{there} ranks say little here"
+    )
+    return [text]

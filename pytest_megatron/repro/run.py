@@ -1,0 +1,165 @@
+"""Runs pytest once more and reads what it left (effects: processes, files)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from pytest_megatron.errors import ReproError
+from pytest_megatron.repro.choose import Chosen, headline
+from pytest_megatron.repro.command import SEEDED, Again, Wishes, command_for
+from pytest_megatron.runs.layout import RUN_FILE
+from pytest_megatron.runs.record import RecordedItem, read_run
+
+
+class ReproExit(IntEnum):
+    """Exit codes of `pytest-megatron repro`."""
+
+    PASSED = 0
+    SAME = 1
+    OTHER = 3
+    UNKNOWN = 125  # also OTHER, while git bisects: another failure says nothing about this one
+    INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReproOutcome:
+    """What came of it.
+
+    Attributes:
+        text: In a line or two.
+    """
+
+    exit: ReproExit
+    text: str
+
+
+_PYTEST = {
+    2: "pytest was interrupted, or could not import a test module",
+    3: "pytest itself failed",
+    4: "pytest has no such test here, could not import its module, or refused an option",
+    5: "there is no such test here",
+}
+
+
+def judge_again(chosen: Chosen, again: RecordedItem | None, returncode: int) -> ReproOutcome:
+    """Compare an item that ran again with what it was.
+
+    Args:
+        chosen: What it was.
+        again: What `run.json` says of it now; None where it did not run.
+        returncode: Of pytest.
+    """
+    if again is None or again.verdict == "skipped":
+        why = "it was skipped" if again is not None else _PYTEST.get(returncode, "it did not run")
+        return ReproOutcome(
+            exit=ReproExit.UNKNOWN, text=f"cannot tell: {why} (pytest ended with {returncode})"
+        )
+    if again.verdict in ("passed", "flaky"):
+        return ReproOutcome(exit=ReproExit.PASSED, text="passes here")
+    told = headline(chosen.node_id, again.problem)
+    if not chosen.has_failed:
+        return ReproOutcome(exit=ReproExit.OTHER, text=f"fails here, and did not there: {told}")
+    if is_same_failure(chosen, again):
+        return ReproOutcome(exit=ReproExit.SAME, text=f"fails in the same way: {told}")
+    if again.verdict == "broken" and chosen.item.verdict != "broken":
+        return ReproOutcome(
+            exit=ReproExit.UNKNOWN, text=f"cannot tell: it could not run here: {told}"
+        )
+    return ReproOutcome(
+        exit=ReproExit.OTHER,
+        text=f"fails in another way\n  there: {chosen.problem}\n  here:  {told}",
+    )
+
+
+def is_same_failure(chosen: Chosen, again: RecordedItem) -> bool:
+    """Whether two failures of an item have the same fingerprint, of the best that is known."""
+    if chosen.fingerprint is not None and again.fingerprint is not None:
+        return chosen.fingerprint == again.fingerprint
+    there, here = chosen.attempt, again.attempts[-1] if again.attempts else None
+    if there is None or here is None:
+        return chosen.problem == headline(chosen.node_id, again.problem)
+    if there.fingerprint is not None and here.fingerprint is not None:
+        return there.fingerprint == here.fingerprint
+    return there.signature == here.signature
+
+
+_OF_PYTEST = ("PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Where items are done again.
+
+    Attributes:
+        root: The project; pytest runs in it.
+        scratch: Directory of this reproduction: what was unpacked, and new run directories.
+    """
+
+    root: Path
+    scratch: Path
+
+    def command(
+        self, chosen: Chosen, wishes: Wishes, before: Sequence[str], name: str = "run"
+    ) -> Again:
+        """Return the command whose results go to a directory of that name."""
+        target = self.scratch / name
+        inside = target.is_relative_to(self.root)
+        return command_for(
+            chosen,
+            wishes,
+            before,
+            python=sys.executable,
+            seeded=[name for name in SEEDED if importlib.util.find_spec(name) is not None],
+            run_dir=str(target.relative_to(self.root) if inside else target),
+        )
+
+    def run(
+        self, chosen: Chosen, again: Again, name: str = "run", *, is_quiet: bool
+    ) -> ReproOutcome:
+        """Run it to its end and judge what it left.
+
+        Args:
+            chosen: The item.
+            again: From `command`, with the same `name`.
+            name: Of the directory for results.
+            is_quiet: Whether what pytest prints goes into a file beside that directory.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C, once pytest has ended its processes.
+            ReproError: pytest cannot be started.
+        """
+        log = self.scratch / f"{name}.log"
+        self.scratch.mkdir(parents=True, exist_ok=True)
+        try:
+            with log.open("wb") if is_quiet else open(os.devnull, "wb") as file:  # noqa: PTH123
+                process = subprocess.Popen(
+                    again.argv,
+                    cwd=self.root,
+                    env=self.env(again),
+                    stdout=file if is_quiet else None,
+                    stderr=subprocess.STDOUT if is_quiet else None,
+                )
+        except OSError as error:
+            raise ReproError(again.argv[0], f"cannot be started: {error.strerror}") from error
+        try:
+            returncode = process.wait()
+        except KeyboardInterrupt:  # pytest has it too, and needs a moment to end its ranks
+            process.wait()
+            raise
+        return judge_again(chosen, self._item(chosen.node_id, name), returncode)
+
+    def env(self, again: Again) -> dict[str, str]:
+        """Return the whole environment of what is started."""
+        own = {k: v for k, v in os.environ.items() if k not in _OF_PYTEST}
+        return {**own, **again.env}
+
+    def _item(self, node_id: str, name: str) -> RecordedItem | None:
+        path = self.scratch / name / RUN_FILE
+        return read_run(path).items.get(node_id) if path.is_file() else None

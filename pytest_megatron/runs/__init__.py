@@ -1,0 +1,1 @@
+"""Run directories: layout, records, archives, redaction, history."""

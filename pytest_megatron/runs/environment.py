@@ -1,0 +1,180 @@
+"""Where and with what a run happens: commit, versions, hardware.
+
+For `plan.json`, `run.json` and goldens. Asks git and the installed packages' metadata; imports none
+of the packages.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import fnmatch
+import functools
+import importlib.metadata
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.git import ask_git, read_git
+from pytest_megatron.gpu.host import CPU_PLATFORM, Host, this_host
+
+_PACKAGES = (
+    "pytest-megatron",
+    "torch",
+    "megatron-core",
+    "transformer-engine",
+    "nvidia-nccl-cu13",
+    "nvidia-cudnn-cu13",
+    "numpy",
+    "pytest",
+    "triton",
+)
+_IMAGE_VARIABLES = ("PYTEST_MEGATRON_IMAGE", "NVIDIA_PYTORCH_VERSION", "SLURM_CONTAINER_IMAGE")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionFacts:
+    """The surroundings of a run.
+
+    Attributes:
+        commit: Of the project's checkout; None outside of git.
+        is_dirty: Whether files differ from that commit or new ones are not ignored; goldens do not
+            count, since they come of the run.
+        image: The container image, where the environment names one.
+    """
+
+    commit: str | None
+    is_dirty: bool
+    image: str | None
+    host: Host
+    python: str
+    versions: dict[str, str]
+
+    def versions_on(self, platform_name: str) -> dict[str, str]:
+        """Return what decides how a workload of that platform rounds, and the other versions."""
+        if platform_name != CPU_PLATFORM or not self.host.instructions:
+            return dict(self.versions)
+        return self.versions | {"cpu": self.host.instructions}
+
+    def as_json(self) -> dict[str, JsonValue]:
+        """Return the facts for a file."""
+        return {
+            "commit": self.commit,
+            "is_dirty": self.is_dirty,
+            "image": self.image,
+            "python": self.python,
+            "versions": dict(self.versions),
+            "driver": self.host.driver,
+            "gpus": [f"{gpu.name}" for gpu in self.host.gpus],
+            "cpu": self.host.cpu,
+            "num_cpus": os.cpu_count(),
+        }
+
+
+@functools.cache
+def gather_facts(root: Path) -> SessionFacts:
+    """Ask git, the packages and the host; once per process."""
+    status = ask_git(root, "status", "--porcelain", "--", ".", ":(exclude)golden_values")
+    return SessionFacts(
+        commit=ask_git(root, "rev-parse", "HEAD"),
+        is_dirty=bool(status),
+        image=next((os.environ[name] for name in _IMAGE_VARIABLES if name in os.environ), None),
+        host=this_host(),
+        python=platform.python_version(),
+        versions={name: version for name in _PACKAGES if (version := _version(name))},
+    )
+
+
+def utc_now() -> str:
+    """Return the time as `2026-01-31T12:00:00Z`."""
+    return dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+# Inherited variables that change what a training or a distributed test does.
+_KEPT_PREFIXES = (
+    *("CUBLAS_", "CUDA_", "GLOO_", "HF_", "LD_", "MASTER_", "MEGATRON_", "MKL_", "NCCL_", "NVTE_"),
+    *("OMP_", "PYTHON", "PYTORCH_", "TORCH", "UCX_", "VIRTUAL_ENV", "WANDB_"),
+)
+
+
+def kept_variables(
+    env: Mapping[str, str], own: Mapping[str, str] | None = None, names: Sequence[str] = ()
+) -> dict[str, str]:
+    """Return the variables that are worth keeping.
+
+    Args:
+        env: All.
+        own: Those that we or the case set; all of them are kept.
+        names: Patterns of names that the project wants kept.
+    """
+    own = own or {}
+    return {
+        name: value
+        for name, value in env.items()
+        if name in own
+        or name == "PATH"
+        or name.startswith(_KEPT_PREFIXES)
+        or any(fnmatch.fnmatchcase(name, pattern) for pattern in names)
+    }
+
+
+MOST_BYTES = 1 << 20
+MOST_NEW_FILES = 100
+NAME = "dirty.patch"
+_SCOPE = ("--", ".", ":(exclude)golden_values")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patch:
+    """What differs from the commit.
+
+    Attributes:
+        text: Of the patch; empty where it was left out.
+        problem: Why something was left out, or None.
+    """
+
+    text: str = ""
+    problem: str | None = None
+
+
+def make_patch(root: Path) -> Patch:
+    """Return what differs from the commit in `root` and below, new files among it.
+
+    Of more than `MOST_BYTES`, or more than `MOST_NEW_FILES` new files, nothing is returned but the
+    reason.
+    """
+    listed = _git(root, "ls-files", "--others", "--exclude-standard", "-z", *_SCOPE)
+    if listed is None:
+        return Patch(problem="git could not say what differs")
+    new = [root / name.decode("utf-8", "surrogateescape") for name in listed.split(b"\0") if name]
+    new = [path for path in new if path.is_file() and not path.is_symlink()]
+    num_bytes = sum(path.stat().st_size for path in new)
+    if len(new) > MOST_NEW_FILES or num_bytes > MOST_BYTES:
+        return Patch(
+            problem=f"{len(new)} new files of {num_bytes} bytes, at most {MOST_NEW_FILES} of "
+            f"{MOST_BYTES} are kept; commit or ignore them"
+        )
+    pieces = [_git(root, "diff", "--binary", "--relative", "HEAD", *_SCOPE) or b""]
+    pieces += [_git(root, *_NEW_FILE, str(path.relative_to(root))) or b"" for path in new]
+    data = b"".join(pieces)
+    if len(data) > MOST_BYTES:
+        return Patch(problem=f"of {len(data)} bytes, at most {MOST_BYTES} are kept; commit first")
+    return Patch(text=data.decode("utf-8", "replace"))
+
+
+_NEW_FILE = ("diff", "--no-index", "--binary", "--", "/dev/null")
+
+
+def _git(root: Path, *arguments: str) -> bytes | None:
+    """Return git's answer; None without git, outside of a checkout or on an error."""
+    fine = (0, 1) if "--no-index" in arguments else (0,)  # 1: there is a difference
+    return read_git(root, "-c", "core.quotepath=off", *arguments, fine=fine)

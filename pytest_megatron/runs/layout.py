@@ -1,0 +1,230 @@
+"""Where everything of a run lies: names only, nothing is created here. Pure.
+
+    <run-dir>/run.json
+    <run-dir>/<item>/repeat_<i>/attempt_<k>/{plan,health}.json
+    <run-dir>/<item>/repeat_<i>/attempt_<k>/phase_<n>/logs/<rank>/{stdout,stderr}.log
+    <run-dir>/<item>/repeat_<i>/attempt_<k>/phase_<n>/{tensorboard/, metrics.json}
+    <run-dir>/<item>/{golden.json, comparison.json, triage.json, curves.html}
+
+Every attempt has directories of its own, so that nothing of another attempt can be read when it is
+judged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from pytest_megatron.base.files import write_text_atomically
+
+RUN_FILE = "run.json"
+FLIGHT_PREFIX = "nccl_trace_rank_"  # torch's; the rank follows
+_NODE = re.compile(r"node(\d+)").fullmatch
+_NAME_LENGTH = 150  # of a directory; file systems take 255 bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseDirs:
+    """The directories of one phase, which is one start of the training program."""
+
+    root: Path
+
+    @property
+    def logs(self) -> Path:
+        """`<rank>/stdout.log` and `<rank>/stderr.log` of every rank."""
+        return self.root / "logs"
+
+    @property
+    def launcher_log(self) -> Path:
+        """What the launcher itself printed, the lines of chosen ranks among it."""
+        return self.root / "launcher.log"
+
+    def first_rank_below(self, path: Path, ranks_per_node: int) -> int:
+        """Return the first rank of the node that a log or a directory in `logs` belongs to."""
+        found = _NODE(path.relative_to(self.logs).parts[0])
+        return 0 if found is None else int(found[1]) * ranks_per_node
+
+    @property
+    def tensorboard(self) -> Path:
+        """Event files that the training writes."""
+        return self.root / "tensorboard"
+
+    @property
+    def flight(self) -> Path:
+        """What the flight recorder of each rank dumped when a collective did not finish."""
+        return self.root / "flight"
+
+    def flight_dumps(self) -> list[Path]:
+        """Return the dumps that are there."""
+        return sorted(self.flight.glob(f"{FLIGHT_PREFIX}*"))
+
+    @property
+    def metrics_lines(self) -> Path:
+        """Where a training may write its metrics as JSON lines instead."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def generated(self) -> Path:
+        """Where an inference program writes its requests, `${INFERENCE_OUTPUT_PATH}`."""
+        return self.root / "generated.json"
+
+    @property
+    def metrics(self) -> Path:
+        """The metrics that were read, in the form of a golden."""
+        return self.root / "metrics.json"
+
+    def script(self, name: str) -> Path:
+        """A script of the case, `before` or `after` the training; `.log` is what it printed."""
+        return self.root / f"{name}_script.sh"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptDirs:
+    """The directories of one attempt: one execution of a workload."""
+
+    root: Path
+
+    def phase(self, number: int) -> PhaseDirs:
+        """Return the directories of a phase, counted from 1."""
+        return PhaseDirs(root=self.root / f"phase_{number}")
+
+    @property
+    def plan(self) -> Path:
+        """What was started, word for word."""
+        return self.root / "plan.json"
+
+    @property
+    def health(self) -> Path:
+        """What the GPUs said before and after."""
+        return self.root / "health.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the training saves; later phases of the attempt load from it."""
+        return self.root / "checkpoints"
+
+    @property
+    def data_cache(self) -> Path:
+        """What a dataset may cache, where the recipe names no other place."""
+        return self.root / "data_cache"
+
+    @property
+    def no_checkpoint(self) -> Path:
+        """A directory that stays empty: what a run loads from that has nothing to load."""
+        return self.root / "no_checkpoint"
+
+    @property
+    def frozen_checkpoint(self) -> Path:
+        """Shows one iteration of a frozen checkpoint, which itself is never written."""
+        return self.root / "frozen_checkpoint"
+
+    @property
+    def metrics(self) -> Path:
+        """The metrics of all windows of a release in one."""
+        return self.root / "metrics.json"
+
+    @property
+    def project_copy(self) -> Path:
+        """The copy of the project that a recipe's script runs in."""
+        return self.root / "project"
+
+    @property
+    def home(self) -> Path:
+        """HOME of a recipe's script."""
+        return self.root / "home"
+
+    @property
+    def bin(self) -> Path:
+        """First on the PATH of a recipe's script."""
+        return self.root / "bin"
+
+    @property
+    def prelude(self) -> Path:
+        """What every bash of a recipe's script reads first."""
+        return self.root / "prelude.sh"
+
+    @property
+    def assets(self) -> Path:
+        """`{assets_dir}` of a recipe's script."""
+        return self.root / "assets"
+
+    @property
+    def artifacts(self) -> Path:
+        """`{artifacts_dir}` of a recipe's script."""
+        return self.root / "artifacts"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ItemDirs:
+    """The directory of one workload in one run."""
+
+    root: Path
+
+    def attempt(self, *, repeat: int, attempt: int) -> AttemptDirs:
+        """Return the directories of an attempt; both numbers count from 1."""
+        return AttemptDirs(root=self.root / f"repeat_{repeat}" / f"attempt_{attempt}")
+
+    @property
+    def comparison(self) -> Path:
+        """The comparison of every repeat with the golden."""
+        return self.root / "comparison.json"
+
+    @property
+    def golden(self) -> Path:
+        """A copy of the golden as it was when the workload started."""
+        return self.root / "golden.json"
+
+    @property
+    def triage(self) -> Path:
+        """Why attempts failed; not there if none did."""
+        return self.root / "triage.json"
+
+    @property
+    def curves(self) -> Path:
+        """The page that shows all curves."""
+        return self.root / "curves.html"
+
+
+def item_dirs(run_dir: Path, node_id: str) -> ItemDirs:
+    """Return the directory of an item: readable, good for every file system, its own.
+
+    A digest of the node id tells apart what looks alike once brackets and slashes are gone.
+    """
+    plain = node_id.removeprefix("recipes/").replace(".yaml::", "-")
+    readable = re.sub(r"[^A-Za-z0-9._+=]+", "-", plain).strip("-")[:_NAME_LENGTH]
+    digest = hashlib.sha256(node_id.encode()).hexdigest()[:6]
+    return ItemDirs(root=run_dir / f"{readable}-{digest}")
+
+
+OWN_DIR = Path(".pytest_megatron")
+RUNS_DIR = OWN_DIR / "runs"
+
+
+def make_own_dir(root: Path) -> None:
+    """Make our directory in a project, ignored by git: a run must not make the tree dirty.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    directory = (root / OWN_DIR).resolve()  # maybe a link to scratch, where it is not there yet
+    directory.mkdir(parents=True, exist_ok=True)
+    _ignore(directory)
+
+
+def make_results_dir(directory: Path) -> None:
+    """Make a directory for results that the user named; in a git tree, git ignores a new one.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    is_in_tree = any((parent / ".git").exists() for parent in directory.absolute().parents)
+    if is_in_tree and not any(directory.iterdir()):
+        _ignore(directory)
+
+
+def _ignore(directory: Path) -> None:
+    if not (directory / ".gitignore").exists():
+        write_text_atomically(directory / ".gitignore", "*\n")

@@ -1,0 +1,1 @@
+"""Readers of log lines, tracebacks, exits and flight records."""

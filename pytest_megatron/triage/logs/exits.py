@@ -1,0 +1,166 @@
+"""How each rank ended, as its launcher reported it: torch's agent, srun, mpirun. Pure.
+
+Sources: torch/distributed/elastic/multiprocessing/errors (format of the failures), torch 2.11;
+Slurm's srun, task exit messages.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from pytest_megatron.triage.logs.lines import parse_line, parse_time
+
+# In every line that tells of an end, and so looked for.
+LITERALS = (
+    *("(local_rank: ", "failed (exitcode: ", "srun: error: ", "exited on signal"),
+    "forcefully exiting via",
+)
+NEAR_BYTES = (600, 6000)  # before and behind a row of torch's table: what belongs to it
+
+_ROW = re.compile(
+    r"^ *rank +: +(?P<rank>\d+) \(local_rank: \d+\)\n"
+    r"(?:.*\n){0,2}? *exitcode +: +(?P<code>-?\d+) *\(pid: (?P<pid>\d+)\)(?P<rest>[\s\S]*)",
+    re.MULTILINE,
+)
+_TIME = re.compile(r"time +: +(\S+)")
+_MESSAGE = re.compile(r"traceback +: +Traceback \(most recent call last\):\n(?P<text>[\s\S]*)")
+_SEEN = re.compile(
+    r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<rank>\d+) \(pid: (?P<pid>\d+)\)"
+)
+_SRUN = re.compile(
+    r"^srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,\-]+): "
+    r"(?:Exited with exit code (?P<code>\d+)|(?P<word>[A-Z][\w ]*))"
+)
+_FORCED = re.compile(r"Unable to shutdown process (?P<pid>\d+) via .*forcefully exiting via")
+_MPIRUN = re.compile(r"process rank (?P<rank>\d+) .*exited on signal (?P<number>\d+)")
+_WORDS = {
+    "Killed": "SIGKILL",
+    "Segmentation fault": "SIGSEGV",
+    "Aborted": "SIGABRT",
+    "Terminated": "SIGTERM",
+    "Bus error": "SIGBUS",
+    "Out Of Memory": "SIGKILL",
+    "OOM Killed": "SIGKILL",
+    "Illegal instruction": "SIGILL",
+}
+_SIGNALS = {number.value: number.name for number in signal.Signals}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessExit:
+    """How one rank ended.
+
+    Attributes:
+        how: `SIGKILL`, or `exit code 3`.
+        is_first: Whether the launcher saw it before every other one.
+        time_s: When the launcher noticed it, to the second, or None.
+        message: What the rank raised, as its error file told the launcher, or None.
+        shift: Bytes from the line that told of it to the line that shows it best.
+        shown: That line.
+    """
+
+    rank: int
+    how: str
+    is_first: bool = False
+    time_s: float | None = None
+    pid: int | None = None
+    message: str | None = None
+    shift: int = 0
+    shown: str = ""
+
+
+def how_it_ended(code: int) -> str:
+    """Return `SIGKILL` for -9, `exit code 3` for 3: what the table of signatures is asked with."""
+    if code < 0:
+        return _SIGNALS.get(-code, f"SIG{-code}")
+    return f"exit code {code}"
+
+
+def read_exits(line: str, around: str, at: int) -> tuple[ProcessExit, ...]:
+    """Return the ends that a line of a launcher's log tells of.
+
+    Args:
+        line: The line, which holds one of `LITERALS`.
+        around: The text around it; of torch's table the row is needed.
+        at: Where the line begins in `around`.
+    """
+    text = parse_line(line).text
+    if "(local_rank: " in text:
+        found = _table_row(around, at)
+        return () if found is None else (found,)
+    if (seen := _SEEN.search(text)) is not None:
+        code, rank = int(seen["code"]), int(seen["rank"])
+        how, pid = how_it_ended(code), int(seen["pid"])
+        return (ProcessExit(rank=rank, how=how, is_first=True, pid=pid, shown=text),)
+    if (task := _SRUN.match(text)) is not None:
+        word = task["word"]
+        how = f"exit code {task['code']}" if word is None else _WORDS.get(word.strip(), "")
+        if not how:
+            return ()
+        return tuple(ProcessExit(rank=rank, how=how, shown=text) for rank in _ranks(task["ranks"]))
+    if (process := _MPIRUN.search(text)) is not None:
+        killed = how_it_ended(-int(process["number"]))
+        return (ProcessExit(rank=int(process["rank"]), how=killed, shown=text),)
+    return ()
+
+
+def stubborn_pid(line: str) -> int | None:
+    """Return the process that torch's agent killed, as it had not heard its SIGTERM."""
+    found = _FORCED.search(line)
+    return None if found is None else int(found["pid"])
+
+
+def excuse(end: ProcessExit, stubborn: Collection[int | None]) -> ProcessExit:
+    """Return the end of a rank that the agent killed as the SIGTERM that it had not heard."""
+    return replace(end, how="SIGTERM") if end.pid is not None and end.pid in stubborn else end
+
+
+def merge_exits(exits: Sequence[ProcessExit]) -> dict[int, ProcessExit]:
+    """Return one end for each rank: a row of torch's table says more than any other line."""
+    found: dict[int, ProcessExit] = {}
+    for exit_ in exits:
+        before = found.get(exit_.rank)
+        if before is None or before.time_s is None:
+            found[exit_.rank] = exit_
+    return found
+
+
+def _table_row(around: str, at: int) -> ProcessExit | None:
+    """Read `rank : 1 (local_rank: 1)` and the lines that belong to it."""
+    plain = "\n".join(parse_line(line).text for line in around[at:].split("\n"))
+    row = _ROW.match(plain)
+    if row is None:
+        return None
+    before = around[:at]
+    block = before[max(before.rfind("]:"), 0) :]
+    time = _TIME.search(block)
+    rest = re.split(r"\n(?:\[\d+\]:|-{10,}|={10,})", row["rest"])[0]
+    message = _MESSAGE.search(rest)
+    raised = None if message is None else _last_line(message["text"])
+    shift = max(0, around.find("exitcode", at) - at)
+    return ProcessExit(
+        rank=int(row["rank"]),
+        how=how_it_ended(int(row["code"])),
+        is_first="Root Cause" in before[-400:],
+        time_s=None if time is None else parse_time(time[1]),
+        pid=int(row["pid"]),
+        message=raised,
+        shift=len(around[at : at + shift].encode()),
+        shown=around[at + shift :].partition("\n")[0],
+    )
+
+
+def _last_line(text: str) -> str | None:
+    lines = [line.strip() for line in text.split("\n") if line.strip()]
+    return lines[-1] if lines else None
+
+
+def _ranks(text: str) -> Iterator[int]:
+    """Yield the numbers of `0,2-3`."""
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if first.isdigit():
+            yield from range(int(first), int(last or first) + 1)

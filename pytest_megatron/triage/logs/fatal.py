@@ -1,0 +1,373 @@
+"""Which of the tracebacks in a rank's logs ended it, and what it means by the table.
+
+A traceback that was caught and printed is followed by what the program did next; one that ended
+the rank is followed by the noise of an end.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import re
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.triage.launch import LogFile, Stream
+from pytest_megatron.triage.logs.exits import ProcessExit
+from pytest_megatron.triage.logs.lines import Line, parse_line
+from pytest_megatron.triage.logs.scan import read_from
+from pytest_megatron.triage.logs.traceback import (
+    HEADER,
+    Bare,
+    Chain,
+    ExceptionLink,
+    RaisedException,
+    bare_errors,
+    is_at_end,
+    is_continued,
+    lines_after,
+    read_chain,
+)
+from pytest_megatron.triage.rank_log import Fatal, LogLine
+from pytest_megatron.triage.records import read_json
+from pytest_megatron.triage.signatures import (
+    LineRole,
+    Signature,
+    Table,
+    is_own_mistake,
+    names_another_host,
+)
+
+NEEDED = ("short test summary info",)  # texts to look for beside the headers of tracebacks
+_TRACE_BYTES = 1 << 20
+_BEFORE_BYTES = 1 << 12
+_MOST_TRACES = 12  # of a rank that are read, from the last one on
+_MOST_BEHIND = 7  # lines that may follow an exception without a traceback that ended a program
+_OF_CONNECTIONS = ("network", "http_read", "hf_hub", "service", "dns", "port_in_use")
+_UNCAUGHT = re.compile(
+    r"\[rank\d+\]: ?Traceback"
+)  # so written by torch's hook for uncaught ones alone
+# A traceback behind such a line was caught, if anything follows it: the program lived to log it.
+_LOGGED = re.compile(
+    r"\b(?:ERROR|WARNING|WARN|CRITICAL|EXCEPTION)\b|(?i:\b(?:caught|retry|handled|ignoring)\b)"
+)
+_HANDLED = re.compile(r"(?i)\b(?:caught|retry\w*|handled|ignor\w+)\b")
+
+
+def classify_message(table: Table, message: str, frames: Sequence[str] = ()) -> Signature:
+    """Return the row for what an exception says, and where; every exception has one."""
+    return table.raised(message, frames) or table["exception"]
+
+
+def find_fatal(
+    traces: Sequence[tuple[LogFile, int]],
+    table: Table,
+    labelled: Collection[LogFile],
+    rank: int | None,
+    end: ProcessExit | None,
+) -> Fatal | None:
+    """Return the exception that ended a rank, None where no traceback did.
+
+    Args:
+        traces: Logs and offsets of the headers of its tracebacks, in order.
+        table: Says what an exception means.
+        labelled: The logs whose lines begin with `3: `.
+        rank: Whose lines count in a log of several ranks.
+        end: How the launcher saw it end, or None.
+    """
+    order = (Stream.STDERR, Stream.BOTH, Stream.LAUNCHER, Stream.STDOUT)
+    streams = sorted({log.stream for log, _ in traces}, key=order.index)
+    for stream in streams:
+        chosen = [(log, at) for log, at in traces if log.stream is stream][-_MOST_TRACES:]
+        found: list[Fatal] = []
+        for log, at in reversed(chosen):
+            fatal = _read_fatal(log, at, table, rank, end, is_labelled=log in labelled)
+            if fatal is not None:
+                found.append(fatal)
+        if found:
+            return _root_of(_chosen(found), traces, table, labelled, rank)
+    return None
+
+
+def _root_of(
+    fatal: Fatal,
+    traces: Sequence[tuple[LogFile, int]],
+    table: Table,
+    labelled: Collection[LogFile],
+    rank: int | None,
+) -> Fatal:
+    """Return what a lost connection comes from, where the same run shows it: its own server died.
+
+    A connection to another host does not come from here.
+    """
+    is_lost = fatal.signature.is_transient and fatal.signature.family in _OF_CONNECTIONS
+    if not is_lost or fatal.place is None or names_another_host(fatal.message):
+        return fatal
+    for log, at in traces[-_MOST_TRACES:]:
+        if log == fatal.place.log and at > fatal.place.offset:
+            break
+        lines, offsets, _ = _lines_around(log, at, rank, is_labelled=log in labelled)
+        start = _header_at(lines, offsets, at)
+        if start is None or is_continued(lines, start):
+            continue
+        if start > 0 and _HANDLED.search(lines[start - 1].text) is not None:
+            continue
+        chain = read_chain(lines, start)
+        if chain is None:
+            continue
+        raised, signature = classify_chain(chain, table)
+        if is_own_mistake(raised.message) or is_genuine(signature):
+            return Fatal(
+                signature=signature,
+                message=raised.message,
+                frame=raised.own_frame,
+                frames=raised.frames,
+                time_s=raised.time_s,
+                place=LogLine(log=log, offset=offsets[raised.said], text=raised.headline),
+            )
+    return fatal
+
+
+def find_bare(
+    log: LogFile,
+    data: bytes,
+    start: int,
+    table: Table,
+    rank: int | None,
+    *,
+    most_after: int | None,
+) -> Fatal | None:
+    """Return what the end of a log says went wrong where no traceback is whole.
+
+    Args:
+        log: Where it is.
+        data: The end of the log.
+        start: The offset of that end.
+        table: Says what an exception means.
+        rank: Of whose lines; None takes all.
+        most_after: Lines that may follow it; None takes many, unless it is to be run again.
+    """
+    raws = data.split(b"\n")
+    parsed = [parse_line(raw.decode(errors="replace")) for raw in raws]
+    own = [i for i, line in enumerate(parsed) if rank is None or line.rank in (rank, None)]
+    found: list[tuple[Bare, Signature]] = []
+    for bare in bare_errors([parsed[i] for i in own]):
+        signature = classify_message(table, bare.message)
+        if not bare.is_exception and (signature.id == "exception" or signature.literals):
+            continue  # what is looked for in every line was found as an event
+        most = _MOST_BEHIND if most_after is None and signature.is_transient else most_after
+        if most is not None and bare.num_after > most:
+            continue  # the program went on
+        found.append((bare, signature))
+    causes = [(bare, row) for bare, row in found if row.role is LineRole.CAUSE]
+    named = [(bare, row) for bare, row in causes if row.id != "exception"]
+    genuine = [(bare, row) for bare, row in named if not row.is_transient]
+    if named and named[0][1].is_transient:
+        named = genuine or named
+    for bare, signature in (named or causes or found)[:1]:
+        index = own[bare.index]
+        offset = start + sum(len(raw) + 1 for raw in raws[:index])
+        place = LogLine(log=log, offset=offset, text=bare.message.partition("\n")[0])
+        verb = "raised" if bare.is_exception else "wrote"
+        return Fatal(signature=signature, message=bare.message, verb=verb, place=place)
+    return None
+
+
+def fatal_of_lines(lines: Sequence[Line], table: Table) -> Fatal | None:
+    """Return the exception of the traceback that begins first in these lines."""
+    starts = [index for index, line in enumerate(lines) if HEADER in line.text]
+    chain = read_chain(lines, starts[0]) if starts else None
+    if chain is None:
+        return None
+    raised, signature = classify_chain(chain, table)
+    return Fatal(
+        signature=signature, message=raised.message, frame=raised.own_frame, frames=raised.frames
+    )
+
+
+def classify_chain(chain: Chain, table: Table) -> tuple[RaisedException, Signature]:
+    """Return the exception of a chain that says most, and its row.
+
+    The last one, unless it only repeats in other words what it was raised from, or follows from
+    another rank's end while an earlier one does not.
+    """
+    last = chain.last
+    signature = classify_message(table, last.message, last.frames)
+    chosen = last, signature
+    for later, earlier in zip(reversed(chain.links), [*reversed(chain.links)][1:], strict=False):
+        before = classify_message(table, earlier.message, earlier.frames)
+        is_cause = before.role is LineRole.CAUSE
+        if (
+            later.link is ExceptionLink.DIRECT
+            and is_cause
+            and _is_vague(chosen[1])
+            and not _is_vague(before)
+        ) or (
+            later.link is ExceptionLink.DURING and is_cause and chosen[1].role is LineRole.CASCADE
+        ):
+            chosen = earlier, before
+    return _without_false_hope(chain, chosen, table)
+
+
+def _without_false_hope(
+    chain: Chain, chosen: tuple[RaisedException, Signature], table: Table
+) -> tuple[RaisedException, Signature]:
+    """Return what a transient exception was raised from, where that is the program's own doing.
+
+    `raise ConnectionError from KeyError` is no network's; neither is a hub that is not asked, as
+    somebody said that it must not be.
+    """
+    if not chosen[1].is_transient:
+        return chosen
+    for earlier in chain.links:
+        before = classify_message(table, earlier.message, earlier.frames)
+        if earlier is chosen[0]:
+            break
+        if is_own_mistake(earlier.message) or (
+            is_genuine(before) and before.family != chosen[1].family
+        ):
+            return earlier, before
+    return chosen
+
+
+def is_genuine(signature: Signature) -> bool:
+    """Whether a row names a cause that an unchanged run meets again; a refusal may be anybody's."""
+    is_named = signature.id != "exception" and signature.family not in _OF_CONNECTIONS
+    return is_named and signature.role is LineRole.CAUSE and not signature.is_transient
+
+
+def _is_vague(signature: Signature) -> bool:
+    return signature.id == "exception" or signature.role is LineRole.CASCADE
+
+
+def _read_fatal(
+    log: LogFile,
+    at: int,
+    table: Table,
+    rank: int | None,
+    end: ProcessExit | None,
+    *,
+    is_labelled: bool,
+) -> Fatal | None:
+    """Read one traceback; None if the rank lived on."""
+    lines, offsets, is_all = _lines_around(log, at, rank, is_labelled=is_labelled)
+    start = _header_at(lines, offsets, at)
+    if start is None:
+        return None
+    if "traceback : " in lines[start].text:  # the launcher's copy of an error file
+        return None
+    if is_continued(lines, start):  # read with the traceback that it goes on from
+        return None
+    chain = read_chain(lines, start)
+    if chain is None or chain.is_ignored:
+        return None
+    has_failed = end is not None and end.how != "exit code 0"
+    was_logged = start > 0 and _LOGGED.search(lines[start - 1].text) is not None
+    is_uncaught = _UNCAUGHT.search(_raw_line(log, at)) is not None
+    said = chain.last.said
+    ended = has_failed or not was_logged or lines_after(lines, said) == 0
+    is_last = is_uncaught or (is_at_end(lines, said) and ended)
+    if not is_all or not is_last:
+        return None
+    raised, signature = classify_chain(chain, table)
+    return Fatal(
+        signature=signature,
+        message=raised.message,
+        frame=raised.own_frame,
+        frames=raised.frames,
+        time_s=raised.time_s,
+        place=LogLine(log=log, offset=offsets[raised.said], text=raised.headline),
+    )
+
+
+def _chosen(found: Sequence[Fatal]) -> Fatal:
+    """Return one of the tracebacks at the end of a log; the last one comes first in `found`.
+
+    What a clean-up raised after the first one is not why it began.
+    """
+    causes = [fatal for fatal in found if fatal.signature.role is LineRole.CAUSE]
+    return causes[0] if causes else found[0]
+
+
+def _lines_around(
+    log: LogFile, at: int, rank: int | None, *, is_labelled: bool
+) -> tuple[list[Line], list[int], bool]:
+    """Return the lines of one rank around an offset, where each begins, and if the log ends there.
+
+    Of a log of one rank's own all lines are its.
+    """
+    start = max(0, at - _BEFORE_BYTES)
+    data = read_from(log.path, start, _TRACE_BYTES)
+    is_all = start + len(data) >= _size(log.path)
+    lines: list[Line] = []
+    offsets: list[int] = []
+    offset = start
+    for raw in data.split(b"\n"):
+        line = parse_line(raw.decode(errors="replace"), is_labelled=is_labelled)
+        if log.rank is not None or line.rank == rank:
+            lines.append(line)
+            offsets.append(offset)
+        offset += len(raw) + 1
+    return lines, offsets, is_all or log.rank is None
+
+
+def _header_at(lines: Sequence[Line], offsets: Sequence[int], at: int) -> int | None:
+    """Return the index of the header whose line holds a byte, None if it is another rank's.
+
+    Before it on that line there may be anything, such as a hole in the file.
+    """
+    holding = bisect.bisect_right(offsets, at) - 1
+    for index in (holding, holding + 1):
+        if 0 <= index < len(lines) and HEADER in lines[index].text:
+            return index
+    return None
+
+
+def _raw_line(log: LogFile, at: int) -> str:
+    """Return the beginning of a line as it is in the file."""
+    return read_from(log.path, at, 200).partition(b"\n")[0].decode(errors="replace")
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size
+
+
+_MOST_BYTES = 1 << 20
+
+
+def read_error_file(path: Path | None, table: Table) -> Fatal | None:
+    """Return the exception of an error file; None where it is of another make.
+
+    Raises:
+        OSError: It cannot be read.
+        TriageError: It is no JSON: torn, or not what torch writes.
+    """
+    if path is None:
+        return None
+    content = read_json(path, _MOST_BYTES)
+    found = content.get("message") if isinstance(content, dict) else None
+    if isinstance(found, str):
+        return Fatal(signature=classify_message(table, found), message=found)
+    if not isinstance(found, dict) or not isinstance(found.get("message"), str):
+        return None
+    extra = found.get("extraInfo")
+    extra = extra if isinstance(extra, dict) else {}
+    message = str(found["message"])
+    stack = str(extra.get("py_callstack", ""))
+    of_stack = fatal_of_lines([parse_line(text) for text in stack.split("\n")], table)
+    return Fatal(
+        signature=classify_message(table, message) if of_stack is None else of_stack.signature,
+        message=message,
+        frame=None if of_stack is None else of_stack.frame,
+        frames=() if of_stack is None else of_stack.frames,
+        epoch_s=_seconds(extra.get("timestamp")),
+    )
+
+
+def _seconds(value: JsonValue) -> float | None:
+    try:
+        seconds = float(str(value))
+    except ValueError:
+        return None
+    return seconds if math.isfinite(seconds) else None

@@ -1,0 +1,167 @@
+"""What the logs of one launch tell, rank by rank. Data; `gather` fills it, `cause` reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pytest_megatron.triage.collectives import CollectiveMismatch
+from pytest_megatron.triage.launch import LogFile, Unit
+from pytest_megatron.triage.logs.exits import ProcessExit
+from pytest_megatron.triage.signatures import Signature
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogLine:
+    """A line in a log.
+
+    Attributes:
+        offset: Of a byte of it.
+        text: The line, without what is put in front of it.
+    """
+
+    log: LogFile
+    offset: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """A line that a signature matches.
+
+    Attributes:
+        rank: Whose, None where nothing says.
+        time_s: By the clock of that log.
+    """
+
+    signature: Signature
+    rank: int | None
+    time_s: float | None
+    place: LogLine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fatal:
+    """The exception that ended a rank.
+
+    Attributes:
+        message: `Type: text`, of several lines perhaps.
+        frame: The deepest `file:line in name` outside of libraries, or None.
+        frames: All of them, outermost first.
+        time_s: By the clock of the log, or None.
+        epoch_s: As torch's error file has it, or None.
+        place: None where only the error file knows it.
+        verb: For a sentence; `wrote` where it is a line of a logger.
+    """
+
+    signature: Signature
+    message: str
+    frame: str | None = None
+    frames: tuple[str, ...] = ()
+    time_s: float | None = None
+    epoch_s: float | None = None
+    place: LogLine | None = None
+    verb: str = "raised"
+
+    @property
+    def headline(self) -> str:
+        """The first line of the message."""
+        return self.message.partition("\n")[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Enqueued:
+    """How far a rank's collectives were when its watchdog spoke.
+
+    Attributes:
+        timed_out: Number of the collective that did not finish, or None.
+        last: The last one that the rank called, or None.
+        op: What it was, `ALLREDUCE`; `num_elements` of its input.
+    """
+
+    group: str
+    timed_out: int | None
+    last: int | None
+    op: str | None
+    num_elements: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStory:
+    """What is known of one rank, or of the launcher.
+
+    Attributes:
+        rank: None is the launcher.
+        exit: As the launcher reported it, or None; `exit_place` is where.
+        events: In the order of its logs.
+        stack_frame: Where its main thread was when it was stopped or crashed, or None.
+        last_words: The end of its log, a few lines that say something.
+    """
+
+    rank: int | None
+    exit: ProcessExit | None = None
+    exit_place: LogLine | None = None
+    fatal: Fatal | None = None
+    events: tuple[Event, ...] = ()
+    enqueued: tuple[Enqueued, ...] = ()
+    stack_frame: str | None = None
+    last_words: tuple[LogLine, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLog:
+    """What is known of one launch.
+
+    Attributes:
+        iteration: The furthest that any rank printed: N of M; or None.
+        is_presumed_clean: Whether nothing failed as far as the launcher, or who started it, knows.
+        success: The last line that shows that a part of it came to a good end, or None.
+        collectives: What flight recorders say of those that ranks disagree about, origin first.
+        notes: What could not be read.
+    """
+
+    unit: Unit
+    ranks: Mapping[int, RankStory]
+    launcher: RankStory
+    iteration: tuple[int, int] | None
+    collectives: tuple[CollectiveMismatch, ...] = ()
+    is_presumed_clean: bool = False
+    success: LogLine | None = None
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there were, as far as anything tells."""
+        return max(self.unit.known.world_size or 0, max(self.ranks, default=-1) + 1)
+
+    @property
+    def has_exits(self) -> bool:
+        """Whether the launcher reported how ranks ended."""
+        return any(story.exit is not None for story in self.ranks.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Root:
+    """What a failure began with.
+
+    Attributes:
+        ranks: Those that failed by themselves in the same way, lowest first; empty if it was none,
+            or nothing says which.
+        what: What that rank did, for a sentence: `raised ValueError: x`, `was killed by SIGKILL`.
+        places: Lines that show it.
+        frame: `file:line in name` where it happened, or None.
+        frames: Of its traceback.
+        message: What it raised, whole, or None.
+        is_all: Whether every rank failed in this way.
+        also: Sentences about what else is known, such as which collective a rank missed.
+    """
+
+    signature: Signature
+    ranks: tuple[int, ...]
+    what: str
+    places: tuple[LogLine, ...] = ()
+    frame: str | None = None
+    frames: tuple[str, ...] = ()
+    message: str | None = None
+    is_all: bool = False
+    also: tuple[str, ...] = ()

@@ -1,0 +1,358 @@
+"""Which rank, and which event, a failure began with: pure.
+
+The earliest event over all ranks that is not a consequence of another one. Order of evidence: what
+explains everything else (a job's time limit, a GPU that is gone); signals; exceptions; exit codes;
+and, if there are only ranks that waited, the one that did not come.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+from pytest_megatron.triage.launch import LaunchEnd
+from pytest_megatron.triage.logs.exits import how_it_ended
+from pytest_megatron.triage.missing_rank import find_absent, is_watchdog, odd_by_fingerprint
+from pytest_megatron.triage.rank_log import Event, Fatal, LogLine, RankLog, RankStory, Root
+from pytest_megatron.triage.signatures import LineRole, Signature, Table
+
+TIE_S = 2.0  # stamps have whole seconds, and clocks of nodes differ
+_NOT_THE_CAUSE = ("SIGTERM", "exit code 0")
+_SPEAKS_FIRST = ("SIGABRT",)  # what a process does to itself after it said why
+
+
+class _CauseKind(IntEnum):
+    """What shows that a rank failed; of two at the same time the lower one is the cause."""
+
+    SIGNAL = 0
+    NATIVE = 1
+    RAISED = 2
+    SILENT = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CauseCandidate:
+    """A rank that may be the one."""
+
+    story: RankStory
+    kind: _CauseKind
+    signature: Signature
+    what: str
+    places: tuple[LogLine, ...]
+    fatal: Fatal | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the launcher saw it before every other one."""
+        return self.story.exit is not None and self.story.exit.is_first
+
+
+def find_root(story: RankLog, table: Table) -> Root | None:
+    """Return what a failure began with; None if nothing failed."""
+    candidates = [c for rank in story.ranks.values() if (c := _candidate(rank, table)) is not None]
+    if story.unit.known.ended in (LaunchEnd.TIME_LIMIT, LaunchEnd.HUNG_COLLECTIVE):
+        candidates = [c for c in candidates if _is_own(c)]
+    root = _first(candidates, story)
+    if root is not None and (odd := odd_by_fingerprint(story)):
+        guilty = next((_of(c, odd) for c in candidates if c.story.rank == odd[0]), root)
+        root = replace(guilty, ranks=odd, is_all=False, what="called another collective")
+    explained = _explained(story, root)
+    if explained is not None:
+        return explained
+    if root is not None:
+        return root
+    if story.unit.known.ended is LaunchEnd.TIME_LIMIT:
+        return _time_limit(story, table)
+    launcher = _candidate(story.launcher, table)
+    if launcher is not None and story.unit.known.ended is not LaunchEnd.HUNG_COLLECTIVE:
+        return _of(launcher, ())
+    waiting = find_absent(story, table)
+    if waiting is not None:
+        return waiting
+    found = _line(story) or _outcome(story, table) or _raised(story, table) or _hint(story)
+    return found or _silent(story, table)
+
+
+def _is_own(candidate: _CauseCandidate) -> bool:
+    """Whether a rank of a launch that was stopped failed by itself.
+
+    Not by the signal that had it print its stack, nor by what a wait for others ends in.
+    """
+    return candidate.kind is _CauseKind.RAISED and not candidate.signature.is_transient
+
+
+def _candidate(rank: RankStory, table: Table) -> _CauseCandidate | None:
+    """Return how a rank failed by itself, None if it did not, or only followed another one."""
+    how = None if rank.exit is None else rank.exit.how
+    is_signal = how is not None and how.startswith("SIG") and how not in _NOT_THE_CAUSE
+    native = _native(rank)
+    if is_signal and how not in _SPEAKS_FIRST:
+        assert how is not None
+        places = (*(() if native is None else (native.place,)), *_exit_places(rank))
+        signature = _of_exit(table, how) if native is None else native.signature
+        return _CauseCandidate(
+            story=rank,
+            kind=_CauseKind.SIGNAL,
+            signature=signature,
+            what=_say_end(how),
+            places=places,
+        )
+    fatal = rank.fatal
+    if fatal is not None and fatal.signature.role is LineRole.CAUSE:
+        return _CauseCandidate(
+            story=rank,
+            kind=_CauseKind.RAISED,
+            signature=fatal.signature,
+            what=f"{fatal.verb} {fatal.headline}",
+            places=() if fatal.place is None else (fatal.place,),
+            fatal=fatal,
+        )
+    if native is not None and how != "exit code 0":
+        what = f"wrote {native.place.text.strip()!r}" if how is None else _say_end(how)
+        return _CauseCandidate(
+            story=rank,
+            kind=_CauseKind.NATIVE,
+            signature=native.signature,
+            what=what,
+            places=(native.place, *_exit_places(rank)),
+        )
+    follows = fatal is not None or any(is_watchdog(event) for event in rank.events)
+    if how is None or how in _NOT_THE_CAUSE or follows:
+        return None
+    kind = _CauseKind.SIGNAL if is_signal else _CauseKind.SILENT
+    return _CauseCandidate(
+        story=rank,
+        kind=kind,
+        signature=_of_exit(table, how),
+        what=_say_end(how),
+        places=(*_exit_places(rank), *rank.last_words[-2:]),
+    )
+
+
+def _exit_places(rank: RankStory) -> tuple[LogLine, ...]:
+    return () if rank.exit_place is None else (rank.exit_place,)
+
+
+def _native(rank: RankStory) -> Event | None:
+    """Return the line with which native code, or a program before its start, ended a process."""
+    return next(
+        (e for e in rank.events if e.signature.is_fatal and e.signature.role is LineRole.CAUSE),
+        None,
+    )
+
+
+def _of_exit(table: Table, how: str) -> Signature:
+    return table.exit(how) or table["exit_code"]
+
+
+def _say_end(how: str) -> str:
+    return f"was killed by {how}" if how.startswith("SIG") else f"ended with {how}"
+
+
+def _first(candidates: Sequence[_CauseCandidate], story: RankLog) -> Root | None:
+    """Return the earliest of several; those of the same cause are named together."""
+    if not candidates:
+        return None
+    tied = [c for c in candidates if not any(_is_before(other, c) for other in candidates)]
+    tied = tied or list(candidates)
+
+    def order(candidate: _CauseCandidate) -> tuple[int, bool, bool, int]:
+        rank = candidate.story.rank
+        return (
+            candidate.kind,
+            candidate.signature.is_transient,
+            not candidate.is_first,
+            -1 if rank is None else rank,
+        )
+
+    root = min(tied, key=order)
+    alike = [c for c in candidates if _is_alike(c, root)]
+    ranks = sorted(c.story.rank for c in alike if c.story.rank is not None)
+    is_all = 1 < story.world_size == len(ranks)
+    if not is_all and root.story.rank is not None:
+        ranks.remove(root.story.rank)
+        ranks.insert(0, root.story.rank)
+    return _of(root, tuple(ranks), is_all=is_all)
+
+
+def _is_alike(one: _CauseCandidate, other: _CauseCandidate) -> bool:
+    if one.signature.id != other.signature.id or one.kind is not other.kind:
+        return False
+    if one.fatal is None or other.fatal is None:
+        return one.what == other.what
+    return one.fatal.frame == other.fatal.frame
+
+
+def _is_before(one: _CauseCandidate, other: _CauseCandidate) -> bool:
+    """Whether one happened clearly before another, by a clock that both have."""
+    for a, b in zip(_times(one), _times(other), strict=True):
+        if a is not None and b is not None:
+            return a + TIE_S < b
+    return False
+
+
+def _times(candidate: _CauseCandidate) -> tuple[float | None, float | None, float | None]:
+    """Return when it failed by torch's error file, by the lines of its log and by the launcher."""
+    fatal, end = candidate.fatal, candidate.story.exit
+    epoch_s = None if fatal is None else fatal.epoch_s
+    time_s = None if fatal is None else fatal.time_s
+    return epoch_s, time_s, None if end is None else end.time_s
+
+
+def _of(candidate: _CauseCandidate, ranks: tuple[int, ...], *, is_all: bool = False) -> Root:
+    fatal = candidate.fatal
+    rank = candidate.story
+    return Root(
+        signature=candidate.signature,
+        ranks=ranks,
+        what=candidate.what,
+        places=candidate.places,
+        frame=rank.stack_frame if fatal is None else fatal.frame,
+        frames=() if fatal is None else fatal.frames,
+        message=None if fatal is None else fatal.message,
+        is_all=is_all,
+    )
+
+
+def _explained(story: RankLog, root: Root | None) -> Root | None:
+    """Return what makes the root that was found a consequence, such as a job's time limit."""
+    family = "unknown" if root is None else root.signature.family
+    events = [e for e in _events(story) if e.signature.explains]
+    fitting = [e for e in events if family in e.signature.explains]
+    if root is None and story.unit.known.returncode == 0:
+        fitting = []
+    if not fitting:
+        return None
+    event = fitting[0]
+    ranks = () if root is None or _is_of_job(event) else root.ranks
+    return Root(
+        signature=event.signature,
+        ranks=ranks if event.rank is None else (event.rank,),
+        what="" if root is None or not ranks else root.what,
+        places=(event.place, *(() if root is None else root.places[:1])),
+        also=(f"its log says {event.place.text.strip()!r}",),
+    )
+
+
+def _is_of_job(event: Event) -> bool:
+    """Whether an event is that of a whole job, and no rank's."""
+    return event.signature.family in ("time_limit", "preempt", "node_fail")
+
+
+def _events(story: RankLog) -> Iterable[Event]:
+    for rank in (story.launcher, *story.ranks.values()):
+        yield from rank.events
+
+
+def _time_limit(story: RankLog, table: Table) -> Root:
+    frames = {r: rank.stack_frame for r, rank in story.ranks.items() if rank.stack_frame}
+    counts = Counter(frames.values())
+    odd = tuple(r for r, frame in frames.items() if counts[frame] < max(counts.values()))
+    where = tuple(f"rank {rank} was at {frame}" for rank, frame in frames.items())
+    ranks = odd if len(odd) == 1 else ()
+    return Root(
+        signature=table["time_limit"],
+        ranks=ranks,
+        what="was stopped at the time limit",
+        also=where,
+    )
+
+
+def _line(story: RankLog) -> Root | None:
+    """Return a line of a log that shows a failure where no rank, and no launcher, reported one."""
+    is_clean = story.unit.known.returncode == 0
+    causes = [e for e in _events(story) if e.signature.role is LineRole.CAUSE]
+    fatal = [e for e in causes if e.signature.is_fatal and not is_clean]
+    soft = [e for e in causes if e.signature.family == "nonfinite_loss"]
+    for event in (*fatal, *soft):
+        return Root(
+            signature=event.signature,
+            ranks=() if event.rank is None else (event.rank,),
+            what=f"wrote {event.place.text.strip()[:200]!r}",
+            places=(event.place,),
+        )
+    return None
+
+
+def _outcome(story: RankLog, table: Table) -> Root | None:
+    """Return that a step or a process failed, as a runner or a launcher that is not torch's says.
+
+    Of several the one that tells of a signal. An exception says more than that there was one.
+    """
+    if story.unit.known.returncode == 0:
+        return None
+    events = [e for e in _events(story) if e.signature.role is LineRole.OUTCOME]
+    ended = [(event, _end_told_by(event)) for event in events]
+    known = [(e, row) for e, how in ended if (row := _known_end(table, how)) is not None]
+    plain = [(e, e.signature) for e in events] if story.launcher.fatal is None else []
+    for event, row in [*known, *plain][:1]:
+        text = event.place.text.strip()[:200]
+        return Root(signature=row, ranks=(), what=f"wrote {text!r}", places=(event.place,))
+    return None
+
+
+def _end_told_by(event: Event) -> str | None:
+    """Return `SIGKILL` or `exit code 3` of a line that tells how something ended."""
+    match = event.signature.search(event.place.text)
+    told = None if match is None else next((g for g in match.groups() if g), None)
+    if told is None or told.startswith("SIG"):
+        return told
+    return how_it_ended(int(told))
+
+
+def _known_end(table: Table, how: str | None) -> Signature | None:
+    """Return the row for an end by a signal; a plain exit code says nothing."""
+    row = None if how is None else table.exit(how)
+    return row if row is not None and row.id in ("sigkill", "native_crash", "terminated") else None
+
+
+def _hint(story: RankLog) -> Root | None:
+    """Return what a log warns of last that shows neither a failure nor a good end."""
+    if story.is_presumed_clean or story.success is not None:
+        return None
+    roles = (LineRole.CAUSE, LineRole.CASCADE, LineRole.CONFIRMATION)
+    for role in roles:
+        events = [e for e in _events(story) if e.signature.role is role]
+        telling = [e for e in events if e.signature.family != "unknown"]
+        for event in telling[:1]:
+            return Root(
+                signature=event.signature,
+                ranks=() if event.rank is None else (event.rank,),
+                what=f"wrote {event.place.text.strip()[:200]!r}",
+                places=(event.place,),
+            )
+    return None
+
+
+def _raised(story: RankLog, table: Table) -> Root | None:
+    """Return the launcher's own word: that it was stopped, or what it raised about its ranks."""
+    stopped = [r for r, rank in story.ranks.items() if rank.exit is not None]
+    if stopped and all(_how(story.ranks[r]) == "SIGTERM" for r in stopped):
+        signature, what = table["terminated"], "was stopped by SIGTERM"
+        return Root(signature=signature, ranks=(), what=what, places=story.launcher.last_words[-2:])
+    fatal = story.launcher.fatal
+    if fatal is None:
+        return None
+    places = () if fatal.place is None else (fatal.place,)
+    return Root(
+        signature=fatal.signature, ranks=(), what=f"{fatal.verb} {fatal.headline}", places=places
+    )
+
+
+def _silent(story: RankLog, table: Table) -> Root | None:
+    """Return that something failed, if it did, and nothing says what."""
+    stopped = any(rank.exit is not None for rank in story.ranks.values())
+    if not stopped and story.unit.known.returncode in (None, 0):
+        return None
+    return Root(
+        signature=table["unknown"],
+        ranks=(),
+        what="failed and says nothing",
+        places=story.launcher.last_words[-3:],
+    )
+
+
+def _how(rank: RankStory) -> str | None:
+    return None if rank.exit is None else rank.exit.how

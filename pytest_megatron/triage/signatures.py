@@ -1,0 +1,435 @@
+"""The table of signatures: what a known cause looks like, and whether running again can help.
+
+The rows are data, in `signatures.toml` beside this file; users append theirs. A row says which
+literal texts its lines hold, which are searched first, and the pattern that such a line must match.
+Default is "do not run again": a row is transient only if the machine or the network caused it.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import TypeVar, cast
+
+from pytest_megatron.base.files import JsonValue, read_text
+from pytest_megatron.errors import TriageError
+
+__all__ = ["SIGNATURES", "Signature", "is_exception", "is_named", "is_raised", "match_signature"]
+
+
+_MOST_MESSAGE = 1 << 13  # characters of an exception that are matched; patterns look back and forth
+_LEAST_LITERAL = 4  # of fewer characters, every log is full
+TABLE = Path(__file__).parent / "signatures.toml"
+_KEYS = frozenset(
+    {"id", "family", "role", "where", "literals", "pattern", "transient", "policy", "advice"}
+    | {"command", "source", "fatal", "explains", "frames", "seen", "examples", "counterexamples"}
+)
+# No network and no machine raises these.
+_OWN_MISTAKE = re.compile(
+    r"(?:Assertion|Attribute|FloatingPoint|Index|Key|Lookup|Name|NotImplemented|Recursion|Syntax|Type"
+    r"|UnboundLocal|Unicode\w*|Value|ZeroDivision)Error\b"
+)
+_HOST = re.compile(
+    r"host='([^']+)'|://([^/\s:'\"]+)|\bhost:? ([\w.-]+\.[\w.-]+)"
+    r"|\b(?:connecting|connect|connection|reach) (?:to )?\(?'?([\w.-]+\.[\w.-]+|localhost)"
+)
+_THIS_HOST = re.compile(r"^(?:localhost|127\.[\d.]+|::1|0\.0\.0\.0)$")
+# What is said not to be there, right before the words of a signature.
+_DENIED = re.compile(r"(?i)\b(?:no|not|never|without|zero|0)\s+(?:[a-z]+\s+){0,2}$")
+_NEEDED = ("id", "family", "advice", "examples")
+
+
+class LineRole(Enum):
+    """What a line that matches a signature is."""
+
+    CAUSE = "cause"  # may be what everything began with
+    CASCADE = "cascade"  # follows from another rank's end, unless nothing else is found
+    ADVICE = "advice"  # says nothing about what happened
+    CONFIRMATION = "confirmation"  # goes with a cause, is none by itself
+    OUTCOME = "outcome"  # says that a step or process failed, and not why
+
+
+class SearchedText(Enum):
+    """Where a signature is looked for."""
+
+    LINE = "line"  # in every line of every log
+    RAISED = "raised"  # in what an exception that ended a rank says
+    EXIT = "exit"  # in how a rank ended: `SIGKILL`, `exit code 3`
+    ENGINE = "engine"  # in no file: what an engine says of a job, `node_fail`
+
+
+class RetryAdvice(Enum):
+    """What is worth trying after a failure; only a transient cause is tried again by itself."""
+
+    NEVER = "never"
+    DIAGNOSE = "diagnose"  # once more with diagnostics; hides nothing
+    OTHER_NODE = "other_node"
+    NEW_PORT = "new_port"  # at once
+    BACKOFF = "backoff"
+    FREE = "free"  # at once; costs no attempt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signature:
+    """A log pattern with a cause and a consequence.
+
+    Attributes:
+        id: Stable name, used in files.
+        family: What kind of failure it is; the words are in the table's `[families]`.
+        literals: One of them is in every line that matches; only for `Where.LINE`.
+        pattern: Regular expression; `(?P<rank>...)` in it names the rank that a line is about.
+        is_transient: Whether an unchanged run is expected to pass.
+        advice: What a person should do, lower case.
+        command: What to type next, with `{file}`, `{line}`, `{port}` or `{directory}`; or None.
+        source: Where the rule comes from, or None.
+        is_fatal: Whether such a line is only written when a process or a job ends.
+        explains: Families that are consequences where such a line is.
+        frames: Regular expression; where there is one, a frame of the traceback must match it:
+            `EOFError` says nothing, `EOFError` in `torch.load` does. Only for `Where.RAISED`.
+        seen: Where each of the examples was seen, or is documented.
+        is_ours: Whether it is a row of the package, and no user's.
+    """
+
+    id: str
+    family: str
+    role: LineRole = LineRole.CAUSE
+    where: SearchedText = SearchedText.RAISED
+    literals: tuple[str, ...] = ()
+    pattern: str
+    is_transient: bool = False
+    policy: RetryAdvice = RetryAdvice.NEVER
+    advice: str
+    command: str | None = None
+    source: str | None = None
+    is_fatal: bool = False
+    explains: tuple[str, ...] = ()
+    frames: str | None = None
+    seen: tuple[str, ...] = ()
+    examples: tuple[str, ...] = ()
+    counterexamples: tuple[str, ...] = ()
+    is_ours: bool = False
+
+    def search(self, text: str) -> re.Match[str] | None:
+        """Return where the pattern is in a line, or in what an exception says."""
+        return _compiled(self.pattern).search(text)
+
+    def match_line(self, text: str) -> re.Match[str] | None:
+        """Return the match of a line that also holds one of the literals."""
+        if not any(literal in text for literal in self.literals):
+            return None
+        match = self.search(text)
+        if match is not None and _DENIED.search(text, 0, match.start()) is not None:
+            return None
+        return match
+
+    def match_raised(self, message: str, frames: Sequence[str] = ()) -> re.Match[str] | None:
+        """Return the match of what an exception says; a line of it may match as one of a log."""
+        if self.frames is not None and not any(map(_compiled(self.frames).search, frames)):
+            return None
+        match self.where:
+            case SearchedText.RAISED:
+                return self.search(message)
+            case SearchedText.LINE:
+                matches = (self.match_line(line) for line in message.splitlines())
+                return next((match for match in matches if match is not None), None)
+            case SearchedText.EXIT | SearchedText.ENGINE:
+                return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Signatures in the order in which they are tried, and what their families mean."""
+
+    signatures: tuple[Signature, ...]
+    families: Mapping[str, str]
+
+    def __getitem__(self, name: str) -> Signature:
+        """Return the row with an id that the code itself needs."""
+        return next(row for row in self.signatures if row.id == name)
+
+    def raised(self, message: str, frames: Sequence[str] = ()) -> Signature | None:
+        """Return the first row that matches what an exception says.
+
+        Args:
+            message: `Type: text`, of several lines perhaps. The text of an exception that only a
+                program's own mistake raises may quote anything; no row of ours makes it transient.
+            frames: `file:line in name` of its traceback, as far as they are known.
+        """
+        message = message[:_MOST_MESSAGE]
+        is_own = is_own_mistake(message)
+        rows = (row for row in self.signatures if not (is_own and row.is_ours and row.is_transient))
+        return next((row for row in rows if row.match_raised(message, frames)), None)
+
+    def exit(self, ended: str) -> Signature | None:
+        """Return the first row that matches how a rank ended: `SIGKILL`, `exit code 3`."""
+        return self._first(SearchedText.EXIT, ended)
+
+    def engine(self, kind: str) -> Signature | None:
+        """Return the first row that matches what an engine says of a job: `node_fail`."""
+        return self._first(SearchedText.ENGINE, kind)
+
+    def _first(self, where: SearchedText, text: str) -> Signature | None:
+        rows = (row for row in self.signatures if row.where is where)
+        return next((row for row in rows if row.search(text)), None)
+
+    @property
+    def lines(self) -> tuple[Signature, ...]:
+        """The rows that are looked for in every line."""
+        return tuple(row for row in self.signatures if row.where is SearchedText.LINE)
+
+
+@functools.cache
+def builtin_table() -> Table:
+    """Return the table that the package ships."""
+    return _read(TABLE, {})
+
+
+def load_table(own: Iterable[Path] = ()) -> Table:
+    """Return the table; rows of users come first, and replace built-in ones of the same id.
+
+    Raises:
+        TriageError: A file cannot be read, or a row means nothing.
+    """
+    table = builtin_table()
+    for path in own:
+        read = _read(path, table.families)
+        ids = {row.id for row in read.signatures}
+        kept = (row for row in table.signatures if row.id not in ids)
+        table = Table(signatures=(*read.signatures, *kept), families=read.families)
+    return table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuleProblem:
+    """A row that does not do what its own examples say."""
+
+    signature: Signature
+    example: str
+    problem: str
+
+
+def check_rules(table: Table) -> tuple[RuleProblem, ...]:
+    """Try every example of every row on the whole table; return what does not fit."""
+    found: list[RuleProblem] = []
+    for row in table.signatures:
+        for example in row.examples:
+            problem = _wrong_example(table, row, example)
+            if problem is not None:
+                found.append(RuleProblem(signature=row, example=example, problem=problem))
+        for example in row.counterexamples:
+            if _matches(row, example):
+                problem = f"{row.id} matches it, expected not"
+                found.append(RuleProblem(signature=row, example=example, problem=problem))
+    return tuple(found)
+
+
+def is_own_mistake(message: str) -> bool:
+    """Whether an exception is of a type that no network and no machine raises."""
+    return _OWN_MISTAKE.match(message) is not None
+
+
+def names_another_host(message: str) -> bool:
+    """Whether an exception names the host that did not answer, and that is not this one."""
+    hosts = [next(name for name in found if name) for found in _HOST.findall(message)]
+    return any(_THIS_HOST.match(host) is None for host in hosts)
+
+
+def match_line(table: Table, line: str) -> tuple[Signature, re.Match[str]] | None:
+    """Return the first row that matches a line of a log, and how."""
+    for row in table.lines:
+        match = row.match_line(line)
+        if match is not None:
+            return row, match
+    return None
+
+
+def _wrong_example(table: Table, row: Signature, example: str) -> str | None:
+    if not _matches(row, example):
+        return f"{row.id} does not match it"
+    match row.where:
+        case SearchedText.LINE:
+            found = match_line(table, example)
+            first = None if found is None else found[0]
+        case SearchedText.RAISED:
+            first = table.raised(example, () if row.frames is None else (_a_frame(row.frames),))
+        case SearchedText.EXIT:
+            first = table.exit(example)
+        case SearchedText.ENGINE:
+            first = table.engine(example)
+    assert first is not None
+    return None if first.id == row.id else f"{first.id}, an earlier row, takes it"
+
+
+def _a_frame(pattern: str) -> str:
+    """Return a frame that a row's pattern matches: rows write theirs as `file|file`."""
+    return f"{pattern.partition('|')[0].replace(chr(92), '')}1 in f"
+
+
+def _matches(row: Signature, example: str) -> bool:
+    match = row.match_line(example) if row.where is SearchedText.LINE else row.search(example)
+    return match is not None
+
+
+@functools.cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern, re.MULTILINE)
+
+
+def _read(path: Path, families: Mapping[str, str]) -> Table:
+    """Read one file of rows.
+
+    Raises:
+        TriageError: It cannot be read, or a row means nothing.
+    """
+    try:
+        data = cast("dict[str, JsonValue]", tomllib.loads(read_text(path)))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise TriageError(str(path), f"cannot be read as a table of signatures: {error}") from error
+    more = data.get("families", {})
+    rows = data.get("signature", [])
+    if not isinstance(more, dict) or not isinstance(rows, list):
+        raise TriageError(str(path), "expected [[signature]] tables and a [families] table")
+    is_ours = path == TABLE
+    known = {**families, **{name: str(text) for name, text in more.items()}}
+    signatures = [
+        replace(_row(row, f"{path}: signature {number}", known), is_ours=is_ours)
+        for number, row in enumerate(rows, start=1)
+    ]
+    if not signatures:
+        raise TriageError(str(path), "has no [[signature]], expected at least one")
+    if not is_ours:  # compiling all takes longer than reading most logs; a test checks ours
+        _check_patterns(signatures, str(path))
+    ids = [row.id for row in signatures]
+    if twice := sorted({name for name in ids if ids.count(name) > 1}):
+        raise TriageError(str(path), f"signature {twice[0]!r} is there twice")
+    return Table(signatures=tuple(signatures), families=known)
+
+
+def _check_patterns(signatures: Iterable[Signature], where: str) -> None:
+    for row in signatures:
+        try:
+            _compiled(row.pattern)
+        except re.error as error:
+            problem = f"signature {row.id!r}: pattern {row.pattern!r} is no regular expression"
+            raise TriageError(where, f"{problem}: {error}") from error
+
+
+def _row(row: JsonValue, where: str, families: Mapping[str, str]) -> Signature:
+    """Check one `[[signature]]`."""
+    if not isinstance(row, dict):
+        raise TriageError(where, f"found {row!r}, expected a table")
+    if isinstance(row.get("id"), str):
+        where = f"{where} ({row['id']})"
+    if unknown := sorted(row.keys() - _KEYS):
+        raise TriageError(
+            where, f"unknown key {unknown[0]!r}, expected one of {', '.join(sorted(_KEYS))}"
+        )
+    for key in _NEEDED:
+        if not row.get(key):
+            raise TriageError(where, f"lacks {key!r}")
+    family = _text(row, "family", where)
+    if family not in families:
+        expected = ", ".join(sorted(families))
+        raise TriageError(
+            where, f"unknown family {family!r}, expected one of {expected}; add it to [families]"
+        )
+    literals = _texts(row, "literals", where)
+    place = SearchedText.LINE if literals else SearchedText.RAISED
+    pattern = _text(row, "pattern", where) if "pattern" in row else ""
+    if not pattern and not literals:
+        raise TriageError(where, "lacks both 'literals' and 'pattern'")
+    if any(len(literal) < _LEAST_LITERAL for literal in literals):
+        raise TriageError(where, f"a literal has less than {_LEAST_LITERAL} characters")
+    return Signature(
+        id=_text(row, "id", where),
+        family=family,
+        role=_choice(row, "role", LineRole.CAUSE, where),
+        where=_choice(row, "where", place, where),
+        literals=literals,
+        pattern=pattern,
+        is_transient=_flag(row, "transient", where),
+        policy=_choice(row, "policy", RetryAdvice.NEVER, where),
+        advice=_text(row, "advice", where),
+        command=_text(row, "command", where) if "command" in row else None,
+        source=_text(row, "source", where) if "source" in row else None,
+        is_fatal=_flag(row, "fatal", where),
+        explains=_texts(row, "explains", where),
+        frames=_text(row, "frames", where) if "frames" in row else None,
+        seen=_texts(row, "seen", where),
+        examples=_texts(row, "examples", where),
+        counterexamples=_texts(row, "counterexamples", where),
+    )
+
+
+def _text(row: Mapping[str, JsonValue], key: str, where: str) -> str:
+    value = row[key]
+    if not isinstance(value, str) or not value:
+        raise TriageError(where, f"{key} is {value!r}, expected a text")
+    return value
+
+
+def _texts(row: Mapping[str, JsonValue], key: str, where: str) -> tuple[str, ...]:
+    value = row.get(key, [])
+    if not isinstance(value, list) or not all(isinstance(text, str) and text for text in value):
+        raise TriageError(where, f"{key} is {value!r}, expected a list of texts")
+    return tuple(cast("Sequence[str]", value))
+
+
+def _flag(row: Mapping[str, JsonValue], key: str, where: str) -> bool:
+    value = row.get(key, False)
+    if not isinstance(value, bool):
+        raise TriageError(where, f"{key} is {value!r}, expected true or false")
+    return value
+
+
+_Choice = TypeVar("_Choice", bound=Enum)
+
+
+def _choice(row: Mapping[str, JsonValue], key: str, default: _Choice, where: str) -> _Choice:
+    value = row.get(key, default.value)
+    kind = type(default)
+    try:
+        return kind(value)
+    except ValueError:
+        expected = ", ".join(sorted(str(choice.value) for choice in kind))
+        raise TriageError(where, f"{key} is {value!r}, expected one of {expected}") from None
+
+
+_EXCEPTION = re.compile(
+    r"(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception|error|Timeout)\b(?::|$)"
+)
+SIGNATURES: tuple[Signature, ...] = builtin_table().signatures
+_NAMELESS = frozenset({"exception", "exit_code", "silent_exit", "terminated", "unknown", "usage"})
+
+
+def is_named(signature: Signature) -> bool:
+    """Whether a row says more than that something failed."""
+    return signature.id not in _NAMELESS
+
+
+def is_exception(line: str) -> bool:
+    """Whether a line of a traceback or a log names an exception."""
+    return _EXCEPTION.match(line.strip()) is not None
+
+
+def is_raised(line: str, table: Table | None = None) -> bool:
+    """Whether a line of a log is an exception, or one that a row looks for in every line."""
+    return is_exception(line) or (match_line(table or builtin_table(), line.strip()) is not None)
+
+
+def match_signature(lines: Iterable[str], table: Table | None = None) -> Signature | None:
+    """Return the row that some line matches; genuine causes come first.
+
+    For lines of which nothing is known. Whoever has the logs asks `triage`, which knows what ended
+    a rank and what only stands there.
+    """
+    table = table or builtin_table()
+    found = [row for line in lines if (row := table.raised(line.strip())) is not None]
+    causes = [row for row in found if row.role is LineRole.CAUSE and is_named(row)]
+    genuine = (row for row in causes if not row.is_transient)
+    return next(genuine, causes[0] if causes else None)

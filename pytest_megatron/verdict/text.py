@@ -1,0 +1,223 @@
+"""What a person reads about a workload: the failure block, the summary line, the plan. Pure."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import assert_never
+
+from pytest_megatron.golden.compare.result import render, render_layers
+from pytest_megatron.golden.model import MetricMap
+from pytest_megatron.recipe.case import Evaluation
+from pytest_megatron.runs.redact import Redactor
+from pytest_megatron.verdict.attempt import Attempt
+from pytest_megatron.verdict.compare import Judgement
+from pytest_megatron.verdict.job import Training, WorkloadJob
+from pytest_megatron.verdict.scheduler import QueueProgress
+from pytest_megatron.workload.plan.phases import Frozen, Rewind
+from pytest_megatron.workload.plan.plan import AttemptPlan, PhasePlan
+
+_INDENT = "    "
+_MAX_SHOWN = 10  # metrics or gradients of one repeat
+
+
+def training_failure(training: Training) -> str:
+    """Return why a training is no good: the cause, its evidence, what else was tried."""
+    last = training.attempts[-1]
+    assert last.cause is not None
+    lines = [f"{training.job.node_id}: {last.cause.text}"]
+    if last.cause.signature is not None:
+        signature = last.cause.signature
+        kind = "transient" if signature.is_transient else "not transient, so not run again"
+        lines.append(f"known as {signature.id} ({kind}): {signature.advice}")
+    lines += [f"{_INDENT}{line}" for line in last.cause.evidence]
+    if training.stopped is not None:
+        lines.append(f"not run again: {training.stopped}")
+    for attempt in training.attempts[:-1]:
+        if attempt.cause is not None:
+            lines.append(f"attempt {attempt.number}: {attempt.cause.text}")
+    return "\n".join(lines)
+
+
+def mismatch(training: Training, judgement: Judgement) -> str:
+    """Return which metrics disagree, where and by how much."""
+    job = training.job
+    is_golden = any(not repeat.is_of_gradients for repeat in judgement.failed)
+    what = "metrics" if is_golden else "gradients"
+    lines = [f"{job.node_id}: {_in_short(judgement)}: trained to the end, but its {what} disagree"]
+    for repeat in judgement.failed:
+        if job.num_repeats > 1 or repeat.against != "golden":
+            lines.append(f"repeat {repeat.repeat} against the {repeat.against}:")
+        for comparison in repeat.failed[:_MAX_SHOWN]:
+            lines.append(f"{_INDENT}{render(comparison)}")
+            layers = render_layers(comparison)
+            lines += [] if layers is None else [f"{_INDENT}{_INDENT}{layers}"]
+        if len(repeat.failed) > _MAX_SHOWN:
+            num_more = len(repeat.failed) - _MAX_SHOWN
+            lines.append(f"{_INDENT}and {num_more} more; see {job.dirs.comparison}")
+        lines.append(f"{_INDENT}measured: {repeat.measured}")
+    return "\n".join(lines)
+
+
+def _in_short(judgement: Judgement) -> str:
+    """Return the metric that disagrees and where, for a line that ends at the terminal's width."""
+    first, *others = [c for repeat in judgement.failed for c in repeat.failed]
+    more = len({comparison.metric for comparison in others} - {first.metric})
+    where = "" if first.first is None or first.summary is not None else f" at {first.first.where}"
+    return f"{first.metric} is off{where}" + (f" (and {more} more)" if more else "")
+
+
+def summary_line(
+    training: Training, judgement: Judgement | None, problem: str | None = None
+) -> str:
+    """Return one line for the end of the run: loss, time, how it compares, what was odd."""
+    parts = [f"{training.duration_s:.1f} s"]
+    if training.clean and training.clean[0].metrics:
+        parts += _loss(training.clean[0].whole)
+    if training.clean and (generation := training.clean[0].generation) is not None:
+        num_tokens = sum(len(r.tokens or ()) for r in generation.requests.values())
+        parts.append(f"{num_tokens} tokens for {len(generation.requests)} requests")
+    if problem is not None:
+        parts.append(_why_in_short(training, judgement))
+    elif judgement is not None:
+        notes = [
+            f"resumed: {note}" if repeat.against == "first phase" else note
+            for repeat in judgement.repeats
+            for comparison in repeat.comparisons
+            for note in comparison.notes
+        ]
+        parts += list(dict.fromkeys(notes))
+    parts += [_retried(a) for a in training.attempts[:-1] if a.cause is not None]
+    return ", ".join(parts)
+
+
+def _why_in_short(training: Training, judgement: Judgement | None) -> str:
+    cause, case = training.attempts[-1].cause, training.job.case
+    if cause is not None:
+        return cause.text.partition("; ")[0]
+    is_to_fail = case is not None and case.evaluation is Evaluation.XPASS
+    if is_to_fail and judgement is not None and not judgement.failed:
+        return "passed, but was expected to fail"
+    what = "metrics" if training.job.gradient_tolerance is None else "gradients"
+    return f"{what} disagree"
+
+
+def plan_text(job: WorkloadJob, plan: AttemptPlan, golden: Path | None) -> str:
+    """Return what would run, for `--plan`: the words can be pasted into a shell."""
+    redactor = job.redactor(plan)
+    lines = [
+        job.node_id,
+        f"  golden: {golden if golden is not None else 'none'}",
+        f"  ranks: {plan.world_size} on {job.workload.platform}",
+        f"  time limit: {plan.time_limit_s:g} s{' a window' if plan.target is not None else ''}",
+        f"  repeats: {job.num_repeats}, each with up to {job.retry.max_attempts} attempts",
+        f"  directory: {plan.cwd}",
+    ]
+    if job.gradient_tolerance is not None:
+        lines.append(f"  tolerance of gradients: {job.gradient_tolerance:.1e} of the norm")
+    phases = plan.phases if plan.target is None else plan.phases[:1]
+    for phase in phases:
+        lines += _phase_lines(redactor, phase)
+    if plan.target is not None:
+        lines.append(
+            f"  again from its checkpoint, in up to {len(plan.phases)} windows, "
+            f"until iteration {plan.target.iteration} is saved"
+        )
+    if plan.script is not None:
+        lines += [f"  | {line}" for line in redactor.text(plan.script).splitlines()]
+    return "\n".join(lines)
+
+
+def _phase_lines(redactor: Redactor, phase: PhasePlan) -> list[str]:
+    lines: list[str] = []
+    match phase.origin:
+        case Rewind():
+            lines.append(f"  then back to iteration {phase.origin.back_to}, and")
+        case Frozen():
+            where = phase.origin.checkpoints
+            lines.append(f"  then from iteration {phase.origin.back_to} in {where}, and")
+        case None:
+            lines += [f"  then as {phase.name} says, and"] if phase.number > 1 else []
+        case _:
+            assert_never(phase.origin)
+    lines += [f"  starts from: {path}" for path in phase.frozen_paths]
+    env = redactor.env(phase.own_env)
+    lines += _script_lines("BEFORE_SCRIPT", phase.before_script, redactor)
+    lines += [f"  {name}={shlex.quote(value)} \\" for name, value in env.items()]
+    lines.append(f"  {shlex.join(redactor.words(phase.argv))}")
+    return lines + _script_lines("AFTER_SCRIPT", phase.after_script, redactor)
+
+
+def _script_lines(key: str, script: str | None, redactor: Redactor) -> list[str]:
+    if script is None:
+        return []
+    return [f"  {key}:", *(f"  | {line}" for line in redactor.text(script).splitlines())]
+
+
+def _loss(metrics: MetricMap) -> Sequence[str]:
+    series = metrics.get("lm loss")
+    if series is None or not len(series):
+        return []
+    first, last = series.values[0], series.values[-1]
+    if isinstance(first, str) or isinstance(last, str):
+        return []
+    return [f"lm loss {first:.4f} -> {last:.4f} in {series.steps[-1]} iterations"]
+
+
+def _retried(attempt: Attempt) -> str:
+    assert attempt.cause is not None
+    known = attempt.cause.signature.id if attempt.cause.signature is not None else "unknown"
+    return f"attempt {attempt.number} failed: {known}"
+
+
+_LEAST_SHARE = 0.05  # below it, what is left is a guess
+_EVERY_S, _DETAIL_EVERY_S, _HEARTBEAT_S = 10.0, 60.0, 300.0
+_MINUTES, _HOURS = 120, 7_200  # from so many seconds on
+
+
+def is_due(since_s: float, *, has_new_counts: bool, has_new_detail: bool) -> bool:
+    """Return whether a line is worth printing where none can be replaced: in the log of CI.
+
+    CI systems end what is silent for 10 minutes; a reason for waiting may change all the time.
+
+    Args:
+        since_s: Since the last line.
+        has_new_counts: Whether more or fewer have ended, run or wait than it says.
+        has_new_detail: Whether the engine says something else, or a training has come further.
+    """
+    limit_s = _EVERY_S if has_new_counts else _DETAIL_EVERY_S if has_new_detail else _HEARTBEAT_S
+    return since_s >= limit_s
+
+
+def queue_text(engine: str, standing: QueueProgress, elapsed_s: float, progress: str = "") -> str:
+    """Return the line.
+
+    Args:
+        engine: Name of the engine.
+        standing: How far it is.
+        elapsed_s: Since the workloads were submitted.
+        progress: Of a training that runs, or "".
+    """
+    counts = [
+        f"{standing.num_ended} of {standing.num_works} ended",
+        f"{standing.num_running} running",
+        f"{standing.num_waiting} waiting",
+    ]
+    if standing.num_held:
+        counts.append(f"{standing.num_held} to be submitted")
+    parts = [", ".join(counts)]
+    if standing.detail:
+        parts.append(standing.detail)
+    if progress:
+        parts.append(progress)
+    share = standing.share_done
+    if share is not None and _LEAST_SHARE <= share < 1:
+        parts.append(f"about {_rough(elapsed_s * (1 - share) / share)} left")
+    return f"{engine}: {'; '.join(parts)}"
+
+
+def _rough(seconds: float) -> str:
+    if seconds >= _HOURS:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 60:.0f} min" if seconds >= _MINUTES else f"{seconds:.0f} s"

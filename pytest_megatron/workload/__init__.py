@@ -1,0 +1,1 @@
+"""Training workloads: plan, checks, execution."""

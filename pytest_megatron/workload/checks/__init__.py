@@ -1,0 +1,1 @@
+"""Checks of a row and its case before a start."""

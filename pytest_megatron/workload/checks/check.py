@@ -1,0 +1,99 @@
+"""All checks of a workload that need no cluster: its layout, its environment, its memory. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from pytest_megatron.errors import CaseError
+from pytest_megatron.recipe.case import WorkloadCase, read_case
+from pytest_megatron.recipe.findings import RecipeFinding as LintFinding
+from pytest_megatron.recipe.findings import RecipeSeverity as LintSeverity
+from pytest_megatron.recipe.model import Workload
+from pytest_megatron.recipe.paths import case_path
+from pytest_megatron.workload.checks.connections import check_connections
+from pytest_megatron.workload.checks.layout import check_layout
+from pytest_megatron.workload.checks.memory import check_memory
+from pytest_megatron.workload.checks.rules import (
+    CheckFinding,
+    CheckSeverity,
+    RuleMatch,
+    check_rules,
+    finding_of,
+)
+from pytest_megatron.workload.checks.start import starts_of
+
+
+def hits_of(
+    workload: Workload,
+    case: WorkloadCase,
+    env: Mapping[str, str],
+    *,
+    memory_bytes: int | None = None,
+) -> Iterator[RuleMatch]:
+    """Yield what is wrong with a row.
+
+    Args:
+        workload: The row.
+        case: Its test case.
+        env: What the user has set, and a training inherits.
+        memory_bytes: Of a GPU that it will run on; None takes what is known of its platform.
+    """
+    for start in starts_of(workload, case):
+        yield from check_layout(start)
+        yield from check_connections(start, env)
+        yield from check_memory(start, memory_bytes)
+
+
+def findings_of(hits: Iterable[RuleMatch]) -> tuple[CheckFinding, ...]:
+    """Return findings in words, each once, errors first."""
+    found = {
+        (finding.rule.id, finding.where, finding.found): finding
+        for finding in (finding_of(hit, check_rules()) for hit in hits)
+    }
+    return tuple(sorted(found.values(), key=lambda finding: not finding.is_error))
+
+
+def problem_of(findings: Iterable[CheckFinding]) -> tuple[str, str] | None:
+    """Return where and why a workload is refused; None where no finding is an error."""
+    errors = [finding for finding in findings if finding.is_error]
+    if not errors:
+        return None
+    first, *others = errors
+    more = "".join(f"\n{found.where or ''}: {found.text}" for found in others)
+    return first.where or "", f"{first.text}; nothing was run{more}"
+
+
+def lint_checks(workloads: Iterable[Workload], root: Path) -> tuple[LintFinding, ...]:
+    """Return what is wrong with rows on whatever machine; cases that cannot be read are lint's."""
+    cases: dict[Path, WorkloadCase | None] = {}
+    found: dict[LintFinding, None] = {}
+    for workload in workloads:
+        if workload.disabled_reason is not None:
+            continue
+        path = case_path(root, workload)
+        if path not in cases:
+            cases[path] = _read(path)
+        case = cases[path]
+        for finding in findings_of(hits_of(workload, case, {}) if case is not None else ()):
+            found[_for_lint(finding, path)] = None
+    return tuple(found)
+
+
+def _read(path: Path) -> WorkloadCase | None:
+    try:
+        return read_case(path) if path.is_file() else None
+    except CaseError:
+        return None
+
+
+def _for_lint(finding: CheckFinding, path: Path) -> LintFinding:
+    line = (finding.where or "").removeprefix(f"{path}:")
+    is_error = finding.severity is CheckSeverity.ERROR
+    return LintFinding(
+        file=path,
+        line=int(line) if line.isdecimal() else None,
+        rule=finding.rule.id,
+        message=f"{finding.found}: {finding.wrong}; {finding.mend}",
+        severity=LintSeverity.ERROR if is_error else LintSeverity.WARNING,
+    )

@@ -1,0 +1,89 @@
+"""Whether the jobs of a workload find its files and a port on other machines than this. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pytest_megatron.base.text import counted
+from pytest_megatron.workload.checks.mounts import MountEntry, Reach, mount_of
+from pytest_megatron.workload.checks.rules import RuleMatch
+
+_LEAST_PORT, _MOST_PORT = 1024, 65535
+_PORTS_OF_JOB = 2  # one for its tasks, one for its ranks
+# Where the system's own programs are, on every node its own.
+_SYSTEM = tuple(Path(name) for name in ("/usr", "/bin", "/opt", "/sbin"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedPath:
+    """A path that a job uses, without links.
+
+    Attributes:
+        use: What it is for, as a user calls it.
+        rule: That it goes against where other machines do not see it.
+        where: What says so.
+    """
+
+    use: str
+    path: Path
+    rule: str
+    where: str
+
+
+def check_shared(
+    paths: Sequence[NamedPath], mounts: Sequence[MountEntry], vouched: Sequence[Path]
+) -> Iterator[RuleMatch]:
+    """Yield paths that other machines do not see.
+
+    Args:
+        paths: What jobs use.
+        mounts: Of this machine.
+        vouched: Directories of which the user says that all machines see them.
+    """
+    for named in paths:
+        usual = _SYSTEM if named.rule == "shared-python" else ()
+        if any(named.path.is_relative_to(directory) for directory in (*vouched, *usual)):
+            continue
+        mount = mount_of(named.path, mounts)
+        if mount is None or mount.reach is Reach.SHARED:
+            continue
+        rule = named.rule if mount.reach is Reach.LOCAL else "shared-unknown"
+        yield RuleMatch(
+            rule, named.where, use=named.use, path=named.path, kind=mount.kind, point=mount.point
+        )
+
+
+def check_ports(
+    ports: range, ephemeral: tuple[int, int] | None, num_jobs: int, where: str
+) -> Iterator[RuleMatch]:
+    """Yield what is wrong with the ports at which jobs meet.
+
+    Args:
+        ports: Of which each job takes one by its number.
+        ephemeral: What the kernel gives to connections, first and last; None where unknown.
+        num_jobs: That a node may have at a time.
+        where: What says so.
+    """
+    if not ports or ports[0] < _LEAST_PORT or ports[-1] > _MOST_PORT:
+        yield RuleMatch("ports-range", where, ports=f"{ports.start}-{ports.stop - 1}")
+        return
+    if ephemeral is not None and ports[0] <= ephemeral[1] and ports[-1] >= ephemeral[0]:
+        taken = f"{ephemeral[0]}-{ephemeral[1]}"
+        yield RuleMatch("ports-ephemeral", where, ports=f"{ports[0]}-{ports[-1]}", taken=taken)
+    if len(ports) < _PORTS_OF_JOB * num_jobs:
+        yield RuleMatch("ports-few", where, count=len(ports), jobs=counted(num_jobs, "job"))
+
+
+def in_container(path: Path, mounts: Mapping[Path, Path]) -> Path | None:
+    """Return where a path of a container is outside of it; None for what is in its image.
+
+    Args:
+        path: As the program in the container has it.
+        mounts: Directory in the container -> directory outside.
+    """
+    for target in sorted(mounts, key=lambda point: len(point.parts), reverse=True):
+        if path.is_relative_to(target):
+            return mounts[target] / path.relative_to(target)
+    return None

@@ -1,0 +1,1 @@
+"""The plan of an attempt: argv, environment, phases, checkpoints."""

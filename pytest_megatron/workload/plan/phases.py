@@ -1,0 +1,325 @@
+"""How often a test type starts the training program, with which arguments and checkpoints. Pure.
+
+Source: Megatron-LM tests/functional_tests/shell_test_utils/run_ci_test.sh, d98e8a64dd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import assert_never
+
+from pytest_megatron.errors import RecipeError
+from pytest_megatron.recipe.arguments import Argument, with_argument
+from pytest_megatron.recipe.case import (
+    LIGHTWEIGHT_ITERS,
+    LIGHTWEIGHT_NEMO_STEPS,
+    LIGHTWEIGHT_SAVE_INTERVAL,
+    CaseMode,
+    TestType,
+    Variant,
+    WorkloadCase,
+)
+from pytest_megatron.recipe.model import Workload
+from pytest_megatron.runs.layout import AttemptDirs
+
+TRACKER = "latest_checkpointed_iteration.txt"
+DEFAULT_TIME_LIMIT_S = 1800
+DEFAULT_WINDOWS = 10
+_WINDOW_END_MINUTES = 15  # what a window keeps free for saving and for its end
+_NEMO_STEPS, _BRIDGE_ITERS = "trainer.max_steps", "train.train_iters"
+_EXIT_DURATION = "--exit-duration-in-mins"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rewind:
+    """Makes a finished run look as if it had stopped half way: what a resume phase starts from.
+
+    Attributes:
+        checkpoints: Where the first phase saved.
+        last: Iteration of its last checkpoint, which is removed.
+        back_to: Iteration that the next phase resumes from.
+    """
+
+    checkpoints: Path
+    last: int
+    back_to: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frozen:
+    """A checkpoint that was made long ago, is read and is never written.
+
+    Attributes:
+        checkpoints: The directory that the recipe names.
+        back_to: The iteration that must be in it.
+        view: A directory of the attempt that shows nothing of `checkpoints` but that iteration;
+            the phase loads from it, whatever the frozen directory's own tracker says.
+    """
+
+    checkpoints: Path
+    back_to: int
+    view: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """When a training that takes several windows is done.
+
+    Attributes:
+        checkpoints: Where every window saves and the next one loads.
+        iteration: The last one; a checkpoint of it ends the training.
+    """
+
+    checkpoints: Path
+    iteration: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseStart:
+    """One start of the training program.
+
+    Attributes:
+        number: Counted from 1.
+        name: As people are told it: `phase 2`, `window 3`, `MODEL_ARGS_4`.
+        variant: Whose environment it has.
+        arguments: As they are passed, before variables are filled in.
+        load: What `${CHECKPOINT_LOAD_PATH}` stands for.
+        save: What `${CHECKPOINT_SAVE_PATH}` stands for.
+        origin: What to lay out for it to start from, or None.
+        last_iteration: Where it stops by itself; None where we do not know.
+        saves: A directory in which it must leave a checkpoint of its last iteration, or None.
+    """
+
+    number: int
+    name: str
+    variant: Variant
+    arguments: tuple[Argument, ...]
+    load: str
+    save: Path
+    origin: Rewind | Frozen | None = None
+    last_iteration: int | None
+    saves: Path | None = None
+
+
+def starts_of(
+    workload: Workload, case: WorkloadCase, dirs: AttemptDirs, root: Path, *, is_lightweight: bool
+) -> tuple[PhaseStart, ...]:
+    """Return every start of the program that one attempt of a case has, in order.
+
+    Args:
+        workload: Says where a frozen checkpoint is, and how many windows a release may take.
+        case: Says which test type it is.
+        dirs: Of the attempt.
+        root: The project's; a frozen checkpoint's path is relative to it.
+        is_lightweight: Whether only `LIGHTWEIGHT_ITERS` iterations are trained.
+
+    Raises:
+        CaseError: `--train-iters` is no number.
+        RecipeError: The row names no checkpoint, and the test type starts from one.
+    """
+    maker = _Maker(workload, case, dirs, is_lightweight=is_lightweight)
+    match case.test_type:
+        case TestType.REGULAR:
+            return (maker.plain(),)
+        case TestType.FROZEN_START:
+            maker.frozen_path()  # that it is named is all that can be said here
+            return (maker.plain(),)
+        case TestType.CKPT_RESUME:
+            return (maker.plain(), maker.resumed())
+        case TestType.FROZEN_RESUME:
+            return (maker.plain(load=str(dirs.no_checkpoint)), maker.frozen_resumed(root))
+        case TestType.CHECKPOINT_CONSISTENCY:
+            return tuple(
+                maker.consistent(number, variant) for number, variant in enumerate(case.variants, 1)
+            )
+        case TestType.RELEASE:
+            return maker.windows()
+    assert_never(case.test_type)
+
+
+def target_of(
+    case: WorkloadCase, starts: Sequence[PhaseStart], *, is_lightweight: bool
+) -> Target | None:
+    """Return when a release is done; None for every other test type."""
+    if case.test_type is not TestType.RELEASE:
+        return None
+    last = LIGHTWEIGHT_ITERS if is_lightweight else case.exit_interval or case.train_iters
+    return Target(checkpoints=starts[0].save, iteration=last)
+
+
+def exit_minutes(window_s: float) -> int:
+    """Return after how many minutes a program must end by itself to stay within its window.
+
+    Source: Megatron-LM tests/functional_tests/shell_test_utils/_run_training.sh, d98e8a64dd.
+    """
+    minutes = int(window_s // 60)
+    if minutes > _WINDOW_END_MINUTES:
+        return minutes - _WINDOW_END_MINUTES
+    return max(1, minutes * 4 // 5)
+
+
+class _Maker:
+    """Makes the starts of one attempt."""
+
+    def __init__(
+        self, workload: Workload, case: WorkloadCase, dirs: AttemptDirs, *, is_lightweight: bool
+    ) -> None:
+        self._workload = workload
+        self._case = case
+        self._dirs = dirs
+        self._is_lightweight = is_lightweight
+        path = workload.checkpoint_load_path
+        self._load = None if path is None else workload.render(path)
+
+    def plain(self, *, load: str | None = None) -> PhaseStart:
+        """Return a first start."""
+        arguments, last = self._arguments(self._case.variant(1))
+        return PhaseStart(
+            number=1,
+            name="phase 1",
+            variant=self._case.variant(1),
+            arguments=arguments,
+            load=load or self._load or str(self._dirs.no_checkpoint),
+            save=self._dirs.checkpoints,
+            last_iteration=last,
+        )
+
+    def resumed(self) -> PhaseStart:
+        """Return the start that goes on from half way of the first one."""
+        iters = LIGHTWEIGHT_ITERS if self._is_lightweight else self._case.train_iters
+        saved = self._dirs.checkpoints
+        return self._second(
+            load=str(saved),
+            save=saved,
+            origin=Rewind(checkpoints=saved, last=iters, back_to=iters // 2),
+        )
+
+    def frozen_resumed(self, root: Path) -> PhaseStart:
+        """Return the start that goes on from half way of a training that was long ago."""
+        origin = Frozen(
+            checkpoints=root / self.frozen_path(),
+            back_to=self._case.train_iters // 2,
+            view=self._dirs.frozen_checkpoint,
+        )
+        save = self._dirs.phase(2).root / "checkpoints"
+        return self._second(load=str(origin.view), save=save, origin=origin)
+
+    def consistent(self, number: int, variant: Variant) -> PhaseStart:
+        """Return the start of one `MODEL_ARGS*` key, with checkpoints of its own."""
+        arguments, last = self._arguments(variant)
+        save = self._dirs.phase(number).root / "checkpoints"
+        return PhaseStart(
+            number=number,
+            name=variant.key,
+            variant=variant,
+            arguments=arguments,
+            load=self._load or str(self._dirs.no_checkpoint),
+            save=save,
+            last_iteration=last,
+            saves=save,
+        )
+
+    def windows(self) -> tuple[PhaseStart, ...]:
+        """Return every window that a release may take; each goes on where the last one saved."""
+        saved = self._dirs.checkpoints
+        variant = self._case.variant(1)
+        arguments = self._arguments(variant)[0] if self._is_lightweight else variant.arguments
+        if not any(a.name == _EXIT_DURATION for a in arguments) and _takes_flags(arguments):
+            minutes = exit_minutes(self._workload.time_limit_s or DEFAULT_TIME_LIMIT_S)
+            arguments = with_argument(arguments, _EXIT_DURATION, str(minutes))
+        number_of = 1 if self._is_lightweight else self._workload.max_windows or DEFAULT_WINDOWS
+        return tuple(
+            PhaseStart(
+                number=number,
+                name=f"window {number}",
+                variant=variant,
+                arguments=arguments,
+                load=self._load or str(saved) if number == 1 else str(saved),
+                save=saved,
+                last_iteration=None,
+            )
+            for number in range(1, number_of + 1)
+        )
+
+    def frozen_path(self) -> str:
+        """Return the directory of the frozen checkpoint.
+
+        Raises:
+            RecipeError: The row names none.
+        """
+        if self._load is None:
+            raise RecipeError(
+                self._workload.where,
+                f"{self._workload.test_case!r} is {self._case.test_type.value} and the row has no "
+                f"checkpoint_load_path, expected the directory of the checkpoint to start from; "
+                f"add it to the product or to spec",
+            )
+        return self._load
+
+    def _second(self, *, load: str, save: Path, origin: Rewind | Frozen) -> PhaseStart:
+        variant = self._case.variant(2)
+        arguments, last = self._arguments(variant)
+        if self._is_lightweight and last is not None and isinstance(origin, Frozen):
+            last = (origin.back_to // LIGHTWEIGHT_ITERS + 1) * LIGHTWEIGHT_ITERS
+        return PhaseStart(
+            number=2,
+            name="phase 2",
+            variant=variant,
+            arguments=arguments,
+            load=load,
+            save=save,
+            origin=origin,
+            last_iteration=last,
+        )
+
+    def _key_value_arguments(
+        self, arguments: tuple[Argument, ...]
+    ) -> tuple[tuple[Argument, ...], int | None]:
+        """Return the arguments of a `key=value` program, and its last iteration.
+
+        Megatron Bridge's `train.train_iters` counts as Megatron-LM does; NeMo's `trainer.max_steps`
+        logs its steps from another number on, so that its last one is left open.
+        """
+        named = {a.name: a.text for a in arguments}
+        is_bridge = _BRIDGE_ITERS in named or any(a.name == "--recipe" for a in arguments)
+        if self._is_lightweight:
+            key, steps = _NEMO_STEPS, LIGHTWEIGHT_NEMO_STEPS
+            if is_bridge:
+                key, steps = _BRIDGE_ITERS, LIGHTWEIGHT_ITERS
+            return with_argument(arguments, key, str(steps)), steps if is_bridge else None
+        text = named.get(_BRIDGE_ITERS) or ""
+        return arguments, int(text) if text.isdecimal() else None
+
+    def _arguments(self, variant: Variant) -> tuple[tuple[Argument, ...], int | None]:
+        """Return the arguments with the iteration to stop at, and that iteration.
+
+        Megatron-LM's driver writes both changes into the file; here the file stays as it is. A
+        program that takes `key=value` only is told of no iteration unless it shall run a short
+        time.
+        """
+        arguments = variant.arguments
+        if _takes_key_values(arguments):
+            return self._key_value_arguments(arguments)
+        if self._case.mode is CaseMode.INFERENCE:  # it has no iterations
+            return arguments, None
+        last = self._case.train_iters_of(variant)
+        if self._case.mode is CaseMode.RL:  # it counts samples, and says when to end
+            last = self._case.exit_interval or last
+        if not self._is_lightweight:
+            return with_argument(arguments, "--exit-interval", str(last)), last
+        arguments = with_argument(arguments, "--exit-interval", str(LIGHTWEIGHT_ITERS))
+        if self._case.test_type in (TestType.CKPT_RESUME, TestType.FROZEN_RESUME):
+            arguments = with_argument(arguments, "--save-interval", str(LIGHTWEIGHT_SAVE_INTERVAL))
+        return arguments, min(last, LIGHTWEIGHT_ITERS)
+
+
+def _takes_key_values(arguments: Sequence[Argument]) -> bool:
+    """Whether the program takes `key=value`, maybe beside flags of its launcher (`--recipe`)."""
+    return any(not a.name.startswith("-") for a in arguments)
+
+
+def _takes_flags(arguments: Sequence[Argument]) -> bool:
+    """Whether the program takes `--flag value`; else it takes `key=value` alone."""
+    return not arguments or any(a.name.startswith("-") for a in arguments)

@@ -1,0 +1,390 @@
+"""What exactly would be started for a workload: every word, variable and directory. Pure.
+
+A plan is data that `--plan` prints, `plan.json` keeps and a launcher carries out; planning the same
+attempt twice gives the same plan.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pytest_megatron.errors import CaseError, RecipeError
+from pytest_megatron.gpu.host import CPU_PLATFORM
+from pytest_megatron.recipe.arguments import ModelArgs, command_words
+from pytest_megatron.recipe.case import TestType, WorkloadCase
+from pytest_megatron.recipe.model import Workload
+from pytest_megatron.runs.layout import FLIGHT_PREFIX, AttemptDirs, PhaseDirs
+from pytest_megatron.workload.plan.cuda_connections import planned_connections
+from pytest_megatron.workload.plan.launcher import (
+    LAUNCHER_VARIABLE,
+    Ranks,
+    Started,
+    start_words,
+    started,
+    starter_of,
+)
+from pytest_megatron.workload.plan.phases import (
+    DEFAULT_TIME_LIMIT_S,
+    Frozen,
+    PhaseStart,
+    Rewind,
+    Target,
+    starts_of,
+    target_of,
+)
+from pytest_megatron.workload.plan.script import (
+    ScriptFiles,
+    ScriptMachine,
+    redirected,
+    script_env,
+    script_files,
+)
+
+# What Megatron-LM's driver exports where the user has not.
+# Source: Megatron-LM tests/functional_tests/shell_test_utils/_run_training.sh, d98e8a64dd.
+NCCL_DEFAULTS: Mapping[str, str] = {
+    "NCCL_ALGO": "Ring",
+    "NCCL_BUFFSIZE": "4194304",
+    "NCCL_COLLNET_ENABLE": "0",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_PROTO": "simple",
+    "NCCL_TUNER_PLUGIN": "",
+    "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",
+}
+# Where torch's flight recorder dumps to. Releases from 2.10 on have new names beside these.
+# Source: torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp and FlightRecorder.hpp, v2.6 and v2.13.
+FLIGHT_VARIABLE = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
+_FLIGHT_DEFAULTS: Mapping[str, str] = {
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+}
+# What a launcher around the controller may have left, and would lead the ranks astray.
+_FOREIGN_PREFIXES = ("PYTEST_", "TORCHELASTIC_", "GROUP_", "ROLE_")
+_FOREIGN_NAMES = frozenset(
+    ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhasePlan:
+    """One start of a training program.
+
+    Attributes:
+        number: Counted from 1.
+        name: As people are told it: `phase 2`, `window 3`, `MODEL_ARGS_4`.
+        argv: Program and arguments; no shell comes between.
+        env: The whole environment.
+        own_env: The part of it that comes from us or from the case, for people to read.
+        dirs: Where it writes.
+        origin: What to lay out before the start for it to resume from, or None.
+        last_iteration: Where the training stops by itself; None where we do not know.
+        world_size: Ranks over all nodes.
+        num_nodes: Of them; each has as many ranks.
+        saves: Directory in which it must leave a checkpoint of its last iteration, or None.
+        frozen_paths: What it reads below the recipe's `checkpoint_load_path`, and so must exist.
+        before_script: Shell text to run before the training, or None; likewise `after_script`.
+        is_script: Whether a recipe's script runs instead of a launcher.
+        start: What `argv` starts, for an engine that starts ranks in another way; None of a script.
+    """
+
+    number: int
+    name: str = "phase 1"
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    own_env: Mapping[str, str]
+    dirs: PhaseDirs
+    origin: Rewind | Frozen | None = None
+    last_iteration: int | None
+    world_size: int = 1
+    num_nodes: int = 1
+    saves: Path | None = None
+    frozen_paths: tuple[Path, ...] = ()
+    before_script: str | None = None
+    after_script: str | None = None
+    is_script: bool = False
+    start: Started | None = None
+
+    @property
+    def resumes_after(self) -> int | None:
+        """The iteration of the checkpoint that it must go on from; None where we do not know."""
+        return None if self.origin is None else self.origin.back_to
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptPlan:
+    """Everything of one attempt.
+
+    Attributes:
+        phases: In order; of a release, every window that it may take.
+        cwd: Working directory of every phase: the project's root.
+        world_size: The most ranks that a phase has.
+        time_limit_s: For all phases together; of a release, for each window.
+        target: When the windows of a release are enough; None for every other test type.
+        script: Text to be put into the file that the only phase runs, or None.
+        script_files: What that needs beside itself.
+        start_from: Checkpoints of an earlier run that the first phase finds, or None.
+    """
+
+    phases: tuple[PhasePlan, ...]
+    dirs: AttemptDirs
+    cwd: Path
+    world_size: int
+    time_limit_s: float
+    target: Target | None = None
+    script: str | None = None
+    script_files: ScriptFiles | None = None
+    start_from: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What the user and the machine decide about every plan of a run.
+
+    Attributes:
+        root: The project: cases, programs and goldens are found from here.
+        env: The controller's environment.
+        tee_ranks: Ranks whose output is copied live; None is all of them.
+        is_lightweight: Only `LIGHTWEIGHT_ITERS` iterations and no comparison.
+        devices: GPUs by UUID that a training may see; None leaves what the controller sees.
+        has_ft_launcher: Whether nvidia-resiliency-ext is installed.
+        machine: What a recipe's script finds.
+        secret_names: Patterns of names that hold secrets, beside the usual ones.
+        kept_variables: Patterns of names of variables that `plan.json` keeps, likewise.
+    """
+
+    root: Path
+    env: Mapping[str, str]
+    tee_ranks: tuple[int, ...] | None
+    is_lightweight: bool
+    devices: tuple[str, ...] | None = None
+    python: str = sys.executable
+    has_ft_launcher: bool = False
+    machine: ScriptMachine = field(default_factory=ScriptMachine)
+    secret_names: tuple[str, ...] = ()
+    kept_variables: tuple[str, ...] = ()
+
+
+def plan_attempt(
+    workload: Workload,
+    case: WorkloadCase | None,
+    dirs: AttemptDirs,
+    setting: Setting,
+    *,
+    repeat: int,
+) -> AttemptPlan:
+    """Plan one attempt of a workload.
+
+    Args:
+        workload: The row.
+        case: Its test case; may be None only where the row has a script.
+        dirs: The attempt's own directories.
+        setting: The run's.
+        repeat: Counted from 1; the case may use it as a seed, `${REPEAT}`.
+
+    Raises:
+        CaseError: The case asks for a launcher that is not installed, or refers to something unset.
+        RecipeError: The row names no program, or asks for nodes that are not to be had here.
+    """
+    if workload.script is not None:
+        return _plan_script(workload, dirs, setting)
+    assert case is not None
+    is_light = setting.is_lightweight or case.is_always_lightweight
+    starts = starts_of(workload, case, dirs, setting.root, is_lightweight=is_light)
+    phases = tuple(_plan_phase(workload, case, dirs, setting, start, repeat) for start in starts)
+    return AttemptPlan(
+        phases=phases,
+        dirs=dirs,
+        cwd=setting.root,
+        world_size=max(phase.world_size for phase in phases),
+        time_limit_s=_time_limit_s(workload),
+        target=target_of(case, starts, is_lightweight=is_light),
+    )
+
+
+def inherited(env: Mapping[str, str]) -> dict[str, str]:
+    """Return what a training inherits from the controller's environment."""
+    return {
+        name: value
+        for name, value in env.items()
+        if name not in _FOREIGN_NAMES and not name.startswith(_FOREIGN_PREFIXES)
+    }
+
+
+def _plan_phase(
+    workload: Workload,
+    case: WorkloadCase,
+    dirs: AttemptDirs,
+    setting: Setting,
+    start: PhaseStart,
+    repeat: int,
+) -> PhasePlan:
+    """Plan one start of the training program under its launcher."""
+    program = workload.training_script_path
+    if program is None:
+        raise RecipeError(
+            workload.where,
+            "has neither `script` nor `training_script_path`, expected one of them; "
+            "name the training program in the recipe's spec",
+        )
+    num_ranks = _num_ranks(workload, case, start)
+    phase = dirs.phase(start.number)
+    own = {
+        **{k: v for k, v in NCCL_DEFAULTS.items() if k not in setting.env},
+        **_flight_recorder(workload, phase, setting),
+        **planned_connections(ModelArgs(start.arguments), workload.platform, setting.env),
+        **case.env,
+        **start.variant.env,
+        **_variables(workload, dirs, phase, setting, start, repeat),
+    }
+    own |= _devices(workload, setting)
+    env = {**inherited(setting.env), **own}
+    asked = setting.env.get(LAUNCHER_VARIABLE)
+    ranks = Ranks(
+        starter=starter_of(case, asked, has_ft_launcher=setting.has_ft_launcher),
+        num_nodes=workload.nodes,
+        per_node=num_ranks,
+        tee_ranks=setting.tee_ranks,
+        logs=phase.logs,
+    )
+    words = command_words(start.arguments, env, file=str(case.path))
+    launch = started(setting.python, ranks, program, words)
+    return PhasePlan(
+        number=start.number,
+        name=start.name,
+        argv=start_words(launch),
+        start=launch,
+        env=env,
+        own_env=own,
+        dirs=phase,
+        origin=start.origin,
+        last_iteration=start.last_iteration,
+        world_size=workload.nodes * num_ranks,
+        num_nodes=workload.nodes,
+        saves=start.saves,
+        frozen_paths=_frozen_paths(case, start, env, setting.root),
+        before_script=case.before_script,
+        after_script=case.after_script,
+    )
+
+
+def _num_ranks(workload: Workload, case: WorkloadCase, start: PhaseStart) -> int:
+    """Return the ranks on a node: the row's, or what the case says of this start.
+
+    Raises:
+        RecipeError: There would be none.
+        CaseError: It is more than the row has.
+    """
+    if workload.gpus < 1:
+        raise RecipeError(
+            workload.where,
+            f"gpus is {workload.gpus}, expected at least 1: it is the number of ranks on a node, "
+            f"on the platform cpu too",
+        )
+    own = start.variant.num_ranks
+    if own is not None and own > workload.gpus:
+        raise CaseError(
+            str(case.path),
+            f"MODEL_ENV_VARS.{start.variant.key}.GPUS_PER_NODE is {own}, and the row has gpus "
+            f"{workload.gpus} ({workload.where}), expected no more than that; raise gpus",
+        )
+    return workload.gpus if own is None else own
+
+
+def _frozen_paths(
+    case: WorkloadCase, start: PhaseStart, env: Mapping[str, str], root: Path
+) -> tuple[Path, ...]:
+    """Return what a frozen-start reads: the values that refer to CHECKPOINT_LOAD_PATH."""
+    if case.test_type is not TestType.FROZEN_START:
+        return ()
+    name = "CHECKPOINT_LOAD_PATH"
+    base = env[name]
+    named = [a for a in start.arguments if name in " ".join(a.words or (a.text or "",))]
+    words = command_words(named, env, file=str(case.path))
+    values = [word if word.startswith(base) else word.partition("=")[2] for word in words]
+    found = dict.fromkeys(value for value in values if value.startswith(base))
+    return tuple(root / value for value in found or [base])
+
+
+def _variables(
+    workload: Workload,
+    dirs: AttemptDirs,
+    phase: PhaseDirs,
+    setting: Setting,
+    start: PhaseStart,
+    repeat: int,
+) -> dict[str, str]:
+    """Return the variables that a `model_config.yaml` may refer to, and our own."""
+    found = {
+        "CHECKPOINT_LOAD_PATH": start.load,
+        "CHECKPOINT_SAVE_PATH": str(start.save),
+        "DATA_CACHE_PATH": workload.data_cache_path or str(dirs.data_cache),
+        "INFERENCE_OUTPUT_PATH": str(phase.generated),
+        "LOG_DIR": str(phase.logs),
+        "OUTPUT_PATH": str(phase.root),
+        "REPEAT": str(repeat),
+        "RUN_NUMBER": str(start.number if start.saves is None else start.variant.number),
+        "TENSORBOARD_PATH": str(phase.tensorboard),
+        "PYTEST_MEGATRON_METRICS": str(phase.metrics_lines),
+        "PYTHONFAULTHANDLER": "1",  # a crash or a hang leaves Python stacks in stderr.log
+        "PYTHONUNBUFFERED": "1",
+    }
+    data_path = workload.data_path or setting.env.get("DATA_PATH")
+    return found if data_path is None else {**found, "DATA_PATH": data_path}
+
+
+def _flight_recorder(workload: Workload, phase: PhaseDirs, setting: Setting) -> dict[str, str]:
+    """Return the variables that have a hang of NCCL leave dumps in the phase's own directory."""
+    if workload.platform == CPU_PLATFORM:
+        return {}
+    wanted = {**_FLIGHT_DEFAULTS, FLIGHT_VARIABLE: str(phase.flight / FLIGHT_PREFIX)}
+    return {k: v for k, v in wanted.items() if k not in setting.env}
+
+
+def _devices(workload: Workload, setting: Setting) -> dict[str, str]:
+    """Return the variable that says which GPUs a training sees."""
+    if workload.platform == CPU_PLATFORM:
+        return {"CUDA_VISIBLE_DEVICES": ""}
+    return {} if setting.devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(setting.devices)}
+
+
+def _plan_script(workload: Workload, dirs: AttemptDirs, setting: Setting) -> AttemptPlan:
+    """Plan a row that brings its own shell script."""
+    phase = dirs.phase(1)
+    own = {**script_env(setting.env, dirs, workload.gpus), **_devices(workload, setting)}
+    if setting.is_lightweight:
+        own["ENABLE_LIGHTWEIGHT_MODE"] = "true"
+    assert workload.script is not None
+    script = workload.render(
+        workload.script,
+        assets_dir=str(dirs.assets),
+        artifacts_dir=str(dirs.artifacts),
+        n_repeat=1,  # we repeat it ourselves, each time in directories of its own
+        name=workload.name,
+    )
+    machine = setting.machine
+    return AttemptPlan(
+        phases=(
+            PhasePlan(
+                number=1,
+                argv=("bash", str(phase.root / "script.sh")),
+                env={**inherited(setting.env), **own},
+                own_env=own,
+                dirs=phase,
+                last_iteration=None,
+                is_script=True,
+            ),
+        ),
+        dirs=dirs,
+        cwd=dirs.project_copy,
+        world_size=workload.nodes * workload.gpus,
+        time_limit_s=_time_limit_s(workload),
+        script=redirected(script, dirs, machine),
+        script_files=script_files(setting.root, dirs, machine, setting.python),
+    )
+
+
+def _time_limit_s(workload: Workload) -> float:
+    return workload.time_limit_s or DEFAULT_TIME_LIMIT_S

@@ -1,0 +1,1 @@
+"""Execution of a plan on this host, and its log watch."""

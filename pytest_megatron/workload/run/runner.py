@@ -1,0 +1,331 @@
+"""Carries an attempt's plan out on this machine, and leaves its logs and nothing else behind."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import Protocol, TypeAlias
+
+from pytest_megatron.base.files import JsonValue, write_json_atomically, write_text_atomically
+from pytest_megatron.errors import LaunchError
+from pytest_megatron.process.guarded import CommandEnd, GuardedProcess, RunningCommand
+from pytest_megatron.runs.layout import PhaseDirs
+from pytest_megatron.workload.plan.case_script import ScriptEnd, run_script
+from pytest_megatron.workload.plan.checkpoints import (
+    find_no_checkpoint,
+    find_not_saved,
+    lay_out,
+    saved_iteration,
+)
+from pytest_megatron.workload.plan.phases import Target
+from pytest_megatron.workload.plan.plan import FLIGHT_VARIABLE, AttemptPlan, PhasePlan
+from pytest_megatron.workload.plan.script import lay_out_script
+from pytest_megatron.workload.run.log_watch import LogWatch, Progress
+
+_POLL_S = 0.1
+STOP_GRACE_S = 10.0  # for the agent to end its ranks
+_STACKS_S = 3.0  # for aborted ranks to print their stacks
+_WATCHDOG_GRACE_S = 5.0  # for the other ranks to say which collective they wait in
+_DUMPS_S = 10.0  # for what the ranks' flight recorders dump, where they are on
+_QUIET_S = 1.0  # dumps of all ranks that did not grow for so long are whole
+_QUIET_ALONE_S = 3.0  # after that, the other ranks will not dump any more
+
+
+# Starts the program of a phase in a directory.
+StartPhase: TypeAlias = Callable[[PhasePlan, Path], RunningCommand]
+
+
+class AttemptListener(Protocol):
+    """Who wants to see an attempt while it runs."""
+
+    def on_lines(self, lines: list[str]) -> None:
+        """Take lines of tee'd ranks."""
+
+    def on_progress(self, phase: int, progress: Progress) -> None:
+        """Take how far the training of a phase is."""
+
+
+class End(Enum):
+    """Why a phase ended."""
+
+    EXITED = "exited"  # by itself, well or not
+    TIME_LIMIT = "time limit"  # stopped by us
+    HUNG_COLLECTIVE = "hung collective"  # stopped by us once a rank's watchdog said so
+    NO_CHECKPOINT = "no checkpoint"  # by itself, without what is resumed from or compared
+    NOT_DONE = "not done"  # by itself, and the windows of a release were not enough
+    SCRIPT = "script"  # the case's own script failed, before the training or after a clean one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseEnd:
+    """How one phase went.
+
+    Attributes:
+        returncode: The launcher's, negative for a signal.
+        num_left: Processes that outlived the launcher and were killed.
+        hung_rank: The rank whose watchdog reported, where `end` is HUNG_COLLECTIVE.
+        progress: The last iteration that was printed, or None.
+        problem: What is missing, where `end` is NO_CHECKPOINT or NOT_DONE.
+        script: The script that failed, where `end` is SCRIPT.
+        saved: The iteration that can be resumed from afterwards, where that was looked at.
+    """
+
+    plan: PhasePlan
+    end: End
+    returncode: int
+    num_left: int
+    duration_s: float
+    hung_rank: int | None
+    progress: Progress | None
+    problem: str | None = None
+    script: ScriptEnd | None = None
+    saved: int | None = None
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether it ran to its end and said so."""
+        return self.end is End.EXITED and self.returncode == 0
+
+
+def run_attempt(
+    plan: AttemptPlan,
+    description: JsonValue,
+    listener: AttemptListener,
+    kept_open: Sequence[int] = (),
+    start: StartPhase | None = None,
+) -> tuple[PhaseEnd, ...]:
+    """Run the phases of an attempt one after the other, up to the first that is not clean.
+
+    Args:
+        plan: What to run; its directories must not be there yet.
+        description: Goes to `plan.json` before anything starts.
+        listener: Told about lines and progress while it runs.
+        kept_open: Descriptors, of GPU locks, that must not close before the last rank is gone.
+        start: Starts the program of a phase elsewhere than on this machine alone.
+
+    Raises:
+        LaunchError: Directories cannot be made, or the launcher cannot be started.
+        KeyboardInterrupt: Ctrl-C; every process of the attempt is gone by then.
+    """
+    try:
+        for directory in (plan.dirs.root, plan.dirs.checkpoints, plan.dirs.no_checkpoint):
+            directory.mkdir(parents=True)
+        write_json_atomically(plan.dirs.plan, description)
+        if plan.start_from is not None:
+            shutil.copytree(plan.start_from, plan.dirs.checkpoints, dirs_exist_ok=True)
+    except OSError as error:
+        raise _cannot_write(error, plan.dirs.root) from error
+    ends: list[PhaseEnd] = []
+    start = start or partial(_start_here, kept_open=kept_open)
+    deadline = time.monotonic() + plan.time_limit_s
+    for phase in plan.phases:
+        if phase.origin is not None and (problem := find_no_checkpoint(phase.origin)):
+            if not ends:  # of an earlier run, that this one is to go on from
+                raise LaunchError(phase.name, problem)
+            ends[-1] = replace(ends[-1], end=End.NO_CHECKPOINT, problem=problem)
+            break
+        _prepare(plan, phase)
+        if plan.target is not None:
+            deadline = time.monotonic() + plan.time_limit_s
+        end = _run_phase(plan, phase, listener, deadline, start)
+        ends.append(_look_at_checkpoints(end, ends, plan))
+        settle_logs(phase.dirs, phase.world_size // phase.num_nodes)
+        if not ends[-1].is_clean or _is_reached(plan.target, ends[-1]):
+            break
+    return tuple(ends)
+
+
+def _look_at_checkpoints(end: PhaseEnd, before: Sequence[PhaseEnd], plan: AttemptPlan) -> PhaseEnd:
+    """Return how a phase ended once it is known what it saved."""
+    if not end.is_clean:
+        return end
+    saves, last, target = end.plan.saves, end.plan.last_iteration, plan.target
+    if saves is not None and last is not None and (problem := find_not_saved(saves, last)):
+        return replace(end, end=End.NO_CHECKPOINT, problem=problem)
+    if target is None:
+        return end
+    saved = saved_iteration(target.checkpoints)
+    end = replace(end, saved=saved)
+    was_at = before[-1].saved or 0 if before else 0
+    num_left = len(plan.phases) - end.plan.number
+    if saved is None:
+        problem = f"{target.checkpoints} has no checkpoint for the next window to resume from"
+    elif saved >= target.iteration:
+        return end
+    elif saved <= was_at:
+        problem = f"{end.plan.name} got no further than the one before: iteration {saved}"
+    elif not num_left:
+        problem = f"{end.plan.number} windows are over, which is all that max_windows allows"
+    else:
+        return end
+    problem += f"; at iteration {saved or 0} of {target.iteration}"
+    return replace(end, end=End.NOT_DONE, problem=problem)
+
+
+def _is_reached(target: Target | None, end: PhaseEnd) -> bool:
+    return target is not None and end.saved is not None and end.saved >= target.iteration
+
+
+def settle_logs(dirs: PhaseDirs, ranks_per_node: int = 1) -> None:
+    """Move torch's `logs/<run id>/attempt_0/<local rank>/` to `logs/<rank>/`.
+
+    Those of several nodes, `logs/node1/<run id>/attempt_0/<local rank>/`, become the same.
+    """
+    runs = [*dirs.logs.glob("*_*"), *dirs.logs.glob("node*/*_*")]
+    for run in [path for path in runs if path.is_dir()]:
+        first = dirs.first_rank_below(run, ranks_per_node)
+        for rank in run.glob("attempt_*/*"):
+            target = dirs.logs / str(first + int(rank.name)) if rank.name.isdigit() else rank
+            if rank.is_dir() and not target.exists():
+                rank.rename(target)
+        for attempt in run.glob("attempt_*"):
+            if not any(attempt.iterdir()):
+                attempt.rmdir()
+        if not any(run.iterdir()):
+            run.rmdir()
+    for node in dirs.logs.glob("node*"):
+        if node.is_dir() and not any(node.iterdir()):
+            node.rmdir()
+
+
+def _prepare(plan: AttemptPlan, phase: PhasePlan) -> None:
+    """Make what a phase expects to find."""
+    try:
+        if phase.origin is not None:
+            lay_out(phase.origin)
+        phase.dirs.logs.mkdir(parents=True)
+        phase.dirs.tensorboard.mkdir()
+        if str(phase.dirs.flight) in phase.own_env.get(FLIGHT_VARIABLE, ""):
+            phase.dirs.flight.mkdir()
+        if plan.script is not None:
+            plan.dirs.assets.mkdir()
+            plan.dirs.artifacts.mkdir()
+            write_text_atomically(Path(phase.argv[-1]), plan.script)
+        if plan.script_files is not None:
+            lay_out_script(plan.script_files)
+    except OSError as error:
+        raise _cannot_write(error, phase.dirs.root) from error
+
+
+def _run_phase(
+    plan: AttemptPlan,
+    phase: PhasePlan,
+    listener: AttemptListener,
+    deadline: float,
+    start: StartPhase,
+) -> PhaseEnd:
+    """Run the scripts around a phase and the phase itself."""
+    env, before = phase.env, None
+    if phase.before_script is not None:
+        path = phase.dirs.script("before")
+        before = run_script(
+            "BEFORE_SCRIPT", phase.before_script, path, env, plan.cwd, deadline=deadline
+        )
+        env = before.env
+    if before is not None and not before.is_clean:
+        return PhaseEnd(
+            plan=phase,
+            end=End.SCRIPT,
+            returncode=before.returncode or 0,
+            num_left=0,
+            duration_s=0.0,
+            hung_rank=None,
+            progress=None,
+            script=before,
+        )
+    end = _train(plan, replace(phase, env=env), listener, deadline, start)
+    if phase.after_script is None or end.end is not End.EXITED:
+        return end
+    path = phase.dirs.script("after")
+    env = {**env, "EXIT_CODE": str(end.returncode)}
+    after = run_script("AFTER_SCRIPT", phase.after_script, path, env, plan.cwd, deadline=deadline)
+    is_cause = end.is_clean and not after.is_clean  # a failed training is the cause of what follows
+    return replace(end, end=End.SCRIPT, script=after) if is_cause else end
+
+
+def _train(
+    plan: AttemptPlan,
+    phase: PhasePlan,
+    listener: AttemptListener,
+    deadline: float,
+    start: StartPhase,
+) -> PhaseEnd:
+    """Start the program of a phase and watch it to its end."""
+    scripts = plan.dirs.assets if phase.is_script else None
+    watch = LogWatch(phase.dirs, phase.world_size // phase.num_nodes, scripts=scripts)
+    end = End.EXITED
+    hung_at = 0.0
+    with start(phase, plan.cwd) as process:
+        while (ended := process.poll(_POLL_S)) is None:
+            _tell(listener, phase, watch)
+            hung_at = hung_at or (0.0 if watch.hung_rank is None else time.monotonic())
+            if hung_at and _has_said_all(phase, plan.world_size, time.monotonic() - hung_at):
+                deadline = 0.0
+            if time.monotonic() >= deadline:
+                end = End.TIME_LIMIT if watch.hung_rank is None else End.HUNG_COLLECTIVE
+                ended = _stop(process)
+                break
+    _tell(listener, phase, watch, is_ended=True)
+    return PhaseEnd(
+        plan=phase,
+        end=end,
+        returncode=ended.returncode,
+        num_left=ended.num_left,
+        duration_s=ended.duration_s,
+        hung_rank=watch.hung_rank,
+        progress=watch.progress,
+    )
+
+
+def _tell(
+    listener: AttemptListener, phase: PhasePlan, watch: LogWatch, *, is_ended: bool = False
+) -> None:
+    before = watch.progress
+    if lines := (watch.drain() if is_ended else watch.poll()):
+        listener.on_lines(lines)
+    if watch.progress is not None and watch.progress != before:
+        listener.on_progress(phase.number, watch.progress)
+
+
+def _has_said_all(phase: PhasePlan, world_size: int, waited_s: float) -> bool:
+    """Whether the ranks had their time to say where they are, once a watchdog spoke."""
+    if not phase.dirs.flight.is_dir():
+        return waited_s >= _WATCHDOG_GRACE_S
+    changed = [path.stat().st_mtime for path in phase.dirs.flight_dumps()]
+    quiet_s = time.time() - max(changed, default=float("inf"))
+    needed_s = _QUIET_S if len(changed) >= world_size else _QUIET_ALONE_S
+    return quiet_s >= needed_s or waited_s >= _DUMPS_S
+
+
+def _start_here(phase: PhasePlan, cwd: Path, *, kept_open: Sequence[int]) -> GuardedProcess:
+    """Start the launcher of a phase on this machine."""
+    return GuardedProcess(
+        phase.argv,
+        env=phase.env,
+        cwd=cwd,
+        output=phase.dirs.launcher_log,
+        grace_s=STOP_GRACE_S,
+        kept_open=kept_open,
+    )
+
+
+def _stop(process: RunningCommand) -> CommandEnd:
+    """Get every rank's stack into its log, then end it all."""
+    process.dump_stacks()
+    ended = process.poll(_STACKS_S)
+    if ended is None:
+        process.stop()
+        ended = process.wait()
+    return ended
+
+
+def _cannot_write(error: OSError, directory: Path) -> LaunchError:
+    where = str(error.filename or directory)
+    return LaunchError(
+        where, f"{error.strerror}; give another --run-dir, or make room; nothing was run"
+    )

@@ -1,0 +1,1 @@
+"""Stand-ins for commands that recipe scripts expect."""

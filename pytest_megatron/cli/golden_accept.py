@@ -148,7 +148,7 @@ def _tell_written(outcome: AcceptOutcome, pages: Path, terms: Terms, *, is_error
             make_own_dir(pages.parent)
         page, message = write_pages(pages, outcome, terms.reason)
     except OSError as error:
-        click.echo(f"no page: {error.filename}: {error.strerror}", err=True)
+        click.echo(f"no page: {error.filename or pages}: {error.strerror}", err=True)
         return
     click.echo(f"for the pull request: {page}", err=is_error)
     click.echo(f"for the commit: git add golden_values && git commit -F {message}\n", err=is_error)

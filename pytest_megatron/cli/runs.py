@@ -41,7 +41,9 @@ def prune(*, keep: int, root: Path) -> None:
     try:
         removed = remove_old_runs(root, keep)
     except OSError as error:
-        raise ReportError(str(error.filename), f"{error.strerror}; the rest is kept") from error
+        raise ReportError(
+            str(error.filename or root), f"{error.strerror}; the rest is kept"
+        ) from error
     for directory in removed:
         click.echo(f"removed: {directory}")
     if not removed:

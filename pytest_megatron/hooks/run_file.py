@@ -201,7 +201,7 @@ class RunFile:
             here = self._session.run_dir
             self._removed = len(remove_old_runs(self._session.root, keep, spared=here))
         except OSError as error:
-            self._unremoved = f"{error.filename}: {error.strerror}"
+            self._unremoved = f"{error.filename or self._session.root}: {error.strerror}"
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Say which files may still hold secrets."""

@@ -21,7 +21,7 @@ from pytest_megatron.golden.compare.limits import CountLimits, Exact, LossLimits
 from pytest_megatron.golden.compare.series import Point, find_frozen, mean_signed, shared_points
 from pytest_megatron.golden.formats.metric_map import step_interval
 from pytest_megatron.golden.model import LOGPROBS, MetricMap, Series, is_finite, is_loss, series_of
-from pytest_megatron.golden.policy import Base, ComparisonPolicy
+from pytest_megatron.golden.policy import ComparisonPolicy, Settings
 from pytest_megatron.golden.provenance import Golden, Provenance
 from pytest_megatron.gpu.host import CPU_PLATFORM, PLATFORM_GPUS
 from pytest_megatron.refresh.candidate import Candidate, GateRule, Ran, Refusal
@@ -41,13 +41,15 @@ _WARM_UP = 0.1
 # What has a loss in its name and is none, or need not fall.
 _IS_AUXILIARY = re.compile(r"aux|balanc|indexer|ppl|scale|z[-_]loss").search
 _NORMS = ("grad-norm", "params-norm")
-# Values that change a little with a container are within the band; bits count where the commit,
-# the image, the versions and the host are those of the old golden.
-_BAND = ComparisonPolicy(
-    base=Base.STRICT,
-    name="strict",
-    metrics={"*": {"exact": Exact.NEVER, "outside_fraction": 0.0}},
-)
+_SHORT = LossLimits()
+# A run is allowed single steps, and more where its golden is long; a new golden wants a reason.
+_BAND: Settings = {"outside_fraction": 0.0}
+_LOSS_BAND: Settings = {
+    "band": _SHORT.band,
+    "mean": _SHORT.mean,
+    "tail_mean": _SHORT.tail_mean,
+    **_BAND,
+}
 
 
 def soft_refusals(candidate: Candidate, old: Golden | None) -> Iterator[Refusal]:
@@ -139,7 +141,7 @@ def _of_generation(old: Golden, new: Golden) -> Iterator[Refusal]:
 def _of_metric(name: str, old: Golden, new: Golden) -> Iterator[Refusal]:
     """Look at a loss, a count, or any metric that is judged like a loss."""
     before, after = old.metrics[name], new.metrics[name]
-    if not isinstance(_BAND.limits(name), LossLimits | CountLimits):
+    if not isinstance(ComparisonPolicy.STRICT.limits(name), LossLimits | CountLimits):
         return
     points = shared_points(before, after)
     lost = {s for s, v in before.items() if is_finite(v)} - {point.step for point in points}
@@ -181,11 +183,15 @@ def _outside(name: str, points: Sequence[Point], old: Golden, new: Golden) -> It
     is_same_commit = before.commit is not None and before.commit == after.commit
     is_clean = before.is_dirty is False and after.is_dirty is False
     steps = {point.step for point in points}
+    # Values that change a little with a container are within the band; bits count where the
+    # commit, the image, the versions and the host are those of the old golden.
+    exact = Exact.AUTO if is_same_commit and is_clean else Exact.NEVER
+    band = {**(_LOSS_BAND if is_loss(name) else _BAND), "exact": exact}
     (comparison,) = compare(
         replace(old, metrics=_cut(old.metrics, name, steps)),
         _cut(new.metrics, name, steps),
         metrics=[name],
-        policy=ComparisonPolicy.STRICT if is_same_commit and is_clean else _BAND,
+        policy=replace(ComparisonPolicy.STRICT, metrics={name: band}),
         surroundings=RunEnvironment(
             host_class=after.host_class, image=after.image, versions=after.versions
         ),

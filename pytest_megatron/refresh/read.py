@@ -97,7 +97,11 @@ def read_candidate(
     try:
         return _with_values(found, root, policy, _digests_of(record))
     except (MegatronError, OSError) as error:
-        text = str(error) if isinstance(error, MegatronError) else f"{error.filename}: {error}"
+        text = (
+            str(error)
+            if isinstance(error, MegatronError)
+            else f"{error.filename or directory}: {error}"
+        )
         return replace(found, damage=(text,))
 
 

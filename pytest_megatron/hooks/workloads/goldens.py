@@ -187,7 +187,7 @@ class GoldenWriter:
         try:
             page, message = write_pages(run_dir, outcome, reason)
         except OSError as error:
-            lines.append(f"goldens: {error.filename}: {error.strerror}; the page is only here")
+            lines.append(f"goldens: {error.filename or run_dir}: {error.strerror}; no page")
         else:
             lines.append(f"for the pull request: {page}")
             lines.append(f"for the commit: git add golden_values && git commit -F {message}")

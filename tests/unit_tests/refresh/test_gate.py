@@ -289,6 +289,14 @@ def test_a_loss_that_gets_worse_wants_a_reason(staged: Staged, what: str) -> Non
         assert (origin.reason, len(origin.supersedes or "")) == ("the batch is twice as large", 64)
 
 
+def test_what_a_run_may_do_to_a_long_curve_wants_a_reason_of_a_golden(staged: Staged) -> None:
+    long = curve(400)
+    staged.golden("c", metric_map(long))
+    new = metric_map({s: float(v) * (1.0009 if s > 1 else 1) for s, v in long.items()})
+    staged.add("c", [new, new])
+    assert rules(staged) == ["outside-band"]
+
+
 def test_a_count_that_changes_wants_a_reason(staged: Staged) -> None:
     def zeros(number: float) -> MetricMap:
         return metric_map(curve(), num_zeros=dict.fromkeys(range(1, NUM_STEPS + 1), number))

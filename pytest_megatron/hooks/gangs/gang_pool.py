@@ -188,8 +188,7 @@ class GangPool:
                 coverage=self.orders.coverage,
                 coverage_file=str(self.orders.coverage_dir / "template"),
                 forget=self.fleet.forget,
-                # Other nodes come while it loads, and a session of several waits for ever then.
-                loads=modules_to_load(session) if self._options.num_nodes == 1 else (),
+                loads=modules_to_load(session),
             )
             self._template = TemplateProcess(template, self.fleet)
         if self._options.num_nodes > 1:

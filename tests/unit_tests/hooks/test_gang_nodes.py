@@ -81,6 +81,39 @@ def test_needs_one_node():
     pass
 """
 
+LATE = """
+import os, sys
+import pytest
+
+read_end, write_end = os.pipe()
+is_held = "--node-rank=0" in sys.argv
+
+def wait_in_the_template_of_node_0():
+    global is_held
+    if is_held:
+        is_held = False
+        os.close(write_end)
+        os.read(read_end, 1)
+
+os.register_at_fork(after_in_child=wait_in_the_template_of_node_0)
+
+@pytest.mark.controller
+def test_runs_once_node_1_is_there():
+    global is_held
+    assert is_held
+    is_held = False
+    os.close(write_end)
+
+def test_only_node_0_has_loaded_torch(rank):
+    assert ("torch" in sys.modules) == (rank < 2)
+
+def test_every_rank_meets_all_others(rank, process_group):
+    import torch
+    total = torch.tensor([10.0 ** rank])
+    torch.distributed.all_reduce(total)
+    assert total.item() == 1111
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
@@ -190,6 +223,18 @@ def without_times(output: str) -> str:
         for line in output.splitlines()
         if not any(word in line for word in left_out)
     )
+
+
+def test_nodes_meet_where_node_0_loads_torch_beforehand_and_calls_last(tmp_path: Path) -> None:
+    cluster = cluster_of(tmp_path, LATE)
+    cluster.start(0, "--rank-timeout=30")
+    cluster.start(1)
+    assert cluster.wait() == [0, 0], cluster.output(0)
+    assert cluster.results(0) == {
+        "test_runs_once_node_1_is_there": ("passed", ""),
+        "test_only_node_0_has_loaded_torch": ("passed", ""),
+        "test_every_rank_meets_all_others": ("passed", ""),
+    }
 
 
 def test_a_session_that_ends_early_ends_on_every_node(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def _end_with_owner(lifeline: int) -> None:
     fcntl.flock(lifeline, fcntl.LOCK_SH)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_S)
-    if "docker_inside" in Path("/proc/1/cmdline").read_text(errors="replace"):
+    if "docker.inside" in Path("/proc/1/cmdline").read_text(errors="replace"):
         os.kill(-1, signal.SIGKILL)  # never where process 1 is the host's
 
 

@@ -278,7 +278,7 @@ def test_a_second_ctrl_c_does_not_wait_for_a_stubborn_program(place: Place) -> N
 
 def drivers(pid: int) -> list[psutil.Process]:
     """The child processes that run containers for a process."""
-    return [p for p in psutil.Process(pid).children() if "docker_driver" in " ".join(p.cmdline())]
+    return [p for p in psutil.Process(pid).children() if "docker.driver" in " ".join(p.cmdline())]
 
 
 CONTROLLER = """

@@ -35,7 +35,7 @@ def pretend_gpus(root: Path, num_gpus: int, **state: object) -> dict[str, str]:
     shutil.copy(GUEST.with_name("pretend_nvml.py"), pretended / "pynvml.py")
     nvml = pretended / "state.json"
     nvml.write_text(json.dumps({"gpus": [gpu(i) for i in range(num_gpus)], **state}))
-    has_driver = "from pytest_megatron import host\nhost.has_driver = lambda: True\n"
+    has_driver = "from pytest_megatron.gpu import host\nhost.has_driver = lambda: True\n"
     (root / "conftest.py").write_text(has_driver)
     return {
         "PYTHONPATH": str(pretended),

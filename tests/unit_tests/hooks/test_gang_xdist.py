@@ -150,7 +150,7 @@ def test_a_wrong_mark_ends_a_session_of_workers(tmp_path: Path) -> None:
 PRETEND = """
     import dataclasses
 
-    from pytest_megatron import host
+    from pytest_megatron.gpu import host
 
     gpus = tuple(host.Gpu(index=i, name="GPU", uuid=f"GPU-{i}", memory_bytes=1) for i in range(2))
     here = dataclasses.replace(host.this_host(), gpus=gpus)
@@ -162,7 +162,7 @@ BOTH = """
     import os
     import pytest
 
-    from pytest_megatron.hooks import gangs
+    from pytest_megatron.hooks.gangs import plugin as gangs
     from pytest_megatron.gpu.lease import lease_gpus
 
     @pytest.mark.parametrize("n", range(2))

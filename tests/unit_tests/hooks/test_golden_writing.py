@@ -231,7 +231,7 @@ def test_a_dirty_tree_is_refused_before_anything_runs(tmp_path: Path) -> None:
         "name; commit first, or give --allow-dirty, which the golden then says"
     ) in run.stdout
     assert not project.golden_path("new").exists()
-    assert not any(path.is_dir() for path in run.directory.iterdir())
+    assert not run.directory.exists()
 
 
 def test_a_dirty_tree_may_be_allowed_and_is_recorded(tmp_path: Path) -> None:
@@ -328,7 +328,7 @@ def test_a_policy_that_judges_nothing_is_refused_before_anything_runs(tmp_path: 
     run = project.run("recipes", "--golden-policy", "none.yaml")
     assert run.outcomes == {"old": "ERROR"}
     assert "none.yaml: judged is false for lm loss, num-zeros, so nothing would be" in run.stdout
-    assert not any(path.is_dir() for path in run.directory.iterdir())
+    assert not run.directory.exists()
 
 
 def test_ctrl_c_writes_no_golden(tmp_path: Path) -> None:
@@ -376,7 +376,7 @@ def test_a_changed_case_wants_its_reason_before_anything_runs(tmp_path: Path) ->
         "[config-changed] the case asks for something else than before; "
         "nothing was run; give the reason with --golden-reason TEXT, which the golden then says"
     ) in run.stdout
-    assert not any(path.is_dir() for path in run.directory.iterdir())
+    assert not run.directory.exists()
     reason = ("--golden-reason", "a new case")
     again = project.run("recipes", "--golden", "refresh", *reason, run_dir="run2")
     assert again.verdict("old") == ("PASSED", "passed")

@@ -72,4 +72,4 @@ def test_ft_launcher_starts_the_ranks_and_does_not_hide_a_crash(run: Run) -> Non
 def test_a_row_names_its_nodes_in_its_plan(project: Project) -> None:
     text = project.run("recipes", "-k", "sound", "--plan").stdout
     assert "ranks: 2 on cpu" in text
-    assert f"{Path('launch') / 'node_agents.py'} 2 1 0,3" in text
+    assert f"{Path('run') / 'node_agents.py'} 2 1 0,3" in text

@@ -87,7 +87,7 @@ class Run:
     def problem(self, case: str) -> str:
         """Why a case did not pass; it is printed below the case's name, and so without it."""
         problem = str(self.record(case)["problem"])
-        first = problem.splitlines()[0].removeprefix(f"recipes/tiny.yaml::{case}[dev-cpu]: ")
+        first = re.sub(r"^recipes/tiny\.yaml::\S+: ", "", problem.splitlines()[0])
         assert first in self.stdout
         return problem
 

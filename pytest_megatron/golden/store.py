@@ -9,7 +9,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pytest_megatron.base.files import write_json_atomically, write_text_atomically
+from pytest_megatron.base.files import (
+    read_bytes,
+    write_json_atomically,
+    write_text_atomically,
+)
 from pytest_megatron.base.project import load_config
 from pytest_megatron.errors import GoldenError, MetricsError
 from pytest_megatron.golden.formats.jsonlines import read_json_lines
@@ -177,7 +181,7 @@ def read_text(path: Path) -> str:
         GoldenError: There is no such file, or it is no text.
     """
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return read_bytes(path).decode("utf-8-sig")
     except FileNotFoundError:
         raise GoldenError(str(path), "no such file") from None
     except OSError as error:

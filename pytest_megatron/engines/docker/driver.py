@@ -1,10 +1,10 @@
 """Runs containers for the Docker engine, in a process of its own, and outlives none of them.
 
-Started by `docker_link.py` with the descriptor of a socket. nemo-run's DockerExecutor makes the
-container; what it has no field for is added on the way to Docker (`docker_start.py`). There is one
+Started by `client.py` with the descriptor of a socket. nemo-run's DockerExecutor makes the
+container; what it has no field for is added on the way to Docker (`container.py`). There is one
 container at a time. It is ended when the controller says so, by SIGTERM or SIGINT, or when the
 socket closes because the controller is gone. Should this process be killed, the container sees a
-lock go (`docker_inside.py`) and ends by itself; what is left even so, the next driver removes.
+lock go (`inside.py`) and ends by itself; what is left even so, the next driver removes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The engine that runs an attempt in a container on this machine, one at a time.
 
-The container is made by a child process (`docker_driver.py`), since nemo-run turns logging inside
+The container is made by a child process (`driver.py`), since nemo-run turns logging inside
 out where it is imported. What runs in it is the worker that runs in a Slurm job as well; the
 container sees the project and the run directory under the paths that they have here, and what it
 writes belongs to who runs pytest.

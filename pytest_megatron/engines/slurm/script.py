@@ -1,6 +1,6 @@
 """Writes the scripts that Slurm is given, one for each shape of job; submits nothing.
 
-The text is nemo-run's, made in a child process (`nemo_driver.py`), and kept for later runs.
+The text is nemo-run's, made in a child process (`nemo.py`), and kept for later runs.
 """
 
 from __future__ import annotations

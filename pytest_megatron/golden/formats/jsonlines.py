@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.files import JsonValue, read_bytes
 from pytest_megatron.base.text import counted
 from pytest_megatron.errors import MetricsError
 from pytest_megatron.golden.model import MetricsFile, Observed, Value, series_of
@@ -30,7 +30,7 @@ def read_json_lines(path: Path) -> Observed:
             that step (with the line).
     """
     try:
-        data = path.read_bytes()
+        data = read_bytes(path)
     except OSError as error:
         raise MetricsError(str(path), f"cannot be read: {error.strerror}") from error
     metrics: dict[str, dict[int, Value]] = {}

@@ -15,6 +15,7 @@ COMMANDS = {
     "run.json": ("report", "."),
     "plan.json": ("ci", "summary", ".", "--expect", "plan.json"),
     "golden.json": ("golden", "show", "golden.json"),
+    "other.json": ("golden", "check", "--golden", "other.json", "--observed", "other.json"),
 }
 DEEP = "[" * 200_000
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import json
@@ -55,6 +56,7 @@ class RunSession:
         self._is_ours = False
         self._lock: int | None = None  # on the run directory
         self._lock_owner: int | None = None  # a process
+        self._made_run_dir = False
         self._table: Table | None = None
         self._project: ProjectConfig | None = None
         self._redactor: Redactor | None = None
@@ -201,6 +203,7 @@ class RunSession:
         Raises:
             pytest.UsageError: Another session runs in it.
         """
+        self._made_run_dir = not self.run_dir.exists()
         try:
             make_results_dir(self.run_dir)
             self._lock = os.open(self.run_dir / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -220,7 +223,9 @@ class RunSession:
         (self.run_dir / _LOCK).unlink(missing_ok=True)
         os.close(self._lock)
         self._lock = None
-        if self.run_dir.is_dir() and not any(self.run_dir.glob("[!.]*")):
+        if not self._made_run_dir or any(self.run_dir.glob("[!.]*")):
+            return
+        with contextlib.suppress(OSError):  # something else is there, or it is gone
             (self.run_dir / ".gitignore").unlink(missing_ok=True)
             self.run_dir.rmdir()
 

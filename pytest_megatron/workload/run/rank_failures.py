@@ -5,12 +5,12 @@ Reads torch's `error.json`, the agent's own table of failures and the ends of th
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pytest_megatron.base.files import read_json
 from pytest_megatron.runs.layout import PhaseDirs
 
 _TAIL_BYTES = 1 << 16
@@ -138,12 +138,16 @@ def _exit_codes(launcher_log: Path) -> dict[int, int]:
 def _read_error_file(path: Path) -> tuple[str | None, int | None]:
     """Return message and time of torch's error file; it may be missing, torn or of another make."""
     try:
-        found = json.loads(path.read_text())["message"]
-        if isinstance(found, str):
-            return found, None
-        return str(found["message"]), int(found["extraInfo"]["timestamp"])
-    except (OSError, ValueError, KeyError, TypeError):
+        content = read_json(path, is_lenient=True)
+    except (OSError, ValueError):
         return None, None
+    match content:
+        case {"message": str(text)}:
+            return text, None
+        case {"message": {"message": text, "extraInfo": {"timestamp": int() | str() as time}}}:
+            return str(text), int(time) if str(time).isdecimal() else None
+        case _:
+            return None, None
 
 
 def _raised(lines: Sequence[str]) -> str | None:

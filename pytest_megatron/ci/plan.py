@@ -13,6 +13,7 @@ from pytest_megatron.base.yaml import YamlError, read_document
 from pytest_megatron.ci.changes import PathChange, Suggestion, suggest
 from pytest_megatron.ci.decide import Decision, Trigger, decide
 from pytest_megatron.ci.jobs import CiJob, UnitRow, integration_matrix, unit_matrix, workload_jobs
+from pytest_megatron.ci.policy import planned_policy
 from pytest_megatron.ci.table import CiTable, load_table
 from pytest_megatron.ci.test_files import find_test_files, read_durations
 from pytest_megatron.ci.test_jobs import (
@@ -24,6 +25,7 @@ from pytest_megatron.ci.test_jobs import (
     shard_jobs,
     unit_rows,
 )
+from pytest_megatron.ci.workflow import workflow_of
 from pytest_megatron.errors import EmptySelectionError, RecipeError
 from pytest_megatron.recipe.case import compares_metrics
 from pytest_megatron.recipe.expand import Profile
@@ -162,7 +164,8 @@ def make_plan(request: PlanRequest) -> CiPlan:
     left_out: list[LeftOut] = []
     if "workload" in request.kinds:
         workloads, left_out = _select(rows, request, decision, words, table)
-        jobs += workload_jobs(workloads, decision, table, _Cases(request.root).compares)
+        policy = planned_policy(request.root, workflow_of(config).pytest_arguments)
+        jobs += workload_jobs(workloads, decision, table, _Cases(request.root).compares, policy)
     if "unit" in request.kinds:
         units = _unit_jobs(unit_rows(rows), request, decision, table)
         jobs += units.jobs

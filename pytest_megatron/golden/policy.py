@@ -8,13 +8,14 @@ by environment.
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from pathlib import Path
 from typing import ClassVar, TypeAlias, cast
 
-from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.files import JsonValue, read_bytes
 from pytest_megatron.base.yaml import YamlDocument, YamlPath, read_yaml
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.golden.compare.limits import (
@@ -31,6 +32,7 @@ from pytest_megatron.golden.compare.limits import (
     kind_of,
     limits_of,
 )
+from pytest_megatron.recipe.model import Workload
 from pytest_megatron.recipe.vocabulary import nearest
 
 # One number or word of a policy file, already parsed: as the field of the limits has it.
@@ -56,6 +58,15 @@ class ComparedWorkload:
     case: str
     platform: str | None = None
     environment: str | None = None
+
+    @staticmethod
+    def of(workload: Workload) -> ComparedWorkload:
+        """Return what a policy may distinguish a workload by."""
+        return ComparedWorkload(
+            case=f"{workload.model}/{workload.test_case}",
+            platform=workload.platform,
+            environment=workload.environment,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +101,7 @@ class ComparisonPolicy:
         name: What verdicts call it: the base's, or its file's.
         metrics: Metric, or a pattern of metrics, to what it changes; a later one wins.
         overrides: The same for some workloads; a later one wins.
+        digest: SHA-256 of its file; None for a policy of the package.
     """
 
     STRICT: ClassVar[ComparisonPolicy]
@@ -99,6 +111,7 @@ class ComparisonPolicy:
     name: str
     metrics: Mapping[str, Settings] = field(default_factory=dict)
     overrides: tuple[Override, ...] = ()
+    digest: str | None = None
 
     @property
     def value(self) -> str:
@@ -120,6 +133,29 @@ class ComparisonPolicy:
                 if o.is_at(place)
             ),
         )
+
+    def as_json(self) -> dict[str, JsonValue]:
+        """Return the policy of a plan or a record; by `at` for which workload.
+
+        `metrics` is a list of changes, of which a later one wins.
+        """
+        everywhere = (o.metrics for o in self.overrides if o.is_at(None))
+        return {
+            "name": self.name,
+            "inherit": self.base.value,
+            "sha256": self.digest,
+            "metrics": [
+                {
+                    pattern: {
+                        key: value.value if isinstance(value, Enum) else value
+                        for key, value in settings.items()
+                    }
+                    for pattern, settings in metrics.items()
+                }
+                for metrics in (self.metrics, *everywhere)
+                if metrics
+            ],
+        }
 
     def settings(self, metric: str) -> Settings:
         """Return what the policy changes of a metric; by `at` for which workload."""
@@ -247,6 +283,7 @@ def read_policy(path: Path) -> ComparisonPolicy:
     return ComparisonPolicy(
         base=base,
         name=str(path),
+        digest=hashlib.sha256(read_bytes(path)).hexdigest(),
         metrics=_metrics(document, ("metrics",), document.value.get("metrics"), base),
         overrides=tuple(
             Override(

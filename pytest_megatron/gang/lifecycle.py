@@ -79,7 +79,7 @@ class Lifecycle:
 
         Args:
             run: The test.
-            limit_s: For one phase; 0 is no limit.
+            limit_s: For one phase; 0 is no limit. The call may have one of its own, in `run`.
             is_isolated: Whether nothing runs on this gang afterwards.
             now: Seconds of the clock.
         """
@@ -154,7 +154,11 @@ class Lifecycle:
     @property
     def deadline(self) -> float | None:
         """When `tick` has something to do at the latest."""
-        return self._timers.deadline(self.state, self.held.limit_s)
+        return self._timers.deadline(self.state, self._limit_s)
+
+    @property
+    def _limit_s(self) -> float:
+        return self.held.limit_in([rank.ended_phase for rank in self._ranks])
 
     def tick(self, now: float) -> list[Action]:
         """Look at the clock."""
@@ -177,7 +181,7 @@ class Lifecycle:
                 limit_s = self._timers.after_sign_s
                 return self._begin_stop(kind_of_sign(self._ranks), limit_s, now)
             case _:
-                return self._begin_stop(Reason.HUNG, self.held.limit_s, now)
+                return self._begin_stop(Reason.HUNG, self._limit_s, now)
 
     def handle(self, rank: int, message: Message, now: float) -> list[Action]:
         """Take in what a rank, or a fork server about a rank, said."""
@@ -207,6 +211,7 @@ class Lifecycle:
                 return self._on_ready(now)
             case PhaseEnded(run=run) if self._is_current(run):
                 self._timers.begin_phase(now)
+                rank.ended_phase = message.when
                 if message.report is not None:
                     rank.early.append(message.report)
                 self._note(rank, message.when, message.outcome, now)

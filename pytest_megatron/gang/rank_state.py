@@ -35,6 +35,7 @@ class RankState:
     at: float | None = None
     failed_phase: str = ""
     outcome: str = ""
+    ended_phase: str = ""  # the last one that was reported
     phase: str = ""
     stack: str = ""
     flight: str = ""
@@ -42,7 +43,7 @@ class RankState:
     def reset(self) -> None:
         """Forget the test that ended."""
         self.done, self.at, self.failed_phase, self.outcome, self.phase = None, None, "", "", ""
-        self.problem = self.stack = self.flight = ""
+        self.problem = self.stack = self.flight = self.ended_phase = ""
         self.early = []
 
     def undo(self) -> None:
@@ -146,6 +147,15 @@ class RunQueue:
     def has_enough(self) -> bool:
         """Whether it can go on for a while with what was sent ahead."""
         return self.num_ahead > MOST_AHEAD // 2
+
+    def limit_in(self, ended: Sequence[str]) -> float:
+        """Return the limit of what the ranks do now: the call may have one of its own.
+
+        Args:
+            ended: The phase that each rank ended last, "" in the setup.
+        """
+        own_s = None if self.current is None else self.current.call_limit_s
+        return own_s if own_s is not None and "" not in ended and "setup" in ended else self.limit_s
 
     def begin(self, run: Run, limit_s: float) -> None:
         """Take a test as the running one."""

@@ -13,11 +13,11 @@ from pytest_megatron.ci.decide import Decision
 from pytest_megatron.ci.table import CiTable
 from pytest_megatron.ci.test_files import Bucket
 from pytest_megatron.golden.policy import ComparedWorkload, ComparisonPolicy
+from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.runs.layout import item_dirs
 
 PYTEST = ("pytest", "-p", "megatron")
-CPU_PLATFORM = "cpu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

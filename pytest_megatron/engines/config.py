@@ -15,6 +15,7 @@ from pydantic import ConfigDict, Field, with_config
 
 from pytest_megatron.base.files import JsonValue
 
+GPUS_OF_RECIPE = "{gpus}"  # in `gres`
 _CLOSED = ConfigDict(extra="forbid", strict=True)
 _TIME = r"(\d+-)?\d+(:\d+){0,2}"
 _MOST_MINUTES_PARTS = 2
@@ -155,7 +156,8 @@ class PlaceConfig:
         Text | None,
         Field(
             description="`--gres` in place of `--gpus-per-node`; `{gpus}` stands for the "
-            "recipe's number, as in `gpu:h100:{gpus}`, which asks for none on platform `cpu`."
+            "recipe's number, as in `gpu:h100:{gpus},tmpfs:1`. What has it is left out on platform "
+            "`cpu`, and is refused in the settings of that platform."
         ),
     ] = None
     time: Annotated[

@@ -15,6 +15,7 @@ from pydantic_core import ErrorDetails
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.yaml import YamlDocument, YamlPath, read_yaml
 from pytest_megatron.engines.config import (
+    GPUS_OF_RECIPE,
     ContainerConfig,
     DockerConfig,
     ExecutorConfig,
@@ -23,6 +24,7 @@ from pytest_megatron.engines.config import (
     UvSyncConfig,
 )
 from pytest_megatron.errors import ConfigError
+from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.recipe.schema import dotted, shown
 from pytest_megatron.recipe.vocabulary import nearest
 
@@ -283,6 +285,13 @@ def _check_slurm(document: YamlDocument, config: SlurmConfig) -> None:
     _check_flags(document, ("slurm",), config)
     for name, own in config.platforms.items():
         _check_flags(document, ("slurm", "platforms", name), own)
+    on_cpu = config.platforms.get(CPU_PLATFORM)
+    if on_cpu is not None and GPUS_OF_RECIPE in (on_cpu.gres or ""):
+        raise ConfigError(
+            document.where(("slurm", "platforms", CPU_PLATFORM, "gres")),
+            f"slurm.platforms.{CPU_PLATFORM}.gres: found {on_cpu.gres!r}, and a recipe has no GPUs "
+            f"on this platform; write a number in place of {GPUS_OF_RECIPE}, or remove it",
+        )
 
 
 def _check_flags(document: YamlDocument, path: YamlPath, place: PlaceConfig) -> None:

@@ -38,7 +38,7 @@ from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.rank.process import temp_factory
 from pytest_megatron.hooks.start.environment import KEY
 from pytest_megatron.hooks.start.forkserver import SessionTemplate
-from pytest_megatron.hooks.start.start_mode import make_brief, tell_warm
+from pytest_megatron.hooks.start.start_mode import make_brief, modules_to_load, tell_warm
 
 FOLLOWER_NAME = "megatron-follower"
 _HOPELESS_S = 20.0  # to meet, for a node that has nothing to bring but its collection errors
@@ -212,6 +212,7 @@ class FollowerPlugin:
             base_temp=self._base_temp,
             parent_pipe=parent_pipe,
             forget=forget,
+            loads=modules_to_load(session),
         )
         pid = template.fork()
         os.close(parent_pipe)

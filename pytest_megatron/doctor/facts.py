@@ -185,11 +185,13 @@ class Clock:
         now_s: Seconds since 1970.
         fresh_s: How far ahead the time of a file is that was just made; None if none was made.
         ahead_s: Older file -> how far ahead its time is.
+        hardware_s: How far ahead the hardware's clock is; None where it cannot be read.
     """
 
     now_s: float
     fresh_s: float | None = None
     ahead_s: Mapping[Path, float] = field(default_factory=dict)
+    hardware_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -277,7 +277,8 @@ def _move(payload: torch.Tensor, rank: int, group: str) -> torch.Tensor:
     if rank == 0:
         ops.wait_tensor(ops.isend(payload, 1, 0, group))
         return payload
-    return ops.wait_tensor(ops.irecv(payload, 0, 0, group))
+    received: torch.Tensor = ops.wait_tensor(ops.irecv(payload, 0, 0, group))
+    return received
 
 
 def _move_two(payload: torch.Tensor, rank: int, group: str) -> torch.Tensor:
@@ -286,7 +287,8 @@ def _move_two(payload: torch.Tensor, rank: int, group: str) -> torch.Tensor:
     kinds = [("isend", "irecv")[rank]] * 2
     tensors = [payload, payload.clone()]
     moved = ops.batch_p2p_ops(kinds, [1 - rank] * 2, [0, 0], tensors, group)
-    return [ops.wait_tensor(one) for one in moved][1]
+    last: torch.Tensor = [ops.wait_tensor(one) for one in moved][1]
+    return last
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -131,22 +131,16 @@ class _Counter:
         library = torch.library.Library(_OPERATORS, "IMPL")
         own = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)  # noqa: SLF001 - no other
 
-        def wrap(name: str, kinds: Callable[[Sequence[object]], Sequence[object]]) -> None:
-            operator = getattr(operators, name).default
+        def run(name: str, *args: object) -> object:
+            result = getattr(operators, name).default.redispatch(own, *args)
+            if self._gloo_of(self._c10d._resolve_process_group(args[-1])) is not None:  # noqa: SLF001 - no other
+                kinds = cast("Sequence[str]", args[0]) if name == _BATCH else [name]
+                self._add(len(kinds), sum(_SENT[kind] for kind in kinds))
+            return result
 
-            def kernel(*args: object) -> object:
-                result = operator.redispatch(own, *args)
-                if self._gloo_of(self._c10d._resolve_process_group(args[-1])) is not None:  # noqa: SLF001 - no other
-                    sent = [_SENT[str(kind)] for kind in kinds(args)]
-                    self._add(len(sent), sum(sent))
-                return result
-
-            library.impl(name, kernel, "CPU")
-
-        for name in filter(functools.partial(hasattr, operators), _SENT):
-            wrap(name, lambda _args, name=name: [name])
-        if hasattr(operators, _BATCH):
-            wrap(_BATCH, lambda args: cast("Sequence[object]", args[0]))
+        for name in (*_SENT, _BATCH):
+            if hasattr(operators, name):
+                library.impl(name, functools.partial(run, name), "CPU")
         return library
 
     def _wrap_methods(self, cls: type) -> None:

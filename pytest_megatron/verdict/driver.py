@@ -14,17 +14,14 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from pytest_megatron.base.files import write_json_atomically
-from pytest_megatron.engines.api import Engine, Planned, Resources, Submission, SubmissionOutcome
-from pytest_megatron.gpu.host import CPU_PLATFORM
-from pytest_megatron.recipe.model import Workload
+from pytest_megatron.engines.api import Engine, Planned, Submission, SubmissionOutcome
 from pytest_megatron.runs.environment import SessionFacts
 from pytest_megatron.runs.redact import Redactor, redact_tree
 from pytest_megatron.verdict.attempt import Attempt, note_triage
-from pytest_megatron.verdict.job import Training, WorkloadJob, describe_plan, plan_job, refuse_wrong
+from pytest_megatron.verdict.job import CheckedJob, Training, WorkloadJob
 from pytest_megatron.verdict.read import cause_of, judge_files, with_health
 from pytest_megatron.verdict.retry import StopRetrying, next_step, with_policy
 from pytest_megatron.verdict.verdict import decide_training
-from pytest_megatron.workload.plan.checkpoints import require_inputs
 from pytest_megatron.workload.plan.plan import AttemptPlan
 from pytest_megatron.workload.run.log_watch import Progress
 from pytest_megatron.workload.run.runner import AttemptListener
@@ -73,7 +70,7 @@ Repeat = Generator[Submission, SubmissionOutcome, RepeatEnd]
 
 
 def train(
-    job: WorkloadJob,
+    checked: CheckedJob,
     facts: SessionFacts,
     listener: AttemptListener,
     retries: Retries,
@@ -82,7 +79,7 @@ def train(
     """Run a job by itself, its repeats one after the other up to the first that is not clean.
 
     Args:
-        job: What to run.
+        checked: What to run.
         facts: Of this machine; go into every `plan.json`.
         listener: Sees lines and progress.
         retries: Asked before every further attempt.
@@ -93,27 +90,26 @@ def train(
         KeyboardInterrupt: Ctrl-C, also in the pause before a further attempt.
     """
     found: list[RepeatEnd] = []
-    for repeat in begin(job, facts, listener, retries):
+    for repeat in begin(checked, facts, listener, retries):
         found.append(_drive(repeat, engine))
         if found[-1].attempts[-1].cause is not None:
             break
-    return conclude(job, found)
+    return conclude(checked.job, found)
 
 
 def begin(
-    job: WorkloadJob, facts: SessionFacts, listener: AttemptListener, retries: Retries
+    checked: CheckedJob, facts: SessionFacts, listener: AttemptListener, retries: Retries
 ) -> tuple[Repeat, ...]:
     """Return the repeats of a job; nothing of them has run yet.
 
     Raises:
-        MegatronError: It cannot be planned, or a check finds an error.
+        LaunchError: A check found an error, or a program or checkpoint is missing.
     """
-    refuse_wrong(job)
-    require_inputs(plan_job(job))  # what is missing is worth knowing before the training
-    first = job.replay.repeat
+    checked.require_runnable()
+    first = checked.job.replay.repeat
     return tuple(
-        _repeat(job, facts, listener, retries, repeat=repeat)
-        for repeat in range(first, first + job.num_repeats)
+        _repeat(checked, facts, listener, retries, repeat=repeat)
+        for repeat in range(first, first + checked.job.num_repeats)
     )
 
 
@@ -153,7 +149,7 @@ def _run_order(order: Submission, engine: Engine) -> SubmissionOutcome:
 
 
 def _repeat(
-    job: WorkloadJob,
+    checked: CheckedJob,
     facts: SessionFacts,
     listener: AttemptListener,
     retries: Retries,
@@ -161,14 +157,15 @@ def _repeat(
     repeat: int,
 ) -> Repeat:
     """Run one repeat until it is clean or not worth another attempt; say why it is not."""
+    job = checked.job
     attempts: list[Attempt] = []
     outcomes: list[SubmissionOutcome] = []
     pause_s = 0.0
     while True:
-        order = _order(job, facts, listener, outcomes, repeat=repeat, delay_s=pause_s)
-        outcome = yield order
+        plan = checked.plan_of(repeat=repeat, number=len(outcomes) + 1)
+        order = _order(checked, plan, facts, listener, outcomes, repeat=repeat)
+        outcome = yield replace(order, delay_s=pause_s)
         outcomes.append(outcome)
-        plan = plan_job(job, repeat=repeat, number=len(outcomes))  # anew: it is large to keep
         if unclean := _redact(job, plan, outcome):
             listener.on_lines(unclean)
         attempts.append(_judged(job, plan, outcome, repeat=repeat, number=len(outcomes)))
@@ -183,52 +180,33 @@ def _repeat(
 
 
 def _order(
-    job: WorkloadJob,
+    checked: CheckedJob,
+    plan: AttemptPlan,
     facts: SessionFacts,
     listener: AttemptListener,
     earlier: Sequence[SubmissionOutcome],
     *,
     repeat: int,
-    delay_s: float,
 ) -> Submission:
     """Return the order for the next attempt of a repeat."""
-    workload, number = job.workload, len(earlier) + 1
-    dirs = job.dirs.attempt(repeat=repeat, attempt=number)
+    job, number = checked.job, len(earlier) + 1
 
     def planned(devices: tuple[str, ...] | None) -> Planned:
-        setting = job.setting if devices is None else replace(job.setting, devices=devices)
-        on_these = replace(job, setting=setting)
-        plan = plan_job(on_these, repeat=repeat, number=number)
-        description = describe_plan(on_these, plan, facts, repeat=repeat, number=number)
-        return Planned(plan=plan, description=description)
+        chosen = plan if devices is None else plan.on_devices(devices)
+        return checked.described(chosen, facts, repeat=repeat, number=number)
 
-    plan = plan_job(job, repeat=repeat, number=number)
     healths = [outcome.health for outcome in earlier if outcome.health is not None]
     return Submission(
-        key=f"{job.dirs.root.name}/{dirs.root.relative_to(job.dirs.root)}",
+        key=f"{job.dirs.root.name}/{plan.dirs.root.relative_to(job.dirs.root)}",
         node_id=job.node_id,
-        resources=needs_of(workload, plan),
-        dirs=dirs,
+        resources=checked.needed,
+        dirs=plan.dirs,
         planned=planned,
         avoid_hosts=frozenset(host for outcome in earlier for host in outcome.suspects),
         avoid_gpus=frozenset(
             f.uuid for health in healths for f in health.faults if f.uuid is not None
         ),
-        delay_s=delay_s,
         listener=_Redacting(listener, job.redactor(plan)),
-    )
-
-
-def needs_of(workload: Workload, plan: AttemptPlan) -> Resources:
-    """Return what an attempt of a workload needs; a release may take every window it has."""
-    segment = workload.spec.get("segment")
-    return Resources(
-        platform=workload.platform,
-        num_nodes=workload.nodes,
-        gpus_per_node=0 if workload.platform == CPU_PLATFORM else workload.gpus,
-        ranks_per_node=workload.gpus,
-        time_limit_s=plan.time_limit_s * (1 if plan.target is None else len(plan.phases)),
-        segment=segment if isinstance(segment, int) else None,
     )
 
 

@@ -162,9 +162,11 @@ def test_planning_twice_gives_the_same(tmp_path: Path) -> None:
 
 
 def test_leased_gpus_are_all_that_a_training_sees(tmp_path: Path) -> None:
-    setting = replace(SETTING, devices=("GPU-a", "GPU-b"), env={"CUDA_VISIBLE_DEVICES": "5,6,7"})
-    (phase,) = plan(tmp_path, REGULAR, workload(platforms="dgx_h100"), setting).phases
+    setting = replace(SETTING, env={"CUDA_VISIBLE_DEVICES": "5,6,7"})
+    planned = plan(tmp_path, REGULAR, workload(platforms="dgx_h100"), setting)
+    (phase,) = planned.on_devices(("GPU-a", "GPU-b")).phases
     assert phase.env["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
+    assert phase.own_env["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
 
 
 def test_the_first_phase_loads_what_the_recipe_names_and_the_second_what_was_saved(

@@ -35,7 +35,7 @@ from pytest_megatron.verdict.retry_budget import RunLedger
 from pytest_megatron.verdict.scheduler import QueuedWorkload, WorkEnd, WorkloadScheduler
 from pytest_megatron.verdict.verdict import Verdict
 from pytest_megatron.workload.plan.plan import Setting
-from pytest_megatron.workload.run.log_watch import Progress
+from pytest_megatron.workload.run.runner import Progress
 from simulated.cluster import Cluster, Fate, SimulatedJob, State
 from simulated.slurm import SimulatedScripts, SimulatedSlurm
 from simulated.workloads import Simulated, leave, record_of, write_project

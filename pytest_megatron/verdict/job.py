@@ -1,7 +1,7 @@
-"""Jobs: how a session or command runs a workload, planned and checked once, and its training.
+"""Jobs: workloads as a session or a command runs them, planned and checked once.
 
 `make_job` is the only maker of jobs: for pytest, which `repro` starts as well, `sbatch` and
-`interactive`.
+`interactive`. It plans and checks a job once.
 """
 
 from __future__ import annotations
@@ -14,10 +14,16 @@ from typing import Protocol
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.project import ProjectConfig
-from pytest_megatron.engines.api import Checking, Planned, Resources
-from pytest_megatron.errors import LaunchError
+from pytest_megatron.engines.api import (
+    Checking,
+    Planned,
+    Resources,
+)
+from pytest_megatron.errors import CaseError, LaunchError
+from pytest_megatron.golden.compare.rl import rl_metrics
+from pytest_megatron.golden.model import GENERATION_METRICS
 from pytest_megatron.gpu.host import CPU_PLATFORM, Host
-from pytest_megatron.recipe.case import TestType, WorkloadCase, read_case
+from pytest_megatron.recipe.case import CaseMode, TestType, WorkloadCase, read_case
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.recipe.paths import case_path
 from pytest_megatron.runs.environment import SessionFacts, kept_variables, utc_now
@@ -26,16 +32,22 @@ from pytest_megatron.runs.redact import Redactor
 from pytest_megatron.triage.signatures import Table, builtin_table
 from pytest_megatron.verdict.attempt import DEFAULT_METRICS, Attempt
 from pytest_megatron.verdict.gradients import tolerance_of
-from pytest_megatron.verdict.mode import metric_names_of
-from pytest_megatron.verdict.retry import RetryPolicy, policy_of
+from pytest_megatron.verdict.retry import (
+    RetryPolicy,
+    policy_of,
+)
 from pytest_megatron.verdict.script import is_judged_by_us
 from pytest_megatron.verdict.verdict import Verdict
 from pytest_megatron.workload.checks.check import findings_of, hits_of, problem_of
 from pytest_megatron.workload.checks.rules import CheckFinding
-from pytest_megatron.workload.plan.checkpoints import require_inputs
-from pytest_megatron.workload.plan.launcher import FT_PACKAGE
-from pytest_megatron.workload.plan.plan import AttemptPlan, Setting, plan_attempt
-from pytest_megatron.workload.plan.replay import Replay
+from pytest_megatron.workload.plan.plan import (
+    FT_PACKAGE,
+    AttemptPlan,
+    Replay,
+    Setting,
+    plan_attempt,
+    require_inputs,
+)
 from pytest_megatron.workload.plan.script import ScriptMachine, look_at_machine
 
 
@@ -338,6 +350,34 @@ def _description(job: WorkloadJob, plan: AttemptPlan, facts: SessionFacts) -> di
 
 def _redacted(redactor: Redactor, text: str | None) -> str | None:
     return None if text is None else redactor.text(text)
+
+
+def metric_names_of(case: WorkloadCase) -> tuple[str, ...]:
+    """Return what a case compares.
+
+    Raises:
+        CaseError: It names nothing to compare, or, in an inference case, what no such program
+            writes: then nothing would be compared, or not what was meant.
+    """
+    if case.mode is CaseMode.RL:
+        return rl_metrics(case.metrics)
+    if case.metrics == ():
+        raise CaseError(
+            str(case.path),
+            "METRICS is empty, so nothing would be compared; name metrics, or leave it out",
+        )
+    if case.mode is CaseMode.PRETRAINING:
+        return DEFAULT_METRICS if case.metrics is None else case.metrics
+    known = ", ".join(sorted(GENERATION_METRICS))
+    if case.metrics is None:
+        raise CaseError(str(case.path), f"METRICS is missing, expected some of {known}")
+    for name in case.metrics:
+        if name not in GENERATION_METRICS:
+            raise CaseError(
+                str(case.path),
+                f"METRICS: {name!r} is not compared in MODE inference, expected some of {known}",
+            )
+    return case.metrics
 
 
 def read_case_of(root: Path, workload: Workload) -> WorkloadCase | None:

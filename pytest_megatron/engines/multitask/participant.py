@@ -30,8 +30,7 @@ from pytest_megatron.gang.ipc.channel import Channel
 from pytest_megatron.gpu.monitor import HealthWatch
 from pytest_megatron.process.guarded import GuardedProcess
 from pytest_megatron.workload.plan.plan import inherited
-from pytest_megatron.workload.run.log_watch import FollowedFile
-from pytest_megatron.workload.run.runner import STOP_GRACE_S
+from pytest_megatron.workload.run.runner import STOP_GRACE_S, FollowedFile
 
 
 class TaskCommand:

@@ -46,7 +46,7 @@ from pytest_megatron.verdict.job import CheckedJob, Training, WorkloadJob
 from pytest_megatron.verdict.record import item_record
 from pytest_megatron.verdict.text import mismatch, training_failure
 from pytest_megatron.verdict.verdict import Verdict, evaluate
-from pytest_megatron.workload.plan.checkpoints import require_inputs
+from pytest_megatron.workload.plan.plan import require_inputs
 
 
 class ResultsPlugin:

@@ -35,7 +35,7 @@ from pytest_megatron.verdict.scheduler import (
     WorkloadScheduler,
 )
 from pytest_megatron.verdict.text import is_due, queue_text
-from pytest_megatron.workload.run.log_watch import Progress, parse_progress
+from pytest_megatron.workload.run.runner import Progress, parse_progress
 
 _ERASE_BELOW = "\r\x1b[2K\x1b[1A"  # the line that we are in, and up to the one above
 

@@ -28,7 +28,7 @@ from pytest_megatron.recipe.model import Workload
 from pytest_megatron.runs.environment import gather_facts
 from pytest_megatron.runs.layout import AttemptDirs
 from pytest_megatron.workload.plan.plan import AttemptPlan, PhasePlan, Setting
-from pytest_megatron.workload.run.log_watch import Progress
+from pytest_megatron.workload.run.runner import Progress
 
 SCRIPT = """\
 #!/bin/bash

@@ -16,9 +16,8 @@ from tiny_project import Project, wait_until
 from worker_engine import AlwaysAgain, Silent, WorkerEngine, context_of, job_of
 
 from pytest_megatron.engines.api import EngineError, Submission, SubmissionOutcome, TroubleKind
-from pytest_megatron.engines.local import LocalEngine
+from pytest_megatron.engines.local import LocalEngine, open_engine
 from pytest_megatron.engines.records import of_start, read_record, read_spec
-from pytest_megatron.engines.registry import open_engine
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.verdict.driver import begin, train
 from pytest_megatron.verdict.job import check_job

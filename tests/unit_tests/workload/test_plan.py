@@ -11,8 +11,7 @@ from pytest_megatron.recipe.case import read_case
 from pytest_megatron.recipe.model import Row, Workload, parse_row
 from pytest_megatron.runs.layout import AttemptDirs
 from pytest_megatron.workload.plan.phases import Frozen, Rewind, Target, exit_minutes
-from pytest_megatron.workload.plan.plan import AttemptPlan, Setting, plan_attempt
-from pytest_megatron.workload.plan.replay import Replay
+from pytest_megatron.workload.plan.plan import AttemptPlan, Replay, Setting, plan_attempt
 
 DIRS = AttemptDirs(root=Path("/run/item/repeat_1/attempt_1"))
 SETTING = Setting(

@@ -81,7 +81,7 @@ class RunSession:
             pytest.UsageError: There is no such engine, or it cannot be used as it is set up.
         """
         from pytest_megatron.engines.api import EngineContext  # noqa: PLC0415 - see TYPE_CHECKING
-        from pytest_megatron.engines.registry import open_engine  # noqa: PLC0415
+        from pytest_megatron.engines.local import open_engine  # noqa: PLC0415
 
         file = self.options.executor_config
         context = EngineContext(

@@ -71,6 +71,16 @@ class Matches:
 
 
 @dataclass(frozen=True, slots=True)
+class Finite:
+    """A limit: neither nan nor infinite."""
+
+    def __get_pydantic_core_schema__(
+        self, source: type[float], handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return cast("CoreSchema", {**handler(source), "allow_inf_nan": False})
+
+
+@dataclass(frozen=True, slots=True)
 class About:
     """The description of a key, for the published schema."""
 

@@ -7,7 +7,6 @@ only then: it takes a quarter of a second, and tables of the package itself need
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 import re
@@ -21,13 +20,15 @@ from annotated_types import Ge, MinLen
 from typing_extensions import get_type_hints
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.base.yaml import YamlDocument, YamlPath
+from pytest_megatron.base.text import one_of
 from pytest_megatron.errors import MegatronError
 
 if TYPE_CHECKING:
     from pydantic import ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter
     from pydantic.json_schema import JsonSchemaValue
     from pydantic_core import CoreSchema, ErrorDetails
+
+    from pytest_megatron.base.yaml import YamlDocument, YamlPath
 
 _T = TypeVar("_T")
 _Kind = TypeVar("_Kind", bound=type)
@@ -210,8 +211,13 @@ def explain(
         at: Where the value is in its document.
     """
     schema = cast("_Schema", _adapter(kind).json_schema())
-    found = (_problem(schema, error, at) for error in errors)
-    return tuple({problem.path: problem for problem in reversed(list(found))}.values())[::-1]
+    found: dict[YamlPath, SchemaProblem] = {}
+    for error in errors:
+        problem = _problem(schema, error, at)
+        found.setdefault(problem.path, problem)
+    # A list of which an element is wrong is called too short besides.
+    outer = {path[:length] for path in found for length in range(len(path))}
+    return tuple(problem for path, problem in found.items() if path not in outer)
 
 
 def shown(value: object) -> str:
@@ -226,19 +232,6 @@ def dotted(path: Sequence[str | int]) -> str:
     for step in path:
         text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else step
     return text
-
-
-def nearest(word: str, choices: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?` for the choice that looks most like `word`, or nothing."""
-    close = difflib.get_close_matches(word, sorted(choices), 1)
-    return f"; did you mean {close[0]!r}?" if close else ""
-
-
-def one_of(word: object, choices: Iterable[object]) -> str:
-    """Return `one of a, b`, and the choice that looks most like a wrong word."""
-    words = [str(choice) for choice in choices]
-    hint = nearest(word, words) if isinstance(word, str) else ""
-    return f"one of {', '.join(sorted(words))}{hint}"
 
 
 @functools.cache
@@ -299,7 +292,6 @@ def _choices(node: _Schema) -> list[_Schema]:
 
 
 _NAMES = {
-    "array": "a list",
     "boolean": "true or false",
     "object": "a mapping",
     "string": "a string",
@@ -307,29 +299,31 @@ _NAMES = {
 _LIMITS = {
     "finite_number": "a finite number",
     "string_too_short": "a string that is not empty",
-    "too_short": "a list with at least one element",
 }
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "exclusiveMaximum": "<", "maximum": "<="}
 
 
 def _expected(schema: _Schema, node: _Schema, kind: str, found: object) -> str:
     """Return what a part of a JSON schema takes, and what to do."""
-    if kind in _LIMITS:
-        return _LIMITS[kind]
     if choices := _choices(node):
         parts = (_expected(schema, _resolved(schema, one), kind, None) for one in choices)
         return " or ".join(parts)
     if "enum" in node:
         return one_of(found, cast("list[JsonValue]", node["enum"]))
-    if "const" in node:
-        return repr(node["const"])
-    name = node.get("type")
-    if name in {"integer", "number"}:
-        bounds = (f" {sign} {node[key]:g}" for key, sign in _BOUNDS.items() if key in node)
-        text = ("an integer" if name == "integer" else "a number") + " and".join(bounds)
-        return text + _point_hint(found)
-    text = _NAMES.get(str(name), "another value")
-    return f"{text}; write [{found}]" if name == "array" and isinstance(found, str) else text
+    match node.get("type"):
+        case "integer" | "number" as name if "const" not in node:
+            text = _LIMITS.get(kind) or ("an integer" if name == "integer" else "a number")
+            bounds = (f" {sign} {node[key]:g}" for key, sign in _BOUNDS.items() if key in node)
+            return text + " and".join(bounds) + _point_hint(found)
+        case "array" if kind in {"too_short", "too_long"}:
+            is_exact = node.get("minItems") == node.get("maxItems")
+            number = f"{node['maxItems']} elements" if is_exact else "at least one element"
+            return f"a list with {number}"
+        case "array":
+            return f"a list; write [{found}]" if isinstance(found, str) else "a list"
+        case name:
+            text = _LIMITS.get(kind) or _NAMES.get(str(name), "another value")
+            return repr(node["const"]) if "const" in node else text
 
 
 def _point_hint(found: object) -> str:

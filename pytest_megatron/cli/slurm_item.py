@@ -17,6 +17,7 @@ import click
 from typing_extensions import TypedDict
 
 from pytest_megatron.base.project import load_config
+from pytest_megatron.base.text import nearest
 from pytest_megatron.engines.api import EngineContext, Resources
 from pytest_megatron.engines.config import LaunchMode, SlurmConfig
 from pytest_megatron.engines.config_file import read_slurm_config
@@ -31,7 +32,6 @@ from pytest_megatron.errors import LaunchError, SelectionError
 from pytest_megatron.recipe.expand import Profile
 from pytest_megatron.recipe.load import find_recipes, load_recipe, project_words
 from pytest_megatron.recipe.model import Workload
-from pytest_megatron.recipe.vocabulary import nearest
 from pytest_megatron.runs.environment import gather_facts
 from pytest_megatron.runs.layout import RUNS_DIR, item_dirs, make_own_dir
 from pytest_megatron.verdict.driver import needs_of

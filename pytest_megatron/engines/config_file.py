@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pytest_megatron.base import schema
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.text import one_of
 from pytest_megatron.base.yaml import YamlDocument, YamlPath, read_yaml
 from pytest_megatron.engines.config import DockerConfig, ExecutorConfig, SlurmConfig
 from pytest_megatron.engines.registry import GROUP
@@ -52,7 +53,7 @@ def read_slurm_config(path: Path | None, platforms: Collection[str] = ()) -> Slu
         if name not in platforms:
             raise ConfigError(
                 f"{path}: slurm.platforms",
-                f"unknown platform {name!r}, expected {schema.one_of(name, platforms)}",
+                f"unknown platform {name!r}, expected {one_of(name, platforms)}",
             )
     return found or SlurmConfig()
 

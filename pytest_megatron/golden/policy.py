@@ -25,11 +25,10 @@ from pytest_megatron.base.schema import (
     Texts,
     closed,
     json_schema,
-    nearest,
-    one_of,
     read,
     refuse_duplicates,
 )
+from pytest_megatron.base.text import nearest, one_of
 from pytest_megatron.base.yaml import YamlDocument, YamlPath, read_yaml
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.golden.compare.limits import (
@@ -151,7 +150,7 @@ class ComparisonPolicy:
 
     base: Base
     name: str
-    metrics: Mapping[str, MetricSettings] = field(default_factory=dict)
+    metrics: Mapping[str, Settings] = field(default_factory=dict)
     overrides: tuple[Override, ...] = ()
 
     @property
@@ -178,11 +177,11 @@ class ComparisonPolicy:
     def settings(self, metric: str) -> Settings:
         """Return what the policy changes of a metric; by `at` for which workload."""
         found: dict[str, Setting] = {}
-        everywhere = (o.metrics for o in self.overrides if o.is_at(None))
-        for metrics in (self.metrics, *everywhere):
+        everywhere = [o.metrics for o in self.overrides if o.is_at(None)]
+        for metrics in (self.metrics, *cast("list[Mapping[str, Settings]]", everywhere)):
             for pattern, settings in metrics.items():
                 if fnmatch.fnmatchcase(metric, pattern):
-                    found |= cast("Settings", settings)
+                    found |= settings
         return found
 
     def is_judged(self, metric: str) -> bool:
@@ -310,7 +309,7 @@ def read_policy(path: Path) -> ComparisonPolicy:
     return ComparisonPolicy(
         base=found.inherit,
         name=str(path),
-        metrics=found.metrics,
+        metrics=cast("Mapping[str, Settings]", found.metrics),
         overrides=found.overrides,
     )
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.text import nearest
 from pytest_megatron.base.yaml import YamlDocument, read_yaml
 from pytest_megatron.errors import CaseError
 from pytest_megatron.recipe.arguments import Argument
 from pytest_megatron.recipe.findings import RecipeFinding, RecipeSeverity
-from pytest_megatron.recipe.vocabulary import nearest
 
 # Source: Megatron-LM tests/functional_tests/shell_test_utils/run_ci_test.sh, d98e8a64dd
 KNOWN_WORDS = {

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_megatron.base.project import GOLDEN_PLATFORMS_KEY, load_config
+from pytest_megatron.base.text import one_of
 from pytest_megatron.base.yaml import YamlDocument, YamlError, read_document
 from pytest_megatron.errors import ConfigError, RecipeError
 from pytest_megatron.recipe.expand import (
@@ -20,7 +21,7 @@ from pytest_megatron.recipe.expand import (
 from pytest_megatron.recipe.findings import RecipeFinding, RecipeSeverity, as_error, errors_of
 from pytest_megatron.recipe.model import Row, Workload, parse_row
 from pytest_megatron.recipe.strict import expand_strict
-from pytest_megatron.recipe.vocabulary import Vocabulary, nearest
+from pytest_megatron.recipe.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from pytest_megatron.recipe.schema import SchemaProblem
@@ -60,8 +61,7 @@ def project_words(root: Path) -> Vocabulary:
         if platform not in words.platforms:
             raise ConfigError(
                 f"{config.file}: [tool.pytest-megatron] {GOLDEN_PLATFORMS_KEY}",
-                f"{name!r} is {platform!r}, expected one of {', '.join(sorted(words.platforms))}"
-                + nearest(platform, words.platforms),
+                f"{name!r} is {platform!r}, expected {one_of(platform, words.platforms)}",
             )
     return words
 

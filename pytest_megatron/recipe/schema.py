@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 from typing_extensions import TypedDict
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.recipe.vocabulary import nearest
+from pytest_megatron.base.text import nearest
 
 Count: TypeAlias = Annotated[int, Field(ge=0)]
 Positive: TypeAlias = Annotated[int, Field(ge=1)]

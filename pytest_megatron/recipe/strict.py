@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.text import nearest
 from pytest_megatron.base.yaml import YamlDocument, YamlPath
 from pytest_megatron.recipe.expand import ExpandedProduct, Expansion, expand_product, row_finding
 from pytest_megatron.recipe.findings import RecipeFinding, RecipeSeverity
 from pytest_megatron.recipe.model import Row, RowError
-from pytest_megatron.recipe.vocabulary import CADENCES, Vocabulary, nearest
+from pytest_megatron.recipe.vocabulary import CADENCES, Vocabulary
 
 _WORD_KEYS = ("scope", "platforms", "environment", "cadence")
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pytest_megatron.base.text import nearest
 from pytest_megatron.base.yaml import YamlDocument as CaseDocument
 from pytest_megatron.base.yaml import YamlError, read_document
 from pytest_megatron.errors import EmptyGoldenError, GoldenError
@@ -36,7 +37,7 @@ from pytest_megatron.recipe.lint import check_golden
 from pytest_megatron.recipe.load import find_recipes, read_recipe
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.recipe.paths import CASE_NAME, CASES, GOLDENS, case_path, golden_paths
-from pytest_megatron.recipe.vocabulary import Vocabulary, nearest
+from pytest_megatron.recipe.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Checks data from outside against a dataclass, and puts everything that is wrong into words.
 
 A file's keys are the fields of a frozen dataclass (or of a TypedDict, where it matters which keys
-are there); limits are `annotated_types` and `Matches`. pydantic does the checking and is imported
+are there); limits are `annotated_types` and `Checked`. pydantic does the checking and is imported
 only then: it takes a quarter of a second, and tables of the package itself need no check.
 """
 
@@ -11,8 +11,8 @@ import functools
 import json
 import re
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar, Union, cast, get_args, get_origin
 
@@ -46,29 +46,51 @@ class ExpectedError(ValueError):
     """A value is not what its key takes; the text is what it takes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Matches:
-    """A limit: a text must match all of a pattern, which `expected` has in words."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Checked:
+    """A limit of a text: `check` returns it, or raises a ValueError that has the problem.
 
-    pattern: str
-    expected: str
+    Attributes:
+        published: What the JSON schema says of it.
+    """
 
-    def _check(self, text: str) -> str:
-        if re.fullmatch(self.pattern, text) is None:
-            raise ExpectedError(self.expected)
-        return text
+    check: Callable[[str], str]
+    published: Mapping[str, JsonValue] = field(default_factory=dict)
 
     def __get_pydantic_core_schema__(
         self, source: type[str], handler: GetCoreSchemaHandler
     ) -> CoreSchema:
         from pydantic_core import core_schema  # noqa: PLC0415  slow to import
 
-        return core_schema.no_info_after_validator_function(self._check, handler(source))
+        return core_schema.no_info_after_validator_function(self.check, handler(source))
 
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        return {**handler(schema), "pattern": self.pattern}
+        return {**handler(schema), **self.published}
+
+
+def matches(pattern: str, expected: str) -> Checked:
+    """Return the limit that a text must match all of a pattern, which `expected` has in words."""
+
+    def check(text: str) -> str:
+        if re.fullmatch(pattern, text) is None:
+            raise ExpectedError(expected)
+        return text
+
+    return Checked(check, {"pattern": pattern})
+
+
+def _check_pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        problem = f"pattern {text!r} is no regular expression: {error}"
+        raise ValueError(problem) from error
+    return text
+
+
+Pattern: TypeAlias = Annotated[str, Checked(_check_pattern)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,6 +345,8 @@ def _expected(schema: _Schema, node: _Schema, kind: str, found: object) -> str:
             return f"a list; write [{found}]" if isinstance(found, str) else "a list"
         case name:
             text = _LIMITS.get(kind) or _NAMES.get(str(name), "another value")
+            if kind == "string_too_short" and node["minLength"] != 1:
+                text = f"at least {node['minLength']} characters"
             return repr(node["const"]) if "const" in node else text
 
 

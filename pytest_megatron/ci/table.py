@@ -16,7 +16,6 @@ from pytest_megatron.base.project import ProjectConfig
 from pytest_megatron.base.schema import (
     About,
     Count,
-    Matches,
     Positive,
     SchemaError,
     Text,
@@ -24,6 +23,7 @@ from pytest_megatron.base.schema import (
     closed,
     dotted,
     json_schema,
+    matches,
     trusted,
     validate,
 )
@@ -36,7 +36,7 @@ HOSTED = "ubuntu-24.04"
 TABLE_NAME = "ci"
 
 Cadence: TypeAlias = Literal["mergegroup", "nightly", "pr", "weekly"]
-Variable: TypeAlias = Annotated[str, Matches("^[A-Za-z_][A-Za-z0-9_]*$", "the name of a variable")]
+Variable: TypeAlias = Annotated[str, matches("^[A-Za-z_][A-Za-z0-9_]*$", "the name of a variable")]
 
 
 @closed

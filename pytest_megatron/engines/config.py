@@ -11,9 +11,17 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import Enum
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from pytest_megatron.base.schema import Count, ExpectedError, Matches, Positive, Text, closed
+from pytest_megatron.base.schema import (
+    Checked,
+    Count,
+    ExpectedError,
+    Positive,
+    Text,
+    closed,
+    matches,
+)
 
 _MOST_MINUTES_PARTS = 2
 _MINUTES_OF_DAY, _SECONDS_OF_MINUTE = 1440, 60
@@ -65,31 +73,31 @@ _MOUNT = "SOURCE:TARGET or SOURCE:TARGET:ro, both absolute"
 Seconds: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Flag: TypeAlias = Annotated[
     str,
-    Matches("^--[a-z][a-z0-9-]*(=.*)?$", "a long flag, --name or --name=value"),
-    AfterValidator(_check_flag),
+    matches("^--[a-z][a-z0-9-]*(=.*)?$", "a long flag, --name or --name=value"),
+    Checked(_check_flag),
 ]
-Mount: TypeAlias = Annotated[str, Matches("^/[^:]*:/[^:]*(:[^:]+)?$", _MOUNT)]
+Mount: TypeAlias = Annotated[str, matches("^/[^:]*:/[^:]*(:[^:]+)?$", _MOUNT)]
 # pyxis cuts the list at commas, enroot an entry of it at blanks; options are joined by `+`.
 PlainMount: TypeAlias = Annotated[
     str,
-    Matches(r"^/[^:,\s]*:/[^:,\s]*(:[^:,\s]+)?$", f"{_MOUNT}, without commas and blanks"),
+    matches(r"^/[^:,\s]*:/[^:,\s]*(:[^:,\s]+)?$", f"{_MOUNT}, without commas and blanks"),
 ]
 Ports: TypeAlias = Annotated[
-    str, Matches(r"^\d+-\d+$", "FIRST-LAST, such as 20000-29999"), AfterValidator(_check_ports)
+    str, matches(r"^\d+-\d+$", "FIRST-LAST, such as 20000-29999"), Checked(_check_ports)
 ]
-Size: TypeAlias = Annotated[str, Matches(r"^\d+[bkmgBKMG]?$", "a size, such as 16g")]
+Size: TypeAlias = Annotated[str, matches(r"^\d+[bkmgBKMG]?$", "a size, such as 16g")]
 Time: TypeAlias = Annotated[
     str,
-    Matches(
+    matches(
         r"^(\d+-)?\d+(:\d+){0,2}$",
         "a time of Slurm's: minutes, hours:minutes:seconds or days-hours",
     ),
 ]
 Variables: TypeAlias = dict[
-    Annotated[str, Matches(r"^[A-Za-z_]\w*$", "the name of a variable")], str
+    Annotated[str, matches(r"^[A-Za-z_]\w*$", "the name of a variable")], str
 ]
 Venv: TypeAlias = Annotated[
-    str, Matches(r"^/[^/]+/.+$", "an absolute path, in a directory of its own")
+    str, matches(r"^/[^/]+/.+$", "an absolute path, in a directory of its own")
 ]
 
 

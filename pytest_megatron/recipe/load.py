@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pytest_megatron.base.project import GOLDEN_PLATFORMS_KEY, load_config
 from pytest_megatron.base.text import one_of
 from pytest_megatron.base.yaml import YamlDocument, YamlError, read_document
 from pytest_megatron.errors import ConfigError, RecipeError
+from pytest_megatron.recipe import schema
 from pytest_megatron.recipe.expand import (
     Expansion,
     Profile,
@@ -18,13 +18,10 @@ from pytest_megatron.recipe.expand import (
     expand_compat,
     variants_of,
 )
-from pytest_megatron.recipe.findings import RecipeFinding, RecipeSeverity, as_error, errors_of
+from pytest_megatron.recipe.findings import RecipeFinding, as_error, errors_of
 from pytest_megatron.recipe.model import Row, Workload, parse_row
 from pytest_megatron.recipe.strict import expand_strict
 from pytest_megatron.recipe.vocabulary import Vocabulary
-
-if TYPE_CHECKING:
-    from pytest_megatron.recipe.schema import SchemaProblem
 
 BUILT_IN_WORDS = Vocabulary()
 
@@ -133,17 +130,12 @@ def expand(
     """Expand a document by a profile, with the findings of everything up to its rows."""
     if profile is Profile.COMPAT:
         return expand_compat(document)
-    from pytest_megatron.recipe import schema  # noqa: PLC0415  pydantic is slow to import
-
     problems = schema.check(document.value)
     expansion = expand_strict(document, vocabulary, [problem.path for problem in problems])
     findings = [
         *_duplicate_keys(document),
-        *(_schema_finding(document, problem) for problem in problems),
-        *(
-            replace(_schema_finding(document, problem), severity=RecipeSeverity.WARNING)
-            for problem in schema.similar_keys(document.value)
-        ),
+        *(schema.finding_of(document, problem) for problem in problems),
+        *schema.similar_keys(document),
         *expansion.findings,
         *(_duplicate_row(document, a, b) for a, b in duplicates_of(expansion.rows)),
     ]
@@ -153,15 +145,6 @@ def expand(
 def unreadable(path: Path, problem: YamlError) -> RecipeFinding:
     """Return the finding for a file that is no YAML mapping."""
     return RecipeFinding(file=path, line=problem.line, rule="unreadable", message=problem.problem)
-
-
-def _schema_finding(document: YamlDocument, problem: SchemaProblem) -> RecipeFinding:
-    return RecipeFinding(
-        file=document.file,
-        line=document.line_of(problem.path),
-        rule=problem.rule,
-        message=problem.message,
-    )
 
 
 def _duplicate_keys(document: YamlDocument) -> Iterator[RecipeFinding]:

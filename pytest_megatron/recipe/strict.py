@@ -1,7 +1,6 @@
 """The strict reading of a recipe: nothing is dropped or mangled without a finding. Pure.
 
-What the schema forbids is found by `schema.py` and handed in, so that this module and everything
-that imports it stays free of pydantic.
+What the schema forbids is found by `schema.py` and handed in.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.base.text import nearest
+from pytest_megatron.base.text import one_of
 from pytest_megatron.base.yaml import YamlDocument, YamlPath
 from pytest_megatron.recipe.expand import ExpandedProduct, Expansion, expand_product, row_finding
 from pytest_megatron.recipe.findings import RecipeFinding, RecipeSeverity
@@ -56,7 +55,7 @@ def expand_strict(
                 rows += expand_product(product)
             except RowError as problem:
                 findings.append(row_finding(document, inner, str(problem)))
-    return Expansion(rows=tuple(rows), findings=tuple(_once(findings)))
+    return Expansion(rows=tuple(rows), findings=tuple(dict.fromkeys(findings)))
 
 
 def _products_of(
@@ -129,17 +128,11 @@ def _unknown_words(
         for index, word in words:
             if not isinstance(word, str) or vocabulary.knows(key, word):
                 continue
-            known = sorted(vocabulary.known(key) or ())
+            known = vocabulary.known(key) or ()
             place = (*path, key) if index is None else (*path, key, index)
             yield RecipeFinding(
                 file=document.file,
                 line=document.line_of(place),
                 rule="unknown-word",
-                message=f"{key}: unknown word {word!r}, expected one of {', '.join(known)}"
-                + nearest(word, known),
+                message=f"{key}: unknown word {word!r}, expected {one_of(word, known)}",
             )
-
-
-def _once(findings: Sequence[RecipeFinding]) -> list[RecipeFinding]:
-    """Drop repeated findings: a product is expanded once for each test case."""
-    return list(dict.fromkeys(findings))

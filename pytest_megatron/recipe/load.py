@@ -10,7 +10,6 @@ from pytest_megatron.base.project import GOLDEN_PLATFORMS_KEY, load_config
 from pytest_megatron.base.text import one_of
 from pytest_megatron.base.yaml import YamlDocument, YamlError, read_document
 from pytest_megatron.errors import ConfigError, RecipeError
-from pytest_megatron.recipe import schema
 from pytest_megatron.recipe.expand import (
     Expansion,
     Profile,
@@ -130,6 +129,8 @@ def expand(
     """Expand a document by a profile, with the findings of everything up to its rows."""
     if profile is Profile.COMPAT:
         return expand_compat(document)
+    from pytest_megatron.recipe import schema  # noqa: PLC0415  a strict reading alone needs it
+
     problems = schema.check(document.value)
     expansion = expand_strict(document, vocabulary, [problem.path for problem in problems])
     findings = [

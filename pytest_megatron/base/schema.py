@@ -269,7 +269,9 @@ def _problem(schema: _Schema, error: ErrorDetails, at: YamlPath) -> SchemaProble
     if loc[-1:] == ("[key]",):
         loc = loc[:-1]
     if kind == "missing":
-        text = "is missing; add it"
+        node, _ = _node_at(schema, loc)
+        expected = f", expected {_expected(schema, node, kind, None)}" if "enum" in node else ""
+        text = f"is missing{expected}; add it"
     elif kind in {"extra_forbidden", "unexpected_keyword_argument"}:
         node, _ = _node_at(schema, loc[:-1])
         keys = cast("_Schema", node["properties"])

@@ -48,17 +48,17 @@ class ExpectedError(ValueError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checked:
-    """A limit of a text: `check` returns it, or raises a ValueError that has the problem.
+    """A limit of a value: `check` returns it, or raises a ValueError that has the problem.
 
     Attributes:
         published: What the JSON schema says of it.
     """
 
-    check: Callable[[str], str]
+    check: Callable[[str], str] | Callable[[int], int]
     published: Mapping[str, JsonValue] = field(default_factory=dict)
 
     def __get_pydantic_core_schema__(
-        self, source: type[str], handler: GetCoreSchemaHandler
+        self, source: type, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
         from pydantic_core import core_schema  # noqa: PLC0415  slow to import
 
@@ -81,6 +81,12 @@ def matches(pattern: str, expected: str) -> Checked:
     return Checked(check, {"pattern": pattern})
 
 
+def _check_version(number: int) -> int:
+    if number != 1:
+        raise ExpectedError("1")
+    return number
+
+
 def _check_pattern(text: str) -> str:
     try:
         re.compile(text)
@@ -90,6 +96,8 @@ def _check_pattern(text: str) -> str:
     return text
 
 
+# No Literal[1], which takes true as well.
+FormatVersion: TypeAlias = Annotated[int, Checked(_check_version, {"const": 1})]
 Pattern: TypeAlias = Annotated[str, Checked(_check_pattern)]
 
 

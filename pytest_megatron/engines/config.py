@@ -17,6 +17,7 @@ from pytest_megatron.base.schema import (
     Checked,
     Count,
     ExpectedError,
+    FormatVersion,
     Positive,
     Text,
     closed,
@@ -422,7 +423,7 @@ class DockerConfig:
 class ExecutorConfig:
     """Further keys are names of engines of other packages."""
 
-    format_version: Literal[1]
+    format_version: FormatVersion
     slurm: SlurmConfig | None = None
     docker: DockerConfig | None = None
 

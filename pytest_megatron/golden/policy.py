@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, NotRequired, TypeAlias, cast
+from typing import Annotated, ClassVar, NotRequired, TypeAlias, cast
 
 from annotated_types import Ge, Lt, MinLen
 from typing_extensions import TypedDict
@@ -22,6 +22,7 @@ from pytest_megatron.base.schema import (
     About,
     Count,
     Finite,
+    FormatVersion,
     Texts,
     closed,
     json_schema,
@@ -282,7 +283,7 @@ def policy_named(
 class PolicyFile:
     """A policy of one's own."""
 
-    format_version: Literal[1]
+    format_version: FormatVersion
     inherit: Base
     metrics: _Metrics = field(default_factory=dict)
     overrides: Annotated[tuple[Override, ...], MinLen(1)] = ()

@@ -18,6 +18,7 @@ from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.schema import (
     About,
     Count,
+    FormatVersion,
     Positive,
     SchemaError,
     SchemaProblem,
@@ -110,7 +111,7 @@ class BasicRecipe(TypedDict):
     """A recipe of workloads."""
 
     type: Literal["basic"]
-    format_version: Literal[1]
+    format_version: FormatVersion
     maintainers: NotRequired[tuple[str, ...]]
     loggers: NotRequired[tuple[str, ...]]
     spec: RecipeSpec
@@ -138,7 +139,7 @@ class BuildRecipe(TypedDict):
     """A recipe of a container build; it gives no workloads."""
 
     type: Literal["build"]
-    format_version: Literal[1]
+    format_version: FormatVersion
     maintainers: NotRequired[tuple[str, ...]]
     loggers: NotRequired[tuple[str, ...]]
     spec: BuildSpec

@@ -20,7 +20,7 @@ from pytest_megatron.base.schema import Pattern, SchemaError, SchemaProblem, clo
 from pytest_megatron.base.yaml import YamlDocument, YamlPath, read_yaml
 from pytest_megatron.errors import CaseError
 from pytest_megatron.recipe.arguments import Argument
-from pytest_megatron.recipe.findings import RecipeFinding, RecipeSeverity
+from pytest_megatron.recipe.findings import Finding, Severity
 
 # Names in ENV_VARS that the harness itself reads; the second is misspelt there, for good.
 HARNESS_VARIABLES = (
@@ -110,16 +110,16 @@ class CaseFile:
     GRADIENT_TOLERANCE: Annotated[float, Ge(0), Lt(1)] | None = None
 
 
-def check_case(document: YamlDocument) -> Iterator[RecipeFinding]:
+def check_case(document: YamlDocument) -> Iterator[Finding]:
     """Yield what is wrong in a case."""
     for twin in document.duplicates:
         message = f"key {twin.key!r} is also on line {twin.first_line}, this one counts; remove one"
-        yield RecipeFinding(
+        yield Finding(
             file=document.file,
             line=twin.second_line,
             rule="case-duplicate-key",
             message=message,
-            severity=RecipeSeverity.WARNING,
+            severity=Severity.WARNING,
         )
     for problem in _schema_problems(document):
         rule = _RULES.get(problem.kind, "case-type")
@@ -171,10 +171,8 @@ def last_step(document: YamlDocument) -> int | None:
     return min((c for c in counts if isinstance(c, int) and c > 0), default=None)
 
 
-def _finding(document: YamlDocument, path: YamlPath, rule: str, message: str) -> RecipeFinding:
-    return RecipeFinding(
-        file=document.file, line=document.line_of(path), rule=rule, message=message
-    )
+def _finding(document: YamlDocument, path: YamlPath, rule: str, message: str) -> Finding:
+    return Finding(file=document.file, line=document.line_of(path), rule=rule, message=message)
 
 
 def _parts_of(document: YamlDocument) -> tuple[dict[str, JsonValue], dict[str, JsonValue]]:
@@ -195,7 +193,7 @@ def _schema_problems(document: YamlDocument) -> tuple[SchemaProblem, ...]:
     return found
 
 
-def phase_problems(document: YamlDocument) -> Iterator[RecipeFinding]:
+def phase_problems(document: YamlDocument) -> Iterator[Finding]:
     """Yield what a case says that its TEST_TYPE, MODE or TEST_EVALUATION makes void."""
     value = document.value
     test_type, mode = value.get("TEST_TYPE"), value.get("MODE", "pretraining")
@@ -225,21 +223,21 @@ def phase_problems(document: YamlDocument) -> Iterator[RecipeFinding]:
             yield _finding(document, (key,), "case-void", message)
 
 
-def _unread_variables(document: YamlDocument) -> Iterator[RecipeFinding]:
+def _unread_variables(document: YamlDocument) -> Iterator[Finding]:
     """Yield parts of MODEL_ENV_VARS that belong to no MODEL_ARGS; Megatron-LM has such."""
     own = document.value.get("MODEL_ENV_VARS")
     for key in own if isinstance(own, dict) else ():
         if key not in document.value:
-            yield RecipeFinding(
+            yield Finding(
                 file=document.file,
                 line=document.line_of(("MODEL_ENV_VARS", key)),
                 rule="case-void",
                 message=f"MODEL_ENV_VARS: the case has no {key!r}, nothing reads this",
-                severity=RecipeSeverity.WARNING,
+                severity=Severity.WARNING,
             )
 
 
-def _similar_variables(document: YamlDocument) -> Iterator[RecipeFinding]:
+def _similar_variables(document: YamlDocument) -> Iterator[Finding]:
     env = document.value.get("ENV_VARS")
     for name in env if isinstance(env, dict) else ():
         close = difflib.get_close_matches(name, HARNESS_VARIABLES, 1, _SIMILAR)

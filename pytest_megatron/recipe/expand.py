@@ -15,7 +15,7 @@ from enum import Enum
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.yaml import YamlDocument, YamlPath
-from pytest_megatron.recipe.findings import RecipeFinding
+from pytest_megatron.recipe.findings import Finding
 from pytest_megatron.recipe.model import Row, RowError, fill_in, item_name
 from pytest_megatron.recipe.vocabulary import (
     CADENCES,
@@ -37,7 +37,7 @@ class Expansion:
     """What a file gives: rows in file order, and what is wrong with it."""
 
     rows: tuple[Row, ...]
-    findings: tuple[RecipeFinding, ...]
+    findings: tuple[Finding, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ def expand_compat(document: YamlDocument) -> Expansion:
     parser raise is a finding here, and all of them are collected.
     """
     rows: list[Row] = []
-    findings: list[RecipeFinding] = []
+    findings: list[Finding] = []
     if document.value.get("type") == "build":
         return Expansion(rows=(), findings=())
     spec = document.value.get("spec")
@@ -177,11 +177,9 @@ def check_cadence(value: JsonValue) -> list[str] | None:
     return [str(word) for word in value]
 
 
-def row_finding(document: YamlDocument, path: YamlPath, message: str) -> RecipeFinding:
+def row_finding(document: YamlDocument, path: YamlPath, message: str) -> Finding:
     """Return the finding for a row that cannot be built."""
-    return RecipeFinding(
-        file=document.file, line=document.line_of(path), rule="row", message=message
-    )
+    return Finding(file=document.file, line=document.line_of(path), rule="row", message=message)
 
 
 def _elements(key: str, axis: JsonValue) -> list[JsonValue]:

@@ -17,7 +17,7 @@ from pytest_megatron.recipe.expand import (
     expand_compat,
     variants_of,
 )
-from pytest_megatron.recipe.findings import RecipeFinding, as_error, errors_of
+from pytest_megatron.recipe.findings import Finding, as_error, errors_of
 from pytest_megatron.recipe.model import Row, Workload, parse_row
 from pytest_megatron.recipe.strict import expand_strict
 from pytest_megatron.recipe.vocabulary import Vocabulary
@@ -35,10 +35,10 @@ class Loaded:
     """
 
     workloads: tuple[Workload, ...]
-    findings: tuple[RecipeFinding, ...]
+    findings: tuple[Finding, ...]
 
     @property
-    def errors(self) -> tuple[RecipeFinding, ...]:
+    def errors(self) -> tuple[Finding, ...]:
         """The findings because of which the file should not be run as it is."""
         return errors_of(self.findings)
 
@@ -117,7 +117,7 @@ def load_document(
             workloads.append(parse_row(row, file=document.file, variant=variant))
         except RecipeError as error:
             findings.append(
-                RecipeFinding(file=document.file, line=row.line, rule="row", message=error.problem)
+                Finding(file=document.file, line=row.line, rule="row", message=error.problem)
             )
     findings = sorted(dict.fromkeys(findings), key=lambda finding: finding.line or 0)
     return Loaded(workloads=tuple(workloads), findings=tuple(findings))
@@ -143,14 +143,14 @@ def expand(
     return Expansion(rows=expansion.rows, findings=tuple(findings))
 
 
-def unreadable(path: Path, problem: YamlError) -> RecipeFinding:
+def unreadable(path: Path, problem: YamlError) -> Finding:
     """Return the finding for a file that is no YAML mapping."""
-    return RecipeFinding(file=path, line=problem.line, rule="unreadable", message=problem.problem)
+    return Finding(file=path, line=problem.line, rule="unreadable", message=problem.problem)
 
 
-def _duplicate_keys(document: YamlDocument) -> Iterator[RecipeFinding]:
+def _duplicate_keys(document: YamlDocument) -> Iterator[Finding]:
     for twin in document.duplicates:
-        yield RecipeFinding(
+        yield Finding(
             file=document.file,
             line=twin.second_line,
             rule="duplicate-key",
@@ -159,9 +159,9 @@ def _duplicate_keys(document: YamlDocument) -> Iterator[RecipeFinding]:
         )
 
 
-def _duplicate_row(document: YamlDocument, first: Row, second: Row) -> RecipeFinding:
+def _duplicate_row(document: YamlDocument, first: Row, second: Row) -> Finding:
     spec = second.spec
-    return RecipeFinding(
+    return Finding(
         file=document.file,
         line=second.line,
         rule="duplicate-row",

@@ -29,7 +29,7 @@ from pytest_megatron.base.schema import (
 )
 from pytest_megatron.base.text import one_of
 from pytest_megatron.base.yaml import YamlDocument
-from pytest_megatron.recipe.findings import RecipeFinding, RecipeSeverity
+from pytest_megatron.recipe.findings import Finding, Severity
 
 Numbers: TypeAlias = Annotated[tuple[Positive | None, ...], MinLen(1)]
 
@@ -166,7 +166,7 @@ def check(value: Mapping[str, JsonValue]) -> tuple[SchemaProblem, ...]:
     return ()
 
 
-def finding_of(document: YamlDocument, problem: SchemaProblem) -> RecipeFinding:
+def finding_of(document: YamlDocument, problem: SchemaProblem) -> Finding:
     """Return a departure from the schema under its rule."""
     path, rule = problem.path, "schema"
     if problem.kind in {"missing", "too_short"} and path[:1] + path[2:] == ("products",) * 2:
@@ -174,22 +174,22 @@ def finding_of(document: YamlDocument, problem: SchemaProblem) -> RecipeFinding:
     if problem.kind == "tuple_type" and path[0] == "products" and len(path) > 1:
         rule = "bare-string"
     line = document.line_of(path)
-    return RecipeFinding(file=document.file, line=line, rule=rule, message=problem.message)
+    return Finding(file=document.file, line=line, rule=rule, message=problem.message)
 
 
-def similar_keys(document: YamlDocument) -> Iterator[RecipeFinding]:
+def similar_keys(document: YamlDocument) -> Iterator[Finding]:
     """Yield the extra keys of `spec` that look like known ones; they may be meant so."""
     spec = document.value.get("spec")
     known = RecipeSpec.__annotations__
     for key in spec if isinstance(spec, dict) and document.value.get("type") == "basic" else ():
         close = difflib.get_close_matches(key, known, 1, _SIMILAR)
         if close and key not in known:
-            yield RecipeFinding(
+            yield Finding(
                 file=document.file,
                 line=document.line_of(("spec", key)),
                 rule="similar-key",
                 message=f"spec.{key}: is a placeholder of its own; did you mean {close[0]!r}?",
-                severity=RecipeSeverity.WARNING,
+                severity=Severity.WARNING,
             )
 
 

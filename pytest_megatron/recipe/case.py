@@ -17,10 +17,10 @@ from annotated_types import Ge, Lt
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.schema import Pattern, SchemaError, SchemaProblem, closed, read, validate
-from pytest_megatron.base.yaml import YamlDocument, YamlPath, read_yaml
+from pytest_megatron.base.yaml import YamlDocument, read_yaml
 from pytest_megatron.errors import CaseError
 from pytest_megatron.recipe.arguments import Argument
-from pytest_megatron.recipe.findings import Finding, Severity
+from pytest_megatron.recipe.findings import Finding, Severity, finding_at
 
 # Names in ENV_VARS that the harness itself reads; the second is misspelt there, for good.
 HARNESS_VARIABLES = (
@@ -123,7 +123,7 @@ def check_case(document: YamlDocument) -> Iterator[Finding]:
         )
     for problem in _schema_problems(document):
         rule = _RULES.get(problem.kind, "case-type")
-        yield _finding(document, problem.path, rule, problem.message)
+        yield finding_at(document, problem.path, rule, problem.message)
     yield from phase_problems(document)
     yield from _unread_variables(document)
     yield from _similar_variables(document)
@@ -171,10 +171,6 @@ def last_step(document: YamlDocument) -> int | None:
     return min((c for c in counts if isinstance(c, int) and c > 0), default=None)
 
 
-def _finding(document: YamlDocument, path: YamlPath, rule: str, message: str) -> Finding:
-    return Finding(file=document.file, line=document.line_of(path), rule=rule, message=message)
-
-
 def _parts_of(document: YamlDocument) -> tuple[dict[str, JsonValue], dict[str, JsonValue]]:
     """Return the MODEL_ARGS_2 and so on, and the other keys."""
     numbered = {key: value for key, value in document.value.items() if _NUMBERED(key)}
@@ -202,14 +198,14 @@ def phase_problems(document: YamlDocument) -> Iterator[Finding]:
     if mode in ("inference", "rl") and test_type in _MANY_STARTS:
         message = f"TEST_TYPE {test_type} does not go with MODE {mode}, expected one of "
         message += ", ".join(_ONE_START)
-        yield _finding(document, ("TEST_TYPE",), "case-void", message)
+        yield finding_at(document, ("TEST_TYPE",), "case-void", message)
     for key in value:
         found = _NUMBERED(key)
         if found is None or test_type == "checkpoint-consistency":
             continue
         if not 1 < int(found[1]) <= _PHASES.get(str(test_type), 1):
             message = f"TEST_TYPE {test_type} never runs with {key}; remove it, or change TEST_TYPE"
-            yield _finding(document, (key,), "case-void", message)
+            yield finding_at(document, (key,), "case-void", message)
     needs = {
         "EXPECTED_FAILURE": (value.get("TEST_EVALUATION") == "xpass", "TEST_EVALUATION: xpass"),
         "GRADIENT_TOLERANCE": (
@@ -220,7 +216,7 @@ def phase_problems(document: YamlDocument) -> Iterator[Finding]:
     for key, (is_read, what) in needs.items():
         if key in value and not is_read:
             message = f"{key} is read only with {what}; remove it, or add that"
-            yield _finding(document, (key,), "case-void", message)
+            yield finding_at(document, (key,), "case-void", message)
 
 
 def _unread_variables(document: YamlDocument) -> Iterator[Finding]:
@@ -228,13 +224,9 @@ def _unread_variables(document: YamlDocument) -> Iterator[Finding]:
     own = document.value.get("MODEL_ENV_VARS")
     for key in own if isinstance(own, dict) else ():
         if key not in document.value:
-            yield Finding(
-                file=document.file,
-                line=document.line_of(("MODEL_ENV_VARS", key)),
-                rule="case-void",
-                message=f"MODEL_ENV_VARS: the case has no {key!r}, nothing reads this",
-                severity=Severity.WARNING,
-            )
+            message = f"MODEL_ENV_VARS: the case has no {key!r}, nothing reads this"
+            path = ("MODEL_ENV_VARS", key)
+            yield finding_at(document, path, "case-void", message, Severity.WARNING)
 
 
 def _similar_variables(document: YamlDocument) -> Iterator[Finding]:
@@ -243,7 +235,7 @@ def _similar_variables(document: YamlDocument) -> Iterator[Finding]:
         close = difflib.get_close_matches(name, HARNESS_VARIABLES, 1, _SIMILAR)
         if close and name not in HARNESS_VARIABLES:
             message = f"ENV_VARS: {name!r} has no effect on the harness; did you mean {close[0]!r}?"
-            yield _finding(document, ("ENV_VARS", name), "case-unknown-variable", message)
+            yield finding_at(document, ("ENV_VARS", name), "case-unknown-variable", message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

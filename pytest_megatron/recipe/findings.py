@@ -9,6 +9,7 @@ from pathlib import Path
 
 from typing_extensions import override
 
+from pytest_megatron.base.yaml import YamlDocument, YamlPath
 from pytest_megatron.errors import RecipeError
 
 
@@ -106,6 +107,18 @@ class Finding:
     @override
     def __str__(self) -> str:
         return f"{self.where}: {self.message}"
+
+
+def finding_at(
+    document: YamlDocument,
+    path: YamlPath,
+    rule: str,
+    message: str,
+    severity: Severity = Severity.ERROR,
+) -> Finding:
+    """Return what is wrong at a place of a document."""
+    line = document.line_of(path)
+    return Finding(file=document.file, line=line, rule=rule, message=message, severity=severity)
 
 
 def errors_of(findings: Sequence[Finding]) -> tuple[Finding, ...]:

@@ -29,7 +29,7 @@ from pytest_megatron.base.schema import (
 )
 from pytest_megatron.base.text import one_of
 from pytest_megatron.base.yaml import YamlDocument
-from pytest_megatron.recipe.findings import Finding, Severity
+from pytest_megatron.recipe.findings import Finding, Severity, finding_at
 
 Numbers: TypeAlias = Annotated[tuple[Positive | None, ...], MinLen(1)]
 
@@ -173,8 +173,7 @@ def finding_of(document: YamlDocument, problem: SchemaProblem) -> Finding:
         rule = "no-products"
     if problem.kind == "tuple_type" and path[0] == "products" and len(path) > 1:
         rule = "bare-string"
-    line = document.line_of(path)
-    return Finding(file=document.file, line=line, rule=rule, message=problem.message)
+    return finding_at(document, path, rule, problem.message)
 
 
 def similar_keys(document: YamlDocument) -> Iterator[Finding]:
@@ -184,13 +183,8 @@ def similar_keys(document: YamlDocument) -> Iterator[Finding]:
     for key in spec if isinstance(spec, dict) and document.value.get("type") == "basic" else ():
         close = difflib.get_close_matches(key, known, 1, _SIMILAR)
         if close and key not in known:
-            yield Finding(
-                file=document.file,
-                line=document.line_of(("spec", key)),
-                rule="similar-key",
-                message=f"spec.{key}: is a placeholder of its own; did you mean {close[0]!r}?",
-                severity=Severity.WARNING,
-            )
+            message = f"spec.{key}: is a placeholder of its own; did you mean {close[0]!r}?"
+            yield finding_at(document, ("spec", key), "similar-key", message, Severity.WARNING)
 
 
 def json_schema() -> dict[str, JsonValue]:

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import one_of
 from pytest_megatron.base.yaml import YamlDocument, YamlPath
-from pytest_megatron.recipe.expand import ExpandedProduct, Expansion, expand_product, row_finding
-from pytest_megatron.recipe.findings import Finding, Severity
+from pytest_megatron.recipe.expand import ExpandedProduct, Expansion, expand_product
+from pytest_megatron.recipe.findings import Finding, Severity, finding_at
 from pytest_megatron.recipe.model import Row, RowError
 from pytest_megatron.recipe.vocabulary import CADENCES, Vocabulary
 
@@ -54,7 +54,7 @@ def expand_strict(
                 _check_axes(product)
                 rows += expand_product(product)
             except RowError as problem:
-                findings.append(row_finding(document, inner, str(problem)))
+                findings.append(finding_at(document, inner, "row", str(problem)))
     return Expansion(rows=tuple(rows), findings=tuple(dict.fromkeys(findings)))
 
 
@@ -108,14 +108,10 @@ def _entry_findings(
     cases = entry.get("test_case")
     if isinstance(cases, list) and len(cases) > 1:
         dropped = ", ".join(str(case) for case in cases[1:])
-        yield Finding(
-            file=document.file,
-            line=document.line_of((*path, "test_case")),
-            rule="one-test-case",
-            message=f"test_case: Megatron-LM runs only {cases[0]!r} and drops {dropped}; "
-            "give each an entry of its own",
-            severity=Severity.WARNING,
-        )
+        message = f"test_case: Megatron-LM runs only {cases[0]!r} and drops {dropped}; "
+        message += "give each an entry of its own"
+        place = (*path, "test_case")
+        yield finding_at(document, place, "one-test-case", message, Severity.WARNING)
 
 
 def _unknown_words(
@@ -130,9 +126,5 @@ def _unknown_words(
                 continue
             known = vocabulary.known(key) or ()
             place = (*path, key) if index is None else (*path, key, index)
-            yield Finding(
-                file=document.file,
-                line=document.line_of(place),
-                rule="unknown-word",
-                message=f"{key}: unknown word {word!r}, expected {one_of(word, known)}",
-            )
+            message = f"{key}: unknown word {word!r}, expected {one_of(word, known)}"
+            yield finding_at(document, place, "unknown-word", message)

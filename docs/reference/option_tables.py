@@ -27,10 +27,8 @@ def table() -> str:
 
 def _rows() -> Iterator[str]:
     for row in OPTION_ROWS.values():
-        name = f"--{row.name} {row.kind.metavar}".strip().replace("|", "\\|")
-        default = row.shown or f"`{row.shown_default}`"
-        meaning = (row.help + row.more).replace("|", "\\|")
-        yield f"| `{name}` | `{dest(row.name)}` | {default} | {meaning} |"
+        name = f"--{row.name} {row.metavar}".strip().replace("|", "\\|")
+        yield f"| `{name}` | `{dest(row.name)}` | {row.shown_default} | {row.text} |"
 
 
 def main() -> None:

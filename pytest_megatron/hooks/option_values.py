@@ -1,4 +1,4 @@
-"""Kinds of option values: a kind parses one value, and a wrong value is a usage error.
+"""Kinds of options and of their values; a wrong value is a usage error.
 
 Runs at every pytest start, so it imports nothing but pytest.
 """
@@ -6,20 +6,22 @@ Runs at every pytest start, so it imports nothing but pytest.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, overload
 
 import pytest
 
-T_co = TypeVar("T_co", covariant=True)
+T = TypeVar("T")
 ChoiceT = TypeVar("ChoiceT", bound=str)
+_LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
 
 
 @dataclass(frozen=True, slots=True)
-class ValueKind(Generic[T_co]):
-    """A kind of value.
+class ValueKind(Generic[T]):
+    """A kind of value; called, it declares a field that is an option of this kind.
 
     Attributes:
         parse: Return the value for an option's name and what the user gave.
@@ -27,9 +29,79 @@ class ValueKind(Generic[T_co]):
         is_repeatable: Whether the command line may hold the option several times.
     """
 
-    parse: Callable[[str, object], T_co]
+    parse: Callable[[str, object], T]
     metavar: str = ""
     is_repeatable: bool = False
+
+    @overload
+    def __call__(self, name: str, text: str, *, shown: str = "", metavar: str = "") -> T | None: ...
+    @overload
+    def __call__(
+        self, name: str, text: str, *, default: T, shown: str = "", metavar: str = ""
+    ) -> T: ...
+    def __call__(
+        self,
+        name: str,
+        text: str,
+        *,
+        default: T | None = None,
+        shown: str = "",
+        metavar: str = "",
+    ) -> T | None:
+        """Return the field; for the arguments see `OptionRow`."""
+        row = OptionRow(name, text, self, default, shown, metavar or self.metavar)
+        declared: T | None = field(metadata={"row": row})
+        return declared
+
+
+@dataclass(frozen=True, slots=True)
+class OptionRow(Generic[T]):
+    """One option.
+
+    Attributes:
+        name: Without the dashes in front.
+        text: Its meaning, in Markdown; `--help` ends at the first semicolon.
+        kind: How its value is parsed.
+        default: Its value where none is given.
+        shown: The default in the reference, where the value itself does not explain it.
+        metavar: Placeholder of the value.
+    """
+
+    name: str
+    text: str
+    kind: ValueKind[T]
+    default: T | None
+    shown: str
+    metavar: str
+
+    @property
+    def help(self) -> str:
+        """The text for `--help`."""
+        text, default = self.text.partition(";")[0], self.shown_default
+        if default not in ("`false`", "no filter", "none"):
+            text += f" (default: {default})"
+        return _LINK.sub(r"\1", text).replace("`", "")
+
+    @property
+    def shown_default(self) -> str:
+        """The default as the reference shows it."""
+        value = f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
+        return self.shown or (f"`{value.lower()}`" if self.default not in (None, "") else "none")
+
+    def typed(self, config: pytest.Config) -> object:
+        """Return the value on the command line, else None."""
+        value: object = config.getoption(dest(self.name))
+        return None if value is False else value
+
+    def given(self, config: pytest.Config) -> object:
+        """Return the value on the command line, else the one in the ini file, else None."""
+        value = self.typed(config)
+        return config.getini(dest(self.name)) if value is None else value
+
+    def read(self, config: pytest.Config) -> T | None:
+        """Return the parsed value."""
+        value = self.given(config)
+        return self.default if value is None else self.kind.parse(self.name, value)
 
 
 def dest(name: str) -> str:
@@ -127,16 +199,8 @@ def one_of(*choices: ChoiceT, problem: str = "is unknown") -> ValueKind[ChoiceT]
     return ValueKind(parse, "|".join(choices))
 
 
-def text(metavar: str) -> ValueKind[str]:
-    """Return the kind of a value that is taken as it is written."""
-    return ValueKind(lambda _, value: str(value), metavar)
-
-
-def path(metavar: str) -> ValueKind[Path | None]:
-    """Return the kind of a path; "" is none."""
-    return ValueKind(lambda _, value: Path(str(value)) if value else None, metavar)
-
-
+TEXT = ValueKind(lambda _, value: str(value), "TEXT")
+PATH = ValueKind(lambda _, value: Path(str(value)) if value else None, "PATH")
 FLAG = ValueKind(_flag)
 COUNT = ValueKind(_count, "N")
 INDEX = ValueKind(_index, "N")

@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Literal
 
 import pytest
 
-from pytest_megatron.hooks import option_values as kinds
 from pytest_megatron.hooks.option_values import (
     COUNT,
+    FILES,
     FLAG,
+    GPUS,
     INDEX,
+    PATH,
+    RANKS,
+    REASON,
     SECONDS,
+    TEXT,
     WORDS,
+    OptionRow,
     ValueKind,
     dest,
     one_of,
@@ -35,7 +40,6 @@ GoldenMode = Literal["check", "record", "refresh", "off"]
 Device = Literal["auto", "cuda", "cpu"]
 GangStart = Literal["fork", "fresh"]
 Experimental = Literal["exclude", "include", "only"]
-T = TypeVar("T")
 MIN_REFRESH_REPEATS = 2
 LOCAL = "local"
 WORKLOADS_PLUGIN = "megatron-workloads"  # the name of the role that runs them
@@ -46,82 +50,22 @@ SELECTION = ("scope", "cadence", "environment", "platform", "model", "test-case"
 _ALSO_ABOUT_UNITS = ("environment", "platform", "tag", "labels", "ci-event")
 _SLURM_STEP = ("SLURM_STEP_ID", "SLURM_STEPID")
 _LAST_PORT = 65_535
-_LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
 
 
-@dataclass(frozen=True, slots=True)
-class OptionRow(Generic[T]):
-    """One option.
-
-    Attributes:
-        name: Without the dashes in front.
-        kind: How its value is parsed.
-        help: Its meaning, in Markdown, for `--help` and the reference.
-        default: Its value where none is given.
-        shown: The default in the reference, where the value itself does not explain it.
-        more: Continues the meaning in the reference.
-    """
-
-    name: str
-    kind: ValueKind[T]
-    help: str
-    default: T | None
-    shown: str
-    more: str
-
-    @property
-    def help_line(self) -> str:
-        """The text for `--help`."""
-        is_plain = self.shown_default in ("false", "no filter", "none")
-        text = self.help if is_plain else f"{self.help} (default: {self.shown_default})"
-        return _LINK.sub(r"\1", text).replace("`", "")
-
-    @property
-    def shown_default(self) -> str:
-        """The default as the reference shows it."""
-        return self.shown or (
-            f"{self.default:g}" if isinstance(self.default, float) else str(self.default).lower()
-        )
-
-    def typed(self, config: pytest.Config) -> object:
-        """Return the value on the command line, else None."""
-        value: object = config.getoption(dest(self.name))
-        return None if value is False else value
-
-    def given(self, config: pytest.Config) -> object:
-        """Return the value on the command line, else the one in the ini file, else None."""
-        value = self.typed(config)
-        return config.getini(dest(self.name)) if value is None else value
-
-    def read(self, config: pytest.Config) -> T | None:
-        """Return the parsed value."""
-        value = self.given(config)
-        return self.default if value is None else self.kind.parse(self.name, value)
+_EXPERIMENTAL: ValueKind[Experimental] = one_of("exclude", "include", "only")
+_GOLDEN: ValueKind[GoldenMode] = one_of(
+    "check", "record", "refresh", "off", problem="is not a way to use goldens"
+)
+_DEVICE: ValueKind[Device] = one_of("auto", "cuda", "cpu")
+_GANG_START: ValueKind[GangStart] = one_of("fork", "fresh")
 
 
-@overload
-def option(name: str, kind: ValueKind[T], text: str, *, shown: str, more: str = "") -> T | None: ...
-@overload
-def option(
-    name: str, kind: ValueKind[T], text: str, *, default: T, shown: str = "", more: str = ""
-) -> T: ...
-def option(
-    name: str,
-    kind: ValueKind[T],
-    text: str,
-    *,
-    default: T | None = None,
-    shown: str = "",
-    more: str = "",
-) -> T | None:
-    """Declare a field of `Options` that is an option."""
-    row = OptionRow(name, kind, text, default, shown, more)
-    declared: T | None = field(metadata={"row": row})
-    return declared
+def _words(name: str, text: str, shown: str = "no filter") -> tuple[str, ...]:
+    return WORDS(name, text, default=(), shown=shown)
 
 
-def _filter(name: str, text: str, shown: str = "no filter") -> tuple[str, ...]:
-    return option(name, WORDS, text, default=(), shown=shown)
+def _flag(name: str, text: str) -> bool:
+    return FLAG(name, text, default=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,271 +79,227 @@ class Options:
         rdzv_step: Name of the step of Slurm that has the endpoint, or "".
     """
 
-    scope: tuple[str, ...] = _filter(
+    scope: tuple[str, ...] = _words(
         "scope", "only workloads of this cost tier (`L0`, `L1`, `nightly`, `mr`, ...)"
     )
-    cadence: tuple[str, ...] = _filter(
+    cadence: tuple[str, ...] = _words(
         "cadence", "only workloads of this trigger (`pr`, `nightly`, `mergegroup`, `weekly`)"
     )
-    environment: tuple[str, ...] = _filter(
+    environment: tuple[str, ...] = _words(
         "environment", "only workloads of this software stack (`dev`, `lts`)"
     )
-    platform: tuple[str, ...] = _filter(
+    platform: tuple[str, ...] = _words(
         "platform",
         "only workloads of this hardware (`cpu`, `dgx_h100`, ...)",
         "no filter; rows for hardware that is not here are skipped",
     )
-    model: tuple[str, ...] = _filter(
+    model: tuple[str, ...] = _words(
         "model", "only workloads of this model family, the folder above a test case"
     )
-    test_case: tuple[str, ...] = _filter("test-case", "only workloads of this test case")
-    tag: tuple[str, ...] = _filter("tag", "only rows with this tag")
-    labels: str = option(
+    test_case: tuple[str, ...] = _words("test-case", "only workloads of this test case")
+    tag: tuple[str, ...] = _words("tag", "only rows with this tag")
+    labels: str = TEXT(
         "labels",
-        kinds.text("LIST"),
-        "CI labels of a pull request, with commas or as a JSON array",
+        "CI labels of a pull request, with commas or as a JSON array; they give "
+        "[scope, cadence, repeats, lightweight, environment](#labels-and-event)",
         default="",
-        shown="none",
-        more=": [scope, cadence, repeats, lightweight, environment](#labels-and-event)",
+        metavar="LIST",
     )
-    ci_event: str = option(
+    ci_event: str = TEXT(
         "ci-event",
-        kinds.text("NAME"),
         "what CI runs for: `merge_group`, `schedule`, ...",
         default="pull_request",
         shown="`pull_request`, with `--labels`",
+        metavar="NAME",
     )
-    bucket: tuple[str, ...] = option(
+    bucket: tuple[str, ...] = _words(
         "bucket",
-        WORDS,
-        "python tests of these files or `dir/**/*.py`, without those of `!pattern`",
-        default=(),
-        shown="all files",
-        more=": [python tests by marks and files](#python-tests-by-marks-and-files)",
+        "python tests of these files or `dir/**/*.py`, without those of `!pattern`; see "
+        "[python tests by marks and files](#python-tests-by-marks-and-files)",
+        "all files",
     )
-    experimental: Experimental = option(
+    experimental: Experimental = _EXPERIMENTAL(
         "experimental-tests",
-        one_of("exclude", "include", "only"),
         "tests with the mark `experimental`, where python tests are selected",
         default="exclude",
     )
-    run_dir: Path | None = option(
+    run_dir: Path | None = PATH(
         "run-dir",
-        kinds.path("DIR"),
-        "where logs and results go",
+        "where logs and results go; links and `..` in it are followed once, at the start; refused "
+        "if it holds an earlier run, or another session runs in it",
         shown="`.pytest_megatron/runs/<time>-<id>` below the project's root",
-        more="; links and `..` in it are followed once, at the start; refused if it holds an "
-        "earlier run, or another session runs in it",
+        metavar="DIR",
     )
-    num_repeats: int | None = option(
-        "n-repeat",
-        COUNT,
-        "how often each workload is trained",
-        shown="what the recipe says, else 1",
+    num_repeats: int | None = COUNT(
+        "n-repeat", "how often each workload is trained", shown="what the recipe says, else 1"
     )
-    max_attempts: int | None = option(
+    max_attempts: int | None = COUNT(
         "max-attempts",
-        COUNT,
-        "how often at most a repeat is started, if it fails for a "
-        "[transient cause](verdicts.md#retries)",
+        "starts of a repeat that fails for a [transient cause](verdicts.md#retries)",
         shown="what the row says, else `3`",
     )
-    max_retries: int = option(
+    max_retries: int = INDEX(
         "max-retries-per-run",
-        INDEX,
-        "how many further attempts all items of a run, workloads and distributed tests, may have "
-        "together; 0 is none",
+        "further attempts that all workloads and distributed tests of a run may have; 0 is none",
         default=10,
     )
-    retry_backoff_s: float = option(
+    retry_backoff_s: float = SECONDS(
         "retry-backoff",
-        SECONDS,
-        "pause before a second attempt, doubled for each further one",
+        "pause before a second attempt; doubled for each further one up to 120 s, a quarter more "
+        "or less by chance",
         default=5.0,
-        more=" up to 120 s, a quarter more or less by chance",
     )
-    is_flaky_failure: bool = option(
+    is_flaky_failure: bool = _flag(
         "fail-flaky",
-        FLAG,
-        "exit code 1 if an item passed only when it was run again",
-        default=False,
-        more="; pytest-rerunfailures' `--fail-on-flaky` does the same",
+        "exit code 1 if an item passed only when it was run again; pytest-rerunfailures' "
+        "`--fail-on-flaky` does the same",
     )
-    history: str = option(
+    history: str = TEXT(
         "history",
-        kinds.text("FILE|off"),
         "the [file of past outcomes](run-directory.md#historyjsonl), or `off`",
         default="",
         shown="`.pytest_megatron/history.jsonl` below the project's root",
+        metavar="FILE|off",
     )
-    num_kept_runs: int | None = option(
+    num_kept_runs: int | None = COUNT(
         "keep-runs",
-        COUNT,
-        "when this run ends, all but the latest N runs below `.pytest_megatron/runs` are "
-        "[removed](commands.md#runs-prune)",
+        "when this run ends, [remove](commands.md#runs-prune) all but the latest N runs below "
+        "`.pytest_megatron/runs`; N counts this one; no run that has not ended is removed, and "
+        "none of a `--run-dir`",
         shown="all",
-        more=", this one included in N; no run that has not ended, and none of a `--run-dir`",
     )
-    is_lightweight: bool = option(
-        "lightweight", FLAG, "4 iterations, one repeat, not compared with a golden", default=False
+    is_lightweight: bool = _flag(
+        "lightweight", "4 iterations, one repeat, not compared with a golden"
     )
-    executor: str = option(
+    executor: str = TEXT(
         "executor",
-        kinds.text("NAME"),
         "where workloads run: `local`, `docker`, `slurm` or an engine that another package brings",
         default=LOCAL,
+        metavar="NAME",
     )
-    executor_config: Path | None = option(
-        "executor-config",
-        kinds.path("FILE"),
-        "[settings](executor-config.md) of the executor",
-        shown="none",
+    executor_config: Path | None = PATH(
+        "executor-config", "[settings](executor-config.md) of the executor", metavar="FILE"
     )
-    queue_timeout_s: float = option(
+    queue_timeout_s: float = SECONDS(
         "queue-timeout",
-        SECONDS,
-        "how long a workload may wait in the queue of `--executor` for each of its attempts; then "
-        "it is [cancelled](#--executor)",
+        "limit for the wait of each attempt in the queue of `--executor`; then the workload is "
+        "[cancelled](#--executor)",
         default=0.0,
         shown="`0`: no limit",
     )
-    attach: Path | None = option(
+    attach: Path | None = PATH(
         "attach",
-        kinds.path("RUN"),
-        "take over the run in this run directory, whose pytest is gone, "
-        "[with its options](#--attach)",
+        "take over the run in this directory, whose pytest is gone, [with its options](#--attach); "
+        "typed as `--attach=RUN`",
         shown="none; the ini option is not read",
-        more="; typed as `--attach=RUN`",
+        metavar="RUN",
     )
-    golden: GoldenMode = option(
+    golden: GoldenMode = _GOLDEN(
         "golden",
-        one_of("check", "record", "refresh", "off", problem="is not a way to use goldens"),
         "[what to do with goldens](#--golden): `check` compares, `record` writes missing ones, "
         "`refresh` replaces them after a clean run, `off` does neither",
         default="check",
     )
-    golden_policy: str = option(
+    golden_policy: str = TEXT(
         "golden-policy",
-        kinds.text("POLICY"),
         "how to compare: [`strict`](goldens.md#strict), [`megatron`](goldens.md#megatron) or a "
         "[file](goldens.md#policy-files)",
         default="strict",
+        metavar="POLICY",
     )
-    golden_reason: str | None = option(
+    golden_reason: str | None = REASON(
         "golden-reason",
-        kinds.REASON,
-        "why goldens [change](../how-to/refresh-goldens.md#what-needs-a-reason); the goldens then "
-        "record it",
-        shown="none",
+        "why goldens [change](../how-to/refresh-goldens.md#what-needs-a-reason), which they record",
     )
-    is_plan: bool = option(
+    is_plan: bool = _flag(
         "plan",
-        FLAG,
-        "print what would run and run nothing",
-        default=False,
-        more=": each workload, and which gangs would run how many tests",
+        "print what would run and run nothing; each workload, and which gangs would run how many "
+        "tests",
     )
-    tee_ranks: tuple[int, ...] | None = option(
+    tee_ranks: tuple[int, ...] | None = RANKS(
         "tee-ranks",
-        kinds.RANKS,
-        "ranks whose output is copied live to the terminal: numbers with commas, `all` or `none`",
+        "ranks whose output is copied live to the terminal: numbers with commas, `all` or `none`; "
+        "of distributed tests [with `-s`, or if typed](#output-of-ranks)",
         default=(0, 3),
         shown="`0,3`",
-        more="; of distributed tests [with `-s`, or if typed](#output-of-ranks)",
     )
-    num_gpus: int | None = option(
+    num_gpus: int | None = GPUS(
         "gpus",
-        kinds.GPUS,
         "run python tests on a gang of N ranks, one for each CUDA device, with NCCL",
         shown="python tests run in pytest's own process",
     )
-    num_ranks: int | None = option(
-        "ranks", COUNT, "run python tests on a gang of N ranks, on any device", shown="as above"
+    num_ranks: int | None = COUNT(
+        "ranks", "run python tests on a gang of N ranks, on any device", shown="as above"
     )
-    ranks_per_gpu: int = option(
+    ranks_per_gpu: int = COUNT(
         "ranks-per-gpu",
-        COUNT,
-        "how many ranks of a gang [share a GPU](#gpus), on a host with fewer GPUs than ranks",
+        "how many ranks of a gang [share a GPU](#gpus), on a host with fewer GPUs than ranks; NCCL "
+        "uses sockets then",
         default=1,
-        more="; NCCL uses sockets then",
     )
-    device: Device = option(
+    device: Device = _DEVICE(
         "device",
-        one_of("auto", "cuda", "cpu"),
         "device of the ranks; cpu means gloo",
         default="auto",
-        shown="`auto`: cuda if there are as many GPUs as ranks, else cpu",
-        more=". The header shows the choice",
+        shown="`auto`: cuda if there are as many GPUs as ranks, else cpu; the header shows it",
     )
-    num_nodes: int = option(
+    num_nodes: int = COUNT(
         "nnodes",
-        COUNT,
         "nodes that a gang spans, each with `--gpus` or `--ranks` ranks",
         default=1,
         shown="`1`, or Slurm's",
     )
-    node_rank: int = option(
+    node_rank: int = INDEX(
         "node-rank",
-        INDEX,
         "index of this node; node 0 runs the session",
         default=0,
         shown="`0`, or Slurm's",
     )
-    rdzv_endpoint: str = option(
+    rdzv_endpoint: str = TEXT(
         "rdzv-endpoint",
-        kinds.text("HOST:PORT"),
         "address of node 0, where the others connect",
         default="",
         shown="Slurm's",
+        metavar="HOST:PORT",
     )
-    rank_timeout_s: float = option(
+    rank_timeout_s: float = SECONDS(
         "rank-timeout",
-        SECONDS,
-        "limit for one phase (setup, call, teardown) of a distributed test; 0 is none",
+        "limit for one phase (setup, call, teardown) of a distributed test; 0 is none; a `timeout` "
+        "mark wins, and this wins over what is set for pytest-timeout",
         default=300.0,
-        more="; a `timeout` mark wins, and this wins over what is set for pytest-timeout",
     )
-    rank_grace_s: float = option(
+    rank_grace_s: float = SECONDS(
         "rank-grace",
-        SECONDS,
         "after a rank failed, skipped or died, how long the others may take",
         default=10.0,
     )
-    signatures: tuple[Path, ...] = option(
+    signatures: tuple[Path, ...] = FILES(
         "signatures",
-        kinds.FILES,
-        "TOML file with [signatures of your own](triage.md#signatures-of-your-own)",
+        "TOML file with [signatures of your own](triage.md#signatures-of-your-own); repeatable or "
+        "with commas",
         default=(),
         shown="those of `signatures` in `[tool.pytest-megatron]`",
-        more=", repeatable or with commas",
     )
-    num_transient_reruns: int = option(
+    num_transient_reruns: int = INDEX(
         "rerun-transient",
-        INDEX,
-        "how often at most a distributed test that failed for a [transient cause](#reruns) runs "
-        "again",
+        "reruns of a distributed test that failed for a [transient cause](#reruns), at most",
         default=0,
     )
-    pdb_rank: int | None = option(
+    pdb_rank: int | None = INDEX(
         "pdb-rank",
-        INDEX,
         "with `--pdb`, the rank to [debug](#debugging-a-rank)",
         shown="the first rank that fails; rank 0 at breakpoints",
     )
-    gang_start: GangStart = option(
+    gang_start: GangStart = _GANG_START(
         "gang-start",
-        one_of("fork", "fresh"),
         "fork ranks from what pytest has loaded, or start fresh interpreters",
         default="fork",
     )
-    is_empty_allowed: bool = option(
-        "allow-empty", FLAG, "a selection that matches no workload is no error", default=False
+    is_empty_allowed: bool = _flag(
+        "allow-empty", "a selection that matches no workload is no error"
     )
-    is_dirty_allowed: bool = option(
-        "allow-dirty",
-        FLAG,
-        "write goldens from a tree that is not committed; the golden records it",
-        default=False,
+    is_dirty_allowed: bool = _flag(
+        "allow-dirty", "write goldens from a tree that is not committed; the golden records it"
     )
     typed: frozenset[str]
     given: frozenset[str]
@@ -455,10 +355,10 @@ def add_options(parser: pytest.Parser) -> None:
     """Declare every option, each also as the ini option `megatron_<name>`."""
     group = parser.getgroup("megatron", "training workloads and distributed tests")
     for row in OPTION_ROWS.values():
-        settings = {"metavar": row.kind.metavar} if row.kind.metavar else {"action": "store_true"}
+        settings = {"metavar": row.metavar} if row.metavar else {"action": "store_true"}
         settings |= {"action": "append"} if row.kind.is_repeatable else {}
         name = dest(row.name)
-        group.addoption(f"--{row.name}", dest=name, default=None, help=row.help_line, **settings)
+        group.addoption(f"--{row.name}", dest=name, default=None, help=row.help, **settings)
         parser.addini(name, help=f"default of --{row.name}", default=None)
 
 

@@ -90,7 +90,7 @@ class RunSession:
             facts=self.facts,
             env=os.environ,
             config_file=None if file is None else Path(self._directory, file),
-            copies_lines=self.options.is_tee_typed,
+            copies_lines="tee-ranks" in self.options.typed,
         )
         try:
             return open_engine(self.options.executor, context)

@@ -38,7 +38,7 @@ CONSEQUENCE = re.compile(
 )
 
 
-def words_of_ranks(end: RunEnd, when: str, failed: Mapping[int, PhaseReport]) -> dict[int, str]:
+def outcomes_of_ranks(end: RunEnd, when: str, failed: Mapping[int, PhaseReport]) -> dict[int, str]:
     """Return what each rank did, in a few words."""
     return {rank.rank: _word(end, rank, when, failed.get(rank.rank)) for rank in end.ranks}
 
@@ -108,7 +108,7 @@ def split_message(end: RunEnd, words: Mapping[int, str]) -> str:
             return str(end.reason.value)
 
 
-def tell_ranks(words: Mapping[int, str], first: int | None) -> str:
+def describe_ranks(words: Mapping[int, str], first: int | None) -> str:
     """Return a line for each thing that ranks did, the first failure on top."""
     groups: dict[str, list[int]] = {}
     for rank in sorted(words, key=lambda r: (r != first, r)):
@@ -364,7 +364,7 @@ def _fail(end: RunEnd, when: str, found: Sequence[PhaseReport], world_size: int)
     failed = {p.rank: p for p in found if p.outcome == "failed"}
     struck = {r.rank: r for r in end.ranks if r.done is None}
     first = _first(end, failed)
-    words = words_of_ranks(end, when, failed)
+    words = outcomes_of_ranks(end, when, failed)
     blocks: list[tuple[str, str]] = []
     base = None
     if first is None:
@@ -376,7 +376,7 @@ def _fail(end: RunEnd, when: str, found: Sequence[PhaseReport], world_size: int)
         message = f"rank {first} of {world_size} {words[first]}"
         if len(set(words.values())) == 1 and world_size > 1:
             message = f"{name_ranks(list(words))} {words[first]}"
-    blocks.append(("ranks", tell_ranks(words, first)))
+    blocks.append(("ranks", describe_ranks(words, first)))
     blocks += _other_failures(failed, first, words)
     blocks += _stacks(end)
     blocks += _logs(end, first, struck)
@@ -499,7 +499,7 @@ def _merge_subtest(end: RunEnd, found: Sequence[PhaseReport]) -> Merged:
     chosen = [*failed.values(), *skipped][0]
     words = {p.rank: subtest_word(p) for p in found}
     message = f"[rank {chosen.rank}] {chosen.message}" if failed else split_message(end, words)
-    blocks = [("ranks", tell_ranks(words, chosen.rank))]
+    blocks = [("ranks", describe_ranks(words, chosen.rank))]
     blocks += _other_failures(failed, chosen.rank if failed else None, words)
     merged = _from_one(chosen, "call", found, "failed")
     return replace(merged, message=message, blocks=tuple(blocks))

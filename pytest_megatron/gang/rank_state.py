@@ -85,7 +85,7 @@ def settle(ranks: Sequence[RankState], *, is_isolated: bool) -> tuple[Reason, bo
         return None
     done = [r.done for r in ranks if r.done is not None]
     if len(done) < len(ranks):
-        return kind_of_sign(ranks), False
+        return kind_of_first_failure(ranks), False
     is_in_step = len({d.num_collectives for d in done}) == 1 or is_isolated
     if not is_in_step and all(r.outcome == "passed" for r in ranks):
         return Reason.DESYNCHRONISED, False
@@ -99,7 +99,7 @@ def settle(ranks: Sequence[RankState], *, is_isolated: bool) -> tuple[Reason, bo
     return Reason.DONE, is_in_step and is_sound
 
 
-def kind_of_sign(ranks: Sequence[RankState]) -> Reason:
+def kind_of_first_failure(ranks: Sequence[RankState]) -> Reason:
     """Return what the first sign of trouble was."""
     first = min((r for r in ranks if r.at is not None), key=lambda r: (r.at, r.rank))
     is_death = first.exit_code is not None and not first.failed_phase

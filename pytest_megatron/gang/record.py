@@ -97,7 +97,7 @@ _RAISED = re.compile(r"(?m)^E\s+(.*)$")
 def transient_cause(
     merged: Sequence[Merged],
     log_lines: Iterable[str],
-    last_words: Iterable[str] = (),
+    last_stderr_lines: Iterable[str] = (),
     table: Table | None = None,
 ) -> Signature | None:
     """Return the signature for which a test is worth running again, or None.
@@ -106,8 +106,8 @@ def transient_cause(
         merged: The reports of one execution.
         log_lines: What its ranks wrote to stderr meanwhile. A line there is not why a test failed;
             of these only a genuine cause counts, which forbids a rerun.
-        last_words: The end of stderr of ranks that died. Of them an exception counts, and what
-            nobody but a failing machine writes.
+        last_stderr_lines: The end of stderr of ranks that died. Exceptions count, and messages
+            that only a failing machine causes.
         table: The signatures; None takes those of the package.
     """
     failed = [m for m in merged if m.outcome == "failed"]
@@ -116,7 +116,7 @@ def transient_cause(
     own, others = list(_own_texts(failed)), list(_texts_of_others(failed))
     if is_exception(_RANK.sub("", failed[0].message)) and match_signature(own, table) is None:
         return None  # what other ranks raised is what came of it
-    signature = match_signature([*own, *others, *_raised(last_words, table)], table)
+    signature = match_signature([*own, *others, *_raised(last_stderr_lines, table)], table)
     if signature is None or not signature.is_transient:
         return None
     beside = match_signature(_raised(log_lines, table), table)

@@ -54,13 +54,17 @@ class RankStarter(Protocol):
     """How ranks come into being."""
 
     def start(
-        self, order: RankConfig, ends: RankPipes, inherited: Sequence[int], unwanted: Sequence[int]
+        self,
+        config: RankConfig,
+        pipes: RankPipes,
+        inherited: Sequence[int],
+        unwanted: Sequence[int],
     ) -> int:
         """Start a rank; return its process.
 
         Args:
-            order: What it has to know.
-            ends: What it shares with the fork server.
+            config: What it has to know.
+            pipes: What it shares with the fork server.
             inherited: Descriptors that it holds as long as it lives.
             unwanted: Descriptors of the fork server's own that it must not hold.
         """
@@ -111,7 +115,7 @@ _STACKS_S = 1.0  # for a rank to write its stack
 
 @dataclass(slots=True)
 class _Child:
-    order: RankConfig
+    config: RankConfig
     trigger: int
     notes: int
     is_alive: bool = True
@@ -129,7 +133,7 @@ class _Child:
 
 
 @dataclass(slots=True)
-class _Asked:
+class _StackRequest:
     """Stacks that are being written."""
 
     gang: int
@@ -160,7 +164,7 @@ class ForkServer:
         self._dying: dict[int, float] = {}
         self._stores: dict[int, int] = {}
         self._own: list[int] = []
-        self._asked: list[_Asked] = []
+        self._stack_requests: list[_StackRequest] = []
 
     def serve(self) -> None:
         """Do what the controller says until it goes away, then kill everything."""
@@ -175,7 +179,7 @@ class ForkServer:
         gc.freeze()  # what is here now stays shared with the ranks
         try:
             while not self._channel.is_closed:
-                wait_s = _POLL_S if self._dying or self._asked else None
+                wait_s = _POLL_S if self._dying or self._stack_requests else None
                 channel = self._channel.fileno()
                 sources = (
                     [channel, wakeup]
@@ -208,8 +212,8 @@ class ForkServer:
 
     def _handle(self, message: Message, descriptors: Sequence[int]) -> None:
         match message:
-            case Fork(orders=orders):
-                self._start_gang(orders, descriptors)
+            case Fork(configs=configs):
+                self._start_gang(configs, descriptors)
             case OpenStore(gang=gang, host=host):
                 self._channel.send(self._open_store(gang, host))
             case Kill(gang=gang):
@@ -225,16 +229,16 @@ class ForkServer:
             case _:
                 raise AssertionError(f"not for a nursery: {message!r}")
 
-    def _start_gang(self, orders: Sequence[RankConfig], descriptors: Sequence[int]) -> None:
-        is_whole = len(orders) == orders[0].world_size
-        lockstep = Lockstep(len(orders)) if is_whole else None
-        for order in orders:
-            self._start(order, descriptors, lockstep)
+    def _start_gang(self, configs: Sequence[RankConfig], descriptors: Sequence[int]) -> None:
+        is_whole = len(configs) == configs[0].world_size
+        lockstep = Lockstep(len(configs)) if is_whole else None
+        for config in configs:
+            self._start(config, descriptors, lockstep)
         if lockstep is not None:
             lockstep.close()
 
     def _start(
-        self, order: RankConfig, descriptors: Sequence[int], lockstep: Lockstep | None
+        self, config: RankConfig, descriptors: Sequence[int], lockstep: Lockstep | None
     ) -> None:
         trigger_read, trigger = os.pipe()
         notes = os.memfd_create("notes")
@@ -242,20 +246,20 @@ class ForkServer:
         others = [c for c in self._children.values() if c.is_alive]
         unwanted = [fd for child in others for fd in (child.trigger, child.notes)]
         pid = self._starter.start(
-            order,
+            config,
             RankPipes(trigger_read, notes, lockstep),
             descriptors,
             [*unwanted, *self._own, trigger],
         )
         os.close(trigger_read)
-        self._children[pid] = _Child(order, trigger, notes)
+        self._children[pid] = _Child(config, trigger, notes)
 
     def _adopt(self, adopt: Adopt) -> None:
         """Make a template that becomes a rank one of a gang's."""
         for child in self._children.values():
-            if (child.order.gang, child.order.rank) == (adopt.template, adopt.rank):
-                child.order = replace(
-                    child.order, gang=adopt.gang, device=adopt.device, log_dir=adopt.log_dir
+            if (child.config.gang, child.config.rank) == (adopt.collector, adopt.rank):
+                child.config = replace(
+                    child.config, gang=adopt.gang, device=adopt.device, log_dir=adopt.log_dir
                 )
                 if not child.is_alive:
                     died = Died(gang=adopt.gang, rank=adopt.rank, exit_code=child.exit_code)
@@ -278,8 +282,8 @@ class ForkServer:
                 child.close(os.waitstatus_to_exitcode(status))
                 self._channel.send(
                     Died(
-                        gang=child.order.gang,
-                        rank=child.order.rank,
+                        gang=child.config.gang,
+                        rank=child.config.rank,
                         exit_code=child.exit_code,
                         phase=phase,
                         run=run,
@@ -287,11 +291,11 @@ class ForkServer:
                 )
 
     def _living(self, gang: int) -> list[int]:
-        return [p for p, c in self._children.items() if c.is_alive and c.order.gang == gang]
+        return [p for p, c in self._children.items() if c.is_alive and c.config.gang == gang]
 
     def _below(self, gang: int, *, is_exact: bool = False) -> list[int]:
         """Return the processes of a gang: its ranks, and what descends from them or did."""
-        ranks = {p for p, c in self._children.items() if c.order.gang == gang}
+        ranks = {p for p, c in self._children.items() if c.config.gang == gang}
         found: set[int] = set()
         for process in descendants(is_exact=is_exact):
             if (
@@ -326,7 +330,7 @@ class ForkServer:
                 send_signal(left, signal.SIGKILL)
                 continue
             del self._dying[gang]
-            self._children = {p: c for p, c in self._children.items() if c.order.gang != gang}
+            self._children = {p: c for p, c in self._children.items() if c.config.gang != gang}
             if gang in self._stores:
                 self._starter.close_store(self._stores.pop(gang))
             self._channel.send(Killed(gang=gang))
@@ -336,27 +340,29 @@ class ForkServer:
         phases: dict[str, str] = {}
         flights: dict[int, Path] = {}
         for pid in self._living(gang):
-            order = self._children[pid].order
-            if order.device == "cuda":  # also those that wait for nothing: they may have missed it
-                flights[order.rank] = Path(order.log_dir)
+            config = self._children[pid].config
+            if config.device == "cuda":  # also those that wait for nothing: they may have missed it
+                flights[config.rank] = Path(config.log_dir)
                 with contextlib.suppress(OSError):
                     os.write(self._children[pid].trigger, b"d")
-            if order.rank in ranks:
-                phases[str(order.rank)] = self._children[pid].noted[1]
-                files[order.rank] = Path(order.log_dir)
+            if config.rank in ranks:
+                phases[str(config.rank)] = self._children[pid].noted[1]
+                files[config.rank] = Path(config.log_dir)
                 send_signal([pid], STACK_SIGNAL)
                 send_signal([pid], signal.SIGCONT)  # one that was stopped says nothing
-        self._asked.append(_Asked(gang, files, flights, phases, time.monotonic() + _STACKS_S))
+        self._stack_requests.append(
+            _StackRequest(gang, files, flights, phases, time.monotonic() + _STACKS_S)
+        )
 
     def _finish_stacks(self) -> None:
-        for asked in list(self._asked):
+        for asked in list(self._stack_requests):
             sizes = {r: file_size(d / STACKS_FILE) for r, d in asked.files.items()}
             has_flights = all((d / FLIGHT_FILE).exists() for d in asked.flights.values())
             is_settled = sizes == asked.sizes and all(sizes.values()) and has_flights
             asked.sizes = sizes
             if not is_settled and time.monotonic() < asked.until:
                 continue
-            self._asked.remove(asked)
+            self._stack_requests.remove(asked)
             self._channel.send(
                 Stacks(
                     gang=asked.gang,
@@ -382,7 +388,11 @@ class Forking:
     keeper: Keeper
 
     def start(
-        self, order: RankConfig, ends: RankPipes, inherited: Sequence[int], unwanted: Sequence[int]
+        self,
+        config: RankConfig,
+        pipes: RankPipes,
+        inherited: Sequence[int],
+        unwanted: Sequence[int],
     ) -> int:
         """Fork."""
         del inherited  # a fork has them all
@@ -403,7 +413,7 @@ class Forking:
                 os.close(descriptor)
             self.channel.close()
             self.keeper.forget()
-            self.run_rank(order, ends)
+            self.run_rank(config, pipes)
         except BaseException:  # noqa: BLE001 - a rank must never go on as a fork server
             traceback.print_exc()
         finally:

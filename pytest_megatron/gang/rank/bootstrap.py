@@ -64,18 +64,18 @@ def rank_env(place: RankPlace, world_size: int) -> dict[str, str]:
     }
 
 
-def become_rank(order: RankConfig, ends: RankPipes, *, random_state: RandomState | None) -> None:
+def become_rank(config: RankConfig, pipes: RankPipes, *, random_state: RandomState | None) -> None:
     """Set this process up as the rank of `order`.
 
     Args:
-        order: Which rank.
-        ends: What it shares with its fork server.
+        config: Which rank.
+        pipes: What it shares with its fork server.
         random_state: Of `random`, if something seeded it: a fork seeds it anew.
     """
     global _device  # noqa: PLW0603 - one process, one rank
-    _device = order.device
-    os.environ.update(order.env)
-    directory = Path(order.log_dir)
+    _device = config.device
+    os.environ.update(config.env)
+    directory = Path(config.log_dir)
     faulthandler.enable(file=2)
     try:
         stacks = (directory / STACKS_FILE).open("w")
@@ -89,13 +89,15 @@ def become_rank(order: RankConfig, ends: RankPipes, *, random_state: RandomState
     reseed()
     torch = sys.modules.get("torch")
     if torch is not None:
-        torch.set_num_threads(int(order.env.get("OMP_NUM_THREADS", "1")))
+        torch.set_num_threads(int(config.env.get("OMP_NUM_THREADS", "1")))
     count_from_import_on()
     _bind_cuda()
-    if order.device == "cuda":
+    if config.device == "cuda":
         os.environ.setdefault(_recorder_variable(torch), _RECORDED_COLLECTIVES)
         threading.Thread(
-            target=_serve_flight_recorder, args=(ends.trigger, directory / FLIGHT_FILE), daemon=True
+            target=_serve_flight_recorder,
+            args=(pipes.trigger, directory / FLIGHT_FILE),
+            daemon=True,
         ).start()
 
 

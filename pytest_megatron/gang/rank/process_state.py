@@ -127,7 +127,7 @@ def _put_back(name: str, value: object, wanted: object) -> str:
         case _:
             assert isinstance(wanted, bytes)
             _environb[_raw[name]] = wanted
-    return f"it left {name} {_told(value)}, put back to {_told(wanted)}"
+    return f"it left {name} {_shown(value)}, put back to {_shown(wanted)}"
 
 
 def _go_back(directory: object, wanted: object) -> str:
@@ -141,7 +141,7 @@ def _go_back(directory: object, wanted: object) -> str:
     return f"{left}, put back to {wanted}"
 
 
-def _told(value: object) -> str:
+def _shown(value: object) -> str:
     return repr(os.fsdecode(value)) if isinstance(value, bytes) else "unset"
 
 

@@ -209,7 +209,7 @@ class GangPlugin:
             self._run.refuse_used_run_dir()
         dispatcher = self._open(session)
         for line in self._limits_of_others:
-            self._open_pool.tell_user(line)
+            self._open_pool.write_line(line)
         if self._run.is_worker:
             return None
         try:
@@ -402,7 +402,7 @@ class GangPlugin:
             return None
         execution = self._open_dispatcher.ended[item]
         cause = transient_cause(
-            execution.merged, execution.log_lines(), execution.last_words(), self._run.table
+            execution.merged, execution.log_lines(), execution.last_stderr_lines(), self._run.table
         )
         if cause is None or self._run.retry_budget.claim(item.nodeid, cause.id) is not None:
             return None

@@ -28,9 +28,9 @@ from pytest_megatron.gang.ipc.messages import (
     Broken,
     Close,
     Closed,
-    Hello,
     RankConfig,
     Ready,
+    Register,
     Run,
 )
 from pytest_megatron.gang.originals import os, traceback
@@ -169,45 +169,45 @@ def prepare(session: pytest.Session) -> RankPlugin:
 
 
 def run_rank(
-    session: pytest.Session, order: RankConfig, ends: RankPipes, home: RankContext
+    session: pytest.Session, rank_config: RankConfig, pipes: RankPipes, context: RankContext
 ) -> NoReturn:
     """Be a rank, with the collected session in it; never returns."""
-    config, plugin = session.config, home.plugin
-    if not home.is_own_session:
+    config, plugin = session.config, context.plugin
+    if not context.is_own_session:
         atexit._clear()  # noqa: SLF001 - what the controller wants to do at its end is not ours
-    measurement = measure.start(order.coverage, order.coverage_file)
-    logs = _take_streams(config, order)
-    bootstrap.become_rank(order, ends, random_state=home.random_state)
+    measurement = measure.start(rank_config.coverage, rank_config.coverage_file)
+    logs = _take_streams(config, rank_config)
+    bootstrap.become_rank(rank_config, pipes, random_state=context.random_state)
     channel = connect(
-        home.address,
-        home.key,
-        Hello(
+        context.address,
+        context.key,
+        Register(
             role="rank",
-            gang=order.gang,
-            rank=order.rank,
-            node_rank=order.node_rank,
+            gang=rank_config.gang,
+            rank=rank_config.rank,
+            node_rank=rank_config.node_rank,
             pid=os.getpid(),
         ),
     )
-    _take_temp(config, order)
-    state = StateKeeper(order.world_size, lambda: _temp_of_tests(config, order))
-    plugin.begin(order, channel, logs, ends, state)
+    _take_temp(config, rank_config)
+    state = StateKeeper(rank_config.world_size, lambda: _temp_of_tests(config, rank_config))
+    plugin.begin(rank_config, channel, logs, pipes, state)
     os.register_at_fork(after_in_child=channel.close)
     plugin.measurement = measurement
-    serve(session, plugin, channel, is_own_session=home.is_own_session)
+    serve(session, plugin, channel, is_own_session=context.is_own_session)
 
 
-def with_own_temp(order: RankConfig, base_temp: str) -> RankConfig:
+def with_own_temp(rank_config: RankConfig, base_temp: str) -> RankConfig:
     """Return the order of a rank on another node: node 0 knows no directory there.
 
     Args:
-        order: As node 0 gave it.
+        rank_config: As node 0 gave it.
         base_temp: A directory for temporary files of that node's session; "" on node 0.
     """
     if not base_temp:
-        return order
-    gang, rank = Path(order.base_temp).parts[-2:]
-    return replace(order, base_temp=str(Path(base_temp, gang, rank)))
+        return rank_config
+    gang, rank = Path(rank_config.base_temp).parts[-2:]
+    return replace(rank_config, base_temp=str(Path(base_temp, gang, rank)))
 
 
 def serve(
@@ -240,7 +240,7 @@ def serve(
                     nextitem = cast("pytest.Item | None", item.parent if is_unknown else planned)
                     done = plugin.run_item(run, item, nextitem)
                     channel.send(done if late is None else replace(done, late=late))
-                    plugin.tell_others(done)
+                    plugin.publish_ending(done)
                 case Close():
                     late = plugin.tear_down_late(session, None)
                     plugin.end_if_forked()
@@ -307,9 +307,9 @@ def _close(session: pytest.Session) -> str:
     return problem
 
 
-def _take_streams(config: pytest.Config, order: RankConfig) -> RankLogs:
+def _take_streams(config: pytest.Config, rank_config: RankConfig) -> RankLogs:
     """Send this process's output to its own files."""
-    logs = RankLogs(Path(order.log_dir))
+    logs = RankLogs(Path(rank_config.log_dir))
     logs.redirect()
     stderr = config.stash.get(fault_handler_stderr_fd_key, None)
     if stderr is not None:  # pytest's own copy of the controller's stderr, for its time limit
@@ -330,19 +330,19 @@ def temp_factory(config: pytest.Config) -> pytest.TempPathFactory | None:
     return getattr(config, "_tmp_path_factory", None)
 
 
-def _temp_of_tests(config: pytest.Config, order: RankConfig) -> Path | None:
+def _temp_of_tests(config: pytest.Config, rank_config: RankConfig) -> Path | None:
     """Return the directory that the next `tmp_path` will be made in."""
     factory = temp_factory(config)
     if factory is None:
         return None
-    return factory._basetemp or Path(order.base_temp).parent  # noqa: SLF001 - see `_take_temp`
+    return factory._basetemp or Path(rank_config.base_temp).parent  # noqa: SLF001 - see `_take_temp`
 
 
-def _take_temp(config: pytest.Config, order: RankConfig) -> None:
+def _take_temp(config: pytest.Config, rank_config: RankConfig) -> None:
     """Have `tmp_path` be in the rank's own directory."""
     factory = temp_factory(config)
     if factory is None:
         return
-    Path(order.base_temp).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    factory._given_basetemp = Path(order.base_temp)  # noqa: SLF001 - xdist's way
+    Path(rank_config.base_temp).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    factory._given_basetemp = Path(rank_config.base_temp)  # noqa: SLF001 - xdist's way
     factory._basetemp = None  # noqa: SLF001 - see above

@@ -27,7 +27,7 @@ from pytest_megatron.gang.forkserver.fork_safety import find_obstacle
 from pytest_megatron.gang.forkserver.server import STACK_SIGNAL, Forking, ForkServer
 from pytest_megatron.gang.forkserver.store import StoreKeeper
 from pytest_megatron.gang.ipc.channel import Channel, connect
-from pytest_megatron.gang.ipc.messages import Collected, Fork, Hello, RankConfig
+from pytest_megatron.gang.ipc.messages import Collected, Fork, RankConfig, Register
 from pytest_megatron.gang.rank import bootstrap
 from pytest_megatron.gang.rank.lockstep import RankPipes
 from pytest_megatron.gang.rank.logs import STACKS_FILE, RankLogs
@@ -54,7 +54,7 @@ class SessionInfo:
         env: The environment of then.
         digest: Of the node ids that the controller has.
         is_single: Whether a rank must not be forked in any case.
-        is_leashed: Whether all of it ends when the writer of the brief closes its pipe.
+        has_parent_pipe: Whether all of it ends when the writer of the brief closes its pipe.
         base_temp: As in `Template`.
     """
 
@@ -68,30 +68,30 @@ class SessionInfo:
     env: Mapping[str, str]
     digest: str
     is_single: bool
-    is_leashed: bool = False
+    has_parent_pipe: bool = False
     base_temp: str = ""
 
 
-def collect_and_serve(brief: SessionInfo, order: RankConfig, ends: RankPipes) -> NoReturn:
+def collect_and_serve(info: SessionInfo, rank_config: RankConfig, pipes: RankPipes) -> NoReturn:
     """Collect as the rank of `order`, and start it when the controller says so."""
-    order = with_own_temp(order, brief.base_temp)
+    rank_config = with_own_temp(rank_config, info.base_temp)
     defaults = bootstrap.HARMLESS_ENV
-    harmless = {name: value for name, value in defaults.items() if name not in brief.env}
+    harmless = {name: value for name, value in defaults.items() if name not in info.env}
     os.environ.clear()
-    os.environ.update({**brief.env, **harmless, **order.env})
-    _begin_anew(brief)
-    RankLogs(Path(order.log_dir)).redirect()
-    _show_stacks(Path(order.log_dir))
-    hello = Hello(
+    os.environ.update({**info.env, **harmless, **rank_config.env})
+    _begin_anew(info)
+    RankLogs(Path(rank_config.log_dir)).redirect()
+    _show_stacks(Path(rank_config.log_dir))
+    registration = Register(
         role="fork_server",
-        gang=order.gang,
-        rank=order.rank,
-        node_rank=order.node_rank,
+        gang=rank_config.gang,
+        rank=rank_config.rank,
+        node_rank=rank_config.node_rank,
         pid=os.getpid(),
-        world_size=order.world_size,
+        world_size=rank_config.world_size,
     )
-    channel = connect(brief.address, bytes.fromhex(brief.key), hello)
-    plugin = CollectingPlugin(brief, order, ends, channel, list(harmless))
+    channel = connect(info.address, bytes.fromhex(info.key), registration)
+    plugin = CollectingPlugin(info, rank_config, pipes, channel, list(harmless))
     try:
         plugin.collect()
     except BaseException as error:  # noqa: BLE001 - the controller has to know of it, whatever it is
@@ -133,16 +133,16 @@ class CollectingPlugin:
 
     def __init__(
         self,
-        brief: SessionInfo,
-        order: RankConfig,
-        ends: RankPipes,
+        info: SessionInfo,
+        rank_config: RankConfig,
+        pipes: RankPipes,
         channel: Channel,
         harmless: list[str],
     ) -> None:
         self._pid = os.getpid()
-        self._brief = brief
-        self._order = order
-        self._ends = ends
+        self._info = info
+        self._rank_config = rank_config
+        self._pipes = pipes
         self._channel = channel
         self._harmless = harmless
         self._random_before = random.getstate()
@@ -153,7 +153,7 @@ class CollectingPlugin:
     def collect(self) -> None:
         """Run a session as far as its loop, as a worker of pytest-xdist does."""
         _expect_early_imports()
-        config = _prepareconfig(list(self._brief.arguments), [_Named(self)])
+        config = _prepareconfig(list(self._info.arguments), [_Named(self)])
         _put_away_reruns(config)
         option = config.option
         settings: dict[str, object] = {
@@ -166,13 +166,13 @@ class CollectingPlugin:
         vars(option).update({k: v for k, v in settings.items() if hasattr(option, k)})
         option.maxfail = 0
         option.cacheclear = False
-        option.basetemp = self._order.base_temp
-        vars(config)["workerinput"] = decode(self._order.workerinput)
+        option.basetemp = self._rank_config.base_temp
+        vars(config)["workerinput"] = decode(self._rank_config.workerinput)
         vars(config)["workeroutput"] = {}
-        arguments = findable(config.args, self._brief.directory)
+        arguments = findable(config.args, self._info.directory)
         files = [argument.partition("::")[0] for argument in arguments]
         config.args = [f for f in dict.fromkeys(files) if not f.endswith(_RECIPES)]
-        Path(self._order.base_temp).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        Path(self._rank_config.base_temp).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         config.hook.pytest_cmdline_main(config=config)
 
     @pytest.hookimpl(trylast=True)
@@ -206,11 +206,11 @@ class CollectingPlugin:
         self, collector: pytest.Collector
     ) -> pytest.CollectReport | None:
         """Note what is collected now, should this process die of it; avoid what one died of."""
-        reason = self._order.avoided.get(collector.nodeid)
+        reason = self._rank_config.avoided.get(collector.nodeid)
         if reason is not None:
             self._problems[collector.nodeid] = reason
             return pytest.CollectReport(collector.nodeid, "passed", None, [])
-        self._ends.note(collector.nodeid)
+        self._pipes.note(collector.nodeid)
         return None
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
@@ -233,11 +233,11 @@ class CollectingPlugin:
         self._random_state = bootstrap.state_if_seeded(self._random_before)
         for name in self._harmless:
             os.environ.pop(name, None)
-        os.environ.update(self._order.env)
+        os.environ.update(self._rank_config.env)
         node_ids = tuple(item.nodeid for item in session.items)
-        is_same = digest_of(node_ids) == self._brief.digest
-        self._ends.note("")
-        obstacle = "--gang-start fresh" if self._brief.is_single else find_obstacle()
+        is_same = digest_of(node_ids) == self._info.digest
+        self._pipes.note("")
+        obstacle = "--gang-start fresh" if self._info.is_single else find_obstacle()
         self._channel.send(
             Collected(
                 is_same=is_same,
@@ -250,8 +250,8 @@ class CollectingPlugin:
         if obstacle:
             self._become_rank(session, plugin)
 
-        def run(order: RankConfig, ends: RankPipes) -> NoReturn:
-            self._run_rank(session, plugin, order, ends)
+        def run(rank_config: RankConfig, pipes: RankPipes) -> NoReturn:
+            self._run_rank(session, plugin, rank_config, pipes)
 
         ForkServer(self._channel, Forking(self._channel, run, StoreKeeper())).serve()
         os._exit(0)
@@ -262,18 +262,18 @@ class CollectingPlugin:
         if not isinstance(message, Fork):
             os._exit(0)
         self._channel.close()
-        self._run_rank(session, plugin, message.orders[0], self._ends)
+        self._run_rank(session, plugin, message.configs[0], self._pipes)
 
     def _run_rank(
-        self, session: pytest.Session, plugin: RankPlugin, order: RankConfig, ends: RankPipes
+        self, session: pytest.Session, plugin: RankPlugin, rank_config: RankConfig, pipes: RankPipes
     ) -> NoReturn:
         run_rank(
             session,
-            with_own_temp(order, self._brief.base_temp),
-            ends,
+            with_own_temp(rank_config, self._info.base_temp),
+            pipes,
             RankContext(
-                address=self._brief.address,
-                key=bytes.fromhex(self._brief.key),
+                address=self._info.address,
+                key=bytes.fromhex(self._info.key),
                 random_state=self._random_state,
                 plugin=plugin,
                 is_own_session=True,
@@ -293,11 +293,11 @@ class _Named:
             manager.register(self._plugin, COLLECTING_PLUGIN)
 
 
-def _begin_anew(brief: SessionInfo) -> None:
+def _begin_anew(info: SessionInfo) -> None:
     """Be as a process is when it starts."""
-    os.chdir(brief.directory)
-    sys.path[:] = brief.path
-    sys.argv[:] = brief.argv
+    os.chdir(info.directory)
+    sys.path[:] = info.path
+    sys.argv[:] = info.argv
     bootstrap.reseed()
 
 

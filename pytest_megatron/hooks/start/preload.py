@@ -20,7 +20,7 @@ from typing import Literal, NoReturn
 from pytest_megatron.gang.forkserver.server import Forking, ForkServer
 from pytest_megatron.gang.forkserver.store import StoreKeeper
 from pytest_megatron.gang.ipc.channel import connect, remove_socket
-from pytest_megatron.gang.ipc.messages import Hello, RankConfig
+from pytest_megatron.gang.ipc.messages import RankConfig, Register
 from pytest_megatron.gang.rank.lockstep import RankPipes
 from pytest_megatron.hooks.start.collector import SessionInfo, collect_and_serve
 from pytest_megatron.process.tree import die_with, run_guarded
@@ -47,13 +47,13 @@ class PreloadedProcess:
     process: subprocess.Popen[bytes]
     log: int
 
-    def tell(self, brief: SessionInfo) -> None:
+    def send(self, info: SessionInfo) -> None:
         """Tell it what ranks have to know; it calls the controller then."""
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):  # it is gone, which the controller finds out
-            self.process.stdin.write(json.dumps(asdict(brief)).encode() + b"\n")
+            self.process.stdin.write(json.dumps(asdict(info)).encode() + b"\n")
             self.process.stdin.flush()
-            if not brief.is_leashed:
+            if not info.has_parent_pipe:
                 self.process.stdin.close()
 
     def stop(self) -> None:
@@ -72,7 +72,9 @@ class PreloadedProcess:
         return text or f"exited with code {self.process.returncode}"
 
 
-def start_warm(mode: PreloadMode, env: Mapping[str, str], path: Sequence[str]) -> PreloadedProcess:
+def start_preloaded(
+    mode: PreloadMode, env: Mapping[str, str], path: Sequence[str]
+) -> PreloadedProcess:
     """Start it; it loads what it can until it is told more.
 
     Args:
@@ -106,46 +108,50 @@ def _serve(mode: PreloadMode) -> None:
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):
         return
-    brief = SessionInfo(**json.loads(line))
-    parent_pipe = os.dup(0) if brief.is_leashed else None
+    info = SessionInfo(**json.loads(line))
+    parent_pipe = os.dup(0) if info.has_parent_pipe else None
     _close_stdin()
-    hello = Hello(role="fork_server", gang=0, rank=-1, node_rank=brief.node_rank, pid=os.getpid())
-    channel = connect(brief.address, bytes.fromhex(brief.key), hello)
+    registration = Register(
+        role="fork_server", gang=0, rank=-1, node_rank=info.node_rank, pid=os.getpid()
+    )
+    channel = connect(info.address, bytes.fromhex(info.key), registration)
 
-    def run_rank(order: RankConfig, ends: RankPipes) -> NoReturn:
-        collect_and_serve(brief, order, ends)
+    def run_rank(rank_config: RankConfig, pipes: RankPipes) -> NoReturn:
+        collect_and_serve(info, rank_config, pipes)
 
     keeper = StoreKeeper()
     forking = Forking(channel, run_rank, keeper)
-    ForkServer(
-        channel, forking if mode == "fork" else Executing(brief, keeper), parent_pipe
-    ).serve()
-    remove_socket(brief.address)  # a controller that was killed leaves it
+    ForkServer(channel, forking if mode == "fork" else Executing(info, keeper), parent_pipe).serve()
+    remove_socket(info.address)  # a controller that was killed leaves it
 
 
 @dataclass(slots=True)
 class Executing:
     """Starts ranks as fresh interpreters."""
 
-    brief: SessionInfo
+    info: SessionInfo
     keeper: StoreKeeper
 
     def start(
-        self, order: RankConfig, ends: RankPipes, inherited: Sequence[int], unwanted: Sequence[int]
+        self,
+        rank_config: RankConfig,
+        pipes: RankPipes,
+        inherited: Sequence[int],
+        unwanted: Sequence[int],
     ) -> int:
         """Execute this interpreter anew."""
         del unwanted  # it gets what it is given
-        shared = {"trigger": ends.trigger, "notes": ends.notes}
-        content = {"brief": asdict(self.brief), "order": _as_json(order), "ends": shared}
-        code = _CODE.format(path=self.brief.path, name="fresh_main", argument=os.getpid())
+        shared = {"trigger": pipes.trigger, "notes": pipes.notes}
+        content = {"info": asdict(self.info), "config": _as_json(rank_config), "pipes": shared}
+        code = _CODE.format(path=self.info.path, name="fresh_main", argument=os.getpid())
         with tempfile.TemporaryFile() as file:
             file.write(json.dumps(content).encode())
             file.seek(0)
             process = subprocess.Popen(
                 [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", code],  # type: ignore[attr-defined]  # noqa: SLF001 - as multiprocessing does
-                env={**self.brief.env, **order.env},
+                env={**self.info.env, **rank_config.env},
                 stdin=file,
-                pass_fds=[ends.trigger, ends.notes, *inherited],
+                pass_fds=[pipes.trigger, pipes.notes, *inherited],
                 start_new_session=True,
             )
         process.returncode = 0  # it is the fork server that waits for it
@@ -173,13 +179,13 @@ def fresh_main(fork_server: int) -> None:
     die_with(fork_server)
     content = json.loads(sys.stdin.buffer.read())
     _close_stdin()
-    brief = SessionInfo(**content["brief"])
-    order = RankConfig(**content["order"])
-    collect_and_serve(brief, order, RankPipes(**content["ends"]))
+    info = SessionInfo(**content["info"])
+    rank_config = RankConfig(**content["config"])
+    collect_and_serve(info, rank_config, RankPipes(**content["pipes"]))
 
 
-def _as_json(order: RankConfig) -> dict[str, object]:
-    return {**asdict(replace(order, coverage={})), "coverage": dict(order.coverage)}
+def _as_json(rank_config: RankConfig) -> dict[str, object]:
+    return {**asdict(replace(rank_config, coverage={})), "coverage": dict(rank_config.coverage)}
 
 
 def _close_stdin() -> None:

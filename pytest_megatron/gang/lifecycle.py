@@ -214,7 +214,7 @@ class Lifecycle:
             case PhaseEnded(run=run) if self._is_current(run):
                 self._timers.begin_phase(now)
                 if message.report is not None:
-                    rank.early.append(message.report)
+                    rank.early += (message.report,)
                 self._note(rank, message.when, message.outcome, now)
             case Done(run=run) if self._is_current(run) and self.state is GangState.RUNNING:
                 rank.done = message

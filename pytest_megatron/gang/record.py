@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.text import counted
 from pytest_megatron.gang.merge import Merged
 from pytest_megatron.gang.phase_report import longrepr_text
 from pytest_megatron.gang.spec import GangSpec, Reason, RunEnd
@@ -167,7 +168,9 @@ def header_line(spec: GangSpec, gpus: Sequence[Gpu] | None, where: str) -> str:
     elif gpus:
         found = f", {len(gpus)} x {gpus[0].name} found"
     device = f"{spec.device} ({_BACKENDS[spec.device]})"
-    return f"megatron: gangs of {_ranks(spec.world_size)} on {device}{found}; logs in {where}"
+    return (
+        f"megatron: gangs of {counted(spec.world_size, 'rank')} on {device}{found}; logs in {where}"
+    )
 
 
 def no_limit_line(source: str) -> str:
@@ -197,10 +200,10 @@ def plan_lines(specs: Iterable[GangSpec | None]) -> list[str]:
     lines = []
     for spec in sorted((s for s in counts if s is not None), reverse=True):
         alone = ", a gang for each" if spec.is_isolated else ""
-        gang = f"gangs of {_ranks(spec.world_size)} on {spec.device}{alone}"
-        lines.append(f"{gang}: {_tests(counts[spec])}")
+        gang = f"gangs of {counted(spec.world_size, 'rank')} on {spec.device}{alone}"
+        lines.append(f"{gang}: {counted(counts[spec], 'test')}")
     if counts[None]:
-        lines.append(f"in this process: {_tests(counts[None])}")
+        lines.append(f"in this process: {counted(counts[None], 'test')}")
     return lines
 
 
@@ -237,11 +240,3 @@ def _attempts(record: Mapping[str, JsonValue]) -> list[dict[str, JsonValue]]:
     attempts = record["attempts"]
     assert isinstance(attempts, list)
     return [attempt for attempt in attempts if isinstance(attempt, dict)]
-
-
-def _ranks(number: int) -> str:
-    return "1 rank" if number == 1 else f"{number} ranks"
-
-
-def _tests(number: int) -> str:
-    return "1 test" if number == 1 else f"{number} tests"

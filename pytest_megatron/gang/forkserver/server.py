@@ -19,9 +19,10 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn, TypeAlias
 
 from pytest_megatron.errors import LaunchError
+from pytest_megatron.gang.forkserver.store import StoreKeeper
 from pytest_megatron.gang.ipc.channel import Channel
 from pytest_megatron.gang.ipc.messages import (
     Adopt,
@@ -43,71 +44,15 @@ from pytest_megatron.process.tree import (
     UNKILLABLE_S,
     Descendant,
     become_subreaper,
+    begin_child,
     descendants,
-    die_with,
     kill_descendants,
     send_signal,
 )
 
-
-class RankStarter(Protocol):
-    """How ranks come into being."""
-
-    def start(
-        self,
-        config: RankConfig,
-        pipes: RankPipes,
-        inherited: Sequence[int],
-        unwanted: Sequence[int],
-    ) -> int:
-        """Start a rank; return its process.
-
-        Args:
-            config: What it has to know.
-            pipes: What it shares with the fork server.
-            inherited: Descriptors that it holds as long as it lives.
-            unwanted: Descriptors of the fork server's own that it must not hold.
-        """
-
-    def open_store(self, host: str) -> int:
-        """Return the port of a new key-value store.
-
-        Raises:
-            LaunchError: There can be none.
-        """
-
-    def close_store(self, port: int) -> None:
-        """Close the store of a gang that is gone."""
-
-    def is_own(self, pid: int) -> bool:
-        """Return whether a process belongs to the fork server itself and not to a gang."""
-
-    def take_note_of_end(self, pid: int) -> None:
-        """Replace a process of the fork server's own that ended; any other is no matter."""
-
-
-class Keeper(Protocol):
-    """Opens stores that outlive ranks.
-
-    Attributes:
-        pid: Its process, or None before the first store.
-    """
-
-    pid: int | None
-
-    def open_store(self, host: str) -> int:
-        """Return the port of a new store."""
-
-    def close_store(self, port: int) -> None:
-        """Close the store of a gang that is gone."""
-
-    def take_note_of_end(self, pid: int) -> None:
-        """Replace its process if that is the one that ended."""
-
-    def forget(self) -> None:
-        """Let go of it in a forked child."""
-
-
+# Starts a rank, with the pipes that it shares with the fork server; returns its process. The first
+# descriptors are those that it keeps open, the second those of the fork server that it must close.
+StartRank: TypeAlias = Callable[[RankConfig, RankPipes, Sequence[int], Sequence[int]], int]
 STACK_SIGNAL = signal.SIGRTMIN + 9
 _POLL_S = 0.02
 _STACKS_S = 1.0  # for a rank to write its stack
@@ -148,18 +93,24 @@ class ForkServer:
     """Serves one connection until it closes."""
 
     def __init__(
-        self, channel: Channel, starter: RankStarter, parent_pipe: int | None = None
+        self,
+        channel: Channel,
+        start_rank: StartRank,
+        keeper: StoreKeeper,
+        parent_pipe: int | None = None,
     ) -> None:
-        """Make one that has nothing yet.
+        """Create a fork server without ranks.
 
         Args:
             channel: To the controller.
-            starter: How ranks come into being.
+            start_rank: Starts the process of a rank.
+            keeper: Opens stores, in a process of its own.
             parent_pipe: Read end of a pipe; the fork server also ends when its write end is closed.
         """
         self._channel = channel
         self._parent_pipe = parent_pipe
-        self._starter = starter
+        self._start_rank = start_rank
+        self._keeper = keeper
         self._children: dict[int, _Child] = {}
         self._dying: dict[int, float] = {}
         self._stores: dict[int, int] = {}
@@ -245,7 +196,7 @@ class ForkServer:
         os.ftruncate(notes, NOTE_BYTES)
         others = [c for c in self._children.values() if c.is_alive]
         unwanted = [fd for child in others for fd in (child.trigger, child.notes)]
-        pid = self._starter.start(
+        pid = self._start_rank(
             config,
             RankPipes(trigger_read, notes, lockstep),
             descriptors,
@@ -276,7 +227,7 @@ class ForkServer:
                 return
             child = self._children.get(pid)
             if child is None:
-                self._starter.take_note_of_end(pid)
+                self._keeper.replace_if_ended(pid)
             elif child.is_alive:
                 run, phase = child.noted
                 child.close(os.waitstatus_to_exitcode(status))
@@ -313,12 +264,12 @@ class ForkServer:
             process.parent == os.getpid()
             and process.pid not in self._children
             and process.session not in self._children
-            and not self._starter.is_own(process.pid)
+            and process.pid != self._keeper.pid
         )
 
     def _open_store(self, gang: int, host: str) -> StoreOpened:
         try:
-            self._stores[gang] = self._starter.open_store(host)
+            self._stores[gang] = self._keeper.open_store(host)
         except LaunchError as error:
             return StoreOpened(gang=gang, port=0, problem=str(error))
         return StoreOpened(gang=gang, port=self._stores[gang])
@@ -332,7 +283,7 @@ class ForkServer:
             del self._dying[gang]
             self._children = {p: c for p, c in self._children.items() if c.config.gang != gang}
             if gang in self._stores:
-                self._starter.close_store(self._stores.pop(gang))
+                self._keeper.close_store(self._stores.pop(gang))
             self._channel.send(Killed(gang=gang))
 
     def _ask_stacks(self, gang: int, ranks: Sequence[int]) -> None:
@@ -373,67 +324,42 @@ class ForkServer:
             )
 
 
-@dataclass(slots=True)
-class Forking:
-    """Starts ranks by forking this process, with everything that it has loaded.
+def fork_rank(
+    channel: Channel, keeper: StoreKeeper, run_rank: Callable[[RankConfig, RankPipes], NoReturn]
+) -> StartRank:
+    """Return a function that starts ranks by forking this process, with all that it has loaded.
 
-    Attributes:
-        channel: The connection of the fork server, which no rank may keep.
-        run_rank: What a rank does; never returns.
-        keeper: Opens stores, in a process of its own.
+    Args:
+        channel: Connection of the fork server, closed in ranks.
+        keeper: Keeper of the fork server, closed in ranks.
+        run_rank: Runs a rank in the child.
     """
 
-    channel: Channel
-    run_rank: Callable[[RankConfig, RankPipes], NoReturn]
-    keeper: Keeper
-
     def start(
-        self,
-        config: RankConfig,
-        pipes: RankPipes,
-        inherited: Sequence[int],
-        unwanted: Sequence[int],
+        config: RankConfig, pipes: RankPipes, inherited: Sequence[int], unwanted: Sequence[int]
     ) -> int:
-        """Fork."""
         del inherited  # a fork has them all
         fork_server = os.getpid()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # threads: see `gang.clean`
+            warnings.simplefilter("ignore", DeprecationWarning)  # threads: see `fork_safety`
             pid = os.fork()
         if pid:
             return pid
         try:
-            signal.set_wakeup_fd(-1)
-            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
-                signal.signal(number, signal.SIG_DFL)
+            begin_child(fork_server)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             os.setsid()
-            die_with(fork_server)
             for descriptor in unwanted:
                 os.close(descriptor)
-            self.channel.close()
-            self.keeper.forget()
-            self.run_rank(config, pipes)
+            channel.close()
+            keeper.forget()
+            run_rank(config, pipes)
         except BaseException:  # noqa: BLE001 - a rank must never go on as a fork server
             traceback.print_exc()
         finally:
             os._exit(70)
 
-    def open_store(self, host: str) -> int:
-        """Ask the keeper."""
-        return self.keeper.open_store(host)
-
-    def close_store(self, port: int) -> None:
-        """Tell the keeper."""
-        self.keeper.close_store(port)
-
-    def is_own(self, pid: int) -> bool:
-        """Whether it is the keeper."""
-        return self.keeper.pid == pid
-
-    def take_note_of_end(self, pid: int) -> None:
-        """Tell the keeper."""
-        self.keeper.take_note_of_end(pid)
+    return start
 
 
 def _texts(directories: dict[int, Path], name: str) -> dict[str, str]:

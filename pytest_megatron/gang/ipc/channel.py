@@ -33,6 +33,7 @@ _HANDSHAKE_S = 20.0
 _KEEPALIVE_S = 10  # after which a silent host is asked whether it is there
 _SILENCE_MS = 30_000  # after which it is not
 _MOST_TEMP_CHARS = 80
+_SHORT_TEMP = "/tmp"  # noqa: S108 - mkdtemp makes a private directory in it
 
 
 class WrongKeyError(PermissionError):
@@ -393,6 +394,5 @@ def _prove(key: bytes, role: bytes, theirs: bytes, own: bytes) -> bytes:
 
 def _short_temp() -> str | None:
     """Return a directory whose sockets have short names; the kernel takes 107 bytes."""
-    if len(tempfile.gettempdir()) <= _MOST_TEMP_CHARS or not os.path.isdir("/tmp"):  # noqa: S108 - made private by mkdtemp
-        return None
-    return "/tmp"  # noqa: S108 - see above
+    is_short = len(tempfile.gettempdir()) <= _MOST_TEMP_CHARS
+    return None if is_short or not os.path.isdir(_SHORT_TEMP) else _SHORT_TEMP

@@ -115,10 +115,10 @@ def _put_back(name: str, value: object, wanted: object) -> str:
     """Undo a change, and return what it was."""
     match name:
         case "os.environ":
-            sys.modules["os"].environ = wanted  # type: ignore[attr-defined]
+            vars(sys.modules["os"])["environ"] = wanted
             return "it replaced os.environ, which was put back"
         case "builtins.open":
-            builtins.open = wanted  # type: ignore[assignment]
+            vars(builtins)["open"] = wanted
             return "it replaced builtins.open, which was put back"
         case "directory":
             return _go_back(value, wanted)

@@ -503,7 +503,8 @@ class Supervisor:
 
     def _read_all(self, gang: Gang) -> bool:
         """Read what all ranks of a gang have said by now; return whether there was anything."""
-        return any([self._read(gang, rank) for rank in list(gang.channels)])  # noqa: C419 - all
+        has_read = [self._read(gang, rank) for rank in list(gang.channels)]
+        return any(has_read)
 
     def _deliver(self, gang: Gang) -> None:
         """Look at what ranks said, what they said of the running test first.

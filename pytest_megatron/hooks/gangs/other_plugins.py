@@ -12,12 +12,12 @@ import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Protocol, cast
 
 import pytest
 
 from pytest_megatron.gang.ipc.messages import RankConfig
 from pytest_megatron.gang.merge import Merged
+from pytest_megatron.hooks.session import write_line
 
 # Of pytest-benchmark: what would hold fewer numbers than it seems to.
 _BENCHMARK_OPTIONS = (
@@ -27,31 +27,6 @@ _WRITTEN = pytest.StashKey[set[str]]()
 _INLINE_HARMLESS = {"", "disable", "short-report"}
 _ALLURE = "allure_listener"
 _RUN_ID = "TORCHELASTIC_RUN_ID"  # the same for all ranks of a run
-
-
-class _Core(Protocol):
-    """The part of `hypothesis.core` that its own plugin for pytest sets."""
-
-    global_force_seed: object
-
-
-class _Syrupy(Protocol):
-    """The session of syrupy."""
-
-    def flush_snapshot_write_queue(self) -> None: ...
-
-
-class _Manager(Protocol):
-    """The plugin manager of allure_commons."""
-
-    def unregister(self, plugin: object) -> object: ...
-
-    def register(self, plugin: object) -> None: ...
-
-
-class _TestResult(Protocol):
-    start: int
-    stop: int
 
 
 # In the controller
@@ -107,10 +82,9 @@ def refuse_what_is_lost(config: pytest.Config, items: Iterable[pytest.Item]) -> 
 def write_once(config: pytest.Config, lines: Iterable[str]) -> None:
     """Write lines to the terminal that no other worker of pytest-xdist has sent."""
     reported = config.stash.setdefault(_WRITTEN, set())
-    reporter = config.pluginmanager.get_plugin("terminalreporter")
     for line in lines:
-        if line not in reported and reporter is not None:
-            reporter.write_line(line)
+        if line not in reported:
+            write_line(config, line)
         reported.add(line)
 
 
@@ -163,7 +137,7 @@ class Allure:
         cache = getattr(self.listener, "_cache", None)
         if merged.when != "call" or not merged.start or logger is None or cache is None:
             return
-        result = cast("_TestResult | None", logger.get_test(cache.get(item.nodeid)))
+        result = logger.get_test(cache.get(item.nodeid))
         if result is not None:
             result.start, result.stop = int(merged.start * 1000), int(merged.stop * 1000)
 
@@ -203,7 +177,7 @@ def leave_to_controller(config: pytest.Config) -> None:
     commons = sys.modules.get("allure_commons")
     if listener is not None and commons is not None:
         config.pluginmanager.unregister(listener)
-        manager = cast("_Manager", commons.plugin_manager)
+        manager = commons.plugin_manager
         manager.unregister(plugin=listener)
         config.add_cleanup(lambda: manager.register(listener))  # allure unregisters it at the end
     benchmark = getattr(config, "_benchmarksession", None)
@@ -221,14 +195,14 @@ def seed_of_examples(run_id: str) -> int:
 
 def draw_same_examples(rank_config: RankConfig) -> None:
     """Have hypothesis draw the same examples in all ranks; its database stays out then."""
-    core = cast("_Core | None", sys.modules.get("hypothesis.core"))
+    core = sys.modules.get("hypothesis.core")
     if core is not None and core.global_force_seed is None:
-        core.global_force_seed = seed_of_examples(rank_config.env[_RUN_ID])
+        vars(core)["global_force_seed"] = seed_of_examples(rank_config.env[_RUN_ID])
 
 
 def notes_on_failure(item: pytest.Item) -> Iterator[tuple[str, str]]:
     """Return sections for the report of a failure: how hypothesis draws the same again."""
-    core = cast("_Core | None", sys.modules.get("hypothesis.core"))
+    core = sys.modules.get("hypothesis.core")
     if core is not None and item.get_closest_marker("hypothesis") is not None:
         text = f"--hypothesis-seed={core.global_force_seed} draws the same examples on all ranks"
         yield "hypothesis", text
@@ -236,7 +210,7 @@ def notes_on_failure(item: pytest.Item) -> Iterator[tuple[str, str]]:
 
 def write_snapshots(config: pytest.Config, rank_config: RankConfig) -> None:
     """Have syrupy write what a test changed, one rank at a time: the process may be killed."""
-    session = cast("_Syrupy | None", getattr(config, "_syrupy", None))
+    session = getattr(config, "_syrupy", None)
     if session is None or not getattr(session, "_queued_snapshot_writes", None):
         return
     lock = os.open(Path(rank_config.log_dir).parents[1], os.O_RDONLY)  # of all gangs' logs

@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Callable, Generator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,11 +32,11 @@ from pytest_megatron.hooks.nodes.leader import (
     RETRY_S,
     addresses_of,
     nodes_of,
-    write_line,
 )
 from pytest_megatron.hooks.nodes.mirror import replay
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.rank.process import temp_factory
+from pytest_megatron.hooks.session import write_line
 from pytest_megatron.hooks.start.environment import KEY
 from pytest_megatron.hooks.start.forkserver import SessionTemplate
 from pytest_megatron.hooks.start.start_mode import make_session_info, serve_preloaded
@@ -179,7 +180,9 @@ class FollowerPlugin:
     ) -> None:
         lease: Lease | None = None
         if welcome.num_gpus:
-            lease = lease_gpus(this_host().gpus, welcome.num_gpus, self._write_line)
+            lease = lease_gpus(
+                this_host().gpus, welcome.num_gpus, partial(write_line, self._config)
+            )
             os.environ[DEVICES] = ",".join(gpu.uuid for gpu in lease.gpus)
         start = self._start_preloaded if welcome.collecting else self._fork_template
         end = start(session, channel, welcome, key)
@@ -278,9 +281,6 @@ class FollowerPlugin:
         return pytest.exit.Exception(
             f"node 0 at {where} is gone before the session ended; see what it printed", BROKEN
         )
-
-    def _write_line(self, line: str) -> None:
-        write_line(self._config, line)
 
 
 def _stamp_of(path: str | None) -> tuple[int, int] | None:

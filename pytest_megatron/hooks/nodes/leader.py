@@ -23,6 +23,7 @@ from pytest_megatron.gang.topology import KEY_VARIABLE, Nodes, find_key
 from pytest_megatron.gpu.host import this_host
 from pytest_megatron.hooks.nodes.mirror import mirror_log, mirror_report, mirror_warning
 from pytest_megatron.hooks.options import Options
+from pytest_megatron.hooks.session import write_line
 
 MEETING_S = 300.0  # for every node to come up and collect
 RETRY_S = 0.2
@@ -170,13 +171,6 @@ class Leader:
         if line not in reported:
             reported.add(line)
             write_line(self._config, line)
-
-
-def write_line(config: pytest.Config, line: str) -> None:
-    """Tell the user, where there is a terminal."""
-    reporter = config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is not None:
-        reporter.write_line(line)
 
 
 def _listen(options: Options) -> Listener:

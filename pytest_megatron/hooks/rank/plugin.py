@@ -36,6 +36,7 @@ from pytest_megatron.hooks.gangs.other_plugins import (
     notes_on_failure,
     write_snapshots,
 )
+from pytest_megatron.hooks.gangs.reports import failed_subtests
 from pytest_megatron.hooks.nodes.mirror import describe_warning, plain
 from pytest_megatron.hooks.rank.debugger import RankDebugger
 from pytest_megatron.process.tree import end_if_forked
@@ -318,7 +319,7 @@ class RankPlugin:
         Returns:
             A report of that test's teardown, or None if nothing went wrong.
         """
-        state = session._setupstate  # noqa: SLF001 - pytest's own way
+        state = session._setupstate
         previous, self._last = self._last, None
         if previous is None:
             state.teardown_exact(item)
@@ -410,12 +411,9 @@ def _forget_failure(item: pytest.Item) -> None:
         for definition in definitions:
             if definition.cached_result is not None and definition.cached_result[2]:
                 definition.cached_result = None
-                definition._finalizers.clear()  # noqa: SLF001 - pytest checks that it is empty
+                definition._finalizers.clear()  # pytest checks that it is empty
     if getattr(item, "_instance", None) is not None:
-        del item._instance  # type: ignore[attr-defined]  # noqa: SLF001 - a class of its own again
-        item._obj = None  # type: ignore[attr-defined]  # noqa: SLF001 - bound to the old one
-    try:
-        from _pytest.subtests import failed_subtests_key  # noqa: PLC0415 - from pytest 9 on
-    except ImportError:
-        return
-    item.config.stash[failed_subtests_key].clear()
+        del vars(item)["_instance"]  # a class of its own again
+        vars(item)["_obj"] = None  # bound to the old instance
+    if (counts := failed_subtests(item.config)) is not None:
+        counts.clear()

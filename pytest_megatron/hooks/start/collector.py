@@ -6,8 +6,6 @@ gang. Where what it imported cannot be forked (CUDA, threads), it becomes the ra
 
 from __future__ import annotations
 
-import contextlib
-import faulthandler
 import io
 import os
 import random
@@ -15,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -24,21 +23,21 @@ from _pytest.config import _prepareconfig
 
 from pytest_megatron.gang.collection import SKIPPED, digest_of
 from pytest_megatron.gang.forkserver.fork_safety import find_obstacle
-from pytest_megatron.gang.forkserver.server import STACK_SIGNAL, Forking, ForkServer
+from pytest_megatron.gang.forkserver.server import ForkServer, fork_rank
 from pytest_megatron.gang.forkserver.store import StoreKeeper
 from pytest_megatron.gang.ipc.channel import Channel, connect
 from pytest_megatron.gang.ipc.messages import Collected, Fork, RankConfig, Register
 from pytest_megatron.gang.rank import bootstrap
 from pytest_megatron.gang.rank.lockstep import RankPipes
-from pytest_megatron.gang.rank.logs import STACKS_FILE, RankLogs
+from pytest_megatron.gang.rank.logs import RankLogs
 from pytest_megatron.hooks.gangs.worker_contract import decode
 from pytest_megatron.hooks.option_values import findable
 from pytest_megatron.hooks.options import COLLECTING_PLUGIN
-from pytest_megatron.hooks.rank.plugin import RankPlugin
 from pytest_megatron.hooks.rank.process import RankContext, prepare, run_rank, with_own_temp
 from pytest_megatron.process.tree import end_if_forked
 
 _RECIPES = (".yaml", ".yml")
+_WARN_IMPORTED = "_warn_already_imported"  # a method of pytest's import hook
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +80,7 @@ def collect_and_serve(info: SessionInfo, rank_config: RankConfig, pipes: RankPip
     os.environ.update({**info.env, **harmless, **rank_config.env})
     _begin_anew(info)
     RankLogs(Path(rank_config.log_dir)).redirect()
-    _show_stacks(Path(rank_config.log_dir))
+    bootstrap.write_stacks_on_signal(Path(rank_config.log_dir))
     registration = Register(
         role="fork_server",
         gang=rank_config.gang,
@@ -111,7 +110,7 @@ def _expect_early_imports() -> None:
 
     Where the user turns warnings into errors, no rank would collect.
     """
-    AssertionRewritingHook._warn_already_imported = lambda *_: None  # type: ignore[method-assign]  # noqa: SLF001 - its only way
+    setattr(AssertionRewritingHook, _WARN_IMPORTED, lambda *_: None)
 
 
 def _put_away_reruns(config: pytest.Config) -> None:
@@ -180,7 +179,7 @@ class CollectingPlugin:
         """Have nobody told what the controller tells."""
         reporter = config.pluginmanager.get_plugin("terminalreporter")
         if reporter is not None:
-            reporter._tw._file = io.StringIO()  # noqa: SLF001 - its only way
+            reporter._tw._file = io.StringIO()
 
     def pytest_internalerror(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
         """Keep what a hook raised: pytest prints it where nobody looks."""
@@ -246,39 +245,29 @@ class CollectingPlugin:
                 obstacle=obstacle,
             )
         )
-        plugin = prepare(session)
+        context = RankContext(
+            session=session,
+            plugin=prepare(session),
+            address=self._info.address,
+            key=bytes.fromhex(self._info.key),
+            random_state=self._random_state,
+            base_temp=self._info.base_temp,
+            is_own_session=True,
+        )
         if obstacle:
-            self._become_rank(session, plugin)
-
-        def run(rank_config: RankConfig, pipes: RankPipes) -> NoReturn:
-            self._run_rank(session, plugin, rank_config, pipes)
-
-        ForkServer(self._channel, Forking(self._channel, run, StoreKeeper())).serve()
+            self._become_rank(context)
+        keeper = StoreKeeper()
+        start_rank = fork_rank(self._channel, keeper, partial(run_rank, context))
+        ForkServer(self._channel, start_rank, keeper).serve()
         os._exit(0)
 
-    def _become_rank(self, session: pytest.Session, plugin: RankPlugin) -> NoReturn:
-        """Wait for the order to be a rank, and be it."""
+    def _become_rank(self, context: RankContext) -> NoReturn:
+        """Wait for the configuration of a rank, and run it in this process."""
         message = self._channel.receive()  # descriptors of locks that came along stay open
         if not isinstance(message, Fork):
             os._exit(0)
         self._channel.close()
-        self._run_rank(session, plugin, message.configs[0], self._pipes)
-
-    def _run_rank(
-        self, session: pytest.Session, plugin: RankPlugin, rank_config: RankConfig, pipes: RankPipes
-    ) -> NoReturn:
-        run_rank(
-            session,
-            with_own_temp(rank_config, self._info.base_temp),
-            pipes,
-            RankContext(
-                address=self._info.address,
-                key=bytes.fromhex(self._info.key),
-                random_state=self._random_state,
-                plugin=plugin,
-                is_own_session=True,
-            ),
-        )
+        run_rank(context, message.configs[0], self._pipes)
 
 
 class _Named:
@@ -299,11 +288,3 @@ def _begin_anew(info: SessionInfo) -> None:
     sys.path[:] = info.path
     sys.argv[:] = info.argv
     bootstrap.reseed()
-
-
-def _show_stacks(directory: Path) -> None:
-    faulthandler.enable(file=2)
-    with contextlib.suppress(OSError):
-        file = (directory / STACKS_FILE).open("w")
-        faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
-        bootstrap.keep(file)

@@ -83,7 +83,7 @@ class EnvWatch:
         """Put back what was there before, but what somebody else has set meanwhile."""
         if self._before is None:
             return
-        os.environ.__class__ = os._Environ  # noqa: SLF001 - its class has no other name
+        os.environ.__class__ = os._Environ  # its class has no other name
         for name, value in self._before.items():
             if os.environ.get(name) != self._env[name]:
                 continue
@@ -151,7 +151,7 @@ def _watched(note: Callable[[str, str], None]) -> type:
     iterated: list[str] = []  # the key that a loop over the items is at
     copying: Iterator[str] = iter(())  # the keys that a copy still has to ask for
 
-    class WatchedEnviron(os._Environ):  # type: ignore[type-arg]  # noqa: SLF001 - it has no other name
+    class WatchedEnviron(os._Environ[str]):
         @override
         def __getitem__(self, key: str) -> str:
             nonlocal copying
@@ -178,7 +178,7 @@ def _watched(note: Callable[[str, str], None]) -> type:
 
 def _record_read(note: Callable[[str, str], None], name: str) -> None:
     """Note a read, unless it is one of this package or of the standard library's own."""
-    frame = sys._getframe(2)  # noqa: SLF001 - who reads is the question
+    frame = sys._getframe(2)  # who reads is the question
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_READERS):
         frame = frame.f_back
     file = frame.f_code.co_filename

@@ -11,22 +11,21 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import NoReturn, cast
+from functools import partial
+from typing import cast
 
 import pytest
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.gang.forkserver.server import Forking, ForkServer
+from pytest_megatron.gang.forkserver.server import ForkServer, fork_rank
 from pytest_megatron.gang.forkserver.store import StoreKeeper
 from pytest_megatron.gang.ipc.channel import WrongKeyError, connect, remove_socket
-from pytest_megatron.gang.ipc.messages import RankConfig, Register
+from pytest_megatron.gang.ipc.messages import Register
 from pytest_megatron.gang.rank import coverage as measure
 from pytest_megatron.gang.rank.bootstrap import RandomState
-from pytest_megatron.gang.rank.lockstep import RankPipes
 from pytest_megatron.gang.supervisor.supervisor import Supervisor
-from pytest_megatron.hooks.rank.plugin import RankPlugin
-from pytest_megatron.hooks.rank.process import RankContext, prepare, run_rank, with_own_temp
+from pytest_megatron.hooks.rank.process import RankContext, prepare, run_rank
 from pytest_megatron.process.tree import run_guarded
 
 _FORK_SERVER_S = 120.0  # to load torch and call after it was forked
@@ -101,10 +100,17 @@ class SessionTemplate:
         except (FileNotFoundError, ConnectionError, WrongKeyError):
             return  # the session has ended: a worker of pytest-xdist may have no test to run
 
-        def run(rank_config: RankConfig, pipes: RankPipes) -> NoReturn:
-            self._run_rank(rank_config, pipes, plugin)
-
-        ForkServer(channel, Forking(channel, run, StoreKeeper()), self.parent_pipe).serve()
+        context = RankContext(
+            session=self.session,
+            plugin=plugin,
+            address=self.address,
+            key=self.key,
+            random_state=self.random_state,
+            base_temp=self.base_temp,
+        )
+        keeper = StoreKeeper()
+        start_rank = fork_rank(channel, keeper, partial(run_rank, context))
+        ForkServer(channel, start_rank, keeper, self.parent_pipe).serve()
         remove_socket(self.address)  # a controller that was killed leaves it
         if measurement is not None:
             measurement.save()
@@ -115,17 +121,6 @@ class SessionTemplate:
             for name in self.loads:
                 if importlib.util.find_spec(name) is not None:
                     importlib.import_module(name)
-
-    def _run_rank(self, rank_config: RankConfig, pipes: RankPipes, plugin: RankPlugin) -> NoReturn:
-        rank_config = with_own_temp(rank_config, self.base_temp)
-        run_rank(
-            self.session,
-            rank_config,
-            pipes,
-            RankContext(
-                address=self.address, key=self.key, random_state=self.random_state, plugin=plugin
-            ),
-        )
 
 
 class TemplateProcess:

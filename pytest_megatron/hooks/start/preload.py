@@ -15,13 +15,15 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Literal, NoReturn
+from functools import partial
+from typing import Literal
 
-from pytest_megatron.gang.forkserver.server import Forking, ForkServer
+from pytest_megatron.gang.forkserver.server import ForkServer, StartRank, fork_rank
 from pytest_megatron.gang.forkserver.store import StoreKeeper
 from pytest_megatron.gang.ipc.channel import connect, remove_socket
 from pytest_megatron.gang.ipc.messages import RankConfig, Register
 from pytest_megatron.gang.rank.lockstep import RankPipes
+from pytest_megatron.gang.rank.logs import close_stdin
 from pytest_megatron.hooks.start.collector import SessionInfo, collect_and_serve
 from pytest_megatron.process.tree import die_with, run_guarded
 
@@ -83,9 +85,8 @@ def start_preloaded(
         path: `sys.path` of then.
     """
     log = os.memfd_create("warm")
-    code = _CODE.format(path=list(path), name="main", argument=mode)
     process = subprocess.Popen(
-        [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", code],  # type: ignore[attr-defined]  # noqa: SLF001 - as multiprocessing does
+        _command(path, "main", mode),
         env=dict(env),
         stdin=subprocess.PIPE,
         stdout=log,
@@ -110,85 +111,60 @@ def _serve(mode: PreloadMode) -> None:
         return
     info = SessionInfo(**json.loads(line))
     parent_pipe = os.dup(0) if info.has_parent_pipe else None
-    _close_stdin()
+    close_stdin()
     registration = Register(
         role="fork_server", gang=0, rank=-1, node_rank=info.node_rank, pid=os.getpid()
     )
     channel = connect(info.address, bytes.fromhex(info.key), registration)
 
-    def run_rank(rank_config: RankConfig, pipes: RankPipes) -> NoReturn:
-        collect_and_serve(info, rank_config, pipes)
-
     keeper = StoreKeeper()
-    forking = Forking(channel, run_rank, keeper)
-    ForkServer(channel, forking if mode == "fork" else Executing(info, keeper), parent_pipe).serve()
+    start_rank: StartRank = partial(_execute_rank, info)
+    if mode == "fork":
+        start_rank = fork_rank(channel, keeper, partial(collect_and_serve, info))
+    ForkServer(channel, start_rank, keeper, parent_pipe).serve()
     remove_socket(info.address)  # a controller that was killed leaves it
 
 
-@dataclass(slots=True)
-class Executing:
-    """Starts ranks as fresh interpreters."""
-
-    info: SessionInfo
-    keeper: StoreKeeper
-
-    def start(
-        self,
-        rank_config: RankConfig,
-        pipes: RankPipes,
-        inherited: Sequence[int],
-        unwanted: Sequence[int],
-    ) -> int:
-        """Execute this interpreter anew."""
-        del unwanted  # it gets what it is given
-        shared = {"trigger": pipes.trigger, "notes": pipes.notes}
-        content = {"info": asdict(self.info), "config": _as_json(rank_config), "pipes": shared}
-        code = _CODE.format(path=self.info.path, name="fresh_main", argument=os.getpid())
-        with tempfile.TemporaryFile() as file:
-            file.write(json.dumps(content).encode())
-            file.seek(0)
-            process = subprocess.Popen(
-                [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", code],  # type: ignore[attr-defined]  # noqa: SLF001 - as multiprocessing does
-                env={**self.info.env, **rank_config.env},
-                stdin=file,
-                pass_fds=[pipes.trigger, pipes.notes, *inherited],
-                start_new_session=True,
-            )
-        process.returncode = 0  # it is the fork server that waits for it
-        return process.pid
-
-    def open_store(self, host: str) -> int:
-        """Ask the keeper."""
-        return self.keeper.open_store(host)
-
-    def close_store(self, port: int) -> None:
-        """Tell the keeper."""
-        self.keeper.close_store(port)
-
-    def is_own(self, pid: int) -> bool:
-        """Whether it is the keeper."""
-        return self.keeper.pid == pid
-
-    def take_note_of_end(self, pid: int) -> None:
-        """Tell the keeper."""
-        self.keeper.take_note_of_end(pid)
+def _execute_rank(
+    info: SessionInfo,
+    rank_config: RankConfig,
+    pipes: RankPipes,
+    inherited: Sequence[int],
+    unwanted: Sequence[int],
+) -> int:
+    """Start a rank as a fresh interpreter; return its process."""
+    del unwanted  # it gets the descriptors that are passed
+    content = {
+        "info": asdict(info),
+        "config": {**asdict(replace(rank_config, coverage={})), "coverage": rank_config.coverage},
+        "pipes": {"trigger": pipes.trigger, "notes": pipes.notes},
+    }
+    with tempfile.TemporaryFile() as file:
+        file.write(json.dumps(content).encode())
+        file.seek(0)
+        process = subprocess.Popen(
+            _command(info.path, "fresh_main", os.getpid()),
+            env={**info.env, **rank_config.env},
+            stdin=file,
+            pass_fds=[pipes.trigger, pipes.notes, *inherited],
+            start_new_session=True,
+        )
+    process.returncode = 0  # the fork server waits for it
+    return process.pid
 
 
 def fresh_main(fork_server: int) -> None:
     """Be a rank that was executed; what it has to know is in its stdin."""
     die_with(fork_server)
     content = json.loads(sys.stdin.buffer.read())
-    _close_stdin()
+    close_stdin()
     info = SessionInfo(**content["info"])
     rank_config = RankConfig(**content["config"])
     collect_and_serve(info, rank_config, RankPipes(**content["pipes"]))
 
 
-def _as_json(rank_config: RankConfig) -> dict[str, object]:
-    return {**asdict(replace(rank_config, coverage={})), "coverage": dict(rank_config.coverage)}
-
-
-def _close_stdin() -> None:
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
+def _command(path: Sequence[str], function: str, argument: object) -> list[str]:
+    """Return the command that calls a function of this module in a fresh interpreter."""
+    flags: list[str] = vars(subprocess)["_args_from_interpreter_flags"]()  # as multiprocessing does
+    code = _CODE.format(path=list(path), name=function, argument=argument)
+    return [sys.executable, *flags, "-c", code]

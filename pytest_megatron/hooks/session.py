@@ -277,6 +277,13 @@ def session_of(config: pytest.Config, options: Options) -> RunSession:
     return config.stash[_SESSION]
 
 
+def write_line(config: pytest.Config, line: str) -> None:
+    """Write a line to the terminal, if this process has one."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None:
+        reporter.write_line(line)
+
+
 def link_latest(run_dir: Path) -> None:
     """Point `latest` beside the run at it; the link is replaced, never missing."""
     new = run_dir.parent / f".latest-{run_dir.name}-{os.getpid()}"  # workers do this as well

@@ -25,11 +25,10 @@ from pytest_megatron.ci.test_jobs import (
     shard_jobs,
     unit_rows,
 )
-from pytest_megatron.ci.workflow import workflow_of
 from pytest_megatron.errors import EmptySelectionError, RecipeError
 from pytest_megatron.recipe.case import compares_metrics
 from pytest_megatron.recipe.expand import Profile
-from pytest_megatron.recipe.findings import RecipeFinding
+from pytest_megatron.recipe.findings import Finding
 from pytest_megatron.recipe.load import BUILT_IN_WORDS, find_recipes, read_recipe
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.recipe.paths import case_path
@@ -44,7 +43,7 @@ _NAMED = {"model": "model", "test_case": "test case"}  # too many to tell rows a
 class BrokenRecipesError(RecipeError):
     """Recipes have errors; all of them are in `findings`."""
 
-    def __init__(self, findings: Sequence[RecipeFinding]) -> None:
+    def __init__(self, findings: Sequence[Finding]) -> None:
         super().__init__(findings[0].where, findings[0].message)
         self.findings = tuple(findings)
 
@@ -164,7 +163,7 @@ def make_plan(request: PlanRequest) -> CiPlan:
     left_out: list[LeftOut] = []
     if "workload" in request.kinds:
         workloads, left_out = _select(rows, request, decision, words, table)
-        policy = planned_policy(request.root, workflow_of(config).pytest_arguments)
+        policy = planned_policy(request.root, table.workflow.pytest_arguments)
         jobs += workload_jobs(workloads, decision, table, _Cases(request.root).compares, policy)
     if "unit" in request.kinds:
         units = _unit_jobs(unit_rows(rows), request, decision, table)

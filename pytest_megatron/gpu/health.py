@@ -1,4 +1,4 @@
-"""What NVML says of GPUs before and after an attempt, and what changed. Pure.
+"""State of GPUs before and after an attempt, as NVML reports it. Pure.
 
 A value that a GPU or a driver does not have is None; nothing here fails for lack of one.
 
@@ -73,7 +73,7 @@ class GpuState:
 
     @property
     def label(self) -> str:
-        """How a person finds it."""
+        """Name for people: index and UUID."""
         return f"GPU {self.index} ({self.uuid})" if self.index is not None else self.uuid
 
     def as_json(self) -> dict[str, JsonValue]:
@@ -121,7 +121,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """What is known of the GPUs of one attempt.
+    """State of the GPUs of one attempt.
 
     Attributes:
         before: In the order of the lease, as `after` is; a GPU that is lost is in neither.
@@ -141,7 +141,7 @@ class Health:
 
     @property
     def foreign(self) -> str | None:
-        """Who else held memory of these GPUs, if it was enough to explain an OOM, else None."""
+        """Program that held enough memory of these GPUs to explain an OOM, else None."""
         for state in (*self.before, *self.after):
             if (text := _foreign(state)) is not None:
                 return text
@@ -149,7 +149,7 @@ class Health:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is no failure and yet worth knowing."""
+        """Observations that are no failures."""
         found: list[str] = []
         for before, after in self._pairs():
             if (new := _grown(before.ecc_volatile_corrected, after.ecc_volatile_corrected)) > 0:
@@ -252,7 +252,7 @@ def _grown(before: int | None, after: int | None) -> int:
 
 
 def _foreign(state: GpuState) -> str | None:
-    """Say which other program holds much of a GPU that is ours alone."""
+    """Return which other program holds much of a GPU that this run has alone."""
     if not state.memory_total_bytes:
         return None
     least = FOREIGN_SHARE * state.memory_total_bytes

@@ -135,7 +135,7 @@ def _clock(clock: Clock) -> Iterator[RuleMatch]:
 
 
 def _is_zone(difference_s: float) -> bool:
-    """Whether two clocks may be right: one may be in local time, and the hardware's drifts."""
+    """Return true if both clocks may be right: the hardware's may be in local time, and drifts."""
     if abs(difference_s) <= _MOST_AHEAD_S:
         return True
     off_s = abs(difference_s - round(difference_s / _ZONE_STEP_S) * _ZONE_STEP_S)

@@ -135,6 +135,16 @@ class ComparisonPolicy:
         """Whether a metric is judged at all."""
         return self.settings(metric).get("judged") is not False
 
+    def limit(self, metric: str, key: str, default: float) -> float:
+        """Return one number of the settings of a metric, `default` where it is not set."""
+        value = self.settings(metric).get(key)
+        return float(value) if isinstance(value, int | float) else default
+
+    def worse(self, metric: str, default: Worse) -> Worse:
+        """Return the side of the golden that fails, `default` where it is not set."""
+        value = self.settings(metric).get("worse")
+        return value if isinstance(value, Worse) else default
+
     def require_judged(self, metrics: Sequence[str]) -> None:
         """Make sure that one of several metrics is judged, so that nothing passes unseen.
 

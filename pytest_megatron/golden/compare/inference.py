@@ -22,9 +22,9 @@ from pytest_megatron.golden.compare.result import (
     Comparison,
     ComparisonRule,
     Deviation,
-    Layer,
     SeriesSummary,
     StepDifference,
+    counting_layer,
 )
 from pytest_megatron.golden.model import (
     COUNTS,
@@ -147,13 +147,7 @@ def _compare_of_requests(pair: Pair, metric: str) -> Comparison | None:
     if metric in LOGPROBS:
         allowed = pair.policy.limit(metric, "absolute", LOGPROB_ABSOLUTE)
         notes = (f"largest difference {largest:.1e}, {allowed:.0e} may be",)
-    layer = Layer(
-        rule=ComparisonRule.EXACT,
-        passed=not found,
-        measured=float(len(found)),
-        limit=0.0,
-        unit="requests differ",
-    )
+    layer = counting_layer(ComparisonRule.EXACT, len(found), 0, "requests differ")
     answer = replace(answer, layers=(layer,))
     if found:
         name, first = next(iter(found.items()))

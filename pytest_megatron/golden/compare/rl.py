@@ -15,22 +15,20 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pytest_megatron.golden.compare.layers import is_within, of_summary
+from pytest_megatron.golden.compare.layers import find_hole, is_within, of_summary
 from pytest_megatron.golden.compare.limits import Worse
 from pytest_megatron.golden.compare.result import (
     Comparison,
     ComparisonRule,
-    Layer,
     SeriesSummary,
     StepDifference,
     allowed_of,
+    counting_layer,
     relative,
 )
 from pytest_megatron.golden.compare.series import (
     Point,
     align,
-    find_absent,
-    find_unusable,
     first_difference,
     measure,
     shared_points,
@@ -120,16 +118,8 @@ def _compare(golden: Golden, observed: MetricMap, metric: str, rules: RlRules) -
         return _unjudged(answer, "Megatron-LM does not compare it")
     if metric == _TIME:  # a step without a time, such as the first, is no hole
         expected = _finite(expected)
-    presence = Layer(
-        rule=ComparisonRule.PRESENCE,
-        passed=len(points) >= len(expected),
-        measured=float(len(points)),
-        limit=float(len(expected)),
-        unit="steps",
-    )
-    answer = replace(answer, layers=(presence,))
-    hole = _find_hole(answer, expected, got)
-    return _judge(answer, points, golden, rules) if hole is None else hole
+    answer = find_hole(replace(answer, passed=True), expected, got)
+    return _judge(answer, points, golden, rules) if answer.passed else answer
 
 
 def _judge(answer: Comparison, points: list[Point], golden: Golden, rules: RlRules) -> Comparison:
@@ -144,18 +134,6 @@ def _judge(answer: Comparison, points: list[Point], golden: Golden, rules: RlRul
         if is_memory
         else _judge_loss(answer, points, golden, rules)
     )
-
-
-def _find_hole(answer: Comparison, golden: Series, observed: Series) -> Comparison | None:
-    """Look for what is not there, on either side."""
-    unusable = find_unusable(golden)
-    if unusable is not None or not len(golden):
-        return replace(answer, rule=ComparisonRule.GOLDEN_UNUSABLE, first=unusable)
-    absent = find_absent(golden, observed)
-    if absent is None:
-        return None
-    rule, first, notes = absent
-    return replace(answer, rule=rule, first=first, notes=notes)
 
 
 def _judge_loss(
@@ -187,14 +165,8 @@ def _judge_loss(
                 )
             )
     answer = replace(answer, allowed=allowed_of(widths, absolute))
-    layer = Layer(
-        rule=ComparisonRule.BAND,
-        passed=not outside,
-        measured=float(len(outside)),
-        limit=0.0,
-        unit="steps outside",
-        place=f"band {band:g} and {absolute:g} absolute",
-    )
+    place = f"band {band:g} and {absolute:g} absolute"
+    layer = counting_layer(ComparisonRule.BAND, len(outside), 0, "steps outside", place)
     first = outside[0] if outside else answer.first
     return replace(
         answer,

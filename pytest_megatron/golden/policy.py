@@ -20,13 +20,9 @@ from pytest_megatron.errors import GoldenError
 from pytest_megatron.golden.compare.limits import (
     BY_KIND,
     DEFAULTS,
-    CostLimits,
-    CountLimits,
     Exact,
     LimitKind,
     Limits,
-    LossLimits,
-    MemoryLimits,
     Worse,
     kind_of,
     limits_of,
@@ -175,7 +171,8 @@ class ComparisonPolicy:
             assert isinstance(kind, LimitKind)
             limits = BY_KIND[kind]
         known = keys_of(limits)
-        return _replaced(limits, {k: v for k, v in settings.items() if k in known})
+        changes: dict[str, object] = {k: v for k, v in settings.items() if k in known}
+        return replace(limits, **changes)  # type: ignore[arg-type] # typed as the fields are
 
 
 ComparisonPolicy.STRICT = ComparisonPolicy(base=Base.STRICT, name=Base.STRICT.value)
@@ -185,19 +182,6 @@ ComparisonPolicy.MEGATRON = ComparisonPolicy(base=Base.MEGATRON, name=Base.MEGAT
 def keys_of(limits: Limits) -> frozenset[str]:
     """Return the names of the numbers of one kind."""
     return frozenset(f.name for f in fields(limits))
-
-
-def _replaced(limits: Limits, changes: Settings) -> Limits:
-    """Return limits with some numbers changed; a file's settings have the types of the fields."""
-    match limits:
-        case LossLimits():
-            return replace(limits, **changes)  # type: ignore[arg-type] # see the docstring
-        case CountLimits():
-            return replace(limits, **changes)  # type: ignore[arg-type] # see the docstring
-        case CostLimits():
-            return replace(limits, **changes)  # type: ignore[arg-type] # see the docstring
-        case MemoryLimits():
-            return replace(limits, **changes)  # type: ignore[arg-type] # see the docstring
 
 
 _OF_ALL = frozenset({"judged", "kind"})

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from pytest_megatron.golden.compare.band import Band, Knowledge, band_around, knowledge_of
+from pytest_megatron.golden.compare.band import Knowledge, band_around, knowledge_of
 from pytest_megatron.golden.compare.environment import RunEnvironment, drift_between, why_not_timed
 from pytest_megatron.golden.compare.layers import (
     LAST_DIGITS,
@@ -183,7 +183,7 @@ def _judge(case: _StrictCase, answer: Comparison, golden: Series, observed: Seri
             findings = [*_exact(case, metric, limits.exact, points), *count_layers(points, limits)]
             return decide(findings, replace(answer, rule=ComparisonRule.BIAS))
         case LossLimits():
-            band = _band(case, metric, golden, limits)
+            band = band_around(case.golden, metric, golden, _knowledge(case, metric), limits)
             largest = measure(points).largest_relative
             notes = (f"within the band (largest {largest:.1e})", band.note)
             layers = loss_layers(golden, observed, points, band, limits)
@@ -209,24 +209,14 @@ def _knowledge(case: _StrictCase, metric: str) -> Knowledge:
     )
 
 
-def _band(case: _StrictCase, metric: str, golden: Series, limits: LossLimits) -> Band:
-    return band_around(
-        case.golden,
-        metric,
-        golden,
-        nondeterministic=case.nondeterministic,
-        surroundings=case.surroundings,
-        limits=limits,
-    )
-
-
 def _allowed(case: _StrictCase, metric: str, golden: Series) -> Allowed | None:
     """Return what a run with a hole would have been allowed, where the golden is whole."""
     limits = _limits(case, metric, golden)
     is_whole = len(golden) and find_unusable(golden) is None
     if not isinstance(limits, LossLimits) or not is_whole:
         return None
-    return _band(case, metric, golden, limits).as_allowed
+    known = _knowledge(case, metric)
+    return band_around(case.golden, metric, golden, known, limits).as_allowed
 
 
 def _judge_cost(

@@ -8,7 +8,7 @@ Sources: NVIDIA's Xid catalogue and its GPU debug guidelines (which Xids are the
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 
 from pytest_megatron.base.files import JsonValue
 
@@ -78,15 +78,11 @@ class GpuState:
 
     def as_json(self) -> dict[str, JsonValue]:
         """Return every value."""
-        found: dict[str, JsonValue] = {}
-        for field in fields(self):
-            value: object = getattr(self, field.name)
-            if field.name == "processes":
-                found["processes"] = [{"pid": p, "memory_bytes": m} for p, m in self.processes]
-            else:
-                assert isinstance(value, str | int | tuple | None)
-                found[field.name] = list(value) if isinstance(value, tuple) else value
-        return found
+        return {
+            **asdict(self),
+            "throttles": None if self.throttles is None else list(self.throttles),
+            "processes": [{"pid": p, "memory_bytes": m} for p, m in self.processes],
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,16 +132,13 @@ class Health:
     @property
     def faults(self) -> tuple[Fault, ...]:
         """Failures of the hardware, new since `before`."""
-        found = [*_xid_faults(self.xids, self.before), *_ecc_faults(self._pairs())]
-        return tuple(found)
+        return (*_xid_faults(self.xids, self.before), *_ecc_faults(self._pairs()))
 
     @property
     def foreign(self) -> str | None:
         """Program that held enough memory of these GPUs to explain an OOM, else None."""
-        for state in (*self.before, *self.after):
-            if (text := _foreign(state)) is not None:
-                return text
-        return None
+        found = map(_foreign, (*self.before, *self.after))
+        return next((text for text in found if text is not None), None)
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -164,7 +164,12 @@ class Lifecycle:
 
     @property
     def _limit_s(self) -> float:
-        return self.queue.limit_in([rank.ended_phase for rank in self._ranks])
+        """Limit of the running phase: the call may have one of its own."""
+        run = self.queue.current
+        if run is None or run.call_limit_s is None:
+            return self.queue.limit_s
+        ended = {rank.ended_phase for rank in self._ranks}  # "" of one in its setup
+        return run.call_limit_s if "setup" in ended and "" not in ended else self.queue.limit_s
 
     def tick(self, now: float) -> list[Action]:
         """Look at the clock."""

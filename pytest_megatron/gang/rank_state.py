@@ -136,15 +136,6 @@ class RunQueue:
         """Whether it can go on for a while with what was sent ahead."""
         return self.num_ahead > MOST_AHEAD // 2
 
-    def limit_in(self, ended: Sequence[str]) -> float:
-        """Return the limit of what the ranks do now: the call may have one of its own.
-
-        Args:
-            ended: The phase that each rank ended last, "" in the setup.
-        """
-        own_s = None if self.current is None else self.current.call_limit_s
-        return own_s if own_s is not None and "" not in ended and "setup" in ended else self.limit_s
-
     def begin(self, run: Run, limit_s: float) -> None:
         """Take a test as the running one."""
         self.current, self.limit_s = run, limit_s

@@ -265,7 +265,7 @@ def _differences(item: JobItem, planned: ExpectedJob) -> Iterator[str]:
         yield f"trained {item.node_id} {item.num_repeats} of {planned.n_repeat} times"
     if planned.is_compared and item.is_compared is False:
         yield f"did not compare {item.node_id} with its golden, which the plan has"
-    elif (difference := _difference(item.policy, planned.policy)) is not None:
+    elif item.is_compared and (difference := _difference(item.policy, planned.policy)) is not None:
         yield f"compared {item.node_id} under {difference}"
 
 
@@ -275,8 +275,10 @@ def _difference(ran: _Policy | None, planned: _Policy | None) -> str | None:
     The path of a policy's file does not count, only its content. A record of an earlier version has
     a name alone.
     """
-    if ran is None or planned is None:
+    if planned is None:
         return None
+    if ran is None:
+        return f"an unknown policy, planned was {_policy_name(planned)}"
     names = _policy_name(ran), _policy_name(planned)
     keys = ("inherit", "sha256", "metrics") if "sha256" in ran else ()
     differing = [key for key in keys if ran.get(key) != planned.get(key)]

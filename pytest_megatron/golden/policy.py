@@ -1,8 +1,7 @@
-"""A policy: how a run is compared with its golden, and what a project changes of it. Pure.
+"""Policies: the rules of a comparison, and the changes that a project makes to them.
 
-`Policy.STRICT` and `Policy.MEGATRON` are the two that come with the package; a file
-(`policy_file.py`) inherits from one of them and changes limits by metric, by case, by platform and
-by environment.
+`ComparisonPolicy.STRICT` and `ComparisonPolicy.MEGATRON` come with the package; a policy file
+inherits from one of them and changes limits by metric, case, platform and environment.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Base(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedWorkload:
-    """Which workload is compared.
+    """The workload that is compared.
 
     Attributes:
         case: `<model>/<test_case>`.
@@ -59,7 +58,7 @@ class Override:
     """Settings for some workloads; each of the three is a list of patterns, empty for all.
 
     Attributes:
-        metrics: Metric, or a pattern of metrics, to what it changes.
+        metrics: Metric, or a pattern of metrics, to its changes.
     """
 
     cases: tuple[str, ...] = ()
@@ -68,7 +67,7 @@ class Override:
     metrics: Mapping[str, Settings] = field(default_factory=dict)
 
     def is_at(self, place: ComparedWorkload | None) -> bool:
-        """Whether it holds there; an override for some places holds nowhere else."""
+        """Return True if it applies to a workload; None stands for any workload."""
         wanted = (self.cases, self.platforms, self.environments)
         here = (None,) * 3 if place is None else (place.case, place.platform, place.environment)
         return all(
@@ -79,12 +78,12 @@ class Override:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonPolicy:
-    """How to compare.
+    """The rules of a comparison.
 
     Attributes:
-        base: What it inherits from.
-        name: What verdicts call it: the base's, or its file's.
-        metrics: Metric, or a pattern of metrics, to what it changes; a later one wins.
+        base: The policy that it inherits from.
+        name: Its name in verdicts: the base's, or its file's.
+        metrics: Metric, or a pattern of metrics, to its changes; a later one wins.
         overrides: The same for some workloads; a later one wins.
     """
 
@@ -98,12 +97,12 @@ class ComparisonPolicy:
 
     @property
     def value(self) -> str:
-        """What verdicts call it."""
+        """Its name in verdicts."""
         return self.name
 
     @property
     def is_strict(self) -> bool:
-        """Whether it is `strict`, or inherits from it."""
+        """True if it is `strict`, or inherits from it."""
         return self.base is Base.STRICT
 
     def at(self, place: ComparedWorkload | None) -> ComparisonPolicy:
@@ -118,7 +117,7 @@ class ComparisonPolicy:
         )
 
     def settings(self, metric: str) -> Settings:
-        """Return what the policy changes of a metric; by `at` for which workload."""
+        """Return the changes for a metric; use `at` first for those of a workload."""
         found: dict[str, Setting] = {}
         everywhere = (o.metrics for o in self.overrides if o.is_at(None))
         for metrics in (self.metrics, *everywhere):
@@ -128,7 +127,7 @@ class ComparisonPolicy:
         return found
 
     def is_judged(self, metric: str) -> bool:
-        """Whether a metric is judged at all."""
+        """Return True if a metric is judged at all."""
         return self.settings(metric).get("judged") is not False
 
     def limit(self, metric: str, key: str, default: float) -> float:
@@ -142,7 +141,7 @@ class ComparisonPolicy:
         return value if isinstance(value, Worse) else default
 
     def require_judged(self, metrics: Sequence[str]) -> None:
-        """Make sure that one of several metrics is judged, so that nothing passes unseen.
+        """Require that one of several metrics is judged, so that nothing passes unseen.
 
         Raises:
             GoldenError: The policy leaves out every one.
@@ -195,7 +194,7 @@ def policy_named(
 
     Args:
         text: `strict`, `megatron` or the path of a file.
-        where: What the error calls the option.
+        where: Name of the option in the error.
         root: Where a relative path is looked for after the current directory.
 
     Raises:
@@ -275,7 +274,7 @@ def _metrics(
 def _check_key(
     document: YamlDocument, path: YamlPath, settings: Mapping[str, JsonValue], base: Base
 ) -> bool:
-    """Make sure that a limit is one of the metric's kind, so that none is without effect."""
+    """Require that a limit is one of the metric's kind, so that none is without effect."""
     metric, key = str(path[-2]), str(path[-1])
     written = settings.get("kind")
     kinds = _kinds_of(metric) if written is None else (LimitKind(written),)

@@ -1,4 +1,4 @@
-"""What a reviewer reads of changed goldens: Markdown, a line of words, a commit message. Pure.
+"""Text on changed goldens for reviewers: Markdown, sentences, a commit message. Pure.
 
 A comment of GitHub ends at 64 kB, so the page stays below 60 however many goldens there are: the
 rows that matter most come first, and the rest is counted.
@@ -42,7 +42,7 @@ def markdown(differences: Sequence[FileDifference], *, reason: str | None = None
 
     Args:
         differences: One for each golden.
-        reason: Why they were replaced, where somebody said so.
+        reason: The typed reason for replacing them, if any.
     """
     parts = ["## Goldens", "", _headline(differences), ""]
     if reason:
@@ -60,7 +60,7 @@ def markdown(differences: Sequence[FileDifference], *, reason: str | None = None
 
 
 def interpret(differences: Sequence[FileDifference]) -> list[str]:
-    """Return what the figures mean, in words, the weightiest sentence first."""
+    """Return sentences on the figures, the weightiest first."""
     losses = [m for d in differences for m in d.metrics if is_loss(m.metric) and m.deviations]
     found = []
     if holes := sum(m.num_not_finite[1] > 0 for d in differences for m in d.metrics):
@@ -80,7 +80,7 @@ def interpret(differences: Sequence[FileDifference]) -> list[str]:
 
 
 def _what_is(differences: Sequence[FileDifference]) -> str:
-    """Say what it means that metrics are outside: a loss is the curve, all others are around it."""
+    """Explain metrics outside the band: a loss is the curve, the others are around it."""
     names = sorted({m.metric for d in differences for m in d.metrics if m.is_outside})
     if any(map(is_loss, names)) or not names:
         return "a run as it now is would have failed, so what is measured is another curve."
@@ -113,7 +113,7 @@ def _of_losses(losses: Sequence[MetricDifference]) -> Iterable[str]:
 
 
 def _size_of(losses: Sequence[MetricDifference]) -> str:
-    """Say how large the deviations are, and whether that is noise."""
+    """Describe the size of the deviations, relative to noise."""
     median = max(m.median for m in losses)
     largest = max(m.largest for m in losses)
     if largest < _SMALL:
@@ -154,12 +154,12 @@ def commit_message(differences: Sequence[FileDifference], *, reason: str | None 
 
 
 def refusals_text(refusals: Sequence[tuple[str, Refusal]]) -> list[str]:
-    """Return a line for each golden that is not written: which, the rule, what to do."""
+    """Return a line for each golden that is not written: name, rule, advice."""
     return [plain(f"{name}: {refusal.line}") for name, refusal in refusals]
 
 
 def _origins(written: Sequence[FileDifference]) -> Iterable[tuple[str, str]]:
-    """Yield what all goldens say of their origin, each value once."""
+    """Yield the origins of all goldens, each value once."""
     origins = [d.new.provenance for d in written if d.new is not None and d.new.provenance]
     for title, values in (
         ("Command", [" ".join(o.command) for o in origins if o.command]),
@@ -208,7 +208,7 @@ def _row(difference: FileDifference, metric: MetricDifference) -> str:
 
 
 def _histogram(differences: Sequence[FileDifference]) -> list[str]:
-    """Return how many steps deviate by how much, with and without the sign."""
+    """Return the table of steps by size and sign of their deviation."""
     total: Counter[tuple[str, int, int]] = Counter()
     for difference in differences:
         for metric in difference.metrics:
@@ -230,7 +230,7 @@ def _histogram(differences: Sequence[FileDifference]) -> list[str]:
 
 
 def _directions(differences: Sequence[FileDifference]) -> list[str]:
-    """Return how many goldens go which way, metric by metric."""
+    """Return the table of goldens by direction, metric by metric."""
     total: Counter[tuple[str, Trend]] = Counter()
     for difference in differences:
         for metric in difference.metrics:
@@ -259,7 +259,7 @@ def _causes(differences: Sequence[FileDifference]) -> list[str]:
 
 
 def _files(differences: Sequence[FileDifference]) -> list[str]:
-    """Return what is new, gone or unchanged."""
+    """Return the lists of new, gone and unchanged files."""
     lines: list[str] = []
     for state in (FileChange.NEW, FileChange.UNREADABLE, FileChange.GONE, FileChange.UNCHANGED):
         paths = [_name(d.path) for d in differences if d.state is state]
@@ -287,7 +287,7 @@ def counted(count: int, one: str, many: str | None = None) -> str:
 
 
 def _name(text: str) -> str:
-    """Return a name of somebody's as code that ends no cell."""
+    """Return an untrusted name as code that ends no table cell."""
     return code(text).replace("|", "\\|")
 
 

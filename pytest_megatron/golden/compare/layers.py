@@ -184,7 +184,7 @@ def of_summary(
     limit: float | None = None,
     notes: tuple[str, ...] = (),
 ) -> LayerFinding:
-    """Return what a layer says that looks at one number made of many steps."""
+    """Return the result of a layer that compares one number made of many steps."""
     layer = Layer(
         rule=rule,
         passed=passed,
@@ -196,7 +196,7 @@ def of_summary(
 
 
 def is_within(summary: SeriesSummary, worse: Worse) -> bool:
-    """Whether a number is within its tolerance on the side where it is worse."""
+    """Return True if a number is within its tolerance on the side where it is worse."""
     off = relative(summary.observed, summary.golden)
     is_too_high = off > summary.tolerance and worse is not Worse.LOWER
     is_too_low = off < -summary.tolerance and worse is not Worse.HIGHER
@@ -204,7 +204,7 @@ def is_within(summary: SeriesSummary, worse: Worse) -> bool:
 
 
 def named(what: str, points: Sequence[Point]) -> str:
-    """Return what a number made of `points` is called."""
+    """Return the name of a number made of `points`."""
     return f"{what} of steps {points[0].step} to {points[-1].step}"
 
 
@@ -246,7 +246,7 @@ def _every_step(
 
 
 def _outlier(pairs: Sequence[tuple[Point, float]], factor: float, band: Band) -> LayerFinding:
-    """Look at the step that is farthest outside: even one that may be outside has a limit.
+    """Check the step that is farthest outside: even one that may be outside has a limit.
 
     That is some bands and, where the noise is not known, some times what its neighbours are off by:
     noise comes in company, and a step that is off alone is a fault.
@@ -271,14 +271,14 @@ def _outlier(pairs: Sequence[tuple[Point, float]], factor: float, band: Band) ->
 
 
 def _in_company(points: Sequence[Point], at: int) -> float:
-    """Return by how much a step may be off, by what most of the steps around it are off."""
+    """Return the deviation allowed at a step, given those of the steps around it."""
     around = [*points[max(0, at - NEIGHBOURS) : at], *points[at + 1 : at + 1 + NEIGHBOURS]]
     off = sorted(abs(p.signed) for p in around)
     return NEIGHBOUR_FACTOR * off[int(NEIGHBOUR_PART * len(off))] if off else 0.0
 
 
 def _windows(points: Sequence[Point], limit: float, band: Band) -> LayerFinding:
-    """Look for a shift that lasts for a part of the training; name the window farthest off."""
+    """Find a shift that lasts for a part of the training; name the window farthest off."""
     size = max(LEAST_WINDOW_STEPS, len(points) // NUM_WINDOWS)
     starts = range(0, max(1, len(points) - size + 1), size)
     windows = [points[start : start + size] for start in starts]
@@ -294,7 +294,7 @@ def _windows(points: Sequence[Point], limit: float, band: Band) -> LayerFinding:
 
 
 def _mean(rule: ComparisonRule, points: Sequence[Point], allowed: float, note: str) -> LayerFinding:
-    """Look for a small shift that lasts."""
+    """Find a small shift that lasts."""
     observed, golden = _means(points)
     tolerance = allowed / abs(golden) if golden else math.inf
     summary = SeriesSummary(

@@ -1,4 +1,4 @@
-"""Compares a reinforcement-learning run with its golden, under either policy. Pure.
+"""Comparison of a reinforcement-learning run with its golden, under either policy. Pure.
 
 The loss of such a run lies around zero, so that a relative band says little: each step may be off
 by a part of the golden or by a small amount. Under `strict` the loss is always compared, under
@@ -49,7 +49,7 @@ _LEARNED_FACTOR = 4.0  # standard deviations of the repeats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RlRules:
-    """How a run is judged.
+    """The policy and conditions of a comparison.
 
     Attributes:
         policy: Which policy judges.
@@ -123,7 +123,7 @@ def _compare(golden: Golden, observed: MetricMap, metric: str, rules: RlRules) -
 
 
 def _judge(answer: Comparison, points: list[Point], golden: Golden, rules: RlRules) -> Comparison:
-    """Judge two whole series by the kind of the metric."""
+    """Compare two whole series by the kind of the metric."""
     is_time, is_memory = answer.metric == _TIME, answer.metric in _MEMORY
     if (is_time or is_memory) and rules.not_timed is not None:
         return _unjudged(answer, rules.not_timed)
@@ -139,7 +139,7 @@ def _judge(answer: Comparison, points: list[Point], golden: Golden, rules: RlRul
 def _judge_loss(
     answer: Comparison, points: list[Point], golden: Golden, rules: RlRules
 ) -> Comparison:
-    """Judge every step: by a part of the golden, a small amount, or what repeats differed by."""
+    """Compare every step: within a part of the golden, a small amount, or the spread of repeats."""
     spread = None if golden.provenance is None else golden.provenance.spread.get(answer.metric)
     at = dict(spread.items()) if isinstance(spread, Series) else {}
     policy = rules.policy
@@ -178,7 +178,7 @@ def _judge_loss(
 
 
 def _judge_time(answer: Comparison, points: list[Point], rules: RlRules) -> Comparison:
-    """Judge the median after the warm-up; under `strict` faster is fine."""
+    """Compare the median after the warm-up; under `strict` faster is fine."""
     steady = points[rules.start :] or points
     summary = SeriesSummary(
         name=f"median of steps {steady[0].step} to {steady[-1].step}",
@@ -193,7 +193,7 @@ def _judge_time(answer: Comparison, points: list[Point], rules: RlRules) -> Comp
 
 
 def _judge_memory(answer: Comparison, points: list[Point], rules: RlRules) -> Comparison:
-    """Judge the peak after the first step; under `strict` both ways: less was done with less."""
+    """Compare the peak after the first step; under `strict` both ways: less was done with less."""
     steady = points[1:] or points
     summary = SeriesSummary(
         name=f"peak of steps {steady[0].step} to {steady[-1].step}",

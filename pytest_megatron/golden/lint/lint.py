@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pytest_megatron.base.text import nearest
 from pytest_megatron.base.yaml import YamlDocument as CaseDocument
 from pytest_megatron.base.yaml import YamlError, read_document
 from pytest_megatron.errors import EmptyGoldenError, GoldenError
@@ -31,12 +32,12 @@ from pytest_megatron.golden.store import (
 )
 from pytest_megatron.recipe.case import compares_metrics
 from pytest_megatron.recipe.expand import Profile
-from pytest_megatron.recipe.findings import RecipeFinding, RecipeSeverity, in_order
+from pytest_megatron.recipe.findings import Finding, Severity, in_order
 from pytest_megatron.recipe.lint import check_golden
 from pytest_megatron.recipe.load import find_recipes, read_recipe
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.recipe.paths import CASE_NAME, CASES, GOLDENS, case_path, golden_paths
-from pytest_megatron.recipe.vocabulary import Vocabulary, nearest
+from pytest_megatron.recipe.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +63,7 @@ class Report:
         num_goldens: Files that were looked at; `num_read` of them are read by a row.
     """
 
-    findings: tuple[RecipeFinding, ...]
+    findings: tuple[Finding, ...]
     num_goldens: int
     num_read: int
     num_bytes: int
@@ -131,7 +132,7 @@ class _Linter:
         self._project = project
         self._cases: dict[Path, CaseDocument | None] = {}
         self._sheets: list[tuple[GoldenFile, GoldenOwner | None]] = []
-        self.findings: list[RecipeFinding] = []
+        self.findings: list[Finding] = []
         self.num_bytes = 0
         files = find_recipes(project.recipes)
         loaded = [read_recipe(file, Profile.STRICT, project.vocabulary) for file in files]
@@ -232,7 +233,7 @@ class _Linter:
             document = document_of(value, str(path), notes)
         except GoldenError as error:
             rule = "golden-empty" if isinstance(error, EmptyGoldenError) else "golden-unreadable"
-            severity = RecipeSeverity.ERROR if is_read else RecipeSeverity.WARNING
+            severity = Severity.ERROR if is_read else Severity.WARNING
             where = error.where.removeprefix(str(path)).lstrip(":").partition(":")[0]
             line = int(where) if where.isdecimal() else None
             self.findings.append(_finding(path, line, rule, error.problem, severity))
@@ -262,7 +263,7 @@ def _config_of(root: Path, place: GoldenOwner) -> Path:
     return root / CASES / place.model / place.test_case / CASE_NAME
 
 
-def _broken_recipe(errors: Sequence[RecipeFinding]) -> RecipeFinding:
+def _broken_recipe(errors: Sequence[Finding]) -> Finding:
     message = f"has errors, the first {errors[0]}; its goldens may seem to be read by no row; see "
     message += "`pytest-megatron lint`"
     return _finding(errors[0].file, errors[0].line, "golden-recipes", message)
@@ -273,6 +274,6 @@ def _finding(
     line: int | None,
     rule: str,
     message: str,
-    severity: RecipeSeverity = RecipeSeverity.WARNING,
-) -> RecipeFinding:
-    return RecipeFinding(file=file, line=line, rule=rule, message=message, severity=severity)
+    severity: Severity = Severity.WARNING,
+) -> Finding:
+    return Finding(file=file, line=line, rule=rule, message=message, severity=severity)

@@ -131,7 +131,7 @@ def exact_layer(points: list[Point]) -> LayerFinding:
 def loss_layers(
     golden: Series, observed: Series, points: list[Point], band: Band, limits: LossLimits
 ) -> Iterable[LayerFinding]:
-    """Judge a loss: first step, shape, early window, every step, mean and tail."""
+    """Yield the layers of a loss: first step, shape, early window, every step, mean and tail."""
     if points[0].step == 1:
         yield _step_1(points[0], band.allowed[0], limits)
     yield _shape(golden, observed, limits)
@@ -149,7 +149,7 @@ def loss_layers(
 
 
 def count_layers(points: list[Point], limits: CountLimits) -> Iterable[LayerFinding]:
-    """Judge a count: mean, mean of the tail, median; single steps vary too much.
+    """Yield the layers of a count: mean, mean of the tail, median; single steps vary too much.
 
     The means leave out the steps that differ most: after a change of container a few steps may have
     many times as many zeros. Nor may all steps together be off by much more.
@@ -357,7 +357,7 @@ _Statistic = Callable[[Sequence[float]], float]
 def cost_layers(
     points: list[Point], limits: CostLimits, spread: Spread | None = None
 ) -> Iterable[LayerFinding]:
-    """Judge a time or a rate after the warm-up: its median, and how bad its worse steps are.
+    """Yield the layers of a time or a rate after the warm-up: its median and a quartile.
 
     Args:
         points: Of the run and the golden.
@@ -375,7 +375,7 @@ def cost_layers(
 
 
 def memory_layers(points: list[Point], limits: MemoryLimits) -> Iterable[LayerFinding]:
-    """Judge memory by its peak and by its median, so that neither a spike nor a shift hides."""
+    """Yield the layers of memory, its peak and median, so that neither spike nor shift hides."""
     yield _layer(ComparisonRule.PEAK, "peak", points, max, (limits.peak, limits.worse))
     yield _layer(
         ComparisonRule.MEDIAN, "median", points, statistics.median, (limits.median, limits.worse)

@@ -131,7 +131,7 @@ _VALUE_TYPES = {float, str}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoldenDocument:
-    """What a metric-map file holds.
+    """The content of a metric-map file.
 
     Attributes:
         generation: What an inference program generated, where the file is of that kind; it has
@@ -240,7 +240,7 @@ def to_float32(value: float) -> float:
 
 
 def _explain(value: Mapping[str, JsonValue]) -> str:
-    """Say what a file without any metric block is."""
+    """Return the error for a file without any metric block."""
     if is_baseline(value):
         return "performance baseline, not a golden; it has no curve to compare"
     some = ", ".join(repr(key) for key in sorted(value)[:3])

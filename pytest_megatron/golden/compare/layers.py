@@ -368,27 +368,30 @@ def cost_layers(
     steady = points[max(1, int(limits.warm_up * len(points))) :] or points
     noise = TIME_SPREADS * _median_of(spread, {point.step for point in steady})
     median, quartile = max(limits.median, noise), max(limits.quartile, noise)
-    yield _layer(ComparisonRule.MEDIAN, "median", steady, statistics.median, (median, limits.worse))
+    yield statistic_layer(
+        ComparisonRule.MEDIAN, "median", steady, statistics.median, (median, limits.worse)
+    )
     quarter = _lower_quartile if limits.worse is Worse.LOWER else _upper_quartile
     name = "lower quartile" if limits.worse is Worse.LOWER else "upper quartile"
-    yield _layer(ComparisonRule.QUARTILE, name, steady, quarter, (quartile, limits.worse))
+    yield statistic_layer(ComparisonRule.QUARTILE, name, steady, quarter, (quartile, limits.worse))
 
 
 def memory_layers(points: list[Point], limits: MemoryLimits) -> Iterable[LayerFinding]:
     """Yield the layers of memory, its peak and median, so that neither spike nor shift hides."""
-    yield _layer(ComparisonRule.PEAK, "peak", points, max, (limits.peak, limits.worse))
-    yield _layer(
+    yield statistic_layer(ComparisonRule.PEAK, "peak", points, max, (limits.peak, limits.worse))
+    yield statistic_layer(
         ComparisonRule.MEDIAN, "median", points, statistics.median, (limits.median, limits.worse)
     )
 
 
-def _layer(
+def statistic_layer(
     rule: ComparisonRule,
     name: str,
     points: Sequence[Point],
     of: _Statistic,
     limit: tuple[float, Worse],
 ) -> LayerFinding:
+    """Compare one statistic of all steps on the side where it is worse."""
     tolerance, worse = limit
     summary = SeriesSummary(
         name=named(name, points),

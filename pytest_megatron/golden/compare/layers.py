@@ -44,7 +44,6 @@ from pytest_megatron.golden.compare.series import (
     find_absent,
     find_frozen,
     find_unusable,
-    shared_points,
     ulps_between,
 )
 from pytest_megatron.golden.model import Series
@@ -80,15 +79,17 @@ def decide(findings: Iterable[LayerFinding], passed: Comparison) -> Comparison:
     )
 
 
-def find_hole(answer: Comparison, golden: Series, observed: Series) -> Comparison:
+def find_hole(
+    answer: Comparison, golden: Series, observed: Series, points: Sequence[Point]
+) -> Comparison:
     """Return the answer after the layer of presence; it fails if a value is missing on either side.
 
     Args:
         answer: One that passes so far.
         golden: The steps that must be there.
         observed: The run's.
+        points: The steps at which both have a finite number.
     """
-    points = shared_points(golden, observed)
     presence = Layer(
         rule=ComparisonRule.PRESENCE,
         passed=bool(len(golden)) and len(points) >= len(golden),

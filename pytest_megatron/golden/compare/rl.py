@@ -117,7 +117,7 @@ def _compare(golden: Golden, observed: MetricMap, metric: str, rules: RlRules) -
         return _unjudged(answer, "Megatron-LM does not compare it")
     if metric == _TIME:  # a step without a time, such as the first, is no hole
         expected = _finite(expected)
-    answer = find_hole(replace(answer, passed=True), expected, got)
+    answer = find_hole(replace(answer, passed=True), expected, got, points)
     return _judge(answer, points, golden, rules) if answer.passed else answer
 
 

@@ -221,8 +221,9 @@ def find_frozen(
     steps = [step for step in expected if step in at]
     for _, group in groupby(steps, key=at.__getitem__):
         stretch = list(group)
-        longest = 0 if golden is None else _longest_constant([expected[s] for s in stretch])
-        if len(stretch) >= least_steps and 2 * longest < len(stretch):
+        if len(stretch) < least_steps:
+            continue
+        if golden is None or 2 * _longest_constant([expected[s] for s in stretch]) < len(stretch):
             return stretch[0], stretch[-1]
     return None
 

@@ -139,9 +139,9 @@ def _compare(case: _StrictCase, metric: str, observed: Series | None) -> Compari
     if metric == _TIME:
         golden = _without_untimed_start(golden, observed)
     points = shared_points(golden, observed)
-    answer = _find_hole(replace(answer, passed=True), golden, observed)
+    answer = _find_hole(replace(answer, passed=True), golden, observed, points)
     if answer.passed:
-        answer = _judge(case, answer, golden, observed)
+        answer = _judge(case, answer, golden, observed, points)
     if answer.passed and answer.is_judged:
         answer = _name_pass(case, answer, golden, points)
     first = answer.first
@@ -157,9 +157,11 @@ def _compare(case: _StrictCase, metric: str, observed: Series | None) -> Compari
     )
 
 
-def _find_hole(answer: Comparison, golden: Series, observed: Series) -> Comparison:
+def _find_hole(
+    answer: Comparison, golden: Series, observed: Series, points: list[Point]
+) -> Comparison:
     """Return the answer after the layer of presence, which a golden that is too short fails."""
-    answer = find_hole(answer, golden, observed)
+    answer = find_hole(answer, golden, observed, points)
     uncovered = describe_uncovered(golden, observed)
     if not answer.passed or answer.metric == _TIME or uncovered is None:
         return answer
@@ -172,9 +174,11 @@ def _find_hole(answer: Comparison, golden: Series, observed: Series) -> Comparis
     )
 
 
-def _judge(case: _StrictCase, answer: Comparison, golden: Series, observed: Series) -> Comparison:
+def _judge(
+    case: _StrictCase, answer: Comparison, golden: Series, observed: Series, points: list[Point]
+) -> Comparison:
     """Compare two whole series by the kind of the metric."""
-    metric, points = answer.metric, shared_points(golden, observed)
+    metric = answer.metric
     limits = _limits(case, metric, golden)
     match limits:
         case CostLimits() | MemoryLimits():

@@ -27,7 +27,7 @@ _TIMEOUT_LINE = "timeout(s): limit for each phase of a test on a gang, in second
 
 
 def declare_marks(config: pytest.Config) -> None:
-    """Tell pytest of the marks."""
+    """Declare the marks."""
     for line in _LINES:
         config.addinivalue_line("markers", line)
     if not _has_timeout_plugin(config):  # which declares it itself
@@ -35,12 +35,12 @@ def declare_marks(config: pytest.Config) -> None:
 
 
 def asks_for_gang(item: pytest.Item) -> bool:
-    """Whether a test has a mark that asks for a gang, right or wrong."""
+    """Return true if a test has a mark that asks for a gang, valid or not."""
     return any(item.get_closest_marker(name) is not None for name in ("world_size", "isolated"))
 
 
 def is_quarantined_by_us(item: pytest.Item) -> bool:
-    """Whether a test has our mark, and not one of the same name that a project uses for itself."""
+    """Return true if a test has our mark, and not a project's own of the same name."""
     mark = item.get_closest_marker(QUARANTINE)
     return mark is not None and not mark.kwargs.keys().isdisjoint(("reason", "until"))
 
@@ -48,7 +48,7 @@ def is_quarantined_by_us(item: pytest.Item) -> bool:
 def parametrise_sizes(metafunc: pytest.Metafunc) -> None:
     """Make a test of each number that `world_size` names, if it names several.
 
-    A wrong mark is left alone: `spec_of` says so, where it is a usage error.
+    A wrong mark is left alone: `spec_of` reports it as a usage error.
     """
     mark = metafunc.definition.get_closest_marker("world_size")
     sizes = None if mark is None else _numbers(mark)
@@ -112,9 +112,8 @@ def num_reruns_of(item: pytest.Item, default: int) -> int:
         return default
     number = mark.args[0] if len(mark.args) == 1 and not mark.kwargs else None
     if type(number) is not int or number < 0:
-        given = [*map(repr, mark.args), *(f"{k}={v!r}" for k, v in mark.kwargs.items())]
         raise pytest.UsageError(
-            f"{item.nodeid}: mark rerun_transient: {', '.join(given) or 'nothing'} is given, "
+            f"{item.nodeid}: mark rerun_transient: {_given(mark)} is given, "
             f"expected one number of reruns from 0 on"
         )
     return number
@@ -122,7 +121,7 @@ def num_reruns_of(item: pytest.Item, default: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TimeLimit:
-    """How long a phase of a test may take, and who says so.
+    """Limit for a phase of a test, and the setting that it comes from.
 
     Attributes:
         seconds: 0 is no limit.
@@ -200,12 +199,16 @@ def _chosen_size(item: pytest.Item, mark: pytest.Mark) -> int:
 def _sizes(mark: pytest.Mark, where: str) -> list[int]:
     numbers = _numbers(mark)
     if numbers is None:
-        given = [*map(repr, mark.args), *(f"{k}={v!r}" for k, v in mark.kwargs.items())]
         raise pytest.UsageError(
-            f"{where}: mark world_size: {', '.join(given) or 'nothing'} is given, "
+            f"{where}: mark world_size: {_given(mark)} is given, "
             f"expected numbers of ranks from 1 on"
         )
     return numbers
+
+
+def _given(mark: pytest.Mark) -> str:
+    given = [*map(repr, mark.args), *(f"{k}={v!r}" for k, v in mark.kwargs.items())]
+    return ", ".join(given) or "nothing"
 
 
 def _numbers(mark: pytest.Mark) -> list[int] | None:

@@ -70,12 +70,12 @@ def _flag(name: str, text: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the user asked for.
+    """The options of a session.
 
     Attributes:
         typed: Names of the options on the command line.
         given: The same, with those that the ini file sets.
-        decision: What labels and an event mean; None where neither is given.
+        decision: The one for labels and an event; None where neither is given.
         rdzv_step: Name of the step of Slurm that has the endpoint, or "".
     """
 
@@ -313,12 +313,12 @@ class Options:
 
     @property
     def is_attached(self) -> bool:
-        """Whether the run directory is that of a run whose controller is gone."""
+        """True if the run directory is that of a run whose controller is gone."""
         return "attach" in self.typed
 
     @property
     def asks_for_workloads(self) -> bool:
-        """Whether an option was typed that makes sense for workloads only.
+        """True if an option was typed that makes sense for workloads only.
 
         The defaults of an ini file must not make a plain pytest train.
         """
@@ -331,17 +331,17 @@ class Options:
 
     @property
     def is_writing_goldens(self) -> bool:
-        """Whether the session may write goldens at all."""
+        """True if the session may write goldens at all."""
         return self.golden in ("record", "refresh")
 
     @property
     def asks_for_gangs(self) -> bool:
-        """Whether every python test runs on a gang."""
+        """True if every python test runs on a gang."""
         return self.num_gpus is not None or self.num_ranks is not None
 
     @property
     def has_selection(self) -> bool:
-        """Whether any workload was selected by an option."""
+        """True if an option selects workloads."""
         return any(self.selection.values())
 
 
@@ -472,7 +472,7 @@ def _slurm_step() -> SlurmStep | None:
 def early_words(early_config: pytest.Config, name: str) -> tuple[str, ...]:
     """Return the words of an option before conftest files are loaded.
 
-    Words that are wrong are passed on: `read_options` says so.
+    Wrong words are passed on: `read_options` reports them.
     """
     key = dest(name)
     lists = vars(early_config.known_args_namespace).get(key) or early_config.getini(key) or ()
@@ -483,7 +483,7 @@ def early_words(early_config: pytest.Config, name: str) -> tuple[str, ...]:
 def early_size(early_config: pytest.Config) -> tuple[int, int] | None:
     """Return ranks of a node and nodes, before conftest files are loaded; None without gangs.
 
-    A value that is wrong is none here: `read_options` says so.
+    A wrong value gives None: `read_options` reports it.
     """
     given = vars(early_config.known_args_namespace)
     texts = {

@@ -16,7 +16,7 @@ _GOOD = ("passed", "skipped")
 
 
 class PagesPlugin:
-    """Writes `index.html` and every workload's `curves.html`, and says where on failure."""
+    """Writes `index.html` and every workload's `curves.html`; prints the path after failures."""
 
     def __init__(self, session: RunSession) -> None:
         self._session = session
@@ -53,7 +53,7 @@ class PagesPlugin:
 
     @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Say where the pages are."""
+        """Print the path of the pages."""
         if self._line is not None:
             terminalreporter.write_line(self._session.shorten(f"megatron: {self._line}"))
 

@@ -54,7 +54,7 @@ def scale_of(values: Iterable[float], *, start: float, end: float, pad: float = 
 
 
 def tick_text(value: float, gap: float) -> str:
-    """Return a number of an axis, with as many digits as tell it from its neighbours."""
+    """Return a number of an axis, with enough digits to differ from its neighbours."""
     size = abs(value)
     if size < gap / 2:
         return "0"

@@ -20,7 +20,7 @@ SKIPPED = "skipped"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedJob:
-    """What the plan says of one job.
+    """One job of the plan.
 
     Attributes:
         node_id: Of the workload that it must have run; None for unit tests.
@@ -36,12 +36,12 @@ class ExpectedJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """What the plan says that CI runs.
+    """Jobs and workloads that the plan requires.
 
     Attributes:
         jobs: By id.
         groups: Job of the workflow -> the jobs of the plan that it runs; as `unit: ()`.
-        commit: What was planned for, None where the plan does not say.
+        commit: The commit that was planned for; None where the plan has none.
         run_id: Of the run of GitHub Actions that planned, None elsewhere.
         headline: Scope, event and the like, in a line.
     """
@@ -67,7 +67,7 @@ class CauseGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CiSummary:
-    """What all jobs came to.
+    """Results of all jobs.
 
     Attributes:
         jobs: The last try of each, those that the plan has and that left nothing as well.
@@ -95,7 +95,7 @@ class CiSummary:
 
     @property
     def has_passed(self) -> bool:
-        """Whether CI may be green."""
+        """True if CI may be green."""
         return self.verdict in ("passed", "flaky")
 
     @property
@@ -110,7 +110,7 @@ class CiSummary:
 
     @property
     def job_problems(self) -> Mapping[str, tuple[str, ...]]:
-        """What is wrong with jobs beside their items -> the jobs of which that is so."""
+        """Problems of jobs beside their items -> the jobs that have them."""
         found: dict[str, tuple[str, ...]] = {}
         for job in self.bad_jobs:
             for problem in job.problems:
@@ -174,7 +174,7 @@ def merge(
 
     Args:
         runs: What jobs left, in any order.
-        expected: What the plan says; None believes that what there is is all.
+        expected: The plan; None takes the jobs that are there for all.
         results: Job of the workflow -> `success`, `failure`, `cancelled` or `skipped`, as the CI
             system says; None where it does not.
     """
@@ -202,7 +202,7 @@ def merge(
 
 
 def _last(tries: Sequence[JobRun]) -> tuple[JobRun, list[str]]:
-    """Return the last try of a job; two of the same number cannot be told apart."""
+    """Return the last try of a job; two of the same number cannot be distinguished."""
     ordered = sorted(tries, key=lambda run: run.run_attempt)
     last = ordered[-1]
     same = [run for run in ordered if run.run_attempt == last.run_attempt]
@@ -273,7 +273,7 @@ def _missing(name: str) -> JobRun:
 
 
 def _commits(jobs: Sequence[JobRun], expected: Expected | None) -> list[str]:
-    """Say that not all jobs tested the same."""
+    """Report that not all jobs tested the same commit."""
     found: dict[str, list[str]] = {}
     for job in jobs:
         for commit in sorted(job.commits):
@@ -289,7 +289,7 @@ def _commits(jobs: Sequence[JobRun], expected: Expected | None) -> list[str]:
 def _results(
     results: Mapping[str, str], expected: Expected | None, jobs: Sequence[JobRun]
 ) -> list[str]:
-    """Say what the CI system knows that no artifact tells."""
+    """Report results of the CI system that no artifact has."""
     bad = {job.name for job in jobs if job.verdict in ("failed", "broken")}
     problems = []
     for name, result in sorted(results.items()):

@@ -65,7 +65,7 @@ class WorkloadItem(pytest.Item):
 
     Attributes:
         workload: The row.
-        record: What `run.json` says of it; empty until it ran.
+        record: The one for `run.json`; empty until it ran.
         finish: Returns what came of its training, or raises why there is none, where that ran
             before pytest's protocol reaches the item; None where the item trains by itself.
     """

@@ -37,12 +37,12 @@ from pytest_megatron.workload.run.runner import AttemptListener
 
 
 def make_job(session: RunSession, workload: Workload, node_id: str) -> WorkloadJob:
-    """Put together what the options and the row say.
+    """Return the job from the options and the row.
 
     Raises:
         CaseError: The case cannot be read, or names no metric.
-        LaunchError: What is to be done again is not said in numbers.
-        RecipeError: What the row says about retries means nothing.
+        LaunchError: A variable of a reproduction is not a number.
+        RecipeError: The row's settings of retries are wrong.
     """
     options, replay = session.options, Replay.of(os.environ)
     workload = replay.resized(workload)
@@ -206,7 +206,7 @@ def refuse_or_warn(session: RunSession, job: WorkloadJob, listener: AttemptListe
 
 
 class ItemRetries:
-    """What a run says to further attempts of one item, and tells the user of them."""
+    """Grants further attempts of one item from the run's budget, and prints them."""
 
     def __init__(self, session: RunSession, node_id: str, live: AttemptListener) -> None:
         self._session = session
@@ -226,7 +226,7 @@ class ItemRetries:
         self._live.on_lines([self._session.shorten(text)])
 
     def note_end(self, training: Training) -> None:
-        """Count the item, and say so if the machine or the network is the matter of the run."""
+        """Count the item, and print a line if machine or network fail the whole run."""
         is_broken = training.verdict is Verdict.BROKEN
         broken_by = _signature_of(training.attempts[-1]) if is_broken else None
         if text := self._session.retry_budget.note_end(self._node_id, broken_by):

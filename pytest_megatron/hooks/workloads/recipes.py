@@ -80,7 +80,7 @@ def collect_recipe(file_path: Path, parent: pytest.Collector) -> RecipeFile | No
 
 
 def are_recipes_asked_for(config: pytest.Config) -> bool:
-    """Whether an argument names a recipe or a folder of recipes.
+    """Return true if an argument names a recipe or a folder of recipes.
 
     A plain `pytest` must not start trainings because a folder happens to hold recipes.
     """
@@ -153,6 +153,6 @@ class _Marks:
         return self._made[kind, name]
 
     def _declare(self, line: str) -> None:
-        """Tell pytest of a mark, so that `--strict-markers` lets it pass."""
+        """Declare a mark, so that `--strict-markers` accepts it."""
         if line not in self._config.getini("markers"):
             self._config.addinivalue_line("markers", line)

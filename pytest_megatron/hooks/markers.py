@@ -9,7 +9,7 @@ import pytest
 from _pytest.doctest import DoctestItem
 
 from pytest_megatron.gang.spec import GangSpec
-from pytest_megatron.hooks.option_values import foreign_ini
+from pytest_megatron.hooks.option_values import foreign_ini, seconds_of
 from pytest_megatron.hooks.options import Options
 
 SIZE_FIXTURE = "_megatron_world_size"
@@ -22,6 +22,7 @@ _LINES = (
     "quarantine(reason, until): a failure does not fail the run up to that day, '2026-12-31'",
 )
 
+_NO_LIMIT = " (0 is no limit)"
 _TIMEOUT_PLUGINS = ("timeout", "pytest_timeout")  # the second one if `-p` loads it
 _TIMEOUT_LINE = "timeout(s): limit for each phase of a test on a gang, in seconds; 0 is none"
 
@@ -144,7 +145,7 @@ def timeout_of(item: pytest.Item, options: Options) -> float:
         found = mark.args[0] if mark.args else mark.kwargs.get("timeout")
     if found is None:  # the mark may only choose pytest-timeout's method
         return limit_of_session(item.config, options).seconds
-    return _seconds(found, f"{item.nodeid}: mark timeout")
+    return seconds_of(found, f"{item.nodeid}: mark timeout", _NO_LIMIT)
 
 
 def limit_of_session(config: pytest.Config, options: Options) -> TimeLimit:
@@ -163,24 +164,12 @@ def limit_of_session(config: pytest.Config, options: Options) -> TimeLimit:
         }
         for source, value in settings.items():
             if value not in (None, ""):
-                return TimeLimit(_seconds(value, source), source)
+                return TimeLimit(seconds_of(value, source, _NO_LIMIT), source)
     return TimeLimit(options.rank_timeout_s, "--rank-timeout")
 
 
 def _has_timeout_plugin(config: pytest.Config) -> bool:
     return any(map(config.pluginmanager.has_plugin, _TIMEOUT_PLUGINS))
-
-
-def _seconds(found: object, where: str) -> float:
-    try:
-        seconds = float(str(found))
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise pytest.UsageError(
-            f"{where}: {found!r} is not a time, expected seconds from 0 on (0 is no limit)"
-        )
-    return seconds
 
 
 def _chosen_size(item: pytest.Item, mark: pytest.Mark) -> int:

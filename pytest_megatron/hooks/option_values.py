@@ -155,13 +155,22 @@ def _index(name: str, value: object) -> int:
 
 
 def _seconds(name: str, value: object) -> float:
+    return seconds_of(str(value), f"--{name}")
+
+
+def seconds_of(value: object, where: str, more: str = "") -> float:
+    """Return a time.
+
+    Raises:
+        pytest.UsageError: It is none.
+    """
     try:
         seconds = float(str(value))
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
         raise pytest.UsageError(
-            f"--{name}: {str(value)!r} is not a time, expected seconds from 0 on"
+            f"{where}: {value!r} is not a time, expected seconds from 0 on{more}"
         )
     return seconds
 

@@ -1,7 +1,7 @@
 """The options of the plugin: one table, whose rows are the fields of `Options`.
 
 From a row come the option of pytest, its ini option, its typed value, and its line in
-`docs/reference/options.md`. Runs at every pytest start, so it imports nothing but pytest.
+`docs/reference/options.md`. Runs at every pytest start, so it imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 import pytest
 
+from pytest_megatron.errors import LaunchError
 from pytest_megatron.hooks.option_values import (
     COUNT,
     FILES,
@@ -423,14 +424,11 @@ def _with_nodes(options: Options) -> Options:
     if options.asks_for_gangs and not (has_count and options.num_nodes == 1):
         step = _slurm_step()
         if step is not None and (not has_count or options.num_nodes == step.num_nodes):
-            from pytest_megatron.gang.slurm_step import slurm_address  # noqa: PLC0415 - not for all
-
             node_rank = options.node_rank if has_node_rank else step.node_rank
             has_node_rank = True
             options = replace(options, num_nodes=step.num_nodes, node_rank=node_rank)
             if not options.rdzv_endpoint:
-                endpoint = f"{slurm_address(step.host)}:{step.port}"
-                options = replace(options, rdzv_endpoint=endpoint, rdzv_step=step.name)
+                options = replace(options, rdzv_endpoint=step.endpoint, rdzv_step=step.name)
     if options.num_nodes == 1:
         return options
     if not options.asks_for_gangs:
@@ -460,8 +458,7 @@ def _slurm_step() -> SlurmStep | None:
     """
     if not any(name in os.environ for name in _SLURM_STEP):
         return None
-    from pytest_megatron.errors import LaunchError  # noqa: PLC0415 - not at every start
-    from pytest_megatron.gang.slurm_step import find_slurm_step  # noqa: PLC0415 - see above
+    from pytest_megatron.gang.slurm_step import find_slurm_step  # noqa: PLC0415 - not for all
 
     try:
         return find_slurm_step(os.environ)

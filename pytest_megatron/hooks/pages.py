@@ -40,11 +40,10 @@ class PagesPlugin:
         if not has_any or not (run_dir / RUN_FILE).is_file():
             return
         # Loads all of goldens and triage, which a run of tests that pass does without.
-        from pytest_megatron.pages.read import RunReader  # noqa: PLC0415
-        from pytest_megatron.pages.write import write_in_place  # noqa: PLC0415
+        from pytest_megatron.pages import read, write  # noqa: PLC0415
 
         try:
-            index = write_in_place(RunReader(run_dir))
+            index = write.write_in_place(read.RunReader(run_dir))
         except (MegatronError, OSError) as error:
             self._line = f"the pages of this run are not complete: {error}"
             return

@@ -77,11 +77,10 @@ class RunSession:
         Raises:
             pytest.UsageError: There is no such engine, or it cannot be used as it is set up.
         """
-        from pytest_megatron.engines.api import EngineContext  # noqa: PLC0415 - see TYPE_CHECKING
-        from pytest_megatron.engines.registry import open_engine  # noqa: PLC0415
+        from pytest_megatron.engines import api, registry  # noqa: PLC0415 - see TYPE_CHECKING
 
         file = self.options.executor_config
-        context = EngineContext(
+        context = api.EngineContext(
             root=self.root,
             run_dir=self.run_dir,
             facts=self.facts,
@@ -90,7 +89,7 @@ class RunSession:
             copies_lines="tee-ranks" in self.options.typed,
         )
         try:
-            return open_engine(self.options.executor, context)
+            return registry.open_engine(self.options.executor, context)
         except MegatronError as error:
             raise pytest.UsageError(self.shorten(str(error))) from None
 

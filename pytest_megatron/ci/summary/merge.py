@@ -6,7 +6,7 @@ counts no failure where it cannot ask for the jobs, d98e8a64dd
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pytest_megatron.base.files import JsonValue
@@ -257,14 +257,8 @@ def _differences(item: JobItem, planned: ExpectedJob) -> Iterator[str]:
 
 def _policies(jobs: Sequence[JobRun]) -> list[str]:
     """Return a problem if not all workloads were compared under one policy."""
-    found: dict[str, list[str]] = {}
-    for job in jobs:
-        for policy in sorted({item.policy for item in job.items if item.policy is not None}):
-            found.setdefault(policy, []).append(job.name)
-    if len(found) < 2:  # noqa: PLR2004
-        return []
-    told = "; ".join(f"{policy} in {', '.join(names)}" for policy, names in found.items())
-    return [f"jobs compared under different policies: {told}"]
+    found = _jobs_by((j.name, {i.policy for i in j.items if i.policy is not None}) for j in jobs)
+    return [f"jobs compared under different policies: {_listed(found)}"] if len(found) > 1 else []
 
 
 def _missing(name: str) -> JobRun:
@@ -274,16 +268,26 @@ def _missing(name: str) -> JobRun:
 
 def _commits(jobs: Sequence[JobRun], expected: Expected | None) -> list[str]:
     """Report that not all jobs tested the same commit."""
-    found: dict[str, list[str]] = {}
-    for job in jobs:
-        for commit in sorted(job.commits):
-            found.setdefault(commit, []).append(job.name)
+    found = _jobs_by((job.name, job.commits) for job in jobs)
     planned = None if expected is None else expected.commit
-    if len(found) < 2 and (planned is None or set(found) <= {planned}):  # noqa: PLR2004
+    if len(found) <= 1 and (planned is None or set(found) <= {planned}):
         return []
-    told = "; ".join(f"{commit[:12]} in {', '.join(names)}" for commit, names in found.items())
     plan = f", the plan is of {planned[:12]}" if planned else ""
-    return [f"jobs tested different commits: {told}{plan}"]
+    commits = {commit[:12]: names for commit, names in found.items()}
+    return [f"jobs tested different commits: {_listed(commits)}{plan}"]
+
+
+def _jobs_by(values: Iterable[tuple[str, Collection[str]]]) -> dict[str, list[str]]:
+    """Return value -> names of the jobs that have it."""
+    found: dict[str, list[str]] = {}
+    for job, own in values:
+        for value in sorted(own):
+            found.setdefault(value, []).append(job)
+    return found
+
+
+def _listed(found: Mapping[str, Sequence[str]]) -> str:
+    return "; ".join(f"{value} in {', '.join(names)}" for value, names in found.items())
 
 
 def _results(

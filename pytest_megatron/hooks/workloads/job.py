@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import os
 import shutil
@@ -19,6 +18,7 @@ from pytest_megatron.hooks.options import MIN_REFRESH_REPEATS, Options
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.recipe.case import Evaluation
 from pytest_megatron.recipe.model import Workload
+from pytest_megatron.refresh.read import digest_of
 from pytest_megatron.runs.layout import item_dirs
 from pytest_megatron.verdict.attempt import Attempt
 from pytest_megatron.verdict.compare import place_of
@@ -135,7 +135,7 @@ def keep_golden(session: RunSession, job: WorkloadJob) -> str | None:
     try:
         if path.is_file() and not (session.options.is_attached and job.dirs.golden.is_file()):
             shutil.copyfile(path, job.dirs.golden)
-        return _digest(job.dirs.golden) if job.dirs.golden.is_file() else None
+        return digest_of(job.dirs.golden) if job.dirs.golden.is_file() else None
     except OSError as error:
         raise LaunchError(
             str(job.dirs.golden),
@@ -157,17 +157,13 @@ def read_kept_golden(session: RunSession, job: WorkloadJob, digest: str | None) 
     if digest is None or session.options.golden == "refresh":
         return None
     copy = job.dirs.golden
-    if not copy.is_file() or _digest(copy) != digest:
+    if not copy.is_file() or digest_of(copy) != digest:
         raise GoldenError(
             str(copy),
             "changed while the training ran, so what was measured is not judged; leave the run "
             "directory alone, and run it again",
         )
     return replace(read_golden(copy), path=str(golden_path_of(job)))
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def checked(session: RunSession, job: WorkloadJob) -> tuple[CheckFinding, ...]:

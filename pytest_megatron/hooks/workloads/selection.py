@@ -40,8 +40,7 @@ class SelectionPlugin:
             if not self._session.is_worker:
                 raise pytest.UsageError(str(error)) from None
             # pytest-xdist would take an exception for a crash; the controller reports it instead.
-            workeroutput: dict[str, str] = config.workeroutput  # type: ignore[attr-defined]
-            workeroutput[_USAGE_ERROR_KEY] = str(error)
+            vars(config)["workeroutput"][_USAGE_ERROR_KEY] = str(error)
             items.clear()
             return
         dropped = [item for item in workloads if id(item.workload) not in chosen]

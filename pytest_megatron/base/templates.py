@@ -61,7 +61,6 @@ def _markdown() -> Environment:
         "fenced": lambda value, most=None, language="text": _safe(
             text.fenced(value, most, language)
         ),
-        "ours": lambda markdown: _safe(str(markdown)),
         "within": lambda lines, most_bytes, rest: _safe(text.within(lines, most_bytes, rest)),
     }
     return environment

@@ -67,7 +67,7 @@ def _markdown() -> Environment:
 
 
 def _safe(markup: str) -> Markup:
-    from markupsafe import Markup  # noqa: PLC0415 - see `_new`
+    from markupsafe import Markup
 
     return Markup(markup)  # noqa: S704 - was escaped
 
@@ -75,7 +75,7 @@ def _safe(markup: str) -> Markup:
 def _new(escape: Callable[[str], str]) -> Environment:
     """Return an environment in which `escape` makes a text harmless."""
     # Neither a start of pytest nor a rank imports jinja2.
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # noqa: PLC0415
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     def escaped(value: object) -> object:
         is_safe = isinstance(value, int | float) or hasattr(value, "__html__")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import signal
 import unicodedata
@@ -51,6 +52,19 @@ def visible(text: str) -> str:
 def counted(number: int, what: str) -> str:
     """Return `1 error`, or `3 errors`."""
     return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """Return `; did you mean 'x'?` for the choice that looks most like `word`, or nothing."""
+    close = difflib.get_close_matches(word, sorted(choices), 1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def one_of(word: object, choices: Iterable[object]) -> str:
+    """Return `one of a, b`, and the choice that looks most like a wrong word."""
+    words = [str(choice) for choice in choices]
+    hint = nearest(word, words) if isinstance(word, str) else ""
+    return f"one of {', '.join(sorted(words))}{hint}"
 
 
 def shorten(text: str, most: int) -> str:

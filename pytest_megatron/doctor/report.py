@@ -14,7 +14,8 @@ from pytest_megatron.base.text import counted
 from pytest_megatron.doctor.compat import compat
 from pytest_megatron.doctor.examine import Examination
 from pytest_megatron.doctor.facts import UNKNOWN, EnvironmentFacts, Slurm
-from pytest_megatron.workload.checks.rules import CheckFinding, CheckSeverity, as_json
+from pytest_megatron.recipe.findings import Severity
+from pytest_megatron.workload.checks.rules import CheckFinding, as_json
 
 _WIDTH = 110
 
@@ -53,7 +54,7 @@ def _slurm_line(slurm: Slurm) -> str:
 
 
 def _end(examination: Examination) -> str:
-    return ", ".join(counted(examination.count(one), one.value) for one in CheckSeverity)
+    return ", ".join(counted(examination.count(one), one.value) for one in Severity)
 
 
 def _as_text(examination: Examination) -> str:
@@ -89,7 +90,7 @@ def _as_json(examination: Examination) -> str:
     value: dict[str, JsonValue] = {
         "environment": summary,
         "findings": [as_json(finding) for finding in examination.findings],
-        "counts": {one.value: examination.count(one) for one in CheckSeverity},
+        "counts": {one.value: examination.count(one) for one in Severity},
     }
     return json.dumps(value, indent=1) + "\n"
 

@@ -114,7 +114,7 @@ def num_reruns_of(item: pytest.Item, default: int) -> int:
     number = mark.args[0] if len(mark.args) == 1 and not mark.kwargs else None
     if type(number) is not int or number < 0:
         raise pytest.UsageError(
-            f"{item.nodeid}: mark rerun_transient: {_given(mark)} is given, "
+            f"{item.nodeid}: mark rerun_transient: {_arguments_of(mark)} is given, "
             f"expected one number of reruns from 0 on"
         )
     return number
@@ -173,7 +173,12 @@ def _has_timeout_plugin(config: pytest.Config) -> bool:
 
 
 def _chosen_size(item: pytest.Item, mark: pytest.Mark) -> int:
-    sizes = _sizes(mark, item.nodeid)
+    sizes = _numbers(mark)
+    if sizes is None:
+        raise pytest.UsageError(
+            f"{item.nodeid}: mark world_size: {_arguments_of(mark)} is given, "
+            f"expected numbers of ranks from 1 on"
+        )
     if len(sizes) == 1:
         return sizes[0]
     callspec = getattr(item, "callspec", None)
@@ -185,17 +190,8 @@ def _chosen_size(item: pytest.Item, mark: pytest.Mark) -> int:
     return int(callspec.params[SIZE_FIXTURE])
 
 
-def _sizes(mark: pytest.Mark, where: str) -> list[int]:
-    numbers = _numbers(mark)
-    if numbers is None:
-        raise pytest.UsageError(
-            f"{where}: mark world_size: {_given(mark)} is given, "
-            f"expected numbers of ranks from 1 on"
-        )
-    return numbers
-
-
-def _given(mark: pytest.Mark) -> str:
+def _arguments_of(mark: pytest.Mark) -> str:
+    """Return the arguments of a mark as they were typed, or `nothing`."""
     given = [*map(repr, mark.args), *(f"{k}={v!r}" for k, v in mark.kwargs.items())]
     return ", ".join(given) or "nothing"
 

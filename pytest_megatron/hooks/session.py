@@ -77,7 +77,7 @@ class RunSession:
         Raises:
             pytest.UsageError: There is no such engine, or it cannot be used as it is set up.
         """
-        from pytest_megatron.engines import api, registry  # noqa: PLC0415 - see TYPE_CHECKING
+        from pytest_megatron.engines import api, local  # noqa: PLC0415 - see TYPE_CHECKING
 
         file = self.options.executor_config
         context = api.EngineContext(
@@ -89,7 +89,7 @@ class RunSession:
             copies_lines="tee-ranks" in self.options.typed,
         )
         try:
-            return registry.open_engine(self.options.executor, context)
+            return local.open_engine(self.options.executor, context)
         except MegatronError as error:
             raise pytest.UsageError(self.shorten(str(error))) from None
 
@@ -263,6 +263,13 @@ def session_of(config: pytest.Config, options: Options) -> RunSession:
         config.stash[_SESSION] = RunSession(config, options)
         config.add_cleanup(config.stash[_SESSION].release_run_dir)
     return config.stash[_SESSION]
+
+
+def write_line(config: pytest.Config, line: str) -> None:
+    """Write a line to the terminal, if this process has one."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None:
+        reporter.write_line(line)
 
 
 def link_latest(run_dir: Path) -> None:

@@ -39,10 +39,10 @@ class Tee:
         chosen = self._options.tee_ranks
         if self.is_on:
             self._tails[gang.number] = [
-                Tail(Path(order.log_dir), order.rank)
-                for order in gang.orders
-                if order.node_rank == self._options.node_rank
-                and (chosen is None or order.rank in chosen)
+                Tail(Path(rank_config.log_dir), rank_config.rank)
+                for rank_config in gang.configs
+                if rank_config.node_rank == self._options.node_rank
+                and (chosen is None or rank_config.rank in chosen)
             ]
 
     def poll(self) -> None:

@@ -1,4 +1,4 @@
-"""Templates of HTML and Markdown: one environment for each, loaded on first use.
+"""Templates of HTML, SVG and Markdown, in two environments that are loaded on first use.
 
 Templates are files in `pytest_megatron/templates`. They escape every value but those that a filter
 of this module has escaped already, and fail on a name that they are not given.
@@ -23,7 +23,7 @@ _FOLDER = Path(__file__).parents[1] / "templates"
 
 
 def render(name: str, **values: object) -> str:
-    """Return a whole template; the end of its name is its language, `.html` or `.md`."""
+    """Return a whole template; the end of its name is its language."""
     page = _environment(name).get_template(name).render(values)
     return page.encode("utf-8", "replace").decode()  # half a surrogate pair is no UTF-8
 
@@ -35,7 +35,7 @@ def render_macro(name: str, macro: str, *arguments: object) -> str:
 
 
 def _environment(name: str) -> Environment:
-    return _html() if name.endswith(".html") else _markdown()
+    return _markdown() if name.endswith(".md") else _html()
 
 
 @cache

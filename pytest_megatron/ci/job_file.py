@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pytest_megatron.base.files import JsonValue, write_json_atomically
@@ -49,16 +49,7 @@ class CiJobRecord:
 
     def as_json(self) -> dict[str, JsonValue]:
         """Return what `job.json` holds."""
-        return {
-            "schema": 1,
-            "job": self.job,
-            "test_case": self.test_case,
-            "artifact": self.artifact,
-            "run_id": self.run_id,
-            "run_attempt": self.run_attempt,
-            "commit": self.commit,
-            "unique": self.unique,
-        }
+        return {"schema": 1, **asdict(self), "artifact": self.artifact}
 
 
 def slug(name: str) -> str:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.ci.decide import Decision
 from pytest_megatron.ci.table import CiTable
 from pytest_megatron.ci.test_files import Bucket
+from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.runs.layout import item_dirs
 
 PYTEST = ("pytest", "-p", "megatron")
-CPU_PLATFORM = "cpu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,26 +68,10 @@ class CiJob:
 
     def as_json(self) -> dict[str, JsonValue]:
         """Return it as an entry of a matrix."""
-        return {
-            "id": self.id,
-            "kind": self.kind,
-            "name": self.name,
-            "model": self.model,
-            "test_case": self.test_case,
-            "environment": self.environment,
-            "platform": self.platform,
-            "build": self.build,
-            "nodes": self.nodes,
-            "gpus": self.gpus,
-            "ranks": self.ranks,
-            "n_repeat": self.n_repeat,
-            "lightweight": self.is_lightweight,
-            "time_limit_s": self.time_limit_s,
-            "timeout_minutes": self.timeout_minutes,
-            "num_files": len(self.files),
-            "compared": self.is_compared,
-            "command": self.command,
-        }
+        values = {f.name.removeprefix("is_"): getattr(self, f.name) for f in fields(self)}
+        for name in ("argv", "env", "files"):
+            del values[name]
+        return {**values, "num_files": len(self.files), "command": self.command}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,6 +62,18 @@ def one_of(word: object, choices: Iterable[object]) -> str:
     return f"one of {', '.join(sorted(words))}{hint}"
 
 
+def columns(rows: Sequence[Sequence[str]], num_right: int = 0) -> list[str]:
+    """Return a line for each row, its cells one below the other; the first ones to the right."""
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if column < num_right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
 def cut_middle(text: str, most_chars: int) -> str:
     """Return a text without the middle of one that is too long, and how much that was."""
     num_left_out = len(text) - most_chars

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.base.text import printable
+from pytest_megatron.base.text import columns, printable, table
 from pytest_megatron.cli.formats import format_option
 from pytest_megatron.errors import ConfigError
 from pytest_megatron.runs.history import FILE_NAME, HistoryRecord, days_ago, flaky_records, read
@@ -71,33 +71,20 @@ def _days(span: str) -> float:
 def _as_text(records: Sequence[HistoryRecord]) -> str:
     if not records:
         return "no item was flaky\n"
-    rows: list[tuple[str, ...]] = [
-        ("flaky", "runs", "share", "failed", "last seen", "item", "causes")
-    ]
-    rows += [_cells(record) for record in records]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if column < 4 else cell.ljust(width)  # noqa: PLR2004 - the numbers
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip() + "\n")
-    return "".join(lines)
+    head = ("flaky", "runs", "share", "failed", "last seen", "item", "causes")
+    lines = columns([head, *map(_cells, records)], num_right=4)
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _as_markdown(records: Sequence[HistoryRecord]) -> str:
     if not records:
         return "No item was flaky.\n"
-    lines = [
-        "| flaky | runs | share | failed | first seen | last seen | item | causes |",
-        "|---:|---:|---:|---:|---|---|---|---|",
-    ]
+    head = ("flaky", "runs", "share", "failed", "first seen", "last seen", "item", "causes")
+    rows = []
     for record in records:
         *numbers, last, item, causes = _cells(record)
-        cells = (*numbers, record.first_seen[:10], last, f"`{item}`", causes)
-        lines.append(f"| {' | '.join(cells)} |")
-    return "".join(f"{line}\n" for line in lines)
+        rows.append((*numbers, record.first_seen[:10], last, f"`{item}`", causes))
+    return table(head, rows, numbers=range(4)) + "\n"
 
 
 def _as_json(records: Sequence[HistoryRecord]) -> str:

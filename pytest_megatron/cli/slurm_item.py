@@ -18,6 +18,7 @@ from typing_extensions import TypedDict
 
 from pytest_megatron.base.project import load_config
 from pytest_megatron.base.text import nearest
+from pytest_megatron.cli.formats import PATH
 from pytest_megatron.engines.api import EngineContext, Resources
 from pytest_megatron.engines.config import LaunchMode, SlurmConfig
 from pytest_megatron.engines.config_file import read_slurm_config
@@ -67,7 +68,7 @@ class SlurmOptions(TypedDict):
 
 def item_options(command: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """Add the argument and the options that both commands have."""
-    where = click.Path(path_type=Path)
+    where = PATH
     for option in (
         click.option("--lightweight", is_flag=True, help="4 iterations."),
         click.option("--project", type=where, default=Path(), help="The checkout."),

@@ -17,7 +17,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar, Union, cast, get_args, get_origin
 
 from annotated_types import Ge, MinLen
-from typing_extensions import get_type_hints
+from typing_extensions import get_type_hints, override
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import one_of
@@ -171,6 +171,11 @@ class SchemaError(Exception):
         super().__init__(problems)
         self.problems = problems
 
+    @override
+    def __str__(self) -> str:
+        """Return the first problem."""
+        return self.problems[0].message
+
 
 def validate(kind: type[_T], value: JsonValue, at: YamlPath = ()) -> _T:
     """Return a value as `kind`.
@@ -183,11 +188,20 @@ def validate(kind: type[_T], value: JsonValue, at: YamlPath = ()) -> _T:
     Raises:
         SchemaError: With everything that is wrong, in the order of the document's keys.
     """
+    # As JSON: a list is a tuple there, and a word one of an Enum.
+    return parse(kind, json.dumps(value), at)
+
+
+def parse(kind: type[_T], text: str | bytes, at: YamlPath = ()) -> _T:
+    """Return the JSON value in a text as `kind`, as `validate`.
+
+    Raises:
+        SchemaError: It is no JSON, or departs from the schema.
+    """
     from pydantic import ValidationError  # noqa: PLC0415  slow to import
 
     try:
-        # As JSON: a list is a tuple there, and a word one of an Enum.
-        return cast("_T", _adapter(cast("type", kind)).validate_json(json.dumps(value)))
+        return cast("_T", _adapter(cast("type", kind)).validate_json(text))
     except ValidationError as error:
         problems = explain(kind, error.errors(include_url=False), at)
         raise SchemaError(problems) from None
@@ -276,7 +290,9 @@ def _problem(schema: _Schema, error: ErrorDetails, at: YamlPath) -> SchemaProble
     loc, kind, found = tuple(error["loc"]), error["type"], error["input"]
     if loc[-1:] == ("[key]",):
         loc = loc[:-1]
-    if kind == "missing":
+    if kind == "json_invalid":
+        text = f"is no JSON: {error['ctx']['error']}"
+    elif kind == "missing":
         node, _ = _node_at(schema, loc)
         expected = f", expected {_expected(schema, node, kind, None)}" if "enum" in node else ""
         text = f"is missing{expected}; add it"

@@ -10,7 +10,8 @@ from pathlib import Path
 import click
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.base.text import columns, printable, table
+from pytest_megatron.base.templates import render
+from pytest_megatron.base.text import columns, printable
 from pytest_megatron.cli.formats import format_option
 from pytest_megatron.errors import ConfigError
 from pytest_megatron.runs.history import FILE_NAME, HistoryRecord, days_ago, flaky_records, read
@@ -77,14 +78,7 @@ def _as_text(records: Sequence[HistoryRecord]) -> str:
 
 
 def _as_markdown(records: Sequence[HistoryRecord]) -> str:
-    if not records:
-        return "No item was flaky.\n"
-    head = ("flaky", "runs", "share", "failed", "first seen", "last seen", "item", "causes")
-    rows = []
-    for record in records:
-        *numbers, last, item, causes = _cells(record)
-        rows.append((*numbers, record.first_seen[:10], last, f"`{item}`", causes))
-    return table(head, rows, numbers=range(4)) + "\n"
+    return render("flaky.md", rows=[(record, _cells(record)) for record in records])
 
 
 def _as_json(records: Sequence[HistoryRecord]) -> str:

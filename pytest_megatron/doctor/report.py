@@ -1,4 +1,4 @@
-"""What was found as text, JSON and Markdown. Pure."""
+"""Findings as text, JSON and Markdown. Pure."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import itertools
 import json
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.base.text import code, counted, escaped, table
+from pytest_megatron.base.templates import render
+from pytest_megatron.base.text import counted
 from pytest_megatron.doctor.compat import compat
 from pytest_megatron.doctor.examine import Examination
 from pytest_megatron.doctor.facts import UNKNOWN, EnvironmentFacts, Slurm
@@ -95,19 +96,13 @@ def _as_json(examination: Examination) -> str:
 
 
 def _as_markdown(examination: Examination) -> str:
-    rows = [[escaped(name), code(value)] for name, value in summary_of(examination.facts).items()]
-    parts = ["## Environment", table(["", ""], rows), f"**{_end(examination)}**"]
-    parts += _groups(examination.findings)
-    return "\n\n".join(parts) + "\n"
-
-
-def _groups(findings: tuple[CheckFinding, ...]) -> Iterator[str]:
-    for group, members in itertools.groupby(findings, key=lambda finding: finding.rule.group):
-        rows = [
-            [f"{f.severity.value} {code(f.rule.id)}", escaped(_found(f)), escaped(f.mend)]
-            for f in members
-        ]
-        yield f"### {group}\n\n{table(['', 'found', 'what to do'], rows)}"
+    groups = itertools.groupby(examination.findings, key=lambda finding: finding.rule.group)
+    return render(
+        "doctor.md",
+        summary=summary_of(examination.facts),
+        counts=_end(examination),
+        groups=[(group, list(findings)) for group, findings in groups],
+    )
 
 
 FORMATS: Mapping[str, Callable[[Examination], str]] = {

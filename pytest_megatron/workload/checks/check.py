@@ -10,8 +10,7 @@ from pytest_megatron.recipe.case import WorkloadCase, read_case
 from pytest_megatron.recipe.findings import Finding
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.recipe.paths import case_path
-from pytest_megatron.workload.checks.connections import check_connections
-from pytest_megatron.workload.checks.layout import check_layout
+from pytest_megatron.workload.checks.layout import check_connections, check_layout, starts_of
 from pytest_megatron.workload.checks.memory import check_memory
 from pytest_megatron.workload.checks.rules import (
     CheckFinding,
@@ -19,7 +18,6 @@ from pytest_megatron.workload.checks.rules import (
     check_rules,
     finding_of,
 )
-from pytest_megatron.workload.checks.start import starts_of
 
 
 def hits_of(

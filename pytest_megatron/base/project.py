@@ -33,7 +33,7 @@ GOLDEN_PLATFORMS_KEY = "golden-platforms"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProjectConfig:
-    """What a project says about itself.
+    """The settings of a project.
 
     Attributes:
         file: The `pyproject.toml` that was read, None where there is none.

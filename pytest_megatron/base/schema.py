@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -51,10 +52,10 @@ class Checked:
     """A limit of a value: `check` returns it, or raises a ValueError that has the problem.
 
     Attributes:
-        published: What the JSON schema says of it.
+        published: Its keys in the JSON schema.
     """
 
-    check: Callable[[str], str] | Callable[[int], int]
+    check: Callable[[str], str] | Callable[[int], int] | Callable[[float], float]
     published: Mapping[str, JsonValue] = field(default_factory=dict)
 
     def __get_pydantic_core_schema__(
@@ -87,6 +88,12 @@ def _check_version(number: int) -> int:
     return number
 
 
+def _check_finite(number: float) -> float:
+    if not math.isfinite(number):
+        raise ExpectedError("a finite number")
+    return number
+
+
 def _check_pattern(text: str) -> str:
     try:
         re.compile(text)
@@ -96,19 +103,10 @@ def _check_pattern(text: str) -> str:
     return text
 
 
+FINITE = Checked(_check_finite)
 # No Literal[1], which takes true as well.
 FormatVersion: TypeAlias = Annotated[int, Checked(_check_version, {"const": 1})]
 Pattern: TypeAlias = Annotated[str, Checked(_check_pattern)]
-
-
-@dataclass(frozen=True, slots=True)
-class Finite:
-    """A limit: neither nan nor infinite."""
-
-    def __get_pydantic_core_schema__(
-        self, source: type[float], handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        return cast("CoreSchema", {**handler(source), "allow_inf_nan": False})
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,10 +342,6 @@ _NAMES = {
     "object": "a mapping",
     "string": "a string",
 }
-_LIMITS = {
-    "finite_number": "a finite number",
-    "string_too_short": "a string that is not empty",
-}
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "exclusiveMaximum": "<", "maximum": "<="}
 
 
@@ -360,7 +354,7 @@ def _expected(schema: _Schema, node: _Schema, kind: str, found: object) -> str:
         return one_of(found, cast("list[JsonValue]", node["enum"]))
     match node.get("type"):
         case "integer" | "number" as name if "const" not in node:
-            text = _LIMITS.get(kind) or ("an integer" if name == "integer" else "a number")
+            text = "an integer" if name == "integer" else "a number"
             bounds = (f" {sign} {node[key]:g}" for key, sign in _BOUNDS.items() if key in node)
             return text + " and".join(bounds) + _point_hint(found)
         case "array" if kind in {"too_short", "too_long"}:
@@ -370,9 +364,10 @@ def _expected(schema: _Schema, node: _Schema, kind: str, found: object) -> str:
         case "array":
             return f"a list; write [{found}]" if isinstance(found, str) else "a list"
         case name:
-            text = _LIMITS.get(kind) or _NAMES.get(str(name), "another value")
-            if kind == "string_too_short" and node["minLength"] != 1:
-                text = f"at least {node['minLength']} characters"
+            text = _NAMES.get(str(name), "another value")
+            if kind == "string_too_short":
+                least = node["minLength"]
+                text = f"at least {least} characters" if least != 1 else f"{text} that is not empty"
             return repr(node["const"]) if "const" in node else text
 
 

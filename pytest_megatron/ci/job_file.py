@@ -1,4 +1,4 @@
-"""What a job of CI says of itself before it starts: `job.json` beside its run directory.
+"""Record of a CI job, written before it starts: `job.json` beside its run directory.
 
 A job that is killed, or whose pytest refuses to start, leaves nothing else; the summary still knows
 which one it was.
@@ -99,7 +99,7 @@ def write_job(record: CiJobRecord, directory: Path) -> None:
 
 
 def read_job(content: Mapping[str, JsonValue], where: str) -> CiJobRecord:
-    """Read what `job.json` says.
+    """Return the record that `job.json` holds.
 
     Raises:
         CiError: It has no job, or a value of another kind than we write.

@@ -76,7 +76,7 @@ class CiJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitRow:
-    """What all commands of unit jobs on one platform share.
+    """Settings that all commands of unit jobs on one platform share.
 
     Attributes:
         tag: "" where none is asked for.
@@ -94,7 +94,7 @@ class UnitRow:
 
     @staticmethod
     def of(row: Workload) -> UnitRow:
-        """Return what a row of unit tests says."""
+        """Return the settings of a row of unit tests."""
         is_cpu = row.platform == CPU_PLATFORM
         return UnitRow(
             environment=row.environment,
@@ -160,7 +160,7 @@ def _workload_job(workload: Workload, decision: Decision, table: CiTable) -> CiJ
 
 
 def num_repeats_of(workload: Workload, decision: Decision) -> int:
-    """Return how often a row is trained: as the rule says, fewer where the row wants fewer."""
+    """Return how often a row is trained: as the rule has it, fewer where the row wants fewer."""
     if decision.is_lightweight:
         return 1
     if decision.may_repeat_less and workload.n_repeat is not None:

@@ -49,7 +49,7 @@ class BrokenRecipesError(RecipeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """What a plan is asked for.
+    """The options of a plan.
 
     Attributes:
         root: The project's; `recipes` and test files are found from here.
@@ -86,7 +86,7 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CiPlan:
-    """What CI runs.
+    """The rows and jobs that CI runs.
 
     Attributes:
         workloads: The rows that run, in the order of the recipes.
@@ -283,7 +283,7 @@ class _Cases:
 
 
 def _left_out(row: Workload, filters: dict[str, tuple[str, ...]]) -> LeftOut:
-    """Return what keeps a row out; what disables it comes first, and is all there is to say."""
+    """Return what keeps a row out; what disables it comes first, and alone."""
     reasons = [] if row.disabled_reason is None else [row.disabled_reason]
     if not reasons:
         missed = failing(row, filters)

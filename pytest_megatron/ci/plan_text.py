@@ -119,7 +119,7 @@ def outputs_text(outputs: Mapping[str, str]) -> str:
 
 
 def matrix_problem(plan: CiPlan) -> str | None:
-    """Return what GitHub would say to the plan's matrices, None if it takes them."""
+    """Return why GitHub would refuse the plan's matrices, None if it takes them."""
     for kind, number in Counter(job.kind for job in plan.jobs).items():
         if number > MAX_MATRIX:
             return (

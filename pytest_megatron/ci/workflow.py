@@ -365,7 +365,7 @@ def _read_table(root: Path) -> tuple[CiTable, Vocabulary]:
 
 
 def write_files(root: Path, kind: str, *, is_forced: bool) -> list[str]:
-    """Write the file for `github` or `gitlab`; return what to tell the user.
+    """Write the file for `github` or `gitlab`; return lines for the user.
 
     Raises:
         ConfigError: The project's table is wrong.

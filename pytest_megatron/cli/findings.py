@@ -1,4 +1,4 @@
-"""What the lint commands share: their options, and findings as text, JSON and GitHub's commands."""
+"""Findings of the lint commands as text, JSON and GitHub's commands, and their options."""
 
 from __future__ import annotations
 

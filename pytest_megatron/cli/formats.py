@@ -27,7 +27,7 @@ def format_option(
 
     Args:
         forms: Which there are in the order in which the help lists them; one of them is text.
-        about: What the help says of them.
+        about: Their help.
     """
     return click.option(
         "--format",

@@ -28,7 +28,7 @@ _Arguments = ParamSpec("_Arguments")
 
 
 def shared_options(function: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
-    """Add the options that say which candidates, and on what terms."""
+    """Add the options that select candidates and set the terms."""
     for option in reversed(
         (
             click.option(
@@ -81,7 +81,7 @@ def command(  # noqa: PLR0913 - click hands over one argument an option
 
 
 def clean_reason(reason: str | None) -> str | None:
-    """Return a reason in one line, None for one that says nothing."""
+    """Return a reason in one line, None for an empty one."""
     return " ".join((reason or "").split()) or None
 
 

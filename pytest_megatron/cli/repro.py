@@ -110,7 +110,7 @@ def _prepare(
     attempt: int | None,
     repeat: int | None,
 ) -> _Prepared:
-    """Find the item and say what is different here."""
+    """Find the item and note the differences to its run."""
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     stage = Stage(root=root, scratch=root / OWN_DIR / "repro" / name)
     make_own_dir(root)
@@ -269,7 +269,7 @@ def _bisect(prepared: _Prepared) -> ReproOutcome:
 
 
 def _trials(prepared: _Prepared) -> Callable[[Sequence[str]], bool]:
-    """Return what runs the item after some tests, says so, and tells whether it fails as it did."""
+    """Return a function that runs the item after some tests; True if it fails as it did."""
     chosen, stage = prepared.chosen, prepared.stage
     number = 0
 

@@ -1,4 +1,4 @@
-"""What `sbatch` and `interactive` need of a workload: its row, its plan, its place in a cluster."""
+"""The workload of `sbatch` and `interactive`: its row, its plan, its place in a cluster."""
 
 from __future__ import annotations
 
@@ -85,17 +85,17 @@ class SlurmItem:
 
     @property
     def spec(self) -> Path:
-        """What the job is told."""
+        """File with the plan and the settings of the job."""
         return self.run_dir / "engine" / "spec.json"
 
     @property
     def outcome(self) -> Path:
-        """What the job says at its end."""
+        """File that the job writes at its end."""
         return self.run_dir / "engine" / "outcome.json"
 
     @property
     def paths(self) -> ShapePaths:
-        """What its script needs to know."""
+        """Paths that its script uses."""
         return ShapePaths(
             root=self.checked.job.setting.root,
             run_dir=self.run_dir,
@@ -129,7 +129,7 @@ class SlurmItem:
             yield from (f"#   {line}" for line in wrapped(redactor.words(words)).splitlines())
 
     def write(self) -> None:
-        """Write what the job is told.
+        """Write the spec of the job.
 
         Raises:
             LaunchError: The run directory holds an earlier run, or cannot be written.

@@ -14,8 +14,8 @@ from annotated_types import Ge, Len, Lt
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.schema import (
+    FINITE,
     Count,
-    Finite,
     FormatVersion,
     Pattern,
     SchemaError,
@@ -43,7 +43,7 @@ class Colour(Enum):
 class Inner:
     colour: Colour = Colour.RED
     is_round: bool = False
-    limit_s: Annotated[float, Ge(0), Lt(1), Finite()] = 0.5
+    limit_s: Annotated[float, Ge(0), Lt(1), FINITE] = 0.5
 
 
 @closed

@@ -272,8 +272,13 @@ def dotted(path: Sequence[str | int]) -> str:
     """Return `products[3].products[0].scope` for a path."""
     text = ""
     for step in path:
-        text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else step
+        name = f"[{step}]" if isinstance(step, int) else _plain(step)
+        text += f".{name}" if text and isinstance(step, str) else name
     return text
+
+
+def _plain(key: str) -> str:
+    return key if key.isprintable() else repr(key)[1:-1]
 
 
 @functools.cache
@@ -286,15 +291,16 @@ def _adapter(kind: type) -> TypeAdapter[object]:
 def _problem(schema: _Schema, error: ErrorDetails, at: YamlPath) -> SchemaProblem:
     """Put one of pydantic's errors into words."""
     loc, kind, found = tuple(error["loc"]), error["type"], error["input"]
-    if loc[-1:] == ("[key]",):
-        loc = loc[:-1]
+    is_unknown = kind in {"extra_forbidden", "unexpected_keyword_argument"}
+    if loc[-1:] == ("[key]",) and not is_unknown:
+        loc = loc[:-1]  # the key itself is wrong
     if kind == "json_invalid":
         text = f"is no JSON: {error['ctx']['error']}"
     elif kind == "missing":
         node, _ = _node_at(schema, loc)
         expected = f", expected {_expected(schema, node, kind, None)}" if "enum" in node else ""
         text = f"is missing{expected}; add it"
-    elif kind in {"extra_forbidden", "unexpected_keyword_argument"}:
+    elif is_unknown:
         node, _ = _node_at(schema, loc[:-1])
         keys = cast("_Schema", node["properties"])
         text = f"unknown key, expected {one_of(loc[-1], keys)}"
@@ -362,11 +368,12 @@ def _expected(schema: _Schema, node: _Schema, kind: str, found: object) -> str:
             number = f"{node['maxItems']} elements" if is_exact else "at least one element"
             return f"a list with {number}"
         case "array":
-            return f"a list; write [{found}]" if isinstance(found, str) else "a list"
+            is_word = isinstance(found, str) and found.strip() and found.isprintable()
+            return f"a list; write [{shown(found)[1:-1]}]" if is_word else "a list"
         case name:
             text = _NAMES.get(str(name), "another value")
             if kind == "string_too_short":
-                least = node["minLength"]
+                least = node.get("minLength", 1)
                 text = f"at least {least} characters" if least != 1 else f"{text} that is not empty"
             return repr(node["const"]) if "const" in node else text
 

@@ -28,7 +28,7 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitChoice:
-    """Which unit tests are asked for.
+    """Selection of unit tests.
 
     Attributes:
         environment: One word.

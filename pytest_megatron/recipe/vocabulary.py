@@ -54,17 +54,12 @@ class Vocabulary:
 
     def known(self, key: str) -> frozenset[str] | None:
         """Return the words that a recipe key takes, None for a key that takes any value."""
-        match key:
-            case "scope":
-                return self.scopes
-            case "platforms":
-                return self.platforms
-            case "environment":
-                return self.environments
-            case "cadence":
-                return self.cadences
-            case _:
-                return None
+        return {
+            "scope": self.scopes,
+            "platforms": self.platforms,
+            "environment": self.environments,
+            "cadence": self.cadences,
+        }.get(key)
 
     def knows(self, key: str, word: str) -> bool:
         """Whether `word` means something for `key`; a disabled scope is a known one."""

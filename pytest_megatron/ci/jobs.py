@@ -13,6 +13,7 @@ from pytest_megatron.ci.decide import Decision
 from pytest_megatron.ci.table import CiTable
 from pytest_megatron.ci.test_files import Bucket
 from pytest_megatron.recipe.model import Workload
+from pytest_megatron.recipe.vocabulary import UNIT_MODEL
 from pytest_megatron.runs.layout import item_dirs
 
 PYTEST = ("pytest", "-p", "megatron")
@@ -208,7 +209,7 @@ def unit_job(
         id=item_dirs(Path(), f"unit-{name}-{where}").root.name,
         kind="unit",
         name=f"{name} (experimental)" if kind else name,
-        model="unit-tests",
+        model=UNIT_MODEL,
         test_case=bucket.pattern,
         environment=row.environment,
         platform=row.platform,

@@ -61,6 +61,7 @@ _LOCAL = re.compile(
     r"platform |rootdir: |plugins: |configfile: |\.\.\.$| *File \"/|.*\(a consequence\)$"
 )
 _NOISE = (
+    (re.compile(r"(\d+\.\d+s) \(\d+:\d\d:\d\d\)"), r"\1"),  # pytest adds minutes from 60 s on
     (re.compile(r"/[\w./+-]+"), "/PATH"),
     (re.compile(r"\b(?=[0-9a-f]*\d)[0-9a-f]{4,}\b|0x[0-9a-f]+"), "#"),
     (re.compile(r"[-+]?\d[\d.,]*(?:e[-+]\d+)?"), "#"),

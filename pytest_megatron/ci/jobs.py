@@ -15,6 +15,7 @@ from pytest_megatron.ci.test_files import Bucket
 from pytest_megatron.golden.policy import ComparedWorkload, ComparisonPolicy
 from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.recipe.model import Workload
+from pytest_megatron.recipe.vocabulary import UNIT_MODEL
 from pytest_megatron.runs.layout import item_dirs
 
 PYTEST = ("pytest", "-p", "megatron")
@@ -199,7 +200,7 @@ def unit_job(
         id=item_dirs(Path(), f"unit-{name}-{where}").root.name,
         kind="unit",
         name=f"{name} (experimental)" if kind else name,
-        model="unit-tests",
+        model=UNIT_MODEL,
         test_case=bucket.pattern,
         environment=row.environment,
         platform=row.platform,

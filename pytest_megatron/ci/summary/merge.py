@@ -300,11 +300,10 @@ def _policy_name(policy: _Policy) -> str:
 
 def _policies(jobs: Sequence[JobRun]) -> list[str]:
     """Return a problem if not all workloads were compared under one policy."""
-    policies = (
+    found = _jobs_by(
         (job.name, {_policy_name(i.policy) for i in job.items if i.policy is not None})
         for job in jobs
     )
-    found = _jobs_by(policies)
     return [f"jobs compared under different policies: {_listed(found)}"] if len(found) > 1 else []
 
 

@@ -1,4 +1,4 @@
-"""Texts about ranks that could not speak for themselves: stacks, and what NCCL recorded. Pure."""
+"""Texts about ranks that sent no report: stacks, and records of NCCL's flight recorder. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pytest_megatron.base.files import JsonValue, parse_json
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)$')
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen")
 _OURS = re.compile(r"/(?:_pytest|pluggy|pytest_megatron/(?:gang|hooks))/")
-_IDLE_THREAD = r"(?m)^(?:Current thread|Thread)[^\n]*\n  \.\.\.\n*"  # one of ours
+_IDLE_THREAD = r"(?m)^(?:Current thread|Thread)[^\n]*\n  \.\.\.\n*"  # a thread of this package
 _MOST_LISTED = 3
 
 
@@ -32,7 +32,7 @@ def innermost_frame(stack: str) -> str | None:
 
 
 def shorten_stack(stack: str) -> str:
-    """Return a stack up to where pytest begins: below it is the same for every test."""
+    """Return a stack without the frames of pytest, which are the same for every test."""
     kept: list[str] = []
     is_ours = False
     for line in stack.splitlines():
@@ -66,7 +66,7 @@ class _PendingCollective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FlightRecord:
-    """What one rank recorded.
+    """Flight record of one rank.
 
     Attributes:
         members: Group -> its ranks, as far as this rank is one of them.
@@ -77,7 +77,7 @@ class _FlightRecord:
 
 
 def describe_flights(flights: Mapping[int, str]) -> str:
-    """Say which collective is the first that not every rank took part in, and what ranks did last.
+    """Name the first collective that not every rank entered, and the last ones of each rank.
 
     Args:
         flights: Rank -> JSON of NCCL's flight recorder.
@@ -96,7 +96,7 @@ def describe_flights(flights: Mapping[int, str]) -> str:
 
 
 def _compare(group: str, records: Mapping[int, _FlightRecord]) -> list[str]:
-    """Name the first collective of a group that some rank of it is not in."""
+    """Name the first collective of a group that some rank of it did not enter."""
     by_rank = {
         rank: {c.number: c for c in record.collectives if c.group == group}
         for rank, record in records.items()

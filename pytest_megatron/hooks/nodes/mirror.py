@@ -1,4 +1,4 @@
-"""What pytest is told of tests, as plain data that another process can tell its own pytest."""
+"""Calls of pytest's hooks about tests as plain data, to be repeated in another process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pytest_megatron.base.text import cut_middle
 from pytest_megatron.gang.ipc.messages import Mirrored
 from pytest_megatron.hooks.gangs.reports import record_warning, restore_report
 
-_MOST_CHARS = 1 << 24  # of one text in a report, which has the text of a failure several times
+_MOST_CHARS = 1 << 24  # of one text in a report, which repeats the text of a failure
 _LOGS = ("pytest_runtest_logstart", "pytest_runtest_logfinish")
 
 
@@ -42,7 +42,7 @@ def mirror_warning(
 
 
 def replay(config: pytest.Config, mirrored: Mirrored) -> None:
-    """Tell this process's pytest what another one was told."""
+    """Repeat a call of a hook in this process."""
     data = dict(mirrored.data)
     if mirrored.hook in _LOGS:
         location = tuple(cast("list[JsonValue]", data["location"]))
@@ -72,7 +72,7 @@ def describe_warning(
 
 
 def plain(value: object) -> object:
-    """Return the value with what JSON does not know as text, and without most of a huge text."""
+    """Return a value for JSON: other objects as text, and huge texts cut."""
     if isinstance(value, Mapping):
         return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):

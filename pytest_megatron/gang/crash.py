@@ -22,7 +22,8 @@ def innermost_frame(stack: str) -> str | None:
     Args:
         stack: Text of faulthandler, most recent call first.
     """
-    frames = [m for line in _main_thread(stack) if (m := _FRAME.match(line))]
+    main_thread = re.split(r"(?m)^(?:Current thread|Thread) .*$", stack)[-1]  # the last one
+    frames = [m for line in main_thread.splitlines() if (m := _FRAME.match(line))]
     frames = [m for m in frames if not _OURS.search(m[0])]
     own = [m for m in frames if not any(part in m["file"] for part in _LIBRARIES)]
     chosen = (own or frames)[:1]
@@ -45,12 +46,6 @@ def shorten_stack(stack: str) -> str:
         if not is_ours:
             kept.append(line)
     return re.sub(_IDLE_THREAD, "", "\n".join(kept)).strip()
-
-
-def _main_thread(stack: str) -> list[str]:
-    """Return the frames of the last thread: faulthandler puts the main one there."""
-    blocks = re.split(r"(?m)^(?:Current thread|Thread) .*$", stack)
-    return blocks[-1].splitlines() if blocks else []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

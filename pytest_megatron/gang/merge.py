@@ -38,11 +38,6 @@ CONSEQUENCE = re.compile(
 )
 
 
-def outcomes_of_ranks(end: RunEnd, when: str, failed: Mapping[int, PhaseReport]) -> dict[int, str]:
-    """Return the outcome of each rank in a short text."""
-    return {rank.rank: _word(end, rank, when, failed.get(rank.rank)) for rank in end.ranks}
-
-
 def _word(end: RunEnd, rank: RankResult, when: str, failure: PhaseReport | None) -> str:
     if failure is not None:
         consequence = CONSEQUENCE.search(failure.text)
@@ -178,7 +173,8 @@ def merge(end: RunEnd, world_size: int) -> tuple[Merged, ...]:
         has_ended = has_ended or (when == "setup" and phase.outcome != "passed")
     if not merged or merged[0].when != "setup":
         merged.insert(0, Merged(when="setup", outcome="passed"))
-    if all(m.outcome == "passed" for m in merged) and _is_trouble(end):
+    must_fail = end.reason is not Reason.DONE or any(r.done is None for r in end.ranks)
+    if must_fail and all(m.outcome == "passed" for m in merged):
         merged = [merged[0], _fail(end, "call", (), world_size)]
     if not any(m.when == "teardown" for m in merged):
         stop = merged[-1].stop
@@ -230,11 +226,6 @@ def _merge_plain(end: RunEnd) -> tuple[Merged, ...]:
             )
         )
     return tuple(merged)
-
-
-def _is_trouble(end: RunEnd) -> bool:
-    """Return whether it must not pass, regardless of the reports."""
-    return end.reason is not Reason.DONE or any(r.done is None for r in end.ranks)
 
 
 def _has_failed(rank: RankResult, when: str) -> bool:
@@ -289,7 +280,9 @@ def _merge_reported(
     if failed or not (is_unanimous or when != "call"):
         return _fail(end, when, found, world_size)  # a rank may also have skipped in set-up
     if skipped and not is_unanimous:
-        return _skip_in_part(end, when, found, world_size)
+        if when == "setup":  # a split skip is a failure of the test, not an error of its set-up
+            return _passed(when, [p for p in found if p.outcome == "passed"] or found)
+        return _fail(end, when, found, world_size)
     if skipped:
         return _merged(when, "skipped", found, skipped[0].full)
     xpassed = [p for p in found if p.is_xfail]
@@ -313,12 +306,6 @@ def _is_dead(rank: RankResult) -> bool:
 
 def _when_failed(rank: RankResult) -> tuple[float, int]:
     return float("inf") if rank.at is None else rank.at, rank.rank
-
-
-def _skip_in_part(end: RunEnd, when: str, found: Sequence[PhaseReport], world_size: int) -> Merged:
-    if when == "setup":  # a split skip is a failure of the test, not an error of its set-up
-        return _passed(when, [p for p in found if p.outcome == "passed"] or found)
-    return _fail(end, when, found, world_size)
 
 
 def _is_strict_xpass(phase: PhaseReport) -> bool:
@@ -354,7 +341,7 @@ def _fail(end: RunEnd, when: str, found: Sequence[PhaseReport], world_size: int)
     failed = {p.rank: p for p in found if p.outcome == "failed"}
     struck = {r.rank: r for r in end.ranks if r.done is None}
     first = _first(end, failed)
-    words = outcomes_of_ranks(end, when, failed)
+    words = {rank.rank: _word(end, rank, when, failed.get(rank.rank)) for rank in end.ranks}
     blocks: list[tuple[str, str]] = []
     base = None
     if first is None:
@@ -438,16 +425,13 @@ def _stacks(end: RunEnd) -> list[tuple[str, str]]:
     groups: dict[str, list[int]] = {}
     for rank in end.ranks:
         if rank.stack:
-            groups.setdefault(_normalise_stack(rank.stack), []).append(rank.rank)
+            stack = re.sub(r"(?m)^((?:Current t|T)hread) 0x[0-9a-f]+", r"\1", rank.stack)
+            groups.setdefault(shorten_stack(stack), []).append(rank.rank)
     blocks = [(f"stack of {name_ranks(ranks)}", text) for text, ranks in groups.items()]
     flights = {r.rank: r.flight for r in end.ranks if r.flight}
     if flights and (text := describe_flights(flights)):
         blocks.append(("collectives, by NCCL's flight recorder", text))
     return blocks
-
-
-def _normalise_stack(stack: str) -> str:
-    return shorten_stack(re.sub(r"(?m)^((?:Current t|T)hread) 0x[0-9a-f]+", r"\1", stack))
 
 
 def _logs(

@@ -12,6 +12,7 @@ import contextlib
 import struct
 from dataclasses import dataclass
 
+from pytest_megatron.gang.ipc.messages import Done
 from pytest_megatron.gang.originals import mmap, os, select, time
 
 _WORD_BYTES = 8
@@ -24,34 +25,19 @@ _RENDEZVOUS_MASK = (1 << 8) - 1
 _SHORTEST_MS, _LONGEST_MS = 2, 50  # between polls, in case a wake-up is lost
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
-    """End of a test on one rank.
+def _word_of(done: Done) -> int:
+    """Return the end of a test in 64 bits, which are written atomically.
 
-    Attributes:
-        run: Number of the execution, in at most 24 bits.
-        is_clean: Whether every phase passed and nothing prevents the next test.
-        num_collectives: As in `Done`.
-        num_rendezvous: As in `Done`.
-        num_unmatched: As in `Done`.
+    Args:
+        done: End of an execution whose number has at most 24 bits.
     """
-
-    run: int
-    is_clean: bool
-    num_collectives: int
-    num_rendezvous: int
-    num_unmatched: int = 0
-
-    @property
-    def word(self) -> int:
-        """All fields in 64 bits, which are written atomically."""
-        return (
-            self.run << _RUN_SHIFT
-            | (self.num_collectives & _COLLECTIVES_MASK) << _COLLECTIVES_SHIFT
-            | (self.num_unmatched & _UNMATCHED_MASK) << _UNMATCHED_SHIFT
-            | (self.num_rendezvous & _RENDEZVOUS_MASK) << 1
-            | self.is_clean
-        )
+    return (
+        done.run << _RUN_SHIFT
+        | (done.num_collectives & _COLLECTIVES_MASK) << _COLLECTIVES_SHIFT
+        | (done.num_unmatched & _UNMATCHED_MASK) << _UNMATCHED_SHIFT
+        | (done.num_rendezvous & _RENDEZVOUS_MASK) << 1
+        | done.is_clean
+    )
 
 
 class Lockstep:
@@ -62,14 +48,13 @@ class Lockstep:
         self._memory = mmap.mmap(-1, world_size * _WORD_BYTES)
         self._words = memoryview(self._memory).cast("Q")
         self._bells = [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(world_size)]
-        self._last: Ending | None = None
+        self._last = 0  # word of this rank
 
-    def publish(self, rank: int, ending: Ending) -> None:
+    def publish(self, rank: int, done: Done) -> None:
         """Publish the end of a test on a rank, and wake the ranks that wait for it."""
-        self._last = ending
-        self._words[rank] = ending.word
-        has_all = all(word >> _RUN_SHIFT >= ending.run for word in self._words)
-        if has_all or not ending.is_clean:
+        self._words[rank] = self._last = _word_of(done)
+        has_all = all(word >> _RUN_SHIFT >= done.run for word in self._words)
+        if has_all or not done.is_clean:
             for other, bell in enumerate(self._bells):
                 if other != rank:
                     with contextlib.suppress(OSError):  # a test closed it: others poll
@@ -81,7 +66,7 @@ class Lockstep:
         There is no time limit: if a rank died or hangs, the controller kills the gang.
         """
         own = self._last
-        if own is None or own.run != after or not own.is_clean:
+        if own >> _RUN_SHIFT != after or not own & 1:
             return False
         wait_ms = _SHORTEST_MS
         while True:
@@ -93,7 +78,7 @@ class Lockstep:
                     are_late = True
                 elif number == run:
                     has_agreed = True  # it started `run` only after agreeing
-                elif _without_unmatched(word) != _without_unmatched(own.word):
+                elif _without_unmatched(word) != _without_unmatched(own):
                     return False
                 num_unmatched += word >> _UNMATCHED_SHIFT & _UNMATCHED_MASK
             if not are_late:

@@ -80,10 +80,6 @@ class Loss:
         """Return whether its death will not be reported any more."""
         return self.pid is None or lives_on(self.pid) or now >= self.since + FORK_SERVER_LIMIT_S
 
-    def put_off(self, now: float) -> None:
-        """Check again later."""
-        self.next_look = now + _LOST_S
-
 
 @dataclass(slots=True, kw_only=True)
 class Gang:
@@ -334,7 +330,7 @@ class Supervisor:
         for gang in list(self._gangs.values()):
             self._carry_out(gang, gang.lifecycle.tick(now))
             for rank, loss in [pair for pair in gang.lost.items() if now >= pair[1].next_look]:
-                loss.put_off(now)
+                loss.next_look = now + _LOST_S
                 if loss.is_final(now):
                     self._handle_end(gang, rank, Broken(problem=_CLOSED))
             if gang.killed_at is not None and now >= gang.killed_at + FORK_SERVER_LIMIT_S:

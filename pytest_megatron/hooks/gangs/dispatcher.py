@@ -162,7 +162,7 @@ class Dispatcher:
         self._is_claiming = False  # room is being made for a test outside of the schedule
         option = session.config.option
         # Ranks that are copied live are copied under the name of the test that they run.
-        self._may_send_ahead = not pool.is_copying and not any(
+        self._may_send_ahead = not pool.tee.is_on and not any(
             getattr(option, name, None) for name in ("maxfail", "usepdb", "trace")
         )
         self._is_always_ahead = bool(os.environ.get(ALWAYS_AHEAD))
@@ -281,7 +281,7 @@ class Dispatcher:
 
     def _watch_for_others(self) -> None:
         while not self._has_closed.wait(_LEASE_POLL_S):
-            is_held = not self._pool.leases.is_empty
+            is_held = bool(self._pool.leases.of_gangs)
             if is_held and is_awaited() and self.lock.acquire(blocking=False):
                 try:
                     self._let_go()
@@ -295,7 +295,7 @@ class Dispatcher:
         pool.supervisor.pump(0.0)
         self._sweep()
         for gang in list(pool.gangs.values()):
-            if self._is_free(gang) and pool.leases.is_held_by(gang.number):
+            if self._is_free(gang) and gang.number in pool.leases.of_gangs:
                 pool.supervisor.close(gang)
 
     # Gangs and their executions
@@ -402,7 +402,7 @@ class Dispatcher:
 
     def _take_ends(self, gang: Gang) -> None:
         if gang.ends:
-            self._pool.catch_up(gang)
+            self._pool.tee.catch_up(gang)
         for end in gang.ends:
             _, execution = self._running.pop(end.run)
             execution.end = end

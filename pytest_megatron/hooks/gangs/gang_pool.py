@@ -37,7 +37,14 @@ from pytest_megatron.hooks.start.start_mode import PerRank, modules_to_load, why
 
 
 class Leases:
-    """Leases of gangs, including gangs whose ranks still collect."""
+    """Leases of devices.
+
+    Attributes:
+        of_gangs: By number of the gang.
+        prepared: Of gangs whose ranks still collect.
+        waiter: Shows others that this session waits for devices that they hold; None while it
+            does not.
+    """
 
     def __init__(self, write_line: Callable[[str], None]) -> None:
         """Create it without leases.
@@ -46,19 +53,9 @@ class Leases:
             write_line: Writes a line to the terminal, when waiting begins.
         """
         self._write_line = write_line
-        self._prepared: dict[GangSpec, Lease] = {}
-        self._of_gangs: dict[int, Lease] = {}
-        self._waiting: LeaseWaiter | None = None
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether this session waits for devices that others hold, which can see that."""
-        return self._waiting is not None
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no gang holds devices."""
-        return not self._of_gangs
+        self.prepared: dict[GangSpec, Lease] = {}
+        self.of_gangs: dict[int, Lease] = {}
+        self.waiter: LeaseWaiter | None = None
 
     def take(self, spec: GangSpec, num_gpus: int) -> Lease | None:
         """Lease devices for a gang, without waiting for them.
@@ -67,43 +64,31 @@ class Leases:
             spec: Spec of the gang; a lease that was put aside for it is taken first.
             num_gpus: Devices of this host that it needs.
         """
-        lease = self._prepared.pop(spec, None)
+        lease = self.prepared.pop(spec, None)
         if lease is not None:
             return lease
         gpus = this_host().gpus
         lease = try_lease(gpus, num_gpus)
-        if lease is None and self._waiting is None:
+        if lease is None and self.waiter is None:
             self._write_line(waiting_text(gpus, num_gpus))
-            self._waiting = LeaseWaiter()
-        if lease is not None and self._waiting is not None:
-            self._waiting.close()
-            self._waiting = None
+            self.waiter = LeaseWaiter()
+        if lease is not None and self.waiter is not None:
+            self.waiter.close()
+            self.waiter = None
         return lease
-
-    def put_aside(self, spec: GangSpec, lease: Lease) -> None:
-        """Reserve a lease for a gang whose ranks still collect."""
-        self._prepared[spec] = lease
-
-    def keep(self, gang: int, lease: Lease) -> None:
-        """Hold a lease as long as a gang lives."""
-        self._of_gangs[gang] = lease
-
-    def is_held_by(self, gang: int) -> bool:
-        """Return whether a gang holds devices."""
-        return gang in self._of_gangs
 
     def release(self, gang: int) -> None:
         """Release the lease of a gang, if it has one."""
-        lease = self._of_gangs.pop(gang, None)
+        lease = self.of_gangs.pop(gang, None)
         if lease is not None:
             lease.close()
 
     def close(self) -> None:
         """Release all leases."""
-        for lease in (*self._of_gangs.values(), *self._prepared.values()):
+        for lease in (*self.of_gangs.values(), *self.prepared.values()):
             lease.close()
-        self._of_gangs.clear()
-        self._prepared.clear()
+        self.of_gangs.clear()
+        self.prepared.clear()
 
 
 _CLOSING_S = 5.0  # for ranks to tear down after Ctrl-C
@@ -121,6 +106,7 @@ class GangPool:
         per_rank: Ranks that collect for themselves; None where they are forked from the session.
         rank_configs: Creates configurations of ranks.
         leases: Devices that gangs hold.
+        tee: Copies output of ranks to the terminal.
     """
 
     def __init__(
@@ -150,7 +136,7 @@ class GangPool:
             is_by_test=getattr(config.option, "cov_context", None) == "test"
         )
         self.rank_configs = RankConfigs(config, run, self._nodes, coverage)
-        self._tee = Tee(config, options, is_worker=run.is_worker)
+        self.tee = Tee(config, options, is_worker=run.is_worker)
         self._console = Console(config, options.pdb_rank, is_refusing=run.is_worker)
         self.leases = Leases(partial(write_line, config))
         self.per_rank: PerRank | None = None
@@ -222,11 +208,6 @@ class GangPool:
         return self._supervisor
 
     @property
-    def is_copying(self) -> bool:
-        """Whether output of ranks is copied to the terminal while they run."""
-        return self._tee.is_on
-
-    @property
     def is_closed(self) -> bool:
         """Whether it was shut down."""
         return self._supervisor is None
@@ -239,7 +220,7 @@ class GangPool:
         is_plain = self.per_rank is None and self.leader is None and spec.device == "cpu"
         if is_plain and spec not in self._spares and self.supervisor.fork_servers.has(0):
             gang = self._spares[spec] = self._make(spec, None)
-            self._tee.follow(gang)
+            self.tee.follow(gang)
             self.supervisor.start(gang)
 
     def is_spare(self, gang: Gang) -> bool:
@@ -263,7 +244,7 @@ class GangPool:
         if per_rank is not None and not self._has_collected(per_rank, spec, lease):
             return None
         gang = self._make(spec, lease)
-        self._tee.follow(gang)
+        self.tee.follow(gang)
         if per_rank is None:
             if self.leader is not None:
                 gang.missing = self.leader.missing(gang.configs)
@@ -282,7 +263,7 @@ class GangPool:
         is_ready = per_rank.is_ready(self.rank_configs.write(0, spec, lease))
         failures = per_rank.take_failures(spec.world_size) if is_ready else []
         if lease is not None and (failures or not is_ready):
-            self.leases.put_aside(spec, lease)
+            self.leases.prepared[spec] = lease
         self._report_failures(failures)
         return is_ready and not failures
 
@@ -319,7 +300,7 @@ class GangPool:
         )
         self.gangs[number] = gang
         if lease is not None:
-            self.leases.keep(number, lease)
+            self.leases.of_gangs[number] = lease
         return gang
 
     def num_free(self) -> int:
@@ -339,20 +320,16 @@ class GangPool:
 
     def pump(self) -> None:
         """Handle messages of ranks until there is news; copy their output."""
-        self.supervisor.pump(self._tee.wait_s(_LEASE_PUMP_S if self.leases.is_waiting else _PUMP_S))
+        self.supervisor.pump(self.tee.wait_s(_LEASE_PUMP_S if self.leases.waiter else _PUMP_S))
         self._console.settle()
-        self._tee.poll()
-
-    def catch_up(self, gang: Gang) -> None:
-        """Copy all output of a gang."""
-        self._tee.catch_up(gang)
+        self.tee.poll()
 
     def forget(self, gang: Gang) -> None:
         """Remove a gang that is gone, and release its devices."""
         del self.gangs[gang.number]
         if self.is_spare(gang):
             del self._spares[gang.spec]
-        self._tee.forget(gang)
+        self.tee.forget(gang)
         self.leases.release(gang.number)
         if self.per_rank is not None:
             self.per_rank.take_outputs(gang)

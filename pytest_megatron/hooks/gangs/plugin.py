@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import faulthandler
+import functools
 import itertools
 import os
 from collections.abc import Callable, Generator
@@ -117,10 +118,8 @@ class GangPlugin:
         self._current: pytest.Item | None = None
         self._nextitem: pytest.Item | None = None
         self._reruns: dict[pytest.Item, list[Signature]] = {}
-        self._make_report: pluggy.HookCaller | None = None
         self._is_replaying = False
         self._broken: Exception | None = None
-        self._allure: Allure | None = None
         self._limits_of_others: list[str] = []
 
     # Collection
@@ -371,7 +370,7 @@ class GangPlugin:
         execution = dispatcher.ended[item]
         warn_again(self._config, execution.ended)
         self._print(execution.ended)
-        self._open_allure.follow("setup", item=item)
+        self._allure.follow("setup", item=item)
         execution.stop_like_rank("setup")
 
     def _cause_to_rerun(self, item: pytest.Item) -> Signature | None:
@@ -390,9 +389,9 @@ class GangPlugin:
         """Report the subtests, which precede the report of the test."""
         execution = self._open_dispatcher.ended[item]
         execution.stop_like_rank("call")
-        self._open_allure.follow("call", item=item)
+        self._allure.follow("call", item=item)
         *subtests, merged_call = [m for m in execution.merged if m.when == "call"]
-        self._open_allure.set_times(item, merged_call)
+        self._allure.set_times(item, merged_call)
         for merged in subtests:
             report = build_report(item, merged)
             if report.failed:
@@ -405,16 +404,11 @@ class GangPlugin:
         execution.stop_like_rank("teardown")
         self._print(execution.ended, is_late=True)
         item.session._setupstate.teardown_exact(nextitem)
-        self._open_allure.follow("teardown", item=item, nextitem=nextitem)
+        self._allure.follow("teardown", item=item, nextitem=nextitem)
 
     def report_phase(self, item: pytest.Item, call: pytest.CallInfo[None]) -> pytest.TestReport:
         """Pass the report of a phase to plugins that did not see it in the ranks."""
         execution = self._open_dispatcher.ended[item]
-        manager = self._config.pluginmanager
-        if self._make_report is None:
-            conftests = manager._conftest_plugins  # not distinguishable otherwise
-            others = [p for p in manager.get_plugins() if p in conftests or self._had_part(p)]
-            self._make_report = manager.subset_hook_caller("pytest_runtest_makereport", others)
         merged, seen = execution.phase(call.when), call
         if merged.outcome == "failed":
             seen = copy.copy(call)
@@ -440,7 +434,7 @@ class GangPlugin:
     def _had_part(self, plugin: object) -> bool:
         """Return whether a plugin contributed to a report in the ranks, where it saw the phases."""
         is_ours = module_of(plugin).startswith(("_pytest.", "pytest_megatron."))
-        is_here = is_ours or is_of_controller(plugin) or plugin is self._open_allure.listener
+        is_here = is_ours or is_of_controller(plugin) or plugin is self._allure.listener
         return not is_here and is_of_phases(plugin)
 
     @pytest.hookimpl(tryfirst=True)
@@ -464,11 +458,16 @@ class GangPlugin:
 
     # Helpers
 
-    @property
-    def _open_allure(self) -> Allure:
-        if self._allure is None:
-            self._allure = Allure(self._config)
-        return self._allure
+    @functools.cached_property
+    def _allure(self) -> Allure:
+        return Allure(self._config)
+
+    @functools.cached_property
+    def _make_report(self) -> pluggy.HookCaller:
+        manager = self._config.pluginmanager
+        conftests = manager._conftest_plugins  # not distinguishable otherwise
+        others = [p for p in manager.get_plugins() if p in conftests or self._had_part(p)]
+        return manager.subset_hook_caller("pytest_runtest_makereport", others)
 
     @property
     def _open_pool(self) -> GangPool:

@@ -95,15 +95,9 @@ class RankConfigs:
 
     def shared_dir(self, rank_configs: tuple[RankConfig, ...]) -> str:
         """Return a directory that ranks of all nodes of a gang can write to."""
-        return self._shared_dir_of_nodes if rank_configs[-1].node_rank > 0 else self._shared_dir
-
-    @cached_property
-    def _shared_dir_of_nodes(self) -> str:
-        return str(self._run.run_dir.absolute() / "shared")
-
-    @cached_property
-    def _shared_dir(self) -> str:
-        return str(self._base_temp() / "shared")
+        spans_nodes = rank_configs[-1].node_rank > 0
+        parent = self._run.run_dir.absolute() if spans_nodes else self._base_temp()
+        return str(parent / "shared")
 
     def _base_temp(self) -> Path:
         factory = temp_factory(self._config)

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import Literal, cast
@@ -80,13 +80,9 @@ def excinfo_of(merged: Merged) -> pytest.ExceptionInfo[BaseException]:
     if isinstance(known, type) and issubclass(known, Exception):
         with contextlib.suppress(TypeError):  # a group takes more than a text
             error = known.__new__(known, text)
-    return pytest.ExceptionInfo.from_exc_info((type(error), error, _no_traceback()))
-
-
-def _no_traceback() -> TracebackType:
-    """Return a traceback for an exception that was raised in another process."""
-    frame = sys._getframe()
-    return TracebackType(None, frame, frame.f_lasti, frame.f_lineno)
+    frame = sys._getframe()  # the exception was raised in another process
+    traceback = TracebackType(None, frame, frame.f_lasti, frame.f_lineno)
+    return pytest.ExceptionInfo.from_exc_info((type(error), error, traceback))
 
 
 def count_failed_subtest(item: pytest.Item) -> None:
@@ -180,7 +176,8 @@ def _from_base(item: pytest.Item, merged: Merged) -> pytest.TestReport:
                 longrepr.addsection(title, text)
         else:
             shown = merged.message if isinstance(longrepr, tuple) else str(longrepr)  # a skip
-            report.longrepr = "\n".join([shown, "", *_block_lines(merged.blocks)])
+            blocks = [f"-- {title} --\n{text}" for title, text in merged.blocks]
+            report.longrepr = "\n".join([shown, "", *blocks])
     return report
 
 
@@ -226,7 +223,3 @@ def _crash(item: pytest.Item, merged: Merged) -> ExceptionChainRepr:
     for title, text in merged.blocks:
         longrepr.addsection(title, text)
     return longrepr
-
-
-def _block_lines(blocks: Sequence[tuple[str, str]]) -> list[str]:
-    return [line for title, text in blocks for line in (f"-- {title} --", text)]

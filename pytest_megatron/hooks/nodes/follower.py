@@ -134,7 +134,11 @@ class FollowerPlugin:
                     return connect(self._address, key, registration)
                 except WrongKeyError:
                     if waited_s >= timers_s:
-                        raise self._wrong_key() from None
+                        raise pytest.exit.Exception(
+                            f"node 0 at {options.rdzv_endpoint} has another key than this node; "
+                            f"{KEY_ADVICE}",
+                            BROKEN,
+                        ) from None
                 except OSError as error:
                     problem = problem or str(error)
             if waited_s > limit_s:
@@ -144,12 +148,6 @@ class FollowerPlugin:
                     BROKEN,
                 )
             time.sleep(RETRY_S)
-
-    def _wrong_key(self) -> BaseException:
-        return pytest.exit.Exception(
-            f"node 0 at {self._options.rdzv_endpoint} has another key than this node; {KEY_ADVICE}",
-            BROKEN,
-        )
 
     def _be_welcomed(self, channel: Channel) -> Welcome:
         """Return the settings of node 0.

@@ -15,15 +15,15 @@ import pytest
 
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang.ipc.channel import Listener, listen_on
-from pytest_megatron.gang.ipc.messages import RankConfig, SessionEnded, Welcome
+from pytest_megatron.gang.ipc.messages import Mirrored, RankConfig, SessionEnded, Welcome
 from pytest_megatron.gang.slurm_step import choose_ports
 from pytest_megatron.gang.supervisor.connections import Followers
 from pytest_megatron.gang.supervisor.supervisor import Supervisor
 from pytest_megatron.gang.topology import KEY_VARIABLE, Nodes, find_key
 from pytest_megatron.gpu.host import this_host
-from pytest_megatron.hooks.nodes.mirror import mirror_log, mirror_report, mirror_warning
+from pytest_megatron.hooks.gangs.other_plugins import write_once
+from pytest_megatron.hooks.nodes.mirror import describe_warning, mirror_log, serialise
 from pytest_megatron.hooks.options import Options
-from pytest_megatron.hooks.session import write_line
 
 MEETING_S = 300.0  # for every node to start and collect
 RETRY_S = 0.2
@@ -85,12 +85,11 @@ class Leader:
             pytest.exit.Exception: A node did not connect, or cannot join.
         """
         deadline = time.monotonic() + MEETING_S
-        reported: set[str] = set()
         while missing := [n for n in self._nodes if not self._is_there(n)]:
             names = ", ".join(map(str, missing))
-            self._write_once(f"node 0 waits at {self._endpoint} for node {names}", reported)
+            write_once(self._config, [f"node 0 waits at {self._endpoint} for node {names}"])
             if self._followers.num_wrong_keys:
-                self._write_once(f"a node with another key was refused; {KEY_ADVICE}", reported)
+                write_once(self._config, [f"a node with another key was refused; {KEY_ADVICE}"])
             if self._followers.refused:
                 raise pytest.exit.Exception("; ".join(self._followers.refused), BROKEN)
             if time.monotonic() > deadline:
@@ -127,7 +126,8 @@ class Leader:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Mirror."""
-        self._followers.broadcast(mirror_report(self._config, report))
+        data = serialise(self._config, report)
+        self._followers.broadcast(Mirrored(hook="pytest_runtest_logreport", data=data))
 
     def pytest_runtest_logfinish(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
         """Mirror."""
@@ -142,7 +142,8 @@ class Leader:
     ) -> None:
         """Mirror warnings of tests; each node has its own of the collection."""
         if when == "runtest":
-            self._followers.broadcast(mirror_warning(warning_message, when, nodeid, location))
+            data = describe_warning(warning_message, when, nodeid, location)
+            self._followers.broadcast(Mirrored(hook="pytest_warning_recorded", data=data))
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
         """Record the reason of the session's end."""
@@ -166,11 +167,6 @@ class Leader:
 
     def _is_there(self, node_rank: int) -> bool:
         return node_rank in self._followers.joined and self._supervisor.fork_servers.has(node_rank)
-
-    def _write_once(self, line: str, reported: set[str]) -> None:
-        if line not in reported:
-            reported.add(line)
-            write_line(self._config, line)
 
 
 def _listen(options: Options) -> Listener:

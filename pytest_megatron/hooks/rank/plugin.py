@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Generator
 from os import getpid  # a test may put another function in its place
 from pathlib import Path
-from typing import IO, cast
+from typing import IO
 
 import pluggy
 import pytest
@@ -28,7 +28,7 @@ from pytest_megatron.gang.originals import traceback
 from pytest_megatron.gang.rank import bootstrap
 from pytest_megatron.gang.rank import coverage as measure
 from pytest_megatron.gang.rank.collectives import count_collectives
-from pytest_megatron.gang.rank.lockstep import Ending, RankPipes
+from pytest_megatron.gang.rank.lockstep import RankPipes
 from pytest_megatron.gang.rank.logs import RankLogs, flush_streams
 from pytest_megatron.gang.rank.process_state import StateKeeper, look
 from pytest_megatron.hooks.gangs.other_plugins import (
@@ -37,7 +37,7 @@ from pytest_megatron.hooks.gangs.other_plugins import (
     write_snapshots,
 )
 from pytest_megatron.hooks.gangs.reports import failed_subtests
-from pytest_megatron.hooks.nodes.mirror import describe_warning, plain
+from pytest_megatron.hooks.nodes.mirror import describe_warning, serialise
 from pytest_megatron.hooks.rank.debugger import RankDebugger
 from pytest_megatron.process.tree import end_if_forked
 
@@ -178,14 +178,7 @@ class RankPlugin:
         """Publish the end of the test to other ranks, after it was sent to the controller."""
         lockstep = self._pipes.lockstep
         if lockstep is not None and not self._channel.is_closed:
-            ending = Ending(
-                run=done.run,
-                is_clean=done.is_clean,
-                num_collectives=done.num_collectives,
-                num_rendezvous=done.num_rendezvous,
-                num_unmatched=done.num_unmatched,
-            )
-            lockstep.publish(self.rank_config.rank, ending)
+            lockstep.publish(self.rank_config.rank, done)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
@@ -328,9 +321,7 @@ class RankPlugin:
         if call.excinfo is None:
             return None
         report = pytest.TestReport.from_item_and_call(previous, call)
-        config = session.config
-        found = config.hook.pytest_report_to_serializable(config=config, report=report)
-        return cast("JsonValue", plain(found))
+        return serialise(session.config, report)
 
     def _take(self, config: pytest.Config, report: pytest.TestReport) -> None:
         if (
@@ -341,8 +332,7 @@ class RankPlugin:
         ):
             self._reports.append([report.when, report.start, report.stop])
             return
-        found = config.hook.pytest_report_to_serializable(config=config, report=report)
-        self._reports.append(cast("JsonValue", plain(found)))
+        self._reports.append(serialise(config, report))
 
     @contextlib.contextmanager
     def _capturing(self, item: pytest.Item, when: str) -> Generator[None]:

@@ -123,6 +123,37 @@ class SessionTemplate:
                     importlib.import_module(name)
 
 
+def wait_for_fork_server(
+    supervisor: Supervisor,
+    limit_s: float,
+    problem: Callable[[], str],
+    restart: Callable[[], None],
+) -> None:
+    """Wait until the fork server of this node has registered; restart it once if it ended.
+
+    Args:
+        supervisor: Its connections.
+        limit_s: Time limit.
+        problem: Returns the reason of its end, or "" while it runs.
+        restart: Starts another one.
+
+    Raises:
+        LaunchError: It ended twice, or did not register in time.
+    """
+    deadline = time.monotonic() + limit_s
+    is_restarted = False
+    while not supervisor.fork_servers.has(0):
+        if reason := problem():
+            if is_restarted:
+                raise LaunchError("gang", f"the process that starts ranks ended: {reason}")
+            is_restarted = True
+            restart()
+        supervisor.pump(_CALL_S)
+        if time.monotonic() > deadline:
+            what = f"the process that starts ranks did not connect in {limit_s:g} s"
+            raise LaunchError("gang", what)
+
+
 class TemplateProcess:
     """The template process of this node, restarted once if it dies before it registers."""
 
@@ -140,15 +171,14 @@ class TemplateProcess:
         Raises:
             LaunchError: Neither registers.
         """
-        deadline = time.monotonic() + _FORK_SERVER_S
-        num_left = 1
-        while not self._supervisor.fork_servers.has(0):
-            if self._has_ended() and num_left:
-                num_left -= 1
-                self._pid = replace(self._make, loads=()).fork()
-            self._supervisor.pump(_CALL_S)
-            if time.monotonic() > deadline:
-                raise LaunchError("gang", "the process that starts ranks did not call")
+
+        def restart() -> None:
+            self._pid = replace(self._make, loads=()).fork()
+
+        def problem() -> str:
+            return "it was killed" if self._has_ended() else ""
+
+        wait_for_fork_server(self._supervisor, _FORK_SERVER_S, problem, restart)
 
     def close(self) -> None:
         """Wait until it has ended, once the supervisor was stopped."""

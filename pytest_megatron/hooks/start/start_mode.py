@@ -18,7 +18,6 @@ import pytest
 from typing_extensions import override
 
 from pytest_megatron.base.text import describe_exit, name_ranks
-from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang.collection import CollectionDifference, compare, digest_of, last_line
 from pytest_megatron.gang.crash import shorten_stack
 from pytest_megatron.gang.forkserver.fork_safety import find_obstacle
@@ -37,11 +36,11 @@ from pytest_megatron.hooks.start.environment import (
     find_rank_words,
     will_load_torch,
 )
+from pytest_megatron.hooks.start.forkserver import wait_for_fork_server
 from pytest_megatron.hooks.start.preload import PreloadedProcess, PreloadMode, start_preloaded
 
 _TORCH = "torch"
 _TORCH_FIXTURES = frozenset(("device", "process_group", "model_parallel"))
-_CALL_S = 0.1
 _PRELOAD_S = 120.0  # to load torch from a slow file system and register
 _OTHERS_S = 2.0  # for other ranks to fail as well, if one could collect nothing
 _STACKS_S = 5.0  # for stacks of ranks that are late
@@ -80,11 +79,6 @@ def modules_to_load(session: pytest.Session) -> tuple[str, ...]:
         not _TORCH_FIXTURES.isdisjoint(getattr(item, "fixturenames", ())) for item in session.items
     )
     return (_TORCH,) if is_asked_for or will_load_torch(loaded, root) else ()
-
-
-def ids_of_tests(session: pytest.Session) -> list[str]:
-    """Return the node ids of tests, which ranks collect as well; workloads are left out."""
-    return [item.nodeid for item in session.items if not _is_workload(item)]
 
 
 def make_session_info(
@@ -174,7 +168,10 @@ class PerRank:
         self._start_env: StartEnvironment = config.stash[KEY]
         self._worlds: dict[int, _World] = {}
         self._limit_s = options.rank_timeout_s or START_LIMIT_S
-        self._node_ids = ids_of_tests(session)
+        # Ranks collect tests only, no workloads.
+        own = __package__.partition(".")[0]
+        tests = [i for i in session.items if type(i).__module__.partition(".")[0] != own]
+        self._node_ids = [item.nodeid for item in tests]
         self._has_nodes = any("::" in argument for argument in config.args)
         self._info = make_session_info(
             config,
@@ -288,20 +285,16 @@ class PerRank:
 
     def _wait_for_preloaded(self) -> None:
         """Wait until the preloaded process has registered; restart it once if it was killed."""
-        deadline = time.monotonic() + _PRELOAD_S
-        num_left = 1
-        while not self._supervisor.fork_servers.has(0):
-            problem = self._preloaded.problem()
-            if problem and not num_left:
-                raise LaunchError("gang", f"the process that starts ranks ended: {problem}")
-            if problem:
-                num_left -= 1
-                self._worlds.clear()
-                self._preloaded.stop()
-                self._preloaded = self._begin()
-            self._supervisor.pump(_CALL_S)
-            if time.monotonic() > deadline:
-                raise LaunchError("gang", "the process that starts ranks did not call")
+
+        def restart() -> None:
+            self._worlds.clear()
+            self._preloaded.stop()
+            self._preloaded = self._begin()
+
+        def problem() -> str:
+            return self._preloaded.problem()
+
+        wait_for_fork_server(self._supervisor, _PRELOAD_S, problem, restart)
 
     def _start_collectors(self, world: _World, rank_configs: Sequence[RankConfig]) -> None:
         """Start the collectors of ranks."""
@@ -417,7 +410,3 @@ def _for_collecting(rank_config: RankConfig, number: int) -> RankConfig:
         log_dir=str(logs / str(rank_config.rank)),
         base_temp=str(temp / f"rank{rank_config.rank}"),
     )
-
-
-def _is_workload(item: pytest.Item) -> bool:
-    return type(item).__module__.partition(".")[0] == __package__.partition(".")[0]

@@ -1,6 +1,6 @@
-"""The `pytest11` entry point: registers the plugin's options and, where asked for, its roles.
+"""Entry point `pytest11`: options, fixtures and, where asked for, workloads and gangs.
 
-Runs at every pytest start, also of people who never use us: must import nothing heavy (no torch,
+Runs at every pytest start, also of people who never use it: must import nothing heavy (no torch,
 no pydantic, no yaml) and change nothing while none of our options is given.
 """
 

@@ -155,7 +155,7 @@ def limit_of_session(config: pytest.Config, options: Options) -> TimeLimit:
     Raises:
         pytest.UsageError: It is no time.
     """
-    if not options.is_rank_timeout_given and _has_timeout_plugin(config):
+    if "rank-timeout" not in options.given and _has_timeout_plugin(config):
         settings: dict[str, object] = {
             "--timeout": config.getoption("timeout", None),
             "PYTEST_TIMEOUT": os.environ.get("PYTEST_TIMEOUT"),

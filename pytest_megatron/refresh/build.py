@@ -24,7 +24,7 @@ from pytest_megatron.recipe.paths import case_path, fingerprint
 from pytest_megatron.refresh.candidate import Candidate
 from pytest_megatron.refresh.read import CANDIDATE
 from pytest_megatron.runs.environment import SessionFacts, utc_now
-from pytest_megatron.verdict.job import Training, WorkloadJob, plan_job
+from pytest_megatron.verdict.job import CheckedJob, Training, WorkloadJob
 
 _SIZES = {
     "tp": "--tensor-model-parallel-size",
@@ -66,22 +66,23 @@ def make_candidate(
 
 
 def make_prospect(
-    job: WorkloadJob, target: PurePosixPath, facts: SessionFacts, *, is_here: bool = True
+    checked: CheckedJob, target: PurePosixPath, facts: SessionFacts, *, is_here: bool = True
 ) -> Candidate:
     """Return what is known of a candidate before its training: all but the values.
 
     Args:
-        job: What is to be trained.
+        checked: What is to be trained.
         target: The golden that it may become.
         facts: Of this machine.
         is_here: Whether it will be trained on this machine, so that its GPUs are known.
     """
+    job = checked.job
     provenance = Provenance(
         commit=facts.commit,
         is_dirty=facts.is_dirty,
         gpu=_gpu(job, facts) if is_here else None,
         config_hash=_config_hash(job),
-        world_size=plan_job(job).phases[0].world_size,
+        world_size=checked.plan.phases[0].world_size,
     )
     return Candidate(
         node_id=job.node_id,

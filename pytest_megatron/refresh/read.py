@@ -27,7 +27,8 @@ from pytest_megatron.recipe.case import CaseMode, TestType, WorkloadCase, read_c
 from pytest_megatron.recipe.paths import CASES, GOLDENS
 from pytest_megatron.refresh.candidate import Candidate, Ran
 from pytest_megatron.runs.layout import RUN_FILE, ItemDirs
-from pytest_megatron.verdict.mode import compare_in_mode, metric_names_of
+from pytest_megatron.verdict.compare import compare_in_mode
+from pytest_megatron.verdict.job import metric_names_of
 
 CANDIDATE = "golden_candidate.json"
 REJECTED = "golden_rejected.json"

@@ -24,7 +24,7 @@ class Tee:
     def __init__(self, config: pytest.Config, options: Options, *, is_worker: bool) -> None:
         self._config = config
         self._options = options
-        is_wanted = config.getoption("capture", "no") == "no" or options.is_tee_typed
+        is_wanted = config.getoption("capture", "no") == "no" or "tee-ranks" in options.typed
         has_terminal = config.pluginmanager.has_plugin("terminalreporter")
         self.is_on = is_wanted and options.tee_ranks != () and not is_worker and has_terminal
         self._tails: dict[int, list[Tail]] = {}

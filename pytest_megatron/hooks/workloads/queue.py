@@ -22,7 +22,7 @@ from pytest_megatron.hooks.options import LOCAL
 from pytest_megatron.hooks.run_file import run_file_of
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.hooks.workloads.item import WorkloadItem, plugin_of
-from pytest_megatron.hooks.workloads.job import ItemRetries, refuse_or_warn
+from pytest_megatron.hooks.workloads.job import ItemRetries, show_findings
 from pytest_megatron.hooks.workloads.terminal import progress_text
 from pytest_megatron.runs.history import FILE_NAME, typical_durations
 from pytest_megatron.runs.layout import OWN_DIR
@@ -35,7 +35,7 @@ from pytest_megatron.verdict.scheduler import (
     WorkloadScheduler,
 )
 from pytest_megatron.verdict.text import is_due, queue_text
-from pytest_megatron.workload.run.log_watch import Progress, parse_progress
+from pytest_megatron.workload.run.runner import Progress, parse_progress
 
 _ERASE_BELOW = "\r\x1b[2K\x1b[1A"  # the line that we are in, and up to the one above
 
@@ -305,12 +305,12 @@ class QueuePlugin:
 
     def _begin(self, item: WorkloadItem) -> Sequence[Repeat]:
         """Plan a workload; what it says goes to the terminal under its name."""
-        job = plugin_of(self._config).prepare(item)
+        checked = plugin_of(self._config).prepare(item)
         live = self._terminal.listener(item.name)
-        refuse_or_warn(self._session, job, live)
+        checked = show_findings(self._session, checked, live)
         retries = ItemRetries(self._session, item.nodeid, live)
-        self._begun[item.nodeid] = (job, retries)
-        return begin(job, self._session.facts, live, retries)
+        self._begun[item.nodeid] = (checked.job, retries)
+        return begin(checked, self._session.facts, live, retries)
 
     def _history(self) -> Path:
         chosen = self._session.options.history

@@ -13,7 +13,7 @@ from pytest_megatron.base.files import JsonValue
 from pytest_megatron.verdict.job import WorkloadJob
 from pytest_megatron.verdict.text import plan_text
 from pytest_megatron.workload.plan.plan import AttemptPlan
-from pytest_megatron.workload.run.log_watch import Progress, parse_progress
+from pytest_megatron.workload.run.runner import Progress, parse_progress
 
 _LINE_EVERY_S = 10.0  # where the terminal cannot rewrite a line
 

@@ -54,7 +54,7 @@ PROCESS = f"""
             kinds["memfd"] += "memfd:" in target
             if "/ranks/" in target:
                 assert f"/{{rank}}/" in target
-        # The connection to the controller; what a rank shares with its nursery, and that, where it
+        # The connection to the controller; what a rank shares with its fork server, and that, where it
         # is of one rank, with another one.
         assert kinds["socket"] == 1
         assert (kinds["memfd"], kinds["pipe"]) in ((1, 1), (2, 2)), kinds

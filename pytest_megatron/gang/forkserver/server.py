@@ -120,9 +120,8 @@ class ForkServer:
         """Handle messages of the controller until it disconnects, then kill everything."""
         become_subreaper()
         wakeup, wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._own = [wakeup, wakeup_write] + (
-            [] if self._parent_pipe is None else [self._parent_pipe]
-        )
+        parent = [] if self._parent_pipe is None else [self._parent_pipe]
+        self._own = [wakeup, wakeup_write, *parent]
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
             signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
@@ -131,12 +130,7 @@ class ForkServer:
             while not self._channel.is_closed:
                 wait_s = _POLL_S if self._dying or self._stack_requests else None
                 channel = self._channel.fileno()
-                sources = (
-                    [channel, wakeup]
-                    if self._parent_pipe is None
-                    else [channel, wakeup, self._parent_pipe]
-                )
-                readable, _, _ = select.select(sources, [], [], wait_s)
+                readable, _, _ = select.select([channel, wakeup, *parent], [], [], wait_s)
                 if self._parent_pipe in readable:
                     return
                 if wakeup in readable:

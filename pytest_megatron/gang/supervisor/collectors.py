@@ -103,7 +103,7 @@ class RankCollectors:
 
     def kill(self, number: int) -> None:
         """Kill the collectors with a number."""
-        for key in [k for k, t in self._collectors.items() if t.number == number]:
+        for key in [k for k, c in self._collectors.items() if c.number == number]:
             del self._collectors[key]
         for node in self._nodes(number):
             node.send(Kill(gang=number))
@@ -135,7 +135,7 @@ class RankCollectors:
 
     def lose(self, channel: Channel) -> None:
         """Remove the collector of a closed connection."""
-        for place in [k for k, t in self._collectors.items() if t.channel is channel]:
+        for place in [k for k, c in self._collectors.items() if c.channel is channel]:
             del self._collectors[place]
 
     def close(self) -> None:
@@ -149,7 +149,7 @@ class RankCollectors:
         for node_rank in {config.node_rank for config in configs}:
             node = self._fork_servers.find(node_rank)
             if node is not None:
-                node.send(Fork(configs=tuple(o for o in configs if o.node_rank == node_rank)))
+                node.send(Fork(configs=tuple(c for c in configs if c.node_rank == node_rank)))
 
     def _nodes(self, number: int) -> list[Channel]:
         ranks = {config.node_rank for config in self._configs[number][0]}

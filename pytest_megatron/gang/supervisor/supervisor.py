@@ -413,7 +413,7 @@ class Supervisor:
         self.fork_servers.lose(source)
         self.collectors.lose(source)
         for gang in [g for g in self._gangs.values() if descriptor in g.fork_servers]:
-            self._lose(gang, [o for o in gang.configs if gang.keepers.get(o.rank) is source])
+            self._lose(gang, [c for c in gang.configs if gang.keepers.get(c.rank) is source])
             self._on_killed(gang, descriptor)
 
     def _give_up(self, gang: Gang) -> None:
@@ -429,7 +429,7 @@ class Supervisor:
             self._drain_rank(gang, config.rank)
             problem = _ORPHANED
             if config.node_rank > 0 and not self.fork_servers.has(config.node_rank):
-                ranks = [o.rank for o in gang.configs if o.node_rank == config.node_rank]
+                ranks = [c.rank for c in gang.configs if c.node_rank == config.node_rank]
                 problem = f"{describe_node(config.node_rank, ranks)} is gone"
                 if gang.lifecycle.state is not GangState.STARTING:
                     problem = f"is lost: {problem}"

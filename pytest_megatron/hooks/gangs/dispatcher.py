@@ -379,7 +379,7 @@ class Dispatcher:
         maxfail = item.config.option.maxfail
         log_starts: list[int] = []
         if num_reruns_of(item, self._num_reruns):
-            log_starts = [file_size(Path(o.log_dir, "stderr.log")) for o in gang.configs]
+            log_starts = [file_size(Path(c.log_dir, "stderr.log")) for c in gang.configs]
         execution = Execution(index, item, self._last.get(gang.number), log_starts)
         self._running[self._num_runs] = gang, execution
         self._last[gang.number] = item

@@ -116,7 +116,6 @@ def _serve(mode: PreloadMode) -> None:
         role="fork_server", gang=0, rank=-1, node_rank=info.node_rank, pid=os.getpid()
     )
     channel = connect(info.address, bytes.fromhex(info.key), registration)
-
     keeper = StoreKeeper()
     start_rank: StartRank = partial(_execute_rank, info)
     if mode == "fork":

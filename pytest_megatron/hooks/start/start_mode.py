@@ -193,7 +193,7 @@ class PerRank:
         )
         if world.lost and are_all_there:
             world.lost_at = world.lost_at or time.monotonic()
-            are_all_in = all(t.is_ready for t in world.collectors.values())
+            are_all_in = all(c.is_ready for c in world.collectors.values())
             return are_all_in or time.monotonic() > world.lost_at + _OTHERS_S
         if not are_all_there:
             return True
@@ -209,7 +209,7 @@ class PerRank:
         ]
         if wanted:
             self._start_collectors(world, wanted)
-        return not wanted and all(t.is_ready for t in world.collectors.values())
+        return not wanted and all(c.is_ready for c in world.collectors.values())
 
     def missing(self, size: int) -> dict[int, dict[str, str]]:
         """Return rank -> node id -> reason why the rank lacks the test."""
@@ -246,7 +246,7 @@ class PerRank:
     def take(self, size: int) -> None:
         """Record that a gang was started: collectors that became its ranks are used up."""
         collectors = self._worlds[size].collectors
-        for rank in [rank for rank, t in collectors.items() if t.is_single]:
+        for rank in [rank for rank, c in collectors.items() if c.is_single]:
             del collectors[rank]
 
     def extra(self) -> dict[str, str]:
@@ -300,7 +300,7 @@ class PerRank:
         """Start the collectors of ranks."""
         until = time.monotonic() + self._limit_s
         argv = self._start_env.argv
-        world.nodes |= {o.rank: configure_node(self._config, o, argv) for o in rank_configs}
+        world.nodes |= {c.rank: configure_node(self._config, c, argv) for c in rank_configs}
         rank_configs = tuple(
             replace(
                 _for_collecting(rank_config, self._supervisor.collectors.next_number),
@@ -345,7 +345,7 @@ class PerRank:
     def _drop_late(self, world: _World) -> None:
         """Request stacks of ranks that collect for too long; give up those that do not answer."""
         now = time.monotonic()
-        late = {r: t for r, t in world.collectors.items() if not t.is_ready and now > t.until}
+        late = {r: c for r, c in world.collectors.items() if not c.is_ready and now > c.until}
         for number in {collector.number for collector in late.values()}:
             ranks = tuple(rank for rank, collector in late.items() if collector.number == number)
             if all(late[rank].is_asked for rank in ranks):
@@ -357,7 +357,7 @@ class PerRank:
 
     def _give_up(self, world: _World, number: int, stacks: Stacks) -> None:
         """Record the current collector of late ranks as failed, and kill them."""
-        collectors = {r: t for r, t in world.collectors.items() if t.number == number}
+        collectors = {r: c for r, c in world.collectors.items() if c.number == number}
         for rank, collector in collectors.items():
             if collector.is_asked and not collector.is_ready:
                 node_id = stacks.phases.get(str(rank), "")

@@ -27,7 +27,7 @@ class PhaseReport:
 
     @property
     def is_xfail(self) -> bool:
-        """Whether it was expected to fail, regardless of its outcome."""
+        """True if it was expected to fail, regardless of its outcome."""
         return self.full is not None and "wasxfail" in self.full
 
     @property

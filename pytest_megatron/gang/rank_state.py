@@ -58,7 +58,7 @@ class RankState:
 
     @property
     def is_settled(self) -> bool:
-        """Whether it sends no more messages about this test."""
+        """True if it sends no more messages about this test."""
         is_ended = self.done is not None or self.exit_code is not None or bool(self.problem)
         return is_ended and not self.is_lost
 
@@ -132,7 +132,7 @@ class RunQueue:
 
     @property
     def has_enough(self) -> bool:
-        """Whether enough tests were sent ahead for a while."""
+        """True if enough tests were sent ahead for a while."""
         return self.num_ahead > MOST_AHEAD // 2
 
     def begin(self, run: Run, limit_s: float) -> None:

@@ -46,7 +46,7 @@ class Schedule:
 
     @property
     def is_empty(self) -> bool:
-        """Whether all tests were assigned."""
+        """True if all tests were assigned."""
         return not self._waiting
 
     def is_serial(self) -> bool:

@@ -124,7 +124,7 @@ class Channel:
 
     @property
     def has_message(self) -> bool:
-        """Whether a complete message is buffered."""
+        """True if a complete message is buffered."""
         return self._frame_end() is not None
 
     def drain(self) -> list[Message]:

@@ -125,7 +125,7 @@ class Gang:
 
     @property
     def is_gone(self) -> bool:
-        """Whether no process of it is left."""
+        """True if no process of it is left."""
         return self.lifecycle.state is GangState.GONE
 
     def holders(self) -> list[Channel]:

@@ -40,7 +40,7 @@ class _DebuggerRequest:
 
     @property
     def is_gone(self) -> bool:
-        """Whether it can no longer be debugged."""
+        """True if it can no longer be debugged."""
         state = self.gang.lifecycle.state
         return self.channel.is_closed or state not in (GangState.RUNNING, GangState.CLOSING)
 

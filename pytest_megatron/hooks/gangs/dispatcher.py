@@ -57,7 +57,7 @@ class Execution:
 
     @property
     def may_end_session(self) -> bool:
-        """Whether it has to be reported before another test starts."""
+        """True if it has to be reported before another test starts."""
         stops = [r.done.stop for r in self.end.ranks if r.done] if self.end else []
         return any(stops) or any(m.outcome == "failed" for m in self.merged)
 
@@ -172,12 +172,12 @@ class Dispatcher:
 
     @property
     def is_serial(self) -> bool:
-        """Whether at most one gang can run at any time."""
+        """True if at most one gang can run at any time."""
         return self._schedule.is_serial()
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is left to run or to report."""
+        """True if nothing is left to run or to report."""
         return self._schedule.is_empty and not self._running and not self.ended
 
     def next_to_report(self) -> pytest.Item | None:

@@ -209,7 +209,7 @@ class GangPool:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it was shut down."""
+        """True if it was shut down."""
         return self._supervisor is None
 
     def start_ahead(self, spec: GangSpec) -> None:

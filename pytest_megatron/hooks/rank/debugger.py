@@ -82,7 +82,7 @@ class RankDebugger:
 
     @property
     def is_open(self) -> bool:
-        """Whether this rank has permission."""
+        """True if this rank has permission."""
         return self._streams is not None
 
     def is_or_gets_open(self) -> bool:

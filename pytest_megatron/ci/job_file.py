@@ -1,4 +1,4 @@
-"""What a job of CI says of itself before it starts: `job.json` beside its run directory.
+"""Record of a CI job, written before it starts: `job.json` beside its run directory.
 
 A job that is killed, or whose pytest refuses to start, leaves nothing else; the summary still knows
 which one it was.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pytest_megatron.base.files import JsonValue, write_json_atomically
@@ -49,16 +49,7 @@ class CiJobRecord:
 
     def as_json(self) -> dict[str, JsonValue]:
         """Return what `job.json` holds."""
-        return {
-            "schema": 1,
-            "job": self.job,
-            "test_case": self.test_case,
-            "artifact": self.artifact,
-            "run_id": self.run_id,
-            "run_attempt": self.run_attempt,
-            "commit": self.commit,
-            "unique": self.unique,
-        }
+        return {"schema": 1, **asdict(self), "artifact": self.artifact}
 
 
 def slug(name: str) -> str:
@@ -108,7 +99,7 @@ def write_job(record: CiJobRecord, directory: Path) -> None:
 
 
 def read_job(content: Mapping[str, JsonValue], where: str) -> CiJobRecord:
-    """Read what `job.json` says.
+    """Return the record that `job.json` holds.
 
     Raises:
         CiError: It has no job, or a value of another kind than we write.

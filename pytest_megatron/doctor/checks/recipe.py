@@ -1,4 +1,4 @@
-"""What the rows of a recipe need against what is here."""
+"""Needs of a recipe's rows, compared with the machine and the environment."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from pytest_megatron.recipe.expand import Profile
 from pytest_megatron.recipe.load import find_recipes, load_recipe, project_words
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.recipe.paths import case_path
+from pytest_megatron.recipe.vocabulary import UNIT_MODEL
 from pytest_megatron.workload.checks.check import hits_of
 from pytest_megatron.workload.checks.rules import RuleMatch
 from pytest_megatron.workload.plan.plan import LAUNCHER_VARIABLE
@@ -27,7 +28,7 @@ _FT_DISTRIBUTION = "nvidia-resiliency-ext"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What of a recipe is asked about.
+    """Selection of a recipe's rows.
 
     Attributes:
         rows: The workloads that CI would run.
@@ -47,7 +48,10 @@ def read_needs(recipe: Path, root: Path, platforms: Iterable[str] = ()) -> Needs
     """
     words, chosen = project_words(root), frozenset(platforms)
     loaded = [
-        row for file in find_recipes([recipe]) for row in load_recipe(file, Profile.STRICT, words)
+        row
+        for file in find_recipes([recipe])
+        for row in load_recipe(file, Profile.STRICT, words)
+        if row.model != UNIT_MODEL
     ]
     rows = tuple(
         row

@@ -24,7 +24,7 @@ from pytest_megatron.gang.timers import GangState
 from pytest_megatron.gpu.lease import is_awaited
 from pytest_megatron.hooks.gangs.gang_pool import GangPool, has_left
 from pytest_megatron.hooks.gangs.reports import merge_problem
-from pytest_megatron.hooks.markers import num_reruns_of
+from pytest_megatron.hooks.markers import PhaseLimits, num_reruns_of
 from pytest_megatron.triage.signatures import Signature
 
 _NUM_LAST_LINES = 40  # room for a traceback, or the stacks of an aborted process
@@ -127,7 +127,7 @@ class Dispatcher:
         pool: GangPool,
         *,
         specs: Mapping[pytest.Item, GangSpec],
-        limits_s: Mapping[pytest.Item, float],
+        limits: Mapping[pytest.Item, PhaseLimits],
         num_reruns: int,
         is_by_hand: bool,
     ) -> None:
@@ -137,7 +137,7 @@ class Dispatcher:
             session: One that has collected.
             pool: Its gangs.
             specs: Items of gangs.
-            limits_s: Time limit of a phase of each.
+            limits: Of the phases of each.
             num_reruns: Reruns of an item without a marker after transient causes.
             is_by_hand: Whether pytest-xdist or `--sw` chooses the next test, not the schedule.
         """
@@ -145,7 +145,7 @@ class Dispatcher:
         self._items = session.items
         self._index = {item: index for index, item in enumerate(session.items)}
         self._specs = specs
-        self._limits_s = limits_s
+        self._limits = limits
         self._num_reruns = num_reruns
         self._is_by_hand = is_by_hand
         tests = [(self._index[item], spec, str(item.path)) for item, spec in specs.items()]
@@ -361,13 +361,13 @@ class Dispatcher:
                 break
             run = self._prepare(gang, index, next_index, after)
             after = run.run
-            runs.append((run, self._limits_s[item]))
+            runs.append((run, self._limits[item].phase_s))
         if runs:
             supervisor.send_ahead(gang, runs)
 
     def _assign(self, gang: Gang, index: int, next_index: int) -> None:
         run = self._prepare(gang, index, next_index)
-        self._pool.supervisor.assign(gang, run, limit_s=self._limits_s[self._items[index]])
+        self._pool.supervisor.assign(gang, run, limit_s=self._limits[self._items[index]].phase_s)
         self._take_ends(gang)
         if gang.spec.is_isolated and self._schedule.has_more(gang.spec):
             self._pool.start_ahead(gang.spec)
@@ -392,6 +392,7 @@ class Dispatcher:
             shared_dir=f"{self._pool.rank_configs.shared_dir(gang.configs)}{os.sep}{self._num_runs}",
             is_last_if_failed=bool(maxfail) and item.session.testsfailed + 1 >= maxfail,
             after=after,
+            call_limit_s=self._limits[item].call_s,
         )
 
     def _sweep(self) -> None:

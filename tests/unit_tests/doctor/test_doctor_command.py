@@ -22,6 +22,14 @@ from pytest_megatron.doctor.facts import Clock, Disk, EnvironmentFacts, MachineF
 from pytest_megatron.doctor.report import FORMATS
 from pytest_megatron.errors import EmptySelectionError, HostError, RecipeError
 
+UNITS = """\
+type: basic
+format_version: 1
+spec: {model: unit-tests, gpus: 2, platforms: cpu}
+products:
+  - test_case: [tests/unit_tests/**/*.py]
+    products: [{environment: [dev], scope: [unit-tests], tag: [latest]}]
+"""
 RECIPE = """\
 type: basic
 format_version: 1
@@ -94,6 +102,17 @@ def test_unusable_input_is_one_line(tmp_path: Path, staged: Staged) -> None:
     assert (result.exit_code, "give --for RECIPE too" in result.output) == (2, True)
 
 
+def test_rows_of_unit_tests_are_no_trainings(staged: Staged) -> None:
+    (staged.project / "recipes").mkdir()
+    recipe = staged.project / "recipes/units.yaml"
+    recipe.write_text(UNITS)
+    with pytest.raises(EmptySelectionError, match="no row is left"):
+        read_needs(recipe, staged.project)
+    (staged.project / "recipes/gpt.yaml").write_text(RECIPE)
+    rows = read_needs(recipe.parent, staged.project).rows
+    assert {row.model for row in rows} == {"gpt"}
+
+
 def test_rows_of_a_recipe_are_compared_with_what_is_here(staged: Staged) -> None:
     (staged.project / "recipes").mkdir()
     recipe = staged.project / "recipes/gpt.yaml"
@@ -149,6 +168,10 @@ def test_a_disk_that_fills_up_is_told_in_time(free: int, rule: str | None) -> No
         (Clock(now_s=NOW, fresh_s=2.0, ahead_s={Path("x"): 45.0}), None),
         (Clock(now_s=NOW, fresh_s=-420.0), "made now has a time 420 s behind it"),
         (Clock(now_s=NOW, fresh_s=90.0), "made now has a time 90 s ahead of it"),
+        (Clock(now_s=NOW, hardware_s=-5000.0), "the hardware's clock is 83 min behind it"),
+        (Clock(now_s=NOW, hardware_s=-86400.0), "the hardware's clock is 1440 min behind it"),
+        (Clock(now_s=NOW, hardware_s=-7201.0), None),  # it is in local time
+        (Clock(now_s=NOW, hardware_s=500.0), None),
         (Clock(now_s=0.0), "1970-01-01 00:00 UTC on this host: this version of pytest-megatron"),
     ],
 )

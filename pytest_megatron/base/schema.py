@@ -298,7 +298,9 @@ def _problem(schema: _Schema, error: ErrorDetails, at: YamlPath) -> SchemaProble
         text = f"is no JSON: {error['ctx']['error']}"
     elif kind == "missing":
         node, _ = _node_at(schema, loc)
-        expected = f", expected {_expected(schema, node, kind, None)}" if "enum" in node else ""
+        is_fixed = "const" in node
+        expected = str(node["const"]) if is_fixed else _expected(schema, node, kind, None)
+        expected = f", expected {expected}" if is_fixed or "enum" in node else ""
         text = f"is missing{expected}; add it"
     elif is_unknown:
         node, _ = _node_at(schema, loc[:-1])

@@ -12,6 +12,7 @@ from pytest_megatron.base.files import JsonValue
 from pytest_megatron.ci.decide import Decision
 from pytest_megatron.ci.table import CiTable
 from pytest_megatron.ci.test_files import Bucket
+from pytest_megatron.golden.policy import ComparedWorkload, ComparisonPolicy
 from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.runs.layout import item_dirs
@@ -38,6 +39,7 @@ class CiJob:
         env: Variables that go with it.
         files: The test files of a unit job.
         is_compared: Whether a workload is compared with a golden; None where that is not known.
+        policy: Under which a workload is compared; None for unit tests.
     """
 
     id: str
@@ -59,6 +61,7 @@ class CiJob:
     env: Mapping[str, str] = field(default_factory=dict)
     files: tuple[str, ...] = ()
     is_compared: bool | None = None
+    policy: ComparisonPolicy | None = None
 
     @property
     def command(self) -> str:
@@ -71,7 +74,12 @@ class CiJob:
         values = {f.name.removeprefix("is_"): getattr(self, f.name) for f in fields(self)}
         for name in ("argv", "env", "files"):
             del values[name]
-        return {**values, "num_files": len(self.files), "command": self.command}
+        return {
+            **values,
+            "num_files": len(self.files),
+            "policy": None if self.policy is None else self.policy.as_json(),
+            "command": self.command,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +120,7 @@ def workload_jobs(
     decision: Decision,
     table: CiTable,
     compares: Callable[[Workload], bool | None],
+    policy: ComparisonPolicy,
 ) -> tuple[CiJob, ...]:
     """Return a job for each row.
 
@@ -120,11 +129,13 @@ def workload_jobs(
         decision: How often and how short they run.
         table: For time limits.
         compares: Whether the row's case is compared with a golden, None where that is not known.
+        policy: Under which the project compares.
     """
     return tuple(
         replace(
             _workload_job(workload, decision, table),
             is_compared=not decision.is_lightweight and compares(workload),
+            policy=policy.at(ComparedWorkload.of(workload)),
         )
         for workload in workloads
     )

@@ -1,4 +1,4 @@
-"""A golden that may be written, and all that a run says of how it was measured. Pure data."""
+"""A golden that may be written, with the record of its measurement. Pure data."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Candidate:
 
 
 class GateRule(Enum):
-    """Why a golden is not written; the value is the name that is printed."""
+    """Reasons to refuse a golden; the value is the name that is printed."""
 
     # Never.
     DAMAGED = "damaged-run"
@@ -104,7 +104,7 @@ class GateRule(Enum):
     PLATFORM = "platform"
     GPU = "gpu"
     WORLD_SIZE = "world-size"
-    # Only with a reason.
+    # Only with a reason; `_SOFT` holds all from here on.
     LATE_START = "late-start"
     NOT_FALLING = "not-falling"
     IMPLAUSIBLE = "implausible"
@@ -120,35 +120,17 @@ class GateRule(Enum):
 
     @property
     def is_soft(self) -> bool:
-        """Whether a reason is enough."""
+        """True if a typed reason is enough."""
         return self in _SOFT
 
 
-_SOFT = frozenset(
-    (
-        *(
-            GateRule.LATE_START,
-            GateRule.NOT_FALLING,
-            GateRule.IMPLAUSIBLE,
-            GateRule.CONFIG,
-            GateRule.FEWER_STEPS,
-        ),
-        *(
-            GateRule.STEP_1,
-            GateRule.LOSS,
-            GateRule.BETTER,
-            GateRule.OUTSIDE,
-            GateRule.MEMORY,
-            GateRule.TIME,
-            GateRule.MASS,
-        ),
-    )
-)
+_RULES = list(GateRule)
+_SOFT = frozenset(_RULES[_RULES.index(GateRule.LATE_START) :])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why one golden, or a set of them, is not written.
+    """The reason to refuse one golden, or a set of them.
 
     Attributes:
         text: What was found, what was expected, what to do.
@@ -159,7 +141,7 @@ class Refusal:
 
     @property
     def line(self) -> str:
-        """For a person: the rule by name, then the text."""
+        """The rule by name, then the text."""
         return f"[{self.rule.value}] {self.text}"
 
 

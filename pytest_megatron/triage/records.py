@@ -1,4 +1,4 @@
-"""What our own run directory says about a launch beside its logs: exit code, how it was ended.
+"""Read records of a launch in our run directory: exit code, and how it was ended.
 
 Everything here may be missing or of another version; then nothing is known.
 """
@@ -36,7 +36,7 @@ def with_records(unit: Unit, root: Root | None, table: Table) -> Root | None:
 
 
 def is_mismatch(path: Path) -> bool:
-    """Whether a file is a comparison with a golden that failed."""
+    """Return true if a file is a comparison with a golden that failed."""
     return path.name == COMPARISON_FILE and read_record(path).get("passed") is False
 
 

@@ -6,16 +6,23 @@ counts no failure where it cannot ask for the jobs, d98e8a64dd
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.ci.summary.model import JobItem, JobRun
+from pytest_megatron.ci.summary.model import JobItem, JobRun, text_of
 
 SHORT_S = 0.1  # what takes less is no slow item
 SUCCESS = "success"
 FAILURE = "failure"
 SKIPPED = "skipped"
+_Policy: TypeAlias = Mapping[str, JsonValue]
+_NO_POLICY = (
+    "the plan has no policies, so that those of the jobs were not compared with it; make the plan "
+    "with the version of pytest-megatron that runs the jobs"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,12 +33,14 @@ class ExpectedJob:
         node_id: Of the workload that it must have run; None for unit tests.
         n_repeat: How often the workload is trained.
         is_compared: Whether it is compared with its golden; None where that is not known.
+        policy: Under which it is compared; None where the plan does not have it.
     """
 
     node_id: str | None = None
     n_repeat: int = 1
     is_lightweight: bool = False
     is_compared: bool | None = None
+    policy: Mapping[str, JsonValue] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +200,9 @@ def merge(
         jobs.append(job)
     if expected is not None:
         jobs += [_missing(name) for name in expected.jobs if name not in by_name]
+        workloads = [job for job in expected.jobs.values() if job.node_id is not None]
+        if any(job.policy is None for job in workloads):
+            notes.append(_NO_POLICY)
     problems = [*_commits(jobs, expected), *_results(results or {}, expected, jobs)]
     problems += _policies(jobs)
     return CiSummary(
@@ -253,13 +265,44 @@ def _differences(item: JobItem, planned: ExpectedJob) -> Iterator[str]:
         yield f"trained {item.node_id} {item.num_repeats} of {planned.n_repeat} times"
     if planned.is_compared and item.is_compared is False:
         yield f"did not compare {item.node_id} with its golden, which the plan has"
+    elif item.is_compared and (difference := _difference(item.policy, planned.policy)) is not None:
+        yield f"compared {item.node_id} under {difference}"
+
+
+def _difference(ran: _Policy | None, planned: _Policy | None) -> str | None:
+    """Return how the policy of a workload differs from the planned one, None if it does not.
+
+    The path of a policy's file does not count, only its content. A record of an earlier version has
+    a name alone.
+    """
+    if planned is None:
+        return None
+    if ran is None:
+        return f"an unknown policy, planned was {_policy_name(planned)}"
+    names = _policy_name(ran), _policy_name(planned)
+    keys = ("inherit", "sha256", "metrics") if "sha256" in ran else ()
+    differing = [key for key in keys if ran.get(key) != planned.get(key)]
+    if not (differing if keys else names[0] != names[1]):
+        return None
+    if names[0] != names[1]:
+        return f"policy {names[0]}, planned was {names[1]}"
+    key = differing[0]
+    found, wanted = (json.dumps(policy.get(key)) for policy in (ran, planned))
+    return f"policy {names[0]} with {key} {found}, planned was {wanted}"
+
+
+def _policy_name(policy: _Policy) -> str:
+    """Return the name of a policy, with what identifies the content of its file."""
+    digest = text_of(policy, "sha256")
+    name = text_of(policy, "name") or "unknown"
+    return name if digest is None else f"{name} (SHA-256 {digest[:12]})"
 
 
 def _policies(jobs: Sequence[JobRun]) -> list[str]:
     """Return a problem if not all workloads were compared under one policy."""
     found: dict[str, list[str]] = {}
     for job in jobs:
-        for policy in sorted({item.policy for item in job.items if item.policy is not None}):
+        for policy in sorted({_policy_name(i.policy) for i in job.items if i.policy is not None}):
             found.setdefault(policy, []).append(job.name)
     if len(found) < 2:  # noqa: PLR2004
         return []

@@ -72,7 +72,7 @@ class JobItem:
         num_repeats: How often a workload was trained to its end.
         is_compared: Whether a workload was compared with its golden; None where that is not known.
         is_lightweight: Whether it ran shortened.
-        policy: How it was compared; None where that is not known.
+        policy: Under which it was compared, as a plan has it; None where that is not known.
     """
 
     node_id: str
@@ -87,7 +87,7 @@ class JobItem:
     num_repeats: int = 0
     is_compared: bool | None = None
     is_lightweight: bool = False
-    policy: str | None = None
+    policy: Mapping[str, JsonValue] | None = None
 
     @property
     def is_bad(self) -> bool:

@@ -208,12 +208,16 @@ def _as_judged(
     compared = record.get("compared")  # records of 0.1 do not have it
     is_off = options.get("golden") == "off"
     is_compared = False if is_off else compared if isinstance(compared, bool) else None
+    policy = record.get("policy")
+    if not isinstance(policy, dict):  # nor do these have it
+        name = text_of(options, "golden_policy")
+        policy = None if name is None else {"name": name}
     return replace(
         item,
         num_repeats=len({row.get("repeat") for row in done}),
         is_compared=is_compared,
         is_lightweight=options.get("lightweight") is True,
-        policy=text_of(options, "golden_policy") if is_compared else None,
+        policy=policy if is_compared else None,
     )
 
 

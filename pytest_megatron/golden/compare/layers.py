@@ -31,14 +31,21 @@ from pytest_megatron.golden.compare.limits import (
     Worse,
 )
 from pytest_megatron.golden.compare.result import (
-    Allowed,
+    Comparison,
     ComparisonRule,
     Layer,
     SeriesSummary,
     StepDifference,
+    counting_layer,
     relative,
 )
-from pytest_megatron.golden.compare.series import Point, find_frozen, ulps_between
+from pytest_megatron.golden.compare.series import (
+    Point,
+    find_absent,
+    find_frozen,
+    find_unusable,
+    ulps_between,
+)
 from pytest_megatron.golden.model import Series
 from pytest_megatron.golden.provenance import Spread
 
@@ -47,7 +54,7 @@ LAST_DIGITS = 1e-4  # relative; what other kernels and other instructions round 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerFinding:
-    """What one layer says of one metric; `first`, `summary`, `notes` as in `Comparison`."""
+    """The result of one layer; `first`, `summary` and `notes` are those of `Comparison`."""
 
     layer: Layer
     first: StepDifference | None = None
@@ -55,50 +62,61 @@ class LayerFinding:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetricJudgement:
-    """What all layers say of one metric; the attributes are those of `Comparison`."""
-
-    passed: bool
-    rule: ComparisonRule
-    first: StepDifference | None = None
-    summary: SeriesSummary | None = None
-    notes: tuple[str, ...] = ()
-    layers: tuple[Layer, ...] = ()
-    allowed: Allowed | None = None
-
-
-def decide(findings: Iterable[LayerFinding], passed: MetricJudgement) -> MetricJudgement:
+def decide(findings: Iterable[LayerFinding], passed: Comparison) -> Comparison:
     """Return the answer of the first layer that failed; `passed` where none did."""
     found = tuple(findings)
-    layers = tuple(finding.layer for finding in found)
-    for finding in found:
-        if not finding.layer.passed:
-            return MetricJudgement(
-                passed=False,
-                rule=finding.layer.rule,
-                first=finding.first,
-                summary=finding.summary,
-                notes=finding.notes,
-                layers=layers,
-            )
-    return replace(passed, layers=layers)
-
-
-def exact_layer(points: list[Point], *, is_demanded: bool) -> list[LayerFinding]:
-    """Count the steps that differ at all, where none may."""
-    if not is_demanded:
-        return []
-    differing = [p for p in points if p.observed != p.golden]
-    layer = Layer(
-        rule=ComparisonRule.EXACT,
-        passed=not differing,
-        measured=float(len(differing)),
-        limit=0.0,
-        unit="steps differ",
+    answer = replace(passed, layers=(*passed.layers, *(finding.layer for finding in found)))
+    failed = next((finding for finding in found if not finding.layer.passed), None)
+    if failed is None:
+        return answer
+    return replace(
+        answer,
+        passed=False,
+        rule=failed.layer.rule,
+        first=failed.first,
+        summary=failed.summary,
+        notes=failed.notes,
     )
+
+
+def find_hole(
+    answer: Comparison, golden: Series, observed: Series, points: Sequence[Point]
+) -> Comparison:
+    """Return the answer after the layer of presence; it fails if a value is missing on either side.
+
+    Args:
+        answer: One that passes so far.
+        golden: The steps that must be there.
+        observed: The run's.
+        points: The steps at which both have a finite number.
+    """
+    presence = Layer(
+        rule=ComparisonRule.PRESENCE,
+        passed=bool(len(golden)) and len(points) >= len(golden),
+        measured=float(len(points)),
+        limit=float(len(golden)),
+        unit="steps",
+    )
+    if presence.passed:
+        return replace(answer, layers=(presence,))
+    answer = replace(answer, passed=False, layers=(presence,))
+    unusable = find_unusable(golden)
+    if unusable is not None:
+        return replace(answer, rule=ComparisonRule.GOLDEN_UNUSABLE, first=unusable)
+    absent = find_absent(golden, observed)
+    if absent is None:
+        note = "the golden has no value for it"
+        return replace(answer, rule=ComparisonRule.GOLDEN_UNUSABLE, first=None, notes=(note,))
+    rule, first, notes = absent
+    return replace(answer, rule=rule, first=first, notes=notes)
+
+
+def exact_layer(points: list[Point]) -> LayerFinding:
+    """Count the steps that differ at all, where none may."""
+    differing = [p for p in points if p.observed != p.golden]
+    layer = counting_layer(ComparisonRule.EXACT, len(differing), 0, "steps differ")
     if not differing:
-        return [LayerFinding(layer=layer)]
+        return LayerFinding(layer=layer)
     first = differing[0]
     largest = max(abs(relative(p.observed, p.golden)) for p in points)
     ulps = ulps_between(first.observed, first.golden)
@@ -108,13 +126,13 @@ def exact_layer(points: list[Point], *, is_demanded: bool) -> list[LayerFinding]
     ]
     if largest <= LAST_DIGITS:
         notes.insert(0, f"differs only in the last digits (largest {largest:.0e})")
-    return [LayerFinding(layer=layer, first=_outside(first, 0.0), notes=tuple(notes))]
+    return LayerFinding(layer=layer, first=_outside(first, 0.0), notes=tuple(notes))
 
 
 def loss_layers(
     golden: Series, observed: Series, points: list[Point], band: Band, limits: LossLimits
 ) -> Iterable[LayerFinding]:
-    """Judge a loss: first step, shape, early window, every step, mean and tail."""
+    """Yield the layers of a loss: first step, shape, early window, every step, mean and tail."""
     if points[0].step == 1:
         yield _step_1(points[0], band.allowed[0], limits)
     yield _shape(golden, observed, limits)
@@ -132,7 +150,7 @@ def loss_layers(
 
 
 def count_layers(points: list[Point], limits: CountLimits) -> Iterable[LayerFinding]:
-    """Judge a count: mean, mean of the tail, median; single steps vary too much.
+    """Yield the layers of a count: mean, mean of the tail, median; single steps vary too much.
 
     The means leave out the steps that differ most: after a change of container a few steps may have
     many times as many zeros. Nor may all steps together be off by much more.
@@ -167,7 +185,7 @@ def of_summary(
     limit: float | None = None,
     notes: tuple[str, ...] = (),
 ) -> LayerFinding:
-    """Return what a layer says that looks at one number made of many steps."""
+    """Return the result of a layer that compares one number made of many steps."""
     layer = Layer(
         rule=rule,
         passed=passed,
@@ -179,7 +197,7 @@ def of_summary(
 
 
 def is_within(summary: SeriesSummary, worse: Worse) -> bool:
-    """Whether a number is within its tolerance on the side where it is worse."""
+    """Return True if a number is within its tolerance on the side where it is worse."""
     off = relative(summary.observed, summary.golden)
     is_too_high = off > summary.tolerance and worse is not Worse.LOWER
     is_too_low = off < -summary.tolerance and worse is not Worse.HIGHER
@@ -187,7 +205,7 @@ def is_within(summary: SeriesSummary, worse: Worse) -> bool:
 
 
 def named(what: str, points: Sequence[Point]) -> str:
-    """Return what a number made of `points` is called."""
+    """Return the name of a number made of `points`."""
     return f"{what} of steps {points[0].step} to {points[-1].step}"
 
 
@@ -206,18 +224,12 @@ def _step_1(first: Point, allowed: float, limits: LossLimits) -> LayerFinding:
 def _shape(golden: Series, observed: Series, limits: LossLimits) -> LayerFinding:
     least = max(limits.frozen_steps, int(limits.frozen_fraction * len(golden)))
     frozen = find_frozen(golden, observed, least_steps=least)
-    steps = 0 if frozen is None else sum(frozen[0] <= s <= frozen[1] for s in golden.steps)
+    first, last = frozen or (0, -1)
+    num_steps = sum(first <= step <= last for step in golden.steps)
+    note = f"constant from step {first} to {last}, where the golden moves"
     return LayerFinding(
-        layer=Layer(
-            rule=ComparisonRule.FROZEN,
-            passed=frozen is None,
-            measured=float(steps),
-            limit=float(least - 1),
-            unit="steps",
-        ),
-        notes=()
-        if frozen is None
-        else (f"constant from step {frozen[0]} to {frozen[1]}, where the golden moves",),
+        layer=counting_layer(ComparisonRule.FROZEN, num_steps, least - 1, "steps"),
+        notes=() if frozen is None else (note,),
     )
 
 
@@ -227,21 +239,15 @@ def _every_step(
     """Count the steps outside of the band; name the one that comes nearest, or goes farthest."""
     outside = [(p, a) for p, a in pairs if not abs(p.signed) <= a]
     worst, widest = max(pairs, key=_excess)
-    layer = Layer(
-        rule=rule,
-        passed=len(outside) <= budget,
-        measured=float(len(outside)),
-        limit=float(budget),
-        unit="steps outside",
-        place=f"{_size(abs(worst.signed), worst)} of {_size(widest, worst)} at step {worst.step}",
-    )
+    place = f"{_size(abs(worst.signed), worst)} of {_size(widest, worst)} at step {worst.step}"
+    layer = counting_layer(rule, len(outside), budget, "steps outside", place)
     count = f"{len(outside)} of {len(pairs)} steps outside, {budget} may be"
     first = _outside(*outside[0]) if outside else None
     return LayerFinding(layer=layer, first=first, notes=(count, note))
 
 
 def _outlier(pairs: Sequence[tuple[Point, float]], factor: float, band: Band) -> LayerFinding:
-    """Look at the step that is farthest outside: even one that may be outside has a limit.
+    """Check the step that is farthest outside: even one that may be outside has a limit.
 
     That is some bands and, where the noise is not known, some times what its neighbours are off by:
     noise comes in company, and a step that is off alone is a fault.
@@ -266,14 +272,14 @@ def _outlier(pairs: Sequence[tuple[Point, float]], factor: float, band: Band) ->
 
 
 def _in_company(points: Sequence[Point], at: int) -> float:
-    """Return by how much a step may be off, by what most of the steps around it are off."""
+    """Return the deviation allowed at a step, given those of the steps around it."""
     around = [*points[max(0, at - NEIGHBOURS) : at], *points[at + 1 : at + 1 + NEIGHBOURS]]
     off = sorted(abs(p.signed) for p in around)
     return NEIGHBOUR_FACTOR * off[int(NEIGHBOUR_PART * len(off))] if off else 0.0
 
 
 def _windows(points: Sequence[Point], limit: float, band: Band) -> LayerFinding:
-    """Look for a shift that lasts for a part of the training; name the window farthest off."""
+    """Find a shift that lasts for a part of the training; name the window farthest off."""
     size = max(LEAST_WINDOW_STEPS, len(points) // NUM_WINDOWS)
     starts = range(0, max(1, len(points) - size + 1), size)
     windows = [points[start : start + size] for start in starts]
@@ -289,7 +295,7 @@ def _windows(points: Sequence[Point], limit: float, band: Band) -> LayerFinding:
 
 
 def _mean(rule: ComparisonRule, points: Sequence[Point], allowed: float, note: str) -> LayerFinding:
-    """Look for a small shift that lasts."""
+    """Find a small shift that lasts."""
     observed, golden = _means(points)
     tolerance = allowed / abs(golden) if golden else math.inf
     summary = SeriesSummary(
@@ -352,7 +358,7 @@ _Statistic = Callable[[Sequence[float]], float]
 def cost_layers(
     points: list[Point], limits: CostLimits, spread: Spread | None = None
 ) -> Iterable[LayerFinding]:
-    """Judge a time or a rate after the warm-up: its median, and how bad its worse steps are.
+    """Yield the layers of a time or a rate after the warm-up: its median and a quartile.
 
     Args:
         points: Of the run and the golden.
@@ -363,27 +369,30 @@ def cost_layers(
     steady = points[max(1, int(limits.warm_up * len(points))) :] or points
     noise = TIME_SPREADS * _median_of(spread, {point.step for point in steady})
     median, quartile = max(limits.median, noise), max(limits.quartile, noise)
-    yield _layer(ComparisonRule.MEDIAN, "median", steady, statistics.median, (median, limits.worse))
+    yield statistic_layer(
+        ComparisonRule.MEDIAN, "median", steady, statistics.median, (median, limits.worse)
+    )
     quarter = _lower_quartile if limits.worse is Worse.LOWER else _upper_quartile
     name = "lower quartile" if limits.worse is Worse.LOWER else "upper quartile"
-    yield _layer(ComparisonRule.QUARTILE, name, steady, quarter, (quartile, limits.worse))
+    yield statistic_layer(ComparisonRule.QUARTILE, name, steady, quarter, (quartile, limits.worse))
 
 
 def memory_layers(points: list[Point], limits: MemoryLimits) -> Iterable[LayerFinding]:
-    """Judge memory by its peak and by its median, so that neither a spike nor a shift hides."""
-    yield _layer(ComparisonRule.PEAK, "peak", points, max, (limits.peak, limits.worse))
-    yield _layer(
+    """Yield the layers of memory, its peak and median, so that neither spike nor shift hides."""
+    yield statistic_layer(ComparisonRule.PEAK, "peak", points, max, (limits.peak, limits.worse))
+    yield statistic_layer(
         ComparisonRule.MEDIAN, "median", points, statistics.median, (limits.median, limits.worse)
     )
 
 
-def _layer(
+def statistic_layer(
     rule: ComparisonRule,
     name: str,
     points: Sequence[Point],
     of: _Statistic,
     limit: tuple[float, Worse],
 ) -> LayerFinding:
+    """Compare one statistic of all steps on the side where it is worse."""
     tolerance, worse = limit
     summary = SeriesSummary(
         name=named(name, points),

@@ -1,4 +1,4 @@
-"""Compares a reinforcement-learning run with its golden, under either policy. Pure.
+"""Comparison of a reinforcement-learning run with its golden, under either policy. Pure.
 
 The loss of such a run lies around zero, so that a relative band says little: each step may be off
 by a part of the golden or by a small amount. Under `strict` the loss is always compared, under
@@ -12,25 +12,22 @@ Source: Megatron-LM tests/functional_tests/python_test_utils/test_grpo_training_
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pytest_megatron.golden.compare.layers import is_within, of_summary
+from pytest_megatron.golden.compare.layers import decide, find_hole, statistic_layer
 from pytest_megatron.golden.compare.limits import Worse
 from pytest_megatron.golden.compare.result import (
     Comparison,
     ComparisonRule,
-    Layer,
-    SeriesSummary,
     StepDifference,
     allowed_of,
+    counting_layer,
     relative,
 )
 from pytest_megatron.golden.compare.series import (
     Point,
     align,
-    find_absent,
-    find_unusable,
     first_difference,
     measure,
     shared_points,
@@ -44,15 +41,14 @@ _LOSS_SPELT_OTHERWISE = "lm-loss"
 _TIME = "iteration-time"
 _MEMORY = ("mem-allocated-bytes", "mem-max-allocated-bytes")
 # A policy file changes these under the names that they have for a training.
-_LOSS: Mapping[str, float] = {"band": 0.01, "absolute": 1e-6}
-_TIME_LIMITS: Mapping[str, float] = {"median": 0.15}
-_MEMORY_LIMITS: Mapping[str, float] = {"peak": 0.10}
+_LOSS_BAND, _LOSS_ABSOLUTE = 0.01, 1e-6
+_TIME_MEDIAN, _MEMORY_PEAK = 0.15, 0.10
 _LEARNED_FACTOR = 4.0  # standard deviations of the repeats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RlRules:
-    """How a run is judged.
+    """The policy and conditions of a comparison.
 
     Attributes:
         policy: Which policy judges.
@@ -63,21 +59,6 @@ class RlRules:
     policy: ComparisonPolicy
     start: int = 1
     not_timed: str | None = None
-
-    @property
-    def is_strict(self) -> bool:
-        """Whether it is `strict` that judges, or what inherits from it."""
-        return self.policy.is_strict
-
-    def limit(self, metric: str, key: str, defaults: Mapping[str, float]) -> float:
-        """Return one limit, after what the policy changes of it."""
-        value = self.policy.settings(metric).get(key)
-        return float(value) if isinstance(value, int | float) else defaults[key]
-
-    def worse(self, metric: str, default: Worse) -> Worse:
-        """Return the side of the golden that fails."""
-        value = self.policy.settings(metric).get("worse")
-        return value if isinstance(value, Worse) else default
 
 
 def rl_metrics(metrics: Sequence[str] | None) -> tuple[str, ...]:
@@ -107,7 +88,7 @@ def compare_rl(
     golden = replace(golden, metrics=with_one_loss_name(golden.metrics))
     observed = with_one_loss_name(observed)
     answers = [_compare(golden, observed, metric, rules) for metric in metrics]
-    if not rules.is_strict:  # the run has to have whatever the golden has, compared or not
+    if not rules.policy.is_strict:  # the run has to have whatever the golden has, compared or not
         answers += [
             Comparison(
                 metric=m, passed=False, rule=ComparisonRule.NO_METRIC, golden_path=golden.path
@@ -125,62 +106,39 @@ def _compare(golden: Golden, observed: MetricMap, metric: str, rules: RlRules) -
     expected, got = golden.metrics.get(metric), observed.get(metric)
     if expected is None or got is None:
         rule = ComparisonRule.NO_GOLDEN if expected is None else ComparisonRule.NO_METRIC
-        is_let_through = expected is None and not rules.is_strict
+        is_let_through = expected is None and not rules.policy.is_strict
         note = "Megatron-LM passes what the golden does not have"
         return _unjudged(answer, note) if is_let_through else replace(answer, rule=rule)
     expected, got = align(expected, got)
     points = shared_points(expected, got)
     answer = replace(answer, deviation=measure(points), first=first_difference(expected, got))
     is_timed = metric == _TIME or metric in _MEMORY
-    if not rules.is_strict and not is_timed:
+    if not rules.policy.is_strict and not is_timed:
         return _unjudged(answer, "Megatron-LM does not compare it")
     if metric == _TIME:  # a step without a time, such as the first, is no hole
         expected = _finite(expected)
-    presence = Layer(
-        rule=ComparisonRule.PRESENCE,
-        passed=len(points) >= len(expected),
-        measured=float(len(points)),
-        limit=float(len(expected)),
-        unit="steps",
-    )
-    answer = replace(answer, layers=(presence,))
-    hole = _find_hole(answer, expected, got)
-    return _judge(answer, points, golden, rules) if hole is None else hole
+    answer = find_hole(replace(answer, passed=True), expected, got, points)
+    return _judge(answer, points, golden, rules) if answer.passed else answer
 
 
 def _judge(answer: Comparison, points: list[Point], golden: Golden, rules: RlRules) -> Comparison:
-    """Judge two whole series by the kind of the metric."""
-    is_time, is_memory = answer.metric == _TIME, answer.metric in _MEMORY
-    if (is_time or is_memory) and rules.not_timed is not None:
+    """Compare two whole series by the kind of the metric."""
+    if answer.metric != _TIME and answer.metric not in _MEMORY:
+        return _judge_loss(answer, points, golden, rules)
+    if rules.not_timed is not None:
         return _unjudged(answer, rules.not_timed)
-    if is_time:
-        return _judge_time(answer, points, rules)
-    return (
-        _judge_memory(answer, points, rules)
-        if is_memory
-        else _judge_loss(answer, points, golden, rules)
-    )
-
-
-def _find_hole(answer: Comparison, golden: Series, observed: Series) -> Comparison | None:
-    """Look for what is not there, on either side."""
-    unusable = find_unusable(golden)
-    if unusable is not None or not len(golden):
-        return replace(answer, rule=ComparisonRule.GOLDEN_UNUSABLE, first=unusable)
-    absent = find_absent(golden, observed)
-    if absent is None:
-        return None
-    rule, first, notes = absent
-    return replace(answer, rule=rule, first=first, notes=notes)
+    return _judge_cost(answer, points, rules)
 
 
 def _judge_loss(
     answer: Comparison, points: list[Point], golden: Golden, rules: RlRules
 ) -> Comparison:
-    """Judge every step: by a part of the golden, a small amount, or what repeats differed by."""
+    """Compare every step: within a part of the golden, a small amount, or the spread of repeats."""
     spread = None if golden.provenance is None else golden.provenance.spread.get(answer.metric)
     at = dict(spread.items()) if isinstance(spread, Series) else {}
-    band, absolute = (rules.limit(answer.metric, key, _LOSS) for key in ("band", "absolute"))
+    policy = rules.policy
+    band = policy.limit(answer.metric, "band", _LOSS_BAND)
+    absolute = policy.limit(answer.metric, "absolute", _LOSS_ABSOLUTE)
     outside: list[StepDifference] = []
     widths: dict[int, float] = {}
     for point in points:
@@ -201,14 +159,8 @@ def _judge_loss(
                 )
             )
     answer = replace(answer, allowed=allowed_of(widths, absolute))
-    layer = Layer(
-        rule=ComparisonRule.BAND,
-        passed=not outside,
-        measured=float(len(outside)),
-        limit=0.0,
-        unit="steps outside",
-        place=f"band {band:g} and {absolute:g} absolute",
-    )
+    place = f"band {band:g} and {absolute:g} absolute"
+    layer = counting_layer(ComparisonRule.BAND, len(outside), 0, "steps outside", place)
     first = outside[0] if outside else answer.first
     return replace(
         answer,
@@ -219,46 +171,27 @@ def _judge_loss(
     )
 
 
-def _judge_time(answer: Comparison, points: list[Point], rules: RlRules) -> Comparison:
-    """Judge the median after the warm-up; under `strict` faster is fine."""
-    steady = points[rules.start :] or points
-    summary = SeriesSummary(
-        name=f"median of steps {steady[0].step} to {steady[-1].step}",
-        observed=statistics.median(p.observed for p in steady),
-        golden=statistics.median(p.golden for p in steady),
-        tolerance=rules.limit(answer.metric, "median", _TIME_LIMITS),
-    )
-    default = Worse.HIGHER if rules.is_strict else Worse.EITHER
-    return _of_summary(answer, summary, ComparisonRule.MEDIAN, rules.worse(answer.metric, default))
+def _judge_cost(answer: Comparison, points: list[Point], rules: RlRules) -> Comparison:
+    """Compare the median time or the peak of memory after the warm-up.
 
-
-def _judge_memory(answer: Comparison, points: list[Point], rules: RlRules) -> Comparison:
-    """Judge the peak after the first step; under `strict` both ways: less was done with less."""
-    steady = points[1:] or points
-    summary = SeriesSummary(
-        name=f"peak of steps {steady[0].step} to {steady[-1].step}",
-        observed=max(p.observed for p in steady),
-        golden=max(p.golden for p in steady),
-        tolerance=rules.limit(answer.metric, "peak", _MEMORY_LIMITS),
-    )
-    default = Worse.EITHER if rules.is_strict else Worse.HIGHER
-    return _of_summary(answer, summary, ComparisonRule.PEAK, rules.worse(answer.metric, default))
-
-
-def _of_summary(
-    answer: Comparison, summary: SeriesSummary, rule: ComparisonRule, worse: Worse
-) -> Comparison:
-    passed = is_within(summary, worse)
-    off = f"{summary.name} {relative(summary.observed, summary.golden):+.1%}"
-    layer = of_summary(rule, summary, passed=passed).layer
-    return replace(
-        answer,
-        passed=passed,
-        rule=rule,
-        summary=None if passed else summary,
-        notes=(off,) if passed else (),
-        layers=(*answer.layers, layer),
-    )
+    Under `strict` a faster run passes; less memory fails, since less was done with it.
+    """
+    policy, metric = rules.policy, answer.metric
+    if metric == _TIME:
+        steady = points[rules.start :] or points
+        worse = policy.worse(metric, Worse.HIGHER if policy.is_strict else Worse.EITHER)
+        limit = (policy.limit(metric, "median", _TIME_MEDIAN), worse)
+        found = statistic_layer(ComparisonRule.MEDIAN, "median", steady, statistics.median, limit)
+    else:
+        steady = points[1:] or points
+        worse = policy.worse(metric, Worse.EITHER if policy.is_strict else Worse.HIGHER)
+        limit = (policy.limit(metric, "peak", _MEMORY_PEAK), worse)
+        found = statistic_layer(ComparisonRule.PEAK, "peak", steady, max, limit)
+    assert found.summary is not None
+    off = relative(found.summary.observed, found.summary.golden)
+    notes = (f"{found.summary.name} {off:+.1%}",)
+    judged = decide([found], replace(answer, rule=found.layer.rule, notes=notes))
+    return replace(judged, first=answer.first)
 
 
 def _unjudged(answer: Comparison, note: str) -> Comparison:

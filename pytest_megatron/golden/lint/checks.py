@@ -1,4 +1,4 @@
-"""What is wrong inside one golden file, alone and beside its test case. Pure.
+"""Checks of one golden file, alone and beside its test case. Pure.
 
 Which rows read the file and where it lies is `lint.py`'s.
 """
@@ -41,8 +41,8 @@ class GoldenFile:
     Attributes:
         value: Its JSON object.
         text: The text of that, for the lines of findings.
-        is_ours: Whether it lies in `golden_values/`.
-        is_read: Whether a row of the recipes reads it; what nobody reads is no error.
+        is_ours: True if it lies in `golden_values/`.
+        is_read: True if a row of the recipes reads it; problems of an unread file are no errors.
     """
 
     path: Path
@@ -51,6 +51,16 @@ class GoldenFile:
     document: GoldenDocument
     is_ours: bool
     is_read: bool
+
+    @property
+    def provenance(self) -> Provenance | None:
+        """The provenance, None without one.
+
+        Raises:
+            GoldenError: It is broken.
+        """
+        value = self.document.provenance
+        return None if value is None else parse_provenance(value, str(self.path))
 
     def line_of(self, name: str, step: int | None = None) -> int | None:
         """Return the line of a top-level key, or of a step below it."""
@@ -68,30 +78,29 @@ class GoldenFile:
 
 
 class FindingGroup:
-    """Says once what is wrong with several metrics of a file."""
+    """Findings of one file, in which metrics with the same problem share one."""
 
     def __init__(self, sheet: GoldenFile) -> None:
-        """Begin with none."""
+        """Begin without findings."""
         self.sheet = sheet
         self._names: dict[tuple[str, str], list[str]] = {}
 
     def add(self, rule: str, name: str, message: str) -> None:
-        """Note what is wrong with a metric."""
+        """Add a problem of one metric."""
         self._names.setdefault((rule, message), []).append(name)
 
     def findings(self) -> Iterator[Finding]:
-        """Yield what was noted."""
+        """Yield the findings."""
         for (rule, message), names in self._names.items():
+            is_error = rule in ("golden-empty", "golden-truncated")
+            line = self.sheet.line_of(names[0])
             yield self.sheet.finding(
-                rule,
-                f"{', '.join(names)}: {message}",
-                line=self.sheet.line_of(names[0]),
-                is_error=rule in ("golden-empty", "golden-truncated"),
+                rule, f"{', '.join(names)}: {message}", line=line, is_error=is_error
             )
 
 
 def check_content(sheet: GoldenFile) -> Iterator[Finding]:
-    """Yield what is wrong in the file itself."""
+    """Yield the problems of the file itself."""
     yield from _check_provenance(sheet)
     generation = sheet.document.generation
     if generation is not None and (problem := find_not_finite(generation)):
@@ -141,20 +150,18 @@ def _has_metric(document: GoldenDocument, name: str) -> bool:
 
 
 def _check_provenance(sheet: GoldenFile) -> Iterator[Finding]:
-    value = sheet.document.provenance
-    if value is None:
-        if sheet.is_ours:
-            message = "has no _provenance, so nobody knows what it was measured with; record it"
-            yield sheet.finding("golden-provenance", f"{message} again")
-        return
     line = sheet.line_of("_provenance")
     try:
-        provenance = parse_provenance(value, str(sheet.path))
+        provenance = sheet.provenance
     except GoldenError as error:
         yield sheet.finding("golden-provenance", error.problem, line=line, is_error=True)
         return
-    for message in _doubts(provenance):
-        yield sheet.finding("golden-provenance", f"{message}; record it again", line=line)
+    if provenance is not None:
+        for message in _doubts(provenance):
+            yield sheet.finding("golden-provenance", f"{message}; record it again", line=line)
+    elif sheet.is_ours:
+        message = "has no _provenance, so nobody knows what it was measured with; record it again"
+        yield sheet.finding("golden-provenance", message)
 
 
 def _doubts(provenance: Provenance) -> Iterator[str]:
@@ -218,14 +225,14 @@ def _check_precision(together: FindingGroup, name: str, series: Series) -> None:
 
 @dataclass(slots=True)
 class Commits:
-    """What a repository knows of commits; nothing where there is no git or not all history."""
+    """Look-ups of commits in a repository; empty without git or without the whole history."""
 
     root: Path
     _known: dict[str, bool] = field(default_factory=dict)
     _is_complete: bool | None = None
 
     def lacks(self, commit: str) -> bool:
-        """Whether the repository has all its history and no such commit in it."""
+        """Return True if the repository has all its history, and no such commit."""
         if self._is_complete is None:
             shallow = ask_git(self.root, "rev-parse", "--is-shallow-repository")
             self._is_complete = shallow == "false"
@@ -249,7 +256,7 @@ class Commits:
 def check_origin(
     sheet: GoldenFile, case: CaseDocument | None, rows: Sequence[Workload], commits: Commits
 ) -> Iterator[Finding]:
-    """Yield why a golden may be of another case, row or history than the project's.
+    """Yield signs that a golden is of another case, row or history than the project's.
 
     Args:
         sheet: The golden.
@@ -257,7 +264,10 @@ def check_origin(
         rows: Those that read the golden.
         commits: Of the project.
     """
-    provenance = _provenance_of(sheet)
+    try:
+        provenance = sheet.provenance
+    except GoldenError:
+        return  # reported with the content of the file
     if provenance is None:
         return
     line = sheet.line_of("_provenance")
@@ -295,11 +305,3 @@ def find_copies(sheets: Iterable[GoldenFile]) -> Iterator[Finding]:
         if other is not sheet and is_equal:
             message = f"holds the same values as {other.path}, times included: one of them was "
             yield sheet.finding("golden-copy", f"{message}copied, not measured; record it again")
-
-
-def _provenance_of(sheet: GoldenFile) -> Provenance | None:
-    value = sheet.document.provenance
-    try:
-        return None if value is None else parse_provenance(value, str(sheet.path))
-    except GoldenError:
-        return None  # what is wrong inside a file is told with the rest of it

@@ -42,11 +42,10 @@ from pytest_megatron.recipe.vocabulary import Vocabulary
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Project:
-    """What a project has beside its goldens.
+    """The parts of a project that its goldens are checked against.
 
     Attributes:
-        recipes: Recipes and directories of recipes; without any, nothing is said of what reads
-            a golden.
+        recipes: Recipes and directories of recipes; without any, unread goldens are not reported.
         other_names: Of platforms, in the names of goldens.
     """
 
@@ -58,7 +57,7 @@ class Project:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What was found.
+    """The result of a lint run.
 
     Attributes:
         num_goldens: Files that were looked at; `num_read` of them are read by a row.
@@ -95,9 +94,9 @@ def _goldens_below(directory: Path) -> set[Path]:
 
 
 def lint_goldens(paths: Sequence[Path], project: Project) -> Report:
-    """Return everything that is wrong with the goldens among and below `paths`.
+    """Return the findings for the goldens among and below `paths`.
 
-    Without `paths`, the whole project is looked at, and the goldens that are missing are told too.
+    Without `paths` the whole project is checked, and missing goldens are reported too.
 
     Raises:
         GoldenError: A path does not exist.
@@ -121,7 +120,7 @@ def lint_goldens(paths: Sequence[Path], project: Project) -> Report:
 
 
 class _Linter:
-    """Looks at one file after the other and remembers what is compared between them.
+    """Check of one file after the other, with the state for comparing them.
 
     Attributes:
         findings: What was found so far.
@@ -187,9 +186,7 @@ class _Linter:
                 self.findings += check_origin(sheet, self._case_of(place), rows, commits)
 
     def _add(self, path: Path, rule: str, message: str) -> None:
-        self.findings.append(
-            Finding(file=path, line=None, rule=rule, message=message, severity=Severity.WARNING)
-        )
+        self.findings.append(_finding(path, None, rule, message))
 
     def _misplaced(self, path: Path) -> tuple[str, str] | None:
         root = self._project.root.absolute()
@@ -239,9 +236,7 @@ class _Linter:
             severity = Severity.ERROR if is_read else Severity.WARNING
             where = error.where.removeprefix(str(path)).lstrip(":").partition(":")[0]
             line = int(where) if where.isdecimal() else None
-            self.findings.append(
-                Finding(file=path, line=line, rule=rule, message=error.problem, severity=severity)
-            )
+            self.findings.append(_finding(path, line, rule, error.problem, severity))
             return None
         return GoldenFile(
             path=path,
@@ -270,10 +265,15 @@ def _config_of(root: Path, place: GoldenOwner) -> Path:
 
 def _broken_recipe(errors: Sequence[Finding]) -> Finding:
     message = f"has errors, the first {errors[0]}; its goldens may seem to be read by no row; see "
-    return Finding(
-        file=errors[0].file,
-        line=errors[0].line,
-        rule="golden-recipes",
-        message=f"{message}`pytest-megatron lint`",
-        severity=Severity.WARNING,
-    )
+    message += "`pytest-megatron lint`"
+    return _finding(errors[0].file, errors[0].line, "golden-recipes", message)
+
+
+def _finding(
+    file: Path,
+    line: int | None,
+    rule: str,
+    message: str,
+    severity: Severity = Severity.WARNING,
+) -> Finding:
+    return Finding(file=file, line=line, rule=rule, message=message, severity=severity)

@@ -92,11 +92,18 @@ def _refuse_other_directory(
         pytest.UsageError: The user is elsewhere.
     """
     here, root = early_config.invocation_params.dir, early_config.rootpath
-    then = Path(os.path.normpath(root / str(recorded.get("directory", "."))))
-    if then != here:
-        # As a word of its own, pytest takes the path for one of tests when it looks for the root.
+    started = str(recorded.get("directory", "."))
+    then = Path(os.path.normpath(root / started))
+    if then == here:
+        return
+    if "--attach" in map(str, early_config.invocation_params.args):
+        # pytest takes the path for one of tests when it looks for the root, before any plugin.
         raise pytest.UsageError(
-            f"--attach: {run} was started in {then}, if the project's root is {root}, and you are "
-            f"in {here}; change to the directory where it was started, and write --attach=RUN as "
-            f"one word if the run is elsewhere"
+            f"--attach {run}: in two words, pytest takes the project's root from this path, and "
+            f"found {root}; change to where the run was started ({started!r} from the project's "
+            f"root) and write --attach={run}"
         )
+    raise pytest.UsageError(
+        f"--attach: {run} was started in {then}, if the project's root is {root}, and you are in "
+        f"{here}; change to the directory where it was started"
+    )

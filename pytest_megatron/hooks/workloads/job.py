@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pytest_megatron.ci.jobs import num_repeats_of
 from pytest_megatron.errors import GoldenError, LaunchError
-from pytest_megatron.golden.policy import ComparisonPolicy
+from pytest_megatron.golden.policy import ComparedWorkload, ComparisonPolicy
 from pytest_megatron.golden.provenance import Golden
 from pytest_megatron.golden.store import golden_path, new_golden_path, read_golden
 from pytest_megatron.hooks.options import MIN_REFRESH_REPEATS, Options
@@ -18,7 +18,7 @@ from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.recipe.case import Evaluation
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.verdict.attempt import Attempt
-from pytest_megatron.verdict.compare import check_golden_kind, place_of
+from pytest_megatron.verdict.compare import check_golden_kind
 from pytest_megatron.verdict.job import CheckedJob, JobOptions, Training, WorkloadJob, make_job
 from pytest_megatron.verdict.verdict import Verdict
 from pytest_megatron.workload.plan.plan import Replay
@@ -91,7 +91,7 @@ def require_golden(session: RunSession, job: WorkloadJob, policy: ComparisonPoli
     golden = read_golden(path)
     if job.case is not None:
         check_golden_kind(job.case, golden)
-    policy.at(place_of(job)).require_judged(job.metric_names or ())
+    policy.at(ComparedWorkload.of(job.workload)).require_judged(job.metric_names or ())
 
 
 def keep_golden(session: RunSession, job: WorkloadJob) -> str | None:

@@ -15,6 +15,7 @@ from pytest_megatron.ci.test_files import Bucket
 from pytest_megatron.golden.policy import ComparedWorkload, ComparisonPolicy
 from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.recipe.model import Workload
+from pytest_megatron.recipe.vocabulary import UNIT_MODEL
 from pytest_megatron.runs.layout import item_dirs
 
 PYTEST = ("pytest", "-p", "megatron")
@@ -74,12 +75,8 @@ class CiJob:
         values = {f.name.removeprefix("is_"): getattr(self, f.name) for f in fields(self)}
         for name in ("argv", "env", "files"):
             del values[name]
-        return {
-            **values,
-            "num_files": len(self.files),
-            "policy": None if self.policy is None else self.policy.as_json(),
-            "command": self.command,
-        }
+        values["policy"] = None if self.policy is None else self.policy.as_json()
+        return {**values, "num_files": len(self.files), "command": self.command}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +200,7 @@ def unit_job(
         id=item_dirs(Path(), f"unit-{name}-{where}").root.name,
         kind="unit",
         name=f"{name} (experimental)" if kind else name,
-        model="unit-tests",
+        model=UNIT_MODEL,
         test_case=bucket.pattern,
         environment=row.environment,
         platform=row.platform,

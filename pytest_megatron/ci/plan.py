@@ -17,7 +17,6 @@ from pytest_megatron.ci.policy import planned_policy
 from pytest_megatron.ci.table import CiTable, load_table
 from pytest_megatron.ci.test_files import find_test_files, read_durations
 from pytest_megatron.ci.test_jobs import (
-    UNIT_MODEL,
     LeftOut,
     UnitChoice,
     UnitJobs,
@@ -33,7 +32,7 @@ from pytest_megatron.recipe.load import find_recipes, project_words, read_recipe
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.recipe.paths import case_path
 from pytest_megatron.recipe.select import Selection, failing, select, values
-from pytest_megatron.recipe.vocabulary import Vocabulary
+from pytest_megatron.recipe.vocabulary import UNIT_MODEL, Vocabulary
 
 HISTORY = Path(".pytest_megatron/history.jsonl")
 _MOST_SCOPES = 4  # or rules, in one message

@@ -9,7 +9,7 @@ import pytest
 from _pytest.doctest import DoctestItem
 
 from pytest_megatron.gang.spec import GangSpec
-from pytest_megatron.hooks.option_values import foreign_ini
+from pytest_megatron.hooks.option_values import foreign_ini, seconds_of
 from pytest_megatron.hooks.options import Options
 
 SIZE_FIXTURE = "_megatron_world_size"
@@ -22,6 +22,7 @@ _LINES = (
     "quarantine(reason, until): a failure does not fail the run up to that day, '2026-12-31'",
 )
 
+_NO_LIMIT = " (0 is no limit)"
 _TIMEOUT_PLUGINS = ("timeout", "pytest_timeout")  # the second one if `-p` loads it
 _TIMEOUT_LINE = (
     "timeout(s, func_only=False): limit for each phase of a test on a gang, or for its call alone, "
@@ -30,7 +31,7 @@ _TIMEOUT_LINE = (
 
 
 def declare_marks(config: pytest.Config) -> None:
-    """Tell pytest of the marks."""
+    """Declare the marks."""
     for line in _LINES:
         config.addinivalue_line("markers", line)
     if not _has_timeout_plugin(config):  # which declares it itself
@@ -38,12 +39,12 @@ def declare_marks(config: pytest.Config) -> None:
 
 
 def asks_for_gang(item: pytest.Item) -> bool:
-    """Whether a test has a mark that asks for a gang, right or wrong."""
+    """Return true if a test has a mark that asks for a gang, valid or not."""
     return any(item.get_closest_marker(name) is not None for name in ("world_size", "isolated"))
 
 
 def is_quarantined_by_us(item: pytest.Item) -> bool:
-    """Whether a test has our mark, and not one of the same name that a project uses for itself."""
+    """Return true if a test has our mark, and not a project's own of the same name."""
     mark = item.get_closest_marker(QUARANTINE)
     return mark is not None and not mark.kwargs.keys().isdisjoint(("reason", "until"))
 
@@ -51,7 +52,7 @@ def is_quarantined_by_us(item: pytest.Item) -> bool:
 def parametrise_sizes(metafunc: pytest.Metafunc) -> None:
     """Make a test of each number that `world_size` names, if it names several.
 
-    A wrong mark is left alone: `spec_of` says so, where it is a usage error.
+    A wrong mark is left alone: `spec_of` reports it as a usage error.
     """
     mark = metafunc.definition.get_closest_marker("world_size")
     sizes = None if mark is None else _numbers(mark)
@@ -179,7 +180,7 @@ def _limit_of(item: pytest.Item, options: Options) -> TimeLimit:
         limit = limit_of_session(item.config, options)
     else:
         where = f"{item.nodeid}: mark timeout"
-        limit = TimeLimit(_seconds(seconds, where), where, _is_of_call(item.config))
+        limit = TimeLimit(seconds_of(seconds, where, _NO_LIMIT), where, _is_of_call(item.config))
     return limit if is_of_call is None else replace(limit, is_of_call=is_of_call)
 
 
@@ -199,7 +200,7 @@ def limit_of_session(config: pytest.Config, options: Options) -> TimeLimit:
         }
         for source, value in settings.items():
             if value not in (None, ""):
-                return TimeLimit(_seconds(value, source), source, _is_of_call(config))
+                return TimeLimit(seconds_of(value, source, _NO_LIMIT), source, _is_of_call(config))
     return TimeLimit(options.rank_timeout_s, "--rank-timeout")
 
 
@@ -210,18 +211,6 @@ def _is_of_call(config: pytest.Config) -> bool:
 
 def _has_timeout_plugin(config: pytest.Config) -> bool:
     return any(map(config.pluginmanager.has_plugin, _TIMEOUT_PLUGINS))
-
-
-def _seconds(found: object, where: str) -> float:
-    try:
-        seconds = float(str(found))
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise pytest.UsageError(
-            f"{where}: {found!r} is not a time, expected seconds from 0 on (0 is no limit)"
-        )
-    return seconds
 
 
 def _chosen_size(item: pytest.Item, mark: pytest.Mark) -> int:

@@ -20,6 +20,8 @@ CADENCES = ("mergegroup", "nightly", "pr", "weekly")
 DISABLED_SUFFIXES = ("-broken", "-temp-disabled")
 DISABLED_SCOPES = ("deprecated", "flaky")
 
+UNIT_MODEL = "unit-tests"  # of rows that are buckets of unit tests, and no workloads
+
 _SCOPES = (
     *("L0", "L0-smoke", "L1", "L2", "L3", "cleanup", "deprecated", "flaky", "mr", "mr-github"),
     *("mr-github-slim", "mr-slim", "nightly", "release", "unit-tests", "weekly"),

@@ -15,12 +15,12 @@ from pytest_megatron.hooks.session import RECORDED
 from pytest_megatron.runs.layout import RUN_FILE
 from pytest_megatron.runs.redact import REDACTED
 
-# What pytest reads before any plugin has a say in it.
+# Arguments that pytest reads before it loads plugins.
 _TOO_EARLY = ("-c", "--config-file", "--rootdir", "--confcutdir", "-o", "--override-ini")
 
 
 def add_recorded(early_config: pytest.Config, arguments: list[str], run: str) -> None:
-    """Put what a run was told before what is typed now.
+    """Put the arguments of a run before those that are typed now.
 
     Args:
         early_config: Of the session that takes over.

@@ -39,7 +39,7 @@ class GoldenWriter:
     """Collects candidates and writes them.
 
     Attributes:
-        lines: What to tell the user at the end.
+        lines: For the terminal at the end.
     """
 
     def __init__(self, root: Path, options: Options, arguments: Sequence[str]) -> None:
@@ -50,7 +50,7 @@ class GoldenWriter:
         self.lines: list[str] = []
 
     def wants(self, *, has_golden: bool) -> bool:
-        """Whether the golden is to be written of a workload that had one before, or had none."""
+        """Return true if the golden of a workload is to be written."""
         mode = self._options.golden
         return mode == "refresh" or (mode == "record" and not has_golden)
 
@@ -101,7 +101,7 @@ class GoldenWriter:
         )
 
     def keep(self, training: Training, target: Path, facts: SessionFacts) -> dict[str, JsonValue]:
-        """Leave a candidate in the run directory; return what the record says of it."""
+        """Leave a candidate in the run directory; return its part of the record."""
         shown: dict[str, JsonValue] = {"target": str(target.relative_to(self._root))}
         if not training.clean:
             return shown

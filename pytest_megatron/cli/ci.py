@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
@@ -13,13 +12,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pytest_megatron.cli.formats import PATH, format_option
+from pytest_megatron.cli.formats import EXIT_FAILED, PATH, echo_json, format_option
 from pytest_megatron.errors import CiError, MegatronError
 
 if TYPE_CHECKING:
     from pytest_megatron.ci.summary.merge import CiSummary
 
-EXIT_FAILED = 1
 _PAGES = "pages"
 
 
@@ -168,7 +166,7 @@ def summary(
         _append(Path(page), as_markdown(found))
     match form:
         case "json":
-            click.echo(json.dumps(found.as_json(), indent=2, allow_nan=False))
+            echo_json(found.as_json())
         case "markdown":
             click.echo(as_markdown(found), nl=False)
         case _:

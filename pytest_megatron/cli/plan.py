@@ -16,12 +16,11 @@ from pytest_megatron.ci.changes import PathChange, changes_since, parse_changes
 from pytest_megatron.ci.decide import Trigger, parse_labels
 from pytest_megatron.ci.plan import BrokenRecipesError, CiPlan, PlanRequest, make_plan
 from pytest_megatron.ci.plan_text import as_text, github_outputs, matrix_problem, outputs_text
-from pytest_megatron.cli.formats import PATH, format_option
+from pytest_megatron.cli.formats import EXIT_UNUSABLE, PATH, echo_error, format_option
 from pytest_megatron.errors import EmptySelectionError, SelectionError
 from pytest_megatron.recipe.expand import Profile
 from pytest_megatron.recipe.vocabulary import CADENCES
 
-EXIT_UNUSABLE = 2
 EXIT_EMPTY = 5  # as pytest's for no tests
 OUTPUT_VARIABLE = "GITHUB_OUTPUT"
 _KINDS = {"workloads": ("workload",), "units": ("unit",), "all": ("workload", "unit")}
@@ -118,10 +117,10 @@ def command(**given: Unpack[_PlanOptions]) -> None:
         plan = make_plan(request)
     except BrokenRecipesError as broken:
         for finding in broken.findings:
-            click.echo(f"pytest-megatron: {finding}", err=True)
+            echo_error(finding)
         sys.exit(EXIT_UNUSABLE)
     except EmptySelectionError as error:
-        click.echo(f"pytest-megatron: {error}", err=True)
+        echo_error(error)
         if given["explain"]:
             empty = make_plan(replace(request, is_empty_allowed=True))
             click.echo(as_text(empty, is_explained=True), nl=False, err=True)

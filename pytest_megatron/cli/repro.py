@@ -16,7 +16,7 @@ import click
 
 from pytest_megatron.base.git import ask_git
 from pytest_megatron.base.text import printable
-from pytest_megatron.cli.formats import PATH
+from pytest_megatron.cli.formats import PATH, echo_error
 from pytest_megatron.errors import MegatronError, ReproError
 from pytest_megatron.repro.bisect_order import smallest_cause
 from pytest_megatron.repro.choose import Chosen, choose
@@ -89,7 +89,7 @@ def command(  # noqa: PLR0913 - one for each option
         act = _open_shell if is_shell else _print_only if is_print else _run_again
         outcome = (_bisect if is_bisect else act)(prepared)
     except MegatronError as error:
-        click.echo(f"pytest-megatron: {printable(str(error))}", err=True)
+        echo_error(error)
         sys.exit(ReproExit.UNKNOWN)
     except KeyboardInterrupt:
         sys.exit(ReproExit.INTERRUPTED)

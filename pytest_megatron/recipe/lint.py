@@ -27,7 +27,7 @@ from pytest_megatron.recipe.vocabulary import Vocabulary
 RowCheck = Callable[[Iterable[Workload], Path], Iterable[Finding]]
 
 
-def lint(
+def lint_recipes(
     paths: Sequence[Path],
     *,
     root: Path,

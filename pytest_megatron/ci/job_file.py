@@ -29,7 +29,7 @@ class CiJobRecord:
 
     Attributes:
         job: Id of the job in the plan.
-        test_case: What its artifact is named after.
+        test_case: Its artifact is named after it.
         run_id: Of the whole run of CI, or `local`.
         run_attempt: Counted from 1: a re-run of a job leaves artifacts beside the earlier ones.
         unique: Different for each try of each job.
@@ -48,7 +48,7 @@ class CiJobRecord:
         return f"logs-{slug(self.test_case)}-{self.run_id}-{self.unique}"
 
     def as_json(self) -> dict[str, JsonValue]:
-        """Return what `job.json` holds."""
+        """Return the content of `job.json`."""
         return {"schema": 1, **asdict(self), "artifact": self.artifact}
 
 

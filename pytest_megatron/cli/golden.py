@@ -35,7 +35,7 @@ _PATH_PARTS = 4  # of /<model>/<test_case>/golden_values_<environment>_<platform
 
 class _GoldenCommands(LazyGroup):
     lazy = {  # noqa: RUF012 - the base class says what it is
-        "accept": ("golden_refresh:accept", "Make goldens of what runs measured."),
+        "accept": ("golden_refresh:accept", "Make goldens of the values of runs."),
         "convert": (
             "golden_files:convert",
             "Write goldens in another form, place or precision.",
@@ -43,7 +43,7 @@ class _GoldenCommands(LazyGroup):
         "diff": ("golden_show:diff", "Print how goldens differ."),
         "lint": ("golden_files:lint", "Report errors in goldens."),
         "review": ("golden_refresh:review", "Ask about each golden that runs change."),
-        "show": ("golden_show:show", "Print what goldens hold."),
+        "show": ("golden_show:show", "Print the content of goldens."),
     }
 
 

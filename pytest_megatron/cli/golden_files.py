@@ -38,7 +38,7 @@ _LAYOUTS = {"ours": GOLDENS, "megatron": CASES}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ConvertedFile:
-    """One file: what it was, what it becomes and where."""
+    """One file: its old and new text, and its old and new place."""
 
     source: Path
     target: Path
@@ -75,7 +75,7 @@ class _ConvertedFile:
     metavar="DIR",
     help="Write the new files below this directory instead.",
 )
-@click.option("--allow-loss", is_flag=True, help="Write also what cannot say all that it said.")
+@click.option("--allow-loss", is_flag=True, help="Write also files that lose content.")
 @root_option
 def convert(  # noqa: PLR0913 - click hands over one argument an option
     *,
@@ -92,8 +92,8 @@ def convert(  # noqa: PLR0913 - click hands over one argument an option
 ) -> None:
     """Write goldens in another form, place or precision.
 
-    PATH is a golden or a directory of goldens. Without --write, --output or --check it only says
-    what would change. A file that is no golden is named and left alone (exit code 2); where
+    PATH is a golden or a directory of goldens. Without --write, --output or --check it only
+    prints the changes. A file that is no golden is named and left alone (exit code 2); where
     something would be lost, nothing is written without --allow-loss (exit code 1).
     """
     if sum((is_check, is_writing, output is not None)) > 1:
@@ -126,7 +126,7 @@ def convert(  # noqa: PLR0913 - click hands over one argument an option
 
 
 class _Movers:
-    """Says where the new text of a file goes."""
+    """Finds the new place of a file."""
 
     def __init__(self, root: Path, layout: str | None, output: Path | None) -> None:
         self._root = root
@@ -136,10 +136,10 @@ class _Movers:
         self._other_names = load_config(root).golden_platforms
 
     def target_of(self, path: Path) -> Path:
-        """Return where to.
+        """Return the new place of a file.
 
         Raises:
-            GoldenError: The place of the file does not say whose golden it is.
+            GoldenError: The path of the file does not name a workload.
         """
         base = self._root if self._output is None else self._output
         if self._tree is not None:
@@ -160,7 +160,7 @@ class _Movers:
 def _plan(
     files: Sequence[Path], wish: ConvertOptions, movers: _Movers
 ) -> tuple[list[_ConvertedFile], list[GoldenError]]:
-    """Return what becomes of each file, and which ones stay because of what."""
+    """Return the change of each file, and the errors of those that stay."""
     changes: dict[Path, _ConvertedFile] = {}
     problems: list[GoldenError] = []
     sources = {file.absolute() for file in files}

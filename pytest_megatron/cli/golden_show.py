@@ -46,7 +46,7 @@ _COLUMNS = ("metric", "values", "steps", "first", "last", "least", "most", "prec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shown:
-    """One file: its kind, its rows and what else is known of it."""
+    """One file: its kind, rows, notes and provenance."""
 
     path: Path
     kind: str
@@ -59,7 +59,7 @@ class _Shown:
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=PATH)
 @format_option("text", "json", "markdown")
 def show(*, paths: tuple[Path, ...], form: str) -> None:
-    """Print what goldens hold, one line a metric with its curve.
+    """Print the content of goldens, one line a metric with its curve.
 
     PATH is a golden or a directory of goldens. A file that cannot be read is named on stderr, the
     others are shown, and the exit code is 2.
@@ -117,7 +117,7 @@ def _kind_of(generation: Generation) -> str:
 
 
 def _of_generation(generation: Generation) -> Iterator[MetricSummary]:
-    """Yield what was generated, by position, and what the whole run took."""
+    """Yield the generated values by position, and the figures of the whole run."""
     for name, request in generation.requests.items():
         rows: dict[str, Sequence[float | str]] = {}
         if request.tokens is not None:
@@ -231,7 +231,7 @@ def diff(
 ) -> None:
     """Print how goldens differ: two files, two directories, or with --rev a commit.
 
-    With --rev, PATH limits what is compared, by default to every golden of the project.
+    With --rev, PATH limits the comparison, by default to every golden of the project.
     """
     revisions = tuple(part for one in revisions for part in one.split("..", 1))
     if len(revisions) > _MOST_REVISIONS or not all(revisions):

@@ -57,7 +57,7 @@ SUBCOMMANDS = {
     "golden": ("golden:command", "Compare observed metrics with golden values."),
     "interactive": ("slurm:interactive", "Print how to get a shell of Slurm for a workload."),
     "lint": ("recipes:lint", "Report errors in recipes, cases and goldens."),
-    "plan": ("plan:command", "Print what CI runs for labels and an event."),
+    "plan": ("plan:command", "Print the CI jobs for labels and an event."),
     "repro": ("repro:command", "Do a failing item of a run or artifact again, here."),
     "report": ("runs:report", "Write pages and pictures of finished runs."),
     "runs": ("runs:runs", "List and remove the runs that a project keeps."),

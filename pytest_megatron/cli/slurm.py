@@ -103,7 +103,7 @@ class _SlurmItem:
         )
 
     def notes(self) -> list[str]:
-        """Return comments on what a job runs, and where it leaves what."""
+        """Return comments on the commands and the files of a job."""
         attempt, outcome = _short(self.checked.plan.dirs.root), _short(self.outcome)
         return [
             f"# logs and metrics: {attempt}",
@@ -114,7 +114,7 @@ class _SlurmItem:
         ]
 
     def _commands(self) -> Iterator[str]:
-        """Yield comments that show what the tasks start, without secrets."""
+        """Yield comments that show the commands of the tasks, without secrets."""
         redactor = self.checked.job.redactor(self.checked.plan)
         is_native = self.place.mode is LaunchMode.SRUN_NATIVE
         who = "each rank" if is_native else "each node"
@@ -201,7 +201,7 @@ def _prepare(item: str, given: _SlurmOptions) -> _SlurmItem:
 
 
 def _look_at_cluster(context: EngineContext, config: SlurmConfig, checked: CheckedJob) -> None:
-    """Show what the cluster would refuse, where one answers; whoever submits may know better."""
+    """Print the problems that a reachable cluster has with the job; they stop nothing."""
     cluster = ask_slurm(context.env)
     if cluster.partitions:
         checks = SlurmChecks(config, context, look_around(), lambda: cluster)
@@ -214,7 +214,7 @@ def find_workload(item: str, root: Path, recipes: Path | None) -> tuple[Workload
     """Return the workload that an item names, and its node id.
 
     Args:
-        item: A node id, `recipes/gpt.yaml::tp2[dev-cpu]`, or what stands behind its `::`.
+        item: A node id, `recipes/gpt.yaml::tp2[dev-cpu]`, or its part after `::`.
         root: The project.
         recipes: Where recipes are; None is `recipes` in the project.
 
@@ -275,8 +275,8 @@ def _ending(recipes: Path, file: str) -> list[Path]:
 def sbatch(item: str, **given: Unpack[_SlurmOptions]) -> None:
     """Print the script that runs ITEM as a job of Slurm; needs no Slurm and submits nothing.
 
-    ITEM is a node id, recipes/gpt.yaml::tp2[dev-dgx_h100], or what stands behind its ::. What the
-    job is told and what it leaves goes into a run directory, which is named at the top.
+    ITEM is a node id, recipes/gpt.yaml::tp2[dev-dgx_h100], or its part after ::. The
+    settings and results of the job go into a run directory, which is named at the top.
     """
     found = _prepare(item, given)
     (text,) = kept_scripts([shape_of(found.checked.needed, found.place, found.paths)], found.paths)
@@ -290,10 +290,10 @@ def sbatch(item: str, **given: Unpack[_SlurmOptions]) -> None:
 @click.command(name="interactive")
 @_item_options
 def interactive(item: str, **given: Unpack[_SlurmOptions]) -> None:
-    """Print how to get nodes of Slurm for ITEM, and what to type there; needs no Slurm.
+    """Print how to get nodes of Slurm for ITEM, and the commands to type there; needs no Slurm.
 
-    ITEM is a node id, recipes/gpt.yaml::tp2[dev-dgx_h100], or what stands behind its ::. One that
-    needs several nodes is described in a run directory, where its tasks find what to do.
+    ITEM is a node id, recipes/gpt.yaml::tp2[dev-dgx_h100], or its part after ::. One that
+    needs several nodes is described in a run directory, which its tasks read.
     """
     found = _prepare(item, given)
     if found.checked.needed.num_nodes == 1:

@@ -30,7 +30,6 @@ from pytest_megatron.engines.records import (
     EndRecord,
     JobRecord,
     JobSpec,
-    end_record,
     of_start,
     read_spec,
     write_record,
@@ -182,7 +181,7 @@ def _carry_out(
     gpus = gather_facts(spec.root).host.gpus if spec.watches_gpus else ()
     with HealthWatch(gpus) as watch:
         ends = run_attempt(plan, json.loads(spec.description), _Printer(), start=start)
-        return tuple(end_record(end) for end in ends), watch.finish()
+        return tuple(map(EndRecord.of, ends)), watch.finish()
 
 
 def _need_one_node(plan: AttemptPlan) -> None:

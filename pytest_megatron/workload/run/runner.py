@@ -230,20 +230,19 @@ class End(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PhaseEnd:
-    """How one phase went.
+class PhaseResult:
+    """How a phase went.
 
     Attributes:
         returncode: The launcher's, negative for a signal.
         num_left: Processes that outlived the launcher and were killed.
         hung_rank: The rank whose watchdog reported, where `end` is HUNG_COLLECTIVE.
         progress: The last iteration that was printed, or None.
-        problem: What is missing, where `end` is NO_CHECKPOINT or NOT_DONE.
+        problem: The missing checkpoint, where `end` is NO_CHECKPOINT or NOT_DONE.
         script: The script that failed, where `end` is SCRIPT.
         saved: The iteration that can be resumed from afterwards, where that was looked at.
     """
 
-    plan: PhasePlan
     end: End
     returncode: int
     num_left: int
@@ -253,6 +252,13 @@ class PhaseEnd:
     problem: str | None = None
     script: ScriptEnd | None = None
     saved: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseEnd(PhaseResult):
+    """The end of a phase."""
+
+    plan: PhasePlan
 
     @property
     def is_clean(self) -> bool:

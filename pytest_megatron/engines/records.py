@@ -1,4 +1,4 @@
-"""What a job is told and what it answers, as files: `SPEC.json` and an outcome.
+"""Files that a job reads and writes: `SPEC.json` and an outcome.
 
 A spec holds the plan without the environment that the controller has: a job has its own. It can
 hold what a case sets, and so is readable by its owner only.
@@ -26,7 +26,7 @@ from pytest_megatron.workload.run.runner import PhaseEnd, PhaseResult
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
-    """What one job carries out.
+    """Specification of a job.
 
     Attributes:
         key: The order's.
@@ -69,7 +69,7 @@ class EndRecord(PhaseResult):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRecord:
-    """What a job says of itself when it ends.
+    """Outcome that a job writes when it ends.
 
     Attributes:
         job_id: The scheduler's, or "".
@@ -149,7 +149,7 @@ def of_start(spec: JobSpec, number: int) -> JobSpec:
 
 
 def write_record(path: Path, record: JobRecord) -> None:
-    """Write what a job says, whole or not at all.
+    """Write the record of a job atomically.
 
     Raises:
         OSError: It cannot be written.
@@ -159,7 +159,7 @@ def write_record(path: Path, record: JobRecord) -> None:
 
 
 def read_record(path: Path) -> JobRecord | None:
-    """Read what a job said; None where there is no such file yet.
+    """Read the record of a job; None where there is no such file yet.
 
     Raises:
         LaunchError: The file is no record.

@@ -45,7 +45,7 @@ _ARRAY_INDEX = "SLURM_ARRAY_TASK_ID"
 
 
 class ToldToEndError(BaseException):
-    """The job was told to end; everything that runs in it is ended on the way out."""
+    """The job is to end; everything that runs in it is ended on the way out."""
 
 
 class SecondStartError(Exception):
@@ -53,7 +53,7 @@ class SecondStartError(Exception):
 
 
 def main(arguments: list[str]) -> int:
-    """Run what the spec says."""
+    """Run a spec."""
     try:
         spec = read_spec(spec_path(Path(arguments[0]), os.environ))
         step = Step.of(spec, os.environ)

@@ -1,4 +1,4 @@
-"""Whether one attempt trained as it should, and if not, why: from its own files alone."""
+"""Attempts of a training, and their failures, from the attempt's own files alone."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _ENDED = {
 
 
 def diagnose_phase(end: PhaseEnd, table: Table | None = None) -> Diagnosis | None:
-    """Return what the files of a phase say of its failure; None if they say nothing.
+    """Return the failure of a phase from its files; None if they show none.
 
     Reads nothing outside of the phase's own directory.
     """
@@ -84,7 +84,7 @@ def note_triage(
         dirs: Of the item.
         attempt: Directory of the attempt.
         end: Its last phase.
-        found: What triage says of it, or None.
+        found: By triage, or None.
         problem: The cause as it is printed.
     """
     row: dict[str, JsonValue] = {
@@ -104,7 +104,7 @@ def note_triage(
 
 
 def _last(row: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """Return the fields that everybody asks for, of the latest attempt that failed."""
+    """Return the common fields of the latest attempt that failed."""
     keys = ("family", "transient", "root_rank", "signature", "evidence", "text")
     return {key: row[key] for key in keys if key in row}
 
@@ -122,7 +122,7 @@ _LEAST_FREE_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureCause:
-    """Why an attempt is no good.
+    """Cause of an attempt's failure.
 
     Attributes:
         text: One line for a person: who, what, when, which file to read.
@@ -130,7 +130,7 @@ class FailureCause:
         rank: The rank that failed first, where one did.
         signature: The row of the table that it is known as, or None.
         diagnosis: All that triage found in the files of the phase that failed, or None.
-        is_of_engine: Whether an engine kept the attempt from ending by itself, so that nothing is
+        is_of_engine: Whether an engine ended the attempt, so that nothing is
             known about the code.
     """
 
@@ -143,7 +143,7 @@ class FailureCause:
 
     @property
     def is_transient(self) -> bool:
-        """Whether an unchanged run is expected to pass."""
+        """True if an unchanged run is expected to pass."""
         return self.signature is not None and self.signature.is_transient
 
 
@@ -155,7 +155,7 @@ class Attempt:
         repeat: Counted from 1, as `number` is.
         metrics: What each phase measured; fewer than phases where one failed.
         cause: None if it trained as it should.
-        health: What its GPUs said before and after; None without GPUs.
+        health: Of its GPUs before and after; None without GPUs.
         is_in_windows: Whether the phases are the windows of one training, a release's.
         generation: What an inference program generated, which measures no series.
         gradients: For each phase but the first of a checkpoint-consistency, its name and how its
@@ -184,7 +184,7 @@ class Attempt:
 
     @property
     def whole(self) -> MetricMap:
-        """What is compared with a golden: the first phase, or all windows in one."""
+        """Metrics that are compared with a golden: of the first phase, or all windows in one."""
         return join_windows(self.metrics) if self.is_in_windows else self.metrics[0]
 
     @property
@@ -339,7 +339,7 @@ def why_it_failed(end: PhaseEnd, time_limit_s: float, table: Table | None = None
 
 
 def _why_it_hung(end: PhaseEnd, where: str, when: str, found: Diagnosis | None) -> FailureCause:
-    """Explain a collective that did not finish, by the rank that did not come if one can tell."""
+    """Explain a collective that did not finish, by the rank that is missing if it is known."""
     logs = end.plan.dirs.logs
     rank = end.hung_rank
     guilty = ""
@@ -356,7 +356,7 @@ def _why_it_hung(end: PhaseEnd, where: str, when: str, found: Diagnosis | None) 
 
 
 def _signature(found: Diagnosis | None) -> Signature | None:
-    """Return the row that a failure is known as, None where that says nothing."""
+    """Return the row that a failure is known as, None where that has no meaning."""
     return found.signature if found is not None and is_named(found.signature) else None
 
 
@@ -422,7 +422,7 @@ def _full_disk(directory: Path) -> str:
 
 
 def _readable(failure: RankFailure, logs: Path) -> Path:
-    """Return the log that says most: stderr.log, or stdout.log where that is empty."""
+    """Return the log to read: stderr.log, or stdout.log where that is empty."""
     stdout = logs / str(failure.rank) / "stdout.log"
     return failure.log if failure.tail or not tail(stdout) else stdout
 

@@ -87,7 +87,7 @@ def norms_judged(
 ) -> tuple[str, ...]:
     """Return the norms of a golden that are judged although `metrics` does not name them.
 
-    They are where the case has no METRICS, or a policy file says `judged: true` of them.
+    They are where the case has no METRICS, or a policy file has `judged: true` for them.
     """
     return tuple(
         norm
@@ -112,7 +112,7 @@ def _compare_training(
     policy: ComparisonPolicy,
     surroundings: RunEnvironment,
 ) -> tuple[Comparison, ...]:
-    """Compare metrics, and say of a norm that METRICS leaves out where it would have failed."""
+    """Compare metrics, and note where a norm that METRICS leaves out would have failed."""
     asked = (*metrics, *norms_judged(case, golden.metrics, metrics, policy))
     unasked = [n for n in _norms_beside(golden.metrics, asked, policy) if n in observed]
     compared = compare(
@@ -159,7 +159,7 @@ class RepeatComparison:
 
     @property
     def is_of_gradients(self) -> bool:
-        """Whether tensors were compared instead of metrics."""
+        """True if tensors were compared instead of metrics."""
         return self.against.startswith("gradients")
 
     @property
@@ -176,7 +176,7 @@ class Judgement:
 
     @property
     def has_golden(self) -> bool:
-        """Whether every repeat was compared with a golden, in at least one metric."""
+        """True if every repeat was compared with a golden, in at least one metric."""
         compared = [r for r in self.repeats if r.against == GOLDEN]
         return bool(compared) and all(r.comparisons for r in compared)
 

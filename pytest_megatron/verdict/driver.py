@@ -1,7 +1,7 @@
 """Training of a job: repeats, attempts where one failed for another cause than the code, judgement.
 
-A repeat is a generator that yields orders and is sent what came of them, so that whoever drives it
-may drive one workload on this machine or thousands on a cluster.
+A repeat is a generator that yields orders and is sent their outcomes: the same for one workload on
+this machine and for thousands on a cluster.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Redacting:
 
 
 class Retries(Protocol):
-    """Who has a say in further attempts, and wants to know of them."""
+    """Budget of further attempts, and their observer."""
 
     def claim(self, attempt: Attempt) -> str | None:
         """Take a further attempt from what the run may have; return why there is none, or None."""
@@ -70,7 +70,7 @@ class Retries(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatEnd:
-    """How a repeat ended.
+    """End of a repeat.
 
     Attributes:
         attempts: At least one; the last is clean, or not worth another one.
@@ -91,7 +91,7 @@ def train(
     retries: Retries,
     engine: Engine,
 ) -> Training:
-    """Run a job by itself, its repeats one after the other up to the first that is not clean.
+    """Run one job, its repeats one after the other up to the first that is not clean.
 
     Args:
         checked: What to run.
@@ -129,7 +129,7 @@ def begin(
 
 
 def conclude(job: WorkloadJob, ends: Sequence[RepeatEnd]) -> Training:
-    """Return what came of a job, of its repeats in order; those that never ran are missing."""
+    """Return the training of a job from its repeats in order; those that never ran are missing."""
     attempts = tuple(attempt for end in ends for attempt in end.attempts)
     stopped = next((end.stopped for end in ends if end.stopped is not None), None)
     verdict = decide_training(attempts)
@@ -171,7 +171,7 @@ def _repeat(
     *,
     repeat: int,
 ) -> Repeat:
-    """Run one repeat until it is clean or not worth another attempt; say why it is not."""
+    """Run one repeat until it is clean or not worth another attempt; return the reason as well."""
     job = checked.job
     attempts: list[Attempt] = []
     outcomes: list[SubmissionOutcome] = []
@@ -255,7 +255,7 @@ def _judged(
 
 
 def _redact(job: WorkloadJob, plan: AttemptPlan, outcome: SubmissionOutcome) -> list[str]:
-    """Take secrets out of an attempt's files; return what to tell where that failed."""
+    """Take secrets out of an attempt's files; return warnings about those where that failed."""
     redactor = job.redactor(plan)
     for end in outcome.ends:  # a script before the training may have exported some
         redactor = redactor.knowing(Redactor.of(end.plan.env, (), redactor.names).values)
@@ -264,7 +264,7 @@ def _redact(job: WorkloadJob, plan: AttemptPlan, outcome: SubmissionOutcome) -> 
 
 
 def judge_files(job: WorkloadJob, plan: AttemptPlan, attempt: Attempt) -> Attempt:
-    """Read what an attempt left, and say what is wrong with it."""
+    """Read the files of an attempt, and judge them."""
     if plan.script is not None and job.case is not None:
         return _judged_script(job, job.case, plan, attempt)
     mode = CaseMode.PRETRAINING if job.case is None else job.case.mode
@@ -347,7 +347,7 @@ _OOM = "cuda_oom"
 def with_health(cause: FailureCause | None, health: Health | None) -> FailureCause | None:
     """Return a cause with what NVML and the kernel saw on the attempt's own GPUs.
 
-    A failure of the hardware during the attempt is its cause, whatever the program says of it. An
+    A failure of the hardware during the attempt is its cause, whatever the program printed. An
     OOM on a GPU that another program held memory of is that program's, once.
 
     Args:

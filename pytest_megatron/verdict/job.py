@@ -76,7 +76,7 @@ class WorkloadJob:
 
     @property
     def metric_names(self) -> tuple[str, ...] | None:
-        """What is compared; None for a script that judges itself."""
+        """Metrics that are compared; None for a script that judges itself."""
         if self.case is None:
             return None
         if self._is_consistency and self.case.metrics is None:
@@ -94,12 +94,12 @@ class WorkloadJob:
 
     @property
     def is_compared(self) -> bool:
-        """Whether the case is compared with a golden: not in lightweight mode, for one."""
+        """True if the case is compared with a golden: not in lightweight mode, for one."""
         return self._is_judged and not self._is_consistency
 
     @property
     def gradient_tolerance(self) -> float | None:
-        """How far gradients of two layouts may be apart; None where none are compared."""
+        """Tolerance between gradients of two layouts; None where none are compared."""
         if self.case is None or not (self._is_judged and self._is_consistency):
             return None
         return tolerance_of(self.case)
@@ -119,7 +119,7 @@ class WorkloadJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What came of a job, before any golden is looked at.
+    """Result of a job, before it is compared with a golden.
 
     Attributes:
         attempts: In the order they ran.
@@ -133,7 +133,7 @@ class Training:
     stopped: str | None = None
 
     def facts(self, here: SessionFacts) -> SessionFacts:
-        """Return where and with what it ran: `here`, unless an engine's job said otherwise."""
+        """Return where and with what it ran: `here`, unless an engine's job recorded its own."""
         return next((a.facts for a in reversed(self.attempts) if a.facts is not None), here)
 
     @property

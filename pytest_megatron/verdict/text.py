@@ -1,4 +1,4 @@
-"""What a person reads about a workload: the failure block, the summary line, the plan. Pure."""
+"""Texts about a workload: the failure block, the summary line, the plan. Pure."""
 
 from __future__ import annotations
 
@@ -183,8 +183,8 @@ def is_due(since_s: float, *, has_new_counts: bool, has_new_detail: bool) -> boo
 
     Args:
         since_s: Since the last line.
-        has_new_counts: Whether more or fewer have ended, run or wait than it says.
-        has_new_detail: Whether the engine says something else, or a training has come further.
+        has_new_counts: Whether more or fewer have ended, run or wait than it shows.
+        has_new_detail: Whether the engine's detail or a training's progress is new.
     """
     limit_s = _EVERY_S if has_new_counts else _DETAIL_EVERY_S if has_new_detail else _HEARTBEAT_S
     return since_s >= limit_s

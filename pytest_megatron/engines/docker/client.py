@@ -38,7 +38,7 @@ class DriverLink:
     reason.
 
     Attributes:
-        ready: What it said when it had reached the daemon.
+        ready: Its first answer, once it had reached the daemon.
     """
 
     ready: DriverReady
@@ -48,7 +48,7 @@ class DriverLink:
 
         Args:
             directory: For its log, and for what nemo-run keeps.
-            env: The controller's; says where the daemon is.
+            env: The controller's; may name the daemon.
 
         Raises:
             LaunchError: nemo-run is not installed, or the daemon cannot be reached.

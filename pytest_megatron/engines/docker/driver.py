@@ -2,9 +2,9 @@
 
 Started by `client.py` with the descriptor of a socket. nemo-run's DockerExecutor makes the
 container; what it has no field for is added on the way to Docker (`container.py`). There is one
-container at a time. It is ended when the controller says so, by SIGTERM or SIGINT, or when the
+container at a time. It is ended by an order of the controller, by SIGTERM or SIGINT, or when the
 socket closes because the controller is gone. Should this process be killed, the container sees a
-lock go (`inside.py`) and ends by itself; what is left even so, the next driver removes.
+lock go (`inside.py`) and ends; what is left even so, the next driver removes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _DEFAULT_HOST = "unix:///var/run/docker.sock"
 
 
 class EndError(Exception):
-    """This process is to end: it was told to, or the controller is gone."""
+    """This process is to end: by an order, or since the controller is gone."""
 
 
 class StoppedError(Exception):
@@ -156,7 +156,7 @@ class Driver:
                     self._run(request)
 
     def _run(self, request: RunContainer) -> None:
-        """Run a container to its end; say how it went."""
+        """Run a container to its end; send the result."""
         try:
             with Events() as events:
                 gone = self._contain(request, events)
@@ -181,7 +181,7 @@ class Driver:
                 raise
 
     def _follow(self, container: Container, events: Events) -> Gone:
-        """Wait for the end of a container, and end it when told to."""
+        """Wait for the end of a container, and end it when the controller orders it."""
         force_at = float("inf")
         while True:
             if (gone := events.end_of(container)) is not None:
@@ -240,7 +240,7 @@ class Driver:
                         say_at = time.monotonic() + _SAY_EVERY_S
 
     def _receive(self) -> StopContainer:
-        """Return what the controller says while there is a container.
+        """Return a message of the controller while there is a container.
 
         Raises:
             EndError: It is gone.

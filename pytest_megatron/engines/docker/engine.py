@@ -180,7 +180,7 @@ class DockerEngine(LeasingEngine):
             shutil.rmtree(job_dir, ignore_errors=True)
 
     def _write_job(self, job_dir: Path, order: Submission, planned: Planned) -> None:
-        """Lay out what the container is told; no word of it goes through a shell unquoted."""
+        """Write the files for the container; no word of them goes through a shell unquoted."""
         spec = JobSpec(
             key=order.key,
             plan=planned.plan,
@@ -316,7 +316,7 @@ class DockerEngine(LeasingEngine):
         return EngineError(kind=TroubleKind.LOST, text=text)
 
     def _outcome(self, gone: Gone, job_dir: Path, planned: Planned) -> SubmissionOutcome:
-        """Return what came of a container.
+        """Return the outcome of a container.
 
         Raises:
             LaunchError: The image is no good, so that nothing was run.
@@ -360,7 +360,7 @@ class DockerEngine(LeasingEngine):
 
 
 def _shows(mount: Mount, path: Path) -> bool:
-    """Whether a mount has what a path names here: a link in it may lead out of it."""
+    """Return if a mount shows a path: a link in it may lead out of it."""
     is_inside = path.is_relative_to(mount.target)
     if not is_inside or mount.source != mount.target:  # the user's own view of what is where
         return is_inside

@@ -1,4 +1,4 @@
-"""What the Docker engine and its child process say to each other: one packet, one message. Pure."""
+"""Messages between the Docker engine and its child process, one in a packet. Pure."""
 
 from __future__ import annotations
 
@@ -114,9 +114,9 @@ class Gone:
     """The container was removed.
 
     Attributes:
-        exit_code: None where the daemon did not say.
+        exit_code: None where the daemon did not report it.
         was_oom: Whether the kernel killed a process in it for want of memory.
-        signal: That somebody else sent it (`docker stop`, `docker kill`), or None.
+        signal: Sent to it by others (`docker stop`, `docker kill`), or None.
         entrypoint: Of the image.
     """
 

@@ -47,7 +47,7 @@ def open_slurm(context: EngineContext) -> SlurmEngine:
 
 
 class NemoScripts:
-    """The scripts that nemo-run makes, and what the configuration says beside them."""
+    """The scripts of jobs, and the rest of the configuration for them."""
 
     def __init__(self, writer: ScriptWriter) -> None:
         self._writer = writer

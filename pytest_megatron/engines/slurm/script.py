@@ -105,7 +105,7 @@ def kept_scripts(shapes: Sequence[Shape], paths: ShapePaths) -> list[str]:
     """Return the text of a script for each shape; what an earlier run made is not made again.
 
     nemo-run takes from seconds to a minute to import. What differs from run to run is the run
-    directory alone, which stands for itself in a script if nobody has to quote it.
+    directory alone, which is replaced in a script if it needs no quotes.
 
     Raises:
         LaunchError: As from `make_scripts`.
@@ -162,7 +162,7 @@ def make_scripts(shapes: Sequence[Shape]) -> list[str]:
 
 
 def _run_driver(request: Path, answer: Path) -> str:
-    """Run the child; return the last lines of what it said."""
+    """Run the child; return the last lines of its output."""
     env = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
     try:
         done = subprocess.run(

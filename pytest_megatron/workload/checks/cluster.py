@@ -1,4 +1,4 @@
-"""Whether the jobs of a workload find its files and a port on other machines than this. Pure."""
+"""Checks of paths and ports of a workload's jobs on other machines than this one. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class NamedPath:
     Attributes:
         use: What it is for, as a user calls it.
         rule: That it goes against where other machines do not see it.
-        where: What says so.
+        where: The setting that names it.
     """
 
     use: str
@@ -40,7 +40,7 @@ def check_shared(
     Args:
         paths: What jobs use.
         mounts: Of this machine.
-        vouched: Directories of which the user says that all machines see them.
+        vouched: Directories that all machines see according to the user.
     """
     for named in paths:
         usual = _SYSTEM if named.rule == "shared-python" else ()
@@ -64,7 +64,7 @@ def check_ports(
         ports: Of which each job takes one by its number.
         ephemeral: What the kernel gives to connections, first and last; None where unknown.
         num_jobs: That a node may have at a time.
-        where: What says so.
+        where: The setting that names it.
     """
     if not ports or ports[0] < _LEAST_PORT or ports[-1] > _MOST_PORT:
         yield RuleMatch("ports-range", where, ports=f"{ports.start}-{ports.stop - 1}")

@@ -1,4 +1,4 @@
-"""Which file system a path is on, and whether other machines see it.
+"""Mounts of this machine: the file system of a path, and if other machines see it.
 
 Source: proc_pid_mountinfo(5).
 """
@@ -34,7 +34,7 @@ _LEAST_REST = 2  # after the dash: type and source
 
 
 class Reach(Enum):
-    """Who sees a file system."""
+    """Machines that see a file system."""
 
     SHARED = "shared"
     LOCAL = "local"
@@ -56,7 +56,7 @@ class MountEntry:
 
     @property
     def reach(self) -> Reach:
-        """Whether other machines see it, as far as the type says."""
+        """Machines that see it, as far as the type shows."""
         if self.kind in _SHARED:
             return Reach.SHARED
         if self.kind in _LOCAL or _LOCAL_FUSE.fullmatch(self.kind):

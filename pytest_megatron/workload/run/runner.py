@@ -48,7 +48,7 @@ class Progress:
 
     Attributes:
         iteration: The one that just ended, counted from 1.
-        last: The one that the training was told to reach.
+        last: The one that the training is to reach.
         loss: As printed, or None where the line has none.
         iteration_ms: Time of this iteration, or None.
     """
@@ -94,7 +94,7 @@ class FollowedFile:
 
     @property
     def num_bytes_read(self) -> int:
-        """How much of the file was seen."""
+        """Number of bytes that were read."""
         return self._position
 
     def new_lines(self) -> Iterator[str]:
@@ -209,7 +209,7 @@ StartPhase: TypeAlias = Callable[[PhasePlan, Path], RunningCommand]
 
 
 class AttemptListener(Protocol):
-    """Who wants to see an attempt while it runs."""
+    """Observer of an attempt while it runs."""
 
     def on_lines(self, lines: list[str]) -> None:
         """Take lines of tee'd ranks."""
@@ -219,7 +219,7 @@ class AttemptListener(Protocol):
 
 
 class End(Enum):
-    """Why a phase ended."""
+    """Reason for the end of a phase."""
 
     EXITED = "exited"  # by itself, well or not
     TIME_LIMIT = "time limit"  # stopped by us
@@ -231,7 +231,7 @@ class End(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseResult:
-    """How a phase went.
+    """Result of a phase.
 
     Attributes:
         returncode: The launcher's, negative for a signal.
@@ -262,7 +262,7 @@ class PhaseEnd(PhaseResult):
 
     @property
     def is_clean(self) -> bool:
-        """Whether it ran to its end and said so."""
+        """True if it exited with 0 and nothing was wrong."""
         return self.end is End.EXITED and self.returncode == 0
 
 
@@ -467,7 +467,7 @@ def _tell(
 
 
 def _has_said_all(phase: PhasePlan, world_size: int, waited_s: float) -> bool:
-    """Whether the ranks had their time to say where they are, once a watchdog spoke."""
+    """Return if the ranks had their time to report stacks, once a watchdog reported."""
     if not phase.dirs.flight.is_dir():
         return waited_s >= _WATCHDOG_GRACE_S
     changed = [path.stat().st_mtime for path in phase.dirs.flight_dumps()]

@@ -186,8 +186,8 @@ class CheckedJob:
         self, plan: AttemptPlan, facts: SessionFacts, *, repeat: int, number: int
     ) -> Planned:
         """Return the plan of an attempt with its description for `plan.json`."""
-        description = _description(self.job, plan, facts)
-        return Planned(plan=plan, description={**description, "repeat": repeat, "attempt": number})
+        description = describe_plan(self.job, plan, facts, repeat=repeat, number=number)
+        return Planned(plan=plan, description=description)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,7 +306,9 @@ def _needs(workload: Workload, plan: AttemptPlan) -> Resources:
     )
 
 
-def _description(job: WorkloadJob, plan: AttemptPlan, facts: SessionFacts) -> dict[str, JsonValue]:
+def describe_plan(
+    job: WorkloadJob, plan: AttemptPlan, facts: SessionFacts, *, repeat: int, number: int
+) -> dict[str, JsonValue]:
     """Return the content of `plan.json`: all that a repetition needs, without secrets."""
     redactor, kept = job.redactor(plan), job.setting.kept_variables
     phases: list[JsonValue] = [
@@ -329,6 +331,8 @@ def _description(job: WorkloadJob, plan: AttemptPlan, facts: SessionFacts) -> di
     return {
         "schema": 1,
         "node_id": job.node_id,
+        "repeat": repeat,
+        "attempt": number,
         "recipe": job.workload.where,
         "case": None if case is None else str(case.path),
         "cwd": str(plan.cwd),

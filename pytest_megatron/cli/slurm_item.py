@@ -16,6 +16,7 @@ import click
 from typing_extensions import TypedDict
 
 from pytest_megatron.base.project import load_config
+from pytest_megatron.base.text import nearest
 from pytest_megatron.engines.api import EngineContext
 from pytest_megatron.engines.config import LaunchMode, SlurmConfig
 from pytest_megatron.engines.config_file import read_slurm_config
@@ -30,7 +31,6 @@ from pytest_megatron.errors import LaunchError, SelectionError
 from pytest_megatron.recipe.expand import Profile
 from pytest_megatron.recipe.load import find_recipes, load_recipe, project_words
 from pytest_megatron.recipe.model import Workload
-from pytest_megatron.recipe.vocabulary import nearest
 from pytest_megatron.runs.environment import gather_facts
 from pytest_megatron.runs.layout import RUNS_DIR, make_own_dir
 from pytest_megatron.verdict.job import CheckedJob, JobOptions, make_job

@@ -7,7 +7,6 @@ written.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from collections.abc import Generator
@@ -15,7 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.base.files import JsonValue, write_json_atomically, write_text_atomically
+from pytest_megatron.base.files import (
+    JsonValue,
+    read_json,
+    write_json_atomically,
+    write_text_atomically,
+)
 from pytest_megatron.hooks.gangs.other_plugins import seed_of_examples
 from pytest_megatron.hooks.markers import limit_of_session
 from pytest_megatron.hooks.options import Options
@@ -254,7 +258,8 @@ def run_file_of(config: pytest.Config, session: RunSession) -> RunFile:
 def _started(session: RunSession) -> JsonValue:
     """Return when the run began: for one that is taken over, what it said itself."""
     if session.options.is_attached:
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            found: JsonValue = json.loads((session.run_dir / RUN_FILE).read_text())["started"]
-            return found
+        with contextlib.suppress(OSError, ValueError):
+            found = read_json(session.run_dir / RUN_FILE)
+            if isinstance(found, dict) and "started" in found:
+                return found["started"]
     return utc_now()

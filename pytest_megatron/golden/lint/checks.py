@@ -21,7 +21,7 @@ from pytest_megatron.golden.formats.metric_map import GoldenDocument, step_inter
 from pytest_megatron.golden.model import Series, find_not_finite
 from pytest_megatron.golden.provenance import Provenance, parse_provenance
 from pytest_megatron.recipe.case import compared_metrics, last_step
-from pytest_megatron.recipe.findings import RecipeFinding, RecipeSeverity
+from pytest_megatron.recipe.findings import Finding, Severity
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.recipe.paths import fingerprint
 
@@ -61,12 +61,10 @@ class GoldenFile:
 
     def finding(
         self, rule: str, message: str, *, line: int | None = None, is_error: bool = False
-    ) -> RecipeFinding:
+    ) -> Finding:
         """Return a finding of this file."""
-        severity = RecipeSeverity.ERROR if is_error and self.is_read else RecipeSeverity.WARNING
-        return RecipeFinding(
-            file=self.path, line=line, rule=rule, message=message, severity=severity
-        )
+        severity = Severity.ERROR if is_error and self.is_read else Severity.WARNING
+        return Finding(file=self.path, line=line, rule=rule, message=message, severity=severity)
 
 
 class FindingGroup:
@@ -81,7 +79,7 @@ class FindingGroup:
         """Note what is wrong with a metric."""
         self._names.setdefault((rule, message), []).append(name)
 
-    def findings(self) -> Iterator[RecipeFinding]:
+    def findings(self) -> Iterator[Finding]:
         """Yield what was noted."""
         for (rule, message), names in self._names.items():
             yield self.sheet.finding(
@@ -92,7 +90,7 @@ class FindingGroup:
             )
 
 
-def check_content(sheet: GoldenFile) -> Iterator[RecipeFinding]:
+def check_content(sheet: GoldenFile) -> Iterator[Finding]:
     """Yield what is wrong in the file itself."""
     yield from _check_provenance(sheet)
     generation = sheet.document.generation
@@ -110,7 +108,7 @@ def check_content(sheet: GoldenFile) -> Iterator[RecipeFinding]:
     yield from together.findings()
 
 
-def check_against_case(sheet: GoldenFile, case: CaseDocument) -> Iterator[RecipeFinding]:
+def check_against_case(sheet: GoldenFile, case: CaseDocument) -> Iterator[Finding]:
     """Yield where the file does not fit the test case that it belongs to."""
     is_generation = sheet.document.generation is not None
     mode = case.value.get("MODE", "pretraining")
@@ -142,7 +140,7 @@ def _has_metric(document: GoldenDocument, name: str) -> bool:
     return name in document.metrics or name.replace("-", " ") in document.metrics
 
 
-def _check_provenance(sheet: GoldenFile) -> Iterator[RecipeFinding]:
+def _check_provenance(sheet: GoldenFile) -> Iterator[Finding]:
     value = sheet.document.provenance
     if value is None:
         if sheet.is_ours:
@@ -168,7 +166,7 @@ def _doubts(provenance: Provenance) -> Iterator[str]:
         yield f"was made from {provenance.repeats} run, so nobody knows how far runs differ"
 
 
-def _check_finite(sheet: GoldenFile, name: str, series: Series) -> Iterator[RecipeFinding]:
+def _check_finite(sheet: GoldenFile, name: str, series: Series) -> Iterator[Finding]:
     numbers = [value for value in series.values if not isinstance(value, str)]
     if len(numbers) == len(series) and all(map(math.isfinite, numbers)):
         return
@@ -250,7 +248,7 @@ class Commits:
 
 def check_origin(
     sheet: GoldenFile, case: CaseDocument | None, rows: Sequence[Workload], commits: Commits
-) -> Iterator[RecipeFinding]:
+) -> Iterator[Finding]:
     """Yield why a golden may be of another case, row or history than the project's.
 
     Args:
@@ -282,7 +280,7 @@ def check_origin(
             yield sheet.finding("golden-stale", message, line=line)
 
 
-def find_copies(sheets: Iterable[GoldenFile]) -> Iterator[RecipeFinding]:
+def find_copies(sheets: Iterable[GoldenFile]) -> Iterator[Finding]:
     """Yield the goldens that are equal to an earlier one, times included: those never repeat."""
     first: dict[int, GoldenFile] = {}
     for sheet in sheets:

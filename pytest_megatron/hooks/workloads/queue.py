@@ -103,7 +103,7 @@ class QueueTerminal:
         if reporter is None:
             return
         self.close()
-        writer = reporter._tw  # noqa: SLF001 - pytest's own plugins reach it this way
+        writer = reporter._tw  # pytest's own plugins reach it this way
         with self._uncaptured():
             reporter.ensure_newline()
             if writer.width_of_current_line:
@@ -117,18 +117,18 @@ class QueueTerminal:
         if not self._is_shown or reporter is None:
             return
         self._is_shown = False
-        column = reporter._tw.width_of_current_line  # noqa: SLF001 - see above
+        column = reporter._tw.width_of_current_line
         self._print(reporter, _ERASE_BELOW + (f"\x1b[{column}C" if column else ""))
 
     def _show_below(self, reporter: pytest.TerminalReporter, text: str) -> None:
-        shown = text[: reporter._tw.fullwidth - 1]  # noqa: SLF001 - a wrapped line stays behind
+        shown = text[: reporter._tw.fullwidth - 1]  # a wrapped line stays behind
         self._print(reporter, f"\n{shown}")
         self._is_shown, self._text = True, text
 
     def _print(self, reporter: pytest.TerminalReporter, text: str) -> None:
         """Print past pytest's writer, which counts the columns of its own line."""
         with self._uncaptured():
-            file = reporter._tw._file  # noqa: SLF001 - see above
+            file = reporter._tw._file
             file.write(text)
             file.flush()
 

@@ -44,7 +44,7 @@ class LiveTerminal:
         self._uncaptured = (
             capture.global_and_fixture_disabled if capture else contextlib.nullcontext
         )
-        self._writer = reporter._tw  # noqa: SLF001 - pytest's own plugins reach it this way
+        self._writer = reporter._tw  # pytest's own plugins reach it this way
         self._is_tty = reporter.isatty
         self._copies_iterations = config.get_verbosity() > 0
         self._name = node_id.rpartition("::")[2]

@@ -21,6 +21,8 @@ from pytest_megatron.workload.checks.rules import CheckFinding
 from pytest_megatron.workload.plan.plan import AttemptPlan, Setting
 from pytest_megatron.workload.run.runner import AttemptListener, PhaseEnd
 
+GROUP = "pytest_megatron.engines"  # of entry points
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:

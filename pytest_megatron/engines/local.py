@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from pytest_megatron.engines.api import (
+    GROUP,
     Engine,
     EngineContext,
     Planned,
@@ -108,7 +109,6 @@ def _carry_out(order: Submission, planned: Planned, lease: Lease) -> SubmissionO
     )
 
 
-GROUP = "pytest_megatron.engines"
 LOCAL = LocalEngine.name
 
 

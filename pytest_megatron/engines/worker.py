@@ -39,7 +39,7 @@ from pytest_megatron.gpu.health import Health, merge_health
 from pytest_megatron.gpu.monitor import HealthWatch
 from pytest_megatron.runs.environment import gather_facts
 from pytest_megatron.workload.plan.plan import AttemptPlan, inherited
-from pytest_megatron.workload.run.runner import Progress, StartPhase, run_attempt
+from pytest_megatron.workload.run.runner import ForwardingListener, StartPhase, run_attempt
 
 _ARRAY_INDEX = "SLURM_ARRAY_TASK_ID"
 
@@ -180,7 +180,12 @@ def _carry_out(
         _need_one_node(spec.plan)
     gpus = gather_facts(spec.root).host.gpus if spec.watches_gpus else ()
     with HealthWatch(gpus) as watch:
-        ends = run_attempt(plan, json.loads(spec.description), _Printer(), start=start)
+        ends = run_attempt(
+            plan,
+            json.loads(spec.description),
+            ForwardingListener(on_lines=_print_lines),
+            start=start,
+        )
         return tuple(map(EndRecord.of, ends)), watch.finish()
 
 
@@ -206,15 +211,8 @@ def in_this_environment(spec: JobSpec, env: Mapping[str, str]) -> AttemptPlan:
     return replace(spec.plan, phases=phases)
 
 
-class _Printer:
-    """Copies lines of ranks to the job's log."""
-
-    def on_lines(self, lines: list[str]) -> None:
-        """Print lines of tee'd ranks."""
-        print(*lines, sep="\n", flush=True)  # noqa: T201 - the job's log
-
-    def on_progress(self, phase: int, progress: Progress) -> None:
-        """Take no notice: the line stands in the log."""
+def _print_lines(lines: list[str]) -> None:
+    print(*lines, sep="\n", flush=True)  # noqa: T201 - the job's log
 
 
 def _say(text: str) -> None:

@@ -39,23 +39,7 @@ from pytest_megatron.verdict.script import judge_script
 from pytest_megatron.verdict.verdict import decide_training
 from pytest_megatron.workload.plan.phases import iteration_name
 from pytest_megatron.workload.plan.plan import AttemptPlan
-from pytest_megatron.workload.run.runner import AttemptListener, Progress
-
-
-class _Redacting:
-    """Shows a listener the lines of ranks without secrets."""
-
-    def __init__(self, listener: AttemptListener, redactor: Redactor) -> None:
-        self._redactor = redactor
-        self._listener = listener
-
-    def on_lines(self, lines: list[str]) -> None:
-        """Take lines of tee'd ranks."""
-        self._listener.on_lines([self._redactor.text(line) for line in lines])
-
-    def on_progress(self, phase: int, progress: Progress) -> None:
-        """Take how far the training of a phase is."""
-        self._listener.on_progress(phase, progress)
+from pytest_megatron.workload.run.runner import AttemptListener, ForwardingListener
 
 
 class Retries(Protocol):
@@ -205,6 +189,7 @@ def _order(
 ) -> Submission:
     """Return the order for the next attempt of a repeat."""
     job, number = checked.job, len(earlier) + 1
+    redactor = job.redactor(plan)
 
     def planned(devices: tuple[str, ...] | None) -> Planned:
         chosen = plan if devices is None else plan.on_devices(devices)
@@ -221,7 +206,10 @@ def _order(
         avoid_gpus=frozenset(
             f.uuid for health in healths for f in health.faults if f.uuid is not None
         ),
-        listener=_Redacting(listener, job.redactor(plan)),
+        listener=ForwardingListener(
+            on_lines=lambda lines: listener.on_lines([redactor.text(line) for line in lines]),
+            on_progress=listener.on_progress,
+        ),
     )
 
 

@@ -37,6 +37,8 @@ from pytest_megatron.engines.docker.container import (
     start,
 )
 from pytest_megatron.engines.docker.messages import (
+    ANSWER,
+    REQUEST,
     Answer,
     ContainerStarted,
     ContainerWaiting,
@@ -45,8 +47,6 @@ from pytest_megatron.engines.docker.messages import (
     RunContainer,
     StartRefused,
     StopContainer,
-    decode_request,
-    encode_answer,
 )
 
 _POLL_S = 0.1
@@ -83,7 +83,7 @@ def main(arguments: list[str]) -> int:
     try:
         client = connect(_host())
     except DaemonError as error:
-        link.send(encode_answer(error.refused))
+        link.send(ANSWER.dump_json(error.refused))
         return 1
     with contextlib.suppress(EndError, BrokenPipeError):
         Driver(link, client).serve()
@@ -150,7 +150,7 @@ class Driver:
             packet, descriptors, _, _ = socket.recv_fds(self._link, _PACKET_BYTES, _MAX_FDS)
             if not packet:
                 raise EndError
-            request = decode_request(packet)
+            request = REQUEST.validate_json(packet)
             if isinstance(request, RunContainer):
                 with _closing(descriptors):
                     self._run(request)
@@ -251,12 +251,12 @@ class Driver:
             packet = b""
         if not packet:
             raise EndError
-        request = decode_request(packet)
+        request = REQUEST.validate_json(packet)
         assert isinstance(request, StopContainer), "one container at a time"
         return request
 
     def _tell(self, answer: Answer) -> None:
-        self._link.send(encode_answer(answer))
+        self._link.send(ANSWER.dump_json(answer))
 
 
 @contextlib.contextmanager

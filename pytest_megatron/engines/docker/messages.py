@@ -130,25 +130,5 @@ class Gone:
 Request: TypeAlias = RunContainer | StopContainer
 Answer: TypeAlias = DriverReady | StartRefused | ContainerWaiting | ContainerStarted | Gone
 
-_REQUEST: TypeAdapter[Request] = TypeAdapter(Annotated[Request, Field(discriminator="type")])
-_ANSWER: TypeAdapter[Answer] = TypeAdapter(Annotated[Answer, Field(discriminator="type")])
-
-
-def encode_request(request: Request) -> bytes:
-    """Return a request as a packet."""
-    return _REQUEST.dump_json(request)
-
-
-def decode_request(packet: bytes) -> Request:
-    """Return the request of a packet."""
-    return _REQUEST.validate_json(packet)
-
-
-def encode_answer(answer: Answer) -> bytes:
-    """Return an answer as a packet."""
-    return _ANSWER.dump_json(answer)
-
-
-def decode_answer(packet: bytes) -> Answer:
-    """Return the answer of a packet."""
-    return _ANSWER.validate_json(packet)
+REQUEST: TypeAdapter[Request] = TypeAdapter(Annotated[Request, Field(discriminator="type")])
+ANSWER: TypeAdapter[Answer] = TypeAdapter(Annotated[Answer, Field(discriminator="type")])

@@ -26,7 +26,6 @@ from pytest_megatron.engines.api import (
     TroubleKind,
     Update,
 )
-from pytest_megatron.engines.docker.engine import LiveLog, OnlyProgress
 from pytest_megatron.engines.slurm.bad_nodes import BadNodes
 from pytest_megatron.engines.slurm.commands import (
     SlurmAwayError,
@@ -59,6 +58,7 @@ from pytest_megatron.errors import LaunchError
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.workload.checks.rules import CheckFinding
 from pytest_megatron.workload.plan.plan import Setting
+from pytest_megatron.workload.run.runner import AttemptListener, ForwardingListener, LiveLog
 
 _CANCEL_S = 60.0  # for jobs to end; Slurm waits 30 s by itself between TERM and KILL
 _CANCEL_POLL_S = 0.5
@@ -350,7 +350,8 @@ class SlurmEngine:
                 return
             order = tracked.order
             copies = self._context.copies_lines
-            listener = order.listener if copies else OnlyProgress(order.listener)
+            only = ForwardingListener(on_progress=order.listener.on_progress)
+            listener: AttemptListener = order.listener if copies else only
             tracked.live = LiveLog(order.planned(None).plan, listener)
         tracked.live.poll()
 

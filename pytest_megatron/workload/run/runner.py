@@ -218,6 +218,18 @@ class AttemptListener(Protocol):
         """Take how far the training of a phase is."""
 
 
+def _ignore(*_: object) -> None:
+    """Do nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardingListener:
+    """Listener made of functions."""
+
+    on_lines: Callable[[list[str]], None] = _ignore
+    on_progress: Callable[[int, Progress], None] = _ignore
+
+
 class End(Enum):
     """Reason for the end of a phase."""
 
@@ -430,8 +442,7 @@ def _train(
     start: StartPhase,
 ) -> PhaseEnd:
     """Start the program of a phase and watch it to its end."""
-    scripts = plan.dirs.assets if phase.is_script else None
-    watch = LogWatch(phase.dirs, phase.world_size // phase.num_nodes, scripts=scripts)
+    watch = _watch_of(plan, phase)
     end = End.EXITED
     hung_at = 0.0
     with start(phase, plan.cwd) as process:
@@ -454,6 +465,38 @@ def _train(
         hung_rank=watch.hung_rank,
         progress=watch.progress,
     )
+
+
+def _watch_of(plan: AttemptPlan, phase: PhasePlan) -> LogWatch:
+    scripts = plan.dirs.assets if phase.is_script else None
+    return LogWatch(phase.dirs, phase.world_size // phase.num_nodes, scripts=scripts)
+
+
+class LiveLog:
+    """Follows the logs of an attempt that runs elsewhere, phase by phase.
+
+    Attributes:
+        plan: Of the attempt.
+    """
+
+    def __init__(self, plan: AttemptPlan, listener: AttemptListener) -> None:
+        self.plan = plan
+        self._listener = listener
+        self._left = list(plan.phases)
+        self._phase = self._left.pop(0)
+        self._watch = _watch_of(plan, self._phase)
+
+    def poll(self, *, is_ended: bool = False) -> None:
+        """Pass new lines and progress on to the listener.
+
+        Args:
+            is_ended: Whether nothing more is going to be written.
+        """
+        while self._left and self._left[0].dirs.root.is_dir():
+            _tell(self._listener, self._phase, self._watch, is_ended=True)
+            self._phase = self._left.pop(0)
+            self._watch = _watch_of(self.plan, self._phase)
+        _tell(self._listener, self._phase, self._watch, is_ended=is_ended)
 
 
 def _tell(

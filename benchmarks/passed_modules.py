@@ -46,7 +46,7 @@ class PassedModules:
             return (yield)
         finally:
             sys.setprofile(None)
-            threading.setprofile(None)  # type: ignore[arg-type]  # as its documentation says
+            threading.setprofile(None)  # as its documentation says
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_collection(self) -> Generator[None, object, object]:

@@ -35,13 +35,9 @@ from pytest_megatron.errors import GoldenError
 from pytest_megatron.golden.compare.limits import (
     BY_KIND,
     DEFAULTS,
-    CostLimits,
-    CountLimits,
     Exact,
     LimitKind,
     Limits,
-    LossLimits,
-    MemoryLimits,
     Worse,
     kind_of,
     limits_of,
@@ -189,6 +185,16 @@ class ComparisonPolicy:
         """Whether a metric is judged at all."""
         return self.settings(metric).get("judged") is not False
 
+    def limit(self, metric: str, key: str, default: float) -> float:
+        """Return one number of the settings of a metric, `default` where it is not set."""
+        value = self.settings(metric).get(key)
+        return float(value) if isinstance(value, int | float) else default
+
+    def worse(self, metric: str, default: Worse) -> Worse:
+        """Return the side of the golden that fails, `default` where it is not set."""
+        value = self.settings(metric).get("worse")
+        return value if isinstance(value, Worse) else default
+
     def require_judged(self, metrics: Sequence[str]) -> None:
         """Make sure that one of several metrics is judged, so that nothing passes unseen.
 
@@ -219,7 +225,8 @@ class ComparisonPolicy:
             assert isinstance(kind, LimitKind)
             limits = BY_KIND[kind]
         known = keys_of(limits)
-        return _replaced(limits, {k: v for k, v in settings.items() if k in known})
+        changes: dict[str, object] = {k: v for k, v in settings.items() if k in known}
+        return replace(limits, **changes)  # type: ignore[arg-type] # typed as the fields are
 
 
 ComparisonPolicy.STRICT = ComparisonPolicy(base=Base.STRICT, name=Base.STRICT.value)
@@ -229,19 +236,6 @@ ComparisonPolicy.MEGATRON = ComparisonPolicy(base=Base.MEGATRON, name=Base.MEGAT
 def keys_of(limits: Limits) -> frozenset[str]:
     """Return the names of the numbers of one kind."""
     return frozenset(f.name for f in fields(limits))
-
-
-def _replaced(limits: Limits, changes: Settings) -> Limits:
-    """Return limits with some numbers changed; a file's settings have the types of the fields."""
-    match limits:
-        case LossLimits():
-            return replace(limits, **changes)  # type: ignore[arg-type] # see the docstring
-        case CountLimits():
-            return replace(limits, **changes)  # type: ignore[arg-type] # see the docstring
-        case CostLimits():
-            return replace(limits, **changes)  # type: ignore[arg-type] # see the docstring
-        case MemoryLimits():
-            return replace(limits, **changes)  # type: ignore[arg-type] # see the docstring
 
 
 _OF_ALL = frozenset({"judged", "kind"})

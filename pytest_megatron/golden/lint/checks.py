@@ -52,6 +52,16 @@ class GoldenFile:
     is_ours: bool
     is_read: bool
 
+    @property
+    def provenance(self) -> Provenance | None:
+        """The provenance, None without one.
+
+        Raises:
+            GoldenError: It is broken.
+        """
+        value = self.document.provenance
+        return None if value is None else parse_provenance(value, str(self.path))
+
     def line_of(self, name: str, step: int | None = None) -> int | None:
         """Return the line of a top-level key, or of a step below it."""
         at = self.text.find(f"{json.dumps(name)}:")
@@ -68,25 +78,24 @@ class GoldenFile:
 
 
 class FindingGroup:
-    """Says once what is wrong with several metrics of a file."""
+    """Findings of one file, in which metrics with the same problem share one."""
 
     def __init__(self, sheet: GoldenFile) -> None:
-        """Begin with none."""
+        """Begin without findings."""
         self.sheet = sheet
         self._names: dict[tuple[str, str], list[str]] = {}
 
     def add(self, rule: str, name: str, message: str) -> None:
-        """Note what is wrong with a metric."""
+        """Add a problem of one metric."""
         self._names.setdefault((rule, message), []).append(name)
 
     def findings(self) -> Iterator[Finding]:
-        """Yield what was noted."""
+        """Yield the findings."""
         for (rule, message), names in self._names.items():
+            is_error = rule in ("golden-empty", "golden-truncated")
+            line = self.sheet.line_of(names[0])
             yield self.sheet.finding(
-                rule,
-                f"{', '.join(names)}: {message}",
-                line=self.sheet.line_of(names[0]),
-                is_error=rule in ("golden-empty", "golden-truncated"),
+                rule, f"{', '.join(names)}: {message}", line=line, is_error=is_error
             )
 
 
@@ -141,20 +150,18 @@ def _has_metric(document: GoldenDocument, name: str) -> bool:
 
 
 def _check_provenance(sheet: GoldenFile) -> Iterator[Finding]:
-    value = sheet.document.provenance
-    if value is None:
-        if sheet.is_ours:
-            message = "has no _provenance, so nobody knows what it was measured with; record it"
-            yield sheet.finding("golden-provenance", f"{message} again")
-        return
     line = sheet.line_of("_provenance")
     try:
-        provenance = parse_provenance(value, str(sheet.path))
+        provenance = sheet.provenance
     except GoldenError as error:
         yield sheet.finding("golden-provenance", error.problem, line=line, is_error=True)
         return
-    for message in _doubts(provenance):
-        yield sheet.finding("golden-provenance", f"{message}; record it again", line=line)
+    if provenance is not None:
+        for message in _doubts(provenance):
+            yield sheet.finding("golden-provenance", f"{message}; record it again", line=line)
+    elif sheet.is_ours:
+        message = "has no _provenance, so nobody knows what it was measured with; record it again"
+        yield sheet.finding("golden-provenance", message)
 
 
 def _doubts(provenance: Provenance) -> Iterator[str]:
@@ -257,7 +264,10 @@ def check_origin(
         rows: Those that read the golden.
         commits: Of the project.
     """
-    provenance = _provenance_of(sheet)
+    try:
+        provenance = sheet.provenance
+    except GoldenError:
+        return  # reported with the content of the file
     if provenance is None:
         return
     line = sheet.line_of("_provenance")
@@ -295,11 +305,3 @@ def find_copies(sheets: Iterable[GoldenFile]) -> Iterator[Finding]:
         if other is not sheet and is_equal:
             message = f"holds the same values as {other.path}, times included: one of them was "
             yield sheet.finding("golden-copy", f"{message}copied, not measured; record it again")
-
-
-def _provenance_of(sheet: GoldenFile) -> Provenance | None:
-    value = sheet.document.provenance
-    try:
-        return None if value is None else parse_provenance(value, str(sheet.path))
-    except GoldenError:
-        return None  # what is wrong inside a file is told with the rest of it

@@ -187,9 +187,7 @@ class _Linter:
                 self.findings += check_origin(sheet, self._case_of(place), rows, commits)
 
     def _add(self, path: Path, rule: str, message: str) -> None:
-        self.findings.append(
-            Finding(file=path, line=None, rule=rule, message=message, severity=Severity.WARNING)
-        )
+        self.findings.append(_finding(path, None, rule, message))
 
     def _misplaced(self, path: Path) -> tuple[str, str] | None:
         root = self._project.root.absolute()
@@ -239,9 +237,7 @@ class _Linter:
             severity = Severity.ERROR if is_read else Severity.WARNING
             where = error.where.removeprefix(str(path)).lstrip(":").partition(":")[0]
             line = int(where) if where.isdecimal() else None
-            self.findings.append(
-                Finding(file=path, line=line, rule=rule, message=error.problem, severity=severity)
-            )
+            self.findings.append(_finding(path, line, rule, error.problem, severity))
             return None
         return GoldenFile(
             path=path,
@@ -270,10 +266,15 @@ def _config_of(root: Path, place: GoldenOwner) -> Path:
 
 def _broken_recipe(errors: Sequence[Finding]) -> Finding:
     message = f"has errors, the first {errors[0]}; its goldens may seem to be read by no row; see "
-    return Finding(
-        file=errors[0].file,
-        line=errors[0].line,
-        rule="golden-recipes",
-        message=f"{message}`pytest-megatron lint`",
-        severity=Severity.WARNING,
-    )
+    message += "`pytest-megatron lint`"
+    return _finding(errors[0].file, errors[0].line, "golden-recipes", message)
+
+
+def _finding(
+    file: Path,
+    line: int | None,
+    rule: str,
+    message: str,
+    severity: Severity = Severity.WARNING,
+) -> Finding:
+    return Finding(file=file, line=line, rule=rule, message=message, severity=severity)

@@ -159,7 +159,7 @@ class SlurmSettings:
     Attributes:
         max_jobs: Of this run in the queue at a time; None is all.
         max_array: Elements of an array; None is what the cluster allows.
-        patience_s: How long a record may come after the job ended well in Slurm: shared
+        timers_s: How long a record may come after the job ended well in Slurm: shared
             file systems are late.
         remembers_s: How long later runs keep away from a node that failed; 0 is none.
         retries_cancelled: Whether a job that its own user cancelled is worth another attempt.

@@ -20,12 +20,14 @@ from pytest_megatron.engines.slurm.shape import gpu_flags, minutes_of_job
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.workload.checks.check import findings_of
 from pytest_megatron.workload.checks.cluster import (
+    MOUNTS,
+    MountEntry,
     NamedPath,
     check_ports,
     check_shared,
     in_container,
+    parse_mounts,
 )
-from pytest_megatron.workload.checks.mounts import MOUNTS, MountEntry, parse_mounts
 from pytest_megatron.workload.checks.partitions import (
     SINFO_FORMAT,
     Cluster,

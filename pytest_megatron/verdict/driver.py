@@ -18,6 +18,7 @@ from pytest_megatron.engines.api import Engine, Planned, Resources, Submission, 
 from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.runs.environment import SessionFacts
+from pytest_megatron.runs.record import headed
 from pytest_megatron.runs.redact import Redactor, redact_tree
 from pytest_megatron.verdict.attempt import Attempt, note_triage
 from pytest_megatron.verdict.job import Training, WorkloadJob, describe_plan, plan_job, refuse_wrong
@@ -238,7 +239,7 @@ def _judged(
     """Clean up, read and judge what an attempt left."""
     health = outcome.health
     if health is not None:
-        write_json_atomically(plan.dirs.health, health.as_json())
+        write_json_atomically(plan.dirs.health, headed(health.as_json()))
     attempt = Attempt(
         repeat=repeat,
         number=number,

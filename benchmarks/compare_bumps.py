@@ -7,24 +7,33 @@ A pair is a golden before and after a commit whose subject names a new container
 Transformer Engine. All but two sets of BERT (a bug of data order, found later) count as benign.
 Half of the workloads, by the hash of their name, was in view when limits were chosen; the other
 half is printed by itself.
+
+    python benchmarks/compare_bumps.py Megatron-LM --long     # one minute
+
+prints every pair of losses of more than 200 values that the history has, whatever the commit was:
+before and after a commit, and of both containers (lts, dev) where one commit recorded them.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
-import json
+import math
 import re
 import statistics
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import pairwise
+from pathlib import Path, PurePosixPath
 
+from pytest_megatron.errors import GoldenError
 from pytest_megatron.golden.compare.api import compare
 from pytest_megatron.golden.compare.limits import LONG_STEPS
-from pytest_megatron.golden.model import MetricMap, Series, Value, series_of
+from pytest_megatron.golden.model import MetricMap, Series, series_of
 from pytest_megatron.golden.provenance import Golden
+from pytest_megatron.golden.store import parse_golden
 
 CASES = "tests/functional_tests/test_cases"
 LOSS, ZEROS = "lm loss", "num-zeros"
@@ -69,7 +78,12 @@ def main() -> None:
     """Print the table as Markdown."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("repository", type=Path, help="a clone of Megatron-LM with its history")
-    pairs = list(read_pairs(parser.parse_args().repository))
+    parser.add_argument("--long", action="store_true", help="print all pairs of long losses")
+    options = parser.parse_args()
+    if options.long:
+        print_long_pairs(options.repository)
+        return
+    pairs = list(read_pairs(options.repository))
     print("| metric, length | half | pairs | " + " | ".join(CHANGES) + " |")
     print("|---|---|---:|" + "---:|" * len(CHANGES))
     for metric, is_long in ((LOSS, False), (LOSS, True), (ZEROS, False)):
@@ -119,38 +133,97 @@ CHANGES: Mapping[str, Callable[[list[float]], list[float]]] = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A golden that a commit changes; `old` and `new` are its blobs."""
+
+    commit: str
+    subject: str
+    path: PurePosixPath
+    old: str
+    new: str
+
+    @property
+    def workload(self) -> str:
+        """The model and the test case."""
+        return str(self.path.parent.relative_to(CASES))
+
+
+def read_changes(repository: Path) -> Iterator[Change]:
+    """Yield every change of a golden, the newest commit first."""
+    log = ("log", "--no-merges", "--raw", "--abbrev=40", "--no-renames", "--diff-filter=M")
+    commit = subject = ""
+    for line in _git(repository, *log, "--format=%H %s", "--", CASES).splitlines():
+        if found := _CHANGE.fullmatch(line):
+            path = PurePosixPath(found[3])
+            yield Change(commit=commit, subject=subject, path=path, old=found[1], new=found[2])
+        elif line and not line.startswith(":"):
+            commit, _, subject = line.partition(" ")
+
+
 def read_pairs(repository: Path) -> Iterator[Pair]:
-    """Yield every pair in which both sides are metric maps."""
-    log = _git(repository, "log", "--no-merges", "--format=%H %s", "--", CASES)
-    for line in log.splitlines():
-        commit, _, subject = line.partition(" ")
-        if not BUMP.search(subject):
+    """Yield every pair around a new container in which both sides are metric maps."""
+    for change in read_changes(repository):
+        is_bug = change.workload.startswith("bert") and change.commit.startswith(BUGS)
+        if is_bug or not BUMP.search(change.subject):
             continue
-        for row in _git(repository, "diff-tree", "-r", commit, "--", CASES).splitlines():
-            found = _CHANGE.fullmatch(row)
-            if found is None:
-                continue
-            workload = str(Path(found[3]).parent.relative_to(CASES))
-            old, new = (_series(_git(repository, "cat-file", "blob", found[i])) for i in (1, 2))
-            is_bug = workload.startswith("bert") and commit.startswith(BUGS)
-            if old and new and not is_bug:
-                yield Pair(workload=workload, old=old, new=new)
+        old, new = (
+            _series(_git(repository, "cat-file", "blob", b)) for b in (change.old, change.new)
+        )
+        if old and new:
+            yield Pair(workload=change.workload, old=old, new=new)
 
 
-def _series(text: str) -> dict[str, Series]:
-    found: dict[str, Series] = {}
+def print_long_pairs(repository: Path) -> None:
+    """Print a line for each pair of long losses: how far its windows are off, and the verdict."""
+    seen: set[frozenset[tuple[float, ...]]] = set()
+    at_commit: dict[tuple[str, PurePosixPath], Series] = {}
+    read = functools.cache(lambda blob: _series(_git(repository, "cat-file", "blob", blob)))
+    for change in read_changes(repository):
+        old, new = read(change.old).get(LOSS), read(change.new).get(LOSS)
+        if old is None or new is None or "_2nd" in change.path.name or len(new) <= LONG_STEPS:
+            continue
+        at_commit[change.commit, change.path] = new
+        lts = change.path.with_name(change.path.name.replace("_dev", "_lts"))
+        dev = change.path.with_name(change.path.name.replace("_lts", "_dev"))
+        both = [at_commit.get((change.commit, path)) for path in (lts, dev)]
+        compared = [(old, new, change.subject)]
+        if lts != dev and both[0] is not None and both[1] is not None:
+            compared.append((both[0], both[1], "lts and dev"))
+        for one, other, why in compared:
+            values = frozenset(map(_numbers, (one, other)))
+            if one.steps == other.steps and len(values) > 1 and values not in seen:
+                seen.add(values)
+                pair = Pair(workload=change.workload, old={LOSS: one}, new={LOSS: other})
+                half = "held out" if pair.is_held_out else "in view"
+                path = change.path.relative_to(CASES)
+                print(f"{half}, {path}, {change.commit[:8]} {why}: {describe_long(one, other)}")
+
+
+def describe_long(old: Series, new: Series) -> str:
+    """Return the verdict on one loss and the deviation of the mean of each tenth, in 1e-3."""
+    (answer,) = compare(Golden(path="golden", metrics={LOSS: old}), {LOSS: new}, metrics=[LOSS])
+    pairs = [
+        (a, b)
+        for a, b in zip(old.values, new.values, strict=True)
+        if isinstance(a, float) and isinstance(b, float)
+    ]
+    cuts = [len(pairs) * i // 10 for i in range(11)]
+    sums = [tuple(map(math.fsum, zip(*pairs[a:b], strict=True))) for a, b in pairwise(cuts)]
+    tenths = " ".join(f"{1e3 * (b - a) / a:+.1f}" for a, b in sums)
+    failed = ", ".join(layer.rule.value for layer in answer.layers if not layer.passed)
+    return f"{f'refused ({failed})' if failed else 'passes'}; {tenths}"
+
+
+def _numbers(series: Series) -> tuple[float, ...]:
+    return tuple(value for value in series.values if isinstance(value, float))
+
+
+def _series(text: str) -> MetricMap:
     try:
-        blocks = json.loads(text)
-    except ValueError:
-        return found
-    for name, block in blocks.items() if isinstance(blocks, dict) else ():
-        values = block.get("values") if isinstance(block, dict) else None
-        if isinstance(values, dict) and values:
-            known: dict[int, Value] = {
-                int(s): v if isinstance(v, str) else float(v) for s, v in values.items()
-            }
-            found[name] = series_of(known)
-    return found
+        return parse_golden(text, "golden").metrics
+    except GoldenError:
+        return {}
 
 
 def _git(repository: Path, *words: str) -> str:

@@ -1,6 +1,6 @@
 """How many bugs each comparison finds, and how often it cries wolf, on real trainings.
 
-    python benchmarks/compare_curves.py                 # from the curves that are kept, two minutes
+    python benchmarks/compare_curves.py                 # from the curves that are kept, 100 s
     python benchmarks/curves/train.py --recipe bf16     # trains what the file of curves lacks
 
 `curves/curves.json.gz` holds the losses of the CPU workload: trained as it is, again with the noise

@@ -71,6 +71,7 @@ def all_rules() -> list[Rule]:
         Rule(name="strict, band of 3 repeats", repeats=3, fails=ours),
         Rule(name="strict, band of 5 repeats", repeats=5, fails=ours),
         Rule(name="strict, band of 8 repeats", repeats=8, fails=ours),
+        Rule(name="strict, band of 5 repeats, platform known", repeats=5, fails=ours_told),
         Rule(name="strict, band of 8 repeats, platform known", repeats=8, fails=ours_told),
         Rule(name="strict, deterministic golden, platform known", repeats=0, fails=ours_told),
     ]

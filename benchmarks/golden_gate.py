@@ -1,24 +1,29 @@
-"""Changes goldens of Megatron-LM for the worse, and counts what the refresh gate lets pass.
+"""Count what the refresh gate lets pass and what it wants a reason for, on Megatron-LM's goldens.
 
     python benchmarks/golden_gate.py CHECKOUT --half held-out
+    python benchmarks/golden_gate.py CLONE --history
 
-CHECKOUT holds `tests/functional_tests/test_cases` of Megatron-LM. Cases are divided by a hash of
-their names; the gate's limits were chosen on the half `tuning` alone.
+The first changes the goldens of CHECKOUT for the worse and counts those that pass without a reason.
+The second takes every golden that a commit of CLONE added or changed as a candidate and counts
+those that need a reason. Cases are divided by a hash of their names; the gate's limits were chosen
+on the half `tuning` alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import random
+import subprocess
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from pytest_megatron.errors import GoldenError
-from pytest_megatron.golden.model import series_of
+from pytest_megatron.golden.model import is_loss, series_of
 from pytest_megatron.golden.provenance import Golden, Provenance
-from pytest_megatron.golden.store import read_golden
+from pytest_megatron.golden.store import parse_golden, read_golden
 from pytest_megatron.refresh.candidate import Candidate
 from pytest_megatron.refresh.gate import soft_refusals
 
@@ -55,7 +60,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("checkout", type=Path)
     parser.add_argument("--half", choices=("tuning", "held-out"), default="held-out")
+    parser.add_argument("--history", action="store_true", help="judge what commits brought")
     asked = parser.parse_args()
+    if asked.history:
+        _judge_history(asked.checkout, asked.half)
+        return
     goldens = list(_goldens(asked.checkout, asked.half))
     print(f"{len(goldens)} goldens of the half {asked.half}")
     for what, change in REFRESHES.items():
@@ -70,12 +79,61 @@ def main() -> None:
         print(f"first golden, {what}: {missed} missed")
 
 
+def _judge_history(clone: Path, half: str) -> None:
+    """Print how many refreshes and first goldens need a reason."""
+
+    @functools.cache
+    def golden_at(blob: str) -> Golden | None:
+        try:
+            return parse_golden(_git(clone, "cat-file", "blob", blob), blob)
+        except (GoldenError, UnicodeDecodeError):
+            return None
+
+    refreshes: list[tuple[bool, bool]] = []  # needs a reason; a loss changes
+    firsts: list[bool] = []
+    log = _git(
+        clone,
+        *("log", "--no-merges", "--raw", "--abbrev=40", "-M", "--diff-filter=AMR", "--format="),
+        *("--", "*golden_values*.json"),
+    )
+    for line in filter(None, log.splitlines()):
+        change, *paths = line.split("\t")
+        _, _, before, after, status = change.split()
+        path = Path(paths[-1])
+        if before == after or _is_elsewhere(path, half):
+            continue
+        old, new = None if status == "A" else golden_at(before), golden_at(after)
+        if new is None:
+            continue
+        needs_reason = not _passes(path, new, old)
+        if status == "A":
+            firsts.append(needs_reason)
+        else:
+            known = {} if old is None else old.metrics
+            is_moved = any(is_loss(m) and new.metrics.get(m) != s for m, s in known.items())
+            refreshes.append((needs_reason, is_moved))
+    moved = [needs_reason for needs_reason, is_moved in refreshes if is_moved]
+    asked = [needs_reason for needs_reason, _ in refreshes]
+    print(f"refreshes of the half {half} that need a reason: {sum(asked)} of {len(asked)}")
+    print(f"of those in which a loss changes: {sum(moved)} of {len(moved)}")
+    print(f"first goldens: {sum(firsts)} of {len(firsts)}")
+
+
+def _git(clone: Path, *words: str) -> str:
+    command = ["git", "-C", str(clone), *words]
+    return subprocess.run(command, capture_output=True, check=True).stdout.decode()
+
+
+def _is_elsewhere(path: Path, half: str) -> bool:
+    """Return whether a golden is of the other half, or is the dump of a second run."""
+    is_tuning = zlib.crc32("/".join(path.parts[-3:-1]).encode()) % 2 == 1
+    return is_tuning is not (half == "tuning") or "_2nd" in path.name
+
+
 def _goldens(checkout: Path, half: str) -> Iterator[tuple[Path, Golden]]:
     """Yield the goldens of trainings, with enough values to be a curve."""
     for path in sorted(checkout.rglob("golden_values*.json")):
-        case = "/".join(path.parts[-3:-1])
-        is_tuning = zlib.crc32(case.encode()) % 2 == 1
-        if is_tuning is not (half == "tuning") or "_2nd" in path.name or "grpo" in str(path):
+        if _is_elsewhere(path, half) or "grpo" in str(path):
             continue
         try:
             golden = read_golden(path)
@@ -111,6 +169,7 @@ def _passes(path: Path, candidate: Golden, old: Golden | None) -> bool:
         verdict="failed",
         golden=candidate,
         first_step=1,
+        has_cross_entropy="grpo" not in str(path) and "/rl" not in str(path),
     )
     return not list(soft_refusals(offered, old))
 

@@ -1,4 +1,4 @@
-"""Every error of ours that a user can cause, each with the place and the way out in its text.
+"""Errors that a user can cause; each text has the place and what to do.
 
 The text of all of them is `<where>: <what is wrong>, <what was expected>; <what to do>`. The hooks
 turn them into pytest's usage errors or failures, the command line into one line on stderr; nobody

@@ -1,6 +1,6 @@
-"""The `pytest11` entry point: registers the plugin's options and, where asked for, its roles.
+"""Entry point `pytest11`: options, fixtures and, where asked for, workloads and gangs.
 
-Runs at every pytest start, also of people who never use us: must import nothing heavy (no torch,
+Runs at every pytest start, also of people who never use it: must import nothing heavy (no torch,
 no pydantic, no yaml) and change nothing while none of our options is given.
 """
 
@@ -32,7 +32,7 @@ from pytest_megatron.hooks.markers import (
 )
 from pytest_megatron.hooks.option_values import has_workers
 from pytest_megatron.hooks.start.environment import (
-    note_beginning,
+    record_start_environment,
     refuse_launcher,
 )
 from pytest_megatron.hooks.workloads import recipes
@@ -67,7 +67,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
 
         add_folders(early_config, args, words)
     if not _is_rank(early_config):
-        note_beginning(early_config)
+        record_start_environment(early_config)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -149,9 +149,9 @@ def pytest_testnodedown(node: WorkerController) -> None:
     if problem is not None:
         raise pytest.UsageError(problem)
     if options.LIMITS_OF_OTHERS in output:
-        from pytest_megatron.hooks.gangs.other_plugins import tell_once  # noqa: PLC0415 - not for all
+        from pytest_megatron.hooks.gangs.other_plugins import write_once  # noqa: PLC0415 - not for all
 
-        tell_once(node.config, output[options.LIMITS_OF_OTHERS])
+        write_once(node.config, output[options.LIMITS_OF_OTHERS])
 
 
 def _is_rank(config: pytest.Config) -> bool:

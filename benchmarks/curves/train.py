@@ -3,8 +3,8 @@
     python benchmarks/curves/train.py --recipe fp32 --only 'rerun 0'
 
 Meant to be run in parts: a training that the file has is not done again. `curves.json.gz` holds
-losses alone; `norms.json.gz` losses and norms of gradients, of the recipes in `WITH_NORMS` and of
-other models (`train_others.py`).
+losses alone; `norms.json.gz` losses and the norms of gradients (and, in recipes trained later, of
+parameters) of the recipes in `WITH_NORMS` and of other models (`train_others.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -30,11 +30,11 @@ from gpt_data import Batch  # noqa: E402
 from gpt_distributed import _seed, joined_world  # noqa: E402
 from gpt_model import build  # noqa: E402
 from train_gpt import silence_what_was_chosen  # noqa: E402
-from variants import Flag, Variant, all_variants  # noqa: E402
+from variants import Flag, Variant, all_variants, main_weights  # noqa: E402
 
 FILE = Path(__file__).with_name("curves.json.gz")
 NORMS = Path(__file__).with_name("norms.json.gz")
-WITH_NORMS = ("bf16-norms",)
+WITH_NORMS = ("bf16-norms", "bf16-params")
 COMMON: Mapping[str, Flag] = {
     "train_iters": 100,
     "micro_batch_size": 4,
@@ -49,6 +49,7 @@ RECIPES: Mapping[str, Mapping[str, Flag]] = {
     "bf16-warm": {"seed": 4, "lr": 1.5e-2, "bf16": True},
     "bf16-unseen": {"seed": 5, "lr": 1.2e-2, "bf16": True},
     "bf16-norms": {"seed": 6, "lr": 5e-3, "bf16": True},
+    "bf16-params": {"seed": 7, "lr": 5e-3, "bf16": True},
 }
 
 
@@ -73,8 +74,9 @@ def main() -> None:
                 continue
             if time.monotonic() - start > options.seconds:
                 break
-            losses, norms = train_variant(options.recipe, variant, device)
-            keep(file, key, losses, norms if has_norms else None)
+            curves = train_variant(options.recipe, variant, device)
+            losses = curves["lm loss"]
+            keep(file, key, curves if has_norms else {"lm loss": losses})
             print(f"{time.monotonic() - start:6.1f} s  {key}: {losses[0]:.6f} to {losses[-1]:.6f}")
 
 
@@ -86,24 +88,22 @@ def read_keys(file: Path) -> set[str]:
         return {key for line in lines for key in json.loads(line)}
 
 
-def keep(file: Path, key: str, losses: list[float], norms: list[float] | None = None) -> None:
-    """Append a training to a file."""
-    shown = [float(f"{value:.7g}") for value in losses]
-    more = None if norms is None else [float(f"{value:.7g}") for value in norms]
-    kept = shown if more is None else {"lm loss": shown, "grad-norm": more}
+def keep(file: Path, key: str, curves: Mapping[str, list[float]]) -> None:
+    """Append a training to a file; one of a loss alone as a plain list."""
+    shown = {name: [float(f"{value:.7g}") for value in curve] for name, curve in curves.items()}
+    kept = shown["lm loss"] if len(shown) == 1 else shown
     with gzip.open(file, "at", encoding="utf-8") as lines:
         lines.write(json.dumps({key: kept}, separators=(",", ":")) + "\n")
 
 
-def train_variant(
-    recipe: str, variant: Variant, device: torch.device
-) -> tuple[list[float], list[float]]:
-    """Train from the first iteration to the last; return the loss and the norm of each."""
+def train_variant(recipe: str, variant: Variant, device: torch.device) -> dict[str, list[float]]:
+    """Train from the first iteration to the last; return the loss and both norms of each."""
     arguments = arguments_of(recipe, variant.flags)
     _seed(arguments)
     iterations = range(1, arguments.train_iters + 1)
     losses: list[float] = []
-    norms: list[float] = []
+    gradient_norms: list[float] = []
+    parameter_norms: list[float] = []
     with contextlib.ExitStack() as stack:
         if variant.inside is not None:
             stack.enter_context(variant.inside())
@@ -123,10 +123,16 @@ def train_variant(
         for iteration in iterations:
             step = gpt_training.train_step(arguments, trained, device, iteration)
             losses.append(step.loss)
-            norms.append(step.grad_norm)
+            gradient_norms.append(step.grad_norm)
             if variant.updated is not None:
                 variant.updated(trained, iteration)
-    return losses, norms
+            parameter_norms.append(norm_of(main_weights(trained)))
+    return {"lm loss": losses, "grad-norm": gradient_norms, "params-norm": parameter_norms}
+
+
+def norm_of(parameters: Iterable[torch.Tensor]) -> float:
+    """Return the L2 norm of all parameters together, as Megatron-LM logs it after a step."""
+    return float(torch.nn.utils.get_total_norm([one.detach().float() for one in parameters]))
 
 
 def arguments_of(recipe: str, flags: Mapping[str, Flag]) -> Arguments:

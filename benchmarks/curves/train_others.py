@@ -28,7 +28,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from train import NORMS, keep, read_keys
+from train import NORMS, keep, norm_of, read_keys
 from typing_extensions import override
 
 NUM_STEPS, BATCH, LENGTH, CLASSES = 100, 16, 32, 16
@@ -122,6 +122,10 @@ RECIPES: Mapping[str, Settings] = {
     "lstm-hot": Settings(seed=12, lr=8e-2, cut=None),
     "conv": Settings(seed=13, lr=5e-2),
     "conv-hot": Settings(seed=14, lr=3e-1, cut=None),
+    "lstm-params": Settings(seed=15, lr=4e-3),
+    "lstm-hot-params": Settings(seed=17, lr=8e-2, cut=None),
+    "conv-params": Settings(seed=16, lr=5e-2),
+    "conv-hot-params": Settings(seed=18, lr=3e-1, cut=None),
 }
 HF, MLM, PT = "huggingface/transformers", "NVIDIA/Megatron-LM", "pytorch/pytorch"
 # Name, of which model ("" for both), in which issue or change, and what it changes.
@@ -339,18 +343,19 @@ def main() -> None:
             continue
         start = time.monotonic()
         settings = replace(RECIPES[options.recipe], **changes)  # type: ignore[arg-type] # by name
-        losses, norms = train(texts, settings)
-        keep(options.file, key, losses, norms)
+        curves = train(texts, settings)
+        losses = curves["lm loss"]
+        keep(options.file, key, curves)
         spent = time.monotonic() - start
         print(f"{spent:5.1f} s  {key}: {losses[0]:.6f} to {losses[-1]:.6f}", file=sys.stderr)
 
 
-def train(texts: Texts, settings: Settings) -> tuple[list[float], list[float]]:
-    """Return the loss and the norm of the gradient of each step."""
+def train(texts: Texts, settings: Settings) -> dict[str, list[float]]:
+    """Return the loss and the norms of gradient and parameters of each step."""
     torch.set_num_threads(settings.threads)
     model = _built(settings, is_conv=texts.is_conv)
     optimizer = optimizer_of(model, settings, is_conv=texts.is_conv)
-    losses, norms = [], []
+    losses, gradient_norms, parameter_norms = [], [], []
     with torch.backends.mkldnn.flags(enabled=settings.has_mkldnn):
         for step in range(1, NUM_STEPS + 1):
             for group in optimizer.param_groups:
@@ -358,9 +363,10 @@ def train(texts: Texts, settings: Settings) -> tuple[list[float], list[float]]:
             if settings.forgets and step == MIDDLE:
                 optimizer.state.clear()
             losses.append(gradients(model, texts.batch(settings, step), settings, step))
-            norms.append(clip(model, settings))
+            gradient_norms.append(clip(model, settings))
             _step(model, optimizer, settings)
-    return losses, norms
+            parameter_norms.append(norm_of(model.parameters()))
+    return {"lm loss": losses, "grad-norm": gradient_norms, "params-norm": parameter_norms}
 
 
 def _built(settings: Settings, *, is_conv: bool) -> nn.Module:

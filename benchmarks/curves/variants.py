@@ -239,13 +239,14 @@ def _late_noise(trained: Trained, iteration: int) -> None:
         _noise(1e-2, 7)(trained, iteration)
 
 
-def _main_weights(trained: Trained) -> Iterator[torch.Tensor]:
+def main_weights(trained: Trained) -> Iterator[torch.Tensor]:
+    """Yield the weights that the optimizer changes, in fp32."""
     for group in trained.optimizer.param_groups:
         yield from group["params"]
 
 
 def _round_weights(trained: Trained) -> None:
-    for weight in _main_weights(trained):
+    for weight in main_weights(trained):
         weight.data.copy_(weight.data.bfloat16())
 
 

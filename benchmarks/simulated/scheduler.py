@@ -29,13 +29,13 @@ from pytest_megatron.runs.layout import AttemptDirs, item_dirs
 from pytest_megatron.verdict.attempt import Attempt
 from pytest_megatron.verdict.compare import judge
 from pytest_megatron.verdict.driver import Repeat, begin, conclude
-from pytest_megatron.verdict.job import WorkloadJob
+from pytest_megatron.verdict.job import WorkloadJob, check_job
 from pytest_megatron.verdict.retry import RetryPolicy
 from pytest_megatron.verdict.retry_budget import RunLedger
 from pytest_megatron.verdict.scheduler import QueuedWorkload, WorkEnd, WorkloadScheduler
 from pytest_megatron.verdict.verdict import Verdict
 from pytest_megatron.workload.plan.plan import Setting
-from pytest_megatron.workload.run.log_watch import Progress
+from pytest_megatron.workload.run.runner import Progress
 from simulated.cluster import Cluster, Fate, SimulatedJob, State
 from simulated.slurm import SimulatedScripts, SimulatedSlurm
 from simulated.workloads import Simulated, leave, record_of, write_project
@@ -217,7 +217,7 @@ class Simulation:
         )
         job.dirs.root.mkdir()
         self._begun[name] = job
-        return begin(job, self._facts, _Silent(), _Retries(self._retry_budget, name))
+        return begin(check_job(job), self._facts, _Silent(), _Retries(self._retry_budget, name))
 
     def _verdict(self, end: WorkEnd) -> str:
         """Judge a workload that ended, as a session does."""

@@ -15,6 +15,7 @@ from pytest_megatron.engines.api import Resources
 from pytest_megatron.engines.slurm.commands import SlurmRefusedError
 from pytest_megatron.engines.slurm.states import SlurmJob
 from pytest_megatron.engines.slurm.submit import JobScript
+from pytest_megatron.recipe.model import Workload
 from pytest_megatron.workload.plan.plan import Setting
 from simulated.cluster import Cluster, Shape, SimulatedJob, State
 
@@ -31,7 +32,7 @@ class SimulatedScripts:
         self._directory = directory
         self.needs: dict[str, Resources] = {}
 
-    def settle(self, setting: Setting, _platform: str) -> Setting:
+    def settle(self, setting: Setting, _workload: Workload) -> Setting:
         """Return the setting as it is."""
         return setting
 

@@ -7,7 +7,6 @@ is. Knows no pytest option.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import tomllib
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import cast
 
 from pytest_megatron.base.files import JsonValue, read_text
+from pytest_megatron.base.text import one_of
 from pytest_megatron.errors import ConfigError
 
 WORD_KEYS = ("environments", "platforms", "scopes")
@@ -92,9 +92,7 @@ def _read_config(path: Path, _mtime_ns: int, _size: int) -> ProjectConfig:
     keys = (*WORD_KEYS, SIGNATURES_KEY, SECRETS_KEY, KEPT_KEY)
     known = tuple(sorted((*keys, GOLDEN_FORM_KEY, GOLDEN_PLATFORMS_KEY)))
     for key in table.keys() - tables.keys() - set(known):
-        close = difflib.get_close_matches(key, known, 1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ConfigError(where, f"unknown key {key!r}, expected one of {', '.join(known)}{hint}")
+        raise ConfigError(where, f"unknown key {key!r}, expected {one_of(key, known)}")
     words = {key: _words(table.get(key, []), f"{where} {key}") for key in WORD_KEYS}
     files = _words(table.get(SIGNATURES_KEY, []), f"{where} {SIGNATURES_KEY}")
     own = tuple(path.parent / name for name in files)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import signal
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 
 def describe_exit(exit_code: int) -> str:
@@ -43,9 +44,33 @@ def printable(text: str) -> str:
     )
 
 
+def visible(text: str) -> str:
+    """Return a text without colours; a character that cannot be seen becomes a replacement sign."""
+    return _HIDDEN.sub("\ufffd", _ESCAPES.sub("", text))
+
+
 def counted(number: int, what: str) -> str:
     """Return `1 error`, or `3 errors`."""
     return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """Return `; did you mean 'x'?` for the choice that looks most like `word`, or nothing."""
+    close = difflib.get_close_matches(word, sorted(choices), 1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def one_of(word: object, choices: Iterable[object]) -> str:
+    """Return `one of a, b`, and the choice that looks most like a wrong word."""
+    words = [str(choice) for choice in choices]
+    hint = nearest(word, words) if isinstance(word, str) else ""
+    return f"one of {', '.join(sorted(words))}{hint}"
+
+
+def shorten(text: str, most: int) -> str:
+    """Return a text as one line of at most so many characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else line[: most - len(_ELLIPSIS)] + _ELLIPSIS
 
 
 def cut_middle(text: str, most_chars: int) -> str:
@@ -57,9 +82,11 @@ def cut_middle(text: str, most_chars: int) -> str:
     return f"{head}\n[{num_left_out} of {len(text)} characters are left out here]\n{tail}"
 
 
+_HIDDEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?")
 _TICKS = re.compile(r"`+")
-_SPECIAL = "\\`*_<>[]#|"
+# A `_` between letters is never emphasis.
+_SPECIAL = re.compile(r"[\\`*<>\[\]#|]|(?<![^\W_])_|_(?![^\W_])")
 _ELLIPSIS = "..."
 
 
@@ -94,25 +121,18 @@ def fenced(text: str, most: int | None = None, language: str = "text") -> str:
 
 def escaped(text: str) -> str:
     """Return one line as prose, with nothing in it that Markdown or HTML would read."""
-    text = plain(" ".join(text.split()))
-    for character in _SPECIAL:
-        text = text.replace(character, f"\\{character}")
-    return text.replace("@", "@\u200b")  # no mention: nobody is to be told of a log's words
+    text = _SPECIAL.sub(r"\\\g<0>", plain(" ".join(text.split())))
+    return text.replace("@", "@\u200b")  # a log must not mention a user
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> str:
-    """Return a table of cells that are Markdown already.
-
-    Args:
-        head: Names of the columns.
-        rows: Cells of each row.
-        numbers: Columns that are aligned to the right.
-    """
-    rule = ["---:" if column in numbers else "---" for column in range(len(head))]
-    lines = [head, rule, *([_cell(cell) for cell in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _cell(markdown: str) -> str:
-    """Return what ends no cell: a bar ends one even in a code span."""
-    return re.sub(r"(?<!\\)\|", r"\\|", markdown)
+def within(lines: str, most_bytes: int, rest: str) -> str:
+    """Return the first lines that fit; `rest` is a last one, with the number of others for `{}`."""
+    kept: list[str] = []
+    found = lines.splitlines()
+    for number, line in enumerate(found):
+        most_bytes -= len(line.encode()) + 1
+        if most_bytes < 0:
+            kept.append(rest.format(len(found) - number))
+            break
+        kept.append(line)
+    return "".join(f"{line}\n" for line in kept)

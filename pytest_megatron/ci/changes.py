@@ -140,8 +140,8 @@ def suggest(changes: Sequence[PathChange], table: CiTable) -> Suggestion:
 
 def _class_of(change: PathChange, table: CiTable) -> PathClass | None:
     for one in table.paths:
-        is_status = not one.statuses or change.status in one.statuses
-        if is_status and matches_any(change.path, one.patterns):
+        is_status = not one.status or change.status in one.status
+        if is_status and matches_any(change.path, one.match):
             return one
     return None
 

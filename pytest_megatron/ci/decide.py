@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.text import nearest, one_of
 from pytest_megatron.ci.changes import matches_any
 from pytest_megatron.ci.table import CiTable, DecisionRule, LabelEffect
 from pytest_megatron.errors import SelectionError
-from pytest_megatron.recipe.vocabulary import nearest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,12 +103,8 @@ def decide(trigger: Trigger, table: CiTable) -> Decision:
         SelectionError: The event is unknown, or no rule matches.
     """
     if trigger.event not in table.events:
-        choices = ", ".join(sorted(table.events))
-        raise SelectionError(
-            trigger.option,
-            f"unknown event {trigger.event!r}, expected one of {choices}"
-            + nearest(trigger.event, table.events),
-        )
+        problem = f"unknown event {trigger.event!r}, expected {one_of(trigger.event, table.events)}"
+        raise SelectionError(trigger.option, problem)
     chosen: DecisionRule | None = None
     considered: list[Considered] = []
     for rule in table.rules:
@@ -131,13 +127,14 @@ def decide(trigger: Trigger, table: CiTable) -> Decision:
 def _holds(rule: DecisionRule, trigger: Trigger) -> tuple[bool, str]:
     """Return whether a rule matches, and why or why not."""
     labels = {label.casefold() for label in trigger.labels}
-    attached = next((label for label in rule.labels if label.casefold() in labels), None)
+    when = rule.when
+    attached = next((label for label in when.label if label.casefold() in labels), None)
     asked = trigger.cadence or "none"
     tests = (
-        (rule.events, trigger.event in rule.events, f"event {trigger.event}", "event"),
-        (rule.labels, attached is not None, f"label {attached!r}", "label"),
-        (rule.refs, matches_any(trigger.ref, rule.refs), f"ref {trigger.ref or '-'}", "ref"),
-        (rule.cadences, asked in rule.cadences, f"cadence {asked}", "cadence"),
+        (when.event, trigger.event in when.event, f"event {trigger.event}", "event"),
+        (when.label, attached is not None, f"label {attached!r}", "label"),
+        (when.ref, matches_any(trigger.ref, when.ref), f"ref {trigger.ref or '-'}", "ref"),
+        (when.cadence, asked in when.cadence, f"cadence {asked}", "cadence"),
     )
     used = [(words, holds, found, what) for words, holds, found, what in tests if words]
     for words, holds, found, what in used:
@@ -162,10 +159,9 @@ def _with_labels(
     environments = [e.environment for e in effects if e.environment is not None]
     fallback = rule.environment or table.environment
     environment = trigger.environment or (environments or [fallback])[-1]
-    cadence = rule.cadence or ()
     return Decision(
         scope=rule.scope,
-        cadence=cadence if trigger.cadence is None else (trigger.cadence,),
+        cadence=rule.cadence if trigger.cadence is None else (trigger.cadence,),
         n_repeat=rule.n_repeat,
         is_lightweight=rule.is_lightweight,
         environment=environment,
@@ -181,7 +177,7 @@ def _with_labels(
         ),
         suites=tuple(dict.fromkeys(suite for effect in effects for suite in effect.suites)),
         env={name: value for effect in effects for name, value in effect.env.items()},
-        may_repeat_less=table.may_repeat_less,
+        may_repeat_less=table.repeats == "at-most",
     )
 
 

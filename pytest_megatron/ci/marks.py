@@ -68,9 +68,9 @@ def reason_to_leave_out(marks: AbstractSet[str], choice: MarkChoice, table: CiTa
 def _applies(rule: MarkRule, choice: MarkChoice) -> bool:
     """Whether all that tests are wanted for is what the rule is about."""
     pairs = (
-        (rule.environments, choice.environments),
-        (rule.tags, choice.tags),
-        (rule.platforms, choice.platforms),
+        (rule.environment, choice.environments),
+        (rule.tag, choice.tags),
+        (rule.platform, choice.platforms),
     )
     return all(not words or (asked and set(asked) <= set(words)) for words, asked in pairs)
 
@@ -84,9 +84,9 @@ def known_marks(table: CiTable) -> dict[str, str]:
         parts = [
             f"{what} {' or '.join(words)}"
             for what, words in (
-                ("environment", rule.environments),
-                ("tag", rule.tags),
-                ("platform", rule.platforms),
+                ("environment", rule.environment),
+                ("tag", rule.tag),
+                ("platform", rule.platform),
             )
             if words
         ]

@@ -27,7 +27,7 @@ from pytest_megatron.ci.test_jobs import (
 from pytest_megatron.errors import EmptySelectionError, RecipeError
 from pytest_megatron.recipe.case import compares_metrics
 from pytest_megatron.recipe.expand import Profile
-from pytest_megatron.recipe.findings import RecipeFinding
+from pytest_megatron.recipe.findings import Finding
 from pytest_megatron.recipe.load import BUILT_IN_WORDS, find_recipes, read_recipe
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.recipe.paths import case_path
@@ -42,7 +42,7 @@ _NAMED = {"model": "model", "test_case": "test case"}  # too many to tell rows a
 class BrokenRecipesError(RecipeError):
     """Recipes have errors; all of them are in `findings`."""
 
-    def __init__(self, findings: Sequence[RecipeFinding]) -> None:
+    def __init__(self, findings: Sequence[Finding]) -> None:
         super().__init__(findings[0].where, findings[0].message)
         self.findings = tuple(findings)
 

@@ -4,126 +4,179 @@ from __future__ import annotations
 
 import functools
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import Annotated, Literal, TypeAlias
 
+from annotated_types import Len, MinLen
+
+from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.project import ProjectConfig
+from pytest_megatron.base.schema import (
+    About,
+    Count,
+    Positive,
+    SchemaError,
+    Text,
+    Texts,
+    closed,
+    dotted,
+    json_schema,
+    matches,
+    trusted,
+    validate,
+)
+from pytest_megatron.base.text import one_of
 from pytest_megatron.errors import ConfigError
-from pytest_megatron.recipe.vocabulary import SCOPE_ALIASES, Vocabulary, nearest
-
-if TYPE_CHECKING:
-    from pytest_megatron.ci.schema import CiKeys, LabelKeys, MarkKeys, PathKeys, RuleKeys
+from pytest_megatron.recipe.vocabulary import SCOPE_ALIASES, Vocabulary
 
 BUILT_IN = Path(__file__).with_name("table.toml")
+HOSTED = "ubuntu-24.04"
 TABLE_NAME = "ci"
 
+Cadence: TypeAlias = Literal["mergegroup", "nightly", "pr", "weekly"]
+Variable: TypeAlias = Annotated[str, matches("^[A-Za-z_][A-Za-z0-9_]*$", "the name of a variable")]
 
+
+@closed
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuleConditions:
+    """When a rule decides: all keys must hold, each by one of its words."""
+
+    event: Texts = ()
+    label: Texts = ()
+    ref: Annotated[Texts, About("Patterns of refs; ! takes away.")] = ()
+    cadence: Annotated[tuple[Cadence, ...], MinLen(1)] = ()
+
+
+@closed
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionRule:
-    """One row of the decision.
+    """One row of the decision; a rule without `when` always decides."""
 
-    Attributes:
-        events, labels, refs, cadences: When it decides: one word of each that has any.
-        scope: Words of the selection; aliases are resolved.
-        cadence: None is no filter.
-        environment: None leaves it to the table.
-        n_repeat: How often a workload is trained.
-    """
-
-    name: str
-    events: tuple[str, ...] = ()
-    labels: tuple[str, ...] = ()
-    refs: tuple[str, ...] = ()
-    cadences: tuple[str, ...] = ()
-    scope: tuple[str, ...]
-    cadence: tuple[str, ...] | None
-    environment: str | None = None
-    n_repeat: int
+    name: Text
+    when: RuleConditions = RuleConditions()
+    scope: Texts
+    cadence: Annotated[tuple[Cadence, ...], About("Missing: no filter.")] = ()
+    environment: Annotated[Text | None, About("Where no label says otherwise.")] = None
+    n_repeat: Positive
     is_lightweight: bool
 
 
+@closed
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelEffect:
-    """What a label does beside the rules; None changes nothing."""
+    """What a label does beside the rules."""
 
-    label: str
-    environment: str | None = None
-    image: str | None = None
-    suites: tuple[str, ...] = ()
-    env: Mapping[str, str] = field(default_factory=dict)
+    label: Text
+    environment: Text | None = None
+    image: Text | None = None
+    suites: Texts = ()
+    env: dict[str, str] = field(default_factory=dict)
 
 
+@closed
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarkRule:
-    """A mark whose tests are left out, where one word of each that has any is the session's."""
+    """A mark whose tests are left out: in these environments, of these tags, on these platforms."""
 
-    mark: str
-    environments: tuple[str, ...] = ()
-    tags: tuple[str, ...] = ()
-    platforms: tuple[str, ...] = ()
+    mark: Text
+    environment: Texts = ()
+    tag: Texts = ()
+    platform: Texts = ()
 
 
+@closed
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathClass:
-    """A class of changed paths, and the labels that it asks for.
+    """A class of changed paths."""
 
-    Attributes:
-        statuses: `A`, `M` or `D`; empty is any.
-        label: None asks for none.
-        also: Labels that are asked for besides.
-    """
-
-    name: str
-    patterns: tuple[str, ...]
-    statuses: tuple[str, ...] = ()
-    label: str | None = None
-    also: tuple[str, ...] = ()
+    name: Text
+    match: Texts
+    status: Annotated[tuple[Literal["A", "D", "M"], ...], MinLen(1)] = ()
+    label: Text | None = None
+    also: Annotated[Texts, About("Labels besides.")] = ()
 
 
+@closed
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workflow:
+    """What `ci init` writes into the files for CI."""
+
+    branches: Annotated[Texts, About("Pushes to these are tested.")] = ("main",)
+    nightly: Annotated[Text, About("When, as cron has it, UTC.")] = "17 1 * * 1-6"
+    weekly: Annotated[Text, About("The same.")] = "17 1 * * 0"
+    python: Annotated[Text, About("Version for jobs without an image.")] = "3.12"
+    setup: Annotated[Texts, About("Shell lines that install what a job needs.")] = ()
+    plan_setup: Annotated[Texts, About("The same for plan and verdict.")] = ()
+    plan: Annotated[tuple[Text, ...], About("Further arguments of the plan.")] = ()
+    runners: Annotated[
+        dict[str, Texts],
+        About("Platform to labels of its runners; others are self-hosted and the platform."),
+    ] = field(default_factory=dict)
+    images: Annotated[
+        dict[str, Text],
+        About("A plan's image to a container's name; empty runs on the runner itself."),
+    ] = field(default_factory=dict)
+    retention_days: Annotated[Positive, About("How long artifacts are kept.")] = 14
+    executor: Annotated[Text, About("Engine of workloads, as --executor.")] = ""
+    executor_config: Annotated[Text, About("Its settings, as --executor-config.")] = ""
+    pytest_arguments: Annotated[tuple[Text, ...], About("Further arguments of every job.")] = ()
+    secrets: Annotated[tuple[Variable, ...], About("GitHub secrets that tests get.")] = ()
+    registry_secrets: Annotated[
+        tuple[Variable, ...], Len(2, 2), About("User and password of the registry.")
+    ] = ()
+    cache: Annotated[Texts, About("Paths kept from run to run.")] = ()
+    keeps_history: Annotated[bool, About("Keep history and durations.")] = False
+
+    @property
+    def light_setup(self) -> tuple[str, ...]:
+        """What plan and verdict need."""
+        return self.plan_setup or self.setup
+
+    @property
+    def all_runners(self) -> dict[str, tuple[str, ...]]:
+        """`runners`, and GitHub's own for the platform without GPUs."""
+        return {"cpu": (HOSTED,), **self.runners}
+
+
+@closed
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CiTable:
-    """Everything that decides what CI runs.
+    """What CI runs for which labels and events."""
 
-    Attributes:
-        label_strength: Labels that paths ask for, the weakest first.
-        environment, image: Where no label says otherwise.
-        tag: Of unit-test rows and python tests; "" is no filter.
-        recipes: Where recipes are, from the project's root.
-        unit_tests: Folders whose test files buckets share out.
-        may_repeat_less: Whether a row that asks for fewer repeats than the rule gets them.
-        opt_in_platforms: Where only tests with the mark `launch_on_<platform>` run.
-    """
-
-    rules: tuple[DecisionRule, ...]
+    rules: Annotated[tuple[DecisionRule, ...], MinLen(1)]
     labels: tuple[LabelEffect, ...]
     marks: tuple[MarkRule, ...]
     paths: tuple[PathClass, ...]
-    label_strength: tuple[str, ...]
-    events: tuple[str, ...]
-    environment: str
-    image: str
-    tag: str
-    recipes: tuple[str, ...]
-    recipe_profile: str
-    unit_tests: tuple[str, ...]
-    may_repeat_less: bool
-    default_time_limit_s: int
-    job_margin_minutes: int
-    opt_in_platforms: tuple[str, ...]
+    label_strength: Annotated[tuple[Text, ...], About("The weakest label first.")]
+    events: Texts
+    environment: Text
+    image: Text
+    tag: Annotated[str, About("Of unit-test rows; empty: no filter.")]
+    recipes: Texts
+    recipe_profile: Literal["compat", "strict"]
+    unit_tests: Annotated[Texts, About("Folders whose test files buckets share out.")]
+    repeats: Annotated[Literal["at-most", "exactly"], About("Whether a row may ask for fewer.")]
+    default_time_limit_s: Annotated[Positive, About("Seconds, of rows without one.")]
+    job_margin_minutes: Count
+    workflow: Workflow = Workflow()
+    opt_in_platforms: Annotated[
+        tuple[Text, ...], About("Where only tests marked launch_on_<platform> run.")
+    ]
 
     @property
     def known_labels(self) -> tuple[str, ...]:
         """Every label that something here reads."""
-        named = [label for rule in self.rules for label in rule.labels]
+        named = [label for rule in self.rules for label in rule.when.label]
         return tuple(dict.fromkeys((*named, *(effect.label for effect in self.labels))))
 
 
 @functools.cache
 def built_in_table() -> CiTable:
     """Return the table of this package."""
-    return _parse(_built_in_keys())
+    return _without_aliases(trusted(CiTable, _built_in_keys()))
 
 
 def load_table(config: ProjectConfig, vocabulary: Vocabulary) -> CiTable:
@@ -142,87 +195,33 @@ def load_table(config: ProjectConfig, vocabulary: Vocabulary) -> CiTable:
     where = f"{config.file}: [tool.pytest-megatron.{TABLE_NAME}]"
     if not isinstance(own, dict):
         raise ConfigError(where, f"found {own!r}, expected a table")
-    from pytest_megatron.ci import schema  # noqa: PLC0415  pydantic is slow to import
-
-    problems = schema.check(own)
-    if problems:
-        key, text = problems[0]
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise ConfigError(f"{where} {key}", text + more)
-    table = _parse(cast("CiKeys", {**_built_in_keys(), **own}))
+    try:
+        table = _without_aliases(validate(CiTable, {**_built_in_keys(), **own}))
+    except SchemaError as error:
+        first, *others = error.problems
+        more = f" (and {len(others)} more)" if others else ""
+        raise ConfigError(f"{where} {dotted(first.path)}", first.text + more) from None
     _check_words(table, where, vocabulary)
     return table
 
 
-def _built_in_keys() -> CiKeys:
-    return cast("CiKeys", tomllib.loads(BUILT_IN.read_text(encoding="utf-8")))
+def table_json_schema() -> dict[str, JsonValue]:
+    """Return the JSON schema of a project's table, which may leave out any key."""
+    found = json_schema(CiTable, "[tool.pytest-megatron.ci]")
+    del found["required"]
+    return found
 
 
-def _parse(keys: CiKeys) -> CiTable:
-    return CiTable(
-        rules=tuple(map(_rule, keys["rules"])),
-        labels=tuple(map(_label, keys["labels"])),
-        marks=tuple(map(_mark, keys["marks"])),
-        paths=tuple(map(_path, keys["paths"])),
-        label_strength=tuple(keys["label_strength"]),
-        events=tuple(keys["events"]),
-        environment=keys["environment"],
-        image=keys["image"],
-        tag=keys["tag"],
-        recipes=tuple(keys["recipes"]),
-        recipe_profile=keys["recipe_profile"],
-        unit_tests=tuple(keys["unit_tests"]),
-        may_repeat_less=keys["repeats"] == "at-most",
-        default_time_limit_s=keys["default_time_limit"],
-        job_margin_minutes=keys["job_margin_minutes"],
-        opt_in_platforms=tuple(keys["opt_in_platforms"]),
+def _built_in_keys() -> dict[str, JsonValue]:
+    return tomllib.loads(BUILT_IN.read_text(encoding="utf-8"))
+
+
+def _without_aliases(table: CiTable) -> CiTable:
+    rules = (
+        replace(rule, scope=tuple(SCOPE_ALIASES.get(word, word) for word in rule.scope))
+        for rule in table.rules
     )
-
-
-def _rule(keys: RuleKeys) -> DecisionRule:
-    when = keys.get("when", {})
-    cadence = keys.get("cadence")
-    return DecisionRule(
-        name=keys["name"],
-        events=tuple(when.get("event", ())),
-        labels=tuple(when.get("label", ())),
-        refs=tuple(when.get("ref", ())),
-        cadences=tuple(when.get("cadence", ())),
-        scope=tuple(SCOPE_ALIASES.get(word, word) for word in keys["scope"]),
-        cadence=None if not cadence else tuple(cadence),
-        environment=keys.get("environment"),
-        n_repeat=keys["n_repeat"],
-        is_lightweight=keys["lightweight"],
-    )
-
-
-def _label(keys: LabelKeys) -> LabelEffect:
-    return LabelEffect(
-        label=keys["label"],
-        environment=keys.get("environment"),
-        image=keys.get("image"),
-        suites=tuple(keys.get("suites", ())),
-        env=dict(keys.get("env", {})),
-    )
-
-
-def _mark(keys: MarkKeys) -> MarkRule:
-    return MarkRule(
-        mark=keys["mark"],
-        environments=tuple(keys.get("environment", ())),
-        tags=tuple(keys.get("tag", ())),
-        platforms=tuple(keys.get("platform", ())),
-    )
-
-
-def _path(keys: PathKeys) -> PathClass:
-    return PathClass(
-        name=keys["name"],
-        patterns=tuple(keys["match"]),
-        statuses=tuple(keys.get("status", ())),
-        label=keys.get("label"),
-        also=tuple(keys.get("also", ())),
-    )
+    return replace(table, rules=tuple(rules))
 
 
 def _check_words(table: CiTable, where: str, vocabulary: Vocabulary) -> None:
@@ -231,21 +230,19 @@ def _check_words(table: CiTable, where: str, vocabulary: Vocabulary) -> None:
     Raises:
         ConfigError: There is one; names its key.
     """
-    environments = vocabulary.environments
+    environments, platforms = vocabulary.environments, vocabulary.platforms
     for index, rule in enumerate(table.rules):
         key = f"{where} rules[{index}]"
         _known(f"{key}.scope", rule.scope, vocabulary.scopes)
-        _known(f"{key}.when.event", rule.events, table.events)
-        own = () if rule.environment is None else (rule.environment,)
-        _known(f"{key}.environment", own, environments)
+        _known(f"{key}.when.event", rule.when.event, table.events)
+        _known(f"{key}.environment", (rule.environment,), environments)
     for index, effect in enumerate(table.labels):
-        given = () if effect.environment is None else (effect.environment,)
-        _known(f"{where} labels[{index}].environment", given, environments)
+        _known(f"{where} labels[{index}].environment", (effect.environment,), environments)
     _known(f"{where} environment", (table.environment,), environments)
-    _known(f"{where} opt_in_platforms", table.opt_in_platforms, vocabulary.platforms)
-    for index, rule_of_mark in enumerate(table.marks):
-        _known(f"{where} marks[{index}].environment", rule_of_mark.environments, environments)
-        _known(f"{where} marks[{index}].platform", rule_of_mark.platforms, vocabulary.platforms)
+    _known(f"{where} opt_in_platforms", table.opt_in_platforms, platforms)
+    for index, mark in enumerate(table.marks):
+        _known(f"{where} marks[{index}].environment", mark.environment, environments)
+        _known(f"{where} marks[{index}].platform", mark.platform, platforms)
     if unreachable := _unreachable(table.rules):
         index, earlier = unreachable
         raise ConfigError(
@@ -254,19 +251,15 @@ def _check_words(table: CiTable, where: str, vocabulary: Vocabulary) -> None:
         )
 
 
-def _known(key: str, words: Sequence[str], choices: Sequence[str] | frozenset[str]) -> None:
+def _known(key: str, words: Sequence[str | None], choices: Collection[str]) -> None:
     for word in words:
-        if word not in choices:
-            raise ConfigError(
-                key,
-                f"unknown word {word!r}, expected one of {', '.join(sorted(choices))}"
-                + nearest(word, choices),
-            )
+        if word is not None and word not in choices:
+            raise ConfigError(key, f"unknown word {word!r}, expected {one_of(word, choices)}")
 
 
 def _unreachable(rules: Sequence[DecisionRule]) -> tuple[int, int] | None:
     """Return the first rule behind one without conditions, and that one."""
     for index, rule in enumerate(rules[:-1]):
-        if not (rule.events or rule.labels or rule.refs or rule.cadences):
+        if rule.when == RuleConditions():
             return index + 1, index
     return None

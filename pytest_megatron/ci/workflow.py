@@ -10,15 +10,14 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
 
 from pytest_megatron.base.files import JsonValue, write_texts_together
-from pytest_megatron.base.project import ProjectConfig, load_config
+from pytest_megatron.base.project import load_config
 from pytest_megatron.ci.summary.model import number_of, rows_of, text_of
-from pytest_megatron.ci.table import CiTable, load_table
+from pytest_megatron.ci.table import HOSTED, CiTable, Workflow, load_table
 from pytest_megatron.errors import CiError, ConfigError, RecipeError
 from pytest_megatron.recipe.expand import Profile
 from pytest_megatron.recipe.load import BUILT_IN_WORDS, find_recipes, read_recipe
@@ -26,7 +25,6 @@ from pytest_megatron.recipe.vocabulary import Vocabulary
 
 GITHUB_FILE = Path(".github/workflows/megatron.yml")
 GITLAB_FILE = Path(".gitlab/megatron.yml")
-TABLE = "workflow"
 _TEMPLATES = Path(__file__).parent / "templates"
 _CHECKOUT = "actions/checkout@08c6903cd8c0fde910a37f88322edcfb5dd907a8 # v5.0.0"
 _PYTHON = "actions/setup-python@a26af69be951a213d495a4c3e4e4022e16d87065 # v5.6.0"
@@ -39,102 +37,18 @@ _TRUSTED = (
     "(github.event_name != 'pull_request' || "
     "github.event.pull_request.head.repo.full_name == github.repository)"
 )
-_HOSTED = "ubuntu-24.04"
 _SHARED_MEMORY = "--ipc=host --ulimit memlock=-1"
 _GITLAB_TIMEOUT = 24 * 60  # minutes; a project's own limit may be lower
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workflow:
-    """What is particular to a project.
-
-    Attributes:
-        branches: Pushes to these are tested.
-        nightly, weekly: When, as cron has it, UTC.
-        python: Version for jobs without an image.
-        setup, plan_setup: Shell lines that install what jobs, and plan and verdict, need.
-        plan: Further arguments of `pytest-megatron plan`.
-        runners: Platform -> labels of its runners; others are `self-hosted` and the platform.
-        images: A plan's image -> reference of a container; empty runs on the runner itself.
-        retention_days: How long artifacts are kept.
-        executor, executor_config: The engine of workloads and its settings; "" is local.
-        pytest_arguments: Further arguments of every job.
-        secrets: Secrets of GitHub that tests get, as variables of the same name.
-        registry_secrets: Those with user and password of the images' registry; none if empty.
-        cache: Paths that are kept from run to run.
-        keeps_history: Whether history and durations are kept from run to run.
-    """
-
-    branches: tuple[str, ...] = ("main",)
-    nightly: str = "17 1 * * 1-6"
-    weekly: str = "17 1 * * 0"
-    python: str = "3.12"
-    setup: tuple[str, ...] = ()
-    plan_setup: tuple[str, ...] = ()
-    plan: tuple[str, ...] = ()
-    runners: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"cpu": (_HOSTED,)})
-    images: Mapping[str, str] = field(default_factory=dict)
-    retention_days: int = 14
-    executor: str = ""
-    executor_config: str = ""
-    pytest_arguments: tuple[str, ...] = ()
-    secrets: tuple[str, ...] = ()
-    registry_secrets: tuple[str, ...] = ()
-    cache: tuple[str, ...] = ()
-    keeps_history: bool = False
-
-    @property
-    def light_setup(self) -> tuple[str, ...]:
-        """What plan and verdict need."""
-        return self.plan_setup or self.setup
-
-    def arguments(self, kind: str) -> str:
-        """Return what is added to the command of a job, `unit` or `workload`, for a shell."""
-        words = list(self.pytest_arguments)
-        if kind == "workload" and self.executor:
-            words += ["--executor", self.executor]
-            words += ["--executor-config", self.executor_config] if self.executor_config else []
-        words += ["--history", _HISTORY] if self.keeps_history else []
-        return "".join(f" {shlex.quote(word)}" for word in words)
-
-
-def workflow_of(config: ProjectConfig) -> Workflow:
-    """Return what `[tool.pytest-megatron.ci.workflow]` says, the rest as built in.
-
-    The table was checked with the rest of `[tool.pytest-megatron.ci]`.
-    """
-    ci = config.tables.get("ci")
-    found = ci.get(TABLE) if isinstance(ci, dict) else None
-    table = found if isinstance(found, dict) else {}
-    built_in = Workflow()
-    runners, images = table.get("runners"), table.get("images")
-    own_runners = runners if isinstance(runners, dict) else {}
-    own_images = images if isinstance(images, dict) else {}
-    days = number_of(table, "retention_days")
-    return Workflow(
-        branches=_words(table, "branches") or built_in.branches,
-        nightly=text_of(table, "nightly") or built_in.nightly,
-        weekly=text_of(table, "weekly") or built_in.weekly,
-        python=text_of(table, "python") or built_in.python,
-        setup=_words(table, "setup") or built_in.setup,
-        plan_setup=_words(table, "plan_setup"),
-        plan=_words(table, "plan"),
-        runners={**built_in.runners, **{name: _words(own_runners, name) for name in own_runners}},
-        images={name: str(image) for name, image in own_images.items()},
-        retention_days=built_in.retention_days if days is None else int(days),
-        executor=text_of(table, "executor") or "",
-        executor_config=text_of(table, "executor_config") or "",
-        pytest_arguments=_words(table, "pytest_arguments"),
-        secrets=_words(table, "secrets"),
-        registry_secrets=_words(table, "registry_secrets"),
-        cache=_words(table, "cache"),
-        keeps_history=table.get("keeps_history") is True,
-    )
-
-
-def _words(table: Mapping[str, JsonValue], key: str) -> tuple[str, ...]:
-    value = table.get(key)
-    return tuple(str(word) for word in value) if isinstance(value, list) else ()
+def _arguments(workflow: Workflow, kind: str) -> str:
+    """Return what is added to the command of a job, `unit` or `workload`, for a shell."""
+    words = list(workflow.pytest_arguments)
+    if kind == "workload" and workflow.executor:
+        words += ["--executor", workflow.executor]
+        words += ["--executor-config", workflow.executor_config] if workflow.executor_config else []
+    words += ["--history", _HISTORY] if workflow.keeps_history else []
+    return "".join(f" {shlex.quote(word)}" for word in words)
 
 
 def github_workflow(workflow: Workflow, labels: Sequence[str]) -> str:
@@ -162,7 +76,7 @@ def github_workflow(workflow: Workflow, labels: Sequence[str]) -> str:
         "branches": json.dumps(list(workflow.branches)),
         "nightly": _quoted(workflow.nightly),
         "weekly": _quoted(workflow.weekly),
-        "hosted": _HOSTED,
+        "hosted": HOSTED,
         "runner": _runner(workflow),
         "upload": _UPLOAD,
         "download": _DOWNLOAD,
@@ -174,7 +88,7 @@ def github_workflow(workflow: Workflow, labels: Sequence[str]) -> str:
     }
     jobs = {
         f"{kind}_job": _fill(
-            _read("github_job.yml"), blocks, {**words, "arguments": workflow.arguments(kind)}
+            _read("github_job.yml"), blocks, {**words, "arguments": _arguments(workflow, kind)}
         )
         for kind in ("unit", "workload")
     }
@@ -242,7 +156,7 @@ def _step(name: str, lines: Sequence[str]) -> str:
 
 def _runner(workflow: Workflow) -> str:
     """Return labels by platform; one that is not listed waits for a runner that is named so."""
-    labels = _json({name: list(labels) for name, labels in workflow.runners.items()})
+    labels = _json({name: list(labels) for name, labels in workflow.all_runners.items()})
     other = 'fromJSON(format(\'["self-hosted","{0}"]\', matrix.platform))'
     return f"${{{{ fromJSON('{labels}')[matrix.platform || 'cpu'] || {other} }}}}"
 
@@ -371,20 +285,20 @@ def _child_job(
     row: Mapping[str, JsonValue], name: str, command: str, workflow: Workflow, image: str | None
 ) -> dict[str, JsonValue]:
     platform = text_of(row, "platform") or "cpu"
-    labels = workflow.runners.get(platform, (platform,))
+    labels = workflow.all_runners.get(platform, (platform,))
     minutes = min(int(number_of(row, "timeout_minutes") or 60), _GITLAB_TIMEOUT)
     directory = "megatron-jobs/$CI_JOB_ID"
     private = "megatron-private/$CI_JOB_ID"  # uploaded under the other name, without secrets
     job = shlex.join([name, "--test-case", text_of(row, "test_case") or name])
     found: dict[str, JsonValue] = {"stage": "jobs", "timeout": f"{minutes} minutes"}
-    if platform != "cpu" or labels != (_HOSTED,):
+    if platform != "cpu" or labels != (HOSTED,):
         found["tags"] = list(labels)
     if image is not None:
         found["image"] = image
         found["variables"] = {"PYTEST_MEGATRON_IMAGE": image}
     elif platform == "cpu":
         found["image"] = f"python:{workflow.python}"
-    command += workflow.arguments(text_of(row, "kind") or "")
+    command += _arguments(workflow, text_of(row, "kind") or "")
     line = f'{command} --run-dir "{private}/run" --junit-xml "{private}/junit.xml"'
     line += f' 2>&1 | tee "{private}/pytest.log"'
     found["script"] = [
@@ -442,8 +356,7 @@ def project_workflow(root: Path) -> Workflow:
     Raises:
         ConfigError: A key of `[tool.pytest-megatron.ci]` is unknown, or its value is wrong.
     """
-    _read_table(root)
-    return workflow_of(load_config(root))
+    return _read_table(root)[0].workflow
 
 
 def _read_table(root: Path) -> tuple[CiTable, Vocabulary]:
@@ -461,7 +374,8 @@ def write_files(root: Path, kind: str, *, is_forced: bool) -> list[str]:
         ConfigError: The project's table is wrong.
         CiError: The file is there and is not to be replaced, or cannot be written.
     """
-    workflow = project_workflow(root)
+    table, _ = _read_table(root)
+    workflow, labels = table.workflow, table.known_labels
     if not workflow.setup:
         raise ConfigError(
             f"pyproject.toml: {_TABLE} setup",
@@ -470,7 +384,6 @@ def write_files(root: Path, kind: str, *, is_forced: bool) -> list[str]:
         )
     is_github = kind == "github"
     path = GITHUB_FILE if is_github else GITLAB_FILE
-    labels = _read_table(root)[0].known_labels
     text = github_workflow(workflow, labels) if is_github else gitlab_pipeline(workflow)
     file = root / path
     if (file.exists() or file.is_symlink()) and not is_forced:
@@ -484,17 +397,14 @@ def write_files(root: Path, kind: str, *, is_forced: bool) -> list[str]:
 
 def _advice(workflow: Workflow, root: Path, *, is_github: bool) -> Iterator[str]:
     """Yield what only the project's people know."""
-    built_in = Workflow()
     if not is_github:
         yield f"include it in .gitlab-ci.yml: include: [{{local: {GITLAB_FILE.as_posix()}}}]"
     yield f"fill in, in {_TABLE} of pyproject.toml, and write it again with --force:"
     for platform in _platforms(root):
-        labels = workflow.runners.get(platform)
+        labels = workflow.all_runners.get(platform)
         other = ["self-hosted", platform] if is_github else [platform]
         shown = other if labels is None else list(labels)
-        state = (
-            "by default" if labels is None or labels == built_in.runners.get(platform) else "set"
-        )
+        state = "set" if platform in workflow.runners else "by default"
         yield f"  runners.{platform}: {', '.join(shown)} ({state})"
     yield f"  setup: {'; '.join(workflow.setup)} (set)"
     names = ", ".join(f"{name} = {image}" for name, image in workflow.images.items())

@@ -11,7 +11,7 @@ import click
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.cli.formats import format_option
 from pytest_megatron.recipe.expand import Profile
-from pytest_megatron.recipe.findings import RecipeFinding
+from pytest_megatron.recipe.findings import Finding
 from pytest_megatron.recipe.load import Loaded, find_recipes, project_words, read_recipe
 
 EXIT_UNUSABLE = 2
@@ -35,7 +35,7 @@ def command(recipes: tuple[Path, ...], profile: str, form: str) -> None:
     words = project_words(Path.cwd())
     files = [file for path in recipes for file in find_recipes([path])]
     loaded = [read_recipe(file, Profile(profile), words) for file in files]
-    errors: list[RecipeFinding] = [error for one in loaded for error in one.errors]
+    errors: list[Finding] = [error for one in loaded for error in one.errors]
     for error in errors:
         click.echo(f"pytest-megatron: {error}", err=True)
     if errors:

@@ -11,7 +11,7 @@ import click
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import counted
 from pytest_megatron.cli.formats import format_option
-from pytest_megatron.recipe.findings import RecipeFinding
+from pytest_megatron.recipe.findings import Finding
 
 root_option = click.option(
     "--root",
@@ -25,7 +25,7 @@ findings_option = format_option(
 )
 
 
-def _as_text(findings: Sequence[RecipeFinding]) -> str:
+def _as_text(findings: Sequence[Finding]) -> str:
     lines = [
         f"{found.where}: {found.severity.value}: {found.message} [{found.rule}]"
         for found in findings
@@ -36,7 +36,7 @@ def _as_text(findings: Sequence[RecipeFinding]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _as_json(findings: Sequence[RecipeFinding]) -> str:
+def _as_json(findings: Sequence[Finding]) -> str:
     rows: list[JsonValue] = [
         {
             "file": str(found.file),
@@ -50,7 +50,7 @@ def _as_json(findings: Sequence[RecipeFinding]) -> str:
     return json.dumps(rows, indent=1) + "\n"
 
 
-def _as_github(findings: Sequence[RecipeFinding]) -> str:
+def _as_github(findings: Sequence[Finding]) -> str:
     lines = []
     for found in findings:
         places = {"file": str(found.file), "line": found.line, "title": found.rule}

@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.templates import render
 from pytest_megatron.base.text import printable
 from pytest_megatron.cli.formats import format_option
 from pytest_megatron.errors import ConfigError
@@ -87,17 +88,7 @@ def _as_text(records: Sequence[HistoryRecord]) -> str:
 
 
 def _as_markdown(records: Sequence[HistoryRecord]) -> str:
-    if not records:
-        return "No item was flaky.\n"
-    lines = [
-        "| flaky | runs | share | failed | first seen | last seen | item | causes |",
-        "|---:|---:|---:|---:|---|---|---|---|",
-    ]
-    for record in records:
-        *numbers, last, item, causes = _cells(record)
-        cells = (*numbers, record.first_seen[:10], last, f"`{item}`", causes)
-        lines.append(f"| {' | '.join(cells)} |")
-    return "".join(f"{line}\n" for line in lines)
+    return render("flaky.md", rows=[(record, _cells(record)) for record in records])
 
 
 def _as_json(records: Sequence[HistoryRecord]) -> str:

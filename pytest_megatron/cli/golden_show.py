@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.templates import render
 from pytest_megatron.base.text import counted, printable
 from pytest_megatron.cli.formats import format_option
 from pytest_megatron.errors import GoldenError
@@ -58,8 +59,12 @@ def command(*, paths: tuple[Path, ...], form: str) -> None:
     if form == "json":
         click.echo(json.dumps([_as_json(page) for page in pages], indent=2, allow_nan=False))
     elif pages:
-        render = _as_markdown if form == "markdown" else _as_text
-        blocks = ["\n".join(render(page, is_named=len(files) > 1)) for page in pages]
+        is_named = len(files) > 1
+        blocks = (
+            [_as_markdown(page) for page in pages]  # a table of a pull request names its file
+            if form == "markdown"
+            else ["\n".join(_as_text(page, is_named=is_named)) for page in pages]
+        )
         click.echo(printable("\n\n".join(blocks)))
     sys.exit(EXIT_UNUSABLE if len(pages) < len(files) else 0)
 
@@ -173,18 +178,16 @@ def _most(spread: JsonValue) -> float:
     return max((n for n in numbers if isinstance(n, int | float)), default=0.0)
 
 
-def _as_markdown(page: _Shown, *, is_named: bool) -> Iterator[str]:
-    del is_named  # a table in a pull request always says of which file it is
-    yield f"**{page.path}**: {page.kind}"
-    yield ""
-    yield f"| {' | '.join(_COLUMNS)} |"
-    yield "|---|---:|---|---:|---:|---:|---:|---|---|"
-    for metric in page.metrics:
-        yield f"| {' | '.join(cell.replace('|', '&#124;') for cell in _cells(metric))} |"
-    yield from (f"\nNote: {note}" for note in page.notes)
+def _as_markdown(page: _Shown) -> str:
     facts = {k: v for k, v in page.provenance.items() if k not in ("command", "spread")}
-    if facts:
-        yield "\n" + "; ".join(f"{key} {_fact(key, value)}" for key, value in facts.items())
+    return render(
+        "golden_show.md",
+        page=page,
+        columns=_COLUMNS,
+        numbers=("values", "first", "last", "least", "most"),
+        rows=map(_cells, page.metrics),
+        facts=[(key, _fact(key, value)) for key, value in facts.items()],
+    ).rstrip()
 
 
 def _as_json(page: _Shown) -> dict[str, JsonValue]:

@@ -18,12 +18,12 @@ def command(item: str, **given: Unpack[SlurmOptions]) -> None:
     needs several nodes is described in a run directory, where its tasks find what to do.
     """
     found = prepare(item, given)
-    if found.needed.num_nodes == 1:
+    if found.checked.needed.num_nodes == 1:
         assert found.place.python is not None
-        inside = [found.place.python, "-m", "pytest", "-p", "megatron", found.job.node_id]
+        inside = [found.place.python, "-m", "pytest", "-p", "megatron", found.checked.job.node_id]
         inside += ["--lightweight"] if given["lightweight"] else []
-        lines = shell_lines(found.needed, found.place, found.paths, inside)
+        lines = shell_lines(found.checked.needed, found.place, found.paths, inside)
     else:
         found.write()
-        lines = allocation_lines(found.needed, found.place, found.paths, found.notes())
+        lines = allocation_lines(found.checked.needed, found.place, found.paths, found.notes())
     click.echo("\n".join(lines))

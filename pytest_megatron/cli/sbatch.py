@@ -19,7 +19,9 @@ def command(item: str, **given: Unpack[SlurmOptions]) -> None:
     job is told and what it leaves goes into a run directory, which is named at the top.
     """
     found = prepare(item, given)
-    (text,) = kept_scripts([shape_of(found.needed, found.place, found.paths)], found.paths)
+    (text,) = kept_scripts([shape_of(found.checked.needed, found.place, found.paths)], found.paths)
     found.write()
     shebang, _, rest = text.partition("\n")
-    click.echo("\n".join([shebang, f"# {found.job.node_id}", *found.notes(), rest]), nl=False)
+    click.echo(
+        "\n".join([shebang, f"# {found.checked.job.node_id}", *found.notes(), rest]), nl=False
+    )

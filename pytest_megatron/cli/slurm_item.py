@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import secrets
@@ -17,7 +16,8 @@ import click
 from typing_extensions import TypedDict
 
 from pytest_megatron.base.project import load_config
-from pytest_megatron.engines.api import EngineContext, Resources
+from pytest_megatron.base.text import nearest
+from pytest_megatron.engines.api import EngineContext
 from pytest_megatron.engines.config import LaunchMode, SlurmConfig
 from pytest_megatron.engines.config_file import read_slurm_config
 from pytest_megatron.engines.multitask.step import MODE, PORTS, REPEATABLE
@@ -31,24 +31,10 @@ from pytest_megatron.errors import LaunchError, SelectionError
 from pytest_megatron.recipe.expand import Profile
 from pytest_megatron.recipe.load import find_recipes, load_recipe, project_words
 from pytest_megatron.recipe.model import Workload
-from pytest_megatron.recipe.vocabulary import nearest
 from pytest_megatron.runs.environment import gather_facts
-from pytest_megatron.runs.layout import RUNS_DIR, item_dirs, make_own_dir
-from pytest_megatron.verdict.driver import needs_of
-from pytest_megatron.verdict.job import (
-    WorkloadJob,
-    check_job,
-    describe_plan,
-    plan_job,
-    read_case_of,
-)
-from pytest_megatron.verdict.retry import policy_of
-from pytest_megatron.workload.checks.check import problem_of
+from pytest_megatron.runs.layout import RUNS_DIR, make_own_dir
+from pytest_megatron.verdict.job import CheckedJob, JobOptions, make_job
 from pytest_megatron.workload.checks.rules import CheckFinding
-from pytest_megatron.workload.plan.checkpoints import require_inputs
-from pytest_megatron.workload.plan.launcher import FT_PACKAGE
-from pytest_megatron.workload.plan.plan import AttemptPlan, Setting
-from pytest_megatron.workload.plan.script import ScriptMachine, look_at_machine
 
 _MOST_SHOWN = 5
 _Arguments = ParamSpec("_Arguments")
@@ -90,13 +76,10 @@ class SlurmItem:
 
     Attributes:
         place: The settings of the cluster for its platform.
-        needed: By its first attempt, which `plan` is.
     """
 
-    job: WorkloadJob
-    plan: AttemptPlan
+    checked: CheckedJob
     place: SlurmConfig
-    needed: Resources
     run_dir: Path
 
     @property
@@ -113,16 +96,16 @@ class SlurmItem:
     def paths(self) -> ShapePaths:
         """What its script needs to know."""
         return ShapePaths(
-            root=self.job.setting.root,
+            root=self.checked.job.setting.root,
             run_dir=self.run_dir,
             logs=self.run_dir / "engine" / "logs",
             spec=self.spec,
-            title=self.job.dirs.root.name,
+            title=self.checked.job.dirs.root.name,
         )
 
     def notes(self) -> list[str]:
         """Return comments on what a job runs, and where it leaves what."""
-        attempt, outcome = _short(self.plan.dirs.root), _short(self.outcome)
+        attempt, outcome = _short(self.checked.plan.dirs.root), _short(self.outcome)
         return [
             f"# logs and metrics: {attempt}",
             f"# outcome: {outcome}",
@@ -133,11 +116,11 @@ class SlurmItem:
 
     def _commands(self) -> Iterator[str]:
         """Yield comments that show what the tasks start, without secrets."""
-        redactor = self.job.redactor(self.plan)
+        redactor = self.checked.job.redactor(self.checked.plan)
         is_native = self.place.mode is LaunchMode.SRUN_NATIVE
         who = "each rank" if is_native else "each node"
-        for phase in self.plan.phases:
-            when = f", {phase.name}" if len(self.plan.phases) > 1 else ""
+        for phase in self.checked.plan.phases:
+            when = f", {phase.name}" if len(self.checked.plan.phases) > 1 else ""
             words, start = phase.argv, phase.start
             if start is not None:
                 words = start.rank_words if is_native else start.launcher_words
@@ -150,22 +133,24 @@ class SlurmItem:
         Raises:
             LaunchError: The run directory holds an earlier run, or cannot be written.
         """
-        if self.plan.dirs.root.exists() or self.outcome.exists():
+        if self.checked.plan.dirs.root.exists() or self.outcome.exists():
             raise LaunchError("--run-dir", f"{self.run_dir} holds an earlier run; give another")
-        facts = gather_facts(self.job.setting.root)
+        job, root = self.checked.job, self.checked.plan.dirs.root
+        facts = gather_facts(job.setting.root)
+        planned = self.checked.described(self.checked.plan, facts, repeat=1, number=1)
         spec = JobSpec(
-            key=f"{self.job.dirs.root.name}/{self.plan.dirs.root.relative_to(self.job.dirs.root)}",
-            plan=self.plan,
+            key=f"{job.dirs.root.name}/{root.relative_to(job.dirs.root)}",
+            plan=planned.plan,
             outcome=self.outcome,
-            root=self.job.setting.root,
-            description=json.dumps(describe_plan(self.job, self.plan, facts, repeat=1, number=1)),
+            root=job.setting.root,
+            description=json.dumps(planned.description),
             env=self.place.env,
-            watches_gpus=self.needed.gpus_per_node > 0,
+            watches_gpus=self.checked.needed.gpus_per_node > 0,
             secret=secrets.token_hex(32),
             options={MODE: self.place.mode.value, PORTS: self.place.ports, REPEATABLE: "yes"},
         )
         try:
-            make_own_dir(self.job.setting.root)
+            make_own_dir(self.checked.job.setting.root)
             self.paths.logs.mkdir(parents=True, exist_ok=True)
             write_spec(self.spec, spec)
         except OSError as error:
@@ -200,59 +185,31 @@ def prepare(item: str, given: SlurmOptions) -> SlurmItem:
     )
     paths = ShapePaths(root=root, run_dir=run_dir, logs=context.engine_dir / "logs")
     writer = ScriptWriter(config, paths, context.engine_dir)
-    project = load_config(root)
-    setting = Setting(
+    options = JobOptions(
         root=root,
+        run_dir=run_dir,
         env=os.environ,
-        tee_ranks=(0, 3),
+        project=load_config(root),
         is_lightweight=given["lightweight"],
-        has_ft_launcher=importlib.util.find_spec(FT_PACKAGE) is not None,
-        machine=ScriptMachine() if workload.script is None else look_at_machine(os.environ),
-        secret_names=project.secret_names,
-        kept_variables=project.kept_variables,
     )
-    job = WorkloadJob(
-        node_id=node_id,
-        workload=workload,
-        case=read_case_of(root, workload),
-        dirs=item_dirs(run_dir, node_id),
-        setting=NemoScripts(writer).settle(setting, workload.platform),
-        num_repeats=1,
-        retry=policy_of(workload, max_attempts=None, backoff_s=0),
-    )
-    _check(job)
-    plan = plan_job(job)
-    require_inputs(plan)
-    needed = needs_of(workload, plan)
-    _look_at_cluster(context, config, job, needed)
+    checked = make_job(options, NemoScripts(writer), workload, node_id)
+    checked.require_runnable()
+    _show(checked.findings)
+    _look_at_cluster(context, config, checked)
     place = writer.place(workload.platform)
-    return SlurmItem(job=job, plan=plan, place=place, needed=needed, run_dir=run_dir)
+    return SlurmItem(checked=checked, place=place, run_dir=run_dir)
 
 
-def _check(job: WorkloadJob) -> None:
-    """Refuse what cannot work wherever it runs, and say what may not.
-
-    Raises:
-        LaunchError: There is an error in the workload's layout or environment.
-    """
-    findings = check_job(job)
-    problem = problem_of(findings)
-    if problem is not None:
-        raise LaunchError(*problem)
-    _say(findings)
-
-
-def _look_at_cluster(
-    context: EngineContext, config: SlurmConfig, job: WorkloadJob, needed: Resources
-) -> None:
-    """Say what the cluster would not take, where one answers; whoever submits may know better."""
+def _look_at_cluster(context: EngineContext, config: SlurmConfig, checked: CheckedJob) -> None:
+    """Show what the cluster would refuse, where one answers; whoever submits may know better."""
     cluster = ask_slurm(context.env)
     if cluster.partitions:
         checks = SlurmChecks(config, context, look_around(), lambda: cluster)
-        _say(checks.findings(job.workload, job.setting, needed))
+        job = checked.job
+        _show(checks.findings(job.workload, job.setting, checked.needed))
 
 
-def _say(findings: Iterable[CheckFinding]) -> None:
+def _show(findings: Iterable[CheckFinding]) -> None:
     """Print findings beside the script."""
     for finding in findings:
         click.echo(f"pytest-megatron: {finding.line}", err=True)

@@ -42,10 +42,10 @@ from pytest_megatron.doctor.probes.packages import (
 )
 from pytest_megatron.doctor.system import SystemView
 from pytest_megatron.errors import HostError
+from pytest_megatron.recipe.findings import Severity
 from pytest_megatron.workload.checks.rules import (
     CheckFinding,
     CheckRule,
-    CheckSeverity,
     RuleMatch,
     check_rules,
     read_rules,
@@ -148,15 +148,15 @@ class Examination:
     facts: EnvironmentFacts
     findings: tuple[CheckFinding, ...]
 
-    def count(self, severity: CheckSeverity) -> int:
+    def count(self, severity: Severity) -> int:
         """Return the number of findings of a severity."""
         return sum(finding.severity is severity for finding in self.findings)
 
     def exit_code(self, *, is_strict: bool) -> int:
         """Return 2 if there are errors, 1 if warnings count and there are some, else 0."""
-        if self.count(CheckSeverity.ERROR):
+        if self.count(Severity.ERROR):
             return 2
-        return int(is_strict and bool(self.count(CheckSeverity.WARNING)))
+        return int(is_strict and bool(self.count(Severity.WARNING)))
 
 
 def examine(

@@ -1,4 +1,4 @@
-"""What was found as text, JSON and Markdown. Pure."""
+"""Findings as text, JSON and Markdown. Pure."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import itertools
 import json
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.base.text import code, counted, escaped, table
+from pytest_megatron.base.templates import render
+from pytest_megatron.base.text import counted
 from pytest_megatron.doctor.compat import compat
 from pytest_megatron.doctor.examine import Examination
 from pytest_megatron.doctor.facts import UNKNOWN, EnvironmentFacts, Slurm
-from pytest_megatron.workload.checks.rules import CheckFinding, CheckSeverity, as_json
+from pytest_megatron.recipe.findings import Severity
+from pytest_megatron.workload.checks.rules import CheckFinding, as_json
 
 _WIDTH = 110
 
@@ -52,7 +54,7 @@ def _slurm_line(slurm: Slurm) -> str:
 
 
 def _end(examination: Examination) -> str:
-    return ", ".join(counted(examination.count(one), one.value) for one in CheckSeverity)
+    return ", ".join(counted(examination.count(one), one.value) for one in Severity)
 
 
 def _as_text(examination: Examination) -> str:
@@ -88,25 +90,19 @@ def _as_json(examination: Examination) -> str:
     value: dict[str, JsonValue] = {
         "environment": summary,
         "findings": [as_json(finding) for finding in examination.findings],
-        "counts": {one.value: examination.count(one) for one in CheckSeverity},
+        "counts": {one.value: examination.count(one) for one in Severity},
     }
     return json.dumps(value, indent=1) + "\n"
 
 
 def _as_markdown(examination: Examination) -> str:
-    rows = [[escaped(name), code(value)] for name, value in summary_of(examination.facts).items()]
-    parts = ["## Environment", table(["", ""], rows), f"**{_end(examination)}**"]
-    parts += _groups(examination.findings)
-    return "\n\n".join(parts) + "\n"
-
-
-def _groups(findings: tuple[CheckFinding, ...]) -> Iterator[str]:
-    for group, members in itertools.groupby(findings, key=lambda finding: finding.rule.group):
-        rows = [
-            [f"{f.severity.value} {code(f.rule.id)}", escaped(_found(f)), escaped(f.mend)]
-            for f in members
-        ]
-        yield f"### {group}\n\n{table(['', 'found', 'what to do'], rows)}"
+    groups = itertools.groupby(examination.findings, key=lambda finding: finding.rule.group)
+    return render(
+        "doctor.md",
+        summary=summary_of(examination.facts),
+        counts=_end(examination),
+        groups=[(group, list(findings)) for group, findings in groups],
+    )
 
 
 FORMATS: Mapping[str, Callable[[Examination], str]] = {

@@ -11,24 +11,95 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import Enum
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import ConfigDict, Field, with_config
+from pydantic import Field
 
-from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.schema import (
+    Checked,
+    Count,
+    ExpectedError,
+    FormatVersion,
+    Positive,
+    Text,
+    closed,
+    matches,
+)
 
-_CLOSED = ConfigDict(extra="forbid", strict=True)
-_TIME = r"(\d+-)?\d+(:\d+){0,2}"
 _MOST_MINUTES_PARTS = 2
 _MINUTES_OF_DAY, _SECONDS_OF_MINUTE = 1440, 60
+_LAST_PORT = 65_535
 
-Text: TypeAlias = Annotated[str, Field(min_length=1)]
-Positive: TypeAlias = Annotated[int, Field(ge=1)]
-Count: TypeAlias = Annotated[int, Field(ge=0)]
+# Flags that the engine gives by itself, and those that a key of the file stands for.
+_OWN_FLAGS = frozenset(
+    (
+        *("array", "chdir", "comment", "error", "job-name", "no-requeue", "nodes", "ntasks"),
+        *("ntasks-per-node", "output", "parsable", "requeue", "test-only", "wait", "wrap"),
+    )
+)
+_KEY_FLAGS: Mapping[str, str] = {
+    **{
+        name.replace("_", "-"): name
+        for name in (
+            *("account", "constraint", "cpus_per_task", "exclude", "exclusive", "gpus_per_node"),
+            *("gres", "mem", "mpi", "nodelist", "partition", "qos", "reservation", "segment"),
+            "time",
+        )
+    },
+    "container-env": "container.env",
+    "container-image": "container.image",
+    "container-mount-home": "container.mounts_home",
+    "container-mounts": "container.mounts",
+    "container-workdir": "container.workdir",
+    "no-container-mount-home": "container.mounts_home",
+}
+
+
+def _check_flag(word: str) -> str:
+    """Refuse a flag that would be given twice."""
+    name = word.removeprefix("--").partition("=")[0]
+    if name in _OWN_FLAGS:
+        raise ValueError(f"{word!r} is what the engine sets itself; remove it")
+    if name in _KEY_FLAGS:
+        raise ValueError(f"{word!r} has a key of its own, {_KEY_FLAGS[name]}; write it there")
+    return word
+
+
+def _check_ports(text: str) -> str:
+    first, _, last = text.partition("-")
+    if not 0 < int(first) <= int(last) <= _LAST_PORT:
+        raise ExpectedError(f"FIRST-LAST within 1-{_LAST_PORT}, the lower one first")
+    return text
+
+
+_MOUNT = "SOURCE:TARGET or SOURCE:TARGET:ro, both absolute"
 Seconds: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Flag: TypeAlias = Annotated[str, Field(pattern=r"^--[a-z][a-z0-9-]*(=.*)?$")]
-Mount: TypeAlias = Annotated[str, Field(pattern=r"^/[^:]*:/[^:]*(:[^:]+)?$")]
+Flag: TypeAlias = Annotated[
+    str,
+    matches("^--[a-z][a-z0-9-]*(=.*)?$", "a long flag, --name or --name=value"),
+    Checked(_check_flag),
+]
+Mount: TypeAlias = Annotated[str, matches("^/[^:]*:/[^:]*(:[^:]+)?$", _MOUNT)]
 # pyxis cuts the list at commas, enroot an entry of it at blanks; options are joined by `+`.
-PlainMount: TypeAlias = Annotated[str, Field(pattern=r"^/[^:,\s]*:/[^:,\s]*(:[^:,\s]+)?$")]
-Variables: TypeAlias = dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], str]
+PlainMount: TypeAlias = Annotated[
+    str,
+    matches(r"^/[^:,\s]*:/[^:,\s]*(:[^:,\s]+)?$", f"{_MOUNT}, without commas and blanks"),
+]
+Ports: TypeAlias = Annotated[
+    str, matches(r"^\d+-\d+$", "FIRST-LAST, such as 20000-29999"), Checked(_check_ports)
+]
+Size: TypeAlias = Annotated[str, matches(r"^\d+[bkmgBKMG]?$", "a size, such as 16g")]
+Time: TypeAlias = Annotated[
+    str,
+    matches(
+        r"^(\d+-)?\d+(:\d+){0,2}$",
+        "a time of Slurm's: minutes, hours:minutes:seconds or days-hours",
+    ),
+]
+Variables: TypeAlias = dict[
+    Annotated[str, matches(r"^[A-Za-z_]\w*$", "the name of a variable")], str
+]
+Venv: TypeAlias = Annotated[
+    str, matches(r"^/[^/]+/.+$", "an absolute path, in a directory of its own")
+]
 
 
 class LaunchMode(Enum):
@@ -45,7 +116,7 @@ class EnvironmentNodes(Enum):
     JOB = "job"
 
 
-@with_config(_CLOSED)
+@closed
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerConfig:
     """The container of a Slurm job, as enroot and pyxis take it."""
@@ -72,15 +143,14 @@ class ContainerConfig:
     ] = ()
 
 
-@with_config(_CLOSED)
+@closed
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UvSyncConfig:
     """An environment that `uv sync` makes in the job before the training, in two phases."""
 
     venv: Annotated[
-        Text,
+        Venv,
         Field(
-            pattern=r"^/[^/]+/.",
             description="Where the environment goes. `{digest}` stands for a digest of the "
             "project's path, its `uv.lock` and these settings, so that two states do not share "
             "one; `{user}` for the user's name.",
@@ -112,7 +182,7 @@ class UvSyncConfig:
     uv: Annotated[Text, Field(description="The program.")] = "uv"
 
 
-@with_config(_CLOSED)
+@closed
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaceConfig:
     """Where in the cluster jobs go and what they find; also for one platform alone.
@@ -159,9 +229,8 @@ class PlaceConfig:
         ),
     ] = None
     time: Annotated[
-        Text | None,
+        Time | None,
         Field(
-            pattern=rf"^{_TIME}$",
             description="`--time` of every job, as Slurm writes it. By default the recipe's "
             "time limit and `time_slack`.",
         ),
@@ -211,7 +280,7 @@ class PlaceConfig:
         return None if self.time is None else minutes_of(self.time)
 
 
-@with_config(_CLOSED)
+@closed
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmConfig(PlaceConfig):
     """The section `slurm`."""
@@ -224,9 +293,8 @@ class SlurmConfig(PlaceConfig):
         ),
     ] = LaunchMode.TORCHRUN
     ports: Annotated[
-        str,
+        Ports,
         Field(
-            pattern=r"^\d+-\d+$",
             description="`FIRST-LAST`: where the ranks of a job meet; which port it is follows "
             "from the job's number.",
         ),
@@ -297,7 +365,7 @@ class SlurmConfig(PlaceConfig):
         return replace(self, platforms={}, **changes)  # type: ignore[arg-type] # fields' own values
 
 
-@with_config(_CLOSED)
+@closed
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DockerConfig:
     """The section `docker`."""
@@ -310,9 +378,7 @@ class DockerConfig:
             "are mounted by themselves, at the paths that they have outside."
         ),
     ] = ()
-    shm_size: Annotated[
-        Text, Field(pattern=r"^\d+[bkmgBKMG]?$", description="Size of `/dev/shm`.")
-    ] = "16g"
+    shm_size: Annotated[Size, Field(description="Size of `/dev/shm`.")] = "16g"
     ipc: Annotated[Text | None, Field(description="`--ipc`, such as `host`.")] = None
     ulimits: Annotated[
         dict[Text, int],
@@ -325,11 +391,8 @@ class DockerConfig:
         Text | None, Field(description="Name of a network; by default Docker's own `bridge`.")
     ] = None
     memory: Annotated[
-        Text | None,
-        Field(
-            pattern=r"^\d+[bkmgBKMG]?$",
-            description="Limit of the container's memory; by default all that there is.",
-        ),
+        Size | None,
+        Field(description="Limit of the container's memory; by default all that there is."),
     ] = None
     user: Annotated[
         Text | None,
@@ -355,18 +418,14 @@ class DockerConfig:
     ] = field(default_factory=dict)
 
 
+@closed
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorConfig:
-    """A whole file.
+    """Further keys are names of engines of other packages."""
 
-    Attributes:
-        slurm: The section of that name, or None; `docker` alike.
-        others: Sections for engines of other packages, unchecked.
-    """
-
+    format_version: FormatVersion
     slurm: SlurmConfig | None = None
     docker: DockerConfig | None = None
-    others: Mapping[str, JsonValue] = field(default_factory=dict)
 
 
 def minutes_of(time: str) -> int:

@@ -1,12 +1,14 @@
-"""The engine that runs an attempt on this machine, one at a time, on GPUs of its own."""
+"""Local engine: attempts run on this machine one at a time, on leased GPUs. Opens other engines."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from pytest_megatron.engines.api import (
+    Engine,
     EngineContext,
     Planned,
     Resources,
@@ -15,6 +17,7 @@ from pytest_megatron.engines.api import (
     SubmissionPhase,
     Update,
 )
+from pytest_megatron.errors import LaunchError
 from pytest_megatron.gpu.host import CPU_PLATFORM, Gpu, Host
 from pytest_megatron.gpu.lease import Lease, lease_gpus
 from pytest_megatron.gpu.monitor import HealthWatch
@@ -103,3 +106,35 @@ def _carry_out(order: Submission, planned: Planned, lease: Lease) -> SubmissionO
     return SubmissionOutcome(
         ends=run_attempt(planned.plan, planned.description, order.listener, lease.descriptors)
     )
+
+
+GROUP = "pytest_megatron.engines"
+LOCAL = LocalEngine.name
+
+
+def open_engine(name: str, context: EngineContext) -> Engine:
+    """Return the engine of that name.
+
+    Raises:
+        LaunchError: No package brings one of that name, it cannot be imported, or it refuses its
+            configuration.
+    """
+    if name == LOCAL:
+        return LocalEngine(context)
+    found = {entry.name: entry for entry in importlib.metadata.entry_points(group=GROUP)}
+    if name not in found:
+        known = ", ".join(sorted({LOCAL, *found}))
+        raise LaunchError(
+            "--executor",
+            f"unknown engine {name!r}, expected one of {known}; an engine is an entry point of "
+            f"the group {GROUP}",
+        )
+    try:
+        make: Callable[[EngineContext], Engine] = found[name].load()
+    except (ImportError, AttributeError) as error:
+        raise LaunchError(
+            "--executor",
+            f"the engine {name!r} cannot be loaded ({found[name].value}): {error}; "
+            f"reinstall the package that brings it",
+        ) from error
+    return make(context)

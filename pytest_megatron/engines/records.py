@@ -22,8 +22,7 @@ from pytest_megatron.gpu.health import Health
 from pytest_megatron.runs.environment import SessionFacts
 from pytest_megatron.workload.plan.case_script import ScriptEnd
 from pytest_megatron.workload.plan.plan import AttemptPlan, PhasePlan
-from pytest_megatron.workload.run.log_watch import Progress
-from pytest_megatron.workload.run.runner import End, PhaseEnd
+from pytest_megatron.workload.run.runner import End, PhaseEnd, Progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

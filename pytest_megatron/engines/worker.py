@@ -40,8 +40,7 @@ from pytest_megatron.gpu.health import Health, merge_health
 from pytest_megatron.gpu.monitor import HealthWatch
 from pytest_megatron.runs.environment import gather_facts
 from pytest_megatron.workload.plan.plan import AttemptPlan, inherited
-from pytest_megatron.workload.run.log_watch import Progress
-from pytest_megatron.workload.run.runner import StartPhase, run_attempt
+from pytest_megatron.workload.run.runner import Progress, StartPhase, run_attempt
 
 _ARRAY_INDEX = "SLURM_ARRAY_TASK_ID"
 

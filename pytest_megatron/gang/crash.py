@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from pytest_megatron.base.files import JsonValue, parse_json
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)$')
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen")
@@ -118,31 +119,35 @@ def _join(ranks: list[int]) -> str:
 
 
 def _read(text: str) -> _FlightRecord:
+    """Return the record of one rank; an empty one where the text is not in NCCL's format."""
     try:
-        content = json.loads(text)
-        entries = content.get("entries", [])
-        groups = content.get("pg_config", {})
-        members = {name: _numbers(about["ranks"]) for name, about in groups.items()}
-    except (ValueError, AttributeError, KeyError, TypeError):
-        return _FlightRecord()
-    return _FlightRecord(collectives=tuple(_collectives(entries)), members=members)
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", text))
-
-
-def _collectives(entries: list[object]) -> Iterator[_PendingCollective]:
-    for entry in entries:
-        if not isinstance(entry, dict):
-            continue
-        number = entry.get("collective_seq_id", entry.get("seq_id", 0))
-        group = entry.get("process_group") or ["?", "?"]
-        sizes = entry.get("input_sizes")
-        yield _PendingCollective(
-            group=str(group[0]) if isinstance(group, list) else str(group),
-            number=int(number or 0),
-            name=str(entry.get("profiling_name", "?")),
-            state=str(entry.get("state", "?")),
-            shapes=f", input {sizes}" if sizes else "",
+        content = parse_json(text, is_lenient=True)
+        if not isinstance(content, dict):
+            return _FlightRecord()
+        groups, entries = content.get("pg_config"), content.get("entries")
+        return _FlightRecord(
+            collectives=tuple(
+                _collective(entry)
+                for entry in (entries if isinstance(entries, list) else ())
+                if isinstance(entry, dict)
+            ),
+            members={
+                name: tuple(int(number) for number in re.findall(r"\d+", str(group.get("ranks"))))
+                for name, group in (groups if isinstance(groups, dict) else {}).items()
+                if isinstance(group, dict)
+            },
         )
+    except (TypeError, ValueError):
+        return _FlightRecord()
+
+
+def _collective(entry: Mapping[str, JsonValue]) -> _PendingCollective:
+    group = entry.get("process_group") or ["?", "?"]
+    sizes = entry.get("input_sizes")
+    return _PendingCollective(
+        group=str(group[0]) if isinstance(group, list) else str(group),
+        number=int(str(entry.get("collective_seq_id", entry.get("seq_id")) or 0)),
+        name=str(entry.get("profiling_name", "?")),
+        state=str(entry.get("state", "?")),
+        shapes=f", input {sizes}" if sizes else "",
+    )

@@ -27,7 +27,13 @@ from pytest_megatron.gang.ipc.messages import (
     Run,
     Stacks,
 )
-from pytest_megatron.gang.rank_state import MOST_AHEAD, RankState, RunQueue, kind_of_sign, settle
+from pytest_megatron.gang.rank_state import (
+    MOST_AHEAD,
+    RankState,
+    RunQueue,
+    kind_of_first_failure,
+    settle,
+)
 from pytest_megatron.gang.spec import (
     Action,
     AskForStacks,
@@ -48,7 +54,7 @@ class Lifecycle:
     """One gang, from its first rank to its last.
 
     Attributes:
-        held: The tests that it has.
+        queue: The tests that it has.
         problems: What went wrong after the last test that ended.
         late: Rank -> report of a teardown that failed after that test was reported.
         unbegun: Number of the execution that the gang had when one of its ranks was found to be
@@ -70,7 +76,7 @@ class Lifecycle:
         self.unbegun = 0
         self._ranks = [RankState(rank=rank, log_dir=path) for rank, path in enumerate(log_dirs)]
         self._timers = Timers(grace_s, now)
-        self.held = RunQueue()
+        self.queue = RunQueue()
         self._is_isolated = False
         self._stop: tuple[Reason, float] | None = None
 
@@ -83,13 +89,13 @@ class Lifecycle:
             is_isolated: Whether nothing runs on this gang afterwards.
             now: Seconds of the clock.
         """
-        assert self.held.current is None
+        assert self.queue.current is None
         self._is_isolated = is_isolated
         self._begin(run, limit_s, now)
         return self._send() if self.state is GangState.IDLE else []
 
     def _begin(self, run: Run, limit_s: float, now: float) -> None:
-        self.held.begin(run, limit_s)
+        self.queue.begin(run, limit_s)
         for rank in self._ranks:
             rank.reset()
         self._timers.begin(now)
@@ -103,22 +109,22 @@ class Lifecycle:
         Args:
             runs: Each with the limit of its phases in seconds, as in `assign`.
         """
-        self.held.add(runs)
+        self.queue.add(runs)
         return [SendRuns(runs=tuple(run for run, _ in runs))]
 
     @property
     def room_ahead(self) -> int:
         """How many tests may be sent ahead, as the running one may end well."""
-        is_well = self.state is GangState.RUNNING and self._timers.sign_at is None
+        is_well = self.state is GangState.RUNNING and self._timers.first_failure_at is None
         may_go_on = is_well and not self._is_isolated
-        return MOST_AHEAD - self.held.num_ahead if may_go_on else 0
+        return MOST_AHEAD - self.queue.num_ahead if may_go_on else 0
 
     def is_past(self, rank: int) -> bool:
         """Whether what a rank says now may be of a test that was sent ahead.
 
         If it is, all ranks have said that they ended the running one.
         """
-        return self.held.num_ahead > 0 and self._ranks[rank].done is not None
+        return self.queue.num_ahead > 0 and self._ranks[rank].done is not None
 
     def is_awaited(self, rank: int) -> bool:
         """Whether a rank is the only one that has not ended the running test."""
@@ -139,7 +145,7 @@ class Lifecycle:
         """
         if self.state is GangState.IDLE:
             self.state = GangState.CLOSING
-            self._timers.begin_closing(self.held.limit_s, now)
+            self._timers.begin_closing(self.queue.limit_s, now)
             return [SendClose()]
         return [] if self.state is GangState.CLOSING else self.kill()
 
@@ -148,13 +154,13 @@ class Lifecycle:
         if self.state in (GangState.KILLING, GangState.GONE):
             return []
         self.state = GangState.KILLING
-        self.held.drop()
+        self.queue.drop()
         return [KillGang()]
 
     @property
     def deadline(self) -> float | None:
         """When `tick` has something to do at the latest."""
-        return self._timers.deadline(self.state, self.held.limit_s)
+        return self._timers.deadline(self.state, self.queue.limit_s)
 
     def tick(self, now: float) -> list[Action]:
         """Look at the clock."""
@@ -173,11 +179,11 @@ class Lifecycle:
                 return self.kill()
             case GangState.STARTING:
                 return self._begin_stop(Reason.NOT_STARTED, START_LIMIT_S, now)
-            case _ if self._timers.sign_at is not None:
-                limit_s = self._timers.after_sign_s
-                return self._begin_stop(kind_of_sign(self._ranks), limit_s, now)
+            case _ if self._timers.first_failure_at is not None:
+                limit_s = self._timers.after_failure_s
+                return self._begin_stop(kind_of_first_failure(self._ranks), limit_s, now)
             case _:
-                return self._begin_stop(Reason.HUNG, self.held.limit_s, now)
+                return self._begin_stop(Reason.HUNG, self.queue.limit_s, now)
 
     def handle(self, rank: int, message: Message, now: float) -> list[Action]:
         """Take in what a rank, or a fork server about a rank, said."""
@@ -198,9 +204,9 @@ class Lifecycle:
             case Died():
                 return self._on_death(self._ranks[rank], message, now)
             case _:
-                return self._on_word(self._ranks[rank], message, now)
+                return self._on_message(self._ranks[rank], message, now)
 
-    def _on_word(self, rank: RankState, message: Message, now: float) -> list[Action]:
+    def _on_message(self, rank: RankState, message: Message, now: float) -> list[Action]:
         match message:
             case Ready(missing=missing):
                 rank.is_ready, rank.missing = True, dict(missing)
@@ -208,16 +214,16 @@ class Lifecycle:
             case PhaseEnded(run=run) if self._is_current(run):
                 self._timers.begin_phase(now)
                 if message.report is not None:
-                    rank.early.append(message.report)
+                    rank.early += (message.report,)
                 self._note(rank, message.when, message.outcome, now)
             case Done(run=run) if self._is_current(run) and self.state is GangState.RUNNING:
                 rank.done = message
                 if message.stop:  # the others may wait for it as for one that failed
-                    self._sign(rank, now)
+                    self._record_failure(rank, now)
                 if not rank.outcome:
                     rank.outcome = "passed"
                 if message.stop:
-                    self._sign(rank, now)
+                    self._record_failure(rank, now)
                     self._timers.hurry(_EXIT_S)
                 return self._settle(now)
             case Broken(problem=problem):
@@ -242,7 +248,7 @@ class Lifecycle:
         if self.state is not GangState.STARTING or not all(r.is_ready for r in self._ranks):
             return []
         self.state = GangState.IDLE
-        if self.held.current is None:
+        if self.queue.current is None:
             return []
         self._timers.begin(now)
         return self._send()
@@ -258,30 +264,34 @@ class Lifecycle:
                 pass
 
     def _is_current(self, run: int) -> bool:
-        return 0 < run == self.held.number and self.state is not GangState.KILLING
+        return 0 < run == self.queue.number and self.state is not GangState.KILLING
 
     def _note(self, rank: RankState, when: str, outcome: str, now: float) -> None:
         if outcome != "passed" and not rank.failed_phase:
             rank.failed_phase, rank.outcome = when, outcome
-            self._sign(rank, now)
+            self._record_failure(rank, now)
 
-    def _sign(self, rank: RankState, now: float) -> None:
+    def _record_failure(self, rank: RankState, now: float) -> None:
         if rank.at is None:
             rank.at = now
-        self._timers.take_sign(now)
+        self._timers.record_failure(now)
 
     def _on_death(self, rank: RankState, died: Died, now: float) -> list[Action]:
         if rank.exit_code is not None or rank.death is not None:
             return []
         rank.is_lost = False
         self._timers.forget(rank.rank)
-        if self.state is GangState.RUNNING and died.run in self.held.numbers[1:]:
+        if self.state is GangState.RUNNING and died.run in self.queue.numbers[1:]:
             rank.death = died  # it ended the running test, and what the others say of it will come
             return self._settle(now)
         rank.exit_code, rank.phase = died.exit_code, died.phase
         what = describe_exit(died.exit_code)
-        if self.state is GangState.RUNNING and 0 < died.run < self.held.number and not rank.problem:
-            self.unbegun = self.held.number
+        if (
+            self.state is GangState.RUNNING
+            and 0 < died.run < self.queue.number
+            and not rank.problem
+        ):
+            self.unbegun = self.queue.number
             self._blame_last(rank, f"{what} after its test")
             return self.kill()
         return self._on_loss(rank, what, now)
@@ -299,11 +309,11 @@ class Lifecycle:
             self._blame_last(rank, f"{what} in the last teardown")
         match self.state:
             case GangState.STARTING:
-                self._sign(rank, now)
+                self._record_failure(rank, now)
                 return self._begin_stop(Reason.NOT_STARTED, 0.0, now)
             case GangState.RUNNING:
                 rank.undo()
-                self._sign(rank, now)
+                self._record_failure(rank, now)
                 return self._settle(now)
             case GangState.IDLE:
                 return self.kill()
@@ -313,16 +323,16 @@ class Lifecycle:
                 return []
 
     def _send(self) -> list[Action]:
-        assert self.held.current is not None
+        assert self.queue.current is not None
         self.state = GangState.RUNNING
-        node_id = self.held.current.node_id
+        node_id = self.queue.current.node_id
         lacking = [r for r in self._ranks if node_id in r.missing]
         if lacking:
             for rank in lacking:
                 rank.problem = rank.missing[node_id]
                 rank.at = self._timers.began_at
             return self._end(Reason.NOT_COLLECTED, 0.0, self._timers.began_at, is_kept=True)
-        return [SendRuns(runs=(self.held.current,))]
+        return [SendRuns(runs=(self.queue.current,))]
 
     def _settle(self, now: float) -> list[Action]:
         """End the test if every rank has."""
@@ -332,16 +342,20 @@ class Lifecycle:
         if found is None:
             return []
         reason, is_kept = found
-        if is_kept and self.held.num_ahead and all(r.done and r.done.is_clean for r in self._ranks):
+        if (
+            is_kept
+            and self.queue.num_ahead
+            and all(r.done and r.done.is_clean for r in self._ranks)
+        ):
             return self._go_on(now)
         return self._end(reason, 0.0, now, is_kept=is_kept)
 
     def _go_on(self, now: float) -> list[Action]:
         """End the test and take up the one that the ranks have started by themselves."""
         actions: list[Action] = [self._finished(Reason.DONE, 0.0, now, is_kept=True)]
-        self._begin(*self.held.next(), now)
+        self._begin(*self.queue.next(), now)
         for rank in self._ranks:
-            if rank.death is not None and rank.death.run == self.held.number:
+            if rank.death is not None and rank.death.run == self.queue.number:
                 died, rank.death = rank.death, None
                 actions += self._on_death(rank, died, now)
         return actions
@@ -369,15 +383,15 @@ class Lifecycle:
         else:
             self.state = GangState.KILLING
             actions.append(KillGang())
-        if self.held.current is not None:
+        if self.queue.current is not None:
             actions.append(self._finished(reason, limit_s, now, is_kept=is_kept))
-        self.held.drop()
+        self.queue.drop()
         return actions
 
     def _finished(self, reason: Reason, limit_s: float, now: float, *, is_kept: bool) -> Finish:
         return Finish(
             end=RunEnd(
-                run=self.held.number,
+                run=self.queue.number,
                 reason=reason,
                 ranks=tuple(r.end() for r in self._ranks),
                 limit_s=limit_s,

@@ -38,7 +38,7 @@ CONSEQUENCE = re.compile(
 )
 
 
-def words_of_ranks(end: RunEnd, when: str, failed: Mapping[int, PhaseReport]) -> dict[int, str]:
+def outcomes_of_ranks(end: RunEnd, when: str, failed: Mapping[int, PhaseReport]) -> dict[int, str]:
     """Return what each rank did, in a few words."""
     return {rank.rank: _word(end, rank, when, failed.get(rank.rank)) for rank in end.ranks}
 
@@ -57,13 +57,22 @@ def _word(end: RunEnd, rank: RankResult, when: str, failure: PhaseReport | None)
 
 def _done_word(end: RunEnd, rank: RankResult, num_collectives: int) -> str:
     for phase in (p for name in PHASES if (p := reported(rank, name)) is not None):
-        if phase.outcome == "skipped":
-            return f"skipped: {skip_reason(phase)}"
-        if phase.outcome == "failed":
-            return f"failed: {phase.message}"
+        if phase.outcome != "passed":
+            return _phase_word(phase)
     if end.reason is Reason.DESYNCHRONISED:
         return f"passed after {num_collectives} collectives"
     return "passed"
+
+
+def _phase_word(phase: PhaseReport) -> str:
+    """Return the outcome of a phase or subtest on one rank, with its reason."""
+    match phase.outcome:
+        case "skipped":
+            return f"skipped: {skip_reason(phase)}"
+        case "failed":
+            return f"failed: {phase.message}"
+        case _:
+            return "passed"
 
 
 def _end_word(end: RunEnd, rank: RankResult) -> str:
@@ -74,10 +83,6 @@ def _end_word(end: RunEnd, rank: RankResult) -> str:
     if rank.exit_code is not None:
         where = f" in {rank.phase}" if rank.phase not in ("", "call") else ""
         return f"{describe_exit(rank.exit_code)}{where}"
-    return _late_word(end, rank)
-
-
-def _late_word(end: RunEnd, rank: RankResult) -> str:
     frame = innermost_frame(rank.stack)
     where = f" at {frame}" if frame else ""
     if end.reason is Reason.NOT_COLLECTED:
@@ -108,19 +113,12 @@ def split_message(end: RunEnd, words: Mapping[int, str]) -> str:
             return str(end.reason.value)
 
 
-def tell_ranks(words: Mapping[int, str], first: int | None) -> str:
+def describe_ranks(words: Mapping[int, str], first: int | None) -> str:
     """Return a line for each thing that ranks did, the first failure on top."""
     groups: dict[str, list[int]] = {}
     for rank in sorted(words, key=lambda r: (r != first, r)):
         groups.setdefault(words[rank], []).append(rank)
     return "\n".join(f"{name_ranks(ranks)}: {word}" for word, ranks in groups.items())
-
-
-def subtest_word(phase: PhaseReport) -> str:
-    """Return what a rank did in a subtest."""
-    if phase.outcome == "skipped":
-        return f"skipped: {skip_reason(phase)}"
-    return f"failed: {phase.message}" if phase.outcome == "failed" else "passed"
 
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
@@ -255,7 +253,7 @@ def _merge_phase(end: RunEnd, when: str, world_size: int, waiting: set[int]) -> 
         xfailed = [p for p in found if p.is_xfail and p.outcome == "skipped"]
         late = [r for r in end.ranks if r.done is not None or _is_late(r)]
         if xfailed and _are_expected(found) and len(late) == len(end.ranks):
-            return _from_one(xfailed[0], when, found, "skipped")  # they waited for it
+            return _merged(when, "skipped", found, xfailed[0].full)  # they waited for it
         return _fail(end, when, found, world_size)
     if not found:
         return None
@@ -286,16 +284,16 @@ def _merge_reported(
     skipped = [p for p in found if p.outcome == "skipped"]
     xfailed = [p for p in skipped if p.is_xfail]
     if xfailed and _are_expected(found):
-        return _from_one(xfailed[0], when, found, "skipped")  # as a whole it failed, as expected
+        return _merged(when, "skipped", found, xfailed[0].full)  # as a whole it failed, as expected
     is_unanimous = len(found) == world_size and len(skipped) in (0, world_size)
     if failed or not (is_unanimous or when != "call"):
         return _fail(end, when, found, world_size)  # a rank may also have skipped in set-up
     if skipped and not is_unanimous:
         return _skip_in_part(end, when, found, world_size)
     if skipped:
-        return _from_one(skipped[0], when, found, "skipped")
+        return _merged(when, "skipped", found, skipped[0].full)
     xpassed = [p for p in found if p.is_xfail]
-    return _from_one(xpassed[0], when, found, "passed") if xpassed else _passed(when, found)
+    return _merged(when, "passed", found, xpassed[0].full) if xpassed else _passed(when, found)
 
 
 def _are_expected(found: Sequence[PhaseReport]) -> bool:
@@ -329,24 +327,16 @@ def _is_strict_xpass(phase: PhaseReport) -> bool:
 
 def _passed(when: str, found: Sequence[PhaseReport]) -> Merged:
     full = [p.full for p in found if p.outcome == "passed" and p.full is not None]
-    return Merged(
-        when=when,
-        outcome="passed",
-        base=full[0] if full else None,
-        sections=sections_of(found),
-        properties=properties_of(found),
-        start=_start(found),
-        stop=max(p.stop for p in found),
-    )
+    return _merged(when, "passed", found, full[0] if full else None)
 
 
-def _from_one(
-    phase: PhaseReport, when: str, found: Sequence[PhaseReport], outcome: Outcome
+def _merged(
+    when: str, outcome: Outcome, found: Sequence[PhaseReport], base: JsonObject | None
 ) -> Merged:
     return Merged(
         when=when,
         outcome=outcome,
-        base=phase.full,
+        base=base,
         sections=sections_of(found),
         properties=properties_of(found),
         start=_start(found),
@@ -364,7 +354,7 @@ def _fail(end: RunEnd, when: str, found: Sequence[PhaseReport], world_size: int)
     failed = {p.rank: p for p in found if p.outcome == "failed"}
     struck = {r.rank: r for r in end.ranks if r.done is None}
     first = _first(end, failed)
-    words = words_of_ranks(end, when, failed)
+    words = outcomes_of_ranks(end, when, failed)
     blocks: list[tuple[str, str]] = []
     base = None
     if first is None:
@@ -376,7 +366,7 @@ def _fail(end: RunEnd, when: str, found: Sequence[PhaseReport], world_size: int)
         message = f"rank {first} of {world_size} {words[first]}"
         if len(set(words.values())) == 1 and world_size > 1:
             message = f"{name_ranks(list(words))} {words[first]}"
-    blocks.append(("ranks", tell_ranks(words, first)))
+    blocks.append(("ranks", describe_ranks(words, first)))
     blocks += _other_failures(failed, first, words)
     blocks += _stacks(end)
     blocks += _logs(end, first, struck)
@@ -493,13 +483,13 @@ def _merge_subtest(end: RunEnd, found: Sequence[PhaseReport]) -> Merged:
     skipped = [p for p in found if p.outcome == "skipped"]
     xfailed = [p for p in found if p.is_xfail]
     if xfailed and not failed:
-        return _from_one(xfailed[0], "call", found, xfailed[0].outcome)
+        return _merged("call", xfailed[0].outcome, found, xfailed[0].full)
     if not failed and len(skipped) in (0, len(found)):
-        return _from_one(found[0], "call", found, found[0].outcome)
+        return _merged("call", found[0].outcome, found, found[0].full)
     chosen = [*failed.values(), *skipped][0]
-    words = {p.rank: subtest_word(p) for p in found}
+    words = {p.rank: _phase_word(p) for p in found}
     message = f"[rank {chosen.rank}] {chosen.message}" if failed else split_message(end, words)
-    blocks = [("ranks", tell_ranks(words, chosen.rank))]
+    blocks = [("ranks", describe_ranks(words, chosen.rank))]
     blocks += _other_failures(failed, chosen.rank if failed else None, words)
-    merged = _from_one(chosen, "call", found, "failed")
+    merged = _merged("call", "failed", found, chosen.full)
     return replace(merged, message=message, blocks=tuple(blocks))

@@ -39,8 +39,8 @@ class PhaseReport:
     def place(self) -> tuple[str, str] | None:
         """The line that raised, `file:line`, and the exception, "" of an assertion, if known."""
         longrepr = None if self.full is None else self.full.get("longrepr")
-        crash = longrepr.get("reprcrash") if isinstance(longrepr, Mapping) else None
-        if not isinstance(crash, Mapping):
+        crash = _mapping(longrepr, "reprcrash")
+        if not crash:
             return None
         kind = self.message.partition(":")[0]
         return f"{crash.get('path')}:{crash.get('lineno')}", "" if " " in kind else kind
@@ -49,11 +49,6 @@ class PhaseReport:
     def message(self) -> str:
         """The line that says what was raised."""
         return "" if self.full is None else crash_message(self.full.get("longrepr"))
-
-
-def has_reported(rank: RankResult, when: str) -> bool:
-    """Return whether a rank told of the end of a phase."""
-    return reported(rank, when) is not None
 
 
 def reported(rank: RankResult, when: str) -> PhaseReport | None:
@@ -136,10 +131,8 @@ def skip_reason(phase: PhaseReport) -> str:
 
 def crash_message(longrepr: JsonValue) -> str:
     """Return the line that says what was raised."""
-    if isinstance(longrepr, Mapping):
-        crash = longrepr.get("reprcrash")
-        if isinstance(crash, Mapping):
-            return str(crash.get("message", "")).strip().split("\n")[0]
+    if crash := _mapping(longrepr, "reprcrash"):
+        return str(crash.get("message", "")).strip().split("\n")[0]
     lines = longrepr_text(longrepr).strip().splitlines()
     return lines[-1].strip() if lines else "failed"
 
@@ -150,29 +143,22 @@ def longrepr_text(longrepr: JsonValue) -> str:
         return longrepr
     if not isinstance(longrepr, Mapping):
         return "" if longrepr is None else str(longrepr)
-    traces = [longrepr.get("reprtraceback")]
-    for link in cast("list[list[JsonValue]]", longrepr.get("chain") or []):
-        traces = [*traces, link[0]] if longrepr.get("chain") is None else [*traces[1:], link[0]]
+    chain = cast("list[list[JsonValue]]", longrepr.get("chain") or [])
+    trace = chain[-1][0] if chain else longrepr.get("reprtraceback")
     lines: list[str] = []
-    for trace in traces:
-        for entry in _list(trace, "reprentries"):
-            data = entry.get("data") if isinstance(entry, Mapping) else None
-            if isinstance(data, Mapping):
-                lines += [str(line) for line in _list(data, "lines")]
-                place = data.get("reprfileloc")
-                if isinstance(place, Mapping):
-                    lines.append(
-                        f"{place.get('path')}:{place.get('lineno')}: {place.get('message')}"
-                    )
-    return "\n".join(lines) or crash_only(longrepr)
+    for entry in _list(trace, "reprentries"):
+        data = _mapping(entry, "data")
+        lines += [str(line) for line in _list(data, "lines")]
+        if place := _mapping(data, "reprfileloc"):
+            lines.append(f"{place.get('path')}:{place.get('lineno')}: {place.get('message')}")
+    return "\n".join(lines) or str(_mapping(longrepr, "reprcrash").get("message", ""))
 
 
-def crash_only(longrepr: JsonObject) -> str:
-    """Return what was raised, where there is no traceback."""
-    crash = longrepr.get("reprcrash")
-    return str(crash.get("message", "")) if isinstance(crash, Mapping) else ""
+def _mapping(value: object, key: str) -> JsonObject:
+    found = value.get(key) if isinstance(value, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
 
 
-def _list(value: JsonValue, key: str) -> list[JsonValue]:
+def _list(value: object, key: str) -> list[JsonValue]:
     found = value.get(key) if isinstance(value, Mapping) else None
     return found if isinstance(found, list) else []

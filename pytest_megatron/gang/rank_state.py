@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.gang.ipc.messages import Died, Done, Run
@@ -31,7 +31,7 @@ class RankState:
     missing: dict[str, str] = field(default_factory=dict)
     # Of the current run:
     done: Done | None = None
-    early: list[JsonValue] = field(default_factory=list)
+    early: tuple[JsonValue, ...] = ()
     at: float | None = None
     failed_phase: str = ""
     outcome: str = ""
@@ -41,18 +41,19 @@ class RankState:
 
     def reset(self) -> None:
         """Forget the test that ended."""
-        self.done, self.at, self.failed_phase, self.outcome, self.phase = None, None, "", "", ""
+        self.done = self.at = None
+        self.failed_phase = self.outcome = self.phase = ""
         self.problem = self.stack = self.flight = ""
-        self.early = []
+        self.early = ()
 
     def undo(self) -> None:
         """Take back that it ended the test: it was lost before the others did."""
         if self.done is not None:
-            self.early = [
+            self.early = tuple(
                 report
                 for report in self.done.reports
                 if isinstance(report, dict) and report.get("outcome") != "passed"
-            ]
+            )
             self.done = None
 
     @property
@@ -63,20 +64,7 @@ class RankState:
 
     def end(self) -> RankResult:
         """Return how it ended the test."""
-        return RankResult(
-            rank=self.rank,
-            done=self.done,
-            early=tuple(self.early),
-            exit_code=self.exit_code,
-            at=self.at,
-            failed_phase=self.failed_phase,
-            outcome=self.outcome,
-            phase=self.phase,
-            problem=self.problem,
-            stack=self.stack,
-            flight=self.flight,
-            log_dir=self.log_dir,
-        )
+        return RankResult(**{f.name: getattr(self, f.name) for f in fields(RankResult)})
 
 
 def settle(ranks: Sequence[RankState], *, is_isolated: bool) -> tuple[Reason, bool] | None:
@@ -85,7 +73,7 @@ def settle(ranks: Sequence[RankState], *, is_isolated: bool) -> tuple[Reason, bo
         return None
     done = [r.done for r in ranks if r.done is not None]
     if len(done) < len(ranks):
-        return kind_of_sign(ranks), False
+        return kind_of_first_failure(ranks), False
     is_in_step = len({d.num_collectives for d in done}) == 1 or is_isolated
     if not is_in_step and all(r.outcome == "passed" for r in ranks):
         return Reason.DESYNCHRONISED, False
@@ -99,7 +87,7 @@ def settle(ranks: Sequence[RankState], *, is_isolated: bool) -> tuple[Reason, bo
     return Reason.DONE, is_in_step and is_sound
 
 
-def kind_of_sign(ranks: Sequence[RankState]) -> Reason:
+def kind_of_first_failure(ranks: Sequence[RankState]) -> Reason:
     """Return what the first sign of trouble was."""
     first = min((r for r in ranks if r.at is not None), key=lambda r: (r.at, r.rank))
     is_death = first.exit_code is not None and not first.failed_phase

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from pytest_megatron.base.text import counted
 from pytest_megatron.gang.merge import Merged
 from pytest_megatron.gang.phase_report import longrepr_text
 from pytest_megatron.gang.spec import GangSpec, Reason, RunEnd
@@ -97,7 +98,7 @@ _RAISED = re.compile(r"(?m)^E\s+(.*)$")
 def transient_cause(
     merged: Sequence[Merged],
     log_lines: Iterable[str],
-    last_words: Iterable[str] = (),
+    last_stderr_lines: Iterable[str] = (),
     table: Table | None = None,
 ) -> Signature | None:
     """Return the signature for which a test is worth running again, or None.
@@ -106,8 +107,8 @@ def transient_cause(
         merged: The reports of one execution.
         log_lines: What its ranks wrote to stderr meanwhile. A line there is not why a test failed;
             of these only a genuine cause counts, which forbids a rerun.
-        last_words: The end of stderr of ranks that died. Of them an exception counts, and what
-            nobody but a failing machine writes.
+        last_stderr_lines: The end of stderr of ranks that died. Exceptions count, and messages
+            that only a failing machine causes.
         table: The signatures; None takes those of the package.
     """
     failed = [m for m in merged if m.outcome == "failed"]
@@ -116,7 +117,7 @@ def transient_cause(
     own, others = list(_own_texts(failed)), list(_texts_of_others(failed))
     if is_exception(_RANK.sub("", failed[0].message)) and match_signature(own, table) is None:
         return None  # what other ranks raised is what came of it
-    signature = match_signature([*own, *others, *_raised(last_words, table)], table)
+    signature = match_signature([*own, *others, *_raised(last_stderr_lines, table)], table)
     if signature is None or not signature.is_transient:
         return None
     beside = match_signature(_raised(log_lines, table), table)
@@ -167,7 +168,9 @@ def header_line(spec: GangSpec, gpus: Sequence[Gpu] | None, where: str) -> str:
     elif gpus:
         found = f", {len(gpus)} x {gpus[0].name} found"
     device = f"{spec.device} ({_BACKENDS[spec.device]})"
-    return f"megatron: gangs of {_ranks(spec.world_size)} on {device}{found}; logs in {where}"
+    return (
+        f"megatron: gangs of {counted(spec.world_size, 'rank')} on {device}{found}; logs in {where}"
+    )
 
 
 def no_limit_line(source: str) -> str:
@@ -197,10 +200,10 @@ def plan_lines(specs: Iterable[GangSpec | None]) -> list[str]:
     lines = []
     for spec in sorted((s for s in counts if s is not None), reverse=True):
         alone = ", a gang for each" if spec.is_isolated else ""
-        gang = f"gangs of {_ranks(spec.world_size)} on {spec.device}{alone}"
-        lines.append(f"{gang}: {_tests(counts[spec])}")
+        gang = f"gangs of {counted(spec.world_size, 'rank')} on {spec.device}{alone}"
+        lines.append(f"{gang}: {counted(counts[spec], 'test')}")
     if counts[None]:
-        lines.append(f"in this process: {_tests(counts[None])}")
+        lines.append(f"in this process: {counted(counts[None], 'test')}")
     return lines
 
 
@@ -231,11 +234,3 @@ def replaced_line(records: Iterable[RecordedTest]) -> str | None:
     parts = ", ".join(f"{count} after {words[end]}" for end, count in ends.most_common())
     number = ends.total()
     return f"{number} {'gang was' if number == 1 else 'gangs were'} replaced: {parts}"
-
-
-def _ranks(number: int) -> str:
-    return "1 rank" if number == 1 else f"{number} ranks"
-
-
-def _tests(number: int) -> str:
-    return "1 test" if number == 1 else f"{number} tests"

@@ -24,8 +24,8 @@ class Timers:
 
     Attributes:
         began_at: When the running test began, or the gang.
-        sign_at: When the first sign of trouble in the running test was seen; None without one.
-        after_sign_s: How long others may take from then on.
+        first_failure_at: When a rank first failed, skipped or died in the running test, or None.
+        after_failure_s: How long others may take from then on.
         closing_s: How long the last teardown may take.
     """
 
@@ -39,21 +39,21 @@ class Timers:
     def begin(self, now: float) -> None:
         """Count for a new test."""
         self.began_at = self._phase_at = now
-        self.sign_at: float | None = None
-        self.after_sign_s = self._grace_s
+        self.first_failure_at: float | None = None
+        self.after_failure_s = self._grace_s
 
     def begin_phase(self, now: float) -> None:
         """Count anew for a phase."""
         self._phase_at = now
 
-    def take_sign(self, now: float) -> None:
+    def record_failure(self, now: float) -> None:
         """Take note of a sign of trouble; the first one counts."""
-        if self.sign_at is None:
-            self.sign_at = now
+        if self.first_failure_at is None:
+            self.first_failure_at = now
 
     def hurry(self, most_s: float) -> None:
         """Give others less time after the sign."""
-        self.after_sign_s = min(self._grace_s, most_s)
+        self.after_failure_s = min(self._grace_s, most_s)
 
     def begin_closing(self, limit_s: float, now: float) -> None:
         """Count for the last teardown: it has the time of a phase."""
@@ -76,8 +76,8 @@ class Timers:
         """Count anew when a rank has left its debugger."""
         self._debugging.discard(rank)
         self._phase_at = now
-        if self.sign_at is not None:
-            self.sign_at = now
+        if self.first_failure_at is not None:
+            self.first_failure_at = now
         if state is GangState.CLOSING:
             self._stop_by = now + self.closing_s
 
@@ -96,8 +96,8 @@ class Timers:
             case GangState.STARTING:
                 return self.began_at + START_LIMIT_S
             case GangState.RUNNING if not self._debugging:
-                if self.sign_at is not None:
-                    return self.sign_at + self.after_sign_s
+                if self.first_failure_at is not None:
+                    return self.first_failure_at + self.after_failure_s
                 return self._phase_at + limit_s if limit_s else None
             case _:
                 return None

@@ -162,7 +162,7 @@ def _parse_request(item: Mapping[str, JsonValue], where: str) -> PromptAnswer:
     tokens = item.get(TOKENS)
     text = item.get(TEXT)
     if text is not None and not isinstance(text, str):
-        raise GoldenError(where, f"{TEXT!r} is {_kind(text)}, expected text")
+        raise GoldenError(where, f"{TEXT!r} is {kind_of(text)}, expected text")
     return PromptAnswer(
         tokens=None if tokens is None else _whole_numbers(tokens, f"{where}, {TOKENS!r}"),
         logprobs={
@@ -182,7 +182,7 @@ def _parse_routing(item: Mapping[str, JsonValue], where: str) -> Routing | None:
     if rows is None:
         return None
     if not isinstance(rows, list):
-        raise GoldenError(where, f"{ROUTING!r} is {_kind(rows)}, expected a list of rows")
+        raise GoldenError(where, f"{ROUTING!r} is {kind_of(rows)}, expected a list of rows")
     named = item.get(_INDICES)
     indices = (
         tuple(range(len(rows)))
@@ -199,7 +199,7 @@ def _parse_routing(item: Mapping[str, JsonValue], where: str) -> Routing | None:
 
 def _parse_row(row: JsonValue, where: str) -> tuple[tuple[int, ...], ...]:
     if not isinstance(row, list):
-        raise GoldenError(where, f"a row of {ROUTING!r} is {_kind(row)}, expected a list")
+        raise GoldenError(where, f"a row of {ROUTING!r} is {kind_of(row)}, expected a list")
     layers = row if any(isinstance(part, list) for part in row) else [row]
     return tuple(tuple(sorted(_whole_numbers(part, f"{where}, {ROUTING!r}"))) for part in layers)
 
@@ -213,7 +213,7 @@ def _some_numbers(value: JsonValue, where: str) -> tuple[float, ...]:
 
 def _numbers(value: JsonValue, where: str) -> tuple[float, ...]:
     if not isinstance(value, list):
-        raise GoldenError(where, f"{_kind(value)}, expected a list of numbers")
+        raise GoldenError(where, f"{kind_of(value)}, expected a list of numbers")
     numbers = [v for v in value if isinstance(v, int | float) and not isinstance(v, bool)]
     if len(numbers) != len(value):
         raise GoldenError(where, "holds something that is no number")
@@ -225,7 +225,7 @@ def _numbers(value: JsonValue, where: str) -> tuple[float, ...]:
 
 def _whole_numbers(value: JsonValue, where: str) -> tuple[int, ...]:
     if not isinstance(value, list):
-        raise GoldenError(where, f"{_kind(value)}, expected a list of whole numbers")
+        raise GoldenError(where, f"{kind_of(value)}, expected a list of whole numbers")
     numbers = [v for v in value if isinstance(v, int) and not isinstance(v, bool)]
     if len(numbers) != len(value):
         raise GoldenError(where, "holds something that is no whole number")
@@ -234,7 +234,8 @@ def _whole_numbers(value: JsonValue, where: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _kind(value: JsonValue) -> str:
+def kind_of(value: JsonValue) -> str:
+    """Return a JSON value for a message: its type and how it begins."""
     return "null" if value is None else f"{type(value).__name__} {str(value)[:40]!r}"
 
 

@@ -1,7 +1,7 @@
 """A policy: how a run is compared with its golden, and what a project changes of it. Pure.
 
 `Policy.STRICT` and `Policy.MEGATRON` are the two that come with the package; a file
-(`policy_file.py`) inherits from one of them and changes limits by metric, by case, by platform and
+(`read_policy`) inherits from one of them and changes limits by metric, by case, by platform and
 by environment.
 """
 
@@ -12,30 +12,83 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from pathlib import Path
-from typing import ClassVar, TypeAlias, cast
+from typing import Annotated, ClassVar, NotRequired, TypeAlias, cast
+
+from annotated_types import Ge, Lt, MinLen
+from typing_extensions import TypedDict
 
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.schema import (
+    About,
+    Count,
+    Finite,
+    FormatVersion,
+    Texts,
+    closed,
+    json_schema,
+    read,
+    refuse_duplicates,
+)
+from pytest_megatron.base.text import nearest, one_of
 from pytest_megatron.base.yaml import YamlDocument, YamlPath, read_yaml
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.golden.compare.limits import (
     BY_KIND,
     DEFAULTS,
-    CostLimits,
-    CountLimits,
     Exact,
     LimitKind,
     Limits,
-    LossLimits,
-    MemoryLimits,
     Worse,
     kind_of,
     limits_of,
 )
-from pytest_megatron.recipe.vocabulary import nearest
 
-# One number or word of a policy file, already parsed: as the field of the limits has it.
+_Part: TypeAlias = Annotated[float, Ge(0), Finite()]
+_Fraction: TypeAlias = Annotated[float, Ge(0), Lt(1)]
+
+
+@closed
+class MetricSettings(TypedDict):
+    """Limits that are changed of one metric; which keys it takes depends on its kind."""
+
+    judged: NotRequired[Annotated[bool, About("False leaves the metric out.")]]
+    kind: NotRequired[Annotated[LimitKind, About("Of a metric that is not what its name says.")]]
+    exact: NotRequired[
+        Annotated[Exact | bool, About("When every bit counts; under megatron true or false.")]
+    ]
+    approximate: NotRequired[
+        Annotated[_Part, About("Under megatron: relative tolerance of a step.")]
+    ]
+    step_1: NotRequired[Annotated[_Part, About("Of the first step.")]]
+    early_steps: NotRequired[Annotated[Count, About("Length of the early window.")]]
+    early_band: NotRequired[Annotated[_Part, About("Of each step in it.")]]
+    band: NotRequired[Annotated[_Part, About("Of each step, where none is learned.")]]
+    floor: NotRequired[Annotated[_Part, About("The narrowest band that is learned.")]]
+    learned_floor: NotRequired[Annotated[_Part, About("The same on the platform of the repeats.")]]
+    absolute: NotRequired[Annotated[_Part, About("In the metric's own unit, beside every band.")]]
+    outside_fraction: NotRequired[
+        Annotated[_Fraction, About("Of the steps, those that may be outside.")]
+    ]
+    outside_factor: NotRequired[Annotated[float, Ge(1), About("By how many bands each of them.")]]
+    mean: NotRequired[Annotated[_Part, About("Of the mean of all steps.")]]
+    tail_mean: NotRequired[Annotated[_Part, About("Of that of the last quarter.")]]
+    window_mean: NotRequired[Annotated[_Part, About("Of that of each twentieth of the steps.")]]
+    median: NotRequired[Annotated[_Part, About("Of the median.")]]
+    quartile: NotRequired[Annotated[_Part, About("Of the border of the worst quarter.")]]
+    peak: NotRequired[Annotated[_Part, About("Of the largest value.")]]
+    frozen_steps: NotRequired[Annotated[Count, About("From how many is frozen.")]]
+    frozen_fraction: NotRequired[Annotated[_Fraction, About("As a part of all.")]]
+    warm_up: NotRequired[Annotated[_Fraction, About("Part that is left out first.")]]
+    worse: NotRequired[Annotated[Worse, About("The side that fails; either judges both.")]]
+
+
+# One number or word of a policy file, as the field of the limits has it.
 Setting: TypeAlias = float | int | bool | LimitKind | Worse | Exact
 Settings: TypeAlias = Mapping[str, Setting]
+_Metrics: TypeAlias = Annotated[
+    dict[str, MetricSettings],
+    About("Name of a metric, or a pattern with * and ?, to its limits."),
+]
 
 
 class Base(Enum):
@@ -58,18 +111,15 @@ class ComparedWorkload:
     environment: str | None = None
 
 
+@closed
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Override:
-    """Settings for some workloads; each of the three is a list of patterns, empty for all.
+    """Limits for some workloads; without a list for all."""
 
-    Attributes:
-        metrics: Metric, or a pattern of metrics, to what it changes.
-    """
-
-    cases: tuple[str, ...] = ()
-    platforms: tuple[str, ...] = ()
-    environments: tuple[str, ...] = ()
-    metrics: Mapping[str, Settings] = field(default_factory=dict)
+    cases: Annotated[Texts, About("<model>/<test_case>, with * and ?.")] = ()
+    platforms: Annotated[Texts, About("Such as dgx_h100.")] = ()
+    environments: Annotated[Texts, About("Such as dev.")] = ()
+    metrics: _Metrics
 
     def is_at(self, place: ComparedWorkload | None) -> bool:
         """Whether it holds there; an override for some places holds nowhere else."""
@@ -124,8 +174,8 @@ class ComparisonPolicy:
     def settings(self, metric: str) -> Settings:
         """Return what the policy changes of a metric; by `at` for which workload."""
         found: dict[str, Setting] = {}
-        everywhere = (o.metrics for o in self.overrides if o.is_at(None))
-        for metrics in (self.metrics, *everywhere):
+        everywhere = [o.metrics for o in self.overrides if o.is_at(None)]
+        for metrics in (self.metrics, *cast("list[Mapping[str, Settings]]", everywhere)):
             for pattern, settings in metrics.items():
                 if fnmatch.fnmatchcase(metric, pattern):
                     found |= settings
@@ -134,6 +184,16 @@ class ComparisonPolicy:
     def is_judged(self, metric: str) -> bool:
         """Whether a metric is judged at all."""
         return self.settings(metric).get("judged") is not False
+
+    def limit(self, metric: str, key: str, default: float) -> float:
+        """Return one number of the settings of a metric, `default` where it is not set."""
+        value = self.settings(metric).get(key)
+        return float(value) if isinstance(value, int | float) else default
+
+    def worse(self, metric: str, default: Worse) -> Worse:
+        """Return the side of the golden that fails, `default` where it is not set."""
+        value = self.settings(metric).get("worse")
+        return value if isinstance(value, Worse) else default
 
     def require_judged(self, metrics: Sequence[str]) -> None:
         """Make sure that one of several metrics is judged, so that nothing passes unseen.
@@ -165,7 +225,8 @@ class ComparisonPolicy:
             assert isinstance(kind, LimitKind)
             limits = BY_KIND[kind]
         known = keys_of(limits)
-        return _replaced(limits, {k: v for k, v in settings.items() if k in known})
+        changes: dict[str, object] = {k: v for k, v in settings.items() if k in known}
+        return replace(limits, **changes)  # type: ignore[arg-type] # typed as the fields are
 
 
 ComparisonPolicy.STRICT = ComparisonPolicy(base=Base.STRICT, name=Base.STRICT.value)
@@ -175,19 +236,6 @@ ComparisonPolicy.MEGATRON = ComparisonPolicy(base=Base.MEGATRON, name=Base.MEGAT
 def keys_of(limits: Limits) -> frozenset[str]:
     """Return the names of the numbers of one kind."""
     return frozenset(f.name for f in fields(limits))
-
-
-def _replaced(limits: Limits, changes: Settings) -> Limits:
-    """Return limits with some numbers changed; a file's settings have the types of the fields."""
-    match limits:
-        case LossLimits():
-            return replace(limits, **changes)  # type: ignore[arg-type] # see the docstring
-        case CountLimits():
-            return replace(limits, **changes)  # type: ignore[arg-type] # see the docstring
-        case CostLimits():
-            return replace(limits, **changes)  # type: ignore[arg-type] # see the docstring
-        case MemoryLimits():
-            return replace(limits, **changes)  # type: ignore[arg-type] # see the docstring
 
 
 _OF_ALL = frozenset({"judged", "kind"})
@@ -224,6 +272,22 @@ def policy_named(
     )
 
 
+@closed
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyFile:
+    """A policy of one's own."""
+
+    format_version: FormatVersion
+    inherit: Base
+    metrics: _Metrics = field(default_factory=dict)
+    overrides: Annotated[tuple[Override, ...], MinLen(1)] = ()
+
+
+def policy_json_schema() -> dict[str, JsonValue]:
+    """Return the JSON schema of a policy file."""
+    return json_schema(PolicyFile, "pytest-megatron golden policy")
+
+
 def read_policy(path: Path) -> ComparisonPolicy:
     """Read a policy file.
 
@@ -231,92 +295,46 @@ def read_policy(path: Path) -> ComparisonPolicy:
         GoldenError: With file and line: it is not YAML, has a key twice, departs from the schema,
             or gives a metric a limit that metrics of its kind do not have.
     """
-    from pytest_megatron.golden import policy_schema  # noqa: PLC0415  pydantic is slow to import
-
     document = read_yaml(path, error=GoldenError)
-    for twice in document.duplicates:
-        raise GoldenError(
-            f"{path}:{twice.second_line}", f"the key {twice.key!r} is there twice; keep one"
-        )
-    problem = policy_schema.check(document.value)
-    if problem is not None:
-        place, message = problem
-        raise GoldenError(document.where(place), message)
-    base = Base(document.value["inherit"])
-    overrides = cast("list[dict[str, JsonValue]]", document.value.get("overrides", []))
+    refuse_duplicates(document, GoldenError)
+    found = read(PolicyFile, document, GoldenError)
+    _check_keys(document, ("metrics",), found.metrics, found.inherit)
+    for i, override in enumerate(found.overrides):
+        _check_keys(document, ("overrides", i, "metrics"), override.metrics, found.inherit)
     return ComparisonPolicy(
-        base=base,
+        base=found.inherit,
         name=str(path),
-        metrics=_metrics(document, ("metrics",), document.value.get("metrics"), base),
-        overrides=tuple(
-            Override(
-                cases=_patterns(one.get("cases")),
-                platforms=_patterns(one.get("platforms")),
-                environments=_patterns(one.get("environments")),
-                metrics=_metrics(document, ("overrides", i, "metrics"), one["metrics"], base),
-            )
-            for i, one in enumerate(overrides)
-        ),
+        metrics=cast("Mapping[str, Settings]", found.metrics),
+        overrides=found.overrides,
     )
 
 
-def _patterns(value: JsonValue) -> tuple[str, ...]:
-    return tuple(cast("list[str]", value or []))
-
-
-def _metrics(
-    document: YamlDocument, path: YamlPath, value: JsonValue, base: Base
-) -> dict[str, Settings]:
-    metrics = cast("Mapping[str, Mapping[str, JsonValue]]", value or {})
-    return {
-        name: {
-            key: _setting(key, one, base)
-            for key, one in settings.items()
-            if _check_key(document, (*path, name, key), settings, base)
-        }
-        for name, settings in metrics.items()
-    }
-
-
-def _check_key(
-    document: YamlDocument, path: YamlPath, settings: Mapping[str, JsonValue], base: Base
-) -> bool:
-    """Make sure that a limit is one of the metric's kind, so that none is without effect."""
-    metric, key = str(path[-2]), str(path[-1])
-    written = settings.get("kind")
-    kinds = _kinds_of(metric) if written is None else (LimitKind(written),)
-    known = _OF_ALL.union(*(keys_of(BY_KIND[kind]) for kind in kinds))
-    whose = f"a metric of kind {' or '.join(kind.value for kind in kinds)}"
-    if base is Base.MEGATRON:
-        known, whose = _OF_MEGATRON, "a metric under megatron"
-    if key not in known:
-        raise GoldenError(
-            document.where(path),
-            f"{metric}: {key!r} is no limit of {whose}, expected one of "
-            f"{', '.join(sorted(known))}{nearest(key, known)}",
-        )
-    value = settings[key]
-    if key == "exact" and isinstance(value, bool) != (base is Base.MEGATRON):
-        expected = "true, false" if base is Base.MEGATRON else "auto, always, never"
-        raise GoldenError(
-            document.where(path), f"{metric}: exact is {value!r}, expected one of {expected}"
-        )
-    return True
+def _check_keys(
+    document: YamlDocument, path: YamlPath, metrics: Mapping[str, MetricSettings], base: Base
+) -> None:
+    """Make sure that each limit is one of its metric's kind, so that none is without effect."""
+    for metric, settings in metrics.items():
+        kinds = (settings["kind"],) if "kind" in settings else _kinds_of(metric)
+        known = _OF_ALL.union(*(keys_of(BY_KIND[kind]) for kind in kinds))
+        whose = f"a metric of kind {' or '.join(kind.value for kind in kinds)}"
+        if base is Base.MEGATRON:
+            known, whose = _OF_MEGATRON, "a metric under megatron"
+        for key in (key for key in settings if key not in known):
+            raise GoldenError(
+                document.where((*path, metric, key)),
+                f"{metric}: {key!r} is no limit of {whose}, expected {one_of(key, known)}",
+            )
+        exact = settings.get("exact")
+        if exact is not None and isinstance(exact, bool) != (base is Base.MEGATRON):
+            expected = "true, false" if base is Base.MEGATRON else "auto, always, never"
+            written = exact if isinstance(exact, bool) else exact.value
+            raise GoldenError(
+                document.where((*path, metric, "exact")),
+                f"{metric}: exact is {written!r}, expected one of {expected}",
+            )
 
 
 def _kinds_of(pattern: str) -> tuple[LimitKind, ...]:
     """Return the kinds of the metrics that a name, or a pattern of names, means."""
     meant = [metric for metric in DEFAULTS if fnmatch.fnmatchcase(metric, pattern)]
     return tuple(dict.fromkeys(kind_of(metric) for metric in meant or [pattern]))
-
-
-def _setting(key: str, value: JsonValue, base: Base) -> Setting:
-    """Return a value of a file that the schema passed as the type of its limit."""
-    if key == "kind":
-        return LimitKind(value)
-    if key == "worse":
-        return Worse(value)
-    if key == "exact" and base is Base.STRICT:
-        return Exact(value)
-    assert isinstance(value, bool | int | float)
-    return value

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.errors import GoldenError
-from pytest_megatron.golden.model import Generation, MetricMap, Series, Value, series_of
+from pytest_megatron.golden.model import Generation, MetricMap, Series, Value, kind_of, series_of
 
 # The relative standard deviation of one metric over the repeats, |golden| = 1: one number for all
 # steps, or a series of its own.
@@ -114,35 +114,28 @@ def parse_provenance(value: JsonValue, where: str) -> Provenance:
         GoldenError: The value or one of the known fields has another type than it must have.
     """
     if not isinstance(value, dict):
-        raise GoldenError(where, f"_provenance is {_kind(value)}, expected an object")
+        raise GoldenError(where, f"_provenance is {kind_of(value)}, expected an object")
     known = {f.name for f in fields(Provenance)} - {"extra"} | AS_BLOCK.keys()
-    texts = {name: _text(value.get(name), name, where) for name in _TEXTS}
-    counts = {name: _count(value.get(name), name, where) for name in _COUNTS}
-    flags = {name: _flag(value.get(name), name, where) for name in _FLAGS}
+    found: dict[str, str | bool | int] = {}
+    for names, kind, expected in (
+        (_TEXTS, str, "text"),
+        (_FLAGS, bool, "true or false"),
+        (_COUNTS, int, "a count"),
+    ):
+        for name in names:
+            part = value.get(name)
+            if part is not None and type(part) is not kind:
+                problem = f"_provenance: {name!r} is {kind_of(part)}, expected {expected}"
+                raise GoldenError(where, problem)
+            if isinstance(part, kind):
+                found[name] = part
     return Provenance(
         command=_command(value.get("command"), where),
         versions=_texts_by_name(value.get("versions"), "versions", where),
         directions=_texts_by_name(value.get("directions"), "directions", where),
-        repeats=counts["repeats"],
-        seed=counts["seed"],
-        world_size=counts["world_size"],
         spread=_spread(value.get("spread"), where),
         extra={key: kept for key, kept in value.items() if key not in known},
-        commit=texts["commit"],
-        config_hash=texts["config_hash"],
-        layout=texts["layout"],
-        policy=texts["policy"],
-        reason=texts["reason"],
-        run=texts["run"],
-        supersedes=texts["supersedes"],
-        date=texts["date"],
-        driver=texts["driver"],
-        gpu=texts["gpu"],
-        host_class=texts["host_class"],
-        precision=texts["precision"],
-        image=texts["image"],
-        deterministic=flags["deterministic"],
-        is_dirty=flags["is_dirty"],
+        **found,  # type: ignore[arg-type] # by name, of the types above
     )
 
 
@@ -171,24 +164,6 @@ def _spread_to_json(spread: Spread) -> JsonValue:
     return spread
 
 
-def _text(value: JsonValue, name: str, where: str) -> str | None:
-    if value is not None and not isinstance(value, str):
-        raise GoldenError(where, f"_provenance: {name!r} is {_kind(value)}, expected text")
-    return value
-
-
-def _flag(value: JsonValue, name: str, where: str) -> bool | None:
-    if value is not None and not isinstance(value, bool):
-        raise GoldenError(where, f"_provenance: {name!r} is {_kind(value)}, expected true or false")
-    return value
-
-
-def _count(value: JsonValue, name: str, where: str) -> int | None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-        raise GoldenError(where, f"_provenance: {name!r} is {_kind(value)}, expected a count")
-    return value
-
-
 def _command(value: JsonValue, where: str) -> tuple[str, ...] | None:
     """Return the command's words; a command given as one text is one word."""
     if value is None:
@@ -199,7 +174,7 @@ def _command(value: JsonValue, where: str) -> tuple[str, ...] | None:
         words = tuple(word for word in value if isinstance(word, str))
         if len(words) == len(value):
             return words
-    raise GoldenError(where, f"_provenance: 'command' is {_kind(value)}, expected a list of text")
+    raise GoldenError(where, f"_provenance: 'command' is {kind_of(value)}, expected a list of text")
 
 
 def _texts_by_name(value: JsonValue, name: str, where: str) -> dict[str, str]:
@@ -216,7 +191,7 @@ def _spread(value: JsonValue, where: str) -> dict[str, Spread]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise GoldenError(where, f"_provenance: 'spread' is {_kind(value)}, expected an object")
+        raise GoldenError(where, f"_provenance: 'spread' is {kind_of(value)}, expected an object")
     return {metric: _spread_of(spread, metric, where) for metric, spread in value.items()}
 
 
@@ -241,7 +216,3 @@ def _deviation(value: JsonValue) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if 0 <= value < float("inf") else None
-
-
-def _kind(value: JsonValue) -> str:
-    return "null" if value is None else f"{type(value).__name__} {str(value)[:40]!r}"

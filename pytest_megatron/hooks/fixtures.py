@@ -60,7 +60,7 @@ def _megatron_world_size(request: pytest.FixtureRequest) -> int:
 @pytest.fixture(scope="session")
 def device(local_rank: int) -> torch.device:
     """Return this rank's device, made the current one if it is a GPU."""
-    import torch  # noqa: PLC0415 - only tests that ask for it load it
+    import torch  # only tests that ask for it load it
 
     from pytest_megatron.gang.rank.bootstrap import device_of_rank  # noqa: PLC0415 - not for all
 
@@ -81,8 +81,8 @@ def process_group(
 
     It stays open for the next test of this gang, as setting it up takes longer than most tests.
     """
-    import torch  # noqa: PLC0415 - see `device`
-    import torch.distributed as dist  # noqa: PLC0415 - see `device`
+    import torch
+    import torch.distributed as dist
 
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -115,7 +115,7 @@ def model_parallel(process_group: object) -> Generator[SetUp]:
     megatron-core's `initialize_model_parallel` takes. Calling it again replaces the state.
     """
     del process_group  # it has to be there first
-    from megatron.core import parallel_state  # noqa: PLC0415 - see `device`
+    from megatron.core import parallel_state
 
     def set_up(
         *,

@@ -112,9 +112,8 @@ def num_reruns_of(item: pytest.Item, default: int) -> int:
         return default
     number = mark.args[0] if len(mark.args) == 1 and not mark.kwargs else None
     if type(number) is not int or number < 0:
-        given = [*map(repr, mark.args), *(f"{k}={v!r}" for k, v in mark.kwargs.items())]
         raise pytest.UsageError(
-            f"{item.nodeid}: mark rerun_transient: {', '.join(given) or 'nothing'} is given, "
+            f"{item.nodeid}: mark rerun_transient: {_arguments_of(mark)} is given, "
             f"expected one number of reruns from 0 on"
         )
     return number
@@ -156,7 +155,7 @@ def limit_of_session(config: pytest.Config, options: Options) -> TimeLimit:
     Raises:
         pytest.UsageError: It is no time.
     """
-    if not options.is_rank_timeout_given and _has_timeout_plugin(config):
+    if "rank-timeout" not in options.given and _has_timeout_plugin(config):
         settings: dict[str, object] = {
             "--timeout": config.getoption("timeout", None),
             "PYTEST_TIMEOUT": os.environ.get("PYTEST_TIMEOUT"),
@@ -185,7 +184,12 @@ def _seconds(found: object, where: str) -> float:
 
 
 def _chosen_size(item: pytest.Item, mark: pytest.Mark) -> int:
-    sizes = _sizes(mark, item.nodeid)
+    sizes = _numbers(mark)
+    if sizes is None:
+        raise pytest.UsageError(
+            f"{item.nodeid}: mark world_size: {_arguments_of(mark)} is given, "
+            f"expected numbers of ranks from 1 on"
+        )
     if len(sizes) == 1:
         return sizes[0]
     callspec = getattr(item, "callspec", None)
@@ -197,15 +201,10 @@ def _chosen_size(item: pytest.Item, mark: pytest.Mark) -> int:
     return int(callspec.params[SIZE_FIXTURE])
 
 
-def _sizes(mark: pytest.Mark, where: str) -> list[int]:
-    numbers = _numbers(mark)
-    if numbers is None:
-        given = [*map(repr, mark.args), *(f"{k}={v!r}" for k, v in mark.kwargs.items())]
-        raise pytest.UsageError(
-            f"{where}: mark world_size: {', '.join(given) or 'nothing'} is given, "
-            f"expected numbers of ranks from 1 on"
-        )
-    return numbers
+def _arguments_of(mark: pytest.Mark) -> str:
+    """Return the arguments of a mark as they were typed, or `nothing`."""
+    given = [*map(repr, mark.args), *(f"{k}={v!r}" for k, v in mark.kwargs.items())]
+    return ", ".join(given) or "nothing"
 
 
 def _numbers(mark: pytest.Mark) -> list[int] | None:

@@ -1,4 +1,4 @@
-"""Values of options: from the command line, else from the ini file; a wrong one is a usage error.
+"""Kinds of options and of their values; a wrong value is a usage error.
 
 Runs at every pytest start, so it imports nothing but pytest.
 """
@@ -6,9 +6,102 @@ Runs at every pytest start, so it imports nothing but pytest.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Generic, TypeVar, overload
 
 import pytest
+
+T = TypeVar("T")
+ChoiceT = TypeVar("ChoiceT", bound=str)
+_LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
+
+
+@dataclass(frozen=True, slots=True)
+class ValueKind(Generic[T]):
+    """A kind of value; called, it declares a field that is an option of this kind.
+
+    Attributes:
+        parse: Return the value for an option's name and what the user gave.
+        metavar: Its placeholder in the help; "" for a flag, which takes no value.
+        is_repeatable: Whether the command line may hold the option several times.
+    """
+
+    parse: Callable[[str, object], T]
+    metavar: str = ""
+    is_repeatable: bool = False
+
+    @overload
+    def __call__(self, name: str, text: str, *, shown: str = "", metavar: str = "") -> T | None: ...
+    @overload
+    def __call__(
+        self, name: str, text: str, *, default: T, shown: str = "", metavar: str = ""
+    ) -> T: ...
+    def __call__(
+        self,
+        name: str,
+        text: str,
+        *,
+        default: T | None = None,
+        shown: str = "",
+        metavar: str = "",
+    ) -> T | None:
+        """Return the field; for the arguments see `OptionRow`."""
+        row = OptionRow(name, text, self, default, shown, metavar or self.metavar)
+        declared: T | None = field(metadata={"row": row})
+        return declared
+
+
+@dataclass(frozen=True, slots=True)
+class OptionRow(Generic[T]):
+    """One option.
+
+    Attributes:
+        name: Without the dashes in front.
+        text: Its meaning, in Markdown; `--help` ends at the first semicolon.
+        kind: How its value is parsed.
+        default: Its value where none is given.
+        shown: The default in the reference, where the value itself does not explain it.
+        metavar: Placeholder of the value.
+    """
+
+    name: str
+    text: str
+    kind: ValueKind[T]
+    default: T | None
+    shown: str
+    metavar: str
+
+    @property
+    def help(self) -> str:
+        """The text for `--help`."""
+        text, default = self.text.partition(";")[0], self.shown_default
+        if default not in ("`false`", "no filter", "none"):
+            text += f" (default: {default})"
+        return _LINK.sub(r"\1", text).replace("`", "")
+
+    @property
+    def shown_default(self) -> str:
+        """The default as the reference shows it."""
+        value = f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
+        return self.shown or (f"`{value.lower()}`" if self.default not in (None, "") else "none")
+
+    def typed(self, config: pytest.Config) -> object:
+        """Return the value on the command line, else None."""
+        value: object = config.getoption(dest(self.name))
+        return None if value is False else value
+
+    def given(self, config: pytest.Config) -> object:
+        """Return the value on the command line, else the one in the ini file, else None."""
+        value = self.typed(config)
+        return config.getini(dest(self.name)) if value is None else value
+
+    def read(self, config: pytest.Config) -> T | None:
+        """Return the parsed value."""
+        value = self.given(config)
+        return self.default if value is None else self.kind.parse(self.name, value)
 
 
 def dest(name: str) -> str:
@@ -16,22 +109,10 @@ def dest(name: str) -> str:
     return f"megatron_{name.replace('-', '_')}"
 
 
-def typed(config: pytest.Config, name: str) -> object:
-    """Return what the command line says, None where it says nothing."""
-    value: object = config.getoption(dest(name))
-    return value
-
-
-def given(config: pytest.Config, name: str) -> object:
-    """Return what the command line says, else what the ini file says, else None."""
-    value = typed(config, name)
-    return config.getini(dest(name)) if value is None or value is False else value
-
-
 def foreign_ini(config: pytest.Config, name: str) -> object:
     """Return an ini value of another plugin where the user set it, else None.
 
-    Its default is no word of the user's, and differs between releases: "", 0.0, None.
+    Its default is not the user's choice, and differs between releases: "", 0.0, None.
     """
     try:
         value: object = config.getini(name)
@@ -45,86 +126,47 @@ def foreign_ini(config: pytest.Config, name: str) -> object:
 
 
 def has_workers(config: pytest.Config) -> bool:
-    """Whether pytest-xdist hands tests to workers; a project may have `--dist` without `-n`."""
+    """Return true if pytest-xdist hands tests to workers; `--dist` without `-n` does not."""
     option = config.option
     return getattr(option, "dist", "no") != "no" and bool(getattr(option, "tx", None))
 
 
-def text(config: pytest.Config, name: str, default: str) -> str:
-    """Return a value as it is written."""
-    value = given(config, name)
-    return default if value is None else str(value)
-
-
-def flag(config: pytest.Config, name: str) -> bool:
-    """Return a value that is true or false."""
-    found = str(given(config, name)).lower()
+def _flag(name: str, value: object) -> bool:
+    found = str(value).lower()
     if found in ("true", "1", "yes"):
         return True
-    if found in ("none", "", "false", "0", "no"):
+    if found in ("", "false", "0", "no"):
         return False
     raise pytest.UsageError(f"{dest(name)}: {found!r} is neither true nor false")
 
 
-def count(config: pytest.Config, name: str) -> int | None:
-    """Return a number from 1 on, None where none is given."""
-    value = given(config, name)
-    if value is None:
-        return None
+def _count(name: str, value: object, also: str = "") -> int:
     if not str(value).isdecimal() or int(str(value)) < 1:
-        raise pytest.UsageError(f"--{name}: {value!r} is not a count, expected a number from 1 on")
+        raise pytest.UsageError(
+            f"--{name}: {value!r} is not a count, expected a number from 1 on{also}"
+        )
     return int(str(value))
 
 
-def index(config: pytest.Config, name: str) -> int | None:
-    """Return a number from 0 on, None where none is given."""
-    value = given(config, name)
-    if value is None:
-        return None
+def _index(name: str, value: object) -> int:
     if not str(value).isdecimal():
         raise pytest.UsageError(f"--{name}: {value!r} is not a number, expected one from 0 on")
     return int(str(value))
 
 
-def seconds(config: pytest.Config, name: str, default: float) -> float:
-    """Return a time."""
-    found = text(config, name, str(default))
+def _seconds(name: str, value: object) -> float:
     try:
-        value = float(found)
+        seconds = float(str(value))
     except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise pytest.UsageError(f"--{name}: {found!r} is not a time, expected seconds from 0 on")
-    return value
-
-
-def choice(config: pytest.Config, name: str, choices: Sequence[str]) -> str:
-    """Return one of `choices`; the first is the default."""
-    found = text(config, name, choices[0])
-    if found not in choices:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
         raise pytest.UsageError(
-            f"--{name}: {found!r} is unknown, expected one of {', '.join(sorted(choices))}"
+            f"--{name}: {str(value)!r} is not a time, expected seconds from 0 on"
         )
-    return found
+    return seconds
 
 
-def gpus(config: pytest.Config) -> int | None:
-    """Return how many GPUs are asked for: 0 is all of them, None none."""
-    value = given(config, "gpus")
-    if value in (None, "all"):
-        return None if value is None else 0
-    if not str(value).isdecimal() or int(str(value)) < 1:
-        raise pytest.UsageError(
-            f"--gpus: {value!r} is not a count, expected a number from 1 on, or all"
-        )
-    return int(str(value))
-
-
-def words(config: pytest.Config, name: str) -> tuple[str, ...]:
-    """Return the words of an option that may be repeated or hold several with commas."""
-    value = given(config, name)
-    if value is None:
-        return ()
+def _words(name: str, value: object) -> tuple[str, ...]:
     lists = value if isinstance(value, Sequence) and not isinstance(value, str) else [str(value)]
     found = [word.strip() for line in lists for word in str(line).split(",")]
     if not all(found):
@@ -132,18 +174,42 @@ def words(config: pytest.Config, name: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def ranks(found: str) -> tuple[int, ...] | None:
-    """Return the ranks of `--tee-ranks`; None is all of them."""
-    if found == "all":
-        return None
-    if found == "none":
-        return ()
+def _ranks(name: str, value: object) -> tuple[int, ...] | None:
+    found = str(value)
+    if found in ("all", "none"):
+        return None if found == "all" else ()
     numbers = [word.strip() for word in found.split(",")]
     if not all(word.isdecimal() for word in numbers):
         raise pytest.UsageError(
-            f"--tee-ranks: {found!r} names no ranks, expected numbers with commas, all or none"
+            f"--{name}: {found!r} names no ranks, expected numbers with commas, all or none"
         )
     return tuple(sorted({int(word) for word in numbers}))
+
+
+def one_of(*choices: ChoiceT, problem: str = "is unknown") -> ValueKind[ChoiceT]:
+    """Return the kind of a value that is one of `choices`."""
+
+    def parse(name: str, value: object) -> ChoiceT:
+        for choice in choices:
+            if choice == value:
+                return choice
+        expected = ", ".join(sorted(choices))
+        raise pytest.UsageError(f"--{name}: {str(value)!r} {problem}, expected one of {expected}")
+
+    return ValueKind(parse, "|".join(choices))
+
+
+TEXT = ValueKind(lambda _, value: str(value), "TEXT")
+PATH = ValueKind(lambda _, value: Path(str(value)) if value else None, "PATH")
+FLAG = ValueKind(_flag)
+COUNT = ValueKind(_count, "N")
+INDEX = ValueKind(_index, "N")
+SECONDS = ValueKind(_seconds, "S")
+WORDS = ValueKind(_words, "LIST", is_repeatable=True)
+FILES = ValueKind(lambda name, v: tuple(map(Path, _words(name, v))), "FILE", is_repeatable=True)
+REASON = ValueKind(lambda _, value: str(value).strip() or None, "TEXT")
+RANKS = ValueKind(_ranks, "LIST")
+GPUS = ValueKind(lambda name, v: 0 if v == "all" else _count(name, v, ", or all"), "N|all")
 
 
 def findable(arguments: Sequence[str], directory: str) -> list[str]:

@@ -1,22 +1,40 @@
-"""The options of the plugin: declared here, read here, nowhere else.
+"""The options of the plugin: one table, whose rows are the fields of `Options`.
 
-Runs at every pytest start, so it imports nothing but pytest.
+From a row come the option of pytest, its ini option, its typed value, and its line in
+`docs/reference/options.md`. Runs at every pytest start, so it imports nothing but pytest.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal
 
 import pytest
 
-from pytest_megatron.hooks import option_values as values
+from pytest_megatron.hooks.option_values import (
+    COUNT,
+    FILES,
+    FLAG,
+    GPUS,
+    INDEX,
+    PATH,
+    RANKS,
+    REASON,
+    SECONDS,
+    TEXT,
+    WORDS,
+    OptionRow,
+    ValueKind,
+    dest,
+    one_of,
+)
 
 if TYPE_CHECKING:
     from pytest_megatron.ci.decide import Decision
+    from pytest_megatron.gang.slurm_step import SlurmStep
 
 GoldenMode = Literal["check", "record", "refresh", "off"]
 Device = Literal["auto", "cuda", "cpu"]
@@ -26,19 +44,28 @@ MIN_REFRESH_REPEATS = 2
 LOCAL = "local"
 WORKLOADS_PLUGIN = "megatron-workloads"  # the name of the role that runs them
 COLLECTING_PLUGIN = "megatron-collecting"  # the same, in a rank that collects for itself
+# In what a worker of pytest-xdist sends back: lines on what other plugins lack on gangs.
+LIMITS_OF_OTHERS = "megatron_limits_of_others"
+SELECTION = ("scope", "cadence", "environment", "platform", "model", "test-case", "tag")
+_ALSO_ABOUT_UNITS = ("environment", "platform", "tag", "labels", "ci-event")
 _SLURM_STEP = ("SLURM_STEP_ID", "SLURM_STEPID")
 _LAST_PORT = 65_535
 
-_LISTS = {
-    "scope": "cost tier (L0, L1, nightly, mr, ...)",
-    "cadence": "trigger (pr, nightly, mergegroup, weekly)",
-    "environment": "software stack (dev, lts)",
-    "platform": "hardware (cpu, dgx_h100, ...); by default what this host can run",
-    "model": "model family, the folder above a test case",
-    "test-case": "test case",
-    "tag": "tag of a row",
-}
-_ALSO_ABOUT_UNITS = ("environment", "platform", "tag", "labels", "ci-event")
+
+_EXPERIMENTAL: ValueKind[Experimental] = one_of("exclude", "include", "only")
+_GOLDEN: ValueKind[GoldenMode] = one_of(
+    "check", "record", "refresh", "off", problem="is not a way to use goldens"
+)
+_DEVICE: ValueKind[Device] = one_of("auto", "cuda", "cpu")
+_GANG_START: ValueKind[GangStart] = one_of("fork", "fresh")
+
+
+def _words(name: str, text: str, shown: str = "no filter") -> tuple[str, ...]:
+    return WORDS(name, text, default=(), shown=shown)
+
+
+def _flag(name: str, text: str) -> bool:
+    return FLAG(name, text, default=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,83 +73,261 @@ class Options:
     """What the user asked for.
 
     Attributes:
-        selection: Option name without dashes in front -> words given; empty means no filter.
-        run_dir: Where logs and results go; None picks a new directory.
-        num_repeats: How often each workload runs; None leaves it to the recipe.
-        max_attempts: How often at most a repeat is started; None leaves it to the recipe.
-        max_retries: How many further attempts the items of a run may have together.
-        retry_backoff_s: Pause before the second attempt of a repeat.
-        is_flaky_failure: Whether a flaky item makes the session fail.
-        history: The file of past outcomes, `off`, or "" for the project's own.
-        tee_ranks: Ranks copied to the terminal; None is all of them.
-        is_tee_typed: Whether the command line says so, for python tests whose output is captured.
-        num_kept_runs: How many runs stay in our own directory; None is all.
-        executor: Name of the engine that runs workloads.
-        executor_config: Its settings, below the directory of the user; or None.
-        queue_timeout_s: How long a workload may wait in a queue; 0 is without limit.
-        is_attached: Whether the run directory is that of a run whose controller is gone.
-        golden_reason: Why goldens change, or None.
-        num_gpus: Ranks of a gang, one for each CUDA device; 0 is all of them; None if not asked.
-        num_ranks: Ranks of a gang on a node, on any device; None if not asked.
-        ranks_per_gpu: Ranks of a gang that share a CUDA device at the most.
-        device: `auto`, `cuda` or `cpu`.
-        rdzv_endpoint: `HOST:PORT` of node 0, or "".
-        rdzv_step: Name of the step of Slurm that has the endpoint, or "".
-        rank_timeout_s: Limit for one phase of a distributed test; 0 is none.
-        is_rank_timeout_given: Whether the user set it, so that pytest-timeout's does not count.
-        rank_grace_s: How long ranks may take after the first one failed.
-        signatures: Files with signatures of the user's own.
-        num_transient_reruns: How often a distributed test is rerun after a transient failure.
-        pdb_rank: The rank whose failures open the debugger; None is the first that fails.
-        gang_start: `fork` or `fresh`.
+        typed: Names of the options on the command line.
+        given: The same, with those that the ini file sets.
         decision: What labels and an event mean; None where neither is given.
-        bucket: Patterns of test files, `!` takes away; empty is all files.
-        experimental: What becomes of tests with the mark `experimental`.
-        asks_for_workloads: Whether an option was typed that makes sense for workloads only; the
-            defaults of an ini file must not make a plain pytest train.
+        rdzv_step: Name of the step of Slurm that has the endpoint, or "".
     """
 
-    selection: dict[str, tuple[str, ...]]
-    run_dir: Path | None
-    num_repeats: int | None
-    max_attempts: int | None
-    max_retries: int
-    retry_backoff_s: float
-    is_flaky_failure: bool
-    history: str
-    num_kept_runs: int | None
-    is_lightweight: bool
-    executor: str
-    executor_config: Path | None
-    queue_timeout_s: float
-    is_attached: bool
-    golden: GoldenMode
-    golden_policy: str
-    golden_reason: str | None
-    is_plan: bool
-    tee_ranks: tuple[int, ...] | None
-    is_tee_typed: bool
-    is_empty_allowed: bool
-    is_dirty_allowed: bool
-    num_gpus: int | None
-    num_ranks: int | None
-    ranks_per_gpu: int
-    device: Device
-    num_nodes: int
-    node_rank: int
-    rdzv_endpoint: str
-    rdzv_step: str
-    rank_timeout_s: float
-    is_rank_timeout_given: bool
-    rank_grace_s: float
-    signatures: tuple[Path, ...]
-    num_transient_reruns: int
-    pdb_rank: int | None
-    gang_start: GangStart
-    decision: Decision | None
-    bucket: tuple[str, ...]
-    experimental: Experimental
-    asks_for_workloads: bool
+    scope: tuple[str, ...] = _words(
+        "scope", "only workloads of this cost tier (`L0`, `L1`, `nightly`, `mr`, ...)"
+    )
+    cadence: tuple[str, ...] = _words(
+        "cadence", "only workloads of this trigger (`pr`, `nightly`, `mergegroup`, `weekly`)"
+    )
+    environment: tuple[str, ...] = _words(
+        "environment", "only workloads of this software stack (`dev`, `lts`)"
+    )
+    platform: tuple[str, ...] = _words(
+        "platform",
+        "only workloads of this hardware (`cpu`, `dgx_h100`, ...)",
+        "no filter; rows for hardware that is not here are skipped",
+    )
+    model: tuple[str, ...] = _words(
+        "model", "only workloads of this model family, the folder above a test case"
+    )
+    test_case: tuple[str, ...] = _words("test-case", "only workloads of this test case")
+    tag: tuple[str, ...] = _words("tag", "only rows with this tag")
+    labels: str = TEXT(
+        "labels",
+        "CI labels of a pull request, with commas or as a JSON array; they give "
+        "[scope, cadence, repeats, lightweight, environment](#labels-and-event)",
+        default="",
+        metavar="LIST",
+    )
+    ci_event: str = TEXT(
+        "ci-event",
+        "what CI runs for: `merge_group`, `schedule`, ...",
+        default="pull_request",
+        shown="`pull_request`, with `--labels`",
+        metavar="NAME",
+    )
+    bucket: tuple[str, ...] = _words(
+        "bucket",
+        "python tests of these files or `dir/**/*.py`, without those of `!pattern`; see "
+        "[python tests by marks and files](#python-tests-by-marks-and-files)",
+        "all files",
+    )
+    experimental: Experimental = _EXPERIMENTAL(
+        "experimental-tests",
+        "tests with the mark `experimental`, where python tests are selected",
+        default="exclude",
+    )
+    run_dir: Path | None = PATH(
+        "run-dir",
+        "where logs and results go; links and `..` in it are followed once, at the start; refused "
+        "if it holds an earlier run, or another session runs in it",
+        shown="`.pytest_megatron/runs/<time>-<id>` below the project's root",
+        metavar="DIR",
+    )
+    num_repeats: int | None = COUNT(
+        "n-repeat", "how often each workload is trained", shown="what the recipe says, else 1"
+    )
+    max_attempts: int | None = COUNT(
+        "max-attempts",
+        "starts of a repeat that fails for a [transient cause](verdicts.md#retries)",
+        shown="what the row says, else `3`",
+    )
+    max_retries: int = INDEX(
+        "max-retries-per-run",
+        "further attempts that all workloads and distributed tests of a run may have; 0 is none",
+        default=10,
+    )
+    retry_backoff_s: float = SECONDS(
+        "retry-backoff",
+        "pause before a second attempt; doubled for each further one up to 120 s, a quarter more "
+        "or less by chance",
+        default=5.0,
+    )
+    is_flaky_failure: bool = _flag(
+        "fail-flaky",
+        "exit code 1 if an item passed only when it was run again; pytest-rerunfailures' "
+        "`--fail-on-flaky` does the same",
+    )
+    history: str = TEXT(
+        "history",
+        "the [file of past outcomes](run-directory.md#historyjsonl), or `off`",
+        default="",
+        shown="`.pytest_megatron/history.jsonl` below the project's root",
+        metavar="FILE|off",
+    )
+    num_kept_runs: int | None = COUNT(
+        "keep-runs",
+        "when this run ends, [remove](commands.md#runs-prune) all but the latest N runs below "
+        "`.pytest_megatron/runs`; N counts this one; no run that has not ended is removed, and "
+        "none of a `--run-dir`",
+        shown="all",
+    )
+    is_lightweight: bool = _flag(
+        "lightweight", "4 iterations, one repeat, not compared with a golden"
+    )
+    executor: str = TEXT(
+        "executor",
+        "where workloads run: `local`, `docker`, `slurm` or an engine that another package brings",
+        default=LOCAL,
+        metavar="NAME",
+    )
+    executor_config: Path | None = PATH(
+        "executor-config", "[settings](executor-config.md) of the executor", metavar="FILE"
+    )
+    queue_timeout_s: float = SECONDS(
+        "queue-timeout",
+        "limit for the wait of each attempt in the queue of `--executor`; then the workload is "
+        "[cancelled](#--executor)",
+        default=0.0,
+        shown="`0`: no limit",
+    )
+    attach: Path | None = PATH(
+        "attach",
+        "take over the run in this directory, whose pytest is gone, [with its options](#--attach); "
+        "typed as `--attach=RUN`",
+        shown="none; the ini option is not read",
+        metavar="RUN",
+    )
+    golden: GoldenMode = _GOLDEN(
+        "golden",
+        "[what to do with goldens](#--golden): `check` compares, `record` writes missing ones, "
+        "`refresh` replaces them after a clean run, `off` does neither",
+        default="check",
+    )
+    golden_policy: str = TEXT(
+        "golden-policy",
+        "how to compare: [`strict`](goldens.md#strict), [`megatron`](goldens.md#megatron) or a "
+        "[file](goldens.md#policy-files)",
+        default="strict",
+        metavar="POLICY",
+    )
+    golden_reason: str | None = REASON(
+        "golden-reason",
+        "why goldens [change](../how-to/refresh-goldens.md#what-needs-a-reason), which they record",
+    )
+    is_plan: bool = _flag(
+        "plan",
+        "print what would run and run nothing; each workload, and which gangs would run how many "
+        "tests",
+    )
+    tee_ranks: tuple[int, ...] | None = RANKS(
+        "tee-ranks",
+        "ranks whose output is copied live to the terminal: numbers with commas, `all` or `none`; "
+        "of distributed tests [with `-s`, or if typed](#output-of-ranks)",
+        default=(0, 3),
+        shown="`0,3`",
+    )
+    num_gpus: int | None = GPUS(
+        "gpus",
+        "run python tests on a gang of N ranks, one for each CUDA device, with NCCL",
+        shown="python tests run in pytest's own process",
+    )
+    num_ranks: int | None = COUNT(
+        "ranks", "run python tests on a gang of N ranks, on any device", shown="as above"
+    )
+    ranks_per_gpu: int = COUNT(
+        "ranks-per-gpu",
+        "how many ranks of a gang [share a GPU](#gpus), on a host with fewer GPUs than ranks; NCCL "
+        "uses sockets then",
+        default=1,
+    )
+    device: Device = _DEVICE(
+        "device",
+        "device of the ranks; cpu means gloo",
+        default="auto",
+        shown="`auto`: cuda if there are as many GPUs as ranks, else cpu; the header shows it",
+    )
+    num_nodes: int = COUNT(
+        "nnodes",
+        "nodes that a gang spans, each with `--gpus` or `--ranks` ranks",
+        default=1,
+        shown="`1`, or Slurm's",
+    )
+    node_rank: int = INDEX(
+        "node-rank",
+        "index of this node; node 0 runs the session",
+        default=0,
+        shown="`0`, or Slurm's",
+    )
+    rdzv_endpoint: str = TEXT(
+        "rdzv-endpoint",
+        "address of node 0, where the others connect",
+        default="",
+        shown="Slurm's",
+        metavar="HOST:PORT",
+    )
+    rank_timeout_s: float = SECONDS(
+        "rank-timeout",
+        "limit for one phase (setup, call, teardown) of a distributed test; 0 is none; a `timeout` "
+        "mark wins, and this wins over what is set for pytest-timeout",
+        default=300.0,
+    )
+    rank_grace_s: float = SECONDS(
+        "rank-grace",
+        "after a rank failed, skipped or died, how long the others may take",
+        default=10.0,
+    )
+    signatures: tuple[Path, ...] = FILES(
+        "signatures",
+        "TOML file with [signatures of your own](triage.md#signatures-of-your-own); repeatable or "
+        "with commas",
+        default=(),
+        shown="those of `signatures` in `[tool.pytest-megatron]`",
+    )
+    num_transient_reruns: int = INDEX(
+        "rerun-transient",
+        "reruns of a distributed test that failed for a [transient cause](#reruns), at most",
+        default=0,
+    )
+    pdb_rank: int | None = INDEX(
+        "pdb-rank",
+        "with `--pdb`, the rank to [debug](#debugging-a-rank)",
+        shown="the first rank that fails; rank 0 at breakpoints",
+    )
+    gang_start: GangStart = _GANG_START(
+        "gang-start",
+        "fork ranks from what pytest has loaded, or start fresh interpreters",
+        default="fork",
+    )
+    is_empty_allowed: bool = _flag(
+        "allow-empty", "a selection that matches no workload is no error"
+    )
+    is_dirty_allowed: bool = _flag(
+        "allow-dirty", "write goldens from a tree that is not committed; the golden records it"
+    )
+    typed: frozenset[str]
+    given: frozenset[str]
+    decision: Decision | None = None
+    rdzv_step: str = ""
+
+    @property
+    def selection(self) -> dict[str, tuple[str, ...]]:
+        """Option name without dashes in front -> words given; empty means no filter."""
+        return {name: getattr(self, name.replace("-", "_")) for name in SELECTION}
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the run directory is that of a run whose controller is gone."""
+        return "attach" in self.typed
+
+    @property
+    def asks_for_workloads(self) -> bool:
+        """Whether an option was typed that makes sense for workloads only.
+
+        The defaults of an ini file must not make a plain pytest train.
+        """
+        if "golden" in self.typed and self.is_writing_goldens:
+            return True
+        # With a bucket, the words choose among python tests.
+        return "bucket" not in self.typed and not self.typed.isdisjoint(
+            (*SELECTION, "plan", "labels", "ci-event")
+        )
 
     @property
     def is_writing_goldens(self) -> bool:
@@ -140,68 +345,21 @@ class Options:
         return any(self.selection.values())
 
 
-# In what a worker of pytest-xdist sends back: lines on what other plugins lack on gangs.
-LIMITS_OF_OTHERS = "megatron_limits_of_others"
+# In the order of the fields, which is that of `--help` and of the reference.
+OPTION_ROWS: dict[str, OptionRow[object]] = {
+    f.name: f.metadata["row"] for f in fields(Options) if f.metadata
+}
 
 
 def add_options(parser: pytest.Parser) -> None:
     """Declare every option, each also as the ini option `megatron_<name>`."""
     group = parser.getgroup("megatron", "training workloads and distributed tests")
-
-    def add(name: str, help_text: str, **settings: object) -> None:
-        dest = values.dest(name)
-        group.addoption(f"--{name}", dest=dest, default=None, help=help_text, **settings)
-        parser.addini(dest, help=f"default of --{name}", default=None)
-
-    several = {"action": "append", "metavar": "LIST"}
-    for name, meaning in _LISTS.items():
-        add(name, f"only workloads of this {meaning}", **several)
-    add("run-dir", "where logs and results go", metavar="DIR")
-    add("labels", "CI labels of a pull request; give scope, repeats and more", metavar="LIST")
-    add("ci-event", "what CI runs for: pull_request (default), merge_group, ...", metavar="NAME")
-    add("bucket", "python tests of these files or dir/**/*.py, without those of !...", **several)
-    add(
-        "experimental-tests",
-        "tests marked experimental, where python tests are selected: exclude (default)",
-        metavar="exclude|include|only",
-    )
-    add("n-repeat", "how often each workload runs", metavar="N")
-    add("max-attempts", "how often at most after a transient failure (3)", metavar="N")
-    add("max-retries-per-run", "further attempts of all items of a run (10)", metavar="N")
-    add("retry-backoff", "pause before a second attempt, then doubled (5)", metavar="S")
-    add("fail-flaky", "fail if an item passed only when run again", action="store_true")
-    add("history", "file of past outcomes, or off", metavar="FILE|off")
-    add("keep-runs", "remove all but the latest N runs when this one ends", metavar="N")
-    add("lightweight", "4 iterations, not compared with a golden", action="store_true")
-    add(
-        "golden",
-        "check (default): compare; record: write missing ones; refresh: replace after a clean run; "
-        "off: do not compare",
-        metavar="check|record|refresh|off",
-    )
-    add("executor", "where workloads run: local (default), docker, slurm", metavar="NAME")
-    add("executor-config", "settings of the executor", metavar="FILE")
-    add("queue-timeout", "how long a workload may wait in a queue, 0 is no limit (0)", metavar="S")
-    add("attach", "take over a run whose pytest is gone, with what it was told", metavar="RUN")
-    add("golden-policy", "how to compare: strict (default), megatron or a file", metavar="POLICY")
-    add("golden-reason", "why goldens change, which they then say", metavar="TEXT")
-    add("plan", "print what would run and run nothing", action="store_true")
-    add("tee-ranks", "ranks copied live to the terminal (0,3; all; none)", metavar="LIST")
-    add("allow-empty", "a selection that matches nothing is no error", action="store_true")
-    add("gpus", "run python tests on N ranks, one for each CUDA device", metavar="N|all")
-    add("ranks", "run python tests on N ranks, on any device", metavar="N")
-    add("ranks-per-gpu", "ranks that share a GPU where there are too few (1)", metavar="N")
-    add("device", "device of ranks: auto (default), cuda or cpu", metavar="auto|cuda|cpu")
-    add("nnodes", "nodes that a gang spans, each with --ranks or --gpus ranks (1)", metavar="N")
-    add("node-rank", "index of this node, 0 runs the session", metavar="N")
-    add("rdzv-endpoint", "address of node 0, where the others call", metavar="HOST:PORT")
-    add("rank-timeout", "limit for one phase of a distributed test, 0 is none (300)", metavar="S")
-    add("rank-grace", "how long ranks may take after the first failed (10)", metavar="S")
-    add("signatures", "TOML file with signatures of your own", action="append", metavar="FILE")
-    add("rerun-transient", "reruns of a test that failed for a transient cause (0)", metavar="N")
-    add("pdb-rank", "with --pdb, the rank to debug; by default the first to fail", metavar="RANK")
-    add("gang-start", "fork ranks (default), or fresh interpreters", metavar="fork|fresh")
-    add("allow-dirty", "write goldens from an uncommitted tree", action="store_true")
+    for row in OPTION_ROWS.values():
+        settings = {"metavar": row.metavar} if row.metavar else {"action": "store_true"}
+        settings |= {"action": "append"} if row.kind.is_repeatable else {}
+        name = dest(row.name)
+        group.addoption(f"--{row.name}", dest=name, default=None, help=row.help, **settings)
+        parser.addini(name, help=f"default of --{row.name}", default=None)
 
 
 def read_options(config: pytest.Config) -> Options:
@@ -210,63 +368,19 @@ def read_options(config: pytest.Config) -> Options:
     Raises:
         pytest.UsageError: A value is not one that the option takes.
     """
-    golden = values.text(config, "golden", "check")
-    if golden not in ("check", "record", "refresh", "off"):
-        raise pytest.UsageError(
-            f"--golden: {golden!r} is not a way to use goldens, "
-            f"expected one of check, off, record, refresh"
-        )
-    attached = str(values.typed(config, "attach") or "")
-    run_dir = attached or values.text(config, "run-dir", "")
-    executor_config = values.text(config, "executor-config", "")
-    num_nodes, node_rank, rdzv_endpoint, rdzv_step = _nodes(config)
-    max_retries = values.index(config, "max-retries-per-run")
+    rows = OPTION_ROWS.items()
+    values = {f.name: f.metadata["row"].read(config) for f in fields(Options) if f.metadata}
     options = Options(
-        selection={name: values.words(config, name) for name in _LISTS},
-        run_dir=Path(run_dir) if run_dir else None,
-        num_repeats=values.count(config, "n-repeat"),
-        max_attempts=values.count(config, "max-attempts"),
-        max_retries=10 if max_retries is None else max_retries,
-        retry_backoff_s=values.seconds(config, "retry-backoff", 5.0),
-        # pytest-rerunfailures has the other name, and means the same.
-        is_flaky_failure=values.flag(config, "fail-flaky")
-        or bool(getattr(config.option, "fail_on_flaky", None)),
-        history=values.text(config, "history", ""),
-        num_kept_runs=values.count(config, "keep-runs"),
-        is_lightweight=values.flag(config, "lightweight"),
-        executor=values.text(config, "executor", LOCAL),
-        executor_config=Path(executor_config) if executor_config else None,
-        queue_timeout_s=values.seconds(config, "queue-timeout", 0.0),
-        is_attached=bool(attached),
-        golden=cast("GoldenMode", golden),
-        golden_policy=values.text(config, "golden-policy", "strict"),
-        golden_reason=values.text(config, "golden-reason", "").strip() or None,
-        is_plan=values.flag(config, "plan"),
-        tee_ranks=values.ranks(values.text(config, "tee-ranks", "0,3")),
-        is_tee_typed=values.typed(config, "tee-ranks") is not None,
-        is_empty_allowed=values.flag(config, "allow-empty"),
-        is_dirty_allowed=values.flag(config, "allow-dirty"),
-        num_gpus=values.gpus(config),
-        num_ranks=values.count(config, "ranks"),
-        ranks_per_gpu=values.count(config, "ranks-per-gpu") or 1,
-        device=cast("Device", values.choice(config, "device", ("auto", "cpu", "cuda"))),
-        num_nodes=num_nodes,
-        node_rank=node_rank,
-        rdzv_endpoint=rdzv_endpoint,
-        rdzv_step=rdzv_step,
-        rank_timeout_s=values.seconds(config, "rank-timeout", 300.0),
-        is_rank_timeout_given=values.given(config, "rank-timeout") is not None,
-        rank_grace_s=values.seconds(config, "rank-grace", 10.0),
-        signatures=tuple(Path(name) for name in values.words(config, "signatures")),
-        num_transient_reruns=values.index(config, "rerun-transient") or 0,
-        pdb_rank=values.index(config, "pdb-rank"),
-        gang_start=cast("GangStart", values.choice(config, "gang-start", ("fork", "fresh"))),
-        decision=None,
-        bucket=values.words(config, "bucket"),
-        experimental=cast("Experimental", _experimental(config)),
-        asks_for_workloads=_asks_for_workloads(config),
+        **values,
+        typed=frozenset(row.name for _, row in rows if row.typed(config) is not None),
+        given=frozenset(row.name for _, row in rows if row.given(config) is not None),
     )
-    if any(values.given(config, name) is not None for name in ("labels", "ci-event")):
+    if options.is_attached:
+        options = replace(options, run_dir=options.attach)
+    if getattr(config.option, "fail_on_flaky", None):  # the same, of pytest-rerunfailures
+        options = replace(options, is_flaky_failure=True)
+    options = _with_nodes(options)
+    if not options.given.isdisjoint(("labels", "ci-event")):
         options = _with_labels(config, options)
     _refuse_contradictions(options)
     return options
@@ -276,90 +390,83 @@ def _with_labels(config: pytest.Config, options: Options) -> Options:
     """Return options with the decision for labels and event; what the user typed wins."""
     from pytest_megatron.hooks.labels import decision_of  # noqa: PLC0415 - not for all
 
-    decision = decision_of(config, options.selection)
-    decided = {
-        "scope": decision.scope,
-        "cadence": decision.cadence,
-        "environment": (decision.environment,),
-    }
-    selection = {name: words or decided.get(name, ()) for name, words in options.selection.items()}
+    decision = decision_of(config, options)
     return replace(
         options,
         decision=decision,
-        selection=selection,
+        scope=options.scope or decision.scope,
+        cadence=options.cadence or decision.cadence,
+        environment=options.environment or (decision.environment,),
         is_lightweight=options.is_lightweight or decision.is_lightweight,
     )
 
 
 def may_ask_for_units(config: pytest.Config) -> bool:
-    """Whether an option is given that leaves out python tests by file or by mark.
+    """Return true if an option is given that leaves out python tests by file or by mark.
 
     Words that also choose among workloads have to be typed: their default in an ini file must not
     leave out tests of a plain pytest.
     """
-    is_theirs = any(values.given(config, n) is not None for n in ("bucket", "experimental-tests"))
-    return is_theirs or any(values.typed(config, name) is not None for name in _ALSO_ABOUT_UNITS)
+    rows = {row.name: row for row in OPTION_ROWS.values()}
+    is_theirs = any(rows[n].given(config) is not None for n in ("bucket", "experimental-tests"))
+    return is_theirs or any(rows[name].typed(config) is not None for name in _ALSO_ABOUT_UNITS)
 
 
-def _asks_for_workloads(config: pytest.Config) -> bool:
-    """Whether the command line says something that makes sense for workloads only."""
-    if values.typed(config, "golden") in ("record", "refresh"):
-        return True
-    # With a bucket, the words choose among python tests.
-    is_about_units = values.typed(config, "bucket") is not None
-    typed = [values.typed(config, n) for n in (*_LISTS, "plan", "labels", "ci-event")]
-    return not is_about_units and any(word not in (None, False) for word in typed)
+def _with_nodes(options: Options) -> Options:
+    """Return options with the nodes of Slurm's step where they are not given.
 
-
-def _experimental(config: pytest.Config) -> str:
-    return values.choice(config, "experimental-tests", ("exclude", "include", "only"))
-
-
-def _nodes(config: pytest.Config) -> tuple[int, int, str, str]:
-    """Return how many nodes there are, which one this is, the address of node 0, and the step.
-
-    Where they are not given, the step of Slurm says so that distributed tests run in.
+    Raises:
+        pytest.UsageError: Options for several nodes are incomplete.
     """
-    given = values.count(config, "nnodes")
-    node_rank = values.index(config, "node-rank")
-    endpoint = values.text(config, "rdzv-endpoint", "")
-    asks_for_gangs = any(values.given(config, name) is not None for name in ("gpus", "ranks"))
-    num_nodes, name = given or 1, ""
-    if asks_for_gangs and given != 1 and any(name in os.environ for name in _SLURM_STEP):
-        from pytest_megatron.errors import LaunchError  # noqa: PLC0415 - not at every start
-        from pytest_megatron.gang.slurm_step import (  # noqa: PLC0415 - see above
-            find_slurm_step,
-            slurm_address,
-        )
+    has_count = "nnodes" in options.given
+    has_node_rank = "node-rank" in options.given
+    if options.asks_for_gangs and not (has_count and options.num_nodes == 1):
+        step = _slurm_step()
+        if step is not None and (not has_count or options.num_nodes == step.num_nodes):
+            from pytest_megatron.gang.slurm_step import slurm_address  # noqa: PLC0415 - not for all
 
-        try:
-            step = find_slurm_step(os.environ)
-        except LaunchError as error:
-            raise pytest.UsageError(str(error)) from None
-        if step is not None and given in (None, step.num_nodes):
-            num_nodes = step.num_nodes
-            node_rank = step.node_rank if node_rank is None else node_rank
-            if not endpoint:
-                endpoint, name = f"{slurm_address(step.host)}:{step.port}", step.name
-    if num_nodes == 1:
-        return 1, node_rank or 0, endpoint, ""
-    if not asks_for_gangs:
+            node_rank = options.node_rank if has_node_rank else step.node_rank
+            has_node_rank = True
+            options = replace(options, num_nodes=step.num_nodes, node_rank=node_rank)
+            if not options.rdzv_endpoint:
+                endpoint = f"{slurm_address(step.host)}:{step.port}"
+                options = replace(options, rdzv_endpoint=endpoint, rdzv_step=step.name)
+    if options.num_nodes == 1:
+        return options
+    if not options.asks_for_gangs:
         raise pytest.UsageError(
-            f"--nnodes: {num_nodes} nodes run tests on gangs; give --ranks or --gpus, the ranks "
-            f"of each node"
+            f"--nnodes: {options.num_nodes} nodes run tests on gangs; give --ranks or --gpus, "
+            f"the ranks of each node"
         )
-    if node_rank is None:
+    if not has_node_rank:
         raise pytest.UsageError(
-            f"--node-rank: not given with --nnodes {num_nodes}, "
-            f"expected the index of this node, 0 to {num_nodes - 1}"
+            f"--node-rank: not given with --nnodes {options.num_nodes}, "
+            f"expected the index of this node, 0 to {options.num_nodes - 1}"
         )
-    host, _, port = endpoint.rpartition(":")
+    host, _, port = options.rdzv_endpoint.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) <= _LAST_PORT:
         raise pytest.UsageError(
-            f"--rdzv-endpoint: {endpoint!r} is no address, expected HOST:PORT of node 0, "
-            f"the same on every node"
+            f"--rdzv-endpoint: {options.rdzv_endpoint!r} is no address, expected HOST:PORT of "
+            f"node 0, the same on every node"
         )
-    return num_nodes, node_rank, endpoint, name
+    return options
+
+
+def _slurm_step() -> SlurmStep | None:
+    """Return the step of Slurm on several nodes that this process is a task of.
+
+    Raises:
+        pytest.UsageError: The step has not one task on each node.
+    """
+    if not any(name in os.environ for name in _SLURM_STEP):
+        return None
+    from pytest_megatron.errors import LaunchError  # noqa: PLC0415 - not at every start
+    from pytest_megatron.gang.slurm_step import find_slurm_step  # noqa: PLC0415 - see above
+
+    try:
+        return find_slurm_step(os.environ)
+    except LaunchError as error:
+        raise pytest.UsageError(str(error)) from None
 
 
 def early_words(early_config: pytest.Config, name: str) -> tuple[str, ...]:
@@ -367,8 +474,8 @@ def early_words(early_config: pytest.Config, name: str) -> tuple[str, ...]:
 
     Words that are wrong are passed on: `read_options` says so.
     """
-    dest = values.dest(name)
-    lists = vars(early_config.known_args_namespace).get(dest) or early_config.getini(dest) or ()
+    key = dest(name)
+    lists = vars(early_config.known_args_namespace).get(key) or early_config.getini(key) or ()
     lines = [lists] if isinstance(lists, str) else lists
     return tuple(word.strip() for line in lines for word in line.split(",") if word.strip())
 
@@ -380,16 +487,13 @@ def early_size(early_config: pytest.Config) -> tuple[int, int] | None:
     """
     given = vars(early_config.known_args_namespace)
     texts = {
-        name: given.get(values.dest(name)) or early_config.getini(values.dest(name))
+        name: given.get(dest(name)) or early_config.getini(dest(name))
         for name in ("ranks", "gpus", "nnodes", "ranks-per-gpu")
     }
     num_ranks = texts["ranks"] or texts["gpus"]
-    if num_ranks and not texts["nnodes"] and any(name in os.environ for name in _SLURM_STEP):
-        from pytest_megatron.errors import LaunchError  # noqa: PLC0415 - not at every start
-        from pytest_megatron.gang.slurm_step import find_slurm_step  # noqa: PLC0415 - see above
-
-        with contextlib.suppress(LaunchError):
-            step = find_slurm_step(os.environ)
+    if num_ranks and not texts["nnodes"]:
+        with contextlib.suppress(pytest.UsageError):
+            step = _slurm_step()
             texts["nnodes"] = step.num_nodes if step else None
     if num_ranks == "all":
         from pytest_megatron.gpu.host import this_host  # noqa: PLC0415 - not for all

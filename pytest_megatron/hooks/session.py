@@ -81,7 +81,7 @@ class RunSession:
             pytest.UsageError: There is no such engine, or it cannot be used as it is set up.
         """
         from pytest_megatron.engines.api import EngineContext  # noqa: PLC0415 - see TYPE_CHECKING
-        from pytest_megatron.engines.registry import open_engine  # noqa: PLC0415
+        from pytest_megatron.engines.local import open_engine  # noqa: PLC0415
 
         file = self.options.executor_config
         context = EngineContext(
@@ -90,7 +90,7 @@ class RunSession:
             facts=self.facts,
             env=os.environ,
             config_file=None if file is None else Path(self._directory, file),
-            copies_lines=self.options.is_tee_typed,
+            copies_lines="tee-ranks" in self.options.typed,
         )
         try:
             return open_engine(self.options.executor, context)
@@ -275,6 +275,13 @@ def session_of(config: pytest.Config, options: Options) -> RunSession:
         config.stash[_SESSION] = RunSession(config, options)
         config.add_cleanup(config.stash[_SESSION].release_run_dir)
     return config.stash[_SESSION]
+
+
+def write_line(config: pytest.Config, line: str) -> None:
+    """Write a line to the terminal, if this process has one."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None:
+        reporter.write_line(line)
 
 
 def link_latest(run_dir: Path) -> None:

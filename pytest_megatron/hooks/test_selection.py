@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.base.project import load_config
+from pytest_megatron.base.text import one_of
 from pytest_megatron.ci.changes import matches_any
 from pytest_megatron.ci.marks import (
     MarkChoice,
@@ -26,7 +27,7 @@ from pytest_megatron.errors import ConfigError
 from pytest_megatron.hooks.labels import header_of
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.recipe.load import project_words
-from pytest_megatron.recipe.vocabulary import Vocabulary, nearest
+from pytest_megatron.recipe.vocabulary import Vocabulary
 
 PLUGIN_NAME = "megatron-units"
 _COUNTS = "megatron_left_out"
@@ -64,7 +65,7 @@ def _check_words(options: Options, table: CiTable, words: Vocabulary) -> None:
 
     Tags of workloads are free; with a bucket, those of the table are all that mean something.
     """
-    tags = {table.tag, *(tag for rule in table.marks for tag in rule.tags)} - {""}
+    tags = {table.tag, *(tag for rule in table.marks for tag in rule.tag)} - {""}
     known = {"environment": words.environments, "platform": words.platforms}
     if options.bucket:
         known["tag"] = frozenset(tags)
@@ -72,8 +73,7 @@ def _check_words(options: Options, table: CiTable, words: Vocabulary) -> None:
         for word in options.selection[name]:
             if word not in choices:
                 raise pytest.UsageError(
-                    f"--{name}: unknown {name} {word!r}, expected one of "
-                    f"{', '.join(sorted(choices))}{nearest(word, choices)}"
+                    f"--{name}: unknown {name} {word!r}, expected {one_of(word, choices)}"
                 )
 
 

@@ -9,10 +9,11 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from html import escape
 from itertools import groupby
 
+from pytest_megatron.base.text import visible
 from pytest_megatron.golden.model import Series
-from pytest_megatron.pages.html import text
 from pytest_megatron.pages.model import Chart, Curve, CurveRole
 from pytest_megatron.runs.record import RecordedBand, finite
 
@@ -184,7 +185,7 @@ def chart_svg(chart: Chart, title: str) -> str:
         (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
             f'viewBox="0 0 {WIDTH} {HEIGHT}" font-size="12" {_FONT} role="img">'
-            f"<title>{text(title)}, {text(chart.metric)}</title><style>{_dark_style()}</style>\n"
+            f"<title>{_text(title)}, {_text(chart.metric)}</title><style>{_dark_style()}</style>\n"
             f'<rect width="100%" height="100%" {_fill(_BACK)}/>\n' + "\n".join(parts) + "\n</svg>\n"
         )
         .encode("utf-8", "replace")
@@ -260,8 +261,8 @@ def _seen(chart: Chart) -> list[float]:
 
 def _head(chart: Chart, title: str, paints: Sequence[str]) -> Iterator[str]:
     big = f'font-size="14" font-weight="600" {_fill(_TEXT)}'
-    yield f'<text x="16" y="24" {big}>{text(title)}</text>'
-    yield f'<text x="16" y="44" {_fill(_TEXT)}>{text(chart.metric)}</text>'
+    yield f'<text x="16" y="24" {big}>{_text(title)}</text>'
+    yield f'<text x="16" y="44" {_fill(_TEXT)}>{_text(chart.metric)}</text>'
     if chart.passed is not None:
         word, colour = ("passed", _GOOD) if chart.passed else ("failed", _BAD)
         yield (
@@ -275,7 +276,7 @@ def _head(chart: Chart, title: str, paints: Sequence[str]) -> Iterator[str]:
             yield f'<text x="{x:.0f}" y="64" {_fill(_SOFT)}>and {left} more</text>'
             return
         yield f'<path d="M{x:.0f} 60h22" {_stroke(paint, curve.role)}/>'
-        yield f'<text x="{x + 28:.0f}" y="64" {_fill(_SOFT)}>{text(curve.name)}</text>'
+        yield f'<text x="{x + 28:.0f}" y="64" {_fill(_SOFT)}>{_text(curve.name)}</text>'
         x += 46 + _LETTER * len(curve.name)
 
 
@@ -409,7 +410,7 @@ def _first(chart: Chart, across: Scale) -> Iterator[str]:
 
 def _label(x: float, y: float, word: str, anchor: str, colour: str = _SOFT) -> str:
     return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {_fill(colour)}>{text(word)}</text>'
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {_fill(colour)}>{_text(word)}</text>'
     )
 
 
@@ -454,3 +455,7 @@ def allowed_around(golden: Series, allowed: RecordedBand) -> tuple[float, ...] |
         else float("nan")
         for step, value in golden.items()
     )
+
+
+def _text(text: str) -> str:
+    return escape(visible(text))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from pytest_megatron.base.text import name_ranks
+from pytest_megatron.base.text import shorten
 from pytest_megatron.golden.model import Series
-from pytest_megatron.pages.html import document, link, links, text
+from pytest_megatron.pages.html import document
 from pytest_megatron.pages.model import (
     VERDICTS,
     Chart,
@@ -79,8 +79,6 @@ def _share(value: float, low: float, high: float) -> float:
 
 _MOST_TEXT = 220
 _MOST_TESTS = 2000
-_MOST_RANKS = 16
-_MOST_DIGITS = 7  # of a rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +100,16 @@ class IndexRow:
     page: str | None
     run: str | None = None
 
+    @property
+    def order(self) -> int:
+        """Its place by its verdict."""
+        return _order(self.verdict)
+
+    @property
+    def amount(self) -> str:
+        """How far off it is."""
+        return "" if self.largest is None else "0" if self.largest == 0 else f"{self.largest:.1e}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexRun:
@@ -117,6 +125,30 @@ class IndexRun:
     num_tests: Mapping[str, int]
     tests: tuple[TestRow, ...]
     files: str | None
+
+    @property
+    def counts(self) -> str:
+        """How many workloads and distributed tests came to what."""
+        verdicts = Counter(row.verdict for row in self.rows)
+        workloads = f"{len(self.rows)} workloads: {_counted(verdicts)}" if self.rows else ""
+        tests = f"{sum(self.num_tests.values())} distributed tests: {self.test_counts}"
+        return "; ".join(filter(None, (workloads, tests if self.num_tests else "")))
+
+    @property
+    def test_counts(self) -> str:
+        """How many distributed tests have each verdict."""
+        return _counted(self.num_tests)
+
+    @property
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        """What the head of an index shows of the run."""
+        facts = self.facts
+        return (("started", facts.started), ("pytest", " ".join(facts.arguments)), *facts.facts)
+
+    @property
+    def shown_tests(self) -> list[TestRow]:
+        """The tests that an index lists."""
+        return sorted(self.tests, key=lambda row: _order(row.verdict))[:_MOST_TESTS]
 
 
 def index_row(item: PageItem, page: str | None, run: str | None = None) -> IndexRow:
@@ -136,22 +168,22 @@ def index_row(item: PageItem, page: str | None, run: str | None = None) -> Index
     )
 
 
-def index_page(runs: Sequence[IndexRun], title: str) -> str:
+def index_page(runs: Sequence[IndexRun]) -> str:
     """Return the page of one run or of several."""
-    rows = [row for run in runs for row in run.rows]
-    rows.sort(key=lambda row: _order(row.verdict))
-    body = [
-        f"<h1>{text(title)}</h1>",
-        *(_head(run, is_one=len(runs) == 1) for run in runs),
-        _table(rows, has_runs=len(runs) > 1) if rows else "",
-        *(_tests(run, is_one=len(runs) == 1) for run in runs),
-    ]
-    if not rows and not any(run.num_tests for run in runs):
-        body.append("<p class=quiet>Nothing ran.</p>")
-    counts = Counter(row.verdict for row in rows) + Counter(
-        {v: n for run in runs for v, n in run.num_tests.items()}
+    heading = runs[0].facts.name if len(runs) == 1 else f"{len(runs)} runs"
+    rows = sorted((row for run in runs for row in run.rows), key=lambda row: row.order)
+    counts = Counter(row.verdict for row in rows)
+    for run in runs:
+        counts.update(run.num_tests)
+    return document(
+        "index_page.html",
+        "index.js",
+        title=f"{_counted(counts)}: {heading}",
+        heading=heading,
+        runs=runs,
+        rows=rows,
+        verdicts=sorted({row.verdict for row in rows}, key=_order),
     )
-    return document(f"{_counted(counts)}: {title}", "\n".join(filter(None, body)), "index.js")
 
 
 def _with_quarantine(item: PageItem, headline: str) -> str:
@@ -164,15 +196,15 @@ def _headline(item: PageItem) -> str:
         number = len({f.metric for f in failed})
         more = f" (and {number - 1} more)" if number > 1 else ""
         found = failed[0].text.split("; ")[0]
-        return _cut(found, _MOST_TEXT - len(more)) + more
+        return shorten(found, _MOST_TEXT - len(more)) + more
     if item.verdict in ("failed", "broken") and item.problem is not None:
         first = item.problem.removeprefix(f"{item.node_id}: ").split("\n")[0]
-        return _cut(first.partition("; see ")[0], _MOST_TEXT)
-    return _cut(item.summary, _MOST_TEXT)
+        return shorten(first.partition("; see ")[0], _MOST_TEXT)
+    return shorten(item.summary, _MOST_TEXT)
 
 
 def _is_worst(finding: MetricFinding, item: PageItem) -> bool:
-    """Whether a finding says how far off an item is: one that failed, or any if all passed."""
+    """Return true if a finding failed, or if none did."""
     return not finding.passed or all(f.passed for f in item.findings)
 
 
@@ -192,111 +224,3 @@ def _order(verdict: str) -> int:
 def _counted(counts: Mapping[str, int]) -> str:
     found = sorted((v for v in counts if counts[v]), key=_order)
     return ", ".join(f"{counts[verdict]} {verdict}" for verdict in found) or "nothing ran"
-
-
-def _head(run: IndexRun, *, is_one: bool) -> str:
-    counts = Counter(row.verdict for row in run.rows)
-    workloads = f"{len(run.rows)} workloads: {_counted(counts)}" if run.rows else ""
-    tests = f"{sum(run.num_tests.values())} distributed tests: {_counted(run.num_tests)}"
-    parts = [workloads, tests if run.num_tests else ""]
-    command = " ".join(run.facts.arguments)
-    facts = (("started", run.facts.started), ("pytest", command), *run.facts.facts)
-    shown = "".join(f"<span><b>{text(k)}</b> {text(v)}</span>" for k, v in facts if v)
-    name = "" if is_one else f"<h2>{text(run.facts.name)}</h2>"
-    return f"{name}<p>{text('; '.join(filter(None, parts)))}</p><div class=facts>{shown}</div>"
-
-
-def _table(rows: Sequence[IndexRow], *, has_runs: bool) -> str:
-    verdicts = sorted({row.verdict for row in rows}, key=_order)
-    boxes = "".join(
-        f'<label class=toggle><input type=checkbox checked data-verdict="{text(v)}">'
-        f"<span class={_class(v)}>{text(v)}</span></label>"
-        for v in verdicts
-    )
-    columns = ["verdict", "item", *(["run"] if has_runs else []), "off by", "time", "attempts"]
-    heads = "".join(
-        f"<th{' class=n' if c in ('off by', 'time', 'attempts') else ''}>"
-        f"<button type=button>{c}</button>"
-        for c in columns
-    )
-    return (
-        '<div class=bar><input id=filter type=search placeholder="filter" aria-label="filter">'
-        f"{boxes}<span id=count class=hint></span></div>"
-        f"<div class=wide><table id=items><thead><tr>{heads}<th>curve</thead><tbody>\n"
-        + "\n".join(_row(row, has_runs=has_runs) for row in rows)
-        + "</tbody></table></div>"
-    )
-
-
-def _row(row: IndexRow, *, has_runs: bool) -> str:
-    name = text(row.node_id) if row.page is None else link(row.page, row.node_id)
-    duration = row.duration_s
-    cells = [
-        f"<td data-s={_order(row.verdict)}>{_badge(row.verdict)}",
-        f"<td>{name}<small>{text(row.headline)}</small>",
-        f"<td>{text(row.run or '')}" if has_runs else "",
-        f"<td class=n data-s={row.largest or 0}>{_amount(row.largest)}",
-        f"<td class=n data-s={duration or 0}>{'' if duration is None else f'{duration:.1f} s'}",
-        f"<td class=n data-s={row.num_attempts}>{row.num_attempts}",
-        f"<td>{row.spark}",
-    ]
-    return f'<tr class="{text(row.verdict)}">{"".join(cells)}'
-
-
-def _amount(largest: float | None) -> str:
-    return "" if largest is None else "0" if largest == 0 else f"{largest:.1e}"
-
-
-def _badge(verdict: str) -> str:
-    return f'<span class="verdict {_class(verdict)}">{text(verdict)}</span>'
-
-
-def _class(verdict: str) -> str:
-    return verdict if verdict in VERDICTS else "unknown"
-
-
-def _tests(run: IndexRun, *, is_one: bool) -> str:
-    if not run.num_tests:
-        return ""
-    title = "Distributed tests" if is_one else f"Distributed tests of {run.facts.name}"
-    head = f"<h2>{text(title)}</h2>"
-    if not run.tests:
-        return f"{head}<p>{text(_counted(run.num_tests))}</p>"
-    shown = sorted(run.tests, key=lambda row: _order(row.verdict))[:_MOST_TESTS]
-    rows = "\n".join(_test_row(row, run.files) for row in shown)
-    left = len(run.tests) - len(shown)
-    more = f"<p>{left} more are in run.json</p>" if left else ""
-    return (
-        f"{head}<div class=wide><table><thead><tr><th>verdict<th>test<th>ranks<th class=n>time"
-        f"<th>logs</thead><tbody>\n{rows}</tbody></table></div>{more}"
-    )
-
-
-def _test_row(row: TestRow, files: str | None) -> str:
-    return (
-        f"<tr><td>{_badge(row.verdict)}<td>{text(row.node_id)}<small>{text(_cut(row.problem, 400))}"
-        f"</small><td>{_ranks(row)}<td class=n>{row.duration_s:.2f} s<td>{links(row.links, files)}"
-    )
-
-
-def _ranks(row: TestRow) -> str:
-    """Return which ranks did what; those that did the same together."""
-    by_text: dict[str, list[int]] = {}
-    for rank, did in row.ranks:
-        if rank.isdecimal() and len(rank) <= _MOST_DIGITS:
-            by_text.setdefault(did, []).append(int(rank))
-    groups = [f"{name_ranks(ranks)}: {_cut(did, 120)}" for did, ranks in by_text.items()]
-    if len(groups) > _MOST_RANKS:
-        groups = [*groups[:_MOST_RANKS], "..."]
-    return "<br>".join(map(text, groups)) or f"{row.world_size} ranks"
-
-
-def _cut(words: str, most: int) -> str:
-    line = " ".join(words.split())
-    return line if len(line) <= most else f"{line[: most - 3]}..."
-
-
-def titles(runs: Iterable[IndexRun]) -> str:
-    """Return what to call an index of these runs."""
-    names = [run.facts.name for run in runs]
-    return names[0] if len(names) == 1 else f"{len(names)} runs"

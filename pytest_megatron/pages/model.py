@@ -10,10 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from pytest_megatron.base.text import name_ranks
 from pytest_megatron.golden.model import Series
 
 # In the order in which an index lists them.
 VERDICTS = ("broken", "failed", "flaky", "skipped", "passed")
+_MOST_RANKS = 16
+_MOST_DIGITS = 7  # of a rank
 
 
 class CurveRole(Enum):
@@ -62,6 +65,12 @@ class MetricFinding:
     golden_path: str = ""
     largest: float | None = None
     layers: tuple[tuple[bool, str], ...] = ()
+
+    @property
+    def short_text(self) -> str:
+        """The text without the file at its end and the metric at its start."""
+        words = self.text.removesuffix(f"; {self.golden_path}")
+        return words.removeprefix(f"{self.metric}: ").removeprefix(f"{self.metric}, ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +178,16 @@ class TestRow:
     num_attempts: int
     ranks: tuple[tuple[str, str], ...]
     links: tuple[FileLink, ...] = ()
+
+    @property
+    def rank_lines(self) -> list[str]:
+        """What ranks did; those that did the same together."""
+        by_text: dict[str, list[int]] = {}
+        for rank, did in self.ranks:
+            if rank.isdecimal() and len(rank) <= _MOST_DIGITS:
+                by_text.setdefault(did, []).append(int(rank))
+        lines = [f"{name_ranks(ranks)}: {did}" for did, ranks in by_text.items()]
+        return lines if len(lines) <= _MOST_RANKS else [*lines[:_MOST_RANKS], "..."]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

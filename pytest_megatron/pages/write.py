@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pytest_megatron.base.files import write_text_atomically
 from pytest_megatron.errors import ReportError
-from pytest_megatron.pages.index_page import IndexRow, IndexRun, index_page, index_row, titles
+from pytest_megatron.pages.index_page import IndexRow, IndexRun, index_page, index_row
 from pytest_megatron.pages.item_page import item_page
 from pytest_megatron.pages.read import RunReader, is_worth_showing
 from pytest_megatron.runs.find import find_runs
@@ -112,7 +112,7 @@ def _index_run(reader: RunReader, rows: tuple[IndexRow, ...], files: str | None)
 
 
 def _write_index(runs: Sequence[IndexRun], path: Path) -> None:
-    write_text_atomically(path, index_page(runs, titles(runs)))
+    write_text_atomically(path, index_page(runs))
 
 
 def _relative(target: Path, start: Path) -> str:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol, Self
 
 from pytest_megatron.errors import LaunchError
@@ -43,12 +42,7 @@ class RunningCommand(Protocol):
     def __enter__(self) -> Self:
         """Enter the context."""
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """End it if it has not ended."""
 
     def poll(self, timeout_s: float) -> CommandEnd | None:
@@ -123,12 +117,7 @@ class GuardedProcess:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._ended is None:
             # Ctrl-C: first politely, so that the agent can end its ranks. A second Ctrl-C comes
             # through the wait below and leaves it to the guard, which sees our pipe close.

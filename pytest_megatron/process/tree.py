@@ -77,6 +77,18 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
+def begin_child(parent: int) -> None:
+    """Reset the signals of a process that a fork server forked; it dies with its parent.
+
+    Args:
+        parent: Process id of the fork server.
+    """
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    die_with(parent)
+
+
 def run_guarded(serve: Callable[[], None]) -> None:
     """Run something in a child process, and kill what it leaves should it be killed.
 
@@ -132,7 +144,7 @@ def end_if_forked(owner: int, error: BaseException | None = None) -> None:
         )
         sys.stdout.flush()
         sys.stderr.flush()
-    posix._exit(code & 0xFF)  # noqa: SLF001 - a test may have replaced `os._exit`
+    posix._exit(code & 0xFF)  # a test may have replaced `os._exit`
 
 
 def descendants(*, is_exact: bool = True) -> Iterator[Descendant]:

@@ -11,31 +11,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeAlias
+
+from annotated_types import Ge, Lt
 
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.schema import Pattern, SchemaError, SchemaProblem, closed, read, validate
 from pytest_megatron.base.yaml import YamlDocument, read_yaml
 from pytest_megatron.errors import CaseError
 from pytest_megatron.recipe.arguments import Argument
-from pytest_megatron.recipe.findings import RecipeFinding, RecipeSeverity
-from pytest_megatron.recipe.vocabulary import nearest
+from pytest_megatron.recipe.findings import Finding, Severity, finding_at
 
-# Source: Megatron-LM tests/functional_tests/shell_test_utils/run_ci_test.sh, d98e8a64dd
-KNOWN_WORDS = {
-    "TEST_TYPE": (
-        *("checkpoint-consistency", "ckpt-resume", "frozen-resume"),
-        *("frozen-start", "regular", "release"),
-    ),
-    "MODE": ("inference", "pretraining", "rl"),
-    "TEST_EVALUATION": ("pass", "xpass"),
-    "LAUNCHER": ("ft_launcher", "torchrun"),
-}
-KNOWN_KEYS = (
-    *("AFTER_SCRIPT", "BASE_MODEL_ARGS", "BEFORE_SCRIPT", "ENV_VARS", "LAUNCHER", "METRICS"),
-    *("EXPECTED_FAILURE", "GRADIENT_TOLERANCE"),  # ours
-    *("MODE", "MODEL_ARGS", "MODEL_ENV_VARS", "TEST_EVALUATION", "TEST_TYPE"),
-    "THROUGHPUT_TEST_PARAMS",
-)
 # Names in ENV_VARS that the harness itself reads; the second is misspelt there, for good.
 HARNESS_VARIABLES = (
     *("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "NON_DETERMINSTIC_RESULTS", "SKIP_PYTEST", "N_REPEAT"),
@@ -45,28 +31,99 @@ MODEL_ARGS = re.compile(r"MODEL_ARGS(_[1-9]\d*)?").fullmatch
 _NUMBERED = re.compile(r"MODEL_ARGS_([1-9]\d*)").fullmatch
 # Which MODEL_ARGS_<n> a TEST_TYPE reads; those that train once read none.
 _ONE_START = ("frozen-start", "regular")
-_MANY_STARTS = tuple(w for w in KNOWN_WORDS["TEST_TYPE"] if w not in _ONE_START)
+_MANY_STARTS = ("checkpoint-consistency", "ckpt-resume", "frozen-resume", "release")
 _PHASES = {"ckpt-resume": 2, "frozen-resume": 2}
 _SIMILAR = 0.85
-_MAPPINGS = ("ENV_VARS", "MODEL_ENV_VARS", "THROUGHPUT_TEST_PARAMS")
-_TEXTS = ("AFTER_SCRIPT", "BEFORE_SCRIPT", "EXPECTED_FAILURE")
-_MOST_SHOWN = 100
+_RULES = {  # pydantic's name of an error -> ours
+    "enum": "case-unknown-word",
+    "missing": "case-unknown-word",
+    "unexpected_keyword_argument": "case-unknown-key",
+}
+DEFAULT_TRAIN_ITERS = 100
+LIGHTWEIGHT_ITERS = 4
+LIGHTWEIGHT_SAVE_INTERVAL = 2
+LIGHTWEIGHT_NEMO_STEPS = 2
 
 
-def check_case(document: YamlDocument) -> Iterator[RecipeFinding]:
+class TestType(Enum):
+    """TEST_TYPE: which phases a case has and what they are compared with."""
+
+    __test__ = False  # the name is Megatron's; pytest must not collect it
+
+    REGULAR = "regular"
+    CKPT_RESUME = "ckpt-resume"
+    FROZEN_START = "frozen-start"
+    FROZEN_RESUME = "frozen-resume"
+    CHECKPOINT_CONSISTENCY = "checkpoint-consistency"
+    RELEASE = "release"
+
+
+class CaseMode(Enum):
+    """MODE: what kind of program runs, and so what it measures."""
+
+    PRETRAINING = "pretraining"
+    INFERENCE = "inference"
+    RL = "rl"
+
+
+class Evaluation(Enum):
+    """TEST_EVALUATION: whether the case is expected to pass."""
+
+    PASS = "pass"  # noqa: S105 - not a password
+    XPASS = "xpass"
+
+
+class Launcher(Enum):
+    """LAUNCHER: what starts the ranks."""
+
+    TORCHRUN = "torchrun"
+    FT_LAUNCHER = "ft_launcher"
+
+
+_Mapping: TypeAlias = dict[str, object]
+
+
+_NUMBERED_ARGS: type[dict[str, _Mapping | None]] = dict[str, _Mapping | None]
+
+
+@closed
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaseFile:
+    """The keys of a `model_config.yaml`, beside MODEL_ARGS_2 and so on; null is no value.
+
+    Source: Megatron-LM tests/functional_tests/shell_test_utils/run_ci_test.sh, d98e8a64dd
+    """
+
+    TEST_TYPE: TestType
+    MODE: CaseMode | None = None
+    TEST_EVALUATION: Evaluation | None = None
+    LAUNCHER: Launcher | None = None
+    METRICS: tuple[str, ...] | None = None
+    MODEL_ARGS: _Mapping | None = None
+    MODEL_ENV_VARS: dict[str, _Mapping | None] | None = None
+    BASE_MODEL_ARGS: object = None
+    ENV_VARS: _Mapping | None = None
+    THROUGHPUT_TEST_PARAMS: _Mapping | None = None
+    BEFORE_SCRIPT: str | None = None
+    AFTER_SCRIPT: str | None = None
+    EXPECTED_FAILURE: Pattern | None = None  # ours, as is the next
+    GRADIENT_TOLERANCE: Annotated[float, Ge(0), Lt(1)] | None = None
+
+
+def check_case(document: YamlDocument) -> Iterator[Finding]:
     """Yield what is wrong in a case."""
     for twin in document.duplicates:
         message = f"key {twin.key!r} is also on line {twin.first_line}, this one counts; remove one"
-        yield RecipeFinding(
+        yield Finding(
             file=document.file,
             line=twin.second_line,
             rule="case-duplicate-key",
             message=message,
-            severity=RecipeSeverity.WARNING,
+            severity=Severity.WARNING,
         )
-    yield from unknown_keys(document)
-    yield from wrong_types(document)
-    yield from _unknown_words(document)
+    for problem in _schema_problems(document):
+        rule = _RULES.get(problem.kind, "case-type")
+        yield finding_at(document, problem.path, rule, problem.message)
     yield from phase_problems(document)
     yield from _unread_variables(document)
     yield from _similar_variables(document)
@@ -114,76 +171,41 @@ def last_step(document: YamlDocument) -> int | None:
     return min((c for c in counts if isinstance(c, int) and c > 0), default=None)
 
 
-def _finding(
-    document: YamlDocument, path: tuple[str, ...], rule: str, message: str
-) -> RecipeFinding:
-    return RecipeFinding(
-        file=document.file, line=document.line_of(path), rule=rule, message=message
-    )
+def _parts_of(document: YamlDocument) -> tuple[dict[str, JsonValue], dict[str, JsonValue]]:
+    """Return the MODEL_ARGS_2 and so on, and the other keys."""
+    numbered = {key: value for key, value in document.value.items() if _NUMBERED(key)}
+    return numbered, {k: v for k, v in document.value.items() if k not in numbered}
 
 
-def unknown_keys(document: YamlDocument) -> Iterator[RecipeFinding]:
-    """Yield the top-level keys that nothing reads."""
-    for key in document.value:
-        if key not in KNOWN_KEYS and not MODEL_ARGS(key):
-            message = f"unknown key {key!r}, nothing reads it" + nearest(key, KNOWN_KEYS)
-            yield _finding(document, (key,), "case-unknown-key", message)
+def _schema_problems(document: YamlDocument) -> tuple[SchemaProblem, ...]:
+    """Return everything in a case that the schema forbids."""
+    numbered, others = _parts_of(document)
+    found: tuple[SchemaProblem, ...] = ()
+    for kind, part in ((CaseFile, others), (_NUMBERED_ARGS, numbered)):
+        try:
+            validate(kind, part)
+        except SchemaError as error:
+            found += error.problems
+    return found
 
 
-def wrong_types(document: YamlDocument) -> Iterator[RecipeFinding]:
-    """Yield the keys whose value is not of the kind that a training is made from."""
-    for key, value in document.value.items():
-        expected = _expected_type(key, value)
-        if expected is not None:
-            message = f"{key} is {_shown(value)}, expected {expected}"
-            yield _finding(document, (key,), "case-type", message)
-
-
-def _expected_type(key: str, value: JsonValue) -> str | None:
-    """Return what a value should have been; None where it is that, or there is none."""
-    if value is None:
-        return None
-    if key == "METRICS":
-        is_names = isinstance(value, list) and all(isinstance(name, str) for name in value)
-        return None if is_names else "a list of metric names" + _as_list(value)
-    if key in _MAPPINGS or MODEL_ARGS(key):
-        return None if isinstance(value, dict) else "a mapping"
-    if key in _TEXTS:
-        return None if isinstance(value, str) else "a text"
-    if key == "GRADIENT_TOLERANCE":
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        is_fraction = is_number and 0 <= float(str(value)) < 1
-        return None if is_fraction else "a number from 0 to below 1"
-    return None
-
-
-def _as_list(value: JsonValue) -> str:
-    """Return how to write the one name that stands where a list of them belongs."""
-    return f"; write [{value}]" if isinstance(value, str) and value.strip() else ""
-
-
-def _shown(value: JsonValue) -> str:
-    text = repr(value)
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
-
-
-def phase_problems(document: YamlDocument) -> Iterator[RecipeFinding]:
+def phase_problems(document: YamlDocument) -> Iterator[Finding]:
     """Yield what a case says that its TEST_TYPE, MODE or TEST_EVALUATION makes void."""
     value = document.value
     test_type, mode = value.get("TEST_TYPE"), value.get("MODE", "pretraining")
-    if test_type not in KNOWN_WORDS["TEST_TYPE"]:
+    if test_type not in (*_ONE_START, *_MANY_STARTS):
         return  # that is what has to be said first
     if mode in ("inference", "rl") and test_type in _MANY_STARTS:
         message = f"TEST_TYPE {test_type} does not go with MODE {mode}, expected one of "
         message += ", ".join(_ONE_START)
-        yield _finding(document, ("TEST_TYPE",), "case-void", message)
+        yield finding_at(document, ("TEST_TYPE",), "case-void", message)
     for key in value:
         found = _NUMBERED(key)
         if found is None or test_type == "checkpoint-consistency":
             continue
         if not 1 < int(found[1]) <= _PHASES.get(str(test_type), 1):
             message = f"TEST_TYPE {test_type} never runs with {key}; remove it, or change TEST_TYPE"
-            yield _finding(document, (key,), "case-void", message)
+            yield finding_at(document, (key,), "case-void", message)
     needs = {
         "EXPECTED_FAILURE": (value.get("TEST_EVALUATION") == "xpass", "TEST_EVALUATION: xpass"),
         "GRADIENT_TOLERANCE": (
@@ -194,87 +216,26 @@ def phase_problems(document: YamlDocument) -> Iterator[RecipeFinding]:
     for key, (is_read, what) in needs.items():
         if key in value and not is_read:
             message = f"{key} is read only with {what}; remove it, or add that"
-            yield _finding(document, (key,), "case-void", message)
+            yield finding_at(document, (key,), "case-void", message)
 
 
-def _unread_variables(document: YamlDocument) -> Iterator[RecipeFinding]:
+def _unread_variables(document: YamlDocument) -> Iterator[Finding]:
     """Yield parts of MODEL_ENV_VARS that belong to no MODEL_ARGS; Megatron-LM has such."""
     own = document.value.get("MODEL_ENV_VARS")
     for key in own if isinstance(own, dict) else ():
         if key not in document.value:
-            yield RecipeFinding(
-                file=document.file,
-                line=document.line_of(("MODEL_ENV_VARS", key)),
-                rule="case-void",
-                message=f"MODEL_ENV_VARS: the case has no {key!r}, nothing reads this",
-                severity=RecipeSeverity.WARNING,
-            )
+            message = f"MODEL_ENV_VARS: the case has no {key!r}, nothing reads this"
+            path = ("MODEL_ENV_VARS", key)
+            yield finding_at(document, path, "case-void", message, Severity.WARNING)
 
 
-def _unknown_words(document: YamlDocument) -> Iterator[RecipeFinding]:
-    for key, choices in KNOWN_WORDS.items():
-        value: JsonValue = document.value.get(key, choices[0])
-        if value not in choices:
-            message = f"{key}: unknown value {value!r}, expected one of {', '.join(choices)}"
-            message += nearest(str(value), choices)
-            yield _finding(document, (key,), "case-unknown-word", message)
-    if "TEST_TYPE" not in document.value:
-        choices = KNOWN_WORDS["TEST_TYPE"]
-        message = f"TEST_TYPE: is missing, expected one of {', '.join(choices)}"
-        yield _finding(document, (), "case-unknown-word", message)
-
-
-def _similar_variables(document: YamlDocument) -> Iterator[RecipeFinding]:
+def _similar_variables(document: YamlDocument) -> Iterator[Finding]:
     env = document.value.get("ENV_VARS")
     for name in env if isinstance(env, dict) else ():
         close = difflib.get_close_matches(name, HARNESS_VARIABLES, 1, _SIMILAR)
         if close and name not in HARNESS_VARIABLES:
             message = f"ENV_VARS: {name!r} has no effect on the harness; did you mean {close[0]!r}?"
-            yield _finding(document, ("ENV_VARS", name), "case-unknown-variable", message)
-
-
-DEFAULT_TRAIN_ITERS = 100
-LIGHTWEIGHT_ITERS = 4
-LIGHTWEIGHT_SAVE_INTERVAL = 2
-LIGHTWEIGHT_NEMO_STEPS = 2
-
-
-class TestType(Enum):
-    """TEST_TYPE: which phases a case has and what they are compared with."""
-
-    __test__ = False  # the name is Megatron's; pytest must not collect it
-
-    REGULAR = "regular"
-    CKPT_RESUME = "ckpt-resume"
-    FROZEN_START = "frozen-start"
-    FROZEN_RESUME = "frozen-resume"
-    CHECKPOINT_CONSISTENCY = "checkpoint-consistency"
-    RELEASE = "release"
-
-
-class CaseMode(Enum):
-    """MODE: what kind of program runs, and so what it measures."""
-
-    PRETRAINING = "pretraining"
-    INFERENCE = "inference"
-    RL = "rl"
-
-
-class Evaluation(Enum):
-    """TEST_EVALUATION: whether the case is expected to pass."""
-
-    PASS = "pass"  # noqa: S105 - not a password
-    XPASS = "xpass"
-
-
-class Launcher(Enum):
-    """LAUNCHER: what starts the ranks."""
-
-    TORCHRUN = "torchrun"
-    FT_LAUNCHER = "ft_launcher"
-
-
-_Choice = TypeVar("_Choice", TestType, CaseMode, Evaluation, Launcher)
+            yield finding_at(document, ("ENV_VARS", name), "case-unknown-variable", message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -409,49 +370,35 @@ def read_case(path: Path) -> WorkloadCase:
     Raises:
         CaseError: The file is missing, is not YAML, or a value of it has the wrong type or word.
     """
-    reader = _CaseReader(read_yaml(path, error=CaseError))
-    reader.check_phases()
+    document = read_yaml(path, error=CaseError)
+    numbered, others = _parts_of(document)
+    file = read(CaseFile, document, CaseError, others)
+    read(_NUMBERED_ARGS, document, CaseError, numbered)
+    for finding in phase_problems(document):
+        raise CaseError(finding.where, finding.message)
+    reader = _CaseReader(document)
     return WorkloadCase(
         path=path,
-        test_type=reader.choice("TEST_TYPE", TestType, default=None),
-        mode=reader.choice("MODE", CaseMode, default=CaseMode.PRETRAINING),
-        evaluation=reader.choice("TEST_EVALUATION", Evaluation, default=Evaluation.PASS),
-        starter=reader.choice("LAUNCHER", Launcher, default=Launcher.TORCHRUN),
+        test_type=file.TEST_TYPE,
+        mode=file.MODE or CaseMode.PRETRAINING,
+        evaluation=file.TEST_EVALUATION or Evaluation.PASS,
+        starter=file.LAUNCHER or Launcher.TORCHRUN,
         variants=reader.variants(),
-        env=reader.env("ENV_VARS"),
-        metrics=reader.metrics(),
-        before_script=reader.script("BEFORE_SCRIPT"),
-        after_script=reader.script("AFTER_SCRIPT"),
-        expected_failure=reader.pattern("EXPECTED_FAILURE"),
-        gradient_tolerance=reader.tolerance("GRADIENT_TOLERANCE"),
-        env_lines=reader.lines("ENV_VARS"),
+        env=reader.texts("ENV_VARS"),
+        metrics=() if file.METRICS is None and "METRICS" in document.value else file.METRICS,
+        before_script=file.BEFORE_SCRIPT,
+        after_script=file.AFTER_SCRIPT,
+        expected_failure=file.EXPECTED_FAILURE,
+        gradient_tolerance=file.GRADIENT_TOLERANCE,
+        env_lines={name: document.line_of(("ENV_VARS", name)) for name in file.ENV_VARS or ()},
     )
 
 
 class _CaseReader:
-    """Takes typed values out of a document; errors name the file and the line."""
+    """Takes values out of a document as they are written; errors name the file and the line."""
 
     def __init__(self, document: YamlDocument) -> None:
         self._document = document
-        for finding in (*unknown_keys(document), *wrong_types(document)):
-            raise CaseError(f"{finding.file}:{finding.line}", finding.message)
-
-    def choice(self, key: str, choices: type[_Choice], *, default: _Choice | None) -> _Choice:
-        value = self._document.value.get(key)
-        if value is None and default is not None:
-            return default
-        for choice in choices:
-            if choice.value == value:
-                return choice
-        words = ", ".join(sorted(choice.value for choice in choices))
-        found = "is missing" if value is None else f"is {value!r}"
-        hint = nearest(str(value), [choice.value for choice in choices]) if value else ""
-        raise self._error([key], f"{key} {found}, expected one of {words}{hint}")
-
-    def check_phases(self) -> None:
-        """Refuse words and keys that would silently take a check away."""
-        for finding in phase_problems(self._document):
-            raise CaseError(f"{finding.file}:{finding.line}", finding.message)
 
     def variants(self) -> tuple[Variant, ...]:
         keys = [key for key in self._document.value if MODEL_ARGS(key)]
@@ -465,84 +412,49 @@ class _CaseReader:
             for key in (keys if "MODEL_ARGS" in keys else ["MODEL_ARGS", *keys])
         )
 
-    def env(self, key: str) -> dict[str, str]:
-        return self._texts([key], self._mapping(key))
-
-    def lines(self, key: str) -> dict[str, int]:
-        return {name: self._document.line_of([key, name]) for name in self._mapping(key)}
-
     def _variant_env(self, key: str) -> dict[str, str]:
-        own = self._mapping("MODEL_ENV_VARS").get(key) or {}
-        path: list[str | int] = ["MODEL_ENV_VARS", key]
-        if not isinstance(own, dict):
-            raise self._error(path, f"MODEL_ENV_VARS.{key} is {own!r}, expected a mapping")
-        found = self._texts(path, own)
+        found = self.texts("MODEL_ENV_VARS", key)
         num_ranks = found.get("GPUS_PER_NODE", "1")
         if not num_ranks.isdecimal() or not int(num_ranks):
-            raise self._error(
-                [*path, "GPUS_PER_NODE"],
+            raise CaseError(
+                self._document.where(("MODEL_ENV_VARS", key, "GPUS_PER_NODE")),
                 f"GPUS_PER_NODE is {num_ranks!r}, expected a number of ranks from 1 on",
             )
         return found
 
-    def _texts(self, path: list[str | int], values: Mapping[str, JsonValue]) -> dict[str, str]:
+    def texts(self, *path: str) -> dict[str, str]:
+        """Return a mapping of variables as strings."""
         found = {}
-        for name, value in values.items():
-            text = self._document.text_of([*path, name])
+        for name, value in self._mapping(*path).items():
+            text = self._document.text_of((*path, name))
             if isinstance(value, dict | list) or text is None:
-                where = ".".join(str(step) for step in [*path, name])
-                raise self._error([*path, name], f"{where} is a container, expected one value")
+                where = ".".join((*path, name))
+                problem = f"{where} is a container, expected one value"
+                raise CaseError(self._document.where((*path, name)), problem)
             found[name] = "" if value is None else text
         return found
 
-    def metrics(self) -> tuple[str, ...] | None:
-        value = self._document.value.get("METRICS")
-        if value is None:
-            return () if "METRICS" in self._document.value else None
-        assert isinstance(value, list)
-        return tuple(str(name) for name in value)
-
-    def script(self, key: str) -> str | None:
-        value = self._document.value.get(key)
-        assert value is None or isinstance(value, str)
-        return value
-
-    def pattern(self, key: str) -> str | None:
-        value = self.script(key)
-        try:
-            re.compile(value or "")
-        except re.error as error:
-            raise self._error(
-                [key], f"{key} is {value!r}, no regular expression: {error}"
-            ) from None
-        return value
-
-    def tolerance(self, key: str) -> float | None:
-        value = self._document.value.get(key)
-        assert value is None or isinstance(value, int | float)
-        return None if value is None else float(value)
-
     def _argument(self, key: str, name: str) -> Argument:
         value = self._mapping(key)[name]
-        line = self._document.line_of([key, name])
+        line = self._document.line_of((key, name))
+        where = f"{self._document.file}:{line}"
         if isinstance(value, dict):
-            raise self._error([key, name], f"{name} is a mapping, expected one value or a list")
+            raise CaseError(where, f"{name} is a mapping, expected one value or a list")
         if isinstance(value, list):
-            words = [self._document.text_of([key, name, i]) for i in range(len(value))]
+            words = [self._document.text_of((key, name, i)) for i in range(len(value))]
             if None in words:
-                raise self._error([key, name], f"{name} holds a container, expected plain values")
+                raise CaseError(where, f"{name} holds a container, expected plain values")
             return Argument(name=name, text=None, words=tuple(w or "" for w in words), line=line)
         return Argument(
             name=name,
-            text=None if value is None else self._document.text_of([key, name]),
+            text=None if value is None else self._document.text_of((key, name)),
             is_text=isinstance(value, str),
             line=line,
         )
 
-    def _mapping(self, key: str) -> dict[str, JsonValue]:
-        value = self._document.value.get(key)
-        assert value is None or isinstance(value, dict)
-        return value or {}
-
-    def _error(self, path: list[str | int], problem: str) -> CaseError:
-        return CaseError(self._document.where(path), problem)
+    def _mapping(self, *path: str) -> dict[str, JsonValue]:
+        """Return a mapping that the schema knows to be one, if it is there."""
+        value: JsonValue = self._document.value
+        for key in path:
+            value = value.get(key) if isinstance(value, dict) else None
+        return value if isinstance(value, dict) else {}

@@ -15,7 +15,7 @@ from enum import Enum
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.yaml import YamlDocument, YamlPath
-from pytest_megatron.recipe.findings import RecipeFinding
+from pytest_megatron.recipe.findings import Finding, finding_at
 from pytest_megatron.recipe.model import Row, RowError, fill_in, item_name
 from pytest_megatron.recipe.vocabulary import (
     CADENCES,
@@ -37,7 +37,7 @@ class Expansion:
     """What a file gives: rows in file order, and what is wrong with it."""
 
     rows: tuple[Row, ...]
-    findings: tuple[RecipeFinding, ...]
+    findings: tuple[Finding, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ def expand_compat(document: YamlDocument) -> Expansion:
     parser raise is a finding here, and all of them are collected.
     """
     rows: list[Row] = []
-    findings: list[RecipeFinding] = []
+    findings: list[Finding] = []
     if document.value.get("type") == "build":
         return Expansion(rows=(), findings=())
     spec = document.value.get("spec")
@@ -74,7 +74,9 @@ def expand_compat(document: YamlDocument) -> Expansion:
     if not isinstance(spec, dict) or not isinstance(entries, list):
         key = "products" if isinstance(spec, dict) else "spec"
         found = document.value.get(key)
-        finding = row_finding(document, (key,), f"{key}: found {found!r}, expected it filled in")
+        finding = finding_at(
+            document, (key,), "row", f"{key}: found {found!r}, expected it filled in"
+        )
         return Expansion(rows=(), findings=(finding,))
     for index, entry in enumerate(entries):
         try:
@@ -82,9 +84,9 @@ def expand_compat(document: YamlDocument) -> Expansion:
                 try:
                     rows += expand_product(product)
                 except RowError as problem:
-                    findings.append(row_finding(document, path, str(problem)))
+                    findings.append(finding_at(document, path, "row", str(problem)))
         except RowError as problem:  # the entry's own
-            findings.append(row_finding(document, ("products", index), str(problem)))
+            findings.append(finding_at(document, ("products", index), "row", str(problem)))
     return Expansion(rows=tuple(rows), findings=tuple(findings))
 
 
@@ -175,13 +177,6 @@ def check_cadence(value: JsonValue) -> list[str] | None:
         if word not in CADENCES:
             raise RowError(f"cadence: unknown word {word!r}, {expected}")
     return [str(word) for word in value]
-
-
-def row_finding(document: YamlDocument, path: YamlPath, message: str) -> RecipeFinding:
-    """Return the finding for a row that cannot be built."""
-    return RecipeFinding(
-        file=document.file, line=document.line_of(path), rule="row", message=message
-    )
 
 
 def _elements(key: str, axis: JsonValue) -> list[JsonValue]:

@@ -9,14 +9,16 @@ from pathlib import Path
 
 from typing_extensions import override
 
+from pytest_megatron.base.yaml import YamlDocument, YamlPath
 from pytest_megatron.errors import RecipeError
 
 
-class RecipeSeverity(Enum):
-    """Whether a finding stops a recipe from being used."""
+class Severity(Enum):
+    """Whether a finding is in the way of a run; a note never is."""
 
     ERROR = "error"
     WARNING = "warning"
+    NOTE = "note"
 
 
 # Rule id -> what it says; the reference documentation has the same table, a test compares them.
@@ -73,7 +75,7 @@ CHECKED = ("connections-", "layout-", "memory-")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecipeFinding:
+class Finding:
     """One thing that is wrong.
 
     Attributes:
@@ -86,7 +88,7 @@ class RecipeFinding:
     line: int | None
     rule: str
     message: str
-    severity: RecipeSeverity = RecipeSeverity.ERROR
+    severity: Severity = Severity.ERROR
 
     def __post_init__(self) -> None:
         is_known = self.rule in RULES or self.rule in GOLDEN_RULES
@@ -100,21 +102,33 @@ class RecipeFinding:
     @property
     def is_error(self) -> bool:
         """Whether the recipe cannot be used as it is."""
-        return self.severity is RecipeSeverity.ERROR
+        return self.severity is Severity.ERROR
 
     @override
     def __str__(self) -> str:
         return f"{self.where}: {self.message}"
 
 
-def errors_of(findings: Sequence[RecipeFinding]) -> tuple[RecipeFinding, ...]:
+def finding_at(
+    document: YamlDocument,
+    path: YamlPath,
+    rule: str,
+    message: str,
+    severity: Severity = Severity.ERROR,
+) -> Finding:
+    """Return what is wrong at a place of a document."""
+    line = document.line_of(path)
+    return Finding(file=document.file, line=line, rule=rule, message=message, severity=severity)
+
+
+def errors_of(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     """Return the findings that are errors."""
     return tuple(finding for finding in findings if finding.is_error)
 
 
-def in_order(findings: Iterable[RecipeFinding]) -> tuple[RecipeFinding, ...]:
+def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Return findings by file, line and severity, each once."""
-    order = {severity: index for index, severity in enumerate(RecipeSeverity)}
+    order = {severity: index for index, severity in enumerate(Severity)}
     return tuple(
         sorted(
             dict.fromkeys(findings),
@@ -123,7 +137,7 @@ def in_order(findings: Iterable[RecipeFinding]) -> tuple[RecipeFinding, ...]:
     )
 
 
-def as_error(findings: Sequence[RecipeFinding]) -> RecipeError:
+def as_error(findings: Sequence[Finding]) -> RecipeError:
     """Return one error for the first of several findings; it says how many there are.
 
     Args:

@@ -11,7 +11,7 @@ from pathlib import Path
 from pytest_megatron.base.yaml import YamlDocument, YamlError, read_document
 from pytest_megatron.recipe.case import check_case, compares_metrics, starts_frozen
 from pytest_megatron.recipe.expand import Profile
-from pytest_megatron.recipe.findings import RecipeFinding, RecipeSeverity, in_order
+from pytest_megatron.recipe.findings import Finding, Severity, in_order
 from pytest_megatron.recipe.load import BUILT_IN_WORDS, find_recipes, read_recipe
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.recipe.paths import (
@@ -24,7 +24,7 @@ from pytest_megatron.recipe.paths import (
 )
 from pytest_megatron.recipe.vocabulary import Vocabulary
 
-RowCheck = Callable[[Iterable[Workload], Path], Iterable[RecipeFinding]]
+RowCheck = Callable[[Iterable[Workload], Path], Iterable[Finding]]
 
 
 def lint(
@@ -34,7 +34,7 @@ def lint(
     vocabulary: Vocabulary = BUILT_IN_WORDS,
     other_names: Mapping[str, str] = NO_OTHER_NAMES,
     row_checks: Sequence[RowCheck] = (),
-) -> tuple[RecipeFinding, ...]:
+) -> tuple[Finding, ...]:
     """Return everything that is wrong in the recipes among and below `paths`.
 
     Goldens that no row reaches are looked for only if `paths` holds a directory: a single file
@@ -50,7 +50,7 @@ def lint(
     Raises:
         RecipeError: A path does not exist.
     """
-    findings: list[RecipeFinding] = []
+    findings: list[Finding] = []
     workloads: list[Workload] = []
     for file in find_recipes(paths):
         loaded = read_recipe(file, Profile.STRICT, vocabulary)
@@ -66,7 +66,7 @@ def lint(
 
 def _check_rows(
     workloads: Iterable[Workload], root: Path, other_names: Mapping[str, str]
-) -> Iterator[RecipeFinding]:
+) -> Iterator[Finding]:
     """Yield what is wrong around the rows: programs, cases, goldens."""
     cases: dict[Path, YamlDocument | None] = {}
     for workload in workloads:
@@ -83,12 +83,12 @@ def _check_rows(
             yield from _check_checkpoint(workload, root)
 
 
-def _read_case(path: Path) -> tuple[YamlDocument | None, tuple[RecipeFinding, ...]]:
+def _read_case(path: Path) -> tuple[YamlDocument | None, tuple[Finding, ...]]:
     """Return a case, None if it cannot be read, and what is wrong in it."""
     try:
         document = read_document(path)
     except YamlError as problem:
-        finding = RecipeFinding(
+        finding = Finding(
             file=path, line=problem.line, rule="case-unreadable", message=problem.problem
         )
         return None, (finding,)
@@ -97,7 +97,7 @@ def _read_case(path: Path) -> tuple[YamlDocument | None, tuple[RecipeFinding, ..
 
 def _check_program(
     workload: Workload, path: Path, root: Path, case: YamlDocument | None
-) -> Iterator[RecipeFinding]:
+) -> Iterator[Finding]:
     """Yield what a row without a script lacks; a BEFORE_SCRIPT may make the program."""
     program = workload.training_script_path
     is_made = case is not None and case.value.get("BEFORE_SCRIPT") is not None
@@ -113,7 +113,7 @@ def _check_program(
             "missing-program",
             f"{workload.test_case!r} trains with {program}, which is not there; write it, or "
             f"change training_script_path, which counts from the project's root",
-            RecipeSeverity.ERROR if workload.disabled_reason is None else RecipeSeverity.WARNING,
+            Severity.ERROR if workload.disabled_reason is None else Severity.WARNING,
         )
     if not path.is_file():
         yield _row_finding(
@@ -123,7 +123,7 @@ def _check_program(
 
 def check_golden(
     workload: Workload, root: Path, other_names: Mapping[str, str]
-) -> Iterator[RecipeFinding]:
+) -> Iterator[Finding]:
     """Yield the golden that a row compares with and that is not there."""
     if workload.script is not None and "GOLDEN_VALUES_PATH" not in workload.script:
         return  # a script of its own judges the run
@@ -134,11 +134,11 @@ def check_golden(
             "missing-golden",
             f"{workload.test_case!r} has no golden in {workload.environment} on "
             f"{workload.platform}, expected {places[0]}; run it with --golden record",
-            RecipeSeverity.ERROR if workload.disabled_reason is None else RecipeSeverity.WARNING,
+            Severity.ERROR if workload.disabled_reason is None else Severity.WARNING,
         )
 
 
-def _check_checkpoint(workload: Workload, root: Path) -> Iterator[RecipeFinding]:
+def _check_checkpoint(workload: Workload, root: Path) -> Iterator[Finding]:
     """Yield the frozen checkpoint that a row does not name, or that the project lacks.
 
     An absolute path may be one of the machines that train.
@@ -157,25 +157,25 @@ def _check_checkpoint(workload: Workload, root: Path) -> Iterator[RecipeFinding]
 
 
 def _row_finding(
-    workload: Workload, rule: str, message: str, severity: RecipeSeverity = RecipeSeverity.ERROR
-) -> RecipeFinding:
-    return RecipeFinding(
+    workload: Workload, rule: str, message: str, severity: Severity = Severity.ERROR
+) -> Finding:
+    return Finding(
         file=workload.file, line=workload.line, rule=rule, message=message, severity=severity
     )
 
 
 def _unreachable_goldens(
     workloads: Iterable[Workload], root: Path, other_names: Mapping[str, str]
-) -> Iterator[RecipeFinding]:
+) -> Iterator[Finding]:
     """Yield the golden files that no row reads."""
     reached = {path for row in workloads for path in golden_paths(root, row, other_names)}
     for directory in (root / GOLDENS, root / CASES):
         for path in sorted(directory.rglob("golden_values*.json")):
             if path not in reached:
-                yield RecipeFinding(
+                yield Finding(
                     file=path,
                     line=None,
                     rule="unreachable-golden",
                     message="no row of the recipes reads this golden; remove it or add a row",
-                    severity=RecipeSeverity.WARNING,
+                    severity=Severity.WARNING,
                 )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pytest_megatron.base.project import GOLDEN_PLATFORMS_KEY, load_config
+from pytest_megatron.base.text import one_of
 from pytest_megatron.base.yaml import YamlDocument, YamlError, read_document
 from pytest_megatron.errors import ConfigError, RecipeError
 from pytest_megatron.recipe.expand import (
@@ -17,13 +17,10 @@ from pytest_megatron.recipe.expand import (
     expand_compat,
     variants_of,
 )
-from pytest_megatron.recipe.findings import RecipeFinding, RecipeSeverity, as_error, errors_of
+from pytest_megatron.recipe.findings import Finding, as_error, errors_of
 from pytest_megatron.recipe.model import Row, Workload, parse_row
 from pytest_megatron.recipe.strict import expand_strict
-from pytest_megatron.recipe.vocabulary import Vocabulary, nearest
-
-if TYPE_CHECKING:
-    from pytest_megatron.recipe.schema import SchemaProblem
+from pytest_megatron.recipe.vocabulary import Vocabulary
 
 BUILT_IN_WORDS = Vocabulary()
 
@@ -38,10 +35,10 @@ class Loaded:
     """
 
     workloads: tuple[Workload, ...]
-    findings: tuple[RecipeFinding, ...]
+    findings: tuple[Finding, ...]
 
     @property
-    def errors(self) -> tuple[RecipeFinding, ...]:
+    def errors(self) -> tuple[Finding, ...]:
         """The findings because of which the file should not be run as it is."""
         return errors_of(self.findings)
 
@@ -60,8 +57,7 @@ def project_words(root: Path) -> Vocabulary:
         if platform not in words.platforms:
             raise ConfigError(
                 f"{config.file}: [tool.pytest-megatron] {GOLDEN_PLATFORMS_KEY}",
-                f"{name!r} is {platform!r}, expected one of {', '.join(sorted(words.platforms))}"
-                + nearest(platform, words.platforms),
+                f"{name!r} is {platform!r}, expected {one_of(platform, words.platforms)}",
             )
     return words
 
@@ -121,7 +117,7 @@ def load_document(
             workloads.append(parse_row(row, file=document.file, variant=variant))
         except RecipeError as error:
             findings.append(
-                RecipeFinding(file=document.file, line=row.line, rule="row", message=error.problem)
+                Finding(file=document.file, line=row.line, rule="row", message=error.problem)
             )
     findings = sorted(dict.fromkeys(findings), key=lambda finding: finding.line or 0)
     return Loaded(workloads=tuple(workloads), findings=tuple(findings))
@@ -133,40 +129,28 @@ def expand(
     """Expand a document by a profile, with the findings of everything up to its rows."""
     if profile is Profile.COMPAT:
         return expand_compat(document)
-    from pytest_megatron.recipe import schema  # noqa: PLC0415  pydantic is slow to import
+    from pytest_megatron.recipe import schema  # noqa: PLC0415  a strict reading alone needs it
 
     problems = schema.check(document.value)
     expansion = expand_strict(document, vocabulary, [problem.path for problem in problems])
     findings = [
         *_duplicate_keys(document),
-        *(_schema_finding(document, problem) for problem in problems),
-        *(
-            replace(_schema_finding(document, problem), severity=RecipeSeverity.WARNING)
-            for problem in schema.similar_keys(document.value)
-        ),
+        *(schema.finding_of(document, problem) for problem in problems),
+        *schema.similar_keys(document),
         *expansion.findings,
         *(_duplicate_row(document, a, b) for a, b in duplicates_of(expansion.rows)),
     ]
     return Expansion(rows=expansion.rows, findings=tuple(findings))
 
 
-def unreadable(path: Path, problem: YamlError) -> RecipeFinding:
+def unreadable(path: Path, problem: YamlError) -> Finding:
     """Return the finding for a file that is no YAML mapping."""
-    return RecipeFinding(file=path, line=problem.line, rule="unreadable", message=problem.problem)
+    return Finding(file=path, line=problem.line, rule="unreadable", message=problem.problem)
 
 
-def _schema_finding(document: YamlDocument, problem: SchemaProblem) -> RecipeFinding:
-    return RecipeFinding(
-        file=document.file,
-        line=document.line_of(problem.path),
-        rule=problem.rule,
-        message=problem.message,
-    )
-
-
-def _duplicate_keys(document: YamlDocument) -> Iterator[RecipeFinding]:
+def _duplicate_keys(document: YamlDocument) -> Iterator[Finding]:
     for twin in document.duplicates:
-        yield RecipeFinding(
+        yield Finding(
             file=document.file,
             line=twin.second_line,
             rule="duplicate-key",
@@ -175,9 +159,9 @@ def _duplicate_keys(document: YamlDocument) -> Iterator[RecipeFinding]:
         )
 
 
-def _duplicate_row(document: YamlDocument, first: Row, second: Row) -> RecipeFinding:
+def _duplicate_row(document: YamlDocument, first: Row, second: Row) -> Finding:
     spec = second.spec
-    return RecipeFinding(
+    return Finding(
         file=document.file,
         line=second.line,
         rule="duplicate-row",

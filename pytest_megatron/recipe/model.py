@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.errors import RecipeError
 from pytest_megatron.recipe.quarantine import Quarantine, QuarantineError, parse_quarantine
 from pytest_megatron.recipe.vocabulary import disabled_reason
 
+_T = TypeVar("_T")
 MAX_SHOWN = 60  # characters of a template in a message
 DEFAULT_NAME = "{test_case}_{environment}_{platforms}"
 
@@ -159,32 +161,23 @@ def parse_row(row: Row, *, file: Path, variant: tuple[str, ...]) -> Workload:
         scope=reader.required_text("scope"),
         cadence=tuple(str(word) for word in cadence) if isinstance(cadence, list) else (),
         tag=reader.text("tag"),
-        nodes=reader.number("nodes", 1) or 1,
-        gpus=reader.number("gpus", 0) or 0,
-        n_repeat=reader.number("n_repeat", None),
-        time_limit_s=reader.number("time_limit", None),
-        max_windows=reader.number("max_windows", None),
+        nodes=reader.number("nodes") or 1,
+        gpus=reader.number("gpus") or 0,
+        n_repeat=reader.number("n_repeat"),
+        time_limit_s=reader.number("time_limit"),
+        max_windows=reader.number("max_windows"),
         script=reader.text("script"),
         training_script_path=reader.text("training_script_path"),
         data_path=reader.text("data_path"),
         data_cache_path=reader.text("data_cache_path"),
         checkpoint_load_path=reader.text("checkpoint_load_path"),
-        name=_name(reader),
+        name=reader.name(),
         variant=variant,
         max_attempts=reader.positive("max_attempts"),
         transient=reader.words("transient"),
         never_transient=reader.words("never_transient"),
         quarantine=reader.quarantine(),
     )
-
-
-def _name(reader: _SpecReader) -> str:
-    """Return the row's name, filled in."""
-    template = reader.text("name") or DEFAULT_NAME
-    try:
-        return fill_in(template, reader.spec)
-    except RowError as problem:
-        raise RecipeError(reader.where, f"name: {problem}") from problem
 
 
 class _SpecReader:
@@ -196,47 +189,42 @@ class _SpecReader:
         self.where = where
         self.spec = spec
 
+    def _value(self, key: str, kind: type[_T], expected: str) -> _T | None:
+        """Return a value of one type; None where the key is missing or null."""
+        value = self.spec.get(key)
+        if value is None or (isinstance(value, kind) and not isinstance(value, bool)):
+            return value
+        raise RecipeError(self.where, f"{key}: found {value!r}, expected {expected}")
+
     def text(self, key: str) -> str | None:
         """Return a string or None."""
-        value = self.spec.get(key)
-        if value is not None and not isinstance(value, str):
-            raise RecipeError(self.where, f"{key}: found {value!r}, expected a string")
-        return value
+        return self._value(key, str, "a string")
 
     def required_text(self, key: str) -> str:
         """Return a string that must be there."""
         value = self.text(key)
         if not value:
-            raise RecipeError(
-                self.where,
-                f"{key}: the row has none, expected a string; add it to the product or to spec",
-            )
+            problem = "the row has none, expected a string; add it to the product or to spec"
+            raise RecipeError(self.where, f"{key}: {problem}")
         return value
 
-    def number(self, key: str, default: int | None) -> int | None:
-        """Return an integer, `default` where the key is missing or null."""
-        value = self.spec.get(key, default)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise RecipeError(self.where, f"{key}: found {value!r}, expected an integer")
-        return value
+    def number(self, key: str) -> int | None:
+        """Return an integer or None."""
+        return self._value(key, int, "an integer")
 
     def positive(self, key: str) -> int | None:
-        """Return an integer from 1 on, None where the key is missing or null."""
-        value = self.number(key, None)
+        """Return an integer from 1 on, or None."""
+        value = self.number(key)
         if value is not None and value < 1:
             raise RecipeError(self.where, f"{key}: found {value!r}, expected an integer from 1 on")
         return value
 
     def words(self, key: str) -> tuple[str, ...]:
         """Return a list of words; none where the key is missing or null."""
-        value = self.spec.get(key)
-        if value is None:
-            return ()
-        if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
+        value = self._value(key, list, "a list of ids") or []
+        if not all(isinstance(word, str) for word in value):
             raise RecipeError(self.where, f"{key}: found {value!r}, expected a list of ids")
-        return tuple(str(word) for word in value)
+        return tuple(map(str, value))
 
     def quarantine(self) -> Quarantine | None:
         """Return why the row may fail, None where it may not."""
@@ -247,3 +235,10 @@ class _SpecReader:
             return parse_quarantine(value)
         except QuarantineError as problem:
             raise RecipeError(self.where, f"quarantine: {problem}") from problem
+
+    def name(self) -> str:
+        """Return the row's name, filled in."""
+        try:
+            return fill_in(self.text("name") or DEFAULT_NAME, self.spec)
+        except RowError as problem:
+            raise RecipeError(self.where, f"name: {problem}") from problem

@@ -11,9 +11,10 @@ import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
+from pytest_megatron.base.text import one_of
 from pytest_megatron.errors import EmptySelectionError, SelectionError
 from pytest_megatron.recipe.model import Workload
-from pytest_megatron.recipe.vocabulary import SCOPE_ALIASES, Vocabulary, enabled_scope, nearest
+from pytest_megatron.recipe.vocabulary import SCOPE_ALIASES, Vocabulary, enabled_scope
 
 MAX_CHOICES = 12  # listed in one message
 MAX_ROWS = 3
@@ -97,8 +98,7 @@ def _check_words(
         if not choices:
             problem = f"unknown {what} {word!r}, no workload has a {what}; drop the option"
         elif len(choices) <= MAX_CHOICES or vocabulary.known(_RECIPE_KEYS.get(name, name)):
-            problem = f"unknown {what} {word!r}, expected one of {', '.join(sorted(choices))}"
-            problem += nearest(word, choices)
+            problem = f"unknown {what} {word!r}, expected {one_of(word, choices)}"
         else:
             close = difflib.get_close_matches(word, sorted(choices), MAX_ROWS, 0.5)
             problem = f"unknown {what} {word!r}, expected one of {len(choices)}"

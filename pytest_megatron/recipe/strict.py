@@ -1,7 +1,6 @@
 """The strict reading of a recipe: nothing is dropped or mangled without a finding. Pure.
 
-What the schema forbids is found by `schema.py` and handed in, so that this module and everything
-that imports it stays free of pydantic.
+What the schema forbids is found by `schema.py` and handed in.
 """
 
 from __future__ import annotations
@@ -9,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.text import one_of
 from pytest_megatron.base.yaml import YamlDocument, YamlPath
-from pytest_megatron.recipe.expand import ExpandedProduct, Expansion, expand_product, row_finding
-from pytest_megatron.recipe.findings import RecipeFinding, RecipeSeverity
+from pytest_megatron.recipe.expand import ExpandedProduct, Expansion, expand_product
+from pytest_megatron.recipe.findings import Finding, Severity, finding_at
 from pytest_megatron.recipe.model import Row, RowError
-from pytest_megatron.recipe.vocabulary import CADENCES, Vocabulary, nearest
+from pytest_megatron.recipe.vocabulary import CADENCES, Vocabulary
 
 _WORD_KEYS = ("scope", "platforms", "environment", "cadence")
 
@@ -54,8 +54,8 @@ def expand_strict(
                 _check_axes(product)
                 rows += expand_product(product)
             except RowError as problem:
-                findings.append(row_finding(document, inner, str(problem)))
-    return Expansion(rows=tuple(rows), findings=tuple(_once(findings)))
+                findings.append(finding_at(document, inner, "row", str(problem)))
+    return Expansion(rows=tuple(rows), findings=tuple(dict.fromkeys(findings)))
 
 
 def _products_of(
@@ -102,25 +102,21 @@ def _check_axes(product: ExpandedProduct) -> None:
 
 def _entry_findings(
     document: YamlDocument, vocabulary: Vocabulary, entry: Mapping[str, JsonValue], path: YamlPath
-) -> Iterator[RecipeFinding]:
+) -> Iterator[Finding]:
     """Yield what is wrong beside the inner products of an entry."""
     yield from _unknown_words(document, vocabulary, entry, path)
     cases = entry.get("test_case")
     if isinstance(cases, list) and len(cases) > 1:
         dropped = ", ".join(str(case) for case in cases[1:])
-        yield RecipeFinding(
-            file=document.file,
-            line=document.line_of((*path, "test_case")),
-            rule="one-test-case",
-            message=f"test_case: Megatron-LM runs only {cases[0]!r} and drops {dropped}; "
-            "give each an entry of its own",
-            severity=RecipeSeverity.WARNING,
-        )
+        message = f"test_case: Megatron-LM runs only {cases[0]!r} and drops {dropped}; "
+        message += "give each an entry of its own"
+        place = (*path, "test_case")
+        yield finding_at(document, place, "one-test-case", message, Severity.WARNING)
 
 
 def _unknown_words(
     document: YamlDocument, vocabulary: Vocabulary, mapping: Mapping[str, JsonValue], path: YamlPath
-) -> Iterator[RecipeFinding]:
+) -> Iterator[Finding]:
     """Yield every word of a mapping that the vocabulary lacks."""
     for key in _WORD_KEYS:
         value = mapping.get(key)
@@ -128,17 +124,7 @@ def _unknown_words(
         for index, word in words:
             if not isinstance(word, str) or vocabulary.knows(key, word):
                 continue
-            known = sorted(vocabulary.known(key) or ())
+            known = vocabulary.known(key) or ()
             place = (*path, key) if index is None else (*path, key, index)
-            yield RecipeFinding(
-                file=document.file,
-                line=document.line_of(place),
-                rule="unknown-word",
-                message=f"{key}: unknown word {word!r}, expected one of {', '.join(known)}"
-                + nearest(word, known),
-            )
-
-
-def _once(findings: Sequence[RecipeFinding]) -> list[RecipeFinding]:
-    """Drop repeated findings: a product is expanded once for each test case."""
-    return list(dict.fromkeys(findings))
+            message = f"{key}: unknown word {word!r}, expected {one_of(word, known)}"
+            yield finding_at(document, place, "unknown-word", message)

@@ -5,7 +5,6 @@ A project adds its own words (`Vocabulary.extended`); nothing here reads a file.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -87,9 +86,3 @@ def disabled_reason(scope: str) -> str | None:
     if scope in DISABLED_SCOPES or scope.endswith(DISABLED_SUFFIXES):
         return f"scope {scope!r} disables the row"
     return None
-
-
-def nearest(word: str, choices: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?` for the choice that looks most like `word`, or nothing."""
-    close = difflib.get_close_matches(word, sorted(choices), 1)
-    return f"; did you mean {close[0]!r}?" if close else ""

@@ -156,7 +156,7 @@ def _doubles(candidates: Sequence[Candidate]) -> list[tuple[str, Refusal]]:
         other = first.setdefault(candidate.target, candidate)
         if other is not candidate:
             text = f"{candidate.target} is offered by {other.directory} too; give one of the runs"
-            found.append((candidate.node_id, Refusal(rule=GateRule.DUPLICATE, text=text)))
+            found.append((candidate.node_id, Refusal(GateRule.DUPLICATE, text)))
     return found
 
 

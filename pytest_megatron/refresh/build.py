@@ -24,7 +24,7 @@ from pytest_megatron.recipe.paths import case_path, fingerprint
 from pytest_megatron.refresh.candidate import Candidate
 from pytest_megatron.refresh.read import CANDIDATE
 from pytest_megatron.runs.environment import SessionFacts, utc_now
-from pytest_megatron.verdict.job import Training, WorkloadJob, plan_job
+from pytest_megatron.verdict.job import CheckedJob, Training, WorkloadJob
 
 _SIZES = {
     "tp": "--tensor-model-parallel-size",
@@ -59,29 +59,30 @@ def make_candidate(
         path=str(path),
         metrics=metrics if generation is None else {},
         generation=generation,
-        provenance=_with_run(provenance, training, arguments=arguments, policy=policy),
+        provenance=replace(provenance, command=("pytest", *arguments), policy=policy),
     )
     write_text_atomically(path, golden_text(golden, project_form(training.job.setting.root)))
     return path
 
 
 def make_prospect(
-    job: WorkloadJob, target: PurePosixPath, facts: SessionFacts, *, is_here: bool = True
+    checked: CheckedJob, target: PurePosixPath, facts: SessionFacts, *, is_here: bool = True
 ) -> Candidate:
     """Return what is known of a candidate before its training: all but the values.
 
     Args:
-        job: What is to be trained.
+        checked: What is to be trained.
         target: The golden that it may become.
         facts: Of this machine.
         is_here: Whether it will be trained on this machine, so that its GPUs are known.
     """
+    job = checked.job
     provenance = Provenance(
         commit=facts.commit,
         is_dirty=facts.is_dirty,
         gpu=_gpu(job, facts) if is_here else None,
         config_hash=_config_hash(job),
-        world_size=plan_job(job).phases[0].world_size,
+        world_size=checked.plan.phases[0].world_size,
     )
     return Candidate(
         node_id=job.node_id,
@@ -102,16 +103,18 @@ def _gpu(job: WorkloadJob, facts: SessionFacts) -> str | None:
 def _provenance(
     training: Training, metrics: MetricMap, repeats: Sequence[MetricMap], facts: SessionFacts
 ) -> Provenance:
-    """Say what the values are of and how sure they are."""
-    job = training.job
+    """Return where the values come from and how far the repeats differ."""
+    job, first = training.job, training.clean[0]
     gpu = _gpu(job, facts)
-    is_generation = training.clean[0].generation is not None
-    spread = {} if is_generation else spread_of(repeats, metrics)
-    is_equal = (
-        all(repeat == metrics for repeat in repeats)
-        if is_generation
-        else all(spread[name] == 0.0 for name in job.metric_names or () if name in spread)
-    )
+    seed = None if job.case is None else job.case.argument("--seed")
+    if first.generation is None:
+        spread = spread_of(repeats, metrics)
+        compared = [name for name in job.metric_names or () if name in spread]
+        is_equal = all(spread[name] == 0.0 for name in compared)
+        directions = {name: direction_of(name) for name in metrics}
+    else:
+        spread, directions = {}, {}
+        is_equal = all(repeat == metrics for repeat in repeats)
     return Provenance(
         commit=facts.commit,
         is_dirty=facts.is_dirty,
@@ -125,24 +128,10 @@ def _provenance(
         repeats=len(repeats),
         deterministic=is_equal,
         spread=spread,
-        directions={n: direction_of(n) for n in metrics} if not is_generation else {},
-    )
-
-
-def _with_run(
-    provenance: Provenance, training: Training, *, arguments: Sequence[str], policy: str
-) -> Provenance:
-    """Add what was run, and as what."""
-    job = training.job
-    ends = training.clean[0].ends
-    seed = None if job.case is None else job.case.argument("--seed")
-    return replace(
-        provenance,
-        command=("pytest", *arguments),
+        directions=directions,
         config_hash=_config_hash(job),
-        world_size=ends[0].plan.world_size if ends else None,
+        world_size=first.ends[0].plan.world_size if first.ends else None,
         layout=None if job.case is None else _layout(job.case),
-        policy=policy,
         seed=int(seed) if seed is not None and seed.isdecimal() else None,
         run=_ci_page(os.environ) or job.dirs.root.parent.name,
     )

@@ -104,7 +104,7 @@ class GateRule(Enum):
     PLATFORM = "platform"
     GPU = "gpu"
     WORLD_SIZE = "world-size"
-    # Only with a reason.
+    # Only with a reason; `_SOFT` holds all from here on.
     LATE_START = "late-start"
     NOT_FALLING = "not-falling"
     IMPLAUSIBLE = "implausible"
@@ -120,33 +120,15 @@ class GateRule(Enum):
 
     @property
     def is_soft(self) -> bool:
-        """Whether a reason is enough."""
+        """True if a typed reason is enough."""
         return self in _SOFT
 
 
-_SOFT = frozenset(
-    (
-        *(
-            GateRule.LATE_START,
-            GateRule.NOT_FALLING,
-            GateRule.IMPLAUSIBLE,
-            GateRule.CONFIG,
-            GateRule.FEWER_STEPS,
-        ),
-        *(
-            GateRule.STEP_1,
-            GateRule.LOSS,
-            GateRule.BETTER,
-            GateRule.OUTSIDE,
-            GateRule.MEMORY,
-            GateRule.TIME,
-            GateRule.MASS,
-        ),
-    )
-)
+_RULES = list(GateRule)
+_SOFT = frozenset(_RULES[_RULES.index(GateRule.LATE_START) :])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Refusal:
     """Why one golden, or a set of them, is not written.
 

@@ -11,7 +11,8 @@ from enum import Enum
 
 from pytest_megatron.golden.build import series_in
 from pytest_megatron.golden.compare.api import compare
-from pytest_megatron.golden.compare.environment import RunEnvironment
+from pytest_megatron.golden.compare.environment import environment_of
+from pytest_megatron.golden.compare.inference import LOGPROB_ABSOLUTE
 from pytest_megatron.golden.compare.result import relative
 from pytest_megatron.golden.model import ROUTING, TEXT, MetricMap, Series, Value, is_finite, is_loss
 from pytest_megatron.golden.provenance import Golden, Provenance
@@ -248,8 +249,7 @@ def _outside(old: Golden | None, new: Golden | None) -> frozenset[str]:
         both = a.keys() | b.keys()
         return frozenset(n for n in both if _is_generated_otherwise(a.get(n), b.get(n)))
     names = old.metrics.keys() & new.metrics.keys()
-    after = new.provenance or Provenance()
-    there = RunEnvironment(host_class=after.host_class, image=after.image, versions=after.versions)
+    there = environment_of(new.provenance)
     found = compare(old, new.metrics, metrics=sorted(names), surroundings=there)
     return frozenset(c.metric for c in found if not c.passed) | (old.metrics.keys() - names)
 
@@ -258,16 +258,10 @@ def _is_generated_otherwise(old: Series | None, new: Series | None) -> bool:
     """Whether requests differ by more than the last digits of a probability."""
     if old is None or new is None or old.steps != new.steps:
         return True
-    for a, b in zip(old.values, new.values, strict=True):
-        if isinstance(a, str) or isinstance(b, str):
-            if a != b:
-                return True
-        elif not abs(a - b) <= _LOGPROB_ABSOLUTE:
-            return True
-    return False
-
-
-_LOGPROB_ABSOLUTE = 1e-3  # as policy_generation has it
+    return any(
+        a != b if isinstance(a, str) or isinstance(b, str) else not abs(a - b) <= LOGPROB_ABSOLUTE
+        for a, b in zip(old.values, new.values, strict=True)
+    )
 
 
 def _causes(old: Golden | None, new: Golden | None) -> tuple[str, ...]:

@@ -9,15 +9,15 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 from pytest_megatron.golden.build import series_in
 from pytest_megatron.golden.compare.api import compare
 from pytest_megatron.golden.compare.band import tail_length
-from pytest_megatron.golden.compare.environment import RunEnvironment
-from pytest_megatron.golden.compare.limits import CountLimits, Exact, LossLimits
+from pytest_megatron.golden.compare.environment import environment_of
+from pytest_megatron.golden.compare.limits import NORMS, CountLimits, Exact, LossLimits
 from pytest_megatron.golden.compare.series import Point, find_frozen, mean_signed, shared_points
 from pytest_megatron.golden.formats.metric_map import step_interval
 from pytest_megatron.golden.model import LOGPROBS, MetricMap, Series, is_finite, is_loss, series_of
@@ -40,7 +40,6 @@ _MEMORY_METRIC = "mem-max-allocated-bytes"
 _WARM_UP = 0.1
 # What has a loss in its name and is none, or need not fall.
 _IS_AUXILIARY = re.compile(r"aux|balanc|indexer|ppl|scale|z[-_]loss").search
-_NORMS = ("grad-norm", "params-norm")
 _SHORT = LossLimits()
 # A run is allowed single steps, and more where its golden is long; a new golden wants a reason.
 _BAND: Settings = {"outside_fraction": 0.0}
@@ -62,7 +61,7 @@ def soft_refusals(candidate: Candidate, old: Golden | None) -> Iterator[Refusal]
     accepted = set() if old is None else {odd[:2] for odd in _oddities(candidate, old)}
     for rule, metric, text in _oddities(candidate, new):
         if (rule, metric) not in accepted:
-            yield Refusal(rule=rule, text=f"{metric} {text}")
+            yield Refusal(rule, f"{metric} {text}")
     if old is None:
         return
     yield from changed_config(old, new)
@@ -119,14 +118,14 @@ def _range_of(name: str, *, is_guess: bool) -> tuple[float, float] | None:
     if name.partition(" of ")[0] in LOGPROBS:
         return -math.inf, 0.0
     is_amount = not isinstance(ComparisonPolicy.STRICT.limits(name), LossLimits)
-    return (0.0, math.inf) if is_amount or name in _NORMS else None
+    return (0.0, math.inf) if is_amount or name in NORMS else None
 
 
 def changed_config(old: Golden, new: Golden) -> Iterator[Refusal]:
     """Yield that the case or the row is not what the old golden was made of."""
     hashes = [(golden.provenance or Provenance()).config_hash for golden in (old, new)]
     if None not in hashes and hashes[0] != hashes[1]:
-        yield Refusal(rule=GateRule.CONFIG, text="the case asks for something else than before")
+        yield Refusal(GateRule.CONFIG, "the case asks for something else than before")
 
 
 def _of_generation(old: Golden, new: Golden) -> Iterator[Refusal]:
@@ -135,7 +134,7 @@ def _of_generation(old: Golden, new: Golden) -> Iterator[Refusal]:
         more = f" (and {len(outside) - 1} more)" if len(outside) > 1 else ""
         counts = f"{outside[0].num_changed} of {outside[0].num_old}"
         text = f"{outside[0].metric} changes at {counts} positions{more}"
-        yield Refusal(rule=GateRule.OUTSIDE, text=text)
+        yield Refusal(GateRule.OUTSIDE, text)
 
 
 def _of_metric(name: str, old: Golden, new: Golden) -> Iterator[Refusal]:
@@ -147,7 +146,7 @@ def _of_metric(name: str, old: Golden, new: Golden) -> Iterator[Refusal]:
     lost = {s for s, v in before.items() if is_finite(v)} - {point.step for point in points}
     if lost:
         text = f"{name} lacks {len(lost)} steps of the old golden, {min(lost)} to {max(lost)}"
-        yield Refusal(rule=GateRule.FEWER_STEPS, text=text)
+        yield Refusal(GateRule.FEWER_STEPS, text)
     if not points:
         return
     found = list(_of_loss(name, points, old)) if is_loss(name) else []
@@ -159,7 +158,7 @@ def _of_loss(name: str, points: list[Point], old: Golden) -> Iterator[Refusal]:
     off = (first.observed - first.golden) / (abs(first.golden) or 1.0)
     if first.step == 1 and abs(off) > STEP_1:
         text = f"{name} changes by {off:+.1e} at step 1: data, initialisation or forward pass"
-        yield Refusal(rule=GateRule.STEP_1, text=text)
+        yield Refusal(GateRule.STEP_1, text)
     limit = max(LOSS, SPREADS * _spread_of(old, name))
     tail = points[-tail_length(len(points)) :]
     means = ((mean_signed(points), ""), (mean_signed(tail), f" of the last {len(tail)} steps"))
@@ -167,14 +166,14 @@ def _of_loss(name: str, points: list[Point], old: Golden) -> Iterator[Refusal]:
         for mean, where in means:
             if sign * mean > limit:
                 text = f"{name} gets {word} by {abs(mean):.1e} in the mean{where}"
-                yield Refusal(rule=rule, text=f"{text}, {limit:.1e} needs no reason")
+                yield Refusal(rule, f"{text}, {limit:.1e} needs no reason")
                 return
     moved = math.fsum(abs(p.signed) for p in points) / (
         math.fsum(abs(p.golden) for p in points) or 1.0
     )
     if moved > limit:
         text = f"{name} moves by {moved:.1e} in the mean of absolute differences"
-        yield Refusal(rule=GateRule.OUTSIDE, text=f"{text}, {limit:.1e} needs no reason")
+        yield Refusal(GateRule.OUTSIDE, f"{text}, {limit:.1e} needs no reason")
 
 
 def _outside(name: str, points: Sequence[Point], old: Golden, new: Golden) -> Iterator[Refusal]:
@@ -192,14 +191,12 @@ def _outside(name: str, points: Sequence[Point], old: Golden, new: Golden) -> It
         _cut(new.metrics, name, steps),
         metrics=[name],
         policy=replace(ComparisonPolicy.STRICT, metrics={name: band}),
-        surroundings=RunEnvironment(
-            host_class=after.host_class, image=after.image, versions=after.versions
-        ),
+        surroundings=environment_of(after),
     )
     failed = [layer.text for layer in comparison.layers if not layer.passed]
     if failed:
         text = f"{name} is outside the band of the old golden: {'; '.join(failed)}"
-        yield Refusal(rule=GateRule.OUTSIDE, text=text)
+        yield Refusal(GateRule.OUTSIDE, text)
 
 
 def _cut(metrics: MetricMap, name: str, steps: set[int]) -> MetricMap:
@@ -214,7 +211,7 @@ def _of_costs(old: Golden, new: Golden) -> Iterator[Refusal]:
         grown = max(peaks[1]) / max(peaks[0]) - 1 if max(peaks[0]) > 0 else math.inf
         if grown > MEMORY:
             text = f"{_MEMORY_METRIC} grows by {grown:.1%}, {MEMORY:.0%} needs no reason"
-            yield Refusal(rule=GateRule.MEMORY, text=text)
+            yield Refusal(GateRule.MEMORY, text)
     times = [_steady(_numbers(golden, _TIME_METRIC)) for golden in (old, new)]
     if all(times):
         medians = [statistics.median(one) for one in times]
@@ -224,7 +221,7 @@ def _of_costs(old: Golden, new: Golden) -> Iterator[Refusal]:
             text = (
                 f"{_TIME_METRIC} grows by {slower:.1%} in the median, {limit:.0%} needs no reason"
             )
-            yield Refusal(rule=GateRule.TIME, text=text)
+            yield Refusal(GateRule.TIME, text)
 
 
 def _numbers(golden: Golden, name: str) -> list[float]:
@@ -304,43 +301,39 @@ def refuse_mass(differences: Sequence[FileDifference]) -> Refusal | None:
                 f"{trends.count(trend)} of {len(trends)} losses that change get {trend.value}, "
                 f"which one cause explains, not many"
             )
-            return Refusal(rule=GateRule.MASS, text=text)
+            return Refusal(GateRule.MASS, text)
     return None
 
 
 def _of_training(candidate: Candidate) -> Iterator[Refusal]:
     """Look at how it ran."""
     if candidate.damage:
-        yield Refusal(rule=GateRule.DAMAGED, text=candidate.damage[0])
+        yield Refusal(GateRule.DAMAGED, candidate.damage[0])
         return
     if candidate.is_lightweight:
-        yield Refusal(rule=GateRule.LIGHTWEIGHT, text="a lightweight run measures nothing to keep")
+        yield Refusal(GateRule.LIGHTWEIGHT, "a lightweight run measures nothing to keep")
         return
     if candidate.is_expected_to_fail:
-        yield Refusal(rule=GateRule.EXPECTED_FAILURE, text="the case is expected to fail, and did")
+        yield Refusal(GateRule.EXPECTED_FAILURE, "the case is expected to fail, and did")
         return
     if candidate.is_quarantined:
-        yield Refusal(
-            rule=GateRule.QUARANTINE, text="its failure did not count, so nothing says it is right"
-        )
+        yield Refusal(GateRule.QUARANTINE, "its failure did not count, so nothing says it is right")
         return
     failed = [attempt for attempt in candidate.attempts if attempt.cause is not None]
     retried = [a for a in failed if any(_is_later(b, a) for b in candidate.attempts)]
     for attempt in failed[:1]:
         rule = GateRule.RETRY if attempt in retried else _rule_of(attempt)
         what = "needed another attempt, so it is no golden: " if attempt in retried else ""
-        yield Refusal(rule=rule, text=f"{what}{attempt.cause}")
+        yield Refusal(rule, f"{what}{attempt.cause}")
     if not failed and (bad := [code for a in candidate.attempts for code in a.exit_codes if code]):
         rule = GateRule.SIGNAL if bad[0] < 0 else GateRule.EXIT_CODE
-        yield Refusal(rule=rule, text=f"a phase ended with exit code {bad[0]}")
+        yield Refusal(rule, f"a phase ended with exit code {bad[0]}")
     faults = [fault for attempt in candidate.attempts for fault in attempt.faults]
     if faults:
-        yield Refusal(
-            rule=GateRule.HARDWARE, text=f"{faults[0]} meanwhile, so it is no golden; run it again"
-        )
+        yield Refusal(GateRule.HARDWARE, f"{faults[0]} meanwhile, so it is no golden; run it again")
     if not failed and (candidate.verdict == "broken" or candidate.golden is None):
         text = candidate.problem or "the run left no values for it"
-        yield Refusal(rule=GateRule.NOT_TRAINED, text=text.splitlines()[0])
+        yield Refusal(GateRule.NOT_TRAINED, text.splitlines()[0])
 
 
 def _is_later(one: Ran, other: Ran) -> bool:
@@ -367,8 +360,8 @@ def _of_values(candidate: Candidate, old: Golden | None) -> Iterator[Refusal]:
     num = len(candidate.repeats)
     if num < MIN_REPEATS:
         yield Refusal(
-            rule=GateRule.REPEATS,
-            text=f"measured {num} time(s), expected at least {MIN_REPEATS}, whose spread says how "
+            GateRule.REPEATS,
+            f"measured {num} time(s), expected at least {MIN_REPEATS}, whose spread says how "
             f"far to trust it; run it with --n-repeat {MIN_REPEATS} or more",
         )
     for number, repeat in enumerate(candidate.repeats, start=1):
@@ -377,14 +370,14 @@ def _of_values(candidate: Candidate, old: Golden | None) -> Iterator[Refusal]:
     yield from _unequal_steps(candidate.repeats)
     for attempt in candidate.attempts:
         for text in attempt.repeated_steps[:1]:
-            yield Refusal(rule=GateRule.DUPLICATE, text=f"repeat {attempt.repeat}, {text}")
+            yield Refusal(GateRule.DUPLICATE, f"repeat {attempt.repeat}, {text}")
     for line in candidate.disagreements[:1]:
-        yield Refusal(rule=GateRule.DISAGREES, text=line)
+        yield Refusal(GateRule.DISAGREES, line)
     if candidate.spread:
         more = f" (and {len(candidate.spread) - 1} more)" if len(candidate.spread) > 1 else ""
         yield Refusal(
-            rule=GateRule.SPREAD,
-            text="the repeats differ from one another, so there is no new golden: "
+            GateRule.SPREAD,
+            "the repeats differ from one another, so there is no new golden: "
             f"{candidate.spread[0]}{more}",
         )
     if old is not None:
@@ -402,20 +395,20 @@ def _of_repeat(candidate: Candidate, repeat: MetricMap, where: str) -> Iterator[
         bad = next(((s, v) for s, v in series.items() if not is_finite(v)), None)
         if bad is not None:
             text = f"{where}{name} is {bad[1]} at step {bad[0]}, expected a finite number"
-            yield Refusal(rule=GateRule.NOT_FINITE, text=text)
+            yield Refusal(GateRule.NOT_FINITE, text)
         if not is_loss(name) or not len(series):
             continue
-        interval = _interval(series.steps)
+        interval = min((b - a for a, b in pairwise(series.steps)), default=1)
         if candidate.last_step is not None and series.steps[-1] + interval <= candidate.last_step:
             text = (
                 f"{where}{name} ends at step {series.steps[-1]}, expected it to go on to "
                 f"{candidate.last_step}"
             )
-            yield Refusal(rule=GateRule.TRUNCATED, text=text)
+            yield Refusal(GateRule.TRUNCATED, text)
         hole = _hole(series.steps, interval)
         if hole is not None:
             text = f"{where}{name} has step {hole[0]} and then {hole[1]}, the others are {interval}"
-            yield Refusal(rule=GateRule.MISSING, text=f"{text} apart")
+            yield Refusal(GateRule.MISSING, f"{text} apart")
 
 
 def _unequal_steps(repeats: Sequence[MetricMap]) -> Iterator[Refusal]:
@@ -424,22 +417,22 @@ def _unequal_steps(repeats: Sequence[MetricMap]) -> Iterator[Refusal]:
             different = set(repeats[0][name].steps) ^ set(repeat[name].steps)
             if different and is_loss(name):
                 text = f"{name}: repeats 1 and {number} do not both have step {min(different)}"
-                yield Refusal(rule=GateRule.MISSING, text=text)
+                yield Refusal(GateRule.MISSING, text)
 
 
 def _against_old(new: Golden, old: Golden) -> Iterator[Refusal]:
     if (new.generation is None) != (old.generation is None):
         yield Refusal(
-            rule=GateRule.OTHER_KIND,
-            text="one is the output of an inference program and the other the series of a "
+            GateRule.OTHER_KIND,
+            "one is the output of an inference program and the other the series of a "
             "training; delete the old golden, then record it",
         )
         return
     gone = sorted(series_in(old).keys() - series_in(new).keys())
     if gone:
         yield Refusal(
-            rule=GateRule.FEWER_METRICS,
-            text=f"lacks {', '.join(map(repr, gone))}, which the old golden has; if that is meant, "
+            GateRule.FEWER_METRICS,
+            f"lacks {', '.join(map(repr, gone))}, which the old golden has; if that is meant, "
             "delete the old golden, then record it",
         )
 
@@ -451,14 +444,10 @@ def _frozen(new: Golden, old: Golden | None) -> Iterator[Refusal]:
             continue
         least = max(_FROZEN_STEPS, int(_FROZEN_FRACTION * len(series)))
         before = None if old is None else old.metrics.get(name)
-        found = (
-            _longest_constant(series.steps, series.values, least)
-            if before is None
-            else find_frozen(before, series, least_steps=least)
-        )
+        found = find_frozen(before, series, least_steps=least)
         if found is not None:
             text = f"{name} is the same from step {found[0]} to {found[1]}"
-            yield Refusal(rule=GateRule.FROZEN, text=text)
+            yield Refusal(GateRule.FROZEN, text)
 
 
 def _of_origin(
@@ -469,14 +458,14 @@ def _of_origin(
     origin = candidate.golden.provenance
     if origin is None or (origin.commit is None and not is_dirty_allowed):
         yield Refusal(
-            rule=GateRule.NOT_COMMITTED,
-            text="the run was not of a git commit, which the golden has to name; commit, or give "
+            GateRule.NOT_COMMITTED,
+            "the run was not of a git commit, which the golden has to name; commit, or give "
             "--allow-dirty",
         )
     elif origin.is_dirty and not is_dirty_allowed:
         yield Refusal(
-            rule=GateRule.DIRTY,
-            text="the tree of the run had changes that its commit lacks; commit them and run "
+            GateRule.DIRTY,
+            "the tree of the run had changes that its commit lacks; commit them and run "
             "again, or give --allow-dirty, which the golden then says",
         )
     platform = candidate.platform
@@ -484,52 +473,26 @@ def _of_origin(
     gpu = None if origin is None else origin.gpu
     if platform is not None and not candidate.target.stem.endswith(f"_{platform}"):
         text = f"the run was on {platform}, the golden is {candidate.target.name}"
-        yield Refusal(rule=GateRule.PLATFORM, text=text)
+        yield Refusal(GateRule.PLATFORM, text)
     elif wanted is not None and platform != CPU_PLATFORM and wanted not in (gpu or ""):
-        yield Refusal(
-            rule=GateRule.GPU, text=f"{platform} means {wanted}, the run was on {gpu or 'no GPU'}"
-        )
+        yield Refusal(GateRule.GPU, f"{platform} means {wanted}, the run was on {gpu or 'no GPU'}")
     before = None if old is None else old.provenance
     if before is None or origin is None:
         return
     if None not in (before.gpu, gpu) and before.gpu != gpu:
         text = f"the old golden is from {before.gpu}, the run was on {gpu}"
-        yield Refusal(rule=GateRule.GPU, text=f"{text}; run it there, or delete the old golden")
+        yield Refusal(GateRule.GPU, f"{text}; run it there, or delete the old golden")
     if None not in (before.world_size, origin.world_size) and (
         before.world_size != origin.world_size
     ):
         text = f"the old golden is of {before.world_size} ranks, the run had {origin.world_size}"
-        yield Refusal(
-            rule=GateRule.WORLD_SIZE, text=f"{text}; if that is meant, delete the old golden"
-        )
-
-
-def _interval(steps: Sequence[int]) -> int:
-    """Return the usual distance of two steps; the first one often stands apart."""
-    gaps = _gaps(steps)
-    return min(gaps.values(), default=1)
+        yield Refusal(GateRule.WORLD_SIZE, f"{text}; if that is meant, delete the old golden")
 
 
 def _hole(steps: Sequence[int], interval: int) -> tuple[int, int] | None:
     """Return the steps on both sides of a hole; from step 1 to the first interval is none."""
-    for (left, right), gap in _gaps(steps).items():
-        if gap != interval and not (left == 1 and right % interval == 0 and right <= interval):
+    for left, right in pairwise(steps):
+        is_first = left == 1 and right % interval == 0 and right <= interval
+        if right - left != interval and not is_first:
             return left, right
-    return None
-
-
-def _gaps(steps: Sequence[int]) -> Mapping[tuple[int, int], int]:
-    return {(a, b): b - a for a, b in pairwise(steps)}
-
-
-def _longest_constant(
-    steps: Sequence[int], values: Sequence[object], least: int
-) -> tuple[int, int] | None:
-    start = 0
-    for end in range(1, len(values) + 1):
-        if end < len(values) and values[end] == values[start]:
-            continue
-        if end - start >= least:
-            return steps[start], steps[end - 1]
-        start = end
     return None

@@ -1,4 +1,4 @@
-"""What a reviewer reads of changed goldens: Markdown, a line of words, a commit message. Pure.
+"""Changed goldens for a reviewer: Markdown, sentences, a commit message, a plot. Pure.
 
 A comment of GitHub ends at 64 kB, so the page stays below 60 however many goldens there are: the
 rows that matter most come first, and the rest is counted.
@@ -10,7 +10,8 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from pytest_megatron.base.text import code, escaped, plain
+from pytest_megatron.base.templates import render
+from pytest_megatron.base.text import plain
 from pytest_megatron.golden.compare.result import relative
 from pytest_megatron.golden.model import Series, is_finite, is_loss
 from pytest_megatron.refresh.candidate import Refusal
@@ -25,16 +26,10 @@ from pytest_megatron.refresh.difference import (
 )
 
 MOST_BYTES = 60_000
-_ROW_BYTES = 44_000
-_LIST_BYTES = 5_000
 _ATTENTION, _SMALL = 1e-3, 1e-6
 _CANCELS = 10  # the largest deviation over the signed mean
 _SUBJECT_LENGTH = 60
 _MOST_NAMES = 5
-_ROW_HEAD = (
-    "| golden | metric | steps | not finite | changed | median | largest | mean, signed | parts |"
-)
-_ROW_RULE = "|---|---|---:|---:|---:|---:|---:|---:|---|"
 
 
 def markdown(differences: Sequence[FileDifference], *, reason: str | None = None) -> str:
@@ -42,25 +37,28 @@ def markdown(differences: Sequence[FileDifference], *, reason: str | None = None
 
     Args:
         differences: One for each golden.
-        reason: Why they were replaced, where somebody said so.
+        reason: Why they were replaced, if given.
     """
-    parts = ["## Goldens", "", _headline(differences), ""]
-    if reason:
-        parts += [f"Reason: {escaped(reason)}", ""]
-    parts += [f"- {sentence}" for sentence in interpret(differences)] + [""]
-    parts += _causes(differences)
-    rows = _rows(differences)
-    if rows:
-        parts += [_ROW_HEAD, _ROW_RULE, *_within(rows, _ROW_BYTES, "| and {} more rows |")]
-        parts.append("")
-    parts += _histogram(differences)
-    parts += _directions(differences)
-    parts += _files(differences)
-    return "\n".join(parts).rstrip()
+    causes = Counter(cause for d in differences if d.metrics for cause in d.causes)
+    page = render(
+        "goldens.md",
+        headline=_headline(differences),
+        num_outside=sum(d.is_outside for d in differences),
+        reason=reason,
+        sentences=interpret(differences),
+        causes=[(cause, counted(n, "golden")) for cause, n in causes.most_common()],
+        rows=_rows(differences),
+        buckets=BUCKETS,
+        histogram=_histogram(differences),
+        noise=f"{NOISE:.0e}",
+        directions=_directions(differences),
+        files=_files(differences),
+    )
+    return page.rstrip()
 
 
 def interpret(differences: Sequence[FileDifference]) -> list[str]:
-    """Return what the figures mean, in words, the weightiest sentence first."""
+    """Return the meaning of the figures in sentences, the weightiest first."""
     losses = [m for d in differences for m in d.metrics if is_loss(m.metric) and m.deviations]
     found = []
     if holes := sum(m.num_not_finite[1] > 0 for d in differences for m in d.metrics):
@@ -80,11 +78,11 @@ def interpret(differences: Sequence[FileDifference]) -> list[str]:
 
 
 def _what_is(differences: Sequence[FileDifference]) -> str:
-    """Say what it means that metrics are outside: a loss is the curve, all others are around it."""
+    """Explain metrics that are outside: a loss is the curve, all others are around it."""
     names = sorted({m.metric for d in differences for m in d.metrics if m.is_outside})
     if any(map(is_loss, names)) or not names:
         return "a run as it now is would have failed, so what is measured is another curve."
-    shown = ", ".join(escaped(name) for name in names[:_MOST_NAMES])
+    shown = ", ".join(names[:_MOST_NAMES])
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return f"only in {shown}{more}; a run as it now is fails where a case compares that."
 
@@ -113,7 +111,7 @@ def _of_losses(losses: Sequence[MetricDifference]) -> Iterable[str]:
 
 
 def _size_of(losses: Sequence[MetricDifference]) -> str:
-    """Say how large the deviations are, and whether that is noise."""
+    """Rate the size of the deviations."""
     median = max(m.median for m in losses)
     largest = max(m.largest for m in losses)
     if largest < _SMALL:
@@ -159,7 +157,7 @@ def refusals_text(refusals: Sequence[tuple[str, Refusal]]) -> list[str]:
 
 
 def _origins(written: Sequence[FileDifference]) -> Iterable[tuple[str, str]]:
-    """Yield what all goldens say of their origin, each value once."""
+    """Yield the origins of all goldens, each value once."""
     origins = [d.new.provenance for d in written if d.new is not None and d.new.provenance]
     for title, values in (
         ("Command", [" ".join(o.command) for o in origins if o.command]),
@@ -175,120 +173,59 @@ def _origins(written: Sequence[FileDifference]) -> Iterable[tuple[str, str]]:
 def _headline(differences: Sequence[FileDifference]) -> str:
     counts = Counter(d.state for d in differences)
     parts = [f"{counts[state]} {state.value}" for state in FileChange if counts[state]]
-    outside = sum(d.is_outside for d in differences)
-    tail = f"; **{outside} outside the band**" if outside else ""
-    return f"{counted(len(differences), 'golden')}: {', '.join(parts) or 'none'}{tail}."
+    return f"{counted(len(differences), 'golden')}: {', '.join(parts) or 'none'}"
 
 
-def _rows(differences: Sequence[FileDifference]) -> list[str]:
-    """Return a row for each metric that changes, those outside the band first."""
-    pairs = [(d, m) for d in differences if d.state is FileChange.CHANGED for m in d.metrics]
-    pairs.sort(key=lambda p: (not p[1].is_outside, -p[1].largest, p[0].path, p[1].metric))
-    return [_row(d, m) for d, m in pairs]
+def _rows(differences: Sequence[FileDifference]) -> list[tuple[str, MetricDifference]]:
+    """Return each metric that changes with its golden, those outside the band first."""
+    rows = [(d.path, m) for d in differences if d.state is FileChange.CHANGED for m in d.metrics]
+    return sorted(rows, key=lambda r: (not r[1].is_outside, -r[1].largest, r[0], r[1].metric))
 
 
-def _row(difference: FileDifference, metric: MetricDifference) -> str:
-    steps = f"{metric.num_old} -> {metric.num_new}"
-    if metric.num_added or metric.num_lost:
-        steps += f" (+{metric.num_added} -{metric.num_lost})"
-    holes = " -> ".join(map(str, metric.num_not_finite)) if any(metric.num_not_finite) else "0"
-    name = f"**{_name(metric.metric)}**" if metric.is_outside else _name(metric.metric)
-    if not metric.num_new:
-        name += " (gone)"
-    elif not metric.num_old:
-        name += " (new)"
-    first = metric.first_step
-    start = metric.start.value if first is None else f"{metric.start.value} ({first})"
-    if metric.start is Divergence.STEP_1:
-        start = metric.start.value
-    return (
-        f"| {_name(difference.path)} | {name} | {steps} | {holes} | {metric.num_changed} "
-        f"| {metric.median:.1e} | {metric.largest:.1e} | {metric.mean_signed:+.1e} | {start} |"
-    )
-
-
-def _histogram(differences: Sequence[FileDifference]) -> list[str]:
-    """Return how many steps deviate by how much, with and without the sign."""
+def _histogram(
+    differences: Sequence[FileDifference],
+) -> list[tuple[str, list[tuple[int, int, int]]]]:
+    """Return how many steps of each metric deviate by how much: (smaller, same, larger)."""
     total: Counter[tuple[str, int, int]] = Counter()
     for difference in differences:
         for metric in difference.metrics:
             for (bucket, sign), count in metric.histogram().items():
                 total[metric.metric.partition(" of ")[0], bucket, sign] += count
-    names = sorted({name for name, _, _ in total})
-    if not names:
-        return []
-    lines = ["Steps by relative deviation, `-` where the new value is smaller, `+` where larger:"]
-    lines += ["", f"| metric | {' | '.join(BUCKETS)} |", f"|---|{'---:|' * len(BUCKETS)}"]
-    for name in names:
-        cells = []
-        for bucket in range(len(BUCKETS)):
-            minus, zero, plus = (total[name, bucket, sign] for sign in (-1, 0, 1))
-            both = minus + zero + plus
-            cells.append(f"{both} ({minus}- {plus}+)" if minus or plus else f"{both}")
-        lines.append(f"| {_name(name)} | {' | '.join(cells)} |")
-    return [*_within(lines, _LIST_BYTES, "| and {} more metrics |"), ""]
+    return [
+        (
+            name,
+            [
+                (total[name, b, -1], total[name, b, 0], total[name, b, 1])
+                for b in range(len(BUCKETS))
+            ],
+        )
+        for name in sorted({name for name, _, _ in total})
+    ]
 
 
-def _directions(differences: Sequence[FileDifference]) -> list[str]:
-    """Return how many goldens go which way, metric by metric."""
+def _directions(differences: Sequence[FileDifference]) -> list[tuple[str, int, int, int]]:
+    """Return how many goldens grow, shrink and stay, metric by metric."""
     total: Counter[tuple[str, Trend]] = Counter()
     for difference in differences:
         for metric in difference.metrics:
             if metric.deviations and " of " not in metric.metric:
                 total[metric.metric, metric.trend] += 1
-    if not total:
-        return []
-    lines = [
-        f"| metric | grows | shrinks | same within {NOISE:.0e} |",
-        "|---|---:|---:|---:|",
+    return [
+        (name, total[name, Trend.WORSE], total[name, Trend.BETTER], total[name, Trend.SAME])
+        for name in sorted({name for name, _ in total})
     ]
-    for name in sorted({name for name, _ in total}):
-        counts = [total[name, trend] for trend in (Trend.WORSE, Trend.BETTER, Trend.SAME)]
-        lines.append(f"| {_name(name)} | {' | '.join(map(str, counts))} |")
-    head = "Goldens by the signed mean of their deviations:"
-    return [head, "", *_within(lines, _LIST_BYTES // 2, "| and {} more |"), ""]
 
 
-def _causes(differences: Sequence[FileDifference]) -> list[str]:
-    """Return one line for all goldens whose surroundings changed in the same way."""
-    groups = Counter(cause for d in differences if d.metrics for cause in d.causes)
-    lines = [f"- {_name(cause)}: {counted(n, 'golden')}" for cause, n in groups.most_common()]
-    if not lines:
-        return []
-    return ["What else changed:", "", *_within(lines, _LIST_BYTES // 2, "- and {} more"), ""]
-
-
-def _files(differences: Sequence[FileDifference]) -> list[str]:
-    """Return what is new, gone or unchanged."""
-    lines: list[str] = []
-    for state in (FileChange.NEW, FileChange.UNREADABLE, FileChange.GONE, FileChange.UNCHANGED):
-        paths = [_name(d.path) for d in differences if d.state is state]
-        if paths:
-            lines += [f"{state.value.capitalize()} ({len(paths)}):", ""]
-            listed = [f"- {path}" for path in sorted(paths)]
-            lines += [*_within(listed, _LIST_BYTES // 4, "- and {} more"), ""]
-    return lines
-
-
-def _within(lines: Sequence[str], most_bytes: int, rest: str) -> list[str]:
-    """Return the first lines that fit, and how many are left out."""
-    kept: list[str] = []
-    for number, line in enumerate(lines):
-        most_bytes -= len(line.encode()) + 1
-        if most_bytes < 0:
-            return [*kept, rest.format(len(lines) - number)]
-        kept.append(line)
-    return kept
+def _files(differences: Sequence[FileDifference]) -> list[tuple[str, list[str]]]:
+    """Return the paths that are new, gone or unchanged."""
+    states = (FileChange.NEW, FileChange.UNREADABLE, FileChange.GONE, FileChange.UNCHANGED)
+    found = [(s, sorted(d.path for d in differences if d.state is s)) for s in states]
+    return [(state.value.capitalize(), paths) for state, paths in found if paths]
 
 
 def counted(count: int, one: str, many: str | None = None) -> str:
     """Return `1 golden` or `2 goldens`."""
     return f"1 {one}" if count == 1 else f"{count} {many or f'{one}s'}"
-
-
-def _name(text: str) -> str:
-    """Return a name of somebody's as code that ends no cell."""
-    return code(text).replace("|", "\\|")
 
 
 OLD, NEW, BOTH = "\N{MIDDLE DOT}", "+", "\N{BULLET}"

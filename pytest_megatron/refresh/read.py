@@ -35,7 +35,8 @@ from pytest_megatron.runs.record import (
     read_record,
 )
 from pytest_megatron.runs.record import read_run as read_run_file
-from pytest_megatron.verdict.mode import compare_in_mode, metric_names_of
+from pytest_megatron.verdict.compare import compare_in_mode
+from pytest_megatron.verdict.job import metric_names_of
 
 CANDIDATE = "golden_candidate.json"
 REJECTED = "golden_rejected.json"

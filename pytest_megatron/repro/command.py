@@ -15,7 +15,7 @@ from pathlib import PurePosixPath
 from pytest_megatron.repro.choose import Chosen
 from pytest_megatron.runs.record import RecordedAttempt, RecordedTest, RecordedWorkload
 from pytest_megatron.runs.redact import REDACTED
-from pytest_megatron.workload.plan.replay import CHECKPOINTS, PHASE, RANKS, REPEAT
+from pytest_megatron.workload.plan.plan import CHECKPOINTS, PHASE, RANKS, REPEAT
 
 # Of the machine that it was: set again by us, or of no meaning here.
 _OF_MACHINE = frozenset(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pytest_megatron.base.text import code, escaped
+from pytest_megatron.base.templates import render
 from pytest_megatron.triage.api import FailureGroup, Triage, Unclear
 
 _INDENT = "    "
@@ -23,25 +23,14 @@ def as_text(found: Triage) -> str:
 
 def as_markdown(found: Triage) -> str:
     """Return the same for a pull request or a step summary."""
-    if not found.groups and not found.unclear:
-        return "\n".join([f"Nothing failed in {_launches(found.num_units)}.", *_notes(found)])
-    lines = []
-    for group in found.groups:
-        first = group.first
-        kind = "transient" if first.is_transient else "not transient"
-        lines += [f"### {first.signature.family} ({kind})", "", escaped(first.text), ""]
-        lines += [f"- `{e.file}:{e.line}`: {code(e.text)}" for e in first.evidence]
-        lines += [f"- {first.reason}", f"- signature `{first.signature.id}`: {_advice(group)}"]
-        if first.command is not None:
-            lines.append(f"- next: {code(first.command)}")
-        if len(group.diagnoses) > 1:
-            lines.append(f"- {_also(group)}")
-        lines.append("")
-    for unclear in found.unclear[:_MOST_LISTED]:
-        lines += [f"### unknown: {code(unclear.unit)}", "", escaped(unclear.text), ""]
-        lines += [f"- {code(f'{e.file}:{e.line}')}: {code(e.text)}" for e in unclear.last_words]
-        lines.append("")
-    return "\n".join([*lines, *_notes(found)]).rstrip()
+    page = render(
+        "triage.md",
+        groups=[(group.first, _advice(group), _also(group)) for group in found.groups],
+        unclear=found.unclear[:_MOST_LISTED],
+        notes=_notes(found),
+        launches=_launches(found.num_units),
+    )
+    return page.rstrip()
 
 
 def _text_block(group: FailureGroup) -> Iterator[str]:
@@ -56,8 +45,8 @@ def _text_block(group: FailureGroup) -> Iterator[str]:
         yield f"{_INDENT}next: {first.command}"
     if first.again is not None:
         yield f"{_INDENT}again: {first.again}"
-    if len(group.diagnoses) > 1:
-        yield f"{_INDENT}{_also(group)}"
+    if also := _also(group):
+        yield f"{_INDENT}{also}"
 
 
 def _unclear_block(unclear: Unclear) -> Iterator[str]:
@@ -75,7 +64,7 @@ def _advice(group: FailureGroup) -> str:
 def _also(group: FailureGroup) -> str:
     others = [d.unit for d in group.diagnoses[1:]]
     more = f" and {len(others) - _MOST_LISTED} more" if len(others) > _MOST_LISTED else ""
-    return f"the same in {', '.join(others[:_MOST_LISTED])}{more}"
+    return f"the same in {', '.join(others[:_MOST_LISTED])}{more}" if others else ""
 
 
 def _notes(found: Triage) -> list[str]:

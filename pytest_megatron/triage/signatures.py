@@ -11,12 +11,16 @@ import functools
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Annotated, cast
+
+from annotated_types import MinLen
 
 from pytest_megatron.base.files import JsonValue, read_text
+from pytest_megatron.base.schema import Pattern, SchemaError, Text, Texts, closed, trusted, validate
+from pytest_megatron.base.text import one_of
 from pytest_megatron.errors import TriageError
 
 __all__ = ["SIGNATURES", "Signature", "is_exception", "is_named", "is_raised", "match_signature"]
@@ -25,10 +29,6 @@ __all__ = ["SIGNATURES", "Signature", "is_exception", "is_named", "is_raised", "
 _MOST_MESSAGE = 1 << 13  # characters of an exception that are matched; patterns look back and forth
 _LEAST_LITERAL = 4  # of fewer characters, every log is full
 TABLE = Path(__file__).parent / "signatures.toml"
-_KEYS = frozenset(
-    {"id", "family", "role", "where", "literals", "pattern", "transient", "policy", "advice"}
-    | {"command", "source", "fatal", "explains", "frames", "seen", "examples", "counterexamples"}
-)
 # No network and no machine raises these.
 _OWN_MISTAKE = re.compile(
     r"(?:Assertion|Attribute|FloatingPoint|Index|Key|Lookup|Name|NotImplemented|Recursion|Syntax|Type"
@@ -41,7 +41,6 @@ _HOST = re.compile(
 _THIS_HOST = re.compile(r"^(?:localhost|127\.[\d.]+|::1|0\.0\.0\.0)$")
 # What is said not to be there, right before the words of a signature.
 _DENIED = re.compile(r"(?i)\b(?:no|not|never|without|zero|0)\s+(?:[a-z]+\s+){0,2}$")
-_NEEDED = ("id", "family", "advice", "examples")
 
 
 class LineRole(Enum):
@@ -74,6 +73,7 @@ class RetryAdvice(Enum):
     FREE = "free"  # at once; costs no attempt
 
 
+@closed
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
     """A log pattern with a cause and a consequence.
@@ -81,7 +81,7 @@ class Signature:
     Attributes:
         id: Stable name, used in files.
         family: What kind of failure it is; the words are in the table's `[families]`.
-        literals: One of them is in every line that matches; only for `Where.LINE`.
+        literals: One of them is in every line that matches; only for `SearchedText.LINE`.
         pattern: Regular expression; `(?P<rank>...)` in it names the rank that a line is about.
         is_transient: Whether an unchanged run is expected to pass.
         advice: What a person should do, lower case.
@@ -90,29 +90,32 @@ class Signature:
         is_fatal: Whether such a line is only written when a process or a job ends.
         explains: Families that are consequences where such a line is.
         frames: Regular expression; where there is one, a frame of the traceback must match it:
-            `EOFError` says nothing, `EOFError` in `torch.load` does. Only for `Where.RAISED`.
+            `EOFError` says nothing, `EOFError` in `torch.load` does. Only for
+            `SearchedText.RAISED`.
         seen: Where each of the examples was seen, or is documented.
-        is_ours: Whether it is a row of the package, and no user's.
     """
 
-    id: str
-    family: str
+    id: Text
+    family: Text
     role: LineRole = LineRole.CAUSE
     where: SearchedText = SearchedText.RAISED
-    literals: tuple[str, ...] = ()
-    pattern: str
+    literals: tuple[Annotated[str, MinLen(_LEAST_LITERAL)], ...] = ()
+    pattern: Pattern = ""
     is_transient: bool = False
     policy: RetryAdvice = RetryAdvice.NEVER
-    advice: str
-    command: str | None = None
-    source: str | None = None
+    advice: Text
+    command: Text | None = None
+    source: Text | None = None
     is_fatal: bool = False
-    explains: tuple[str, ...] = ()
-    frames: str | None = None
-    seen: tuple[str, ...] = ()
-    examples: tuple[str, ...] = ()
-    counterexamples: tuple[str, ...] = ()
-    is_ours: bool = False
+    explains: tuple[Text, ...] = ()
+    frames: Pattern | None = None
+    seen: tuple[Text, ...] = ()
+    examples: Texts
+    counterexamples: tuple[Text, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.pattern and not self.literals:
+            raise ValueError("lacks both 'literals' and 'pattern'; add one")
 
     def search(self, text: str) -> re.Match[str] | None:
         """Return where the pattern is in a line, or in what an exception says."""
@@ -143,10 +146,15 @@ class Signature:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Signatures in the order in which they are tried, and what their families mean."""
+    """Signatures in the order in which they are tried, and what their families mean.
+
+    Attributes:
+        users: Ids of the rows that are no rows of the package.
+    """
 
     signatures: tuple[Signature, ...]
     families: Mapping[str, str]
+    users: frozenset[str] = frozenset()
 
     def __getitem__(self, name: str) -> Signature:
         """Return the row with an id that the code itself needs."""
@@ -162,8 +170,11 @@ class Table:
         """
         message = message[:_MOST_MESSAGE]
         is_own = is_own_mistake(message)
-        rows = (row for row in self.signatures if not (is_own and row.is_ours and row.is_transient))
-        return next((row for row in rows if row.match_raised(message, frames)), None)
+        for row in self.signatures:
+            is_refused = is_own and row.is_transient and row.id not in self.users
+            if not is_refused and row.match_raised(message, frames):
+                return row
+        return None
 
     def exit(self, ended: str) -> Signature | None:
         """Return the first row that matches how a rank ended: `SIGKILL`, `exit code 3`."""
@@ -183,10 +194,20 @@ class Table:
         return tuple(row for row in self.signatures if row.where is SearchedText.LINE)
 
 
+@closed
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SignatureFile:
+    """A file of rows, and of families that they add."""
+
+    families: dict[str, str] = field(default_factory=dict)
+    signature: Annotated[tuple[Signature, ...], MinLen(1)]
+
+
 @functools.cache
 def builtin_table() -> Table:
     """Return the table that the package ships."""
-    return _read(TABLE, {})
+    file = trusted(SignatureFile, _data(TABLE))
+    return Table(signatures=file.signature, families=file.families)
 
 
 def load_table(own: Iterable[Path] = ()) -> Table:
@@ -197,10 +218,14 @@ def load_table(own: Iterable[Path] = ()) -> Table:
     """
     table = builtin_table()
     for path in own:
-        read = _read(path, table.families)
-        ids = {row.id for row in read.signatures}
+        file = _read(path, table.families)
+        ids = {row.id for row in file.signature}
         kept = (row for row in table.signatures if row.id not in ids)
-        table = Table(signatures=(*read.signatures, *kept), families=read.families)
+        table = Table(
+            signatures=(*file.signature, *kept),
+            families={**table.families, **file.families},
+            users=table.users | ids,
+        )
     return table
 
 
@@ -280,124 +305,56 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern, re.MULTILINE)
 
 
-def _read(path: Path, families: Mapping[str, str]) -> Table:
-    """Read one file of rows.
+def _data(path: Path) -> dict[str, JsonValue]:
+    """Return what a file of rows holds; a row with literals is looked for in lines.
 
     Raises:
-        TriageError: It cannot be read, or a row means nothing.
+        TriageError: It cannot be read.
     """
     try:
         data = cast("dict[str, JsonValue]", tomllib.loads(read_text(path)))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise TriageError(str(path), f"cannot be read as a table of signatures: {error}") from error
-    more = data.get("families", {})
-    rows = data.get("signature", [])
-    if not isinstance(more, dict) or not isinstance(rows, list):
-        raise TriageError(str(path), "expected [[signature]] tables and a [families] table")
-    is_ours = path == TABLE
-    known = {**families, **{name: str(text) for name, text in more.items()}}
-    signatures = [
-        replace(_row(row, f"{path}: signature {number}", known), is_ours=is_ours)
-        for number, row in enumerate(rows, start=1)
-    ]
-    if not signatures:
-        raise TriageError(str(path), "has no [[signature]], expected at least one")
-    if not is_ours:  # compiling all takes longer than reading most logs; a test checks ours
-        _check_patterns(signatures, str(path))
-    ids = [row.id for row in signatures]
-    if twice := sorted({name for name in ids if ids.count(name) > 1}):
-        raise TriageError(str(path), f"signature {twice[0]!r} is there twice")
-    return Table(signatures=tuple(signatures), families=known)
+    rows = data.get("signature")
+    for row in rows if isinstance(rows, list) else ():
+        if isinstance(row, dict) and row.get("literals"):
+            row.setdefault("where", SearchedText.LINE.value)
+    return data
 
 
-def _check_patterns(signatures: Iterable[Signature], where: str) -> None:
-    for row in signatures:
-        try:
-            _compiled(row.pattern)
-        except re.error as error:
-            problem = f"signature {row.id!r}: pattern {row.pattern!r} is no regular expression"
-            raise TriageError(where, f"{problem}: {error}") from error
+def _read(path: Path, families: Mapping[str, str]) -> SignatureFile:
+    """Read one file of rows.
 
-
-def _row(row: JsonValue, where: str, families: Mapping[str, str]) -> Signature:
-    """Check one `[[signature]]`."""
-    if not isinstance(row, dict):
-        raise TriageError(where, f"found {row!r}, expected a table")
-    if isinstance(row.get("id"), str):
-        where = f"{where} ({row['id']})"
-    if unknown := sorted(row.keys() - _KEYS):
-        raise TriageError(
-            where, f"unknown key {unknown[0]!r}, expected one of {', '.join(sorted(_KEYS))}"
-        )
-    for key in _NEEDED:
-        if not row.get(key):
-            raise TriageError(where, f"lacks {key!r}")
-    family = _text(row, "family", where)
-    if family not in families:
-        expected = ", ".join(sorted(families))
-        raise TriageError(
-            where, f"unknown family {family!r}, expected one of {expected}; add it to [families]"
-        )
-    literals = _texts(row, "literals", where)
-    place = SearchedText.LINE if literals else SearchedText.RAISED
-    pattern = _text(row, "pattern", where) if "pattern" in row else ""
-    if not pattern and not literals:
-        raise TriageError(where, "lacks both 'literals' and 'pattern'")
-    if any(len(literal) < _LEAST_LITERAL for literal in literals):
-        raise TriageError(where, f"a literal has less than {_LEAST_LITERAL} characters")
-    return Signature(
-        id=_text(row, "id", where),
-        family=family,
-        role=_choice(row, "role", LineRole.CAUSE, where),
-        where=_choice(row, "where", place, where),
-        literals=literals,
-        pattern=pattern,
-        is_transient=_flag(row, "transient", where),
-        policy=_choice(row, "policy", RetryAdvice.NEVER, where),
-        advice=_text(row, "advice", where),
-        command=_text(row, "command", where) if "command" in row else None,
-        source=_text(row, "source", where) if "source" in row else None,
-        is_fatal=_flag(row, "fatal", where),
-        explains=_texts(row, "explains", where),
-        frames=_text(row, "frames", where) if "frames" in row else None,
-        seen=_texts(row, "seen", where),
-        examples=_texts(row, "examples", where),
-        counterexamples=_texts(row, "counterexamples", where),
-    )
-
-
-def _text(row: Mapping[str, JsonValue], key: str, where: str) -> str:
-    value = row[key]
-    if not isinstance(value, str) or not value:
-        raise TriageError(where, f"{key} is {value!r}, expected a text")
-    return value
-
-
-def _texts(row: Mapping[str, JsonValue], key: str, where: str) -> tuple[str, ...]:
-    value = row.get(key, [])
-    if not isinstance(value, list) or not all(isinstance(text, str) and text for text in value):
-        raise TriageError(where, f"{key} is {value!r}, expected a list of texts")
-    return tuple(cast("Sequence[str]", value))
-
-
-def _flag(row: Mapping[str, JsonValue], key: str, where: str) -> bool:
-    value = row.get(key, False)
-    if not isinstance(value, bool):
-        raise TriageError(where, f"{key} is {value!r}, expected true or false")
-    return value
-
-
-_Choice = TypeVar("_Choice", bound=Enum)
-
-
-def _choice(row: Mapping[str, JsonValue], key: str, default: _Choice, where: str) -> _Choice:
-    value = row.get(key, default.value)
-    kind = type(default)
+    Raises:
+        TriageError: It cannot be read, or a row means nothing.
+    """
+    data = _data(path)
     try:
-        return kind(value)
-    except ValueError:
-        expected = ", ".join(sorted(str(choice.value) for choice in kind))
-        raise TriageError(where, f"{key} is {value!r}, expected one of {expected}") from None
+        file = validate(SignatureFile, data)
+    except SchemaError as error:
+        first = error.problems[0]
+        match first.path:
+            case ("signature", int() as index, *inner):
+                where = _place(path, index, cast("list[JsonValue]", data["signature"])[index])
+                raise TriageError(where, replace(first, path=tuple(inner)).message) from None
+            case _:
+                raise TriageError(str(path), first.message) from None
+    known = {**families, **file.families}
+    ids = [row.id for row in file.signature]
+    for index, row in enumerate(file.signature):
+        where = _place(path, index, {"id": row.id})
+        if row.family not in known:
+            problem = f"unknown family {row.family!r}, expected {one_of(row.family, known)}"
+            raise TriageError(where, f"{problem}; add it to [families]")
+        if row.id in ids[:index]:
+            raise TriageError(str(path), f"signature {row.id!r} is there twice")
+    return file
+
+
+def _place(path: Path, index: int, row: JsonValue) -> str:
+    """Return `own.toml: signature 3 (dns)`."""
+    name = row.get("id") if isinstance(row, dict) else None
+    return f"{path}: signature {index + 1}" + (f" ({name})" if isinstance(name, str) else "")
 
 
 _EXCEPTION = re.compile(

@@ -1,4 +1,4 @@
-"""Trains a workload: repeats, and attempts where one failed for a cause that is not the code's.
+"""Training of a job: repeats, attempts where one failed for another cause than the code, judgement.
 
 A repeat is a generator that yields orders and is sent what came of them, so that whoever drives it
 may drive one workload on this machine or thousands on a cluster.
@@ -8,27 +8,39 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from pytest_megatron.base.files import write_json_atomically
-from pytest_megatron.engines.api import Engine, Planned, Resources, Submission, SubmissionOutcome
-from pytest_megatron.gpu.host import CPU_PLATFORM
-from pytest_megatron.recipe.model import Workload
+from pytest_megatron.engines.api import Engine, Planned, Submission, SubmissionOutcome, TroubleKind
+from pytest_megatron.errors import MetricsError
+from pytest_megatron.golden.compare.result import Comparison
+from pytest_megatron.golden.model import generation_to_json
+from pytest_megatron.golden.store import write_metrics
+from pytest_megatron.gpu.health import Health
+from pytest_megatron.recipe.case import CaseMode, WorkloadCase
 from pytest_megatron.runs.environment import SessionFacts
 from pytest_megatron.runs.record import headed
 from pytest_megatron.runs.redact import Redactor, redact_tree
-from pytest_megatron.verdict.attempt import Attempt, note_triage
-from pytest_megatron.verdict.job import Training, WorkloadJob, describe_plan, plan_job, refuse_wrong
-from pytest_megatron.verdict.read import cause_of, judge_files, with_health
+from pytest_megatron.triage.signatures import SIGNATURES, Signature, Table
+from pytest_megatron.verdict.attempt import (
+    Attempt,
+    FailureCause,
+    judge_attempt,
+    judge_generation,
+    note_triage,
+)
+from pytest_megatron.verdict.gradients import compare_gradients, measure_gradients
+from pytest_megatron.verdict.job import CheckedJob, Training, WorkloadJob
 from pytest_megatron.verdict.retry import StopRetrying, next_step, with_policy
+from pytest_megatron.verdict.script import judge_script
 from pytest_megatron.verdict.verdict import decide_training
-from pytest_megatron.workload.plan.checkpoints import require_inputs
+from pytest_megatron.workload.plan.phases import iteration_name
 from pytest_megatron.workload.plan.plan import AttemptPlan
-from pytest_megatron.workload.run.log_watch import Progress
-from pytest_megatron.workload.run.runner import AttemptListener
+from pytest_megatron.workload.run.runner import AttemptListener, Progress
 
 
 class _Redacting:
@@ -74,7 +86,7 @@ Repeat = Generator[Submission, SubmissionOutcome, RepeatEnd]
 
 
 def train(
-    job: WorkloadJob,
+    checked: CheckedJob,
     facts: SessionFacts,
     listener: AttemptListener,
     retries: Retries,
@@ -83,7 +95,7 @@ def train(
     """Run a job by itself, its repeats one after the other up to the first that is not clean.
 
     Args:
-        job: What to run.
+        checked: What to run.
         facts: Of this machine; go into every `plan.json`.
         listener: Sees lines and progress.
         retries: Asked before every further attempt.
@@ -94,27 +106,26 @@ def train(
         KeyboardInterrupt: Ctrl-C, also in the pause before a further attempt.
     """
     found: list[RepeatEnd] = []
-    for repeat in begin(job, facts, listener, retries):
+    for repeat in begin(checked, facts, listener, retries):
         found.append(_drive(repeat, engine))
         if found[-1].attempts[-1].cause is not None:
             break
-    return conclude(job, found)
+    return conclude(checked.job, found)
 
 
 def begin(
-    job: WorkloadJob, facts: SessionFacts, listener: AttemptListener, retries: Retries
+    checked: CheckedJob, facts: SessionFacts, listener: AttemptListener, retries: Retries
 ) -> tuple[Repeat, ...]:
     """Return the repeats of a job; nothing of them has run yet.
 
     Raises:
-        MegatronError: It cannot be planned, or a check finds an error.
+        LaunchError: A check found an error, or a program or checkpoint is missing.
     """
-    refuse_wrong(job)
-    require_inputs(plan_job(job))  # what is missing is worth knowing before the training
-    first = job.replay.repeat
+    checked.require_runnable()
+    first = checked.job.replay.repeat
     return tuple(
-        _repeat(job, facts, listener, retries, repeat=repeat)
-        for repeat in range(first, first + job.num_repeats)
+        _repeat(checked, facts, listener, retries, repeat=repeat)
+        for repeat in range(first, first + checked.job.num_repeats)
     )
 
 
@@ -154,7 +165,7 @@ def _run_order(order: Submission, engine: Engine) -> SubmissionOutcome:
 
 
 def _repeat(
-    job: WorkloadJob,
+    checked: CheckedJob,
     facts: SessionFacts,
     listener: AttemptListener,
     retries: Retries,
@@ -162,14 +173,15 @@ def _repeat(
     repeat: int,
 ) -> Repeat:
     """Run one repeat until it is clean or not worth another attempt; say why it is not."""
+    job = checked.job
     attempts: list[Attempt] = []
     outcomes: list[SubmissionOutcome] = []
     pause_s = 0.0
     while True:
-        order = _order(job, facts, listener, outcomes, repeat=repeat, delay_s=pause_s)
-        outcome = yield order
+        plan = checked.plan_of(repeat=repeat, number=len(outcomes) + 1)
+        order = _order(checked, plan, facts, listener, outcomes, repeat=repeat)
+        outcome = yield replace(order, delay_s=pause_s)
         outcomes.append(outcome)
-        plan = plan_job(job, repeat=repeat, number=len(outcomes))  # anew: it is large to keep
         if unclean := _redact(job, plan, outcome):
             listener.on_lines(unclean)
         attempts.append(_judged(job, plan, outcome, repeat=repeat, number=len(outcomes)))
@@ -184,52 +196,33 @@ def _repeat(
 
 
 def _order(
-    job: WorkloadJob,
+    checked: CheckedJob,
+    plan: AttemptPlan,
     facts: SessionFacts,
     listener: AttemptListener,
     earlier: Sequence[SubmissionOutcome],
     *,
     repeat: int,
-    delay_s: float,
 ) -> Submission:
     """Return the order for the next attempt of a repeat."""
-    workload, number = job.workload, len(earlier) + 1
-    dirs = job.dirs.attempt(repeat=repeat, attempt=number)
+    job, number = checked.job, len(earlier) + 1
 
     def planned(devices: tuple[str, ...] | None) -> Planned:
-        setting = job.setting if devices is None else replace(job.setting, devices=devices)
-        on_these = replace(job, setting=setting)
-        plan = plan_job(on_these, repeat=repeat, number=number)
-        description = describe_plan(on_these, plan, facts, repeat=repeat, number=number)
-        return Planned(plan=plan, description=description)
+        chosen = plan if devices is None else plan.on_devices(devices)
+        return checked.described(chosen, facts, repeat=repeat, number=number)
 
-    plan = plan_job(job, repeat=repeat, number=number)
     healths = [outcome.health for outcome in earlier if outcome.health is not None]
     return Submission(
-        key=f"{job.dirs.root.name}/{dirs.root.relative_to(job.dirs.root)}",
+        key=f"{job.dirs.root.name}/{plan.dirs.root.relative_to(job.dirs.root)}",
         node_id=job.node_id,
-        resources=needs_of(workload, plan),
-        dirs=dirs,
+        resources=checked.needed,
+        dirs=plan.dirs,
         planned=planned,
         avoid_hosts=frozenset(host for outcome in earlier for host in outcome.suspects),
         avoid_gpus=frozenset(
             f.uuid for health in healths for f in health.faults if f.uuid is not None
         ),
-        delay_s=delay_s,
         listener=_Redacting(listener, job.redactor(plan)),
-    )
-
-
-def needs_of(workload: Workload, plan: AttemptPlan) -> Resources:
-    """Return what an attempt of a workload needs; a release may take every window it has."""
-    segment = workload.spec.get("segment")
-    return Resources(
-        platform=workload.platform,
-        num_nodes=workload.nodes,
-        gpus_per_node=0 if workload.platform == CPU_PLATFORM else workload.gpus,
-        ranks_per_node=workload.gpus,
-        time_limit_s=plan.time_limit_s * (1 if plan.target is None else len(plan.phases)),
-        segment=segment if isinstance(segment, int) else None,
     )
 
 
@@ -269,3 +262,139 @@ def _redact(job: WorkloadJob, plan: AttemptPlan, outcome: SubmissionOutcome) -> 
         redactor = redactor.knowing(Redactor.of(end.plan.env, (), redactor.names).values)
     unclean = redact_tree(plan.dirs.root, redactor)
     return [f"secrets may be left in {text}" for text in unclean]
+
+
+def judge_files(job: WorkloadJob, plan: AttemptPlan, attempt: Attempt) -> Attempt:
+    """Read what an attempt left, and say what is wrong with it."""
+    if plan.script is not None and job.case is not None:
+        return _judged_script(job, job.case, plan, attempt)
+    mode = CaseMode.PRETRAINING if job.case is None else job.case.mode
+    if mode is CaseMode.INFERENCE:
+        generation, cause = judge_generation(
+            attempt.ends,
+            metric_names=job.metric_names or (),
+            time_limit_s=plan.time_limit_s,
+            table=job.table,
+        )
+        return replace(attempt, generation=generation, cause=cause)
+    metrics, cause = judge_attempt(
+        attempt.ends,
+        metric_names=job.metric_names,
+        time_limit_s=plan.time_limit_s,
+        target=plan.target,
+        is_rl=mode is CaseMode.RL,
+        table=job.table,
+    )
+    for end, measured in zip(attempt.ends, metrics, strict=False):
+        write_metrics(end.plan.dirs.metrics, measured)
+    attempt = replace(attempt, metrics=metrics, cause=cause)
+    if attempt.is_in_windows and metrics:
+        write_metrics(attempt.whole_path, attempt.whole)
+    return attempt if cause is not None else _with_gradients(job, attempt)
+
+
+def _judged_script(
+    job: WorkloadJob, case: WorkloadCase, plan: AttemptPlan, attempt: Attempt
+) -> Attempt:
+    """Read what a recipe's own script left."""
+    (end,) = attempt.ends
+    result = judge_script(
+        end,
+        case,
+        attempt.dirs,
+        metric_names=job.metric_names or (),
+        is_lightweight=job.setting.is_lightweight or case.is_always_lightweight,
+        time_limit_s=plan.time_limit_s,
+    )
+    for number, measured in enumerate(result.metrics, start=1):
+        path = attempt.dirs.phase(number).metrics
+        path.parent.mkdir(exist_ok=True)
+        write_metrics(path, measured)
+    if result.generation is not None:
+        write_json_atomically(
+            attempt.dirs.phase(1).generated, generation_to_json(result.generation)
+        )
+    return replace(
+        attempt, metrics=result.metrics, generation=result.generation, cause=result.cause
+    )
+
+
+def _with_gradients(job: WorkloadJob, attempt: Attempt) -> Attempt:
+    """Return a clean attempt with the comparison of its checkpoints, where it has any."""
+    tolerance = job.gradient_tolerance
+    if tolerance is None:
+        return attempt
+    saved = []
+    for end in attempt.ends:
+        assert end.plan.saves is not None
+        assert end.plan.last_iteration is not None
+        saved.append(end.plan.saves / iteration_name(end.plan.last_iteration))
+    first, *others = saved
+    try:
+        measured = measure_gradients(sys.executable, first, others, job.setting.env)
+    except MetricsError as error:
+        return replace(attempt, cause=FailureCause(text=str(error)))
+    name = attempt.ends[0].plan.name
+    compared: list[tuple[str, tuple[Comparison, ...]]] = [
+        (end.plan.name, compare_gradients(found, tolerance, name=name, where=str(first)))
+        for end, found in zip(attempt.ends[1:], measured, strict=True)
+    ]
+    return replace(attempt, gradients=tuple(compared))
+
+
+_OOM = "cuda_oom"
+
+
+def with_health(cause: FailureCause | None, health: Health | None) -> FailureCause | None:
+    """Return a cause with what NVML and the kernel saw on the attempt's own GPUs.
+
+    A failure of the hardware during the attempt is its cause, whatever the program says of it. An
+    OOM on a GPU that another program held memory of is that program's, once.
+
+    Args:
+        cause: From the attempt's files; None for one that trained as it should.
+        health: Of the attempt's GPUs; None where it had none.
+    """
+    if cause is None or health is None:
+        return cause
+    if health.faults:
+        first = health.faults[0]
+        return replace(
+            cause,
+            text=f"{first.text}; {cause.text}",
+            evidence=(*(fault.text for fault in health.faults), *cause.evidence),
+            signature=_signature(first.signature),
+        )
+    signature = cause.signature
+    if signature is not None and signature.id == _OOM and health.foreign is not None:
+        return replace(
+            cause,
+            text=f"{cause.text}; {health.foreign}",
+            signature=replace(signature, is_transient=True, advice="end that process"),
+        )
+    return cause
+
+
+def _signature(name: str) -> Signature:
+    (found,) = (signature for signature in SIGNATURES if signature.id == name)
+    return found
+
+
+def cause_of(outcome: SubmissionOutcome, table: Table) -> FailureCause:
+    """Return why an attempt that an engine did not bring to its end is no good.
+
+    Args:
+        outcome: With trouble.
+        table: The signatures.
+    """
+    trouble = outcome.trouble
+    assert trouble is not None
+    row = table.engine(trouble.kind.value)
+    if row is not None and trouble.is_transient is not None:
+        row = replace(row, is_transient=trouble.is_transient)
+    return FailureCause(
+        text=trouble.text,
+        evidence=trouble.evidence,
+        signature=row,
+        is_of_engine=trouble.kind is not TroubleKind.OUT_OF_MEMORY,
+    )

@@ -1,30 +1,55 @@
-"""A workload as a run wants it executed, what exactly that starts, and what came of it. Pure."""
+"""Jobs: workloads as a session or a command runs them, planned and checked once.
+
+`make_job` is the only maker of jobs: for pytest, which `repro` starts as well, `sbatch` and
+`interactive`. It plans and checks a job once.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.errors import LaunchError
-from pytest_megatron.recipe.case import TestType, WorkloadCase, read_case
+from pytest_megatron.base.project import ProjectConfig
+from pytest_megatron.engines.api import (
+    Checking,
+    Planned,
+    Resources,
+)
+from pytest_megatron.errors import CaseError, LaunchError
+from pytest_megatron.golden.compare.rl import rl_metrics
+from pytest_megatron.golden.model import GENERATION_METRICS
+from pytest_megatron.gpu.host import CPU_PLATFORM, Host
+from pytest_megatron.recipe.case import CaseMode, TestType, WorkloadCase, read_case
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.recipe.paths import case_path
 from pytest_megatron.runs.environment import SessionFacts, kept_variables, utc_now
-from pytest_megatron.runs.layout import ItemDirs
+from pytest_megatron.runs.layout import ItemDirs, item_dirs
 from pytest_megatron.runs.record import RecordedPhase, RecordedPlan, to_json
 from pytest_megatron.runs.redact import Redactor
 from pytest_megatron.triage.signatures import Table, builtin_table
 from pytest_megatron.verdict.attempt import DEFAULT_METRICS, Attempt
 from pytest_megatron.verdict.gradients import tolerance_of
-from pytest_megatron.verdict.mode import metric_names_of
-from pytest_megatron.verdict.retry import RetryPolicy
+from pytest_megatron.verdict.retry import (
+    RetryPolicy,
+    policy_of,
+)
 from pytest_megatron.verdict.script import is_judged_by_us
 from pytest_megatron.verdict.verdict import Verdict
 from pytest_megatron.workload.checks.check import findings_of, hits_of, problem_of
 from pytest_megatron.workload.checks.rules import CheckFinding
-from pytest_megatron.workload.plan.plan import AttemptPlan, Setting, plan_attempt
-from pytest_megatron.workload.plan.replay import Replay
+from pytest_megatron.workload.plan.plan import (
+    FT_PACKAGE,
+    AttemptPlan,
+    Replay,
+    Setting,
+    plan_attempt,
+    require_inputs,
+)
+from pytest_megatron.workload.plan.script import ScriptMachine, look_at_machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,22 +148,167 @@ class Training:
         return sum(attempt.duration_s for attempt in self.attempts)
 
 
-def plan_job(job: WorkloadJob, *, repeat: int | None = None, number: int = 1) -> AttemptPlan:
-    """Plan one attempt of a job.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedJob:
+    """A job that was planned and checked; only such a job can be trained.
+
+    Attributes:
+        plan: Of the first attempt of the first repeat.
+        needed: By each attempt.
+        findings: Problems of the job, errors first.
+    """
+
+    job: WorkloadJob
+    plan: AttemptPlan
+    needed: Resources
+    findings: tuple[CheckFinding, ...]
+
+    def require_runnable(self) -> None:
+        """Refuse a job that cannot train, before it costs anything.
+
+        Raises:
+            LaunchError: A check found an error, or a program or checkpoint is missing.
+        """
+        problem = problem_of(self.findings)
+        if problem is not None:
+            raise LaunchError(*problem)
+        require_inputs(self.plan)
+
+    def plan_of(self, *, repeat: int, number: int) -> AttemptPlan:
+        """Return the plan of an attempt.
+
+        Raises:
+            MegatronError: It cannot be planned.
+        """
+        is_first = (repeat, number) == (self.job.replay.repeat, 1)
+        return self.plan if is_first else _plan(self.job, repeat=repeat, number=number)
+
+    def described(
+        self, plan: AttemptPlan, facts: SessionFacts, *, repeat: int, number: int
+    ) -> Planned:
+        """Return the plan of an attempt with its description for `plan.json`."""
+        description = _description(self.job, plan, facts)
+        return Planned(plan=plan, description={**description, "repeat": repeat, "attempt": number})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobOptions:
+    """Options from which a session or a command makes its jobs.
+
+    Attributes:
+        env: The controller's environment, with the variables that labels of CI set.
+        host: The machine whose GPUs run the jobs; None where it is not known.
+        tee_ranks: As in `Setting`.
+        max_attempts: As typed; None leaves it to the row.
+    """
+
+    root: Path
+    run_dir: Path
+    env: Mapping[str, str]
+    project: ProjectConfig
+    is_lightweight: bool
+    host: Host | None = None
+    tee_ranks: tuple[int, ...] | None = (0, 3)
+    max_attempts: int | None = None
+    backoff_s: float = 0.0
+    table: Table = field(default_factory=builtin_table)
+    replay: Replay = field(default_factory=Replay)
+
+
+class JobPlace(Protocol):
+    """The part of an engine that jobs depend on."""
+
+    def settle(self, setting: Setting, workload: Workload) -> Setting:
+        """Return the setting of plans for this engine."""
+
+
+def make_job(
+    options: JobOptions, place: JobPlace, workload: Workload, node_id: str, *, num_repeats: int = 1
+) -> CheckedJob:
+    """Make the job of a workload.
 
     Raises:
-        MegatronError: The case or the row cannot be planned.
+        CaseError: The case cannot be read, or names no metric.
+        MegatronError: It cannot be planned, or the engine lacks a setting.
+        RecipeError: The row's keys about retries are wrong.
     """
-    repeat = repeat or job.replay.repeat
+    workload = options.replay.resized(workload)
+    setting = Setting(
+        root=options.root,
+        env=options.env,
+        tee_ranks=options.tee_ranks,
+        is_lightweight=options.is_lightweight,
+        has_ft_launcher=importlib.util.find_spec(FT_PACKAGE) is not None,
+        machine=ScriptMachine() if workload.script is None else look_at_machine(options.env),
+        secret_names=options.project.secret_names,
+        kept_variables=options.project.kept_variables,
+    )
+    job = WorkloadJob(
+        node_id=node_id,
+        workload=workload,
+        case=read_case_of(options.root, workload),
+        dirs=item_dirs(options.run_dir, node_id),
+        setting=place.settle(setting, workload),
+        num_repeats=1 if options.is_lightweight else num_repeats,
+        retry=policy_of(
+            workload,
+            max_attempts=options.max_attempts,
+            backoff_s=options.backoff_s,
+            table=options.table,
+        ),
+        table=options.table,
+        replay=options.replay,
+    )
+    gpus = () if options.host is None else options.host.fitting(workload.platform)
+    checked = check_job(job, memory_bytes=min((gpu.memory_bytes for gpu in gpus), default=None))
+    if not isinstance(place, Checking):
+        return checked
+    found = place.findings(workload, job.setting, checked.needed)
+    return replace(checked, findings=(*checked.findings, *found))
+
+
+def check_job(job: WorkloadJob, *, memory_bytes: int | None = None) -> CheckedJob:
+    """Plan and check a job.
+
+    Args:
+        job: The job.
+        memory_bytes: Of a GPU that it will run on, where one is known.
+
+    Raises:
+        MegatronError: It cannot be planned.
+    """
+    plan = _plan(job, repeat=job.replay.repeat, number=1)
+    env = job.setting.env
+    hits = (
+        () if job.case is None else hits_of(job.workload, job.case, env, memory_bytes=memory_bytes)
+    )
+    return CheckedJob(
+        job=job, plan=plan, needed=_needs(job.workload, plan), findings=findings_of(hits)
+    )
+
+
+def _plan(job: WorkloadJob, *, repeat: int, number: int) -> AttemptPlan:
+    """Plan one attempt."""
     dirs = job.dirs.attempt(repeat=repeat, attempt=number)
     plan = plan_attempt(job.workload, job.case, dirs, job.setting, repeat=repeat)
     return job.replay.cut(plan, job.node_id)
 
 
-def describe_plan(
-    job: WorkloadJob, plan: AttemptPlan, facts: SessionFacts, *, repeat: int, number: int
-) -> dict[str, JsonValue]:
-    """Return a plan as `plan.json` keeps it: all that is needed to do it again, without secrets."""
+def _needs(workload: Workload, plan: AttemptPlan) -> Resources:
+    """Return the resources of an attempt; a release may take every window it has."""
+    segment = workload.spec.get("segment")
+    return Resources(
+        platform=workload.platform,
+        num_nodes=workload.nodes,
+        gpus_per_node=0 if workload.platform == CPU_PLATFORM else workload.gpus,
+        ranks_per_node=workload.gpus,
+        time_limit_s=plan.time_limit_s * (1 if plan.target is None else len(plan.phases)),
+        segment=segment if isinstance(segment, int) else None,
+    )
+
+
+def _description(job: WorkloadJob, plan: AttemptPlan, facts: SessionFacts) -> dict[str, JsonValue]:
+    """Return the content of `plan.json`: all that a repetition needs, without secrets."""
     redactor, kept = job.redactor(plan), job.setting.kept_variables
     phases = [
         RecordedPhase(
@@ -157,8 +327,6 @@ def describe_plan(
     case = job.case
     record = RecordedPlan(
         node_id=job.node_id,
-        repeat=repeat,
-        attempt=number,
         recipe=job.workload.where,
         case=None if case is None else str(case.path),
         cwd=str(plan.cwd),
@@ -183,6 +351,34 @@ def _redacted(redactor: Redactor, text: str | None) -> str | None:
     return None if text is None else redactor.text(text)
 
 
+def metric_names_of(case: WorkloadCase) -> tuple[str, ...]:
+    """Return what a case compares.
+
+    Raises:
+        CaseError: It names nothing to compare, or, in an inference case, what no such program
+            writes: then nothing would be compared, or not what was meant.
+    """
+    if case.mode is CaseMode.RL:
+        return rl_metrics(case.metrics)
+    if case.metrics == ():
+        raise CaseError(
+            str(case.path),
+            "METRICS is empty, so nothing would be compared; name metrics, or leave it out",
+        )
+    if case.mode is CaseMode.PRETRAINING:
+        return DEFAULT_METRICS if case.metrics is None else case.metrics
+    known = ", ".join(sorted(GENERATION_METRICS))
+    if case.metrics is None:
+        raise CaseError(str(case.path), f"METRICS is missing, expected some of {known}")
+    for name in case.metrics:
+        if name not in GENERATION_METRICS:
+            raise CaseError(
+                str(case.path),
+                f"METRICS: {name!r} is not compared in MODE inference, expected some of {known}",
+            )
+    return case.metrics
+
+
 def read_case_of(root: Path, workload: Workload) -> WorkloadCase | None:
     """Return the test case of a row.
 
@@ -200,26 +396,3 @@ def read_case_of(root: Path, workload: Workload) -> WorkloadCase | None:
         return None
     metric_names_of(case)  # a case that compares nothing is told before it costs anything
     return case
-
-
-def check_job(job: WorkloadJob, *, memory_bytes: int | None = None) -> tuple[CheckFinding, ...]:
-    """Return what is wrong with a job, errors first.
-
-    Args:
-        job: What is to run.
-        memory_bytes: Of a GPU that it will run on, where one is known.
-    """
-    if job.case is None:
-        return ()
-    return findings_of(hits_of(job.workload, job.case, job.setting.env, memory_bytes=memory_bytes))
-
-
-def refuse_wrong(job: WorkloadJob) -> None:
-    """Refuse a job that cannot train, whatever it runs on.
-
-    Raises:
-        LaunchError: A check finds an error; says all of them.
-    """
-    problem = problem_of(check_job(job))
-    if problem is not None:
-        raise LaunchError(*problem)

@@ -94,6 +94,14 @@ class JobItem:
         """Whether it fails its job."""
         return self.verdict in BAD and not self.is_held
 
+    @property
+    def how_flaky(self) -> str:
+        """Why it fails nothing although it did not pass at once."""
+        if self.is_held:
+            return f"{self.verdict}, in quarantine"
+        causes = f": {', '.join(self.causes)}" if self.causes else ""
+        return f"passed at attempt {max(self.num_attempts, 2)}{causes}"
+
     def as_json(self) -> dict[str, JsonValue]:
         """Return it for `summary.json`."""
         return {
@@ -148,6 +156,13 @@ class JobRun:
     def duration_s(self) -> float:
         """Of all items together."""
         return sum(item.duration_s for item in self.items)
+
+    @property
+    def counts(self) -> str:
+        """The verdicts of its items: `2 failed, 40 passed, 12.0 s`."""
+        words = ("failed", "broken", "flaky", "passed", "skipped")
+        found = [f"{number} {word}" for word in words if (number := self.count(word))]
+        return f"{', '.join(found) or 'no items'}, {self.duration_s:.1f} s"
 
     def count(self, *verdicts: str) -> int:
         """Return how many items have one of these verdicts."""

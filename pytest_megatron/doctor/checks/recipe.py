@@ -19,7 +19,7 @@ from pytest_megatron.recipe.model import Workload
 from pytest_megatron.recipe.paths import case_path
 from pytest_megatron.workload.checks.check import hits_of
 from pytest_megatron.workload.checks.rules import RuleMatch
-from pytest_megatron.workload.plan.launcher import LAUNCHER_VARIABLE
+from pytest_megatron.workload.plan.plan import LAUNCHER_VARIABLE
 
 _MOST_ROWS = 3
 _FT_DISTRIBUTION = "nvidia-resiliency-ext"

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, Protocol, Self
 
 import docker
@@ -24,6 +23,8 @@ import docker.errors
 import docker.types
 import docker.utils
 import requests.exceptions
+from docker.models.containers import ContainerCollection
+from typing_extensions import override
 
 from pytest_megatron.engines.docker.messages import JOB_DIR, Gone, RunContainer
 
@@ -187,12 +188,7 @@ class Container:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.let_go()
 
     def let_go(self) -> None:
@@ -209,21 +205,33 @@ class Container:
             self._client.api.remove_container(self.id, force=True)
 
 
-class _ContainerStarter:
-    """What nemo-run takes for a Docker client, of which it asks `containers.run` only."""
+class _OwnedContainers(ContainerCollection):  # type: ignore[misc]  # docker has no types
+    """Containers with our labels, on a network that exists: nemo-run has no field for these."""
 
-    def __init__(self, client: docker.DockerClient, labels: dict[str, str], network: str) -> None:
-        self.containers = self
-        self._client = client
-        self._labels = labels
-        self._network = network
-
+    @override
     def run(self, image: str, command: str, **options: object) -> object:
-        """Start a container as nemo-run wants it, with our labels and network."""
-        found = options.pop("labels", {})
+        """Start a container with nemo-run's options and ours."""
+        found = options["labels"]
         assert isinstance(found, dict)
-        options |= {"labels": {**found, **self._labels}, "network": self._network}
-        return self._client.containers.run(image, command, **options)
+        ours = {"labels": {**found, **self.client.labels}, "network": self.client.network}
+        return super().run(image, command, **{**options, **ours})
+
+
+class _OwningClient(docker.DockerClient):  # type: ignore[misc]  # as above
+    """Docker client for one container of ours.
+
+    Attributes:
+        labels: That say whose container it is.
+        network: That it is connected to.
+    """
+
+    labels: Mapping[str, str]
+    network: str
+
+    @property
+    def containers(self) -> _OwnedContainers:
+        """The containers that it starts."""
+        return _OwnedContainers(client=self)
 
 
 def start(client: docker.DockerClient, request: RunContainer, image: Image) -> Container:
@@ -232,12 +240,15 @@ def start(client: docker.DockerClient, request: RunContainer, image: Image) -> C
     Raises:
         StartRefusedError: Docker will not have it.
     """
+    owning = _OwningClient.from_env(timeout=client.api.timeout)
+    owning.network = request.network
+    owning.labels = {LABEL_OWNER: owner(), LABEL_KEY: request.key, LABEL_RUN: request.run_dir}
     job_dir = Path(request.job_dir)
     lifeline = os.open(job_dir / "lifeline", os.O_RDONLY | os.O_CREAT, 0o644)
     fcntl.flock(lifeline, fcntl.LOCK_EX)
-    labels = {LABEL_OWNER: owner(), LABEL_KEY: request.key, LABEL_RUN: request.run_dir}
     try:
-        found = _run(_ContainerStarter(client, labels, request.network), request, image)
+        with contextlib.closing(owning):
+            found = _run(owning, request, image)
     except docker.errors.APIError as error:
         os.close(lifeline)
         raise StartRefusedError(_meaning(str(error.explanation))) from error
@@ -247,7 +258,7 @@ def start(client: docker.DockerClient, request: RunContainer, image: Image) -> C
     return Container(client, str(getattr(found, "id", "")), image.entrypoint, lifeline)
 
 
-def _run(starter: _ContainerStarter, request: RunContainer, image: Image) -> object:
+def _run(client: _OwningClient, request: RunContainer, image: Image) -> object:
     """Have nemo-run start a container; return docker-py's."""
     from nemo_run import DockerExecutor, Packager  # noqa: PLC0415 - takes seconds
     from nemo_run.core.execution.docker import DockerContainer  # noqa: PLC0415
@@ -269,7 +280,7 @@ def _run(starter: _ContainerStarter, request: RunContainer, image: Image) -> obj
     container = DockerContainer(
         name=request.name, command=["bash", f"{JOB_DIR}/start"], executor=executor, extra_env={}
     )
-    return container.run(client=starter, id=request.name)
+    return container.run(client=client, id=request.name)
 
 
 def _more(request: RunContainer) -> dict[str, object]:
@@ -344,12 +355,7 @@ class Events:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._is_closed = True
         with contextlib.suppress(Exception):  # whatever the connection is in the middle of
             self._stream.close()

@@ -50,8 +50,7 @@ from pytest_megatron.errors import LaunchError
 from pytest_megatron.gpu.lease import Lease
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.workload.plan.plan import AttemptPlan, PhasePlan, Setting
-from pytest_megatron.workload.run.log_watch import LogWatch, Progress
-from pytest_megatron.workload.run.runner import AttemptListener
+from pytest_megatron.workload.run.runner import AttemptListener, LogWatch, Progress
 
 
 class LiveLog:

@@ -11,8 +11,7 @@ from pytest_megatron.base.text import counted
 from pytest_megatron.engines.config import LaunchMode
 from pytest_megatron.engines.multitask.messages import Begin, Join
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.workload.plan.launcher import Started
-from pytest_megatron.workload.plan.plan import PhasePlan, inherited
+from pytest_megatron.workload.plan.plan import PhasePlan, Started, inherited
 from pytest_megatron.workload.run.node_agents import node_command
 
 RANK_LOGS = Path("srun_native", "attempt_0")  # as torch.distributed.run has it, with its run id

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from typing_extensions import override
@@ -285,12 +284,7 @@ class TeamProcess(RunningCommand):
         return self
 
     @override
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         try:
             if self._ended is None:
                 self.stop()
@@ -298,7 +292,7 @@ class TeamProcess(RunningCommand):
                     self.wait()
         finally:
             if self._work is not None:
-                self._work.__exit__(kind, error, trace)
+                self._work.__exit__(*error)
             self._log.close()
         for task, begin in self._begins.items():
             if task in self._finished and not begin.is_rank:  # all of it is in the log

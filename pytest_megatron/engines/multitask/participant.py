@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
 from pytest_megatron.engines.multitask.messages import (
@@ -30,8 +30,7 @@ from pytest_megatron.gang.ipc.channel import Channel
 from pytest_megatron.gpu.monitor import HealthWatch
 from pytest_megatron.process.guarded import GuardedProcess
 from pytest_megatron.workload.plan.plan import inherited
-from pytest_megatron.workload.run.log_watch import FollowedFile
-from pytest_megatron.workload.run.runner import STOP_GRACE_S
+from pytest_megatron.workload.run.runner import STOP_GRACE_S, FollowedFile
 
 
 class TaskCommand:
@@ -69,14 +68,9 @@ class TaskCommand:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._process is not None:
-            self._process.__exit__(kind, error, trace)
+            self._process.__exit__(*error)
             self._process = None
 
     def poll(self) -> list[Lines | Finished]:
@@ -171,7 +165,7 @@ class Participant:
                     return 1
         finally:
             if self._work is not None:
-                self._work.__exit__(None, None, None)
+                self._work.__exit__()
             self._channel.close()
 
     def _obey(self, message: Message | None) -> None:
@@ -190,7 +184,7 @@ class Participant:
                 self._send(message)
             elif self._work is not None:
                 self._send(replace(message, told=self._told))
-                self._work.__exit__(None, None, None)
+                self._work.__exit__()
                 self._work = None
 
     def _end_alone(self) -> None:

@@ -137,7 +137,7 @@ class SlurmEngine:
 
     def settle(self, setting: Setting, workload: Workload) -> Setting:
         """Return the setting as plans for jobs need it."""
-        return self._scripts.settle(setting, workload.platform)
+        return self._scripts.settle(setting, workload)
 
     def lacks(self, _needed: Resources) -> str | None:
         """Return nothing: what Slurm refuses, it says itself."""

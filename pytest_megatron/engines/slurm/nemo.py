@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -24,23 +24,15 @@ if TYPE_CHECKING:
 
 MISSING, BROKEN = "missing", "broken"
 NEMO = "nemo-run"
-# nemo-run puts a directory of its own in place of this in scripts without a container.
-_NEMO_DIR, _KEPT = "/nemo_run", "/pytest_megatron_kept_nemo_dir"
-# Where nemo-run believes that it packs the code; nothing of it is in the finished script.
-_EXPERIMENT, _JOB = "/pytest_megatron_nowhere", "job"
-# A step of its own for an address that nobody asks for; the tasks would wait until it is over.
-_HEAD_NODE_IP = """\
-head_node_ip=$(srun --nodes=1 --ntasks=1 -w "$head_node" hostname --ip-address)
-"""
-_NEMO_STEP_FLAGS = "--wait=60 --kill-on-bad-exit=1"
+TEMPLATE = Path(__file__).with_name("job.sh.j2")
 _SHAPES = TypeAdapter(list[Shape])
 _Answer: TypeAlias = "dict[str, JsonValue]"
-# Arguments of SlurmExecutor; every other flag goes into `additional_parameters`.
-_ARGUMENTS = (
+# Fields of SlurmExecutor; every other flag goes into `additional_parameters`.
+_FIELDS = (
     *("account", "constraint", "exclude", "gres", "mem", "partition", "qos", "time"),
     *("cpus_per_task", "gpus_per_node", "nodes", "ntasks_per_node", "segment"),
 )
-_NUMBERS = _ARGUMENTS[-5:]
+_NUMBERS = _FIELDS[-5:]
 
 
 def main(arguments: list[str]) -> int:
@@ -66,100 +58,69 @@ def _answer(shapes: list[Shape]) -> _Answer:
 
 
 def materialize(shape: Shape) -> str:
-    """Return the script of a shape.
+    """Return the script of a shape: nemo-run's executor in our template.
 
-    Raises:
-        ValueError: nemo-run's text lacks what is known of it.
-    """
-    from nemo_run.core.execution.slurm import SlurmBatchRequest  # noqa: PLC0415 - see above
-
-    executor = _executor(shape)
-    executor.tunnel.job_dir, executor.job_dir = _EXPERIMENT, _JOB
-    request = SlurmBatchRequest(
-        launch_cmd=["sbatch", "--parsable"],
-        jobs=[shape.name],
-        command_groups=[[_kept(shape.command)]],
-        executor=executor,
-        max_retries=0,
-        extra_env={},
-    )
-    text: str = request.materialize()
-    for old, new in _mended(shape).items():
-        if text.count(old) != 1:
-            raise ValueError(f"{old!r} is {text.count(old)} times in its script, expected once")
-        text = text.replace(old, new)
-    text = text.replace(_HEAD_NODE_IP, "").replace(_KEPT, _NEMO_DIR)
-    for part in (*shape.setup, shape.command):
-        if part not in text:
-            raise ValueError(f"its script lacks the line {part!r}")
-    return text if text.endswith("\n") else f"{text}\n"
-
-
-def _mended(shape: Shape) -> dict[str, str]:
-    """Return what nemo-run writes and what belongs there.
-
-    pyxis refuses a second `--container-workdir`, so that flags after nemo-run's cannot do it.
+    The flags of the step stand in the template's words: nemo-run's own template has a mount and a
+    working directory of its own in each step, and pyxis refuses a second `--container-workdir`.
     Source: NVIDIA/pyxis args.c, spank_option_workdir().
     """
-    steps = {_NEMO_STEP_FLAGS: shlex.join(STEP_FLAGS)}
-    job_dir, workdir = f"{_EXPERIMENT}/{_JOB}", _kept(shape.workdir)
-    if shape.container is None:
-        return {f"--chdir {job_dir}/code": shlex.join(["--chdir", workdir]), **steps}
-    return {
-        f",{job_dir}:{_NEMO_DIR} ": " ",
-        f"--container-workdir {_NEMO_DIR}/code": shlex.join(["--container-workdir", workdir]),
-        **steps,
+    from nemo_run.core.execution.utils import fill_template  # noqa: PLC0415 - see above
+
+    executor = _executor(shape)
+    values = {
+        "job_name": shape.name,
+        **{name: getattr(executor, name) for name in ("open_mode", *_FIELDS)},
+        **executor.additional_parameters,
     }
+    variables = {
+        "flags": [
+            _flag(name, value) for name, value in sorted(values.items()) if value is not None
+        ],
+        "setup": executor.setup_lines,
+        "step": shlex.join(_step(shape, executor)),
+        "command": shape.command,
+    }
+    text: str = fill_template(TEMPLATE.name, variables, template_dir=str(TEMPLATE.parent))
+    return f"{text}\n"
 
 
 def _executor(shape: Shape) -> SlurmExecutor:
-    """Return what nemo-run knows of a job."""
-    import nemo_run as run  # noqa: PLC0415 - see above
-    from nemo_run.core.execution.slurm import SlurmJobDetails  # noqa: PLC0415
+    """Return nemo-run's settings of a job."""
+    from nemo_run import LocalTunnel, Packager, SlurmExecutor  # noqa: PLC0415 - see above
 
-    class JobDetails(SlurmJobDetails):  # type: ignore[misc] # nemo-run has no types
-        """The output of the tasks goes where the job's goes."""
-
-        srun_stdout = property(lambda _self: Path("all"))
-
-    flags = {name.replace("-", "_"): _kept(value) for name, value in shape.flags.items()}
-    known = {name: flags.pop(name) for name in _ARGUMENTS if name in flags}
-    return run.SlurmExecutor(
-        **_typed(known),
-        account=known.get("account"),
-        job_name_prefix="megatron-",
-        packager=run.Packager(),
-        tunnel=run.LocalTunnel(job_dir=""),
-        launcher=None,
-        retries=0,
-        poll_estimated_start_time=False,
-        job_details=JobDetails(job_name=shape.name),
+    flags = {name.replace("-", "_"): value for name, value in shape.flags.items()}
+    known = {name: flags.pop(name) for name in _FIELDS if name in flags}
+    typed = {name: int(value) if name in _NUMBERS else value for name, value in known.items()}
+    return SlurmExecutor(
+        **{"account": None, **typed},
+        packager=Packager(),
+        tunnel=LocalTunnel(job_dir=""),
         additional_parameters={name: value or True for name, value in flags.items()},
-        # nemo-run means to quote what follows, and does not.
-        container_image=None if shape.container is None else _quoted(shape.container),
-        container_mounts=[_quoted(mount) for mount in shape.mounts],
-        container_env=list(shape.container_env) or None,
-        srun_args=[_quoted(word) for word in shape.step_flags],
-        setup_lines=_kept("\n".join(shape.setup)),
+        container_image=shape.container,
+        container_mounts=list(shape.mounts),
+        container_env=list(shape.container_env),
+        srun_args=[*STEP_FLAGS, *shape.step_flags],
+        setup_lines="\n".join(shape.setup),
     )
 
 
-def _typed(known: Mapping[str, str]) -> dict[str, str | int]:
-    """Return the arguments of SlurmExecutor; `account` is passed in any case."""
-    return {
-        name: int(value) if name in _NUMBERS else value
-        for name, value in known.items()
-        if name != "account"
-    }
+def _step(shape: Shape, executor: SlurmExecutor) -> Iterator[str]:
+    """Yield the words of the srun that starts the tasks; its output goes where the job's goes."""
+    yield from ("srun", "--output", "all")
+    if executor.container_image is None:
+        yield from ("--chdir", shape.workdir)
+    else:
+        yield from ("--container-image", executor.container_image)
+        yield from ("--container-mounts", ",".join(executor.container_mounts))
+        yield from ("--container-workdir", shape.workdir)
+    if executor.container_env:
+        yield from ("--container-env", ",".join(executor.container_env))
+    yield from executor.srun_args
 
 
-def _quoted(word: str) -> str:
-    return shlex.quote(_kept(word))
-
-
-def _kept(text: str) -> str:
-    """Return a text that nemo-run leaves as it is."""
-    return text.replace(_NEMO_DIR, _KEPT)
+def _flag(name: str, value: object) -> str:
+    flag = f"--{name.replace('_', '-')}"
+    return flag if value is True else f"{flag}={shlex.quote(str(value))}"
 
 
 if __name__ == "__main__":

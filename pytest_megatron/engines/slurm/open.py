@@ -15,6 +15,7 @@ from pytest_megatron.engines.slurm.script import ScriptWriter
 from pytest_megatron.engines.slurm.shape import ShapePaths
 from pytest_megatron.engines.slurm.submit import JobScript, SlurmSettings
 from pytest_megatron.recipe.load import project_words
+from pytest_megatron.recipe.model import Workload
 from pytest_megatron.workload.plan.plan import Setting
 
 
@@ -51,9 +52,9 @@ class NemoScripts:
     def __init__(self, writer: ScriptWriter) -> None:
         self._writer = writer
 
-    def settle(self, setting: Setting, platform: str) -> Setting:
+    def settle(self, setting: Setting, workload: Workload) -> Setting:
         """Return the setting with the jobs' interpreter, and their variables over ours."""
-        place = self._writer.place(platform)
+        place = self._writer.place(workload.platform)
         assert place.python is not None
         has_ft = setting.has_ft_launcher or place.python != setting.python  # nobody can look
         env = {**setting.env, **place.env}

@@ -1,6 +1,6 @@
 """Writes the scripts that Slurm is given, one for each shape of job; submits nothing.
 
-The text is nemo-run's, made in a child process (`nemo.py`), and kept for later runs.
+nemo-run fills our template in a child process (`nemo.py`); the text is kept for later runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pytest_megatron.base.files import JsonValue, write_text_atomically
 from pytest_megatron.engines.api import Resources
 from pytest_megatron.engines.config import SlurmConfig, UvSyncConfig
 from pytest_megatron.engines.slurm import nemo as nemo_driver
-from pytest_megatron.engines.slurm.nemo import MISSING, NEMO
+from pytest_megatron.engines.slurm.nemo import MISSING, NEMO, TEMPLATE
 from pytest_megatron.engines.slurm.shape import STEP_FLAGS, Shape, ShapePaths, shape_of
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.runs.layout import OWN_DIR, make_own_dir
@@ -36,7 +36,7 @@ _CHILD_LIMIT_S = 300.0  # an import from a slow shared file system takes a minut
 _DIGEST_LENGTH = 12
 _KEPT_DIR = OWN_DIR / "scripts"
 _ANY_RUN_DIR = "/run-directory-of-pytest-megatron"
-_PLAIN_PATH = re.compile(r"/[\w./+@%-]+").fullmatch  # bash, pyxis and nemo-run take it as it is
+_PLAIN_PATH = re.compile(r"/[\w./+@%-]+").fullmatch  # bash and pyxis take it as it is
 _MOST_LINES = 5
 # What makes nemo-run or its dependencies behave otherwise than in a shell of their own.
 _NOT_INHERITED = ("PYTHONWARNINGS", "SLURM_PROCID", "NEMORUN_HOME")
@@ -220,7 +220,7 @@ def _version(distribution: str) -> str:
 
 def _name(shape: Shape) -> str:
     """Return the name of a shape's script, which another text has never."""
-    driver = _digest(Path(nemo_driver.__file__).read_bytes())
+    driver = _digest(Path(nemo_driver.__file__).read_bytes() + TEMPLATE.read_bytes())
     text = json.dumps([asdict(shape), _version(NEMO), driver, STEP_FLAGS], sort_keys=True)
     return f"{shape.name}-{_digest(text.encode())}.sh"
 

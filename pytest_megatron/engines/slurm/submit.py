@@ -35,6 +35,7 @@ from pytest_megatron.engines.slurm.states import (
     remove_spec,
 )
 from pytest_megatron.errors import MegatronError
+from pytest_megatron.recipe.model import Workload
 from pytest_megatron.workload.plan.plan import Setting
 
 _MOST_TITLE = 40  # characters of an item's name in a job's
@@ -62,8 +63,8 @@ class JobScript:
 class Scripts(Protocol):
     """Who writes the scripts of jobs."""
 
-    def settle(self, setting: Setting, platform: str) -> Setting:
-        """Return the setting as plans for jobs on a platform need it."""
+    def settle(self, setting: Setting, workload: Workload) -> Setting:
+        """Return the setting of plans for jobs of a workload."""
 
     def write(self, wanted: Sequence[Resources]) -> dict[Resources, JobScript]:
         """Return a script for each.

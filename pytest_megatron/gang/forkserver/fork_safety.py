@@ -34,17 +34,17 @@ def find_obstacle() -> str:
     names = _python_threads()
     if names:
         return f"threads run since the tests were collected: {', '.join(sorted(names))}"
-    num_others = _count_tasks() - len(sys._current_frames())  # noqa: SLF001 - knows all of Python's
+    num_others = _count_tasks() - len(sys._current_frames())  # knows all of Python's
     if num_others > 0 and num_others > _count_openblas():
         return f"{num_others} threads of libraries run since the tests were collected"
     return ""
 
 
 def _has_cuda() -> bool:
-    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - its own descriptor is among them
+    for path in Path("/proc/self/fd").iterdir():
         try:
-            target = os.readlink(f"/proc/self/fd/{name}")  # noqa: PTH115 - text is what is compared
-        except OSError:
+            target = str(path.readlink())
+        except OSError:  # such as the descriptor of this listing
             continue
         if target.startswith(_CUDA_DEVICE):
             return True
@@ -56,7 +56,7 @@ def _python_threads() -> list[str]:
     """Return the names of Python's threads, but for this one, the main one and plugins'."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     own = (threading.get_ident(), threading.main_thread().ident)
-    frames = sys._current_frames()  # noqa: SLF001 - also knows threads that `threading` does not
+    frames = sys._current_frames()  # also knows threads that `threading` does not
     return [
         names.get(ident, f"thread {ident}")
         for ident, frame in frames.items()

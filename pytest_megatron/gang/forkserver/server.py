@@ -19,9 +19,10 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn, TypeAlias
 
 from pytest_megatron.errors import LaunchError
+from pytest_megatron.gang.forkserver.store import StoreKeeper
 from pytest_megatron.gang.ipc.channel import Channel
 from pytest_megatron.gang.ipc.messages import (
     Adopt,
@@ -43,67 +44,15 @@ from pytest_megatron.process.tree import (
     UNKILLABLE_S,
     Descendant,
     become_subreaper,
+    begin_child,
     descendants,
-    die_with,
     kill_descendants,
     send_signal,
 )
 
-
-class RankStarter(Protocol):
-    """How ranks come into being."""
-
-    def start(
-        self, order: RankConfig, ends: RankPipes, inherited: Sequence[int], unwanted: Sequence[int]
-    ) -> int:
-        """Start a rank; return its process.
-
-        Args:
-            order: What it has to know.
-            ends: What it shares with the fork server.
-            inherited: Descriptors that it holds as long as it lives.
-            unwanted: Descriptors of the fork server's own that it must not hold.
-        """
-
-    def open_store(self, host: str) -> int:
-        """Return the port of a new key-value store.
-
-        Raises:
-            LaunchError: There can be none.
-        """
-
-    def close_store(self, port: int) -> None:
-        """Close the store of a gang that is gone."""
-
-    def is_own(self, pid: int) -> bool:
-        """Return whether a process belongs to the fork server itself and not to a gang."""
-
-    def take_note_of_end(self, pid: int) -> None:
-        """Replace a process of the fork server's own that ended; any other is no matter."""
-
-
-class Keeper(Protocol):
-    """Opens stores that outlive ranks.
-
-    Attributes:
-        pid: Its process, or None before the first store.
-    """
-
-    pid: int | None
-
-    def open_store(self, host: str) -> int:
-        """Return the port of a new store."""
-
-    def close_store(self, port: int) -> None:
-        """Close the store of a gang that is gone."""
-
-    def take_note_of_end(self, pid: int) -> None:
-        """Replace its process if that is the one that ended."""
-
-    def forget(self) -> None:
-        """Let go of it in a forked child."""
-
-
+# Starts a rank, with the pipes that it shares with the fork server; returns its process. The first
+# descriptors are those that it keeps open, the second those of the fork server that it must close.
+StartRank: TypeAlias = Callable[[RankConfig, RankPipes, Sequence[int], Sequence[int]], int]
 STACK_SIGNAL = signal.SIGRTMIN + 9
 _POLL_S = 0.02
 _STACKS_S = 1.0  # for a rank to write its stack
@@ -111,7 +60,7 @@ _STACKS_S = 1.0  # for a rank to write its stack
 
 @dataclass(slots=True)
 class _Child:
-    order: RankConfig
+    config: RankConfig
     trigger: int
     notes: int
     is_alive: bool = True
@@ -129,7 +78,7 @@ class _Child:
 
 
 @dataclass(slots=True)
-class _Asked:
+class _StackRequest:
     """Stacks that are being written."""
 
     gang: int
@@ -144,23 +93,29 @@ class ForkServer:
     """Serves one connection until it closes."""
 
     def __init__(
-        self, channel: Channel, starter: RankStarter, parent_pipe: int | None = None
+        self,
+        channel: Channel,
+        start_rank: StartRank,
+        keeper: StoreKeeper,
+        parent_pipe: int | None = None,
     ) -> None:
-        """Make one that has nothing yet.
+        """Create a fork server without ranks.
 
         Args:
             channel: To the controller.
-            starter: How ranks come into being.
+            start_rank: Starts the process of a rank.
+            keeper: Opens stores, in a process of its own.
             parent_pipe: Read end of a pipe; the fork server also ends when its write end is closed.
         """
         self._channel = channel
         self._parent_pipe = parent_pipe
-        self._starter = starter
+        self._start_rank = start_rank
+        self._keeper = keeper
         self._children: dict[int, _Child] = {}
         self._dying: dict[int, float] = {}
         self._stores: dict[int, int] = {}
         self._own: list[int] = []
-        self._asked: list[_Asked] = []
+        self._stack_requests: list[_StackRequest] = []
 
     def serve(self) -> None:
         """Do what the controller says until it goes away, then kill everything."""
@@ -175,7 +130,7 @@ class ForkServer:
         gc.freeze()  # what is here now stays shared with the ranks
         try:
             while not self._channel.is_closed:
-                wait_s = _POLL_S if self._dying or self._asked else None
+                wait_s = _POLL_S if self._dying or self._stack_requests else None
                 channel = self._channel.fileno()
                 sources = (
                     [channel, wakeup]
@@ -208,8 +163,8 @@ class ForkServer:
 
     def _handle(self, message: Message, descriptors: Sequence[int]) -> None:
         match message:
-            case Fork(orders=orders):
-                self._start_gang(orders, descriptors)
+            case Fork(configs=configs):
+                self._start_gang(configs, descriptors)
             case OpenStore(gang=gang, host=host):
                 self._channel.send(self._open_store(gang, host))
             case Kill(gang=gang):
@@ -225,37 +180,37 @@ class ForkServer:
             case _:
                 raise AssertionError(f"not for a nursery: {message!r}")
 
-    def _start_gang(self, orders: Sequence[RankConfig], descriptors: Sequence[int]) -> None:
-        is_whole = len(orders) == orders[0].world_size
-        lockstep = Lockstep(len(orders)) if is_whole else None
-        for order in orders:
-            self._start(order, descriptors, lockstep)
+    def _start_gang(self, configs: Sequence[RankConfig], descriptors: Sequence[int]) -> None:
+        is_whole = len(configs) == configs[0].world_size
+        lockstep = Lockstep(len(configs)) if is_whole else None
+        for config in configs:
+            self._start(config, descriptors, lockstep)
         if lockstep is not None:
             lockstep.close()
 
     def _start(
-        self, order: RankConfig, descriptors: Sequence[int], lockstep: Lockstep | None
+        self, config: RankConfig, descriptors: Sequence[int], lockstep: Lockstep | None
     ) -> None:
         trigger_read, trigger = os.pipe()
         notes = os.memfd_create("notes")
         os.ftruncate(notes, NOTE_BYTES)
         others = [c for c in self._children.values() if c.is_alive]
         unwanted = [fd for child in others for fd in (child.trigger, child.notes)]
-        pid = self._starter.start(
-            order,
+        pid = self._start_rank(
+            config,
             RankPipes(trigger_read, notes, lockstep),
             descriptors,
             [*unwanted, *self._own, trigger],
         )
         os.close(trigger_read)
-        self._children[pid] = _Child(order, trigger, notes)
+        self._children[pid] = _Child(config, trigger, notes)
 
     def _adopt(self, adopt: Adopt) -> None:
         """Make a template that becomes a rank one of a gang's."""
         for child in self._children.values():
-            if (child.order.gang, child.order.rank) == (adopt.template, adopt.rank):
-                child.order = replace(
-                    child.order, gang=adopt.gang, device=adopt.device, log_dir=adopt.log_dir
+            if (child.config.gang, child.config.rank) == (adopt.collector, adopt.rank):
+                child.config = replace(
+                    child.config, gang=adopt.gang, device=adopt.device, log_dir=adopt.log_dir
                 )
                 if not child.is_alive:
                     died = Died(gang=adopt.gang, rank=adopt.rank, exit_code=child.exit_code)
@@ -272,14 +227,14 @@ class ForkServer:
                 return
             child = self._children.get(pid)
             if child is None:
-                self._starter.take_note_of_end(pid)
+                self._keeper.replace_if_ended(pid)
             elif child.is_alive:
                 run, phase = child.noted
                 child.close(os.waitstatus_to_exitcode(status))
                 self._channel.send(
                     Died(
-                        gang=child.order.gang,
-                        rank=child.order.rank,
+                        gang=child.config.gang,
+                        rank=child.config.rank,
                         exit_code=child.exit_code,
                         phase=phase,
                         run=run,
@@ -287,11 +242,11 @@ class ForkServer:
                 )
 
     def _living(self, gang: int) -> list[int]:
-        return [p for p, c in self._children.items() if c.is_alive and c.order.gang == gang]
+        return [p for p, c in self._children.items() if c.is_alive and c.config.gang == gang]
 
     def _below(self, gang: int, *, is_exact: bool = False) -> list[int]:
         """Return the processes of a gang: its ranks, and what descends from them or did."""
-        ranks = {p for p, c in self._children.items() if c.order.gang == gang}
+        ranks = {p for p, c in self._children.items() if c.config.gang == gang}
         found: set[int] = set()
         for process in descendants(is_exact=is_exact):
             if (
@@ -309,12 +264,12 @@ class ForkServer:
             process.parent == os.getpid()
             and process.pid not in self._children
             and process.session not in self._children
-            and not self._starter.is_own(process.pid)
+            and process.pid != self._keeper.pid
         )
 
     def _open_store(self, gang: int, host: str) -> StoreOpened:
         try:
-            self._stores[gang] = self._starter.open_store(host)
+            self._stores[gang] = self._keeper.open_store(host)
         except LaunchError as error:
             return StoreOpened(gang=gang, port=0, problem=str(error))
         return StoreOpened(gang=gang, port=self._stores[gang])
@@ -326,9 +281,9 @@ class ForkServer:
                 send_signal(left, signal.SIGKILL)
                 continue
             del self._dying[gang]
-            self._children = {p: c for p, c in self._children.items() if c.order.gang != gang}
+            self._children = {p: c for p, c in self._children.items() if c.config.gang != gang}
             if gang in self._stores:
-                self._starter.close_store(self._stores.pop(gang))
+                self._keeper.close_store(self._stores.pop(gang))
             self._channel.send(Killed(gang=gang))
 
     def _ask_stacks(self, gang: int, ranks: Sequence[int]) -> None:
@@ -336,27 +291,29 @@ class ForkServer:
         phases: dict[str, str] = {}
         flights: dict[int, Path] = {}
         for pid in self._living(gang):
-            order = self._children[pid].order
-            if order.device == "cuda":  # also those that wait for nothing: they may have missed it
-                flights[order.rank] = Path(order.log_dir)
+            config = self._children[pid].config
+            if config.device == "cuda":  # also those that wait for nothing: they may have missed it
+                flights[config.rank] = Path(config.log_dir)
                 with contextlib.suppress(OSError):
                     os.write(self._children[pid].trigger, b"d")
-            if order.rank in ranks:
-                phases[str(order.rank)] = self._children[pid].noted[1]
-                files[order.rank] = Path(order.log_dir)
+            if config.rank in ranks:
+                phases[str(config.rank)] = self._children[pid].noted[1]
+                files[config.rank] = Path(config.log_dir)
                 send_signal([pid], STACK_SIGNAL)
                 send_signal([pid], signal.SIGCONT)  # one that was stopped says nothing
-        self._asked.append(_Asked(gang, files, flights, phases, time.monotonic() + _STACKS_S))
+        self._stack_requests.append(
+            _StackRequest(gang, files, flights, phases, time.monotonic() + _STACKS_S)
+        )
 
     def _finish_stacks(self) -> None:
-        for asked in list(self._asked):
+        for asked in list(self._stack_requests):
             sizes = {r: file_size(d / STACKS_FILE) for r, d in asked.files.items()}
             has_flights = all((d / FLIGHT_FILE).exists() for d in asked.flights.values())
             is_settled = sizes == asked.sizes and all(sizes.values()) and has_flights
             asked.sizes = sizes
             if not is_settled and time.monotonic() < asked.until:
                 continue
-            self._asked.remove(asked)
+            self._stack_requests.remove(asked)
             self._channel.send(
                 Stacks(
                     gang=asked.gang,
@@ -367,63 +324,42 @@ class ForkServer:
             )
 
 
-@dataclass(slots=True)
-class Forking:
-    """Starts ranks by forking this process, with everything that it has loaded.
+def fork_rank(
+    channel: Channel, keeper: StoreKeeper, run_rank: Callable[[RankConfig, RankPipes], NoReturn]
+) -> StartRank:
+    """Return a function that starts ranks by forking this process, with all that it has loaded.
 
-    Attributes:
-        channel: The connection of the fork server, which no rank may keep.
-        run_rank: What a rank does; never returns.
-        keeper: Opens stores, in a process of its own.
+    Args:
+        channel: Connection of the fork server, closed in ranks.
+        keeper: Keeper of the fork server, closed in ranks.
+        run_rank: Runs a rank in the child.
     """
 
-    channel: Channel
-    run_rank: Callable[[RankConfig, RankPipes], NoReturn]
-    keeper: Keeper
-
     def start(
-        self, order: RankConfig, ends: RankPipes, inherited: Sequence[int], unwanted: Sequence[int]
+        config: RankConfig, pipes: RankPipes, inherited: Sequence[int], unwanted: Sequence[int]
     ) -> int:
-        """Fork."""
         del inherited  # a fork has them all
         fork_server = os.getpid()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # threads: see `gang.clean`
+            warnings.simplefilter("ignore", DeprecationWarning)  # threads: see `fork_safety`
             pid = os.fork()
         if pid:
             return pid
         try:
-            signal.set_wakeup_fd(-1)
-            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
-                signal.signal(number, signal.SIG_DFL)
+            begin_child(fork_server)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             os.setsid()
-            die_with(fork_server)
             for descriptor in unwanted:
                 os.close(descriptor)
-            self.channel.close()
-            self.keeper.forget()
-            self.run_rank(order, ends)
+            channel.close()
+            keeper.forget()
+            run_rank(config, pipes)
         except BaseException:  # noqa: BLE001 - a rank must never go on as a fork server
             traceback.print_exc()
         finally:
             os._exit(70)
 
-    def open_store(self, host: str) -> int:
-        """Ask the keeper."""
-        return self.keeper.open_store(host)
-
-    def close_store(self, port: int) -> None:
-        """Tell the keeper."""
-        self.keeper.close_store(port)
-
-    def is_own(self, pid: int) -> bool:
-        """Whether it is the keeper."""
-        return self.keeper.pid == pid
-
-    def take_note_of_end(self, pid: int) -> None:
-        """Tell the keeper."""
-        self.keeper.take_note_of_end(pid)
+    return start
 
 
 def _texts(directories: dict[int, Path], name: str) -> dict[str, str]:

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import os
 import select
-import signal
 import socket
 import struct
 import sys
@@ -19,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang.ipc.messages import RankConfig
-from pytest_megatron.process.tree import close_descriptors, die_with
+from pytest_megatron.process.tree import begin_child, close_descriptors
 
 LOCAL_HOST = "127.0.0.1"
 LOCAL_HOST_IPV6 = "::1"
@@ -95,7 +94,7 @@ class StoreKeeper:
         with contextlib.suppress(OSError):
             self._send(port, [])
 
-    def take_note_of_end(self, pid: int) -> None:
+    def replace_if_ended(self, pid: int) -> None:
         """Replace the process if it is the one that ended; ports stay, what stores held is lost.
 
         What was sent to it just before is lost with it, unseen.
@@ -128,10 +127,7 @@ class StoreKeeper:
         pid = os.fork()
         if pid == 0:
             try:
-                signal.set_wakeup_fd(-1)
-                for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
-                    signal.signal(number, signal.SIG_DFL)
-                die_with(fork_server)
+                begin_child(fork_server)
                 close_descriptors([theirs.fileno()])
                 keep_stores(theirs)
             finally:
@@ -169,7 +165,7 @@ def keep_stores(orders: socket.socket) -> None:
 
 
 def _serve_store(descriptor: int, port: int) -> object:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415 - see above
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     try:
         return TCPStore(
@@ -180,7 +176,7 @@ def _serve_store(descriptor: int, port: int) -> object:
             master_listen_fd=descriptor,
         )
     except RuntimeError as error:
-        print(error, file=sys.stderr)  # noqa: T201 - the fork server's log
+        sys.stderr.write(f"{error}\n")  # the log of the fork server
         os.close(descriptor)
         return None
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from os import getpid  # a test may put another function in its place
 from pathlib import Path
 
-from pytest_megatron.gang.ipc.messages import Hello, Message, decode, encode_within
+from pytest_megatron.gang.ipc.messages import Message, Register, decode, encode_within
 from pytest_megatron.gang.originals import os, select, socket, time
 
 _LENGTH = struct.Struct("!I")
@@ -33,6 +33,7 @@ _HANDSHAKE_S = 20.0
 _KEEPALIVE_S = 10  # after which a silent host is asked whether it is there
 _SILENCE_MS = 30_000  # after which it is not
 _MOST_TEMP_CHARS = 80
+_SHORT_TEMP = "/tmp"  # noqa: S108 - mkdtemp makes a private directory in it
 
 
 class WrongKeyError(PermissionError):
@@ -204,7 +205,7 @@ class Channel:
 
 
 @dataclass(slots=True)
-class _Knocking:
+class _PendingCaller:
     """A connection that has not proved anything yet."""
 
     connection: socket.socket
@@ -225,7 +226,7 @@ class Listener:
     key: bytes
     _socket: socket.socket
     _directory: Path | None = None
-    _knocking: dict[int, _Knocking] = field(default_factory=dict)
+    _pending: dict[int, _PendingCaller] = field(default_factory=dict)
 
     def fileno(self) -> int:
         """Return the descriptor, for `select`."""
@@ -238,7 +239,7 @@ class Listener:
         nonce = secrets.token_bytes(_NONCE_BYTES)
         with contextlib.suppress(OSError):  # it hung up at once: `prove` finds that out
             connection.send(nonce)
-        self._knocking[connection.fileno()] = _Knocking(connection, nonce)
+        self._pending[connection.fileno()] = _PendingCaller(connection, nonce)
         return connection
 
     def prove(self, connection: socket.socket) -> Channel | None:
@@ -248,7 +249,7 @@ class Listener:
             WrongKeyError: It does not know the key.
         PermissionError: It went away.
         """
-        caller = self._knocking[connection.fileno()]
+        caller = self._pending[connection.fileno()]
         wanted = _NONCE_BYTES + _PROOF_BYTES - len(caller.received)
         try:
             chunk = connection.recv(wanted)
@@ -261,7 +262,7 @@ class Listener:
         caller.received += chunk
         if chunk and len(caller.received) < _NONCE_BYTES + _PROOF_BYTES:
             return None
-        del self._knocking[connection.fileno()]
+        del self._pending[connection.fileno()]
         their_nonce, proof = caller.received[:_NONCE_BYTES], caller.received[_NONCE_BYTES:]
         if not hmac.compare_digest(proof, _prove(self.key, b"caller", caller.nonce, their_nonce)):
             connection.close()
@@ -278,7 +279,7 @@ class Listener:
 
     def forget(self) -> None:
         """Close the descriptors, in a forked child."""
-        for caller in self._knocking.values():
+        for caller in self._pending.values():
             caller.connection.close()
         self._socket.close()
 
@@ -328,7 +329,7 @@ def remove_socket(address: str) -> None:
             Path(path).parent.rmdir()
 
 
-def connect(address: str, key: bytes, hello: Hello | None) -> Channel:
+def connect(address: str, key: bytes, registration: Register | None) -> Channel:
     """Call the controller, and greet it; None is for whoever has greetings of another kind.
 
     On one host a caller waits until it is answered, since the controller may be busy with a test of
@@ -354,8 +355,8 @@ def connect(address: str, key: bytes, hello: Hello | None) -> Channel:
     except OSError:
         connection.close()
         raise
-    if hello is not None:
-        channel.send(hello)
+    if registration is not None:
+        channel.send(registration)
     return channel
 
 
@@ -393,6 +394,5 @@ def _prove(key: bytes, role: bytes, theirs: bytes, own: bytes) -> bytes:
 
 def _short_temp() -> str | None:
     """Return a directory whose sockets have short names; the kernel takes 107 bytes."""
-    if len(tempfile.gettempdir()) <= _MOST_TEMP_CHARS or not os.path.isdir("/tmp"):  # noqa: S108 - made private by mkdtemp
-        return None
-    return "/tmp"  # noqa: S108 - see above
+    is_short = len(tempfile.gettempdir()) <= _MOST_TEMP_CHARS
+    return None if is_short or not os.path.isdir(_SHORT_TEMP) else _SHORT_TEMP

@@ -130,7 +130,7 @@ UNKNOWN = -2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
+class Register:
     """First message of every connection, to the controller.
 
     Attributes:
@@ -319,7 +319,7 @@ class RankConfig:
 class Fork:
     """Start ranks. File descriptors of GPU locks may come along."""
 
-    orders: tuple[RankConfig, ...]
+    configs: tuple[RankConfig, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,11 +327,11 @@ class Adopt:
     """Take the fork server of one rank, which becomes that rank, for a rank of a gang.
 
     Attributes:
-        template: The number that it was started under in place of a gang's.
+        collector: The number that it was started under in place of a gang's.
         log_dir: Directory of its logs from now on.
     """
 
-    template: int
+    collector: int
     gang: int
     rank: int
     device: str
@@ -427,7 +427,7 @@ class Stacks:
 
 
 Message: TypeAlias = (
-    Hello
+    Register
     | Collected
     | Ready
     | PhaseEnded
@@ -499,7 +499,7 @@ def decode(frame: bytes) -> Message:
     try:
         name, values = json.loads(frame)
         if name == Fork.__name__:
-            return Fork(orders=tuple(RankConfig(**order[1]) for order in values["orders"]))
+            return Fork(configs=tuple(RankConfig(**config[1]) for config in values["configs"]))
         make = cast("_Make", _TYPES[name])
         return make(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
@@ -508,7 +508,7 @@ def decode(frame: bytes) -> Message:
 
 def _plain(value: object) -> list[object]:
     if isinstance(value, RankConfig):
-        return ["RankOrder", {f.name: getattr(value, f.name) for f in fields(RankConfig)}]
+        return ["RankConfig", {f.name: getattr(value, f.name) for f in fields(RankConfig)}]
     names = _FIELDS.get(cast("type[Message]", type(value)))
     if names is None:
         raise TypeError(f"cannot be sent: {value!r}")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Protocol, TypeAlias, cast
+from typing import TypeAlias
 
 from pytest_megatron.gang.forkserver.fork_safety import THREADS, thread_name
 from pytest_megatron.gang.forkserver.server import STACK_SIGNAL
@@ -39,6 +39,7 @@ _LEAST_RANDOM_SEED = 1 << 53
 _threads: set[str] = set()  # of this process, as they were looked at last
 _device: str | None = None
 _cuda: _Cuda | None = None
+_open_files: list[object] = []  # as long as this process lives
 
 
 def rank_env(place: RankPlace, world_size: int) -> dict[str, str]:
@@ -64,38 +65,33 @@ def rank_env(place: RankPlace, world_size: int) -> dict[str, str]:
     }
 
 
-def become_rank(order: RankConfig, ends: RankPipes, *, random_state: RandomState | None) -> None:
+def become_rank(config: RankConfig, pipes: RankPipes, *, random_state: RandomState | None) -> None:
     """Set this process up as the rank of `order`.
 
     Args:
-        order: Which rank.
-        ends: What it shares with its fork server.
+        config: Which rank.
+        pipes: What it shares with its fork server.
         random_state: Of `random`, if something seeded it: a fork seeds it anew.
     """
     global _device  # noqa: PLW0603 - one process, one rank
-    _device = order.device
-    os.environ.update(order.env)
-    directory = Path(order.log_dir)
-    faulthandler.enable(file=2)
-    try:
-        stacks = (directory / STACKS_FILE).open("w")
-    except OSError:  # a full disk: stacks go to the log, if anywhere
-        faulthandler.register(STACK_SIGNAL, file=2, all_threads=True)
-    else:
-        faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
-        _kept.append(stacks)
+    _device = config.device
+    os.environ.update(config.env)
+    directory = Path(config.log_dir)
+    write_stacks_on_signal(directory)
     if random_state is not None:
         random.setstate(random_state)
     reseed()
     torch = sys.modules.get("torch")
     if torch is not None:
-        torch.set_num_threads(int(order.env.get("OMP_NUM_THREADS", "1")))
+        torch.set_num_threads(int(config.env.get("OMP_NUM_THREADS", "1")))
     count_from_import_on()
     _bind_cuda()
-    if order.device == "cuda":
+    if config.device == "cuda":
         os.environ.setdefault(_recorder_variable(torch), _RECORDED_COLLECTIVES)
         threading.Thread(
-            target=_serve_flight_recorder, args=(ends.trigger, directory / FLIGHT_FILE), daemon=True
+            target=_serve_flight_recorder,
+            args=(pipes.trigger, directory / FLIGHT_FILE),
+            daemon=True,
         ).start()
 
 
@@ -104,12 +100,16 @@ def device_of_rank() -> str | None:
     return _device
 
 
-_kept: list[object] = []
-
-
-def keep(file: object) -> None:
-    """Keep a file open as long as this process lives."""
-    _kept.append(file)
+def write_stacks_on_signal(directory: Path) -> None:
+    """Have faulthandler write stacks into the directory of logs, on errors and on STACK_SIGNAL."""
+    faulthandler.enable(file=2)
+    try:
+        stacks = (directory / STACKS_FILE).open("w")
+    except OSError:  # a full disk: stacks go to the log, if anywhere
+        faulthandler.register(STACK_SIGNAL, file=2, all_threads=True)
+    else:
+        faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
+        _open_files.append(stacks)
 
 
 def state_if_seeded(before: RandomState) -> RandomState | None:
@@ -129,7 +129,7 @@ def reseed() -> None:
     """
     mtrand = sys.modules.get("numpy.random.mtrand")
     if mtrand is not None:
-        bits = mtrand._rand._bit_generator  # noqa: SLF001 - tells whether it was seeded
+        bits = mtrand._rand._bit_generator  # tells whether it was seeded
         if getattr(bits, "_seed_seq", None) is not None:
             mtrand.set_state(mtrand.RandomState().get_state())
     torch = sys.modules.get("torch")
@@ -179,26 +179,16 @@ class _Cuda:
         variables: Of the module `torch.cuda`.
         synchronize: Waits for the current device; `torch.cuda.synchronize` would ask functions
             that tests patch which one that is.
-        zeros: `torch.zeros`.
+        run_kernel: Runs a kernel and waits for its result.
     """
 
     variables: Mapping[str, object]
     synchronize: Callable[[], None]
-    zeros: _Zeros
+    run_kernel: Callable[[], object]
 
     @property
     def is_initialized(self) -> bool:
         return bool(self.variables.get("_initialized"))
-
-
-class _Zeros(Protocol):
-    def __call__(self, size: int, *, device: str) -> _Tensor: ...
-
-
-class _Tensor(Protocol):
-    def add_(self, other: int) -> _Tensor: ...
-
-    def item(self) -> float: ...
 
 
 def _bind_cuda() -> _Cuda | None:
@@ -208,7 +198,12 @@ def _bind_cuda() -> _Cuda | None:
     if _cuda is None and isinstance(torch, ModuleType) and isinstance(cuda, ModuleType):
         synchronize = getattr(getattr(torch, "_C", None), "_cuda_synchronize", None)
         if synchronize is not None and hasattr(torch, "zeros"):
-            _cuda = _Cuda(variables=vars(cuda), synchronize=synchronize, zeros=torch.zeros)
+            zeros = torch.zeros
+            _cuda = _Cuda(
+                variables=vars(cuda),
+                synchronize=synchronize,
+                run_kernel=lambda: zeros(1, device="cuda").add_(1).item(),
+            )
     return _cuda
 
 
@@ -226,7 +221,7 @@ def find_poison() -> str:
         return ""
     try:
         cuda.synchronize()
-        cuda.zeros(1, device="cuda").add_(1).item()
+        cuda.run_kernel()
     except RuntimeError as error:
         return str(error).splitlines()[0]
     return ""
@@ -249,13 +244,9 @@ def _serve_flight_recorder(trigger: int, path: Path) -> None:
             written.replace(path)
 
 
-class _Dump(Protocol):
-    def __call__(self, *, includeCollectives: bool, onlyActive: bool) -> bytes | str: ...  # noqa: N803 - torch's
-
-
 def _flight_record() -> str:
     c10d = sys.modules.get("torch._C._distributed_c10d")
-    dump = cast("_Dump | None", getattr(c10d, "_dump_nccl_trace_json", None))
+    dump = getattr(c10d, "_dump_nccl_trace_json", None)
     if dump is None:
         return ""
     try:

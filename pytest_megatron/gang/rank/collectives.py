@@ -18,12 +18,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Protocol, cast
 
 from typing_extensions import override
 
+from pytest_megatron.base.text import counted
+
 _GLOO = "gloo"
+_COUNTED = ("send", "recv", "recv_anysource", "monitored_barrier")
 
 
 class _Group(Protocol):
@@ -57,7 +60,7 @@ class DefaultGroup:
 
     @override
     def __str__(self) -> str:
-        return f"{self.size} {'rank' if self.size == 1 else 'ranks'} ({self.backend})"
+        return f"{counted(self.size, 'rank')} ({self.backend})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,40 +104,37 @@ class _Counter:
 
     def _wrap_methods(self, cls: type) -> None:
         # Each has the name of what it wraps: pybind11 knows by it that an override calls its base.
-        original_send = cls.send  # type: ignore[attr-defined]
-        original_recv = cls.recv  # type: ignore[attr-defined]
-        original_any = cls.recv_anysource  # type: ignore[attr-defined]
-        original_barrier = cls.monitored_barrier  # type: ignore[attr-defined]
+        original = SimpleNamespace(**{name: getattr(cls, name) for name in _COUNTED})
 
         def send(self: object, *args: object, **settings: object) -> object:
-            work = original_send(self, *args, **settings)
+            work = original.send(self, *args, **settings)
             counter._take(self, args, settings, sent=1)
             return work
 
         def recv(self: object, *args: object, **settings: object) -> object:
-            work = original_recv(self, *args, **settings)
+            work = original.recv(self, *args, **settings)
             counter._take(self, args, settings, sent=-1)
             return work
 
         def recv_anysource(self: object, *args: object, **settings: object) -> object:
-            work = original_any(self, *args, **settings)
+            work = original.recv_anysource(self, *args, **settings)
             counter._take(self, args, settings, sent=-1)
             return work
 
         def monitored_barrier(self: object, *args: object, **settings: object) -> object:
             gloo = counter._gloo_of(self)
-            before = 0 if gloo is None else gloo._get_sequence_number_for_group()  # noqa: SLF001
+            before = 0 if gloo is None else gloo._get_sequence_number_for_group()
             try:
-                return original_barrier(self, *args, **settings)
+                return original.monitored_barrier(self, *args, **settings)
             finally:
                 if gloo is not None:  # made of sends, more of them on rank 0
-                    after = gloo._get_sequence_number_for_group()  # noqa: SLF001
+                    after = gloo._get_sequence_number_for_group()
                     counter._add(after - before - 1, 0)
 
         counter = self
         for method in (send, recv, recv_anysource, monitored_barrier):
-            original = getattr(cls, method.__name__)
-            method.__doc__, method.__qualname__ = original.__doc__, original.__qualname__
+            wrapped = getattr(cls, method.__name__)
+            method.__doc__, method.__qualname__ = wrapped.__doc__, wrapped.__qualname__
             setattr(cls, method.__name__, method)
 
     def _wrap_rendezvous(self) -> None:
@@ -154,7 +154,7 @@ class _Counter:
             self.num_rendezvous += 1
             return prefixed(f"rendezvous/{self.num_rendezvous}", store)
 
-        rendezvous._create_c10d_store = create  # type: ignore[attr-defined]  # noqa: SLF001 - see above
+        vars(rendezvous)["_create_c10d_store"] = create
 
     def _take(
         self, group: object, args: Sequence[object], settings: dict[str, object], *, sent: int
@@ -179,12 +179,12 @@ class _Counter:
         default = self.find_default()
         if default is None:
             return None
-        known = self._c10d._world.pg_map.get(default)  # noqa: SLF001 - see `find_default`
+        known = self._c10d._world.pg_map.get(default)
         return DefaultGroup(size=default.size(), backend=str(known[0]) if known else "")
 
     def find_default(self) -> _Group | None:
         """Return the default group, and begin anew where it is another one."""
-        default = cast("_Group | None", self._c10d._world.default_pg)  # noqa: SLF001 - tests patch what is public
+        default = cast("_Group | None", self._c10d._world.default_pg)  # tests patch what is public
         if default is None:
             self._gloo = None
         elif self._group is None or self._group() is not default:
@@ -195,7 +195,7 @@ class _Counter:
 
     def _find_gloo(self, group: _Group) -> _Group | None:
         try:
-            backend = group._get_backend(self._torch.device("cpu"))  # noqa: SLF001 - no other
+            backend = group._get_backend(self._torch.device("cpu"))
             return backend if backend.name() == _GLOO else None
         except (AttributeError, RuntimeError):  # a group for GPUs alone, or of a test
             return None
@@ -205,7 +205,7 @@ class _Counter:
         default = self.find_default()
         if default is None or self._gloo is None or default.size() != world_size:
             return Counts(num_collectives=-1, num_rendezvous=self.num_rendezvous)
-        number = self._gloo._get_sequence_number_for_group()  # noqa: SLF001 - no other
+        number = self._gloo._get_sequence_number_for_group()
         return Counts(
             num_collectives=number - self._num_others,
             num_rendezvous=self.num_rendezvous,

@@ -108,7 +108,7 @@ def start(settings: Mapping[str, JsonValue], data_file: str) -> Measurement | No
     """
     if not settings:
         return None
-    from coverage import Coverage  # noqa: PLC0415 - an extra that only those have who measure
+    from coverage import Coverage  # an extra that only those have who measure
 
     leave_running()
     config_file = cast("str | None", settings[_CONFIG_FILE])
@@ -125,8 +125,8 @@ def start(settings: Mapping[str, JsonValue], data_file: str) -> Measurement | No
 
 def leave_running() -> None:
     """Stop what a fork inherited, without a word to its data file."""
-    if os._exit is not posix._exit:  # noqa: SLF001 - coverage's patch
-        os._exit = posix._exit  # noqa: SLF001 - would save it
+    if os._exit is not posix._exit:  # coverage's patch
+        os._exit = posix._exit  # would save it
     while (inherited := _running()) is not None:
         inherited.stop()
 
@@ -136,8 +136,8 @@ def merge_into_running(directory: Path) -> list[str]:
     current = _running()
     if current is None or not directory.is_dir():
         return []
-    from coverage import CoverageData  # noqa: PLC0415 - see `start`
-    from coverage.exceptions import CoverageException  # noqa: PLC0415 - see `start`
+    from coverage import CoverageData
+    from coverage.exceptions import CoverageException
 
     problems = []
     for path in sorted(directory.iterdir()):

@@ -64,7 +64,7 @@ class Lockstep:
         self._bells = [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(world_size)]
         self._last: Ending | None = None
 
-    def tell(self, rank: int, ending: Ending) -> None:
+    def publish(self, rank: int, ending: Ending) -> None:
         """Say how a rank ended a test, and wake those that wait for it."""
         self._last = ending
         self._words[rank] = ending.word

@@ -50,9 +50,7 @@ class RankLogs:
     def redirect(self) -> None:
         """Send stdout and stderr of this process to the log files, and stdin to nothing."""
         open_standard_descriptors()  # else what is opened here would get their numbers
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
-        os.close(null)
+        close_stdin()
         for number, stream in enumerate(_STREAMS, start=1):
             descriptor = self._open(stream)
             os.dup2(descriptor, number)
@@ -81,6 +79,13 @@ class RankLogs:
             if error.errno not in _NO_ROOM:
                 raise
             return os.open(os.devnull, os.O_WRONLY)
+
+
+def close_stdin() -> None:
+    """Read from `/dev/null` in place of stdin."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
 
 
 def open_standard_descriptors() -> None:
@@ -172,22 +177,6 @@ class Tail:
             yield rest
             rest = b""
         self._rests[stream] = rest
-
-    def last_lines(self, num_lines: int) -> list[str]:
-        """Return the end of stderr: what a rank said before it died."""
-        return last_lines(self.directory / "stderr.log", num_lines)
-
-
-def last_lines(path: Path, num_lines: int) -> list[str]:
-    """Return the last lines of a log; none where it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - _CHUNK_BYTES))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return []
-    return [line for line in text.splitlines() if line.strip()][-num_lines:]
 
 
 def _text_stream(descriptor: int) -> TextIO:

@@ -115,10 +115,10 @@ def _put_back(name: str, value: object, wanted: object) -> str:
     """Undo a change, and return what it was."""
     match name:
         case "os.environ":
-            sys.modules["os"].environ = wanted  # type: ignore[attr-defined]
+            vars(sys.modules["os"])["environ"] = wanted
             return "it replaced os.environ, which was put back"
         case "builtins.open":
-            builtins.open = wanted  # type: ignore[assignment]
+            vars(builtins)["open"] = wanted
             return "it replaced builtins.open, which was put back"
         case "directory":
             return _go_back(value, wanted)
@@ -127,7 +127,7 @@ def _put_back(name: str, value: object, wanted: object) -> str:
         case _:
             assert isinstance(wanted, bytes)
             _environb[_raw[name]] = wanted
-    return f"it left {name} {_told(value)}, put back to {_told(wanted)}"
+    return f"it left {name} {_shown(value)}, put back to {_shown(wanted)}"
 
 
 def _go_back(directory: object, wanted: object) -> str:
@@ -141,7 +141,7 @@ def _go_back(directory: object, wanted: object) -> str:
     return f"{left}, put back to {wanted}"
 
 
-def _told(value: object) -> str:
+def _shown(value: object) -> str:
     return repr(os.fsdecode(value)) if isinstance(value, bytes) else "unset"
 
 

@@ -16,18 +16,18 @@ from pytest_megatron.gang.ipc.messages import (
     Collected,
     Died,
     Fork,
-    Hello,
     Kill,
     Message,
     OpenStore,
     RankConfig,
+    Register,
     Stacks,
     StoreOpened,
 )
 from pytest_megatron.gang.supervisor.connections import ForkServers
 
-TemplateWord: TypeAlias = Collected | Died | Stacks | StoreOpened
-OnTemplate: TypeAlias = Callable[[int, TemplateWord, int], None]
+CollectorMessage: TypeAlias = Collected | Died | Stacks | StoreOpened
+OnCollectorMessage: TypeAlias = Callable[[int, CollectorMessage, int], None]
 _OF_ALL = -1  # in the place of a rank
 
 
@@ -55,46 +55,46 @@ class RankCollectors:
             fork_servers: Those of nodes, which start them.
         """
         self._fork_servers = fork_servers
-        self._templates: dict[tuple[int, int, int], RankCollector] = {}
-        self._orders: dict[int, tuple[tuple[RankConfig, ...], OnTemplate]] = {}
+        self._collectors: dict[tuple[int, int, int], RankCollector] = {}
+        self._configs: dict[int, tuple[tuple[RankConfig, ...], OnCollectorMessage]] = {}
 
-    def start(self, orders: tuple[RankConfig, ...], on_template: OnTemplate) -> int:
+    def start(self, configs: tuple[RankConfig, ...], on_message: OnCollectorMessage) -> int:
         """Have some started; return their number.
 
         Args:
-            orders: What they have to know, as for ranks of a gang of number 0.
-            on_template: Told their number, what is new, and of which rank; stacks are of several.
+            configs: What they have to know, as for ranks of a gang of number 0.
+            on_message: Told their number, what is new, and of which rank; stacks are of several.
 
         Raises:
             LaunchError: The fork server of their first node is gone.
         """
-        node = self._fork_servers.of_node(orders[0].node_rank)
+        node = self._fork_servers.of_node(configs[0].node_rank)
         number = -self.next_number
-        orders = tuple(replace(order, gang=number) for order in orders)
-        self._orders[number] = orders, on_template
-        node.send(OpenStore(gang=number, host=orders[0].env["MASTER_ADDR"]))
+        configs = tuple(replace(config, gang=number) for config in configs)
+        self._configs[number] = configs, on_message
+        node.send(OpenStore(gang=number, host=configs[0].env["MASTER_ADDR"]))
         return number
 
     @property
     def next_number(self) -> int:
         """What `start` will return, without its sign."""
-        return len(self._orders) + 1
+        return len(self._configs) + 1
 
     def has(self, number: int) -> bool:
         """Whether some were started under a number."""
-        return number in self._orders
+        return number in self._configs
 
-    def find(self, order: RankConfig) -> RankCollector | None:
+    def find(self, config: RankConfig) -> RankCollector | None:
         """Return the one that can start a rank; it starts no other where `is_single`."""
-        key = order.node_rank, order.rank, order.world_size
-        template = self._templates.get(key)
-        if template is not None and template.is_single:
-            del self._templates[key]
-        return template
+        key = config.node_rank, config.rank, config.world_size
+        collector = self._collectors.get(key)
+        if collector is not None and collector.is_single:
+            del self._collectors[key]
+        return collector
 
     def can_start(self, node_rank: int, rank: int, world_size: int) -> bool:
         """Whether one can start a rank."""
-        return (node_rank, rank, world_size) in self._templates
+        return (node_rank, rank, world_size) in self._collectors
 
     def ask(self, number: int, ranks: tuple[int, ...]) -> None:
         """Ask what was started under a number for stacks."""
@@ -103,17 +103,19 @@ class RankCollectors:
 
     def kill(self, number: int) -> None:
         """Kill what was started under a number."""
-        for key in [k for k, t in self._templates.items() if t.number == number]:
-            del self._templates[key]
+        for key in [k for k, t in self._collectors.items() if t.number == number]:
+            del self._collectors[key]
         for node in self._nodes(number):
             node.send(Kill(gang=number))
 
-    def take_collected(self, source: Channel, hello: Hello, collected: Collected) -> None:
+    def take_collected(self, source: Channel, registration: Register, collected: Collected) -> None:
         """Take in that one has collected."""
-        self._templates[hello.node_rank, hello.rank, hello.world_size] = RankCollector(
-            number=hello.gang, channel=source, is_single=bool(collected.obstacle)
+        self._collectors[registration.node_rank, registration.rank, registration.world_size] = (
+            RankCollector(
+                number=registration.gang, channel=source, is_single=bool(collected.obstacle)
+            )
         )
-        self._orders[hello.gang][1](hello.gang, collected, hello.rank)
+        self._configs[registration.gang][1](registration.gang, collected, registration.rank)
 
     def take(self, message: Message) -> bool:
         """Take in what a node's fork server says of some; return whether that is news."""
@@ -122,33 +124,33 @@ class RankCollectors:
                 self._fork(number, port)
                 return False
             case StoreOpened(gang=number):
-                self._orders[number][1](number, message, 0)
+                self._configs[number][1](number, message, 0)
             case Died(gang=number, rank=rank):
-                self._orders[number][1](number, message, rank)
+                self._configs[number][1](number, message, rank)
             case Stacks(gang=number):
-                self._orders[number][1](number, message, _OF_ALL)
+                self._configs[number][1](number, message, _OF_ALL)
             case _:
                 pass
         return True
 
     def lose(self, channel: Channel) -> None:
         """Forget the one whose connection ended."""
-        for place in [k for k, t in self._templates.items() if t.channel is channel]:
-            del self._templates[place]
+        for place in [k for k, t in self._collectors.items() if t.channel is channel]:
+            del self._collectors[place]
 
     def close(self) -> None:
         """End every connection."""
-        for template in self._templates.values():
-            template.channel.close()
-        self._templates.clear()
+        for collector in self._collectors.values():
+            collector.channel.close()
+        self._collectors.clear()
 
     def _fork(self, number: int, port: int) -> None:
-        orders = with_store(self._orders[number][0], port)
-        for node_rank in {order.node_rank for order in orders}:
+        configs = with_store(self._configs[number][0], port)
+        for node_rank in {config.node_rank for config in configs}:
             node = self._fork_servers.find(node_rank)
             if node is not None:
-                node.send(Fork(orders=tuple(o for o in orders if o.node_rank == node_rank)))
+                node.send(Fork(configs=tuple(o for o in configs if o.node_rank == node_rank)))
 
     def _nodes(self, number: int) -> list[Channel]:
-        ranks = {order.node_rank for order in self._orders[number][0]}
+        ranks = {config.node_rank for config in self._configs[number][0]}
         return [node for rank in ranks if (node := self._fork_servers.find(rank)) is not None]

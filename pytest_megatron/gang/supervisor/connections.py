@@ -16,10 +16,17 @@ from typing import TypeAlias
 
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang.ipc.channel import Channel, Listener, WrongKeyError
-from pytest_megatron.gang.ipc.messages import Hello, Joined, Message, SessionEnded, Welcome, encode
+from pytest_megatron.gang.ipc.messages import (
+    Joined,
+    Message,
+    Register,
+    SessionEnded,
+    Welcome,
+    encode,
+)
 from pytest_megatron.process.tree import send_signal
 
-OnHello: TypeAlias = Callable[[Channel, Hello, Sequence[Message]], None]
+OnRegister: TypeAlias = Callable[[Channel, Register, Sequence[Message]], None]
 
 
 class Calls:
@@ -29,30 +36,30 @@ class Calls:
         late_s: How much longer than it should have the last wait took; a busy host or Ctrl-Z.
     """
 
-    def __init__(self, listener: Listener, on_hello: OnHello) -> None:
+    def __init__(self, listener: Listener, on_register: OnRegister) -> None:
         """Begin to listen.
 
         Args:
             listener: Where callers call.
-            on_hello: Told of one that has greeted, with what else it said; has to `read` or `drop`
-                it.
+            on_register: Called with each channel that has registered and the messages that
+                followed; has to `read` or `drop` it.
         """
-        self._on_hello = on_hello
-        self._on_stranger: Callable[[], None] | None = None
+        self._on_register = on_register
+        self._on_wrong_key: Callable[[], None] | None = None
         self._listeners: list[Listener] = []
         self._selector = selectors.DefaultSelector()
         self.late_s = 0.0
         self.listen(listener)
 
-    def listen(self, listener: Listener, on_stranger: Callable[[], None] | None = None) -> None:
+    def listen(self, listener: Listener, on_wrong_key: Callable[[], None] | None = None) -> None:
         """Take calls at one more place.
 
         Args:
             listener: The place.
-            on_stranger: Told when a caller does not know the key of the session.
+            on_wrong_key: Told when a caller does not know the key of the session.
         """
         self._listeners.append(listener)
-        self._on_stranger = on_stranger or self._on_stranger
+        self._on_wrong_key = on_wrong_key or self._on_wrong_key
         self._selector.register(listener, selectors.EVENT_READ, self._on_call)
 
     def read(self, channel: Channel, handle: Callable[[], None]) -> None:
@@ -107,18 +114,18 @@ class Calls:
             channel = listener.prove(source)
         except PermissionError as error:
             self._selector.unregister(descriptor)
-            if self._on_stranger is not None and isinstance(error, WrongKeyError):
-                self._on_stranger()
+            if self._on_wrong_key is not None and isinstance(error, WrongKeyError):
+                self._on_wrong_key()
             return
         if channel is not None:
             self._selector.unregister(descriptor)
-            self._selector.register(channel, selectors.EVENT_READ, self._on_greeting)
+            self._selector.register(channel, selectors.EVENT_READ, self._on_first_message)
 
-    def _on_greeting(self, source: object) -> None:
+    def _on_first_message(self, source: object) -> None:
         assert isinstance(source, Channel)
         messages = source.drain()
-        if messages and isinstance(messages[0], Hello):
-            self._on_hello(source, messages[0], messages[1:])
+        if messages and isinstance(messages[0], Register):
+            self._on_register(source, messages[0], messages[1:])
         elif messages or source.is_closed:
             self.drop(source)
 
@@ -133,12 +140,12 @@ class ForkServers:
         self._channels: dict[tuple[int, int], Channel] = {}
         self._pids: dict[Channel, int] = {}
 
-    def add(self, hello: Hello, channel: Channel) -> None:
+    def add(self, registration: Register, channel: Channel) -> None:
         """Take note of one that has called."""
-        if not hello.world_size:
-            self._channels[hello.node_rank, hello.rank] = channel
-        if hello.node_rank == 0:
-            self._pids[channel] = hello.pid
+        if not registration.world_size:
+            self._channels[registration.node_rank, registration.rank] = channel
+        if registration.node_rank == 0:
+            self._pids[channel] = registration.pid
 
     def has(self, node_rank: int, rank: int = OF_NODE) -> bool:
         """Whether one has called and is there."""
@@ -189,7 +196,7 @@ class Followers:
     Attributes:
         joined: What each session that can take part said, by node.
         refused: Why a session cannot take part, one line for each.
-        num_strangers: Callers that did not know the key.
+        num_wrong_keys: Callers that did not know the key.
     """
 
     def __init__(self, welcome: Welcome) -> None:
@@ -200,11 +207,11 @@ class Followers:
         """
         self.joined: dict[int, Joined] = {}
         self.refused: list[str] = []
-        self.num_strangers = 0
+        self.num_wrong_keys = 0
         self._welcome = welcome
         self._channels: dict[int, Channel] = {}
 
-    def greet(self, node_rank: int, channel: Channel) -> None:
+    def accept(self, node_rank: int, channel: Channel) -> None:
         """Take a session in that called."""
         known = self._channels.get(node_rank)
         is_taken = node_rank == 0 or (known is not None and not known.is_closed)
@@ -228,7 +235,7 @@ class Followers:
                 del self._channels[node_rank]
                 self.joined.pop(node_rank, None)
 
-    def tell(self, message: Message) -> None:
+    def broadcast(self, message: Message) -> None:
         """Tell every session; one that is gone hears nothing."""
         frame = encode(message)
         for channel in self._channels.values():
@@ -236,7 +243,7 @@ class Followers:
 
     def dismiss(self, ended: SessionEnded) -> None:
         """Tell every session that it is over; they wait for the end of this process."""
-        self.tell(ended)
+        self.broadcast(ended)
         for channel in self._channels.values():
             channel.leave()
         self._channels.clear()

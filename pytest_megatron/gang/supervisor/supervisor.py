@@ -23,7 +23,6 @@ from pytest_megatron.gang.ipc.messages import (
     Died,
     Done,
     Fork,
-    Hello,
     Interrupt,
     Kill,
     Killed,
@@ -31,6 +30,7 @@ from pytest_megatron.gang.ipc.messages import (
     OpenStore,
     RankConfig,
     Ready,
+    Register,
     Run,
     Stacks,
     StoreOpened,
@@ -54,7 +54,7 @@ from pytest_megatron.gang.topology import describe_node
 from pytest_megatron.process.tree import UNKILLABLE_S, lives_on
 
 _LOST_S = 2.0  # between the end of a rank's connection and the news of its death
-NURSERY_LIMIT_S = UNKILLABLE_S + 10.0  # for a fork server to kill a gang, or to tell of a death
+FORK_SERVER_LIMIT_S = UNKILLABLE_S + 10.0  # for a fork server to kill a gang, or to tell of a death
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ class Loss:
 
     def is_final(self, now: float) -> bool:
         """Whether its death will not be told."""
-        return self.pid is None or lives_on(self.pid) or now >= self.since + NURSERY_LIMIT_S
+        return self.pid is None or lives_on(self.pid) or now >= self.since + FORK_SERVER_LIMIT_S
 
     def put_off(self, now: float) -> None:
         """Look again later."""
@@ -91,7 +91,7 @@ class Gang:
 
     Attributes:
         number: Counted from 1 in this session.
-        orders: What its ranks were told, by rank.
+        configs: What its ranks were told, by rank.
         descriptors: Of leased devices, for ranks to inherit.
         ends: How its tests ended, until the controller takes them.
         inboxes: Rank -> what it said that nobody has looked at.
@@ -109,7 +109,7 @@ class Gang:
 
     number: int
     spec: GangSpec
-    orders: tuple[RankConfig, ...]
+    configs: tuple[RankConfig, ...]
     lifecycle: Lifecycle
     descriptors: tuple[int, ...] = ()
     channels: dict[int, Channel] = field(default_factory=dict)
@@ -139,25 +139,25 @@ class Gang:
 
 
 def choose_fork_server(
-    gang: Gang, order: RankConfig, fork_servers: ForkServers, raised: RankCollectors
+    gang: Gang, config: RankConfig, fork_servers: ForkServers, collectors: RankCollectors
 ) -> None:
     """Choose who starts a rank, and who has it then."""
-    template = raised.find(order)
-    if template is None:
-        channel = fork_servers.of_node(order.node_rank)
-        gang.starters[order.rank] = gang.keepers[order.rank] = channel
+    collector = collectors.find(config)
+    if collector is None:
+        channel = fork_servers.of_node(config.node_rank)
+        gang.starters[config.rank] = gang.keepers[config.rank] = channel
         return
     gang.is_in_lockstep = False
-    gang.starters[order.rank] = gang.keepers[order.rank] = template.channel
-    if template.is_single:
-        node = gang.keepers[order.rank] = fork_servers.of_node(order.node_rank)
+    gang.starters[config.rank] = gang.keepers[config.rank] = collector.channel
+    if collector.is_single:
+        node = gang.keepers[config.rank] = fork_servers.of_node(config.node_rank)
         node.send(
             Adopt(
-                template=template.number,
+                collector=collector.number,
                 gang=gang.number,
-                rank=order.rank,
-                device=order.device,
-                log_dir=order.log_dir,
+                rank=config.rank,
+                device=config.device,
+                log_dir=config.log_dir,
             )
         )
 
@@ -166,12 +166,12 @@ def fork(gang: Gang) -> None:
     """Have the ranks of a gang started."""
     by_fork_server: dict[int, list[RankConfig]] = {}
     channels = {}
-    for order in gang.orders:
-        channel = gang.starters[order.rank]
+    for config in gang.configs:
+        channel = gang.starters[config.rank]
         channels[channel.fileno()] = channel
-        by_fork_server.setdefault(channel.fileno(), []).append(order)
-    for number, orders in by_fork_server.items():
-        channels[number].send(Fork(orders=tuple(orders)), gang.descriptors)
+        by_fork_server.setdefault(channel.fileno(), []).append(config)
+    for number, configs in by_fork_server.items():
+        channels[number].send(Fork(configs=tuple(configs)), gang.descriptors)
 
 
 def ask_for_stacks(gang: Gang, ranks: tuple[int, ...]) -> None:
@@ -224,7 +224,7 @@ class Supervisor:
 
     Attributes:
         fork_servers: Those that have called.
-        raised: Fork servers of single ranks.
+        collectors: Fork servers of single ranks.
     """
 
     def __init__(self, listener: Listener, *, on_debugger: OnDebugger) -> None:
@@ -234,11 +234,11 @@ class Supervisor:
             listener: Where fork servers and ranks call.
             on_debugger: Told of messages of a rank's debugger.
         """
-        self._calls = Calls(listener, self._on_hello)
+        self._calls = Calls(listener, self._on_register)
         self._followers: Followers | None = None
         self._on_debugger = on_debugger
         self.fork_servers = ForkServers()
-        self.raised = RankCollectors(self.fork_servers)
+        self.collectors = RankCollectors(self.fork_servers)
         self._gangs: dict[int, Gang] = {}
         self._has_news = False
         self._stopped_s = 0.0
@@ -246,22 +246,22 @@ class Supervisor:
     def listen(self, listener: Listener, followers: Followers) -> None:
         """Take calls of other nodes as well: of their sessions, fork servers and ranks."""
         self._followers = followers
-        self._calls.listen(listener, self._on_stranger)
+        self._calls.listen(listener, self._on_wrong_key)
 
     def start(self, gang: Gang) -> None:
         """Start the ranks of a gang; first its store, then they are forked."""
         self._gangs[gang.number] = gang
         # Of ranks that call over TCP nobody knows whose words are still underway.
-        gang.is_in_lockstep = all(order.node_rank == 0 for order in gang.orders)
-        for order in gang.orders:
-            if self.fork_servers.has(order.node_rank):
-                choose_fork_server(gang, order, self.fork_servers, self.raised)
+        gang.is_in_lockstep = all(config.node_rank == 0 for config in gang.configs)
+        for config in gang.configs:
+            if self.fork_servers.has(config.node_rank):
+                choose_fork_server(gang, config, self.fork_servers, self.collectors)
             else:
-                gang.orphans.append(order)
-        node = gang.keepers[OF_NODE] = self.fork_servers.of_node(gang.orders[0].node_rank)
+                gang.orphans.append(config)
+        node = gang.keepers[OF_NODE] = self.fork_servers.of_node(gang.configs[0].node_rank)
         gang.fork_servers = {channel.fileno() for channel in gang.keepers.values()}
         if not gang.orphans:
-            node.send(OpenStore(gang=gang.number, host=gang.orders[0].env["MASTER_ADDR"]))
+            node.send(OpenStore(gang=gang.number, host=gang.configs[0].env["MASTER_ADDR"]))
 
     def assign(self, gang: Gang, run: Run, *, limit_s: float) -> None:
         """Have a gang run a test, as soon as it can."""
@@ -277,7 +277,7 @@ class Supervisor:
         Its ranks have to come from one fork server, so that they can agree among themselves.
         """
         lifecycle = gang.lifecycle
-        is_wanting = gang.is_in_lockstep and not lifecycle.held.has_enough
+        is_wanting = gang.is_in_lockstep and not lifecycle.queue.has_enough
         return lifecycle.room_ahead if is_wanting else 0
 
     def send_ahead(self, gang: Gang, runs: Sequence[tuple[Run, float]]) -> None:
@@ -303,7 +303,7 @@ class Supervisor:
     def pump(self, timeout_s: float) -> None:
         """Take in messages until there is news or `timeout_s` has passed."""
         self._has_news = False
-        if calm := [gang for gang in self._gangs.values() if gang.lifecycle.held.has_enough]:
+        if calm := [gang for gang in self._gangs.values() if gang.lifecycle.queue.has_enough]:
             rest(calm, _PAUSE_S)
         until = self._now() + timeout_s
         while not self._has_news:
@@ -327,7 +327,7 @@ class Supervisor:
                 yield deadline
             yield from (loss.next_look for loss in gang.lost.values())
             if gang.killed_at is not None:
-                yield gang.killed_at + NURSERY_LIMIT_S
+                yield gang.killed_at + FORK_SERVER_LIMIT_S
 
     def _look_at_clock(self) -> None:
         now = self._now()
@@ -336,8 +336,8 @@ class Supervisor:
             for rank, loss in [pair for pair in gang.lost.items() if now >= pair[1].next_look]:
                 loss.put_off(now)
                 if loss.is_final(now):
-                    self._tell_end(gang, rank, Broken(problem=_CLOSED))
-            if gang.killed_at is not None and now >= gang.killed_at + NURSERY_LIMIT_S:
+                    self._handle_end(gang, rank, Broken(problem=_CLOSED))
+            if gang.killed_at is not None and now >= gang.killed_at + FORK_SERVER_LIMIT_S:
                 self._give_up(gang)
 
     def stop(self) -> None:
@@ -345,41 +345,43 @@ class Supervisor:
         for gang in list(self._gangs.values()):
             self._forget(gang)
         self.fork_servers.close()
-        self.raised.close()
+        self.collectors.close()
         self._calls.stop()
 
     def forget(self) -> None:
         """Let go of descriptors in a forked child; what they belong to lives on."""
         self._calls.forget()
 
-    def pretend(self, gang: Gang) -> None:
+    def start_without_ranks(self, gang: Gang) -> None:
         """Have a gang without processes, as some rank of it has none of its tests."""
         self._gangs[gang.number] = gang
-        for order in gang.orders:
-            self._tell(gang, order.rank, Ready())
+        for config in gang.configs:
+            self._handle(gang, config.rank, Ready())
 
-    def _on_hello(self, source: Channel, hello: Hello, rest: Sequence[Message]) -> None:
-        if hello.role == "node" and self._followers is not None:
+    def _on_register(
+        self, source: Channel, registration: Register, rest: Sequence[Message]
+    ) -> None:
+        if registration.role == "node" and self._followers is not None:
             self._calls.read(source, lambda: self._on_follower(source))
-            self._followers.greet(hello.node_rank, source)
+            self._followers.accept(registration.node_rank, source)
             return
-        if hello.role == "fork_server":
-            self._on_hello_of_fork_server(source, hello, rest)
+        if registration.role == "fork_server":
+            self._on_fork_server(source, registration, rest)
             return
-        gang = self._gangs.get(hello.gang)
+        gang = self._gangs.get(registration.gang)
         if gang is None:
             self._calls.drop(source)
             return
-        gang.channels[hello.rank] = source
-        if hello.node_rank == 0:
-            gang.pids[hello.rank] = hello.pid
-        self._calls.read(source, lambda: self._drain_rank(gang, hello.rank))
-        gang.inboxes[hello.rank] = deque(rest)
+        gang.channels[registration.rank] = source
+        if registration.node_rank == 0:
+            gang.pids[registration.rank] = registration.pid
+        self._calls.read(source, lambda: self._drain_rank(gang, registration.rank))
+        gang.inboxes[registration.rank] = deque(rest)
         self._deliver(gang)
 
-    def _on_stranger(self) -> None:
+    def _on_wrong_key(self) -> None:
         assert self._followers is not None
-        self._followers.num_strangers += 1
+        self._followers.num_wrong_keys += 1
         self._has_news = True
 
     def _on_follower(self, source: Channel) -> None:
@@ -389,19 +391,19 @@ class Supervisor:
         if source.is_closed:
             self._calls.drop(source)
 
-    def _on_hello_of_fork_server(
-        self, source: Channel, hello: Hello, messages: Sequence[Message]
+    def _on_fork_server(
+        self, source: Channel, registration: Register, messages: Sequence[Message]
     ) -> None:
         self._has_news = True
-        self.fork_servers.add(hello, source)
+        self.fork_servers.add(registration, source)
 
         def take(messages: Sequence[Message]) -> None:
             for message in messages:
                 if isinstance(message, Collected):
                     self._has_news = True
-                    self.raised.take_collected(source, hello, message)
+                    self.collectors.take_collected(source, registration, message)
                 else:
-                    self._on_fork_server_word(source, message)
+                    self._on_fork_server_message(source, message)
             if source.is_closed:
                 self._lose_fork_server(source)
 
@@ -413,9 +415,9 @@ class Supervisor:
         descriptor = source.fileno()
         self._calls.drop(source)
         self.fork_servers.lose(source)
-        self.raised.lose(source)
+        self.collectors.lose(source)
         for gang in [g for g in self._gangs.values() if descriptor in g.fork_servers]:
-            self._lose(gang, [o for o in gang.orders if gang.keepers.get(o.rank) is source])
+            self._lose(gang, [o for o in gang.configs if gang.keepers.get(o.rank) is source])
             self._on_killed(gang, descriptor)
 
     def _give_up(self, gang: Gang) -> None:
@@ -425,22 +427,22 @@ class Supervisor:
             self.fork_servers.kill(fork_server)
             self._lose_fork_server(fork_server)
 
-    def _lose(self, gang: Gang, orders: Sequence[RankConfig]) -> None:
+    def _lose(self, gang: Gang, configs: Sequence[RankConfig]) -> None:
         """Tell of ranks whose fork server is gone, and maybe with all of another node."""
-        for order in orders:
-            self._drain_rank(gang, order.rank)
+        for config in configs:
+            self._drain_rank(gang, config.rank)
             problem = _ORPHANED
-            if order.node_rank > 0 and not self.fork_servers.has(order.node_rank):
-                ranks = [o.rank for o in gang.orders if o.node_rank == order.node_rank]
-                problem = f"{describe_node(order.node_rank, ranks)} is gone"
+            if config.node_rank > 0 and not self.fork_servers.has(config.node_rank):
+                ranks = [o.rank for o in gang.configs if o.node_rank == config.node_rank]
+                problem = f"{describe_node(config.node_rank, ranks)} is gone"
                 if gang.lifecycle.state is not GangState.STARTING:
                     problem = f"is lost: {problem}"
-            self._tell(gang, order.rank, Broken(problem=problem))
+            self._handle(gang, config.rank, Broken(problem=problem))
 
-    def _on_fork_server_word(self, source: Channel, message: Message) -> None:
+    def _on_fork_server_message(self, source: Channel, message: Message) -> None:
         assert isinstance(message, StoreOpened | Died | Stacks | Killed), message
-        if self.raised.has(message.gang):
-            self._has_news = self.raised.take(message) or self._has_news
+        if self.collectors.has(message.gang):
+            self._has_news = self.collectors.take(message) or self._has_news
             return
         gang = self._gangs.get(message.gang)
         if gang is None:
@@ -450,35 +452,35 @@ class Supervisor:
                 self._fork(gang, port, problem)
             case Died(rank=rank):
                 self._drain_rank(gang, rank)
-                self._tell_end(gang, rank, message)
+                self._handle_end(gang, rank, message)
             case Stacks():
                 gang.stacks.append(message)
                 gang.silent.discard(source.fileno())
                 if not gang.silent:
-                    self._tell(gang, 0, join_stacks(gang.stacks))
+                    self._handle(gang, 0, join_stacks(gang.stacks))
             case Killed():
                 self._on_killed(gang, source.fileno())
             case _:
                 assert_never(message)
 
-    def _tell_end(self, gang: Gang, rank: int, message: Died | Broken) -> None:
+    def _handle_end(self, gang: Gang, rank: int, message: Died | Broken) -> None:
         """Tell what became of a rank, then what had to wait for that."""
         gang.lost.pop(rank, None)
-        self._tell(gang, rank, message)
+        self._handle(gang, rank, message)
         self._deliver(gang)
 
     def _on_killed(self, gang: Gang, fork_server: int) -> None:
         gang.fork_servers.discard(fork_server)
         if not gang.fork_servers:
-            self._tell(gang, 0, Killed(gang=gang.number))
+            self._handle(gang, 0, Killed(gang=gang.number))
 
     def _fork(self, gang: Gang, port: int, problem: str) -> None:
         if gang.lifecycle.state is not GangState.STARTING:
             return
         if problem:
-            self._tell(gang, 0, Broken(problem=problem))
+            self._handle(gang, 0, Broken(problem=problem))
             return
-        gang.orders = with_store(gang.orders, port)
+        gang.configs = with_store(gang.configs, port)
         fork(gang)
 
     def _drain_rank(self, gang: Gang, rank: int) -> None:
@@ -501,7 +503,8 @@ class Supervisor:
 
     def _read_all(self, gang: Gang) -> bool:
         """Read what all ranks of a gang have said by now; return whether there was anything."""
-        return any([self._read(gang, rank) for rank in list(gang.channels)])  # noqa: C419 - all
+        has_read = [self._read(gang, rank) for rank in list(gang.channels)]
+        return any(has_read)
 
     def _deliver(self, gang: Gang) -> None:
         """Look at what ranks said, what they said of the running test first.
@@ -519,9 +522,9 @@ class Supervisor:
             rank = (present or ranks)[0]
             if gang.lifecycle.is_awaited(rank) and isinstance(gang.inboxes[rank][0], Done):
                 self._read_all(gang)
-            self._tell(gang, rank, gang.inboxes[rank].popleft())
+            self._handle(gang, rank, gang.inboxes[rank].popleft())
 
-    def _tell(self, gang: Gang, rank: int, message: Message) -> None:
+    def _handle(self, gang: Gang, rank: int, message: Message) -> None:
         if isinstance(message, Ready) and rank in gang.missing:
             message = replace(message, missing={**gang.missing[rank], **message.missing})
         self._carry_out(gang, gang.lifecycle.handle(rank, message, self._now()))
@@ -554,7 +557,7 @@ class Supervisor:
         for fork_server in gang.holders():
             fork_server.send(Kill(gang=gang.number))
         if not gang.fork_servers:  # nobody has anything of it
-            self._tell(gang, 0, Killed(gang=gang.number))
+            self._handle(gang, 0, Killed(gang=gang.number))
 
     def _forget(self, gang: Gang) -> None:
         for channel in gang.channels.values():

@@ -107,10 +107,8 @@ def band_around(
     golden: Golden,
     metric: str,
     series: Series,
-    *,
-    nondeterministic: bool,
-    surroundings: RunEnvironment = NOWHERE,
-    limits: LossLimits | None = None,
+    known: Knowledge,
+    limits: LossLimits,
 ) -> Band:
     """Return the band of one metric, whose golden values must all be finite numbers.
 
@@ -118,11 +116,7 @@ def band_around(
     in fp32 by 2e-7 at most in 50 steps, which any band forgives; in bf16 by 2e-4 (two kinds of
     CPU, one training), so that there the band is at least that of a golden without repeats.
     """
-    limits = limits or LossLimits()
     made = golden.provenance or Provenance()
-    known = knowledge_of(
-        golden, metric, nondeterministic=nondeterministic, surroundings=surroundings
-    )
     repeats = 1 if made.repeats is None else made.repeats
     factor = prediction_factor(repeats) if known.is_learned else LEARNING.few_factor
     learned = [factor * sd for sd in growing_deviation(made.spread.get(metric), series.steps)]

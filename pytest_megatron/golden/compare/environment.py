@@ -33,6 +33,12 @@ class RunEnvironment:
 NOWHERE = RunEnvironment()
 
 
+def environment_of(provenance: Provenance | None) -> RunEnvironment:
+    """Return the environment that a golden was measured in."""
+    made = provenance or Provenance()
+    return RunEnvironment(host_class=made.host_class, image=made.image, versions=made.versions)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drift:
     """How the platform of a run differs from that of its golden.

@@ -22,9 +22,9 @@ from pytest_megatron.golden.compare.result import (
     Comparison,
     ComparisonRule,
     Deviation,
-    Layer,
     SeriesSummary,
     StepDifference,
+    counting_layer,
 )
 from pytest_megatron.golden.model import (
     COUNTS,
@@ -64,21 +64,6 @@ class Pair:
     policy: ComparisonPolicy
     not_timed: str | None = None
 
-    @property
-    def is_strict(self) -> bool:
-        """Whether it is `strict` that judges, or what inherits from it."""
-        return self.policy.is_strict
-
-    def limit(self, metric: str, key: str, default: float) -> float:
-        """Return one limit, after what the policy changes of it."""
-        value = self.policy.settings(metric).get(key)
-        return float(value) if isinstance(value, int | float) else default
-
-    def worse(self, metric: str, default: Worse) -> Worse:
-        """Return the side of the golden that fails."""
-        value = self.policy.settings(metric).get("worse")
-        return value if isinstance(value, Worse) else default
-
 
 def compare_generation(pair: Pair, metrics: Sequence[str]) -> tuple[Comparison, ...]:
     """Compare `metrics`, in this order; an answer on the requests themselves comes first.
@@ -99,7 +84,7 @@ def _compare_requests(pair: Pair, metrics: Sequence[str]) -> Comparison | None:
     extra = [f"request {n!r} is not in the golden" for n in observed if n not in golden]
     wanted = [metric for metric in metrics if metric in REQUEST_METRICS]
     unchecked = []
-    if wanted or not pair.is_strict:
+    if wanted or not pair.policy.is_strict:
         unchecked = [
             f"request {name!r} of the golden has none of the METRICS"
             for name, request in golden.items()
@@ -117,7 +102,7 @@ def _compare(pair: Pair, metric: str) -> Comparison | None:
     if not pair.golden.has(metric):
         return (
             replace(_answer(pair, metric), rule=ComparisonRule.NO_GOLDEN)
-            if pair.is_strict
+            if pair.policy.is_strict
             else None
         )
     if not pair.observed.has(metric):
@@ -142,7 +127,7 @@ def _compare_of_requests(pair: Pair, metric: str) -> Comparison | None:
         for name, request in pair.golden.requests.items()
         if name in pair.observed.requests
     ]
-    if not pair.is_strict:  # what the golden does not have is not looked at there
+    if not pair.policy.is_strict:  # what the golden does not have is not looked at there
         shared = [row for row in shared if has_metric(row[1], metric)]
         if not shared:
             return None
@@ -160,15 +145,9 @@ def _compare_of_requests(pair: Pair, metric: str) -> Comparison | None:
     largest = max((_largest(metric, g, o) for _, g, o in shared), default=0.0)
     notes: tuple[str, ...] = ()
     if metric in LOGPROBS:
-        allowed = pair.limit(metric, "absolute", LOGPROB_ABSOLUTE)
+        allowed = pair.policy.limit(metric, "absolute", LOGPROB_ABSOLUTE)
         notes = (f"largest difference {largest:.1e}, {allowed:.0e} may be",)
-    layer = Layer(
-        rule=ComparisonRule.EXACT,
-        passed=not found,
-        measured=float(len(found)),
-        limit=0.0,
-        unit="requests differ",
-    )
+    layer = counting_layer(ComparisonRule.EXACT, len(found), 0, "requests differ")
     answer = replace(answer, layers=(layer,))
     if found:
         name, first = next(iter(found.items()))
@@ -186,10 +165,12 @@ def _first_difference(
 ) -> StepDifference | None:
     """Return where the answer to a request leaves its golden; None where it does not."""
     if metric == TEXT:
-        return _first_in_text(golden.text or "", observed.text or "", is_strict=pair.is_strict)
+        return _first_in_text(
+            golden.text or "", observed.text or "", is_strict=pair.policy.is_strict
+        )
     if metric == ROUTING:
         return _first_in_routing(golden, observed)
-    tolerance = 0.0 if metric == TOKENS else pair.limit(metric, "absolute", LOGPROB_ABSOLUTE)
+    tolerance = 0.0 if metric == TOKENS else pair.policy.limit(metric, "absolute", LOGPROB_ABSOLUTE)
     what = "token" if metric == TOKENS else "position"
     expected, got = _values(golden, metric), _values(observed, metric)
     for position, (e, g) in enumerate(zip(expected, got, strict=False)):
@@ -255,8 +236,8 @@ def _compare_throughput(pair: Pair) -> Comparison:
     """Judge tokens per second by the median after the warm-up."""
     golden, observed = _steady(pair.golden.throughput), _steady(pair.observed.throughput)
     too_fast = observed >= _FASTEST * golden
-    slowest = 1 - pair.limit(THROUGHPUT, "median", 1 - _SLOWEST)
-    worse = pair.worse(THROUGHPUT, Worse.LOWER if pair.is_strict else Worse.EITHER)
+    slowest = 1 - pair.policy.limit(THROUGHPUT, "median", 1 - _SLOWEST)
+    worse = pair.policy.worse(THROUGHPUT, Worse.LOWER if pair.policy.is_strict else Worse.EITHER)
     passed = observed >= slowest * golden and (worse is Worse.LOWER or not too_fast)
     notes: tuple[str, ...] = (f"median {observed:.6g} tokens/s, golden {golden:.6g}",)
     if too_fast:
@@ -273,9 +254,9 @@ def _compare_throughput(pair: Pair) -> Comparison:
 def _compare_memory(pair: Pair) -> Comparison:
     """Judge peak memory by its median, both ways: a run that needs less did less."""
     golden, observed = _steady(pair.golden.memory_bytes), _steady(pair.observed.memory_bytes)
-    tolerance = pair.limit(MEMORY, "median", _MEMORY_RELATIVE)
+    tolerance = pair.policy.limit(MEMORY, "median", _MEMORY_RELATIVE)
     summary = SeriesSummary(name="median", observed=observed, golden=golden, tolerance=tolerance)
-    passed = golden > 0 and is_within(summary, pair.worse(MEMORY, Worse.EITHER))
+    passed = golden > 0 and is_within(summary, pair.policy.worse(MEMORY, Worse.EITHER))
     return _of_numbers(pair, MEMORY, summary, passed=passed, notes=())
 
 

@@ -31,14 +31,22 @@ from pytest_megatron.golden.compare.limits import (
     Worse,
 )
 from pytest_megatron.golden.compare.result import (
-    Allowed,
+    Comparison,
     ComparisonRule,
     Layer,
     SeriesSummary,
     StepDifference,
+    counting_layer,
     relative,
 )
-from pytest_megatron.golden.compare.series import Point, find_frozen, ulps_between
+from pytest_megatron.golden.compare.series import (
+    Point,
+    find_absent,
+    find_frozen,
+    find_unusable,
+    shared_points,
+    ulps_between,
+)
 from pytest_megatron.golden.model import Series
 from pytest_megatron.golden.provenance import Spread
 
@@ -47,7 +55,7 @@ LAST_DIGITS = 1e-4  # relative; what other kernels and other instructions round 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerFinding:
-    """What one layer says of one metric; `first`, `summary`, `notes` as in `Comparison`."""
+    """The result of one layer; `first`, `summary` and `notes` are those of `Comparison`."""
 
     layer: Layer
     first: StepDifference | None = None
@@ -55,50 +63,59 @@ class LayerFinding:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetricJudgement:
-    """What all layers say of one metric; the attributes are those of `Comparison`."""
-
-    passed: bool
-    rule: ComparisonRule
-    first: StepDifference | None = None
-    summary: SeriesSummary | None = None
-    notes: tuple[str, ...] = ()
-    layers: tuple[Layer, ...] = ()
-    allowed: Allowed | None = None
-
-
-def decide(findings: Iterable[LayerFinding], passed: MetricJudgement) -> MetricJudgement:
+def decide(findings: Iterable[LayerFinding], passed: Comparison) -> Comparison:
     """Return the answer of the first layer that failed; `passed` where none did."""
     found = tuple(findings)
-    layers = tuple(finding.layer for finding in found)
-    for finding in found:
-        if not finding.layer.passed:
-            return MetricJudgement(
-                passed=False,
-                rule=finding.layer.rule,
-                first=finding.first,
-                summary=finding.summary,
-                notes=finding.notes,
-                layers=layers,
-            )
-    return replace(passed, layers=layers)
-
-
-def exact_layer(points: list[Point], *, is_demanded: bool) -> list[LayerFinding]:
-    """Count the steps that differ at all, where none may."""
-    if not is_demanded:
-        return []
-    differing = [p for p in points if p.observed != p.golden]
-    layer = Layer(
-        rule=ComparisonRule.EXACT,
-        passed=not differing,
-        measured=float(len(differing)),
-        limit=0.0,
-        unit="steps differ",
+    answer = replace(passed, layers=(*passed.layers, *(finding.layer for finding in found)))
+    failed = next((finding for finding in found if not finding.layer.passed), None)
+    if failed is None:
+        return answer
+    return replace(
+        answer,
+        passed=False,
+        rule=failed.layer.rule,
+        first=failed.first,
+        summary=failed.summary,
+        notes=failed.notes,
     )
+
+
+def find_hole(answer: Comparison, golden: Series, observed: Series) -> Comparison:
+    """Return the answer after the layer of presence; it fails if a value is missing on either side.
+
+    Args:
+        answer: One that passes so far.
+        golden: The steps that must be there.
+        observed: The run's.
+    """
+    points = shared_points(golden, observed)
+    presence = Layer(
+        rule=ComparisonRule.PRESENCE,
+        passed=bool(len(golden)) and len(points) >= len(golden),
+        measured=float(len(points)),
+        limit=float(len(golden)),
+        unit="steps",
+    )
+    if presence.passed:
+        return replace(answer, layers=(presence,))
+    answer = replace(answer, passed=False, layers=(presence,))
+    unusable = find_unusable(golden)
+    if unusable is not None:
+        return replace(answer, rule=ComparisonRule.GOLDEN_UNUSABLE, first=unusable)
+    absent = find_absent(golden, observed)
+    if absent is None:
+        note = "the golden has no value for it"
+        return replace(answer, rule=ComparisonRule.GOLDEN_UNUSABLE, first=None, notes=(note,))
+    rule, first, notes = absent
+    return replace(answer, rule=rule, first=first, notes=notes)
+
+
+def exact_layer(points: list[Point]) -> LayerFinding:
+    """Count the steps that differ at all, where none may."""
+    differing = [p for p in points if p.observed != p.golden]
+    layer = counting_layer(ComparisonRule.EXACT, len(differing), 0, "steps differ")
     if not differing:
-        return [LayerFinding(layer=layer)]
+        return LayerFinding(layer=layer)
     first = differing[0]
     largest = max(abs(relative(p.observed, p.golden)) for p in points)
     ulps = ulps_between(first.observed, first.golden)
@@ -108,7 +125,7 @@ def exact_layer(points: list[Point], *, is_demanded: bool) -> list[LayerFinding]
     ]
     if largest <= LAST_DIGITS:
         notes.insert(0, f"differs only in the last digits (largest {largest:.0e})")
-    return [LayerFinding(layer=layer, first=_outside(first, 0.0), notes=tuple(notes))]
+    return LayerFinding(layer=layer, first=_outside(first, 0.0), notes=tuple(notes))
 
 
 def loss_layers(
@@ -206,18 +223,12 @@ def _step_1(first: Point, allowed: float, limits: LossLimits) -> LayerFinding:
 def _shape(golden: Series, observed: Series, limits: LossLimits) -> LayerFinding:
     least = max(limits.frozen_steps, int(limits.frozen_fraction * len(golden)))
     frozen = find_frozen(golden, observed, least_steps=least)
-    steps = 0 if frozen is None else sum(frozen[0] <= s <= frozen[1] for s in golden.steps)
+    first, last = frozen or (0, -1)
+    num_steps = sum(first <= step <= last for step in golden.steps)
+    note = f"constant from step {first} to {last}, where the golden moves"
     return LayerFinding(
-        layer=Layer(
-            rule=ComparisonRule.FROZEN,
-            passed=frozen is None,
-            measured=float(steps),
-            limit=float(least - 1),
-            unit="steps",
-        ),
-        notes=()
-        if frozen is None
-        else (f"constant from step {frozen[0]} to {frozen[1]}, where the golden moves",),
+        layer=counting_layer(ComparisonRule.FROZEN, num_steps, least - 1, "steps"),
+        notes=() if frozen is None else (note,),
     )
 
 
@@ -227,14 +238,8 @@ def _every_step(
     """Count the steps outside of the band; name the one that comes nearest, or goes farthest."""
     outside = [(p, a) for p, a in pairs if not abs(p.signed) <= a]
     worst, widest = max(pairs, key=_excess)
-    layer = Layer(
-        rule=rule,
-        passed=len(outside) <= budget,
-        measured=float(len(outside)),
-        limit=float(budget),
-        unit="steps outside",
-        place=f"{_size(abs(worst.signed), worst)} of {_size(widest, worst)} at step {worst.step}",
-    )
+    place = f"{_size(abs(worst.signed), worst)} of {_size(widest, worst)} at step {worst.step}"
+    layer = counting_layer(rule, len(outside), budget, "steps outside", place)
     count = f"{len(outside)} of {len(pairs)} steps outside, {budget} may be"
     first = _outside(*outside[0]) if outside else None
     return LayerFinding(layer=layer, first=first, notes=(count, note))

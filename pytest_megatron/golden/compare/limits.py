@@ -187,8 +187,12 @@ _NORM = LossLimits(
     mean=5e-3,
     tail_mean=5e-3,
 )
+# The parameters add up what the steps did, so that their norm drifts and is off in the mean by as
+# much as at single steps (`benchmarks/compare_norms.py`).
+_PARAMETERS = LossLimits(mean=1e-3, tail_mean=2e-3)
 DEFAULTS: Mapping[str, Limits] = {
     "grad-norm": _NORM,
+    "params-norm": _PARAMETERS,
     "learning-rate": _SCHEDULE,
     "num-zeros": CountLimits(),
     "iteration-time": CostLimits(),
@@ -198,6 +202,7 @@ DEFAULTS: Mapping[str, Limits] = {
 }
 # A long training is chaotic: its single steps part by percents while its windows stay together.
 _LONG = LossLimits(band=3e-2, mean=1e-3, tail_mean=2.5e-3, window_mean=5e-3)
+_SAME_IF_LONG = DEFAULTS.keys() - {"params-norm"}
 BY_KIND: Mapping[LimitKind, Limits] = {
     LimitKind.LOSS: LossLimits(),
     LimitKind.COUNT: CountLimits(),
@@ -208,7 +213,9 @@ BY_KIND: Mapping[LimitKind, Limits] = {
 
 def limits_of(metric: str, *, is_long: bool = False) -> Limits:
     """Return the limits of a metric; `is_long` for a long golden without a band of its own."""
-    return DEFAULTS.get(metric, _LONG if is_long else BY_KIND[LimitKind.LOSS])
+    if is_long and metric not in _SAME_IF_LONG:
+        return _LONG
+    return DEFAULTS.get(metric, BY_KIND[LimitKind.LOSS])
 
 
 def kind_of(metric: str) -> LimitKind:

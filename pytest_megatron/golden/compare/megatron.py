@@ -9,10 +9,11 @@ Source: Megatron-LM tests/functional_tests/python_test_utils/common.py, pipeline
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pytest_megatron.golden.compare.result import (
     Allowed,
@@ -70,26 +71,21 @@ def compare_like_megatron(
     """Compare `metrics` of a run with a golden as Megatron-LM does.
 
     Args:
-        golden: What was committed.
-        observed: What the run measured; of full precision it is rounded to five decimals first,
-            as Megatron-LM's extraction does, unless the golden is of full precision too.
+        golden: The committed values.
+        observed: The run's; of full precision they are rounded to five decimals first, as
+            Megatron-LM's extraction does, unless the golden is of full precision too.
         metrics: The case's METRICS.
-        policy: May change which tests a metric has, and give tests to one that has none.
+        policy: May change the tests of a metric, and give tests to one that has none.
         nondeterministic: The case's NON_DETERMINSTIC_RESULTS: approximate tests only.
     """
+    tests_of = functools.partial(_tests_of, policy)
     return tuple(
-        _compare(
-            golden,
-            observed,
-            metric,
-            tests=_tests_of(metric, policy),
-            nondeterministic=nondeterministic,
-        )
+        _compare(golden, observed, metric, tests_of(metric), nondeterministic=nondeterministic)
         for metric in metrics
     )
 
 
-def _tests_of(metric: str, policy: ComparisonPolicy) -> _Tests | None:
+def _tests_of(policy: ComparisonPolicy, metric: str) -> _Tests | None:
     """Return the tests of a metric; None where there are none."""
     tests, settings = TESTS.get(metric), policy.settings(metric)
     exact, approximate = settings.get("exact"), settings.get("approximate")
@@ -106,34 +102,28 @@ def _compare(
     golden: Golden,
     observed: MetricMap,
     metric: str,
-    *,
     tests: _Tests | None,
+    *,
     nondeterministic: bool,
 ) -> Comparison:
-    rule = None
-    if tests is None:
-        rule = ComparisonRule.UNKNOWN
-    elif metric not in golden.metrics:
-        rule = ComparisonRule.NO_GOLDEN
-    elif metric not in observed:
-        rule = ComparisonRule.NO_METRIC
-    if rule is not None:
-        return Comparison(metric=metric, passed=False, rule=rule, golden_path=golden.path)
-    expected, got = align(golden.metrics[metric], observed[metric])
-    assert tests is not None
-    passed, rule, first, summary, notes = _judge(
-        metric, expected, got, tests=tests, nondeterministic=nondeterministic
+    answer = Comparison(
+        metric=metric, passed=False, rule=ComparisonRule.UNKNOWN, golden_path=golden.path
     )
-    return Comparison(
-        metric=metric,
-        passed=passed,
-        rule=rule,
-        golden_path=golden.path,
-        first=first if first is not None else first_difference(expected, got),
-        summary=summary,
-        deviation=measure(shared_points(expected, got)),
-        notes=notes,
-        allowed=_allowed(metric, expected, rule, tests.rtol),
+    if tests is None:
+        return answer
+    if metric not in golden.metrics:
+        return replace(answer, rule=ComparisonRule.NO_GOLDEN)
+    if metric not in observed:
+        return replace(answer, rule=ComparisonRule.NO_METRIC)
+    expected, got = align(golden.metrics[metric], observed[metric])
+    answer = replace(answer, deviation=measure(shared_points(expected, got)))
+    if nondeterministic:
+        tests = replace(tests, has_exact=False)
+    answer = _judge(answer, expected, got, tests)
+    return replace(
+        answer,
+        first=answer.first or first_difference(expected, got),
+        allowed=_allowed(metric, expected, answer.rule, tests.rtol),
     )
 
 
@@ -144,41 +134,28 @@ def _allowed(metric: str, golden: Series, rule: ComparisonRule, rtol: float) -> 
     return Allowed(relative=((golden.steps[0], share),))
 
 
-_Answer = tuple[bool, ComparisonRule, StepDifference | None, SeriesSummary | None, tuple[str, ...]]
-
-
-def _judge(
-    metric: str, golden: Series, observed: Series, *, tests: _Tests, nondeterministic: bool
-) -> _Answer:
+def _judge(answer: Comparison, golden: Series, observed: Series, tests: _Tests) -> Comparison:
     if not len(golden):
-        return False, ComparisonRule.GOLDEN_UNUSABLE, None, None, ("it has no value",)
+        notes: tuple[str, ...] = ("it has no value",)
+        return replace(answer, rule=ComparisonRule.GOLDEN_UNUSABLE, notes=notes)
     refused = _refused_by_extraction(golden, observed)
     if refused is not None:
-        return (
-            False,
-            ComparisonRule.APPROXIMATE,
-            refused,
-            None,
-            ("extraction refuses a value not finite",),
-        )
-    if metric == _TIME:
-        return _judge_time(golden, observed, tests.rtol)
-    if tests.has_exact and not nondeterministic:
-        failing = _failing(golden, observed, 0.0)
-        if failing:
-            return False, ComparisonRule.EXACT, failing[0], None, (_count(failing, golden, 0),)
-    failing = _failing(golden, observed, tests.rtol)
-    num_steps = len(golden)
-    allowed = min(max(num_steps // 100, 1), _MAX_FAILING_STEPS) if num_steps > 1 else 0
-    # As it is written there, rounding included: 1 of 3 steps is not allowed, 1 of 2 is.
-    passed = (num_steps - len(failing)) / num_steps >= 1 - allowed / num_steps
-    rule = (
-        ComparisonRule.APPROXIMATE
-        if nondeterministic or not tests.has_exact
-        else ComparisonRule.EXACT
-    )
-    notes = (_count(failing, golden, allowed),) if failing else ()
-    return passed, rule, failing[0] if failing else None, None, notes
+        notes = ("extraction refuses a value not finite",)
+        return replace(answer, rule=ComparisonRule.APPROXIMATE, first=refused, notes=notes)
+    if answer.metric == _TIME:
+        return _judge_time(answer, golden, observed, tests.rtol)
+    rule = ComparisonRule.EXACT if tests.has_exact else ComparisonRule.APPROXIMATE
+    failing, allowed = _failing(golden, observed, 0.0), 0
+    if not (failing and tests.has_exact):
+        failing = _failing(golden, observed, tests.rtol)
+        num_steps = len(golden)
+        allowed = min(max(num_steps // 100, 1), _MAX_FAILING_STEPS) if num_steps > 1 else 0
+        # As it is written there, rounding included: 1 of 3 steps is not allowed, 1 of 2 is.
+        passed = (num_steps - len(failing)) / num_steps >= 1 - allowed / num_steps
+        answer = replace(answer, passed=passed)
+    count = f"{len(failing)} of {len(golden)} steps outside, {allowed} allowed"
+    first, notes = (failing[0], (count,)) if failing else (None, ())
+    return replace(answer, rule=rule, first=first, notes=notes)
 
 
 def _failing(golden: Series, observed: Series, rtol: float) -> list[StepDifference]:
@@ -191,17 +168,17 @@ def _failing(golden: Series, observed: Series, rtol: float) -> list[StepDifferen
     ]
 
 
-def _judge_time(golden: Series, observed: Series, rtol: float) -> _Answer:
+def _judge_time(answer: Comparison, golden: Series, observed: Series, rtol: float) -> Comparison:
     finite = [step for step, value in golden.items() if is_finite(value)]
     if not finite:
-        return False, ComparisonRule.GOLDEN_UNUSABLE, None, None, ("it has no finite value",)
+        notes = ("it has no finite value",)
+        return replace(answer, rule=ComparisonRule.GOLDEN_UNUSABLE, notes=notes)
     start, stop = _SHORT_WINDOW if finite[-1] <= _LAST_STEP_OF_SHORT else _LONG_WINDOW
-    steps = [s for s in finite if start <= s < stop] or [s for s in finite if s >= start][
-        :_NUM_FALLBACK_STEPS
-    ]
+    timed = [s for s in finite if s >= start]
+    steps = [s for s in timed if s < stop] or timed[:_NUM_FALLBACK_STEPS]
     if not steps:
-        note = f"it has no finite value from step {start} on"
-        return False, ComparisonRule.GOLDEN_UNUSABLE, None, None, (note,)
+        notes = (f"it has no finite value from step {start} on",)
+        return replace(answer, rule=ComparisonRule.GOLDEN_UNUSABLE, notes=notes)
     ours, theirs = dict(golden.items()), dict(observed.items())
     summary = SeriesSummary(
         name=f"median of steps {steps[0]} to {steps[-1]}",
@@ -210,7 +187,7 @@ def _judge_time(golden: Series, observed: Series, rtol: float) -> _Answer:
         tolerance=rtol,
     )
     passed = _is_close(summary.observed, summary.golden, rtol)
-    return passed, ComparisonRule.APPROXIMATE, None, summary, ()
+    return replace(answer, passed=passed, rule=ComparisonRule.APPROXIMATE, summary=summary)
 
 
 def _refused_by_extraction(golden: Series, observed: Series) -> StepDifference | None:
@@ -242,7 +219,3 @@ def _is_close(observed: float, golden: float, rtol: float) -> bool:
 def _median(values: list[float]) -> float:
     """Return numpy.median: nan if there is one, or if the middle is between inf and -inf."""
     return math.nan if any(math.isnan(v) for v in values) else statistics.median(values)
-
-
-def _count(failing: Sequence[StepDifference], golden: Series, allowed: int) -> str:
-    return f"{len(failing)} of {len(golden)} steps outside, {allowed} allowed"

@@ -144,6 +144,20 @@ class Layer:
         return f"{self.rule.value} {self.measured:g} of {self.limit:g} {self.unit}{place}"
 
 
+def counting_layer(
+    rule: ComparisonRule, count: int, limit: int, unit: str, place: str | None = None
+) -> Layer:
+    """Return a layer that counts something of which no more than `limit` may be."""
+    return Layer(
+        rule=rule,
+        passed=count <= limit,
+        measured=float(count),
+        limit=float(limit),
+        unit=unit,
+        place=place,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowed:
     """How far from each value of a golden a run may be, as a picture of it needs to know.

@@ -12,25 +12,23 @@ Source: Megatron-LM tests/functional_tests/python_test_utils/test_grpo_training_
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pytest_megatron.golden.compare.layers import is_within, of_summary
+from pytest_megatron.golden.compare.layers import find_hole, is_within, of_summary
 from pytest_megatron.golden.compare.limits import Worse
 from pytest_megatron.golden.compare.result import (
     Comparison,
     ComparisonRule,
-    Layer,
     SeriesSummary,
     StepDifference,
     allowed_of,
+    counting_layer,
     relative,
 )
 from pytest_megatron.golden.compare.series import (
     Point,
     align,
-    find_absent,
-    find_unusable,
     first_difference,
     measure,
     shared_points,
@@ -44,9 +42,8 @@ _LOSS_SPELT_OTHERWISE = "lm-loss"
 _TIME = "iteration-time"
 _MEMORY = ("mem-allocated-bytes", "mem-max-allocated-bytes")
 # A policy file changes these under the names that they have for a training.
-_LOSS: Mapping[str, float] = {"band": 0.01, "absolute": 1e-6}
-_TIME_LIMITS: Mapping[str, float] = {"median": 0.15}
-_MEMORY_LIMITS: Mapping[str, float] = {"peak": 0.10}
+_LOSS_BAND, _LOSS_ABSOLUTE = 0.01, 1e-6
+_TIME_MEDIAN, _MEMORY_PEAK = 0.15, 0.10
 _LEARNED_FACTOR = 4.0  # standard deviations of the repeats
 
 
@@ -63,21 +60,6 @@ class RlRules:
     policy: ComparisonPolicy
     start: int = 1
     not_timed: str | None = None
-
-    @property
-    def is_strict(self) -> bool:
-        """Whether it is `strict` that judges, or what inherits from it."""
-        return self.policy.is_strict
-
-    def limit(self, metric: str, key: str, defaults: Mapping[str, float]) -> float:
-        """Return one limit, after what the policy changes of it."""
-        value = self.policy.settings(metric).get(key)
-        return float(value) if isinstance(value, int | float) else defaults[key]
-
-    def worse(self, metric: str, default: Worse) -> Worse:
-        """Return the side of the golden that fails."""
-        value = self.policy.settings(metric).get("worse")
-        return value if isinstance(value, Worse) else default
 
 
 def rl_metrics(metrics: Sequence[str] | None) -> tuple[str, ...]:
@@ -107,7 +89,7 @@ def compare_rl(
     golden = replace(golden, metrics=with_one_loss_name(golden.metrics))
     observed = with_one_loss_name(observed)
     answers = [_compare(golden, observed, metric, rules) for metric in metrics]
-    if not rules.is_strict:  # the run has to have whatever the golden has, compared or not
+    if not rules.policy.is_strict:  # the run has to have whatever the golden has, compared or not
         answers += [
             Comparison(
                 metric=m, passed=False, rule=ComparisonRule.NO_METRIC, golden_path=golden.path
@@ -125,27 +107,19 @@ def _compare(golden: Golden, observed: MetricMap, metric: str, rules: RlRules) -
     expected, got = golden.metrics.get(metric), observed.get(metric)
     if expected is None or got is None:
         rule = ComparisonRule.NO_GOLDEN if expected is None else ComparisonRule.NO_METRIC
-        is_let_through = expected is None and not rules.is_strict
+        is_let_through = expected is None and not rules.policy.is_strict
         note = "Megatron-LM passes what the golden does not have"
         return _unjudged(answer, note) if is_let_through else replace(answer, rule=rule)
     expected, got = align(expected, got)
     points = shared_points(expected, got)
     answer = replace(answer, deviation=measure(points), first=first_difference(expected, got))
     is_timed = metric == _TIME or metric in _MEMORY
-    if not rules.is_strict and not is_timed:
+    if not rules.policy.is_strict and not is_timed:
         return _unjudged(answer, "Megatron-LM does not compare it")
     if metric == _TIME:  # a step without a time, such as the first, is no hole
         expected = _finite(expected)
-    presence = Layer(
-        rule=ComparisonRule.PRESENCE,
-        passed=len(points) >= len(expected),
-        measured=float(len(points)),
-        limit=float(len(expected)),
-        unit="steps",
-    )
-    answer = replace(answer, layers=(presence,))
-    hole = _find_hole(answer, expected, got)
-    return _judge(answer, points, golden, rules) if hole is None else hole
+    answer = find_hole(replace(answer, passed=True), expected, got)
+    return _judge(answer, points, golden, rules) if answer.passed else answer
 
 
 def _judge(answer: Comparison, points: list[Point], golden: Golden, rules: RlRules) -> Comparison:
@@ -162,25 +136,15 @@ def _judge(answer: Comparison, points: list[Point], golden: Golden, rules: RlRul
     )
 
 
-def _find_hole(answer: Comparison, golden: Series, observed: Series) -> Comparison | None:
-    """Look for what is not there, on either side."""
-    unusable = find_unusable(golden)
-    if unusable is not None or not len(golden):
-        return replace(answer, rule=ComparisonRule.GOLDEN_UNUSABLE, first=unusable)
-    absent = find_absent(golden, observed)
-    if absent is None:
-        return None
-    rule, first, notes = absent
-    return replace(answer, rule=rule, first=first, notes=notes)
-
-
 def _judge_loss(
     answer: Comparison, points: list[Point], golden: Golden, rules: RlRules
 ) -> Comparison:
     """Judge every step: by a part of the golden, a small amount, or what repeats differed by."""
     spread = None if golden.provenance is None else golden.provenance.spread.get(answer.metric)
     at = dict(spread.items()) if isinstance(spread, Series) else {}
-    band, absolute = (rules.limit(answer.metric, key, _LOSS) for key in ("band", "absolute"))
+    policy = rules.policy
+    band = policy.limit(answer.metric, "band", _LOSS_BAND)
+    absolute = policy.limit(answer.metric, "absolute", _LOSS_ABSOLUTE)
     outside: list[StepDifference] = []
     widths: dict[int, float] = {}
     for point in points:
@@ -201,14 +165,8 @@ def _judge_loss(
                 )
             )
     answer = replace(answer, allowed=allowed_of(widths, absolute))
-    layer = Layer(
-        rule=ComparisonRule.BAND,
-        passed=not outside,
-        measured=float(len(outside)),
-        limit=0.0,
-        unit="steps outside",
-        place=f"band {band:g} and {absolute:g} absolute",
-    )
+    place = f"band {band:g} and {absolute:g} absolute"
+    layer = counting_layer(ComparisonRule.BAND, len(outside), 0, "steps outside", place)
     first = outside[0] if outside else answer.first
     return replace(
         answer,
@@ -226,10 +184,12 @@ def _judge_time(answer: Comparison, points: list[Point], rules: RlRules) -> Comp
         name=f"median of steps {steady[0].step} to {steady[-1].step}",
         observed=statistics.median(p.observed for p in steady),
         golden=statistics.median(p.golden for p in steady),
-        tolerance=rules.limit(answer.metric, "median", _TIME_LIMITS),
+        tolerance=rules.policy.limit(answer.metric, "median", _TIME_MEDIAN),
     )
-    default = Worse.HIGHER if rules.is_strict else Worse.EITHER
-    return _of_summary(answer, summary, ComparisonRule.MEDIAN, rules.worse(answer.metric, default))
+    default = Worse.HIGHER if rules.policy.is_strict else Worse.EITHER
+    return _of_summary(
+        answer, summary, ComparisonRule.MEDIAN, rules.policy.worse(answer.metric, default)
+    )
 
 
 def _judge_memory(answer: Comparison, points: list[Point], rules: RlRules) -> Comparison:
@@ -239,10 +199,12 @@ def _judge_memory(answer: Comparison, points: list[Point], rules: RlRules) -> Co
         name=f"peak of steps {steady[0].step} to {steady[-1].step}",
         observed=max(p.observed for p in steady),
         golden=max(p.golden for p in steady),
-        tolerance=rules.limit(answer.metric, "peak", _MEMORY_LIMITS),
+        tolerance=rules.policy.limit(answer.metric, "peak", _MEMORY_PEAK),
     )
-    default = Worse.EITHER if rules.is_strict else Worse.HIGHER
-    return _of_summary(answer, summary, ComparisonRule.PEAK, rules.worse(answer.metric, default))
+    default = Worse.EITHER if rules.policy.is_strict else Worse.HIGHER
+    return _of_summary(
+        answer, summary, ComparisonRule.PEAK, rules.policy.worse(answer.metric, default)
+    )
 
 
 def _of_summary(

@@ -6,7 +6,7 @@ import math
 import struct
 from collections import Counter
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby
 
 from pytest_megatron.golden.compare.result import (
     ComparisonRule,
@@ -208,23 +208,22 @@ def describe_skipped(num_steps: int) -> tuple[str, ...]:
     return (f"{num_steps} steps not measured, not compared",) if num_steps else ()
 
 
-def find_frozen(golden: Series, observed: Series, *, least_steps: int) -> tuple[int, int] | None:
+def find_frozen(
+    golden: Series | None, observed: Series, *, least_steps: int
+) -> tuple[int, int] | None:
     """Return first and last step of a constant stretch of the run where the golden moves.
 
     A stretch counts from `least_steps` golden steps on, and only if the golden's longest constant
-    stretch within it is less than half as long.
+    stretch within it is less than half as long. Without a golden every such stretch counts.
     """
     at = dict(observed.items())
-    pairs = [(step, at[step], value) for step, value in golden.items() if step in at]
-    start = 0
-    for end in range(1, len(pairs) + 1):
-        if end < len(pairs) and pairs[end][1] == pairs[start][1]:
-            continue
-        length = end - start
-        expected = [value for _, _, value in pairs[start:end]]
-        if length >= least_steps and 2 * _longest_constant(expected) < length:
-            return pairs[start][0], pairs[end - 1][0]
-        start = end
+    expected = at if golden is None else dict(golden.items())
+    steps = [step for step in expected if step in at]
+    for _, group in groupby(steps, key=at.__getitem__):
+        stretch = list(group)
+        longest = 0 if golden is None else _longest_constant([expected[s] for s in stretch])
+        if len(stretch) >= least_steps and 2 * longest < len(stretch):
+            return stretch[0], stretch[-1]
     return None
 
 
@@ -237,8 +236,4 @@ def _rule_of(value: Value | None) -> ComparisonRule:
 
 
 def _longest_constant(values: list[Value]) -> int:
-    longest = run = 1
-    for a, b in pairwise(values):
-        run = run + 1 if a == b else 1
-        longest = max(longest, run)
-    return longest
+    return max(len(list(group)) for _, group in groupby(values))

@@ -19,16 +19,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from pytest_megatron.golden.compare.band import Band, Knowledge, band_around, knowledge_of
+from pytest_megatron.golden.compare.band import Knowledge, band_around, knowledge_of
 from pytest_megatron.golden.compare.environment import RunEnvironment, drift_between, why_not_timed
 from pytest_megatron.golden.compare.layers import (
     LAST_DIGITS,
     LayerFinding,
-    MetricJudgement,
     cost_layers,
     count_layers,
     decide,
     exact_layer,
+    find_hole,
     loss_layers,
     memory_layers,
 )
@@ -45,7 +45,6 @@ from pytest_megatron.golden.compare.result import (
     Allowed,
     Comparison,
     ComparisonRule,
-    Layer,
     relative,
 )
 from pytest_megatron.golden.compare.series import (
@@ -54,7 +53,6 @@ from pytest_megatron.golden.compare.series import (
     describe_extra,
     describe_skipped,
     describe_uncovered,
-    find_absent,
     find_unusable,
     first_difference,
     measure,
@@ -140,58 +138,59 @@ def _compare(case: _StrictCase, metric: str, observed: Series | None) -> Compari
         golden = _without_placeholders(golden)
     if metric == _TIME:
         golden = _without_untimed_start(golden, observed)
-    first = first_difference(golden, observed)
     points = shared_points(golden, observed)
-    judgement = _find_hole(golden, observed, is_timed=metric == _TIME)
-    presence = Layer(
-        rule=ComparisonRule.PRESENCE,
-        passed=judgement is None,
-        measured=float(len(points)),
-        limit=float(len(golden)),
-        unit="steps",
-    )
-    if judgement is None:
-        judgement = _judge(case, metric, golden, observed)
-        if judgement.passed and judgement.rule is not ComparisonRule.NOT_JUDGED:
-            judgement = _name_pass(case, judgement, golden, points)
+    answer = _find_hole(replace(answer, passed=True), golden, observed)
+    if answer.passed:
+        answer = _judge(case, answer, golden, observed)
+    if answer.passed and answer.is_judged:
+        answer = _name_pass(case, answer, golden, points)
+    first = answer.first
+    if first is None and answer.rule is not ComparisonRule.GOLDEN_UNUSABLE:
+        first = first_difference(golden, observed)
+    skipped = describe_skipped(num_steps - len(golden))
     return replace(
         answer,
-        passed=judgement.passed,
-        rule=judgement.rule,
-        first=judgement.first
-        or (None if judgement.rule is ComparisonRule.GOLDEN_UNUSABLE else first),
-        summary=judgement.summary,
+        first=first,
         deviation=measure(points),
-        notes=(
-            *judgement.notes,
-            *describe_skipped(num_steps - len(golden)),
-            *describe_extra(golden, observed),
-        ),
-        layers=(presence, *judgement.layers),
-        allowed=judgement.allowed or _allowed(case, metric, golden),
+        notes=(*answer.notes, *skipped, *describe_extra(golden, observed)),
+        allowed=answer.allowed or _allowed(case, metric, golden),
     )
 
 
-def _judge(case: _StrictCase, metric: str, golden: Series, observed: Series) -> MetricJudgement:
+def _find_hole(answer: Comparison, golden: Series, observed: Series) -> Comparison:
+    """Return the answer after the layer of presence, which a golden that is too short fails."""
+    answer = find_hole(answer, golden, observed)
+    uncovered = describe_uncovered(golden, observed)
+    if not answer.passed or answer.metric == _TIME or uncovered is None:
+        return answer
+    return replace(
+        answer,
+        passed=False,
+        rule=ComparisonRule.GOLDEN_UNUSABLE,
+        notes=(uncovered,),
+        layers=(replace(answer.layers[0], passed=False),),
+    )
+
+
+def _judge(case: _StrictCase, answer: Comparison, golden: Series, observed: Series) -> Comparison:
     """Judge two whole series by the kind of the metric."""
-    points = shared_points(golden, observed)
+    metric, points = answer.metric, shared_points(golden, observed)
     limits = _limits(case, metric, golden)
     match limits:
         case CostLimits() | MemoryLimits():
-            return _judge_cost(case, metric, limits, points)
+            return _judge_cost(case, answer, limits, points)
         case CountLimits():
             findings = [*_exact(case, metric, limits.exact, points), *count_layers(points, limits)]
-            return decide(findings, MetricJudgement(passed=True, rule=ComparisonRule.BIAS))
+            return decide(findings, replace(answer, rule=ComparisonRule.BIAS))
         case LossLimits():
-            band = _band(case, metric, golden, limits)
+            band = band_around(case.golden, metric, golden, _knowledge(case, metric), limits)
             largest = measure(points).largest_relative
             notes = (f"within the band (largest {largest:.1e})", band.note)
             layers = loss_layers(golden, observed, points, band, limits)
-            judgement = decide(
-                [*_exact(case, metric, limits.exact, points), *layers],
-                MetricJudgement(passed=True, rule=ComparisonRule.BAND, notes=notes),
-            )
-            return replace(judgement, allowed=band.as_allowed)
+            findings = [*_exact(case, metric, limits.exact, points), *layers]
+            allowed = band.as_allowed
+            answer = replace(answer, rule=ComparisonRule.BAND, notes=notes, allowed=allowed)
+            return decide(findings, answer)
     assert_never(limits)
 
 
@@ -210,96 +209,66 @@ def _knowledge(case: _StrictCase, metric: str) -> Knowledge:
     )
 
 
-def _band(case: _StrictCase, metric: str, golden: Series, limits: LossLimits) -> Band:
-    return band_around(
-        case.golden,
-        metric,
-        golden,
-        nondeterministic=case.nondeterministic,
-        surroundings=case.surroundings,
-        limits=limits,
-    )
-
-
 def _allowed(case: _StrictCase, metric: str, golden: Series) -> Allowed | None:
     """Return what a run with a hole would have been allowed, where the golden is whole."""
     limits = _limits(case, metric, golden)
     is_whole = len(golden) and find_unusable(golden) is None
     if not isinstance(limits, LossLimits) or not is_whole:
         return None
-    return _band(case, metric, golden, limits).as_allowed
+    known = _knowledge(case, metric)
+    return band_around(case.golden, metric, golden, known, limits).as_allowed
 
 
 def _judge_cost(
-    case: _StrictCase, metric: str, limits: CostLimits | MemoryLimits, points: list[Point]
-) -> MetricJudgement:
+    case: _StrictCase, answer: Comparison, limits: CostLimits | MemoryLimits, points: list[Point]
+) -> Comparison:
     """Judge time or memory, if the golden is from a host like this one."""
     if all(p.observed == p.golden for p in points):
-        return MetricJudgement(passed=True, rule=ComparisonRule.BITWISE)
+        return replace(answer, rule=ComparisonRule.BITWISE)
     reason = why_not_timed(case.golden, case.surroundings.host_class)
     if reason is not None:
-        return MetricJudgement(passed=True, rule=ComparisonRule.NOT_JUDGED, notes=(reason,))
+        return replace(answer, rule=ComparisonRule.NOT_JUDGED, notes=(reason,))
     if isinstance(limits, MemoryLimits):
         what, findings = "peak", list(memory_layers(points, limits))
     else:
         made = case.golden.provenance
-        is_typed = not case.policy.settings(metric).keys().isdisjoint(("median", "quartile"))
-        spread = None if made is None or is_typed else made.spread.get(metric)
+        settings = case.policy.settings(answer.metric)
+        is_typed = not settings.keys().isdisjoint(("median", "quartile"))
+        spread = None if made is None or is_typed else made.spread.get(answer.metric)
         what, findings = None, list(cost_layers(points, limits, spread))
     decisive = findings[0]
     assert decisive.summary is not None
     assert decisive.layer.measured is not None
     note = f"{what or decisive.summary.name} {decisive.layer.measured:+.1%}"
-    return decide(findings, MetricJudgement(passed=True, rule=decisive.layer.rule, notes=(note,)))
+    return decide(findings, replace(answer, rule=decisive.layer.rule, notes=(note,)))
 
 
 def _exact(case: _StrictCase, metric: str, when: Exact, points: list[Point]) -> list[LayerFinding]:
     """Look at every bit where there is reason to expect each to be the golden's."""
     known = _knowledge(case, metric)
     is_expected = known.is_deterministic and known.is_at_home
-    return exact_layer(
-        points, is_demanded=when is Exact.ALWAYS or (when is Exact.AUTO and is_expected)
-    )
+    is_demanded = when is Exact.ALWAYS or (when is Exact.AUTO and is_expected)
+    return [exact_layer(points)] if is_demanded else []
 
 
 def _name_pass(
-    case: _StrictCase, judgement: MetricJudgement, golden: Series, points: list[Point]
-) -> MetricJudgement:
+    case: _StrictCase, answer: Comparison, golden: Series, points: list[Point]
+) -> Comparison:
     """Say how near a run is that passed: equal, drifted with its platform, or within its band."""
     if all(p.observed == p.golden for p in points):
         equal = "bitwise equal" if golden.is_full_precision else "equal to five decimals"
-        return replace(judgement, rule=ComparisonRule.BITWISE, notes=(equal,))
-    if judgement.rule is not ComparisonRule.BAND:
-        return judgement
+        return replace(answer, rule=ComparisonRule.BITWISE, notes=(equal,))
+    if answer.rule is not ComparisonRule.BAND:
+        return answer
     largest = max(abs(relative(p.observed, p.golden)) for p in points)
     if largest <= LAST_DIGITS:
         note = f"differs only in the last digits (largest {largest:.0e})"
-        judgement = replace(judgement, rule=ComparisonRule.LAST_DIGITS, notes=(note,))
+        answer = replace(answer, rule=ComparisonRule.LAST_DIGITS, notes=(note,))
     drift = drift_between(case.golden.provenance, case.surroundings)
     if drift.changes:
-        notes = (*judgement.notes, drift.text)
-        judgement = replace(judgement, rule=ComparisonRule.DRIFT, notes=notes)
-    return judgement
-
-
-def _find_hole(golden: Series, observed: Series, *, is_timed: bool) -> MetricJudgement | None:
-    """Look for what is not there, on either side."""
-    if not len(golden):
-        note = "the golden has no value for it"
-        return MetricJudgement(passed=False, rule=ComparisonRule.GOLDEN_UNUSABLE, notes=(note,))
-    unusable = find_unusable(golden)
-    if unusable is not None:
-        return MetricJudgement(passed=False, rule=ComparisonRule.GOLDEN_UNUSABLE, first=unusable)
-    absent = find_absent(golden, observed)
-    if absent is not None:
-        rule, first, notes = absent
-        return MetricJudgement(passed=False, rule=rule, first=first, notes=notes)
-    uncovered = None if is_timed else describe_uncovered(golden, observed)
-    if uncovered is not None:
-        return MetricJudgement(
-            passed=False, rule=ComparisonRule.GOLDEN_UNUSABLE, notes=(uncovered,)
-        )
-    return None
+        notes = (*answer.notes, drift.text)
+        answer = replace(answer, rule=ComparisonRule.DRIFT, notes=notes)
+    return answer
 
 
 def _without_placeholders(golden: Series) -> Series:

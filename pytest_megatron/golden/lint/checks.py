@@ -21,7 +21,7 @@ from pytest_megatron.golden.formats.metric_map import GoldenDocument, step_inter
 from pytest_megatron.golden.model import Series, find_not_finite
 from pytest_megatron.golden.provenance import Provenance, parse_provenance
 from pytest_megatron.recipe.case import compared_metrics, last_step
-from pytest_megatron.recipe.findings import RecipeFinding, RecipeSeverity
+from pytest_megatron.recipe.findings import Finding, Severity
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.recipe.paths import fingerprint
 
@@ -52,6 +52,16 @@ class GoldenFile:
     is_ours: bool
     is_read: bool
 
+    @property
+    def provenance(self) -> Provenance | None:
+        """The provenance, None without one.
+
+        Raises:
+            GoldenError: It is broken.
+        """
+        value = self.document.provenance
+        return None if value is None else parse_provenance(value, str(self.path))
+
     def line_of(self, name: str, step: int | None = None) -> int | None:
         """Return the line of a top-level key, or of a step below it."""
         at = self.text.find(f"{json.dumps(name)}:")
@@ -61,38 +71,35 @@ class GoldenFile:
 
     def finding(
         self, rule: str, message: str, *, line: int | None = None, is_error: bool = False
-    ) -> RecipeFinding:
+    ) -> Finding:
         """Return a finding of this file."""
-        severity = RecipeSeverity.ERROR if is_error and self.is_read else RecipeSeverity.WARNING
-        return RecipeFinding(
-            file=self.path, line=line, rule=rule, message=message, severity=severity
-        )
+        severity = Severity.ERROR if is_error and self.is_read else Severity.WARNING
+        return Finding(file=self.path, line=line, rule=rule, message=message, severity=severity)
 
 
 class FindingGroup:
-    """Says once what is wrong with several metrics of a file."""
+    """Findings of one file, in which metrics with the same problem share one."""
 
     def __init__(self, sheet: GoldenFile) -> None:
-        """Begin with none."""
+        """Begin without findings."""
         self.sheet = sheet
         self._names: dict[tuple[str, str], list[str]] = {}
 
     def add(self, rule: str, name: str, message: str) -> None:
-        """Note what is wrong with a metric."""
+        """Add a problem of one metric."""
         self._names.setdefault((rule, message), []).append(name)
 
-    def findings(self) -> Iterator[RecipeFinding]:
-        """Yield what was noted."""
+    def findings(self) -> Iterator[Finding]:
+        """Yield the findings."""
         for (rule, message), names in self._names.items():
+            is_error = rule in ("golden-empty", "golden-truncated")
+            line = self.sheet.line_of(names[0])
             yield self.sheet.finding(
-                rule,
-                f"{', '.join(names)}: {message}",
-                line=self.sheet.line_of(names[0]),
-                is_error=rule in ("golden-empty", "golden-truncated"),
+                rule, f"{', '.join(names)}: {message}", line=line, is_error=is_error
             )
 
 
-def check_content(sheet: GoldenFile) -> Iterator[RecipeFinding]:
+def check_content(sheet: GoldenFile) -> Iterator[Finding]:
     """Yield what is wrong in the file itself."""
     yield from _check_provenance(sheet)
     generation = sheet.document.generation
@@ -110,7 +117,7 @@ def check_content(sheet: GoldenFile) -> Iterator[RecipeFinding]:
     yield from together.findings()
 
 
-def check_against_case(sheet: GoldenFile, case: CaseDocument) -> Iterator[RecipeFinding]:
+def check_against_case(sheet: GoldenFile, case: CaseDocument) -> Iterator[Finding]:
     """Yield where the file does not fit the test case that it belongs to."""
     is_generation = sheet.document.generation is not None
     mode = case.value.get("MODE", "pretraining")
@@ -142,21 +149,19 @@ def _has_metric(document: GoldenDocument, name: str) -> bool:
     return name in document.metrics or name.replace("-", " ") in document.metrics
 
 
-def _check_provenance(sheet: GoldenFile) -> Iterator[RecipeFinding]:
-    value = sheet.document.provenance
-    if value is None:
-        if sheet.is_ours:
-            message = "has no _provenance, so nobody knows what it was measured with; record it"
-            yield sheet.finding("golden-provenance", f"{message} again")
-        return
+def _check_provenance(sheet: GoldenFile) -> Iterator[Finding]:
     line = sheet.line_of("_provenance")
     try:
-        provenance = parse_provenance(value, str(sheet.path))
+        provenance = sheet.provenance
     except GoldenError as error:
         yield sheet.finding("golden-provenance", error.problem, line=line, is_error=True)
         return
-    for message in _doubts(provenance):
-        yield sheet.finding("golden-provenance", f"{message}; record it again", line=line)
+    if provenance is not None:
+        for message in _doubts(provenance):
+            yield sheet.finding("golden-provenance", f"{message}; record it again", line=line)
+    elif sheet.is_ours:
+        message = "has no _provenance, so nobody knows what it was measured with; record it again"
+        yield sheet.finding("golden-provenance", message)
 
 
 def _doubts(provenance: Provenance) -> Iterator[str]:
@@ -168,7 +173,7 @@ def _doubts(provenance: Provenance) -> Iterator[str]:
         yield f"was made from {provenance.repeats} run, so nobody knows how far runs differ"
 
 
-def _check_finite(sheet: GoldenFile, name: str, series: Series) -> Iterator[RecipeFinding]:
+def _check_finite(sheet: GoldenFile, name: str, series: Series) -> Iterator[Finding]:
     numbers = [value for value in series.values if not isinstance(value, str)]
     if len(numbers) == len(series) and all(map(math.isfinite, numbers)):
         return
@@ -250,7 +255,7 @@ class Commits:
 
 def check_origin(
     sheet: GoldenFile, case: CaseDocument | None, rows: Sequence[Workload], commits: Commits
-) -> Iterator[RecipeFinding]:
+) -> Iterator[Finding]:
     """Yield why a golden may be of another case, row or history than the project's.
 
     Args:
@@ -259,7 +264,10 @@ def check_origin(
         rows: Those that read the golden.
         commits: Of the project.
     """
-    provenance = _provenance_of(sheet)
+    try:
+        provenance = sheet.provenance
+    except GoldenError:
+        return  # reported with the content of the file
     if provenance is None:
         return
     line = sheet.line_of("_provenance")
@@ -282,7 +290,7 @@ def check_origin(
             yield sheet.finding("golden-stale", message, line=line)
 
 
-def find_copies(sheets: Iterable[GoldenFile]) -> Iterator[RecipeFinding]:
+def find_copies(sheets: Iterable[GoldenFile]) -> Iterator[Finding]:
     """Yield the goldens that are equal to an earlier one, times included: those never repeat."""
     first: dict[int, GoldenFile] = {}
     for sheet in sheets:
@@ -297,11 +305,3 @@ def find_copies(sheets: Iterable[GoldenFile]) -> Iterator[RecipeFinding]:
         if other is not sheet and is_equal:
             message = f"holds the same values as {other.path}, times included: one of them was "
             yield sheet.finding("golden-copy", f"{message}copied, not measured; record it again")
-
-
-def _provenance_of(sheet: GoldenFile) -> Provenance | None:
-    value = sheet.document.provenance
-    try:
-        return None if value is None else parse_provenance(value, str(sheet.path))
-    except GoldenError:
-        return None  # what is wrong inside a file is told with the rest of it

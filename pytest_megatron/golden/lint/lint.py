@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pytest_megatron.base.text import nearest
 from pytest_megatron.base.yaml import YamlDocument as CaseDocument
 from pytest_megatron.base.yaml import YamlError, read_document
 from pytest_megatron.errors import EmptyGoldenError, GoldenError
@@ -31,12 +32,12 @@ from pytest_megatron.golden.store import (
 )
 from pytest_megatron.recipe.case import compares_metrics
 from pytest_megatron.recipe.expand import Profile
-from pytest_megatron.recipe.findings import RecipeFinding, RecipeSeverity, in_order
+from pytest_megatron.recipe.findings import Finding, Severity, in_order
 from pytest_megatron.recipe.lint import check_golden
 from pytest_megatron.recipe.load import find_recipes, read_recipe
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.recipe.paths import CASE_NAME, CASES, GOLDENS, case_path, golden_paths
-from pytest_megatron.recipe.vocabulary import Vocabulary, nearest
+from pytest_megatron.recipe.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +64,7 @@ class Report:
         num_goldens: Files that were looked at; `num_read` of them are read by a row.
     """
 
-    findings: tuple[RecipeFinding, ...]
+    findings: tuple[Finding, ...]
     num_goldens: int
     num_read: int
     num_bytes: int
@@ -132,7 +133,7 @@ class _Linter:
         self._project = project
         self._cases: dict[Path, CaseDocument | None] = {}
         self._sheets: list[tuple[GoldenFile, GoldenOwner | None]] = []
-        self.findings: list[RecipeFinding] = []
+        self.findings: list[Finding] = []
         self.num_bytes = 0
         files = find_recipes(project.recipes)
         loaded = [read_recipe(file, Profile.STRICT, project.vocabulary) for file in files]
@@ -186,11 +187,7 @@ class _Linter:
                 self.findings += check_origin(sheet, self._case_of(place), rows, commits)
 
     def _add(self, path: Path, rule: str, message: str) -> None:
-        self.findings.append(
-            RecipeFinding(
-                file=path, line=None, rule=rule, message=message, severity=RecipeSeverity.WARNING
-            )
-        )
+        self.findings.append(_finding(path, None, rule, message))
 
     def _misplaced(self, path: Path) -> tuple[str, str] | None:
         root = self._project.root.absolute()
@@ -237,14 +234,10 @@ class _Linter:
             document = document_of(value, str(path), notes)
         except GoldenError as error:
             rule = "golden-empty" if isinstance(error, EmptyGoldenError) else "golden-unreadable"
-            severity = RecipeSeverity.ERROR if is_read else RecipeSeverity.WARNING
+            severity = Severity.ERROR if is_read else Severity.WARNING
             where = error.where.removeprefix(str(path)).lstrip(":").partition(":")[0]
             line = int(where) if where.isdecimal() else None
-            self.findings.append(
-                RecipeFinding(
-                    file=path, line=line, rule=rule, message=error.problem, severity=severity
-                )
-            )
+            self.findings.append(_finding(path, line, rule, error.problem, severity))
             return None
         return GoldenFile(
             path=path,
@@ -271,12 +264,17 @@ def _config_of(root: Path, place: GoldenOwner) -> Path:
     return root / CASES / place.model / place.test_case / CASE_NAME
 
 
-def _broken_recipe(errors: Sequence[RecipeFinding]) -> RecipeFinding:
+def _broken_recipe(errors: Sequence[Finding]) -> Finding:
     message = f"has errors, the first {errors[0]}; its goldens may seem to be read by no row; see "
-    return RecipeFinding(
-        file=errors[0].file,
-        line=errors[0].line,
-        rule="golden-recipes",
-        message=f"{message}`pytest-megatron lint`",
-        severity=RecipeSeverity.WARNING,
-    )
+    message += "`pytest-megatron lint`"
+    return _finding(errors[0].file, errors[0].line, "golden-recipes", message)
+
+
+def _finding(
+    file: Path,
+    line: int | None,
+    rule: str,
+    message: str,
+    severity: Severity = Severity.WARNING,
+) -> Finding:
+    return Finding(file=file, line=line, rule=rule, message=message, severity=severity)

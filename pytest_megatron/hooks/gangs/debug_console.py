@@ -6,6 +6,7 @@ One rank at a time, over all gangs; others wait for it, or go on without.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 from collections import deque
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from pytest_megatron.gang.timers import GangState
 
 
 @dataclass(frozen=True, slots=True)
-class _Asker:
+class _DebuggerRequest:
     """A rank that would stop, or did."""
 
     gang: Gang
@@ -58,8 +59,8 @@ class Console:
     config: pytest.Config
     pdb_rank: int | None
     is_refusing: bool = False
-    _active: _Asker | None = None
-    _waiting: deque[_Asker] = field(default_factory=deque)
+    _active: _DebuggerRequest | None = None
+    _waiting: deque[_DebuggerRequest] = field(default_factory=deque)
     _last_failure: tuple[int, int] | None = None  # execution, rank
     _prompt: str = ""  # the line that has not ended yet
 
@@ -67,9 +68,9 @@ class Console:
         """Take in what a rank's debugger said."""
         match message:
             case DebuggerWanted(reason=reason):
-                asker = _Asker(gang, rank, channel, reason)
-                if self._may_stop(asker):
-                    self._waiting.append(asker)
+                request = _DebuggerRequest(gang, rank, channel, reason)
+                if self._may_stop(request):
+                    self._waiting.append(request)
                     self.settle()
                 else:
                     channel.send(DebuggerAnswer(may_enter=False))
@@ -88,32 +89,32 @@ class Console:
         if self._active is not None and self._active.is_gone:
             self._leave()
         while self._active is None and self._waiting:
-            asker = self._waiting.popleft()
-            if not asker.is_gone:
-                self._enter(asker)
+            request = self._waiting.popleft()
+            if not request.is_gone:
+                self._enter(request)
 
-    def _may_stop(self, asker: _Asker) -> bool:
-        if self.is_refusing or asker.is_gone:
+    def _may_stop(self, request: _DebuggerRequest) -> bool:
+        if self.is_refusing or request.is_gone:
             return False
         if self.pdb_rank is not None:
-            return asker.rank == self.pdb_rank
-        if asker.reason != "exception":
-            return asker.rank == 0
-        run = asker.gang.lifecycle.held.number
+            return request.rank == self.pdb_rank
+        if request.reason != "exception":
+            return request.rank == 0
+        run = request.gang.lifecycle.queue.number
         if self._last_failure is None or self._last_failure[0] != run:
-            self._last_failure = (run, asker.rank)
-        return self._last_failure == (run, asker.rank)
+            self._last_failure = (run, request.rank)
+        return self._last_failure == (run, request.rank)
 
-    def _enter(self, asker: _Asker) -> None:
+    def _enter(self, request: _DebuggerRequest) -> None:
         capture = self.config.pluginmanager.get_plugin("capturemanager")
         if capture is not None:
             capture.suspend_global_capture(in_=True)
-        self._active = asker
+        self._active = request
         writer = self.config.get_terminal_writer()
         if writer.width_of_current_line:
             writer.line()
-        writer.sep(">", f"rank {asker.rank} of {asker.gang.spec.world_size}")
-        asker.channel.send(DebuggerAnswer(may_enter=True))
+        writer.sep(">", f"rank {request.rank} of {request.gang.spec.world_size}")
+        request.channel.send(DebuggerAnswer(may_enter=True))
 
     def _leave(self) -> None:
         self._active = None
@@ -140,7 +141,7 @@ class Console:
                 return ""
             if stdin.isatty():
                 with contextlib.suppress(ImportError):
-                    import readline  # noqa: F401, PLC0415 - lets the user edit the line
+                    importlib.import_module("readline")  # lets the user edit the line
                 return input(self._prompt) + "\n"
             self._show(self._prompt)
             return stdin.readline()

@@ -14,7 +14,7 @@ import pytest
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.gang.ipc.messages import NOTHING, UNKNOWN, Run
 from pytest_megatron.gang.merge import Merged, merge, merge_late
-from pytest_megatron.gang.phase_report import has_reported
+from pytest_megatron.gang.phase_report import reported
 from pytest_megatron.gang.rank.logs import file_size, read_piece
 from pytest_megatron.gang.record import Executed
 from pytest_megatron.gang.schedule import Schedule
@@ -69,7 +69,7 @@ class Execution:
         """Return what its ranks wrote to stderr meanwhile."""
         return [line for lines in self._lines_by_rank().values() for line in lines]
 
-    def last_words(self) -> list[str]:
+    def last_stderr_lines(self) -> list[str]:
         """Return the end of what its ranks that died by themselves wrote to stderr.
 
         Not of those that were killed by SIGKILL: who did it left no text there.
@@ -93,7 +93,7 @@ class Execution:
         end = self.ended
         for rank in end.ranks:
             stop: Sequence[object] = () if rank.done is None else rank.done.stop
-            if not stop or has_reported(rank, when):
+            if not stop or reported(rank, when) is not None:
                 continue
             where = f"rank {rank.rank} of {len(end.ranks)} in {self.item.nodeid}"
             if stop[0] == "exit":
@@ -230,7 +230,7 @@ class Dispatcher:
             if self._is_free(gang):
                 taken = schedule.take(gang.number, gang.spec)
                 if taken is None:
-                    pool.fleet.close(gang)
+                    pool.supervisor.close(gang)
                 else:
                     self._assign(gang, *taken)
             elif has_left(gang):
@@ -294,11 +294,11 @@ class Dispatcher:
         pool = self._pool
         if pool.is_closed:
             return
-        pool.fleet.pump(0.0)
+        pool.supervisor.pump(0.0)
         self._sweep()
         for gang in list(pool.gangs.values()):
             if self._is_free(gang) and pool.leases.is_held_by(gang.number):
-                pool.fleet.close(gang)
+                pool.supervisor.close(gang)
 
     # Gangs and what they run
 
@@ -317,7 +317,7 @@ class Dispatcher:
         try:
             while True:
                 for other in [gang for gang in pool.gangs.values() if self._is_free(gang)]:
-                    pool.fleet.close(other)
+                    pool.supervisor.close(other)
                 has_room = pool.num_free() >= min(spec.world_size, pool.num_slots)
                 if has_room and (gang := pool.start(spec)) is not None:
                     return gang
@@ -349,10 +349,10 @@ class Dispatcher:
         is_alone = self.is_in_order or self.is_serial
         if not (self._may_send_ahead and is_tried and is_alone):
             return
-        fleet = self._pool.fleet
-        after = gang.lifecycle.held.last
+        supervisor = self._pool.supervisor
+        after = gang.lifecycle.queue.last
         runs: list[tuple[Run, float]] = []
-        for _ in range(fleet.count_room_ahead(gang)):
+        for _ in range(supervisor.count_room_ahead(gang)):
             taken = self._schedule.take_planned(gang.number, gang.spec)
             if taken is None:
                 break
@@ -366,11 +366,11 @@ class Dispatcher:
             after = run.run
             runs.append((run, self._limits_s[item]))
         if runs:
-            fleet.send_ahead(gang, runs)
+            supervisor.send_ahead(gang, runs)
 
     def _assign(self, gang: Gang, index: int, next_index: int) -> None:
         run = self._prepare(gang, index, next_index)
-        self._pool.fleet.assign(gang, run, limit_s=self._limits_s[self._items[index]])
+        self._pool.supervisor.assign(gang, run, limit_s=self._limits_s[self._items[index]])
         self._take_ends(gang)
         if gang.spec.is_isolated and self._schedule.has_more(gang.spec):
             self._pool.start_ahead(gang.spec)
@@ -382,7 +382,7 @@ class Dispatcher:
         maxfail = item.config.option.maxfail
         log_starts: list[int] = []
         if num_reruns_of(item, self._num_reruns):
-            log_starts = [file_size(Path(o.log_dir, "stderr.log")) for o in gang.orders]
+            log_starts = [file_size(Path(o.log_dir, "stderr.log")) for o in gang.configs]
         execution = Execution(index, item, self._last.get(gang.number), log_starts)
         self._running[self._num_runs] = gang, execution
         self._last[gang.number] = item
@@ -392,7 +392,7 @@ class Dispatcher:
             node_id=str(item.nodeid),
             next_index=next_index,
             next_node_id=str(self._items[next_index].nodeid) if next_index >= 0 else "",
-            shared_dir=f"{self._pool.orders.shared_dir(gang.orders)}{os.sep}{self._num_runs}",
+            shared_dir=f"{self._pool.rank_configs.shared_dir(gang.configs)}{os.sep}{self._num_runs}",
             is_last_if_failed=bool(maxfail) and item.session.testsfailed + 1 >= maxfail,
             after=after,
         )
@@ -411,7 +411,7 @@ class Dispatcher:
             execution.end = end
             execution.merged = merge(end, gang.spec.world_size)
             self.ended[execution.item] = execution
-            directory = os.path.dirname(gang.orders[0].log_dir)  # noqa: PTH120 - once a test
+            directory = gang.configs[0].log_dir.rpartition(os.sep)[0]
             self.history.setdefault(execution.item, []).append(
                 Executed(gang=gang.number, directory=directory, end=end)
             )
@@ -423,7 +423,7 @@ class Dispatcher:
 
     def _take_back(self, gang: Gang) -> None:
         """Take back what was sent ahead, where the test before it did not end well."""
-        kept = gang.lifecycle.held.numbers
+        kept = gang.lifecycle.queue.numbers
         for number, execution in self._executions(gang):
             if number not in kept:
                 del self._running[number]
@@ -440,7 +440,7 @@ class Dispatcher:
     ) -> None:
         """Keep what went wrong when ranks tore down what `item` left, after it was reported."""
         if late and item is not None:
-            log_dirs = [order.log_dir for order in gang.orders]
+            log_dirs = [rank_config.log_dir for rank_config in gang.configs]
             self._late.append((item, merge_late(late, log_dirs)))
 
     def _forget(self, gang: Gang) -> None:

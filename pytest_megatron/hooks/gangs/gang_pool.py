@@ -9,6 +9,7 @@ import contextlib
 import gc
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import pytest
 
@@ -29,7 +30,7 @@ from pytest_megatron.hooks.gangs.debug_console import Console
 from pytest_megatron.hooks.gangs.rank_config import RankConfigs, refuse_unfit_host
 from pytest_megatron.hooks.gangs.tee import Tee
 from pytest_megatron.hooks.nodes.leader import Leader, nodes_of
-from pytest_megatron.hooks.session import RunSession
+from pytest_megatron.hooks.session import RunSession, write_line
 from pytest_megatron.hooks.start.environment import KEY
 from pytest_megatron.hooks.start.forkserver import SessionTemplate, TemplateProcess
 from pytest_megatron.hooks.start.start_mode import PerRank, modules_to_load, why_per_rank
@@ -38,13 +39,13 @@ from pytest_megatron.hooks.start.start_mode import PerRank, modules_to_load, why
 class Leases:
     """Leases of gangs, and of those whose ranks still collect."""
 
-    def __init__(self, tell_user: Callable[[str], None]) -> None:
+    def __init__(self, write_line: Callable[[str], None]) -> None:
         """Hold nothing yet.
 
         Args:
-            tell_user: Told once whenever there is something to wait for.
+            write_line: Told once whenever there is something to wait for.
         """
-        self._tell_user = tell_user
+        self._write_line = write_line
         self._prepared: dict[GangSpec, Lease] = {}
         self._of_gangs: dict[int, Lease] = {}
         self._waiting: LeaseWaiter | None = None
@@ -72,7 +73,7 @@ class Leases:
         gpus = this_host().gpus
         lease = try_lease(gpus, num_gpus)
         if lease is None and self._waiting is None:
-            self._tell_user(waiting_text(gpus, num_gpus))
+            self._write_line(waiting_text(gpus, num_gpus))
             self._waiting = LeaseWaiter()
         if lease is not None and self._waiting is not None:
             self._waiting.close()
@@ -118,7 +119,7 @@ class GangPool:
         num_slots: Ranks that may run side by side; a wider gang runs by itself.
         leader: Node 0's side of a session over several nodes, or None.
         per_rank: Where ranks collect for themselves; None where they are forked off the session.
-        orders: Writes what ranks are told.
+        rank_configs: Writes what ranks are told.
         leases: Devices that gangs hold.
     """
 
@@ -148,16 +149,16 @@ class GangPool:
         coverage = measure.settings_of_running(
             is_by_test=getattr(config.option, "cov_context", None) == "test"
         )
-        self.orders = RankConfigs(config, run, self._nodes, coverage)
+        self.rank_configs = RankConfigs(config, run, self._nodes, coverage)
         self._tee = Tee(config, options, is_worker=run.is_worker)
         self._console = Console(config, options.pdb_rank, is_refusing=run.is_worker)
-        self.leases = Leases(self.tell_user)
+        self.leases = Leases(partial(write_line, config))
         self.per_rank: PerRank | None = None
         self.leader: Leader | None = None
         self._default_size = default_size
         self._template: TemplateProcess | None = None
         self._listener = listen_locally()
-        self._fleet: Supervisor | None = Supervisor(
+        self._supervisor: Supervisor | None = Supervisor(
             self._listener, on_debugger=self._console.handle
         )
 
@@ -175,8 +176,8 @@ class GangPool:
         reason = why_per_rank(config, self._options, sizes, self._default_size)
         if reason:
             if config.getoption("verbose", 0) > 0:
-                self.tell_user(f"every rank collects for itself: {reason}")
-            self.per_rank = PerRank(session, self.fleet, self._listener, self._options)
+                write_line(config, f"every rank collects for itself: {reason}")
+            self.per_rank = PerRank(session, self.supervisor, self._listener, self._options)
         else:
             for item in session.items:
                 _ = item.location  # pytest keeps it: found here, no rank has to
@@ -185,12 +186,12 @@ class GangPool:
                 address=self._listener.address,
                 key=self._listener.key,
                 random_state=state_if_seeded(config.stash[KEY].random_state),
-                coverage=self.orders.coverage,
-                coverage_file=str(self.orders.coverage_dir / "template"),
-                forget=self.fleet.forget,
+                coverage=self.rank_configs.coverage,
+                coverage_file=str(self.rank_configs.coverage_dir / "template"),
+                forget=self.supervisor.forget,
                 loads=modules_to_load(session),
             )
-            self._template = TemplateProcess(template, self.fleet)
+            self._template = TemplateProcess(template, self.supervisor)
         if self._options.num_nodes > 1:
             self.leader = self._lead(session)
 
@@ -210,15 +211,15 @@ class GangPool:
             node_ids=tuple(item.nodeid for item in session.items),
             collecting="" if self.per_rank is None else self._options.gang_start,
         )
-        leader = Leader(self._config, self.fleet, welcome=welcome, options=self._options)
+        leader = Leader(self._config, self.supervisor, welcome=welcome, options=self._options)
         self._config.pluginmanager.register(leader, "megatron-leader")
         return leader
 
     @property
-    def fleet(self) -> Supervisor:
+    def supervisor(self) -> Supervisor:
         """Connections and processes; only before `shut_down`."""
-        assert self._fleet is not None
-        return self._fleet
+        assert self._supervisor is not None
+        return self._supervisor
 
     @property
     def is_copying(self) -> bool:
@@ -228,7 +229,7 @@ class GangPool:
     @property
     def is_closed(self) -> bool:
         """Whether it was shut down."""
-        return self._fleet is None
+        return self._supervisor is None
 
     def start_ahead(self, spec: GangSpec) -> None:
         """Start the gang that `start` will return next, while others run.
@@ -236,10 +237,10 @@ class GangPool:
         Only where that is one fork and holds nothing that others need: on the CPU of this node.
         """
         is_plain = self.per_rank is None and self.leader is None and spec.device == "cpu"
-        if is_plain and spec not in self._spares and self.fleet.fork_servers.has(0):
+        if is_plain and spec not in self._spares and self.supervisor.fork_servers.has(0):
             gang = self._spares[spec] = self._make(spec, None)
             self._tee.follow(gang)
-            self.fleet.start(gang)
+            self.supervisor.start(gang)
 
     def is_spare(self, gang: Gang) -> bool:
         """Whether a gang was started ahead, and nobody has asked for it."""
@@ -247,7 +248,7 @@ class GangPool:
 
     def start(self, spec: GangSpec) -> Gang | None:
         """Start a gang; None while its devices are not free, or its ranks still collect."""
-        fleet, per_rank = self.fleet, self.per_rank
+        supervisor, per_rank = self.supervisor, self.per_rank
         spare = self._spares.pop(spec, None)
         if spare is not None and spare.lifecycle.state in (GangState.STARTING, GangState.IDLE):
             return spare
@@ -265,20 +266,20 @@ class GangPool:
         self._tee.follow(gang)
         if per_rank is None:
             if self.leader is not None:
-                gang.missing = self.leader.missing(gang.orders)
-            fleet.start(gang)
+                gang.missing = self.leader.missing(gang.configs)
+            supervisor.start(gang)
             return gang
         gang.missing = per_rank.missing(spec.world_size)
         if per_rank.is_lost(spec.world_size):
-            fleet.pretend(gang)
+            supervisor.start_without_ranks(gang)
         else:
-            fleet.start(gang)
+            supervisor.start(gang)
             per_rank.take(spec.world_size)
         return gang
 
     def _has_collected(self, per_rank: PerRank, spec: GangSpec, lease: Lease | None) -> bool:
         """Whether the ranks of a gang have collected; what they could not is reported first."""
-        is_ready = per_rank.is_ready(self.orders.write(0, spec, lease))
+        is_ready = per_rank.is_ready(self.rank_configs.write(0, spec, lease))
         failures = per_rank.take_failures(spec.world_size) if is_ready else []
         if lease is not None and (failures or not is_ready):
             self.leases.put_aside(spec, lease)
@@ -304,13 +305,13 @@ class GangPool:
     def _make(self, spec: GangSpec, lease: Lease | None) -> Gang:
         self._num_gangs += 1
         number = self._num_gangs
-        orders = self.orders.write(number, spec, lease)
+        rank_configs = self.rank_configs.write(number, spec, lease)
         gang = Gang(
             number=number,
             spec=spec,
-            orders=orders,
+            configs=rank_configs,
             lifecycle=Lifecycle(
-                [order.log_dir for order in orders],
+                [rank_config.log_dir for rank_config in rank_configs],
                 grace_s=self._options.rank_grace_s,
                 now=time.monotonic(),
             ),
@@ -338,7 +339,7 @@ class GangPool:
 
     def pump(self) -> None:
         """Take in what ranks say, until there is news; copy what they print."""
-        self.fleet.pump(self._tee.wait_s(_LEASE_PUMP_S if self.leases.is_waiting else _PUMP_S))
+        self.supervisor.pump(self._tee.wait_s(_LEASE_PUMP_S if self.leases.is_waiting else _PUMP_S))
         self._console.settle()
         self._tee.poll()
 
@@ -358,52 +359,46 @@ class GangPool:
 
     def interrupt(self, busy: list[Gang]) -> None:
         """Ctrl-C: ranks get it too and tear down; a second one does not wait for them."""
-        fleet = self.fleet
+        supervisor = self.supervisor
         self._console.is_refusing = True
         deadline = time.monotonic() + min(self._options.rank_grace_s, _CLOSING_S)
         for gang in busy:
-            fleet.interrupt(gang)
+            supervisor.interrupt(gang)
         with contextlib.suppress(KeyboardInterrupt):
             while time.monotonic() < deadline and any(
                 gang.lifecycle.state is GangState.RUNNING for gang in busy
             ):
-                fleet.pump(0.1)
+                supervisor.pump(0.1)
 
     def close_all(self) -> None:
         """End every gang: politely where it is idle."""
         for gang in self.gangs.values():
-            self.fleet.close(gang)
+            self.supervisor.close(gang)
         while any(not gang.is_gone for gang in self.gangs.values()):
-            self.fleet.pump(_PUMP_S)
+            self.supervisor.pump(_PUMP_S)
 
     def shut_down(self) -> None:
         """End the process that ranks come from, and what is left of its ranks.
 
         It takes the kernel longer than what the session has left to do: see `wait_for_end`.
         """
-        fleet, self._fleet = self.fleet, None
+        supervisor, self._supervisor = self.supervisor, None
         self.leases.close()
         self.gangs.clear()
         self._spares.clear()
-        fleet.stop()
-        if self.orders.coverage:  # its processes write what they measured when they end
+        supervisor.stop()
+        if self.rank_configs.coverage:  # its processes write what they measured when they end
             self.wait_for_end()
         if self.per_rank is not None:
             self.per_rank.close()
-        for problem in measure.merge_into_running(self.orders.coverage_dir):
-            self.tell_user(f"coverage of a rank cannot be read: {problem}")
+        for problem in measure.merge_into_running(self.rank_configs.coverage_dir):
+            write_line(self._config, f"coverage of a rank cannot be read: {problem}")
 
     def wait_for_end(self) -> None:
         """Wait until the process that ranks came from has ended; may be called again."""
         template, self._template = self._template, None
         if template is not None:
             template.close()
-
-    def tell_user(self, text: str) -> None:
-        """Write a line to the terminal."""
-        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
-        if reporter is not None:
-            reporter.write_line(text)
 
 
 def has_left(gang: Gang) -> bool:

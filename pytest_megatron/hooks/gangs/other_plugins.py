@@ -12,46 +12,21 @@ import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Protocol, cast
 
 import pytest
 
 from pytest_megatron.gang.ipc.messages import RankConfig
 from pytest_megatron.gang.merge import Merged
+from pytest_megatron.hooks.session import write_line
 
 # Of pytest-benchmark: what would hold fewer numbers than it seems to.
 _BENCHMARK_OPTIONS = (
     *("only", "enable", "json", "save", "autosave", "compare", "compare_fail", "histogram"),
 )
-_TOLD = pytest.StashKey[set[str]]()
+_WRITTEN = pytest.StashKey[set[str]]()
 _INLINE_HARMLESS = {"", "disable", "short-report"}
 _ALLURE = "allure_listener"
 _RUN_ID = "TORCHELASTIC_RUN_ID"  # the same for all ranks of a run
-
-
-class _Core(Protocol):
-    """The part of `hypothesis.core` that its own plugin for pytest sets."""
-
-    global_force_seed: object
-
-
-class _Syrupy(Protocol):
-    """The session of syrupy."""
-
-    def flush_snapshot_write_queue(self) -> None: ...
-
-
-class _Manager(Protocol):
-    """The plugin manager of allure_commons."""
-
-    def unregister(self, plugin: object) -> object: ...
-
-    def register(self, plugin: object) -> None: ...
-
-
-class _TestResult(Protocol):
-    start: int
-    stop: int
 
 
 # In the controller
@@ -67,7 +42,7 @@ def refuse_what_is_lost(config: pytest.Config, items: Iterable[pytest.Item]) -> 
     Raises:
         pytest.UsageError: The user asked for what would silently hold nothing of them.
     """
-    option, items, said = config.option, list(items), []
+    option, items, lines = config.option, list(items), []
     _refuse_forks(config, items)
     if items and config.pluginmanager.has_plugin("TestmonCollect"):
         raise pytest.UsageError(
@@ -84,7 +59,7 @@ def refuse_what_is_lost(config: pytest.Config, items: Iterable[pytest.Item]) -> 
                 f"--benchmark-{name}: {measured[0]} runs on ranks, where nothing is measured, as "
                 f"each would choose another number of rounds; {advice}, or deselect it"
             )
-        said.append(
+        lines.append(
             f"pytest-benchmark: {_count(measured)} on ranks not measured, but run once; {advice}"
         )
     flags = set(str(getattr(option, "inline_snapshot", None) or "").split(",")) - _INLINE_HARMLESS
@@ -95,23 +70,22 @@ def refuse_what_is_lost(config: pytest.Config, items: Iterable[pytest.Item]) -> 
             "@pytest.mark.controller"
         )
     if any(_uses(item, "snapshot") for item in items) and hasattr(config, "_syrupy"):
-        said.append(
+        lines.append(
             "syrupy: ranks compare and write their snapshots; unused ones are not looked for, and "
             "the snapshot report leaves those of ranks out"
         )
     if items and config.pluginmanager.has_plugin(_ALLURE):
-        said.append("allure: steps and attachments of ranks are left out; captured output is not")
-    return said
+        lines.append("allure: steps and attachments of ranks are left out; captured output is not")
+    return lines
 
 
-def tell_once(config: pytest.Config, lines: Iterable[str]) -> None:
+def write_once(config: pytest.Config, lines: Iterable[str]) -> None:
     """Write lines to the terminal that no other worker of pytest-xdist has sent."""
-    told = config.stash.setdefault(_TOLD, set())
-    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    reported = config.stash.setdefault(_WRITTEN, set())
     for line in lines:
-        if line not in told and reporter is not None:
-            reporter.write_line(line)
-        told.add(line)
+        if line not in reported:
+            write_line(config, line)
+        reported.add(line)
 
 
 def keep_unused_snapshots(config: pytest.Config, items: Iterable[pytest.Item]) -> None:
@@ -163,7 +137,7 @@ class Allure:
         cache = getattr(self.listener, "_cache", None)
         if merged.when != "call" or not merged.start or logger is None or cache is None:
             return
-        result = cast("_TestResult | None", logger.get_test(cache.get(item.nodeid)))
+        result = logger.get_test(cache.get(item.nodeid))
         if result is not None:
             result.start, result.stop = int(merged.start * 1000), int(merged.stop * 1000)
 
@@ -203,7 +177,7 @@ def leave_to_controller(config: pytest.Config) -> None:
     commons = sys.modules.get("allure_commons")
     if listener is not None and commons is not None:
         config.pluginmanager.unregister(listener)
-        manager = cast("_Manager", commons.plugin_manager)
+        manager = commons.plugin_manager
         manager.unregister(plugin=listener)
         config.add_cleanup(lambda: manager.register(listener))  # allure unregisters it at the end
     benchmark = getattr(config, "_benchmarksession", None)
@@ -219,27 +193,27 @@ def seed_of_examples(run_id: str) -> int:
     return zlib.crc32(run_id.encode())
 
 
-def draw_same_examples(order: RankConfig) -> None:
+def draw_same_examples(rank_config: RankConfig) -> None:
     """Have hypothesis draw the same examples in all ranks; its database stays out then."""
-    core = cast("_Core | None", sys.modules.get("hypothesis.core"))
+    core = sys.modules.get("hypothesis.core")
     if core is not None and core.global_force_seed is None:
-        core.global_force_seed = seed_of_examples(order.env[_RUN_ID])
+        vars(core)["global_force_seed"] = seed_of_examples(rank_config.env[_RUN_ID])
 
 
 def notes_on_failure(item: pytest.Item) -> Iterator[tuple[str, str]]:
     """Return sections for the report of a failure: how hypothesis draws the same again."""
-    core = cast("_Core | None", sys.modules.get("hypothesis.core"))
+    core = sys.modules.get("hypothesis.core")
     if core is not None and item.get_closest_marker("hypothesis") is not None:
         text = f"--hypothesis-seed={core.global_force_seed} draws the same examples on all ranks"
         yield "hypothesis", text
 
 
-def write_snapshots(config: pytest.Config, order: RankConfig) -> None:
+def write_snapshots(config: pytest.Config, rank_config: RankConfig) -> None:
     """Have syrupy write what a test changed, one rank at a time: the process may be killed."""
-    session = cast("_Syrupy | None", getattr(config, "_syrupy", None))
+    session = getattr(config, "_syrupy", None)
     if session is None or not getattr(session, "_queued_snapshot_writes", None):
         return
-    lock = os.open(Path(order.log_dir).parents[1], os.O_RDONLY)  # of all gangs' logs
+    lock = os.open(Path(rank_config.log_dir).parents[1], os.O_RDONLY)  # of all gangs' logs
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         session.flush_snapshot_write_queue()

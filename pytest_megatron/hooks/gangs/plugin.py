@@ -13,7 +13,7 @@ import itertools
 import os
 from collections.abc import Callable, Generator
 from os import getpid  # a test may put another function in its place
-from typing import Protocol
+from typing import cast
 
 import pluggy
 import pytest
@@ -45,7 +45,7 @@ from pytest_megatron.hooks.nodes.leader import nodes_of, room_on_gpus
 from pytest_megatron.hooks.option_values import has_workers
 from pytest_megatron.hooks.options import LIMITS_OF_OTHERS, WORKLOADS_PLUGIN, Options
 from pytest_megatron.hooks.run_file import put_record
-from pytest_megatron.hooks.session import RunSession
+from pytest_megatron.hooks.session import RunSession, write_line
 from pytest_megatron.hooks.start.start_mode import make_extra_item
 from pytest_megatron.process.tree import end_if_forked
 from pytest_megatron.triage.signatures import Signature
@@ -59,29 +59,10 @@ def show_no_stacks() -> None:
     faulthandler.cancel_dump_traceback_later()
 
 
-class Phases(Protocol):
-    """What runs in the place of pytest's own phases."""
-
-    def is_ours(self, item: pytest.Item) -> bool:
-        """Whether an item runs on a gang."""
-
-    def set_up(self, item: pytest.Item) -> None:
-        """Run it up to the end of its setup."""
-
-    def call(self, item: pytest.Item) -> None:
-        """Run the test itself."""
-
-    def tear_down(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
-        """Run its teardown, with what the next one no longer needs."""
-
-    def report_phase(self, item: pytest.Item, call: pytest.CallInfo[None]) -> pytest.TestReport:
-        """Return what the ranks say of a phase."""
-
-
 class PhaseHooks:
     """Pytest's hooks, with the phases of items of gangs replaced."""
 
-    def __init__(self, hooks: pluggy.HookRelay, gangs: Phases) -> None:
+    def __init__(self, hooks: pluggy.HookRelay, gangs: GangPlugin) -> None:
         self._hooks = hooks
         self._gangs = gangs
 
@@ -164,8 +145,7 @@ class GangPlugin:
         if not self._config.option.collectonly:
             self._limits_of_others = refuse_what_is_lost(self._config, self._specs)
             if self._limits_of_others and self._run.is_worker:  # whose terminal is nobody's
-                output: dict[str, object] = self._config.workeroutput  # type: ignore[attr-defined]
-                output[LIMITS_OF_OTHERS] = self._limits_of_others
+                vars(self._config)["workeroutput"][LIMITS_OF_OTHERS] = self._limits_of_others
 
     def _default_size(self) -> int:
         """Return the world size of a test without a mark; 0 if it stays in the controller."""
@@ -210,7 +190,7 @@ class GangPlugin:
             self._run.refuse_used_run_dir()
         dispatcher = self._open(session)
         for line in self._limits_of_others:
-            self._open_pool.tell_user(line)
+            write_line(self._config, line)
         if self._run.is_worker:
             return None
         try:
@@ -247,10 +227,8 @@ class GangPlugin:
         from pytest_megatron.hooks.workloads.item import WorkloadItem  # noqa: PLC0415 - loads all of recipes
 
         items = [item for item in session.items if not isinstance(item, WorkloadItem)]
-        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
-        if reporter is not None:
-            for line in plan_lines(self._specs.get(item) for item in items):
-                reporter.write_line(line)
+        for line in plan_lines(self._specs.get(item) for item in items):
+            write_line(self._config, line)
         return None if self._config.pluginmanager.has_plugin(WORKLOADS_PLUGIN) else True
 
     def _open(self, session: pytest.Session) -> Dispatcher:
@@ -269,9 +247,9 @@ class GangPlugin:
         original = session.gethookproxy
 
         def get_hooks(fspath: os.PathLike[str]) -> pluggy.HookRelay:
-            return PhaseHooks(original(fspath), self)  # type: ignore[return-value]
+            return cast("pluggy.HookRelay", PhaseHooks(original(fspath), self))
 
-        session.gethookproxy = get_hooks  # type: ignore[method-assign]
+        vars(session)["gethookproxy"] = get_hooks
         dispatcher.let_go_for_others()
         return dispatcher
 
@@ -355,9 +333,9 @@ class GangPlugin:
     def _report_late(self) -> None:
         """Report late teardowns as errors of the tests that they belong to."""
         for item, merged in self._open_dispatcher.take_late():
-            if self._run.is_worker and self._current is not None:
-                item = self._current  # noqa: PLW2901 - pytest-xdist takes reports of no other
-            self._config.hook.pytest_runtest_logreport(report=build_report(item, merged))
+            # In a worker pytest-xdist takes reports of the current item only.
+            owner = (self._run.is_worker and self._current) or item
+            self._config.hook.pytest_runtest_logreport(report=build_report(owner, merged))
 
     def _shut_down(self) -> None:
         """End every gang, and report what went wrong in the last teardowns."""
@@ -403,7 +381,7 @@ class GangPlugin:
             return None
         execution = self._open_dispatcher.ended[item]
         cause = transient_cause(
-            execution.merged, execution.log_lines(), execution.last_words(), self._run.table
+            execution.merged, execution.log_lines(), execution.last_stderr_lines(), self._run.table
         )
         if cause is None or self._run.retry_budget.claim(item.nodeid, cause.id) is not None:
             return None
@@ -427,7 +405,7 @@ class GangPlugin:
         execution = self._open_dispatcher.ended[item]
         execution.stop_like_rank("teardown")
         self._print(execution.ended, is_late=True)
-        item.session._setupstate.teardown_exact(nextitem)  # noqa: SLF001 - pytest's own way
+        item.session._setupstate.teardown_exact(nextitem)
         self._open_allure.follow("teardown", item=item, nextitem=nextitem)
 
     def report_phase(self, item: pytest.Item, call: pytest.CallInfo[None]) -> pytest.TestReport:
@@ -435,7 +413,7 @@ class GangPlugin:
         execution = self._open_dispatcher.ended[item]
         manager = self._config.pluginmanager
         if self._make_report is None:
-            conftests = manager._conftest_plugins  # noqa: SLF001 - not to be told apart otherwise
+            conftests = manager._conftest_plugins  # not to be told apart otherwise
             others = [p for p in manager.get_plugins() if p in conftests or self._had_part(p)]
             self._make_report = manager.subset_hook_caller("pytest_runtest_makereport", others)
         merged, seen = execution.phase(call.when), call

@@ -93,9 +93,9 @@ class RankConfigs:
             for place in places
         )
 
-    def shared_dir(self, orders: tuple[RankConfig, ...]) -> str:
+    def shared_dir(self, rank_configs: tuple[RankConfig, ...]) -> str:
         """Return where ranks of all nodes of a gang can write."""
-        return self._shared_dir_of_nodes if orders[-1].node_rank > 0 else self._shared_dir
+        return self._shared_dir_of_nodes if rank_configs[-1].node_rank > 0 else self._shared_dir
 
     @cached_property
     def _shared_dir_of_nodes(self) -> str:

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Literal, Protocol, cast
+from typing import Literal, cast
 
 import pytest
 from _pytest._code.code import (
@@ -29,12 +29,6 @@ from pytest_megatron.gang.merge import Merged
 from pytest_megatron.gang.spec import RunEnd
 
 _KEYWORDS = pytest.StashKey[dict[str, Literal[1]]]()
-
-
-class _Subtest(Protocol):
-    """What the report of a subtest has more than others."""
-
-    context: object
 
 
 def build_report(item: pytest.Item, merged: Merged) -> pytest.TestReport:
@@ -63,7 +57,7 @@ def build_report(item: pytest.Item, merged: Merged) -> pytest.TestReport:
     report.sections = [(name, text) for name, text in merged.sections]
     report.user_properties = [(name, value) for name, value in merged.properties]
     if merged.ranks:
-        report.gang = {"ranks": dict(merged.ranks)}  # type: ignore[attr-defined]
+        vars(report)["gang"] = {"ranks": dict(merged.ranks)}
     return report
 
 
@@ -91,19 +85,21 @@ def excinfo_of(merged: Merged) -> pytest.ExceptionInfo[BaseException]:
 
 def _no_traceback() -> TracebackType:
     """Return a traceback for an exception that was raised in another process."""
-    frame = sys._getframe()  # noqa: SLF001 - there is no other way to have one
+    frame = sys._getframe()
     return TracebackType(None, frame, frame.f_lasti, frame.f_lineno)
 
 
 def count_failed_subtest(item: pytest.Item) -> None:
     """Have pytest fail the test that this subtest is of, as its `subtests` fixture would."""
-    try:
-        from _pytest.subtests import failed_subtests_key  # noqa: PLC0415 - from pytest 9 on
-    except ImportError:
-        return
-    if not isinstance(item, TestCaseFunction):  # where pytest does without
-        counts = cast("dict[object, int]", item.config.stash[failed_subtests_key])
+    counts = failed_subtests(item.config)
+    if counts is not None and not isinstance(item, TestCaseFunction):  # where pytest does without
         counts[getattr(item, "id", item.nodeid)] += 1  # a plain node id before pytest 9.1
+
+
+def failed_subtests(config: pytest.Config) -> dict[object, int] | None:
+    """Return pytest's counts of failed subtests, or None before pytest 9."""
+    module = sys.modules.get("_pytest.subtests")
+    return None if module is None else config.stash[module.failed_subtests_key]
 
 
 def merge_problem(problem: str) -> Merged:
@@ -192,8 +188,7 @@ def _restore_context(report: pytest.TestReport, data: Mapping[str, object]) -> N
     """Undo that pytest takes the repr of a subtest's parameters once more when it reads them."""
     context = data.get("_subtest.context")
     if isinstance(context, Mapping):
-        found = cast("_Subtest", report).context
-        object.__setattr__(found, "kwargs", context["kwargs"])  # it is frozen
+        object.__setattr__(report.context, "kwargs", context["kwargs"])  # it is frozen
 
 
 def _raised(merged: Merged) -> tuple[str, str]:

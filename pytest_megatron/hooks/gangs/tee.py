@@ -24,7 +24,7 @@ class Tee:
     def __init__(self, config: pytest.Config, options: Options, *, is_worker: bool) -> None:
         self._config = config
         self._options = options
-        is_wanted = config.getoption("capture", "no") == "no" or options.is_tee_typed
+        is_wanted = config.getoption("capture", "no") == "no" or "tee-ranks" in options.typed
         has_terminal = config.pluginmanager.has_plugin("terminalreporter")
         self.is_on = is_wanted and options.tee_ranks != () and not is_worker and has_terminal
         self._tails: dict[int, list[Tail]] = {}
@@ -39,10 +39,10 @@ class Tee:
         chosen = self._options.tee_ranks
         if self.is_on:
             self._tails[gang.number] = [
-                Tail(Path(order.log_dir), order.rank)
-                for order in gang.orders
-                if order.node_rank == self._options.node_rank
-                and (chosen is None or order.rank in chosen)
+                Tail(Path(rank_config.log_dir), rank_config.rank)
+                for rank_config in gang.configs
+                if rank_config.node_rank == self._options.node_rank
+                and (chosen is None or rank_config.rank in chosen)
             ]
 
     def poll(self) -> None:

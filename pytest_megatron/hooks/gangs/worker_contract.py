@@ -49,20 +49,20 @@ class RankNode:
         return SimpleNamespace(id=self.workerinput["workerid"])
 
 
-def configure_node(config: pytest.Config, order: RankConfig, argv: list[str]) -> RankNode:
+def configure_node(config: pytest.Config, rank_config: RankConfig, argv: list[str]) -> RankNode:
     """Return the node of a rank that is about to collect, once plugins have configured it.
 
     Args:
         config: Of the controller.
-        order: Of the rank.
+        rank_config: Of the rank.
         argv: `sys.argv` of the controller.
     """
     node = RankNode(
         config=config,
         workerinput={
-            "workerid": f"rank{order.rank}",
-            "workercount": order.world_size,
-            "testrunuid": order.env.get("TORCHELASTIC_RUN_ID", ""),
+            "workerid": f"rank{rank_config.rank}",
+            "workercount": rank_config.world_size,
+            "testrunuid": rank_config.env.get("TORCHELASTIC_RUN_ID", ""),
             "mainargv": argv,
         },
     )

@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Callable, Generator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from _pytest.junitxml import xml_key
 
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang.ipc.channel import Channel, WrongKeyError, connect
-from pytest_megatron.gang.ipc.messages import Hello, Joined, Mirrored, SessionEnded, Welcome
+from pytest_megatron.gang.ipc.messages import Joined, Mirrored, Register, SessionEnded, Welcome
 from pytest_megatron.gang.rank.bootstrap import state_if_seeded
 from pytest_megatron.gang.topology import Nodes, find_key
 from pytest_megatron.gpu.host import this_host
@@ -31,19 +32,19 @@ from pytest_megatron.hooks.nodes.leader import (
     RETRY_S,
     addresses_of,
     nodes_of,
-    write_line,
 )
 from pytest_megatron.hooks.nodes.mirror import replay
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.rank.process import temp_factory
+from pytest_megatron.hooks.session import write_line
 from pytest_megatron.hooks.start.environment import KEY
 from pytest_megatron.hooks.start.forkserver import SessionTemplate
-from pytest_megatron.hooks.start.start_mode import make_brief, tell_warm
+from pytest_megatron.hooks.start.start_mode import make_session_info, serve_preloaded
 
 FOLLOWER_NAME = "megatron-follower"
 _HOPELESS_S = 20.0  # to meet, for a node that has nothing to bring but its collection errors
 _END_S = 30.0  # for node 0 to print its summary
-_STRANGER_S = 20.0  # to meet, where another session listens: node 0 may yet come, elsewhere
+_WRONG_KEY_S = 20.0  # to meet, where another session listens: node 0 may yet come, elsewhere
 
 
 class FollowerPlugin:
@@ -120,15 +121,17 @@ class FollowerPlugin:
             pytest.exit.Exception: It does not answer, or has another key.
         """
         options = self._options
-        hello = Hello(role="node", gang=0, rank=-1, node_rank=options.node_rank, pid=os.getpid())
+        registration = Register(
+            role="node", gang=0, rank=-1, node_rank=options.node_rank, pid=os.getpid()
+        )
         started = time.monotonic()
-        timers_s = _STRANGER_S if options.rdzv_step else 0.0
+        timers_s = _WRONG_KEY_S if options.rdzv_step else 0.0
         while True:
             waited_s, problem = time.monotonic() - started, ""
             for host, port in addresses_of(options):
                 self._address = f"tcp:{host}:{port}"
                 try:
-                    return connect(self._address, key, hello)
+                    return connect(self._address, key, registration)
                 except WrongKeyError:
                     if waited_s >= timers_s:
                         raise self._wrong_key() from None
@@ -177,9 +180,11 @@ class FollowerPlugin:
     ) -> None:
         lease: Lease | None = None
         if welcome.num_gpus:
-            lease = lease_gpus(this_host().gpus, welcome.num_gpus, self._write_line)
+            lease = lease_gpus(
+                this_host().gpus, welcome.num_gpus, partial(write_line, self._config)
+            )
             os.environ[DEVICES] = ",".join(gpu.uuid for gpu in lease.gpus)
-        start = self._start_warm if welcome.collecting else self._fork_template
+        start = self._start_preloaded if welcome.collecting else self._fork_template
         end = start(session, channel, welcome, key)
         try:
             channel.send(_compare(session, welcome))
@@ -193,10 +198,10 @@ class FollowerPlugin:
         self, session: pytest.Session, channel: Channel, welcome: Welcome, key: bytes
     ) -> Callable[[], None]:
         """Start what ranks are forked from; return what ends it."""
-        parent_pipe, held = os.pipe()
+        parent_pipe, queue = os.pipe()
 
         def forget() -> None:
-            os.close(held)
+            os.close(queue)
             channel.close()
 
         own = {item.nodeid: item for item in session.items}
@@ -217,17 +222,17 @@ class FollowerPlugin:
         os.close(parent_pipe)
 
         def end() -> None:
-            os.close(held)
+            os.close(queue)
             os.waitpid(pid, 0)
 
         return end
 
-    def _start_warm(
+    def _start_preloaded(
         self, session: pytest.Session, channel: Channel, welcome: Welcome, key: bytes
     ) -> Callable[[], None]:
         """Start what ranks come from that collect for themselves; return what ends it."""
         del session, channel
-        brief = make_brief(
+        info = make_session_info(
             self._config,
             address=self._address,
             key=key,
@@ -235,14 +240,14 @@ class FollowerPlugin:
             is_single=welcome.collecting == "fresh",
         )
         devices = {DEVICES: os.environ[DEVICES]} if welcome.num_gpus else {}
-        brief = replace(
-            brief,
+        info = replace(
+            info,
             node_rank=self._options.node_rank,
-            env={**brief.env, **devices},
-            is_leashed=True,
+            env={**info.env, **devices},
+            has_parent_pipe=True,
             base_temp=self._base_temp,
         )
-        return tell_warm(self._config.stash[KEY], brief).stop
+        return serve_preloaded(self._config.stash[KEY], info).stop
 
     @property
     def _base_temp(self) -> str:
@@ -276,9 +281,6 @@ class FollowerPlugin:
         return pytest.exit.Exception(
             f"node 0 at {where} is gone before the session ended; see what it printed", BROKEN
         )
-
-    def _write_line(self, line: str) -> None:
-        write_line(self._config, line)
 
 
 def _stamp_of(path: str | None) -> tuple[int, int] | None:

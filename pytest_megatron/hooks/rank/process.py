@@ -28,9 +28,9 @@ from pytest_megatron.gang.ipc.messages import (
     Broken,
     Close,
     Closed,
-    Hello,
     RankConfig,
     Ready,
+    Register,
     Run,
 )
 from pytest_megatron.gang.originals import os, traceback
@@ -92,8 +92,7 @@ class KeptHandlers:
             self._held = wanted
         caplog, report = self._handlers
         for logger in wanted:
-            handlers = logger.handlers
-            if len(handlers) < 2 or handlers[-1] is not report or handlers[-2] is not caplog:  # noqa: PLR2004 - both
+            if logger.handlers[-2:] != [caplog, report]:
                 self._detach(logger)
                 logger.addHandler(caplog)
                 logger.addHandler(report)
@@ -107,7 +106,7 @@ def keep_handlers(config: pytest.Config) -> None:
     """Make catching log records cheap, where pytest's own way is not."""
     plugin = config.pluginmanager.get_plugin("logging-plugin")
     if isinstance(plugin, LoggingPlugin) and "attached_loggers" in catching_logs.__slots__:
-        plugin._runtest_for = KeptHandlers(plugin).catch  # type: ignore[method-assign]  # noqa: SLF001 - see above
+        vars(plugin)["_runtest_for"] = KeptHandlers(plugin).catch
 
 
 def _ends_of_chains() -> list[logging.Logger]:
@@ -122,20 +121,24 @@ def _ends_of_chains() -> list[logging.Logger]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
-    """What all ranks that come from one process have in common.
+    """Data that all ranks share that are forked from one process.
 
     Attributes:
+        session: As it was collected.
         address: Of the controller.
         key: Of the session.
         random_state: Of `random`, if collecting seeded it.
         plugin: Of the session, as `prepare` returned it.
+        base_temp: On other nodes than 0, the directory for temporary files of ranks.
         is_own_session: Whether it collected for one rank alone, and not the controller for all.
     """
 
+    session: pytest.Session
+    plugin: RankPlugin
     address: str
     key: bytes
     random_state: bootstrap.RandomState | None
-    plugin: RankPlugin
+    base_temp: str = ""
     is_own_session: bool = False
 
 
@@ -151,7 +154,7 @@ def prepare(session: pytest.Session) -> RankPlugin:
     if capture is not None:  # a rank's log is its capture
         with contextlib.suppress(OSError, ValueError):
             capture.stop_global_capturing()
-        capture._method = "no"  # noqa: SLF001 - its only way
+        capture._method = "no"
         capture.start_global_capturing()
     open_standard_descriptors()  # which pytest leaves closed if they were
     _drop_controller_plugins(config)
@@ -160,7 +163,7 @@ def prepare(session: pytest.Session) -> RankPlugin:
     config.option.maxfail = 0
     reporter = manager.get_plugin("terminalreporter")
     if reporter is not None:
-        reporter._tw._file = plugin.printed  # noqa: SLF001 - its only way
+        reporter._tw._file = plugin.printed
     manager.register(plugin, "megatron-rank")
     manager.register(plugin.debugger, "megatron-rank-debugger")
     plugin.debugger.install(config)
@@ -168,46 +171,45 @@ def prepare(session: pytest.Session) -> RankPlugin:
     return plugin
 
 
-def run_rank(
-    session: pytest.Session, order: RankConfig, ends: RankPipes, home: RankContext
-) -> NoReturn:
-    """Be a rank, with the collected session in it; never returns."""
-    config, plugin = session.config, home.plugin
-    if not home.is_own_session:
-        atexit._clear()  # noqa: SLF001 - what the controller wants to do at its end is not ours
-    measurement = measure.start(order.coverage, order.coverage_file)
-    logs = _take_streams(config, order)
-    bootstrap.become_rank(order, ends, random_state=home.random_state)
+def run_rank(context: RankContext, rank_config: RankConfig, pipes: RankPipes) -> NoReturn:
+    """Run this process as a rank until it ends."""
+    config, plugin = context.session.config, context.plugin
+    rank_config = with_own_temp(rank_config, context.base_temp)
+    if not context.is_own_session:
+        atexit._clear()  # what the controller wants to do at its end is not ours
+    measurement = measure.start(rank_config.coverage, rank_config.coverage_file)
+    logs = _take_streams(config, rank_config)
+    bootstrap.become_rank(rank_config, pipes, random_state=context.random_state)
     channel = connect(
-        home.address,
-        home.key,
-        Hello(
+        context.address,
+        context.key,
+        Register(
             role="rank",
-            gang=order.gang,
-            rank=order.rank,
-            node_rank=order.node_rank,
+            gang=rank_config.gang,
+            rank=rank_config.rank,
+            node_rank=rank_config.node_rank,
             pid=os.getpid(),
         ),
     )
-    _take_temp(config, order)
-    state = StateKeeper(order.world_size, lambda: _temp_of_tests(config, order))
-    plugin.begin(order, channel, logs, ends, state)
+    _take_temp(config, rank_config)
+    state = StateKeeper(rank_config.world_size, lambda: _temp_of_tests(config, rank_config))
+    plugin.begin(rank_config, channel, logs, pipes, state)
     os.register_at_fork(after_in_child=channel.close)
     plugin.measurement = measurement
-    serve(session, plugin, channel, is_own_session=home.is_own_session)
+    serve(context.session, plugin, channel, is_own_session=context.is_own_session)
 
 
-def with_own_temp(order: RankConfig, base_temp: str) -> RankConfig:
+def with_own_temp(rank_config: RankConfig, base_temp: str) -> RankConfig:
     """Return the order of a rank on another node: node 0 knows no directory there.
 
     Args:
-        order: As node 0 gave it.
+        rank_config: As node 0 gave it.
         base_temp: A directory for temporary files of that node's session; "" on node 0.
     """
     if not base_temp:
-        return order
-    gang, rank = Path(order.base_temp).parts[-2:]
-    return replace(order, base_temp=str(Path(base_temp, gang, rank)))
+        return rank_config
+    gang, rank = Path(rank_config.base_temp).parts[-2:]
+    return replace(rank_config, base_temp=str(Path(base_temp, gang, rank)))
 
 
 def serve(
@@ -240,7 +242,7 @@ def serve(
                     nextitem = cast("pytest.Item | None", item.parent if is_unknown else planned)
                     done = plugin.run_item(run, item, nextitem)
                     channel.send(done if late is None else replace(done, late=late))
-                    plugin.tell_others(done)
+                    plugin.publish_ending(done)
                 case Close():
                     late = plugin.tear_down_late(session, None)
                     plugin.end_if_forked()
@@ -259,13 +261,13 @@ def serve(
         exit_code = 70
     plugin.end_if_forked()
     with contextlib.suppress(Exception):
-        atexit._run_exitfuncs()  # noqa: SLF001 - what tests registered
+        atexit._run_exitfuncs()  # what tests registered
     if plugin.measurement is not None:
         plugin.measurement.save()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    os._exit(exit_code)  # noqa: SLF001 - of the module os
+    os._exit(exit_code)  # of the module os
 
 
 def _finder(
@@ -285,13 +287,12 @@ def _finish_session(session: pytest.Session) -> tuple[str, str]:
         What went wrong, or "", and what plugins left for the controller.
     """
     config = session.config
-    given: dict[str, object] = config.workerinput  # type: ignore[attr-defined]
     # Some plugins know a worker by this alone. Tests do not see it: they compute ports from it.
-    os.environ.setdefault(WORKER_VARIABLE, str(given["workerid"]))
+    os.environ.setdefault(WORKER_VARIABLE, str(vars(config)["workerinput"]["workerid"]))
     try:
         config.hook.pytest_sessionfinish(session=session, exitstatus=session.exitstatus)
-        output = encode(config.workeroutput)  # type: ignore[attr-defined]
-        config._ensure_unconfigure()  # noqa: SLF001 - pytest's own way
+        output = encode(vars(config)["workeroutput"])
+        config._ensure_unconfigure()
     except BaseException:  # noqa: BLE001 - hooks of a user
         return traceback.format_exc(), ""
     return "", output
@@ -301,15 +302,15 @@ def _close(session: pytest.Session) -> str:
     """Tear down every fixture; return what went wrong, or ""."""
     problem = ""
     try:
-        session._setupstate.teardown_exact(None)  # noqa: SLF001 - pytest's own way
+        session._setupstate.teardown_exact(None)
     except BaseException:  # noqa: BLE001 - a fixture of a user
         problem = traceback.format_exc()
     return problem
 
 
-def _take_streams(config: pytest.Config, order: RankConfig) -> RankLogs:
+def _take_streams(config: pytest.Config, rank_config: RankConfig) -> RankLogs:
     """Send this process's output to its own files."""
-    logs = RankLogs(Path(order.log_dir))
+    logs = RankLogs(Path(rank_config.log_dir))
     logs.redirect()
     stderr = config.stash.get(fault_handler_stderr_fd_key, None)
     if stderr is not None:  # pytest's own copy of the controller's stderr, for its time limit
@@ -330,19 +331,19 @@ def temp_factory(config: pytest.Config) -> pytest.TempPathFactory | None:
     return getattr(config, "_tmp_path_factory", None)
 
 
-def _temp_of_tests(config: pytest.Config, order: RankConfig) -> Path | None:
+def _temp_of_tests(config: pytest.Config, rank_config: RankConfig) -> Path | None:
     """Return the directory that the next `tmp_path` will be made in."""
     factory = temp_factory(config)
     if factory is None:
         return None
-    return factory._basetemp or Path(order.base_temp).parent  # noqa: SLF001 - see `_take_temp`
+    return factory._basetemp or Path(rank_config.base_temp).parent
 
 
-def _take_temp(config: pytest.Config, order: RankConfig) -> None:
+def _take_temp(config: pytest.Config, rank_config: RankConfig) -> None:
     """Have `tmp_path` be in the rank's own directory."""
     factory = temp_factory(config)
     if factory is None:
         return
-    Path(order.base_temp).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    factory._given_basetemp = Path(order.base_temp)  # noqa: SLF001 - xdist's way
-    factory._basetemp = None  # noqa: SLF001 - see above
+    Path(rank_config.base_temp).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    factory._given_basetemp = Path(rank_config.base_temp)  # xdist's way
+    factory._basetemp = None

@@ -6,8 +6,6 @@ gang. Where what it imported cannot be forked (CUDA, threads), it becomes the ra
 
 from __future__ import annotations
 
-import contextlib
-import faulthandler
 import io
 import os
 import random
@@ -15,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -24,21 +23,21 @@ from _pytest.config import _prepareconfig
 
 from pytest_megatron.gang.collection import SKIPPED, digest_of
 from pytest_megatron.gang.forkserver.fork_safety import find_obstacle
-from pytest_megatron.gang.forkserver.server import STACK_SIGNAL, Forking, ForkServer
+from pytest_megatron.gang.forkserver.server import ForkServer, fork_rank
 from pytest_megatron.gang.forkserver.store import StoreKeeper
 from pytest_megatron.gang.ipc.channel import Channel, connect
-from pytest_megatron.gang.ipc.messages import Collected, Fork, Hello, RankConfig
+from pytest_megatron.gang.ipc.messages import Collected, Fork, RankConfig, Register
 from pytest_megatron.gang.rank import bootstrap
 from pytest_megatron.gang.rank.lockstep import RankPipes
-from pytest_megatron.gang.rank.logs import STACKS_FILE, RankLogs
+from pytest_megatron.gang.rank.logs import RankLogs
 from pytest_megatron.hooks.gangs.worker_contract import decode
 from pytest_megatron.hooks.option_values import findable
 from pytest_megatron.hooks.options import COLLECTING_PLUGIN
-from pytest_megatron.hooks.rank.plugin import RankPlugin
 from pytest_megatron.hooks.rank.process import RankContext, prepare, run_rank, with_own_temp
 from pytest_megatron.process.tree import end_if_forked
 
 _RECIPES = (".yaml", ".yml")
+_WARN_IMPORTED = "_warn_already_imported"  # a method of pytest's import hook
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +53,7 @@ class SessionInfo:
         env: The environment of then.
         digest: Of the node ids that the controller has.
         is_single: Whether a rank must not be forked in any case.
-        is_leashed: Whether all of it ends when the writer of the brief closes its pipe.
+        has_parent_pipe: Whether all of it ends when the writer of the brief closes its pipe.
         base_temp: As in `Template`.
     """
 
@@ -68,30 +67,30 @@ class SessionInfo:
     env: Mapping[str, str]
     digest: str
     is_single: bool
-    is_leashed: bool = False
+    has_parent_pipe: bool = False
     base_temp: str = ""
 
 
-def collect_and_serve(brief: SessionInfo, order: RankConfig, ends: RankPipes) -> NoReturn:
+def collect_and_serve(info: SessionInfo, rank_config: RankConfig, pipes: RankPipes) -> NoReturn:
     """Collect as the rank of `order`, and start it when the controller says so."""
-    order = with_own_temp(order, brief.base_temp)
+    rank_config = with_own_temp(rank_config, info.base_temp)
     defaults = bootstrap.HARMLESS_ENV
-    harmless = {name: value for name, value in defaults.items() if name not in brief.env}
+    harmless = {name: value for name, value in defaults.items() if name not in info.env}
     os.environ.clear()
-    os.environ.update({**brief.env, **harmless, **order.env})
-    _begin_anew(brief)
-    RankLogs(Path(order.log_dir)).redirect()
-    _show_stacks(Path(order.log_dir))
-    hello = Hello(
+    os.environ.update({**info.env, **harmless, **rank_config.env})
+    _begin_anew(info)
+    RankLogs(Path(rank_config.log_dir)).redirect()
+    bootstrap.write_stacks_on_signal(Path(rank_config.log_dir))
+    registration = Register(
         role="fork_server",
-        gang=order.gang,
-        rank=order.rank,
-        node_rank=order.node_rank,
+        gang=rank_config.gang,
+        rank=rank_config.rank,
+        node_rank=rank_config.node_rank,
         pid=os.getpid(),
-        world_size=order.world_size,
+        world_size=rank_config.world_size,
     )
-    channel = connect(brief.address, bytes.fromhex(brief.key), hello)
-    plugin = CollectingPlugin(brief, order, ends, channel, list(harmless))
+    channel = connect(info.address, bytes.fromhex(info.key), registration)
+    plugin = CollectingPlugin(info, rank_config, pipes, channel, list(harmless))
     try:
         plugin.collect()
     except BaseException as error:  # noqa: BLE001 - the controller has to know of it, whatever it is
@@ -111,7 +110,7 @@ def _expect_early_imports() -> None:
 
     Where the user turns warnings into errors, no rank would collect.
     """
-    AssertionRewritingHook._warn_already_imported = lambda *_: None  # type: ignore[method-assign]  # noqa: SLF001 - its only way
+    setattr(AssertionRewritingHook, _WARN_IMPORTED, lambda *_: None)
 
 
 def _put_away_reruns(config: pytest.Config) -> None:
@@ -133,16 +132,16 @@ class CollectingPlugin:
 
     def __init__(
         self,
-        brief: SessionInfo,
-        order: RankConfig,
-        ends: RankPipes,
+        info: SessionInfo,
+        rank_config: RankConfig,
+        pipes: RankPipes,
         channel: Channel,
         harmless: list[str],
     ) -> None:
         self._pid = os.getpid()
-        self._brief = brief
-        self._order = order
-        self._ends = ends
+        self._info = info
+        self._rank_config = rank_config
+        self._pipes = pipes
         self._channel = channel
         self._harmless = harmless
         self._random_before = random.getstate()
@@ -153,7 +152,7 @@ class CollectingPlugin:
     def collect(self) -> None:
         """Run a session as far as its loop, as a worker of pytest-xdist does."""
         _expect_early_imports()
-        config = _prepareconfig(list(self._brief.arguments), [_Named(self)])
+        config = _prepareconfig(list(self._info.arguments), [_Named(self)])
         _put_away_reruns(config)
         option = config.option
         settings: dict[str, object] = {
@@ -166,13 +165,13 @@ class CollectingPlugin:
         vars(option).update({k: v for k, v in settings.items() if hasattr(option, k)})
         option.maxfail = 0
         option.cacheclear = False
-        option.basetemp = self._order.base_temp
-        vars(config)["workerinput"] = decode(self._order.workerinput)
+        option.basetemp = self._rank_config.base_temp
+        vars(config)["workerinput"] = decode(self._rank_config.workerinput)
         vars(config)["workeroutput"] = {}
-        arguments = findable(config.args, self._brief.directory)
+        arguments = findable(config.args, self._info.directory)
         files = [argument.partition("::")[0] for argument in arguments]
         config.args = [f for f in dict.fromkeys(files) if not f.endswith(_RECIPES)]
-        Path(self._order.base_temp).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        Path(self._rank_config.base_temp).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         config.hook.pytest_cmdline_main(config=config)
 
     @pytest.hookimpl(trylast=True)
@@ -180,7 +179,7 @@ class CollectingPlugin:
         """Have nobody told what the controller tells."""
         reporter = config.pluginmanager.get_plugin("terminalreporter")
         if reporter is not None:
-            reporter._tw._file = io.StringIO()  # noqa: SLF001 - its only way
+            reporter._tw._file = io.StringIO()
 
     def pytest_internalerror(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
         """Keep what a hook raised: pytest prints it where nobody looks."""
@@ -206,11 +205,11 @@ class CollectingPlugin:
         self, collector: pytest.Collector
     ) -> pytest.CollectReport | None:
         """Note what is collected now, should this process die of it; avoid what one died of."""
-        reason = self._order.avoided.get(collector.nodeid)
+        reason = self._rank_config.avoided.get(collector.nodeid)
         if reason is not None:
             self._problems[collector.nodeid] = reason
             return pytest.CollectReport(collector.nodeid, "passed", None, [])
-        self._ends.note(collector.nodeid)
+        self._pipes.note(collector.nodeid)
         return None
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
@@ -233,11 +232,11 @@ class CollectingPlugin:
         self._random_state = bootstrap.state_if_seeded(self._random_before)
         for name in self._harmless:
             os.environ.pop(name, None)
-        os.environ.update(self._order.env)
+        os.environ.update(self._rank_config.env)
         node_ids = tuple(item.nodeid for item in session.items)
-        is_same = digest_of(node_ids) == self._brief.digest
-        self._ends.note("")
-        obstacle = "--gang-start fresh" if self._brief.is_single else find_obstacle()
+        is_same = digest_of(node_ids) == self._info.digest
+        self._pipes.note("")
+        obstacle = "--gang-start fresh" if self._info.is_single else find_obstacle()
         self._channel.send(
             Collected(
                 is_same=is_same,
@@ -246,39 +245,29 @@ class CollectingPlugin:
                 obstacle=obstacle,
             )
         )
-        plugin = prepare(session)
+        context = RankContext(
+            session=session,
+            plugin=prepare(session),
+            address=self._info.address,
+            key=bytes.fromhex(self._info.key),
+            random_state=self._random_state,
+            base_temp=self._info.base_temp,
+            is_own_session=True,
+        )
         if obstacle:
-            self._become_rank(session, plugin)
-
-        def run(order: RankConfig, ends: RankPipes) -> NoReturn:
-            self._run_rank(session, plugin, order, ends)
-
-        ForkServer(self._channel, Forking(self._channel, run, StoreKeeper())).serve()
+            self._become_rank(context)
+        keeper = StoreKeeper()
+        start_rank = fork_rank(self._channel, keeper, partial(run_rank, context))
+        ForkServer(self._channel, start_rank, keeper).serve()
         os._exit(0)
 
-    def _become_rank(self, session: pytest.Session, plugin: RankPlugin) -> NoReturn:
-        """Wait for the order to be a rank, and be it."""
+    def _become_rank(self, context: RankContext) -> NoReturn:
+        """Wait for the configuration of a rank, and run it in this process."""
         message = self._channel.receive()  # descriptors of locks that came along stay open
         if not isinstance(message, Fork):
             os._exit(0)
         self._channel.close()
-        self._run_rank(session, plugin, message.orders[0], self._ends)
-
-    def _run_rank(
-        self, session: pytest.Session, plugin: RankPlugin, order: RankConfig, ends: RankPipes
-    ) -> NoReturn:
-        run_rank(
-            session,
-            with_own_temp(order, self._brief.base_temp),
-            ends,
-            RankContext(
-                address=self._brief.address,
-                key=bytes.fromhex(self._brief.key),
-                random_state=self._random_state,
-                plugin=plugin,
-                is_own_session=True,
-            ),
-        )
+        run_rank(context, message.configs[0], self._pipes)
 
 
 class _Named:
@@ -293,17 +282,9 @@ class _Named:
             manager.register(self._plugin, COLLECTING_PLUGIN)
 
 
-def _begin_anew(brief: SessionInfo) -> None:
+def _begin_anew(info: SessionInfo) -> None:
     """Be as a process is when it starts."""
-    os.chdir(brief.directory)
-    sys.path[:] = brief.path
-    sys.argv[:] = brief.argv
+    os.chdir(info.directory)
+    sys.path[:] = info.path
+    sys.argv[:] = info.argv
     bootstrap.reseed()
-
-
-def _show_stacks(directory: Path) -> None:
-    faulthandler.enable(file=2)
-    with contextlib.suppress(OSError):
-        file = (directory / STACKS_FILE).open("w")
-        faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
-        bootstrap.keep(file)

@@ -49,7 +49,7 @@ _READERS = ("<frozen", os.__file__)  # on behalf of others: `getenv`, `get`
 _LIBRARIES = ("site-packages", "dist-packages")
 
 
-class Watch:
+class EnvWatch:
     """Sets variables, and notes who reads those that tell ranks apart.
 
     Attributes:
@@ -83,7 +83,7 @@ class Watch:
         """Put back what was there before, but what somebody else has set meanwhile."""
         if self._before is None:
             return
-        os.environ.__class__ = os._Environ  # noqa: SLF001 - its class has no other name
+        os.environ.__class__ = os._Environ  # its class has no other name
         for name, value in self._before.items():
             if os.environ.get(name) != self._env[name]:
                 continue
@@ -151,14 +151,14 @@ def _watched(note: Callable[[str, str], None]) -> type:
     iterated: list[str] = []  # the key that a loop over the items is at
     copying: Iterator[str] = iter(())  # the keys that a copy still has to ask for
 
-    class WatchedEnviron(os._Environ):  # type: ignore[type-arg]  # noqa: SLF001 - it has no other name
+    class WatchedEnviron(os._Environ[str]):
         @override
         def __getitem__(self, key: str) -> str:
             nonlocal copying
             if key not in iterated and next(copying, None) != key:
                 copying = iter(())
                 if key in names:
-                    _tell(note, key)
+                    _record_read(note, key)
             return str(super().__getitem__(key))
 
         @override
@@ -176,9 +176,9 @@ def _watched(note: Callable[[str, str], None]) -> type:
     return WatchedEnviron
 
 
-def _tell(note: Callable[[str, str], None], name: str) -> None:
+def _record_read(note: Callable[[str, str], None], name: str) -> None:
     """Note a read, unless it is one of this package or of the standard library's own."""
-    frame = sys._getframe(2)  # noqa: SLF001 - who reads is the question
+    frame = sys._getframe(2)  # who reads is the question
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_READERS):
         frame = frame.f_back
     file = frame.f_code.co_filename
@@ -186,38 +186,38 @@ def _tell(note: Callable[[str, str], None], name: str) -> None:
         note(name, f"{file}:{frame.f_lineno}")
 
 
-PLUGIN_NAME = "megatron-beginning"
+PLUGIN_NAME = "megatron-start-environment"
 
 
 @dataclass(slots=True)
-class Beginning:
+class StartEnvironment:
     """Where a session began.
 
     Attributes:
         watch: None in a session without options for gangs.
-        warm: The process that ranks which collect for themselves come from, once it is started.
+        preloaded: The process that ranks which collect for themselves are forked from, if any.
     """
 
     env: Mapping[str, str]
     path: list[str]
     argv: list[str]
     random_state: RandomState
-    watch: Watch | None = None
-    warm: PreloadedProcess | None = None
+    watch: EnvWatch | None = None
+    preloaded: PreloadedProcess | None = None
 
-    def stop_warm(self) -> None:
+    def stop_preloaded(self) -> None:
         """End what nobody has taken."""
-        if self.warm is not None:
-            self.warm.stop()
+        if self.preloaded is not None:
+            self.preloaded.stop()
 
 
-KEY = pytest.StashKey[Beginning]()
+KEY = pytest.StashKey[StartEnvironment]()
 
 
-class BeginningPlugin:
+class StartEnvironmentPlugin:
     """Sets the variables of rank 0 while tests are collected."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: EnvWatch) -> None:
         self._watch = watch
 
     @pytest.hookimpl(trylast=True)
@@ -241,38 +241,38 @@ class BeginningPlugin:
         return (yield)
 
 
-def note_beginning(early_config: pytest.Config) -> None:
+def record_start_environment(early_config: pytest.Config) -> None:
     """Note how a session begins; where it asks for gangs, watch who asks for ranks."""
-    beginning = Beginning(
+    start_env = StartEnvironment(
         env=dict(os.environ),
         path=list(sys.path),
         argv=list(sys.argv),
         random_state=random.getstate(),
     )
-    early_config.stash[KEY] = beginning
+    early_config.stash[KEY] = start_env
     size = options.early_size(early_config)
     if size is None:
         return
     from pytest_megatron.gang.rank.bootstrap import HARMLESS_ENV, rank_env  # noqa: PLC0415 - not for all
     from pytest_megatron.gang.topology import Nodes  # noqa: PLC0415 - not for all
-    from pytest_megatron.hooks.start.preload import start_warm  # noqa: PLC0415 - not for all
+    from pytest_megatron.hooks.start.preload import start_preloaded  # noqa: PLC0415 - not for all
 
     def start_early() -> None:
         given = early_config.known_args_namespace
         is_needed = not (given.collectonly or _is_for_others(early_config))
         if is_needed and given.megatron_gang_start != "fresh":
-            beginning.warm = start_warm("fork", beginning.env, beginning.path)
-            early_config.add_cleanup(beginning.stop_warm)
+            start_env.preloaded = start_preloaded("fork", start_env.env, start_env.path)
+            early_config.add_cleanup(start_env.stop_preloaded)
 
     per_node, num_nodes = size
     world_size = per_node * num_nodes
     nodes = Nodes(num_nodes=num_nodes, ranks_per_node=per_node)
     env = rank_env(nodes.place(world_size)[0], world_size)
     harmless = {name: value for name, value in HARMLESS_ENV.items() if name not in os.environ}
-    watch = beginning.watch = Watch({**env, **harmless}, start_early)
+    watch = start_env.watch = EnvWatch({**env, **harmless}, start_early)
     watch.start()
     early_config.add_cleanup(watch.stop)
-    early_config.pluginmanager.register(BeginningPlugin(watch), PLUGIN_NAME)
+    early_config.pluginmanager.register(StartEnvironmentPlugin(watch), PLUGIN_NAME)
 
 
 def refuse_launcher(config: pytest.Config, num_nodes: int) -> None:

@@ -11,25 +11,24 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import NoReturn, cast
+from functools import partial
+from typing import cast
 
 import pytest
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.gang.forkserver.server import Forking, ForkServer
+from pytest_megatron.gang.forkserver.server import ForkServer, fork_rank
 from pytest_megatron.gang.forkserver.store import StoreKeeper
 from pytest_megatron.gang.ipc.channel import WrongKeyError, connect, remove_socket
-from pytest_megatron.gang.ipc.messages import Hello, RankConfig
+from pytest_megatron.gang.ipc.messages import Register
 from pytest_megatron.gang.rank import coverage as measure
 from pytest_megatron.gang.rank.bootstrap import RandomState
-from pytest_megatron.gang.rank.lockstep import RankPipes
 from pytest_megatron.gang.supervisor.supervisor import Supervisor
-from pytest_megatron.hooks.rank.plugin import RankPlugin
-from pytest_megatron.hooks.rank.process import RankContext, prepare, run_rank, with_own_temp
+from pytest_megatron.hooks.rank.process import RankContext, prepare, run_rank
 from pytest_megatron.process.tree import run_guarded
 
-_NURSERY_S = 120.0  # to load torch and call after it was forked
+_FORK_SERVER_S = 120.0  # to load torch and call after it was forked
 _CALL_S = 0.02  # between looks at one that has not called
 
 
@@ -93,18 +92,25 @@ class SessionTemplate:
         except Exception:  # noqa: BLE001 - ranks that load it by themselves say why
             return
         plugin = prepare(self.session)
-        hello = Hello(
+        registration = Register(
             role="fork_server", gang=0, rank=-1, node_rank=self.node_rank, pid=os.getpid()
         )
         try:
-            channel = connect(self.address, self.key, hello)
+            channel = connect(self.address, self.key, registration)
         except (FileNotFoundError, ConnectionError, WrongKeyError):
             return  # the session has ended: a worker of pytest-xdist may have no test to run
 
-        def run(order: RankConfig, ends: RankPipes) -> NoReturn:
-            self._run_rank(order, ends, plugin)
-
-        ForkServer(channel, Forking(channel, run, StoreKeeper()), self.parent_pipe).serve()
+        context = RankContext(
+            session=self.session,
+            plugin=plugin,
+            address=self.address,
+            key=self.key,
+            random_state=self.random_state,
+            base_temp=self.base_temp,
+        )
+        keeper = StoreKeeper()
+        start_rank = fork_rank(channel, keeper, partial(run_rank, context))
+        ForkServer(channel, start_rank, keeper, self.parent_pipe).serve()
         remove_socket(self.address)  # a controller that was killed leaves it
         if measurement is not None:
             measurement.save()
@@ -116,25 +122,14 @@ class SessionTemplate:
                 if importlib.util.find_spec(name) is not None:
                     importlib.import_module(name)
 
-    def _run_rank(self, order: RankConfig, ends: RankPipes, plugin: RankPlugin) -> NoReturn:
-        order = with_own_temp(order, self.base_temp)
-        run_rank(
-            self.session,
-            order,
-            ends,
-            RankContext(
-                address=self.address, key=self.key, random_state=self.random_state, plugin=plugin
-            ),
-        )
-
 
 class TemplateProcess:
     """The template of this node, and its successor if it is killed before it has called."""
 
-    def __init__(self, template: SessionTemplate, fleet: Supervisor) -> None:
+    def __init__(self, template: SessionTemplate, supervisor: Supervisor) -> None:
         """Fork it."""
         self._make = template
-        self._fleet = fleet
+        self._supervisor = supervisor
         self._pid: int | None = template.fork()
 
     def wait(self) -> None:
@@ -145,13 +140,13 @@ class TemplateProcess:
         Raises:
             LaunchError: Neither calls.
         """
-        deadline = time.monotonic() + _NURSERY_S
+        deadline = time.monotonic() + _FORK_SERVER_S
         num_left = 1
-        while not self._fleet.fork_servers.has(0):
+        while not self._supervisor.fork_servers.has(0):
             if self._has_ended() and num_left:
                 num_left -= 1
                 self._pid = replace(self._make, loads=()).fork()
-            self._fleet.pump(_CALL_S)
+            self._supervisor.pump(_CALL_S)
             if time.monotonic() > deadline:
                 raise LaunchError("gang", "the process that starts ranks did not call")
 

@@ -15,13 +15,15 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Literal, NoReturn
+from functools import partial
+from typing import Literal
 
-from pytest_megatron.gang.forkserver.server import Forking, ForkServer
+from pytest_megatron.gang.forkserver.server import ForkServer, StartRank, fork_rank
 from pytest_megatron.gang.forkserver.store import StoreKeeper
 from pytest_megatron.gang.ipc.channel import connect, remove_socket
-from pytest_megatron.gang.ipc.messages import Hello, RankConfig
+from pytest_megatron.gang.ipc.messages import RankConfig, Register
 from pytest_megatron.gang.rank.lockstep import RankPipes
+from pytest_megatron.gang.rank.logs import close_stdin
 from pytest_megatron.hooks.start.collector import SessionInfo, collect_and_serve
 from pytest_megatron.process.tree import die_with, run_guarded
 
@@ -47,13 +49,13 @@ class PreloadedProcess:
     process: subprocess.Popen[bytes]
     log: int
 
-    def tell(self, brief: SessionInfo) -> None:
+    def send(self, info: SessionInfo) -> None:
         """Tell it what ranks have to know; it calls the controller then."""
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):  # it is gone, which the controller finds out
-            self.process.stdin.write(json.dumps(asdict(brief)).encode() + b"\n")
+            self.process.stdin.write(json.dumps(asdict(info)).encode() + b"\n")
             self.process.stdin.flush()
-            if not brief.is_leashed:
+            if not info.has_parent_pipe:
                 self.process.stdin.close()
 
     def stop(self) -> None:
@@ -72,7 +74,9 @@ class PreloadedProcess:
         return text or f"exited with code {self.process.returncode}"
 
 
-def start_warm(mode: PreloadMode, env: Mapping[str, str], path: Sequence[str]) -> PreloadedProcess:
+def start_preloaded(
+    mode: PreloadMode, env: Mapping[str, str], path: Sequence[str]
+) -> PreloadedProcess:
     """Start it; it loads what it can until it is told more.
 
     Args:
@@ -81,9 +85,8 @@ def start_warm(mode: PreloadMode, env: Mapping[str, str], path: Sequence[str]) -
         path: `sys.path` of then.
     """
     log = os.memfd_create("warm")
-    code = _CODE.format(path=list(path), name="main", argument=mode)
     process = subprocess.Popen(
-        [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", code],  # type: ignore[attr-defined]  # noqa: SLF001 - as multiprocessing does
+        _command(path, "main", mode),
         env=dict(env),
         stdin=subprocess.PIPE,
         stdout=log,
@@ -106,83 +109,62 @@ def _serve(mode: PreloadMode) -> None:
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):
         return
-    brief = SessionInfo(**json.loads(line))
-    parent_pipe = os.dup(0) if brief.is_leashed else None
-    _close_stdin()
-    hello = Hello(role="fork_server", gang=0, rank=-1, node_rank=brief.node_rank, pid=os.getpid())
-    channel = connect(brief.address, bytes.fromhex(brief.key), hello)
-
-    def run_rank(order: RankConfig, ends: RankPipes) -> NoReturn:
-        collect_and_serve(brief, order, ends)
+    info = SessionInfo(**json.loads(line))
+    parent_pipe = os.dup(0) if info.has_parent_pipe else None
+    close_stdin()
+    registration = Register(
+        role="fork_server", gang=0, rank=-1, node_rank=info.node_rank, pid=os.getpid()
+    )
+    channel = connect(info.address, bytes.fromhex(info.key), registration)
 
     keeper = StoreKeeper()
-    forking = Forking(channel, run_rank, keeper)
-    ForkServer(
-        channel, forking if mode == "fork" else Executing(brief, keeper), parent_pipe
-    ).serve()
-    remove_socket(brief.address)  # a controller that was killed leaves it
+    start_rank: StartRank = partial(_execute_rank, info)
+    if mode == "fork":
+        start_rank = fork_rank(channel, keeper, partial(collect_and_serve, info))
+    ForkServer(channel, start_rank, keeper, parent_pipe).serve()
+    remove_socket(info.address)  # a controller that was killed leaves it
 
 
-@dataclass(slots=True)
-class Executing:
-    """Starts ranks as fresh interpreters."""
-
-    brief: SessionInfo
-    keeper: StoreKeeper
-
-    def start(
-        self, order: RankConfig, ends: RankPipes, inherited: Sequence[int], unwanted: Sequence[int]
-    ) -> int:
-        """Execute this interpreter anew."""
-        del unwanted  # it gets what it is given
-        shared = {"trigger": ends.trigger, "notes": ends.notes}
-        content = {"brief": asdict(self.brief), "order": _as_json(order), "ends": shared}
-        code = _CODE.format(path=self.brief.path, name="fresh_main", argument=os.getpid())
-        with tempfile.TemporaryFile() as file:
-            file.write(json.dumps(content).encode())
-            file.seek(0)
-            process = subprocess.Popen(
-                [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", code],  # type: ignore[attr-defined]  # noqa: SLF001 - as multiprocessing does
-                env={**self.brief.env, **order.env},
-                stdin=file,
-                pass_fds=[ends.trigger, ends.notes, *inherited],
-                start_new_session=True,
-            )
-        process.returncode = 0  # it is the fork server that waits for it
-        return process.pid
-
-    def open_store(self, host: str) -> int:
-        """Ask the keeper."""
-        return self.keeper.open_store(host)
-
-    def close_store(self, port: int) -> None:
-        """Tell the keeper."""
-        self.keeper.close_store(port)
-
-    def is_own(self, pid: int) -> bool:
-        """Whether it is the keeper."""
-        return self.keeper.pid == pid
-
-    def take_note_of_end(self, pid: int) -> None:
-        """Tell the keeper."""
-        self.keeper.take_note_of_end(pid)
+def _execute_rank(
+    info: SessionInfo,
+    rank_config: RankConfig,
+    pipes: RankPipes,
+    inherited: Sequence[int],
+    unwanted: Sequence[int],
+) -> int:
+    """Start a rank as a fresh interpreter; return its process."""
+    del unwanted  # it gets the descriptors that are passed
+    content = {
+        "info": asdict(info),
+        "config": {**asdict(replace(rank_config, coverage={})), "coverage": rank_config.coverage},
+        "pipes": {"trigger": pipes.trigger, "notes": pipes.notes},
+    }
+    with tempfile.TemporaryFile() as file:
+        file.write(json.dumps(content).encode())
+        file.seek(0)
+        process = subprocess.Popen(
+            _command(info.path, "fresh_main", os.getpid()),
+            env={**info.env, **rank_config.env},
+            stdin=file,
+            pass_fds=[pipes.trigger, pipes.notes, *inherited],
+            start_new_session=True,
+        )
+    process.returncode = 0  # the fork server waits for it
+    return process.pid
 
 
 def fresh_main(fork_server: int) -> None:
     """Be a rank that was executed; what it has to know is in its stdin."""
     die_with(fork_server)
     content = json.loads(sys.stdin.buffer.read())
-    _close_stdin()
-    brief = SessionInfo(**content["brief"])
-    order = RankConfig(**content["order"])
-    collect_and_serve(brief, order, RankPipes(**content["ends"]))
+    close_stdin()
+    info = SessionInfo(**content["info"])
+    rank_config = RankConfig(**content["config"])
+    collect_and_serve(info, rank_config, RankPipes(**content["pipes"]))
 
 
-def _as_json(order: RankConfig) -> dict[str, object]:
-    return {**asdict(replace(order, coverage={})), "coverage": dict(order.coverage)}
-
-
-def _close_stdin() -> None:
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
+def _command(path: Sequence[str], function: str, argument: object) -> list[str]:
+    """Return the command that calls a function of this module in a fresh interpreter."""
+    flags: list[str] = vars(subprocess)["_args_from_interpreter_flags"]()  # as multiprocessing does
+    code = _CODE.format(path=list(path), name=function, argument=argument)
+    return [sys.executable, *flags, "-c", code]

@@ -24,20 +24,25 @@ from pytest_megatron.gang.crash import shorten_stack
 from pytest_megatron.gang.forkserver.fork_safety import find_obstacle
 from pytest_megatron.gang.ipc.channel import Listener
 from pytest_megatron.gang.ipc.messages import Collected, Died, RankConfig, Stacks, StoreOpened
-from pytest_megatron.gang.supervisor.collectors import TemplateWord
+from pytest_megatron.gang.supervisor.collectors import CollectorMessage
 from pytest_megatron.gang.supervisor.supervisor import Gang, Supervisor
 from pytest_megatron.gang.timers import START_LIMIT_S
 from pytest_megatron.hooks.gangs.worker_contract import RankNode, configure_node, encode, node_down
 from pytest_megatron.hooks.nodes.leader import DEVICES
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.start.collector import SessionInfo
-from pytest_megatron.hooks.start.environment import KEY, Beginning, find_rank_words, will_load_torch
-from pytest_megatron.hooks.start.preload import PreloadedProcess, PreloadMode, start_warm
+from pytest_megatron.hooks.start.environment import (
+    KEY,
+    StartEnvironment,
+    find_rank_words,
+    will_load_torch,
+)
+from pytest_megatron.hooks.start.preload import PreloadedProcess, PreloadMode, start_preloaded
 
 _TORCH = "torch"
 _TORCH_FIXTURES = frozenset(("device", "process_group", "model_parallel"))  # they load it
 _CALL_S = 0.1
-_WARM_S = 120.0  # to load torch and call; file systems of clusters are slow
+_PRELOAD_S = 120.0  # to load torch and call; file systems of clusters are slow
 _OTHERS_S = 2.0  # for other ranks to fail as well, where one could collect nothing
 _STACKS_S = 5.0  # for stacks of ranks that are late
 
@@ -82,11 +87,11 @@ def ids_of_tests(session: pytest.Session) -> list[str]:
     return [item.nodeid for item in session.items if not _is_workload(item)]
 
 
-def make_brief(
+def make_session_info(
     config: pytest.Config, *, address: str, key: bytes, node_ids: Sequence[str], is_single: bool
 ) -> SessionInfo:
     """Return what ranks have to know of a session on this node."""
-    beginning = config.stash[KEY]
+    start_env = config.stash[KEY]
     arguments = [str(argument) for argument in config.invocation_params.args]
     if config.pluginmanager.has_plugin("capture"):  # the logs of a rank are that
         arguments.append("--capture=no")
@@ -98,38 +103,38 @@ def make_brief(
         node_rank=0,
         directory=str(config.invocation_params.dir),
         arguments=arguments,
-        argv=beginning.argv,
-        path=beginning.path,
-        env=beginning.env,
+        argv=start_env.argv,
+        path=start_env.path,
+        env=start_env.env,
         digest=digest_of(node_ids),
         is_single=is_single,
     )
 
 
-def tell_warm(beginning: Beginning, brief: SessionInfo) -> PreloadedProcess:
+def serve_preloaded(start_env: StartEnvironment, info: SessionInfo) -> PreloadedProcess:
     """Have the warm process serve; one that is not there, or of another kind, is started."""
-    mode: PreloadMode = "fresh" if brief.is_single else "fork"
-    warm, beginning.warm = beginning.warm, None
-    if warm is None or warm.mode != mode:
-        warm = start_warm(mode, beginning.env, beginning.path)
-    warm.tell(brief)
-    return warm
+    mode: PreloadMode = "fresh" if info.is_single else "fork"
+    preloaded, start_env.preloaded = start_env.preloaded, None
+    if preloaded is None or preloaded.mode != mode:
+        preloaded = start_preloaded(mode, start_env.env, start_env.path)
+    preloaded.send(info)
+    return preloaded
 
 
 @dataclass(slots=True)
-class _TemplateStart:
+class _CollectorStart:
     """What is known of the process that collects for one rank of gangs of one size."""
 
     number: int
     until: float
-    order: RankConfig
+    rank_config: RankConfig
     is_ready: bool = False
     is_single: bool = False
     is_asked: bool = False
 
     @property
     def devices(self) -> str | None:
-        return self.order.env.get(DEVICES)
+        return self.rank_config.env.get(DEVICES)
 
 
 @dataclass(slots=True)
@@ -141,16 +146,16 @@ class _World:
         avoided: Rank -> node id of a collector that it must not collect again -> why.
         nodes: Rank -> what plugins of the controller know it as.
         lost_at: When the first of them was missed.
-        told: Collectors that failed, with the reason, and the rank, which were told of.
+        reported: Collectors that failed, with the reason, and the rank, which were told of.
     """
 
-    templates: dict[int, _TemplateStart] = field(default_factory=dict)
+    collectors: dict[int, _CollectorStart] = field(default_factory=dict)
     differences: dict[int, CollectionDifference] = field(default_factory=dict)
     lost: dict[int, str] = field(default_factory=dict)
     avoided: dict[int, dict[str, str]] = field(default_factory=dict)
     nodes: dict[int, RankNode] = field(default_factory=dict)
     lost_at: float = 0.0
-    told: set[tuple[tuple[str, str], int]] = field(default_factory=set)
+    reported: set[tuple[tuple[str, str], int]] = field(default_factory=set)
 
 
 class PerRank:
@@ -159,51 +164,55 @@ class PerRank:
     def __init__(
         self,
         session: pytest.Session,
-        fleet: Supervisor,
+        supervisor: Supervisor,
         listener: Listener,
         options: Options,
     ) -> None:
         """Tell the warm process of the session; ranks are started when a gang is asked for."""
         config = self._config = session.config
-        self._fleet = fleet
-        self._beginning: Beginning = config.stash[KEY]
+        self._supervisor = supervisor
+        self._start_env: StartEnvironment = config.stash[KEY]
         self._worlds: dict[int, _World] = {}
         self._limit_s = options.rank_timeout_s or START_LIMIT_S
         self._node_ids = ids_of_tests(session)
         self._has_nodes = any("::" in argument for argument in config.args)
-        self._brief = make_brief(
+        self._info = make_session_info(
             config,
             address=listener.address,
             key=listener.key,
             node_ids=self._node_ids,
             is_single=options.gang_start == "fresh",
         )
-        self._warm = self._begin()
+        self._preloaded = self._begin()
 
-    def is_ready(self, orders: Sequence[RankConfig]) -> bool:
+    def is_ready(self, rank_configs: Sequence[RankConfig]) -> bool:
         """Whether a gang of these orders can be started now; sees to it that it will be."""
-        self._wait_for_warm()
-        size = orders[0].world_size
+        self._wait_for_preloaded()
+        size = rank_configs[0].world_size
         world = self._worlds.setdefault(size, _World())
         self._drop_late(world)
-        are_all_there = all(self._fleet.fork_servers.has(order.node_rank) for order in orders)
+        are_all_there = all(
+            self._supervisor.fork_servers.has(rank_config.node_rank) for rank_config in rank_configs
+        )
         if world.lost and are_all_there:
             world.lost_at = world.lost_at or time.monotonic()
-            are_all_in = all(t.is_ready for t in world.templates.values())
+            are_all_in = all(t.is_ready for t in world.collectors.values())
             return are_all_in or time.monotonic() > world.lost_at + _OTHERS_S
         if not are_all_there:
             return True
-        for rank, template in list(world.templates.items()):
-            is_gone = template.is_ready and not self._fleet.raised.can_start(
-                orders[rank].node_rank, rank, size
+        for rank, collector in list(world.collectors.items()):
+            is_gone = collector.is_ready and not self._supervisor.collectors.can_start(
+                rank_configs[rank].node_rank, rank, size
             )
-            devices = orders[rank].env.get(DEVICES)
-            if is_gone or (template.is_single and template.devices != devices):
-                del world.templates[rank]
-        wanted = [order for order in orders if order.rank not in world.templates]
+            devices = rank_configs[rank].env.get(DEVICES)
+            if is_gone or (collector.is_single and collector.devices != devices):
+                del world.collectors[rank]
+        wanted = [
+            rank_config for rank_config in rank_configs if rank_config.rank not in world.collectors
+        ]
         if wanted:
-            self._raise(world, wanted)
-        return not wanted and all(t.is_ready for t in world.templates.values())
+            self._start_collectors(world, wanted)
+        return not wanted and all(t.is_ready for t in world.collectors.values())
 
     def missing(self, size: int) -> dict[int, dict[str, str]]:
         """Return rank -> node id -> why the rank has no such test."""
@@ -223,8 +232,8 @@ class PerRank:
         found += [(("", reason), rank) for rank, reason in world.lost.items()]
         ranks: dict[tuple[str, str], list[int]] = {}
         for failure, rank in found:
-            if (failure, rank) not in world.told:
-                world.told.add((failure, rank))
+            if (failure, rank) not in world.reported:
+                world.reported.add((failure, rank))
                 ranks.setdefault(failure, []).append(rank)
         failures = []
         for (place, reason), who in ranks.items():
@@ -239,9 +248,9 @@ class PerRank:
 
     def take(self, size: int) -> None:
         """Take note that a gang was started: what became its ranks is used up."""
-        templates = self._worlds[size].templates
-        for rank in [rank for rank, t in templates.items() if t.is_single]:
-            del templates[rank]
+        collectors = self._worlds[size].collectors
+        for rank in [rank for rank, t in collectors.items() if t.is_single]:
+            del collectors[rank]
 
     def extra(self) -> dict[str, str]:
         """Return node id -> what to say of it, for tests that only ranks have.
@@ -270,59 +279,59 @@ class PerRank:
 
     def close(self) -> None:
         """Wait until nothing is left, once the supervisor was stopped."""
-        self._warm.stop()
+        self._preloaded.stop()
 
     def _begin(self) -> PreloadedProcess:
-        return tell_warm(self._beginning, self._brief)
+        return serve_preloaded(self._start_env, self._info)
 
-    def _wait_for_warm(self) -> None:
+    def _wait_for_preloaded(self) -> None:
         """Wait until the warm process has called; one that was killed gets a successor, once."""
-        deadline = time.monotonic() + _WARM_S
+        deadline = time.monotonic() + _PRELOAD_S
         num_left = 1
-        while not self._fleet.fork_servers.has(0):
-            problem = self._warm.problem()
+        while not self._supervisor.fork_servers.has(0):
+            problem = self._preloaded.problem()
             if problem and not num_left:
                 raise LaunchError("gang", f"the process that starts ranks ended: {problem}")
             if problem:
                 num_left -= 1
                 self._worlds.clear()
-                self._warm.stop()
-                self._warm = self._begin()
-            self._fleet.pump(_CALL_S)
+                self._preloaded.stop()
+                self._preloaded = self._begin()
+            self._supervisor.pump(_CALL_S)
             if time.monotonic() > deadline:
                 raise LaunchError("gang", "the process that starts ranks did not call")
 
-    def _raise(self, world: _World, orders: Sequence[RankConfig]) -> None:
+    def _start_collectors(self, world: _World, rank_configs: Sequence[RankConfig]) -> None:
         """Have ranks collect."""
         until = time.monotonic() + self._limit_s
-        argv = self._beginning.argv
-        world.nodes |= {o.rank: configure_node(self._config, o, argv) for o in orders}
-        orders = tuple(
+        argv = self._start_env.argv
+        world.nodes |= {o.rank: configure_node(self._config, o, argv) for o in rank_configs}
+        rank_configs = tuple(
             replace(
-                _for_collecting(order, self._fleet.raised.next_number),
-                avoided=world.avoided.get(order.rank, {}),
-                workerinput=encode(world.nodes[order.rank].workerinput),
+                _for_collecting(rank_config, self._supervisor.collectors.next_number),
+                avoided=world.avoided.get(rank_config.rank, {}),
+                workerinput=encode(world.nodes[rank_config.rank].workerinput),
             )
-            for order in orders
+            for rank_config in rank_configs
         )
-        number = self._fleet.raised.start(
-            orders, lambda number, word, rank: self._on_word(world, number, word, rank)
+        number = self._supervisor.collectors.start(
+            rank_configs, lambda number, word, rank: self._on_message(world, number, word, rank)
         )
-        for order in orders:
-            world.templates[order.rank] = _TemplateStart(number, until, order)
+        for rank_config in rank_configs:
+            world.collectors[rank_config.rank] = _CollectorStart(number, until, rank_config)
 
-    def _on_word(self, world: _World, number: int, word: TemplateWord, rank: int) -> None:
+    def _on_message(self, world: _World, number: int, word: CollectorMessage, rank: int) -> None:
         """Take in that a rank has collected, or died, or where those are that are late."""
-        template = world.templates.get(rank)
+        collector = world.collectors.get(rank)
         match word:
             case Stacks():
                 self._give_up(world, number, word)
             case StoreOpened(problem=problem):
                 world.lost[rank] = problem
-            case _ if template is None or template.number != number:
+            case _ if collector is None or collector.number != number:
                 pass  # of one that has a successor
             case Collected():
-                template.is_ready, template.is_single = True, bool(word.obstacle)
+                collector.is_ready, collector.is_single = True, bool(word.obstacle)
                 difference = CollectionDifference()
                 if not word.is_same and not word.node_ids and "" in word.problems:
                     world.lost[rank] = word.problems[""]  # pytest itself did not start
@@ -330,10 +339,10 @@ class PerRank:
                     difference = compare(self._node_ids, word.node_ids, word.problems)
                 world.differences[rank] = difference
             case Died(exit_code=exit_code, phase=node_id):
-                del world.templates[rank]
-                if not template.is_ready:
+                del world.collectors[rank]
+                if not collector.is_ready:
                     what = f"{describe_exit(exit_code)} while it collected {node_id}".strip()
-                    log = f"{template.order.log_dir}/stderr.log"
+                    log = f"{collector.rank_config.log_dir}/stderr.log"
                     _blame(world, rank, node_id, f"{what}; see {log}")
             case _:
                 assert_never(word)
@@ -341,27 +350,27 @@ class PerRank:
     def _drop_late(self, world: _World) -> None:
         """Ask ranks that do not end collecting where they are; give up on those that are mute."""
         now = time.monotonic()
-        late = {r: t for r, t in world.templates.items() if not t.is_ready and now > t.until}
-        for number in {template.number for template in late.values()}:
-            ranks = tuple(rank for rank, template in late.items() if template.number == number)
+        late = {r: t for r, t in world.collectors.items() if not t.is_ready and now > t.until}
+        for number in {collector.number for collector in late.values()}:
+            ranks = tuple(rank for rank, collector in late.items() if collector.number == number)
             if all(late[rank].is_asked for rank in ranks):
                 self._give_up(world, number, Stacks(gang=number, stacks={}, flights={}, phases={}))
                 continue
-            self._fleet.raised.ask(number, ranks)
+            self._supervisor.collectors.ask(number, ranks)
             for rank in ranks:
                 late[rank].is_asked, late[rank].until = True, now + _STACKS_S
 
     def _give_up(self, world: _World, number: int, stacks: Stacks) -> None:
         """Blame those that are late for what they are at, and kill them."""
-        templates = {r: t for r, t in world.templates.items() if t.number == number}
-        for rank, template in templates.items():
-            if template.is_asked and not template.is_ready:
+        collectors = {r: t for r, t in world.collectors.items() if t.number == number}
+        for rank, collector in collectors.items():
+            if collector.is_asked and not collector.is_ready:
                 node_id = stacks.phases.get(str(rank), "")
                 stack = shorten_stack(stacks.stacks.get(str(rank), ""))
                 what = f"did not end collecting {node_id or 'its tests'} in {self._limit_s:g} s"
                 _blame(world, rank, node_id, f"{stack}\n{what}" if stack else what)
-            del world.templates[rank]
-        self._fleet.raised.kill(number)
+            del world.collectors[rank]
+        self._supervisor.collectors.kill(number)
 
 
 def _blame(world: _World, rank: int, node_id: str, reason: str) -> None:
@@ -397,12 +406,14 @@ def make_extra_item(session: pytest.Session, node_id: str, reason: str) -> Extra
     return item
 
 
-def _for_collecting(order: RankConfig, number: int) -> RankConfig:
+def _for_collecting(rank_config: RankConfig, number: int) -> RankConfig:
     """Return an order with directories of its own: no gang is there yet."""
-    logs = Path(order.log_dir).parents[1] / f"collect_{number}"
-    temp = Path(order.base_temp).parents[1] / f"collect{number}"
+    logs = Path(rank_config.log_dir).parents[1] / f"collect_{number}"
+    temp = Path(rank_config.base_temp).parents[1] / f"collect{number}"
     return replace(
-        order, log_dir=str(logs / str(order.rank)), base_temp=str(temp / f"rank{order.rank}")
+        rank_config,
+        log_dir=str(logs / str(rank_config.rank)),
+        base_temp=str(temp / f"rank{rank_config.rank}"),
     )
 
 

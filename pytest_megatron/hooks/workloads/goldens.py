@@ -31,7 +31,7 @@ from pytest_megatron.refresh.pull_request import commit_message, counted, markdo
 from pytest_megatron.refresh.read import digest_of, read_candidate
 from pytest_megatron.runs.environment import SessionFacts
 from pytest_megatron.runs.record import RecordedGolden, RecordedWorkload
-from pytest_megatron.verdict.job import Training, WorkloadJob
+from pytest_megatron.verdict.job import CheckedJob, Training
 
 _MOST_LINES = 60  # of the page in the terminal
 
@@ -56,12 +56,12 @@ class GoldenWriter:
         return mode == "refresh" or (mode == "record" and not has_golden)
 
     def refuse_early(
-        self, job: WorkloadJob, target: Path, facts: SessionFacts, *, is_here: bool
+        self, checked: CheckedJob, target: Path, facts: SessionFacts, *, is_here: bool
     ) -> None:
         """Refuse what could never be written, before the training costs anything.
 
         Args:
-            job: What is to be trained.
+            checked: What is to be trained.
             target: The golden that it would become.
             facts: Of this machine.
             is_here: Whether it will be trained on this machine.
@@ -70,10 +70,11 @@ class GoldenWriter:
             GoldenError: The tree is not committed, or the gate refuses whatever is measured.
         """
         self._refuse_uncommitted(facts)
+        job = checked.job
         if not job.is_compared or not self.wants(has_golden=target.is_file()):
             return
         name = PurePosixPath(target.relative_to(self._root))
-        prospect = make_prospect(job, name, facts, is_here=is_here)
+        prospect = make_prospect(checked, name, facts, is_here=is_here)
         refusals = consider_early(prospect, self._root, self._terms)
         if refusals:
             lines = [*(refusal.line for refusal in refusals), "nothing was run"]

@@ -23,7 +23,7 @@ from pytest_megatron.verdict.verdict import Verdict
 if TYPE_CHECKING:
     from pytest_megatron.recipe.vocabulary import Vocabulary
     from pytest_megatron.triage.signatures import Table
-    from pytest_megatron.verdict.job import Training, WorkloadJob
+    from pytest_megatron.verdict.job import CheckedJob, Training
 
 
 class WorkloadRunner(Protocol):
@@ -39,7 +39,7 @@ class WorkloadRunner(Protocol):
     def table(self) -> Table:
         """The signatures that failures are looked up in."""
 
-    def prepare(self, item: WorkloadItem) -> WorkloadJob:
+    def prepare(self, item: WorkloadItem) -> CheckedJob:
         """Put a workload's job together and make its directory."""
 
     def train(self, item: WorkloadItem) -> Training:

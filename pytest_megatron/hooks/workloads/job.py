@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 from pytest_megatron.ci.jobs import num_repeats_of
-from pytest_megatron.engines.api import Checking
 from pytest_megatron.errors import GoldenError, LaunchError
 from pytest_megatron.golden.policy import ComparisonPolicy
 from pytest_megatron.golden.provenance import Golden
@@ -19,62 +17,38 @@ from pytest_megatron.hooks.options import MIN_REFRESH_REPEATS, Options
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.recipe.case import Evaluation
 from pytest_megatron.recipe.model import Workload
-from pytest_megatron.runs.layout import item_dirs
 from pytest_megatron.verdict.attempt import Attempt
-from pytest_megatron.verdict.compare import place_of
-from pytest_megatron.verdict.driver import needs_of
-from pytest_megatron.verdict.job import Training, WorkloadJob, check_job, plan_job, read_case_of
-from pytest_megatron.verdict.mode import check_golden_kind
-from pytest_megatron.verdict.retry import policy_of
+from pytest_megatron.verdict.compare import check_golden_kind, place_of
+from pytest_megatron.verdict.job import CheckedJob, JobOptions, Training, WorkloadJob, make_job
 from pytest_megatron.verdict.verdict import Verdict
-from pytest_megatron.workload.checks.check import problem_of
-from pytest_megatron.workload.checks.rules import CheckFinding
-from pytest_megatron.workload.plan.launcher import FT_PACKAGE
-from pytest_megatron.workload.plan.plan import Setting
-from pytest_megatron.workload.plan.replay import Replay
-from pytest_megatron.workload.plan.script import ScriptMachine, look_at_machine
+from pytest_megatron.workload.plan.plan import Replay
 from pytest_megatron.workload.run.runner import AttemptListener
 
 
-def make_job(session: RunSession, workload: Workload, node_id: str) -> WorkloadJob:
-    """Put together what the options and the row say.
+def make_item_job(session: RunSession, workload: Workload, node_id: str) -> CheckedJob:
+    """Make the job of an item from the options of the session.
 
     Raises:
-        CaseError: The case cannot be read, or names no metric.
-        LaunchError: What is to be done again is not said in numbers.
-        RecipeError: What the row says about retries means nothing.
+        MegatronError: As from `make_job`; or a variable of a replay is no number.
     """
-    options, replay = session.options, Replay.of(os.environ)
-    workload = replay.resized(workload)
+    options, facts = session.options, session.facts
     num_repeats = _num_repeats(options, workload)
     if options.is_writing_goldens:
         num_repeats = max(num_repeats, MIN_REFRESH_REPEATS)
-    setting = Setting(
+    job_options = JobOptions(
         root=session.root,
+        run_dir=session.run_dir,
         env=os.environ if options.decision is None else {**os.environ, **options.decision.env},
-        tee_ranks=options.tee_ranks,
+        project=session.project,
         is_lightweight=options.is_lightweight,
-        has_ft_launcher=importlib.util.find_spec(FT_PACKAGE) is not None,
-        machine=ScriptMachine() if workload.script is None else look_at_machine(os.environ),
-        secret_names=session.project.secret_names,
-        kept_variables=session.project.kept_variables,
-    )
-    return WorkloadJob(
-        node_id=node_id,
-        workload=workload,
-        case=read_case_of(session.root, workload),
-        dirs=item_dirs(session.run_dir, node_id),
-        setting=session.engine.settle(setting, workload),
-        num_repeats=1 if options.is_lightweight else num_repeats,
-        retry=policy_of(
-            workload,
-            max_attempts=options.max_attempts,
-            backoff_s=options.retry_backoff_s,
-            table=session.table,
-        ),
+        host=None if session.engine.is_queue else facts.host,
+        tee_ranks=options.tee_ranks,
+        max_attempts=options.max_attempts,
+        backoff_s=options.retry_backoff_s,
         table=session.table,
-        replay=replay,
+        replay=Replay.of(os.environ),
     )
+    return make_job(job_options, session.engine, workload, node_id, num_repeats=num_repeats)
 
 
 def _num_repeats(options: Options, workload: Workload) -> int:
@@ -170,39 +144,23 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def checked(session: RunSession, job: WorkloadJob) -> tuple[CheckFinding, ...]:
-    """Return what is wrong with a job, where it is to run.
+def show_findings(
+    session: RunSession, checked: CheckedJob, listener: AttemptListener
+) -> CheckedJob:
+    """Show the warnings about a job that this session has not shown yet; return the job.
 
-    Raises:
-        MegatronError: It cannot be planned.
+    A job with an error is returned as it is, to be refused. In a run that is taken over it is in
+    the queue already: its errors are only shown.
     """
-    engine = session.engine
-    # The GPUs that are here count where it runs here.
-    gpus = () if engine.is_queue else session.facts.host.fitting(job.workload.platform)
-    found = check_job(job, memory_bytes=min((gpu.memory_bytes for gpu in gpus), default=None))
-    if isinstance(engine, Checking):
-        needed = needs_of(job.workload, plan_job(job))
-        found += tuple(engine.findings(job.workload, job.setting, needed))
-    return found
-
-
-def refuse_or_warn(session: RunSession, job: WorkloadJob, listener: AttemptListener) -> None:
-    """Show the warnings about a job that this session has not shown yet.
-
-    A run that is taken over has its jobs in the queue already: errors are only shown then.
-
-    Raises:
-        LaunchError: A check finds an error, and nothing of the job may start.
-    """
-    found = checked(session, job)
-    problem = problem_of(found)
-    if problem is not None and not session.options.is_attached:
-        raise LaunchError(*problem)
-    lines = [f"megatron: {session.shorten(finding.line)}" for finding in found]
+    is_attached = session.options.is_attached
+    if any(finding.is_error for finding in checked.findings) and not is_attached:
+        return checked
+    lines = [f"megatron: {session.shorten(finding.line)}" for finding in checked.findings]
     new = [line for line in dict.fromkeys(lines) if line not in session.warned]
     session.warned.update(new)
     if new:
         listener.on_lines(new)
+    return replace(checked, findings=()) if is_attached else checked
 
 
 class ItemRetries:

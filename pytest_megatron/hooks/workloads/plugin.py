@@ -24,14 +24,13 @@ from pytest_megatron.hooks.workloads.goldens import GoldenWriter
 from pytest_megatron.hooks.workloads.item import WorkloadItem
 from pytest_megatron.hooks.workloads.job import (
     ItemRetries,
-    checked,
     golden_path_of,
     keep_golden,
-    make_job,
+    make_item_job,
     new_golden_path_of,
     read_kept_golden,
-    refuse_or_warn,
     require_golden,
+    show_findings,
 )
 from pytest_megatron.hooks.workloads.queue import register_queue
 from pytest_megatron.hooks.workloads.selection import SelectionPlugin
@@ -44,12 +43,12 @@ from pytest_megatron.runs.record import RecordedGolden, RecordedWorkload
 from pytest_megatron.runs.reproduce import reproduce_line
 from pytest_megatron.triage.signatures import Table
 from pytest_megatron.verdict.compare import Judgement, judge
-from pytest_megatron.verdict.driver import needs_of, train
-from pytest_megatron.verdict.job import Training, WorkloadJob, plan_job
+from pytest_megatron.verdict.driver import train
+from pytest_megatron.verdict.job import CheckedJob, Training, WorkloadJob
 from pytest_megatron.verdict.record import item_record
 from pytest_megatron.verdict.text import mismatch, training_failure
 from pytest_megatron.verdict.verdict import Verdict, evaluate
-from pytest_megatron.workload.plan.checkpoints import require_inputs
+from pytest_megatron.workload.plan.plan import require_inputs
 
 
 class ResultsPlugin:
@@ -181,24 +180,25 @@ class WorkloadPlugin:
         """Leave nothing of the engine behind."""
         self._session.close()
 
-    def prepare(self, item: WorkloadItem) -> WorkloadJob:
+    def prepare(self, item: WorkloadItem) -> CheckedJob:
         """Put a workload's job together and make its directory.
 
         Raises:
             MegatronError: It cannot be planned, or what it needs is missing.
         """
-        job = make_job(self._session, item.workload, item.nodeid)
-        lacking = self._session.engine.lacks(needs_of(job.workload, plan_job(job)))
+        checked = make_item_job(self._session, item.workload, item.nodeid)
+        job = checked.job
+        lacking = self._session.engine.lacks(checked.needed)
         if lacking is not None:
             raise LaunchError(job.node_id, f"{lacking}; nothing was run")
         require_golden(self._session, job, self._policy)
         if not self._session.options.is_attached:
             is_here = not self._session.engine.is_queue
             target = new_golden_path_of(job)
-            self._goldens.refuse_early(job, target, self._session.facts, is_here=is_here)
+            self._goldens.refuse_early(checked, target, self._session.facts, is_here=is_here)
         self._make_run_dir(job)
         self._kept[job.node_id] = keep_golden(self._session, job)
-        return job
+        return checked
 
     def train(self, item: WorkloadItem) -> Training:
         """Train a workload.
@@ -206,12 +206,12 @@ class WorkloadPlugin:
         Raises:
             MegatronError: It cannot be planned or started, or what it needs is missing.
         """
-        job = self.prepare(item)
+        checked = self.prepare(item)
         live = self._listener(item)
         with contextlib.closing(live):
-            refuse_or_warn(self._session, job, live)
+            checked = show_findings(self._session, checked, live)
             retries = ItemRetries(self._session, item.nodeid, live)
-            training = train(job, self._session.facts, live, retries, self._session.engine)
+            training = train(checked, self._session.facts, live, retries, self._session.engine)
             retries.note_end(training)
             return training
 
@@ -363,17 +363,16 @@ class WorkloadPlugin:
             )
             return True
         try:
-            job = make_job(self._session, item.workload, item.nodeid)
+            checked = make_item_job(self._session, item.workload, item.nodeid)
+            job = checked.job
             is_compared = job.is_compared and self._session.options.golden != "off"
             golden = golden_path_of(job) if is_compared else None
-            plan = plan_job(job)
-            found = checked(self._session, job)
-            lines = [self._session.shorten(finding.line) for finding in found]
-            print_plan(self._config, job, plan, golden, lines)
-            require_inputs(plan)
+            lines = [self._session.shorten(finding.line) for finding in checked.findings]
+            print_plan(self._config, job, checked.plan, golden, lines)
+            require_inputs(checked.plan)
         except MegatronError as error:
             raise pytest.UsageError(str(error)) from None
-        return not any(finding.is_error for finding in found)
+        return not any(finding.is_error for finding in checked.findings)
 
     def _listener(self, item: WorkloadItem) -> LiveTerminal | Quiet:
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")

@@ -22,7 +22,7 @@ from pytest_megatron.hooks.options import LOCAL
 from pytest_megatron.hooks.run_file import run_file_of
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.hooks.workloads.item import WorkloadItem, plugin_of
-from pytest_megatron.hooks.workloads.job import ItemRetries, refuse_or_warn
+from pytest_megatron.hooks.workloads.job import ItemRetries, show_findings
 from pytest_megatron.hooks.workloads.terminal import progress_text
 from pytest_megatron.runs.history import FILE_NAME, typical_durations
 from pytest_megatron.runs.layout import OWN_DIR
@@ -35,7 +35,7 @@ from pytest_megatron.verdict.scheduler import (
     WorkloadScheduler,
 )
 from pytest_megatron.verdict.text import is_due, queue_text
-from pytest_megatron.workload.run.log_watch import Progress, parse_progress
+from pytest_megatron.workload.run.runner import Progress, parse_progress
 
 _ERASE_BELOW = "\r\x1b[2K\x1b[1A"  # the line that we are in, and up to the one above
 
@@ -103,7 +103,7 @@ class QueueTerminal:
         if reporter is None:
             return
         self.close()
-        writer = reporter._tw  # noqa: SLF001 - pytest's own plugins reach it this way
+        writer = reporter._tw  # pytest's own plugins reach it this way
         with self._uncaptured():
             reporter.ensure_newline()
             if writer.width_of_current_line:
@@ -117,18 +117,18 @@ class QueueTerminal:
         if not self._is_shown or reporter is None:
             return
         self._is_shown = False
-        column = reporter._tw.width_of_current_line  # noqa: SLF001 - see above
+        column = reporter._tw.width_of_current_line
         self._print(reporter, _ERASE_BELOW + (f"\x1b[{column}C" if column else ""))
 
     def _show_below(self, reporter: pytest.TerminalReporter, text: str) -> None:
-        shown = text[: reporter._tw.fullwidth - 1]  # noqa: SLF001 - a wrapped line stays behind
+        shown = text[: reporter._tw.fullwidth - 1]  # a wrapped line stays behind
         self._print(reporter, f"\n{shown}")
         self._is_shown, self._text = True, text
 
     def _print(self, reporter: pytest.TerminalReporter, text: str) -> None:
         """Print past pytest's writer, which counts the columns of its own line."""
         with self._uncaptured():
-            file = reporter._tw._file  # noqa: SLF001 - see above
+            file = reporter._tw._file
             file.write(text)
             file.flush()
 
@@ -305,12 +305,12 @@ class QueuePlugin:
 
     def _begin(self, item: WorkloadItem) -> Sequence[Repeat]:
         """Plan a workload; what it says goes to the terminal under its name."""
-        job = plugin_of(self._config).prepare(item)
+        checked = plugin_of(self._config).prepare(item)
         live = self._terminal.listener(item.name)
-        refuse_or_warn(self._session, job, live)
+        checked = show_findings(self._session, checked, live)
         retries = ItemRetries(self._session, item.nodeid, live)
-        self._begun[item.nodeid] = (job, retries)
-        return begin(job, self._session.facts, live, retries)
+        self._begun[item.nodeid] = (checked.job, retries)
+        return begin(checked, self._session.facts, live, retries)
 
     def _history(self) -> Path:
         chosen = self._session.options.history

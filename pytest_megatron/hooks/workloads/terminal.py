@@ -13,7 +13,7 @@ from pytest_megatron.runs.record import RecordedWorkload
 from pytest_megatron.verdict.job import WorkloadJob
 from pytest_megatron.verdict.text import plan_text
 from pytest_megatron.workload.plan.plan import AttemptPlan
-from pytest_megatron.workload.run.log_watch import Progress, parse_progress
+from pytest_megatron.workload.run.runner import Progress, parse_progress
 
 _LINE_EVERY_S = 10.0  # where the terminal cannot rewrite a line
 
@@ -44,7 +44,7 @@ class LiveTerminal:
         self._uncaptured = (
             capture.global_and_fixture_disabled if capture else contextlib.nullcontext
         )
-        self._writer = reporter._tw  # noqa: SLF001 - pytest's own plugins reach it this way
+        self._writer = reporter._tw  # pytest's own plugins reach it this way
         self._is_tty = reporter.isatty
         self._copies_iterations = config.get_verbosity() > 0
         self._name = node_id.rpartition("::")[2]

@@ -7,21 +7,17 @@ from pathlib import Path
 
 from pytest_megatron.errors import CaseError
 from pytest_megatron.recipe.case import WorkloadCase, read_case
-from pytest_megatron.recipe.findings import RecipeFinding as LintFinding
-from pytest_megatron.recipe.findings import RecipeSeverity as LintSeverity
+from pytest_megatron.recipe.findings import Finding
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.recipe.paths import case_path
-from pytest_megatron.workload.checks.connections import check_connections
-from pytest_megatron.workload.checks.layout import check_layout
+from pytest_megatron.workload.checks.layout import check_connections, check_layout, starts_of
 from pytest_megatron.workload.checks.memory import check_memory
 from pytest_megatron.workload.checks.rules import (
     CheckFinding,
-    CheckSeverity,
     RuleMatch,
     check_rules,
     finding_of,
 )
-from pytest_megatron.workload.checks.start import starts_of
 
 
 def hits_of(
@@ -64,10 +60,10 @@ def problem_of(findings: Iterable[CheckFinding]) -> tuple[str, str] | None:
     return first.where or "", f"{first.text}; nothing was run{more}"
 
 
-def lint_checks(workloads: Iterable[Workload], root: Path) -> tuple[LintFinding, ...]:
+def lint_checks(workloads: Iterable[Workload], root: Path) -> tuple[Finding, ...]:
     """Return what is wrong with rows on whatever machine; cases that cannot be read are lint's."""
     cases: dict[Path, WorkloadCase | None] = {}
-    found: dict[LintFinding, None] = {}
+    found: dict[Finding, None] = {}
     for workload in workloads:
         if workload.disabled_reason is not None:
             continue
@@ -87,13 +83,12 @@ def _read(path: Path) -> WorkloadCase | None:
         return None
 
 
-def _for_lint(finding: CheckFinding, path: Path) -> LintFinding:
+def _for_lint(finding: CheckFinding, path: Path) -> Finding:
     line = (finding.where or "").removeprefix(f"{path}:")
-    is_error = finding.severity is CheckSeverity.ERROR
-    return LintFinding(
+    return Finding(
         file=path,
         line=int(line) if line.isdecimal() else None,
         rule=finding.rule.id,
         message=f"{finding.found}: {finding.wrong}; {finding.mend}",
-        severity=LintSeverity.ERROR if is_error else LintSeverity.WARNING,
+        severity=finding.severity,
     )

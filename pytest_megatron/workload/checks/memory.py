@@ -18,6 +18,7 @@ from pytest_megatron.gpu.host import CPU_PLATFORM, gpu_model_of
 from pytest_megatron.recipe.arguments import ModelArgs
 from pytest_megatron.recipe.case import CaseMode
 from pytest_megatron.workload.checks.layout import (
+    CheckedStart,
     ParallelSizes,
     Stages,
     product_text,
@@ -25,8 +26,7 @@ from pytest_megatron.workload.checks.layout import (
     stages_of,
 )
 from pytest_megatron.workload.checks.rules import RuleMatch
-from pytest_megatron.workload.checks.start import CheckedStart
-from pytest_megatron.workload.plan.cuda_connections import FSDP
+from pytest_megatron.workload.plan.plan import FSDP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from pytest_megatron.recipe.vocabulary import nearest
+from pytest_megatron.base.text import nearest
 from pytest_megatron.workload.checks.rules import RuleMatch
 
 SINFO_FORMAT = "%R|%D|%G|%n"

@@ -10,21 +10,13 @@ import string
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import cast
 
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.recipe.findings import Severity
 
 TABLE = Path(__file__).parent / "rules.toml"
-
-
-class CheckSeverity(Enum):
-    """What a finding means for the exit code."""
-
-    ERROR = "error"
-    WARNING = "warning"
-    NOTE = "note"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +24,7 @@ class CheckRule:
     """One row of the table; `found`, `wrong`, `mend` and `source` are templates."""
 
     id: str
-    severity: CheckSeverity
+    severity: Severity
     group: str
     checks: str
     found: str
@@ -80,14 +72,14 @@ class CheckFinding:
     where: str | None = None
 
     @property
-    def severity(self) -> CheckSeverity:
+    def severity(self) -> Severity:
         """As the rule's."""
         return self.rule.severity
 
     @property
     def is_error(self) -> bool:
         """Whether a training would fail or be wrong."""
-        return self.severity is CheckSeverity.ERROR
+        return self.severity is Severity.ERROR
 
     @property
     def text(self) -> str:
@@ -105,7 +97,7 @@ def read_rules(table: Path) -> Mapping[str, CheckRule]:
     """Return the rules of a table by id, in the order of the report."""
     data = cast("dict[str, list[dict[str, str]]]", tomllib.loads(table.read_text(encoding="utf-8")))
     rows = [
-        CheckRule(**{**row, "severity": CheckSeverity(row["severity"])})  # type: ignore[arg-type]
+        CheckRule(**{**row, "severity": Severity(row["severity"])})  # type: ignore[arg-type]
         for row in data["rule"]
     ]
     return {rule.id: rule for rule in rows}

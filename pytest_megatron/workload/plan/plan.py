@@ -1,37 +1,38 @@
-"""What exactly would be started for a workload: every word, variable and directory. Pure.
+"""Plans of attempts: commands, environment and directories of each phase. Pure.
 
-A plan is data that `--plan` prints, `plan.json` keeps and a launcher carries out; planning the same
-attempt twice gives the same plan.
+A plan is data: `--plan` prints it, `plan.json` keeps it, an engine runs it. Planning the same
+attempt twice gives the same plan. In order: the rule for CUDA_DEVICE_MAX_CONNECTIONS, the command
+that starts ranks, the plan, and what `pytest-megatron repro` changes in it.
+
+Source: Megatron-LM megatron/training/arguments.py, validate_args(), and
+tests/functional_tests/shell_test_utils/_run_training.sh, d98e8a64dd; torch.distributed.run;
+nvidia_resiliency_ext.fault_tolerance.launcher, a fork of it.
 """
 
 from __future__ import annotations
 
+import shlex
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from pathlib import Path
 
-from pytest_megatron.errors import CaseError, RecipeError
-from pytest_megatron.gpu.host import CPU_PLATFORM
+from pytest_megatron.errors import CaseError, LaunchError, RecipeError
+from pytest_megatron.gpu.host import CPU_PLATFORM, gpu_model_of
 from pytest_megatron.recipe.arguments import ModelArgs, command_words
-from pytest_megatron.recipe.case import TestType, WorkloadCase
+from pytest_megatron.recipe.case import Launcher, TestType, WorkloadCase
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.runs.layout import FLIGHT_PREFIX, AttemptDirs, PhaseDirs
-from pytest_megatron.workload.plan.cuda_connections import planned_connections
-from pytest_megatron.workload.plan.launcher import (
-    LAUNCHER_VARIABLE,
-    Ranks,
-    Started,
-    start_words,
-    started,
-    starter_of,
-)
 from pytest_megatron.workload.plan.phases import (
     DEFAULT_TIME_LIMIT_S,
     Frozen,
     PhaseStart,
     Rewind,
     Target,
+    require_iteration,
+    require_path,
+    require_program,
     starts_of,
     target_of,
 )
@@ -42,6 +43,199 @@ from pytest_megatron.workload.plan.script import (
     script_env,
     script_files,
 )
+
+CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
+MOST_CONNECTIONS = 32
+FIRST_WITHOUT_RULE = 10  # Blackwell
+TP, CP = "--tensor-model-parallel-size", "--context-parallel-size"
+FSDP = ("--use-megatron-fsdp", "--use-custom-fsdp", "--use-torch-fsdp2")
+EXPERT_OVERLAP = "--overlap-moe-expert-parallel-comm"
+
+
+class Connections(Enum):
+    """Value of CUDA_DEVICE_MAX_CONNECTIONS that a training needs.
+
+    With one connection kernels start in the order in which they were launched, so that a
+    collective of tensor or context parallelism starts before the kernel that it overlaps with.
+    Blackwell keeps this order by itself; FSDP and the overlap of expert parallelism need several
+    streams side by side instead.
+    """
+
+    ANY = "any"  # Megatron does not ask for it
+    ONE = "one"  # Megatron refuses to start with anything else
+    NOT_ONE = "not-one"  # Megatron refuses to start with 1
+    MANY = "many"  # 1 works, and takes the overlap away
+    EITHER = "either"  # 1 for one overlap or 32 for the other; the user has to say
+
+
+def connections_of(arguments: ModelArgs, platform: str) -> Connections:
+    """Return what a training on a platform needs; ANY where the GPUs are not known."""
+    if arguments.is_on(*FSDP):
+        return Connections.NOT_ONE
+    model = gpu_model_of(platform)
+    if model is None or model.architecture >= FIRST_WITHOUT_RULE:
+        return Connections.ANY
+    is_split = any((arguments.size(name) or 1) > 1 for name in (TP, CP))
+    if arguments.is_on(EXPERT_OVERLAP):
+        return Connections.EITHER if is_split else Connections.MANY
+    return Connections.ONE if is_split else Connections.ANY
+
+
+def planned_connections(
+    arguments: ModelArgs, platform: str, env: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the variable as a plan sets it where neither the user nor the case has.
+
+    Args:
+        arguments: Of the start.
+        platform: Of the row.
+        env: What the user has set.
+    """
+    values = {Connections.ONE: "1", Connections.MANY: str(MOST_CONNECTIONS)}
+    value = values.get(connections_of(arguments, platform))
+    return {} if value is None or CONNECTIONS_VARIABLE in env else {CONNECTIONS_VARIABLE: value}
+
+
+FT_PACKAGE = "nvidia_resiliency_ext"
+# For a machine without nvidia-resiliency-ext: nearly all of Megatron-LM's cases ask for it.
+LAUNCHER_VARIABLE = "PYTEST_MEGATRON_LAUNCHER"
+NODE_AGENTS = Path(__file__).parents[1] / "run" / "node_agents.py"
+_NO_PYTHON = "--no-python"
+
+_MODULES = {
+    Launcher.TORCHRUN: "torch.distributed.run",
+    Launcher.FT_LAUNCHER: f"{FT_PACKAGE}.fault_tolerance.launcher",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """What is started.
+
+    Attributes:
+        starter: What starts the ranks of a node.
+        num_nodes: On this machine, unless an engine has several: each with an agent of its own.
+        per_node: Ranks of a node.
+        tee_ranks: Ranks over all nodes whose output is copied live; None is all of them.
+        logs: Directory of their logs.
+    """
+
+    starter: Launcher
+    num_nodes: int
+    per_node: int
+    tee_ranks: tuple[int, ...] | None
+    logs: Path
+
+    @property
+    def world_size(self) -> int:
+        """Ranks over all nodes."""
+        return self.num_nodes * self.per_node
+
+    @property
+    def copied(self) -> str:
+        """The ranks whose output is copied live, as `node_agents.py` takes them."""
+        return "all" if self.tee_ranks is None else ",".join(map(str, self.tee_ranks))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """A program and its ranks, for whoever starts them in another way than `start_words`.
+
+    Attributes:
+        python: Interpreter of launcher and program.
+        program: The program and its arguments, as torch.distributed.run takes them.
+    """
+
+    python: str
+    ranks: Ranks
+    program: tuple[str, ...]
+
+    @property
+    def rank_words(self) -> tuple[str, ...]:
+        """What one rank runs, as torch.distributed.run would have it."""
+        if self.program[0] == _NO_PYTHON:
+            return self.program[1:]
+        return (self.python, "-u", *self.program)
+
+    @property
+    def launcher_words(self) -> tuple[str, ...]:
+        """What starts the ranks of a node; of several, `node_agents.node_command` fills in."""
+        ranks = self.ranks
+        own = (
+            *("--max-restarts", "0", "--nproc-per-node", str(ranks.per_node)),
+            *("--log-dir", str(_log_dir(ranks)), "--redirects", "3"),
+        )
+        launcher = (self.python, "-m", _MODULES[ranks.starter])
+        if ranks.num_nodes == 1:
+            return (*launcher, "--standalone", *own, *_tee_words(ranks), *self.program)
+        return (*launcher, "--nnodes", str(ranks.num_nodes), *own, *self.program)
+
+
+def starter_of(case: WorkloadCase, asked: str | None, *, has_ft_launcher: bool) -> Launcher:
+    """Return what starts the ranks of a case.
+
+    Args:
+        case: Its LAUNCHER says what.
+        asked: The value of `PYTEST_MEGATRON_LAUNCHER`, which wins; None without it.
+        has_ft_launcher: Whether nvidia-resiliency-ext is installed.
+
+    Raises:
+        CaseError: `ft_launcher` is asked for and not installed, or the variable has another word.
+    """
+    words = [starter.value for starter in Launcher]
+    if asked and asked not in words:
+        raise CaseError(LAUNCHER_VARIABLE, f"is {asked!r}, expected one of {', '.join(words)}")
+    starter = Launcher(asked) if asked else case.starter
+    if starter is Launcher.FT_LAUNCHER and not has_ft_launcher:
+        raise CaseError(
+            str(case.path),
+            f"LAUNCHER is 'ft_launcher' and {FT_PACKAGE} is not installed, nothing was run; "
+            f"`pip install nvidia-resiliency-ext`, or set {LAUNCHER_VARIABLE}=torchrun to start "
+            f"the same ranks with torch.distributed.run",
+        )
+    return starter
+
+
+def started(python: str, ranks: Ranks, program: str, words: Sequence[str]) -> Started:
+    """Return what is started.
+
+    Args:
+        python: Interpreter of launcher and program.
+        ranks: How many, and where they log.
+        program: `train.py`; or, where it does not end in `.py`, a command such as `nemo llm
+            pretrain`, which is started as it is.
+        words: The program's arguments.
+    """
+    command = shlex.split(program)
+    is_python = command[0].endswith(".py")
+    whole = (*(() if is_python else (_NO_PYTHON,)), *command, *words)
+    return Started(python=python, ranks=ranks, program=whole)
+
+
+def start_words(start: Started) -> tuple[str, ...]:
+    """Return the command that starts all ranks here; none of them is ever started again.
+
+    A rank that dies ends the run at once, whichever the launcher: a restart would hide it. Several
+    nodes are as many launchers on this machine, under `node_agents.py`.
+    """
+    ranks = start.ranks
+    if ranks.num_nodes == 1:
+        return start.launcher_words
+    sizes = (str(ranks.num_nodes), str(ranks.per_node), ranks.copied)
+    return (start.python, "-I", str(NODE_AGENTS), *sizes, *start.launcher_words)
+
+
+def _log_dir(ranks: Ranks) -> Path:
+    """Return the directory for the launcher's logs; of several nodes, `node_agents.py` fills in."""
+    return ranks.logs if ranks.num_nodes == 1 else ranks.logs / "node{node}"
+
+
+def _tee_words(ranks: Ranks) -> list[str]:
+    size = ranks.per_node
+    chosen = range(size) if ranks.tee_ranks is None else [r for r in ranks.tee_ranks if r < size]
+    words = ",".join(f"{rank}:3" for rank in chosen)
+    return ["--tee", words] if words else []
+
 
 # What Megatron-LM's driver exports where the user has not.
 # Source: Megatron-LM tests/functional_tests/shell_test_utils/_run_training.sh, d98e8a64dd.
@@ -61,6 +255,7 @@ _FLIGHT_DEFAULTS: Mapping[str, str] = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
 }
+_DEVICES = "CUDA_VISIBLE_DEVICES"
 # What a launcher around the controller may have left, and would lead the ranks astray.
 _FOREIGN_PREFIXES = ("PYTEST_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 _FOREIGN_NAMES = frozenset(
@@ -138,6 +333,15 @@ class AttemptPlan:
     script_files: ScriptFiles | None = None
     start_from: Path | None = None
 
+    def on_devices(self, uuids: Sequence[str]) -> AttemptPlan:
+        """Return the plan for these GPUs, which are leased when it starts."""
+        own = {_DEVICES: ",".join(uuids)}
+        phases = tuple(
+            replace(phase, env={**phase.env, **own}, own_env={**phase.own_env, **own})
+            for phase in self.phases
+        )
+        return replace(self, phases=phases)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
@@ -148,7 +352,6 @@ class Setting:
         env: The controller's environment.
         tee_ranks: Ranks whose output is copied live; None is all of them.
         is_lightweight: Only `LIGHTWEIGHT_ITERS` iterations and no comparison.
-        devices: GPUs by UUID that a training may see; None leaves what the controller sees.
         has_ft_launcher: Whether nvidia-resiliency-ext is installed.
         machine: What a recipe's script finds.
         secret_names: Patterns of names that hold secrets, beside the usual ones.
@@ -159,7 +362,6 @@ class Setting:
     env: Mapping[str, str]
     tee_ranks: tuple[int, ...] | None
     is_lightweight: bool
-    devices: tuple[str, ...] | None = None
     python: str = sys.executable
     has_ft_launcher: bool = False
     machine: ScriptMachine = field(default_factory=ScriptMachine)
@@ -204,6 +406,21 @@ def plan_attempt(
     )
 
 
+def require_inputs(plan: AttemptPlan) -> None:
+    """Check that the program and every frozen checkpoint of a plan are there, before anything runs.
+
+    Raises:
+        LaunchError: One is not, or would not be loaded; the text says what to do.
+    """
+    for phase in plan.phases:
+        if phase.start is not None and phase.before_script is None:
+            require_program(plan.cwd, phase.start.program[0])
+        if isinstance(phase.origin, Frozen):
+            require_iteration(phase.origin)
+        for path in phase.frozen_paths:
+            require_path(path, is_only_one=len(phase.frozen_paths) == 1)
+
+
 def inherited(env: Mapping[str, str]) -> dict[str, str]:
     """Return what a training inherits from the controller's environment."""
     return {
@@ -239,7 +456,7 @@ def _plan_phase(
         **start.variant.env,
         **_variables(workload, dirs, phase, setting, start, repeat),
     }
-    own |= _devices(workload, setting)
+    own |= _devices(workload)
     env = {**inherited(setting.env), **own}
     asked = setting.env.get(LAUNCHER_VARIABLE)
     ranks = Ranks(
@@ -343,17 +560,15 @@ def _flight_recorder(workload: Workload, phase: PhaseDirs, setting: Setting) -> 
     return {k: v for k, v in wanted.items() if k not in setting.env}
 
 
-def _devices(workload: Workload, setting: Setting) -> dict[str, str]:
-    """Return the variable that says which GPUs a training sees."""
-    if workload.platform == CPU_PLATFORM:
-        return {"CUDA_VISIBLE_DEVICES": ""}
-    return {} if setting.devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(setting.devices)}
+def _devices(workload: Workload) -> dict[str, str]:
+    """Return the variable that hides all GPUs from a training on the CPU."""
+    return {_DEVICES: ""} if workload.platform == CPU_PLATFORM else {}
 
 
 def _plan_script(workload: Workload, dirs: AttemptDirs, setting: Setting) -> AttemptPlan:
     """Plan a row that brings its own shell script."""
     phase = dirs.phase(1)
-    own = {**script_env(setting.env, dirs, workload.gpus), **_devices(workload, setting)}
+    own = {**script_env(setting.env, dirs, workload.gpus), **_devices(workload)}
     if setting.is_lightweight:
         own["ENABLE_LIGHTWEIGHT_MODE"] = "true"
     assert workload.script is not None
@@ -388,3 +603,73 @@ def _plan_script(workload: Workload, dirs: AttemptDirs, setting: Setting) -> Att
 
 def _time_limit_s(workload: Workload) -> float:
     return workload.time_limit_s or DEFAULT_TIME_LIMIT_S
+
+
+REPEAT = "PYTEST_MEGATRON_REPEAT"
+PHASE = "PYTEST_MEGATRON_PHASE"
+RANKS = "PYTEST_MEGATRON_RANKS"
+CHECKPOINTS = "PYTEST_MEGATRON_CHECKPOINTS"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """What of a workload is done again.
+
+    Attributes:
+        repeat: The first repeat to run, counted from 1; the case may use it as a seed.
+        phase: The only phase to run, counted from 1; None runs all.
+        num_ranks: Ranks on one node, in place of the row's nodes and GPUs; None leaves those.
+        checkpoints: What earlier phases saved, copied before the first phase starts.
+    """
+
+    repeat: int = 1
+    phase: int | None = None
+    num_ranks: int | None = None
+    checkpoints: Path | None = None
+
+    @classmethod
+    def of(cls, env: Mapping[str, str]) -> Replay:
+        """Read the variables.
+
+        Raises:
+            LaunchError: A value is no number from 1 on.
+        """
+        checkpoints = env.get(CHECKPOINTS)
+        return cls(
+            repeat=_number(env, REPEAT) or 1,
+            phase=_number(env, PHASE),
+            num_ranks=_number(env, RANKS),
+            checkpoints=Path(checkpoints) if checkpoints else None,
+        )
+
+    def resized(self, workload: Workload) -> Workload:
+        """Return a row with the ranks that were asked for."""
+        if self.num_ranks is None:
+            return workload
+        return replace(workload, nodes=1, gpus=self.num_ranks)
+
+    def cut(self, plan: AttemptPlan, node_id: str) -> AttemptPlan:
+        """Return a plan of the one phase that was asked for.
+
+        Raises:
+            LaunchError: The workload has no such phase.
+        """
+        if self.phase is None:
+            return plan
+        chosen = tuple(phase for phase in plan.phases if phase.number == self.phase)
+        if not chosen:
+            raise LaunchError(
+                PHASE,
+                f"is {self.phase}, and {node_id} has {len(plan.phases)} phases; "
+                f"expected 1 to {len(plan.phases)}",
+            )
+        return replace(plan, phases=chosen, target=None, start_from=self.checkpoints)
+
+
+def _number(env: Mapping[str, str], name: str) -> int | None:
+    text = env.get(name)
+    if not text:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise LaunchError(name, f"is {text!r}, expected a number from 1 on; unset it")
+    return int(text)

@@ -9,9 +9,15 @@ import pytest
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.project import load_config
+from pytest_megatron.base.schema import trusted, validate
 from pytest_megatron.ci.decide import Trigger, decide
-from pytest_megatron.ci.schema import check, json_schema
-from pytest_megatron.ci.table import BUILT_IN, CiTable, built_in_table, load_table
+from pytest_megatron.ci.table import (
+    BUILT_IN,
+    CiTable,
+    built_in_table,
+    load_table,
+    table_json_schema,
+)
 from pytest_megatron.errors import ConfigError
 from pytest_megatron.recipe.load import project_words
 
@@ -39,16 +45,16 @@ def rules(*texts: str) -> str:
 
 
 def test_the_published_schema_is_up_to_date() -> None:
-    assert PUBLISHED.read_text() == json.dumps(json_schema(), indent=2) + "\n"
+    assert PUBLISHED.read_text() == json.dumps(table_json_schema(), indent=2) + "\n"
 
 
 def test_what_is_built_in_is_what_the_schema_asks_for() -> None:
     import tomllib
 
     keys: dict[str, JsonValue] = tomllib.loads(BUILT_IN.read_text())
-    properties = json_schema()["properties"]
+    properties = table_json_schema()["properties"]
     assert isinstance(properties, dict)
-    assert check(keys) == ()
+    assert trusted(CiTable, keys) == validate(CiTable, keys)
     assert set(keys) == set(properties) - {"workflow"}
 
 

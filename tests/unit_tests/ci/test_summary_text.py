@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from pytest_megatron.base.text import code, escaped, fenced, plain, table
+from pytest_megatron.base.text import code, escaped, fenced, plain
 from pytest_megatron.ci.summary.merge import merge
 from pytest_megatron.ci.summary.model import ItemCause, JobItem, JobRun
 from pytest_megatron.ci.summary.render import (
@@ -101,7 +101,6 @@ def test_failures_of_the_code_come_first_and_one_cause_is_told_once() -> None:
         pytest.param(escaped("<b>|*"), "\\<b\\>\\|\\*", id="prose"),
         pytest.param(fenced("```\nx"), "````text\n```\nx\n````", id="fence"),
         pytest.param(plain("\x1b]8;;http://e\x07x\x1b[1m"), "x", id="links-of-terminals"),
-        pytest.param(table(["a"], [["`x|y`"]]), "| a |\n| --- |\n| `x\\|y` |", id="cell"),
     ],
 )
 def test_texts_in_markdown(shown: str, expected: str) -> None:

@@ -14,7 +14,7 @@ from stages import STAGES
 
 from pytest_megatron.doctor.examine import examine
 from pytest_megatron.doctor.probes.devices import last_words
-from pytest_megatron.workload.checks.rules import CheckSeverity
+from pytest_megatron.recipe.findings import Severity
 
 # What the machine of the tests may have of itself.
 REAL = {"address-name", "disk-low", "disk-full", "host-name"}
@@ -37,13 +37,13 @@ def test_a_broken_environment_gives_the_one_finding_that_says_so(staged: Staged,
     break_it, rule, words = STAGES[name]
     break_it(staged)
     examination = examine(staged.places, with_collective=False)
-    counted = [f for f in examination.findings if f.severity is not CheckSeverity.NOTE]
+    counted = [f for f in examination.findings if f.severity is not Severity.NOTE]
     counted = [f for f in counted if f.rule.id not in REAL]
     assert [finding.rule.id for finding in counted] == [rule]
     text = f"{counted[0].found} {counted[0].wrong} {counted[0].mend}"
     assert re.search(words, text), text
     assert examination.exit_code(is_strict=True) == (
-        2 if counted[0].severity is CheckSeverity.ERROR else 1
+        2 if counted[0].severity is Severity.ERROR else 1
     )
 
 
@@ -88,7 +88,7 @@ def test_gpus_that_the_user_hides_are_a_note(staged: Staged) -> None:
     staged.torch()
     staged.env["CUDA_VISIBLE_DEVICES"] = "0,1"
     first = examine(staged.places, with_collective=False).findings[0]
-    assert (first.rule.id, first.severity) == ("gpus-hidden", CheckSeverity.NOTE)
+    assert (first.rule.id, first.severity) == ("gpus-hidden", Severity.NOTE)
     assert "the driver has 8 GPUs, CUDA_VISIBLE_DEVICES is '0,1' and leaves 2" in first.found
 
 

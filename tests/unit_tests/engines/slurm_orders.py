@@ -24,10 +24,11 @@ from pytest_megatron.engines.slurm.engine import SlurmEngine
 from pytest_megatron.engines.slurm.journal import Journal
 from pytest_megatron.engines.slurm.submit import JobScript, SlurmSettings
 from pytest_megatron.gpu.host import CPU_PLATFORM
+from pytest_megatron.recipe.model import Workload
 from pytest_megatron.runs.environment import gather_facts
 from pytest_megatron.runs.layout import AttemptDirs
 from pytest_megatron.workload.plan.plan import AttemptPlan, PhasePlan, Setting
-from pytest_megatron.workload.run.log_watch import Progress
+from pytest_megatron.workload.run.runner import Progress
 
 SCRIPT = """\
 #!/bin/bash
@@ -125,7 +126,7 @@ class Run:
             listener=self.heard,
         )
 
-    def settle(self, setting: Setting, _platform: str) -> Setting:
+    def settle(self, setting: Setting, _workload: Workload) -> Setting:
         """Have jobs do as this process does."""
         return setting
 

@@ -36,8 +36,7 @@ from pytest_megatron.gpu.host import Gpu
 from pytest_megatron.runs.environment import gather_facts
 from pytest_megatron.runs.layout import AttemptDirs
 from pytest_megatron.workload.plan.plan import AttemptPlan, PhasePlan
-from pytest_megatron.workload.run.log_watch import Progress
-from pytest_megatron.workload.run.runner import AttemptListener, End
+from pytest_megatron.workload.run.runner import AttemptListener, End, Progress
 
 SOURCE = Path(pytest_megatron.__file__).parents[1]
 READY = "[default0]:up"  # as torch.distributed.run copies a line of rank 0

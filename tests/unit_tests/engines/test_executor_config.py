@@ -109,12 +109,15 @@ def test_times_of_slurm(time: str, minutes: int) -> None:
         ("slurm: {time: soon}", "slurm.time: found 'soon', expected a time of Slurm's"),
         ("slurm: {ports: 9-5}", "slurm.ports: found '9-5', expected FIRST-LAST within 1-65535"),
         ("slurm: {ports: 9-70000}", "slurm.ports: found '9-70000'"),
-        ("slurm: {mode: mpirun}", "slurm.mode: found 'mpirun', expected 'torchrun' or"),
-        ("slurm: {interval: 0}", "slurm.interval: found 0, expected a number above 0"),
-        ("slurm: {max_jobs: 0}", "slurm.max_jobs: found 0, expected a number from 1 up"),
+        (
+            "slurm: {mode: mpirun}",
+            "slurm.mode: found 'mpirun', expected one of srun-native",
+        ),
+        ("slurm: {interval: 0}", "slurm.interval: found 0, expected a number > 0"),
+        ("slurm: {max_jobs: 0}", "slurm.max_jobs: found 0, expected an integer >= 1"),
         ("slurm: {exclude: node1}", "slurm.exclude: found 'node1', expected a list"),
         ("slurm: {env: {A B: x}}", "expected the name of a variable"),
-        ("slurm: {env: {A: }}", "slurm.env.A: found None, expected a text"),
+        ("slurm: {env: {A: }}", "slurm.env.A: found None, expected a string"),
         ("slurm: {srun_flags: [-n 3]}", r"srun_flags\[0\]: found '-n 3', expected a long flag"),
         ("slurm: {sbatch_flags: [--array=3]}", "'--array=3' is what the engine sets itself"),
         ("slurm: {srun_flags: [--mpi=x]}", "has a key of its own, mpi; write it there"),
@@ -125,7 +128,10 @@ def test_times_of_slurm(time: str, minutes: int) -> None:
         ("slurm: {container: {image: a, mounts: ['/a,b:/c']}}", "without commas"),
         ("slrum: {}", "slrum: unknown key, .*; did you mean 'slurm'"),
         ("slurm: 3", "slurm: found 3, expected a mapping"),
-        ("docker: {image: a, pull: often}", "docker.pull: found 'often', expected 'never'"),
+        (
+            "docker: {image: a, pull: often}",
+            "docker.pull: found 'often', expected one of missing",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_with_its_line(tmp_path: Path, line: str, message: str) -> None:

@@ -14,8 +14,7 @@ from pytest_megatron.errors import LaunchError
 from pytest_megatron.recipe.case import Launcher
 from pytest_megatron.runs.layout import PhaseDirs
 from pytest_megatron.triage.logs.exits import LITERALS, ProcessExit, read_exits
-from pytest_megatron.workload.plan.launcher import Ranks, started
-from pytest_megatron.workload.plan.plan import PhasePlan
+from pytest_megatron.workload.plan.plan import PhasePlan, Ranks, started
 
 STEP = {
     "SLURM_JOB_ID": "1000",

@@ -20,8 +20,7 @@ from pytest_megatron.engines.api import TroubleKind
 from pytest_megatron.engines.records import JobRecord, JobSpec, read_record, write_spec
 from pytest_megatron.recipe.case import Launcher
 from pytest_megatron.runs.layout import AttemptDirs
-from pytest_megatron.workload.plan.launcher import Ranks, start_words, started
-from pytest_megatron.workload.plan.plan import AttemptPlan, PhasePlan
+from pytest_megatron.workload.plan.plan import AttemptPlan, PhasePlan, Ranks, start_words, started
 from pytest_megatron.workload.run.rank_failures import RankFailure, first_failure, read_failures
 from pytest_megatron.workload.run.runner import End
 

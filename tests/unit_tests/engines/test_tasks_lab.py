@@ -22,7 +22,7 @@ from pytest_megatron.runs.environment import gather_facts
 from pytest_megatron.runs.layout import item_dirs
 from pytest_megatron.verdict.compare import judge
 from pytest_megatron.verdict.driver import train
-from pytest_megatron.verdict.job import WorkloadJob
+from pytest_megatron.verdict.job import WorkloadJob, check_job
 from pytest_megatron.verdict.retry import RetryPolicy
 from pytest_megatron.verdict.verdict import Verdict
 from pytest_megatron.workload.plan.plan import Setting
@@ -62,7 +62,7 @@ def test_a_gpt_on_two_nodes_has_the_curve_of_its_golden(
         num_repeats=1,
         retry=RetryPolicy(max_attempts=1),
     )
-    training = train(job, facts, Silent(), AlwaysAgain(), engine)
+    training = train(check_job(job), facts, Silent(), AlwaysAgain(), engine)
     assert [attempt.cause for attempt in training.attempts] == [None]
     assert training.verdict is Verdict.PASSED
     golden = read_golden(golden_path(ROOT, replace(workload, nodes=1)))

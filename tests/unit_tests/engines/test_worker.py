@@ -16,11 +16,11 @@ from tiny_project import Project, wait_until
 from worker_engine import AlwaysAgain, Silent, WorkerEngine, context_of, job_of
 
 from pytest_megatron.engines.api import EngineError, Submission, SubmissionOutcome, TroubleKind
-from pytest_megatron.engines.local import LocalEngine
+from pytest_megatron.engines.local import LocalEngine, open_engine
 from pytest_megatron.engines.records import of_start, read_record, read_spec
-from pytest_megatron.engines.registry import open_engine
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.verdict.driver import begin, train
+from pytest_megatron.verdict.job import check_job
 from pytest_megatron.verdict.verdict import Verdict
 
 
@@ -31,17 +31,17 @@ def project(tmp_path: Path) -> Project:
 
 def first_order(project: Project, case: str) -> Submission:
     facts = context_of(project).facts
-    (repeat,) = begin(job_of(project, case), facts, Silent(), AlwaysAgain())
+    (repeat,) = begin(check_job(job_of(project, case)), facts, Silent(), AlwaysAgain())
     return next(repeat)
 
 
 def test_a_training_in_a_job_is_what_it_is_here(project: Project) -> None:
     sound = project.add("sound")
     engine, context = WorkerEngine(context_of(project)), context_of(project)
-    there = train(job_of(project, sound), context.facts, Silent(), AlwaysAgain(), engine)
+    there = train(check_job(job_of(project, sound)), context.facts, Silent(), AlwaysAgain(), engine)
     job = job_of(project, sound)
     elsewhere = replace(job, dirs=replace(job.dirs, root=project.root / "here"))
-    here = train(elsewhere, context.facts, Silent(), AlwaysAgain(), LocalEngine(context))
+    here = train(check_job(elsewhere), context.facts, Silent(), AlwaysAgain(), LocalEngine(context))
     assert (there.verdict, here.verdict) == (Verdict.PASSED, Verdict.PASSED)
     assert there.attempts[0].metrics == here.attempts[0].metrics
     assert there.attempts[0].ends[0].progress == here.attempts[0].ends[0].progress
@@ -53,7 +53,9 @@ def test_a_failed_rank_is_named_as_here(project: Project) -> None:
     project.add("crash", "crash@3:1")
     context = context_of(project)
     engine = WorkerEngine(context)
-    crash = train(job_of(project, "crash"), context.facts, Silent(), AlwaysAgain(), engine)
+    crash = train(
+        check_job(job_of(project, "crash")), context.facts, Silent(), AlwaysAgain(), engine
+    )
     assert crash.attempts[0].cause is not None
     assert crash.attempts[0].cause.rank == 1
     assert engine.exit_codes == [1]
@@ -171,7 +173,7 @@ def test_an_array_finds_its_element(project: Project, tmp_path: Path) -> None:
 
 def test_a_further_attempt_keeps_away_from_the_host_that_a_trouble_names(project: Project) -> None:
     job, facts = job_of(project, project.add("sound")), context_of(project).facts
-    (repeat,) = begin(job, facts, Silent(), AlwaysAgain())
+    (repeat,) = begin(check_job(job), facts, Silent(), AlwaysAgain())
     next(repeat)
     lost = EngineError(kind=TroubleKind.LOST, text="task 1 on b was lost", hosts=("b",))
     further = repeat.send(SubmissionOutcome(hosts=("a", "b"), trouble=lost))

@@ -30,7 +30,7 @@ from pytest_megatron.verdict.attempt import Attempt
 from pytest_megatron.verdict.job import WorkloadJob
 from pytest_megatron.verdict.retry import RetryPolicy
 from pytest_megatron.workload.plan.plan import Setting
-from pytest_megatron.workload.run.log_watch import Progress
+from pytest_megatron.workload.run.runner import Progress
 
 
 class Silent:

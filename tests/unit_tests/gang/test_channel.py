@@ -19,10 +19,10 @@ from pytest_megatron.gang.ipc.channel import (
     listen_locally,
     listen_on,
 )
-from pytest_megatron.gang.ipc.messages import Broken, Close, Closed, Hello, Message, encode
+from pytest_megatron.gang.ipc.messages import Broken, Close, Closed, Message, Register, encode
 
 DEADLINE_S = 60.0
-HELLO = Hello(role="rank", gang=1, rank=0, node_rank=0, pid=1)
+REGISTER = Register(role="rank", gang=1, rank=0, node_rank=0, pid=1)
 KEY = b"k" * 32
 
 
@@ -60,7 +60,7 @@ def take_in(listener: Listener) -> Channel:
 def call(address: str, key: bytes, keep: list[Channel], errors: list[OSError]) -> threading.Thread:
     def run() -> None:
         try:
-            keep.append(connect(address, key, HELLO))
+            keep.append(connect(address, key, REGISTER))
         except OSError as error:
             errors.append(error)
 
@@ -87,7 +87,7 @@ def test_a_caller_with_the_key_gets_through_past_a_silent_one(
         called: list[Channel] = []
         caller = call(listener.address, listener.key, called, [])
         with closing(take_in(listener)) as channel:
-            assert drain_until(channel, 1) == [HELLO]
+            assert drain_until(channel, 1) == [REGISTER]
             channel.send(Close())
             caller.join(DEADLINE_S)
             assert called[0].receive() == Close()

@@ -82,6 +82,8 @@ def test_a_rank_without_any_collective_missed_the_first() -> None:
 
 def test_records_that_cannot_be_read_say_nothing() -> None:
     assert describe_flights({0: "{}", 1: "not json", 2: "[]", 3: '{"entries": [1]}'}) == ""
+    odd = ['{"entries": 5}', '{"entries": [{"seq_id": "x"}]}', '{"pg_config": [1]}', "[" * 100_000]
+    assert describe_flights(dict(enumerate(odd))) == ""
 
 
 def test_ranks_outside_of_a_group_have_missed_nothing_of_it() -> None:

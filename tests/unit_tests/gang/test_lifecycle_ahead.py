@@ -41,7 +41,7 @@ def test_a_gang_goes_on_with_the_test_sent_ahead_once_all_ended_well() -> None:
     assert [gang.is_past(rank) for rank in range(SIZE)] == [True] * (SIZE - 1) + [False]
     end = the_end(list(gang.handle(SIZE - 1, clean(), 4.0)))
     assert (end.run, end.reason, end.is_kept, end.duration_s) == (1, Reason.DONE, True, 4.0)
-    assert (gang.state, gang.held.number, gang.held.numbers) == (GangState.RUNNING, 2, [2])
+    assert (gang.state, gang.queue.number, gang.queue.numbers) == (GangState.RUNNING, 2, [2])
     assert gang.deadline == 4.0 + LIMIT_S / 2
     assert gang.room_ahead == MOST_AHEAD
     end = the_end([a for r in range(SIZE) for a in gang.handle(r, clean(2), 5.0)])
@@ -54,7 +54,7 @@ def test_a_test_sent_ahead_is_dropped_where_a_rank_ended_otherwise(last: Done) -
     for rank in range(SIZE - 1):
         gang.handle(rank, clean(), 1.0)
     assert the_end(list(gang.handle(SIZE - 1, last, 1.0))).run == 1
-    assert gang.held.numbers == []
+    assert gang.queue.numbers == []
 
 
 def test_a_rank_that_dies_once_all_have_gone_on_fails_the_next_test() -> None:
@@ -73,7 +73,7 @@ def test_a_rank_that_dies_before_all_have_gone_on_fails_the_test_it_ended() -> N
     gang.handle(0, died(0), 1.0)
     end = the_end(end_all_but(gang, 0))
     assert (end.run, end.reason, end.ranks[0].exit_code) == (1, Reason.DIED, -9)
-    assert (gang.state, gang.held.numbers) == (GangState.KILLING, [])
+    assert (gang.state, gang.queue.numbers) == (GangState.KILLING, [])
 
 
 def test_nothing_is_sent_ahead_of_a_test_in_trouble() -> None:
@@ -92,7 +92,7 @@ def test_a_death_in_a_test_sent_ahead_waits_for_what_others_say_of_those_before(
     gang.lose(0)
     assert [gang.handle(rank, clean(), 1.0) for rank in range(1, SIZE)] == [[]] * (SIZE - 1)
     ended = the_end(list(gang.handle(0, died(0, run=3), 1.0)))
-    assert (ended.run, ended.reason, gang.held.numbers) == (1, Reason.DONE, [2, 3, 4])
+    assert (ended.run, ended.reason, gang.queue.numbers) == (1, Reason.DONE, [2, 3, 4])
 
 
 def test_a_rank_that_was_lost_keeps_a_test_from_ending_well_until_its_death_is_told() -> None:

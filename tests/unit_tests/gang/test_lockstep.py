@@ -49,7 +49,7 @@ def answers(*pids: int) -> list[int]:
 
 def others_end(lockstep: Lockstep, their: Ending) -> None:
     def work(rank: int) -> bool:
-        lockstep.tell(rank, their)
+        lockstep.publish(rank, their)
         return True
 
     assert answers(fork(lambda: work(1)), fork(lambda: work(2))) == [0, 0]
@@ -59,7 +59,7 @@ def ranks_that_end(lockstep: Lockstep, *endings: Ending) -> list[int]:
     """Return what ranks that end test 1 in these ways answer; two wait before the last one ends."""
 
     def work(rank: int, mine: Ending) -> bool:
-        lockstep.tell(rank, mine)
+        lockstep.publish(rank, mine)
         return lockstep.may_start(rank, run=2, after=1)
 
     def start(rank: int, mine: Ending) -> int:
@@ -92,7 +92,7 @@ def test_no_rank_goes_on_if_a_send_was_not_received(lockstep: Lockstep) -> None:
 
 
 def test_a_rank_that_comes_late_follows_whatever_was_sent_since(lockstep: Lockstep) -> None:
-    lockstep.tell(0, ending())
+    lockstep.publish(0, ending())
     others_end(lockstep, ending(2, unmatched=1))
     assert lockstep.may_start(0, run=2, after=1)
 
@@ -104,7 +104,7 @@ def test_a_rank_without_a_group_is_in_step_with_its_like(lockstep: Lockstep) -> 
 def test_a_rank_that_comes_late_follows_those_that_have_ended_the_next_test(
     lockstep: Lockstep,
 ) -> None:
-    lockstep.tell(0, ending())
+    lockstep.publish(0, ending())
     others_end(lockstep, ending(2))
     assert lockstep.may_start(0, run=2, after=1)
 
@@ -112,21 +112,21 @@ def test_a_rank_that_comes_late_follows_those_that_have_ended_the_next_test(
 def test_a_rank_that_comes_late_stays_where_others_were_told_something_else(
     lockstep: Lockstep,
 ) -> None:
-    lockstep.tell(0, ending())
+    lockstep.publish(0, ending())
     others_end(lockstep, ending(3))
     assert not lockstep.may_start(0, run=2, after=1)
 
 
 def test_a_test_that_follows_another_one_is_not_started(lockstep: Lockstep) -> None:
     assert not lockstep.may_start(0, run=2, after=1)
-    lockstep.tell(0, ending(3))
+    lockstep.publish(0, ending(3))
     assert not lockstep.may_start(0, run=2, after=1)
 
 
 def test_ranks_agree_also_where_a_test_closed_what_wakes_them(lockstep: Lockstep) -> None:
     def work(rank: int) -> bool:
         os.closerange(3, 1 << 10)
-        lockstep.tell(rank, ending())
+        lockstep.publish(rank, ending())
         return lockstep.may_start(rank, run=2, after=1)
 
     started = [fork(lambda: work(0)), fork(lambda: work(1)), fork(lambda: work(2))]

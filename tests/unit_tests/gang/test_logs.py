@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pytest_megatron.gang.rank.logs import Tail, last_lines, read_piece
+from pytest_megatron.gang.rank.logs import Tail, read_piece
 
 # Redirects its streams as a rank does; what it could learn is in the exit code and in `seen`.
 RANK = """
@@ -92,11 +92,3 @@ def test_a_tail_takes_a_flood_in_pieces_until_the_end(tmp_path: Path) -> None:
     assert len([line for line in rest if line == "[rank0]: x"]) == 100_000 - num_first
     assert "".join(line.removeprefix("[rank0]: ") for line in rest if "y" in line) == "y" * 100_000
     assert list(tail.new_lines(is_ended=True)) == []
-
-
-def test_the_last_lines_of_a_log_leave_out_empty_ones(tmp_path: Path) -> None:
-    log = tmp_path / "stderr.log"
-    log.write_text("x\n" * 100_000 + "first\n\n  \nlast\n")
-    assert last_lines(log, 2) == ["first", "last"]
-    assert Tail(tmp_path, 0).last_lines(1) == ["last"]
-    assert last_lines(tmp_path / "no.log", 2) == []

@@ -18,7 +18,6 @@ from pytest_megatron.gang.ipc.messages import (
     Died,
     Done,
     Fork,
-    Hello,
     Interrupt,
     Joined,
     Kill,
@@ -29,6 +28,7 @@ from pytest_megatron.gang.ipc.messages import (
     PhaseEnded,
     RankConfig,
     Ready,
+    Register,
     Run,
     SessionEnded,
     Stacks,
@@ -39,7 +39,7 @@ from pytest_megatron.gang.ipc.messages import (
     encode_within,
 )
 
-ORDER = RankConfig(
+CONFIG = RankConfig(
     gang=1,
     rank=3,
     world_size=4,
@@ -52,9 +52,9 @@ ORDER = RankConfig(
     coverage_file=".coverage",
 )
 MESSAGES: tuple[Message, ...] = (
-    Hello(role="nursery", gang=0, rank=-1, node_rank=2, pid=7),
+    Register(role="fork_server", gang=0, rank=-1, node_rank=2, pid=7),
     Collected(is_same=False, node_ids=("t.py::a",), problems={"u.py": "no"}, obstacle="CUDA"),
-    Adopt(template=-1, gang=2, rank=1, device="cpu", log_dir="logs"),
+    Adopt(collector=-1, gang=2, rank=1, device="cpu", log_dir="logs"),
     Ready(missing={"test_a.py::test_1": "ImportError: b"}),
     PhaseEnded(run=1, when="call", outcome="failed"),
     Done(
@@ -85,7 +85,7 @@ MESSAGES: tuple[Message, ...] = (
     Close(),
     DebuggerAnswer(may_enter=True),
     DebuggerLine(text="p x\n"),
-    Fork(orders=(ORDER, ORDER)),
+    Fork(configs=(CONFIG, CONFIG)),
     Died(gang=1, rank=3, exit_code=-11, phase="setup"),
     OpenStore(gang=1, host="127.0.0.1"),
     StoreOpened(gang=1, port=0, problem="no port"),
@@ -129,7 +129,7 @@ def test_every_kind_of_message_is_tried_here() -> None:
         pytest.param(b'["Closed", {}]', id="missing-field"),
         pytest.param(b'["Popen", {"args": "rm"}]', id="unknown-name"),
         pytest.param(b"[[], {}]", id="name-that-is-none"),
-        pytest.param(b'["Fork", {"orders": [1]}]', id="order-that-is-none"),
+        pytest.param(b'["Fork", {"configs": [1]}]', id="config-that-is-none"),
         pytest.param(b"[" * 100_000, id="deep"),
     ],
 )

@@ -68,7 +68,7 @@ def test_stores_that_are_open_get_a_new_keeper_too(keeper: StoreKeeper) -> None:
     second = keeper.open_store(LOCAL_HOST)
     os.kill(killed, signal.SIGKILL)
     os.waitpid(killed, 0)
-    keeper.take_note_of_end(killed)
+    keeper.replace_if_ended(killed)
     for port in (first, second):
         store = torch.distributed.TCPStore(LOCAL_HOST, port, is_master=False)
         store.set("key", "value")

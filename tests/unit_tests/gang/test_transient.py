@@ -52,7 +52,7 @@ def test_transient_cause(merged: Merged, log_lines: list[str], signature: str | 
 
 
 @pytest.mark.parametrize(
-    ("last_words", "signature"),
+    ("last_stderr_lines", "signature"),
     [
         pytest.param(["x", PORT], "port_in_use", id="stderr"),
         pytest.param([f"retrying after {PORT}... ok"], None, id="mentioned"),
@@ -61,8 +61,8 @@ def test_transient_cause(merged: Merged, log_lines: list[str], signature: str | 
     ],
 )
 def test_of_a_rank_that_died_its_last_words_count(
-    last_words: list[str], signature: str | None
+    last_stderr_lines: list[str], signature: str | None
 ) -> None:
-    found = transient_cause([failure("exited with code 1")], last_words, last_words)
+    found = transient_cause([failure("exited with code 1")], last_stderr_lines, last_stderr_lines)
     assert (found.id if found else None) == signature
-    assert transient_cause([failure("exited with code 1")], last_words) is None
+    assert transient_cause([failure("exited with code 1")], last_stderr_lines) is None

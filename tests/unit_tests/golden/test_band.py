@@ -2,8 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_megatron.golden.compare.band import band_around, growing_deviation, prediction_factor
-from pytest_megatron.golden.compare.limits import Learning
+from pytest_megatron.golden.compare.band import (
+    band_around,
+    growing_deviation,
+    knowledge_of,
+    prediction_factor,
+)
+from pytest_megatron.golden.compare.limits import Learning, LossLimits
 from pytest_megatron.golden.model import series_of
 from pytest_megatron.golden.provenance import Golden, Provenance
 
@@ -31,7 +36,8 @@ def test_the_band_is_as_wide_as_what_is_known_of_the_golden(
     provenance: Provenance | None, relative_width: float, num_outside: int
 ) -> None:
     golden = Golden(path="g", metrics={"lm loss": SERIES}, provenance=provenance)
-    band = band_around(golden, "lm loss", SERIES, nondeterministic=False)
+    known = knowledge_of(golden, "lm loss", nondeterministic=False)
+    band = band_around(golden, "lm loss", SERIES, known, LossLimits())
     early = min(relative_width, 1e-3) if band.note.startswith("golden without") else relative_width
     is_widened = provenance is not None and provenance.repeats == 2  # by the spread of the two
     widths = [relative_width if is_widened else early] * 10 + [relative_width] * 90

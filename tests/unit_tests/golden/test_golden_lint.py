@@ -13,7 +13,7 @@ from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.yaml import read_document
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.golden.lint.lint import Project, lint_goldens
-from pytest_megatron.recipe.findings import GOLDEN_RULES, RecipeFinding
+from pytest_megatron.recipe.findings import GOLDEN_RULES, Finding
 from pytest_megatron.recipe.load import BUILT_IN_WORDS, load_recipe
 from pytest_megatron.recipe.paths import fingerprint
 
@@ -79,7 +79,7 @@ class Tree:
         findings = lint_goldens(paths, project).findings
         return [self.show(found) for found in findings if found.rule != "missing-golden"]
 
-    def show(self, found: RecipeFinding) -> str:
+    def show(self, found: Finding) -> str:
         where = found.where.replace(f"{self.root}/", "")
         message = found.message.replace(f"{self.root}/", "")
         return f"{where} {found.severity.value} {found.rule}: {message}"

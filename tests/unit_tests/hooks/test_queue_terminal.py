@@ -12,7 +12,7 @@ from _pytest._io import TerminalWriter
 
 from pytest_megatron.hooks.workloads.queue import QueueTerminal
 from pytest_megatron.verdict.scheduler import QueueProgress
-from pytest_megatron.workload.run.log_watch import parse_progress
+from pytest_megatron.workload.run.runner import parse_progress
 
 STANDING = QueueProgress(
     num_works=3,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-import pytest_megatron.ci.schema  # noqa: F401 - pydantic's types do not outlive a re-import
+import pytest_megatron.ci.table  # noqa: F401 - pydantic's types do not outlive a re-import
 
 CONFTEST = """
 import pytest

@@ -6,14 +6,14 @@ from types import ModuleType
 
 import pytest
 
-from pytest_megatron.hooks.start.environment import Watch, find_rank_words, will_load_torch
+from pytest_megatron.hooks.start.environment import EnvWatch, find_rank_words, will_load_torch
 
 ENV = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}
 
 
 @pytest.fixture
-def watch() -> Watch:
-    return Watch(ENV, lambda: None)
+def watch() -> EnvWatch:
+    return EnvWatch(ENV, lambda: None)
 
 
 def places(readers: list[str]) -> list[str]:
@@ -23,7 +23,7 @@ def places(readers: list[str]) -> list[str]:
 
 def test_reads_are_noted_with_their_place_and_told_of_once() -> None:
     told: list[str] = []
-    watch = Watch(ENV, lambda: told.append("rank"))
+    watch = EnvWatch(ENV, lambda: told.append("rank"))
     watch.start()
     try:
         read = os.environ["RANK"], os.getenv("LOCAL_RANK"), "GROUP_RANK" in os.environ
@@ -36,7 +36,7 @@ def test_reads_are_noted_with_their_place_and_told_of_once() -> None:
     assert places(watch.size_readers) == ["WORLD_SIZE"]
 
 
-def test_copies_of_the_whole_environment_are_no_reads(watch: Watch) -> None:
+def test_copies_of_the_whole_environment_are_no_reads(watch: EnvWatch) -> None:
     watch.start()
     try:
         copies = [dict(os.environ), {**os.environ}, os.environ.copy(), dict(os.environ.items())]
@@ -48,7 +48,7 @@ def test_copies_of_the_whole_environment_are_no_reads(watch: Watch) -> None:
     assert watch.rank_readers == watch.size_readers == []
 
 
-def test_a_read_after_looking_at_all_names_is_a_read(watch: Watch) -> None:
+def test_a_read_after_looking_at_all_names_is_a_read(watch: EnvWatch) -> None:
     watch.start()
     try:
         has_nccl = any(name.startswith("NCCL_NOTHING") for name in os.environ)
@@ -65,7 +65,7 @@ def test_everything_is_put_back_but_what_others_set_meanwhile(
     monkeypatch.setenv("RANK", "7")
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setenv("WORLD_SIZE", "8")
-    watch = Watch(ENV, lambda: None)
+    watch = EnvWatch(ENV, lambda: None)
     watch.start()
     os.environ["WORLD_SIZE"] = "16"
     watch.stop()

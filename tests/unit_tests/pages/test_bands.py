@@ -9,7 +9,8 @@ from made_run import curve
 from pydantic import ValidationError
 
 from pytest_megatron.golden.compare.api import compare
-from pytest_megatron.golden.compare.band import band_around
+from pytest_megatron.golden.compare.band import band_around, knowledge_of
+from pytest_megatron.golden.compare.limits import LossLimits
 from pytest_megatron.golden.compare.result import Comparison, comparison_to_json
 from pytest_megatron.golden.model import series_of
 from pytest_megatron.golden.policy import ComparisonPolicy
@@ -38,7 +39,8 @@ def test_a_learned_band_comes_back_step_by_step() -> None:
         metrics={"lm loss": curve(60)},
         provenance=Provenance(repeats=5, spread={"lm loss": spread}),
     )
-    band = band_around(golden, "lm loss", golden.metrics["lm loss"], nondeterministic=False)
+    known = knowledge_of(golden, "lm loss", nondeterministic=False)
+    band = band_around(golden, "lm loss", golden.metrics["lm loss"], known, LossLimits())
     assert shown(golden) == pytest.approx(band.allowed)
     assert len(set(band.widths)) > 5
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import zipfile
@@ -17,7 +18,7 @@ from pytest_megatron.cli.main import group
 from pytest_megatron.errors import MegatronError
 from pytest_megatron.golden.model import MetricMap
 
-EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\u2028"
+EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'|`&\u2028\u202e\x1b[31m\nx"
 
 
 def whole(num_steps: int, names: Sequence[str] = METRICS) -> MetricMap:
@@ -49,7 +50,7 @@ def test_a_run_gets_an_index_and_a_page_for_each_workload(run: MadeRun) -> None:
     assert good.is_file()
     assert "first_step" not in (page := bad.read_text())
     assert 'href="../index.html"' in page
-    assert "'recipes/a.yaml::bad[dev-cpu]'" in page.replace("&#x27;", "'")
+    assert "'recipes/a.yaml::bad[dev-cpu]'" in html.unescape(page)
 
 
 def test_attempts_that_failed_are_on_the_page_with_their_logs(run: MadeRun) -> None:
@@ -119,6 +120,7 @@ def test_nothing_that_a_run_says_becomes_part_of_a_page(run: MadeRun) -> None:
         assert "<img" not in content
         assert "alert(1)</script" not in content
         assert "default-src 'none'" in content
+        assert not re.search("[\x1b\u202e]", content)
 
 
 def test_paths_in_a_run_lead_nowhere(run: MadeRun, tmp_path: Path) -> None:

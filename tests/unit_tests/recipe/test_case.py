@@ -75,35 +75,38 @@ def test_a_case_steers_the_harness_by_its_variables(
     [
         pytest.param(
             "TEST_TYPE: regulr\n",
-            ":1: TEST_TYPE is 'regulr', expected one of checkpoint-consistency, ckpt-resume, "
+            ":1: TEST_TYPE: found 'regulr', expected one of checkpoint-consistency, ckpt-resume, "
             "frozen-resume, frozen-start, regular, release; did you mean 'regular'?",
             id="unknown TEST_TYPE",
         ),
         pytest.param(
             "MODEL_ARGS: {}\n",
-            ":1: TEST_TYPE is missing, expected one of checkpoint-consistency, ckpt-resume, "
-            "frozen-resume, frozen-start, regular, release",
+            ":1: TEST_TYPE: is missing, expected one of checkpoint-consistency, ckpt-resume, "
+            "frozen-resume, frozen-start, regular, release; add it",
             id="no TEST_TYPE",
         ),
         pytest.param(
             HEAD + "MODE: pretrainning\n",
-            ":2: MODE is 'pretrainning', expected one of inference, pretraining, rl; "
+            ":2: MODE: found 'pretrainning', expected one of inference, pretraining, rl; "
             "did you mean 'pretraining'?",
             id="unknown MODE",
         ),
         pytest.param(
             HEAD + "LAUNCHER: 3\n",
-            ":2: LAUNCHER is 3, expected one of ft_launcher, torchrun",
+            ":2: LAUNCHER: found 3, expected one of ft_launcher, torchrun",
             id="LAUNCHER of another type",
         ),
         pytest.param(
             HEAD + "MODEL_ARG: {}\n",
-            ":2: unknown key 'MODEL_ARG', nothing reads it; did you mean 'MODEL_ARGS'?",
+            ":2: MODEL_ARG: unknown key, expected one of AFTER_SCRIPT, BASE_MODEL_ARGS, "
+            "BEFORE_SCRIPT, ENV_VARS, EXPECTED_FAILURE, GRADIENT_TOLERANCE, LAUNCHER, METRICS, "
+            "MODE, MODEL_ARGS, MODEL_ENV_VARS, TEST_EVALUATION, TEST_TYPE, "
+            "THROUGHPUT_TEST_PARAMS; did you mean 'MODEL_ARGS'?",
             id="unknown key",
         ),
         pytest.param(
             HEAD + "MODEL_ARGS: [a]\n",
-            ":2: MODEL_ARGS is ['a'], expected a mapping",
+            ":2: MODEL_ARGS: found ['a'], expected a mapping",
             id="MODEL_ARGS as a list",
         ),
         pytest.param(
@@ -123,12 +126,12 @@ def test_a_case_steers_the_harness_by_its_variables(
         ),
         pytest.param(
             HEAD + "METRICS: lm loss\n",
-            ":2: METRICS is 'lm loss', expected a list of metric names; write [lm loss]",
+            ":2: METRICS: found 'lm loss', expected a list; write [lm loss]",
             id="METRICS as a word",
         ),
         pytest.param(
             HEAD + "BEFORE_SCRIPT: [ls]\n",
-            ":2: BEFORE_SCRIPT is ['ls'], expected a text",
+            ":2: BEFORE_SCRIPT: found ['ls'], expected a string",
             id="a list as a script",
         ),
     ],

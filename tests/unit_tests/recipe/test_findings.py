@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.recipe.findings import RecipeFinding, RecipeSeverity, as_error, errors_of
+from pytest_megatron.recipe.findings import Finding, Severity, as_error, errors_of
 
 
-def finding(line: int | None, severity: RecipeSeverity = RecipeSeverity.ERROR) -> RecipeFinding:
-    return RecipeFinding(
+def finding(line: int | None, severity: Severity = Severity.ERROR) -> Finding:
+    return Finding(
         file=Path("r.yaml"), line=line, rule="schema", message="is wrong", severity=severity
     )
 
@@ -18,7 +18,7 @@ def test_a_finding_names_file_and_line() -> None:
 
 
 def test_a_warning_is_no_error() -> None:
-    found = [finding(1, RecipeSeverity.WARNING), finding(2)]
+    found = [finding(1, Severity.WARNING), finding(2)]
     assert errors_of(found) == (found[1],)
 
 
@@ -31,4 +31,4 @@ def test_an_error_says_how_many_more_there_are() -> None:
 
 def test_a_rule_must_be_in_the_table() -> None:
     with pytest.raises(AssertionError):
-        RecipeFinding(file=Path(), line=None, rule="no-such-rule", message="")
+        Finding(file=Path(), line=None, rule="no-such-rule", message="")

@@ -126,32 +126,35 @@ def test_a_golden_that_no_row_reads_is_a_warning(findings: Lint) -> None:
         ),
         pytest.param(
             "TEST_TYPE: regular\nMODEL_ARG: {}\n",
-            ":2 error case-unknown-key: unknown key 'MODEL_ARG', nothing reads it; "
-            "did you mean 'MODEL_ARGS'?",
+            ":2 error case-unknown-key: MODEL_ARG: unknown key, expected one of "
+            "AFTER_SCRIPT, BASE_MODEL_ARGS, BEFORE_SCRIPT, ENV_VARS, EXPECTED_FAILURE, "
+            "GRADIENT_TOLERANCE, LAUNCHER, METRICS, MODE, MODEL_ARGS, MODEL_ENV_VARS, "
+            "TEST_EVALUATION, TEST_TYPE, THROUGHPUT_TEST_PARAMS; did you mean 'MODEL_ARGS'?",
             id="key",
         ),
         pytest.param(
             "TEST_TYPE: regular\nMODE: pretrainning\n",
-            ":2 error case-unknown-word: MODE: unknown value 'pretrainning', expected one of "
+            ":2 error case-unknown-word: MODE: found 'pretrainning', expected one of "
             "inference, pretraining, rl; did you mean 'pretraining'?",
             id="mode",
         ),
         pytest.param(
             "TEST_TYPE: regular\nLAUNCHER: mpirun\n",
-            ":2 error case-unknown-word: LAUNCHER: unknown value 'mpirun', expected one of "
+            ":2 error case-unknown-word: LAUNCHER: found 'mpirun', expected one of "
             "ft_launcher, torchrun",
             id="launcher",
         ),
         pytest.param(
             "TEST_TYPE: regular\nTEST_EVALUATION: xfail\n",
-            ":2 error case-unknown-word: TEST_EVALUATION: unknown value 'xfail', expected one of "
+            ":2 error case-unknown-word: TEST_EVALUATION: found 'xfail', expected one of "
             "pass, xpass",
             id="evaluation",
         ),
         pytest.param(
             "MODEL_ARGS_2: {}\n",
             ":1 error case-unknown-word: TEST_TYPE: is missing, expected one of "
-            "checkpoint-consistency, ckpt-resume, frozen-resume, frozen-start, regular, release",
+            "checkpoint-consistency, ckpt-resume, frozen-resume, frozen-start, regular, release; "
+            "add it",
             id="type",
         ),
         pytest.param(
@@ -252,12 +255,12 @@ def test_a_frozen_checkpoint_must_be_named(
     [
         (
             "METRICS: lm loss",
-            "METRICS is 'lm loss', expected a list of metric names; write [lm loss]",
+            "METRICS: found 'lm loss', expected a list; write [lm loss]",
         ),
-        ("METRICS: [1]", "METRICS is [1], expected a list of metric names"),
-        ("MODEL_ARGS: [--lr]", "MODEL_ARGS is ['--lr'], expected a mapping"),
-        ("ENV_VARS: A=1", "ENV_VARS is 'A=1', expected a mapping"),
-        ("BEFORE_SCRIPT: [ls]", "BEFORE_SCRIPT is ['ls'], expected a text"),
+        ("METRICS: [1]", "METRICS[0]: found 1, expected a string"),
+        ("MODEL_ARGS: [--lr]", "MODEL_ARGS: found ['--lr'], expected a mapping"),
+        ("ENV_VARS: A=1", "ENV_VARS: found 'A=1', expected a mapping"),
+        ("BEFORE_SCRIPT: [ls]", "BEFORE_SCRIPT: found ['ls'], expected a string"),
     ],
 )
 def test_a_value_of_another_kind_is_an_error(findings: Lint, line: str, problem: str) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from pytest_megatron.errors import TriageError
 from pytest_megatron.triage.signatures import (
+    TABLE,
     LineRole,
     RetryAdvice,
     Signature,
@@ -46,6 +47,10 @@ def own(tmp_path: Path) -> Path:
 
 def test_every_rule_does_what_its_examples_say() -> None:
     assert check_rules(builtin_table()) == ()
+
+
+def test_the_table_of_the_package_is_what_is_asked_of_users() -> None:
+    assert load_table([TABLE]).signatures == builtin_table().signatures
 
 
 def test_every_rule_can_be_searched_and_has_examples() -> None:
@@ -173,15 +178,31 @@ def test_a_users_row_replaces_ours_of_the_same_id(own: Path) -> None:
         pytest.param(
             ('family = "license"', 'family = "x"'), "unknown family 'x', expected", id="family"
         ),
-        pytest.param(("transient = true", "transiant = true"), "unknown key 'transiant'", id="key"),
-        pytest.param(("transient = true", 'transient = "no"'), "transient is 'no'", id="flag"),
-        pytest.param(('"backoff"', '"later"'), "policy is 'later', expected one of", id="policy"),
+        pytest.param(
+            ("transient = true", "transiant = true"),
+            "transiant: unknown key, expected one of",
+            id="key",
+        ),
+        pytest.param(
+            ("transient = true", 'transient = "no"'),
+            "transient: found 'no', expected true or",
+            id="flag",
+        ),
+        pytest.param(
+            ('"backoff"', '"later"'), "policy: found 'later', expected one of", id="policy"
+        ),
         pytest.param(("\\\\S+", "("), "is no regular expression", id="pattern"),
-        pytest.param(('id = "licence_server"', ""), "lacks 'id'", id="id"),
-        pytest.param(("pattern =", 'literals = ["no"]\npattern ='), "literal has less", id="short"),
+        pytest.param(('id = "licence_server"', ""), "id: is missing; add it", id="id"),
+        pytest.param(
+            ("pattern =", 'literals = ["no"]\npattern ='),
+            "expected at least 4 characters",
+            id="short",
+        ),
         pytest.param(("[families]", "[families"), "cannot be read as a table", id="toml"),
-        pytest.param(("[[signature]]", "[[signatures]]"), "has no [[signature]]", id="none"),
-        pytest.param(("examples =", "x ="), "unknown key 'x'", id="examples"),
+        pytest.param(
+            ("[[signature]]", "[[signatures]]"), "signature: is missing; add it", id="none"
+        ),
+        pytest.param(("examples =", "x ="), "examples: is missing; add it", id="examples"),
     ],
 )
 def test_a_bad_row_is_one_clear_error(own: Path, change: tuple[str, str], expected: str) -> None:

@@ -10,8 +10,7 @@ import pytest
 from pytest_megatron.runs.layout import PhaseDirs
 from pytest_megatron.verdict.attempt import FailureCause, judge_attempt
 from pytest_megatron.workload.plan.plan import PhasePlan
-from pytest_megatron.workload.run.log_watch import Progress
-from pytest_megatron.workload.run.runner import End, PhaseEnd
+from pytest_megatron.workload.run.runner import End, PhaseEnd, Progress
 
 
 def phase(

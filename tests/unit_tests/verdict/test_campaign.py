@@ -25,7 +25,7 @@ from pytest_megatron.verdict.attempt import Attempt, FailureCause
 from pytest_megatron.verdict.driver import Repeat, RepeatEnd
 from pytest_megatron.verdict.scheduler import QueuedWorkload, WorkloadScheduler
 from pytest_megatron.workload.plan.plan import Setting
-from pytest_megatron.workload.run.log_watch import Progress
+from pytest_megatron.workload.run.runner import Progress
 
 NEEDED = Resources(
     platform="cpu", num_nodes=1, gpus_per_node=0, ranks_per_node=1, time_limit_s=60.0

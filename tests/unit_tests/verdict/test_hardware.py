@@ -5,7 +5,7 @@ import pytest
 from pytest_megatron.gpu.health import HARDWARE_XIDS, GpuState, Health, Xid
 from pytest_megatron.triage.signatures import match_signature
 from pytest_megatron.verdict.attempt import FailureCause
-from pytest_megatron.verdict.read import with_health
+from pytest_megatron.verdict.driver import with_health
 
 BEFORE = GpuState(
     uuid="GPU-a", index=2, ecc_volatile_uncorrected=0, memory_total_bytes=80, memory_used_bytes=1

@@ -11,7 +11,8 @@ from pytest_megatron.golden.model import Series, series_of
 from pytest_megatron.golden.policy import Base, ComparisonPolicy, Setting
 from pytest_megatron.golden.provenance import Golden
 from pytest_megatron.recipe.case import read_case
-from pytest_megatron.verdict.mode import compare_in_mode, metric_names_of
+from pytest_megatron.verdict.compare import compare_in_mode
+from pytest_megatron.verdict.job import metric_names_of
 
 STRICT, MEGATRON = ComparisonPolicy.STRICT, ComparisonPolicy.MEGATRON
 

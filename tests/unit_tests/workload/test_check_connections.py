@@ -5,7 +5,7 @@ from check_rows import case, row
 
 from pytest_megatron.recipe.arguments import ModelArgs
 from pytest_megatron.workload.checks.check import findings_of, hits_of
-from pytest_megatron.workload.plan.cuda_connections import VARIABLE, planned_connections
+from pytest_megatron.workload.plan.plan import CONNECTIONS_VARIABLE, planned_connections
 
 ALONE = {"--tensor-model-parallel-size": "1", "--context-parallel-size": "1"}
 SPLIT = {"--context-parallel-size": "1"}  # TP 2
@@ -39,17 +39,19 @@ def test_hardware_and_parallelism_decide(
 ) -> None:
     workload, some = row(platforms=platform), case(arguments)
     given = ModelArgs(some.arguments)
-    assert planned_connections(given, platform, {}).get(VARIABLE) == planned
-    assert planned_connections(given, platform, {VARIABLE: "5"}) == {}
+    assert planned_connections(given, platform, {}).get(CONNECTIONS_VARIABLE) == planned
+    assert planned_connections(given, platform, {CONNECTIONS_VARIABLE: "5"}) == {}
     for value in ("1", "2", "8", "32"):
-        ids = [f.rule.id for f in findings_of(hits_of(workload, some, {VARIABLE: value}))]
+        ids = [
+            f.rule.id for f in findings_of(hits_of(workload, some, {CONNECTIONS_VARIABLE: value}))
+        ]
         is_wrong = value in wrong or ("connections-one" in wrong.values() and value != "1")
         assert ids == (list(wrong.values()) if is_wrong else []), value
 
 
 @pytest.mark.parametrize("value", ["0", "33", "one", "", "1.0", "-1"])
 def test_a_value_that_cuda_does_not_take_is_refused(value: str) -> None:
-    (finding,) = findings_of(hits_of(row(), case(ALONE, env={VARIABLE: value}), {}))
+    (finding,) = findings_of(hits_of(row(), case(ALONE, env={CONNECTIONS_VARIABLE: value}), {}))
     assert (finding.rule.id, finding.where, finding.is_error) == (
         "connections-number",
         "gpt/model_config.yaml: ENV_VARS",
@@ -58,9 +60,9 @@ def test_a_value_that_cuda_does_not_take_is_refused(value: str) -> None:
 
 
 def test_the_case_wins_over_the_environment_and_a_script_over_both() -> None:
-    env = {VARIABLE: "8"}
-    in_script = case(SPLIT, env=env, before_script=f"export {VARIABLE}=1")
+    env = {CONNECTIONS_VARIABLE: "8"}
+    in_script = case(SPLIT, env=env, before_script=f"export {CONNECTIONS_VARIABLE}=1")
     assert [
         [f.where for f in findings_of(hits_of(row(), some, env))]
-        for some in (case(SPLIT), case(SPLIT, env={VARIABLE: "1"}), in_script)
+        for some in (case(SPLIT), case(SPLIT, env={CONNECTIONS_VARIABLE: "1"}), in_script)
     ] == [["the environment"], [], []]

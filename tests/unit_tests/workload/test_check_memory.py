@@ -6,8 +6,8 @@ from check_rows import case, row
 from pytest_megatron.recipe.arguments import ModelArgs
 from pytest_megatron.recipe.case import CaseMode, WorkloadCase
 from pytest_megatron.workload.checks.check import findings_of, hits_of
+from pytest_megatron.workload.checks.layout import starts_of
 from pytest_megatron.workload.checks.memory import GIB, Estimate, bytes_of, estimate_memory
-from pytest_megatron.workload.checks.start import starts_of
 
 # 4 B parameters, as Megatron-LM's case of one rank whose golden says 62.66 GiB were allocated.
 DENSE = {

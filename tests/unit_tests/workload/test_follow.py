@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.runs.layout import PhaseDirs
-from pytest_megatron.workload.run.log_watch import FollowedFile, LogWatch, Progress, parse_progress
+from pytest_megatron.workload.run.runner import FollowedFile, LogWatch, Progress, parse_progress
 
 LINE = (
     " [2026-01-31 12:00:00] iteration        {}/      50 | consumed samples:           96 | "

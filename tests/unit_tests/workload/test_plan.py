@@ -11,8 +11,7 @@ from pytest_megatron.recipe.case import read_case
 from pytest_megatron.recipe.model import Row, Workload, parse_row
 from pytest_megatron.runs.layout import AttemptDirs
 from pytest_megatron.workload.plan.phases import Frozen, Rewind, Target, exit_minutes
-from pytest_megatron.workload.plan.plan import AttemptPlan, Setting, plan_attempt
-from pytest_megatron.workload.plan.replay import Replay
+from pytest_megatron.workload.plan.plan import AttemptPlan, Replay, Setting, plan_attempt
 
 DIRS = AttemptDirs(root=Path("/run/item/repeat_1/attempt_1"))
 SETTING = Setting(
@@ -162,9 +161,11 @@ def test_planning_twice_gives_the_same(tmp_path: Path) -> None:
 
 
 def test_leased_gpus_are_all_that_a_training_sees(tmp_path: Path) -> None:
-    setting = replace(SETTING, devices=("GPU-a", "GPU-b"), env={"CUDA_VISIBLE_DEVICES": "5,6,7"})
-    (phase,) = plan(tmp_path, REGULAR, workload(platforms="dgx_h100"), setting).phases
+    setting = replace(SETTING, env={"CUDA_VISIBLE_DEVICES": "5,6,7"})
+    planned = plan(tmp_path, REGULAR, workload(platforms="dgx_h100"), setting)
+    (phase,) = planned.on_devices(("GPU-a", "GPU-b")).phases
     assert phase.env["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
+    assert phase.own_env["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
 
 
 def test_the_first_phase_loads_what_the_recipe_names_and_the_second_what_was_saved(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.workload.plan.replay import Replay
+from pytest_megatron.workload.plan.plan import Replay
 
 
 def test_variables_say_it() -> None:

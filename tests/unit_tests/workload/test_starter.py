@@ -7,7 +7,7 @@ import pytest
 
 from pytest_megatron.errors import CaseError
 from pytest_megatron.recipe.case import Launcher, WorkloadCase, read_case
-from pytest_megatron.workload.plan.launcher import (
+from pytest_megatron.workload.plan.plan import (
     NODE_AGENTS,
     Ranks,
     start_words,

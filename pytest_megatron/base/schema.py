@@ -1,0 +1,395 @@
+"""Checks data from outside against a dataclass, and puts everything that is wrong into words.
+
+A file's keys are the fields of a frozen dataclass (or of a TypedDict, where it matters which keys
+are there); limits are `annotated_types` and `Checked`. pydantic does the checking and is imported
+only then: it takes a quarter of a second, and tables of the package itself need no check.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar, Union, cast, get_args, get_origin
+
+from annotated_types import Ge, MinLen
+from typing_extensions import get_type_hints
+
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.text import one_of
+from pytest_megatron.errors import MegatronError
+
+if TYPE_CHECKING:
+    from pydantic import ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter
+    from pydantic.json_schema import JsonSchemaValue
+    from pydantic_core import CoreSchema, ErrorDetails
+
+    from pytest_megatron.base.yaml import YamlDocument, YamlPath
+
+_T = TypeVar("_T")
+_Kind = TypeVar("_Kind", bound=type)
+_Schema: TypeAlias = Mapping[str, JsonValue]
+_MOST_SHOWN = 60  # characters of a value in a message
+_WITHOUT_POINT = re.compile(r"(\d+)(e[-+]?\d+)")
+
+Count: TypeAlias = Annotated[int, Ge(0)]
+Positive: TypeAlias = Annotated[int, Ge(1)]
+Text: TypeAlias = Annotated[str, MinLen(1)]
+Texts: TypeAlias = Annotated[tuple[Text, ...], MinLen(1)]
+
+
+class ExpectedError(ValueError):
+    """A value is not what its key takes; the text is what it takes."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checked:
+    """A limit of a value: `check` returns it, or raises a ValueError that has the problem.
+
+    Attributes:
+        published: What the JSON schema says of it.
+    """
+
+    check: Callable[[str], str] | Callable[[int], int]
+    published: Mapping[str, JsonValue] = field(default_factory=dict)
+
+    def __get_pydantic_core_schema__(
+        self, source: type, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        from pydantic_core import core_schema  # noqa: PLC0415  slow to import
+
+        return core_schema.no_info_after_validator_function(self.check, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return {**handler(schema), **self.published}
+
+
+def matches(pattern: str, expected: str) -> Checked:
+    """Return the limit that a text must match all of a pattern, which `expected` has in words."""
+
+    def check(text: str) -> str:
+        if re.fullmatch(pattern, text) is None:
+            raise ExpectedError(expected)
+        return text
+
+    return Checked(check, {"pattern": pattern})
+
+
+def _check_version(number: int) -> int:
+    if number != 1:
+        raise ExpectedError("1")
+    return number
+
+
+def _check_pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        problem = f"pattern {text!r} is no regular expression: {error}"
+        raise ValueError(problem) from error
+    return text
+
+
+# No Literal[1], which takes true as well.
+FormatVersion: TypeAlias = Annotated[int, Checked(_check_version, {"const": 1})]
+Pattern: TypeAlias = Annotated[str, Checked(_check_pattern)]
+
+
+@dataclass(frozen=True, slots=True)
+class Finite:
+    """A limit: neither nan nor infinite."""
+
+    def __get_pydantic_core_schema__(
+        self, source: type[float], handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return cast("CoreSchema", {**handler(source), "allow_inf_nan": False})
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """The description of a key, for the published schema."""
+
+    text: str
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return {**handler(schema), "description": self.text}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchemaProblem:
+    """One place where data departs from its schema.
+
+    Attributes:
+        path: From the top of the document.
+        kind: pydantic's name of the error, such as `missing`.
+        text: What was found, what was expected, what to do.
+    """
+
+    path: YamlPath
+    kind: str
+    text: str
+
+    @property
+    def message(self) -> str:
+        """The text behind its key."""
+        return f"{dotted(self.path)}: {self.text}" if self.path else self.text
+
+
+def key_of(name: str) -> str:
+    """Return the key of a file for the name of a field, which has a prefix or a unit besides."""
+    return name.removeprefix("is_").removesuffix("_s")
+
+
+_CLOSED = cast("ConfigDict", {"extra": "forbid", "strict": True, "alias_generator": key_of})
+_OPEN = cast("ConfigDict", {"extra": "allow", "strict": True})
+
+
+def closed(kind: _Kind) -> _Kind:
+    """Mark a dataclass whose keys are all that a mapping may have."""
+    kind.__pydantic_config__ = _CLOSED  # type: ignore[attr-defined] # pydantic's own name
+    return kind
+
+
+def open_to_others(kind: _Kind) -> _Kind:
+    """Mark a TypedDict beside whose keys a mapping may have others."""
+    kind.__pydantic_config__ = _OPEN  # type: ignore[attr-defined] # pydantic's own name
+    return kind
+
+
+class SchemaError(Exception):
+    """A value departs from its schema; becomes an error of the caller's kind."""
+
+    def __init__(self, problems: tuple[SchemaProblem, ...]) -> None:
+        super().__init__(problems)
+        self.problems = problems
+
+
+def validate(kind: type[_T], value: JsonValue, at: YamlPath = ()) -> _T:
+    """Return a value as `kind`.
+
+    Args:
+        kind: What the value must be.
+        value: As YAML, TOML or JSON hold it.
+        at: Where it is in its document.
+
+    Raises:
+        SchemaError: With everything that is wrong, in the order of the document's keys.
+    """
+    from pydantic import ValidationError  # noqa: PLC0415  slow to import
+
+    try:
+        # As JSON: a list is a tuple there, and a word one of an Enum.
+        return cast("_T", _adapter(cast("type", kind)).validate_json(json.dumps(value)))
+    except ValidationError as error:
+        problems = explain(kind, error.errors(include_url=False), at)
+        raise SchemaError(problems) from None
+
+
+def read(
+    kind: type[_T],
+    document: YamlDocument,
+    error: type[MegatronError],
+    value: JsonValue = None,
+) -> _T:
+    """Return a document, or a `value` with the places of one, as `kind`.
+
+    Raises:
+        MegatronError: As `error`, for the first place where it departs from the schema.
+    """
+    try:
+        return validate(kind, document.value if value is None else value)
+    except SchemaError as problem:
+        first = problem.problems[0]
+        raise error(document.where(first.path), first.message) from None
+
+
+def refuse_duplicates(document: YamlDocument, error: type[MegatronError]) -> None:
+    """Raise an error for the first key that a mapping has twice."""
+    for twice in document.duplicates:
+        where = f"{document.file}:{twice.second_line}"
+        raise error(where, f"the key {twice.key!r} is there twice; keep one")
+
+
+def trusted(kind: type[_T], value: object) -> _T:
+    """Return data of this package as `kind`, unchecked: tests check it."""
+    return cast("_T", _built(kind, value))
+
+
+def json_schema(kind: type, title: str) -> dict[str, JsonValue]:
+    """Return the JSON schema that is published for a kind of file."""
+    schema = cast("dict[str, JsonValue]", _adapter(kind).json_schema())
+    dialect = "https://json-schema.org/draft/2020-12/schema"
+    return {"$schema": dialect, **schema, "title": title}
+
+
+def explain(
+    kind: type, errors: Iterable[ErrorDetails], at: YamlPath = ()
+) -> tuple[SchemaProblem, ...]:
+    """Return pydantic's errors in words, one for each place.
+
+    Args:
+        kind: What was expected.
+        errors: `ValidationError.errors()`.
+        at: Where the value is in its document.
+    """
+    schema = cast("_Schema", _adapter(kind).json_schema())
+    found: dict[YamlPath, SchemaProblem] = {}
+    for error in errors:
+        problem = _problem(schema, error, at)
+        found.setdefault(problem.path, problem)
+    # A list of which an element is wrong is called too short besides.
+    outer = {path[:length] for path in found for length in range(len(path))}
+    return tuple(problem for path, problem in found.items() if path not in outer)
+
+
+def shown(value: object) -> str:
+    """Return a value of a file, not too much of it."""
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "..."
+
+
+def dotted(path: Sequence[str | int]) -> str:
+    """Return `products[3].products[0].scope` for a path."""
+    text = ""
+    for step in path:
+        text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else step
+    return text
+
+
+@functools.cache
+def _adapter(kind: type) -> TypeAdapter[object]:
+    from pydantic import TypeAdapter  # noqa: PLC0415  slow to import
+
+    return TypeAdapter(kind)
+
+
+def _problem(schema: _Schema, error: ErrorDetails, at: YamlPath) -> SchemaProblem:
+    """Put one of pydantic's errors into words."""
+    loc, kind, found = tuple(error["loc"]), error["type"], error["input"]
+    if loc[-1:] == ("[key]",):
+        loc = loc[:-1]
+    if kind == "missing":
+        node, _ = _node_at(schema, loc)
+        expected = f", expected {_expected(schema, node, kind, None)}" if "enum" in node else ""
+        text = f"is missing{expected}; add it"
+    elif kind in {"extra_forbidden", "unexpected_keyword_argument"}:
+        node, _ = _node_at(schema, loc[:-1])
+        keys = cast("_Schema", node["properties"])
+        text = f"unknown key, expected {one_of(loc[-1], keys)}"
+    elif kind == "value_error":
+        problem = error["ctx"]["error"]
+        is_value = isinstance(problem, ExpectedError)
+        text = f"found {shown(found)}, expected {problem}" if is_value else str(problem)
+    else:
+        node, depth = _node_at(schema, loc)
+        loc = loc[:depth]  # behind it is the branch of a union, no place in the file
+        text = f"found {shown(found)}, expected {_expected(schema, node, kind, found)}"
+    return SchemaProblem(path=(*at, *loc), kind=kind, text=text)
+
+
+def _node_at(schema: _Schema, path: YamlPath) -> tuple[_Schema, int]:
+    """Return the part of a JSON schema for a place, and how much of the path leads to it."""
+    node = _resolved(schema, schema)
+    for depth, step in enumerate(path):
+        properties = cast("Mapping[str, _Schema]", node.get("properties", {}))
+        inner = properties.get(str(step), node.get("items", node.get("additionalProperties")))
+        for pattern in cast("Mapping[str, _Schema]", node.get("patternProperties", {})).values():
+            inner = pattern
+        if not isinstance(inner, dict):
+            return node, depth
+        node = _resolved(schema, inner)
+    return node, len(path)
+
+
+def _resolved(schema: _Schema, node: _Schema) -> _Schema:
+    """Return what a node stands for: a definition, or the one choice beside null."""
+    if "$ref" in node:
+        definitions = cast("Mapping[str, _Schema]", schema["$defs"])
+        return _resolved(schema, definitions[str(node["$ref"]).rpartition("/")[2]])
+    choices = _choices(node)
+    return _resolved(schema, choices[0]) if len(choices) == 1 else node
+
+
+def _choices(node: _Schema) -> list[_Schema]:
+    choices = cast("list[_Schema]", node.get("anyOf", []))
+    return [choice for choice in choices if choice.get("type") != "null"]
+
+
+_NAMES = {
+    "boolean": "true or false",
+    "object": "a mapping",
+    "string": "a string",
+}
+_LIMITS = {
+    "finite_number": "a finite number",
+    "string_too_short": "a string that is not empty",
+}
+_BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "exclusiveMaximum": "<", "maximum": "<="}
+
+
+def _expected(schema: _Schema, node: _Schema, kind: str, found: object) -> str:
+    """Return what a part of a JSON schema takes, and what to do."""
+    if choices := _choices(node):
+        parts = (_expected(schema, _resolved(schema, one), kind, None) for one in choices)
+        return " or ".join(parts)
+    if "enum" in node:
+        return one_of(found, cast("list[JsonValue]", node["enum"]))
+    match node.get("type"):
+        case "integer" | "number" as name if "const" not in node:
+            text = _LIMITS.get(kind) or ("an integer" if name == "integer" else "a number")
+            bounds = (f" {sign} {node[key]:g}" for key, sign in _BOUNDS.items() if key in node)
+            return text + " and".join(bounds) + _point_hint(found)
+        case "array" if kind in {"too_short", "too_long"}:
+            is_exact = node.get("minItems") == node.get("maxItems")
+            number = f"{node['maxItems']} elements" if is_exact else "at least one element"
+            return f"a list with {number}"
+        case "array":
+            return f"a list; write [{found}]" if isinstance(found, str) else "a list"
+        case name:
+            text = _LIMITS.get(kind) or _NAMES.get(str(name), "another value")
+            if kind == "string_too_short" and node["minLength"] != 1:
+                text = f"at least {node['minLength']} characters"
+            return repr(node["const"]) if "const" in node else text
+
+
+def _point_hint(found: object) -> str:
+    match = _WITHOUT_POINT.fullmatch(found) if isinstance(found, str) else None
+    return f"; YAML 1.1 takes that for a text, write {match[1]}.0{match[2]}" if match else ""
+
+
+def _built(kind: object, value: object) -> object:
+    """Return plain data as the type that an annotation names."""
+    if isinstance(kind, type) and is_dataclass(kind):
+        assert isinstance(value, dict)
+        hints = {key_of(name): (name, hint) for name, hint in _hints(kind).items()}
+        return kind(**dict(_fields_of(hints, value)))
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return kind(value)
+    arguments = get_args(kind)
+    if get_origin(kind) in {Union, types.UnionType}:
+        return _built(arguments[0], value)
+    if get_origin(kind) is tuple:
+        assert isinstance(value, list)
+        return tuple(_built(arguments[0], one) for one in value)
+    return value
+
+
+def _fields_of(
+    hints: Mapping[str, tuple[str, object]], value: Mapping[str, object]
+) -> Iterator[tuple[str, object]]:
+    for key, one in value.items():
+        name, hint = hints[key]
+        yield name, _built(hint, one)
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, object]:
+    return get_type_hints(kind)

@@ -1,0 +1,94 @@
+"""Templates of HTML and Markdown: one environment for each, loaded on first use.
+
+Templates are files in `pytest_megatron/templates`. They escape every value but those that a filter
+of this module has escaped already, and fail on a name that they are not given.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+from pytest_megatron.base import text
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+    from markupsafe import Markup
+
+_FOLDER = Path(__file__).parents[1] / "templates"
+
+
+def render(name: str, **values: object) -> str:
+    """Return a whole template; the end of its name is its language, `.html` or `.md`."""
+    page = _environment(name).get_template(name).render(values)
+    return page.encode("utf-8", "replace").decode()  # half a surrogate pair is no UTF-8
+
+
+def render_macro(name: str, macro: str, *arguments: object) -> str:
+    """Return one macro of a template."""
+    module = _environment(name).get_template(name).module
+    return str(getattr(module, macro)(*arguments)).encode("utf-8", "replace").decode()
+
+
+def _environment(name: str) -> Environment:
+    return _html() if name.endswith(".html") else _markdown()
+
+
+@cache
+def _html() -> Environment:
+    environment = _new(lambda value: html.escape(text.visible(value)))
+    environment.filters["href"] = _href
+    environment.filters["cut"] = text.shorten
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    return environment
+
+
+def _href(path: str) -> str:
+    """Return a relative path for an attribute; never a scheme, whatever its characters."""
+    return quote(path, safe="/._-~+=@,", errors="replace")
+
+
+@cache
+def _markdown() -> Environment:
+    environment = _new(text.escaped)
+    environment.filters |= {
+        "code": lambda value, most=None: _safe(text.code(str(value), most)),
+        "cell": lambda value, most=None: _safe(text.code(str(value), most).replace("|", "\\|")),
+        "fenced": lambda value, most=None, language="text": _safe(
+            text.fenced(value, most, language)
+        ),
+        "ours": lambda markdown: _safe(str(markdown)),
+        "within": lambda lines, most_bytes, rest: _safe(text.within(lines, most_bytes, rest)),
+    }
+    return environment
+
+
+def _safe(markup: str) -> Markup:
+    from markupsafe import Markup  # noqa: PLC0415 - see `_new`
+
+    return Markup(markup)  # noqa: S704 - was escaped
+
+
+def _new(escape: Callable[[str], str]) -> Environment:
+    """Return an environment in which `escape` makes a text harmless."""
+    # Neither a start of pytest nor a rank imports jinja2.
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # noqa: PLC0415
+
+    def escaped(value: object) -> object:
+        is_safe = isinstance(value, int | float) or hasattr(value, "__html__")
+        return value if is_safe else _safe(escape(str(value)))
+
+    return Environment(
+        loader=FileSystemLoader(_FOLDER),
+        autoescape=True,  # leaves a text that `escaped` returned as it is
+        auto_reload=False,
+        finalize=escaped,
+        keep_trailing_newline=True,
+        lstrip_blocks=True,
+        trim_blocks=True,
+        undefined=StrictUndefined,
+    )

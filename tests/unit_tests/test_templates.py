@@ -1,0 +1,291 @@
+"""Every template with hostile values: they stay text, in HTML, in Markdown and in its tables."""
+
+from __future__ import annotations
+
+import html.parser
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from typing_extensions import override
+
+import pytest_megatron
+from pytest_megatron.base.templates import render, render_macro
+
+TEMPLATES = Path(pytest_megatron.__file__).parent / "templates"
+EVIL = (
+    "x</pre></script><script>alert(1)</script><img src=x onerror=alert(2)>\"'|`</code>` [a](http://e)"
+    "\n# head\n| a | b |\n@everyone \x1b[31mred\x1b]8;;http://e\x07 \x00\u202e\u2066\ud800"
+)
+LINK = {"text": EVIL, "path": f"../{EVIL}"}
+FACTS = {"name": EVIL, "started": EVIL}
+ATTEMPT = {
+    "name": EVIL,
+    "cause": EVIL,
+    "signature": EVIL,
+    "is_transient": True,
+    "duration_s": 1.0,
+    "links": [LINK],
+}
+FINDING = {
+    "passed": False,
+    "metric": EVIL,
+    "repeat": 1,
+    "against": EVIL,
+    "short_text": EVIL,
+    "largest": None,
+}
+FRAME = {"title": EVIL, "policy": "", "style": "", "script": ""}
+CAUSE = {
+    "text": EVIL,
+    "rank": 1,
+    "place": EVIL,
+    "line": EVIL,
+    "signature": EVIL,
+    "advice": EVIL,
+    "is_transient": True,
+}
+ITEM = {
+    "node_id": EVIL,
+    "job": EVIL,
+    "verdict": "failed",
+    "cause": CAUSE,
+    "reproduce": EVIL,
+    "how_flaky": EVIL,
+    "duration_s": 1.0,
+}
+JOB = {"name": EVIL, "verdict": "failed", "counts": EVIL, "artifact": EVIL}
+GROUP = SimpleNamespace(first=ITEM, items=[ITEM] * 9)
+SUMMARY = {
+    "verdict": "failed",
+    "headline": EVIL,
+    "problems": [EVIL],
+    "job_problems": {EVIL: [EVIL]},
+    "notes": [EVIL],
+    "fetch": EVIL,
+    "groups": [GROUP],
+    "flaky": [ITEM],
+    "jobs": [JOB],
+}
+METRIC = {
+    "is_outside": True,
+    "metric": EVIL,
+    "num_new": 1,
+    "num_old": 0,
+    "num_added": 1,
+    "num_lost": 0,
+    "num_not_finite": (0, 1),
+    "num_changed": 1,
+    "median": 0.1,
+    "largest": 0.1,
+    "mean_signed": 0.1,
+    "start": {"value": EVIL, "name": EVIL},
+    "first_step": 1,
+}
+EVIDENCE = {"file": EVIL, "line": 7, "text": EVIL}
+PAGES: Mapping[str, Mapping[str, object]] = {
+    "page.html": FRAME,
+    "item_page.html": {
+        **FRAME,
+        "item": {
+            "node_id": EVIL,
+            "verdict": EVIL,
+            "problem": EVIL,
+            "links": [LINK],
+            "attempts": [ATTEMPT],
+            "triage": [EVIL, EVIL],
+            "notes": [EVIL],
+            "others": [FINDING, *[{**FINDING, "passed": True}] * 9],
+        },
+        "run": FACTS,
+        "files": f"../{EVIL}",
+        "index": EVIL,
+        "facts": [(EVIL, EVIL)],
+        "again": EVIL,
+        "data": {"charts": [{"m": EVIL}]},
+    },
+    "index_page.html": {
+        **FRAME,
+        "heading": EVIL,
+        "runs": [
+            {
+                "facts": FACTS,
+                "counts": EVIL,
+                "pairs": [(EVIL, EVIL)],
+                "num_tests": {EVIL: 1},
+                "tests": [1, 2],
+                "test_counts": EVIL,
+                "files": f"../{EVIL}",
+                "shown_tests": [
+                    {
+                        "verdict": EVIL,
+                        "node_id": EVIL,
+                        "problem": EVIL,
+                        "duration_s": 1.0,
+                        "rank_lines": [EVIL, EVIL],
+                        "links": [LINK],
+                    }
+                ],
+            }
+        ]
+        * 2,
+        "rows": [
+            {
+                "node_id": EVIL,
+                "verdict": EVIL,
+                "order": 0,
+                "page": EVIL,
+                "run": EVIL,
+                "headline": EVIL,
+                "largest": 1.0,
+                "amount": EVIL,
+                "duration_s": 1.0,
+                "num_attempts": 1,
+                "spark": "",
+            }
+        ],
+        "verdicts": [EVIL],
+    },
+    "ci_summary.html": {
+        "headline": EVIL,
+        "summary": SUMMARY,
+        "pages": EVIL,
+        "slowest": [ITEM],
+    },
+    "goldens.md": {
+        "headline": EVIL,
+        "num_outside": 1,
+        "reason": EVIL,
+        "sentences": [EVIL],
+        "causes": [(EVIL, EVIL)],
+        "rows": [(EVIL, METRIC)],
+        "buckets": ("0", "< 1e-6"),
+        "histogram": [(EVIL, [(1, 0, 1), (0, 1, 0)])],
+        "noise": "1e-04",
+        "directions": [(EVIL, 1, 2, 3)],
+        "files": [("New", [EVIL])],
+    },
+    "doctor.md": {
+        "summary": {EVIL: EVIL},
+        "counts": EVIL,
+        "groups": [
+            (
+                EVIL,
+                [
+                    {
+                        "severity": {"value": EVIL},
+                        "rule": {"id": EVIL},
+                        "where": EVIL,
+                        "found": EVIL,
+                        "mend": EVIL,
+                    }
+                ],
+            )
+        ],
+    },
+    "flaky.md": {"rows": [({"first_seen": EVIL}, [EVIL] * 7)]},
+    "golden_show.md": {
+        "page": {"path": EVIL, "kind": EVIL, "notes": [EVIL]},
+        "columns": ["metric", "steps"],
+        "numbers": ["steps"],
+        "rows": [[EVIL, EVIL]],
+        "facts": [(EVIL, EVIL)] * 2,
+    },
+    "triage.md": {
+        "groups": [
+            (
+                {
+                    "signature": {"family": EVIL, "id": EVIL},
+                    "is_transient": True,
+                    "text": EVIL,
+                    "evidence": [EVIDENCE],
+                    "reason": EVIL,
+                    "command": EVIL,
+                },
+                EVIL,
+                EVIL,
+            )
+        ],
+        "unclear": [{"unit": EVIL, "text": EVIL, "last_words": [EVIDENCE]}],
+        "notes": [EVIL],
+        "launches": EVIL,
+    },
+}
+MACROS: dict[str, tuple[object, ...]] = {
+    "title": (EVIL, SUMMARY),
+    "planned": (SUMMARY,),
+    "problems": ([(EVIL, ()), (EVIL, [EVIL]), (EVIL, [EVIL] * 30)],),
+    "fetch": (SUMMARY,),
+    "group": (GROUP,),
+    "flaky": ([ITEM],),
+    "jobs": ([JOB],),
+    "slowest": ([ITEM],),
+}
+USED_BY_OTHERS = {"macros.html", "ci_summary.md"}
+
+
+class Tags(html.parser.HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+
+    @override
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+
+def test_every_template_is_tried() -> None:
+    assert {path.name for path in TEMPLATES.iterdir()} == {*PAGES, *USED_BY_OTHERS}
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if name.endswith(".html")])
+def test_a_value_is_text_in_html(name: str) -> None:
+    page = render(name, **PAGES[name])
+    tags = Tags()
+    tags.feed(page)
+    assert "alert(1)" in page
+    assert not {"img", "iframe"} & {tag for tag, _ in tags.found}
+    assert not [attrs for _, attrs in tags.found if "onerror" in attrs]
+    assert page.count("<script") == page.count("</script>") <= 2
+    assert not [a["href"] for _, a in tags.found if ":" in (a.get("href") or "")]
+    assert not re.search("[\x00\x1b\u202e\u2066]", page)
+
+
+def check_markdown(page: str) -> None:
+    outside = re.sub(r"(?ms)^(`{3,})\w*\n.*?^\1$", "", page)
+    rows = [line for line in outside.splitlines() if line.startswith("|")]
+    outside = re.sub(r"(?<![`\\])(`+)(?!`).*?(?<!`)\1(?!`)", "", outside)
+    assert not re.search(r"(?<!\\)[<>](?! 1e-6|=)(?<!-)(?<!->)", outside.replace("->", ""))
+    assert not re.search(r"(?<!\\)\]\(|@\w|^# |^\| a \|", outside, re.MULTILINE)
+    assert not re.search("[\x00\x1b\u202e\u2066]", page)
+    for row in rows:
+        cells = len(re.findall(r"(?<!\\)\|", row))
+        rules = {r.count("|") for r in rows if re.fullmatch(r"[|:\- ]+", r)}
+        assert cells in rules, row
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if name.endswith(".md")])
+def test_a_value_is_text_in_markdown(name: str) -> None:
+    page = render(name, **PAGES[name])
+    assert "alert(1)" in page
+    check_markdown(page)
+
+
+@pytest.mark.parametrize("macro", MACROS)
+def test_a_value_is_text_in_a_part_of_a_summary(macro: str) -> None:
+    check_markdown(render_macro("ci_summary.md", macro, *MACROS[macro]))
+
+
+def test_a_name_that_a_template_is_not_given_is_an_error() -> None:
+    with pytest.raises(Exception, match="'headline' is undefined"):
+        render("goldens.md")
+
+
+def test_a_start_of_pytest_does_not_load_jinja2() -> None:
+    modules = "pytest_megatron.plugin", "pytest_megatron.hooks.gangs.plugin"
+    program = f"import sys, {', '.join(modules)}; sys.exit('jinja2' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)

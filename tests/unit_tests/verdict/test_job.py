@@ -1,0 +1,85 @@
+"""The maker of jobs: planned and checked once, for the machine that runs them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.project import ProjectConfig
+from pytest_megatron.errors import LaunchError
+from pytest_megatron.gpu.host import Gpu, Host
+from pytest_megatron.recipe.model import Row, Workload, parse_row
+from pytest_megatron.verdict.job import CheckedJob, JobOptions, make_job
+from pytest_megatron.workload.plan.plan import Setting
+
+GIB = 1 << 30
+ROW: dict[str, JsonValue] = {
+    "model": "gpt",
+    "test_case": "wide",
+    "environment": "dev",
+    "platforms": "dgx_h100",
+    "scope": "L0",
+    "cadence": ["pr"],
+    "gpus": 1,
+    "training_script_path": "train.py",
+}
+# 55 layers of 12 x 8192^2 weights of 2 bytes: 82.5 GiB without embeddings.
+CASE = """\
+TEST_TYPE: regular
+MODEL_ARGS: {--num-layers: 55, --hidden-size: 8192, --num-attention-heads: 64, --seq-length: 128,
+  --max-position-embeddings: 128, --micro-batch-size: 1, --bf16: true, --train-iters: 4}
+"""
+
+
+class Here:
+    """A place that changes nothing."""
+
+    def settle(self, setting: Setting, _workload: Workload) -> Setting:
+        return setting
+
+
+def job_on(tmp_path: Path, gpu_gib: int | None) -> CheckedJob:
+    """The job of a row on a machine with GPUs of some size, or on an unknown one."""
+    case = tmp_path / "tests/functional_tests/test_cases/gpt/wide/model_config.yaml"
+    case.parent.mkdir(parents=True, exist_ok=True)
+    case.write_text(CASE)
+    (tmp_path / "train.py").touch()
+    host = None
+    if gpu_gib is not None:
+        gpu = Gpu(index=0, name="NVIDIA H100 NVL", uuid="GPU-0", memory_bytes=gpu_gib * GIB)
+        host = Host(gpus=(gpu,), driver="570", cpu="x")
+    options = JobOptions(
+        root=tmp_path,
+        run_dir=tmp_path / "run",
+        env={"PATH": "/bin"},
+        project=ProjectConfig(),
+        is_lightweight=False,
+        host=host,
+    )
+    row = parse_row(Row(line=7, spec=ROW, axes=()), file=Path("recipes/r.yaml"), variant=())
+    return make_job(options, Here(), row, "recipes/r.yaml::wide[dev-dgx_h100]")
+
+
+def test_a_job_is_judged_by_the_gpus_that_run_it(tmp_path: Path) -> None:
+    job_on(tmp_path, gpu_gib=94).require_runnable()
+    for unfit in (80, None):
+        with pytest.raises(LaunchError, match="memory-weights"):
+            job_on(tmp_path, unfit).require_runnable()
+
+
+def test_the_plan_of_the_first_attempt_is_made_once(tmp_path: Path) -> None:
+    checked = job_on(tmp_path, gpu_gib=94)
+    assert checked.plan_of(repeat=1, number=1) is checked.plan
+    second = checked.plan_of(repeat=1, number=2)
+    assert second.dirs.root.name == "attempt_2"
+    assert replace(second, phases=(), dirs=checked.plan.dirs) == replace(checked.plan, phases=())
+
+
+def test_a_missing_program_is_refused(tmp_path: Path) -> None:
+    checked = job_on(tmp_path, gpu_gib=94)
+    (tmp_path / "train.py").unlink()
+    with pytest.raises(LaunchError, match=r"train\.py"):
+        checked.require_runnable()

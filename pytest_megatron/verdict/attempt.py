@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import signal
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import assert_never
 
-from pytest_megatron.base.files import JsonValue, write_json_atomically
+from pytest_megatron.base.files import JsonValue, read_json, write_json_atomically
 from pytest_megatron.base.text import describe_exit
 from pytest_megatron.errors import GoldenError, MetricsError, TriageError
 from pytest_megatron.golden.build import series_of_generation
@@ -28,11 +29,11 @@ from pytest_megatron.golden.store import read_metrics
 from pytest_megatron.gpu.health import Health
 from pytest_megatron.runs.environment import SessionFacts
 from pytest_megatron.runs.layout import AttemptDirs, ItemDirs, PhaseDirs
+from pytest_megatron.runs.record import headed
 from pytest_megatron.triage.api import triage_unit
 from pytest_megatron.triage.diagnosis import Diagnosis
 from pytest_megatron.triage.find import find_units
 from pytest_megatron.triage.launch import Known, LaunchEnd, Unit
-from pytest_megatron.triage.records import read_record
 from pytest_megatron.triage.signatures import LineRole, Signature, Table, is_named, match_signature
 from pytest_megatron.workload.plan.phases import Target
 from pytest_megatron.workload.run.rank_failures import (
@@ -97,8 +98,7 @@ def note_triage(
     }
     try:
         rows = [*_rows(dirs.triage), row]
-        content: dict[str, JsonValue] = {"schema": 1, **_last(row), "attempts": rows}
-        write_json_atomically(dirs.triage, content)
+        write_json_atomically(dirs.triage, headed({**_last(row), "attempts": rows}))
     except OSError:
         return
 
@@ -110,8 +110,11 @@ def _last(row: dict[str, JsonValue]) -> dict[str, JsonValue]:
 
 
 def _rows(path: Path) -> list[JsonValue]:
-    rows = read_record(path).get("attempts")
-    return rows if isinstance(rows, list) else []
+    with contextlib.suppress(OSError, ValueError):  # missing, or damaged: a full disk
+        found = read_json(path)
+        rows = found.get("attempts") if isinstance(found, dict) else None
+        return rows if isinstance(rows, list) else []
+    return []
 
 
 # Without a METRICS key these are compared, and so must be there.

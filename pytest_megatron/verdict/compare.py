@@ -19,6 +19,7 @@ from pytest_megatron.golden.policy import ComparedWorkload, ComparisonPolicy
 from pytest_megatron.golden.provenance import Golden
 from pytest_megatron.recipe.case import CaseMode, TestType, WorkloadCase
 from pytest_megatron.runs.environment import SessionFacts
+from pytest_megatron.runs.record import headed
 from pytest_megatron.verdict.attempt import Attempt
 from pytest_megatron.verdict.job import Training, WorkloadJob
 
@@ -195,7 +196,7 @@ class Judgement:
             }
             for repeat in self.repeats
         ]
-        return {"schema": 1, "passed": not self.failed, "repeats": repeats}
+        return headed({"passed": not self.failed, "repeats": repeats})
 
 
 def judge(

@@ -23,6 +23,7 @@ from pytest_megatron.golden.store import write_metrics
 from pytest_megatron.gpu.health import Health
 from pytest_megatron.recipe.case import CaseMode, WorkloadCase
 from pytest_megatron.runs.environment import SessionFacts
+from pytest_megatron.runs.record import headed
 from pytest_megatron.runs.redact import Redactor, redact_tree
 from pytest_megatron.triage.signatures import SIGNATURES, Signature, Table
 from pytest_megatron.verdict.attempt import (
@@ -219,7 +220,7 @@ def _judged(
     """Clean up, read and judge what an attempt left."""
     health = outcome.health
     if health is not None:
-        write_json_atomically(plan.dirs.health, health.as_json())
+        write_json_atomically(plan.dirs.health, headed(health.as_json()))
     attempt = Attempt(
         repeat=repeat,
         number=number,

@@ -28,6 +28,7 @@ from pytest_megatron.recipe.model import Workload
 from pytest_megatron.recipe.paths import case_path
 from pytest_megatron.runs.environment import SessionFacts, kept_variables, utc_now
 from pytest_megatron.runs.layout import ItemDirs, item_dirs
+from pytest_megatron.runs.record import RecordedPhase, RecordedPlan, to_json
 from pytest_megatron.runs.redact import Redactor
 from pytest_megatron.triage.signatures import Table, builtin_table
 from pytest_megatron.verdict.attempt import DEFAULT_METRICS, Attempt
@@ -311,45 +312,43 @@ def describe_plan(
 ) -> dict[str, JsonValue]:
     """Return the content of `plan.json`: all that a repetition needs, without secrets."""
     redactor, kept = job.redactor(plan), job.setting.kept_variables
-    phases: list[JsonValue] = [
-        {
-            "number": phase.number,
-            "argv": list[JsonValue](redactor.words(phase.argv)),
-            "env": dict[str, JsonValue](
-                redactor.env(kept_variables(phase.env, phase.own_env, kept))
-            ),
-            "name": phase.name,
-            "world_size": phase.world_size,
-            "last_iteration": phase.last_iteration,
-            "rewind_to": phase.resumes_after,
-            "before_script": _redacted(redactor, phase.before_script),
-            "after_script": _redacted(redactor, phase.after_script),
-        }
+    phases = [
+        RecordedPhase(
+            number=phase.number,
+            argv=tuple(redactor.words(phase.argv)),
+            env=redactor.env(kept_variables(phase.env, phase.own_env, kept)),
+            name=phase.name,
+            world_size=phase.world_size,
+            last_iteration=phase.last_iteration,
+            rewind_to=phase.resumes_after,
+            before_script=_redacted(redactor, phase.before_script),
+            after_script=_redacted(redactor, phase.after_script),
+        )
         for phase in plan.phases
     ]
     case = job.case
-    return {
-        "schema": 1,
-        "node_id": job.node_id,
-        "repeat": repeat,
-        "attempt": number,
-        "recipe": job.workload.where,
-        "case": None if case is None else str(case.path),
-        "cwd": str(plan.cwd),
-        "phases": phases,
-        "script": _redacted(redactor, plan.script),
-        "world_size": plan.world_size,
-        "nodes": job.workload.nodes,
-        "platform": job.workload.platform,
-        "time_limit_s": plan.time_limit_s,
-        "until_iteration": None if plan.target is None else plan.target.iteration,
-        "gradient_tolerance": job.gradient_tolerance,
-        "seed": None if case is None else case.argument("--seed"),
-        "is_lightweight": job.setting.is_lightweight,
-        "python_hash_seed": job.setting.env.get("PYTHONHASHSEED"),
-        "planned": utc_now(),
-        **facts.as_json(),
-    }
+    record = RecordedPlan(
+        node_id=job.node_id,
+        repeat=repeat,
+        attempt=number,
+        recipe=job.workload.where,
+        case=None if case is None else str(case.path),
+        cwd=str(plan.cwd),
+        phases=tuple(phases),
+        script=_redacted(redactor, plan.script),
+        world_size=plan.world_size,
+        nodes=job.workload.nodes,
+        platform=job.workload.platform,
+        time_limit_s=plan.time_limit_s,
+        until_iteration=None if plan.target is None else plan.target.iteration,
+        gradient_tolerance=job.gradient_tolerance,
+        seed=None if case is None else case.argument("--seed"),
+        is_lightweight=job.setting.is_lightweight,
+        python_hash_seed=job.setting.env.get("PYTHONHASHSEED"),
+        planned=utc_now(),
+        **facts.as_keys(),
+    )
+    return to_json(record)
 
 
 def _redacted(redactor: Redactor, text: str | None) -> str | None:

@@ -1,9 +1,8 @@
-"""The record of a workload in `run.json`: verdict, attempts, where to look. Pure."""
+"""The record of a workload in `run.json`. Pure."""
 
 from __future__ import annotations
 
-from pytest_megatron.base.files import JsonValue
-from pytest_megatron.gpu.health import Health
+from pytest_megatron.runs.record import RecordedAttempt, RecordedHealth, RecordedWorkload
 from pytest_megatron.runs.reproduce import headline_fingerprint
 from pytest_megatron.verdict.attempt import Attempt
 from pytest_megatron.verdict.compare import Judgement
@@ -20,8 +19,8 @@ def item_record(
     verdict: Verdict | None = None,
     problem: str | None = None,
     is_expected: bool = False,
-) -> dict[str, JsonValue]:
-    """Return what `run.json` says of a workload.
+) -> RecordedWorkload:
+    """Return the record of a workload.
 
     Args:
         training: What ran.
@@ -31,18 +30,19 @@ def item_record(
         is_expected: Whether the problem is what the case expects, which passes.
     """
     summary = summary_line(training, judgement, problem)
-    return {
-        "verdict": (verdict or training.verdict).value,
-        "problem": problem,
-        "is_expected": is_expected,
-        "summary": f"failed as expected: {summary}" if is_expected else summary,
-        "duration_s": round(training.duration_s, 3),
-        "directory": str(training.job.dirs.root),
-        "compared": judgement is not None and judgement.has_golden,
-        "not_run_again": training.stopped,
-        "fingerprint": _fingerprint(training, judgement) if problem is not None else None,
-        "attempts": [_attempt_record(attempt) for attempt in training.attempts],
-    }
+    return RecordedWorkload(
+        verdict=(verdict or training.verdict).value,
+        problem=problem,
+        is_expected=is_expected,
+        summary=f"failed as expected: {summary}" if is_expected else summary,
+        duration_s=round(training.duration_s, 3),
+        directory=str(training.job.dirs.root),
+        compared=judgement is not None and judgement.has_golden,
+        not_run_again=training.stopped,
+        fingerprint=_fingerprint(training, judgement) if problem is not None else None,
+        platform=training.job.workload.platform,
+        attempts=tuple(_attempt_record(attempt) for attempt in training.attempts),
+    )
 
 
 def _fingerprint(training: Training, judgement: Judgement | None) -> str:
@@ -59,28 +59,21 @@ def _fingerprint(training: Training, judgement: Judgement | None) -> str:
     return f"mismatch|{', '.join(names)}" if names else "not as expected"
 
 
-def _attempt_record(attempt: Attempt) -> dict[str, JsonValue]:
-    cause = attempt.cause
+def _attempt_record(attempt: Attempt) -> RecordedAttempt:
+    cause, health = attempt.cause, attempt.health
     signature = None if cause is None else cause.signature
-    return {
-        "repeat": attempt.repeat,
-        "attempt": attempt.number,
-        "directory": str(attempt.dirs.root),
-        "duration_s": round(attempt.duration_s, 3),
-        "exit_codes": [end.returncode for end in attempt.ends],
-        "num_left": sum(end.num_left for end in attempt.ends),
-        "cause": None if cause is None else cause.text,
-        "root_rank": None if cause is None else cause.rank,
-        "signature": None if signature is None else signature.id,
-        "is_transient": cause is not None and cause.is_transient,
-        "health": None if attempt.health is None else _health_record(attempt.health),
-        "fingerprint": None if cause is None else fingerprint(cause),
-    }
-
-
-def _health_record(health: Health) -> dict[str, JsonValue]:
-    """Return what is short enough to stand in `run.json`; `health.json` has all."""
-    return {
-        "faults": [fault.text for fault in health.faults],
-        "notes": list[JsonValue](health.notes),
-    }
+    faults = () if health is None else tuple(fault.text for fault in health.faults)
+    return RecordedAttempt(
+        repeat=attempt.repeat,
+        attempt=attempt.number,
+        directory=str(attempt.dirs.root),
+        duration_s=round(attempt.duration_s, 3),
+        exit_codes=tuple(end.returncode for end in attempt.ends),
+        num_left=sum(end.num_left for end in attempt.ends),
+        cause=None if cause is None else cause.text,
+        root_rank=None if cause is None else cause.rank,
+        signature=None if signature is None else signature.id,
+        is_transient=cause is not None and cause.is_transient,
+        health=None if health is None else RecordedHealth(faults=faults, notes=health.notes),
+        fingerprint=None if cause is None else fingerprint(cause),
+    )

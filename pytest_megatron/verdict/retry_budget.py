@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.files import JsonValue, parse_json
 
 DEFAULT_MAX_RETRIES = 10
 _FILE = "retries.jsonl"
@@ -172,7 +172,7 @@ class _RetryCounts:
         self.num_bytes += len(lines)
         for line in lines.splitlines():
             try:
-                row: JsonValue = json.loads(line)
+                row = parse_json(line)
             except ValueError:
                 continue
             if isinstance(row, dict):

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from enum import Enum
 
 from pytest_megatron.recipe.case import Evaluation, WorkloadCase
+from pytest_megatron.runs.record import RecordedVerdict
 from pytest_megatron.verdict.attempt import Attempt
 
 
 class Verdict(Enum):
     """The decision over all attempts and repeats of a workload."""
+
+    _value_: RecordedVerdict
 
     PASSED = "passed"
     FAILED = "failed"  # the training failed, or a metric disagrees

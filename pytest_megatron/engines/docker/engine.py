@@ -23,6 +23,7 @@ from pathlib import Path
 
 from typing_extensions import override
 
+from pytest_megatron.base.files import read_json
 from pytest_megatron.engines.api import (
     EngineContext,
     EngineError,
@@ -297,9 +298,14 @@ class DockerEngine(LeasingEngine):
 
     def _other_version(self, began: Path) -> EngineError:
         """Return why a container that began left no record and was not killed."""
-        there, here = json.loads(began.read_text())["version"], self._context.facts.versions
+        try:
+            found = read_json(began)
+        except (OSError, ValueError):
+            found = None
+        there = found.get("version") if isinstance(found, dict) else None
+        ours = self._context.facts.versions.get("pytest-megatron")
         text = "the container ended and left no record"
-        if there != (ours := here.get("pytest-megatron")):
+        if there not in (None, ours):
             text += f"; it has pytest-megatron {there}, this is {ours}"
         return EngineError(kind=TroubleKind.LOST, text=text)
 

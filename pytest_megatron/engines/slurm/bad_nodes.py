@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from pytest_megatron.base.files import parse_json
 from pytest_megatron.runs.layout import OWN_DIR, make_own_dir
 
 FILE = OWN_DIR / "bad_nodes.jsonl"
@@ -81,8 +82,8 @@ def _newest(text: str) -> Iterable[tuple[str, tuple[float, str]]]:
     """Yield the rows, the newest of a host last; invalid rows are skipped."""
     for line in text.splitlines():
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
+            row = parse_json(line)
+        except ValueError:
             continue
         if isinstance(row, dict):
             host, at, why = row.get("host"), row.get("at"), row.get("why")

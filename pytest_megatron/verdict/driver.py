@@ -29,6 +29,7 @@ from pytest_megatron.triage.signatures import SIGNATURES, Signature, Table
 from pytest_megatron.verdict.attempt import (
     Attempt,
     FailureCause,
+    decide_training,
     judge_attempt,
     judge_generation,
     note_triage,
@@ -37,7 +38,6 @@ from pytest_megatron.verdict.gradients import compare_gradients, measure_gradien
 from pytest_megatron.verdict.job import CheckedJob, Training, WorkloadJob
 from pytest_megatron.verdict.retry import StopRetrying, next_step, with_policy
 from pytest_megatron.verdict.script import judge_script
-from pytest_megatron.verdict.verdict import decide_training
 from pytest_megatron.workload.plan.phases import iteration_name
 from pytest_megatron.workload.plan.plan import AttemptPlan
 from pytest_megatron.workload.run.runner import AttemptListener, ForwardingListener

@@ -31,14 +31,13 @@ from pytest_megatron.runs.layout import ItemDirs, item_dirs
 from pytest_megatron.runs.record import RecordedPhase, RecordedPlan, to_json
 from pytest_megatron.runs.redact import Redactor
 from pytest_megatron.triage.signatures import Table, builtin_table
-from pytest_megatron.verdict.attempt import DEFAULT_METRICS, Attempt
+from pytest_megatron.verdict.attempt import DEFAULT_METRICS, Attempt, Verdict
 from pytest_megatron.verdict.gradients import tolerance_of
 from pytest_megatron.verdict.retry import (
     RetryPolicy,
     policy_of,
 )
 from pytest_megatron.verdict.script import is_judged_by_us
-from pytest_megatron.verdict.verdict import Verdict
 from pytest_megatron.workload.checks.check import findings_of, hits_of, problem_of
 from pytest_megatron.workload.checks.rules import CheckFinding
 from pytest_megatron.workload.plan.plan import (

@@ -18,7 +18,7 @@ from pytest_megatron.errors import MegatronError
 from pytest_megatron.hooks.options import WORKLOADS_PLUGIN
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.runs.record import RecordedWorkload
-from pytest_megatron.verdict.verdict import Verdict
+from pytest_megatron.verdict.attempt import Verdict
 
 if TYPE_CHECKING:
     from pytest_megatron.recipe.vocabulary import Vocabulary

@@ -42,12 +42,11 @@ from pytest_megatron.runs.layout import make_own_dir
 from pytest_megatron.runs.record import RecordedGolden, RecordedWorkload
 from pytest_megatron.runs.reproduce import reproduce_line
 from pytest_megatron.triage.signatures import Table
+from pytest_megatron.verdict.attempt import Verdict, evaluate
 from pytest_megatron.verdict.compare import Judgement, judge
 from pytest_megatron.verdict.driver import train
 from pytest_megatron.verdict.job import CheckedJob, Training, WorkloadJob
-from pytest_megatron.verdict.record import item_record
-from pytest_megatron.verdict.text import mismatch, training_failure
-from pytest_megatron.verdict.verdict import Verdict, evaluate
+from pytest_megatron.verdict.text import item_record, mismatch, training_failure
 from pytest_megatron.workload.plan.plan import require_inputs
 
 

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import filelock
-from pydantic import ConfigDict, with_config
 
 from pytest_megatron.base.files import write_json_atomically
 from pytest_megatron.errors import GoldenError, RunError
@@ -61,7 +60,6 @@ class _TransactionEntry:
         return self.target.with_name(f".{self.target.name}.old")
 
 
-@with_config(ConfigDict(extra="ignore"))
 @dataclass(frozen=True, kw_only=True)
 class _TransactionJournal(RecordedFile):
     """What a set consists of.

@@ -278,7 +278,9 @@ def _problem(schema: _Schema, error: ErrorDetails, at: YamlPath) -> SchemaProble
         loc = loc[:-1]
     if kind == "missing":
         node, _ = _node_at(schema, loc)
-        expected = f", expected {_expected(schema, node, kind, None)}" if "enum" in node else ""
+        is_fixed = "const" in node
+        expected = str(node["const"]) if is_fixed else _expected(schema, node, kind, None)
+        expected = f", expected {expected}" if is_fixed or "enum" in node else ""
         text = f"is missing{expected}; add it"
     elif kind in {"extra_forbidden", "unexpected_keyword_argument"}:
         node, _ = _node_at(schema, loc[:-1])

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Literal, TypeAlias, TypeVar, cast
 
 from pydantic import ConfigDict, Discriminator, Field, Strict, Tag, TypeAdapter, with_config
+from pydantic import JsonValue as AnyJson
 from pydantic import ValidationError as Invalid
 
 from pytest_megatron.base.files import JsonValue, encodable, read_json
@@ -152,6 +153,7 @@ class RecordedWorkload(_RecordedItem):
     is_expected: Flag = False
     directory: Text | None = None
     compared: Flag | None = None
+    policy: dict[Text, AnyJson] | None = None
     not_run_again: Text | None = None
     golden: RecordedGolden | None = None
     platform: Text | None = None

@@ -117,6 +117,8 @@ def encodable(value: JsonValue) -> JsonValue:
     """Return the value with texts that can be written as UTF-8: U+FFFD for a lone surrogate."""
     match value:
         case str():
+            if value.isascii():
+                return value
             return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         case list():
             return [encodable(element) for element in value]

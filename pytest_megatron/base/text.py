@@ -46,7 +46,7 @@ def printable(text: str) -> str:
 
 def visible(text: str) -> str:
     """Return a text without colours; a character that cannot be seen becomes a replacement sign."""
-    return _HIDDEN.sub("\ufffd", _ESCAPES.sub("", text))
+    return re.sub(_HIDDEN, "\ufffd", _ESCAPES.sub("", text))
 
 
 def counted(number: int, what: str) -> str:
@@ -82,11 +82,12 @@ def cut_middle(text: str, most_chars: int) -> str:
     return f"{head}\n[{num_left_out} of {len(text)} characters are left out here]\n{tail}"
 
 
-_HIDDEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_HIDDEN = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?")
 _TICKS = re.compile(r"`+")
+# Patterns of pages, which `re` compiles on first use: every start of pytest loads this module.
 # A `_` between letters is never emphasis.
-_SPECIAL = re.compile(r"[\\`*<>\[\]#|]|(?<![^\W_])_|_(?![^\W_])")
+_SPECIAL = r"[\\`*<>\[\]#|]|(?<![^\W_])_|_(?![^\W_])"
 _ELLIPSIS = "..."
 
 
@@ -121,7 +122,7 @@ def fenced(text: str, most: int | None = None, language: str = "text") -> str:
 
 def escaped(text: str) -> str:
     """Return one line as prose, with nothing in it that Markdown or HTML would read."""
-    text = _SPECIAL.sub(r"\\\g<0>", plain(" ".join(text.split())))
+    text = re.sub(_SPECIAL, r"\\\g<0>", plain(" ".join(text.split())))
     return text.replace("@", "@\u200b")  # a log must not mention a user
 
 

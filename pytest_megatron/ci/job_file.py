@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import ConfigDict, Field, Strict, with_config
+from pydantic import Field, Strict
 
 from pytest_megatron.base.files import write_json_atomically
 from pytest_megatron.errors import CiError
@@ -27,7 +27,6 @@ _COMMIT = ("GITHUB_SHA", "CI_COMMIT_SHA")
 _RUN_ID = ("GITHUB_RUN_ID", "CI_PIPELINE_ID")
 
 
-@with_config(ConfigDict(extra="ignore"))
 @dataclass(frozen=True, kw_only=True)
 class CiJobRecord(RecordedFile):
     """One try of one job.

@@ -12,11 +12,12 @@ from pytest_megatron.base.files import JsonValue
 from pytest_megatron.ci.decide import Decision
 from pytest_megatron.ci.table import CiTable
 from pytest_megatron.ci.test_files import Bucket
+from pytest_megatron.golden.policy import ComparedWorkload, ComparisonPolicy
+from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.runs.layout import item_dirs
 
 PYTEST = ("pytest", "-p", "megatron")
-CPU_PLATFORM = "cpu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,7 @@ class CiJob:
         env: Variables that go with it.
         files: The test files of a unit job.
         is_compared: Whether a workload is compared with a golden; None where that is not known.
+        policy: Under which a workload is compared; None for unit tests.
     """
 
     id: str
@@ -59,6 +61,7 @@ class CiJob:
     env: Mapping[str, str] = field(default_factory=dict)
     files: tuple[str, ...] = ()
     is_compared: bool | None = None
+    policy: ComparisonPolicy | None = None
 
     @property
     def command(self) -> str:
@@ -86,6 +89,7 @@ class CiJob:
             "timeout_minutes": self.timeout_minutes,
             "num_files": len(self.files),
             "compared": self.is_compared,
+            "policy": None if self.policy is None else self.policy.as_json(),
             "command": self.command,
         }
 
@@ -128,6 +132,7 @@ def workload_jobs(
     decision: Decision,
     table: CiTable,
     compares: Callable[[Workload], bool | None],
+    policy: ComparisonPolicy,
 ) -> tuple[CiJob, ...]:
     """Return a job for each row.
 
@@ -136,11 +141,13 @@ def workload_jobs(
         decision: How often and how short they run.
         table: For time limits.
         compares: Whether the row's case is compared with a golden, None where that is not known.
+        policy: Under which the project compares.
     """
     return tuple(
         replace(
             _workload_job(workload, decision, table),
             is_compared=not decision.is_lightweight and compares(workload),
+            policy=policy.at(ComparedWorkload.of(workload)),
         )
         for workload in workloads
     )

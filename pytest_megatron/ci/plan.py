@@ -13,6 +13,7 @@ from pytest_megatron.base.yaml import YamlError, read_document
 from pytest_megatron.ci.changes import PathChange, Suggestion, suggest
 from pytest_megatron.ci.decide import Decision, Trigger, decide
 from pytest_megatron.ci.jobs import CiJob, UnitRow, integration_matrix, unit_matrix, workload_jobs
+from pytest_megatron.ci.policy import planned_policy
 from pytest_megatron.ci.table import CiTable, load_table
 from pytest_megatron.ci.test_files import find_test_files, read_durations
 from pytest_megatron.ci.test_jobs import (
@@ -162,7 +163,8 @@ def make_plan(request: PlanRequest) -> CiPlan:
     left_out: list[LeftOut] = []
     if "workload" in request.kinds:
         workloads, left_out = _select(rows, request, decision, words, table)
-        jobs += workload_jobs(workloads, decision, table, _Cases(request.root).compares)
+        policy = planned_policy(request.root, table.workflow.pytest_arguments)
+        jobs += workload_jobs(workloads, decision, table, _Cases(request.root).compares, policy)
     if "unit" in request.kinds:
         units = _unit_jobs(unit_rows(rows), request, decision, table)
         jobs += units.jobs

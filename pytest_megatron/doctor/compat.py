@@ -1,4 +1,4 @@
-"""What fits what, as data: drivers for CUDA, and packages that are compiled against torch."""
+"""Tables of compatibility: drivers for CUDA, and packages that are compiled against torch."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Compiled:
     """
 
     name: str
-    also: tuple[str, ...]
-    modules: tuple[str, ...]
-    objects: tuple[str, ...]
-    wheel: str | None
-    build: str | None
+    also: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+    objects: tuple[str, ...] = ()
+    wheel: str | None = None
+    build: str | None = None
     latest: str
     force: str
-    needs: tuple[str, ...]
+    needs: tuple[str, ...] = ()
     why: str
     source: str
 
@@ -62,27 +62,8 @@ def compat() -> Compat:
     return Compat(
         least_driver=cast("dict[str, str]", data["least"]),
         release_driver=cast("dict[str, str]", data["cuda"]),
-        compiled=tuple(_compiled(row) for row in rows),
-    )
-
-
-def _compiled(row: Mapping[str, JsonValue]) -> Compiled:
-    def words(key: str) -> tuple[str, ...]:
-        return tuple(cast("list[str]", row.get(key, [])))
-
-    def text(key: str) -> str | None:
-        return cast("str | None", row.get(key))
-
-    return Compiled(
-        name=str(row["name"]),
-        also=words("also"),
-        modules=words("modules"),
-        objects=words("objects"),
-        wheel=text("wheel"),
-        build=text("build"),
-        latest=str(row["latest"]),
-        force=str(row["force"]),
-        needs=words("needs"),
-        why=str(row["why"]),
-        source=str(row["source"]),
+        compiled=tuple(
+            Compiled(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()})  # type: ignore[arg-type] # the table is ours
+            for row in rows
+        ),
     )

@@ -143,7 +143,7 @@ def finding_of(hit: RuleMatch) -> CheckFinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examination:
-    """What was looked at, and what was found, in the order of the rules."""
+    """Facts and findings, in the order of the rules."""
 
     facts: EnvironmentFacts
     findings: tuple[CheckFinding, ...]

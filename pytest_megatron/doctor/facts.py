@@ -1,4 +1,4 @@
-"""What is known of a machine and an environment, as data; a fact that could not be had is None."""
+"""Facts about a machine and an environment; a fact that is not known is None."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class Extension:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Devices:
-    """What the driver says.
+    """GPUs and driver, as the driver reports them.
 
     Attributes:
         driver: Version of the kernel's module.
@@ -144,7 +144,7 @@ class Devices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Toolkit:
-    """What is there to compile with.
+    """Tools to compile an extension with.
 
     Attributes:
         nvcc: Its CUDA version.
@@ -185,11 +185,13 @@ class Clock:
         now_s: Seconds since 1970.
         fresh_s: How far ahead the time of a file is that was just made; None if none was made.
         ahead_s: Older file -> how far ahead its time is.
+        hardware_s: How far ahead the hardware's clock is; None where it cannot be read.
     """
 
     now_s: float
     fresh_s: float | None = None
     ahead_s: Mapping[Path, float] = field(default_factory=dict)
+    hardware_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

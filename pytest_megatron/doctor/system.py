@@ -1,4 +1,4 @@
-"""Where facts are read: this machine and this environment, or made-up ones in a test."""
+"""Source of facts: this machine and this environment, or staged ones in a test."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import Enum
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from pytest_megatron.base.schema import (
     Checked,
@@ -23,7 +23,9 @@ from pytest_megatron.base.schema import (
     closed,
     matches,
 )
+from pytest_megatron.gpu.host import CPU_PLATFORM
 
+GPUS_OF_RECIPE = "{gpus}"  # in `gres`
 _MOST_MINUTES_PARTS = 2
 _MINUTES_OF_DAY, _SECONDS_OF_MINUTE = 1440, 60
 _LAST_PORT = 65_535
@@ -225,7 +227,8 @@ class PlaceConfig:
         Text | None,
         Field(
             description="`--gres` in place of `--gpus-per-node`; `{gpus}` stands for the "
-            "recipe's number, as in `gpu:h100:{gpus}`, which asks for none on platform `cpu`."
+            "recipe's number, as in `gpu:h100:{gpus},tmpfs:1`. What has it is left out on platform "
+            "`cpu`, and is refused in the settings of that platform."
         ),
     ] = None
     time: Annotated[
@@ -278,6 +281,17 @@ class PlaceConfig:
     def time_minutes(self) -> int | None:
         """`time` in minutes, rounded up; None where it is not given."""
         return None if self.time is None else minutes_of(self.time)
+
+
+def _check_platforms(platforms: dict[str, PlaceConfig]) -> dict[str, PlaceConfig]:
+    """Refuse GPUs of a recipe on the platform that has none."""
+    gres = platforms.get(CPU_PLATFORM, PlaceConfig()).gres
+    if GPUS_OF_RECIPE in (gres or ""):
+        raise ValueError(
+            f"{CPU_PLATFORM}.gres is {gres!r}, and a recipe has no GPUs on this platform; write a "
+            f"number in place of {GPUS_OF_RECIPE}, or remove it"
+        )
+    return platforms
 
 
 @closed
@@ -343,6 +357,7 @@ class SlurmConfig(PlaceConfig):
     ] = ()
     platforms: Annotated[
         dict[Text, PlaceConfig],
+        AfterValidator(_check_platforms),
         Field(description="Platform to the keys that are different there, see below."),
     ] = field(default_factory=dict)
 

@@ -85,7 +85,7 @@ class Lifecycle:
 
         Args:
             run: The test.
-            limit_s: For one phase; 0 is no limit.
+            limit_s: For one phase; 0 is no limit. The call may have one of its own, in `run`.
             is_isolated: Whether nothing runs on this gang afterwards.
             now: Seconds of the clock.
         """
@@ -160,7 +160,16 @@ class Lifecycle:
     @property
     def deadline(self) -> float | None:
         """When `tick` has something to do at the latest."""
-        return self._timers.deadline(self.state, self.queue.limit_s)
+        return self._timers.deadline(self.state, self._limit_s)
+
+    @property
+    def _limit_s(self) -> float:
+        """Limit of the running phase: the call may have one of its own."""
+        run = self.queue.current
+        if run is None or run.call_limit_s is None:
+            return self.queue.limit_s
+        ended = {rank.ended_phase for rank in self._ranks}  # "" of one in its setup
+        return run.call_limit_s if "setup" in ended and "" not in ended else self.queue.limit_s
 
     def tick(self, now: float) -> list[Action]:
         """Look at the clock."""
@@ -183,7 +192,7 @@ class Lifecycle:
                 limit_s = self._timers.after_failure_s
                 return self._begin_stop(kind_of_first_failure(self._ranks), limit_s, now)
             case _:
-                return self._begin_stop(Reason.HUNG, self.queue.limit_s, now)
+                return self._begin_stop(Reason.HUNG, self._limit_s, now)
 
     def handle(self, rank: int, message: Message, now: float) -> list[Action]:
         """Take in what a rank, or a fork server about a rank, said."""
@@ -213,6 +222,7 @@ class Lifecycle:
                 return self._on_ready(now)
             case PhaseEnded(run=run) if self._is_current(run):
                 self._timers.begin_phase(now)
+                rank.ended_phase = message.when
                 if message.report is not None:
                     rank.early += (message.report,)
                 self._note(rank, message.when, message.outcome, now)

@@ -35,6 +35,7 @@ class RankState:
     at: float | None = None
     failed_phase: str = ""
     outcome: str = ""
+    ended_phase: str = ""  # the last one that was reported
     phase: str = ""
     stack: str = ""
     flight: str = ""
@@ -42,7 +43,7 @@ class RankState:
     def reset(self) -> None:
         """Forget the test that ended."""
         self.done = self.at = None
-        self.failed_phase = self.outcome = self.phase = ""
+        self.failed_phase = self.outcome = self.phase = self.ended_phase = ""
         self.problem = self.stack = self.flight = ""
         self.early = ()
 

@@ -39,6 +39,11 @@ class SlurmStep:
     host: str
     port: int
 
+    @property
+    def endpoint(self) -> str:
+        """Address of node 0; asks Slurm for it."""
+        return f"{slurm_address(self.host)}:{self.port}"
+
 
 def find_slurm_step(env: Mapping[str, str]) -> SlurmStep | None:
     """Return what Slurm says of this step; None outside of `srun`, and on one node.

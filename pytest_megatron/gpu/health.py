@@ -1,4 +1,4 @@
-"""What NVML says of GPUs before and after an attempt, and what changed. Pure.
+"""State of GPUs before and after an attempt, as NVML reports it. Pure.
 
 A value that a GPU or a driver does not have is None; nothing here fails for lack of one.
 
@@ -8,7 +8,7 @@ Sources: NVIDIA's Xid catalogue and its GPU debug guidelines (which Xids are the
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 
 from pytest_megatron.base.files import JsonValue
 
@@ -73,20 +73,16 @@ class GpuState:
 
     @property
     def label(self) -> str:
-        """How a person finds it."""
+        """Name for people: index and UUID."""
         return f"GPU {self.index} ({self.uuid})" if self.index is not None else self.uuid
 
     def as_json(self) -> dict[str, JsonValue]:
         """Return every value."""
-        found: dict[str, JsonValue] = {}
-        for field in fields(self):
-            value: object = getattr(self, field.name)
-            if field.name == "processes":
-                found["processes"] = [{"pid": p, "memory_bytes": m} for p, m in self.processes]
-            else:
-                assert isinstance(value, str | int | tuple | None)
-                found[field.name] = list(value) if isinstance(value, tuple) else value
-        return found
+        return {
+            **asdict(self),
+            "throttles": None if self.throttles is None else list(self.throttles),
+            "processes": [{"pid": p, "memory_bytes": m} for p, m in self.processes],
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +117,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """What is known of the GPUs of one attempt.
+    """State of the GPUs of one attempt.
 
     Attributes:
         before: In the order of the lease, as `after` is; a GPU that is lost is in neither.
@@ -136,20 +132,17 @@ class Health:
     @property
     def faults(self) -> tuple[Fault, ...]:
         """Failures of the hardware, new since `before`."""
-        found = [*_xid_faults(self.xids, self.before), *_ecc_faults(self._pairs())]
-        return tuple(found)
+        return (*_xid_faults(self.xids, self.before), *_ecc_faults(self._pairs()))
 
     @property
     def foreign(self) -> str | None:
-        """Who else held memory of these GPUs, if it was enough to explain an OOM, else None."""
-        for state in (*self.before, *self.after):
-            if (text := _foreign(state)) is not None:
-                return text
-        return None
+        """Program that held enough memory of these GPUs to explain an OOM, else None."""
+        found = map(_foreign, (*self.before, *self.after))
+        return next((text for text in found if text is not None), None)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is no failure and yet worth knowing."""
+        """Observations that are no failures."""
         found: list[str] = []
         for before, after in self._pairs():
             if (new := _grown(before.ecc_volatile_corrected, after.ecc_volatile_corrected)) > 0:
@@ -251,7 +244,7 @@ def _grown(before: int | None, after: int | None) -> int:
 
 
 def _foreign(state: GpuState) -> str | None:
-    """Say which other program holds much of a GPU that is ours alone."""
+    """Return which other program holds much of a GPU that this run has alone."""
     if not state.memory_total_bytes:
         return None
     least = FOREIGN_SHARE * state.memory_total_bytes

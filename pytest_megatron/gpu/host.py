@@ -1,4 +1,4 @@
-"""What this machine is: its GPUs, its processor, and which platform of the recipes that makes it.
+"""GPUs and processor of this machine, and the recipes' platform that they make.
 
 Asks NVML and the system, never torch: the controller must not load it.
 """
@@ -24,7 +24,7 @@ PLATFORM_GPUS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuModel:
-    """What is known of a kind of GPU without having one.
+    """Properties of a kind of GPU.
 
     Attributes:
         architecture: Major compute capability: 8 Ampere, 9 Hopper, 10 Blackwell.
@@ -120,7 +120,7 @@ def this_host() -> Host:
 
 
 def has_driver() -> bool:
-    """Whether an NVIDIA driver is loaded, also as seen from a container."""
+    """Return true if an NVIDIA driver is loaded, also as seen from a container."""
     return Path("/dev/nvidiactl").exists() or Path("/proc/driver/nvidia").exists()
 
 

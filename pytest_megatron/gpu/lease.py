@@ -108,7 +108,7 @@ class LeaseWaiter:
 
 
 def is_awaited() -> bool:
-    """Whether some run on this host waits for devices.
+    """Return true if some run on this host waits for devices.
 
     Raises:
         LaunchError: Lock files cannot be made.

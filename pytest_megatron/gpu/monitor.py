@@ -126,15 +126,6 @@ def _parse(found: Mapping[str, JsonValue]) -> _MonitorAnswer:
     assert isinstance(xids, list)
     return _MonitorAnswer(
         states=tuple(state_from_json(gpu) for gpu in gpus if isinstance(gpu, dict)),
-        xids=tuple(_xid(row) for row in xids),
+        xids=tuple(Xid(**row) for row in xids if isinstance(row, dict)),  # type: ignore[arg-type] # our own process wrote it
         problem=None if problem is None else str(problem),
-    )
-
-
-def _xid(row: JsonValue) -> Xid:
-    assert isinstance(row, list)
-    uuid, number, source, text = row
-    assert isinstance(number, int)
-    return Xid(
-        uuid=None if uuid is None else str(uuid), number=number, source=str(source), text=str(text)
     )

@@ -15,6 +15,7 @@ import re
 import select
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from types import ModuleType
 from typing import TypeVar
 
@@ -42,13 +43,12 @@ def main() -> None:
         return
     with _kernel_log() as kernel:
         events = _register(pynvml, uuids)
-        states = list(_states(pynvml, uuids))
+        states = _states(pynvml, uuids)
         _say({"gpus": [state.as_json() for state in states]})
         xids = list(_wait_for_end(pynvml, events))
         xids += _kernel_xids(kernel, {s.bus_id: s.uuid for s in states if s.bus_id is not None})
         after = [state.as_json() for state in _states(pynvml, uuids)]
-        found: list[JsonValue] = [[x.uuid, x.number, x.source, x.text] for x in xids]
-        _say({"gpus": list[JsonValue](after), "xids": found})
+        _say({"gpus": list[JsonValue](after), "xids": [asdict(xid) for xid in xids]})
 
 
 def read_state(nvml: ModuleType, uuid: str) -> GpuState | None:
@@ -98,10 +98,8 @@ def read_state(nvml: ModuleType, uuid: str) -> GpuState | None:
     )
 
 
-def _states(nvml: ModuleType, uuids: Sequence[str]) -> Iterator[GpuState]:
-    for uuid in uuids:
-        if (state := read_state(nvml, uuid)) is not None:
-            yield state
+def _states(nvml: ModuleType, uuids: Sequence[str]) -> list[GpuState]:
+    return [state for uuid in uuids if (state := read_state(nvml, uuid)) is not None]
 
 
 def _processes(nvml: ModuleType, handle: object) -> tuple[tuple[int, int | None], ...]:

@@ -17,7 +17,7 @@ _RANK_PLUGIN = "megatron-rank"
 
 
 class SetUp(Protocol):
-    """What `model_parallel` gives to a test."""
+    """Value of the fixture `model_parallel`."""
 
     def __call__(
         self,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from _pytest.doctest import DoctestItem
 
 from pytest_megatron.gang.spec import GangSpec
-from pytest_megatron.hooks.option_values import foreign_ini
+from pytest_megatron.hooks.option_values import foreign_ini, seconds_of
 from pytest_megatron.hooks.options import Options
 
 SIZE_FIXTURE = "_megatron_world_size"
@@ -22,12 +22,16 @@ _LINES = (
     "quarantine(reason, until): a failure does not fail the run up to that day, '2026-12-31'",
 )
 
+_NO_LIMIT = " (0 is no limit)"
 _TIMEOUT_PLUGINS = ("timeout", "pytest_timeout")  # the second one if `-p` loads it
-_TIMEOUT_LINE = "timeout(s): limit for each phase of a test on a gang, in seconds; 0 is none"
+_TIMEOUT_LINE = (
+    "timeout(s, func_only=False): limit for each phase of a test on a gang, or for its call alone, "
+    "in seconds; 0 is none"
+)
 
 
 def declare_marks(config: pytest.Config) -> None:
-    """Tell pytest of the marks."""
+    """Declare the marks."""
     for line in _LINES:
         config.addinivalue_line("markers", line)
     if not _has_timeout_plugin(config):  # which declares it itself
@@ -35,12 +39,12 @@ def declare_marks(config: pytest.Config) -> None:
 
 
 def asks_for_gang(item: pytest.Item) -> bool:
-    """Whether a test has a mark that asks for a gang, right or wrong."""
+    """Return true if a test has a mark that asks for a gang, valid or not."""
     return any(item.get_closest_marker(name) is not None for name in ("world_size", "isolated"))
 
 
 def is_quarantined_by_us(item: pytest.Item) -> bool:
-    """Whether a test has our mark, and not one of the same name that a project uses for itself."""
+    """Return true if a test has our mark, and not a project's own of the same name."""
     mark = item.get_closest_marker(QUARANTINE)
     return mark is not None and not mark.kwargs.keys().isdisjoint(("reason", "until"))
 
@@ -48,7 +52,7 @@ def is_quarantined_by_us(item: pytest.Item) -> bool:
 def parametrise_sizes(metafunc: pytest.Metafunc) -> None:
     """Make a test of each number that `world_size` names, if it names several.
 
-    A wrong mark is left alone: `spec_of` says so, where it is a usage error.
+    A wrong mark is left alone: `spec_of` reports it as a usage error.
     """
     mark = metafunc.definition.get_closest_marker("world_size")
     sizes = None if mark is None else _numbers(mark)
@@ -121,36 +125,69 @@ def num_reruns_of(item: pytest.Item, default: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TimeLimit:
-    """How long a phase of a test may take, and who says so.
+    """Time limit of a phase, and the setting that it comes from.
 
     Attributes:
         seconds: 0 is no limit.
         source: What the user would change.
+        is_of_call: Whether it limits the call alone.
     """
 
     seconds: float
     source: str
+    is_of_call: bool = False
 
 
-def timeout_of(item: pytest.Item, options: Options) -> float:
-    """Return the limit of a phase: a `timeout` mark wins, as long as it has a time.
+@dataclass(frozen=True, slots=True)
+class PhaseLimits:
+    """Time limits of the phases of a test, in seconds; 0 is no limit.
+
+    Attributes:
+        call_s: Of the call; None where all phases have the same.
+    """
+
+    phase_s: float
+    call_s: float | None = None
+
+
+def limits_of(item: pytest.Item, options: Options) -> PhaseLimits:
+    """Return the limits of a test. Fixtures have ours where pytest-timeout limits the call alone.
 
     Raises:
-        pytest.UsageError: It is no time.
+        pytest.UsageError: A limit is no time, or `func_only` of a mark is neither true nor false.
     """
+    limit = _limit_of(item, options)
+    if not limit.is_of_call:
+        return PhaseLimits(limit.seconds)
+    ours_s = options.rank_timeout_s
+    is_limited = limit.seconds and "rank-timeout" not in options.given
+    return PhaseLimits(
+        max(ours_s, limit.seconds) if ours_s and is_limited else ours_s, limit.seconds
+    )
+
+
+def _limit_of(item: pytest.Item, options: Options) -> TimeLimit:
+    """Return the limit of a test: a `timeout` mark wins, as long as it has a time."""
     mark = item.get_closest_marker("timeout")
-    found: object = None
-    if mark is not None:
-        found = mark.args[0] if mark.args else mark.kwargs.get("timeout")
-    if found is None:  # the mark may only choose pytest-timeout's method
-        return limit_of_session(item.config, options).seconds
-    return _seconds(found, f"{item.nodeid}: mark timeout")
+    if mark is None:
+        return limit_of_session(item.config, options)
+    seconds = mark.args[0] if mark.args else mark.kwargs.get("timeout")
+    is_of_call = mark.kwargs.get("func_only")
+    if not (is_of_call is None or isinstance(is_of_call, bool)):
+        problem = f"func_only is {is_of_call!r}, expected True or False"
+        raise pytest.UsageError(f"{item.nodeid}: mark timeout: {problem}")
+    if seconds is None:  # the mark may only choose pytest-timeout's method
+        limit = limit_of_session(item.config, options)
+    else:
+        where = f"{item.nodeid}: mark timeout"
+        limit = TimeLimit(seconds_of(seconds, where, _NO_LIMIT), where, _is_of_call(item.config))
+    return limit if is_of_call is None else replace(limit, is_of_call=is_of_call)
 
 
 def limit_of_session(config: pytest.Config, options: Options) -> TimeLimit:
     """Return the limit of tests without a mark.
 
-    What is typed for us wins, then what is set for pytest-timeout, then our default.
+    A value that is typed for us wins, then a setting of pytest-timeout, then our default.
 
     Raises:
         pytest.UsageError: It is no time.
@@ -163,24 +200,17 @@ def limit_of_session(config: pytest.Config, options: Options) -> TimeLimit:
         }
         for source, value in settings.items():
             if value not in (None, ""):
-                return TimeLimit(_seconds(value, source), source)
+                return TimeLimit(seconds_of(value, source, _NO_LIMIT), source, _is_of_call(config))
     return TimeLimit(options.rank_timeout_s, "--rank-timeout")
+
+
+def _is_of_call(config: pytest.Config) -> bool:
+    """Whether pytest-timeout is set to limit calls alone."""
+    return _has_timeout_plugin(config) and foreign_ini(config, "timeout_func_only") is True
 
 
 def _has_timeout_plugin(config: pytest.Config) -> bool:
     return any(map(config.pluginmanager.has_plugin, _TIMEOUT_PLUGINS))
-
-
-def _seconds(found: object, where: str) -> float:
-    try:
-        seconds = float(str(found))
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise pytest.UsageError(
-            f"{where}: {found!r} is not a time, expected seconds from 0 on (0 is no limit)"
-        )
-    return seconds
 
 
 def _chosen_size(item: pytest.Item, mark: pytest.Mark) -> int:

@@ -17,7 +17,7 @@ _GOOD = ("passed", "skipped")
 
 
 class PagesPlugin:
-    """Writes `index.html` and every workload's `curves.html`, and says where on failure."""
+    """Writes `index.html` and every workload's `curves.html`; prints the path after failures."""
 
     def __init__(self, session: RunSession) -> None:
         self._session = session
@@ -40,11 +40,10 @@ class PagesPlugin:
         if not has_any or not (run_dir / RUN_FILE).is_file():
             return
         # Loads all of goldens and triage, which a run of tests that pass does without.
-        from pytest_megatron.pages.read import RunReader  # noqa: PLC0415
-        from pytest_megatron.pages.write import write_in_place  # noqa: PLC0415
+        from pytest_megatron.pages import read, write  # noqa: PLC0415
 
         try:
-            index = write_in_place(RunReader(run_dir))
+            index = write.write_in_place(read.RunReader(run_dir))
         except (MegatronError, OSError) as error:
             self._line = f"the pages of this run are not complete: {error}"
             return
@@ -53,7 +52,7 @@ class PagesPlugin:
 
     @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Say where the pages are."""
+        """Print the path of the pages."""
         if self._line is not None:
             terminalreporter.write_line(self._session.shorten(f"megatron: {self._line}"))
 

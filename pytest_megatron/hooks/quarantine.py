@@ -65,7 +65,7 @@ class QuarantinePlugin:
     def pytest_report_teststatus(
         self, report: pytest.TestReport
     ) -> tuple[str, str, tuple[str, Mapping[str, bool]]] | None:
-        """Say `quarantined` where a failure does not count."""
+        """Return `quarantined` where a failure does not count."""
         state: dict[str, JsonValue] | None = getattr(report, _STATE, None)
         if state is None or not state["failure"] or not state["holds"]:
             return None
@@ -158,7 +158,7 @@ def _of_marks(item: pytest.Item, *, has_roles: bool) -> Quarantine | None:
 
 
 def _patterns(config: pytest.Config) -> dict[str, Quarantine]:
-    """Return what `[tool.pytest-megatron.quarantine]` says: pattern of node ids -> quarantine."""
+    """Return `[tool.pytest-megatron.quarantine]`: pattern of node ids -> quarantine."""
     try:
         project = load_config(config.rootpath)
         found: dict[str, Quarantine] = {}

@@ -25,7 +25,7 @@ _ZOOM = 2  # of a PNG, for screens with small pixels
 
 
 class _ToPng(Protocol):
-    """What draws; `zoom` is how many pixels each unit of the picture gets."""
+    """The function that draws; `zoom` is the number of pixels per unit of the picture."""
 
     def __call__(self, *, svg_string: str, zoom: int) -> bytes:
         """Return a PNG."""

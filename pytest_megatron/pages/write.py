@@ -133,7 +133,7 @@ def _new_name(name: str, used: set[str]) -> str:
 
 
 def cannot_write(error: OSError) -> ReportError:
-    """Return what to say of a page or picture that could not be written."""
+    """Return the error for a page or picture that could not be written."""
     reason = error.strerror or str(error)
     return ReportError(
         str(error.filename or "--output"), f"{reason}; make room, or give another --output"

@@ -177,7 +177,7 @@ def _send(pid: int, number: signal.Signals) -> None:
 
 
 def _answer(result: int, value: dict[str, object]) -> None:
-    """Tell the controller; it may be gone."""
+    """Send a message to the controller, which may be gone."""
     try:
         os.write(result, json.dumps(value).encode() + b"\n")
     except OSError:

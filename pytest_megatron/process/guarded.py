@@ -21,7 +21,7 @@ _GUARD = Path(__file__).with_name("guard.py")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandEnd:
-    """How a guarded command ended.
+    """End of a guarded command.
 
     Attributes:
         returncode: As `Popen.returncode`: negative means killed by that signal.
@@ -52,7 +52,7 @@ class RunningCommand(Protocol):
         """Wait for the end, however long it takes."""
 
     def stop(self) -> None:
-        """Tell it to end; after its grace it is killed."""
+        """Ask it to end; after its grace it is killed."""
 
     def dump_stacks(self) -> None:
         """Abort every rank; with faulthandler on, each prints its stacks."""
@@ -152,7 +152,7 @@ class GuardedProcess:
         return ended
 
     def stop(self) -> None:
-        """Tell the command to end; after its grace it is killed."""
+        """Ask the command to end; after its grace it is killed."""
         self._order(b"t")
 
     def kill(self) -> None:

@@ -1,4 +1,4 @@
-"""What Linux knows of processes: who descends from whom, who dies with whom (effects)."""
+"""Descendants of processes, and signals at a parent's death, on Linux (effects)."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def descendants(*, is_exact: bool = True) -> Iterator[Descendant]:
 
 
 def lives_on(pid: int, proc: Path = Path("/proc")) -> bool:
-    """Whether a process of this host has a thread that neither is dead nor about to be.
+    """Return true if a process of this host has a thread that neither is dead nor about to be.
 
     Between the two the kernel dismantles it: its files are closed, and its parent knows nothing.
 

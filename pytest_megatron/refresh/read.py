@@ -1,4 +1,4 @@
-"""What a finished run says of each workload, as candidates for goldens (effects: reads files).
+"""Reader of finished runs: the candidates for goldens (effects: reads files).
 
 Everything comes from the run's own files, whose paths are of the machine that it ran on: only
 their last parts count. Nothing in them is trusted to lead out of the project or the run.

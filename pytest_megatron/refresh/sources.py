@@ -1,6 +1,6 @@
-"""Finds finished runs: a run directory, one of several below a directory, or in an archive.
+"""Search for finished runs: a run directory, several below a directory, or an archive.
 
-An archive is anybody's: it is unpacked by triage's rules, into a directory of our own.
+An archive is untrusted: it is unpacked by triage's rules, into a directory of our own.
 """
 
 from __future__ import annotations

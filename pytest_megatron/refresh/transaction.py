@@ -1,15 +1,15 @@
-"""Replaces several files of a project together: all of them, or none (effects: files, a lock).
+"""Transaction that replaces several files of a project, or none (effects: files, a lock).
 
 A rename is atomic for one file only. So the set is written beside its targets first, under names
 that a journal lists; the journal's own name says how far it got, and a rename of the journal is the
 instant at which the new set counts:
 
-    goldens.preparing.json   new files are being written: whoever finds it deletes them
-    goldens.replacing.json   all are on the disk: whoever finds it renames what is left
-    goldens.undoing.json     a rename failed: whoever finds it puts the old files back
+    goldens.preparing.json   new files are being written: recovery deletes them
+    goldens.replacing.json   all are on the disk: recovery renames the rest
+    goldens.undoing.json     a rename failed: recovery restores the old files
 
-Whoever is killed leaves one of the three, and the next command or session of ours ends what it
-began. Writing and renaming happen under a lock; a reader needs it only where a journal lies. The
+A killed process leaves one of the three, and the next command or session finishes or undoes it.
+Writing and renaming happen under a lock; a reader needs it only where a journal lies. The
 change of state needs no room on the disk. A journal names files relative to the project, which
 hosts may see under different paths.
 """
@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import filelock
-from pydantic import ConfigDict, with_config
 
 from pytest_megatron.base.files import write_json_atomically
 from pytest_megatron.errors import GoldenError, RunError
@@ -52,7 +51,7 @@ class _TransactionEntry:
 
     @property
     def new(self) -> PurePosixPath:
-        """Where the new file waits, beside its target."""
+        """The new file until it is renamed, beside its target."""
         return self.target.with_name(f".{self.target.name}.new")
 
     @property
@@ -61,10 +60,9 @@ class _TransactionEntry:
         return self.target.with_name(f".{self.target.name}.old")
 
 
-@with_config(ConfigDict(extra="ignore"))
 @dataclass(frozen=True, kw_only=True)
 class _TransactionJournal(RecordedFile):
-    """What a set consists of.
+    """The journal of one set of files.
 
     Attributes:
         made: Directories that were not there before, the outer ones first.
@@ -76,7 +74,7 @@ class _TransactionJournal(RecordedFile):
 
 @contextlib.contextmanager
 def locked(root: Path) -> Iterator[None]:
-    """Hold the lock of a project's goldens, after what others left half done is ended.
+    """Hold the lock of a project's goldens, after recovering an interrupted transaction.
 
     Raises:
         GoldenError: Another refresh holds it and does not end, or nothing can be written here.
@@ -94,7 +92,7 @@ def locked(root: Path) -> Iterator[None]:
 
 
 def recover(root: Path) -> None:
-    """End what a killed refresh of this project left half done; costs three looks if it is none.
+    """Finish or undo a killed refresh of this project; costs three look-ups if there is none.
 
     Raises:
         GoldenError: It cannot be ended: until then the goldens may be a mixture of two sets.
@@ -197,7 +195,7 @@ def _undo(root: Path, journal: _TransactionJournal) -> None:
 
 
 def _drop(root: Path, journal: _TransactionJournal) -> None:
-    """Take away what waits beside the targets, and the journal last."""
+    """Delete the files beside the targets, and the journal last."""
     for entry in journal.entries:
         (root / entry.new).unlink(missing_ok=True)
         (root / entry.old).unlink(missing_ok=True)
@@ -209,7 +207,7 @@ def _drop(root: Path, journal: _TransactionJournal) -> None:
 
 
 def _recover(root: Path) -> None:
-    """End what a journal says that somebody began; the caller holds the lock.
+    """Finish or undo the transaction of a journal; the caller holds the lock.
 
     Raises:
         OSError: Something cannot be renamed or deleted.

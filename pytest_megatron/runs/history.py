@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import ConfigDict, Strict, with_config
+from pydantic import Strict
 
 from pytest_megatron.base.files import parse_json, read_bytes, write_text_atomically
 from pytest_megatron.runs.record import Flag, Real, RecordedFile, Text, from_json, to_json
@@ -30,7 +30,6 @@ _GOOD = frozenset(("passed", "flaky"))
 _NUM_RECENT = 5  # executions that say how long the next one takes
 
 
-@with_config(ConfigDict(extra="ignore"))
 @dataclass(frozen=True, kw_only=True)
 class HistoryEntry(RecordedFile):
     """One item in one run.

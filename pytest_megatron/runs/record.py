@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Literal, TypeAlias, TypeVar, cast
 
 from pydantic import ConfigDict, Discriminator, Field, Strict, Tag, TypeAdapter, with_config
+from pydantic import JsonValue as AnyJson
 from pydantic import ValidationError as Invalid
 
 from pytest_megatron.base.files import JsonValue, encodable, read_json
@@ -26,7 +27,6 @@ from pytest_megatron.runs.layout import RUN_FILE
 
 FORMAT_VERSION = 1  # files of before this key are of the first format
 _VERSION_KEY = "format_version"
-_OPEN = ConfigDict(extra="ignore")
 _Record = TypeVar("_Record")
 _ADAPTERS: dict[object, object] = {}
 
@@ -43,7 +43,6 @@ _Variables: TypeAlias = dict[Annotated[str, Field(pattern=_VARIABLE)], Text]
 RecordedVerdict: TypeAlias = Literal["passed", "failed", "flaky", "broken", "skipped"]
 
 
-@with_config(_OPEN)
 @dataclass(frozen=True, kw_only=True)
 class RecordedFile:
     """The keys at the top of every JSON file of a run."""
@@ -52,7 +51,6 @@ class RecordedFile:
     format_version: _Integer = FORMAT_VERSION
 
 
-@with_config(_OPEN)
 @dataclass(frozen=True, kw_only=True)
 class RecordedHealth:
     """The findings of `health.json`."""
@@ -61,7 +59,6 @@ class RecordedHealth:
     notes: Texts = ()
 
 
-@with_config(_OPEN)
 @dataclass(frozen=True, kw_only=True)
 class RecordedAttempt:
     """An attempt of a workload."""
@@ -80,7 +77,6 @@ class RecordedAttempt:
     fingerprint: Text | None = None
 
 
-@with_config(_OPEN)
 @dataclass(frozen=True, kw_only=True)
 class RecordedExecution:
     """An execution of a distributed test.
@@ -100,7 +96,6 @@ class RecordedExecution:
     is_transient: Flag = False
 
 
-@with_config(_OPEN)
 @dataclass(frozen=True, kw_only=True)
 class RecordedQuarantine:
     """The quarantine of an item; `holds` if its failure did not count."""
@@ -111,7 +106,6 @@ class RecordedQuarantine:
     holds: Flag = False
 
 
-@with_config(_OPEN)
 @dataclass(frozen=True, kw_only=True)
 class RecordedGolden:
     """The golden that a workload disagrees with, lacks, or is to get.
@@ -130,7 +124,6 @@ class RecordedGolden:
     problem: Text | None = None
 
 
-@with_config(_OPEN)
 @dataclass(frozen=True, kw_only=True)
 class _RecordedItem:
     """The keys of workloads and tests alike."""
@@ -147,9 +140,7 @@ class _RecordedItem:
         return self.quarantine is not None and self.quarantine.holds
 
 
-@with_config(
-    ConfigDict(extra="ignore", json_schema_extra={"not": {"required": ["world_size"]}})  # a test's
-)
+@with_config(ConfigDict(json_schema_extra={"not": {"required": ["world_size"]}}))  # a test's
 @dataclass(frozen=True, kw_only=True)
 class RecordedWorkload(_RecordedItem):
     """A row of a recipe.
@@ -162,6 +153,7 @@ class RecordedWorkload(_RecordedItem):
     is_expected: Flag = False
     directory: Text | None = None
     compared: Flag | None = None
+    policy: dict[Text, AnyJson] | None = None
     not_run_again: Text | None = None
     golden: RecordedGolden | None = None
     platform: Text | None = None
@@ -179,7 +171,6 @@ class RecordedWorkload(_RecordedItem):
         return tuple(a.signature or "unknown" for a in failed)
 
 
-@with_config(_OPEN)
 @dataclass(frozen=True, kw_only=True)
 class RecordedTest(_RecordedItem):
     """A test that ran on a gang."""
@@ -216,7 +207,6 @@ RecordedItem: TypeAlias = Annotated[
 _ABSENT = frozenset(("compared", "directory", "duration_s", "golden", "platform", "quarantine"))
 
 
-@with_config(_OPEN)
 @dataclass(frozen=True, kw_only=True)
 class RecordedPatch:
     """The changes of a tree beside its commit."""
@@ -225,7 +215,6 @@ class RecordedPatch:
     problem: Text | None = None
 
 
-@with_config(_OPEN)
 @dataclass(frozen=True, kw_only=True)
 class RecordedOptions:
     """Options of the plugin that change how an item runs or is judged; None is not recorded."""
@@ -240,7 +229,6 @@ class RecordedOptions:
     signatures: Texts = ()
 
 
-@with_config(_OPEN)
 @dataclass(frozen=True, kw_only=True)
 class _RecordedFacts(RecordedFile):
     """Where and with what something ran."""
@@ -256,7 +244,6 @@ class _RecordedFacts(RecordedFile):
     num_cpus: _Count | None = None
 
 
-@with_config(_OPEN)
 @dataclass(frozen=True, kw_only=True)
 class RecordedRun(_RecordedFacts):
     """`run.json`."""
@@ -276,7 +263,6 @@ class RecordedRun(_RecordedFacts):
     items: dict[Text, RecordedItem]
 
 
-@with_config(_OPEN)
 @dataclass(frozen=True, kw_only=True)
 class RecordedPhase:
     """One start of a training program."""
@@ -292,7 +278,6 @@ class RecordedPhase:
     after_script: Text | None = None
 
 
-@with_config(_OPEN)
 @dataclass(frozen=True, kw_only=True)
 class RecordedPlan(_RecordedFacts):
     """`plan.json`."""
@@ -317,7 +302,6 @@ class RecordedPlan(_RecordedFacts):
     planned: Text | None = None
 
 
-@with_config(_OPEN)
 @dataclass(frozen=True, kw_only=True)
 class RecordedLayer:
     """One test that a metric was put to."""
@@ -330,7 +314,6 @@ class RecordedLayer:
     place: Text | None = None
 
 
-@with_config(_OPEN)
 @dataclass(frozen=True, kw_only=True)
 class RecordedBand:
     """The distance from its golden that a metric may have.
@@ -345,7 +328,6 @@ class RecordedBand:
     absolute: _Measured = None
 
 
-@with_config(_OPEN)
 @dataclass(frozen=True, kw_only=True)
 class RecordedMetric:
     """The comparison of one metric, of the keys of `golden check --format json`."""
@@ -361,7 +343,6 @@ class RecordedMetric:
     text: Text = ""
 
 
-@with_config(_OPEN)
 @dataclass(frozen=True, kw_only=True)
 class RecordedRepeat:
     """The comparisons of one repeat."""
@@ -371,7 +352,6 @@ class RecordedRepeat:
     comparisons: tuple[RecordedMetric, ...] = ()
 
 
-@with_config(_OPEN)
 @dataclass(frozen=True, kw_only=True)
 class RecordedComparison(RecordedFile):
     """`comparison.json`."""
@@ -380,7 +360,6 @@ class RecordedComparison(RecordedFile):
     repeats: tuple[RecordedRepeat, ...] = ()
 
 
-@with_config(_OPEN)
 @dataclass(frozen=True, kw_only=True)
 class RecordedEvidence:
     """A line of a log that shows a cause."""
@@ -391,7 +370,6 @@ class RecordedEvidence:
     text: Text | None = None
 
 
-@with_config(_OPEN)
 @dataclass(frozen=True, kw_only=True)
 class RecordedDiagnosis:
     """An attempt that failed, of the keys of `triage --format json`."""
@@ -408,7 +386,6 @@ class RecordedDiagnosis:
     next: Text | None = None
 
 
-@with_config(_OPEN)
 @dataclass(frozen=True, kw_only=True)
 class RecordedTriage(RecordedDiagnosis, RecordedFile):
     """`triage.json`: the last attempt that failed, and all of them."""
@@ -417,7 +394,6 @@ class RecordedTriage(RecordedDiagnosis, RecordedFile):
     attempts: tuple[RecordedDiagnosis, ...] = ()
 
 
-@with_config(_OPEN)
 @dataclass(frozen=True, kw_only=True)
 class RecordedFault:
     """A failure of the hardware."""
@@ -427,7 +403,6 @@ class RecordedFault:
     text: Text
 
 
-@with_config(_OPEN)
 @dataclass(frozen=True, kw_only=True)
 class RecordedHealthFile(RecordedFile):
     """`health.json`."""
@@ -514,7 +489,9 @@ def headed(content: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
 
 def item_to_json(item: RecordedWorkload | RecordedTest) -> dict[str, JsonValue]:
     """Return an item as a report carries it from process to process; every text is UTF-8."""
-    return cast("dict[str, JsonValue]", encodable(_present(_dumped(item))))
+    found = encodable(_present(_dumped(item)))
+    assert isinstance(found, dict)
+    return found
 
 
 def item_from_json(value: JsonValue) -> RecordedWorkload | RecordedTest:
@@ -533,8 +510,8 @@ def _present(item: JsonValue) -> JsonValue:
 
 
 def _dumped(record: object) -> dict[str, JsonValue]:
-    found = _adapter(type(record)).dump_python(record, mode="json")
-    return cast("dict[str, JsonValue]", found)
+    found: dict[str, JsonValue] = _adapter(type(record)).dump_python(record, mode="json")
+    return found
 
 
 def _adapter(model: type[_Record]) -> TypeAdapter[_Record]:
@@ -556,7 +533,7 @@ def is_variable(name: str) -> bool:
 
 def json_schema() -> dict[str, JsonValue]:
     """Return the JSON schema of `run.json`."""
-    schema = cast("dict[str, JsonValue]", _adapter(RecordedRun).json_schema())
+    schema: dict[str, JsonValue] = _adapter(RecordedRun).json_schema()
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **schema,

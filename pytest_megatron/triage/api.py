@@ -57,7 +57,7 @@ class Unclear:
 
     @property
     def text(self) -> str:
-        """What was read, and what is not in it."""
+        """A launch whose logs show neither a failure nor a good end."""
         logs = f"{self.num_logs} {'log' if self.num_logs == 1 else 'logs'}"
         return (
             f"Nothing in {logs} of {self.num_bytes} bytes shows a failure, and nothing shows that "
@@ -77,7 +77,7 @@ class Unclear:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Triage:
-    """What was found in everything that was given.
+    """Causes of all failures in the given files.
 
     Attributes:
         groups: By cause, the one that is there most often first; empty if nothing failed.
@@ -117,7 +117,7 @@ class Triage:
 
 
 def triage(paths: Sequence[Path], table: Table | None = None) -> Triage:
-    """Say why what left these logs failed.
+    """Return the causes of the failures that left these logs.
 
     Args:
         paths: Files, directories, zip and tar artifacts.
@@ -144,13 +144,13 @@ def triage(paths: Sequence[Path], table: Table | None = None) -> Triage:
 
 
 def triage_unit(unit: Unit, table: Table | None = None) -> Diagnosis | None:
-    """Say why one launch failed; None if nothing shows that it did."""
+    """Return why one launch failed; None if nothing shows that it did."""
     return _examine(unit, table or builtin_table()).diagnosis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Examined:
-    """What one launch came to: a failure, a good end, or neither."""
+    """Result of one launch: a failure, a good end, or neither."""
 
     story: RankLog
     diagnosis: Diagnosis | None = None

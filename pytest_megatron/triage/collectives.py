@@ -1,4 +1,4 @@
-"""Which rank missed or mismatched which collective, from the flight recorders of a hung run. Pure.
+"""Find missed and mismatched collectives in the flight recorders of a hung run. Pure.
 
 Only collectives that some rank still waits for are looked at: what has ended on every rank was
 called by all of them. A rank that waits in one group keeps others waiting in the next, so of
@@ -25,7 +25,7 @@ _EVEN_OUTPUT = frozenset({"all_gather", "allgather"})  # inputs may be uneven, t
 
 
 class Desync(Enum):
-    """How ranks disagree about a collective."""
+    """Kind of disagreement of ranks about a collective."""
 
     MISSED = "missed"  # not called by ranks that had to
     EXTRA = "extra"  # called by few ranks; the others never came to it
@@ -179,7 +179,7 @@ def _describe(at: Mapping[int, FlightEntry], values: Mapping[int, str], value: s
 def _lack(
     group: _GroupCalls, at: Mapping[int, FlightEntry], lack: Sequence[int]
 ) -> CollectiveMismatch | None:
-    """Say who did not come to a collective that others wait in."""
+    """Return the ranks that did not reach a collective in which others wait."""
     if not lack:
         return None
     entry = next(entry for entry in at.values() if entry.is_open)
@@ -201,7 +201,7 @@ def _lack(
 
 
 def _not_started(group: _GroupCalls, at: Mapping[int, FlightEntry]) -> CollectiveMismatch | None:
-    """Say whose GPU has not come to a collective that the kernels of others wait in."""
+    """Return the ranks whose GPU did not reach a collective in which the kernels of others wait."""
     late = [rank for rank, entry in at.items() if entry.state == "scheduled"]
     if not late or not any(entry.state == "started" for entry in at.values()):
         return None
@@ -220,7 +220,7 @@ def _not_started(group: _GroupCalls, at: Mapping[int, FlightEntry]) -> Collectiv
 def _silent(
     dumps: Mapping[int, FlightDump], world_size: int | None
 ) -> Iterator[CollectiveMismatch]:
-    """Say who left no dump, where all the others wait for the same collective."""
+    """Return the ranks without a dump, if all others wait for the same collective."""
     for group in sorted({e.group for dump in dumps.values() for e in dump.entries}):
         found = _GroupCalls.of(group, dumps, world_size)
         ends = [calls[max(calls)] for calls in found.calls.values() if calls]

@@ -147,7 +147,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """Why one launch failed.
+    """Cause of the failure of one launch.
 
     Attributes:
         unit: Where its logs are.
@@ -183,7 +183,7 @@ class Diagnosis:
 
     @property
     def is_transient(self) -> bool:
-        """Whether an unchanged run is expected to pass."""
+        """True if an unchanged run is expected to pass."""
         return self.signature.is_transient
 
     @property

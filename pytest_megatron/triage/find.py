@@ -203,7 +203,7 @@ def _launcher_logs(
 
 
 def _is_apart(other: Path, parent: Path, above: Path) -> bool:
-    """Whether a directory holds another launch too, that is no restart of this one."""
+    """Return true if a directory holds another launch too, that is no restart of this one."""
     is_restart = other.parent == parent.parent and other.name.startswith("attempt_")
     return above in other.parents and not is_restart
 
@@ -260,7 +260,7 @@ def _refuse_binary(path: Path) -> None:
 
 
 def _looks_like_text(path: Path) -> bool:
-    """Whether a file is text, by its beginning and end.
+    """Return true if a file is text, by its beginning and end.
 
     NULs alone make no binary file: torch's handler of signals writes them, and a log that was cut
     while it was written begins with a hole.

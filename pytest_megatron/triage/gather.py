@@ -62,7 +62,7 @@ _LAST = re.compile(r"last enqueued (?:NCCL )?work: (\d+)")
 
 @dataclass(slots=True)
 class _LogCollector:
-    """What is collected about one rank, or the launcher."""
+    """Events collected for one rank, or the launcher."""
 
     events: list[Event] = field(default_factory=list)
     traces: list[tuple[LogFile, int]] = field(default_factory=list)  # offsets of headers
@@ -73,7 +73,7 @@ class _LogCollector:
 
 @dataclass(slots=True)
 class _Ends:
-    """How ranks ended, as lines of launchers tell; and processes that had to be killed."""
+    """Ends of ranks as launchers log them, and processes that had to be killed."""
 
     rows: list[tuple[ProcessExit, LogLine]] = field(default_factory=list)
     stubborn: set[int | None] = field(default_factory=set)
@@ -163,7 +163,7 @@ def _heir(books: Mapping[int | None, _LogCollector], ends: dict[int, ProcessExit
 
 
 def _is_of_program(fatal: Fatal | None) -> bool:
-    """Whether an exception is one of the program, and not the launcher's about it."""
+    """Return true if an exception is one of the program, and not the launcher's about it."""
     if fatal is None or fatal.signature.role in (LineRole.OUTCOME, LineRole.CASCADE):
         return False
     return not any(frame.startswith("run.py:") for frame in fatal.frames)
@@ -275,7 +275,7 @@ def _enqueued(text: str) -> Enqueued:
 
 
 def _is_presumed_clean(unit: Unit, ends: dict[int, ProcessExit], launcher: Fatal | None) -> bool:
-    """Whether nothing failed as far as the launcher knows: it would have said so in its log."""
+    """Return true if nothing failed for the launcher, which would have logged it."""
     if unit.known.returncode is not None:
         return unit.known.returncode == 0
     if launcher is not None and any(f.startswith("run.py:") for f in launcher.frames):

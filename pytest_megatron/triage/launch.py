@@ -1,4 +1,4 @@
-"""What is judged together: the logs of one launch, and what is known about it. Pure."""
+"""The logs of one launch, and what is known about it. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class Stream(Enum):
-    """Which of a rank's logs a file is."""
+    """Stream of a rank that a log holds."""
 
     STDERR = "stderr"
     STDOUT = "stdout"
@@ -33,7 +33,7 @@ class LogFile:
 
 
 class LaunchEnd(Enum):
-    """How the launch ended, where whoever launched it knows."""
+    """End of a launch, where the launching program knows it."""
 
     EXITED = "exited"
     TIME_LIMIT = "time limit"
@@ -42,7 +42,7 @@ class LaunchEnd(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """What whoever launched it knows beside the logs; everything may be missing.
+    """Facts about a launch beside its logs; everything may be missing.
 
     Attributes:
         returncode: The launcher's, negative for a signal.

@@ -1,4 +1,4 @@
-"""Which rank the others waited for, or lost, where every rank only tells of others: pure."""
+"""Find the rank that the others waited for, or lost, where each log is about others. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TIMEOUTS = ("nccl_timeout", "store_timeout")
 
 
 def is_watchdog(event: Event) -> bool:
-    """Whether a line says that a rank was ended because of others."""
+    """Return true if a line says that a rank was ended because of others."""
     return event.signature.is_fatal and event.signature.role is LineRole.CASCADE
 
 
@@ -195,7 +195,7 @@ def _last_enqueued(rank: RankStory) -> str | None:
 
 
 def _collectives(hurt: dict[int, RankStory]) -> tuple[str, ...]:
-    """Say which collective each rank waited in; ranks in the same one are told together."""
+    """Return the collective in which each rank waited, with the ranks of each together."""
     calls: dict[str, list[int]] = {}
     for rank, story in hurt.items():
         call = _collective_call(story)

@@ -1,4 +1,4 @@
-"""What names of files say: whether one is a log, whose it is, and whose directory that is. Pure."""
+"""Recognise logs, ranks and directories by names of files. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ENDS = re.compile(r"(?:\.(?:log|out|err|txt|stdout|stderr|output))+$|[._-](?:ou
 
 
 def is_log(path: PurePath) -> bool:
-    """Whether a file in a directory is taken for a log."""
+    """Return true if a file in a directory is taken for a log."""
     name = path.name.lower()
     if name in _NOT_LOGS or name.startswith("."):
         return False
@@ -34,7 +34,7 @@ def is_log(path: PurePath) -> bool:
 
 
 def is_worth_reading(path: PurePath) -> bool:
-    """Whether a member of an archive is worth unpacking."""
+    """Return true if a member of an archive is worth unpacking."""
     if SKIPPED_DIRECTORIES & set(path.parts[:-1]):
         return False
     named = path.name == ERROR_FILE or path.name in RECORDS

@@ -1,4 +1,4 @@
-"""What the logs of one launch tell, rank by rank. Data; `gather` fills it, `cause` reads it."""
+"""Events in the logs of one launch, by rank. `gather` fills it, `root_cause` reads it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Fatal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Enqueued:
-    """How far a rank's collectives were when its watchdog spoke.
+    """Progress of a rank's collectives when its watchdog reported a timeout.
 
     Attributes:
         timed_out: Number of the collective that did not finish, or None.
@@ -88,7 +88,7 @@ class Enqueued:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStory:
-    """What is known of one rank, or of the launcher.
+    """Events of one rank, or of the launcher.
 
     Attributes:
         rank: None is the launcher.
@@ -110,7 +110,7 @@ class RankStory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLog:
-    """What is known of one launch.
+    """Events of one launch.
 
     Attributes:
         iteration: The furthest that any rank printed: N of M; or None.
@@ -131,18 +131,18 @@ class RankLog:
 
     @property
     def world_size(self) -> int:
-        """How many ranks there were, as far as anything tells."""
+        """Number of ranks, as far as it is known."""
         return max(self.unit.known.world_size or 0, max(self.ranks, default=-1) + 1)
 
     @property
     def has_exits(self) -> bool:
-        """Whether the launcher reported how ranks ended."""
+        """True if the launcher reported how ranks ended."""
         return any(story.exit is not None for story in self.ranks.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Root:
-    """What a failure began with.
+    """Start of a failure.
 
     Attributes:
         ranks: Those that failed by themselves in the same way, lowest first; empty if it was none,

@@ -1,4 +1,4 @@
-"""Facts of our own run directory about a launch beside its logs: exit code, how it was ended.
+"""Read records of a launch in our run directory: exit code, and how it was ended.
 
 Everything here may be missing or of another version; then nothing is known.
 """
@@ -50,7 +50,7 @@ def with_records(unit: Unit, root: Root | None, table: Table) -> Root | None:
 
 
 def is_mismatch(path: Path) -> bool:
-    """Return whether a file is a comparison with a golden that failed."""
+    """Return true if a file is a comparison with a golden that failed."""
     if path.name != COMPARISON_FILE:
         return False
     found = read_if_whole(path, RecordedComparison)

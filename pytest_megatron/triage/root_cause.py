@@ -1,4 +1,4 @@
-"""Which rank, and which event, a failure began with: pure.
+"""Find the rank and the event that a failure began with. Pure.
 
 The earliest event over all ranks that is not a consequence of another one. Order of evidence: what
 explains everything else (a job's time limit, a GPU that is gone); signals; exceptions; exit codes;
@@ -24,7 +24,7 @@ _SPEAKS_FIRST = ("SIGABRT",)  # what a process does to itself after it said why
 
 
 class _CauseKind(IntEnum):
-    """What shows that a rank failed; of two at the same time the lower one is the cause."""
+    """Evidence that a rank failed; of two at the same time the lower one is the cause."""
 
     SIGNAL = 0
     NATIVE = 1
@@ -45,7 +45,7 @@ class _CauseCandidate:
 
     @property
     def is_first(self) -> bool:
-        """Whether the launcher saw it before every other one."""
+        """True if the launcher saw it before every other one."""
         return self.story.exit is not None and self.story.exit.is_first
 
 
@@ -76,7 +76,7 @@ def find_root(story: RankLog, table: Table) -> Root | None:
 
 
 def _is_own(candidate: _CauseCandidate) -> bool:
-    """Whether a rank of a launch that was stopped failed by itself.
+    """Return true if a rank of a launch that was stopped failed by itself.
 
     Not by the signal that had it print its stack, nor by what a wait for others ends in.
     """
@@ -186,7 +186,7 @@ def _is_alike(one: _CauseCandidate, other: _CauseCandidate) -> bool:
 
 
 def _is_before(one: _CauseCandidate, other: _CauseCandidate) -> bool:
-    """Whether one happened clearly before another, by a clock that both have."""
+    """Return true if one happened clearly before another, by a clock that both have."""
     for a, b in zip(_times(one), _times(other), strict=True):
         if a is not None and b is not None:
             return a + TIE_S < b
@@ -237,7 +237,7 @@ def _explained(story: RankLog, root: Root | None) -> Root | None:
 
 
 def _is_of_job(event: Event) -> bool:
-    """Whether an event is that of a whole job, and no rank's."""
+    """Return true if an event is that of a whole job, and no rank's."""
     return event.signature.family in ("time_limit", "preempt", "node_fail")
 
 

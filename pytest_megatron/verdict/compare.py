@@ -21,7 +21,7 @@ from pytest_megatron.recipe.case import CaseMode, TestType, WorkloadCase
 from pytest_megatron.runs.environment import SessionFacts
 from pytest_megatron.runs.record import headed
 from pytest_megatron.verdict.attempt import Attempt
-from pytest_megatron.verdict.job import Training, WorkloadJob
+from pytest_megatron.verdict.job import Training
 
 _START_VARIABLE = "THROUGHPUT_START_STEP"
 
@@ -171,9 +171,14 @@ class RepeatComparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """All comparisons of a workload."""
+    """All comparisons of a workload.
+
+    Attributes:
+        policy: How close was close enough, as it is for this workload.
+    """
 
     repeats: tuple[RepeatComparison, ...]
+    policy: ComparisonPolicy
 
     @property
     def has_golden(self) -> bool:
@@ -216,7 +221,9 @@ def judge(
         if golden is not None:
             found.append(_with_golden(training, attempt, golden, policy, facts))
         found += _within(training, attempt, policy)
-    return Judgement(repeats=tuple(found))
+    return Judgement(
+        repeats=tuple(found), policy=policy.at(ComparedWorkload.of(training.job.workload))
+    )
 
 
 def _within(
@@ -256,7 +263,7 @@ def _with_golden(
             golden,
             attempt.generation or attempt.whole,
             metrics=names,
-            policy=policy.at(place_of(training.job)),
+            policy=policy.at(ComparedWorkload.of(training.job.workload)),
             surroundings=RunEnvironment(
                 host_class=facts.host.platform_class(training.job.workload.platform),
                 image=facts.image,
@@ -270,7 +277,7 @@ def _with_first_phase(
     training: Training, attempt: Attempt, policy: ComparisonPolicy
 ) -> RepeatComparison:
     case, names = _case(training)
-    policy = policy.at(place_of(training.job))
+    policy = policy.at(ComparedWorkload.of(training.job.workload))
     # A recipe's own script runs both trainings in one phase.
     half = attempt.ends[1].plan.resumes_after if len(attempt.ends) > 1 else case.train_iters // 2
     assert half is not None
@@ -287,16 +294,6 @@ def _with_first_phase(
             nondeterministic=case.is_nondeterministic,
             where=str(attempt.dirs.phase(1).metrics),
         ),
-    )
-
-
-def place_of(job: WorkloadJob) -> ComparedWorkload:
-    """Return what a policy may distinguish a workload by."""
-    workload = job.workload
-    return ComparedWorkload(
-        case=f"{workload.model}/{workload.test_case}",
-        platform=workload.platform,
-        environment=workload.environment,
     )
 
 

@@ -244,6 +244,7 @@ def item_record(
         is_expected: Whether the problem is what the case expects, which passes.
     """
     summary = summary_line(training, judgement, problem)
+    compared = judgement if judgement is not None and judgement.has_golden else None
     return RecordedWorkload(
         verdict=(verdict or training.verdict).value,
         problem=problem,
@@ -251,7 +252,8 @@ def item_record(
         summary=f"failed as expected: {summary}" if is_expected else summary,
         duration_s=round(training.duration_s, 3),
         directory=str(training.job.dirs.root),
-        compared=judgement is not None and judgement.has_golden,
+        compared=compared is not None,
+        policy=None if compared is None else compared.policy.as_json(),
         not_run_again=training.stopped,
         fingerprint=_fingerprint(training, judgement) if problem is not None else None,
         platform=training.job.workload.platform,

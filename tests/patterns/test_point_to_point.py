@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -267,3 +269,45 @@ def test_monitored_barrier(rank: int, world_size: int, device: torch.device) -> 
     for _ in range(2):
         dist.monitored_barrier(group)
         dist.monitored_barrier(group, wait_all_ranks=True)
+
+
+def _move(payload: torch.Tensor, rank: int, group: str) -> torch.Tensor:
+    """Send from rank 0 to rank 1, as a compiled graph does."""
+    ops = torch.ops._c10d_functional
+    if rank == 0:
+        ops.wait_tensor(ops.isend(payload, 1, 0, group))
+        return payload
+    received: torch.Tensor = ops.wait_tensor(ops.irecv(payload, 0, 0, group))
+    return received
+
+
+def _move_two(payload: torch.Tensor, rank: int, group: str) -> torch.Tensor:
+    """Do it twice in one batch."""
+    ops = torch.ops._c10d_functional
+    kinds = [("isend", "irecv")[rank]] * 2
+    tensors = [payload, payload.clone()]
+    moved = ops.batch_p2p_ops(kinds, [1 - rank] * 2, [0, 0], tensors, group)
+    last: torch.Tensor = [ops.wait_tensor(one) for one in moved][1]
+    return last
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        pytest.param(_move, id="eager"),
+        pytest.param(torch.compile(_move, backend="aot_eager"), id="compiled"),
+        pytest.param(_move_two, id="batch"),
+    ],
+)
+def test_sends_of_compiled_graphs(
+    rank: int,
+    device: torch.device,
+    process_group: dist.ProcessGroup,
+    move: Callable[[torch.Tensor, int, str], torch.Tensor],
+) -> None:
+    # PyTorch, torch/distributed/_functional_collectives.py: isend, irecv and batch_p2p_ops
+    if not hasattr(torch.ops._c10d_functional, "batch_p2p_ops"):
+        pytest.skip("this torch has no operators of sends")
+    if rank < 2:
+        moved = move(filled(7 if rank == 0 else 0, device), rank, process_group.group_name)
+        assert rank == 0 or moved.eq(7).all()

@@ -1,4 +1,4 @@
-"""Why an item failed, from what its run directory holds: headline, rank, line of a log."""
+"""Cause of a failed item, from its run directory: headline, rank, line of a log."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def cause_of_workload(record: RecordedWorkload, run_dir: Path, shown: str) -> It
     """Return why a workload did not pass; None if it did.
 
     Args:
-        record: From `run.json`.
+        record: The one in `run.json`.
         run_dir: The run directory here.
         shown: How a user would name that directory.
     """
@@ -86,7 +86,7 @@ def _triage(record: RecordedWorkload, run_dir: Path) -> RecordedTriage:
 
 
 def is_within(path: Path, directory: Path) -> bool:
-    """Whether a file is there and in a directory, also where a record or a link says otherwise."""
+    """Return true if a file exists and lies in a directory, links resolved."""
     return path.is_file() and path.resolve().is_relative_to(directory.resolve())
 
 
@@ -106,7 +106,7 @@ def _place(
 
 
 def telling_line(log: Path) -> tuple[int | None, str | None]:
-    """Return number and text of the line of a log that says what happened, if one does."""
+    """Return number and text of the line of a log that shows the failure, if one does."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _TAIL_BYTES))

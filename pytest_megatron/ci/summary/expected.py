@@ -1,4 +1,4 @@
-"""Reads what was planned, and what the CI system says of its jobs, for a summary."""
+"""Reads the plan and the CI system's results of its jobs, for a summary."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def load_plan(path: Path) -> tuple[dict[str, JsonValue], str]:
 
 
 def expect(plan: Mapping[str, JsonValue], where: str) -> Expected:
-    """Return what a plan says that must have run.
+    """Return the jobs and workloads that a plan requires.
 
     Raises:
         CiError: A job of it has no id.
@@ -52,12 +52,13 @@ def expect(plan: Mapping[str, JsonValue], where: str) -> Expected:
         if name is None:
             raise CiError(where, f"has a job without an id: {row}")
         kind, node_id = text_of(row, "kind"), text_of(row, "name")
-        compared = row.get("compared")
+        compared, policy = row.get("compared"), row.get("policy")
         jobs[name] = ExpectedJob(
             node_id=node_id if kind == "workload" else None,
             n_repeat=int(number_of(row, "n_repeat") or 1),
             is_lightweight=row.get("lightweight") is True,
             is_compared=compared if isinstance(compared, bool) else None,
+            policy=policy if isinstance(policy, dict) else None,
         )
         group = _GROUPS.get(kind or "", kind or "")
         groups[group] = (*groups.get(group, ()), name)

@@ -200,12 +200,15 @@ def _item(
 def _as_judged(item: JobItem, record: RecordedWorkload, options: RecordedOptions) -> JobItem:
     """Return a workload's item with how often and how strictly it ran."""
     is_compared = False if options.golden == "off" else record.compared
+    policy = record.policy
+    if policy is None and options.golden_policy is not None:  # a record of before this key
+        policy = {"name": options.golden_policy}
     return replace(
         item,
         num_repeats=len({row.repeat for row in record.attempts if row.cause is None}),
         is_compared=is_compared,
         is_lightweight=options.lightweight,
-        policy=options.golden_policy if is_compared else None,
+        policy=policy if is_compared else None,
     )
 
 

@@ -81,7 +81,7 @@ def _driver(devices: Devices, torch: Torch) -> Iterator[RuleMatch]:
 
 
 def _is_older(offered: Version | None, wanted: Version) -> bool:
-    """Whether libcuda offers an older major version, as far as it was asked."""
+    """Return true if libcuda offers an older major version, as far as it was asked."""
     return offered is None or offered.major < wanted.major
 
 
@@ -123,7 +123,7 @@ def _gpus(devices: Devices, torch: Torch, env: Mapping[str, str]) -> Iterator[Ru
 
 
 def _has_code(capability: tuple[int, int], architectures: tuple[str, ...]) -> bool:
-    """Whether a GPU can run one of these: the same major version, or PTX to compile from.
+    """Return true if a GPU can run one of these: the same major version, or PTX to compile from.
 
     Source: CUDA C++ Programming Guide, compute capabilities; sm_90a runs on nothing but 9.0.
     """
@@ -174,7 +174,7 @@ def check_torch(facts: EnvironmentFacts, env: Mapping[str, str]) -> Iterator[Rul
 
 
 def _doubles(facts: EnvironmentFacts, env: Mapping[str, str]) -> Iterator[RuleMatch]:
-    """Tell an installation that was cut off from one environment on top of another."""
+    """Distinguish an installation that was cut off from one environment on top of another."""
     for name, (first, *others) in facts.doubles.items():
         beside = [other for other in others if other.location == first.location]
         if beside:
@@ -191,7 +191,7 @@ def _doubles(facts: EnvironmentFacts, env: Mapping[str, str]) -> Iterator[RuleMa
 
 
 def _matters(name: str, first: str, second: str) -> bool:
-    """Whether it matters which of two versions is imported; numpy's ABI is one in 1, one in 2."""
+    """Return true if two versions have different ABIs; numpy's differs between 1 and 2."""
     if name == "numpy":
         return major_of(first) != major_of(second)
     return name in ("torch", "megatron-core") and first != second
@@ -253,6 +253,6 @@ def _versions(facts: EnvironmentFacts, torch: Torch) -> Iterator[RuleMatch]:
 
 
 def _is_same(loaded: str, installed: str) -> bool:
-    """Whether two versions are one, as far as the library says its own."""
+    """Return true if two versions are one, as far as the library says its own."""
     first, second = version_of(loaded), version_of(installed)
     return first is None or second is None or first.release[:3] == second.release[:3]

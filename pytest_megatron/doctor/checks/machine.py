@@ -16,6 +16,7 @@ _SLOW_LOOKUP_S = 1.0
 _RELEASED_S = dt.datetime(2026, 1, 1, tzinfo=dt.UTC).timestamp()  # not before that
 _MOST_SKEW_S = 30.0  # between this host and the one that keeps its files
 _MOST_AHEAD_S = 600.0
+_ZONE_STEP_S, _FARTHEST_ZONE_S = 900.0, 14 * 3600.0 + _MOST_SKEW_S
 _NEEDED_CAPABILITIES = {"compute", "utility"}
 _SLURM_NEEDED = ("sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun")
 
@@ -121,6 +122,9 @@ def _clock(clock: Clock) -> Iterator[RuleMatch]:
     elif clock.fresh_s is not None and abs(clock.fresh_s) > _MOST_SKEW_S:
         side = "ahead of" if clock.fresh_s > 0 else "behind"
         problem = f"a file that is made now has a time {abs(clock.fresh_s):.0f} s {side} it"
+    elif clock.hardware_s is not None and not _is_zone(clock.hardware_s):
+        side = "ahead of" if clock.hardware_s > 0 else "behind"
+        problem = f"the hardware's clock is {abs(clock.hardware_s) / 60:.0f} min {side} it"
     else:
         for path, ahead in clock.ahead_s.items():
             if ahead > _MOST_AHEAD_S:
@@ -128,6 +132,14 @@ def _clock(clock: Clock) -> Iterator[RuleMatch]:
                 break
     if problem is not None:
         yield RuleMatch("clock-off", now=today, problem=problem)
+
+
+def _is_zone(difference_s: float) -> bool:
+    """Return true if both clocks may be right: the hardware's may be in local time, and drifts."""
+    if abs(difference_s) <= _MOST_AHEAD_S:
+        return True
+    off_s = abs(difference_s - round(difference_s / _ZONE_STEP_S) * _ZONE_STEP_S)
+    return abs(difference_s) <= _FARTHEST_ZONE_S and off_s <= _MOST_SKEW_S
 
 
 def shown_bytes(number: int) -> str:

@@ -119,7 +119,7 @@ def _tags(
 
 
 def _fits(tag: str, python: Python) -> bool:
-    """Whether a wheel of a tag, `cp312-cp312-linux_x86_64`, can be used by a Python."""
+    """Return true if a wheel of a tag, `cp312-cp312-linux_x86_64`, can be used by a Python."""
     interpreters, _, rest = tag.partition("-")
     abi, _, platforms = rest.partition("-")
     is_python = any(
@@ -249,7 +249,7 @@ def _marker_environment(facts: EnvironmentFacts) -> dict[str, str]:
 
 
 def _allows(specifier: str, version: str) -> bool:
-    """Whether a version is allowed; a pre-release is, as containers bring them."""
+    """Return true if a version is allowed; a pre-release is, as containers bring them."""
     found = version_of(version)
     try:
         allowed = SpecifierSet(specifier)
@@ -306,7 +306,7 @@ def check_build(facts: EnvironmentFacts, host: str) -> Iterator[RuleMatch]:
 
 
 def _install(name: str, cuda: str) -> str:
-    """Say where something to compile with comes from."""
+    """Return where something to compile with comes from."""
     ways = {
         "nvcc": f"nvcc: the CUDA toolkit {cuda}, or a -devel image",
         "g++": "g++: apt-get install g++",

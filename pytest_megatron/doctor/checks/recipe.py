@@ -1,4 +1,4 @@
-"""What the rows of a recipe need against what is here."""
+"""Needs of a recipe's rows, compared with the machine and the environment."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FT_DISTRIBUTION = "nvidia-resiliency-ext"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What of a recipe is asked about.
+    """Selection of a recipe's rows.
 
     Attributes:
         rows: The workloads that CI would run.

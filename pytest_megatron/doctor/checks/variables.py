@@ -56,7 +56,7 @@ def check_variables(facts: EnvironmentFacts, env: Mapping[str, str]) -> Iterator
 
 
 def _is_thread_count(text: str) -> bool:
-    """Whether OpenMP takes a value: positive numbers, one for each level.
+    """Return true if OpenMP takes a value: positive numbers, one for each level.
 
     Source: OpenMP API specification, OMP_NUM_THREADS.
     """
@@ -141,7 +141,7 @@ def _interfaces(machine: MachineFacts, env: Mapping[str, str]) -> Iterator[RuleM
 
 
 def _leaves_one(value: str, names: tuple[str, ...]) -> bool:
-    """Whether NCCL's list leaves one of the names: prefixes, `=` exact ones, `^` all but these.
+    """Return true if NCCL's list leaves a name: prefixes, `=` exact ones, `^` all but these.
 
     Source: NCCL's documentation of NCCL_SOCKET_IFNAME and NCCL_IB_HCA; src/misc/utils.cc,
     parseStringList and matchIfList.

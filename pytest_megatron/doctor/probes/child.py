@@ -19,7 +19,7 @@ _MOST_SHOWN = 400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildAnswer:
-    """What a process said.
+    """Answer of a process.
 
     Attributes:
         values: The last line of its output that is a JSON object.

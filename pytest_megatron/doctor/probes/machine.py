@@ -110,7 +110,7 @@ def _lost_temporary(places: SystemView) -> tuple[str, str] | None:
 
 
 def _clock(places: SystemView) -> Clock:
-    """Compare the clock with the times of a file that is made now, and of older ones."""
+    """Compare the clock with times of files and with the hardware's clock."""
     try:
         with tempfile.TemporaryFile(dir=places.project) as file:
             before = time.time()
@@ -125,7 +125,9 @@ def _clock(places: SystemView) -> Clock:
     for path in (places.project / ".git/index", places.python.parent.parent / "pyvenv.cfg"):
         with contextlib.suppress(OSError):
             ahead[path] = path.stat().st_mtime - now
-    return Clock(now_s=now, fresh_s=fresh, ahead_s=ahead)
+    hardware = places.read("/sys/class/rtc/rtc0/since_epoch").strip()
+    hardware_s = float(hardware) - now if hardware.isdigit() else None
+    return Clock(now_s=now, fresh_s=fresh, ahead_s=ahead, hardware_s=hardware_s)
 
 
 def _interfaces(places: SystemView) -> Iterator[str]:

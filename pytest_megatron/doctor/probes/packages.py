@@ -29,7 +29,7 @@ _SECTION = struct.Struct("<IIQQQQIIQQ")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedObject:
-    """What one file says; all empty where it is no ELF64 file.
+    """Libraries and symbols of one file; all empty if it is no ELF64 file.
 
     Attributes:
         needed: Names of libraries: `libcudart.so.12`.

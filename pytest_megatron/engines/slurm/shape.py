@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pytest_megatron.engines.api import Resources
-from pytest_megatron.engines.config import EnvironmentNodes, LaunchMode, SlurmConfig, UvSyncConfig
+from pytest_megatron.engines.config import (
+    GPUS_OF_RECIPE,
+    EnvironmentNodes,
+    LaunchMode,
+    SlurmConfig,
+    UvSyncConfig,
+)
 from pytest_megatron.engines.multitask.messages import PLACE_VARIABLES
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gpu.host import CPU_PLATFORM
@@ -113,8 +119,10 @@ def tasks_per_node(needed: Resources, mode: LaunchMode) -> int:
 def gpu_flags(needed: Resources, place: SlurmConfig) -> dict[str, str]:
     """Return what asks Slurm for GPUs."""
     is_cpu = needed.platform == CPU_PLATFORM
-    if place.gres is not None and not (is_cpu and "{gpus}" in place.gres):
-        return {"gres": place.gres.replace("{gpus}", str(needed.gpus_per_node))}
+    kinds = [] if place.gres is None else place.gres.split(",")
+    asked = [kind for kind in kinds if not (is_cpu and GPUS_OF_RECIPE in kind)]
+    if asked:
+        return {"gres": ",".join(asked).replace(GPUS_OF_RECIPE, str(needed.gpus_per_node))}
     if is_cpu and place.gpus_per_node is None:
         return {}
     number = needed.gpus_per_node if place.gpus_per_node is None else place.gpus_per_node

@@ -263,14 +263,16 @@ class Submitter:
             return []
         found: list[Submitted | RefusedSubmission] = []
         try:
-            unknown = {
-                order.resources: None for order in ready if order.resources not in self._known
-            }
-            if unknown:
-                self._known |= self._scripts.write(list(unknown))
             self._learn_most()
         except SlurmAwayError:
             return []
+        # A script may take long to write: not for what is refused without one.
+        first = [order for order in ready if order.resources not in self._known]
+        found += [one for order in first if (one := self._unplanned(order)) is not None]
+        ready = [order for order in ready if order.key in self._waiting]
+        unknown = {order.resources: None for order in ready if order.resources not in self._known}
+        if unknown:
+            self._known |= self._scripts.write(list(unknown))
         for orders in cut(ready, self._most or 1):
             done = self._submit_together(orders, num_live + len(found))
             if done is None:  # no room, or nobody there: the others wait with them
@@ -289,6 +291,14 @@ class Submitter:
         room = None if most is None else max(0, most - num_live)
         now = self._now()
         return [w.order for w in self._waiting.values() if w.not_before <= now][:room]
+
+    def _unplanned(self, order: Submission) -> RefusedSubmission | None:
+        """Return the refusal of an order that cannot be planned, None if it can."""
+        try:
+            order.planned(None)
+        except MegatronError as error:
+            return self._refused(order, str(error))
+        return None
 
     def _learn_most(self) -> None:
         """Ask once how large an array may be."""

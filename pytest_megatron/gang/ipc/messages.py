@@ -266,6 +266,8 @@ class Run:
         is_last_if_failed: Whether a failure ends the session, so that everything is torn down.
         after: The execution that all ranks have to end well first, else this one is dropped; 0
             for one that starts at once.
+        call_limit_s: Of the call, where it is another than that of setup and teardown; each phase
+            that ends is then reported. 0 is no limit.
     """
 
     run: int
@@ -276,6 +278,7 @@ class Run:
     shared_dir: str
     is_last_if_failed: bool
     after: int = 0
+    call_limit_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

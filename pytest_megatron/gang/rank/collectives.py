@@ -6,11 +6,14 @@ counted here and taken off.
 
 Methods of groups and backends are wrapped, not functions of `torch.distributed`: all of those end
 in a method, by whatever name a test has imported them. What torch calls from C++ is collective
-(reducers, functional collectives), except for sends of compiled graphs.
+(reducers, functional collectives), except for the sends and receives of compiled graphs: these are
+operators, whose kernels for the CPU are wrapped.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
 import threading
 import weakref
@@ -26,6 +29,9 @@ from typing_extensions import override
 from pytest_megatron.base.text import counted
 
 _GLOO = "gloo"
+_OPERATORS = "_c10d_functional"
+_BATCH = "batch_p2p_ops"  # the operator of several
+_SENT = {"isend": 1, "irecv": -1}  # operator -> what it adds to the sends less receives
 _COUNTED = ("send", "recv", "recv_anysource", "monitored_barrier")
 
 
@@ -94,6 +100,7 @@ class _Counter:
         self._gloo: _Group | None = None
         self._num_others = 0  # of the default group's numbers those that are no collectives
         self._num_unmatched = 0
+        self._library: object = None  # kernels go with it
 
     def install(self) -> None:
         """Wrap what is to be counted."""
@@ -101,6 +108,43 @@ class _Counter:
         for cls in (bindings.ProcessGroup, bindings.Backend):
             self._wrap_methods(cls)
         self._wrap_rendezvous()
+        self._wrap_operators_later()
+
+    def _wrap_operators_later(self) -> None:
+        """Wrap the operators of sends once there is a group, when torch has been imported whole."""
+        original = getattr(self._c10d, "_register_process_group", None)
+        if original is None:
+            return
+
+        def register(*args: object) -> object:
+            self._c10d._register_process_group = original  # noqa: SLF001 - for the first group
+            with contextlib.suppress(AttributeError, RuntimeError):  # torch has others
+                self._library = self._wrap_operators()
+            return original(*args)
+
+        self._c10d._register_process_group = register  # noqa: SLF001 - as above
+
+    def _wrap_operators(self) -> object:
+        """Count in kernels for the CPU, which call torch's own; return what keeps them.
+
+        torch before 2.10 does not have these operators.
+        """
+        torch = self._torch
+        operators = getattr(torch.ops, _OPERATORS)
+        library = torch.library.Library(_OPERATORS, "IMPL")
+        own = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)  # noqa: SLF001 - no other
+
+        def run(name: str, *args: object) -> object:
+            result = getattr(operators, name).default.redispatch(own, *args)
+            if self._gloo_of(self._c10d._resolve_process_group(args[-1])) is not None:  # noqa: SLF001 - no other
+                kinds = cast("Sequence[str]", args[0]) if name == _BATCH else [name]
+                self._add(len(kinds), sum(_SENT[kind] for kind in kinds))
+            return result
+
+        for name in (*_SENT, _BATCH):
+            if hasattr(operators, name):
+                library.impl(name, functools.partial(run, name), "CPU")
+        return library
 
     def _wrap_methods(self, cls: type) -> None:
         # Each has the name of what it wraps: pybind11 knows by it that an override calls its base.

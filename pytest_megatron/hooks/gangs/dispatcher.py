@@ -24,7 +24,7 @@ from pytest_megatron.gang.timers import GangState
 from pytest_megatron.gpu.lease import is_awaited
 from pytest_megatron.hooks.gangs.gang_pool import GangPool, has_left
 from pytest_megatron.hooks.gangs.reports import merge_problem
-from pytest_megatron.hooks.markers import num_reruns_of
+from pytest_megatron.hooks.markers import PhaseLimits, num_reruns_of
 from pytest_megatron.triage.signatures import Signature
 
 _NUM_LAST_LINES = 40  # a traceback of an exception, or the stacks of one that was aborted
@@ -127,7 +127,7 @@ class Dispatcher:
         pool: GangPool,
         *,
         specs: Mapping[pytest.Item, GangSpec],
-        limits_s: Mapping[pytest.Item, float],
+        limits: Mapping[pytest.Item, PhaseLimits],
         num_reruns: int,
         is_by_hand: bool,
     ) -> None:
@@ -137,7 +137,7 @@ class Dispatcher:
             session: One that has collected.
             pool: Its gangs.
             specs: Items of gangs.
-            limits_s: Of a phase of each.
+            limits: Of the phases of each.
             num_reruns: How often an item without a mark may run again for a transient cause.
             is_by_hand: Whether somebody else says what runs next, and not the schedule:
                 pytest-xdist, or `--sw`.
@@ -146,7 +146,7 @@ class Dispatcher:
         self._items = session.items
         self._index = {item: index for index, item in enumerate(session.items)}
         self._specs = specs
-        self._limits_s = limits_s
+        self._limits = limits
         self._num_reruns = num_reruns
         self._is_by_hand = is_by_hand
         tests = [(self._index[item], spec, str(item.path)) for item, spec in specs.items()]
@@ -364,13 +364,13 @@ class Dispatcher:
                 break
             run = self._prepare(gang, index, next_index, after)
             after = run.run
-            runs.append((run, self._limits_s[item]))
+            runs.append((run, self._limits[item].phase_s))
         if runs:
             supervisor.send_ahead(gang, runs)
 
     def _assign(self, gang: Gang, index: int, next_index: int) -> None:
         run = self._prepare(gang, index, next_index)
-        self._pool.supervisor.assign(gang, run, limit_s=self._limits_s[self._items[index]])
+        self._pool.supervisor.assign(gang, run, limit_s=self._limits[self._items[index]].phase_s)
         self._take_ends(gang)
         if gang.spec.is_isolated and self._schedule.has_more(gang.spec):
             self._pool.start_ahead(gang.spec)
@@ -395,6 +395,7 @@ class Dispatcher:
             shared_dir=f"{self._pool.rank_configs.shared_dir(gang.configs)}{os.sep}{self._num_runs}",
             is_last_if_failed=bool(maxfail) and item.session.testsfailed + 1 >= maxfail,
             after=after,
+            call_limit_s=self._limits[item].call_s,
         )
 
     def _sweep(self) -> None:

@@ -40,7 +40,7 @@ from pytest_megatron.hooks.gangs.reports import (
 )
 from pytest_megatron.hooks.gangs.results import add_way_back
 from pytest_megatron.hooks.gangs.worker_contract import is_of_controller, module_of
-from pytest_megatron.hooks.markers import num_reruns_of, spec_of, timeout_of
+from pytest_megatron.hooks.markers import PhaseLimits, limits_of, num_reruns_of, spec_of
 from pytest_megatron.hooks.nodes.leader import nodes_of, room_on_gpus
 from pytest_megatron.hooks.option_values import has_workers
 from pytest_megatron.hooks.options import LIMITS_OF_OTHERS, WORKLOADS_PLUGIN, Options
@@ -112,7 +112,7 @@ class GangPlugin:
         self._run = run
         self._options: Options = run.options
         self._specs: dict[pytest.Item, GangSpec] = {}
-        self._limits_s: dict[pytest.Item, float] = {}
+        self._limits: dict[pytest.Item, PhaseLimits] = {}
         self._pool: GangPool | None = None
         self._dispatcher: Dispatcher | None = None
         self._current: pytest.Item | None = None
@@ -134,7 +134,7 @@ class GangPlugin:
             spec = spec_of(item, self._options, default_size=size, room=room)
             if spec is None:
                 continue
-            self._limits_s[item] = timeout_of(item, self._options)
+            self._limits[item] = limits_of(item, self._options)
             if spec.device == "cuda" and spec.world_size > room * self._options.num_nodes:
                 num_gpus = count_gpus(spec.world_size, self._options.ranks_per_gpu)
                 reason = f"needs {num_gpus} GPUs, this host has {len(this_host().gpus)}"
@@ -239,7 +239,7 @@ class GangPlugin:
             session,
             pool,
             specs=self._specs,
-            limits_s=self._limits_s,
+            limits=self._limits,
             num_reruns=self._options.num_transient_reruns,
             is_by_hand=self._run.is_worker or getattr(session.config.option, "stepwise", False),
         )

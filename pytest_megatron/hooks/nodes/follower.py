@@ -39,7 +39,11 @@ from pytest_megatron.hooks.rank.process import temp_factory
 from pytest_megatron.hooks.session import write_line
 from pytest_megatron.hooks.start.environment import KEY
 from pytest_megatron.hooks.start.forkserver import SessionTemplate
-from pytest_megatron.hooks.start.start_mode import make_session_info, serve_preloaded
+from pytest_megatron.hooks.start.start_mode import (
+    make_session_info,
+    modules_to_load,
+    serve_preloaded,
+)
 
 FOLLOWER_NAME = "megatron-follower"
 _HOPELESS_S = 20.0  # to meet, for a node that has nothing to bring but its collection errors
@@ -217,6 +221,7 @@ class FollowerPlugin:
             base_temp=self._base_temp,
             parent_pipe=parent_pipe,
             forget=forget,
+            loads=modules_to_load(session),
         )
         pid = template.fork()
         os.close(parent_pipe)

@@ -266,7 +266,8 @@ class RankPlugin:
         is_failed = report.when == "call" and self._has_failed_subtest
         is_passed = report.outcome == "passed" and not is_failed
         self._is_clean = self._is_clean and is_passed
-        if not is_passed or report.duration > _SLOW_S:
+        is_timed = run.call_limit_s is not None
+        if not is_passed or is_timed or report.duration > _SLOW_S:
             self._channel.send(
                 PhaseEnded(
                     run=run.run,

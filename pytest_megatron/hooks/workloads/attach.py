@@ -16,12 +16,12 @@ from pytest_megatron.runs.layout import RUN_FILE
 from pytest_megatron.runs.record import RecordedRun, read_run
 from pytest_megatron.runs.redact import REDACTED
 
-# What pytest reads before any plugin has a say in it.
+# Arguments that pytest reads before it loads plugins.
 _TOO_EARLY = ("-c", "--config-file", "--rootdir", "--confcutdir", "-o", "--override-ini")
 
 
 def add_recorded(early_config: pytest.Config, arguments: list[str], run: str) -> None:
-    """Put what a run was told before what is typed now.
+    """Put the arguments of a run before those that are typed now.
 
     Args:
         early_config: Of the session that takes over.
@@ -82,18 +82,24 @@ def _recorded(directory: Path, run: str) -> RecordedRun:
     return found
 
 
-def _refuse_other_directory(early_config: pytest.Config, directory: str, run: str) -> None:
+def _refuse_other_directory(early_config: pytest.Config, started: str, run: str) -> None:
     """Make sure that relative paths mean what they meant.
 
     Raises:
         pytest.UsageError: The user is elsewhere.
     """
     here, root = early_config.invocation_params.dir, early_config.rootpath
-    then = Path(os.path.normpath(root / directory))
-    if then != here:
-        # As a word of its own, pytest takes the path for one of tests when it looks for the root.
+    then = Path(os.path.normpath(root / started))
+    if then == here:
+        return
+    if "--attach" in map(str, early_config.invocation_params.args):
+        # pytest takes the path for one of tests when it looks for the root, before any plugin.
         raise pytest.UsageError(
-            f"--attach: {run} was started in {then}, if the project's root is {root}, and you are "
-            f"in {here}; change to the directory where it was started, and write --attach=RUN as "
-            f"one word if the run is elsewhere"
+            f"--attach {run}: in two words, pytest takes the project's root from this path, and "
+            f"found {root}; change to where the run was started ({started!r} from the project's "
+            f"root) and write --attach={run}"
         )
+    raise pytest.UsageError(
+        f"--attach: {run} was started in {then}, if the project's root is {root}, and you are in "
+        f"{here}; change to the directory where it was started"
+    )

@@ -40,7 +40,7 @@ class GoldenWriter:
     """Collects candidates and writes them.
 
     Attributes:
-        lines: What to tell the user at the end.
+        lines: For the terminal at the end.
     """
 
     def __init__(self, root: Path, options: Options, arguments: Sequence[str]) -> None:
@@ -51,7 +51,7 @@ class GoldenWriter:
         self.lines: list[str] = []
 
     def wants(self, *, has_golden: bool) -> bool:
-        """Whether the golden is to be written of a workload that had one before, or had none."""
+        """Return true if the golden of a workload is to be written."""
         mode = self._options.golden
         return mode == "refresh" or (mode == "record" and not has_golden)
 
@@ -102,7 +102,7 @@ class GoldenWriter:
         )
 
     def keep(self, training: Training, target: Path, facts: SessionFacts) -> RecordedGolden:
-        """Leave a candidate in the run directory; return the record of it."""
+        """Leave a candidate in the run directory; return its part of the record."""
         record = RecordedGolden(target=str(target.relative_to(self._root)))
         if not training.clean:
             return record

@@ -7,7 +7,7 @@ fault fails the call.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -16,9 +16,11 @@ from typing_extensions import override
 
 from pytest_megatron.errors import MegatronError
 from pytest_megatron.hooks.options import WORKLOADS_PLUGIN
+from pytest_megatron.recipe.load import load_recipe
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.runs.record import RecordedWorkload
 from pytest_megatron.verdict.attempt import Verdict
+from pytest_megatron.verdict.retry import policy_of
 
 if TYPE_CHECKING:
     from pytest_megatron.recipe.vocabulary import Vocabulary
@@ -65,7 +67,7 @@ class WorkloadItem(pytest.Item):
 
     Attributes:
         workload: The row.
-        record: None until it ran.
+        record: The one for `run.json`; None until it ran.
         finish: Returns what came of its training, or raises why there is none, where that ran
             before pytest's protocol reaches the item; None where the item trains by itself.
     """
@@ -134,6 +136,20 @@ class WorkloadItem(pytest.Item):
     def reportinfo(self) -> tuple[os.PathLike[str] | str, int | None, str]:
         """Return the recipe's line, from 0, and the item's name."""
         return Path(self.path), self.workload.line - 1, self.name
+
+
+def load_workloads(config: pytest.Config, path: Path) -> Sequence[Workload]:
+    """Return the rows of a recipe.
+
+    Raises:
+        RecipeError: It is no sound recipe, or a row names a signature that does not exist.
+    """
+    plugin = plugin_of(config)
+    workloads = load_recipe(path, vocabulary=plugin.vocabulary)
+    for workload in workloads:
+        if workload.transient or workload.never_transient:
+            policy_of(workload, max_attempts=None, backoff_s=0.0, table=plugin.table)
+    return workloads
 
 
 def plugin_of(config: pytest.Config) -> WorkloadRunner:

@@ -63,7 +63,7 @@ class ResultsPlugin:
         self._records: dict[str, RecordedWorkload] = {}
 
     def pytest_report_header(self) -> str:
-        """Say on what the workloads will run, and where their results go."""
+        """Print the GPUs or engine of the workloads, and the path of their results."""
         gpus = self._session.facts.host.gpus
         found = f"{len(gpus)} x {gpus[0].name}" if gpus else "no GPU"
         where = self._session.shorten(str(self._session.run_dir))
@@ -323,7 +323,7 @@ class WorkloadPlugin:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Put a workload's record on its last report, on which it also crosses from a worker.
 
-        The name of pytest's own exception says nothing in a summary that has room for a few words.
+        The name of pytest's own exception is removed: the summary has room for a few words.
         """
         report = yield
         crash = getattr(report.longrepr, "reprcrash", None)

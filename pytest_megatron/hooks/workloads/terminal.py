@@ -1,4 +1,4 @@
-"""What is printed while workloads run and when they have run; the words come from `report`."""
+"""Terminal output of workloads, while they run and at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How each rank ended, as its launcher reported it: torch's agent, srun, mpirun. Pure.
+"""Read the ends of ranks as launchers report them: torch's agent, srun, mpirun. Pure.
 
 Sources: torch/distributed/elastic/multiprocessing/errors (format of the failures), torch 2.11;
 Slurm's srun, task exit messages.
@@ -51,7 +51,7 @@ _SIGNALS = {number.value: number.name for number in signal.Signals}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessExit:
-    """How one rank ended.
+    """End of one rank.
 
     Attributes:
         how: `SIGKILL`, or `exit code 3`.

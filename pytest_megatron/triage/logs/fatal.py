@@ -1,4 +1,4 @@
-"""Which of the tracebacks in a rank's logs ended it, and what it means by the table.
+"""Find the traceback in a rank's logs that ended it, and its signature.
 
 A traceback that was caught and printed is followed by what the program did next; one that ended
 the rank is followed by the noise of an end.
@@ -232,7 +232,7 @@ def _without_false_hope(
 
 
 def is_genuine(signature: Signature) -> bool:
-    """Whether a row names a cause that an unchanged run meets again; a refusal may be anybody's."""
+    """Return true if an unchanged run meets a row's cause again; a refusal may be anyone's."""
     is_named = signature.id != "exception" and signature.family not in _OF_CONNECTIONS
     return is_named and signature.role is LineRole.CAUSE and not signature.is_transient
 

@@ -80,7 +80,7 @@ class FlightEntry:
 
     @property
     def frames(self) -> tuple[FlightFrame, ...]:
-        """Where it was called, innermost first; none in JSON. Made when they are asked for."""
+        """Stack of the call, innermost first; none in JSON. Made when it is asked for."""
         return tuple(
             FlightFrame(
                 file=str(f.get("filename")), line=_int(f.get("line")), name=str(f.get("name"))
@@ -91,7 +91,7 @@ class FlightEntry:
 
     @property
     def is_open(self) -> bool:
-        """Whether the rank still waits for it."""
+        """True if the rank still waits for it."""
         return self.state != "completed" and not self.is_retired
 
     @property
@@ -102,7 +102,7 @@ class FlightEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlightDump:
-    """What one rank recorded.
+    """Dump of one rank.
 
     Attributes:
         path: The file it was read from.
@@ -120,7 +120,7 @@ class FlightDump:
 
 
 def is_flight_name(name: str) -> bool:
-    """Whether a file of this name is likely to be a dump: torch's usual names, and our gangs'."""
+    """Return true if a file's name is that of a dump: torch's usual names, and our gangs'."""
     return _USUAL_NAME.fullmatch(name) is not None
 
 

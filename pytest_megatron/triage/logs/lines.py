@@ -1,4 +1,4 @@
-"""What stands around the words of a log line: whose it is, when it was written, is it worth a look.
+"""Read what surrounds the text of a log line: rank, time, colours, prefixes.
 
 Pure.
 """
@@ -133,19 +133,19 @@ def parse_iteration(text: str) -> tuple[int, int] | None:
 
 
 def is_labelled(lines: Iterable[str]) -> bool:
-    """Whether the lines of a log begin with `3: `, as of `srun --label`."""
+    """Return true if the lines of a log begin with `3: `, as of `srun --label`."""
     texts = [line for line in lines if line.strip()]
     with_label = [match for text in texts if (match := _LABELLED.match(text))]
     return len(texts) > 1 and len(with_label) >= 0.8 * len(texts) and len(with_label) > 1
 
 
 def is_noise(text: str) -> bool:
-    """Whether a line may come after the end of a training without meaning that it went on."""
+    """Return true if a line may follow the end of a training that did not go on."""
     return _NOISE.search(text) is not None or _SYSLOG.match(text) is not None
 
 
 def says_success(text: str) -> bool:
-    """Whether a line shows that what wrote the log came to a good end.
+    """Return true if a line shows that what wrote the log came to a good end.
 
     The last iteration of a training does, and what tests and runners write at theirs. Nothing else:
     a log that merely stops is no success.

@@ -38,7 +38,7 @@ _MOST_SAID = 60  # lines from the end of a log that are looked at where no trace
 
 
 class ExceptionLink(Enum):
-    """How an exception is tied to the one before it."""
+    """Link of an exception to the one before it."""
 
     NONE = "none"
     DIRECT = "direct"  # raise ... from
@@ -84,7 +84,7 @@ class Chain:
 
     @property
     def last(self) -> RaisedException:
-        """What came out of the traceback."""
+        """Exception that ended the traceback."""
         return self.links[-1]
 
 
@@ -117,14 +117,14 @@ def read_chain(lines: Sequence[Line], start: int) -> Chain | None:
 
 
 def is_continued(lines: Sequence[Line], start: int) -> bool:
-    """Whether the traceback whose header is `lines[start]` goes on from one before it."""
+    """Return true if the traceback whose header is `lines[start]` goes on from one before it."""
     before = (line.text.strip() for line in reversed(lines[max(0, start - 3) : start]))
     said = next((text for text in before if text), "")
     return said.startswith((_DIRECT, _DURING))
 
 
 def is_at_end(lines: Sequence[Line], said: int) -> bool:
-    """Whether nothing worth mentioning follows the line `said`: the rank ended there.
+    """Return true if nothing worth mentioning follows the line `said`: the rank ended there.
 
     A training that goes on prints iterations; one that ends prints what `is_noise` knows.
     """
@@ -142,7 +142,7 @@ def lines_after(lines: Sequence[Line], said: int) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bare:
-    """What a line near the end of a log says went wrong, where no traceback is whole.
+    """Return the error in a line near the end of a log, where no traceback is whole.
 
     Attributes:
         index: Of its line.
@@ -183,7 +183,7 @@ def bare_errors(lines: Sequence[Line]) -> Iterator[Bare]:
 
 
 def _has_whole_traceback(lines: Sequence[Line], said: int) -> bool:
-    """Whether a line with an exception ends a traceback whose header is of the same rank."""
+    """Return true if a line with an exception ends a traceback whose header is of the same rank."""
     for line in reversed(lines[:said]):
         if HEADER in line.text:
             return line.rank == lines[said].rank
@@ -241,7 +241,7 @@ def _end_of_message(lines: Sequence[Line], said: int) -> int:
 
 
 def _belongs(text: str) -> bool:
-    """Whether a line behind an exception's first is part of its message."""
+    """Return true if a line behind an exception's first is part of its message."""
     stops = (HEADER, _DIRECT, _DURING, "Original Traceback", "Exception ignored in", "terminate ")
     if not text.strip() or any(stop in text for stop in stops):
         return False

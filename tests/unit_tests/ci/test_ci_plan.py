@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shlex
 from pathlib import Path
 
 import pytest
+from ci_artifacts import STRICT
 from click.testing import CliRunner, Result
 
 from pytest_megatron.base.files import JsonValue
@@ -181,6 +183,7 @@ def test_each_job_has_its_exact_command_nodes_and_a_time_that_holds_all_repeats(
         "timeout_minutes": 60,
         "num_files": 0,
         "compared": None,
+        "policy": STRICT,
         "command": "pytest -p megatron 'recipes/gpt.yaml::two_nodes[dev-dgx_h100]' "
         "--platform dgx_h100 --n-repeat 5",
     }
@@ -546,3 +549,62 @@ def test_changed_paths_suggest_a_label_that_may_be_applied() -> None:
 )
 def test_bad_input_is_one_clear_error(arguments: tuple[str, ...], error: str) -> None:
     assert str(invoke(*arguments).exception).startswith(error)
+
+
+SETTINGS = {
+    "pytest.ini": "[pytest]\nmegatron_golden_policy = own.yaml\n",
+    ".pytest.ini": "[pytest]\nmegatron_golden_policy = own.yaml\n",
+    "tox.ini": "[tox]\nenvlist = py\n[pytest]\naddopts = -q\n  --golden-policy own.yaml\n",
+    "setup.cfg": "[metadata]\nname = x\n[tool:pytest]\nmegatron_golden_policy = own.yaml\n",
+    "pyproject.toml": '[tool.pytest.ini_options]\naddopts = ["--golden-policy=own.yaml"]\n',
+}
+OWN = """\
+format_version: 1
+inherit: strict
+metrics:
+  lm loss: {band: 5.0e-3}
+overrides:
+  - cases: ["gpt/slim"]
+    metrics: {"lm loss": {exact: never}}
+  - cases: ["gpt/other"]
+    metrics: {"*": {judged: false}}
+"""
+
+
+def policies() -> list[JsonValue]:
+    return [job["policy"] for job in rows(plan("--only", "workloads")["jobs"])]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_plan_has_the_policy_of_the_projects_settings(project: Path, name: str) -> None:
+    write(project / "own.yaml", OWN)
+    write(project / name, SETTINGS[name])
+    assert policies()[0] == {
+        "name": "own.yaml",
+        "inherit": "strict",
+        "sha256": hashlib.sha256(OWN.encode()).hexdigest(),
+        "metrics": [{"lm loss": {"band": 5e-3}}, {"lm loss": {"exact": "never"}}],
+    }
+
+
+def test_the_arguments_of_ci_win_over_the_settings(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(project / "setup.cfg", "[metadata]\nname = x\n")  # none of pytest's
+    monkeypatch.setenv("PYTEST_ADDOPTS", "--golden-policy own.yaml")
+    assert policies()[0] == STRICT
+    write(project / "pytest.ini", "[pytest]\naddopts = --golden-policy own.yaml\n")
+    text = '[tool.pytest-megatron.ci.workflow]\nsetup = ["pip install ."]\npytest_arguments = '
+    write(project / "pyproject.toml", text + '["--golden-policy", "megatron"]\n')
+    assert policies()[0] == {**STRICT, "name": "megatron", "inherit": "megatron"}
+    write(project / "pyproject.toml", text + '["-o", "megatron_golden_policy=none.yaml"]\n')
+    write(project / "pytest.ini", "[pytest]\n")
+    result = invoke("--format", "json")
+    assert result.exit_code != 0
+    assert "no policy file 'none.yaml'" in str(result.exception)
+
+
+def test_settings_of_pytest_that_cannot_be_read_are_an_error(project: Path) -> None:
+    write(project / "pytest.ini", "nonsense\n")
+    result = invoke("--format", "json")
+    assert "pytest.ini: cannot be read: " in str(result.exception)

@@ -502,6 +502,12 @@ def clock_that_is_hours_behind(staged: Staged) -> None:
     os.utime(index, (later, later))
 
 
+@stage("clock-off", "on this host: the hardware's clock is 83 min behind it")
+def clock_that_is_ahead(staged: Staged) -> None:
+    staged.torch()
+    staged.file("/sys/class/rtc/rtc0/since_epoch", f"{time.time() - 5000:.0f}\n")
+
+
 @stage("locale", "Python prints iso8859-1")
 def latin_locale(staged: Staged) -> None:
     staged.torch()

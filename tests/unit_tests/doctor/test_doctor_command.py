@@ -149,6 +149,10 @@ def test_a_disk_that_fills_up_is_told_in_time(free: int, rule: str | None) -> No
         (Clock(now_s=NOW, fresh_s=2.0, ahead_s={Path("x"): 45.0}), None),
         (Clock(now_s=NOW, fresh_s=-420.0), "made now has a time 420 s behind it"),
         (Clock(now_s=NOW, fresh_s=90.0), "made now has a time 90 s ahead of it"),
+        (Clock(now_s=NOW, hardware_s=-5000.0), "the hardware's clock is 83 min behind it"),
+        (Clock(now_s=NOW, hardware_s=-86400.0), "the hardware's clock is 1440 min behind it"),
+        (Clock(now_s=NOW, hardware_s=-7201.0), None),  # it is in local time
+        (Clock(now_s=NOW, hardware_s=500.0), None),
         (Clock(now_s=0.0), "1970-01-01 00:00 UTC on this host: this version of pytest-megatron"),
     ],
 )

@@ -55,8 +55,7 @@ class PretendSlurm:
 
     def jobs(self) -> tuple[SlurmJob, ...]:
         self.num_queries += 1
-        if self.is_away:
-            raise SlurmAwayError("Unable to contact slurm controller")
+        self._require_answer()
         return tuple(self.table.values())
 
     def accounted(self, ids: Sequence[int]) -> tuple[SlurmJob, ...]:
@@ -70,7 +69,12 @@ class PretendSlurm:
                 self.table[place] = replace(job, state="CANCELLED")
 
     def max_array_size(self) -> int:
+        self._require_answer()
         return self.most
+
+    def _require_answer(self) -> None:
+        if self.is_away:
+            raise SlurmAwayError("Unable to contact slurm controller")
 
     def bad_nodes(self, hosts: Sequence[str]) -> frozenset[str]:
         return self.bad & frozenset(hosts)

@@ -126,6 +126,10 @@ def test_times_of_slurm(time: str, minutes: int) -> None:
             r"slurm.platforms.a.sbatch_flags\[0\]: '--wrap=x'",
         ),
         ("slurm: {container: {image: a, mounts: ['/a,b:/c']}}", "without commas"),
+        (
+            "slurm: {platforms: {cpu: {gres: 'gpu:{gpus}'}}}",
+            "slurm.platforms: cpu.gres is 'gpu:{gpus}', and a recipe has no GPUs",
+        ),
         ("slrum: {}", "slrum: unknown key, .*; did you mean 'slurm'"),
         ("slurm: 3", "slurm: found 3, expected a mapping"),
         (

@@ -43,6 +43,7 @@ CPU = replace(GPUS, platform="cpu", gpus_per_node=0)
         (GPUS, SlurmConfig(gres="gpu:h100:{gpus}", gpus_per_node=4), {"gres": "gpu:h100:8"}),
         (CPU, SlurmConfig(), {}),
         (CPU, SlurmConfig(gres="gpu:{gpus}"), {}),
+        (CPU, SlurmConfig(gres="gpu:{gpus},tmpfs:1"), {"gres": "tmpfs:1"}),
         (CPU, SlurmConfig(gres="licence:1"), {"gres": "licence:1"}),
     ],
 )

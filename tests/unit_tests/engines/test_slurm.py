@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from pretend_slurm import PretendSlurm
@@ -126,6 +127,22 @@ def test_no_more_than_the_limit_are_in_the_queue_and_the_first_come_first(tmp_pa
     slurm.set((41, 0), "COMPLETED", nodes="node1")
     ends(engine)
     assert sorted(slurm.table) == [(41, 0), (41, 1), (42, None)]
+
+
+def test_no_script_is_written_for_what_is_refused_or_not_yet_submitted(tmp_path: Path) -> None:
+    """Nemo-run takes up to a minute to import."""
+
+    def refuse(_devices: object) -> NoReturn:
+        raise LaunchError("item", "the golden is gone")
+
+    run, slurm = Run(tmp_path), PretendSlurm()
+    engine, slurm.is_away = engine_on(run, slurm), True
+    engine.submit([run.order("a")])
+    engine.submit([replace(run.order("b", nodes=2), planned=refuse)])
+    assert list(run.run_dir.glob("*.sh")) == []
+    slurm.is_away = False
+    assert list(ends(engine)) == ["b"]
+    assert [path.name for path in run.run_dir.glob("*.sh")] == ["1_0.sh"]
 
 
 def test_a_limit_on_submissions_is_waited_for(tmp_path: Path) -> None:

@@ -154,6 +154,68 @@ def test_the_limit_of_pytest_timeout_is_the_gangs(tmp_path: Path, how: str) -> N
     assert len(re.findall(r"Failed: Timeout \(>1(?:\.0)?s\) from pytest-timeout", run.stdout)) >= 1
 
 
+FUNC_ONLY = """
+    import threading
+
+    import pytest
+
+    def wait(seconds):
+        threading.Event().wait(seconds)
+
+    @pytest.fixture
+    def slow(rank):
+        wait(1.5)
+        yield
+        wait(1.5 * rank)
+
+    {mark}
+    def test_slow_fixtures(slow): pass
+
+    {mark}
+    def test_hangs(slow, rank):
+        if rank == 1:
+            wait(60)
+
+    @pytest.mark.timeout(1, func_only=False)
+    def test_slow_phases(slow): pass
+    """
+
+
+@pytest.mark.parametrize("how", ["mark", "ini"])
+def test_a_limit_of_the_call_alone(tmp_path: Path, how: str) -> None:
+    mark = "@pytest.mark.timeout(1, func_only=True)" if how == "mark" else ""
+    ini = "timeout = 1\ntimeout_func_only = true\n" if how == "ini" else ""
+    suite = Suite(tmp_path).write(
+        **{"test_slow": FUNC_ONLY.format(mark=mark), "pytest.ini": f"[pytest]\n{ini}"}
+    )
+    run = suite.run("-v", "--ranks=2", "--rank-grace=1")
+    assert run.words == {
+        "test_slow_fixtures": "PASSED",
+        "test_hangs": "FAILED",
+        "test_slow_phases": "ERROR",
+    }
+    assert "rank 1 did not end in 1 s" in run.stdout
+
+
+@pytest.mark.parametrize("how", ["--session-timeout=1", "ini"])
+def test_the_limit_of_a_session_is_looked_at_between_tests(tmp_path: Path, how: str) -> None:
+    test = "def test_{}(): threading.Event().wait(1.5)"
+    suite = Suite(tmp_path).write(
+        test_long="\n".join(["import threading", *map(test.format, "abc")]),
+        **{"pytest.ini": f"[pytest]\n{'session_timeout = 1' if how == 'ini' else ''}\n"},
+    )
+    run = suite.run("-v", "--ranks=2", *([] if how == "ini" else [how]))
+    assert run.words == {"test_a": "PASSED"}
+    assert "session-timeout: 1.0 sec exceeded" in run.stdout
+
+
+def test_func_only_that_is_no_choice_is_refused(tmp_path: Path) -> None:
+    text = "import pytest\n@pytest.mark.timeout(1, func_only='yes')\ndef test_a(): pass"
+    run = Suite(tmp_path).write(test_wrong=text).run("--ranks=2")
+    assert run.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "mark timeout: func_only is 'yes', expected True or False" in run.stdout + run.stderr
+
+
 def test_pytest_timeout_does_nothing_to_gangs_without_a_limit(tmp_path: Path) -> None:
     suite = Suite(tmp_path).write(
         test_long="""

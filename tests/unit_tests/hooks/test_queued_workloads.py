@@ -250,7 +250,12 @@ REFUSED: list[tuple[dict[str, object], list[str], str]] = [
     (
         {"arguments": [], "directory": "elsewhere"},
         ["--attach", "old"],
-        "change to the directory where it was started, and write --attach=RUN as one word",
+        "('elsewhere' from the project's root) and write --attach=old",
+    ),
+    (
+        {"arguments": [], "directory": "elsewhere"},
+        ["--attach=old"],
+        "elsewhere, if the project's root is ",
     ),
     ({"arguments": ["recipes"]}, ["--attach", "old"], "--attach: the executor local has no queue"),
     ({}, ["recipes", "--executor", "pool", "-n2"], "--executor pool: has a queue, which takes all"),

@@ -105,6 +105,15 @@ def test_anything_else_is_no_good_end(tmp_path: Path, line: str) -> None:
         ("Error: Process completed with exit code 137.", "sigkill", "sigkill"),
         ("\x1b[31;1mERROR: Job failed: exit code 1\x1b[0;m", "exit", "step_failed"),
         ("ERROR: Job failed (system failure): prepare environment", "exit", "step_failed"),
+        (
+            "\x1b[0K\x1b[31;1mERROR: Job failed: execution took longer than 1h0m0s seconds",
+            *("time_limit", "ci_time_limit"),
+        ),
+        (
+            "ERROR: Job failed (system failure): timed out waiting for pod to start",
+            *("container", "ci_container"),
+        ),
+        ("ERROR: Job failed: command terminated with exit code 1", "exit", "step_failed"),
         ("[launch.py:321:sigkill_handler] ['p'] exits with return code = -9", "sigkill", "sigkill"),
         ("[launch.py:321:sigkill_handler] ['p'] exits with return code = 1", "exit", "step_failed"),
         ("Command '['p']' died with <Signals.SIGSEGV: 11>.", "segfault", "native_crash"),

@@ -12,7 +12,7 @@ TUNED = [log for log in LOGS if not log.is_held_out]
 HELD_OUT = [log for log in LOGS if log.is_held_out]
 
 
-@pytest.mark.parametrize("log", LOGS, ids=[log.source.partition("github.com/")[2] for log in LOGS])
+@pytest.mark.parametrize("log", LOGS, ids=[log.source.partition("://")[2] for log in LOGS])
 def test_a_failure_is_never_called_none_and_a_genuine_one_never_transient(
     log: PublicLog, tmp_path: Path
 ) -> None:

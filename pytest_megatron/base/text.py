@@ -6,7 +6,7 @@ import difflib
 import re
 import signal
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def describe_exit(exit_code: int) -> str:
@@ -65,6 +65,18 @@ def one_of(word: object, choices: Iterable[object]) -> str:
     words = [str(choice) for choice in choices]
     hint = nearest(word, words) if isinstance(word, str) else ""
     return f"one of {', '.join(sorted(words))}{hint}"
+
+
+def columns(rows: Sequence[Sequence[str]], num_right: int = 0) -> list[str]:
+    """Return a line for each row, its cells one below the other; the first ones to the right."""
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if column < num_right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def shorten(text: str, most: int) -> str:

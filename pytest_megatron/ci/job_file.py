@@ -1,4 +1,4 @@
-"""`job.json`, the name of a job of CI, written beside its run directory before it starts.
+"""Record of a CI job, written before it starts: `job.json` beside its run directory.
 
 A job that is killed, or whose pytest refuses to start, leaves nothing else; the summary still knows
 which one it was.

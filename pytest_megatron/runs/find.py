@@ -114,7 +114,7 @@ class FoundRun:
 
 
 @dataclass(frozen=True, slots=True)
-class _Finder:
+class _RunFinder:
     """Finds runs at a path.
 
     Attributes:
@@ -173,7 +173,7 @@ def find_runs(
     Raises:
         RunError: A path is not there or holds no run, or an artifact is refused.
     """
-    finder = _Finder(is_wanted, looks_up)
+    finder = _RunFinder(is_wanted, looks_up)
     found: list[FoundRun] = []
     for number, path in enumerate(paths):
         if not path.exists():

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import signal
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def describe_exit(exit_code: int) -> str:
@@ -56,6 +55,8 @@ def counted(number: int, what: str) -> str:
 
 def nearest(word: str, choices: Iterable[str]) -> str:
     """Return `; did you mean 'x'?` for the choice that looks most like `word`, or nothing."""
+    import difflib  # noqa: PLC0415  every session imports this module, few have such an error
+
     close = difflib.get_close_matches(word, sorted(choices), 1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -65,6 +66,18 @@ def one_of(word: object, choices: Iterable[object]) -> str:
     words = [str(choice) for choice in choices]
     hint = nearest(word, words) if isinstance(word, str) else ""
     return f"one of {', '.join(sorted(words))}{hint}"
+
+
+def columns(rows: Sequence[Sequence[str]], num_right: int = 0) -> list[str]:
+    """Return a line for each row, its cells one below the other; the first ones to the right."""
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if column < num_right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def shorten(text: str, most: int) -> str:

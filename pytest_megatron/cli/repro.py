@@ -17,6 +17,7 @@ import click
 
 from pytest_megatron.base.git import ask_git
 from pytest_megatron.base.text import printable
+from pytest_megatron.cli.formats import PATH
 from pytest_megatron.errors import MegatronError, ReproError
 from pytest_megatron.repro.bisect_order import smallest_cause
 from pytest_megatron.repro.choose import Chosen, choose, find_plan, read_own_run
@@ -51,7 +52,7 @@ class _Prepared:
 
 
 @click.command(name="repro")
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=PATH)
 @click.argument("item", required=False)
 @click.option("--attempt", type=click.IntRange(min=1), metavar="K", help="The last by default.")
 @click.option("--repeat", type=click.IntRange(min=1), metavar="I", help="Of a workload, likewise.")
@@ -63,7 +64,7 @@ class _Prepared:
     "--bisect-order", "is_bisect", is_flag=True, help="Find which earlier tests it takes."
 )
 @click.option("--trust", "is_trusted", is_flag=True, help="Use every variable that the run holds.")
-@click.option("--project", type=click.Path(path_type=Path), default=Path(), help="The checkout.")
+@click.option("--project", type=PATH, default=Path(), help="The checkout.")
 @click.option("--pytest-args", default="", metavar="TEXT", help="More arguments for pytest.")
 def command(  # noqa: PLR0913 - one for each option
     *,
@@ -119,7 +120,7 @@ def _prepare(
     attempt: int | None,
     repeat: int | None,
 ) -> _Prepared:
-    """Find the item and say what is different here."""
+    """Find the item and note the differences to its run."""
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     stage = Stage(root=root, scratch=root / OWN_DIR / "repro" / name)
     make_own_dir(root)
@@ -291,7 +292,7 @@ def _bisect(prepared: _Prepared) -> ReproOutcome:
 
 
 def _trials(prepared: _Prepared) -> Callable[[Sequence[str]], bool]:
-    """Return what runs the item after some tests, says so, and tells whether it fails as it did."""
+    """Return a function that runs the item after some tests; True if it fails as it did."""
     chosen, stage = prepared.chosen, prepared.stage
     number = 0
 

@@ -13,9 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from pytest_megatron.base.files import read_bytes, write_json_atomically
+from pytest_megatron.base.schema import SchemaError, parse
 from pytest_megatron.engines.api import EngineError, Planned, SubmissionOutcome
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gpu.health import Health
@@ -124,19 +125,17 @@ def read_spec(path: Path) -> JobSpec:
         LaunchError: It is missing, or no spec.
     """
     try:
-        return _SPEC.validate_json(read_bytes(path))
+        return parse(JobSpec, read_bytes(path))
     except OSError as error:
         raise LaunchError(
             str(path),
             f"{error.strerror}; the job must see the run directory of the controller under the "
             f"same path, so it belongs on a shared file system",
         ) from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
+    except SchemaError as error:
         raise LaunchError(
             str(path),
-            f"is no spec of this version: {where}: {first['msg']}; the job must have the same "
+            f"is no spec of this version: {error.problems[0].message}; the job must have the same "
             f"pytest-megatron as the controller",
         ) from error
 
@@ -193,10 +192,10 @@ def read_record(path: Path) -> JobRecord | None:
         LaunchError: The file is no record.
     """
     try:
-        return _RECORD.validate_json(read_bytes(path))
+        return parse(JobRecord, read_bytes(path))
     except FileNotFoundError:
         return None
-    except (OSError, ValidationError) as error:
+    except (OSError, SchemaError) as error:
         raise LaunchError(str(path), f"cannot be read as the outcome of a job: {error}") from error
 
 

@@ -32,8 +32,8 @@ class Executed:
 
     Attributes:
         gang: Number of the gang it ran on, counted in the session.
-        directory: Of the logs of that gang.
-        signature: The transient cause for which it was run again, or None.
+        directory: Directory of that gang's logs.
+        signature: The transient cause of its rerun, or None.
     """
 
     gang: int
@@ -49,8 +49,8 @@ def test_record(
 
     Args:
         merged: The reports of its last execution.
-        spec: The gang that it asked for.
-        executions: All of them, the last one last.
+        spec: Spec of its gang.
+        executions: All executions, the last one last.
     """
     failed = [m for m in merged if m.outcome == "failed"]
     is_skipped = any(m.outcome == "skipped" for m in merged)
@@ -101,12 +101,12 @@ def transient_cause(
     last_stderr_lines: Iterable[str] = (),
     table: Table | None = None,
 ) -> Signature | None:
-    """Return the signature for which a test is worth running again, or None.
+    """Return the signature of a transient cause, for which a test may run again, or None.
 
     Args:
         merged: The reports of one execution.
-        log_lines: What its ranks wrote to stderr meanwhile. A line there is not why a test failed;
-            of these only a genuine cause counts, which forbids a rerun.
+        log_lines: Lines that its ranks wrote to stderr meanwhile. They do not explain a failure;
+            but a genuine cause among them forbids a rerun.
         last_stderr_lines: The end of stderr of ranks that died. Exceptions count, and messages
             that only a failing machine causes.
         table: The signatures; None takes those of the package.
@@ -116,7 +116,7 @@ def transient_cause(
         return None
     own, others = list(_own_texts(failed)), list(_texts_of_others(failed))
     if is_exception(_RANK.sub("", failed[0].message)) and match_signature(own, table) is None:
-        return None  # what other ranks raised is what came of it
+        return None  # exceptions of other ranks are consequences
     signature = match_signature([*own, *others, *_raised(last_stderr_lines, table)], table)
     if signature is None or not signature.is_transient:
         return None
@@ -129,7 +129,7 @@ def _raised(lines: Iterable[str], table: Table | None) -> list[str]:
 
 
 def _own_texts(failed: Iterable[Merged]) -> Iterable[str]:
-    """Yield what was raised, without the source lines of a traceback, which only quote."""
+    """Yield messages of exceptions, without the source lines of tracebacks."""
     for merged in failed:
         yield from _RANK.sub("", merged.message).splitlines()
         longrepr = None if merged.base is None else merged.base.get("longrepr")
@@ -137,7 +137,7 @@ def _own_texts(failed: Iterable[Merged]) -> Iterable[str]:
 
 
 def _texts_of_others(failed: Iterable[Merged]) -> Iterable[str]:
-    """Yield what the ranks raised that the headline does not name."""
+    """Yield messages of exceptions of ranks that the headline does not name."""
     for merged in failed:
         for _, text in merged.blocks:
             yield from _RAISED.findall(text)
@@ -155,12 +155,12 @@ _REPLACED = {
 
 
 def header_line(spec: GangSpec, gpus: Sequence[Gpu] | None, where: str) -> str:
-    """Return what gangs of tests without a mark are.
+    """Return the header line on gangs of tests without a marker.
 
     Args:
-        spec: Such a gang.
-        gpus: Of this host; None where nobody asked.
-        where: The directory of their logs.
+        spec: Spec of these gangs.
+        gpus: GPUs of this host; None if they are not needed.
+        where: Directory of their logs.
     """
     found = ""
     if gpus is not None and not gpus:
@@ -174,16 +174,16 @@ def header_line(spec: GangSpec, gpus: Sequence[Gpu] | None, where: str) -> str:
 
 
 def no_limit_line(source: str) -> str:
-    """Return that a test which hangs is not ended.
+    """Return the warning that tests have no time limit.
 
     Args:
-        source: What was set so.
+        source: The setting that is 0.
     """
     return f"megatron: tests of gangs have no time limit ({source} is 0): a hang does not end"
 
 
 def unused_nodes_line(num_nodes: int) -> str:
-    """Return how a session is started on all nodes of an allocation of Slurm."""
+    """Return the command that starts a session on all nodes of a Slurm allocation."""
     return (
         f"megatron: this allocation has {num_nodes} nodes, and the session uses this host only; "
         f"for all: srun --ntasks={num_nodes} --ntasks-per-node=1 pytest ..."
@@ -191,10 +191,10 @@ def unused_nodes_line(num_nodes: int) -> str:
 
 
 def plan_lines(specs: Iterable[GangSpec | None]) -> list[str]:
-    """Return which gangs would run how many tests.
+    """Return a line for each kind of gang with its number of tests.
 
     Args:
-        specs: Of each test, None for one of the controller.
+        specs: Spec of each test, None for one of the controller.
     """
     counts = Counter(specs)
     lines = []

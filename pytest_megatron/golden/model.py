@@ -9,7 +9,7 @@ import math
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.errors import GoldenError
@@ -33,6 +33,7 @@ GENERATION_METRICS = (*REQUEST_METRICS, THROUGHPUT, MEMORY, *COUNTS)
 _REQUEST_KEYS = frozenset((*REQUEST_METRICS, "input_prompt", "latency"))
 _INDICES = f"{ROUTING}_token_indices"
 _MOST = 1 << 53
+_Number = TypeVar("_Number", int, float)
 
 # Position in the request to the experts of each layer there.
 Routing: TypeAlias = Mapping[int, tuple[tuple[int, ...], ...]]
@@ -212,11 +213,7 @@ def _some_numbers(value: JsonValue, where: str) -> tuple[float, ...]:
 
 
 def _numbers(value: JsonValue, where: str) -> tuple[float, ...]:
-    if not isinstance(value, list):
-        raise GoldenError(where, f"{kind_of(value)}, expected a list of numbers")
-    numbers = [v for v in value if isinstance(v, int | float) and not isinstance(v, bool)]
-    if len(numbers) != len(value):
-        raise GoldenError(where, "holds something that is no number")
+    numbers = _list_of(value, (int, float), "number", where)
     try:
         return tuple(map(float, numbers))
     except OverflowError as error:
@@ -224,14 +221,21 @@ def _numbers(value: JsonValue, where: str) -> tuple[float, ...]:
 
 
 def _whole_numbers(value: JsonValue, where: str) -> tuple[int, ...]:
-    if not isinstance(value, list):
-        raise GoldenError(where, f"{kind_of(value)}, expected a list of whole numbers")
-    numbers = [v for v in value if isinstance(v, int) and not isinstance(v, bool)]
-    if len(numbers) != len(value):
-        raise GoldenError(where, "holds something that is no whole number")
+    numbers = _list_of(value, (int,), "whole number", where)
     if any(abs(v) >= _MOST for v in numbers):
         raise GoldenError(where, "holds a whole number of more than 53 bits")
     return tuple(numbers)
+
+
+def _list_of(
+    value: JsonValue, kinds: tuple[type[_Number], ...], what: str, where: str
+) -> list[_Number]:
+    if not isinstance(value, list):
+        raise GoldenError(where, f"{kind_of(value)}, expected a list of {what}s")
+    numbers = [v for v in value if isinstance(v, kinds) and not isinstance(v, bool)]
+    if len(numbers) != len(value):
+        raise GoldenError(where, f"holds something that is no {what}")
+    return numbers
 
 
 def kind_of(value: JsonValue) -> str:

@@ -19,9 +19,9 @@ from typing_extensions import TypedDict
 
 from pytest_megatron.base.files import JsonValue, read_bytes
 from pytest_megatron.base.schema import (
+    FINITE,
     About,
     Count,
-    Finite,
     FormatVersion,
     Texts,
     closed,
@@ -44,7 +44,7 @@ from pytest_megatron.golden.compare.limits import (
 )
 from pytest_megatron.recipe.model import Workload
 
-_Part: TypeAlias = Annotated[float, Ge(0), Finite()]
+_Part: TypeAlias = Annotated[float, Ge(0), FINITE]
 _Fraction: TypeAlias = Annotated[float, Ge(0), Lt(1)]
 
 

@@ -391,7 +391,7 @@ def _with_labels(config: pytest.Config, options: Options) -> Options:
     """Return options with the decision for labels and event; what the user typed wins."""
     from pytest_megatron.hooks.labels import decision_of  # noqa: PLC0415 - not for all
 
-    decision = decision_of(config, options)
+    decision = decision_of(config, options.ci_event, options.labels, options.selection)
     return replace(
         options,
         decision=decision,

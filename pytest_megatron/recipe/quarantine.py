@@ -1,6 +1,6 @@
 """Quarantine: an item that is known to fail runs, and its failure does not fail the run. Pure.
 
-Marks, rows of recipes and the project's settings all say the same two things: why, and until when.
+Marks, rows of recipes and the project's settings all have the same two keys: a reason and a day.
 Must not decide what a quarantine means for goldens; that is for who writes them.
 """
 
@@ -19,12 +19,12 @@ _DATE = re.compile(r"\d{4}-\d{2}-\d{2}").fullmatch
 
 
 class QuarantineError(Exception):
-    """A quarantine says less than it must, or something else; the text says what."""
+    """A quarantine lacks a key, or has a wrong one; the text has the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quarantine:
-    """Why an item may fail, and for how long.
+    """The reason that an item may fail, and the last day of that.
 
     Attributes:
         until: The last day on which it holds, UTC.

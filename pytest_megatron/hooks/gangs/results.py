@@ -1,6 +1,6 @@
-"""The role that tells what distributed tests came to: header, `run.json`, summary.
+"""Results of distributed tests: header, `run.json`, summary.
 
-Lives in the controller alone: a worker's records reach it on the reports.
+Active only in the controller: records of workers arrive as attributes of reports.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _WRITE_EVERY_S = 5.0  # after a failure; a run that is killed still says what it
 
 
 def add_way_back(report: pytest.TestReport, run: RunSession) -> None:
-    """Have the report of a failure end with what to type to have it again."""
+    """Append the command that reproduces a failure to its report."""
     if report.failed:
         report.sections.append(("again", reproduce_line(run.where, report.nodeid)))
 
@@ -52,14 +52,14 @@ class GangResults:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self, session: pytest.Session) -> None:
-        """Refuse to start without the devices that were asked for, or where ranks cannot meet."""
+        """Refuse to start without the requested devices, or if ranks cannot connect."""
         if not session.config.option.collectonly:
             _refuse_lack(self._run.options)
             if self._run.options.asks_for_gangs:
                 refuse_unfit_host(self._run.options)
 
     def pytest_report_header(self, config: pytest.Config) -> list[str]:
-        """Say what gangs of tests without a mark are."""
+        """Describe the gangs of tests without a marker."""
         options = self._run.options
         if not options.asks_for_gangs:
             return []
@@ -96,7 +96,7 @@ class GangResults:
             self._file.write()
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Tell of tests that passed when they were run again, and of gangs that were replaced."""
+        """List tests that passed at a rerun, and gangs that were replaced."""
         lines = flaky_lines(self._records)
         replaced = replaced_line(self._records.values())
         if replaced is not None:
@@ -110,10 +110,10 @@ class GangResults:
 
 
 def _refuse_lack(options: Options) -> None:
-    """Make sure that this host has the GPUs that were asked for.
+    """Make sure that this host has the requested GPUs.
 
     Raises:
-        pytest.UsageError: It has not.
+        pytest.UsageError: It has too few.
     """
     wants_gpus = options.num_gpus is not None
     if not wants_gpus and not (options.device == "cuda" and options.num_ranks):
@@ -128,9 +128,9 @@ def _refuse_lack(options: Options) -> None:
     sharing = f"--ranks-per-gpu {-(-wanted // len(gpus))}" if gpus else ""
     if wants_gpus:
         asked = f"{needed} GPUs" if wanted else "all GPUs"
-        way_out = f"lower it, or say {sharing}" if gpus else "use --ranks for ranks on the CPU"
+        way_out = f"lower it, or use {sharing}" if gpus else "use --ranks for ranks on the CPU"
         raise pytest.UsageError(f"--gpus: asked for {asked}, this host has {found}; {way_out}")
     raise pytest.UsageError(
         f"--device: cuda needs {needed} GPUs for --ranks {wanted}, this host has {found}; "
-        f"{f'lower --ranks, say {sharing}, or ' if gpus else ''}drop --device"
+        f"{f'lower --ranks, use {sharing}, or ' if gpus else ''}drop --device"
     )

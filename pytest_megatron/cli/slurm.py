@@ -25,7 +25,6 @@ from pytest_megatron.engines.multitask.step import MODE, PORTS, REPEATABLE
 from pytest_megatron.engines.records import JobSpec, write_spec
 from pytest_megatron.engines.slurm.checks import SlurmChecks, ask_slurm, look_around
 from pytest_megatron.engines.slurm.interactive import allocation_lines, shell_lines, wrapped
-from pytest_megatron.engines.slurm.open import NemoScripts
 from pytest_megatron.engines.slurm.script import ScriptWriter, kept_scripts
 from pytest_megatron.engines.slurm.shape import ShapePaths, shape_of
 from pytest_megatron.errors import LaunchError, SelectionError
@@ -191,7 +190,7 @@ def _prepare(item: str, given: _SlurmOptions) -> _SlurmItem:
         project=load_config(root),
         is_lightweight=given["lightweight"],
     )
-    checked = make_job(options, NemoScripts(writer), workload, node_id)
+    checked = make_job(options, writer, workload, node_id)
     checked.require_runnable()
     for finding in checked.findings:
         echo_error(finding.line)

@@ -297,13 +297,14 @@ def _problem(schema: _Schema, error: ErrorDetails, at: YamlPath) -> SchemaProble
     if kind == "json_invalid":
         text = f"is no JSON: {error['ctx']['error']}"
     elif kind == "missing":
-        node, _ = _node_at(schema, loc)
+        node, loc = _node_at(schema, loc)
         is_fixed = "const" in node
         expected = str(node["const"]) if is_fixed else _expected(schema, node, kind, None)
         expected = f", expected {expected}" if is_fixed or "enum" in node else ""
         text = f"is missing{expected}; add it"
     elif is_unknown:
-        node, _ = _node_at(schema, loc[:-1])
+        node, place = _node_at(schema, loc[:-1])
+        loc = (*place, loc[-1])
         keys = cast("_Schema", node["properties"])
         text = f"unknown key, expected {one_of(loc[-1], keys)}"
     elif kind == "value_error":
@@ -311,24 +312,30 @@ def _problem(schema: _Schema, error: ErrorDetails, at: YamlPath) -> SchemaProble
         is_value = isinstance(problem, ExpectedError)
         text = f"found {shown(found)}, expected {problem}" if is_value else str(problem)
     else:
-        node, depth = _node_at(schema, loc)
-        loc = loc[:depth]  # behind it is the branch of a union, no place in the file
+        node, loc = _node_at(schema, loc)
         text = f"found {shown(found)}, expected {_expected(schema, node, kind, found)}"
     return SchemaProblem(path=(*at, *loc), kind=kind, text=text)
 
 
-def _node_at(schema: _Schema, path: YamlPath) -> tuple[_Schema, int]:
-    """Return the part of a JSON schema for a place, and how much of the path leads to it."""
-    node = _resolved(schema, schema)
+def _node_at(
+    schema: _Schema, path: YamlPath, node: _Schema | None = None
+) -> tuple[_Schema, YamlPath]:
+    """Return the part of a JSON schema for a place, and the place without branches of unions."""
+    node = _resolved(schema, schema if node is None else node)
+    place: YamlPath = ()
     for depth, step in enumerate(path):
+        if choices := cast("list[_Schema]", node.get("oneOf", [])):  # `step` is the tag of one
+            ways = [_node_at(schema, path[depth + 1 :], choice) for choice in choices]
+            inner_node, behind = max(ways, key=lambda way: len(way[1]))
+            return inner_node, (*place, *behind)
         properties = cast("Mapping[str, _Schema]", node.get("properties", {}))
         inner = properties.get(str(step), node.get("items", node.get("additionalProperties")))
         for pattern in cast("Mapping[str, _Schema]", node.get("patternProperties", {})).values():
             inner = pattern
         if not isinstance(inner, dict):
-            return node, depth
-        node = _resolved(schema, inner)
-    return node, len(path)
+            return node, place
+        node, place = _resolved(schema, inner), (*place, step)
+    return node, place
 
 
 def _resolved(schema: _Schema, node: _Schema) -> _Schema:
@@ -377,6 +384,8 @@ def _expected(schema: _Schema, node: _Schema, kind: str, found: object) -> str:
             if kind == "string_too_short":
                 least = node.get("minLength", 1)
                 text = f"at least {least} characters" if least != 1 else f"{text} that is not empty"
+            if kind == "string_pattern_mismatch":
+                text = f"a text that matches {node['pattern']}"
             return repr(node["const"]) if "const" in node else text
 
 

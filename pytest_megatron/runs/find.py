@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Annotated
 
-from pydantic import Strict, TypeAdapter
+from pydantic import Strict
 
 from pytest_megatron.base.files import read_json
+from pytest_megatron.base.schema import SchemaError, validate
 from pytest_megatron.errors import RunError, TriageError
 from pytest_megatron.runs.archives import is_archive, unpack
 from pytest_megatron.runs.layout import RUN_FILE, RUNS_DIR
@@ -220,8 +221,8 @@ def _named_by(summary: Path) -> list[Path]:
         RunError: It is none, or none of its artifacts is here.
     """
     try:
-        jobs = TypeAdapter(_SummaryFile).validate_python(read_json(summary)).jobs
-    except (OSError, ValueError) as error:  # pydantic's is a ValueError
+        jobs = validate(_SummaryFile, read_json(summary)).jobs
+    except (OSError, ValueError, SchemaError) as error:
         raise RunError(str(summary), f"is no summary of jobs: {error}") from None
     names = [job.artifact.partition("!")[0] for job in jobs if job.artifact]
     bases = (Path(), summary.parent, summary.parent.parent)

@@ -21,6 +21,7 @@ from pydantic import JsonValue as AnyJson
 from pydantic import ValidationError as Invalid
 
 from pytest_megatron.base.files import JsonValue, encodable, read_json
+from pytest_megatron.base.schema import explain
 from pytest_megatron.errors import RunError
 from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.runs.layout import RUN_FILE
@@ -451,9 +452,10 @@ def read_record(path: Path, model: type[_Record]) -> _Record:
     try:
         return from_json(value, model)
     except Invalid as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise RunError(str(path), f"{place!r}: {first['msg']}; is it of a run?") from None
+        first = explain(model, error.errors(include_url=False))[0]
+        raise RunError(
+            str(path), f"{first.message.removesuffix('; add it')}; is it of a run?"
+        ) from None
 
 
 def read_if_whole(path: Path, model: type[_Record]) -> _Record | None:

@@ -147,12 +147,15 @@ def test_keys_of_a_later_release_are_ignored(tmp_path: Path) -> None:
         ("[" * 100_000, "nested too deeply"),
         ('{"items": {}, "exit_code": ' + "9" * 400 + "}", "more than 300 digits"),
         ("[]", "holds a list, expected an object"),
-        ("{}", "'items': Field required"),
-        ('{"items": {"a::b": {}}}', "verdict': Field required"),
-        ('{"items": {"a::b": {"verdict": "good"}}}', "verdict': Input should be 'passed'"),
-        ('{"items": {}, "exit_code": "1"}', "'exit_code': Input should be a valid integer"),
-        ('{"items": {}, "exit_code": true}', "'exit_code': Input should be a valid integer"),
-        ('{"items": {}, "is_redacted": 1}', "'is_redacted': Input should be a valid boolean"),
+        ("{}", "items: is missing"),
+        ('{"items": {"a::b": {}}}', "items.a::b.verdict: is missing"),
+        (
+            '{"items": {"a::b": {"verdict": "good"}}}',
+            "items.a::b.verdict: found 'good', expected one of ",
+        ),
+        ('{"items": {}, "exit_code": "1"}', "exit_code: found '1', expected an integer"),
+        ('{"items": {}, "exit_code": true}', "exit_code: found True, expected an integer"),
+        ('{"items": {}, "is_redacted": 1}', "is_redacted: found 1, expected true or false"),
     ],
 )
 def test_a_file_that_no_run_wrote_is_one_error(tmp_path: Path, text: str, problem: str) -> None:

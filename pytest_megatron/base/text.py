@@ -49,9 +49,9 @@ def visible(text: str) -> str:
     return re.sub(_HIDDEN, "\ufffd", _ESCAPES.sub("", text))
 
 
-def counted(number: int, what: str) -> str:
-    """Return `1 error`, or `3 errors`."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def counted(number: int, one: str, many: str | None = None) -> str:
+    """Return `1 error`, or `3 errors`; `many` is a plural of another form."""
+    return f"1 {one}" if number == 1 else f"{number} {many or f'{one}s'}"
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:

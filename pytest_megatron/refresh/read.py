@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
@@ -26,6 +26,7 @@ from pytest_megatron.golden.store import read_golden, read_metrics
 from pytest_megatron.recipe.case import CaseMode, TestType, WorkloadCase, read_case
 from pytest_megatron.recipe.paths import CASES, GOLDENS
 from pytest_megatron.refresh.candidate import Candidate, Ran
+from pytest_megatron.runs.fields import Fields
 from pytest_megatron.runs.layout import RUN_FILE, ItemDirs
 from pytest_megatron.verdict.compare import compare_in_mode
 from pytest_megatron.verdict.job import metric_names_of
@@ -49,32 +50,28 @@ def read_run(run_dir: Path, root: Path, policy: ComparisonPolicy) -> tuple[Candi
     Raises:
         GoldenError: It is no run directory.
     """
-    run = read_object(run_dir / RUN_FILE)
-    items = run.get("items")
+    items = _read(run_dir / RUN_FILE).values.get("items")
     if not isinstance(items, dict):
         raise GoldenError(str(run_dir / RUN_FILE), "has no 'items', so it is not of a run")
     found = []
-    for node_id, record in items.items():
-        if not isinstance(record, dict) or "golden" not in record:
+    for node_id, item in items.items():
+        if not isinstance(item, dict) or "golden" not in item:
             continue
-        directory = run_dir / _name_of(record.get("directory"))
+        record = Fields(item)
+        directory = run_dir / _name_of(record.text("directory"))
         if not (directory / REJECTED).is_file():
             found.append(read_candidate(node_id, record, directory, root, policy))
     return tuple(found)
 
 
 def read_candidate(
-    node_id: str,
-    record: Mapping[str, JsonValue],
-    directory: Path,
-    root: Path,
-    policy: ComparisonPolicy,
+    node_id: str, record: Fields, directory: Path, root: Path, policy: ComparisonPolicy
 ) -> Candidate:
     """Return one workload of a run; what is wrong with its files goes into `damage`.
 
     Args:
         node_id: Of the workload.
-        record: What `run.json` says of it.
+        record: Its part of `run.json`.
         directory: Of the workload.
         root: The project.
         policy: Under which repeats must agree.
@@ -82,28 +79,24 @@ def read_candidate(
     Raises:
         GoldenError: The record names a golden that is none of a project.
     """
-    target = _target_of(record.get("golden"), node_id)
-    attempts = tuple(_ran(attempt, directory) for attempt in _objects(record.get("attempts")))
+    verdict, golden = record.text("verdict"), record.inner("golden")
     found = Candidate(
         node_id=node_id,
-        target=target,
+        target=_target_of(golden.values.get("target"), node_id),
         directory=directory,
-        verdict=str(record.get("verdict")),
-        problem=_text(record.get("problem")),
-        attempts=attempts,
-        platform=_text(record.get("platform")),
-        is_expected_to_fail=bool(record.get("is_expected")),
-        is_quarantined=_is_held(record),
+        verdict=verdict,
+        problem=record.text("problem") or None,
+        attempts=tuple(_ran(attempt, directory) for attempt in record.rows("attempts")),
+        platform=record.text("platform") or None,
+        is_expected_to_fail=record.flag("is_expected"),
+        is_quarantined=record.inner("quarantine").flag("holds") and verdict != "passed",
     )
     try:
-        return _with_values(found, root, policy, _digests_of(record))
-    except (MegatronError, OSError) as error:
-        text = (
-            str(error)
-            if isinstance(error, MegatronError)
-            else f"{error.filename or directory}: {error}"
-        )
-        return replace(found, damage=(text,))
+        return _with_values(found, root, policy, golden.inner("digests"))
+    except MegatronError as error:
+        return replace(found, damage=(str(error),))
+    except OSError as error:
+        return replace(found, damage=(f"{error.filename or directory}: {error}",))
 
 
 def digest_of(path: Path) -> str:
@@ -115,26 +108,17 @@ def digest_of(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _digests_of(record: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
-    """Return file to SHA-256; empty in a run of a version that noted none."""
-    golden = record.get("golden")
-    digests = golden.get("digests") if isinstance(golden, dict) else None
-    return digests if isinstance(digests, dict) else {}
-
-
-def _edited(
-    directory: Path, files: Sequence[Path], digests: Mapping[str, JsonValue]
-) -> Iterator[str]:
-    """Yield the files that are not as the run left them."""
-    for file in files if digests else ():
-        if digests.get(file.relative_to(directory).as_posix()) != digest_of(file):
+def _edited(directory: Path, files: Sequence[Path], digests: Fields) -> Iterator[str]:
+    """Yield the files that are not as the run left them; a run of an old version noted none."""
+    for file in files if digests.values else ():
+        if digests.text(file.relative_to(directory).as_posix()) != digest_of(file):
             yield f"{file}: is not what the run measured; accept the run as it was"
 
 
 def _with_values(
-    found: Candidate, root: Path, policy: ComparisonPolicy, digests: Mapping[str, JsonValue]
+    found: Candidate, root: Path, policy: ComparisonPolicy, digests: Fields
 ) -> Candidate:
-    """Add what was measured."""
+    """Add the measured values."""
     clean = [attempt for attempt in found.attempts if attempt.cause is None]
     path = found.directory / CANDIDATE
     if not clean or not path.is_file():
@@ -148,7 +132,7 @@ def _with_values(
     repeats: list[MetricMap] = [
         m.metrics if m.generation is None else series_of_generation(m.generation) for m in measured
     ]
-    plan = read_object(_attempt_dir(found.directory, clean[0]) / "plan.json")
+    plan = _read(_attempt_dir(found.directory, clean[0]) / "plan.json")
     case = read_case(root / CASES / Path(*found.target.parts[-3:-1]) / "model_config.yaml")
     found = replace(
         found,
@@ -157,8 +141,8 @@ def _with_values(
         first_step=_first_step(plan, case),
         last_step=_last_step(plan),
         has_cross_entropy=case.mode is CaseMode.PRETRAINING,
-        num_ranks=_number(plan.get("world_size")),
-        is_lightweight=bool(plan.get("is_lightweight")),
+        num_ranks=plan.whole("world_size"),
+        is_lightweight=plan.flag("is_lightweight"),
         disagreements=tuple(_disagreements(found.directory)),
         damage=(
             *_falsified(found, golden, repeats, plan),
@@ -193,15 +177,12 @@ def _spread(
 
 
 def _falsified(
-    found: Candidate,
-    golden: Golden,
-    repeats: Sequence[MetricMap],
-    plan: Mapping[str, JsonValue],
+    found: Candidate, golden: Golden, repeats: Sequence[MetricMap], plan: Fields
 ) -> Iterator[str]:
     """Look for a candidate that is not what the run measured."""
     path = found.directory / CANDIDATE
-    if plan.get("node_id") != found.node_id:
-        yield f"{found.directory}: plan.json is of {plan.get('node_id')!r}"
+    if plan.text("node_id") != found.node_id:
+        yield f"{found.directory}: plan.json is of {plan.text('node_id')!r}"
     if golden.generation is not None:
         expected: MetricMap = repeats[0]
     else:
@@ -243,28 +224,23 @@ def _wrong_attempts(found: Candidate) -> str | None:
 
 def _disagreements(directory: Path) -> Iterator[str]:
     """Yield what disagrees in `comparison.json` that is not the golden."""
-    comparison = read_object(directory / "comparison.json")
-    for repeat in _objects(comparison.get("repeats")):
-        if repeat.get("against") == "golden":
-            continue
-        for one in _objects(repeat.get("comparisons")):
-            if not one.get("passed"):
-                yield f"repeat {repeat.get('repeat')} against the {repeat.get('against')}: " + str(
-                    one.get("text", one.get("metric"))
-                )
+    for repeat in _read(directory / "comparison.json").rows("repeats"):
+        against = repeat.text("against")
+        for one in repeat.rows("comparisons") if against != "golden" else ():
+            if not one.flag("passed"):
+                text = one.text("text") or one.text("metric")
+                yield f"repeat {repeat.whole('repeat')} against the {against}: {text}"
 
 
-def _ran(attempt: Mapping[str, JsonValue], directory: Path) -> Ran:
-    codes = attempt.get("exit_codes")
-    health = attempt.get("health")
-    faults = health.get("faults") if isinstance(health, dict) else None
+def _ran(attempt: Fields, directory: Path) -> Ran:
+    codes = attempt.values.get("exit_codes")
     ran = Ran(
-        repeat=_number(attempt.get("repeat")) or 0,
-        number=_number(attempt.get("attempt")) or 0,
+        repeat=attempt.whole("repeat") or 0,
+        number=attempt.whole("attempt") or 0,
         exit_codes=tuple(c for c in codes if isinstance(c, int)) if isinstance(codes, list) else (),
-        cause=_text(attempt.get("cause")),
-        signature=_text(attempt.get("signature")),
-        faults=tuple(map(str, faults)) if isinstance(faults, list) else (),
+        cause=attempt.text("cause") or None,
+        signature=attempt.text("signature") or None,
+        faults=attempt.inner("health").texts("faults"),
     )
     if ran.cause is not None:
         return ran
@@ -313,33 +289,35 @@ def _measured(attempt: Path) -> Path:
     return next((p for p in places if p.is_file()), attempt / "phase_1" / "metrics.json")
 
 
-def _last_step(plan: Mapping[str, JsonValue]) -> int | None:
-    until = _number(plan.get("until_iteration"))
-    phases = _objects(plan.get("phases"))
-    return until if until is not None or not phases else _number(phases[0].get("last_iteration"))
+def _last_step(plan: Fields) -> int | None:
+    until, phases = plan.whole("until_iteration"), plan.rows("phases")
+    return until if until is not None or not phases else phases[0].whole("last_iteration")
 
 
-def _first_step(plan: Mapping[str, JsonValue], case: WorkloadCase) -> int | None:
-    """Return where the training begins; nobody knows of a checkpoint of long ago."""
-    phases = _objects(plan.get("phases"))
-    back_to = _number(phases[0].get("rewind_to")) if phases else None
+def _first_step(plan: Fields, case: WorkloadCase) -> int | None:
+    """Return where the training begins; None after a checkpoint of unknown length."""
+    phases = plan.rows("phases")
+    back_to = phases[0].whole("rewind_to") if phases else None
     if back_to is None:
         return None if case.test_type is TestType.FROZEN_START else 1
     return back_to + 1
 
 
-def _target_of(golden: JsonValue, node_id: str) -> PurePosixPath:
+def _target_of(text: JsonValue, node_id: str) -> PurePosixPath:
     """Return where a golden belongs.
 
     Raises:
         GoldenError: It is none of the places that goldens of a project have.
     """
-    text = golden.get("target") if isinstance(golden, dict) else None
     for place in (GOLDENS, CASES):
         prefix = f"{place.as_posix()}/"
-        is_below = isinstance(text, str) and text.startswith(prefix) and ".." not in text
-        if is_below and _TARGET(str(text).removeprefix(prefix)):
-            return PurePosixPath(str(text))
+        if (
+            isinstance(text, str)
+            and text.startswith(prefix)
+            and ".." not in text
+            and _TARGET(text.removeprefix(prefix))
+        ):
+            return PurePosixPath(text)
     raise GoldenError(
         node_id,
         f"its golden is {text!r}, expected {GOLDENS}/MODEL/CASE/golden_values_ENVIRONMENT_PLATFORM"
@@ -347,7 +325,7 @@ def _target_of(golden: JsonValue, node_id: str) -> PurePosixPath:
     )
 
 
-def read_object(path: Path) -> dict[str, JsonValue]:
+def _read(path: Path) -> Fields:
     """Return the JSON object in a file of a run.
 
     Raises:
@@ -365,28 +343,10 @@ def read_object(path: Path) -> dict[str, JsonValue]:
         raise GoldenError(str(path), f"is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise GoldenError(str(path), f"holds a {type(value).__name__}, expected an object")
-    return value
+    return Fields(value)
 
 
-def _name_of(directory: JsonValue) -> str:
+def _name_of(directory: str) -> str:
     """Return the name of a workload's directory, which lies in the run's."""
-    name = PurePosixPath(directory).name if isinstance(directory, str) else ""
+    name = PurePosixPath(directory).name
     return "none" if name in ("", "..") else name
-
-
-def _is_held(record: Mapping[str, JsonValue]) -> bool:
-    quarantine = record.get("quarantine")
-    is_held = isinstance(quarantine, dict) and bool(quarantine.get("holds"))
-    return is_held and record.get("verdict") != "passed"
-
-
-def _objects(value: JsonValue) -> list[dict[str, JsonValue]]:
-    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
-
-
-def _text(value: JsonValue) -> str | None:
-    return value if isinstance(value, str) else None
-
-
-def _number(value: JsonValue) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None

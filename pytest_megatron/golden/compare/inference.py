@@ -99,23 +99,16 @@ def _compare_requests(pair: Pair, metrics: Sequence[str]) -> Comparison | None:
 def _compare(pair: Pair, metric: str) -> Comparison | None:
     if metric in REQUEST_METRICS:
         return _compare_of_requests(pair, metric)
+    answer = _answer(pair, metric)
     if not pair.golden.has(metric):
-        return (
-            replace(_answer(pair, metric), rule=ComparisonRule.NO_GOLDEN)
-            if pair.policy.is_strict
-            else None
-        )
+        return answer if pair.policy.is_strict else None
     if not pair.observed.has(metric):
-        return replace(_answer(pair, metric), rule=ComparisonRule.NO_METRIC)
+        return replace(answer, rule=ComparisonRule.NO_METRIC)
     if metric in COUNTS:
         return _compare_count(pair, metric)
     if pair.not_timed is not None:
-        return replace(
-            _answer(pair, metric),
-            passed=True,
-            rule=ComparisonRule.NOT_JUDGED,
-            notes=(pair.not_timed,),
-        )
+        notes = (pair.not_timed,)
+        return replace(answer, passed=True, rule=ComparisonRule.NOT_JUDGED, notes=notes)
     return _compare_throughput(pair) if metric == THROUGHPUT else _compare_memory(pair)
 
 
@@ -179,10 +172,11 @@ def _first_difference(
             return StepDifference(step=position, place=place, observed=g, golden=e)
     if len(got) == len(expected):
         return None
-    length = float(len(got)), float(len(expected))
-    place = f"number of {what}s"
     return StepDifference(
-        step=min(map(int, length)), place=place, observed=length[0], golden=length[1]
+        step=min(len(got), len(expected)),
+        place=f"number of {what}s",
+        observed=float(len(got)),
+        golden=float(len(expected)),
     )
 
 
@@ -222,14 +216,8 @@ def _compare_count(pair: Pair, metric: str) -> Comparison:
     first = None
     if golden != observed:
         first = StepDifference(step=0, place="count", observed=observed, golden=golden)
-    counted = Deviation(num_compared=1)
-    return replace(
-        _answer(pair, metric),
-        passed=first is None,
-        rule=ComparisonRule.EXACT,
-        first=first,
-        deviation=counted,
-    )
+    answer = replace(_answer(pair, metric), rule=ComparisonRule.EXACT, first=first)
+    return replace(answer, passed=first is None, deviation=Deviation(num_compared=1))
 
 
 def _compare_throughput(pair: Pair) -> Comparison:

@@ -3,7 +3,7 @@
 An event file is a row of TFRecords (length, masked crc32c of the length, payload, masked crc32c
 of the payload), each payload one serialised `Event`. A training writes the same tag again and
 again, so the bytes of its event before the four of the value repeat; the first event of a kind is
-decoded field by field (`wire.py`), the next ones are looked up by those bytes. That makes the
+decoded field by field, the next ones are looked up by those bytes. That makes the
 reader several times as fast as TensorBoard's own (`benchmarks/read_tensorboard.py`).
 
 The crc of every length is verified, because a wrong length loses the place in the file. The crc

@@ -14,6 +14,7 @@ import pytest
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.git import ask_git_for_owner
+from pytest_megatron.base.text import counted
 from pytest_megatron.errors import GoldenError, MegatronError
 from pytest_megatron.golden.policy import ComparisonPolicy
 from pytest_megatron.hooks.options import Options
@@ -27,9 +28,10 @@ from pytest_megatron.refresh.accept import (
 )
 from pytest_megatron.refresh.build import make_candidate, make_prospect
 from pytest_megatron.refresh.candidate import Candidate, hard
-from pytest_megatron.refresh.pull_request import commit_message, counted, markdown
+from pytest_megatron.refresh.pull_request import commit_message, markdown
 from pytest_megatron.refresh.read import digest_of, read_candidate
 from pytest_megatron.runs.environment import SessionFacts
+from pytest_megatron.runs.fields import Fields
 from pytest_megatron.verdict.job import CheckedJob, Training
 
 _MOST_LINES = 60  # of the page in the terminal
@@ -127,7 +129,7 @@ class GoldenWriter:
         policy: ComparisonPolicy,
     ) -> str | None:
         """Return why the gate keeps a workload's candidate from becoming a golden, or None."""
-        candidate = read_candidate(node_id, record, directory, self._root, policy)
+        candidate = read_candidate(node_id, Fields(record), directory, self._root, policy)
         refusals = consider(candidate, self._root, self._terms).refusals
         if not refusals:
             return None
@@ -168,7 +170,8 @@ class GoldenWriter:
     def _read(
         self, node_id: str, record: Mapping[str, JsonValue], policy: ComparisonPolicy
     ) -> Candidate:
-        return read_candidate(node_id, record, Path(str(record["directory"])), self._root, policy)
+        directory = Path(str(record["directory"]))
+        return read_candidate(node_id, Fields(record), directory, self._root, policy)
 
     def _write(self, candidates: Sequence[Candidate]) -> bool:
         outcome = accept(candidates, self._root, self._terms)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import signal
 import unicodedata
@@ -56,6 +55,8 @@ def counted(number: int, one: str, many: str | None = None) -> str:
 
 def nearest(word: str, choices: Iterable[str]) -> str:
     """Return `; did you mean 'x'?` for the choice that looks most like `word`, or nothing."""
+    import difflib  # noqa: PLC0415  every session imports this module, few have such an error
+
     close = difflib.get_close_matches(word, sorted(choices), 1)
     return f"; did you mean {close[0]!r}?" if close else ""
 

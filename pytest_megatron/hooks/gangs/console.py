@@ -1,6 +1,7 @@
-"""The controller's end of a rank's debugger: who may stop, and the user's terminal.
+"""Terminal of the controller, for ranks: their debuggers, and copies of their output.
 
-One rank at a time, over all gangs; others wait for it, or go on without.
+One rank at a time may stop in its debugger, over all gangs; others wait for it, or continue
+without.
 """
 
 from __future__ import annotations
@@ -8,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
+import time
 from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TextIO
 
 import pytest
@@ -25,13 +28,17 @@ from pytest_megatron.gang.ipc.messages import (
     DebuggerWrote,
     Message,
 )
+from pytest_megatron.gang.rank.logs import Tail
 from pytest_megatron.gang.supervisor.supervisor import Gang
 from pytest_megatron.gang.timers import GangState
+from pytest_megatron.hooks.options import Options
+
+_COPY_EVERY_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class _DebuggerRequest:
-    """A rank that would stop, or did."""
+    """A rank that requests the debugger, or is in it."""
 
     gang: Gang
     rank: int
@@ -40,20 +47,20 @@ class _DebuggerRequest:
 
     @property
     def is_gone(self) -> bool:
-        """Whether it can no longer be spoken with."""
+        """True if it can no longer be debugged."""
         state = self.gang.lifecycle.state
         return self.channel.is_closed or state not in (GangState.RUNNING, GangState.CLOSING)
 
 
 @dataclass(slots=True)
 class Console:
-    """Lends the terminal to debuggers of ranks.
+    """Gives debuggers of ranks access to the terminal.
 
     Attributes:
         config: Of the controller.
-        pdb_rank: The only rank that may stop; None lets the first that fails, and rank 0 at
+        pdb_rank: The only rank that may stop; None allows the first that fails, and rank 0 at
             breakpoints.
-        is_refusing: Whether nobody may stop: nobody is there to talk to, or the session ends.
+        is_refusing: Whether no rank may stop: there is no terminal, or the session ends.
     """
 
     config: pytest.Config
@@ -65,7 +72,7 @@ class Console:
     _prompt: str = ""  # the line that has not ended yet
 
     def handle(self, gang: Gang, rank: int, channel: Channel, message: Message) -> None:
-        """Take in what a rank's debugger said."""
+        """Handle a message of a rank's debugger."""
         match message:
             case DebuggerWanted(reason=reason):
                 request = _DebuggerRequest(gang, rank, channel, reason)
@@ -85,7 +92,7 @@ class Console:
                 pass
 
     def settle(self) -> None:
-        """Take the terminal back from a rank that is gone, and lend it to the next."""
+        """Release the terminal of a rank that is gone, and give it to the next."""
         if self._active is not None and self._active.is_gone:
             self._leave()
         while self._active is None and self._waiting:
@@ -122,7 +129,7 @@ class Console:
             self._show(f"{self._prompt}\n")
             self._prompt = ""
         capture = self.config.pluginmanager.get_plugin("capturemanager")
-        if capture is not None:  # between tests it captures what is read, not what is written
+        if capture is not None:  # between tests it captures stdin, not stdout
             capture.resume_global_capture()
             capture.suspend_global_capture()
 
@@ -151,3 +158,61 @@ class Console:
             return INTERRUPTED_LINE
         finally:
             self._prompt = ""
+
+
+class Tee:
+    """Follows the logs of chosen ranks of every gang on this node.
+
+    Attributes:
+        is_on: Whether output is copied: with `-s`, or with `--tee-ranks`.
+    """
+
+    def __init__(self, config: pytest.Config, options: Options, *, is_worker: bool) -> None:
+        self._config = config
+        self._options = options
+        is_wanted = config.getoption("capture", "no") == "no" or "tee-ranks" in options.typed
+        has_terminal = config.pluginmanager.has_plugin("terminalreporter")
+        self.is_on = is_wanted and options.tee_ranks != () and not is_worker and has_terminal
+        self._tails: dict[int, list[Tail]] = {}
+        self._next_at = 0.0
+
+    def wait_s(self, most_s: float) -> float:
+        """Return the time that the controller may sleep."""
+        return min(most_s, _COPY_EVERY_S) if self.is_on else most_s
+
+    def follow(self, gang: Gang) -> None:
+        """Follow a new gang."""
+        chosen = self._options.tee_ranks
+        if self.is_on:
+            self._tails[gang.number] = [
+                Tail(Path(rank_config.log_dir), rank_config.rank)
+                for rank_config in gang.configs
+                if rank_config.node_rank == self._options.node_rank
+                and (chosen is None or rank_config.rank in chosen)
+            ]
+
+    def poll(self) -> None:
+        """Copy new output, if it is time to."""
+        if self._tails and time.monotonic() >= self._next_at:
+            for tails in self._tails.values():
+                self._copy(tails, is_ended=False)
+            self._next_at = time.monotonic() + _COPY_EVERY_S
+
+    def catch_up(self, gang: Gang) -> None:
+        """Copy all output of a gang, before the result of its test."""
+        self._copy(self._tails.get(gang.number, []), is_ended=True)
+
+    def forget(self, gang: Gang) -> None:
+        """Copy the rest of the output of a gang that is gone."""
+        self.catch_up(gang)
+        self._tails.pop(gang.number, None)
+
+    def _copy(self, tails: list[Tail], *, is_ended: bool) -> None:
+        if not tails:
+            return
+        writer = self._config.get_terminal_writer()
+        for tail in tails:
+            for line in tail.new_lines(is_ended=is_ended):
+                if writer.width_of_current_line:
+                    writer.line()
+                writer.line(line, flush=True)

@@ -1,4 +1,4 @@
-"""Questions to the user's git (effects: processes). Knows nothing of what the answers are for."""
+"""Questions to the user's git (effects: processes). Knows no use of the answers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ask_git_for_owner(root: Path) -> str | None:
 
 
 def ask_git(root: Path, *arguments: str) -> str | None:
-    """Return what git prints in the directory `root`, without white space around it.
+    """Return the output of git in the directory `root`, without white space around it.
 
     None where it fails, where there is no git, or outside of a checkout.
     """
@@ -40,7 +40,7 @@ def ask_git(root: Path, *arguments: str) -> str | None:
 
 
 def read_git(root: Path, *arguments: str, fine: Collection[int] = (0,)) -> bytes | None:
-    """Return what git prints in the directory `root`, byte for byte.
+    """Return the output of git in the directory `root`, byte for byte.
 
     None where it ends with an exit code that is not `fine`, or where there is no git.
     """

@@ -44,7 +44,7 @@ Texts: TypeAlias = Annotated[tuple[Text, ...], MinLen(1)]
 
 
 class ExpectedError(ValueError):
-    """A value is not what its key takes; the text is what it takes."""
+    """A value is none that its key takes; the text names those."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,7 +128,7 @@ class SchemaProblem:
     Attributes:
         path: From the top of the document.
         kind: pydantic's name of the error, such as `missing`.
-        text: What was found, what was expected, what to do.
+        text: The value found, the expected one and the remedy.
     """
 
     path: YamlPath
@@ -179,7 +179,7 @@ def validate(kind: type[_T], value: JsonValue, at: YamlPath = ()) -> _T:
     """Return a value as `kind`.
 
     Args:
-        kind: What the value must be.
+        kind: The expected kind of value.
         value: As YAML, TOML or JSON hold it.
         at: Where it is in its document.
 
@@ -248,7 +248,7 @@ def explain(
     """Return pydantic's errors in words, one for each place.
 
     Args:
-        kind: What was expected.
+        kind: The expected kind of value.
         errors: `ValidationError.errors()`.
         at: Where the value is in its document.
     """
@@ -332,7 +332,7 @@ def _node_at(schema: _Schema, path: YamlPath) -> tuple[_Schema, int]:
 
 
 def _resolved(schema: _Schema, node: _Schema) -> _Schema:
-    """Return what a node stands for: a definition, or the one choice beside null."""
+    """Return the target of a node: a definition, or the one choice beside null."""
     if "$ref" in node:
         definitions = cast("Mapping[str, _Schema]", schema["$defs"])
         return _resolved(schema, definitions[str(node["$ref"]).rpartition("/")[2]])
@@ -354,7 +354,7 @@ _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "exclusiveMaximum": "<", "m
 
 
 def _expected(schema: _Schema, node: _Schema, kind: str, found: object) -> str:
-    """Return what a part of a JSON schema takes, and what to do."""
+    """Return the values that a part of a JSON schema takes, and the remedy."""
     if choices := _choices(node):
         parts = (_expected(schema, _resolved(schema, one), kind, None) for one in choices)
         return " or ".join(parts)

@@ -37,7 +37,7 @@ def name_ranks(ranks: Iterable[int], what: str = "rank") -> str:
 
 
 def printable(text: str) -> str:
-    r"""Return text of anybody's as a terminal may show it: control characters as `\x1b`."""
+    r"""Return text from outside as a terminal may show it: control characters as `\x1b`."""
     return "".join(
         char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text
     )

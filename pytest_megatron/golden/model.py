@@ -41,7 +41,7 @@ Routing: TypeAlias = Mapping[int, tuple[tuple[int, ...], ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptAnswer:
-    """The answer to one prompt; None for what the program did not write.
+    """The answer to one prompt; None for a field that the program did not write.
 
     Attributes:
         tokens: (num_generated,) token ids.
@@ -132,7 +132,7 @@ def parse_generation(value: Mapping[str, JsonValue], where: str) -> Generation:
 
 
 def generation_to_json(generation: Generation) -> dict[str, JsonValue]:
-    """Return the JSON form: requests in order of their ids, then what stands beside them."""
+    """Return the JSON form: requests in order of their ids, then the other keys."""
     names = sorted(generation.requests, key=lambda name: (len(name), name))
     requests: dict[str, JsonValue] = {n: dict(generation.requests[n].content) for n in names}
     return requests | dict(sorted(generation.content.items()))
@@ -250,7 +250,7 @@ class Series:
 
     Attributes:
         steps: (num_values,) training iterations, strictly ascending, counted from 1.
-        values: (num_values,) what was measured at each of them.
+        values: (num_values,) the value at each of them.
         is_full_precision: True if the values have all their digits. Megatron-LM's extraction
             rounds to five decimals, and its goldens hold such values.
     """

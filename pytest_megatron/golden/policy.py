@@ -93,7 +93,7 @@ _Metrics: TypeAlias = Annotated[
 
 
 class Base(Enum):
-    """The policies of the package; the value is what `--golden-policy` takes."""
+    """The policies of the package; the value is its name in `--golden-policy`."""
 
     STRICT = "strict"
     MEGATRON = "megatron"
@@ -113,7 +113,7 @@ class ComparedWorkload:
 
     @staticmethod
     def of(workload: Workload) -> ComparedWorkload:
-        """Return what a policy may distinguish a workload by."""
+        """Return the properties by which a policy may select a workload."""
         return ComparedWorkload(
             case=f"{workload.model}/{workload.test_case}",
             platform=workload.platform,

@@ -145,12 +145,12 @@ def write_golden(
 
 
 def write_metrics(path: Path, metrics: MetricMap) -> None:
-    """Write what a run measured (`metrics.json`); nan, inf, text and missing stay apart."""
+    """Write the metrics of a run (`metrics.json`); nan, inf, text and missing stay apart."""
     write_json_atomically(path, metrics_to_json(metrics))
 
 
 def read_metrics(path: Path) -> Observed:
-    """Read what a run measured: TensorBoard files, a `.jsonl` file or a metric map.
+    """Read the metrics of a run: TensorBoard files, a `.jsonl` file or a metric map.
 
     A directory is read as TensorBoard's; it must belong to one attempt.
 

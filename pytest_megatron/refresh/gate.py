@@ -182,7 +182,7 @@ def _of_loss(name: str, points: list[Point], old: Golden) -> Iterator[Refusal]:
 
 
 def _outside(name: str, points: Sequence[Point], old: Golden, new: Golden) -> Iterator[Refusal]:
-    """Compare what both have as a run would be compared, but for single bits of another commit."""
+    """Compare the shared steps like a run, but for single bits of another commit."""
     before, after = old.provenance or Provenance(), new.provenance or Provenance()
     is_same_commit = before.commit is not None and before.commit == after.commit
     is_clean = before.is_dirty is False and after.is_dirty is False

@@ -152,7 +152,7 @@ def commit_message(differences: Sequence[FileDifference], *, reason: str | None 
 
 
 def refusals_text(refusals: Sequence[tuple[str, Refusal]]) -> list[str]:
-    """Return a line for each golden that is not written: which, the rule, what to do."""
+    """Return a line for each golden that is not written: its name, the rule, the remedy."""
     return [plain(f"{name}: {refusal.line}") for name, refusal in refusals]
 
 

@@ -3,7 +3,7 @@
 One answer a metric. Under `strict` a request that either side lacks is a difference, a listed
 metric that either side lacks is a failure, and text is compared whole. Under `megatron` the verdict
 is that of Megatron-LM's own comparison; where that ends with a Python error, the answer is a
-failure that says why.
+failure with the reason.
 
 Source: Megatron-LM tests/functional_tests/python_test_utils/test_inference_regular_pipeline.py,
 d98e8a64dd.
@@ -69,7 +69,7 @@ def compare_generation(pair: Pair, metrics: Sequence[str]) -> tuple[Comparison, 
     """Compare `metrics`, in this order; an answer on the requests themselves comes first.
 
     Args:
-        pair: What to compare.
+        pair: The golden and the run.
         metrics: The case's METRICS, out of `GENERATION_METRICS`; at least one.
     """
     assert metrics
@@ -181,7 +181,7 @@ def _first_difference(
 
 
 def _first_in_text(golden: str, observed: str, *, is_strict: bool) -> StepDifference | None:
-    """Compare text whole; the other policy compares what both have, and refuses empty text."""
+    """Compare text whole; the other policy compares the shared length, and refuses empty text."""
     length = min(len(golden), len(observed))
     position = next((i for i in range(length) if golden[i] != observed[i]), length)
     is_longer = len(golden) != len(observed) if is_strict else length == 0

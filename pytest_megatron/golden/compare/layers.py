@@ -359,7 +359,7 @@ def cost_layers(
 
     Args:
         points: Of the run and the golden.
-        limits: What each may be off.
+        limits: The limit of each.
         spread: Of the golden's repeats; a limit that is narrower than `TIME_SPREADS` of it in the
             median is widened to that, since so far apart are runs of the same training there.
     """

@@ -140,7 +140,7 @@ def without_unmeasured_end(series: Series) -> Series:
 
 
 def describe_uncovered(golden: Series, observed: Series) -> str | None:
-    """Return a note on a golden that holds too little of what a run measured, or None.
+    """Return a note on a golden that holds too few of the steps of a run, or None.
 
     Steps are counted at the golden's distance. Single ones at an end are no matter, since goldens
     are cut at half-open ranges.

@@ -94,7 +94,7 @@ def compare_strictly(
         golden: The committed values.
         observed: The values of the run.
         metrics: The metrics to compare; None means every metric of the golden, where one without
-            any number (Megatron-LM writes "nan" for what it did not measure) is not judged.
+            any number (Megatron-LM writes "nan" for steps that it did not measure) is not judged.
         policy: Its limits; `strict` itself, or a file that inherits from it.
         nondeterministic: True if the results of the case vary from run to run.
         surroundings: Of the run; time and memory are judged only against a golden of the same
@@ -208,7 +208,7 @@ def _knowledge(case: _StrictCase, metric: str) -> Knowledge:
 
 
 def _allowed(case: _StrictCase, metric: str, golden: Series) -> Allowed | None:
-    """Return what a run with a hole would have been allowed, where the golden is whole."""
+    """Return the deviation allowed to a run with a hole, where the golden is whole."""
     known = _knowledge(case, metric)
     limits = _limits(case, metric, golden, known)
     is_whole = len(golden) and find_unusable(golden) is None

@@ -38,7 +38,7 @@ from pytest_megatron.golden.model import (
 
 
 def load_object(text: str, where: str) -> tuple[dict[str, JsonValue], list[str]]:
-    """Return the JSON object in a text, and what was unusual about it.
+    """Return the JSON object in a text, and notes on unusual forms.
 
     The object may stand in a JSON string, as some of Megatron-LM's tools write it.
 

@@ -22,6 +22,7 @@ from pytest_megatron.base.files import JsonValue, read_text
 from pytest_megatron.base.schema import Pattern, SchemaError, Text, Texts, closed, trusted, validate
 from pytest_megatron.base.text import one_of
 from pytest_megatron.errors import TriageError
+from pytest_megatron.gpu.health import xid_pattern
 
 __all__ = ["SIGNATURES", "Signature", "is_exception", "is_named", "is_raised", "match_signature"]
 
@@ -319,6 +320,8 @@ def _data(path: Path) -> dict[str, JsonValue]:
     for row in rows if isinstance(rows, list) else ():
         if isinstance(row, dict) and row.get("literals"):
             row.setdefault("where", SearchedText.LINE.value)
+            if isinstance(pattern := row.get("pattern"), str):
+                row["pattern"] = pattern.replace("{xid}", xid_pattern(str(row.get("id"))))
     return data
 
 

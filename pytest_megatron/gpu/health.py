@@ -46,6 +46,18 @@ THROTTLES: Mapping[int, str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GpuProcess:
+    """A process on a GPU; its id is that of the host, also inside a container.
+
+    Attributes:
+        memory_bytes: None where NVML does not report it.
+    """
+
+    pid: int
+    memory_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GpuState:
     """One GPU at one moment.
 
@@ -56,8 +68,6 @@ class GpuState:
         remapped_uncorrectable: Rows remapped, from A100 on.
         is_remap_pending: Whether a reset is due.
         throttles: Why its clocks are low, for causes that are no idling.
-        processes: Process id -> bytes of GPU memory, None where NVML does not say; ids are those
-            of the host, also inside a container.
     """
 
     uuid: str
@@ -80,20 +90,12 @@ class GpuState:
     has_remap_failed: bool | None = None
     memory_used_bytes: int | None = None
     memory_total_bytes: int | None = None
-    processes: tuple[tuple[int, int | None], ...] = ()
+    processes: tuple[GpuProcess, ...] = ()
 
     @property
     def label(self) -> str:
         """Name for people: index and UUID."""
         return f"GPU {self.index} ({self.uuid})" if self.index is not None else self.uuid
-
-    def as_json(self) -> dict[str, JsonValue]:
-        """Return every value."""
-        return {
-            **asdict(self),
-            "throttles": None if self.throttles is None else list(self.throttles),
-            "processes": [{"pid": p, "memory_bytes": m} for p, m in self.processes],
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,8 +187,8 @@ class Health:
                 {"gpu": x.uuid, "xid": x.number, "source": x.source, "text": x.text}
                 for x in self.xids
             ],
-            "before": [state.as_json() for state in self.before],
-            "after": [state.as_json() for state in self.after],
+            "before": [asdict(state) for state in self.before],
+            "after": [asdict(state) for state in self.after],
             "problem": self.problem,
         }
 
@@ -209,23 +211,6 @@ def merge_health(found: Iterable[Health | None]) -> Health | None:
         xids=tuple(xid for health in known for xid in health.xids),
         problem="; ".join(dict.fromkeys(problems)) or None,
     )
-
-
-def state_from_json(found: Mapping[str, JsonValue]) -> GpuState:
-    """Read what `as_json` wrote.
-
-    Raises:
-        KeyError, TypeError, ValueError: It is something else.
-    """
-    values: dict[str, object] = dict(found)
-    processes = found.get("processes") or []
-    throttles = found.get("throttles")
-    assert isinstance(processes, list)
-    values["processes"] = tuple(
-        (p["pid"], p["memory_bytes"]) for p in processes if isinstance(p, dict)
-    )
-    values["throttles"] = tuple(throttles) if isinstance(throttles, list) else None
-    return GpuState(**values)  # type: ignore[arg-type]  # our own process wrote it
 
 
 def _xid_faults(xids: Sequence[Xid], states: Sequence[GpuState]) -> Iterator[Fault]:
@@ -273,9 +258,10 @@ def _foreign(state: GpuState) -> str | None:
     if not state.memory_total_bytes:
         return None
     least = FOREIGN_SHARE * state.memory_total_bytes
-    for pid, memory in state.processes:
-        if memory is not None and memory >= least:
-            return f"process {pid}, not of this run, held {_gb(memory)} of {state.label}"
+    for process in state.processes:
+        if process.memory_bytes is not None and process.memory_bytes >= least:
+            size = _gb(process.memory_bytes)
+            return f"process {process.pid}, not of this run, held {size} of {state.label}"
     if state.memory_used_bytes is not None and state.memory_used_bytes >= least:
         return f"{_gb(state.memory_used_bytes)} of {state.label} were held, not by this run"
     return None

@@ -68,6 +68,11 @@ class Fatal:
         """The first line of the message."""
         return self.message.partition("\n")[0]
 
+    @property
+    def places(self) -> tuple[LogLine, ...]:
+        """The line in a log; none where only the error file knows it."""
+        return () if self.place is None else (self.place,)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Enqueued:
@@ -106,6 +111,11 @@ class RankStory:
     enqueued: tuple[Enqueued, ...] = ()
     stack_frame: str | None = None
     last_words: tuple[LogLine, ...] = ()
+
+    @property
+    def how(self) -> str:
+        """End as the launcher reported it: `SIGKILL`, `exit code 3`; empty if it did not."""
+        return "" if self.exit is None else self.exit.how
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ import bisect
 import math
 import re
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pytest_megatron.base.files import JsonValue
@@ -80,12 +81,11 @@ def find_fatal(
     streams = sorted({log.stream for log, _ in traces}, key=order.index)
     for stream in streams:
         chosen = [(log, at) for log, at in traces if log.stream is stream][-_MOST_TRACES:]
-        found: list[Fatal] = []
-        for log, at in reversed(chosen):
-            fatal = _read_fatal(log, at, table, rank, end, is_labelled=log in labelled)
-            if fatal is not None:
-                found.append(fatal)
-        if found:
+        read = (
+            _read_fatal(log, at, table, rank, end, is_labelled=log in labelled)
+            for log, at in reversed(chosen)
+        )
+        if found := [fatal for fatal in read if fatal is not None]:
             return _root_of(_chosen(found), traces, table, labelled, rank)
     return None
 
@@ -111,21 +111,13 @@ def _root_of(
         start = _header_at(lines, offsets, at)
         if start is None or is_continued(lines, start):
             continue
-        if start > 0 and _HANDLED.search(lines[start - 1].text) is not None:
-            continue
-        chain = read_chain(lines, start)
+        was_handled = start > 0 and _HANDLED.search(lines[start - 1].text) is not None
+        chain = None if was_handled else read_chain(lines, start)
         if chain is None:
             continue
         raised, signature = classify_chain(chain, table)
         if is_own_mistake(raised.message) or is_genuine(signature):
-            return Fatal(
-                signature=signature,
-                message=raised.message,
-                frame=raised.own_frame,
-                frames=raised.frames,
-                time_s=raised.time_s,
-                place=LogLine(log=log, offset=offsets[raised.said], text=raised.headline),
-            )
+            return _fatal_of(raised, signature, log, offsets)
     return fatal
 
 
@@ -253,11 +245,8 @@ def _read_fatal(
     """Read one traceback; None if the rank lived on."""
     lines, offsets, is_all = _lines_around(log, at, rank, is_labelled=is_labelled)
     start = _header_at(lines, offsets, at)
-    if start is None:
-        return None
-    if "traceback : " in lines[start].text:  # the launcher's copy of an error file
-        return None
-    if is_continued(lines, start):  # read with the traceback that it goes on from
+    # Neither the launcher's copy of an error file, nor one that was read with its beginning.
+    if start is None or "traceback : " in lines[start].text or is_continued(lines, start):
         return None
     chain = read_chain(lines, start)
     if chain is None or chain.is_ignored:
@@ -270,7 +259,12 @@ def _read_fatal(
     is_last = is_uncaught or (is_at_end(lines, said) and ended)
     if not is_all or not is_last:
         return None
-    raised, signature = classify_chain(chain, table)
+    return _fatal_of(*classify_chain(chain, table), log, offsets)
+
+
+def _fatal_of(
+    raised: RaisedException, signature: Signature, log: LogFile, offsets: Sequence[int]
+) -> Fatal:
     return Fatal(
         signature=signature,
         message=raised.message,
@@ -299,7 +293,7 @@ def _lines_around(
     """
     start = max(0, at - _BEFORE_BYTES)
     data = read_from(log.path, start, _TRACE_BYTES)
-    is_all = start + len(data) >= _size(log.path)
+    is_all = start + len(data) >= log.path.stat().st_size
     lines: list[Line] = []
     offsets: list[int] = []
     offset = start
@@ -329,10 +323,6 @@ def _raw_line(log: LogFile, at: int) -> str:
     return read_from(log.path, at, 200).partition(b"\n")[0].decode(errors="replace")
 
 
-def _size(path: Path) -> int:
-    return path.stat().st_size
-
-
 _MOST_BYTES = 1 << 20
 
 
@@ -356,13 +346,8 @@ def read_error_file(path: Path | None, table: Table) -> Fatal | None:
     message = str(found["message"])
     stack = str(extra.get("py_callstack", ""))
     of_stack = fatal_of_lines([parse_line(text) for text in stack.split("\n")], table)
-    return Fatal(
-        signature=classify_message(table, message) if of_stack is None else of_stack.signature,
-        message=message,
-        frame=None if of_stack is None else of_stack.frame,
-        frames=() if of_stack is None else of_stack.frames,
-        epoch_s=_seconds(extra.get("timestamp")),
-    )
+    fatal = of_stack or Fatal(signature=classify_message(table, message), message=message)
+    return replace(fatal, message=message, epoch_s=_seconds(extra.get("timestamp")))
 
 
 def _seconds(value: JsonValue) -> float | None:

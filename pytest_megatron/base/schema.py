@@ -380,7 +380,7 @@ def _built(kind: object, value: object) -> object:
         }
         return kind(**dict(_fields_of(hints, value)))
     if isinstance(kind, type) and issubclass(kind, Enum | Path):
-        return kind(value)
+        return kind(cast("str", value))
     arguments = get_args(kind)
     if get_origin(kind) in {Union, types.UnionType}:
         return _built(arguments[0], value)

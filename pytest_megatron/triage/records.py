@@ -6,19 +6,18 @@ Everything here may be missing or of another version; then nothing is known.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from pytest_megatron.base.files import JsonValue, parse_json, read_bytes
 from pytest_megatron.errors import TriageError
+from pytest_megatron.runs.fields import Fields, read_if_there
 from pytest_megatron.triage.launch import Known, LaunchEnd, LogFile, Stream, Unit
 from pytest_megatron.triage.rank_log import LogLine, Root
 from pytest_megatron.triage.signatures import Table
 
 COMPARISON_FILE = "comparison.json"
 HEALTH_FILE = "health.json"
-_MOST_BYTES = 64 << 20
 
 
 def with_records(unit: Unit, root: Root | None, table: Table) -> Root | None:
@@ -37,11 +36,17 @@ def with_records(unit: Unit, root: Root | None, table: Table) -> Root | None:
 
 def is_mismatch(path: Path) -> bool:
     """Return true if a file is a comparison with a golden that failed."""
-    return path.name == COMPARISON_FILE and read_record(path).get("passed") is False
+    return path.name == COMPARISON_FILE and _has_failed(read_if_there(path))
+
+
+def _has_failed(found: Fields) -> bool:
+    return found.values.get("passed") is False
 
 
 def _mismatch(record: LogFile, table: Table) -> Root | None:
-    failed = [_say(found) for found in _failed(read_record(record.path))]
+    repeats = read_if_there(record.path).rows("repeats")
+    rows = [row for repeat in repeats for row in repeat.rows("comparisons") if _has_failed(row)]
+    failed = [_describe(row) for row in rows]
     if not failed:
         return None
     return Root(
@@ -52,31 +57,18 @@ def _mismatch(record: LogFile, table: Table) -> Root | None:
     )
 
 
-def _failed(content: dict[str, JsonValue]) -> Iterator[dict[str, JsonValue]]:
-    """Yield the comparisons of one metric each that failed."""
-    repeats = content.get("repeats")
-    for repeat in repeats if isinstance(repeats, list) else []:
-        rows = repeat.get("comparisons") if isinstance(repeat, dict) else None
-        for row in rows if isinstance(rows, list) else []:
-            if isinstance(row, dict) and row.get("passed") is False:
-                yield row
-
-
-def _say(row: dict[str, JsonValue]) -> str:
-    step = row.get("first_step")
-    return f"{row.get('metric')}" + ("" if step is None else f" from step {step} on")
+def _describe(row: Fields) -> str:
+    step = row.whole("first_step")
+    return row.text("metric") + ("" if step is None else f" from step {step} on")
 
 
 def _with_fault(record: LogFile, root: Root, table: Table) -> Root:
     """Return a root cause with the first failure of the hardware in its place."""
-    faults = read_record(record.path).get("faults")
-    first = faults[0] if isinstance(faults, list) and faults else None
-    if not isinstance(first, dict):
-        return root
-    row = next((row for row in table.signatures if row.id == first.get("signature")), None)
+    first = next(iter(read_if_there(record.path).rows("faults")), Fields({}))
+    row = next((row for row in table.signatures if row.id == first.text("signature")), None)
     if row is None:
         return root
-    text = str(first.get("text"))
+    text = first.text("text")
     place = _place(record, b'"faults"', text)
     return replace(root, signature=row, places=(place, *root.places), also=(text, *root.also))
 
@@ -87,15 +79,6 @@ def _place(record: LogFile, mark: bytes, text: str) -> LogLine:
     except OSError:
         offset = 0
     return LogLine(log=record, offset=max(0, offset), text=text)
-
-
-def read_record(path: Path) -> dict[str, JsonValue]:
-    """Return a JSON object, empty where the file is missing, torn or something else."""
-    try:
-        content = read_json(path, _MOST_BYTES)
-    except (OSError, TriageError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def read_json(path: Path, most_bytes: int) -> JsonValue:
@@ -127,20 +110,21 @@ def known_of(unit: Unit) -> Known:
     if plan_file is None:
         return unit.known
     attempt = plan_file.parent
-    plan = read_record(plan_file)
-    node_id, size = plan.get("node_id"), plan.get("world_size")
+    plan = read_if_there(plan_file)
+    node_id = plan.text("node_id")
     known = replace(
         unit.known,
-        world_size=size if isinstance(size, int) else None,
-        command=f"pytest -p megatron {shlex.quote(node_id)}" if isinstance(node_id, str) else None,
+        world_size=plan.whole("world_size"),
+        command=f"pytest -p megatron {shlex.quote(node_id)}" if node_id else None,
     )
     health = attempt / HEALTH_FILE
     if health.is_file():
         known = replace(known, record=record_of(health, str(health)))
     number = _phase_number(unit.root, attempt)
-    told = _told(read_record(attempt.parent.parent / TRIAGE_FILE), attempt, number)
-    if told is not None:
-        return replace(known, returncode=told.returncode, ended=told.ended)
+    phase = _recorded_phase(attempt, number)
+    if phase is not None:
+        ends = {end.value: end for end in LaunchEnd}
+        return replace(known, returncode=_code(phase), ended=ends.get(phase.text("ended")))
     run = _above(attempt, "run.json")
     return known if run is None else replace(known, returncode=_exit_code(run, attempt, number))
 
@@ -152,36 +136,29 @@ def _phase_number(directory: Path, attempt: Path) -> int:
     return int(number) if number.isdigit() else 1
 
 
-def _told(record: dict[str, JsonValue], attempt: Path, number: int) -> Known | None:
-    """Return what the item's `triage.json` says of one phase of an attempt."""
-    where = f"{attempt.parent.name}/{attempt.name}"
-    attempts = record.get("attempts")
-    for row in attempts if isinstance(attempts, list) else []:
-        if not isinstance(row, dict) or row.get("attempt") != where:
-            continue
-        if row.get("phase_number") != number:
-            continue
-        code, ended = row.get("returncode"), row.get("ended")
-        kinds = {end.value: end for end in LaunchEnd}
-        return Known(
-            returncode=code if isinstance(code, int) else None, ended=kinds.get(str(ended))
-        )
-    return None
+def _recorded_phase(attempt: Path, number: int) -> Fields | None:
+    """Return the row of the item's `triage.json` for one phase of an attempt."""
+    rows = read_if_there(attempt.parent.parent / TRIAGE_FILE).rows("attempts")
+    key = (f"{attempt.parent.name}/{attempt.name}", number)
+    return next(
+        (row for row in rows if (row.text("attempt"), row.whole("phase_number")) == key), None
+    )
+
+
+def _code(row: Fields) -> int | None:
+    code = row.values.get("returncode")
+    return code if isinstance(code, int) else None
 
 
 def _exit_code(run: Path, attempt: Path, number: int) -> int | None:
     """Return the exit code that `run.json` has of a phase; the run may have moved since."""
-    tail = attempt.parts[-3:]
-    items = read_record(run).get("items")
-    for item in items.values() if isinstance(items, dict) else []:
-        rows = item.get("attempts") if isinstance(item, dict) else None
-        for row in rows if isinstance(rows, list) else []:
-            if not isinstance(row, dict) or Path(str(row.get("directory"))).parts[-3:] != tail:
-                continue
-            codes = row.get("exit_codes")
-            if isinstance(codes, list) and len(codes) >= number:
-                code = codes[number - 1]
-                return code if isinstance(code, int) else None
+    items = read_if_there(run).inner("items")
+    for row in (row for name in items.values for row in items.inner(name).rows("attempts")):
+        codes = row.values.get("exit_codes")
+        is_of_attempt = Path(row.text("directory")).parts[-3:] == attempt.parts[-3:]
+        if is_of_attempt and isinstance(codes, list) and len(codes) >= number:
+            code = codes[number - 1]
+            return code if isinstance(code, int) else None
     return None
 
 

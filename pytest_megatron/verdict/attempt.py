@@ -27,12 +27,12 @@ from pytest_megatron.golden.model import (
 from pytest_megatron.golden.store import read_metrics
 from pytest_megatron.gpu.health import Health
 from pytest_megatron.runs.environment import SessionFacts
+from pytest_megatron.runs.fields import read_if_there
 from pytest_megatron.runs.layout import AttemptDirs, ItemDirs, PhaseDirs
 from pytest_megatron.triage.api import triage_unit
 from pytest_megatron.triage.diagnosis import Diagnosis
 from pytest_megatron.triage.find import find_units
 from pytest_megatron.triage.launch import Known, LaunchEnd, Unit
-from pytest_megatron.triage.records import read_record
 from pytest_megatron.triage.signatures import LineRole, Signature, Table, is_named, match_signature
 from pytest_megatron.workload.plan.phases import Target
 from pytest_megatron.workload.run.rank_failures import (
@@ -110,7 +110,7 @@ def _last(row: dict[str, JsonValue]) -> dict[str, JsonValue]:
 
 
 def _rows(path: Path) -> list[JsonValue]:
-    rows = read_record(path).get("attempts")
+    rows = read_if_there(path).values.get("attempts")
     return rows if isinstance(rows, list) else []
 
 

@@ -6,7 +6,7 @@ import difflib
 import re
 import signal
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def describe_exit(exit_code: int) -> str:
@@ -52,6 +52,12 @@ def visible(text: str) -> str:
 def counted(number: int, what: str) -> str:
     """Return `1 error`, or `3 errors`."""
     return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def listed(texts: Sequence[str], most: int) -> str:
+    """Return `a, b and 3 more`."""
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:

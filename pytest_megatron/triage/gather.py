@@ -62,20 +62,18 @@ _LAST = re.compile(r"last enqueued (?:NCCL )?work: (\d+)")
 
 @dataclass(slots=True)
 class _LogCollector:
-    """Events collected for one rank, or the launcher."""
+    """Events collected for one rank, or the launcher.
+
+    Attributes:
+        exits: Ends of ranks as a launcher logs them; `stubborn`: processes that had to be killed.
+    """
 
     events: list[Event] = field(default_factory=list)
     traces: list[tuple[LogFile, int]] = field(default_factory=list)  # offsets of headers
     what: list[Fatal] = field(default_factory=list)
     enqueued: list[Enqueued] = field(default_factory=list)
     stacks: list[tuple[LogFile, int]] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Ends:
-    """Ends of ranks as launchers log them, and processes that had to be killed."""
-
-    rows: list[tuple[ProcessExit, LogLine]] = field(default_factory=list)
+    exits: list[tuple[ProcessExit, LogLine]] = field(default_factory=list)
     stubborn: set[int | None] = field(default_factory=set)
 
 
@@ -87,7 +85,7 @@ def make_scanner(table: Table) -> Scanner:
 def gather(unit: Unit, table: Table, scanner: Scanner) -> RankLog:
     """Read all logs of a launch. A file that cannot be read is noted."""
     books: defaultdict[int | None, _LogCollector] = defaultdict(_LogCollector)
-    told = _Ends()
+    launcher_book = books[None]
     labelled: set[LogFile] = set()
     notes = list(unit.notes)
     for log in unit.logs:
@@ -95,14 +93,14 @@ def gather(unit: Unit, table: Table, scanner: Scanner) -> RankLog:
             head = _texts(read_from(log.path, 0, _HEAD_BYTES))
             if log.rank is None and is_labelled(head[:-1]):
                 labelled.add(log)
-            _read_log(log, table, scanner, books, told, is_labelled=log in labelled)
+            _read_log(log, table, scanner, books, is_labelled=log in labelled)
         except OSError as error:
             notes.append(f"{log.shown}: {error.strerror}")
-    exits = [(excuse(end, told.stubborn), place) for end, place in told.rows]
+    exits = [(excuse(end, launcher_book.stubborn), place) for end, place in launcher_book.exits]
     ends = merge_exits([end for end, _ in exits])
     shown = dict(exits)
     successes = _successes(unit.logs)
-    _forget_what_was_overcome(books, successes)
+    _forget_what_was_overcome(launcher_book, successes)
     known_ranks = {rank for rank in books if rank is not None} | ends.keys() | set(unit.ranks)
     own = _fatal(books[None], None, table, labelled, None, is_clean=False)
     is_clean = _is_presumed_clean(unit, ends, own)
@@ -182,19 +180,15 @@ def _successes(logs: Sequence[LogFile]) -> dict[LogFile, LogLine]:
     return found
 
 
-def _forget_what_was_overcome(
-    books: Mapping[int | None, _LogCollector], successes: Mapping[LogFile, LogLine]
-) -> None:
+def _forget_what_was_overcome(book: _LogCollector, successes: Mapping[LogFile, LogLine]) -> None:
     """Leave out lines of a launcher's log after which what wrote it came to a good end."""
-    book = books.get(None)
-    if book is not None:
-        book.events = [
-            event
-            for event in book.events
-            if event.place.log not in successes
-            or event.place.offset > successes[event.place.log].offset
-            or event.signature.family == "nonfinite_loss"
-        ]
+    book.events = [
+        event
+        for event in book.events
+        if event.place.log not in successes
+        or event.place.offset > successes[event.place.log].offset
+        or event.signature.family == "nonfinite_loss"
+    ]
 
 
 def _collectives(unit: Unit, notes: list[str]) -> tuple[CollectiveMismatch, ...]:
@@ -213,7 +207,6 @@ def _read_log(
     table: Table,
     scanner: Scanner,
     books: defaultdict[int | None, _LogCollector],
-    ends: _Ends,
     *,
     is_labelled: bool,
 ) -> None:
@@ -229,8 +222,8 @@ def _read_log(
         if _STACK in line.text:
             book.stacks.append((log, raw.start))
         if log.rank is None and any(text in line.text for text in EXIT_LITERALS):
-            ends.rows += _exits_at(log, raw)
-            ends.stubborn.add(stubborn_pid(line.text))
+            books[None].exits += _exits_at(log, raw)
+            books[None].stubborn.add(stubborn_pid(line.text))
         place = LogLine(log=log, offset=raw.start, text=line.text)
         if line.text.startswith(_WHAT):
             message = f"c10::Error: {line.text.removeprefix(_WHAT)}"

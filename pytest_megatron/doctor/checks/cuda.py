@@ -7,6 +7,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
+from pytest_megatron.base.text import listed
 from pytest_megatron.doctor.compat import compat
 from pytest_megatron.doctor.facts import Devices, EnvironmentFacts, Torch, major_of, version_of
 from pytest_megatron.workload.checks.rules import RuleMatch
@@ -31,9 +32,7 @@ def check_cuda(facts: EnvironmentFacts, env: Mapping[str, str]) -> Iterator[Rule
     files = [str(path) for path in facts.machine.shadows]
     files = [file for file in files if file not in facts.python.not_preloaded]
     if files:
-        more = len(files) - _MOST_SHADOWS
-        shown = ", ".join(files[:_MOST_SHADOWS]) + (f" and {more} more" if more > 0 else "")
-        yield RuleMatch("library-shadow", files=shown)
+        yield RuleMatch("library-shadow", files=listed(files, _MOST_SHADOWS))
     if torch is None:
         yield RuleMatch("torch-missing", python=facts.python.executable)
         return

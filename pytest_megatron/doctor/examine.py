@@ -125,7 +125,7 @@ def rules() -> Mapping[str, CheckRule]:
 
 
 def finding_of(hit: RuleMatch) -> CheckFinding:
-    """Return what a check says in the words of its rule."""
+    """Return the finding of a check in the words of its rule."""
     return finding_in(hit, rules())
 
 

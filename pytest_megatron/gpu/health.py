@@ -115,7 +115,7 @@ class Xid:
 
     @property
     def is_hardware_fault(self) -> bool:
-        """Whether the hardware failed; a graded Xid counts if the kernel calls it fatal."""
+        """True if the hardware failed; a graded Xid counts if the kernel calls it fatal."""
         is_grave = self.number not in _GRADED_XIDS or _FATAL.search(self.text) is not None
         return self.number in HARDWARE_XIDS and is_grave
 

@@ -176,7 +176,7 @@ def _cpu_model() -> str:
 
 
 def _cpu_line(*names: str) -> str:
-    """Return what the kernel says of the first processor under one of `names`."""
+    """Return the kernel's value for the first processor under one of `names`."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             name, _, value = line.partition(":")

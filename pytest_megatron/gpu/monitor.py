@@ -78,7 +78,7 @@ class HealthWatch:
         return self.health
 
     def _answer(self, when: str) -> _MonitorAnswer:
-        """Return what the next line says."""
+        """Return the content of the next line."""
         line = self._read_line()
         if line is None:
             return _MonitorAnswer(problem=f"no answer {when} the attempt within {_LIMIT_S:g} s")

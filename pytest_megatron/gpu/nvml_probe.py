@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def read_state(nvml: ModuleType, uuid: str) -> GpuState | None:
-    """Return what a GPU says of itself; None where it does not answer at all."""
+    """Return the state of a GPU; None where it does not answer at all."""
     try:
         handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
     except nvml.NVMLError:

@@ -47,7 +47,7 @@ _PATH = {"path": r"'(/[^']+)'|\"(/[^\"]+)\""}
 
 
 def phase_of(frames: Sequence[str]) -> str | None:
-    """Return the phase of the training that a traceback is in, None if it does not say.
+    """Return the phase of the training that a traceback is in, None if it is not known.
 
     Args:
         frames: `file:line in name`, outermost first.
@@ -125,7 +125,7 @@ class Diagnosis:
         reason: Why it is transient, or not.
         command: What to type next.
         again: What runs it again, or None.
-        facts: Sizes, port or path that the message tells.
+        facts: Sizes, port or path from the message.
         exits: Rank -> `SIGKILL`, `exit code 1`, as the launcher reported it.
         fingerprint: The same for failures of one cause.
     """
@@ -155,7 +155,7 @@ class Diagnosis:
 
     @property
     def root_rank(self) -> int | None:
-        """The rank to look at, None where it was none or nothing says which."""
+        """The rank to look at, None where it was none or is not known."""
         return self.root_ranks[0] if self.root_ranks else None
 
     def as_json(self) -> dict[str, JsonValue]:

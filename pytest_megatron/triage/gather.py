@@ -1,4 +1,4 @@
-"""Reads the logs of one launch and puts together what they tell about each rank.
+"""Read the logs of one launch, and collect events, exceptions and ends by rank.
 
 Every file is read once in pieces for the texts that matter; then only the lines around those.
 """
@@ -137,7 +137,7 @@ def gather(unit: Unit, table: Table, scanner: Scanner) -> RankLog:
 
 
 def _by_file(path: Path | None, table: Table, notes: list[str]) -> Fatal | None:
-    """Return what torch's error file of a rank says; one that cannot be read is noted."""
+    """Return the exception in torch's error file of a rank; an unreadable file is noted."""
     try:
         return read_error_file(path, table)
     except OSError as error:
@@ -151,7 +151,7 @@ def _heir(books: Mapping[int | None, _LogCollector], ends: dict[int, ProcessExit
     """Return the rank that an exception in a log of nobody's ended.
 
     In a log of a launcher whose ranks write to it without their names that is the one which it saw
-    first, if nothing else says why that one failed.
+    first, if nothing else explains why that one failed.
     """
     first = [rank for rank, end in ends.items() if end.is_first] or list(ends)[:1]
     rank = first[0] if len(first) == 1 or len(ends) == 1 else None
@@ -192,7 +192,7 @@ def _forget_what_was_overcome(book: _LogCollector, successes: Mapping[LogFile, L
 
 
 def _collectives(unit: Unit, notes: list[str]) -> tuple[CollectiveMismatch, ...]:
-    """Return what flight recorders say of the collective that ranks disagree about."""
+    """Return the collectives that ranks disagree about, by their flight recorders."""
     dumps: dict[int, FlightDump] = {}
     for rank, path in unit.flights.items():
         try:
@@ -256,7 +256,7 @@ def _exits_at(log: LogFile, raw: RawLine) -> list[tuple[ProcessExit, LogLine]]:
 
 
 def _enqueued(text: str) -> Enqueued:
-    """Read what NCCL's watchdog says of the collective that did not finish."""
+    """Read the watchdog's report of the collective that did not finish."""
     work, last, group = _WORK.search(text), _LAST.search(text), _GROUP.search(text)
     return Enqueued(
         group="" if group is None else group[1] or group[2] or "",
@@ -305,12 +305,12 @@ def _bare(
     *,
     most_after: int | None = None,
 ) -> Fatal | None:
-    """Return what a log's end says went wrong where its traceback is not there, or cut off.
+    """Return the error at a log's end where its traceback is missing or cut off.
 
     Args:
-        logs: The first that says something counts.
+        logs: The first with an error counts.
         end: How the launcher saw it end, or None.
-        table: Says what it means.
+        table: Signatures of errors.
         rank: Whose lines count; None takes all.
         most_after: Lines that may follow; None takes what a person who reads the end would take.
     """
@@ -325,7 +325,7 @@ def _bare(
 
 
 def _better(error: Fatal | None, fatal: Fatal | None) -> Fatal | None:
-    """Join what torch's error file and the log say of the same exception."""
+    """Join the same exception from torch's error file and from the log."""
     if error is None or fatal is None:
         return error or fatal
     return Fatal(
@@ -368,7 +368,7 @@ def _stack_frame(where: tuple[LogFile, int]) -> str | None:
 
 
 def _last_words(logs: Sequence[LogFile]) -> tuple[LogLine, ...]:
-    """Return the last lines that say something, of stderr if it has any."""
+    """Return the last lines that are no noise, of stderr if it has any."""
     order = (Stream.STDERR, Stream.LAUNCHER, Stream.BOTH, Stream.STDOUT)
     for log in sorted(logs, key=lambda log: order.index(log.stream)):
         data, start = _tail(log)
@@ -384,7 +384,7 @@ def _last_words(logs: Sequence[LogFile]) -> tuple[LogLine, ...]:
 
 
 def _furthest(unit: Unit) -> tuple[int, int] | None:
-    """Return the furthest iteration that any log's end tells."""
+    """Return the furthest iteration at any log's end."""
     found: Iterable[tuple[int, int] | None] = (
         last_iteration(_texts(_tail(log)[0])) for log in unit.logs
     )

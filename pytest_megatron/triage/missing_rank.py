@@ -19,12 +19,12 @@ _TIMEOUTS = ("nccl_timeout", "store_timeout")
 
 
 def is_watchdog(event: Event) -> bool:
-    """Return true if a line says that a rank was ended because of others."""
+    """Return true if a line reports that a rank was ended because of others."""
     return event.signature.is_fatal and event.signature.role is LineRole.CASCADE
 
 
 def find_absent(story: RankLog, table: Table) -> Root | None:
-    """Return what ranks that only waited for others, or lost them, tell of the one to blame."""
+    """Return the rank to blame, by the logs of ranks that only waited for others or lost them."""
     hurt = {r: rank for r, rank in story.ranks.items() if cascade_of(rank) is not None}
     if story.collectives:
         return _by_flights(story, table, hurt)
@@ -65,7 +65,7 @@ def find_absent(story: RankLog, table: Table) -> Root | None:
 
 
 def _by_flights(story: RankLog, table: Table, hurt: dict[int, RankStory]) -> Root:
-    """Return what flight recorders tell of the collective that ranks disagree about."""
+    """Return the root by the collective that ranks disagree about in flight recorders."""
     first = story.collectives[0]
     is_other = first.kind in (Desync.OP, Desync.SIZE, Desync.DTYPE, Desync.EXTRA)
     shown = next((c for rank in hurt.values() if (c := cascade_of(rank)) is not None), None)
@@ -120,7 +120,7 @@ def cascade_of(rank: RankStory) -> Fatal | None:
 
 
 def _worst(ranks: Iterable[RankStory]) -> Fatal:
-    """Return what most ranks say; a time-out says more than a lost connection."""
+    """Return what most ranks report; a time-out wins over a lost connection."""
     found = [c for rank in ranks if (c := cascade_of(rank)) is not None]
     counts = Counter(fatal.signature.id for fatal in found)
     return min(found, key=lambda f: (f.signature.family not in _TIMEOUTS, -counts[f.signature.id]))
@@ -165,7 +165,7 @@ def _odd(hurt: dict[int, RankStory]) -> tuple[int, ...]:
 
 
 def odd_by_fingerprint(story: RankLog) -> tuple[int, ...]:
-    """Return the ranks whose collective is another one than that of most, as ranks themselves say.
+    """Return the ranks whose collective differs from that of most, by the ranks' own reports.
 
     With TORCH_DISTRIBUTED_DEBUG=DETAIL each rank prints its own collective and one of the others'.
     """

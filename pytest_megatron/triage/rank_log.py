@@ -30,7 +30,7 @@ class Event:
     """A line that a signature matches.
 
     Attributes:
-        rank: Whose, None where nothing says.
+        rank: Whose, None where it is not known.
         time_s: By the clock of that log.
     """
 
@@ -100,7 +100,7 @@ class RankStory:
         exit: As the launcher reported it, or None; `exit_place` is where.
         events: In the order of its logs.
         stack_frame: Where its main thread was when it was stopped or crashed, or None.
-        last_words: The end of its log, a few lines that say something.
+        last_words: The end of its log, a few lines that are no noise.
     """
 
     rank: int | None
@@ -126,7 +126,7 @@ class RankLog:
         iteration: The furthest that any rank printed: N of M; or None.
         is_presumed_clean: Whether nothing failed as far as the launcher, or who started it, knows.
         success: The last line that shows that a part of it came to a good end, or None.
-        collectives: What flight recorders say of those that ranks disagree about, origin first.
+        collectives: Those that ranks disagree about by their flight recorders, origin first.
         notes: What could not be read.
     """
 
@@ -156,7 +156,7 @@ class Root:
 
     Attributes:
         ranks: Those that failed by themselves in the same way, lowest first; empty if it was none,
-            or nothing says which.
+            or it is not known.
         what: What that rank did, for a sentence: `raised ValueError: x`, `was killed by SIGKILL`.
         places: Lines that show it.
         frame: `file:line in name` where it happened, or None.

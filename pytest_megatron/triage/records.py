@@ -105,7 +105,7 @@ _MOST_UP = 6
 
 
 def known_of(unit: Unit) -> Known:
-    """Return what `plan.json`, `triage.json` and `run.json` at or above a launch say of it."""
+    """Read `plan.json`, `triage.json` and `run.json` at or above a launch."""
     plan_file = _above(unit.root, "plan.json")
     if plan_file is None:
         return unit.known

@@ -258,9 +258,9 @@ def _wrote(event: Event) -> Root:
 
 
 def _outcome(story: RankLog, table: Table) -> Root | None:
-    """Return that a step or a process failed, as a runner or a launcher that is not torch's says.
+    """Return that a step or a process failed, as a runner or another launcher reports.
 
-    Of several the one that tells of a signal. An exception says more than that there was one.
+    Of several the one with a signal. An exception explains more than an outcome.
     """
     if story.unit.known.returncode == 0:
         return None
@@ -273,7 +273,7 @@ def _outcome(story: RankLog, table: Table) -> Root | None:
 
 
 def _end_told_by(event: Event) -> str | None:
-    """Return `SIGKILL` or `exit code 3` of a line that tells how something ended."""
+    """Return `SIGKILL` or `exit code 3` of a line that reports an end."""
     match = event.signature.search(event.place.text)
     told = None if match is None else next((g for g in match.groups() if g), None)
     if told is None or told.startswith("SIG"):
@@ -282,7 +282,7 @@ def _end_told_by(event: Event) -> str | None:
 
 
 def _known_end(table: Table, how: str | None) -> Signature | None:
-    """Return the row for an end by a signal; a plain exit code says nothing."""
+    """Return the row for an end by a signal; a plain exit code has none."""
     row = None if how is None else table.exit(how)
     return row if row is not None and row.id in ("sigkill", "native_crash", "terminated") else None
 
@@ -310,7 +310,7 @@ def _raised(story: RankLog, table: Table) -> Root | None:
 
 
 def _silent(story: RankLog, table: Table) -> Root | None:
-    """Return that something failed, if it did, and nothing says what."""
+    """Return that something failed for an unknown reason, if it did."""
     if not story.has_exits and story.unit.known.returncode in (None, 0):
         return None
     return Root(

@@ -233,7 +233,7 @@ def _way_out(
 
 
 def _versions(facts: EnvironmentFacts, torch: Torch) -> Iterator[RuleMatch]:
-    """Compare what modules say of themselves with what is installed where they are."""
+    """Compare the versions that modules report with those installed in their place."""
     loaded = {"numpy": torch.numpy, "torch": None if torch.problem else torch.version}
     elsewhere = {shadow.module for shadow in facts.shadows}
     for name, text in loaded.items():
@@ -252,6 +252,6 @@ def _versions(facts: EnvironmentFacts, torch: Torch) -> Iterator[RuleMatch]:
 
 
 def _is_same(loaded: str, installed: str) -> bool:
-    """Return true if two versions are one, as far as the library says its own."""
+    """Return true if two versions are one, as far as the library reports its own."""
     first, second = version_of(loaded), version_of(installed)
     return first is None or second is None or first.release[:3] == second.release[:3]

@@ -108,7 +108,7 @@ def _disk(disk: Disk, *, has_triton: bool) -> Iterator[RuleMatch]:
 
 
 def _clock(clock: Clock) -> Iterator[RuleMatch]:
-    """Yield what says that the clock is off; one reason is enough."""
+    """Yield the first reason to think that the clock is off."""
     today = dt.datetime.fromtimestamp(clock.now_s, tz=dt.UTC).strftime("%Y-%m-%d %H:%M")
     problem = None
     if clock.now_s < _RELEASED_S:

@@ -139,7 +139,7 @@ def _fits(tag: str, python: Python) -> bool:
 
 
 def _local_version(package: Package, torch: Torch, fits: str) -> Iterator[RuleMatch]:
-    """Compare what a wheel's version says of its torch with this torch."""
+    """Compare the torch in a wheel's local version with this torch."""
     match = _LOCAL.search(package.version.partition("+")[2])
     if match is None:
         return

@@ -33,7 +33,7 @@ _MOST_SHOWN = 400  # characters of a line
 
 
 def look_at_devices(places: SystemView) -> Devices:
-    """Return what the driver's files and NVML say."""
+    """Read the driver's files, and ask NVML."""
     text = places.read("/proc/driver/nvidia/version")
     match = _DRIVER.search(text)
     driver = match[1] if match else places.read("/sys/module/nvidia/version").strip() or None
@@ -50,7 +50,7 @@ def look_at_devices(places: SystemView) -> Devices:
 
 
 def _ill(gpus: Sequence[Gpu]) -> Iterator[str]:
-    """Yield what NVML says is wrong with GPUs now."""
+    """Yield the problems of GPUs that NVML reports now."""
     with HealthWatch(gpus) as watch:
         for state in watch.health.before if watch.health else ():
             yield from _illness(state)
@@ -77,7 +77,7 @@ def look_at_torch(
 
     Args:
         places: Where to look.
-        package: As it is installed; None where no metadata says so.
+        package: As it is installed; None without metadata.
         modules: Of extensions, to be imported after it.
     """
     directory = package.location / "torch" if package is not None else Path()
@@ -161,7 +161,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], logs: Path, limit_s: float) 
 
 
 def last_words(text: str) -> str:
-    """Return what says most: the last exception with NCCL's own reason, else the last line.
+    """Return the last exception with NCCL's own reason, else the last line.
 
     Source: torch puts `[rank0]: ` before an exception, `[rank0]:[W` before a warning;
     torch/csrc/distributed/c10d/NCCLUtils.hpp, `Last error:`.

@@ -65,7 +65,7 @@ def _limits(text: str) -> dict[str, int | None]:
 
 
 def _shm_bytes(places: SystemView) -> int | None:
-    """Return the size of /dev/shm: as it was mounted, else as the file system says."""
+    """Return the size of /dev/shm: as it was mounted, else as the file system reports it."""
     for line in reversed(places.read("/proc/mounts").splitlines()):
         fields = line.split()
         if len(fields) > _OPTIONS and fields[1] == "/dev/shm":  # noqa: S108 - the name of the mount
@@ -81,15 +81,16 @@ def _shm_bytes(places: SystemView) -> int | None:
 def _disks(places: SystemView) -> Iterator[Disk]:
     """Yield the directories that trainings and installations write to."""
     cache = Path(places.env.get("XDG_CACHE_HOME") or places.home / ".cache")
-    caches = {"uv": cache / "uv", "pip": cache / "pip", "Triton": places.home / ".triton"}
-    uses = [
+    uses: tuple[tuple[str, str | None, Path], ...] = (
         ("run directories", None, places.project),
         ("temporary files", "TMPDIR", places.temporary),
-    ]
-    for name, default in caches.items():
-        variable = f"{name.upper()}_CACHE_DIR"
-        uses.append((f"{name}'s cache", variable, Path(places.env.get(variable) or default)))
-    for use, variable, path in uses:
+        ("uv's cache", "UV_CACHE_DIR", cache / "uv"),
+        ("pip's cache", "PIP_CACHE_DIR", cache / "pip"),
+        ("Triton's cache", "TRITON_CACHE_DIR", places.home / ".triton"),
+    )
+    for use, variable, default in uses:
+        is_cache = variable is not None and variable != "TMPDIR"  # Python looks for that one
+        path = Path((is_cache and places.env.get(variable)) or default)
         there = next(p for p in (path, *path.absolute().parents) if os.path.lexists(p))
         try:
             free = shutil.disk_usage(there).free

@@ -17,7 +17,7 @@ Found = dict[str, object]
 
 
 def ask_torch() -> Found:
-    """Return what torch says of itself and of the GPUs."""
+    """Return torch's own facts, and its number of GPUs."""
     torch = importlib.import_module("torch")  # a broken one must be an answer
 
     found: Found = {

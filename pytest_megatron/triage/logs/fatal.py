@@ -57,7 +57,7 @@ _HANDLED = re.compile(r"(?i)\b(?:caught|retry\w*|handled|ignor\w+)\b")
 
 
 def classify_message(table: Table, message: str, frames: Sequence[str] = ()) -> Signature:
-    """Return the row for what an exception says, and where; every exception has one."""
+    """Return the row for an exception's message and frames; every exception has one."""
     return table.raised(message, frames) or table["exception"]
 
 
@@ -130,7 +130,7 @@ def find_bare(
     *,
     most_after: int | None,
 ) -> Fatal | None:
-    """Return what the end of a log says went wrong where no traceback is whole.
+    """Return the error at the end of a log where no traceback is whole.
 
     Args:
         log: Where it is.
@@ -179,7 +179,7 @@ def fatal_of_lines(lines: Sequence[Line], table: Table) -> Fatal | None:
 
 
 def classify_chain(chain: Chain, table: Table) -> tuple[RaisedException, Signature]:
-    """Return the exception of a chain that says most, and its row.
+    """Return the most telling exception of a chain, and its row.
 
     The last one, unless it only repeats in other words what it was raised from, or follows from
     another rank's end while an earlier one does not.
@@ -207,8 +207,7 @@ def _without_false_hope(
 ) -> tuple[RaisedException, Signature]:
     """Return what a transient exception was raised from, where that is the program's own doing.
 
-    `raise ConnectionError from KeyError` is no network's; neither is a hub that is not asked, as
-    somebody said that it must not be.
+    `raise ConnectionError from KeyError` is no network's; neither is a hub in offline mode.
     """
     if not chosen[1].is_transient:
         return chosen

@@ -63,7 +63,7 @@ class Line:
     """A line without what was put in front of it.
 
     Attributes:
-        rank: Whose line it is, None where it does not say.
+        rank: Whose line it is, None where it names none.
         time_s: When it was written: seconds by a clock that is the same within one log, or None.
     """
 
@@ -149,5 +149,5 @@ def says_success(text: str) -> bool:
 
 
 def last_iteration(texts: Iterable[str]) -> tuple[int, int] | None:
-    """Return the furthest iteration that lines tell, as `(N, M)`."""
+    """Return the furthest iteration in lines, as `(N, M)`."""
     return max((found for text in texts if (found := parse_iteration(text))), default=None)

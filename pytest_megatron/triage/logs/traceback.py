@@ -158,7 +158,7 @@ class Bare:
 
 
 def bare_errors(lines: Sequence[Line]) -> Iterator[Bare]:
-    """Yield what the end of a log says went wrong, last one first, for logs without a traceback.
+    """Yield the errors at the end of a log without a traceback, last one first.
 
     Stops where the program still went on.
     """

@@ -18,10 +18,14 @@ from pytest_megatron.base.files import JsonValue, read_text
 from pytest_megatron.base.text import one_of
 from pytest_megatron.errors import ConfigError
 
-WORD_KEYS = ("environments", "platforms", "scopes")
-SIGNATURES_KEY = "signatures"
-SECRETS_KEY = "secret-names"
-KEPT_KEY = "kept-variables"
+_WORDS = {  # key of a list of words -> field
+    "environments": "environments",
+    "kept-variables": "kept_variables",
+    "platforms": "platforms",
+    "scopes": "scopes",
+    "secret-names": "secret_names",
+    "signatures": "signature_files",
+}
 GOLDEN_FORM_KEY = "golden-form"
 GOLDEN_FORMS = ("compact", "list", "megatron", "steps")
 GOLDEN_PLATFORMS_KEY = "golden-platforms"
@@ -29,7 +33,7 @@ GOLDEN_PLATFORMS_KEY = "golden-platforms"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProjectConfig:
-    """What a project says about itself.
+    """The settings of a project.
 
     Attributes:
         file: The `pyproject.toml` that was read, None where there is none.
@@ -89,32 +93,23 @@ def _read_config(path: Path, _mtime_ns: int, _size: int) -> ProjectConfig:
         raise ConfigError(where, f"found {table!r}, expected a table")
     platforms = _platforms(table.pop(GOLDEN_PLATFORMS_KEY, {}), f"{where} {GOLDEN_PLATFORMS_KEY}")
     tables = {key: value for key, value in table.items() if isinstance(value, dict)}
-    keys = (*WORD_KEYS, SIGNATURES_KEY, SECRETS_KEY, KEPT_KEY)
-    known = tuple(sorted((*keys, GOLDEN_FORM_KEY, GOLDEN_PLATFORMS_KEY)))
+    known = sorted((*_WORDS, GOLDEN_FORM_KEY, GOLDEN_PLATFORMS_KEY))
     for key in table.keys() - tables.keys() - set(known):
         raise ConfigError(where, f"unknown key {key!r}, expected {one_of(key, known)}")
-    words = {key: _words(table.get(key, []), f"{where} {key}") for key in WORD_KEYS}
-    files = _words(table.get(SIGNATURES_KEY, []), f"{where} {SIGNATURES_KEY}")
-    own = tuple(path.parent / name for name in files)
+    words = {field: _words(table.get(key, []), f"{where} {key}") for key, field in _WORDS.items()}
+    files = tuple(path.parent / name for name in words.pop("signature_files"))
+    form = table.get(GOLDEN_FORM_KEY, GOLDEN_FORMS[0])
+    if form not in GOLDEN_FORMS:
+        message = f"found {form!r}, expected {one_of(form, GOLDEN_FORMS)}"
+        raise ConfigError(f"{where} {GOLDEN_FORM_KEY}", message)
     return ProjectConfig(
         file=path,
         tables=tables,
-        signature_files=own,
-        secret_names=_words(table.get(SECRETS_KEY, []), f"{where} {SECRETS_KEY}"),
-        kept_variables=_words(table.get(KEPT_KEY, []), f"{where} {KEPT_KEY}"),
-        golden_form=_form(
-            table.get(GOLDEN_FORM_KEY, GOLDEN_FORMS[0]), f"{where} {GOLDEN_FORM_KEY}"
-        ),
+        signature_files=files,
+        golden_form=str(form),
         golden_platforms=platforms,
         **words,
     )
-
-
-def _form(value: JsonValue, where: str) -> str:
-    """Return how goldens are laid out."""
-    if value not in GOLDEN_FORMS:
-        raise ConfigError(where, f"found {value!r}, expected one of {', '.join(GOLDEN_FORMS)}")
-    return str(value)
 
 
 def _platforms(value: JsonValue, where: str) -> dict[str, str]:

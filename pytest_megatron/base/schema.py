@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar, Union, cast, get_args, get_origin
 
 from annotated_types import Ge, MinLen
-from typing_extensions import get_type_hints
+from typing_extensions import get_type_hints, override
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import one_of
@@ -53,10 +54,10 @@ class Checked:
     """A limit of a value: `check` returns it, or raises a ValueError that has the problem.
 
     Attributes:
-        published: What the JSON schema says of it.
+        published: Its keys in the JSON schema.
     """
 
-    check: Callable[[str], str] | Callable[[int], int]
+    check: Callable[[str], str] | Callable[[int], int] | Callable[[float], float]
     published: Mapping[str, JsonValue] = field(default_factory=dict)
 
     def __get_pydantic_core_schema__(
@@ -89,6 +90,12 @@ def _check_version(number: int) -> int:
     return number
 
 
+def _check_finite(number: float) -> float:
+    if not math.isfinite(number):
+        raise ExpectedError("a finite number")
+    return number
+
+
 def _check_pattern(text: str) -> str:
     try:
         re.compile(text)
@@ -98,19 +105,10 @@ def _check_pattern(text: str) -> str:
     return text
 
 
+FINITE = Checked(_check_finite)
 # No Literal[1], which takes true as well.
 FormatVersion: TypeAlias = Annotated[int, Checked(_check_version, {"const": 1})]
 Pattern: TypeAlias = Annotated[str, Checked(_check_pattern)]
-
-
-@dataclass(frozen=True, slots=True)
-class Finite:
-    """A limit: neither nan nor infinite."""
-
-    def __get_pydantic_core_schema__(
-        self, source: type[float], handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        return cast("CoreSchema", {**handler(source), "allow_inf_nan": False})
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +171,11 @@ class SchemaError(Exception):
         super().__init__(problems)
         self.problems = problems
 
+    @override
+    def __str__(self) -> str:
+        """Return the first problem."""
+        return self.problems[0].message
+
 
 def validate(kind: type[_T], value: JsonValue, at: YamlPath = ()) -> _T:
     """Return a value as `kind`.
@@ -185,11 +188,20 @@ def validate(kind: type[_T], value: JsonValue, at: YamlPath = ()) -> _T:
     Raises:
         SchemaError: With everything that is wrong, in the order of the document's keys.
     """
+    # As JSON: a list is a tuple there, and a word one of an Enum.
+    return parse(kind, json.dumps(value), at)
+
+
+def parse(kind: type[_T], text: str | bytes, at: YamlPath = ()) -> _T:
+    """Return the JSON value in a text as `kind`, as `validate`.
+
+    Raises:
+        SchemaError: It is no JSON, or departs from the schema.
+    """
     from pydantic import ValidationError  # noqa: PLC0415  slow to import
 
     try:
-        # As JSON: a list is a tuple there, and a word one of an Enum.
-        return cast("_T", _adapter(cast("type", kind)).validate_json(json.dumps(value)))
+        return cast("_T", _adapter(cast("type", kind)).validate_json(text))
     except ValidationError as error:
         problems = explain(kind, error.errors(include_url=False), at)
         raise SchemaError(problems) from None
@@ -262,8 +274,13 @@ def dotted(path: Sequence[str | int]) -> str:
     """Return `products[3].products[0].scope` for a path."""
     text = ""
     for step in path:
-        text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else step
+        name = f"[{step}]" if isinstance(step, int) else _plain(step)
+        text += f".{name}" if text and isinstance(step, str) else name
     return text
+
+
+def _plain(key: str) -> str:
+    return key if key.isprintable() else repr(key)[1:-1]
 
 
 @functools.cache
@@ -276,15 +293,18 @@ def _adapter(kind: type) -> TypeAdapter[object]:
 def _problem(schema: _Schema, error: ErrorDetails, at: YamlPath) -> SchemaProblem:
     """Put one of pydantic's errors into words."""
     loc, kind, found = tuple(error["loc"]), error["type"], error["input"]
-    if loc[-1:] == ("[key]",):
-        loc = loc[:-1]
-    if kind == "missing":
+    is_unknown = kind in {"extra_forbidden", "unexpected_keyword_argument"}
+    if loc[-1:] == ("[key]",) and not is_unknown:
+        loc = loc[:-1]  # the key itself is wrong
+    if kind == "json_invalid":
+        text = f"is no JSON: {error['ctx']['error']}"
+    elif kind == "missing":
         node, _ = _node_at(schema, loc)
         is_fixed = "const" in node
         expected = str(node["const"]) if is_fixed else _expected(schema, node, kind, None)
         expected = f", expected {expected}" if is_fixed or "enum" in node else ""
         text = f"is missing{expected}; add it"
-    elif kind in {"extra_forbidden", "unexpected_keyword_argument"}:
+    elif is_unknown:
         node, _ = _node_at(schema, loc[:-1])
         keys = cast("_Schema", node["properties"])
         text = f"unknown key, expected {one_of(loc[-1], keys)}"
@@ -332,10 +352,6 @@ _NAMES = {
     "object": "a mapping",
     "string": "a string",
 }
-_LIMITS = {
-    "finite_number": "a finite number",
-    "string_too_short": "a string that is not empty",
-}
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "exclusiveMaximum": "<", "maximum": "<="}
 
 
@@ -348,7 +364,7 @@ def _expected(schema: _Schema, node: _Schema, kind: str, found: object) -> str:
         return one_of(found, cast("list[JsonValue]", node["enum"]))
     match node.get("type"):
         case "integer" | "number" as name if "const" not in node:
-            text = _LIMITS.get(kind) or ("an integer" if name == "integer" else "a number")
+            text = "an integer" if name == "integer" else "a number"
             bounds = (f" {sign} {node[key]:g}" for key, sign in _BOUNDS.items() if key in node)
             return text + " and".join(bounds) + _point_hint(found)
         case "array" if kind in {"too_short", "too_long"}:
@@ -356,11 +372,13 @@ def _expected(schema: _Schema, node: _Schema, kind: str, found: object) -> str:
             number = f"{node['maxItems']} elements" if is_exact else "at least one element"
             return f"a list with {number}"
         case "array":
-            return f"a list; write [{found}]" if isinstance(found, str) else "a list"
+            is_word = isinstance(found, str) and found.strip() and found.isprintable()
+            return f"a list; write [{shown(found)[1:-1]}]" if is_word else "a list"
         case name:
-            text = _LIMITS.get(kind) or _NAMES.get(str(name), "another value")
-            if kind == "string_too_short" and node["minLength"] != 1:
-                text = f"at least {node['minLength']} characters"
+            text = _NAMES.get(str(name), "another value")
+            if kind == "string_too_short":
+                least = node.get("minLength", 1)
+                text = f"at least {least} characters" if least != 1 else f"{text} that is not empty"
             return repr(node["const"]) if "const" in node else text
 
 

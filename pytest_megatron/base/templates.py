@@ -1,4 +1,4 @@
-"""Templates of HTML and Markdown: one environment for each, loaded on first use.
+"""Templates of HTML, SVG and Markdown, in two environments that are loaded on first use.
 
 Templates are files in `pytest_megatron/templates`. They escape every value but those that a filter
 of this module has escaped already, and fail on a name that they are not given.
@@ -23,7 +23,7 @@ _FOLDER = Path(__file__).parents[1] / "templates"
 
 
 def render(name: str, **values: object) -> str:
-    """Return a whole template; the end of its name is its language, `.html` or `.md`."""
+    """Return a whole template; the end of its name is its language."""
     page = _environment(name).get_template(name).render(values)
     return page.encode("utf-8", "replace").decode()  # half a surrogate pair is no UTF-8
 
@@ -35,7 +35,7 @@ def render_macro(name: str, macro: str, *arguments: object) -> str:
 
 
 def _environment(name: str) -> Environment:
-    return _html() if name.endswith(".html") else _markdown()
+    return _markdown() if name.endswith(".md") else _html()
 
 
 @cache
@@ -61,14 +61,13 @@ def _markdown() -> Environment:
         "fenced": lambda value, most=None, language="text": _safe(
             text.fenced(value, most, language)
         ),
-        "ours": lambda markdown: _safe(str(markdown)),
         "within": lambda lines, most_bytes, rest: _safe(text.within(lines, most_bytes, rest)),
     }
     return environment
 
 
 def _safe(markup: str) -> Markup:
-    from markupsafe import Markup  # noqa: PLC0415 - see `_new`
+    from markupsafe import Markup
 
     return Markup(markup)  # noqa: S704 - was escaped
 
@@ -76,7 +75,7 @@ def _safe(markup: str) -> Markup:
 def _new(escape: Callable[[str], str]) -> Environment:
     """Return an environment in which `escape` makes a text harmless."""
     # Neither a start of pytest nor a rank imports jinja2.
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # noqa: PLC0415
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     def escaped(value: object) -> object:
         is_safe = isinstance(value, int | float) or hasattr(value, "__html__")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import signal
 import unicodedata
@@ -46,7 +45,7 @@ def printable(text: str) -> str:
 
 def visible(text: str) -> str:
     """Return a text without colours; a character that cannot be seen becomes a replacement sign."""
-    return _HIDDEN.sub("\ufffd", _ESCAPES.sub("", text))
+    return re.sub(_HIDDEN, "\ufffd", _ESCAPES.sub("", text))
 
 
 def counted(number: int, what: str) -> str:
@@ -62,6 +61,8 @@ def listed(texts: Sequence[str], most: int) -> str:
 
 def nearest(word: str, choices: Iterable[str]) -> str:
     """Return `; did you mean 'x'?` for the choice that looks most like `word`, or nothing."""
+    import difflib  # noqa: PLC0415  every session imports this module, few have such an error
+
     close = difflib.get_close_matches(word, sorted(choices), 1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -71,6 +72,18 @@ def one_of(word: object, choices: Iterable[object]) -> str:
     words = [str(choice) for choice in choices]
     hint = nearest(word, words) if isinstance(word, str) else ""
     return f"one of {', '.join(sorted(words))}{hint}"
+
+
+def columns(rows: Sequence[Sequence[str]], num_right: int = 0) -> list[str]:
+    """Return a line for each row, its cells one below the other; the first ones to the right."""
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if column < num_right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def shorten(text: str, most: int) -> str:
@@ -88,11 +101,12 @@ def cut_middle(text: str, most_chars: int) -> str:
     return f"{head}\n[{num_left_out} of {len(text)} characters are left out here]\n{tail}"
 
 
-_HIDDEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_HIDDEN = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?")
 _TICKS = re.compile(r"`+")
+# Patterns of pages, which `re` compiles on first use: every start of pytest loads this module.
 # A `_` between letters is never emphasis.
-_SPECIAL = re.compile(r"[\\`*<>\[\]#|]|(?<![^\W_])_|_(?![^\W_])")
+_SPECIAL = r"[\\`*<>\[\]#|]|(?<![^\W_])_|_(?![^\W_])"
 _ELLIPSIS = "..."
 
 
@@ -127,7 +141,7 @@ def fenced(text: str, most: int | None = None, language: str = "text") -> str:
 
 def escaped(text: str) -> str:
     """Return one line as prose, with nothing in it that Markdown or HTML would read."""
-    text = _SPECIAL.sub(r"\\\g<0>", plain(" ".join(text.split())))
+    text = re.sub(_SPECIAL, r"\\\g<0>", plain(" ".join(text.split())))
     return text.replace("@", "@\u200b")  # a log must not mention a user
 
 

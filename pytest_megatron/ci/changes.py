@@ -157,7 +157,7 @@ def _reason(classes: dict[str, tuple[str, ...]], deciding: str | None) -> str:
 
 
 def parse_changes(text: str) -> tuple[PathChange, ...]:
-    """Return the changes that lines tell of: paths, or `git diff --name-status`."""
+    """Return the changes that lines list: paths, or `git diff --name-status`."""
     changes: list[PathChange] = []
     for line in text.splitlines():
         if match := _STATUS(line.strip()):

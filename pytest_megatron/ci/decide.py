@@ -18,7 +18,7 @@ from pytest_megatron.errors import SelectionError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trigger:
-    """What made CI run.
+    """The event, labels and options of a CI run.
 
     Attributes:
         event: Of the table's events.
@@ -48,7 +48,7 @@ class Considered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What CI runs.
+    """The choice of scope, repeats and environment for a CI run.
 
     Attributes:
         scope, cadence: Words to select by; no cadence is no filter.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from pytest_megatron.base.files import JsonValue
@@ -15,6 +15,7 @@ from pytest_megatron.ci.test_files import Bucket
 from pytest_megatron.golden.policy import ComparedWorkload, ComparisonPolicy
 from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.recipe.model import Workload
+from pytest_megatron.recipe.vocabulary import UNIT_MODEL
 from pytest_megatron.runs.layout import item_dirs
 
 PYTEST = ("pytest", "-p", "megatron")
@@ -71,32 +72,16 @@ class CiJob:
 
     def as_json(self) -> dict[str, JsonValue]:
         """Return it as an entry of a matrix."""
-        return {
-            "id": self.id,
-            "kind": self.kind,
-            "name": self.name,
-            "model": self.model,
-            "test_case": self.test_case,
-            "environment": self.environment,
-            "platform": self.platform,
-            "build": self.build,
-            "nodes": self.nodes,
-            "gpus": self.gpus,
-            "ranks": self.ranks,
-            "n_repeat": self.n_repeat,
-            "lightweight": self.is_lightweight,
-            "time_limit_s": self.time_limit_s,
-            "timeout_minutes": self.timeout_minutes,
-            "num_files": len(self.files),
-            "compared": self.is_compared,
-            "policy": None if self.policy is None else self.policy.as_json(),
-            "command": self.command,
-        }
+        values = {f.name.removeprefix("is_"): getattr(self, f.name) for f in fields(self)}
+        for name in ("argv", "env", "files"):
+            del values[name]
+        values["policy"] = None if self.policy is None else self.policy.as_json()
+        return {**values, "num_files": len(self.files), "command": self.command}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitRow:
-    """What all commands of unit jobs on one platform share.
+    """Settings that all commands of unit jobs on one platform share.
 
     Attributes:
         tag: "" where none is asked for.
@@ -114,7 +99,7 @@ class UnitRow:
 
     @staticmethod
     def of(row: Workload) -> UnitRow:
-        """Return what a row of unit tests says."""
+        """Return the settings of a row of unit tests."""
         is_cpu = row.platform == CPU_PLATFORM
         return UnitRow(
             environment=row.environment,
@@ -183,7 +168,7 @@ def _workload_job(workload: Workload, decision: Decision, table: CiTable) -> CiJ
 
 
 def num_repeats_of(workload: Workload, decision: Decision) -> int:
-    """Return how often a row is trained: as the rule says, fewer where the row wants fewer."""
+    """Return how often a row is trained: as the rule has it, fewer where the row wants fewer."""
     if decision.is_lightweight:
         return 1
     if decision.may_repeat_less and workload.n_repeat is not None:
@@ -215,7 +200,7 @@ def unit_job(
         id=item_dirs(Path(), f"unit-{name}-{where}").root.name,
         kind="unit",
         name=f"{name} (experimental)" if kind else name,
-        model="unit-tests",
+        model=UNIT_MODEL,
         test_case=bucket.pattern,
         environment=row.environment,
         platform=row.platform,

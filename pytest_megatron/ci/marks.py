@@ -1,4 +1,4 @@
-"""Which python tests an environment, a tag and a platform leave out, by their marks. Pure.
+"""Python tests that an environment, a tag and a platform leave out, by their marks. Pure.
 
 Source: Megatron-LM tests/unit_tests/run_ci_test.sh, d98e8a64dd
 """
@@ -19,10 +19,10 @@ Experimental = Literal["exclude", "include", "only"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarkChoice:
-    """What tests are wanted for.
+    """The environments, tags and platforms that tests are wanted for.
 
     Attributes:
-        environments, tags, platforms: Empty says nothing about tests.
+        environments, tags, platforms: Empty leaves none out.
     """
 
     environments: tuple[str, ...] = ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pytest_megatron.base.files import JsonValue
@@ -17,7 +17,6 @@ from pytest_megatron.ci.policy import planned_policy
 from pytest_megatron.ci.table import CiTable, load_table
 from pytest_megatron.ci.test_files import find_test_files, read_durations
 from pytest_megatron.ci.test_jobs import (
-    UNIT_MODEL,
     LeftOut,
     UnitChoice,
     UnitJobs,
@@ -29,11 +28,11 @@ from pytest_megatron.errors import EmptySelectionError, RecipeError
 from pytest_megatron.recipe.case import compares_metrics
 from pytest_megatron.recipe.expand import Profile
 from pytest_megatron.recipe.findings import Finding
-from pytest_megatron.recipe.load import BUILT_IN_WORDS, find_recipes, read_recipe
+from pytest_megatron.recipe.load import find_recipes, project_words, read_recipe
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.recipe.paths import case_path
 from pytest_megatron.recipe.select import Selection, failing, select, values
-from pytest_megatron.recipe.vocabulary import Vocabulary
+from pytest_megatron.recipe.vocabulary import UNIT_MODEL, Vocabulary
 
 HISTORY = Path(".pytest_megatron/history.jsonl")
 _MOST_SCOPES = 4  # or rules, in one message
@@ -50,7 +49,7 @@ class BrokenRecipesError(RecipeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """What a plan is asked for.
+    """The options of a plan.
 
     Attributes:
         root: The project's; `recipes` and test files are found from here.
@@ -87,7 +86,7 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CiPlan:
-    """What CI runs.
+    """The rows and jobs that CI runs.
 
     Attributes:
         workloads: The rows that run, in the order of the recipes.
@@ -151,9 +150,7 @@ def make_plan(request: PlanRequest) -> CiPlan:
         SelectionError: The event or a word is unknown, or nothing is selected.
     """
     config = load_config(request.root)
-    words = BUILT_IN_WORDS.extended(
-        scopes=config.scopes, platforms=config.platforms, environments=config.environments
-    )
+    words = project_words(request.root)
     table = load_table(config, words)
     trigger, suggestion = _with_suggestion(request, table)
     decision = decide(trigger, table)
@@ -191,16 +188,7 @@ def _with_suggestion(request: PlanRequest, table: CiTable) -> tuple[Trigger, Sug
     if not request.is_suggestion_applied:
         return trigger, suggestion
     labels = tuple(dict.fromkeys((*trigger.labels, *suggestion.labels)))
-    return (
-        Trigger(
-            event=trigger.event,
-            labels=labels,
-            ref=trigger.ref,
-            cadence=trigger.cadence,
-            environment=trigger.environment,
-        ),
-        suggestion,
-    )
+    return replace(trigger, labels=labels), suggestion
 
 
 def _read_rows(request: PlanRequest, table: CiTable, words: Vocabulary) -> tuple[Workload, ...]:
@@ -296,7 +284,7 @@ class _Cases:
 
 
 def _left_out(row: Workload, filters: dict[str, tuple[str, ...]]) -> LeftOut:
-    """Return what keeps a row out; what disables it comes first, and is all there is to say."""
+    """Return what keeps a row out; what disables it comes first, and alone."""
     reasons = [] if row.disabled_reason is None else [row.disabled_reason]
     if not reasons:
         missed = failing(row, filters)

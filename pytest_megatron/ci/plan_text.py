@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.text import counted
 from pytest_megatron.ci.jobs import CiJob, integration_matrix, unit_matrix
 from pytest_megatron.ci.plan import CiPlan
 from pytest_megatron.ci.test_jobs import LeftOut
@@ -23,18 +24,19 @@ def as_text(plan: CiPlan, *, is_explained: bool = False) -> str:
     if unjudged and not plan.decision.is_lightweight:
         num_rows = len(plan.workloads)
         lines.append(
-            f"{len(unjudged)} of {_counted(num_rows, 'workload')} "
+            f"{len(unjudged)} of {counted(num_rows, 'workload')} "
             f"{'is' if len(unjudged) == 1 else 'are'} compared with no golden, because of the case"
         )
     if is_explained:
         lines += ["", "rules, the first that holds decides:"]
         for one in plan.decision.considered:
             lines.append(f"  {'->' if one.is_deciding else '  '} {one.rule}: {one.why}")
-    for kind, title in (("workload", "workload"), ("unit", "job of unit tests")):
+    for kind, title, rest in (("workload", "workload", ""), ("unit", "job", " of unit tests")):
         jobs = [job for job in plan.jobs if job.kind == kind]
         if not jobs:
             continue
-        lines += ["", _counted(len(jobs), title)] + [x for job in jobs for x in _job_lines(job)]
+        lines += ["", counted(len(jobs), title) + rest]
+        lines += [line for job in jobs for line in _job_lines(job)]
     if not plan.jobs:
         lines += ["", "no jobs"]
     if is_explained:
@@ -47,7 +49,7 @@ def _header(plan: CiPlan) -> Iterator[str]:
     kind = "lightweight" if decision.is_lightweight else "full"
     yield (
         f"scope {','.join(decision.scope)}, cadence {','.join(decision.cadence) or 'any'}, "
-        f"{_counted(decision.n_repeat, 'repeat')}, {kind}, environment {decision.environment}, "
+        f"{counted(decision.n_repeat, 'repeat')}, {kind}, environment {decision.environment}, "
         f"platform {','.join(plan.platforms) or 'any'}, image {decision.image}"
     )
     yield f"because of {decision.reason}"
@@ -62,14 +64,14 @@ def _header(plan: CiPlan) -> Iterator[str]:
 
 def _job_lines(job: CiJob) -> Iterator[str]:
     ranks = f"{job.nodes}x{job.ranks} ranks" if job.ranks else "no gang"
-    files = f", {_counted(len(job.files), 'file')}" if job.kind == "unit" else ""
+    files = f", {counted(len(job.files), 'file')}" if job.kind == "unit" else ""
     judged = ", not compared" if job.is_compared is False and not job.is_lightweight else ""
     yield f"  {job.name}  {ranks}{files}, at most {job.timeout_minutes} min{judged}"
     yield f"    {job.command}"
 
 
 def _left_out_lines(left_out: Sequence[LeftOut]) -> Iterator[str]:
-    yield f"left out: {_counted(len(left_out), 'row')}"
+    yield f"left out: {counted(len(left_out), 'row')}"
     by_reason: dict[str, list[str]] = {}
     for one in left_out:
         by_reason.setdefault("; ".join(one.reasons), []).append(one.name)
@@ -117,7 +119,7 @@ def outputs_text(outputs: Mapping[str, str]) -> str:
 
 
 def matrix_problem(plan: CiPlan) -> str | None:
-    """Return what GitHub would say to the plan's matrices, None if it takes them."""
+    """Return why GitHub would refuse the plan's matrices, None if it takes them."""
     for kind, number in Counter(job.kind for job in plan.jobs).items():
         if number > MAX_MATRIX:
             return (
@@ -133,9 +135,3 @@ def _word(is_true: bool) -> str:  # noqa: FBT001 - a value, not a choice
 
 def _line(value: list[str] | list[JsonValue] | list[dict[str, JsonValue]]) -> str:
     return json.dumps(value, separators=(",", ":"))
-
-
-def _counted(number: int, what: str) -> str:
-    if what.startswith("job"):
-        return f"{number} job{'' if number == 1 else 's'}{what[3:]}"
-    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -42,7 +42,7 @@ Variable: TypeAlias = Annotated[str, matches("^[A-Za-z_][A-Za-z0-9_]*$", "the na
 @closed
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleConditions:
-    """When a rule decides: all keys must hold, each by one of its words."""
+    """Conditions of a rule: all keys must hold, each by one of its words."""
 
     event: Texts = ()
     label: Texts = ()
@@ -67,7 +67,7 @@ class DecisionRule:
 @closed
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelEffect:
-    """What a label does beside the rules."""
+    """Effects of a label beside the rules."""
 
     label: Text
     environment: Text | None = None
@@ -102,7 +102,7 @@ class PathClass:
 @closed
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workflow:
-    """What `ci init` writes into the files for CI."""
+    """Settings of the files that `ci init` writes."""
 
     branches: Annotated[Texts, About("Pushes to these are tested.")] = ("main",)
     nightly: Annotated[Text, About("When, as cron has it, UTC.")] = "17 1 * * 1-6"
@@ -132,7 +132,7 @@ class Workflow:
 
     @property
     def light_setup(self) -> tuple[str, ...]:
-        """What plan and verdict need."""
+        """The setup of plan and verdict."""
         return self.plan_setup or self.setup
 
     @property
@@ -144,7 +144,7 @@ class Workflow:
 @closed
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CiTable:
-    """What CI runs for which labels and events."""
+    """The decision table: scopes and jobs by label and event."""
 
     rules: Annotated[tuple[DecisionRule, ...], MinLen(1)]
     labels: tuple[LabelEffect, ...]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import heapq
+import itertools
 import math
 import os
 import statistics
@@ -60,14 +61,8 @@ def is_test_file(name: str) -> bool:
 
 def base_of(pattern: str) -> str:
     """Return the folder or file that a pattern is about."""
-    path = pattern.removesuffix(SUFFIX)
-    parts = PurePosixPath(path).parts
-    plain = [part for part in parts if not any(sign in part for sign in "*?{[")]
-    return "/".join(plain[: len(plain) if len(plain) == len(parts) else _first_glob(parts)])
-
-
-def _first_glob(parts: Sequence[str]) -> int:
-    return next(i for i, part in enumerate(parts) if any(sign in part for sign in "*?{["))
+    parts = PurePosixPath(pattern.removesuffix(SUFFIX)).parts
+    return "/".join(itertools.takewhile(lambda part: not set(part) & set("*?{["), parts))
 
 
 def share_out(files: Sequence[str], patterns: Mapping[str, str]) -> tuple[Bucket, ...]:

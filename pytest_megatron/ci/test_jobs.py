@@ -13,8 +13,8 @@ from pytest_megatron.ci.table import CiTable
 from pytest_megatron.ci.test_files import Bucket, balance, find_test_files, share_out
 from pytest_megatron.errors import EmptySelectionError, RecipeError
 from pytest_megatron.recipe.model import Workload
+from pytest_megatron.recipe.vocabulary import UNIT_MODEL
 
-UNIT_MODEL = "unit-tests"
 _LATEST = "latest"
 
 
@@ -28,7 +28,7 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitChoice:
-    """Which unit tests are asked for.
+    """Selection of unit tests.
 
     Attributes:
         environment: One word.

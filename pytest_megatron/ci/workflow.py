@@ -20,7 +20,7 @@ from pytest_megatron.ci.summary.model import number_of, rows_of, text_of
 from pytest_megatron.ci.table import HOSTED, CiTable, Workflow, load_table
 from pytest_megatron.errors import CiError, ConfigError, RecipeError
 from pytest_megatron.recipe.expand import Profile
-from pytest_megatron.recipe.load import BUILT_IN_WORDS, find_recipes, read_recipe
+from pytest_megatron.recipe.load import find_recipes, project_words, read_recipe
 from pytest_megatron.recipe.vocabulary import Vocabulary
 
 GITHUB_FILE = Path(".github/workflows/megatron.yml")
@@ -360,15 +360,12 @@ def project_workflow(root: Path) -> Workflow:
 
 
 def _read_table(root: Path) -> tuple[CiTable, Vocabulary]:
-    config = load_config(root)
-    words = BUILT_IN_WORDS.extended(
-        scopes=config.scopes, platforms=config.platforms, environments=config.environments
-    )
-    return load_table(config, words), words
+    words = project_words(root)
+    return load_table(load_config(root), words), words
 
 
 def write_files(root: Path, kind: str, *, is_forced: bool) -> list[str]:
-    """Write the file for `github` or `gitlab`; return what to tell the user.
+    """Write the file for `github` or `gitlab`; return lines for the user.
 
     Raises:
         ConfigError: The project's table is wrong.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pytest_megatron.cli.formats import format_option
+from pytest_megatron.cli.formats import PATH, format_option
 from pytest_megatron.errors import CiError, MegatronError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def init(*, kind: str, force: bool) -> None:
 
 
 @command.command("child")
-@click.argument("plan", metavar="PLAN", type=click.Path(path_type=Path))
+@click.argument("plan", metavar="PLAN", type=PATH)
 def child(*, plan: Path) -> None:
     """Print GitLab's child pipeline of a plan, which has a job for each of its jobs."""
     from pytest_megatron.ci.summary.expected import load_plan  # noqa: PLC0415 - each command its own
@@ -62,7 +62,7 @@ def child(*, plan: Path) -> None:
 @click.option("--test-case", metavar="NAME", help="Name the artifact after it.  [default: ID]")
 @click.option(
     "--directory",
-    type=click.Path(path_type=Path),
+    type=PATH,
     default=Path("megatron-job"),
     show_default=True,
     help="Of the job's artifact; made here.",
@@ -85,7 +85,7 @@ def begin(*, job: str, test_case: str | None, directory: Path) -> None:
 
 
 @command.command("redact")
-@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("directory", metavar="DIR", type=PATH)
 def redact(*, directory: Path) -> None:
     """Take secrets out of what a job left, also of one that was killed, before it is uploaded.
 
@@ -108,12 +108,12 @@ def redact(*, directory: Path) -> None:
 
 
 @command.command("summary")
-@click.argument("paths", metavar="RUN...", nargs=-1, type=click.Path(path_type=Path))
+@click.argument("paths", metavar="RUN...", nargs=-1, type=PATH)
 @click.option(
     "--expect",
     "plan",
     metavar="FILE",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="The plan; what it has and no RUN has is a failure.",
 )
 @click.option(
@@ -125,7 +125,7 @@ def redact(*, directory: Path) -> None:
     "--output",
     "directory",
     metavar="DIR",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="Write summary.json, summary.md, comment.md and junit.xml there.",
 )
 @click.option("--step-summary", is_flag=True, help="Append it to GITHUB_STEP_SUMMARY.")

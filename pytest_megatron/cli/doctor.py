@@ -6,24 +6,12 @@ import sys
 from pathlib import Path
 
 import click
-from typing_extensions import TypedDict, Unpack
 
-from pytest_megatron.cli.formats import format_option
+from pytest_megatron.cli.formats import PATH, format_option
 from pytest_megatron.doctor.checks.recipe import read_needs
 from pytest_megatron.doctor.examine import examine
 from pytest_megatron.doctor.report import FORMATS
 from pytest_megatron.doctor.system import here
-
-
-class _DoctorOptions(TypedDict):
-    """The values of the options."""
-
-    python: Path | None
-    recipe: Path | None
-    platform: tuple[str, ...]
-    no_collective: bool
-    strict: bool
-    form: str
 
 
 @click.command(name="doctor")
@@ -36,7 +24,7 @@ class _DoctorOptions(TypedDict):
 @click.option(
     "--for",
     "recipe",
-    type=click.Path(path_type=Path),
+    type=PATH,
     metavar="RECIPE",
     help="Check also what the rows of a recipe, or of a directory of recipes, need.",
 )
@@ -44,18 +32,23 @@ class _DoctorOptions(TypedDict):
 @click.option("--no-collective", is_flag=True, help="Try no all_reduce.")
 @click.option("--strict", is_flag=True, help="Exit with 1 if there are warnings.")
 @format_option(*FORMATS)
-def command(**given: Unpack[_DoctorOptions]) -> None:
+def command(
+    *,
+    python: Path | None,
+    recipe: Path | None,
+    platform: tuple[str, ...],
+    no_collective: bool,
+    strict: bool,
+    form: str,
+) -> None:
     """Check driver, CUDA, torch, packages, network, limits and the project against one another.
 
     Run it where trainings are started. Exits with 2 if there are errors, with 1 if there are
     warnings and --strict is given, else with 0.
     """
-    if given["platform"] and given["recipe"] is None:
+    if platform and recipe is None:
         raise click.UsageError("--platform chooses rows of a recipe; give --for RECIPE too")
-    recipe = given["recipe"]
-    needs = None if recipe is None else read_needs(recipe, Path.cwd(), given["platform"])
-    examination = examine(
-        here(given["python"]), needs=needs, with_collective=not given["no_collective"]
-    )
-    click.echo(FORMATS[given["form"]](examination), nl=False)
-    sys.exit(examination.exit_code(is_strict=given["strict"]))
+    needs = None if recipe is None else read_needs(recipe, Path.cwd(), platform)
+    examination = examine(here(python), needs=needs, with_collective=not no_collective)
+    click.echo(FORMATS[form](examination), nl=False)
+    sys.exit(examination.exit_code(is_strict=strict))

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.cli.formats import format_option
+from pytest_megatron.cli.formats import PATH, format_option
 from pytest_megatron.recipe.expand import Profile
 from pytest_megatron.recipe.findings import Finding
 from pytest_megatron.recipe.load import Loaded, find_recipes, project_words, read_recipe
@@ -18,7 +18,7 @@ EXIT_UNUSABLE = 2
 
 
 @click.command(name="expand")
-@click.argument("recipes", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("recipes", nargs=-1, required=True, type=PATH)
 @click.option(
     "--profile",
     type=click.Choice([profile.value for profile in Profile]),

@@ -1,24 +1,15 @@
-"""What the lint commands share: their options, and findings as text, JSON and GitHub's commands."""
+"""Findings of the lint commands as text, JSON and GitHub's commands, and their options."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
-
-import click
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import counted
 from pytest_megatron.cli.formats import format_option
 from pytest_megatron.recipe.findings import Finding
 
-root_option = click.option(
-    "--root",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    default=Path(),
-    help="Directory with the test cases and golden values (default: the current one).",
-)
 findings_option = format_option(
     *("text", "json", "github"),
     about="github prints workflow commands, which annotate a pull request.",

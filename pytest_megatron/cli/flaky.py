@@ -11,7 +11,7 @@ import click
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.templates import render
-from pytest_megatron.base.text import printable
+from pytest_megatron.base.text import columns, printable
 from pytest_megatron.cli.formats import format_option
 from pytest_megatron.errors import ConfigError
 from pytest_megatron.runs.history import FILE_NAME, HistoryRecord, days_ago, flaky_records, read
@@ -72,19 +72,9 @@ def _days(span: str) -> float:
 def _as_text(records: Sequence[HistoryRecord]) -> str:
     if not records:
         return "no item was flaky\n"
-    rows: list[tuple[str, ...]] = [
-        ("flaky", "runs", "share", "failed", "last seen", "item", "causes")
-    ]
-    rows += [_cells(record) for record in records]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if column < 4 else cell.ljust(width)  # noqa: PLR2004 - the numbers
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip() + "\n")
-    return "".join(lines)
+    head = ("flaky", "runs", "share", "failed", "last seen", "item", "causes")
+    lines = columns([head, *map(_cells, records)], num_right=4)
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _as_markdown(records: Sequence[HistoryRecord]) -> str:

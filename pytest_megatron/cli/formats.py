@@ -1,14 +1,23 @@
-"""The `--format` of every command that prints its answer in more than one form."""
+"""Options and types of arguments that several commands have."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import click
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
+
+PATH = click.Path(path_type=Path)
+root_option = click.option(
+    "--root",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    default=Path(),
+    help="The project.  [default: the current directory]",
+)
 
 
 def format_option(
@@ -18,7 +27,7 @@ def format_option(
 
     Args:
         forms: Which there are in the order in which the help lists them; one of them is text.
-        about: What the help says of them.
+        about: Their help.
     """
     return click.option(
         "--format",

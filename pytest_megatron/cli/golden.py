@@ -14,7 +14,7 @@ import click
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import printable
-from pytest_megatron.cli.formats import format_option
+from pytest_megatron.cli.formats import PATH, format_option
 from pytest_megatron.cli.lazy import LazyGroup
 from pytest_megatron.errors import GoldenError, MetricsError
 from pytest_megatron.golden.compare.api import compare
@@ -59,13 +59,11 @@ def command() -> None:
 
 
 @command.command("check")
-@click.option(
-    "--golden", "golden_file", type=click.Path(path_type=Path), required=True, metavar="FILE"
-)
+@click.option("--golden", "golden_file", type=PATH, required=True, metavar="FILE")
 @click.option(
     "--observed",
     "observed_path",
-    type=click.Path(path_type=Path),
+    type=PATH,
     required=True,
     metavar="PATH",
     help="A metric-map JSON, a .jsonl file, a TensorBoard event file or directory.",

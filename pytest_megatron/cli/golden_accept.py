@@ -13,7 +13,7 @@ from typing import ParamSpec
 import click
 
 from pytest_megatron.base.text import printable
-from pytest_megatron.cli.formats import format_option
+from pytest_megatron.cli.formats import PATH, format_option, root_option
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.golden.policy import policy_named
 from pytest_megatron.refresh.accept import AcceptOutcome, Terms, accept, write_pages
@@ -28,7 +28,7 @@ _Arguments = ParamSpec("_Arguments")
 
 
 def shared_options(function: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
-    """Add the options that say which candidates, and on what terms."""
+    """Add the options that select candidates and set the terms."""
     for option in reversed(
         (
             click.option(
@@ -40,12 +40,7 @@ def shared_options(function: Callable[_Arguments, None]) -> Callable[_Arguments,
             click.option("--reason", metavar="TEXT", help="Why goldens change; they say it."),
             click.option("--allow-dirty", is_flag=True, help="Also from a tree without a commit."),
             click.option("--golden-policy", default="strict", show_default=True, metavar="NAME"),
-            click.option(
-                "--root",
-                type=click.Path(path_type=Path, exists=True, file_okay=False),
-                default=Path(),
-                help="The project.  [default: the current directory]",
-            ),
+            root_option,
             format_option(*FORMS),
         )
     ):
@@ -54,9 +49,7 @@ def shared_options(function: Callable[_Arguments, None]) -> Callable[_Arguments,
 
 
 @click.command("accept")
-@click.argument(
-    "runs", nargs=-1, required=True, metavar="RUN|ARTIFACT...", type=click.Path(path_type=Path)
-)
+@click.argument("runs", nargs=-1, required=True, metavar="RUN|ARTIFACT...", type=PATH)
 @click.option("--dry-run", "is_dry", is_flag=True, help="Judge and show, write nothing.")
 @shared_options
 def command(  # noqa: PLR0913 - click hands over one argument an option
@@ -88,7 +81,7 @@ def command(  # noqa: PLR0913 - click hands over one argument an option
 
 
 def clean_reason(reason: str | None) -> str | None:
-    """Return a reason in one line, None for one that says nothing."""
+    """Return a reason in one line, None for an empty one."""
     return " ".join((reason or "").split()) or None
 
 

@@ -12,7 +12,7 @@ import click
 from pytest_megatron.base.files import write_texts_together
 from pytest_megatron.base.project import load_config
 from pytest_megatron.base.text import counted, printable
-from pytest_megatron.cli.findings import root_option
+from pytest_megatron.cli.formats import PATH, root_option
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.golden.formats.convert import Converted, ConvertOptions, convert
 from pytest_megatron.golden.formats.layout import Form
@@ -42,9 +42,7 @@ class _ConvertedFile:
 
 
 @click.command("convert")
-@click.argument(
-    "paths", metavar="PATH...", nargs=-1, required=True, type=click.Path(path_type=Path)
-)
+@click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=PATH)
 @click.option(
     "--to",
     "form",

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from pytest_megatron.base.text import printable
-from pytest_megatron.cli.formats import format_option
+from pytest_megatron.cli.formats import format_option, root_option
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.refresh.difference import FileChange
 from pytest_megatron.refresh.pull_request import markdown
@@ -40,12 +40,7 @@ _MOST_REVISIONS = 2
 )
 @format_option(*FORMS)
 @click.option("--exit-code", is_flag=True, help="Exit with 1 if anything differs.")
-@click.option(
-    "--root",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    default=Path(),
-    help="The project, with --rev.  [default: the current directory]",
-)
+@root_option
 def command(
     *, paths: tuple[str, ...], revisions: tuple[str, ...], form: str, exit_code: bool, root: Path
 ) -> None:

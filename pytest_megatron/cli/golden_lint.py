@@ -9,7 +9,8 @@ import click
 
 from pytest_megatron.base.project import load_config
 from pytest_megatron.base.text import counted, printable
-from pytest_megatron.cli.findings import FORMATS, findings_option, root_option
+from pytest_megatron.cli.findings import FORMATS, findings_option
+from pytest_megatron.cli.formats import PATH, root_option
 from pytest_megatron.golden.lint.lint import Project, lint_goldens
 from pytest_megatron.recipe.load import project_words
 
@@ -18,11 +19,11 @@ _RECIPES = (Path("recipes"), Path("tests/test_utils/recipes"))
 
 
 @click.command("lint")
-@click.argument("paths", metavar="[PATH]...", nargs=-1, type=click.Path(path_type=Path))
+@click.argument("paths", metavar="[PATH]...", nargs=-1, type=PATH)
 @root_option
 @click.option(
     "--recipes",
-    type=click.Path(path_type=Path),
+    type=PATH,
     multiple=True,
     help="Recipe, or directory of recipes, whose rows read the goldens (repeatable).  "
     "[default: recipes or tests/test_utils/recipes in the root]",

@@ -14,6 +14,7 @@ from pathlib import Path
 import click
 
 from pytest_megatron.base.text import plain
+from pytest_megatron.cli.formats import PATH
 from pytest_megatron.cli.golden_accept import (
     clean_reason,
     pages_directory,
@@ -43,7 +44,7 @@ _PAGE = "curves.html"
 
 
 @click.command("review")
-@click.argument("runs", nargs=-1, metavar="[RUN|ARTIFACT...]", type=click.Path(path_type=Path))
+@click.argument("runs", nargs=-1, metavar="[RUN|ARTIFACT...]", type=PATH)
 @click.option("--accept-all", is_flag=True, help="Accept whatever the gate lets through, unasked.")
 @click.option("--list", "is_list", is_flag=True, help="Only say what waits for a decision.")
 @shared_options

@@ -12,8 +12,8 @@ import click
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.templates import render
-from pytest_megatron.base.text import counted, printable
-from pytest_megatron.cli.formats import format_option
+from pytest_megatron.base.text import columns, counted, printable
+from pytest_megatron.cli.formats import PATH, format_option
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.golden.formats.metric_map import document_of, is_baseline, load_object
 from pytest_megatron.golden.lint.lint import find_goldens
@@ -39,9 +39,7 @@ class _Shown:
 
 
 @click.command("show")
-@click.argument(
-    "paths", metavar="PATH...", nargs=-1, required=True, type=click.Path(path_type=Path)
-)
+@click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=PATH)
 @format_option("text", "json", "markdown")
 def command(*, paths: tuple[Path, ...], form: str) -> None:
     """Print what goldens hold, one line a metric with its curve.
@@ -155,11 +153,7 @@ def _as_text(page: _Shown, *, is_named: bool) -> Iterator[str]:
         yield f"{page.path}: {page.kind}"
     elif not page.kind.startswith("series"):
         yield page.kind
-    rows = [_COLUMNS, *map(_cells, page.metrics)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        yield "  ".join(cells).rstrip()
+    yield from columns([_COLUMNS, *map(_cells, page.metrics)])
     yield from (f"note: {note}" for note in page.notes)
     if not is_named:
         yield from (f"{key}: {_fact(key, value)}" for key, value in page.provenance.items())

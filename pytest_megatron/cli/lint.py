@@ -8,14 +8,15 @@ from pathlib import Path
 import click
 
 from pytest_megatron.base.project import load_config
-from pytest_megatron.cli.findings import FORMATS, findings_option, root_option
+from pytest_megatron.cli.findings import FORMATS, findings_option
+from pytest_megatron.cli.formats import PATH, root_option
 from pytest_megatron.recipe.lint import lint
 from pytest_megatron.recipe.load import project_words
 from pytest_megatron.workload.checks.check import lint_checks
 
 
 @click.command(name="lint")
-@click.argument("paths", metavar="[PATH]...", nargs=-1, type=click.Path(path_type=Path))
+@click.argument("paths", metavar="[PATH]...", nargs=-1, type=PATH)
 @root_option
 @findings_option
 def command(paths: tuple[Path, ...], root: Path, form: str) -> None:

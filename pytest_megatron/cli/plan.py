@@ -16,7 +16,7 @@ from pytest_megatron.ci.changes import PathChange, changes_since, parse_changes
 from pytest_megatron.ci.decide import Trigger, parse_labels
 from pytest_megatron.ci.plan import BrokenRecipesError, CiPlan, PlanRequest, make_plan
 from pytest_megatron.ci.plan_text import as_text, github_outputs, matrix_problem, outputs_text
-from pytest_megatron.cli.formats import format_option
+from pytest_megatron.cli.formats import PATH, format_option
 from pytest_megatron.errors import EmptySelectionError, SelectionError
 from pytest_megatron.recipe.expand import Profile
 from pytest_megatron.recipe.vocabulary import CADENCES
@@ -25,7 +25,6 @@ EXIT_UNUSABLE = 2
 EXIT_EMPTY = 5  # as pytest's for no tests
 OUTPUT_VARIABLE = "GITHUB_OUTPUT"
 _KINDS = {"workloads": ("workload",), "units": ("unit",), "all": ("workload", "unit")}
-_FILES = click.Path(path_type=Path)
 
 
 class _PlanOptions(TypedDict):
@@ -75,7 +74,7 @@ class _PlanOptions(TypedDict):
 @click.option(
     "--recipes",
     multiple=True,
-    type=_FILES,
+    type=PATH,
     metavar="PATH",
     help="Recipe or directory, repeatable; recipes/ by default.",
 )
@@ -90,7 +89,7 @@ class _PlanOptions(TypedDict):
 @click.option(
     "--durations",
     multiple=True,
-    type=_FILES,
+    type=PATH,
     metavar="PATH",
     help="History, JUnit XML or JSON, repeatable; the project's history by default.",
 )

@@ -6,23 +6,18 @@ from pathlib import Path
 
 import click
 
+from pytest_megatron.cli.formats import PATH
 from pytest_megatron.errors import ReportError
 from pytest_megatron.pages.pictures import write_pictures
 from pytest_megatron.pages.write import write_report
 
 
 @click.command(name="report")
-@click.argument(
-    "runs",
-    metavar="RUN...",
-    nargs=-1,
-    required=True,
-    type=click.Path(path_type=Path),
-)
+@click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=PATH)
 @click.option(
     "--output",
     metavar="DIR|FILE",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="Where pages go; by default into the run directory, or into ./report.",
 )
 @click.option(

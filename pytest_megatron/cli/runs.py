@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from pytest_megatron.base.text import printable
-from pytest_megatron.cli.findings import root_option
+from pytest_megatron.cli.formats import root_option
 from pytest_megatron.errors import ReportError
 from pytest_megatron.runs.find import kept_runs, remove_old_runs
 

@@ -1,4 +1,4 @@
-"""What `sbatch` and `interactive` need of a workload: its row, its plan, its place in a cluster."""
+"""The workload of `sbatch` and `interactive`: its row, its plan, its place in a cluster."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from typing_extensions import TypedDict
 
 from pytest_megatron.base.project import load_config
 from pytest_megatron.base.text import nearest
+from pytest_megatron.cli.formats import PATH
 from pytest_megatron.engines.api import EngineContext
 from pytest_megatron.engines.config import LaunchMode, SlurmConfig
 from pytest_megatron.engines.config_file import read_slurm_config
@@ -24,7 +25,6 @@ from pytest_megatron.engines.multitask.step import MODE, PORTS, REPEATABLE
 from pytest_megatron.engines.records import JobSpec, write_spec
 from pytest_megatron.engines.slurm.checks import SlurmChecks, ask_slurm, look_around
 from pytest_megatron.engines.slurm.interactive import wrapped
-from pytest_megatron.engines.slurm.open import NemoScripts
 from pytest_megatron.engines.slurm.script import ScriptWriter
 from pytest_megatron.engines.slurm.shape import ShapePaths
 from pytest_megatron.errors import LaunchError, SelectionError
@@ -53,7 +53,7 @@ class SlurmOptions(TypedDict):
 
 def item_options(command: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """Add the argument and the options that both commands have."""
-    where = click.Path(path_type=Path)
+    where = PATH
     for option in (
         click.option("--lightweight", is_flag=True, help="4 iterations."),
         click.option("--project", type=where, default=Path(), help="The checkout."),
@@ -84,17 +84,17 @@ class SlurmItem:
 
     @property
     def spec(self) -> Path:
-        """What the job is told."""
+        """File with the plan and the settings of the job."""
         return self.run_dir / "engine" / "spec.json"
 
     @property
     def outcome(self) -> Path:
-        """What the job says at its end."""
+        """File that the job writes at its end."""
         return self.run_dir / "engine" / "outcome.json"
 
     @property
     def paths(self) -> ShapePaths:
-        """What its script needs to know."""
+        """Paths that its script uses."""
         return ShapePaths(
             root=self.checked.job.setting.root,
             run_dir=self.run_dir,
@@ -128,7 +128,7 @@ class SlurmItem:
             yield from (f"#   {line}" for line in wrapped(redactor.words(words)).splitlines())
 
     def write(self) -> None:
-        """Write what the job is told.
+        """Write the spec of the job.
 
         Raises:
             LaunchError: The run directory holds an earlier run, or cannot be written.
@@ -192,7 +192,7 @@ def prepare(item: str, given: SlurmOptions) -> SlurmItem:
         project=load_config(root),
         is_lightweight=given["lightweight"],
     )
-    checked = make_job(options, NemoScripts(writer), workload, node_id)
+    checked = make_job(options, writer, workload, node_id)
     checked.require_runnable()
     _show(checked.findings)
     _look_at_cluster(context, config, checked)

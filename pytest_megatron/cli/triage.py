@@ -10,7 +10,7 @@ import click
 
 from pytest_megatron.base.project import load_config
 from pytest_megatron.base.text import printable
-from pytest_megatron.cli.formats import format_option
+from pytest_megatron.cli.formats import PATH, format_option
 from pytest_megatron.triage.api import triage
 from pytest_megatron.triage.render import as_markdown, as_text
 from pytest_megatron.triage.signatures import check_rules, load_table
@@ -22,20 +22,14 @@ CHECK = "check-rules"
 
 
 @click.command(name="triage")
-@click.argument(
-    "paths",
-    metavar="PATH...",
-    nargs=-1,
-    required=True,
-    type=click.Path(path_type=Path),
-)
+@click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=PATH)
 @format_option("text", "json", "markdown")
 @click.option(
     "--signatures",
     "files",
     multiple=True,
     metavar="FILE",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="A TOML file with signatures of your own (repeatable).",
 )
 def command(*, paths: tuple[Path, ...], form: str, files: tuple[Path, ...]) -> None:

@@ -166,14 +166,14 @@ class Disk:
 
     Attributes:
         use: What for.
-        variable: Names another place for it; None where the project does.
+        variable: Names another place for it; empty if none does.
         problem: Why nothing can be written there.
         is_noexec: Whether nothing on it can be run or loaded as a library.
     """
 
     use: str
     path: Path
-    variable: str | None = None
+    variable: str = ""
     free_bytes: int | None = None
     problem: str | None = None
     is_noexec: bool = False

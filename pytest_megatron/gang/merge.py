@@ -1,7 +1,7 @@
-"""From what N ranks reported to the one outcome of a test: pure.
+"""Merge the reports of N ranks into the one outcome of a test: pure.
 
 A test passed only if every rank passed it, and was skipped only if every rank skipped it. A rank
-that died, hung or said nothing fails the test. The first failure in time is the headline; ranks
+that died, hung or sent no report fails the test. The first failure in time is the headline; ranks
 that failed or were stopped because of it are named, not reported as failures of their own.
 """
 
@@ -31,16 +31,11 @@ from pytest_megatron.gang.phase_report import (
 )
 from pytest_megatron.gang.spec import RankResult, Reason, RunEnd
 
-# What ranks say when another rank died or was stopped under them.
+# Errors of ranks whose peer died or was stopped.
 CONSEQUENCE = re.compile(
     r"Connection (?:closed|reset) by peer|Connection refused|Broken pipe|ncclRemoteError"
     r"|NCCL communicator was aborted|Socket closed|Read error|Timed out waiting \d+ms for"
 )
-
-
-def outcomes_of_ranks(end: RunEnd, when: str, failed: Mapping[int, PhaseReport]) -> dict[int, str]:
-    """Return what each rank did, in a few words."""
-    return {rank.rank: _word(end, rank, when, failed.get(rank.rank)) for rank in end.ranks}
 
 
 def _word(end: RunEnd, rank: RankResult, when: str, failure: PhaseReport | None) -> str:
@@ -76,7 +71,7 @@ def _phase_word(phase: PhaseReport) -> str:
 
 
 def _end_word(end: RunEnd, rank: RankResult) -> str:
-    """Return how a rank ended that did not end the test."""
+    """Return the end of a rank that did not end the test."""
     if rank.problem:
         problem = rank.problem.strip().splitlines()[-1]
         return f"did not start: {problem}" if end.reason is Reason.NOT_STARTED else problem
@@ -93,7 +88,7 @@ def _end_word(end: RunEnd, rank: RankResult) -> str:
 
 
 def split_message(end: RunEnd, words: Mapping[int, str]) -> str:
-    """Return the headline of a failure for which no rank is to blame."""
+    """Return the headline of a failure that no single rank caused."""
     match end.reason:
         case Reason.HUNG:
             late = [r.rank for r in end.ranks if r.done is None]
@@ -114,7 +109,7 @@ def split_message(end: RunEnd, words: Mapping[int, str]) -> str:
 
 
 def describe_ranks(words: Mapping[int, str], first: int | None) -> str:
-    """Return a line for each thing that ranks did, the first failure on top."""
+    """Return a line for each outcome with its ranks, the first failure on top."""
     groups: dict[str, list[int]] = {}
     for rank in sorted(words, key=lambda r: (r != first, r)):
         groups.setdefault(words[rank], []).append(rank)
@@ -134,11 +129,11 @@ class Merged:
         base: The report of the rank in the headline, as pytest serialised it; None where no rank
             has one.
         message: One line for a summary, if it failed.
-        blocks: Title and text of what the report shows beside `base`.
+        blocks: Title and text of sections of the report beside `base`.
         sections: Captured output, by name.
         start: Earliest of all ranks, seconds since the epoch.
         stop: Latest of all ranks.
-        ranks: What each rank did, for tools.
+        ranks: Outcome of each rank, for tools.
     """
 
     when: str
@@ -168,7 +163,7 @@ def merge(end: RunEnd, world_size: int) -> tuple[Merged, ...]:
             continue
         is_told = when == "teardown" and any(m.outcome == "failed" for m in merged)
         if is_told and not any(_has_failed(rank, when) for rank in end.ranks):
-            continue  # who was stopped in teardown was so because of what is reported already
+            continue  # ranks stopped in teardown are a consequence of a reported failure
         phase = _merge_phase(end, when, world_size, waiting)
         if phase is None:
             continue
@@ -178,7 +173,8 @@ def merge(end: RunEnd, world_size: int) -> tuple[Merged, ...]:
         has_ended = has_ended or (when == "setup" and phase.outcome != "passed")
     if not merged or merged[0].when != "setup":
         merged.insert(0, Merged(when="setup", outcome="passed"))
-    if all(m.outcome == "passed" for m in merged) and _is_trouble(end):
+    must_fail = end.reason is not Reason.DONE or any(r.done is None for r in end.ranks)
+    if must_fail and all(m.outcome == "passed" for m in merged):
         merged = [merged[0], _fail(end, "call", (), world_size)]
     if not any(m.when == "teardown" for m in merged):
         stop = merged[-1].stop
@@ -190,8 +186,8 @@ def merge_late(reports: Mapping[int, JsonValue], log_dirs: Sequence[str]) -> Mer
     """Return the report of a teardown that failed after the test was reported.
 
     Args:
-        reports: Rank -> what it reported.
-        log_dirs: Of each rank of the gang.
+        reports: Rank -> its report.
+        log_dirs: Log directory of each rank of the gang.
     """
     ranks = tuple(
         RankResult(
@@ -207,7 +203,7 @@ def merge_late(reports: Mapping[int, JsonValue], log_dirs: Sequence[str]) -> Mer
 
 
 def _is_plain(end: RunEnd) -> bool:
-    """Whether every rank passed every phase and said nothing: nearly all tests."""
+    """Return whether every rank passed every phase without output, as for nearly all tests."""
     return end.reason is Reason.DONE and all(
         rank.done is not None
         and len(rank.done.reports) == len(PHASES)
@@ -232,13 +228,8 @@ def _merge_plain(end: RunEnd) -> tuple[Merged, ...]:
     return tuple(merged)
 
 
-def _is_trouble(end: RunEnd) -> bool:
-    """Whether it must not pass, whatever ranks reported."""
-    return end.reason is not Reason.DONE or any(r.done is None for r in end.ranks)
-
-
 def _has_failed(rank: RankResult, when: str) -> bool:
-    """Whether a rank failed a phase by itself."""
+    """Return whether a rank failed a phase by itself."""
     phase = reported(rank, when)
     is_failure = phase is not None and phase.outcome == "failed"
     return is_failure and not (phase and CONSEQUENCE.search(phase.text))
@@ -253,7 +244,7 @@ def _merge_phase(end: RunEnd, when: str, world_size: int, waiting: set[int]) -> 
         xfailed = [p for p in found if p.is_xfail and p.outcome == "skipped"]
         late = [r for r in end.ranks if r.done is not None or _is_late(r)]
         if xfailed and _are_expected(found) and len(late) == len(end.ranks):
-            return _merged(when, "skipped", found, xfailed[0].full)  # they waited for it
+            return _merged(when, "skipped", found, xfailed[0].full)  # others waited for it
         return _fail(end, when, found, world_size)
     if not found:
         return None
@@ -266,7 +257,7 @@ def _waiting_in_setup(end: RunEnd) -> set[int]:
     """Return ranks stopped in set-up only because of one that had passed it, and failed later.
 
     The last collective of a set-up may end on one rank before it ends on others; if that one dies,
-    the test failed where it died.
+    the test failed in the phase in which it died.
     """
     late = {r.rank for r in end.ranks if r.done is None and r.phase == "setup" and _is_late(r)}
     guilty = [r for r in end.ranks if _is_dead(r) or any(_has_failed(r, w) for w in PHASES)]
@@ -279,7 +270,7 @@ def _waiting_in_setup(end: RunEnd) -> set[int]:
 def _merge_reported(
     end: RunEnd, when: str, found: Sequence[PhaseReport], world_size: int
 ) -> Merged:
-    """Merge a phase in which no rank was struck; ranks that ended before it have none."""
+    """Merge a phase in which no rank died or was stopped; ranks that ended before it have none."""
     failed = [p for p in found if p.outcome == "failed"]
     skipped = [p for p in found if p.outcome == "skipped"]
     xfailed = [p for p in skipped if p.is_xfail]
@@ -289,7 +280,9 @@ def _merge_reported(
     if failed or not (is_unanimous or when != "call"):
         return _fail(end, when, found, world_size)  # a rank may also have skipped in set-up
     if skipped and not is_unanimous:
-        return _skip_in_part(end, when, found, world_size)
+        if when == "setup":  # a split skip is a failure of the test, not an error of its set-up
+            return _passed(when, [p for p in found if p.outcome == "passed"] or found)
+        return _fail(end, when, found, world_size)
     if skipped:
         return _merged(when, "skipped", found, skipped[0].full)
     xpassed = [p for p in found if p.is_xfail]
@@ -297,28 +290,22 @@ def _merge_reported(
 
 
 def _are_expected(found: Sequence[PhaseReport]) -> bool:
-    """Whether no rank did what a test must not do that is expected to fail on some rank."""
+    """Return whether every rank passed or failed as expected by xfail."""
     return all(p.outcome == "passed" or p.is_xfail or _is_strict_xpass(p) for p in found)
 
 
 def _is_late(rank: RankResult) -> bool:
-    """Whether a rank was stopped while it waited, and did not end by itself."""
+    """Return whether a rank was stopped, and did not end by itself."""
     return rank.exit_code is None and not rank.problem
 
 
 def _is_dead(rank: RankResult) -> bool:
-    """Whether a rank did not end the test, and that by itself."""
+    """Return whether a rank ended by itself before the end of the test."""
     return rank.done is None and not _is_late(rank)
 
 
 def _when_failed(rank: RankResult) -> tuple[float, int]:
     return float("inf") if rank.at is None else rank.at, rank.rank
-
-
-def _skip_in_part(end: RunEnd, when: str, found: Sequence[PhaseReport], world_size: int) -> Merged:
-    if when == "setup":  # a split skip is a failure of the test, not an error of its set-up
-        return _passed(when, [p for p in found if p.outcome == "passed"] or found)
-    return _fail(end, when, found, world_size)
 
 
 def _is_strict_xpass(phase: PhaseReport) -> bool:
@@ -345,16 +332,16 @@ def _merged(
 
 
 def _start(found: Sequence[PhaseReport]) -> float:
-    """Return when the first rank began, as far as any could say."""
+    """Return the earliest known start of a rank, or 0."""
     return min([p.start for p in found if p.start], default=0.0)
 
 
 def _fail(end: RunEnd, when: str, found: Sequence[PhaseReport], world_size: int) -> Merged:
-    """Say who failed first, who with it, who because of it."""
+    """Return a failure: the first rank, independent failures, and consequences."""
     failed = {p.rank: p for p in found if p.outcome == "failed"}
     struck = {r.rank: r for r in end.ranks if r.done is None}
     first = _first(end, failed)
-    words = outcomes_of_ranks(end, when, failed)
+    words = {rank.rank: _word(end, rank, when, failed.get(rank.rank)) for rank in end.ranks}
     blocks: list[tuple[str, str]] = []
     base = None
     if first is None:
@@ -387,7 +374,7 @@ def _fail(end: RunEnd, when: str, found: Sequence[PhaseReport], world_size: int)
 
 
 def _first(end: RunEnd, failed: Mapping[int, PhaseReport]) -> int | None:
-    """Return the rank that everything else follows from; None where no rank is to blame."""
+    """Return the rank that caused the failure; None where no single rank did."""
 
     def order(rank: RankResult) -> tuple[bool, float, int]:
         phase = failed.get(rank.rank)
@@ -401,9 +388,9 @@ def _first(end: RunEnd, failed: Mapping[int, PhaseReport]) -> int | None:
 def _other_failures(
     failed: Mapping[int, PhaseReport], first: int | None, words: Mapping[int, str]
 ) -> list[tuple[str, str]]:
-    """Return tracebacks that differ from the headline's, each once, of one line two at the most.
+    """Return tracebacks that differ from the headline's, each once, at most two for a source line.
 
-    Ranks that fail at the same line with values of their own have them in the lines about ranks.
+    The values of other ranks that fail at the same line are in the block about ranks.
     """
     headline = failed.get(first) if first is not None else None
     seen = set() if headline is None else {_normalise(headline.text)}
@@ -438,7 +425,8 @@ def _stacks(end: RunEnd) -> list[tuple[str, str]]:
     groups: dict[str, list[int]] = {}
     for rank in end.ranks:
         if rank.stack:
-            groups.setdefault(_normalise_stack(rank.stack), []).append(rank.rank)
+            stack = re.sub(r"(?m)^((?:Current t|T)hread) 0x[0-9a-f]+", r"\1", rank.stack)
+            groups.setdefault(shorten_stack(stack), []).append(rank.rank)
     blocks = [(f"stack of {name_ranks(ranks)}", text) for text, ranks in groups.items()]
     flights = {r.rank: r.flight for r in end.ranks if r.flight}
     if flights and (text := describe_flights(flights)):
@@ -446,14 +434,10 @@ def _stacks(end: RunEnd) -> list[tuple[str, str]]:
     return blocks
 
 
-def _normalise_stack(stack: str) -> str:
-    return shorten_stack(re.sub(r"(?m)^((?:Current t|T)hread) 0x[0-9a-f]+", r"\1", stack))
-
-
 def _logs(
     end: RunEnd, first: int | None, struck: Mapping[int, RankResult]
 ) -> list[tuple[str, str]]:
-    """Return what a dead rank said last, and where to read on."""
+    """Return problems of dead ranks, and the paths of logs."""
     blocks = [
         (f"rank {rank.rank}", rank.problem) for rank in struck.values() if "\n" in rank.problem
     ]
@@ -478,7 +462,7 @@ def _merge_subtests(end: RunEnd) -> list[Merged]:
 
 
 def _merge_subtest(end: RunEnd, found: Sequence[PhaseReport]) -> Merged:
-    """Merge one subtest by the rules for tests; a rank that had no such subtest has no say."""
+    """Merge one subtest by the rules for tests; ranks without it are ignored."""
     failed = {p.rank: p for p in found if p.outcome == "failed"}
     skipped = [p for p in found if p.outcome == "skipped"]
     xfailed = [p for p in found if p.is_xfail]

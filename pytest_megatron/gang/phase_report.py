@@ -1,4 +1,4 @@
-"""One phase of a test as one rank reported it, and what a serialised report says: pure."""
+"""One phase of a test as one rank reported it, and readers of serialised reports: pure."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class PhaseReport:
 
     @property
     def is_xfail(self) -> bool:
-        """Whether it was expected to fail, whatever it did."""
+        """True if it was expected to fail, regardless of its outcome."""
         return self.full is not None and "wasxfail" in self.full
 
     @property
     def text(self) -> str:
-        """The failure as text, for comparing and for telling consequences apart."""
+        """The failure as text, to compare failures and detect consequences."""
         return "" if self.full is None else longrepr_text(self.full.get("longrepr"))
 
     @property
@@ -47,14 +47,14 @@ class PhaseReport:
 
     @property
     def message(self) -> str:
-        """The line that says what was raised."""
+        """The line with the exception."""
         return "" if self.full is None else crash_message(self.full.get("longrepr"))
 
 
 def reported(rank: RankResult, when: str) -> PhaseReport | None:
-    """Return a phase of a rank, or None where it did not end it.
+    """Return a phase of a rank, or None if the rank did not end it.
 
-    A rank that did not end the test is known to have passed the phases before its last.
+    A rank that did not end the test has passed the phases before its last.
     """
     for report in rank.early if rank.done is None else rank.done.reports:
         if isinstance(report, list):
@@ -71,7 +71,7 @@ def reported(rank: RankResult, when: str) -> PhaseReport | None:
 
 
 def _last_phase(rank: RankResult) -> str:
-    """Return the first phase that a rank did not pass, or the one that it was in; may be ""."""
+    """Return the first phase that a rank did not pass, or its current one; may be ""."""
     for report in rank.early:
         if isinstance(report, Mapping) and not is_subtest(report):
             return str(report["when"])
@@ -110,7 +110,7 @@ def sections_of(found: Sequence[PhaseReport]) -> tuple[tuple[str, str], ...]:
 
 
 def properties_of(found: Sequence[PhaseReport]) -> tuple[tuple[str, JsonValue], ...]:
-    """Return what tests recorded: of the lowest rank for each name and value once."""
+    """Return the recorded properties, each name and value once, of the lowest rank."""
     kept: list[tuple[str, JsonValue]] = []
     for phase in found:
         if phase.full is None:
@@ -122,7 +122,7 @@ def properties_of(found: Sequence[PhaseReport]) -> tuple[tuple[str, JsonValue], 
 
 
 def skip_reason(phase: PhaseReport) -> str:
-    """Return why a rank skipped."""
+    """Return the reason of a skip."""
     longrepr = None if phase.full is None else phase.full.get("longrepr")
     if isinstance(longrepr, list) and longrepr:
         return str(longrepr[-1]).removeprefix("Skipped: ")
@@ -130,7 +130,7 @@ def skip_reason(phase: PhaseReport) -> str:
 
 
 def crash_message(longrepr: JsonValue) -> str:
-    """Return the line that says what was raised."""
+    """Return the line with the exception."""
     if crash := _mapping(longrepr, "reprcrash"):
         return str(crash.get("message", "")).strip().split("\n")[0]
     lines = longrepr_text(longrepr).strip().splitlines()
@@ -138,7 +138,7 @@ def crash_message(longrepr: JsonValue) -> str:
 
 
 def longrepr_text(longrepr: JsonValue) -> str:
-    """Return a serialised traceback as plain text, near to what pytest prints."""
+    """Return a serialised traceback as plain text, similar to pytest's output."""
     if isinstance(longrepr, str):
         return longrepr
     if not isinstance(longrepr, Mapping):

@@ -1,4 +1,4 @@
-"""What the controller knows of one rank of a gang: pure."""
+"""State of one rank of a gang in the controller: pure."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pytest_megatron.gang.spec import RankResult, Reason
 
 @dataclass(slots=True, kw_only=True)
 class RankState:
-    """What is known of one rank; some of it is of the running test alone.
+    """State of one rank, and of the running test on it.
 
     Attributes:
-        is_lost: Whether it says no more, and nobody has said why.
+        is_lost: Whether its connection ended for a reason that is not reported yet.
         death: Its death in a test that was sent ahead and is not the running one yet.
     """
 
@@ -41,14 +41,14 @@ class RankState:
     flight: str = ""
 
     def reset(self) -> None:
-        """Forget the test that ended."""
+        """Clear the state of the test that ended."""
         self.done = self.at = None
         self.failed_phase = self.outcome = self.phase = self.ended_phase = ""
         self.problem = self.stack = self.flight = ""
         self.early = ()
 
     def undo(self) -> None:
-        """Take back that it ended the test: it was lost before the others did."""
+        """Undo its end of the test: it was lost before the others ended it."""
         if self.done is not None:
             self.early = tuple(
                 report
@@ -59,17 +59,17 @@ class RankState:
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing more is to come of it in this test."""
+        """True if it sends no more messages about this test."""
         is_ended = self.done is not None or self.exit_code is not None or bool(self.problem)
         return is_ended and not self.is_lost
 
     def end(self) -> RankResult:
-        """Return how it ended the test."""
+        """Return its result of the test."""
         return RankResult(**{f.name: getattr(self, f.name) for f in fields(RankResult)})
 
 
 def settle(ranks: Sequence[RankState], *, is_isolated: bool) -> tuple[Reason, bool] | None:
-    """Return how a test ended, and whether its gang may run another; None while it runs."""
+    """Return the reason of a test's end, and whether its gang may run another; None before."""
     if not all(r.is_settled for r in ranks):
         return None
     done = [r.done for r in ranks if r.done is not None]
@@ -78,8 +78,8 @@ def settle(ranks: Sequence[RankState], *, is_isolated: bool) -> tuple[Reason, bo
     is_in_step = len({d.num_collectives for d in done}) == 1 or is_isolated
     if not is_in_step and all(r.outcome == "passed" for r in ranks):
         return Reason.DESYNCHRONISED, False
-    # Ranks may set up groups without the others, but then these look for them at other keys; and a
-    # send that nobody received would be received in a later test.
+    # A rank that set up groups alone uses other keys of the store than the others; and a send
+    # without a receive would be received in a later test.
     is_matched = len({d.num_rendezvous for d in done}) == 1 and not sum(
         d.num_unmatched for d in done
     )
@@ -89,13 +89,13 @@ def settle(ranks: Sequence[RankState], *, is_isolated: bool) -> tuple[Reason, bo
 
 
 def kind_of_first_failure(ranks: Sequence[RankState]) -> Reason:
-    """Return what the first sign of trouble was."""
+    """Return the kind of the first failure."""
     first = min((r for r in ranks if r.at is not None), key=lambda r: (r.at, r.rank))
     is_death = first.exit_code is not None and not first.failed_phase
     return Reason.DIED if is_death else Reason.FAILED
 
 
-MOST_AHEAD = 64  # tests that a gang may hold beside the one that it runs
+MOST_AHEAD = 64  # tests of a gang beside the running one
 
 
 class RunQueue:
@@ -113,7 +113,7 @@ class RunQueue:
 
     @property
     def number(self) -> int:
-        """Number of the execution that runs, 0 without one."""
+        """Number of the running execution, 0 without one."""
         return 0 if self.current is None else self.current.run
 
     @property
@@ -128,29 +128,29 @@ class RunQueue:
 
     @property
     def num_ahead(self) -> int:
-        """How many were sent ahead, and have not begun."""
+        """Number of tests that were sent ahead and have not begun."""
         return len(self._ahead)
 
     @property
     def has_enough(self) -> bool:
-        """Whether it can go on for a while with what was sent ahead."""
+        """True if enough tests were sent ahead for a while."""
         return self.num_ahead > MOST_AHEAD // 2
 
     def begin(self, run: Run, limit_s: float) -> None:
-        """Take a test as the running one."""
+        """Set the running test."""
         self.current, self.limit_s = run, limit_s
 
     def add(self, runs: Sequence[tuple[Run, float]]) -> None:
-        """Take tests that follow, each with the limit of its phases."""
+        """Append tests, each with the limit of its phases."""
         for run, limit_s in runs:
             assert run.after == self.last
             self._ahead.append((run, limit_s))
 
     def next(self) -> tuple[Run, float]:
-        """Return the test that follows, which is no longer ahead then, with its limit."""
+        """Remove and return the next test with its limit."""
         return self._ahead.popleft()
 
     def drop(self) -> None:
-        """Have none any more."""
+        """Remove all tests."""
         self.current = None
         self._ahead.clear()

@@ -1,6 +1,6 @@
-"""What Slurm says of the step that a session of several nodes runs in.
+"""The Slurm step that a session of several nodes runs in.
 
-Pure but for `slurm_address`, which asks Slurm where a node is.
+Pure except for `slurm_address`, which runs `scontrol`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class SlurmStep:
     """The nodes that `srun` started this process on.
 
     Attributes:
-        name: Tells it from all other steps, of other clusters too.
+        name: Unique name of the step, over all clusters.
         host: Slurm's name of node 0.
-        port: Where node 0 listens, unless somebody else does.
+        port: Port of node 0, if it is free.
     """
 
     num_nodes: int
@@ -39,9 +39,14 @@ class SlurmStep:
     host: str
     port: int
 
+    @property
+    def endpoint(self) -> str:
+        """Address of node 0; asks Slurm for it."""
+        return f"{slurm_address(self.host)}:{self.port}"
+
 
 def find_slurm_step(env: Mapping[str, str]) -> SlurmStep | None:
-    """Return what Slurm says of this step; None outside of `srun`, and on one node.
+    """Return the step of this process; None outside of `srun`, and on one node.
 
     Raises:
         LaunchError: The step has not one task on each node.
@@ -72,7 +77,7 @@ def find_slurm_step(env: Mapping[str, str]) -> SlurmStep | None:
 
 
 def count_unused_nodes(env: Mapping[str, str]) -> int:
-    """Return how many nodes an allocation has that this process is no step of; 0 for one node.
+    """Return the number of nodes of an allocation that this process is no step of; 0 for one node.
 
     That is a shell of `salloc`, or the script of `sbatch` itself.
     """
@@ -88,7 +93,7 @@ def first_host(hosts: str) -> str:
 
 
 def choose_ports(port: int) -> tuple[int, ...]:
-    """Return where node 0 of a step may listen: the first of these that is free."""
+    """Return ports for node 0 of a step, which listens on the first that is free."""
     return tuple(
         _FIRST_PORT + (port - _FIRST_PORT + number * _APART) % _NUM_PORTS
         for number in range(_NUM_CHOICES)
@@ -97,9 +102,9 @@ def choose_ports(port: int) -> tuple[int, ...]:
 
 @cache
 def slurm_address(host: str) -> str:
-    """Return what Slurm's own daemons reach a node by, as its name may mean nothing to the network.
+    """Return the address by which Slurm's daemons reach a node, whose name may not resolve.
 
-    Where Slurm cannot be asked (in a container without its client) that is the name.
+    Without Slurm's client (in a container) that is the name.
     """
     scontrol = shutil.which("scontrol")
     if scontrol is None:

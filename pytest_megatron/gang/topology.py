@@ -1,6 +1,6 @@
-"""Which rank is on which node, and how nodes of one session find and trust one another.
+"""Placement of ranks on nodes and GPUs, and the key that nodes of one session share.
 
-Pure but for the key, which is a file in the user's home; nothing here talks to another node.
+Pure except for the key, which is a file in the user's home.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OTHERS = 0o077
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """Where one rank runs, as `torch.distributed.run` counts."""
+    """Place of one rank, numbered as by `torch.distributed.run`."""
 
     rank: int
     node_rank: int
@@ -39,14 +39,14 @@ class Nodes:
 
     Attributes:
         num_nodes: At least 1.
-        ranks_per_node: Ranks that a node has room for.
+        ranks_per_node: Ranks that fit on a node.
     """
 
     num_nodes: int
     ranks_per_node: int
 
     def place(self, world_size: int) -> tuple[RankPlace, ...]:
-        """Return where the ranks of a gang run: nodes are filled in order, node 0 first."""
+        """Return the places of the ranks of a gang: nodes are filled in order, node 0 first."""
         room = max(self.ranks_per_node, -(-world_size // self.num_nodes))
         num_used = -(-world_size // room)
         return tuple(
@@ -61,11 +61,11 @@ class Nodes:
         )
 
     def num_ranks_on(self, node_rank: int, world_size: int) -> int:
-        """Return how many ranks of a gang run on a node."""
+        """Return the number of ranks of a gang on a node."""
         return sum(place.node_rank == node_rank for place in self.place(world_size))
 
     def num_free(self, world_sizes: Sequence[int]) -> int:
-        """Return how many ranks may be started beside gangs of these sizes.
+        """Return the number of ranks that may be started beside gangs of these sizes.
 
         Gangs that fit on node 0 run there side by side; one that spans nodes runs alone.
         """
@@ -78,30 +78,30 @@ class Nodes:
 
 
 def share_gpus(world_size: int, ranks_per_gpu: int) -> tuple[RankPlace, ...]:
-    """Return where ranks believe to be that share the GPUs of one host.
+    """Return the simulated places of ranks that share the GPUs of one host.
 
-    They are dealt out as to nodes that have those GPUs each: a local rank is the index of its GPU,
-    and NCCL, which refuses two ranks of a node on one GPU, takes them for ranks of several nodes.
+    They are placed as on several nodes with these GPUs each: a local rank is the index of its GPU,
+    and NCCL, which refuses two ranks of a node on one GPU, treats them as ranks of several nodes.
     """
     num_gpus = count_gpus(world_size, ranks_per_gpu)
     return Nodes(num_nodes=ranks_per_gpu, ranks_per_node=num_gpus).place(world_size)
 
 
 def count_gpus(world_size: int, ranks_per_gpu: int) -> int:
-    """Return how many GPUs of one host ranks need."""
+    """Return the number of GPUs of one host that ranks need."""
     return -(-world_size // ranks_per_gpu)
 
 
 def find_key(env: Mapping[str, str], home: Path, step: str = "") -> bytes:
-    """Return the key that all nodes of this session share; whoever comes first makes the user's.
+    """Return the key that all nodes of this session share; create the user's if it is missing.
 
     Args:
-        env: Where PYTEST_MEGATRON_KEY may be.
-        home: Else the key is a file in this directory, which nodes of a cluster share.
-        step: Name of the step of Slurm, so that one does not answer the nodes of another.
+        env: Environment that may have PYTEST_MEGATRON_KEY.
+        home: Directory of the key file otherwise, which nodes of a cluster share.
+        step: Name of the Slurm step, so that it does not accept nodes of another.
 
     Raises:
-        LaunchError: There is none, and none can be made, or others can read it.
+        LaunchError: It cannot be read or created, or other users can read it.
     """
     key = _user_key(env, home)
     return hmac.digest(key, step.encode(), "sha256") if step else key
@@ -132,7 +132,7 @@ def describe_node(node_rank: int, ranks: Sequence[int]) -> str:
 
 
 def _make_key(path: Path) -> None:
-    """Make the key; a link is made by one only, and a file that is linked is whole."""
+    """Create the key file atomically: a hard link to a complete file, which one process creates."""
     path.parent.mkdir(mode=0o700, exist_ok=True)
     new = path.with_name(f"key.{secrets.token_hex(8)}")
     descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

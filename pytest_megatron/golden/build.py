@@ -35,11 +35,11 @@ KEPT_METRICS = (
 
 
 def combine(repeats: Sequence[MetricMap], metrics: Sequence[str]) -> dict[str, Series]:
-    """Return the golden of several repeats: at each step the median of what they measured.
+    """Return the golden of several repeats: at each step the median of their values.
 
     Args:
         repeats: At least one; a step that not all of them have is left out.
-        metrics: Which metrics to keep beside `KEPT_METRICS`, and norms that are finite throughout.
+        metrics: Metrics to keep beside `KEPT_METRICS` and the norms that are finite throughout.
     """
     norms = (n for n in NORMS if all(_is_whole(repeat.get(n)) for repeat in repeats))
     wanted = {*KEPT_METRICS, *norms, *metrics}
@@ -67,12 +67,12 @@ def spread_of(repeats: Sequence[MetricMap], golden: MetricMap) -> dict[str, Spre
 
 
 def series_in(golden: Golden) -> MetricMap:
-    """Return what a golden holds as series, of whichever kind it is."""
+    """Return the content of a golden of either kind as series."""
     return golden.metrics if golden.generation is None else series_of_generation(golden.generation)
 
 
 def series_of_generation(generation: Generation) -> dict[str, Series]:
-    """Return what was generated as series by position, counted from 1, one a request and metric.
+    """Return generated values as series by position, counted from 1, one a request and metric.
 
     Throughput and memory vary from run to run, so they are left out.
     """

@@ -1,6 +1,6 @@
-"""Metrics as data: what a training measured at which step. Pure; knows no file format.
+"""Metrics as data: the values of a training by step. Pure; knows no file format.
 
-A golden and an observed run have the same shape, a `MetricMap`; what differs is who wrote it.
+A golden and an observed run have the same shape, a `MetricMap`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.errors import GoldenError
@@ -33,6 +33,7 @@ GENERATION_METRICS = (*REQUEST_METRICS, THROUGHPUT, MEMORY, *COUNTS)
 _REQUEST_KEYS = frozenset((*REQUEST_METRICS, "input_prompt", "latency"))
 _INDICES = f"{ROUTING}_token_indices"
 _MOST = 1 << 53
+_Number = TypeVar("_Number", int, float)
 
 # Position in the request to the experts of each layer there.
 Routing: TypeAlias = Mapping[int, tuple[tuple[int, ...], ...]]
@@ -40,7 +41,7 @@ Routing: TypeAlias = Mapping[int, tuple[tuple[int, ...], ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptAnswer:
-    """The answer to one prompt; None where the program did not say.
+    """The answer to one prompt; None for what the program did not write.
 
     Attributes:
         tokens: (num_generated,) token ids.
@@ -58,14 +59,14 @@ class PromptAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """All that one inference run wrote.
+    """The output of one inference run.
 
     Attributes:
         requests: By id.
-        throughput: (num_batches,) tokens per second, the first one warming up; empty if not told.
-        memory_bytes: (num_samples,) peak of allocated memory; empty if not told.
+        throughput: (num_batches,) tokens per second, the first one warming up; empty if absent.
+        memory_bytes: (num_samples,) peak of allocated memory; empty if absent.
         counts: Name out of `COUNTS` to its number.
-        content: What else stands beside the requests, as JSON, those above among it.
+        content: All keys beside the requests, as JSON.
     """
 
     requests: Mapping[str, PromptAnswer]
@@ -75,7 +76,7 @@ class Generation:
     content: Mapping[str, JsonValue] = field(default_factory=dict)
 
     def has(self, metric: str) -> bool:
-        """Whether every request, or the run as a whole, has a value of `metric`."""
+        """Return True if every request, or the run as a whole, has a value of `metric`."""
         if metric == THROUGHPUT:
             return bool(self.throughput)
         if metric == MEMORY:
@@ -86,7 +87,7 @@ class Generation:
 
 
 def has_metric(request: PromptAnswer, metric: str) -> bool:
-    """Whether a request has a value of `metric`, one of `REQUEST_METRICS`."""
+    """Return True if a request has a value of `metric`, one of `REQUEST_METRICS`."""
     if metric == TOKENS:
         return request.tokens is not None
     if metric == TEXT:
@@ -97,14 +98,14 @@ def has_metric(request: PromptAnswer, metric: str) -> bool:
 
 
 def is_generation(value: Mapping[str, JsonValue]) -> bool:
-    """Whether a JSON object is the output of an inference program."""
+    """Return True if a JSON object is the output of an inference program."""
     if value.keys() & _REQUEST_KEYS or THROUGHPUT in value:
         return True
     return any(isinstance(v, dict) and v.keys() & _REQUEST_KEYS for v in value.values())
 
 
 def parse_generation(value: Mapping[str, JsonValue], where: str) -> Generation:
-    """Return what an inference program wrote.
+    """Return the parsed output of an inference program.
 
     A file of one request without an id, as older programs write it, is request `0`.
 
@@ -143,7 +144,7 @@ def generation_to_json(generation: Generation) -> dict[str, JsonValue]:
 
 
 def find_not_finite(generation: Generation) -> str | None:
-    """Say where a log-probability, a throughput or a memory is not a finite number."""
+    """Return the place of a number that is not finite, None without one."""
     for name, request in generation.requests.items():
         for metric, values in request.logprobs.items():
             for position, value in enumerate(values):
@@ -212,11 +213,7 @@ def _some_numbers(value: JsonValue, where: str) -> tuple[float, ...]:
 
 
 def _numbers(value: JsonValue, where: str) -> tuple[float, ...]:
-    if not isinstance(value, list):
-        raise GoldenError(where, f"{kind_of(value)}, expected a list of numbers")
-    numbers = [v for v in value if isinstance(v, int | float) and not isinstance(v, bool)]
-    if len(numbers) != len(value):
-        raise GoldenError(where, "holds something that is no number")
+    numbers = _list_of(value, (int, float), "number", where)
     try:
         return tuple(map(float, numbers))
     except OverflowError as error:
@@ -224,14 +221,21 @@ def _numbers(value: JsonValue, where: str) -> tuple[float, ...]:
 
 
 def _whole_numbers(value: JsonValue, where: str) -> tuple[int, ...]:
-    if not isinstance(value, list):
-        raise GoldenError(where, f"{kind_of(value)}, expected a list of whole numbers")
-    numbers = [v for v in value if isinstance(v, int) and not isinstance(v, bool)]
-    if len(numbers) != len(value):
-        raise GoldenError(where, "holds something that is no whole number")
+    numbers = _list_of(value, (int,), "whole number", where)
     if any(abs(v) >= _MOST for v in numbers):
         raise GoldenError(where, "holds a whole number of more than 53 bits")
     return tuple(numbers)
+
+
+def _list_of(
+    value: JsonValue, kinds: tuple[type[_Number], ...], what: str, where: str
+) -> list[_Number]:
+    if not isinstance(value, list):
+        raise GoldenError(where, f"{kind_of(value)}, expected a list of {what}s")
+    numbers = [v for v in value if isinstance(v, kinds) and not isinstance(v, bool)]
+    if len(numbers) != len(value):
+        raise GoldenError(where, f"holds something that is no {what}")
+    return numbers
 
 
 def kind_of(value: JsonValue) -> str:
@@ -252,8 +256,8 @@ class Series:
     Attributes:
         steps: (num_values,) training iterations, strictly ascending, counted from 1.
         values: (num_values,) what was measured at each of them.
-        is_full_precision: Whether the values are as the training wrote them. Megatron-LM's
-            own extraction rounds to five decimals, and its goldens hold such values.
+        is_full_precision: True if the values have all their digits. Megatron-LM's extraction
+            rounds to five decimals, and its goldens hold such values.
     """
 
     steps: tuple[int, ...]
@@ -299,12 +303,12 @@ MetricMap: TypeAlias = Mapping[str, Series]
 
 
 def is_loss(name: str) -> bool:
-    """Whether a metric is a loss, by its name."""
+    """Return True if a metric is a loss, by its name."""
     return "loss" in name
 
 
 def is_finite(value: Value | None) -> bool:
-    """Whether a value is a real number: not missing, not text, not nan, not inf."""
+    """Return True for a finite number: not missing, not text, not nan, not inf."""
     return isinstance(value, float) and math.isfinite(value)
 
 
@@ -324,12 +328,12 @@ class MetricsFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """What one attempt measured, and where that was found.
+    """The values of one attempt, and the files they are from.
 
     Attributes:
         files: In the order in which they were merged; a later one wins where steps overlap.
-        notes: What a reader of the verdict should know: torn files, overlapping steps.
-        generation: What an inference program generated; it has no metrics then.
+        notes: Remarks for the verdict: torn files, overlapping steps.
+        generation: The output of an inference program, which has no metrics.
     """
 
     metrics: MetricMap

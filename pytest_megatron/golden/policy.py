@@ -1,8 +1,7 @@
-"""A policy: how a run is compared with its golden, and what a project changes of it. Pure.
+"""Policies: the rules of a comparison, and the changes that a project makes to them.
 
-`Policy.STRICT` and `Policy.MEGATRON` are the two that come with the package; a file
-(`read_policy`) inherits from one of them and changes limits by metric, by case, by platform and
-by environment.
+`ComparisonPolicy.STRICT` and `ComparisonPolicy.MEGATRON` come with the package; a policy file
+inherits from one of them and changes limits by metric, case, platform and environment.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from typing_extensions import TypedDict
 
 from pytest_megatron.base.files import JsonValue, read_bytes
 from pytest_megatron.base.schema import (
+    FINITE,
     About,
     Count,
-    Finite,
     FormatVersion,
     Texts,
     closed,
@@ -45,7 +44,7 @@ from pytest_megatron.golden.compare.limits import (
 )
 from pytest_megatron.recipe.model import Workload
 
-_Part: TypeAlias = Annotated[float, Ge(0), Finite()]
+_Part: TypeAlias = Annotated[float, Ge(0), FINITE]
 _Fraction: TypeAlias = Annotated[float, Ge(0), Lt(1)]
 
 
@@ -102,7 +101,7 @@ class Base(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedWorkload:
-    """Which workload is compared.
+    """The workload that is compared.
 
     Attributes:
         case: `<model>/<test_case>`.
@@ -133,7 +132,7 @@ class Override:
     metrics: _Metrics
 
     def is_at(self, place: ComparedWorkload | None) -> bool:
-        """Whether it holds there; an override for some places holds nowhere else."""
+        """Return True if it applies to a workload; None stands for any workload."""
         wanted = (self.cases, self.platforms, self.environments)
         here = (None,) * 3 if place is None else (place.case, place.platform, place.environment)
         return all(
@@ -144,12 +143,12 @@ class Override:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonPolicy:
-    """How to compare.
+    """The rules of a comparison.
 
     Attributes:
-        base: What it inherits from.
-        name: What verdicts call it: the base's, or its file's.
-        metrics: Metric, or a pattern of metrics, to what it changes; a later one wins.
+        base: The policy that it inherits from.
+        name: Its name in verdicts: the base's, or its file's.
+        metrics: Metric, or a pattern of metrics, to its changes; a later one wins.
         overrides: The same for some workloads; a later one wins.
         digest: SHA-256 of its file; None for a policy of the package.
     """
@@ -165,12 +164,12 @@ class ComparisonPolicy:
 
     @property
     def value(self) -> str:
-        """What verdicts call it."""
+        """Its name in verdicts."""
         return self.name
 
     @property
     def is_strict(self) -> bool:
-        """Whether it is `strict`, or inherits from it."""
+        """True if it is `strict`, or inherits from it."""
         return self.base is Base.STRICT
 
     def at(self, place: ComparedWorkload | None) -> ComparisonPolicy:
@@ -208,7 +207,7 @@ class ComparisonPolicy:
         }
 
     def settings(self, metric: str) -> Settings:
-        """Return what the policy changes of a metric; by `at` for which workload."""
+        """Return the changes for a metric; use `at` first for those of a workload."""
         found: dict[str, Setting] = {}
         everywhere = [o.metrics for o in self.overrides if o.is_at(None)]
         for metrics in (self.metrics, *cast("list[Mapping[str, Settings]]", everywhere)):
@@ -218,7 +217,7 @@ class ComparisonPolicy:
         return found
 
     def is_judged(self, metric: str) -> bool:
-        """Whether a metric is judged at all."""
+        """Return True if a metric is judged at all."""
         return self.settings(metric).get("judged") is not False
 
     def limit(self, metric: str, key: str, default: float) -> float:
@@ -232,7 +231,7 @@ class ComparisonPolicy:
         return value if isinstance(value, Worse) else default
 
     def require_judged(self, metrics: Sequence[str]) -> None:
-        """Make sure that one of several metrics is judged, so that nothing passes unseen.
+        """Require that one of several metrics is judged, so that nothing passes unseen.
 
         Raises:
             GoldenError: The policy leaves out every one.
@@ -285,7 +284,7 @@ def policy_named(
 
     Args:
         text: `strict`, `megatron` or the path of a file.
-        where: What the error calls the option.
+        where: Name of the option in the error.
         root: Where a relative path is looked for after the current directory.
 
     Raises:
@@ -349,7 +348,7 @@ def read_policy(path: Path) -> ComparisonPolicy:
 def _check_keys(
     document: YamlDocument, path: YamlPath, metrics: Mapping[str, MetricSettings], base: Base
 ) -> None:
-    """Make sure that each limit is one of its metric's kind, so that none is without effect."""
+    """Require that each limit is one of its metric's kind, so that none is without effect."""
     for metric, settings in metrics.items():
         kinds = (settings["kind"],) if "kind" in settings else _kinds_of(metric)
         known = _OF_ALL.union(*(keys_of(BY_KIND[kind]) for kind in kinds))

@@ -36,27 +36,27 @@ AS_BLOCK: Mapping[str, JsonValue] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """How the values of a golden were measured.
+    """The origin of a golden's values.
 
     Attributes:
-        command: (num_arguments,) what was run.
+        command: (num_arguments,) the command line.
         commit: Of the repository that holds the golden.
         config_hash: The `fingerprint` of case and recipe row.
-        is_dirty: Whether there were changes that the commit does not have.
+        is_dirty: True if there were uncommitted changes.
         image: The container image with its digest.
         gpu: Model and count, as in `8x NVIDIA H100 80GB HBM3`.
         host_class: Machines of one class are as fast as one another; time and memory are judged
             only within one class.
-        precision: What the model computed in: fp32, bf16 or fp16.
+        precision: The number format of the model: fp32, bf16 or fp16.
         versions: Package or tool to its version.
         date: ISO 8601, UTC.
-        repeats: How many runs the spread was learned from.
-        deterministic: Whether the repeats agreed bit for bit.
+        repeats: Number of runs that the spread was learned from.
+        deterministic: True if the repeats agreed bit for bit.
         spread: Metric to its spread over the repeats.
         directions: Metric to `lower_is_better`, `higher_is_better` or `either`.
         layout: How the model was spread over the ranks, as in `tp2 pp2`.
         policy: The one under which the repeats agreed.
-        reason: Why the golden was replaced although a figure got worse, as somebody typed it.
+        reason: The typed reason for replacing the golden although a figure got worse.
         run: The directory of the run, or the page of a CI system that shows it.
         seed: `--seed` of the case.
         supersedes: SHA-256 of the file that this one replaced.
@@ -96,7 +96,7 @@ class Golden:
     Attributes:
         path: The file, as messages name it.
         provenance: None in a golden that Megatron-LM wrote.
-        notes: What was unusual about the file and how it was read.
+        notes: Unusual things about the file and how they were read.
         generation: In a golden of an inference program, which has no series.
     """
 

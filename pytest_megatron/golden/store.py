@@ -73,8 +73,8 @@ def read_golden(path: Path) -> Golden:
     """Read a golden file in any of the forms that Megatron-LM's repository holds.
 
     Raises:
-        GoldenError: There is no such file, or it is not a golden; the text says what
-            it is instead, with line and column where the JSON is broken.
+        GoldenError: There is no such file, or it is not a golden; the text names what it is
+            instead, with line and column where the JSON is broken.
     """
     return parse_golden(read_text(path), str(path))
 
@@ -198,7 +198,7 @@ _DEPTH = 3  # model, test case, file
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoldenOwner:
-    """Whose golden a file is, by where it lies and what it is called.
+    """The workload of a golden file, by its place and name.
 
     Attributes:
         tree: `golden_values`, or the directory of the test cases.
@@ -235,7 +235,7 @@ def parse_name(name: str, environments: Collection[str]) -> tuple[str, str, bool
 
 
 def place_of(path: Path, root: Path, environments: Collection[str]) -> GoldenOwner | None:
-    """Return whose golden the file `path` is; None where place or name do not say it."""
+    """Return the owner of the golden file `path`; None for another place or name."""
     owner = owner_of(path, root)
     found = parse_name(path.name, environments)
     if owner is None or found is None:

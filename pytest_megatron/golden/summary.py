@@ -1,4 +1,4 @@
-"""What a golden holds, in few numbers and as a small curve, for people. Pure."""
+"""Summary of a golden: a few numbers and a small curve. Pure."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class MetricSummary:
 
 
 def summarise(name: str, series: Series, *, width: int) -> MetricSummary:
-    """Return what one metric holds; its curve has at most `width` characters."""
+    """Return the summary of one metric; its curve has at most `width` characters."""
     finite = [v for v in series.values if isinstance(v, float) and math.isfinite(v)]
     return MetricSummary(
         name=name,

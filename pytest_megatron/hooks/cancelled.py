@@ -1,4 +1,4 @@
-"""Ends a session in order when it is told to end, in the seconds between SIGTERM and SIGKILL.
+"""Ends a session in order on SIGTERM, in the seconds before SIGKILL.
 
 GitLab, Jenkins, Kubernetes and `timeout` send SIGTERM first; so do `scancel`, a time limit and a
 preemption of Slurm, to every task. It is taken as Ctrl-C is: ranks tear down, jobs and containers
@@ -80,7 +80,7 @@ class CancelledPlugin:
         return [(number, self._end) for number in numbers]
 
     def _wait(self, number: int, frame: FrameType | None) -> None:
-        """Leave node 0 time to tell how the session ends."""
+        """Leave node 0 time to send how the session ends."""
         del number, frame
         signal.setitimer(signal.ITIMER_REAL, _FOLLOWER_S)
 

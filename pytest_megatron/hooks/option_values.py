@@ -6,7 +6,6 @@ Runs at every pytest start, so it imports nothing but pytest.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,6 @@ import pytest
 
 T = TypeVar("T")
 ChoiceT = TypeVar("ChoiceT", bound=str)
-_LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +78,10 @@ class OptionRow(Generic[T]):
         text, default = self.text.partition(";")[0], self.shown_default
         if default not in ("`false`", "no filter", "none"):
             text += f" (default: {default})"
-        return _LINK.sub(r"\1", text).replace("`", "")
+        while "](" in text:  # a link; compiling a pattern would cost every start of pytest
+            head, _, tail = text.partition("](")
+            text = "".join(head.rpartition("[")[::2]) + tail.partition(")")[2]
+        return text.replace("`", "")
 
     @property
     def shown_default(self) -> str:
@@ -155,13 +156,22 @@ def _index(name: str, value: object) -> int:
 
 
 def _seconds(name: str, value: object) -> float:
+    return seconds_of(str(value), f"--{name}")
+
+
+def seconds_of(value: object, where: str, more: str = "") -> float:
+    """Return a time.
+
+    Raises:
+        pytest.UsageError: It is none.
+    """
     try:
         seconds = float(str(value))
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
         raise pytest.UsageError(
-            f"--{name}: {str(value)!r} is not a time, expected seconds from 0 on"
+            f"{where}: {value!r} is not a time, expected seconds from 0 on{more}"
         )
     return seconds
 

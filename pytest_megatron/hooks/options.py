@@ -1,7 +1,7 @@
 """The options of the plugin: one table, whose rows are the fields of `Options`.
 
 From a row come the option of pytest, its ini option, its typed value, and its line in
-`docs/reference/options.md`. Runs at every pytest start, so it imports nothing but pytest.
+`docs/reference/options.md`. Runs at every pytest start, so it imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 import pytest
 
+from pytest_megatron.errors import LaunchError
 from pytest_megatron.hooks.option_values import (
     COUNT,
     FILES,
@@ -70,12 +71,12 @@ def _flag(name: str, text: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the user asked for.
+    """The options of a session.
 
     Attributes:
         typed: Names of the options on the command line.
         given: The same, with those that the ini file sets.
-        decision: What labels and an event mean; None where neither is given.
+        decision: The one for labels and an event; None where neither is given.
         rdzv_step: Name of the step of Slurm that has the endpoint, or "".
     """
 
@@ -313,12 +314,12 @@ class Options:
 
     @property
     def is_attached(self) -> bool:
-        """Whether the run directory is that of a run whose controller is gone."""
+        """True if the run directory is that of a run whose controller is gone."""
         return "attach" in self.typed
 
     @property
     def asks_for_workloads(self) -> bool:
-        """Whether an option was typed that makes sense for workloads only.
+        """True if an option was typed that makes sense for workloads only.
 
         The defaults of an ini file must not make a plain pytest train.
         """
@@ -331,17 +332,17 @@ class Options:
 
     @property
     def is_writing_goldens(self) -> bool:
-        """Whether the session may write goldens at all."""
+        """True if the session may write goldens at all."""
         return self.golden in ("record", "refresh")
 
     @property
     def asks_for_gangs(self) -> bool:
-        """Whether every python test runs on a gang."""
+        """True if every python test runs on a gang."""
         return self.num_gpus is not None or self.num_ranks is not None
 
     @property
     def has_selection(self) -> bool:
-        """Whether any workload was selected by an option."""
+        """True if an option selects workloads."""
         return any(self.selection.values())
 
 
@@ -390,7 +391,7 @@ def _with_labels(config: pytest.Config, options: Options) -> Options:
     """Return options with the decision for labels and event; what the user typed wins."""
     from pytest_megatron.hooks.labels import decision_of  # noqa: PLC0415 - not for all
 
-    decision = decision_of(config, options)
+    decision = decision_of(config, options.ci_event, options.labels, options.selection)
     return replace(
         options,
         decision=decision,
@@ -423,14 +424,11 @@ def _with_nodes(options: Options) -> Options:
     if options.asks_for_gangs and not (has_count and options.num_nodes == 1):
         step = _slurm_step()
         if step is not None and (not has_count or options.num_nodes == step.num_nodes):
-            from pytest_megatron.gang.slurm_step import slurm_address  # noqa: PLC0415 - not for all
-
             node_rank = options.node_rank if has_node_rank else step.node_rank
             has_node_rank = True
             options = replace(options, num_nodes=step.num_nodes, node_rank=node_rank)
             if not options.rdzv_endpoint:
-                endpoint = f"{slurm_address(step.host)}:{step.port}"
-                options = replace(options, rdzv_endpoint=endpoint, rdzv_step=step.name)
+                options = replace(options, rdzv_endpoint=step.endpoint, rdzv_step=step.name)
     if options.num_nodes == 1:
         return options
     if not options.asks_for_gangs:
@@ -460,8 +458,7 @@ def _slurm_step() -> SlurmStep | None:
     """
     if not any(name in os.environ for name in _SLURM_STEP):
         return None
-    from pytest_megatron.errors import LaunchError  # noqa: PLC0415 - not at every start
-    from pytest_megatron.gang.slurm_step import find_slurm_step  # noqa: PLC0415 - see above
+    from pytest_megatron.gang.slurm_step import find_slurm_step  # noqa: PLC0415 - not for all
 
     try:
         return find_slurm_step(os.environ)
@@ -472,7 +469,7 @@ def _slurm_step() -> SlurmStep | None:
 def early_words(early_config: pytest.Config, name: str) -> tuple[str, ...]:
     """Return the words of an option before conftest files are loaded.
 
-    Words that are wrong are passed on: `read_options` says so.
+    Wrong words are passed on: `read_options` reports them.
     """
     key = dest(name)
     lists = vars(early_config.known_args_namespace).get(key) or early_config.getini(key) or ()
@@ -483,7 +480,7 @@ def early_words(early_config: pytest.Config, name: str) -> tuple[str, ...]:
 def early_size(early_config: pytest.Config) -> tuple[int, int] | None:
     """Return ranks of a node and nodes, before conftest files are loaded; None without gangs.
 
-    A value that is wrong is none here: `read_options` says so.
+    A wrong value gives None: `read_options` reports it.
     """
     given = vars(early_config.known_args_namespace)
     texts = {

@@ -7,16 +7,17 @@ from collections.abc import Generator
 import pytest
 
 from pytest_megatron.errors import MegatronError
-from pytest_megatron.hooks.gangs.results import RECORD
+from pytest_megatron.hooks.run_file import record_on
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.runs.layout import RUN_FILE
+from pytest_megatron.runs.record import RecordedWorkload
 
 _NAME = "megatron-pages"
 _GOOD = ("passed", "skipped")
 
 
 class PagesPlugin:
-    """Writes `index.html` and every workload's `curves.html`, and says where on failure."""
+    """Writes `index.html` and every workload's `curves.html`; prints the path after failures."""
 
     def __init__(self, session: RunSession) -> None:
         self._session = session
@@ -26,10 +27,9 @@ class PagesPlugin:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note whether there is anything to show."""
-        workload = getattr(report, "megatron_workload", None)
-        record = workload or getattr(report, RECORD, None)
-        self._has_workloads |= workload is not None
-        self._has_failures |= record is not None and record["verdict"] not in _GOOD
+        record = record_on(report)
+        self._has_workloads |= isinstance(record, RecordedWorkload)
+        self._has_failures |= record is not None and record.verdict not in _GOOD
 
     @pytest.hookimpl(wrapper=True, trylast=True)  # `run.json` is whole, the summary comes later
     def pytest_sessionfinish(self) -> Generator[None]:
@@ -40,11 +40,10 @@ class PagesPlugin:
         if not has_any or not (run_dir / RUN_FILE).is_file():
             return
         # Loads all of goldens and triage, which a run of tests that pass does without.
-        from pytest_megatron.pages.read import RunReader  # noqa: PLC0415
-        from pytest_megatron.pages.write import write_in_place  # noqa: PLC0415
+        from pytest_megatron.pages import read, write  # noqa: PLC0415
 
         try:
-            index = write_in_place(RunReader(run_dir))
+            index = write.write_in_place(read.RunReader(run_dir))
         except (MegatronError, OSError) as error:
             self._line = f"the pages of this run are not complete: {error}"
             return
@@ -53,7 +52,7 @@ class PagesPlugin:
 
     @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Say where the pages are."""
+        """Print the path of the pages."""
         if self._line is not None:
             terminalreporter.write_line(self._session.shorten(f"megatron: {self._line}"))
 

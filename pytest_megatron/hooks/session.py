@@ -1,4 +1,4 @@
-"""What every role of one pytest session shares: options, run directory, what the user typed."""
+"""State that every role of one pytest session shares: options, run directory, arguments."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # sessions without workloads need none
 _ARGUMENTS_KEY = "megatron_arguments"
 _LOCK = ".lock"  # in a run directory that the user named
 _RUN_DIR_KEY = "megatron_run_dir"
-RECORDED = pytest.StashKey[list[str]]()  # what the run was told that this session takes over
+RECORDED = pytest.StashKey[list[str]]()  # arguments of the run that this session takes over
 
 
 class RunSession:
@@ -57,9 +57,6 @@ class RunSession:
         self._lock: int | None = None  # on the run directory
         self._lock_owner: int | None = None  # a process
         self._made_run_dir = False
-        self._table: Table | None = None
-        self._project: ProjectConfig | None = None
-        self._redactor: Redactor | None = None
         if worker is not None:
             self.run_dir = Path(worker[_RUN_DIR_KEY])
             self._typed: list[str] = json.loads(worker[_ARGUMENTS_KEY])
@@ -70,21 +67,20 @@ class RunSession:
 
     @property
     def facts(self) -> SessionFacts:
-        """Where and with what this session runs."""
+        """Facts about host and environment of this session."""
         return gather_facts(self.root)
 
     @functools.cached_property
     def engine(self) -> Engine:
-        """Where workloads run.
+        """The engine of workloads.
 
         Raises:
             pytest.UsageError: There is no such engine, or it cannot be used as it is set up.
         """
-        from pytest_megatron.engines.api import EngineContext  # noqa: PLC0415 - see TYPE_CHECKING
-        from pytest_megatron.engines.local import open_engine  # noqa: PLC0415
+        from pytest_megatron.engines import api, local  # noqa: PLC0415 - see TYPE_CHECKING
 
         file = self.options.executor_config
-        context = EngineContext(
+        context = api.EngineContext(
             root=self.root,
             run_dir=self.run_dir,
             facts=self.facts,
@@ -93,7 +89,7 @@ class RunSession:
             copies_lines="tee-ranks" in self.options.typed,
         )
         try:
-            return open_engine(self.options.executor, context)
+            return local.open_engine(self.options.executor, context)
         except MegatronError as error:
             raise pytest.UsageError(self.shorten(str(error))) from None
 
@@ -102,56 +98,48 @@ class RunSession:
         if "engine" in vars(self) and not self.engine.is_queue:
             self.engine.close()
 
-    @property
+    @functools.cached_property
     def project(self) -> ProjectConfig:
         """The project's settings.
 
         Raises:
             pytest.UsageError: They are wrong.
         """
-        if self._project is None:
-            try:
-                self._project = load_config(self.root)
-            except ConfigError as error:
-                raise pytest.UsageError(str(error)) from None
-        return self._project
+        try:
+            return load_config(self.root)
+        except ConfigError as error:
+            raise pytest.UsageError(str(error)) from None
 
-    @property
+    @functools.cached_property
     def redactor(self) -> Redactor:
-        """What knows the secrets of this process and of what the user typed.
+        """Redactor for the secrets of this process and of the command line.
 
         Raises:
             pytest.UsageError: The project's settings are wrong.
         """
-        if self._redactor is None:
-            names = self.project.secret_names
-            self._redactor = Redactor.of(os.environ, self._typed, names)
-        return self._redactor
+        return Redactor.of(os.environ, self._typed, self.project.secret_names)
 
     @property
     def arguments(self) -> list[str]:
-        """What the user typed after `pytest`, without secrets."""
+        """Arguments of `pytest`, without secrets."""
         return self.redactor.words(self._typed)
 
-    @property
+    @functools.cached_property
     def table(self) -> Table:
         """The signatures, with those of the project and the user.
 
         Raises:
             pytest.UsageError: A file of theirs cannot be read.
         """
-        if self._table is None:
-            try:
-                typed = (Path(self._directory, path) for path in self.options.signatures)
-                own = (*self.project.signature_files, *typed)
-                self._table = load_table(own)
-            except TriageError as error:
-                raise pytest.UsageError(str(error)) from None
-        return self._table
+        try:
+            typed = (Path(self._directory, path) for path in self.options.signatures)
+            return load_table((*self.project.signature_files, *typed))
+        except TriageError as error:
+            raise pytest.UsageError(str(error)) from None
 
     @functools.cached_property
     def retry_budget(self) -> RunLedger:
-        """What this run has spent on further attempts; the run directory must be there."""
+        """Further attempts of this run so far; the run directory must exist."""
         return RunLedger(
             run_dir=self.run_dir,
             max_retries=self.options.max_retries,
@@ -231,7 +219,7 @@ class RunSession:
 
     @property
     def has_results(self) -> bool:
-        """Whether the run directory was opened, or holds more than what claims it."""
+        """True if the run directory was opened, or holds more than the files that claim it."""
         if not self.run_dir.is_dir():
             return False
         return self._is_open or any(
@@ -244,7 +232,7 @@ class RunSession:
         return self.shorten(str(self.run_dir))
 
     def worker_input(self) -> dict[str, str]:
-        """Return what a worker of pytest-xdist has to be told."""
+        """Return the input for a worker of pytest-xdist."""
         return {_RUN_DIR_KEY: str(self.run_dir), _ARGUMENTS_KEY: json.dumps(self._typed)}
 
     def shorten(self, text: str) -> str:
@@ -252,7 +240,7 @@ class RunSession:
         return text.replace(f"{self._directory}{os.sep}", "")
 
     def cannot_write(self, error: OSError) -> str:
-        """Return what to say of a file that could not be written."""
+        """Return the message for a file that could not be written."""
         where = error.filename or self.run_dir
         return f"{where}: {error.strerror}; make room, or give another --run-dir"
 

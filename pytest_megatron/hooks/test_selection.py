@@ -94,7 +94,7 @@ class UnitPlugin:
         self._has_reports = False
 
     def pytest_report_header(self) -> list[str] | None:
-        """Say what labels and the event mean."""
+        """Print the decision for labels and the event."""
         decision = self._options.decision
         return None if decision is None else header_of(decision)
 
@@ -157,7 +157,7 @@ class UnitPlugin:
         self._left_out = Counter(counts) | self._left_out
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Say what was left out and why."""
+        """Print numbers and reasons of what was left out."""
         parts = [f"{number} {reason}" for reason, number in sorted(self._left_out.items())]
         launch = f"without {' or '.join(self._launch_marks)}"
         for files, what in ((self._unlaunched, launch), (self._ignored, "of other buckets")):
@@ -167,13 +167,13 @@ class UnitPlugin:
             terminalreporter.write_line(f"megatron: left out {', '.join(parts)}")
 
     def _may_launch(self, path: Path) -> bool:
-        """Whether a file has a test for the platform, by its text: it need not be importable."""
+        """Return true if a file's text has a mark of the platform; it need not be importable."""
         if not self._launch_marks:
             return True
         try:
             text = path.read_text(encoding="utf-8", errors="replace")
         except OSError:
-            return True  # pytest says what is wrong with it
+            return True  # pytest reports it
         return any(mark in text for mark in self._launch_marks)
 
     def _from_root(self, path: Path) -> str:

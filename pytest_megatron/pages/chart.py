@@ -9,13 +9,12 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import groupby
 
-from pytest_megatron.base.text import visible
+from pytest_megatron.base.templates import render
 from pytest_megatron.golden.model import Series
 from pytest_megatron.pages.model import Chart, Curve, CurveRole
-from pytest_megatron.runs.fields import Fields
+from pytest_megatron.runs.record import RecordedBand, finite
 
 _ROUND = (1, 2, 5, 10)
 _LARGE, _SMALL = 1e6, 1e-4
@@ -54,7 +53,7 @@ def scale_of(values: Iterable[float], *, start: float, end: float, pad: float = 
 
 
 def tick_text(value: float, gap: float) -> str:
-    """Return a number of an axis, with as many digits as tell it from its neighbours."""
+    """Return a number of an axis, with enough digits to differ from its neighbours."""
     size = abs(value)
     if size < gap / 2:
         return "0"
@@ -136,28 +135,41 @@ _STRIP_TOP, _STRIP = _TOP + _MAIN + 14, 76
 _FOOT = _STRIP_TOP + _STRIP
 _MOST_POINTS = 700
 _MOST_NAMES = 6
-_ROOM = 90  # that a word needs
 _MISSING = "no value"
 _DOT = "m-2 0a2 2 0 1 0 4 0a2 2 0 1 0 -4 0"
 _LETTER = 7.0  # width of one, about
-_GOLDEN, _BACK, _TEXT, _SOFT, _GRID = "#b07d00", "#ffffff", "#1b1f24", "#57606a", "#e2e7ec"
-_BAD, _GOOD = "#c62f2f", "#1a7f37"
+_GOLDEN = "#b07d00"
 _RUNS = ("#0063b2", "#00795c", "#a3428a", "#2a8fc7", "#6b4fbb", "#5a6b00")
 _FAILED = ("#c4281c", "#a02c7d", "#7a5230")
-_DARK = {
-    _BACK: "#0d1117",
-    _TEXT: "#e6edf3",
-    _SOFT: "#9aa5b1",
-    _GRID: "#262d36",
-    _GOLDEN: "#f0b429",
-    _BAD: "#ff7b72",
-    _GOOD: "#4cc26a",
-    **dict(
-        zip(_RUNS, ("#58a6ff", "#3ecfa4", "#e08bc9", "#7fd0ff", "#b39dff", "#b9cc4d"), strict=True)
-    ),
-    **dict(zip(_FAILED, ("#ff7b72", "#ff9bd2", "#cfa27a"), strict=True)),
+_BOX = {
+    "width": WIDTH,
+    "height": HEIGHT,
+    "left": _LEFT,
+    "right": WIDTH - _RIGHT,
+    "top": _TOP,
+    "bottom": _TOP + _MAIN,
+    "strip_top": _STRIP_TOP,
+    "foot": _FOOT,
 }
-_FONT = "font-family=\"system-ui, 'DejaVu Sans', 'Liberation Sans', Arial, sans-serif\""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DrawnCurve:
+    """A curve in the picture's units.
+
+    Attributes:
+        legend_x: Where its name stands; None if there is no room.
+        strip: Path of its deviations.
+        gaps: (kind, start, end) of each run of steps without a number.
+    """
+
+    name: str
+    role: str
+    paint: str
+    legend_x: float | None
+    path: str
+    strip: str
+    gaps: list[tuple[str, float, float]]
 
 
 def chart_svg(chart: Chart, title: str) -> str:
@@ -167,29 +179,27 @@ def chart_svg(chart: Chart, title: str) -> str:
         chart: With its curves.
         title: Of what; the metric's name stands beneath it.
     """
-    paints = list(_paints(chart.curves))
     steps = [step for curve in chart.curves for step in curve.series.steps]
     across = scale_of(map(float, steps), start=_LEFT, end=WIDTH - _RIGHT, pad=0.0)
     if len(set(steps)) > 1:
         across = Scale(low=min(steps), high=max(steps), start=_LEFT, end=WIDTH - _RIGHT)
     up = scale_of(_seen(chart), start=_TOP + _MAIN, end=_TOP)
     off = _Strip(chart)
-    parts = [
-        *_head(chart, title, paints),
-        *_axes(across, up, off),
-        *_band(chart, across, up, off),
-        *_lines(chart, paints, across, up, off),
-        *_first(chart, across),
-    ]
-    return (
-        (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
-            f'viewBox="0 0 {WIDTH} {HEIGHT}" font-size="12" {_FONT} role="img">'
-            f"<title>{_text(title)}, {_text(chart.metric)}</title><style>{_dark_style()}</style>\n"
-            f'<rect width="100%" height="100%" {_fill(_BACK)}/>\n' + "\n".join(parts) + "\n</svg>\n"
-        )
-        .encode("utf-8", "replace")
-        .decode()
+    legend, more = _legend(chart.curves)
+    first = chart.first_step
+    is_seen = first is not None and across.low <= first <= across.high
+    return render(
+        "chart.svg",
+        chart=chart,
+        title=title,
+        box=_BOX,
+        curves=list(_drawn(chart, legend, across, up, off)),
+        more=more,
+        up_ticks=[(up.place(value), word) for value, word in up.ticks(5)],
+        across_ticks=[(across.place(v), word) for v, word in across.ticks(7) if "." not in word],
+        limit=off.scale.high,
+        areas=[area for area in _band(chart, across, up, off) if area],
+        first=across.place(first) if first is not None and is_seen else None,
     )
 
 
@@ -200,7 +210,6 @@ class _Strip:
         golden = chart.golden
         self.allowed: list[tuple[int, float]] = []
         self.lines: dict[int, list[tuple[int, float]]] = {}
-        self.has_golden = golden is not None
         if golden is None:
             self.scale = scale_of([], start=_FOOT, end=_STRIP_TOP)
             return
@@ -259,49 +268,17 @@ def _seen(chart: Chart) -> list[float]:
     return values + [max(low - span, min(high + span, e)) for e in edges if math.isfinite(e)]
 
 
-def _head(chart: Chart, title: str, paints: Sequence[str]) -> Iterator[str]:
-    big = f'font-size="14" font-weight="600" {_fill(_TEXT)}'
-    yield f'<text x="16" y="24" {big}>{_text(title)}</text>'
-    yield f'<text x="16" y="44" {_fill(_TEXT)}>{_text(chart.metric)}</text>'
-    if chart.passed is not None:
-        word, colour = ("passed", _GOOD) if chart.passed else ("failed", _BAD)
-        yield (
-            f'<text x="{WIDTH - _RIGHT}" y="24" text-anchor="end" font-weight="600" '
-            f"{_fill(colour)}>{word}</text>"
-        )
+def _legend(curves: Sequence[Curve]) -> tuple[list[float | None], dict[str, float] | None]:
+    """Return where the names of curves stand, and where and how many more there are."""
+    found: list[float | None] = []
     x = float(_LEFT)
-    for number, (curve, paint) in enumerate(zip(chart.curves, paints, strict=True)):
+    for number, curve in enumerate(curves):
         if number == _MOST_NAMES or x > WIDTH - 160:
-            left = len(chart.curves) - number
-            yield f'<text x="{x:.0f}" y="64" {_fill(_SOFT)}>and {left} more</text>'
-            return
-        yield f'<path d="M{x:.0f} 60h22" {_stroke(paint, curve.role)}/>'
-        yield f'<text x="{x + 28:.0f}" y="64" {_fill(_SOFT)}>{_text(curve.name)}</text>'
+            left = len(curves) - number
+            return found + [None] * left, {"x": x, "number": left}
+        found.append(x)
         x += 46 + _LETTER * len(curve.name)
-
-
-def _axes(across: Scale, up: Scale, off: _Strip) -> Iterator[str]:
-    right, bottom = WIDTH - _RIGHT, _TOP + _MAIN
-    for value, word in up.ticks(5):
-        y = up.place(value)
-        yield f'<path d="M{_LEFT} {y:.1f}H{right}" {_thin()}/>'
-        yield _label(_LEFT - 6, y + 4, word, "end")
-    for value, word in across.ticks(7):
-        if "." in word:
-            continue
-        x = across.place(value)
-        yield f'<path d="M{x:.1f} {_TOP}V{bottom}M{x:.1f} {_STRIP_TOP}V{_FOOT}" {_thin()}/>'
-        yield _label(x, _FOOT + 16, word, "middle")
-    yield f'<path d="M{_LEFT} {_TOP}H{right}V{bottom}H{_LEFT}Z" {_thin()}/>'
-    yield f'<path d="M{_LEFT} {_STRIP_TOP}H{right}V{_FOOT}H{_LEFT}Z" {_thin()}/>'
-    yield _label(right, _FOOT + 34, "step", "end")
-    if not off.has_golden:
-        yield _label(_LEFT + 8, _STRIP_TOP + _STRIP / 2 + 4, "no golden to compare with", "start")
-        return
-    limit = off.scale.high
-    for value, y in ((limit, _STRIP_TOP + 10), (0.0, _STRIP_TOP + _STRIP / 2 + 4), (-limit, _FOOT)):
-        yield _label(_LEFT - 6, y, f"{value:+.1e}" if value else "0", "end")
-    yield _label(_LEFT, _FOOT + 34, "below: deviation from the golden, relative", "start")
+    return found, None
 
 
 def _band(chart: Chart, across: Scale, up: Scale, off: _Strip) -> Iterator[str]:
@@ -324,20 +301,24 @@ def _area(edges: Sequence[tuple[float, float, float]]) -> str:
         return ""
     upper = "L".join(f"{x:.1f} {high:.1f}" for x, _, high in edges)
     lower = "L".join(f"{x:.1f} {low:.1f}" for x, low, _ in reversed(edges))
-    return f'<path d="M{upper}L{lower}Z" {_fill(_GOLDEN)} fill-opacity="0.18"/>'
+    return f"M{upper}L{lower}Z"
 
 
-def _lines(
-    chart: Chart, paints: Sequence[str], across: Scale, up: Scale, off: _Strip
-) -> Iterator[str]:
+def _drawn(
+    chart: Chart, legend: Sequence[float | None], across: Scale, up: Scale, off: _Strip
+) -> Iterator[_DrawnCurve]:
+    paints = _paints(chart.curves)
     for number, (curve, paint) in enumerate(zip(chart.curves, paints, strict=True)):
-        style = _stroke(paint, curve.role)
         found = _points(curve, chart.golden)
-        yield f'<path d="{_path([(across.place(s), up.place(v)) for s, v, _ in found])}" {style}/>'
-        strip = [(across.place(s), off.place(d)) for s, d in off.lines.get(number, [])]
-        if strip:
-            yield f'<path d="{_path(strip)}" {style}/>'
-        yield from _odd(found, paint, across)
+        yield _DrawnCurve(
+            name=curve.name,
+            role=curve.role.value,
+            paint=paint,
+            legend_x=legend[number],
+            path=_path([(across.place(s), up.place(v)) for s, v, _ in found]),
+            strip=_path([(across.place(s), off.place(d)) for s, d in off.lines.get(number, [])]),
+            gaps=list(_gaps(found, across)),
+        )
 
 
 def _points(curve: Curve, golden: Curve | None) -> list[tuple[int, float, str | None]]:
@@ -364,20 +345,14 @@ def _relative(observed: float, golden: float) -> float:
     return (observed - golden) / abs(golden) if golden else math.nan
 
 
-def _odd(
-    points: Sequence[tuple[int, float, str | None]], paint: str, across: Scale
-) -> Iterator[str]:
-    """Yield a bar for each run of steps without a number: at the bottom where there is no step."""
+def _gaps(
+    points: Sequence[tuple[int, float, str | None]], across: Scale
+) -> Iterator[tuple[str, float, float]]:
     for kind, found in groupby(points, key=lambda point: point[2]):
         steps = [step for step, _, _ in found]
-        if kind is None:
-            continue
-        x0 = across.place(steps[0]) - 3
-        x1 = max(across.place(steps[-1]) + 3, x0 + 6)
-        y, text_y = (_TOP + _MAIN - 3, -6) if kind == _MISSING else (_TOP + 3, 15)
-        yield f'<path d="M{x0:.1f} {y}H{x1:.1f}" {_stroke_plain(paint, 4)}/>'
-        is_late = x0 > WIDTH - _ROOM
-        yield _label(x1 if is_late else x0, y + text_y, kind, "end" if is_late else "start", _BAD)
+        if kind is not None:
+            start = across.place(steps[0]) - 3
+            yield kind, start, max(across.place(steps[-1]) + 3, start + 6)
 
 
 def _path(points: Sequence[tuple[float, float]]) -> str:
@@ -395,68 +370,21 @@ def _path(points: Sequence[tuple[float, float]]) -> str:
     return "".join(parts)
 
 
-def _first(chart: Chart, across: Scale) -> Iterator[str]:
-    step = chart.first_step
-    if step is None or not across.low <= step <= across.high:
-        return
-    x = across.place(step)
-    is_late = x > WIDTH - 140
-    yield f'<path d="M{x:.1f} {_TOP}V{_FOOT}" {_stroke_plain(_BAD, 1)} stroke-dasharray="3 3"/>'
-    word = f"first off: step {step}"
-    yield _label(
-        x - 5 if is_late else x + 5, _STRIP_TOP - 3, word, "end" if is_late else "start", _BAD
-    )
-
-
-def _label(x: float, y: float, word: str, anchor: str, colour: str = _SOFT) -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {_fill(colour)}>{_text(word)}</text>'
-    )
-
-
-def _stroke(colour: str, role: CurveRole) -> str:
-    width = 3 if role is CurveRole.GOLDEN else 1.5
-    dashed = ' stroke-dasharray="5 3"' if role is CurveRole.FAILED else ""
-    return f'{_stroke_plain(colour, width)} stroke-linejoin="round" stroke-linecap="round"{dashed}'
-
-
-def _stroke_plain(colour: str, width: float) -> str:
-    return f'class="s{colour[1:]}" fill="none" stroke="{colour}" stroke-width="{width}"'
-
-
-def _thin() -> str:
-    return _stroke_plain(_GRID, 1)
-
-
-def _fill(colour: str) -> str:
-    return f'class="f{colour[1:]}" fill="{colour}"'
-
-
-def _dark_style() -> str:
-    rules = "".join(f".s{k[1:]}{{stroke:{v}}}.f{k[1:]}{{fill:{v}}}" for k, v in _DARK.items())
-    return f"@media (prefers-color-scheme:dark){{{rules}}}"
-
-
-def allowed_around(golden: Series, allowed: Fields) -> tuple[float, ...] | None:
+def allowed_around(golden: Series, allowed: RecordedBand) -> tuple[float, ...] | None:
     """Return how far from each value of a golden a run may be; None where no step has a limit.
 
     Args:
         golden: Whatever of it is no number has no limit (nan).
         allowed: The key of that name of a comparison in `comparison.json`.
     """
-    shares = allowed.inner("relative")
-    steps = sorted(int(step) for step in shares.values if step.isdecimal() and step.isascii())
-    parts = [shares.number(str(step)) or 0.0 for step in steps]
-    if not steps:
+    shares = sorted((int(step), finite(share) or 0.0) for step, share in allowed.relative.items())
+    if not shares:
         return None
-    absolute = allowed.number("absolute") or 0.0
+    steps, parts = zip(*shares, strict=True)
+    absolute = finite(allowed.absolute) or 0.0
     return tuple(
         parts[max(0, bisect_right(steps, step) - 1)] * abs(value) + absolute
         if isinstance(value, float)
         else float("nan")
         for step, value in golden.items()
     )
-
-
-def _text(text: str) -> str:
-    return escape(visible(text))

@@ -51,7 +51,7 @@ class _Aligned:
 
     @property
     def num_different(self) -> int:
-        """How many curves are not the same as one before them."""
+        """Number of distinct curves."""
         return len({tuple(map(repr, values)) for values in self.values})
 
 

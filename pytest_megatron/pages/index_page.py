@@ -107,7 +107,7 @@ class IndexRow:
 
     @property
     def amount(self) -> str:
-        """How far off it is."""
+        """Its largest deviation as text."""
         return "" if self.largest is None else "0" if self.largest == 0 else f"{self.largest:.1e}"
 
 
@@ -128,7 +128,7 @@ class IndexRun:
 
     @property
     def counts(self) -> str:
-        """How many workloads and distributed tests came to what."""
+        """Numbers of workloads and distributed tests by verdict."""
         verdicts = Counter(row.verdict for row in self.rows)
         workloads = f"{len(self.rows)} workloads: {_counted(verdicts)}" if self.rows else ""
         tests = f"{sum(self.num_tests.values())} distributed tests: {self.test_counts}"
@@ -136,12 +136,12 @@ class IndexRun:
 
     @property
     def test_counts(self) -> str:
-        """How many distributed tests have each verdict."""
+        """Numbers of distributed tests by verdict."""
         return _counted(self.num_tests)
 
     @property
     def pairs(self) -> tuple[tuple[str, str], ...]:
-        """What the head of an index shows of the run."""
+        """Facts about the run for the head of an index."""
         facts = self.facts
         return (("started", facts.started), ("pytest", " ".join(facts.arguments)), *facts.facts)
 

@@ -1,4 +1,4 @@
-"""What pages show, as data: curves, what was found of them, items, runs. Pure.
+"""Data of pages: curves, findings, items, runs. Pure.
 
 Everything here was read from files that may be anybody's (an artifact): texts are shown as texts,
 and nothing is a path that was not put together by us.
@@ -20,7 +20,7 @@ _MOST_DIGITS = 7  # of a rank
 
 
 class CurveRole(Enum):
-    """What a curve is; the value is its name in a page's data."""
+    """Role of a curve; the value is its name in a page's data."""
 
     GOLDEN = "golden"
     RUN = "run"
@@ -44,7 +44,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricFinding:
-    """What a comparison said of one metric of one repeat.
+    """Finding of a comparison on one metric of one repeat.
 
     Attributes:
         rule: What decided.
@@ -90,13 +90,13 @@ class Chart:
 
     @property
     def golden(self) -> Curve | None:
-        """What the others are compared with."""
+        """The curve that the others are compared with."""
         first = self.curves[0] if self.curves else None
         return first if first is not None and first.role is CurveRole.GOLDEN else None
 
     @property
     def passed(self) -> bool | None:
-        """Whether every comparison of it passed; None if there was none."""
+        """True if every comparison of it passed; None if there was none."""
         return all(f.passed for f in self.findings) if self.findings else None
 
     @property
@@ -181,7 +181,7 @@ class TestRow:
 
     @property
     def rank_lines(self) -> list[str]:
-        """What ranks did; those that did the same together."""
+        """Actions of ranks; ranks with the same one share a line."""
         by_text: dict[str, list[int]] = {}
         for rank, did in self.ranks:
             if rank.isdecimal() and len(rank) <= _MOST_DIGITS:
@@ -192,7 +192,7 @@ class TestRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What ran, where, with what.
+    """Facts about a run.
 
     Attributes:
         facts: (word, text), for the head of a page.

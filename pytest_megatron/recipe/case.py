@@ -132,7 +132,7 @@ def check_case(document: YamlDocument) -> Iterator[Finding]:
 def compares_metrics(document: YamlDocument) -> bool:
     """Whether a run of the case is compared with a golden file.
 
-    It is not where the case says SKIP_PYTEST, is always lightweight, is expected to fail, checks
+    It is not where the case sets SKIP_PYTEST, is always lightweight, is expected to fail, checks
     gradients only, or is one of the pairs of MODE and TEST_TYPE that are refused.
     """
     env = document.value.get("ENV_VARS")
@@ -163,7 +163,7 @@ def compared_metrics(document: YamlDocument) -> tuple[str, ...]:
 
 
 def last_step(document: YamlDocument) -> int | None:
-    """Return the iteration at which a training of the case ends; None where it does not say so."""
+    """Return the iteration at which a training of the case ends; None where that is not given."""
     arguments = document.value.get("MODEL_ARGS")
     if not isinstance(arguments, dict) or not compares_metrics(document):
         return None
@@ -190,7 +190,7 @@ def _schema_problems(document: YamlDocument) -> tuple[SchemaProblem, ...]:
 
 
 def phase_problems(document: YamlDocument) -> Iterator[Finding]:
-    """Yield what a case says that its TEST_TYPE, MODE or TEST_EVALUATION makes void."""
+    """Yield the settings of a case that its TEST_TYPE, MODE or TEST_EVALUATION makes void."""
     value = document.value
     test_type, mode = value.get("TEST_TYPE"), value.get("MODE", "pretraining")
     if test_type not in (*_ONE_START, *_MANY_STARTS):
@@ -343,13 +343,13 @@ class WorkloadCase:
 
     @property
     def precision(self) -> str:
-        """What the model computes in: `bf16`, `fp16` or `fp32`."""
+        """The number format of the model: `bf16`, `fp16` or `fp32`."""
         reduced = ("bf16", "fp16")
         return next((name for name in reduced if self.argument(f"--{name}") == "true"), "fp32")
 
     @property
     def is_nondeterministic(self) -> bool:
-        """Whether the case says that two runs of it may differ."""
+        """Whether two runs of the case may differ, as the case declares."""
         switches = ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "NON_DETERMINSTIC_RESULTS")
         return any(self.env.get(name) == "1" for name in switches)
 

@@ -26,7 +26,7 @@ from pytest_megatron.recipe.vocabulary import (
 
 
 class Profile(Enum):
-    """How to read a recipe: as Megatron-LM does, or with its quirks reported."""
+    """The way to read a recipe: as Megatron-LM does, or with its quirks reported."""
 
     COMPAT = "compat"
     STRICT = "strict"
@@ -34,7 +34,7 @@ class Profile(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expansion:
-    """What a file gives: rows in file order, and what is wrong with it."""
+    """The rows of a file, in file order, and the findings."""
 
     rows: tuple[Row, ...]
     findings: tuple[Finding, ...]

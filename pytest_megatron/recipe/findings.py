@@ -1,4 +1,4 @@
-"""What is wrong in a recipe, a case or a golden directory, as data: file, line, rule, message."""
+"""Findings about recipes, cases and goldens, as data: file, line, rule, message."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 
 def as_error(findings: Sequence[Finding]) -> RecipeError:
-    """Return one error for the first of several findings; it says how many there are.
+    """Return one error for the first of several findings, with their number.
 
     Args:
         findings: Errors of one file, at least one.

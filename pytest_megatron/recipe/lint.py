@@ -38,7 +38,7 @@ def lint(
     """Return everything that is wrong in the recipes among and below `paths`.
 
     Goldens that no row reaches are looked for only if `paths` holds a directory: a single file
-    does not say what other recipes run.
+    does not show what other recipes run.
 
     Args:
         paths: Recipes, and directories of recipes.

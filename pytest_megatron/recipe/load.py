@@ -27,7 +27,7 @@ BUILT_IN_WORDS = Vocabulary()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """What one recipe file gives.
+    """The workloads and findings of one recipe file.
 
     Attributes:
         workloads: In file order; those of the sound part where there are errors.

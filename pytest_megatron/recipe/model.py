@@ -35,11 +35,11 @@ class Workload:
         max_windows: How many windows a release may take; None leaves that to the caller.
         script: Template of a bash script, None where we launch `training_script_path` ourselves.
         name: The recipe's name template, filled in.
-        variant: What tells the row from others of its file with the same test case, environment
-            and platform; mostly empty.
+        variant: Distinguishes the row from others of its file with the same test case,
+            environment and platform; mostly empty.
         max_attempts: How often at most a repeat is started; None leaves that to the caller.
         transient: Ids of signatures that start another attempt of this row, whatever the table
-            says.
+            has.
         never_transient: Ids of signatures that do not.
         quarantine: Why its failure does not count for now, or None.
     """
@@ -83,7 +83,7 @@ class Workload:
 
     @property
     def disabled_reason(self) -> str | None:
-        """Why no CI runs the row (`mr-broken`, `flaky`), None where one does."""
+        """The reason that no CI runs the row (`mr-broken`, `flaky`), None where one does."""
         return disabled_reason(self.scope)
 
     def render(self, template: str, **magic: JsonValue) -> str:
@@ -102,12 +102,12 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A row before it is parsed: what expansion yields.
+    """A row before it is parsed, as expansion yields it.
 
     Attributes:
         line: Of the inner product.
         spec: As `Workload.spec`.
-        axes: Keys of the product in file order; they may tell rows apart.
+        axes: Keys of the product in file order; they may distinguish rows.
     """
 
     line: int
@@ -121,14 +121,14 @@ def item_name(test_case: str, parts: tuple[str, ...]) -> str:
 
 
 class RowError(Exception):
-    """A row cannot be built; the text says why and becomes a finding with file and line."""
+    """A row cannot be built; its text becomes a finding with file and line."""
 
 
 def fill_in(template: str, values: Mapping[str, JsonValue]) -> str:
     """Fill in a `str.format` template.
 
     Raises:
-        RowError: A placeholder has no value, or the braces do not match; says which.
+        RowError: A placeholder has no value, or the braces do not match; names it.
     """
     shown = template if len(template) <= MAX_SHOWN else template[:MAX_SHOWN] + "..."
     try:

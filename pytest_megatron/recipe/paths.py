@@ -1,4 +1,4 @@
-"""Where the files of a row and its test case are, below the root of a project."""
+"""Paths of the files of a row and its test case, below the root of a project."""
 
 from __future__ import annotations
 

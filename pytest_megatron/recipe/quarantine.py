@@ -1,6 +1,6 @@
 """Quarantine: an item that is known to fail runs, and its failure does not fail the run. Pure.
 
-Marks, rows of recipes and the project's settings all say the same two things: why, and until when.
+Marks, rows of recipes and the project's settings all have the same two keys: a reason and a day.
 Must not decide what a quarantine means for goldens; that is for who writes them.
 """
 
@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pytest_megatron.base.files import JsonValue
-
 _KEYS = ("reason", "until")
 _MOST_DAYS = 366
 _LEAST_LETTERS = 3  # of a pattern, beside * and signs
@@ -21,12 +19,12 @@ _DATE = re.compile(r"\d{4}-\d{2}-\d{2}").fullmatch
 
 
 class QuarantineError(Exception):
-    """A quarantine says less than it must, or something else; the text says what."""
+    """A quarantine lacks a key, or has a wrong one; the text has the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quarantine:
-    """Why an item may fail, and for how long.
+    """The reason that an item may fail, and the last day of that.
 
     Attributes:
         until: The last day on which it holds, UTC.
@@ -38,14 +36,6 @@ class Quarantine:
     def holds_on(self, day: dt.date) -> bool:
         """Whether a failure on that day does not count."""
         return day <= self.until
-
-    def as_json(self, day: dt.date) -> dict[str, JsonValue]:
-        """Return what `run.json` says of it on that day."""
-        return {
-            "reason": self.reason,
-            "until": self.until.isoformat(),
-            "is_expired": not self.holds_on(day),
-        }
 
 
 def parse_quarantine(given: object) -> Quarantine:

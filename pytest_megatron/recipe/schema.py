@@ -36,7 +36,7 @@ Numbers: TypeAlias = Annotated[tuple[Positive | None, ...], MinLen(1)]
 
 @closed
 class QuarantineKeys(TypedDict):
-    """Why a failure does not count, and until which day."""
+    """The reason that a failure does not count, and the last day of that."""
 
     reason: Text
     until: Annotated[Text, About("The last day that it holds, such as 2026-12-31.")]
@@ -44,7 +44,7 @@ class QuarantineKeys(TypedDict):
 
 @open_to_others
 class RecipeSpec(TypedDict):
-    """What all rows of the file share; any further key is a placeholder for the templates."""
+    """Keys that all rows of the file share; any further key is a placeholder for the templates."""
 
     model: Annotated[Text, About("Directory of the test cases, such as gpt.")]
     gpus: Annotated[Count, About("Ranks per node, each with a GPU except on platform cpu.")]
@@ -120,7 +120,7 @@ class BasicRecipe(TypedDict):
 
 @open_to_others
 class BuildSource(TypedDict):
-    """Where the image of a build comes from."""
+    """The source of a build's image."""
 
     image: str
 

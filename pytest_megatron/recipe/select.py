@@ -1,7 +1,7 @@
-"""Which workloads a selection means. Pure.
+"""Select workloads by the words of options. Pure.
 
 Every filter is exact equality, as Megatron-LM's: scope `L1` does not imply `L0`. Unlike there, a
-word that nothing knows and a selection without workloads are errors that say what would match.
+word that nothing knows and a selection without workloads are errors that name what would match.
 Source: Megatron-LM tests/test_utils/python_scripts/recipe_parser.py, load_workloads(), d98e8a64dd
 """
 
@@ -45,7 +45,7 @@ def select(
     """Return the workloads that pass every filter, in their order.
 
     Raises:
-        SelectionError: A word is unknown, or no workload passes; says what comes nearest.
+        SelectionError: A word is unknown, or no workload passes; names the nearest.
     """
     for name, words in selection.words().items():
         _check_words(name, words, workloads, vocabulary)

@@ -20,6 +20,8 @@ CADENCES = ("mergegroup", "nightly", "pr", "weekly")
 DISABLED_SUFFIXES = ("-broken", "-temp-disabled")
 DISABLED_SCOPES = ("deprecated", "flaky")
 
+UNIT_MODEL = "unit-tests"  # of rows that are buckets of unit tests, and no workloads
+
 _SCOPES = (
     *("L0", "L0-smoke", "L1", "L2", "L3", "cleanup", "deprecated", "flaky", "mr", "mr-github"),
     *("mr-github-slim", "mr-slim", "nightly", "release", "unit-tests", "weekly"),
@@ -54,17 +56,12 @@ class Vocabulary:
 
     def known(self, key: str) -> frozenset[str] | None:
         """Return the words that a recipe key takes, None for a key that takes any value."""
-        match key:
-            case "scope":
-                return self.scopes
-            case "platforms":
-                return self.platforms
-            case "environment":
-                return self.environments
-            case "cadence":
-                return self.cadences
-            case _:
-                return None
+        return {
+            "scope": self.scopes,
+            "platforms": self.platforms,
+            "environment": self.environments,
+            "cadence": self.cadences,
+        }.get(key)
 
     def knows(self, key: str, word: str) -> bool:
         """Whether `word` means something for `key`; a disabled scope is a known one."""

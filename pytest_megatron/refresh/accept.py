@@ -1,4 +1,4 @@
-"""Takes candidates through the gate and writes all of them, or none (effects: files, the lock)."""
+"""Acceptance of candidates: the gate, then all are written or none (effects: files, the lock)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Offer:
 
     @property
     def is_taken(self) -> bool:
-        """Whether the golden is this candidate already."""
+        """True if the golden is this candidate already."""
         if self.old is None or self.candidate.golden is None or self.difference is None:
             return False
         old, new = self.old.provenance, self.candidate.golden.provenance
@@ -48,11 +48,11 @@ class Offer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """On what terms candidates are taken.
+    """The terms on which candidates are accepted.
 
     Attributes:
-        reason: Why goldens change, as somebody typed it, or None.
-        is_dirty_allowed: Whether a run without a commit is fine.
+        reason: The reason that the user typed for changing goldens, or None.
+        is_dirty_allowed: Accept a run without a commit.
     """
 
     reason: str | None = None
@@ -61,7 +61,7 @@ class Terms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptOutcome:
-    """What became of a set.
+    """The outcome for a set of candidates.
 
     Attributes:
         refused: Which golden, and why; nothing is written if there is any.
@@ -74,7 +74,7 @@ class AcceptOutcome:
 
 
 def consider(candidate: Candidate, root: Path, terms: Terms) -> Offer:
-    """Return a candidate beside its golden, with what speaks against it."""
+    """Return a candidate beside its golden, with the reasons to refuse it."""
     old, broken = _old_golden(root, candidate.target)
     refusals = refusals_of(candidate, old, is_dirty_allowed=terms.is_dirty_allowed)
     refusals = _with_reason(refusals, terms)
@@ -85,7 +85,7 @@ def consider(candidate: Candidate, root: Path, terms: Terms) -> Offer:
 
 
 def consider_early(prospect: Candidate, root: Path, terms: Terms) -> tuple[Refusal, ...]:
-    """Return what speaks against a candidate before anything is measured for it."""
+    """Return the reasons to refuse a candidate that are known before anything is measured."""
     old, _ = _old_golden(root, prospect.target)
     refusals = early_refusals(prospect, old, is_dirty_allowed=terms.is_dirty_allowed)
     return _with_reason(refusals, terms)
@@ -126,14 +126,14 @@ def write_pages(directory: Path, outcome: AcceptOutcome, reason: str | None) -> 
 
 
 def _with_reason(refusals: tuple[Refusal, ...], terms: Terms) -> tuple[Refusal, ...]:
-    """Return what still counts where a reason may have been given."""
+    """Return the refusals that remain if a reason was typed."""
     return hard(refusals) if terms.reason else refusals
 
 
 def _take(
     candidates: Sequence[Candidate], root: Path, terms: Terms
 ) -> tuple[AcceptOutcome, dict[PurePosixPath, str]]:
-    """Judge a set; return the texts to write, which are none if anything is refused."""
+    """Apply the gate to a set; return the texts to write, none if anything is refused."""
     offers = [consider(candidate, root, terms) for candidate in candidates]
     offers = [offer for offer in offers if not offer.is_taken]
     refused = [(o.candidate.node_id, refusal) for o in offers for refusal in o.refusals]
@@ -149,7 +149,7 @@ def _take(
 
 
 def _doubles(candidates: Sequence[Candidate]) -> list[tuple[str, Refusal]]:
-    """Refuse two candidates for one golden: which one is meant cannot be known."""
+    """Refuse two candidates for one golden: the intended one cannot be known."""
     found: list[tuple[str, Refusal]] = []
     first: dict[PurePosixPath, Candidate] = {}
     for candidate in candidates:
@@ -172,7 +172,7 @@ def _old_golden(root: Path, target: PurePosixPath) -> tuple[Golden | None, str]:
 
 
 def _text_of(offer: Offer, root: Path, terms: Terms) -> str:
-    """Return what the file shall hold."""
+    """Return the text to write."""
     golden = offer.candidate.golden
     assert golden is not None
     old = root / offer.candidate.target

@@ -1,7 +1,7 @@
-"""Makes the candidate of a training: the median of its repeats and where they come from.
+"""The candidate of a training: the median of its repeats, with provenance.
 
-The file stays in the run directory. Whether it may become a golden is the gate's to say, later and
-from the run's files alone.
+The file stays in the run directory. The gate decides later, from the run's files alone, if it may
+become a golden.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def make_candidate(
         training: At least one repeat of it is clean.
         facts: Where it ran.
         arguments: What was typed after `pytest`.
-        policy: The one that the run compares under.
+        policy: The policy of the run.
 
     Raises:
         GoldenError: A value is not a finite number, so that it could be no golden.
@@ -68,13 +68,13 @@ def make_candidate(
 def make_prospect(
     checked: CheckedJob, target: PurePosixPath, facts: SessionFacts, *, is_here: bool = True
 ) -> Candidate:
-    """Return what is known of a candidate before its training: all but the values.
+    """Return a candidate as it is known before its training: all but the values.
 
     Args:
-        checked: What is to be trained.
+        checked: The training.
         target: The golden that it may become.
         facts: Of this machine.
-        is_here: Whether it will be trained on this machine, so that its GPUs are known.
+        is_here: True if this machine trains, so that its GPUs are known.
     """
     job = checked.job
     provenance = Provenance(
@@ -138,7 +138,7 @@ def _provenance(
 
 
 def _config_hash(job: WorkloadJob) -> str:
-    """Return what the golden says of the case and the row that it belongs to."""
+    """Return the fingerprint of the case and the recipe row."""
     path = case_path(job.setting.root, job.workload)
     return fingerprint(job.workload, read_document(path).value if path.is_file() else None)
 

@@ -1,4 +1,4 @@
-"""A golden that may be written, and all that a run says of how it was measured. Pure data."""
+"""A golden that may be written, with the record of its measurement. Pure data."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Candidate:
 
 
 class GateRule(Enum):
-    """Why a golden is not written; the value is the name that is printed."""
+    """Reasons to refuse a golden; the value is the name that is printed."""
 
     # Never.
     DAMAGED = "damaged-run"
@@ -130,7 +130,7 @@ _SOFT = frozenset(_RULES[_RULES.index(GateRule.LATE_START) :])
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why one golden, or a set of them, is not written.
+    """The reason to refuse one golden, or a set of them.
 
     Attributes:
         text: What was found, what was expected, what to do.
@@ -141,7 +141,7 @@ class Refusal:
 
     @property
     def line(self) -> str:
-        """For a person: the rule by name, then the text."""
+        """The rule by name, then the text."""
         return f"[{self.rule.value}] {self.text}"
 
 

@@ -1,4 +1,4 @@
-"""How one golden differs from another: every figure that a reviewer asks for. Pure."""
+"""Differences between two goldens: the figures that a reviewer needs. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CAUSES = ("image", "gpu", "driver", "host_class", "precision", "world_size", "c
 
 
 class Trend(Enum):
-    """Which way a loss goes."""
+    """Directions of a loss."""
 
     WORSE = "worse"
     BETTER = "better"
@@ -34,7 +34,7 @@ class Trend(Enum):
 
 
 class Divergence(Enum):
-    """Where two series part."""
+    """Places where two series diverge."""
 
     STEP_1 = "step 1"
     EARLY = "by step 10"
@@ -43,7 +43,7 @@ class Divergence(Enum):
 
 
 class FileChange(Enum):
-    """What becomes of a file."""
+    """Changes of a file."""
 
     NEW = "new"
     GONE = "gone"
@@ -54,7 +54,7 @@ class FileChange(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricDifference:
-    """How one metric of one golden differs.
+    """The difference of one metric of one golden.
 
     Attributes:
         num_old: Steps of the old one, 0 where it lacks the metric; likewise `num_new`.
@@ -62,7 +62,7 @@ class MetricDifference:
         num_added: Steps that only the new one has; likewise `num_lost`.
         num_changed: Steps whose value differs, those that only one has among them.
         deviations: Step to (new - old) / |old|, where both have a finite number.
-        is_outside: Whether the policy would refuse the new values against the old golden.
+        is_outside: The policy would refuse the new values against the old golden.
     """
 
     metric: str
@@ -87,7 +87,7 @@ class MetricDifference:
 
     @property
     def worst_step(self) -> int | None:
-        """Where it is; None where nothing deviates."""
+        """The step of the largest deviation; None if nothing deviates."""
         if not self.largest:
             return None
         return max(self.deviations, key=lambda step: abs(self.deviations[step]))
@@ -105,7 +105,7 @@ class MetricDifference:
 
     @property
     def start(self) -> Divergence:
-        """Where they part, by bucket."""
+        """The place of the first difference."""
         first = self.first_step
         if first is None:
             return Divergence.NOWHERE
@@ -115,7 +115,7 @@ class MetricDifference:
 
     @property
     def trend(self) -> Trend:
-        """Whether a quantity of which less is better gets better."""
+        """The direction of a quantity of which less is better."""
         if abs(self.mean_signed) < NOISE:
             return Trend.SAME
         return Trend.WORSE if self.mean_signed > 0 else Trend.BETTER
@@ -127,7 +127,7 @@ class MetricDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileDifference:
-    """How one golden differs.
+    """The difference of one golden.
 
     Attributes:
         path: As the project names it.
@@ -147,7 +147,7 @@ class FileDifference:
 
     @property
     def is_outside(self) -> bool:
-        """Whether the policy would refuse any metric."""
+        """True if the policy would refuse any metric."""
         return any(metric.is_outside for metric in self.metrics)
 
     @property
@@ -157,7 +157,7 @@ class FileDifference:
 
     @property
     def trend(self) -> Trend | None:
-        """Which way its loss goes; None without a loss that changes."""
+        """The direction of its loss; None without a loss that changes."""
         found = [m for m in self.metrics if is_loss(m.metric) and m.num_old and m.num_new]
         return max(found, key=lambda m: abs(m.mean_signed)).trend if found else None
 
@@ -168,7 +168,7 @@ def differ(
     """Return how a golden differs; at least one of the two is there.
 
     Args:
-        path: What to call it.
+        path: Its name in messages.
         old: None where there was none, or it cannot be read.
         new: None where it is gone.
         broken: Why the old one cannot be read.
@@ -255,7 +255,7 @@ def _outside(old: Golden | None, new: Golden | None) -> frozenset[str]:
 
 
 def _is_generated_otherwise(old: Series | None, new: Series | None) -> bool:
-    """Whether requests differ by more than the last digits of a probability."""
+    """Return True if requests differ by more than the last digits of a probability."""
     if old is None or new is None or old.steps != new.steps:
         return True
     return any(

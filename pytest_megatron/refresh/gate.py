@@ -1,7 +1,7 @@
-"""Which candidates may become goldens: every rule by name, and the guards that want a reason. Pure.
+"""The gate: rules that a candidate must meet to become a golden, some waived by a reason. Pure.
 
-Megatron-LM's tool takes exactly the values of the jobs that failed, from any run (FORMATS 7); here
-a golden is only what a whole, clean and repeated training measured.
+Megatron-LM's tool takes the values of the jobs that failed, from any run; here a golden comes from
+a whole, clean and repeated training only.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ _LOSS_BAND: Settings = {
 
 
 def soft_refusals(candidate: Candidate, old: Golden | None) -> Iterator[Refusal]:
-    """Yield what a reviewer has to be told a reason for.
+    """Yield the changes that need a typed reason.
 
-    What the old golden has in common with the candidate was accepted before.
+    Oddities that the old golden has as well were accepted before.
     """
     new = candidate.golden
     assert new is not None
@@ -78,7 +78,7 @@ def soft_refusals(candidate: Candidate, old: Golden | None) -> Iterator[Refusal]
 
 
 def _oddities(candidate: Candidate, golden: Golden) -> Iterator[tuple[GateRule, str, str]]:
-    """Yield what no sound training measures: rule, metric and what is odd about it."""
+    """Yield values that no sound training measures: rule, metric and description."""
     for name, series in series_in(golden).items():
         steps = [step for step, value in series.items() if is_finite(value)]
         values = [v for v in series.values if isinstance(v, float) and math.isfinite(v)]
@@ -112,7 +112,7 @@ def _ends_of(values: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]
 
 
 def _range_of(name: str, *, is_guess: bool) -> tuple[float, float] | None:
-    """Return what the values of a metric can be; None where nothing is known of it."""
+    """Return the range of a metric's values; None where it is not known."""
     if is_guess:
         return 0.0, MOST_LOSS
     if name.partition(" of ")[0] in LOGPROBS:
@@ -122,7 +122,7 @@ def _range_of(name: str, *, is_guess: bool) -> tuple[float, float] | None:
 
 
 def changed_config(old: Golden, new: Golden) -> Iterator[Refusal]:
-    """Yield that the case or the row is not what the old golden was made of."""
+    """Yield a change of the case or the recipe row since the old golden."""
     hashes = [(golden.provenance or Provenance()).config_hash for golden in (old, new)]
     if None not in hashes and hashes[0] != hashes[1]:
         yield Refusal(GateRule.CONFIG, "the case asks for something else than before")
@@ -138,7 +138,7 @@ def _of_generation(old: Golden, new: Golden) -> Iterator[Refusal]:
 
 
 def _of_metric(name: str, old: Golden, new: Golden) -> Iterator[Refusal]:
-    """Look at a loss, a count, or any metric that is judged like a loss."""
+    """Check a loss, a count, or any metric that is compared like a loss."""
     before, after = old.metrics[name], new.metrics[name]
     if not isinstance(ComparisonPolicy.STRICT.limits(name), LossLimits | CountLimits):
         return
@@ -235,7 +235,7 @@ def _steady(times: list[float]) -> list[float]:
 
 
 def _spread_of(golden: Golden, name: str) -> float:
-    """Return how far repeats were apart, in the median over the steps; a busy host has much."""
+    """Return the spread of the repeats, in the median over the steps; large on a busy host."""
     spread = None if golden.provenance is None else golden.provenance.spread.get(name)
     if isinstance(spread, Series):
         return statistics.median([v for v in spread.values if isinstance(v, float)] or [0.0])
@@ -253,12 +253,12 @@ _HANG = "a collective did not finish"
 def refusals_of(
     candidate: Candidate, old: Golden | None, *, is_dirty_allowed: bool = False
 ) -> tuple[Refusal, ...]:
-    """Return why a candidate may not replace `old`, the weightiest first; none if it may.
+    """Return the refusals of a candidate for `old`, the weightiest first; none if all is well.
 
     Args:
-        candidate: What a run measured.
-        old: The golden that is there now, or None.
-        is_dirty_allowed: Whether a tree that no commit names is fine.
+        candidate: The candidate.
+        old: The present golden, or None.
+        is_dirty_allowed: Accept a tree that no commit names.
     """
     found = [*_of_training(candidate)]
     if found:
@@ -273,12 +273,12 @@ def refusals_of(
 def early_refusals(
     prospect: Candidate, old: Golden | None, *, is_dirty_allowed: bool = False
 ) -> tuple[Refusal, ...]:
-    """Return why no values that a training may measure could replace `old`, the weightiest first.
+    """Return the refusals that hold whatever a training measures, the weightiest first.
 
     Args:
         prospect: A candidate with its provenance and no values.
-        old: The golden that is there now, or None.
-        is_dirty_allowed: Whether a tree that no commit names is fine.
+        old: The present golden, or None.
+        is_dirty_allowed: Accept a tree that no commit names.
     """
     found = list(_of_origin(prospect, old, is_dirty_allowed=is_dirty_allowed))
     if old is not None and prospect.golden is not None:
@@ -287,10 +287,10 @@ def early_refusals(
 
 
 def refuse_mass(differences: Sequence[FileDifference]) -> Refusal | None:
-    """Return why a set of many goldens may not be written although each one may.
+    """Return the reason to refuse a set of many goldens although each one may be written.
 
-    More than 20 losses that change, of which more than 60 % move the same way, are one cause, which
-    somebody has to name. In Megatron-LM's history 102 of 126 got worse in one commit (JUDGING 4.2).
+    More than 20 losses that change, of which more than 60 % move the same way, have one cause that
+    must be named. In Megatron-LM's history 102 of 126 got worse in one commit.
     """
     trends: list[Trend] = [t for d in differences if (t := d.trend) not in (None, Trend.SAME)]
     if len(trends) <= LEAST_FOR_MASS:
@@ -306,7 +306,7 @@ def refuse_mass(differences: Sequence[FileDifference]) -> Refusal | None:
 
 
 def _of_training(candidate: Candidate) -> Iterator[Refusal]:
-    """Look at how it ran."""
+    """Check how the training ran."""
     if candidate.damage:
         yield Refusal(GateRule.DAMAGED, candidate.damage[0])
         return
@@ -341,7 +341,7 @@ def _is_later(one: Ran, other: Ran) -> bool:
 
 
 def _rule_of(attempt: Ran) -> GateRule:
-    """Return which rule an attempt that failed for good breaks."""
+    """Return the rule that a failed attempt breaks."""
     said = f"{attempt.signature or ''} {attempt.cause or ''}".lower()
     if any(word in said for word in _WATCHDOGS) or _HANG in said:
         return GateRule.WATCHDOG
@@ -355,7 +355,7 @@ def _rule_of(attempt: Ran) -> GateRule:
 
 
 def _of_values(candidate: Candidate, old: Golden | None) -> Iterator[Refusal]:
-    """Look at what it measured."""
+    """Check the measured values."""
     assert candidate.golden is not None
     num = len(candidate.repeats)
     if num < MIN_REPEATS:
@@ -386,7 +386,7 @@ def _of_values(candidate: Candidate, old: Golden | None) -> Iterator[Refusal]:
 
 
 def _of_repeat(candidate: Candidate, repeat: MetricMap, where: str) -> Iterator[Refusal]:
-    """Look for holes in one repeat."""
+    """Find holes in one repeat."""
     assert candidate.golden is not None
     if candidate.golden.generation is not None:
         return
@@ -438,7 +438,7 @@ def _against_old(new: Golden, old: Golden) -> Iterator[Refusal]:
 
 
 def _frozen(new: Golden, old: Golden | None) -> Iterator[Refusal]:
-    """Look for a loss that stands still where the old one moves, or that never moved."""
+    """Find a loss that stands still where the old one moves, or that never moved."""
     for name, series in new.metrics.items():
         if not is_loss(name):
             continue
@@ -453,7 +453,7 @@ def _frozen(new: Golden, old: Golden | None) -> Iterator[Refusal]:
 def _of_origin(
     candidate: Candidate, old: Golden | None, *, is_dirty_allowed: bool
 ) -> Iterator[Refusal]:
-    """Look at where it was measured."""
+    """Check where it was measured."""
     assert candidate.golden is not None
     origin = candidate.golden.provenance
     if origin is None or (origin.commit is None and not is_dirty_allowed):

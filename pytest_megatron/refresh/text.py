@@ -65,7 +65,7 @@ def differences_json(differences: Sequence[FileDifference]) -> dict[str, JsonVal
 
 
 def outcome_text(outcome: AcceptOutcome, form: str, *, reason: str | None = None) -> str:
-    """Return what became of a set, in one of `FORMS`: refusals first, then the difference."""
+    """Return the outcome for a set, in one of `FORMS`: refusals first, then the difference."""
     if form == "json":
         value = differences_json(outcome.differences)
         refused: list[JsonValue] = [

@@ -1,15 +1,15 @@
-"""Replaces several files of a project together: all of them, or none (effects: files, a lock).
+"""Transaction that replaces several files of a project, or none (effects: files, a lock).
 
 A rename is atomic for one file only. So the set is written beside its targets first, under names
 that a journal lists; the journal's own name says how far it got, and a rename of the journal is the
 instant at which the new set counts:
 
-    goldens.preparing.json   new files are being written: whoever finds it deletes them
-    goldens.replacing.json   all are on the disk: whoever finds it renames what is left
-    goldens.undoing.json     a rename failed: whoever finds it puts the old files back
+    goldens.preparing.json   new files are being written: recovery deletes them
+    goldens.replacing.json   all are on the disk: recovery renames the rest
+    goldens.undoing.json     a rename failed: recovery restores the old files
 
-Whoever is killed leaves one of the three, and the next command or session of ours ends what it
-began. Writing and renaming happen under a lock; a reader needs it only where a journal lies. The
+A killed process leaves one of the three, and the next command or session finishes or undoes it.
+Writing and renaming happen under a lock; a reader needs it only where a journal lies. The
 change of state needs no room on the disk. A journal names files relative to the project, which
 hosts may see under different paths.
 """
@@ -17,7 +17,6 @@ hosts may see under different paths.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -26,9 +25,10 @@ from pathlib import Path, PurePosixPath
 
 import filelock
 
-from pytest_megatron.base.files import JsonValue, write_json_atomically
-from pytest_megatron.errors import GoldenError
+from pytest_megatron.base.files import write_json_atomically
+from pytest_megatron.errors import GoldenError, RunError
 from pytest_megatron.runs.layout import OWN_DIR, make_own_dir
+from pytest_megatron.runs.record import RecordedFile, read_record, to_json
 
 LOCK = OWN_DIR / "goldens.lock"
 _PREPARING, _REPLACING, _UNDOING = (
@@ -51,7 +51,7 @@ class _TransactionEntry:
 
     @property
     def new(self) -> PurePosixPath:
-        """Where the new file waits, beside its target."""
+        """The new file until it is renamed, beside its target."""
         return self.target.with_name(f".{self.target.name}.new")
 
     @property
@@ -60,9 +60,9 @@ class _TransactionEntry:
         return self.target.with_name(f".{self.target.name}.old")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TransactionJournal:
-    """What a set consists of.
+@dataclass(frozen=True, kw_only=True)
+class _TransactionJournal(RecordedFile):
+    """The journal of one set of files.
 
     Attributes:
         made: Directories that were not there before, the outer ones first.
@@ -71,18 +71,10 @@ class _TransactionJournal:
     entries: tuple[_TransactionEntry, ...]
     made: tuple[PurePosixPath, ...]
 
-    def as_json(self) -> dict[str, JsonValue]:
-        """Return the content of the file."""
-        return {
-            "schema": 1,
-            "entries": [{"target": str(e.target), "has_old": e.has_old} for e in self.entries],
-            "made": [str(directory) for directory in self.made],
-        }
-
 
 @contextlib.contextmanager
 def locked(root: Path) -> Iterator[None]:
-    """Hold the lock of a project's goldens, after what others left half done is ended.
+    """Hold the lock of a project's goldens, after recovering an interrupted transaction.
 
     Raises:
         GoldenError: Another refresh holds it and does not end, or nothing can be written here.
@@ -100,7 +92,7 @@ def locked(root: Path) -> Iterator[None]:
 
 
 def recover(root: Path) -> None:
-    """End what a killed refresh of this project left half done; costs three looks if it is none.
+    """Finish or undo a killed refresh of this project; costs three look-ups if there is none.
 
     Raises:
         GoldenError: It cannot be ended: until then the goldens may be a mixture of two sets.
@@ -152,7 +144,7 @@ def replace_together(root: Path, texts: Mapping[PurePosixPath, str]) -> None:
         ),
         made=tuple(sorted({d for target in texts for d in _missing_above(root, target)})),
     )
-    write_json_atomically(root / _PREPARING, journal.as_json())
+    write_json_atomically(root / _PREPARING, to_json(journal))
     _sync(root / OWN_DIR)
     try:
         _stage(root, journal, texts)
@@ -203,7 +195,7 @@ def _undo(root: Path, journal: _TransactionJournal) -> None:
 
 
 def _drop(root: Path, journal: _TransactionJournal) -> None:
-    """Take away what waits beside the targets, and the journal last."""
+    """Delete the files beside the targets, and the journal last."""
     for entry in journal.entries:
         (root / entry.new).unlink(missing_ok=True)
         (root / entry.old).unlink(missing_ok=True)
@@ -215,7 +207,7 @@ def _drop(root: Path, journal: _TransactionJournal) -> None:
 
 
 def _recover(root: Path) -> None:
-    """End what a journal says that somebody began; the caller holds the lock.
+    """Finish or undo the transaction of a journal; the caller holds the lock.
 
     Raises:
         OSError: Something cannot be renamed or deleted.
@@ -239,17 +231,11 @@ def _recover(root: Path) -> None:
 
 def _read(path: Path) -> _TransactionJournal:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-        journal = _TransactionJournal(
-            entries=tuple(
-                _TransactionEntry(target=PurePosixPath(e["target"]), has_old=bool(e["has_old"]))
-                for e in value["entries"]
-            ),
-            made=tuple(PurePosixPath(directory) for directory in value["made"]),
-        )
-    except (ValueError, TypeError, KeyError) as error:
+        journal = read_record(path, _TransactionJournal)
+    except RunError as error:
         raise GoldenError(
-            str(path), f"is no journal of a refresh ({error}); look at the goldens, then delete it"
+            str(path),
+            f"is no journal of a refresh ({error.problem}); look at the goldens, then delete it",
         ) from error
     for name in (*(entry.target for entry in journal.entries), *journal.made):
         if name.is_absolute() or ".." in name.parts:

@@ -1,14 +1,22 @@
 """Pages whose commands are run as they are typed: console blocks, files beside them, output.
 
-A page is run from top to bottom in an empty git project. A block of Python, YAML or TOML whose
-paragraph before it names a file is written to that file. Comments of HTML before a console block:
+A page is run from top to bottom in an empty git project, or in one that a comment names. A block
+of Python, YAML or TOML whose paragraph before it names a file is written to that file. Variables
+and the working directory last from command to command. Comments of HTML, for the block after them:
 
-    <!-- needs: slurm -->                 not run here; programs, commands and options must exist
+    <!-- needs: Slurm -->                 runs only where this is: one of NEEDS, or `8 GPUs`
     <!-- exits: 0, 1 -->                  the exit code of each command; 0 is the default
+    <!-- answers: a, q -->                typed at a terminal, one at each of PROMPTS
     <!-- as in: docs/tutorials/x.md -->   that page has the same commands, and is run
-    <!-- run: sed -i s/a/b/ file -->      what the text describes and nobody types; anywhere
     <!-- insert into train.py after: for step in ... -->   before a block that is part of a file
     <!-- only shown -->                   before a block that is no file
+
+and, anywhere:
+
+    <!-- project: docs/tutorials/x.md -->   goes on from what that page kept
+    <!-- project: this repository -->    a copy, whose training programs replay goldens
+    <!-- run: sed -i s/a/b/ file -->      a command that the text describes and nobody types
+    <!-- keep -->                         what later pages go on from
 
 Lines of output that the page shows must come in that order; numbers, ids and paths may differ.
 """
@@ -16,9 +24,15 @@ Lines of output that the page shows must come in that order; numbers, ids and pa
 from __future__ import annotations
 
 import os
+import pty
 import re
+import resource
+import select
+import shutil
 import subprocess
 import sys
+import termios
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,14 +44,24 @@ _FENCE = re.compile(
 )
 _NAMED = re.compile(r"`([\w./-]+\.(?:py|yaml|toml|ini))`")
 _SHELL = "/bin/bash"
+_LFLAG = 3  # of what tcgetattr returns
 _WRITTEN = ("python", "yaml", "toml", "ini")
-_STATE_VARIABLES = ("CI", "GITHUB_", "PYTEST_", "MEGATRON_", "SLURM_", "COLUMNS")
+_STATE_VARIABLES = ("CI", "GITHUB_", "PYTEST_", "MEGATRON_", "SLURM_", "COLUMNS", "PYTHONDONT")
+NEEDS = re.compile(r"Slurm|Docker|the network|\d+ GPUs?")
+PROMPTS = {"(Pdb) ": "\n", "q quit: ": ""}  # and the key that ends an answer
+POLL_S = 0.05
+REPOSITORY = "this repository"
+REPLAY = ROOT / "tests/docs/replay.py"
+PROGRAMS = ("train_gpt.py", "train_grpo.py", "generate_gpt.py")
+LIMIT_S = 300
+NOTHING: Mapping[str, str] = {}
 # Lines that say where a page was written: versions, directories, plugins; and what ranks say whose
 # peer is gone, which depends on how far each of them was.
 _LOCAL = re.compile(
     r"platform |rootdir: |plugins: |configfile: |\.\.\.$| *File \"/|.*\(a consequence\)$"
 )
 _NOISE = (
+    (re.compile(r"(\d+\.\d+s) \(\d+:\d\d:\d\d\)"), r"\1"),  # pytest adds minutes from 60 s on
     (re.compile(r"/[\w./+-]+"), "/PATH"),
     (re.compile(r"\b(?=[0-9a-f]*\d)[0-9a-f]{4,}\b|0x[0-9a-f]+"), "#"),
     (re.compile(r"[-+]?\d[\d.,]*(?:e[-+]\d+)?"), "#"),
@@ -65,12 +89,14 @@ class Block:
         line: Of the page, from 1.
         needs: What it cannot be run without, or "".
         page: Another one that has the same commands, or "".
+        answers: Typed at the prompts of its commands.
     """
 
     line: int
     commands: tuple[Command, ...]
     needs: str = ""
     page: str = ""
+    answers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,24 +108,32 @@ class File:
     after: str = ""
 
 
-Step = Block | File | str  # a text is a command that nobody types
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unseen:
+    """A comment that does something: `run`, `project` or `keep`."""
+
+    do: str
+    value: str
+
+
+Step = Block | File | Unseen
 
 
 def steps_of(text: str) -> Iterator[Step]:
     """Yield what a page has to be run, in its order.
 
     Raises:
-        ValueError: A comment is none of those above.
+        ValueError: A comment is none of those above, or names a need that is not in the list.
     """
     notes: dict[str, str] = {}
     end = 0
     for found in _FENCE.finditer(text):
         if found["note"] is not None:
             key, _, value = found["note"].partition(":")
-            if key == "run":
-                yield value.strip()
+            if key in ("run", "project", "keep"):
+                yield Unseen(do=key, value=value.strip())
             else:
-                notes[_known(key)] = value.removeprefix(" ")
+                notes[_known(key, value.strip())] = value.removeprefix(" ")
             end = found.end()
             continue
         indent = len(found["indent"])
@@ -118,10 +152,14 @@ def steps_of(text: str) -> Iterator[Step]:
         end = found.end()
 
 
-def _known(key: str) -> str:
-    if key in ("needs", "exits", "as in", "only shown") or key.startswith("insert into "):
-        return key
-    raise ValueError(f"<!-- {key} -->: is not known, expected needs, exits, as in, run, ...")
+def _known(key: str, value: str) -> str:
+    if key == "needs" and not NEEDS.fullmatch(value):
+        raise ValueError(f"<!-- needs: {value} -->: expected {NEEDS.pattern}")
+    if key not in ("needs", "exits", "answers", "as in", "only shown") and not key.startswith(
+        "insert into "
+    ):
+        raise ValueError(f"<!-- {key} -->: is not known, expected needs, exits, as in, run, ...")
+    return key
 
 
 def _block(body: str, line: int, notes: Mapping[str, str]) -> Block:
@@ -139,6 +177,7 @@ def _block(body: str, line: int, notes: Mapping[str, str]) -> Block:
         commands=tuple(commands),
         needs=notes.get("needs", "").strip(),
         page=notes.get("as in", "").strip(),
+        answers=tuple(word.strip() for word in notes.get("answers", "").split(",") if word),
     )
 
 
@@ -161,39 +200,49 @@ def missing(expected: Sequence[str], output: str) -> str | None:
 
 
 class Scratch:
-    """An empty git project in which the commands of one page are typed, one after the other."""
+    """A directory in which the commands of one page are typed, one after the other.
 
-    def __init__(self, directory: Path) -> None:
+    Attributes:
+        cwd: Where the next command is typed.
+        spent: CPU seconds of each command that was typed.
+    """
+
+    def __init__(self, directory: Path, env: Mapping[str, str]) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self._cwd = directory
+        self.cwd = directory
+        self.spent: list[tuple[float, str]] = []
+        self._variables = directory.with_name(f"{directory.name}.variables")
+        outer = {k: v for k, v in os.environ.items() if not k.startswith(_STATE_VARIABLES)}
+        scripts = f"{Path(sys.executable).parent}{os.pathsep}"
         self._env = {
-            **{k: v for k, v in os.environ.items() if not k.startswith(_STATE_VARIABLES)},
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            **outer,
+            "PATH": f"{scripts}{outer['PATH']}",
+            **env,
             "COLUMNS": "80",
+            "DOCS": str(ROOT / "tests/docs"),
+            "PYTEST_MEGATRON_VENV": sys.prefix,  # of `dev.py`, which makes one without it
             "GIT_CONFIG_GLOBAL": os.devnull,
             **{f"GIT_{who}_{what}": "a@example.org" for who in _WHO for what in _WHAT},
         }
 
-    def run(self, command: str) -> tuple[int, str]:
+    def run(self, command: str, answers: Sequence[str] = ()) -> tuple[int, str]:
         """Type one command; return its exit code and what it printed."""
-        script = f"trap 'code=$?; echo; echo \"@$PWD\"; exit $code' EXIT\n{command}"
-        ended = subprocess.run(
-            [_SHELL, "-c", script],
-            cwd=self._cwd,
-            env=self._env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
+        kept = f"'{self._variables}'"
+        script = (
+            f"[ ! -e {kept} ] || source {kept} 2> /dev/null\n"
+            f"trap 'code=$?; declare -p > {kept}; echo; echo \"@$PWD\"; exit $code' EXIT\n{command}"
         )
-        output, _, directory = ended.stdout.rstrip("\n").rpartition("\n@")
-        self._cwd = Path(directory)
-        return ended.returncode, output
+        before = _children_s()
+        start = _typed if answers else _piped
+        code, printed = start([_SHELL, "-c", script], self.cwd, self._env, answers)
+        self.spent.append((_children_s() - before, command))
+        output, _, directory = printed.rstrip("\n").rpartition("\n@")
+        self.cwd = Path(directory)
+        return code, output
 
     def write(self, file: File) -> None:
         """Write a file, or put lines into one."""
-        path = self._cwd / file.name
+        path = self.cwd / file.name
         path.parent.mkdir(parents=True, exist_ok=True)
         if file.after:
             text = path.read_text()
@@ -207,28 +256,147 @@ _WHO = ("AUTHOR", "COMMITTER")
 _WHAT = ("NAME", "EMAIL")
 
 
-def run_page(page: Path, directory: Path) -> Iterator[str]:
-    """Run a page; yield what did not come as it is written there."""
-    text = page.read_text(encoding="utf-8")
-    scratch = Scratch(directory)
-    scratch.run("git init -q")
-    for step in steps_of(text):
-        match step:
-            case str():
-                code, output = scratch.run(step)
-                if code:
-                    yield f"{page.name}: {step}: ended with {code}\n{output}"
-            case File():
-                scratch.write(step)
-            case Block(needs="", page=""):
-                yield from _run_block(step, scratch, page.name)
-            case Block():
-                pass
+def _children_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _piped(
+    words: list[str], cwd: Path, env: Mapping[str, str], _: Sequence[str]
+) -> tuple[int, str]:
+    ended = subprocess.run(
+        words,
+        cwd=cwd,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        timeout=LIMIT_S,
+    )
+    return ended.returncode, ended.stdout
+
+
+def _typed(
+    words: list[str], cwd: Path, env: Mapping[str, str], answers: Sequence[str]
+) -> tuple[int, str]:
+    """Run a program at a terminal, and type an answer at each prompt."""
+    ours, theirs = pty.openpty()
+    program = subprocess.Popen(
+        words,
+        cwd=cwd,
+        env=dict(env),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+    )
+    os.close(theirs)
+    rest, printed, deadline = list(answers), "", time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        for prompt, end in PROMPTS.items():
+            # One that reads single keys drops what was typed before it has changed the mode.
+            is_ready = bool(end) or not termios.tcgetattr(ours)[_LFLAG] & termios.ICANON
+            if rest and printed.endswith(prompt) and is_ready:
+                os.write(ours, f"{rest.pop(0)}{end}".encode())
+                printed += "\0"  # answered
+        if not select.select([ours], [], [], POLL_S)[0]:
+            continue
+        try:
+            more = os.read(ours, 1 << 16)
+        except OSError:  # Linux: nobody has the other end open
+            break
+        printed += more.decode(errors="replace").replace("\r", "")
+    printed = printed.replace("\0", "")
+    os.close(ours)
+    return program.wait(LIMIT_S), printed
+
+
+class Pages:
+    """Runs pages; what one of them keeps for others is made once.
+
+    Attributes:
+        spent: CPU seconds, page and text of each command that was typed.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.spent: list[tuple[float, str, str]] = []
+        self._directory = directory
+        self._problems: dict[str, list[str]] = {}
+
+    def problems(self, page: Path) -> list[str]:
+        """Run a page unless it has been run; return what did not come as it is written there."""
+        name = _name(page)
+        if name not in self._problems:
+            self._problems[name] = list(self.run(page))
+        return self._problems[name]
+
+    def run(self, page: Path, need: str = "", env: Mapping[str, str] = NOTHING) -> Iterator[str]:
+        """Run a page; yield what did not come as it is written there.
+
+        Args:
+            need: Runs the blocks with this need, and no others.
+            env: Variables of its commands, above this process's.
+        """
+        directory = self._directory / f"{_name(page)}{need}".replace("/", "-") / "project"
+        scratch = Scratch(directory, env)
+        scratch.run("git init -q -b main")
+        for step in steps_of(page.read_text(encoding="utf-8")):
+            match step:
+                case Unseen(do="keep"):
+                    shutil.copytree(scratch.cwd, self._kept(page), symlinks=True)
+                case Unseen(do="project"):
+                    self._start(step.value, scratch.cwd)
+                case Unseen():
+                    code, output = scratch.run(step.value)
+                    if code:
+                        yield f"{page.name}: {step.value}: ended with {code}\n{output}"
+                case File():
+                    scratch.write(step)
+                case Block() if not step.page and step.needs == need:
+                    yield from _run_block(step, scratch, page.name)
+                case Block():
+                    pass
+        self.spent += [(seconds, page.name, command) for seconds, command in scratch.spent]
+
+    def _kept(self, page: Path) -> Path:
+        return self._directory / "kept" / page.stem
+
+    def _start(self, name: str, directory: Path) -> None:
+        shutil.rmtree(directory)
+        if name == REPOSITORY:
+            copy_repository(directory)
+        else:
+            self.problems(ROOT / name)
+            shutil.copytree(self._kept(ROOT / name), directory, symlinks=True)
+
+
+def _name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix() if page.is_relative_to(ROOT) else page.name
+
+
+def copy_repository(directory: Path) -> None:
+    """Commit the files of this checkout, uncommitted ones too, to the main branch of a new one.
+
+    Its training programs only replay goldens.
+    """
+    listed = ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, names.split("\0")):
+        if (ROOT / name).exists():
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, directory / name, follow_symlinks=False)
+    for program in PROGRAMS:
+        shutil.copy(REPLAY, directory / "tests/functional_tests" / program)
+    who = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+    for words in (("init", "-q", "-b", "main"), ("add", "-A"), (*who, "commit", "-qm", "All")):
+        subprocess.run(("git", *words), cwd=directory, check=True)  # noqa: S607
 
 
 def _run_block(block: Block, scratch: Scratch, name: str) -> Iterator[str]:
     for command in block.commands:
-        code, output = scratch.run(command.text)
+        code, output = scratch.run(command.text, block.answers)
         where = f"{name}:{block.line}: $ {command.text}"
         if code != command.exit_code:
             yield f"{where}: ended with {code}, expected {command.exit_code}\n{output}"

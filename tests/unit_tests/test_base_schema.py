@@ -14,8 +14,8 @@ from annotated_types import Ge, Len, Lt
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.schema import (
+    FINITE,
     Count,
-    Finite,
     FormatVersion,
     Pattern,
     SchemaError,
@@ -43,7 +43,7 @@ class Colour(Enum):
 class Inner:
     colour: Colour = Colour.RED
     is_round: bool = False
-    limit_s: Annotated[float, Ge(0), Lt(1), Finite()] = 0.5
+    limit_s: Annotated[float, Ge(0), Lt(1), FINITE] = 0.5
 
 
 @closed
@@ -100,6 +100,9 @@ def test_lists_words_and_short_names_become_what_the_fields_hold() -> None:
         ({"words": []}, "words: found [], expected a list with at least one element"),
         ({"words": ["b", ""]}, "words[1]: found '', expected a string that is not empty"),
         ({"pair": ["b"]}, "pair: found ['b'], expected a list with 2 elements"),
+        ({"[key]": 1}, "[key]: unknown key, expected one of count, env, "),
+        ({"a\nb": 1}, "a\\nb: unknown key, expected one of count, env, "),
+        ({"words": "a\nb"}, "words: found 'a\\nb', expected a list"),
         ({"count": -1}, "count: found -1, expected an integer >= 0"),
         ({"count": "many"}, "count: found 'many', expected an integer >= 0"),
         ({"count": 1.5}, "count: found 1.5, expected an integer >= 0"),
@@ -118,7 +121,10 @@ def test_lists_words_and_short_names_become_what_the_fields_hold() -> None:
             {"inner": {"x": {"limit": "5e-3"}}},
             "inner.x.limit: found '5e-3', expected a number >= 0 and < 1; YAML 1.1 takes that for",
         ),
-        ({"inner": {"x": {"limit": float("nan")}}}, "inner.x.limit: found nan, expected a finite "),
+        (
+            {"inner": {"x": {"limit": float("nan")}}},
+            "inner.x.limit: found nan, expected a number >= 0",
+        ),
         ({"env": {"a": "b"}}, "env.a: found 'a', expected a name in capitals"),
         ({"env": {"A": None}}, "env.A: found None, expected a string"),
     ],

@@ -1,22 +1,27 @@
-"""The commands of the documentation: they exist as typed, and those of README and tutorials run."""
+"""The commands of the documentation exist, and run as they are typed."""
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
 import click
 import pytest
-from literate import ROOT, Block, missing, pages, run_page, steps_of
+from labs import DockerLab, SlurmLab
+from literate import ROOT, Block, Pages, missing, pages, steps_of
 
 from pytest_megatron.cli.main import group
 
-RUN = [ROOT / "docs/tutorials/first-distributed-test.md", ROOT / "docs/tutorials/first-workload.md"]
+FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(
+    r"^ *(?:\w*\$ |(?:pytest|pytest-megatron|python|git|srun|docker) [-\w]).*", re.MULTILINE
+)
 FOREIGN = {"--timeout", "--reruns", "--randomly-seed", "--cov", "--forked"}  # of other plugins
 
 
@@ -27,6 +32,10 @@ def name_of(page: Path) -> str:
 def blocks(page: Path) -> list[Block]:
     steps = steps_of(page.read_text(encoding="utf-8"))
     return [step for step in steps if isinstance(step, Block)]
+
+
+def pages_that_need(what: str) -> list[Path]:
+    return [page for page in pages() if any(block.needs == what for block in blocks(page))]
 
 
 @cache
@@ -84,11 +93,18 @@ def test_every_command_and_option_of_a_page_exists(page: Path) -> None:
     assert found == []
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *RUN], ids=name_of)
+@pytest.mark.parametrize("page", pages(), ids=name_of)
+def test_no_command_is_in_a_block_of_another_kind(page: Path) -> None:
+    fences = FENCE.findall(page.read_text(encoding="utf-8"))
+    others = [body for kind, body in fences if kind != "console"]
+    assert [line for body in others for line in COMMAND.findall(body)] == []
+
+
+@pytest.mark.parametrize("page", pages(), ids=name_of)
 def test_a_block_that_is_run_elsewhere_is_there(page: Path) -> None:
     for block in blocks(page):
         if block.page:
-            assert ROOT / block.page in RUN
+            assert ROOT / block.page in pages()
             there = [c for other in blocks(ROOT / block.page) for c in other.commands]
             for command in block.commands:
                 typed = command.text.partition("  #")[0].strip()
@@ -96,9 +112,29 @@ def test_a_block_that_is_run_elsewhere_is_there(page: Path) -> None:
                 assert missing(command.output, "\n".join(same.output)) is None
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *RUN], ids=name_of)
-def test_a_page_runs_as_it_is_typed(page: Path, tmp_path: Path) -> None:
-    assert "\n\n".join(run_page(page, tmp_path / "project")) == ""
+@pytest.fixture(scope="session")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Pages:
+    return Pages(tmp_path_factory.mktemp("pages"))
+
+
+@pytest.mark.parametrize("page", pages(), ids=name_of)
+def test_a_page_runs_as_it_is_typed(page: Path, runner: Pages) -> None:
+    assert "\n\n".join(runner.problems(page)) == ""
+
+
+def variables(env: Mapping[str, str]) -> dict[str, str]:
+    """Return what a lab adds to the environment."""
+    return {key: value for key, value in env.items() if os.environ.get(key) != value}
+
+
+@pytest.mark.parametrize("page", pages_that_need("Slurm"), ids=name_of)
+def test_a_page_runs_on_slurm(page: Path, runner: Pages, slurm_lab: SlurmLab) -> None:
+    assert "\n\n".join(runner.run(page, "Slurm", variables(slurm_lab.env))) == ""
+
+
+@pytest.mark.parametrize("page", pages_that_need("Docker"), ids=name_of)
+def test_a_page_runs_with_docker(page: Path, runner: Pages, docker_lab: DockerLab) -> None:
+    assert "\n\n".join(runner.run(page, "Docker", variables(docker_lab.env))) == ""
 
 
 PAGE = """\
@@ -113,7 +149,7 @@ print("hello")
 ```console
 $ cd below && {python} ../hello.py
 hello
-$ exit 3
+$ WORD=hallo; exit 3
 ```
 
 <!-- insert into ../hello.py after: print("hello") -->
@@ -122,12 +158,20 @@ print("in 5.1 s at {path}")
 ```
 
 ```console
-$ {python} ../hello.py
+$ {python} ../hello.py; echo $WORD
 hello
 in 17.25 s at /tmp/a
+hallo
 ```
 
-<!-- needs: a cluster -->
+<!-- answers: yes -->
+```console
+$ read -p "(Pdb) " word; echo "typed $word"
+(Pdb) yes
+typed yes
+```
+
+<!-- needs: 16 GPUs -->
 ```console
 $ no-such-program
 ```
@@ -141,28 +185,37 @@ def written(tmp_path: Path, text: str) -> Path:
 
 
 def test_a_sound_page_is_found_sound(tmp_path: Path) -> None:
-    assert list(run_page(written(tmp_path, PAGE), tmp_path / "project")) == []
+    assert Pages(tmp_path / "runs").problems(written(tmp_path, PAGE)) == []
 
 
 @pytest.mark.parametrize(
     ("was", "is_now", "problem"),
     [
-        ("exits: 0, 3", "exits: 0", "$ exit 3: ended with 3, expected 0"),
+        ("exits: 0, 3", "exits: 0", "exit 3: ended with 3, expected 0"),
         ("hello\nin", "hullo\nin", "did not print 'hullo' in its place"),
         ("run: mkdir below", "run: mkdir below; false", "false: ended with 1"),
-        ("needs: a cluster", "exits: 0", "$ no-such-program: ended with 127, expected 0"),
+        ("needs: 16 GPUs", "exits: 0", "$ no-such-program: ended with 127, expected 0"),
     ],
 )
 def test_a_page_that_is_wrong_is_found_wrong(
     tmp_path: Path, was: str, is_now: str, problem: str
 ) -> None:
     page = written(tmp_path, PAGE.replace(was, is_now))
-    assert problem in "\n".join(run_page(page, tmp_path / "project"))
+    assert problem in "\n".join(Pages(tmp_path / "runs").problems(page))
 
 
 def test_a_comment_that_means_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="is not known, expected needs"):
-        list(steps_of("<!-- need: slurm -->\n```console\n$ srun\n```\n"))
+        list(steps_of("<!-- need: Slurm -->\n```console\n$ srun\n```\n"))
+    with pytest.raises(ValueError, match="needs: a cluster -->: expected"):
+        list(steps_of("<!-- needs: a cluster -->\n```console\n$ srun\n```\n"))
+
+
+def test_a_page_goes_on_from_what_another_one_kept(tmp_path: Path) -> None:
+    tutorial = tmp_path / "tutorial.md"
+    tutorial.write_text("```console\n$ echo 1 > kept\n```\n<!-- keep -->\n<!-- run: rm kept -->\n")
+    page = written(tmp_path, f"<!-- project: {tutorial} -->\n```console\n$ cat kept\n1\n```\n")
+    assert Pages(tmp_path / "runs").problems(page) == []
 
 
 def test_commands_and_options_that_do_not_exist_are_found() -> None:

@@ -1,4 +1,4 @@
-"""Reads what was planned, and what the CI system says of its jobs, for a summary."""
+"""Reads the plan and the CI system's results of its jobs, for a summary."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def load_plan(path: Path) -> tuple[dict[str, JsonValue], str]:
 
 
 def expect(plan: Mapping[str, JsonValue], where: str) -> Expected:
-    """Return what a plan says that must have run.
+    """Return the jobs and workloads that a plan requires.
 
     Raises:
         CiError: A job of it has no id.

@@ -36,7 +36,7 @@ class JUnitCase:
 
     @property
     def node_id(self) -> str:
-        """The node id, as far as the XML tells: modules begin in lower case, classes do not."""
+        """The node id, as far as the XML has it: modules begin in lower case, classes do not."""
         if not self.classname:  # a file that could not be collected
             return _file_of(self.name.split("."))
         parts = self.classname.split(".")
@@ -48,7 +48,7 @@ class JUnitCase:
 
     @property
     def location(self) -> str | None:
-        """Where it failed, `file.py:line`, by the last line of the traceback."""
+        """Place of the failure, `file.py:line`, by the last line of the traceback."""
         found = _LOCATION.findall(self.text)
         return str(found[-1]) if found else None
 
@@ -67,10 +67,10 @@ class Junit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suite:
-    """What one job adds to the XML of all.
+    """Part of one job in the XML of all jobs.
 
     Attributes:
-        others: Items that the files do not have: of a run that was killed, say.
+        others: Items that the files lack, as those of a killed run do.
         problems: Why the job counts as failed beside its tests; each becomes an error.
     """
 

@@ -7,7 +7,7 @@ counts no failure where it cannot ask for the jobs, d98e8a64dd
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -27,7 +27,7 @@ _NO_POLICY = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedJob:
-    """What the plan says of one job.
+    """One job of the plan.
 
     Attributes:
         node_id: Of the workload that it must have run; None for unit tests.
@@ -45,12 +45,12 @@ class ExpectedJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """What the plan says that CI runs.
+    """Jobs and workloads that the plan requires.
 
     Attributes:
         jobs: By id.
         groups: Job of the workflow -> the jobs of the plan that it runs; as `unit: ()`.
-        commit: What was planned for, None where the plan does not say.
+        commit: The commit that was planned for; None where the plan has none.
         run_id: Of the run of GitHub Actions that planned, None elsewhere.
         headline: Scope, event and the like, in a line.
     """
@@ -76,7 +76,7 @@ class CauseGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CiSummary:
-    """What all jobs came to.
+    """Results of all jobs.
 
     Attributes:
         jobs: The last try of each, those that the plan has and that left nothing as well.
@@ -104,7 +104,7 @@ class CiSummary:
 
     @property
     def has_passed(self) -> bool:
-        """Whether CI may be green."""
+        """True if CI may be green."""
         return self.verdict in ("passed", "flaky")
 
     @property
@@ -119,7 +119,7 @@ class CiSummary:
 
     @property
     def job_problems(self) -> Mapping[str, tuple[str, ...]]:
-        """What is wrong with jobs beside their items -> the jobs of which that is so."""
+        """Problems of jobs beside their items -> the jobs that have them."""
         found: dict[str, tuple[str, ...]] = {}
         for job in self.bad_jobs:
             for problem in job.problems:
@@ -183,7 +183,7 @@ def merge(
 
     Args:
         runs: What jobs left, in any order.
-        expected: What the plan says; None believes that what there is is all.
+        expected: The plan; None takes the jobs that are there for all.
         results: Job of the workflow -> `success`, `failure`, `cancelled` or `skipped`, as the CI
             system says; None where it does not.
     """
@@ -214,7 +214,7 @@ def merge(
 
 
 def _last(tries: Sequence[JobRun]) -> tuple[JobRun, list[str]]:
-    """Return the last try of a job; two of the same number cannot be told apart."""
+    """Return the last try of a job; two of the same number cannot be distinguished."""
     ordered = sorted(tries, key=lambda run: run.run_attempt)
     last = ordered[-1]
     same = [run for run in ordered if run.run_attempt == last.run_attempt]
@@ -300,14 +300,11 @@ def _policy_name(policy: _Policy) -> str:
 
 def _policies(jobs: Sequence[JobRun]) -> list[str]:
     """Return a problem if not all workloads were compared under one policy."""
-    found: dict[str, list[str]] = {}
-    for job in jobs:
-        for policy in sorted({_policy_name(i.policy) for i in job.items if i.policy is not None}):
-            found.setdefault(policy, []).append(job.name)
-    if len(found) < 2:  # noqa: PLR2004
-        return []
-    told = "; ".join(f"{policy} in {', '.join(names)}" for policy, names in found.items())
-    return [f"jobs compared under different policies: {told}"]
+    found = _jobs_by(
+        (job.name, {_policy_name(i.policy) for i in job.items if i.policy is not None})
+        for job in jobs
+    )
+    return [f"jobs compared under different policies: {_listed(found)}"] if len(found) > 1 else []
 
 
 def _missing(name: str) -> JobRun:
@@ -316,23 +313,33 @@ def _missing(name: str) -> JobRun:
 
 
 def _commits(jobs: Sequence[JobRun], expected: Expected | None) -> list[str]:
-    """Say that not all jobs tested the same."""
-    found: dict[str, list[str]] = {}
-    for job in jobs:
-        for commit in sorted(job.commits):
-            found.setdefault(commit, []).append(job.name)
+    """Report that not all jobs tested the same commit."""
+    found = _jobs_by((job.name, job.commits) for job in jobs)
     planned = None if expected is None else expected.commit
-    if len(found) < 2 and (planned is None or set(found) <= {planned}):  # noqa: PLR2004
+    if len(found) <= 1 and (planned is None or set(found) <= {planned}):
         return []
-    told = "; ".join(f"{commit[:12]} in {', '.join(names)}" for commit, names in found.items())
     plan = f", the plan is of {planned[:12]}" if planned else ""
-    return [f"jobs tested different commits: {told}{plan}"]
+    commits = {commit[:12]: names for commit, names in found.items()}
+    return [f"jobs tested different commits: {_listed(commits)}{plan}"]
+
+
+def _jobs_by(values: Iterable[tuple[str, Collection[str]]]) -> dict[str, list[str]]:
+    """Return value -> names of the jobs that have it."""
+    found: dict[str, list[str]] = {}
+    for job, own in values:
+        for value in sorted(own):
+            found.setdefault(value, []).append(job)
+    return found
+
+
+def _listed(found: Mapping[str, Sequence[str]]) -> str:
+    return "; ".join(f"{value} in {', '.join(names)}" for value, names in found.items())
 
 
 def _results(
     results: Mapping[str, str], expected: Expected | None, jobs: Sequence[JobRun]
 ) -> list[str]:
-    """Say what the CI system knows that no artifact tells."""
+    """Report results of the CI system that no artifact has."""
     bad = {job.name for job in jobs if job.verdict in ("failed", "broken")}
     problems = []
     for name, result in sorted(results.items()):

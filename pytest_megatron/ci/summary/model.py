@@ -1,4 +1,4 @@
-"""What one job of CI came to: its items, and what is wrong with the job itself. Pure data."""
+"""Results of one job of CI: its items and problems of the job itself. Pure data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NUMBER = re.compile(r"0x[0-9a-f]+|\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemCause:
-    """Why an item did not pass, as its run directory or its JUnit XML says.
+    """Cause of an item that did not pass, from its run directory or its JUnit XML.
 
     Attributes:
         text: The headline.
@@ -91,12 +91,12 @@ class JobItem:
 
     @property
     def is_bad(self) -> bool:
-        """Whether it fails its job."""
+        """True if it fails its job."""
         return self.verdict in BAD and not self.is_held
 
     @property
     def how_flaky(self) -> str:
-        """Why it fails nothing although it did not pass at once."""
+        """Reason why it fails nothing although it did not pass at once."""
         if self.is_held:
             return f"{self.verdict}, in quarantine"
         causes = f": {', '.join(self.causes)}" if self.causes else ""
@@ -122,10 +122,10 @@ class JobRun:
     """One try of one job, or what is left of it.
 
     Attributes:
-        name: Id of the job in the plan, or the name of the directory where nothing says it.
+        name: Id of the job in the plan, else the name of the directory.
         artifact: What it was read from, as a user would type it; None if there is none.
         problems: Why the job counts as failed beside its items.
-        commits: What its runs say that they tested.
+        commits: Those that its runs tested.
         has_run_file: Whether it left a `run.json`, and not JUnit XML alone.
     """
 
@@ -140,7 +140,7 @@ class JobRun:
 
     @property
     def run_attempt(self) -> int:
-        """Which try it is, from 1."""
+        """Number of the try, from 1."""
         return 1 if self.record is None else self.record.run_attempt
 
     @property

@@ -94,10 +94,10 @@ def as_markdown(summary: CiSummary, most_bytes: int = STEP_SUMMARY_BYTES) -> str
     """Return the summary for a step summary or a comment.
 
     Args:
-        summary: What to tell.
+        summary: The summary.
         most_bytes: Of UTF-8. What does not fit is counted, the least interesting first.
     """
-    budget = most_bytes - 200  # for the lines that say what was left out
+    budget = most_bytes - 200  # for the lines that count what was left out
     found: list[str] = []
     for title, blocks in _sections(summary):
         budget, part = _fit(title, list(blocks), budget)
@@ -188,7 +188,7 @@ def write_outputs(summary: CiSummary, directory: Path, pages: str | None = None)
     """Write all of them or none.
 
     Args:
-        summary: What to tell.
+        summary: The summary.
         directory: Made if it is not there.
         pages: Where the pages with curves are, from that directory; None if there are none.
 

@@ -94,7 +94,7 @@ def _limits(machine: MachineFacts) -> Iterator[RuleMatch]:
 def _disk(disk: Disk, *, has_triton: bool) -> Iterator[RuleMatch]:
     if disk.problem is not None:
         advice = "mount it writable, or choose another place"
-        if disk.variable is not None:
+        if disk.variable:
             advice = f"set {disk.variable} to a directory that can be written to"
         yield RuleMatch(
             "not-writable", path=disk.path, use=disk.use, problem=disk.problem, advice=advice

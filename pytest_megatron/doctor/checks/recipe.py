@@ -18,6 +18,7 @@ from pytest_megatron.recipe.expand import Profile
 from pytest_megatron.recipe.load import find_recipes, load_recipe, project_words
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.recipe.paths import case_path
+from pytest_megatron.recipe.vocabulary import UNIT_MODEL
 from pytest_megatron.workload.checks.check import hits_of
 from pytest_megatron.workload.checks.rules import RuleMatch
 from pytest_megatron.workload.plan.plan import LAUNCHER_VARIABLE
@@ -48,7 +49,10 @@ def read_needs(recipe: Path, root: Path, platforms: Iterable[str] = ()) -> Needs
     """
     words, chosen = project_words(root), frozenset(platforms)
     loaded = [
-        row for file in find_recipes([recipe]) for row in load_recipe(file, Profile.STRICT, words)
+        row
+        for file in find_recipes([recipe])
+        for row in load_recipe(file, Profile.STRICT, words)
+        if row.model != UNIT_MODEL
     ]
     rows = tuple(
         row

@@ -81,16 +81,16 @@ def _shm_bytes(places: SystemView) -> int | None:
 def _disks(places: SystemView) -> Iterator[Disk]:
     """Yield the directories that trainings and installations write to."""
     cache = Path(places.env.get("XDG_CACHE_HOME") or places.home / ".cache")
-    uses: tuple[tuple[str, str | None, Path], ...] = (
-        ("run directories", None, places.project),
+    env = {**places.env, "TMPDIR": str(places.temporary)}
+    uses = (
+        ("run directories", "", places.project),
         ("temporary files", "TMPDIR", places.temporary),
         ("uv's cache", "UV_CACHE_DIR", cache / "uv"),
         ("pip's cache", "PIP_CACHE_DIR", cache / "pip"),
         ("Triton's cache", "TRITON_CACHE_DIR", places.home / ".triton"),
     )
     for use, variable, default in uses:
-        is_cache = variable is not None and variable != "TMPDIR"  # Python looks for that one
-        path = Path((is_cache and places.env.get(variable)) or default)
+        path = Path(env.get(variable) or default)
         there = next(p for p in (path, *path.absolute().parents) if os.path.lexists(p))
         try:
             free = shutil.disk_usage(there).free

@@ -1,4 +1,4 @@
-"""Compares a run with its golden under the policy that was asked for. Pure; the one way in."""
+"""Comparison of a run with its golden under a policy: the entry point. Pure."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def compare(
     """Compare a run with its golden; one answer a metric, in the order of `metrics`.
 
     Args:
-        golden: What was committed.
-        observed: What this attempt measured.
+        golden: The committed values.
+        observed: The values of this attempt.
         metrics: The case's METRICS. None takes what the policy has as default: every metric of
             the golden (strict), or `lm loss` and `num-zeros` where the golden has them (megatron).
-        policy: Who decides, as it is for this workload (`Policy.at`).
+        policy: The policy for this workload (`ComparisonPolicy.at`).
         nondeterministic: The case's NON_DETERMINSTIC_RESULTS.
-        surroundings: Where the run was, as far as it is known; only strict asks.
+        surroundings: The environment of the run; only `strict` uses it.
 
     Raises:
         GoldenError: The policy leaves out every one of `metrics`.
@@ -81,7 +81,7 @@ def compare_resume(  # noqa: PLR0913 - two runs, and the case's settings by name
         policy: As for `compare`.
         nondeterministic: As for `compare`; if false, the strict policy allows what it allows
             against a deterministic golden.
-        where: What messages call the first run.
+        where: Name of the first run in messages.
 
     Source: Megatron-LM tests/functional_tests/python_test_utils/
     test_pretraining_resume_checkpoint_pipeline.py, d98e8a64dd.

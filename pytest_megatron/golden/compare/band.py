@@ -1,7 +1,7 @@
-"""How far from its golden a loss may be, step by step. Pure; numbers only.
+"""The band around a golden: the deviation allowed at each step. Pure; numbers only.
 
-Two sources: what is known of the golden (deterministic or not, which precision), and what was
-learned from repeats, the spread in its provenance. Run-to-run noise of a training grows over the
+Two sources: the golden itself (deterministic or not, its precision), and the spread of its repeats,
+which is in its provenance. Run-to-run noise of a training grows over the
 steps, from nothing at step 1, so a learned band is narrow where bugs show first.
 """
 
@@ -35,15 +35,15 @@ _T_QUANTILES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Band:
-    """What a loss may do around its golden.
+    """The deviations allowed around a golden.
 
     Attributes:
         steps: (num_steps,) the golden's.
         allowed: (num_steps,) absolute deviation allowed at each: `widths` of the golden's
             value, and `rounding`.
         num_outside: How many steps may be outside, each by `LossLimits.outside_factor` at most.
-        needs_company: Whether such a step must have neighbours that are off too, since nobody
-            knows the noise.
+        needs_company: True if such a step must have neighbours that are off too, since the
+            noise is not known.
         bias: Absolute deviation allowed of the mean over all steps.
         tail: The same over the last steps (`TAIL_FRACTION`).
         note: Why the band is as it is, for the message.
@@ -67,7 +67,7 @@ class Band:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knowledge:
-    """What is known of the noise of one metric.
+    """The known noise of one metric.
 
     Attributes:
         is_deterministic: Repeats agreed bit for bit, on a platform like the run's.
@@ -83,14 +83,14 @@ class Knowledge:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether the metric has a band of its own."""
+        """True if the metric has a band of its own."""
         return (self.is_deterministic or self.is_learned) and not self.is_elsewhere
 
 
 def knowledge_of(
     golden: Golden, metric: str, *, nondeterministic: bool, surroundings: RunEnvironment = NOWHERE
 ) -> Knowledge:
-    """Return what a golden says of the noise of one metric, to a run in these surroundings."""
+    """Return the noise of one metric as a golden describes it, for a run in these surroundings."""
     made = golden.provenance or Provenance()
     drift = drift_between(golden.provenance, surroundings)
     is_elsewhere = bool(drift.changes) and made.precision != FULL_PRECISION
@@ -112,9 +112,9 @@ def band_around(
 ) -> Band:
     """Return the band of one metric, whose golden values must all be finite numbers.
 
-    What repeats say holds for their platform. On another one other instructions round otherwise:
-    in fp32 by 2e-7 at most in 50 steps, which any band forgives; in bf16 by 2e-4 (two kinds of
-    CPU, one training), so that there the band is at least that of a golden without repeats.
+    The spread of repeats holds for their platform. Another one rounds differently: in fp32 by 2e-7
+    at most in 50 steps, which any band forgives; in bf16 by 2e-4 (two kinds of CPU, one training),
+    so that there the band is at least that of a golden without repeats.
     """
     made = golden.provenance or Provenance()
     repeats = 1 if made.repeats is None else made.repeats

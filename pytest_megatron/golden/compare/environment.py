@@ -1,4 +1,4 @@
-"""Where a run was, against where its golden is from: the same platform, another, or unknown. Pure.
+"""The platform of a run and of its golden: the same one, another, or unknown. Pure.
 
 The same training gives the same bits on the same image, versions and class of host; after a change
 of one of them other kernels round otherwise, which is drift of the platform and no regression.
@@ -17,7 +17,7 @@ _IDLE_PACKAGES = frozenset({"pytest", "pytest-megatron", "python"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnvironment:
-    """Where a run was, as far as it is known.
+    """The environment of a run, as far as it is known.
 
     Attributes:
         host_class: Machines of one class are as fast as one another.
@@ -41,7 +41,7 @@ def environment_of(provenance: Provenance | None) -> RunEnvironment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drift:
-    """How the platform of a run differs from that of its golden.
+    """The difference between the platforms of a run and of its golden.
 
     Attributes:
         changes: What is known to be another, as in `torch 2.12.0 -> 2.13.0`.

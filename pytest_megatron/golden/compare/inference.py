@@ -1,4 +1,4 @@
-"""Compares what an inference program generated with its golden, under either policy. Pure.
+"""Comparison of the output of an inference program with its golden, under either policy. Pure.
 
 One answer a metric. Under `strict` a request that either side lacks is a difference, a listed
 metric that either side lacks is a failure, and text is compared whole. Under `megatron` the verdict
@@ -78,7 +78,7 @@ def compare_generation(pair: Pair, metrics: Sequence[str]) -> tuple[Comparison, 
 
 
 def _compare_requests(pair: Pair, metrics: Sequence[str]) -> Comparison | None:
-    """Look for requests that only one side has, and for those that nothing was compared of."""
+    """Find requests that only one side has, and those of which nothing was compared."""
     golden, observed = pair.golden.requests, pair.observed.requests
     lost = [f"request {name!r} is missing in the run" for name in golden if name not in observed]
     extra = [f"request {n!r} is not in the golden" for n in observed if n not in golden]
@@ -233,7 +233,7 @@ def _compare_count(pair: Pair, metric: str) -> Comparison:
 
 
 def _compare_throughput(pair: Pair) -> Comparison:
-    """Judge tokens per second by the median after the warm-up."""
+    """Compare tokens per second by the median after the warm-up."""
     golden, observed = _steady(pair.golden.throughput), _steady(pair.observed.throughput)
     too_fast = observed >= _FASTEST * golden
     slowest = 1 - pair.policy.limit(THROUGHPUT, "median", 1 - _SLOWEST)
@@ -252,7 +252,7 @@ def _compare_throughput(pair: Pair) -> Comparison:
 
 
 def _compare_memory(pair: Pair) -> Comparison:
-    """Judge peak memory by its median, both ways: a run that needs less did less."""
+    """Compare peak memory by its median, both ways: a run that needs less did less."""
     golden, observed = _steady(pair.golden.memory_bytes), _steady(pair.observed.memory_bytes)
     tolerance = pair.policy.limit(MEMORY, "median", _MEMORY_RELATIVE)
     summary = SeriesSummary(name="median", observed=observed, golden=golden, tolerance=tolerance)

@@ -44,7 +44,6 @@ from pytest_megatron.golden.compare.series import (
     find_absent,
     find_frozen,
     find_unusable,
-    shared_points,
     ulps_between,
 )
 from pytest_megatron.golden.model import Series
@@ -80,15 +79,17 @@ def decide(findings: Iterable[LayerFinding], passed: Comparison) -> Comparison:
     )
 
 
-def find_hole(answer: Comparison, golden: Series, observed: Series) -> Comparison:
+def find_hole(
+    answer: Comparison, golden: Series, observed: Series, points: Sequence[Point]
+) -> Comparison:
     """Return the answer after the layer of presence; it fails if a value is missing on either side.
 
     Args:
         answer: One that passes so far.
         golden: The steps that must be there.
         observed: The run's.
+        points: The steps at which both have a finite number.
     """
-    points = shared_points(golden, observed)
     presence = Layer(
         rule=ComparisonRule.PRESENCE,
         passed=bool(len(golden)) and len(points) >= len(golden),
@@ -131,7 +132,7 @@ def exact_layer(points: list[Point]) -> LayerFinding:
 def loss_layers(
     golden: Series, observed: Series, points: list[Point], band: Band, limits: LossLimits
 ) -> Iterable[LayerFinding]:
-    """Judge a loss: first step, shape, early window, every step, mean and tail."""
+    """Yield the layers of a loss: first step, shape, early window, every step, mean and tail."""
     if points[0].step == 1:
         yield _step_1(points[0], band.allowed[0], limits)
     yield _shape(golden, observed, limits)
@@ -149,7 +150,7 @@ def loss_layers(
 
 
 def count_layers(points: list[Point], limits: CountLimits) -> Iterable[LayerFinding]:
-    """Judge a count: mean, mean of the tail, median; single steps vary too much.
+    """Yield the layers of a count: mean, mean of the tail, median; single steps vary too much.
 
     The means leave out the steps that differ most: after a change of container a few steps may have
     many times as many zeros. Nor may all steps together be off by much more.
@@ -184,7 +185,7 @@ def of_summary(
     limit: float | None = None,
     notes: tuple[str, ...] = (),
 ) -> LayerFinding:
-    """Return what a layer says that looks at one number made of many steps."""
+    """Return the result of a layer that compares one number made of many steps."""
     layer = Layer(
         rule=rule,
         passed=passed,
@@ -196,7 +197,7 @@ def of_summary(
 
 
 def is_within(summary: SeriesSummary, worse: Worse) -> bool:
-    """Whether a number is within its tolerance on the side where it is worse."""
+    """Return True if a number is within its tolerance on the side where it is worse."""
     off = relative(summary.observed, summary.golden)
     is_too_high = off > summary.tolerance and worse is not Worse.LOWER
     is_too_low = off < -summary.tolerance and worse is not Worse.HIGHER
@@ -204,7 +205,7 @@ def is_within(summary: SeriesSummary, worse: Worse) -> bool:
 
 
 def named(what: str, points: Sequence[Point]) -> str:
-    """Return what a number made of `points` is called."""
+    """Return the name of a number made of `points`."""
     return f"{what} of steps {points[0].step} to {points[-1].step}"
 
 
@@ -246,7 +247,7 @@ def _every_step(
 
 
 def _outlier(pairs: Sequence[tuple[Point, float]], factor: float, band: Band) -> LayerFinding:
-    """Look at the step that is farthest outside: even one that may be outside has a limit.
+    """Check the step that is farthest outside: even one that may be outside has a limit.
 
     That is some bands and, where the noise is not known, some times what its neighbours are off by:
     noise comes in company, and a step that is off alone is a fault.
@@ -271,14 +272,14 @@ def _outlier(pairs: Sequence[tuple[Point, float]], factor: float, band: Band) ->
 
 
 def _in_company(points: Sequence[Point], at: int) -> float:
-    """Return by how much a step may be off, by what most of the steps around it are off."""
+    """Return the deviation allowed at a step, given those of the steps around it."""
     around = [*points[max(0, at - NEIGHBOURS) : at], *points[at + 1 : at + 1 + NEIGHBOURS]]
     off = sorted(abs(p.signed) for p in around)
     return NEIGHBOUR_FACTOR * off[int(NEIGHBOUR_PART * len(off))] if off else 0.0
 
 
 def _windows(points: Sequence[Point], limit: float, band: Band) -> LayerFinding:
-    """Look for a shift that lasts for a part of the training; name the window farthest off."""
+    """Find a shift that lasts for a part of the training; name the window farthest off."""
     size = max(LEAST_WINDOW_STEPS, len(points) // NUM_WINDOWS)
     starts = range(0, max(1, len(points) - size + 1), size)
     windows = [points[start : start + size] for start in starts]
@@ -294,7 +295,7 @@ def _windows(points: Sequence[Point], limit: float, band: Band) -> LayerFinding:
 
 
 def _mean(rule: ComparisonRule, points: Sequence[Point], allowed: float, note: str) -> LayerFinding:
-    """Look for a small shift that lasts."""
+    """Find a small shift that lasts."""
     observed, golden = _means(points)
     tolerance = allowed / abs(golden) if golden else math.inf
     summary = SeriesSummary(
@@ -357,7 +358,7 @@ _Statistic = Callable[[Sequence[float]], float]
 def cost_layers(
     points: list[Point], limits: CostLimits, spread: Spread | None = None
 ) -> Iterable[LayerFinding]:
-    """Judge a time or a rate after the warm-up: its median, and how bad its worse steps are.
+    """Yield the layers of a time or a rate after the warm-up: its median and a quartile.
 
     Args:
         points: Of the run and the golden.
@@ -368,27 +369,30 @@ def cost_layers(
     steady = points[max(1, int(limits.warm_up * len(points))) :] or points
     noise = TIME_SPREADS * _median_of(spread, {point.step for point in steady})
     median, quartile = max(limits.median, noise), max(limits.quartile, noise)
-    yield _layer(ComparisonRule.MEDIAN, "median", steady, statistics.median, (median, limits.worse))
+    yield statistic_layer(
+        ComparisonRule.MEDIAN, "median", steady, statistics.median, (median, limits.worse)
+    )
     quarter = _lower_quartile if limits.worse is Worse.LOWER else _upper_quartile
     name = "lower quartile" if limits.worse is Worse.LOWER else "upper quartile"
-    yield _layer(ComparisonRule.QUARTILE, name, steady, quarter, (quartile, limits.worse))
+    yield statistic_layer(ComparisonRule.QUARTILE, name, steady, quarter, (quartile, limits.worse))
 
 
 def memory_layers(points: list[Point], limits: MemoryLimits) -> Iterable[LayerFinding]:
-    """Judge memory by its peak and by its median, so that neither a spike nor a shift hides."""
-    yield _layer(ComparisonRule.PEAK, "peak", points, max, (limits.peak, limits.worse))
-    yield _layer(
+    """Yield the layers of memory, its peak and median, so that neither spike nor shift hides."""
+    yield statistic_layer(ComparisonRule.PEAK, "peak", points, max, (limits.peak, limits.worse))
+    yield statistic_layer(
         ComparisonRule.MEDIAN, "median", points, statistics.median, (limits.median, limits.worse)
     )
 
 
-def _layer(
+def statistic_layer(
     rule: ComparisonRule,
     name: str,
     points: Sequence[Point],
     of: _Statistic,
     limit: tuple[float, Worse],
 ) -> LayerFinding:
+    """Compare one statistic of all steps on the side where it is worse."""
     tolerance, worse = limit
     summary = SeriesSummary(
         name=named(name, points),

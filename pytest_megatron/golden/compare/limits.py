@@ -1,4 +1,4 @@
-"""Every number of the strict policy, by kind of metric. Pure; numbers only.
+"""The limits of the strict policy, by kind of metric. Pure; numbers only.
 
 A fraction is relative to the golden unless the name says otherwise. The values for a loss, a count
 and memory come from the movement of Megatron-LM's own goldens over 238 changes of container: 95 %
@@ -36,7 +36,7 @@ TRIMMED_FRACTION, UNTRIMMED_FACTOR = 0.2, 3.0
 
 
 class LimitKind(Enum):
-    """What kind of number a metric is, which decides how it is judged."""
+    """Kinds of metrics; each kind has its own layers."""
 
     LOSS = "loss"
     COUNT = "count"
@@ -45,7 +45,7 @@ class LimitKind(Enum):
 
 
 class Worse(Enum):
-    """On which side of the golden a run is worse; it fails only there."""
+    """The side of the golden on which a run is worse; it fails only there."""
 
     HIGHER = "higher"
     LOWER = "lower"
@@ -60,7 +60,7 @@ _BETTER: Mapping[Worse, str] = {
 
 
 class Exact(Enum):
-    """When every value must be that of the golden bit for bit."""
+    """Conditions under which every value must equal the golden bit for bit."""
 
     AUTO = "auto"  # the golden is deterministic, and the run has its image, versions and host
     ALWAYS = "always"
@@ -69,7 +69,7 @@ class Exact(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossLimits:
-    """How a loss is judged, and every metric that is of no other kind.
+    """Limits of a loss, and of every metric of no other kind.
 
     Attributes:
         exact: When every bit counts.
@@ -114,7 +114,7 @@ class LossLimits:
         """Return the narrowest band of a model that computes in `precision`.
 
         Args:
-            precision: As the golden says, or None.
+            precision: That of the golden, or None.
             is_at_home: Whether repeats on the platform of the run taught the band.
         """
         if is_at_home:
@@ -124,7 +124,7 @@ class LossLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountLimits:
-    """How a count is judged, such as num-zeros; never by step.
+    """Limits of a count, such as num-zeros; single steps are not compared.
 
     Attributes:
         exact: As for a loss.
@@ -142,7 +142,7 @@ class CountLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostLimits:
-    """How a time or a rate is judged, on the golden's class of host only.
+    """Limits of a time or a rate, compared on the golden's class of host only.
 
     Attributes:
         median: Of the steps after the warm-up.
@@ -159,7 +159,7 @@ class CostLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLimits:
-    """How memory is judged, on the golden's class of host only."""
+    """Limits of memory, compared on the golden's class of host only."""
 
     peak: float = 0.01
     median: float = 0.01
@@ -225,9 +225,10 @@ def kind_of(metric: str) -> LimitKind:
 
 
 def direction_of(metric: str) -> str:
-    """Return which way a metric is better, as provenance names it: away from where it is worse.
+    """Return the direction in which a metric improves, as provenance names it.
 
-    Less of a loss is better, although more or less than the golden's fails; of others nobody knows.
+    Less of a loss is better, although both sides of the golden fail; of other metrics nothing is
+    known.
     """
     limits = DEFAULTS.get(metric)
     if isinstance(limits, CostLimits | MemoryLimits):
@@ -237,7 +238,7 @@ def direction_of(metric: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learning:
-    """How a band is learned from repeats.
+    """Settings for learning a band from repeats.
 
     Attributes:
         least_repeats: Fewer give no band of their own; their spread only widens the fixed one.

@@ -1,8 +1,7 @@
 """The verdict of Megatron-LM's own comparison, its blind spots included. Pure.
 
-For people who move to this package: the same golden and the same run give the same answer, step
-for step. What it lets through (FORMATS 3.5 lists it; docs/reference/goldens.md shows it) is why
-`policy_strict.py` is the default.
+For projects that move to this package: the same golden and the same run give the same answer, step
+for step. docs/reference/goldens.md lists its blind spots, because of which `strict` is the default.
 
 Source: Megatron-LM tests/functional_tests/python_test_utils/common.py, pipeline(), d98e8a64dd.
 """
@@ -33,7 +32,7 @@ _TIME = "iteration-time"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tests:
-    """Which tests a metric has: an exact one or not, and the approximate one's tolerance."""
+    """The tests of a metric: an exact one or not, and the tolerance of the approximate one."""
 
     has_exact: bool
     rtol: float
@@ -210,7 +209,7 @@ def _number(value: Value | None) -> float:
 
 
 def _is_close(observed: float, golden: float, rtol: float) -> bool:
-    """Whether numpy.isclose(observed, golden, rtol, atol=0) holds."""
+    """Return numpy.isclose(observed, golden, rtol, atol=0)."""
     if observed == golden:
         return True
     return math.isfinite(golden) and abs(observed - golden) <= rtol * abs(golden)

@@ -1,4 +1,4 @@
-"""The answer for one metric, as data, as text for a person and as JSON. Pure; decides nothing."""
+"""The answer for one metric, as data, as text and as JSON. Pure; decides nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RELATIVE = "relative"
 
 
 class ComparisonRule(Enum):
-    """What decided a comparison."""
+    """Rules that can decide a comparison."""
 
     # Both policies.
     NO_GOLDEN = "metric not in the golden"
@@ -72,7 +72,7 @@ class StepDifference:
 
     @property
     def where(self) -> str:
-        """What to call it."""
+        """The name of the place, for messages."""
         return self.place or f"step {self.step}"
 
 
@@ -93,7 +93,7 @@ class SeriesSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deviation:
-    """How far a run is from the golden, over the steps at which both have a finite number.
+    """The deviation of a run from its golden, over the steps at which both have a finite number.
 
     Attributes:
         num_compared: How many steps those are; the numbers below are 0 if there is none.
@@ -131,7 +131,7 @@ class Layer:
 
     @property
     def text(self) -> str:
-        """The layer for a person."""
+        """The layer as text."""
         place = "" if self.place is None else f" ({self.place})"
         if self.measured is None or self.limit is None:
             return f"{self.rule.value}{place}"
@@ -160,7 +160,7 @@ def counting_layer(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowed:
-    """How far from each value of a golden a run may be, as a picture of it needs to know.
+    """The allowed distance from each value of a golden, as charts need it.
 
     Attributes:
         relative: (step, part of the golden) each holds from its step on to the next one's.
@@ -172,7 +172,7 @@ class Allowed:
 
 
 def allowed_of(widths: Mapping[int, float], absolute: float) -> Allowed:
-    """Return a width for each step, in ascending order, in as few numbers as say the same."""
+    """Return the widths of ascending steps, equal neighbours merged."""
     kept: list[tuple[int, float]] = []
     for step, width in widths.items():
         if not kept or kept[-1][1] != width:
@@ -210,12 +210,12 @@ class Comparison:
 
     @property
     def is_judged(self) -> bool:
-        """Whether the values were judged, or only that they are there."""
+        """True if the values were compared, not only their presence."""
         return self.rule is not ComparisonRule.NOT_JUDGED
 
 
 def render(comparison: Comparison) -> str:
-    """Return one line for a person: what was seen, what was allowed, how far off, which file."""
+    """Return one line of text: observed and allowed values, the deviation and the file."""
     parts = [_headline(comparison), *comparison.notes]
     if comparison.first is not None and (comparison.passed or comparison.summary is not None):
         parts.append(f"first differs at {comparison.first.where}")
@@ -229,9 +229,9 @@ def render(comparison: Comparison) -> str:
 
 
 def render_layers(comparison: Comparison) -> str | None:
-    """Return one line on the layers, with what was measured and what may be.
+    """Return one line on the layers, with measured values and limits.
 
-    None without any, and where there is nothing to tell: run and golden are equal.
+    None without layers, and where run and golden are equal.
     """
     if not comparison.layers or comparison.rule is ComparisonRule.BITWISE:
         return None
@@ -347,7 +347,7 @@ def _at_step(first: StepDifference, rule: ComparisonRule) -> str:
 
 
 def _number(value: Value) -> str:
-    """Return a value for a person: six digits, or as many as five decimals need; text quoted."""
+    """Return a value as text: seven digits, whole numbers in full, text quoted."""
     if isinstance(value, str):
         return f"the text {value!r}"
     if math.isfinite(value) and value.is_integer() and abs(value) < 1 << 53:

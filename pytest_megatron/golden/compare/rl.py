@@ -1,4 +1,4 @@
-"""Compares a reinforcement-learning run with its golden, under either policy. Pure.
+"""Comparison of a reinforcement-learning run with its golden, under either policy. Pure.
 
 The loss of such a run lies around zero, so that a relative band says little: each step may be off
 by a part of the golden or by a small amount. Under `strict` the loss is always compared, under
@@ -15,12 +15,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pytest_megatron.golden.compare.layers import find_hole, is_within, of_summary
+from pytest_megatron.golden.compare.layers import decide, find_hole, statistic_layer
 from pytest_megatron.golden.compare.limits import Worse
 from pytest_megatron.golden.compare.result import (
     Comparison,
     ComparisonRule,
-    SeriesSummary,
     StepDifference,
     allowed_of,
     counting_layer,
@@ -49,7 +48,7 @@ _LEARNED_FACTOR = 4.0  # standard deviations of the repeats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RlRules:
-    """How a run is judged.
+    """The policy and conditions of a comparison.
 
     Attributes:
         policy: Which policy judges.
@@ -118,28 +117,23 @@ def _compare(golden: Golden, observed: MetricMap, metric: str, rules: RlRules) -
         return _unjudged(answer, "Megatron-LM does not compare it")
     if metric == _TIME:  # a step without a time, such as the first, is no hole
         expected = _finite(expected)
-    answer = find_hole(replace(answer, passed=True), expected, got)
+    answer = find_hole(replace(answer, passed=True), expected, got, points)
     return _judge(answer, points, golden, rules) if answer.passed else answer
 
 
 def _judge(answer: Comparison, points: list[Point], golden: Golden, rules: RlRules) -> Comparison:
-    """Judge two whole series by the kind of the metric."""
-    is_time, is_memory = answer.metric == _TIME, answer.metric in _MEMORY
-    if (is_time or is_memory) and rules.not_timed is not None:
+    """Compare two whole series by the kind of the metric."""
+    if answer.metric != _TIME and answer.metric not in _MEMORY:
+        return _judge_loss(answer, points, golden, rules)
+    if rules.not_timed is not None:
         return _unjudged(answer, rules.not_timed)
-    if is_time:
-        return _judge_time(answer, points, rules)
-    return (
-        _judge_memory(answer, points, rules)
-        if is_memory
-        else _judge_loss(answer, points, golden, rules)
-    )
+    return _judge_cost(answer, points, rules)
 
 
 def _judge_loss(
     answer: Comparison, points: list[Point], golden: Golden, rules: RlRules
 ) -> Comparison:
-    """Judge every step: by a part of the golden, a small amount, or what repeats differed by."""
+    """Compare every step: within a part of the golden, a small amount, or the spread of repeats."""
     spread = None if golden.provenance is None else golden.provenance.spread.get(answer.metric)
     at = dict(spread.items()) if isinstance(spread, Series) else {}
     policy = rules.policy
@@ -177,50 +171,27 @@ def _judge_loss(
     )
 
 
-def _judge_time(answer: Comparison, points: list[Point], rules: RlRules) -> Comparison:
-    """Judge the median after the warm-up; under `strict` faster is fine."""
-    steady = points[rules.start :] or points
-    summary = SeriesSummary(
-        name=f"median of steps {steady[0].step} to {steady[-1].step}",
-        observed=statistics.median(p.observed for p in steady),
-        golden=statistics.median(p.golden for p in steady),
-        tolerance=rules.policy.limit(answer.metric, "median", _TIME_MEDIAN),
-    )
-    default = Worse.HIGHER if rules.policy.is_strict else Worse.EITHER
-    return _of_summary(
-        answer, summary, ComparisonRule.MEDIAN, rules.policy.worse(answer.metric, default)
-    )
+def _judge_cost(answer: Comparison, points: list[Point], rules: RlRules) -> Comparison:
+    """Compare the median time or the peak of memory after the warm-up.
 
-
-def _judge_memory(answer: Comparison, points: list[Point], rules: RlRules) -> Comparison:
-    """Judge the peak after the first step; under `strict` both ways: less was done with less."""
-    steady = points[1:] or points
-    summary = SeriesSummary(
-        name=f"peak of steps {steady[0].step} to {steady[-1].step}",
-        observed=max(p.observed for p in steady),
-        golden=max(p.golden for p in steady),
-        tolerance=rules.policy.limit(answer.metric, "peak", _MEMORY_PEAK),
-    )
-    default = Worse.EITHER if rules.policy.is_strict else Worse.HIGHER
-    return _of_summary(
-        answer, summary, ComparisonRule.PEAK, rules.policy.worse(answer.metric, default)
-    )
-
-
-def _of_summary(
-    answer: Comparison, summary: SeriesSummary, rule: ComparisonRule, worse: Worse
-) -> Comparison:
-    passed = is_within(summary, worse)
-    off = f"{summary.name} {relative(summary.observed, summary.golden):+.1%}"
-    layer = of_summary(rule, summary, passed=passed).layer
-    return replace(
-        answer,
-        passed=passed,
-        rule=rule,
-        summary=None if passed else summary,
-        notes=(off,) if passed else (),
-        layers=(*answer.layers, layer),
-    )
+    Under `strict` a faster run passes; less memory fails, since less was done with it.
+    """
+    policy, metric = rules.policy, answer.metric
+    if metric == _TIME:
+        steady = points[rules.start :] or points
+        worse = policy.worse(metric, Worse.HIGHER if policy.is_strict else Worse.EITHER)
+        limit = (policy.limit(metric, "median", _TIME_MEDIAN), worse)
+        found = statistic_layer(ComparisonRule.MEDIAN, "median", steady, statistics.median, limit)
+    else:
+        steady = points[1:] or points
+        worse = policy.worse(metric, Worse.EITHER if policy.is_strict else Worse.HIGHER)
+        limit = (policy.limit(metric, "peak", _MEMORY_PEAK), worse)
+        found = statistic_layer(ComparisonRule.PEAK, "peak", steady, max, limit)
+    assert found.summary is not None
+    off = relative(found.summary.observed, found.summary.golden)
+    notes = (f"{found.summary.name} {off:+.1%}",)
+    judged = decide([found], replace(answer, rule=found.layer.rule, notes=notes))
+    return replace(judged, first=answer.first)
 
 
 def _unjudged(answer: Comparison, note: str) -> Comparison:

@@ -1,4 +1,4 @@
-"""How far a run is from its golden, as numbers. Pure; allows and refuses nothing."""
+"""Deviations of a run from its golden, as numbers. Pure; decides nothing."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def find_unusable(golden: Series) -> StepDifference | None:
 def find_absent(
     golden: Series, observed: Series
 ) -> tuple[ComparisonRule, StepDifference, tuple[str, ...]] | None:
-    """Return what the run lacks, or None if it has a finite number at every golden step.
+    """Return the missing steps of a run, or None if it has a finite number at every golden step.
 
     The rule is that of the first such step, or `truncated` if nothing is wrong but that the run
     ends too early. The notes count the steps of each kind.
@@ -221,8 +221,9 @@ def find_frozen(
     steps = [step for step in expected if step in at]
     for _, group in groupby(steps, key=at.__getitem__):
         stretch = list(group)
-        longest = 0 if golden is None else _longest_constant([expected[s] for s in stretch])
-        if len(stretch) >= least_steps and 2 * longest < len(stretch):
+        if len(stretch) < least_steps:
+            continue
+        if golden is None or 2 * _longest_constant([expected[s] for s in stretch]) < len(stretch):
             return stretch[0], stretch[-1]
     return None
 

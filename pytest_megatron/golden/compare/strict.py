@@ -1,14 +1,14 @@
-"""The default policy: a run passes only if it is whole and where the golden says it was. Pure.
+"""The default policy: a run passes only if it is whole and within the limits. Pure.
 
 Layers, in this order; the first that fails decides and is named in the answer, and all are in it:
 
-1. presence: the golden is whole, the run is whole (`presence.py`): missing, nan, inf and text are
+1. presence: the golden is whole, the run is whole (`layers.py`): missing, nan, inf and text are
    different;
 2. exact: a deterministic golden, and a run on its image, versions and class of host;
 3. by kind of metric (`limits.py`): a loss, and any metric that is none of the others, by its
    first step, its shape, its early window, every step, mean and tail (`layers.py`); a count by
    mean, tail and median; time and memory on the side where they are worse, and only against a
-   golden of the same class of host (`layers_cost.py`).
+   golden of the same class of host.
 
 A run that is equal bit for bit has passed all of them.
 """
@@ -70,7 +70,7 @@ _WITH_PLACEHOLDERS = (_TIME, _ZEROS, "grad-norm")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StrictCase:
-    """What is the same for every metric of one comparison; as `compare_strictly` has it."""
+    """The arguments of `compare_strictly` that all metrics share."""
 
     golden: Golden
     policy: ComparisonPolicy
@@ -91,12 +91,12 @@ def compare_strictly(
     """Compare a run with a golden, metric by metric.
 
     Args:
-        golden: What was committed.
-        observed: What the run measured.
-        metrics: Which to compare; None means every metric of the golden, where one without any
-            number (Megatron-LM writes "nan" for what it did not measure) is not judged.
+        golden: The committed values.
+        observed: The values of the run.
+        metrics: The metrics to compare; None means every metric of the golden, where one without
+            any number (Megatron-LM writes "nan" for what it did not measure) is not judged.
         policy: Its limits; `strict` itself, or a file that inherits from it.
-        nondeterministic: Whether the case says that its results vary from run to run.
+        nondeterministic: True if the results of the case vary from run to run.
         surroundings: Of the run; time and memory are judged only against a golden of the same
             class of host, every bit only against one of the same platform, and a loss of reduced
             precision more loosely against one of another.
@@ -139,9 +139,9 @@ def _compare(case: _StrictCase, metric: str, observed: Series | None) -> Compari
     if metric == _TIME:
         golden = _without_untimed_start(golden, observed)
     points = shared_points(golden, observed)
-    answer = _find_hole(replace(answer, passed=True), golden, observed)
+    answer = _find_hole(replace(answer, passed=True), golden, observed, points)
     if answer.passed:
-        answer = _judge(case, answer, golden, observed)
+        answer = _judge(case, answer, golden, observed, points)
     if answer.passed and answer.is_judged:
         answer = _name_pass(case, answer, golden, points)
     first = answer.first
@@ -157,9 +157,11 @@ def _compare(case: _StrictCase, metric: str, observed: Series | None) -> Compari
     )
 
 
-def _find_hole(answer: Comparison, golden: Series, observed: Series) -> Comparison:
+def _find_hole(
+    answer: Comparison, golden: Series, observed: Series, points: list[Point]
+) -> Comparison:
     """Return the answer after the layer of presence, which a golden that is too short fails."""
-    answer = find_hole(answer, golden, observed)
+    answer = find_hole(answer, golden, observed, points)
     uncovered = describe_uncovered(golden, observed)
     if not answer.passed or answer.metric == _TIME or uncovered is None:
         return answer
@@ -172,9 +174,11 @@ def _find_hole(answer: Comparison, golden: Series, observed: Series) -> Comparis
     )
 
 
-def _judge(case: _StrictCase, answer: Comparison, golden: Series, observed: Series) -> Comparison:
-    """Judge two whole series by the kind of the metric."""
-    metric, points = answer.metric, shared_points(golden, observed)
+def _judge(
+    case: _StrictCase, answer: Comparison, golden: Series, observed: Series, points: list[Point]
+) -> Comparison:
+    """Compare two whole series by the kind of the metric."""
+    metric = answer.metric
     limits = _limits(case, metric, golden)
     match limits:
         case CostLimits() | MemoryLimits():
@@ -222,7 +226,7 @@ def _allowed(case: _StrictCase, metric: str, golden: Series) -> Allowed | None:
 def _judge_cost(
     case: _StrictCase, answer: Comparison, limits: CostLimits | MemoryLimits, points: list[Point]
 ) -> Comparison:
-    """Judge time or memory, if the golden is from a host like this one."""
+    """Compare time or memory, if the golden is from a host like this one."""
     if all(p.observed == p.golden for p in points):
         return replace(answer, rule=ComparisonRule.BITWISE)
     reason = why_not_timed(case.golden, case.surroundings.host_class)
@@ -244,7 +248,7 @@ def _judge_cost(
 
 
 def _exact(case: _StrictCase, metric: str, when: Exact, points: list[Point]) -> list[LayerFinding]:
-    """Look at every bit where there is reason to expect each to be the golden's."""
+    """Compare every bit where each is expected to equal the golden's."""
     known = _knowledge(case, metric)
     is_expected = known.is_deterministic and known.is_at_home
     is_demanded = when is Exact.ALWAYS or (when is Exact.AUTO and is_expected)
@@ -254,7 +258,7 @@ def _exact(case: _StrictCase, metric: str, when: Exact, points: list[Point]) -> 
 def _name_pass(
     case: _StrictCase, answer: Comparison, golden: Series, points: list[Point]
 ) -> Comparison:
-    """Say how near a run is that passed: equal, drifted with its platform, or within its band."""
+    """Name the rule of a run that passed: equal, drifted with its platform, or within its band."""
     if all(p.observed == p.golden for p in points):
         equal = "bitwise equal" if golden.is_full_precision else "equal to five decimals"
         return replace(answer, rule=ComparisonRule.BITWISE, notes=(equal,))

@@ -1,7 +1,7 @@
-"""From the text of one golden to that of another form or age, and what is lost on the way. Pure.
+"""Conversion of a golden's text to another form, with a list of losses. Pure.
 
-Works on the JSON as it stands, so that a number stays the number that it is and keys that nobody
-knows stay. What the new text cannot say is told, never dropped in silence.
+Works on the JSON as it stands: numbers keep their digits and unknown keys stay. Content that the
+new text cannot hold is listed, never dropped silently.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _BLOCK_KEYS = ("end_step", "non_finite", "start_step", "step_interval", "value_p
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertOptions:
-    """What is to become of a golden.
+    """Options of a conversion.
 
     Attributes:
-        form: How it is laid out.
-        is_plain: Whether to leave out all that Megatron-LM does not write.
-        is_rounded: Whether to round to five decimals, which Megatron-LM compares exactly.
-        drops_text: Whether to leave out steps that have a text for a value.
+        form: The layout.
+        is_plain: Leave out everything that Megatron-LM does not write.
+        is_rounded: Round to five decimals, which Megatron-LM compares exactly.
+        drops_text: Leave out steps that have a text for a value.
     """
 
     form: Form
@@ -54,11 +54,11 @@ class ConvertOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Converted:
-    """A new text.
+    """A converted text.
 
     Attributes:
-        losses: What the old text says and the new one does not.
-        notes: What was unusual about the old one and how it was read.
+        losses: Content of the old text that the new one lacks.
+        notes: Unusual things about the old text and how they were read.
     """
 
     text: str
@@ -207,12 +207,12 @@ def _provenance(value: JsonValue, *, is_block: bool) -> JsonValue:
 
 
 def _require_same(old: GoldenDocument, new: GoldenDocument) -> None:
-    """Make sure that nothing got lost that nobody told of."""
+    """Assert that nothing was lost without being listed."""
     assert _comparable(old) == _comparable(new)
 
 
 def _comparable(document: GoldenDocument) -> str:
-    """Return all that a document says, nan equal to nan."""
+    """Return the content of a document as text, so that nan equals nan."""
     parts: list[tuple[str, tuple[int, ...], tuple[Value, ...], bool]] = [
         (name, s.steps, s.values, s.is_full_precision)
         for name, s in sorted(document.metrics.items())

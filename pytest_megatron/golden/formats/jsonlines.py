@@ -1,4 +1,4 @@
-"""Reads metrics from a JSON-lines file, one object a step (effects: files).
+"""Reader of metrics from a JSON-lines file, one object a step (effects: files).
 
     {"step": 1, "lm loss": 4.8753, "grad-norm": 0.61}
 

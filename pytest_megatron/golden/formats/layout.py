@@ -1,7 +1,7 @@
-"""How the text of a golden is laid out: which of its JSON stands on which line. Pure.
+"""Layout of a golden's text: the lines that its JSON is broken into. Pure.
 
-The form is no part of what a golden says: a reader sees the same JSON whatever the form, except
-that `list` leaves out the steps where start and interval give them.
+A reader sees the same JSON in every form, except that `list` leaves out the steps where start and
+interval give them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PROVENANCE_DEPTH = 3
 
 
 class Form(Enum):
-    """How much stands on a line."""
+    """Layouts, by the content of a line."""
 
     COMPACT = "compact"
     STEPS = "steps"
@@ -48,7 +48,7 @@ def lay_out(document: Mapping[str, JsonValue], form: Form) -> str:
 
 
 def is_block(value: JsonValue) -> bool:
-    """Whether a top-level value is a metric's block."""
+    """Return True if a top-level value is a metric's block."""
     return isinstance(value, dict) and "values" in value
 
 

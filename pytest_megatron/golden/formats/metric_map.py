@@ -131,13 +131,13 @@ _VALUE_TYPES = {float, str}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoldenDocument:
-    """What a metric-map file holds.
+    """The content of a metric-map file.
 
     Attributes:
-        generation: What an inference program generated, where the file is of that kind; it has
+        generation: The output of an inference program, where the file is of that kind; it has
             no metric then.
         provenance: The value of `_provenance` as it stands there, or None.
-        notes: What was unusual and how it was read.
+        notes: Unusual things and how they were read.
     """
 
     metrics: MetricMap
@@ -166,7 +166,7 @@ def document_of(
     Args:
         value: As `load_object` returns it.
         where: The file, for messages.
-        notes: What is to be said of the file already.
+        notes: Earlier notes on the file.
 
     Raises:
         GoldenError: As from `parse_document`.
@@ -240,7 +240,7 @@ def to_float32(value: float) -> float:
 
 
 def _explain(value: Mapping[str, JsonValue]) -> str:
-    """Say what a file without any metric block is."""
+    """Return the error for a file without any metric block."""
     if is_baseline(value):
         return "performance baseline, not a golden; it has no curve to compare"
     some = ", ".join(repr(key) for key in sorted(value)[:3])
@@ -248,7 +248,7 @@ def _explain(value: Mapping[str, JsonValue]) -> str:
 
 
 def is_baseline(value: Mapping[str, JsonValue]) -> bool:
-    """Whether a JSON object holds the numbers of a performance test: by case, or by platform too.
+    """Return True for the numbers of a performance test: by case, or by platform too.
 
     Source: Megatron-LM's `baseline_values.json` of its performance tests, d98e8a64dd.
     """
@@ -291,7 +291,7 @@ def _parse_block(block: Mapping[str, JsonValue], name: str, where: str, notes: l
 
 
 def _parse_map(raw: Mapping[str, JsonValue], name: str, where: str) -> dict[int, Value]:
-    """Return step to value; what is as it should be is not looked at one by one: it is much."""
+    """Return step to value; valid values are not checked one by one, since they are many."""
     values: dict[int, Value]
     if set(map(type, raw.values())) <= _VALUE_TYPES and all(map(_IS_STEP, raw)):
         values = dict(zip(map(int, raw), raw.values(), strict=True))  # type: ignore[arg-type] # types are those

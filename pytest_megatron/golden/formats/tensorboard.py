@@ -1,4 +1,4 @@
-"""Reads scalars from TensorBoard event files with the standard library alone (effects: files).
+"""Reader of scalars in TensorBoard event files, by the standard library (effects: files).
 
 An event file is a row of TFRecords (length, masked crc32c of the length, payload, masked crc32c
 of the payload), each payload one serialised `Event`. A training writes the same tag again and
@@ -42,12 +42,12 @@ _SIGN_BIT = 1 << 63
 
 
 class WireError(Exception):
-    """The bytes are not a serialised event; the text says what is wrong."""
+    """The bytes are not a serialised event; the text describes the problem."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodedEvent:
-    """What one event says.
+    """The content of one event.
 
     Attributes:
         step: The training iteration.
@@ -186,7 +186,7 @@ def _decode_tensor(data: bytes) -> float | None:
 
 
 def _is_one_number(shape: bytes) -> bool:
-    """Whether a `TensorShapeProto` has no dimension, or only dimensions of size 1."""
+    """Return True if a `TensorShapeProto` has no dimension, or only dimensions of size 1."""
     sizes = [
         next((f.integer for f in _fields(dim.content) if f.number == _DIM_SIZE), 0)
         for dim in _fields(shape)
@@ -196,7 +196,7 @@ def _is_one_number(shape: bytes) -> bool:
 
 
 def _ends_with_value(payload: bytes, after_step: int) -> bool:
-    """Whether the summary, with its one value, is all that follows the step."""
+    """Return True if only the summary, with its one value, follows the step."""
     fields = list(_fields(payload[after_step:]))
     return len(fields) == 1 and len(list(_fields(fields[0].content))) == 1
 

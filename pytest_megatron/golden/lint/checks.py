@@ -1,4 +1,4 @@
-"""What is wrong inside one golden file, alone and beside its test case. Pure.
+"""Checks of one golden file, alone and beside its test case. Pure.
 
 Which rows read the file and where it lies is `lint.py`'s.
 """
@@ -41,8 +41,8 @@ class GoldenFile:
     Attributes:
         value: Its JSON object.
         text: The text of that, for the lines of findings.
-        is_ours: Whether it lies in `golden_values/`.
-        is_read: Whether a row of the recipes reads it; what nobody reads is no error.
+        is_ours: True if it lies in `golden_values/`.
+        is_read: True if a row of the recipes reads it; problems of an unread file are no errors.
     """
 
     path: Path
@@ -100,7 +100,7 @@ class FindingGroup:
 
 
 def check_content(sheet: GoldenFile) -> Iterator[Finding]:
-    """Yield what is wrong in the file itself."""
+    """Yield the problems of the file itself."""
     yield from _check_provenance(sheet)
     generation = sheet.document.generation
     if generation is not None and (problem := find_not_finite(generation)):
@@ -225,14 +225,14 @@ def _check_precision(together: FindingGroup, name: str, series: Series) -> None:
 
 @dataclass(slots=True)
 class Commits:
-    """What a repository knows of commits; nothing where there is no git or not all history."""
+    """Look-ups of commits in a repository; empty without git or without the whole history."""
 
     root: Path
     _known: dict[str, bool] = field(default_factory=dict)
     _is_complete: bool | None = None
 
     def lacks(self, commit: str) -> bool:
-        """Whether the repository has all its history and no such commit in it."""
+        """Return True if the repository has all its history, and no such commit."""
         if self._is_complete is None:
             shallow = ask_git(self.root, "rev-parse", "--is-shallow-repository")
             self._is_complete = shallow == "false"
@@ -256,7 +256,7 @@ class Commits:
 def check_origin(
     sheet: GoldenFile, case: CaseDocument | None, rows: Sequence[Workload], commits: Commits
 ) -> Iterator[Finding]:
-    """Yield why a golden may be of another case, row or history than the project's.
+    """Yield signs that a golden is of another case, row or history than the project's.
 
     Args:
         sheet: The golden.

@@ -42,11 +42,10 @@ from pytest_megatron.recipe.vocabulary import Vocabulary
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Project:
-    """What a project has beside its goldens.
+    """The parts of a project that its goldens are checked against.
 
     Attributes:
-        recipes: Recipes and directories of recipes; without any, nothing is said of what reads
-            a golden.
+        recipes: Recipes and directories of recipes; without any, unread goldens are not reported.
         other_names: Of platforms, in the names of goldens.
     """
 
@@ -58,7 +57,7 @@ class Project:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What was found.
+    """The result of a lint run.
 
     Attributes:
         num_goldens: Files that were looked at; `num_read` of them are read by a row.
@@ -95,9 +94,9 @@ def _goldens_below(directory: Path) -> set[Path]:
 
 
 def lint_goldens(paths: Sequence[Path], project: Project) -> Report:
-    """Return everything that is wrong with the goldens among and below `paths`.
+    """Return the findings for the goldens among and below `paths`.
 
-    Without `paths`, the whole project is looked at, and the goldens that are missing are told too.
+    Without `paths` the whole project is checked, and missing goldens are reported too.
 
     Raises:
         GoldenError: A path does not exist.
@@ -121,7 +120,7 @@ def lint_goldens(paths: Sequence[Path], project: Project) -> Report:
 
 
 class _Linter:
-    """Looks at one file after the other and remembers what is compared between them.
+    """Check of one file after the other, with the state for comparing them.
 
     Attributes:
         findings: What was found so far.

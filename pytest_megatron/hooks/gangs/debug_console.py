@@ -1,6 +1,6 @@
-"""The controller's end of a rank's debugger: who may stop, and the user's terminal.
+"""The controller's side of debuggers of ranks: permissions, and the user's terminal.
 
-One rank at a time, over all gangs; others wait for it, or go on without.
+One rank at a time may stop, over all gangs; others wait for it, or continue without.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pytest_megatron.gang.timers import GangState
 
 @dataclass(frozen=True, slots=True)
 class _DebuggerRequest:
-    """A rank that would stop, or did."""
+    """A rank that requests the debugger, or is in it."""
 
     gang: Gang
     rank: int
@@ -40,20 +40,20 @@ class _DebuggerRequest:
 
     @property
     def is_gone(self) -> bool:
-        """Whether it can no longer be spoken with."""
+        """True if it can no longer be debugged."""
         state = self.gang.lifecycle.state
         return self.channel.is_closed or state not in (GangState.RUNNING, GangState.CLOSING)
 
 
 @dataclass(slots=True)
 class Console:
-    """Lends the terminal to debuggers of ranks.
+    """Gives debuggers of ranks access to the terminal.
 
     Attributes:
         config: Of the controller.
-        pdb_rank: The only rank that may stop; None lets the first that fails, and rank 0 at
+        pdb_rank: The only rank that may stop; None allows the first that fails, and rank 0 at
             breakpoints.
-        is_refusing: Whether nobody may stop: nobody is there to talk to, or the session ends.
+        is_refusing: Whether no rank may stop: there is no terminal, or the session ends.
     """
 
     config: pytest.Config
@@ -65,7 +65,7 @@ class Console:
     _prompt: str = ""  # the line that has not ended yet
 
     def handle(self, gang: Gang, rank: int, channel: Channel, message: Message) -> None:
-        """Take in what a rank's debugger said."""
+        """Handle a message of a rank's debugger."""
         match message:
             case DebuggerWanted(reason=reason):
                 request = _DebuggerRequest(gang, rank, channel, reason)
@@ -85,7 +85,7 @@ class Console:
                 pass
 
     def settle(self) -> None:
-        """Take the terminal back from a rank that is gone, and lend it to the next."""
+        """Release the terminal of a rank that is gone, and give it to the next."""
         if self._active is not None and self._active.is_gone:
             self._leave()
         while self._active is None and self._waiting:
@@ -122,7 +122,7 @@ class Console:
             self._show(f"{self._prompt}\n")
             self._prompt = ""
         capture = self.config.pluginmanager.get_plugin("capturemanager")
-        if capture is not None:  # between tests it captures what is read, not what is written
+        if capture is not None:  # between tests it captures stdin, not stdout
             capture.resume_global_capture()
             capture.suspend_global_capture()
 

@@ -1,4 +1,4 @@
-"""Copies what chosen ranks print to the terminal while they run, each line with its rank."""
+"""Copy of the output of chosen ranks to the terminal, each line with its rank."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _EVERY_S = 0.05
 
 
 class Tee:
-    """Follows the logs of the tee'd ranks of every gang on this node.
+    """Follows the logs of chosen ranks of every gang on this node.
 
     Attributes:
-        is_on: Whether anything is copied: with `-s`, or where `--tee-ranks` was typed.
+        is_on: Whether output is copied: with `-s`, or with `--tee-ranks`.
     """
 
     def __init__(self, config: pytest.Config, options: Options, *, is_worker: bool) -> None:
@@ -31,11 +31,11 @@ class Tee:
         self._next_at = 0.0
 
     def wait_s(self, most_s: float) -> float:
-        """Return for how long the controller may sleep."""
+        """Return the time that the controller may sleep."""
         return min(most_s, _EVERY_S) if self.is_on else most_s
 
     def follow(self, gang: Gang) -> None:
-        """Begin with a new gang."""
+        """Follow a new gang."""
         chosen = self._options.tee_ranks
         if self.is_on:
             self._tails[gang.number] = [
@@ -46,18 +46,18 @@ class Tee:
             ]
 
     def poll(self) -> None:
-        """Copy what is new, if it is time to."""
+        """Copy new output, if it is time to."""
         if self._tails and time.monotonic() >= self._next_at:
             for tails in self._tails.values():
                 self._copy(tails, is_ended=False)
             self._next_at = time.monotonic() + _EVERY_S
 
     def catch_up(self, gang: Gang) -> None:
-        """Copy all that a gang has printed: its test has ended, and its result comes next."""
+        """Copy all output of a gang, before the result of its test."""
         self._copy(self._tails.get(gang.number, []), is_ended=True)
 
     def forget(self, gang: Gang) -> None:
-        """Copy the last words of a gang that is gone."""
+        """Copy the rest of the output of a gang that is gone."""
         self.catch_up(gang)
         self._tails.pop(gang.number, None)
 

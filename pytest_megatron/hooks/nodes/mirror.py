@@ -1,8 +1,7 @@
-"""What pytest is told of tests, as plain data that another process can tell its own pytest."""
+"""Calls of pytest's hooks about tests as plain data, to be repeated in another process."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import cast
 
@@ -14,7 +13,7 @@ from pytest_megatron.base.text import cut_middle
 from pytest_megatron.gang.ipc.messages import Mirrored
 from pytest_megatron.hooks.gangs.reports import record_warning, restore_report
 
-_MOST_CHARS = 1 << 24  # of one text in a report, which has the text of a failure several times
+_MOST_CHARS = 1 << 24  # of one text in a report, which repeats the text of a failure
 _LOGS = ("pytest_runtest_logstart", "pytest_runtest_logfinish")
 
 
@@ -23,26 +22,14 @@ def mirror_log(hook: str, nodeid: str, location: tuple[str, int | None, str]) ->
     return Mirrored(hook=hook, data={"nodeid": nodeid, "location": list(location)})
 
 
-def mirror_report(config: pytest.Config, report: pytest.TestReport) -> Mirrored:
-    """Return a report, for `replay`."""
+def serialise(config: pytest.Config, report: pytest.TestReport) -> dict[str, JsonValue]:
+    """Return a report as data for JSON."""
     found = config.hook.pytest_report_to_serializable(config=config, report=report)
-    data = cast("dict[str, JsonValue]", plain(found))
-    return Mirrored(hook="pytest_runtest_logreport", data=data)
-
-
-def mirror_warning(
-    message: warnings.WarningMessage,
-    when: str,
-    nodeid: str,
-    location: tuple[str, int, str] | None,
-) -> Mirrored:
-    """Return a warning, for `replay`."""
-    data = describe_warning(message, when, nodeid, location)
-    return Mirrored(hook="pytest_warning_recorded", data=data)
+    return cast("dict[str, JsonValue]", _plain(found))
 
 
 def replay(config: pytest.Config, mirrored: Mirrored) -> None:
-    """Tell this process's pytest what another one was told."""
+    """Repeat a call of a hook in this process."""
     data = dict(mirrored.data)
     if mirrored.hook in _LOGS:
         location = tuple(cast("list[JsonValue]", data["location"]))
@@ -71,12 +58,12 @@ def describe_warning(
     }
 
 
-def plain(value: object) -> object:
-    """Return the value with what JSON does not know as text, and without most of a huge text."""
+def _plain(value: object) -> object:
+    """Return a value for JSON: other objects as text, and huge texts cut."""
     if isinstance(value, Mapping):
-        return {str(k): plain(v) for k, v in value.items()}
+        return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(v) for v in value]
+        return [_plain(v) for v in value]
     if value is None or isinstance(value, (bool, int, float)):
         return value
     return cut_middle(value if isinstance(value, str) else str(value), _MOST_CHARS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 from dataclasses import replace
@@ -17,10 +16,10 @@ from pytest_megatron.hooks.options import MIN_REFRESH_REPEATS, Options
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.recipe.case import Evaluation
 from pytest_megatron.recipe.model import Workload
-from pytest_megatron.verdict.attempt import Attempt
+from pytest_megatron.refresh.read import digest_of
+from pytest_megatron.verdict.attempt import Attempt, Verdict
 from pytest_megatron.verdict.compare import check_golden_kind
 from pytest_megatron.verdict.job import CheckedJob, JobOptions, Training, WorkloadJob, make_job
-from pytest_megatron.verdict.verdict import Verdict
 from pytest_megatron.workload.plan.plan import Replay
 from pytest_megatron.workload.run.runner import AttemptListener
 
@@ -109,7 +108,7 @@ def keep_golden(session: RunSession, job: WorkloadJob) -> str | None:
     try:
         if path.is_file() and not (session.options.is_attached and job.dirs.golden.is_file()):
             shutil.copyfile(path, job.dirs.golden)
-        return _digest(job.dirs.golden) if job.dirs.golden.is_file() else None
+        return digest_of(job.dirs.golden) if job.dirs.golden.is_file() else None
     except OSError as error:
         raise LaunchError(
             str(job.dirs.golden),
@@ -131,17 +130,13 @@ def read_kept_golden(session: RunSession, job: WorkloadJob, digest: str | None) 
     if digest is None or session.options.golden == "refresh":
         return None
     copy = job.dirs.golden
-    if not copy.is_file() or _digest(copy) != digest:
+    if not copy.is_file() or digest_of(copy) != digest:
         raise GoldenError(
             str(copy),
             "changed while the training ran, so what was measured is not judged; leave the run "
             "directory alone, and run it again",
         )
     return replace(read_golden(copy), path=str(golden_path_of(job)))
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def show_findings(
@@ -164,7 +159,7 @@ def show_findings(
 
 
 class ItemRetries:
-    """What a run says to further attempts of one item, and tells the user of them."""
+    """Grants further attempts of one item from the run's budget, and prints them."""
 
     def __init__(self, session: RunSession, node_id: str, live: AttemptListener) -> None:
         self._session = session
@@ -184,7 +179,7 @@ class ItemRetries:
         self._live.on_lines([self._session.shorten(text)])
 
     def note_end(self, training: Training) -> None:
-        """Count the item, and say so if the machine or the network is the matter of the run."""
+        """Count the item, and print a line if machine or network fail the whole run."""
         is_broken = training.verdict is Verdict.BROKEN
         broken_by = _signature_of(training.attempts[-1]) if is_broken else None
         if text := self._session.retry_budget.note_end(self._node_id, broken_by):

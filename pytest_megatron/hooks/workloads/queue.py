@@ -89,11 +89,11 @@ class QueueTerminal:
             self.write([text])
 
     def note_progress(self, name: str, phase: int, progress: Progress) -> None:
-        """Have the line say how far a workload is, until another one comes further."""
+        """Show the progress of a workload in the line, until another one is further."""
         self._progress = (name, progress_text(name, phase, progress))
 
     def note_end(self, name: str) -> None:
-        """Have the line say no more how far a workload is."""
+        """Remove the progress of a workload from the line."""
         if self._progress[0] == name:
             self._progress = ("", "")
 
@@ -141,7 +141,7 @@ class QueueTerminal:
 
 
 class QueueListener:
-    """Prints what is said of one workload under its name, and has the line say how far it is.
+    """Prints lines of one workload under its name, and shows its progress in the line.
 
     The iteration lines of a training become part of that line; `-v` copies them as well.
     """
@@ -197,7 +197,7 @@ class QueuePlugin:
         self._session.open_run_dir()
         run_file_of(self._config, self._session).write()  # who takes over reads there what to do
         verb = "taking up" if self._session.options.is_attached else "submitting"
-        # A cluster that does not answer takes minutes to say so.
+        # A cluster that does not answer fails only after minutes.
         self._terminal.write(
             [f"{self._session.options.executor}: {verb} {counted(len(mine), 'workload')}"]
         )
@@ -222,7 +222,7 @@ class QueuePlugin:
         return True
 
     def pytest_unconfigure(self) -> None:
-        """Let others follow the jobs of this run, once `run.json` says that it has ended."""
+        """Let others follow the jobs of this run, once `run.json` records its end."""
         if self._has_begun:
             self._session.engine.close()
 
@@ -304,7 +304,7 @@ class QueuePlugin:
             )
 
     def _begin(self, item: WorkloadItem) -> Sequence[Repeat]:
-        """Plan a workload; what it says goes to the terminal under its name."""
+        """Plan a workload; its lines go to the terminal under its name."""
         checked = plugin_of(self._config).prepare(item)
         live = self._terminal.listener(item.name)
         checked = show_findings(self._session, checked, live)
@@ -345,5 +345,5 @@ def register_queue(config: pytest.Config, session: RunSession) -> None:
 
 
 def _is_skipped(item: WorkloadItem) -> bool:
-    """Whether marks skip an item; pytest then never comes to its setup."""
+    """Return true if marks skip an item: pytest then never runs its setup."""
     return evaluate_skip_marks(item) is not None

@@ -32,22 +32,17 @@ class RecipeFile(pytest.File):
         Raises:
             CollectError: The file is no sound recipe; the others are still collected.
         """
-        from pytest_megatron.hooks.workloads.item import WorkloadItem, plugin_of  # noqa: PLC0415 - heavy
-        from pytest_megatron.recipe.load import load_recipe  # noqa: PLC0415
+        from pytest_megatron.hooks.workloads import item as items  # noqa: PLC0415 - heavy
 
         try:
-            workloads = load_recipe(
-                self._shown_path(), vocabulary=plugin_of(self.config).vocabulary
-            )
-            for workload in workloads:
-                _check_signatures(workload, self.config)
+            workloads = items.load_workloads(self.config, self._shown_path())
         except MegatronError as error:
             raise self.CollectError(str(error)) from None
         marks = _Marks(self.config)
         for workload in workloads:
             name = workload.item_name
             # As text, pytest takes the brackets for parameters, as --lf does when it reads them.
-            item = WorkloadItem.from_parent(
+            item = items.WorkloadItem.from_parent(
                 self, name=name, nodeid=f"{self.nodeid}::{name}", workload=workload
             )
             item.own_markers.extend(marks.of(workload))
@@ -80,7 +75,7 @@ def collect_recipe(file_path: Path, parent: pytest.Collector) -> RecipeFile | No
 
 
 def are_recipes_asked_for(config: pytest.Config) -> bool:
-    """Whether an argument names a recipe or a folder of recipes.
+    """Return true if an argument names a recipe or a folder of recipes.
 
     A plain `pytest` must not start trainings because a folder happens to hold recipes.
     """
@@ -92,19 +87,6 @@ def are_recipes_asked_for(config: pytest.Config) -> bool:
         if path.suffix in _SUFFIXES or is_folder or RECIPES_DIR in parts:
             return True
     return False
-
-
-def _check_signatures(workload: Workload, config: pytest.Config) -> None:
-    """Make sure that the signatures exist that a row names.
-
-    Raises:
-        RecipeError: One does not, or cannot be what the row says.
-    """
-    if workload.transient or workload.never_transient:
-        from pytest_megatron.hooks.workloads.item import plugin_of  # noqa: PLC0415 - not for all
-        from pytest_megatron.verdict.retry import policy_of  # noqa: PLC0415
-
-        policy_of(workload, max_attempts=None, backoff_s=0.0, table=plugin_of(config).table)
 
 
 def _parts_below(path: Path, root: Path) -> tuple[str, ...]:
@@ -153,6 +135,6 @@ class _Marks:
         return self._made[kind, name]
 
     def _declare(self, line: str) -> None:
-        """Tell pytest of a mark, so that `--strict-markers` lets it pass."""
+        """Declare a mark, so that `--strict-markers` accepts it."""
         if line not in self._config.getini("markers"):
             self._config.addinivalue_line("markers", line)

@@ -1,4 +1,4 @@
-"""The role that keeps the workloads that the options select, and says what is wrong with them."""
+"""The role that keeps the workloads that the options select, and reports wrong options."""
 
 from __future__ import annotations
 
@@ -39,9 +39,8 @@ class SelectionPlugin:
         except MegatronError as error:
             if not self._session.is_worker:
                 raise pytest.UsageError(str(error)) from None
-            # pytest-xdist would take an exception for a crash; the controller says it instead.
-            workeroutput: dict[str, str] = config.workeroutput  # type: ignore[attr-defined]
-            workeroutput[_USAGE_ERROR_KEY] = str(error)
+            # pytest-xdist would take an exception for a crash; the controller reports it instead.
+            vars(config)["workeroutput"][_USAGE_ERROR_KEY] = str(error)
             items.clear()
             return
         dropped = [item for item in workloads if id(item.workload) not in chosen]
@@ -68,12 +67,12 @@ class SelectionPlugin:
             session.exitstatus = pytest.ExitCode.OK
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Say what a worker could not say."""
+        """Report the error of a worker."""
         if self._usage_error is not None:
             terminalreporter.write_line(f"ERROR: {self._usage_error}", red=True)
 
     def _is_about_python_tests(self) -> bool:
-        """Whether all that is selected by has a meaning for python tests as well."""
+        """Return true if every option of the selection applies to python tests as well."""
         used = {name for name, words in self._session.options.selection.items() if words}
         return used <= {"environment", "platform", "tag"}
 
@@ -93,7 +92,7 @@ class SelectionPlugin:
 
     def _skip_what_does_not_fit(self, items: list[WorkloadItem]) -> None:
         if self._session.options.executor != LOCAL:
-            return  # the engine says so itself, of a machine that is not this one
+            return  # the engine checks the machine that is not this one
         host = self._session.facts.host
         for item in items:
             lacking = host.lacks(item.workload.platform, item.workload.nodes * item.workload.gpus)

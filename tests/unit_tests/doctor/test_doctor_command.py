@@ -22,6 +22,14 @@ from pytest_megatron.doctor.facts import Clock, Disk, EnvironmentFacts, MachineF
 from pytest_megatron.doctor.report import FORMATS
 from pytest_megatron.errors import EmptySelectionError, HostError, RecipeError
 
+UNITS = """\
+type: basic
+format_version: 1
+spec: {model: unit-tests, gpus: 2, platforms: cpu}
+products:
+  - test_case: [tests/unit_tests/**/*.py]
+    products: [{environment: [dev], scope: [unit-tests], tag: [latest]}]
+"""
 RECIPE = """\
 type: basic
 format_version: 1
@@ -92,6 +100,17 @@ def test_unusable_input_is_one_line(tmp_path: Path, staged: Staged) -> None:
         examine(staged.places)
     result = CliRunner().invoke(command, ["--platform", "cpu"])
     assert (result.exit_code, "give --for RECIPE too" in result.output) == (2, True)
+
+
+def test_rows_of_unit_tests_are_no_trainings(staged: Staged) -> None:
+    (staged.project / "recipes").mkdir()
+    recipe = staged.project / "recipes/units.yaml"
+    recipe.write_text(UNITS)
+    with pytest.raises(EmptySelectionError, match="no row is left"):
+        read_needs(recipe, staged.project)
+    (staged.project / "recipes/gpt.yaml").write_text(RECIPE)
+    rows = read_needs(recipe.parent, staged.project).rows
+    assert {row.model for row in rows} == {"gpt"}
 
 
 def test_rows_of_a_recipe_are_compared_with_what_is_here(staged: Staged) -> None:

@@ -280,7 +280,7 @@ def test_nodes_with_different_keys_do_not_meet(tmp_path: Path) -> None:
     cluster = cluster_of(tmp_path, HANGING)
     controller = cluster.start(0)
     cluster.start(1, PYTEST_MEGATRON_KEY="another")
-    wait_until(lambda: "called with another key" in cluster.output(0), "node 0 says so")
+    wait_until(lambda: "a node with another key was refused" in cluster.output(0), "node 0 says so")
     assert cluster.sessions[1].wait(DEADLINE_S) == 3
     advice = "set PYTEST_MEGATRON_KEY to the same text on every node"
     assert f"has another key than this node; {advice}" in cluster.output(1)

@@ -59,12 +59,6 @@ def phase_of(frames: Sequence[str]) -> str | None:
     return None
 
 
-def iteration_of(story: RankLog, root: Root) -> tuple[int, int] | None:
-    """Return the iteration that a failure was in or after, `(N, M)`."""
-    found = (parse_iteration(place.text) for place in root.places)
-    return next((pair for pair in found if pair is not None), story.iteration)
-
-
 def facts_of(root: Root) -> Mapping[str, str]:
     """Return the sizes of memory, the port or the path in a failure's message."""
     text = root.message or "\n".join(place.text for place in root.places)
@@ -194,7 +188,8 @@ def diagnose(story: RankLog, root: Root) -> Diagnosis:
     Reads the logs up to the lines that are shown, to count them.
     """
     phase = phase_of(root.frames)
-    iteration = iteration_of(story, root)
+    printed = (parse_iteration(place.text) for place in root.places)
+    iteration = next(filter(None, printed), story.iteration)  # that it failed in, or after
     evidence = _evidence(story, root)
     exits = {rank: one.how for rank, one in story.ranks.items() if one.how}
     facts, row = facts_of(root), root.signature

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -169,15 +169,8 @@ def _is_of_program(fatal: Fatal | None) -> bool:
 
 def _successes(logs: Sequence[LogFile]) -> dict[LogFile, LogLine]:
     """Return the last line of each log that shows a good end."""
-    found: dict[LogFile, LogLine] = {}
-    for log in logs:
-        data, start = _tail(log)
-        for raw in data.split(b"\n"):
-            text = parse_line(raw.decode(errors="replace")).text
-            if says_success(text):
-                found[log] = LogLine(log=log, offset=start, text=text)
-            start += len(raw) + 1
-    return found
+    lines = (line for log in logs for line in _tail_lines(log))
+    return {line.log: line for line in lines if says_success(line.text)}
 
 
 def _forget_what_was_overcome(book: _LogCollector, successes: Mapping[LogFile, LogLine]) -> None:
@@ -371,24 +364,23 @@ def _last_words(logs: Sequence[LogFile]) -> tuple[LogLine, ...]:
     """Return the last lines that are no noise, of stderr if it has any."""
     order = (Stream.STDERR, Stream.LAUNCHER, Stream.BOTH, Stream.STDOUT)
     for log in sorted(logs, key=lambda log: order.index(log.stream)):
-        data, start = _tail(log)
-        places: list[LogLine] = []
-        for raw in data.split(b"\n"):
-            text = parse_line(raw.decode(errors="replace")).text
-            if text.strip() and not is_noise(text):
-                places.append(LogLine(log=log, offset=start, text=text))
-            start += len(raw) + 1
-        if places:
-            return tuple(places[-_LAST_WORDS:])
+        lines = [n for n in _tail_lines(log) if n.text.strip() and not is_noise(n.text)]
+        if lines:
+            return tuple(lines[-_LAST_WORDS:])
     return ()
 
 
 def _furthest(unit: Unit) -> tuple[int, int] | None:
     """Return the furthest iteration at any log's end."""
-    found: Iterable[tuple[int, int] | None] = (
-        last_iteration(_texts(_tail(log)[0])) for log in unit.logs
-    )
-    return max((pair for pair in found if pair is not None), default=None)
+    return last_iteration(text for log in unit.logs for text in _texts(_tail(log)[0]))
+
+
+def _tail_lines(log: LogFile) -> Iterator[LogLine]:
+    data, offset = _tail(log)
+    for raw in data.split(b"\n"):
+        text = parse_line(raw.decode(errors="replace")).text
+        yield LogLine(log=log, offset=offset, text=text)
+        offset += len(raw) + 1
 
 
 def _tail(log: LogFile) -> tuple[bytes, int]:

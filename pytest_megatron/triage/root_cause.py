@@ -207,7 +207,8 @@ def _explained(story: RankLog, root: Root | None) -> Root | None:
     if not fitting:
         return None
     event = fitting[0]
-    ranks = () if root is None or _is_of_job(event) else root.ranks
+    is_of_job = event.signature.family in ("time_limit", "preempt", "node_fail")
+    ranks = () if root is None or is_of_job else root.ranks
     return Root(
         signature=event.signature,
         ranks=ranks if event.rank is None else (event.rank,),
@@ -215,11 +216,6 @@ def _explained(story: RankLog, root: Root | None) -> Root | None:
         places=(event.place, *(() if root is None else root.places[:1])),
         also=(f"its log says {event.place.text.strip()!r}",),
     )
-
-
-def _is_of_job(event: Event) -> bool:
-    """Return true if an event is that of a whole job, and no rank's."""
-    return event.signature.family in ("time_limit", "preempt", "node_fail")
 
 
 def _events(story: RankLog) -> Iterable[Event]:

@@ -61,7 +61,8 @@ def _driver(devices: Devices, torch: Torch) -> Iterator[RuleMatch]:
     if version is None or (offered is not None and offered >= version):
         return  # a compatibility package is newer than the driver
     least = compat().least_driver.get(str(version.major))
-    if least is not None and driver < Version(least) and _is_older(offered, version):
+    is_older = offered is None or offered.major < version.major  # libcuda, as far as it was asked
+    if least is not None and driver < Version(least) and is_older:
         yield RuleMatch(
             "driver-too-old",
             driver=devices.driver,
@@ -77,11 +78,6 @@ def _driver(devices: Devices, torch: Torch) -> Iterator[RuleMatch]:
         yield RuleMatch(
             "driver-older-than-cuda", driver=devices.driver, cuda=torch.cuda, release=release
         )
-
-
-def _is_older(offered: Version | None, wanted: Version) -> bool:
-    """Return true if libcuda offers an older major version, as far as it was asked."""
-    return offered is None or offered.major < wanted.major
 
 
 def _fitting(driver: Version) -> str:

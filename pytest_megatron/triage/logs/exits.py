@@ -139,7 +139,7 @@ def _table_row(around: str, at: int) -> ProcessExit | None:
     time = _TIME.search(block)
     rest = re.split(r"\n(?:\[\d+\]:|-{10,}|={10,})", row["rest"])[0]
     message = _MESSAGE.search(rest)
-    raised = None if message is None else _last_line(message["text"])
+    raised = "" if message is None else message["text"].strip().rpartition("\n")[2].strip()
     shift = max(0, around.find("exitcode", at) - at)
     return ProcessExit(
         rank=int(row["rank"]),
@@ -147,15 +147,10 @@ def _table_row(around: str, at: int) -> ProcessExit | None:
         is_first="Root Cause" in before[-400:],
         time_s=None if time is None else parse_time(time[1]),
         pid=int(row["pid"]),
-        message=raised,
+        message=raised or None,
         shift=len(around[at : at + shift].encode()),
         shown=around[at + shift :].partition("\n")[0],
     )
-
-
-def _last_line(text: str) -> str | None:
-    lines = [line.strip() for line in text.split("\n") if line.strip()]
-    return lines[-1] if lines else None
 
 
 def _ranks(text: str) -> Iterator[int]:

@@ -252,7 +252,8 @@ def _read_fatal(
         return None
     has_failed = end is not None and end.how != "exit code 0"
     was_logged = start > 0 and _LOGGED.search(lines[start - 1].text) is not None
-    is_uncaught = _UNCAUGHT.search(_raw_line(log, at)) is not None
+    raw = read_from(log.path, at, 200).partition(b"\n")[0].decode(errors="replace")
+    is_uncaught = _UNCAUGHT.search(raw) is not None
     said = chain.last.said
     ended = has_failed or not was_logged or lines_after(lines, said) == 0
     is_last = is_uncaught or (is_at_end(lines, said) and ended)
@@ -315,11 +316,6 @@ def _header_at(lines: Sequence[Line], offsets: Sequence[int], at: int) -> int | 
         if 0 <= index < len(lines) and HEADER in lines[index].text:
             return index
     return None
-
-
-def _raw_line(log: LogFile, at: int) -> str:
-    """Return the beginning of a line as it is in the file."""
-    return read_from(log.path, at, 200).partition(b"\n")[0].decode(errors="replace")
 
 
 _MOST_BYTES = 1 << 20

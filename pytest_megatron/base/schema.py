@@ -1,4 +1,4 @@
-"""Checks data from outside against a dataclass, and puts everything that is wrong into words.
+"""Validation of data from outside by dataclasses, with an explanation of every error.
 
 A file's keys are the fields of a frozen dataclass (or of a TypedDict, where it matters which keys
 are there); limits are `annotated_types` and `Checked`. pydantic does the checking and is imported
@@ -46,7 +46,7 @@ Texts: TypeAlias = Annotated[tuple[Text, ...], MinLen(1)]
 
 
 class ExpectedError(ValueError):
-    """A value is not what its key takes; the text is what it takes."""
+    """A key does not take a value; the text names the values that it takes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,7 +130,7 @@ class SchemaProblem:
     Attributes:
         path: From the top of the document.
         kind: pydantic's name of the error, such as `missing`.
-        text: What was found, what was expected, what to do.
+        text: The value found, the expected one, the remedy.
     """
 
     path: YamlPath
@@ -181,7 +181,7 @@ def validate(kind: type[_T], value: JsonValue, at: YamlPath = ()) -> _T:
     """Return a value as `kind`.
 
     Args:
-        kind: What the value must be.
+        kind: The type of the value.
         value: As YAML, TOML or JSON hold it.
         at: Where it is in its document.
 
@@ -250,7 +250,7 @@ def explain(
     """Return pydantic's errors in words, one for each place.
 
     Args:
-        kind: What was expected.
+        kind: The expected type.
         errors: `ValidationError.errors()`.
         at: Where the value is in its document.
     """
@@ -334,7 +334,7 @@ def _node_at(schema: _Schema, path: YamlPath) -> tuple[_Schema, int]:
 
 
 def _resolved(schema: _Schema, node: _Schema) -> _Schema:
-    """Return what a node stands for: a definition, or the one choice beside null."""
+    """Return a node without its reference, or the one choice beside null."""
     if "$ref" in node:
         definitions = cast("Mapping[str, _Schema]", schema["$defs"])
         return _resolved(schema, definitions[str(node["$ref"]).rpartition("/")[2]])
@@ -356,7 +356,7 @@ _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "exclusiveMaximum": "<", "m
 
 
 def _expected(schema: _Schema, node: _Schema, kind: str, found: object) -> str:
-    """Return what a part of a JSON schema takes, and what to do."""
+    """Return the values that a part of a JSON schema takes, and the remedy."""
     if choices := _choices(node):
         parts = (_expected(schema, _resolved(schema, one), kind, None) for one in choices)
         return " or ".join(parts)

@@ -204,7 +204,7 @@ class Builder:
         self.attach(frame.value, None, self.stack[-1].key_line if self.stack else 1)
 
     def on_alias(self, event: yaml.AliasEvent) -> None:
-        """Replace an alias by its target."""
+        """Attach the value of an alias in its place."""
         if event.anchor not in self.anchors:
             raise _wrong(event, f"alias {event.anchor!r} is unknown, expected an anchor above")
         value, written, size = self.anchors[event.anchor]

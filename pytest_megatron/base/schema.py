@@ -8,6 +8,7 @@ only then: it takes a quarter of a second, and tables of the package itself need
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import re
@@ -15,6 +16,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar, Union, cast, get_args, get_origin
 
 from annotated_types import Ge, MinLen
@@ -231,7 +233,7 @@ def refuse_duplicates(document: YamlDocument, error: type[MegatronError]) -> Non
 
 
 def trusted(kind: type[_T], value: object) -> _T:
-    """Return data of this package as `kind`, unchecked: tests check it."""
+    """Return a table of this package, or output of its programs, as `kind`; unchecked."""
     return cast("_T", _built(kind, value))
 
 
@@ -396,18 +398,23 @@ def _point_hint(found: object) -> str:
 
 def _built(kind: object, value: object) -> object:
     """Return plain data as the type that an annotation names."""
+    if value is None:
+        return None
     if isinstance(kind, type) and is_dataclass(kind):
         assert isinstance(value, dict)
-        hints = {key_of(name): (name, hint) for name, hint in _hints(kind).items()}
+        hints = {
+            key: (name, hint) for name, hint in _hints(kind).items() for key in (name, key_of(name))
+        }
         return kind(**dict(_fields_of(hints, value)))
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return kind(value)
+    if isinstance(kind, type) and issubclass(kind, Enum | Path):
+        return kind(cast("str", value))
     arguments = get_args(kind)
     if get_origin(kind) in {Union, types.UnionType}:
         return _built(arguments[0], value)
     if get_origin(kind) is tuple:
         assert isinstance(value, list)
-        return tuple(_built(arguments[0], one) for one in value)
+        kinds = itertools.repeat(arguments[0]) if arguments[-1] is ... else arguments
+        return tuple(map(_built, kinds, value))
     return value
 
 

@@ -1,7 +1,7 @@
 """Whole-file reads with limits, and writes that are never seen half done.
 
-Every file that a user or an artifact names is read through here. Knows nothing of what is in the
-files beyond JSON.
+Every file that a user or an artifact names is read through here. Knows no format but
+JSON.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def read_json(path: Path, *, is_lenient: bool = False) -> JsonValue:
 
 
 def parse_json(text: str | bytes, *, is_lenient: bool = False) -> JsonValue:
-    """Return a JSON value of anybody's; a surrogate without its pair becomes U+FFFD.
+    """Return a JSON value from outside; a surrogate without its pair becomes U+FFFD.
 
     Args:
         text: UTF-8.
@@ -92,7 +92,7 @@ def parse_json(text: str | bytes, *, is_lenient: bool = False) -> JsonValue:
         raise ValueError(f"a number has more than {_MOST_DIGITS} digits")
     try:
         value = cast("JsonValue", _LENIENT.decode(text) if is_lenient else json.loads(text))
-        return value if _SURROGATE.search(text) is None else _encodable(value)
+        return value if _SURROGATE.search(text) is None else encodable(value)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -113,15 +113,17 @@ def _no_number(_: str) -> None:
 _LENIENT = json.JSONDecoder(parse_int=_integer, parse_float=_number, parse_constant=_no_number)
 
 
-def _encodable(value: JsonValue) -> JsonValue:
-    """Return the value with texts that can be written as UTF-8."""
+def encodable(value: JsonValue) -> JsonValue:
+    """Return the value with texts that can be written as UTF-8: U+FFFD for a lone surrogate."""
     match value:
         case str():
+            if value.isascii():
+                return value
             return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         case list():
-            return [_encodable(element) for element in value]
+            return [encodable(element) for element in value]
         case dict():
-            return {str(_encodable(key)): _encodable(item) for key, item in value.items()}
+            return {str(encodable(key)): encodable(item) for key, item in value.items()}
         case _:
             return value
 

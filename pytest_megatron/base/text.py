@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import signal
 import unicodedata
@@ -38,7 +37,7 @@ def name_ranks(ranks: Iterable[int], what: str = "rank") -> str:
 
 
 def printable(text: str) -> str:
-    r"""Return text of anybody's as a terminal may show it: control characters as `\x1b`."""
+    r"""Return text from outside as a terminal may show it: control characters as `\x1b`."""
     return "".join(
         char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text
     )
@@ -49,13 +48,21 @@ def visible(text: str) -> str:
     return re.sub(_HIDDEN, "\ufffd", _ESCAPES.sub("", text))
 
 
-def counted(number: int, what: str) -> str:
-    """Return `1 error`, or `3 errors`."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def counted(number: int, one: str, many: str | None = None) -> str:
+    """Return `1 error`, or `3 errors`; `many` is a plural of another form."""
+    return f"1 {one}" if number == 1 else f"{number} {many or f'{one}s'}"
+
+
+def listed(texts: Sequence[str], most: int) -> str:
+    """Return `a, b and 3 more`."""
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
     """Return `; did you mean 'x'?` for the choice that looks most like `word`, or nothing."""
+    import difflib  # noqa: PLC0415  every session imports this module, few have such an error
+
     close = difflib.get_close_matches(word, sorted(choices), 1)
     return f"; did you mean {close[0]!r}?" if close else ""
 

@@ -1,4 +1,4 @@
-"""Whether a rank collected what the controller did, and what to say where it did not: pure."""
+"""Comparison of the tests that a rank and the controller collected: pure."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-SKIPPED = "skipped "  # how the problem of a collector begins that skipped
+SKIPPED = "skipped "  # prefix of the problem of a collector that skipped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectionDifference:
-    """What a rank collected otherwise.
+    """Difference between the tests of a rank and those of the controller.
 
     Attributes:
-        missing: Node id -> why the rank has no such test, in one line.
-        failures: Node id of a collector -> why it failed, where tests are missing because of it;
+        missing: Node id -> reason why the rank lacks the test, in one line.
+        failures: Node id of a collector -> its error, if tests are missing because of it;
             one that skipped did not fail.
         extra: Node ids that the controller does not have.
     """
@@ -26,19 +26,19 @@ class CollectionDifference:
 
 
 def digest_of(node_ids: Iterable[str]) -> str:
-    """Return a text that is the same for the same node ids, in whatever order."""
+    """Return a digest of node ids that is independent of their order."""
     return hashlib.sha256("\n".join(sorted(node_ids)).encode()).hexdigest()
 
 
 def compare(
     known: Iterable[str], found: Iterable[str], problems: Mapping[str, str]
 ) -> CollectionDifference:
-    """Compare what a rank found with what the controller knows.
+    """Compare the tests of a rank with those of the controller.
 
     Args:
         known: Node ids of the controller, in order.
         found: Node ids of the rank, in order.
-        problems: Node id of a collector of the rank -> why it could not be collected.
+        problems: Node id of a collector of the rank -> reason why it could not be collected.
     """
     known, found = list(known), list(found)
     has, wanted = set(found), set(known)
@@ -52,7 +52,7 @@ def compare(
 
 
 def last_line(problem: str) -> str:
-    """Return the line of a problem that sums it up; a traceback may stand before it."""
+    """Return the last line of a problem, which may follow a traceback."""
     return problem.rstrip().rpartition("\n")[2]
 
 

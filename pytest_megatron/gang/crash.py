@@ -1,4 +1,4 @@
-"""Texts about ranks that could not speak for themselves: stacks, and what NCCL recorded. Pure."""
+"""Texts about ranks that sent no report: stacks, and records of NCCL's flight recorder. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pytest_megatron.base.files import JsonValue, parse_json
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)$')
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen")
 _OURS = re.compile(r"/(?:_pytest|pluggy|pytest_megatron/(?:gang|hooks))/")
-_IDLE_THREAD = r"(?m)^(?:Current thread|Thread)[^\n]*\n  \.\.\.\n*"  # one of ours
+_IDLE_THREAD = r"(?m)^(?:Current thread|Thread)[^\n]*\n  \.\.\.\n*"  # a thread of this package
 _MOST_LISTED = 3
 
 
@@ -22,7 +22,8 @@ def innermost_frame(stack: str) -> str | None:
     Args:
         stack: Text of faulthandler, most recent call first.
     """
-    frames = [m for line in _main_thread(stack) if (m := _FRAME.match(line))]
+    main_thread = re.split(r"(?m)^(?:Current thread|Thread) .*$", stack)[-1]  # the last one
+    frames = [m for line in main_thread.splitlines() if (m := _FRAME.match(line))]
     frames = [m for m in frames if not _OURS.search(m[0])]
     own = [m for m in frames if not any(part in m["file"] for part in _LIBRARIES)]
     chosen = (own or frames)[:1]
@@ -32,7 +33,7 @@ def innermost_frame(stack: str) -> str | None:
 
 
 def shorten_stack(stack: str) -> str:
-    """Return a stack up to where pytest begins: below it is the same for every test."""
+    """Return a stack without the frames of pytest, which are the same for every test."""
     kept: list[str] = []
     is_ours = False
     for line in stack.splitlines():
@@ -45,12 +46,6 @@ def shorten_stack(stack: str) -> str:
         if not is_ours:
             kept.append(line)
     return re.sub(_IDLE_THREAD, "", "\n".join(kept)).strip()
-
-
-def _main_thread(stack: str) -> list[str]:
-    """Return the frames of the last thread: faulthandler puts the main one there."""
-    blocks = re.split(r"(?m)^(?:Current thread|Thread) .*$", stack)
-    return blocks[-1].splitlines() if blocks else []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +61,7 @@ class _PendingCollective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FlightRecord:
-    """What one rank recorded.
+    """Flight record of one rank.
 
     Attributes:
         members: Group -> its ranks, as far as this rank is one of them.
@@ -77,7 +72,7 @@ class _FlightRecord:
 
 
 def describe_flights(flights: Mapping[int, str]) -> str:
-    """Say which collective is the first that not every rank took part in, and what ranks did last.
+    """Name the first collective that not every rank entered, and the last ones of each rank.
 
     Args:
         flights: Rank -> JSON of NCCL's flight recorder.
@@ -96,7 +91,7 @@ def describe_flights(flights: Mapping[int, str]) -> str:
 
 
 def _compare(group: str, records: Mapping[int, _FlightRecord]) -> list[str]:
-    """Name the first collective of a group that some rank of it is not in."""
+    """Name the first collective of a group that some rank of it did not enter."""
     by_rank = {
         rank: {c.number: c for c in record.collectives if c.group == group}
         for rank, record in records.items()

@@ -1,13 +1,15 @@
-"""The state machine of one gang: from messages and the clock to actions; no effects.
+"""The state machine of one gang: from messages and the clock to actions, without effects.
 
-One rule decides everything: a gang is alive or dead as one. The first sign of trouble (a rank that
-failed, skipped or died) starts the grace in which the others may still end; without a sign the time
-limit counts. Who is not done by then is asked for its stack and killed with the others.
+A gang lives and dies as a whole. The first failure (a rank that failed, skipped or died) starts the
+grace period in which the others may still end; without one the time limit applies. Ranks that are
+not done by then are asked for their stacks and killed with the others.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import describe_exit, name_ranks
@@ -27,18 +29,12 @@ from pytest_megatron.gang.ipc.messages import (
     Run,
     Stacks,
 )
-from pytest_megatron.gang.rank_state import (
-    MOST_AHEAD,
-    RankState,
-    RunQueue,
-    kind_of_first_failure,
-    settle,
-)
 from pytest_megatron.gang.spec import (
     Action,
     AskForStacks,
     Finish,
     KillGang,
+    RankResult,
     Reason,
     RunEnd,
     SendClose,
@@ -46,27 +42,170 @@ from pytest_megatron.gang.spec import (
 )
 from pytest_megatron.gang.timers import START_LIMIT_S, GangState, Timers
 
-_EXIT_S = 1.0  # for other ranks to end, where one has asked pytest itself to
-_STACKS_WAIT_S = 3.0  # for a fork server to bring stacks; it gives ranks one second
+MOST_AHEAD = 64  # tests of a gang beside the running one
+_EXIT_S = 1.0  # for other ranks to end, if one has ended the pytest session
+_STACKS_WAIT_S = 3.0  # for a fork server to send stacks; it gives ranks one second
+
+
+@dataclass(slots=True, kw_only=True)
+class RankState:
+    """State of one rank, and of the running test on it.
+
+    Attributes:
+        is_lost: Whether its connection ended for a reason that is not reported yet.
+        death: Its death in a test that was sent ahead and is not the running one yet.
+    """
+
+    rank: int
+    log_dir: str
+    is_ready: bool = False
+    is_lost: bool = False
+    death: Died | None = None
+    exit_code: int | None = None
+    is_closed: bool = False
+    problem: str = ""
+    missing: dict[str, str] = field(default_factory=dict)
+    # Of the current run:
+    done: Done | None = None
+    early: tuple[JsonValue, ...] = ()
+    at: float | None = None
+    failed_phase: str = ""
+    outcome: str = ""
+    ended_phase: str = ""  # the last one that was reported
+    phase: str = ""
+    stack: str = ""
+    flight: str = ""
+
+    def reset(self) -> None:
+        """Clear the state of the test that ended."""
+        self.done = self.at = None
+        self.failed_phase = self.outcome = self.phase = self.ended_phase = ""
+        self.problem = self.stack = self.flight = ""
+        self.early = ()
+
+    def undo(self) -> None:
+        """Undo its end of the test: it was lost before the others ended it."""
+        if self.done is not None:
+            self.early = tuple(
+                report
+                for report in self.done.reports
+                if isinstance(report, dict) and report.get("outcome") != "passed"
+            )
+            self.done = None
+
+    @property
+    def is_settled(self) -> bool:
+        """True if it sends no more messages about this test."""
+        is_ended = self.done is not None or self.exit_code is not None or bool(self.problem)
+        return is_ended and not self.is_lost
+
+    def end(self) -> RankResult:
+        """Return its result of the test."""
+        return RankResult(**{f.name: getattr(self, f.name) for f in fields(RankResult)})
+
+
+def settle(ranks: Sequence[RankState], *, is_isolated: bool) -> tuple[Reason, bool] | None:
+    """Return the reason of a test's end, and whether its gang may run another; None before."""
+    if not all(r.is_settled for r in ranks):
+        return None
+    done = [r.done for r in ranks if r.done is not None]
+    if len(done) < len(ranks):
+        return kind_of_first_failure(ranks), False
+    is_in_step = len({d.num_collectives for d in done}) == 1 or is_isolated
+    if not is_in_step and all(r.outcome == "passed" for r in ranks):
+        return Reason.DESYNCHRONISED, False
+    # A rank that set up groups alone uses other keys of the store than the others; and a send
+    # without a receive would be received in a later test.
+    is_matched = len({d.num_rendezvous for d in done}) == 1 and not sum(
+        d.num_unmatched for d in done
+    )
+    is_dead = any(r.exit_code is not None for r in ranks)
+    is_sound = is_matched and not is_dead and not any(d.poison for d in done)
+    return Reason.DONE, is_in_step and is_sound
+
+
+def kind_of_first_failure(ranks: Sequence[RankState]) -> Reason:
+    """Return the kind of the first failure."""
+    first = min((r for r in ranks if r.at is not None), key=lambda r: (r.at, r.rank))
+    is_death = first.exit_code is not None and not first.failed_phase
+    return Reason.DIED if is_death else Reason.FAILED
+
+
+class RunQueue:
+    """The tests of one gang, in the order in which they run.
+
+    Attributes:
+        current: The running one, or the next of a gang that starts; None without any.
+        limit_s: Of its phases; 0 is no limit. It stays when the test has ended.
+    """
+
+    def __init__(self) -> None:
+        self.current: Run | None = None
+        self.limit_s = 0.0
+        self._ahead: deque[tuple[Run, float]] = deque()
+
+    @property
+    def number(self) -> int:
+        """Number of the running execution, 0 without one."""
+        return 0 if self.current is None else self.current.run
+
+    @property
+    def numbers(self) -> list[int]:
+        """Numbers of all executions."""
+        return [] if self.current is None else [self.number, *(run.run for run, _ in self._ahead)]
+
+    @property
+    def last(self) -> int:
+        """Number of the last execution, 0 without any."""
+        return self._ahead[-1][0].run if self._ahead else self.number
+
+    @property
+    def num_ahead(self) -> int:
+        """Number of tests that were sent ahead and have not begun."""
+        return len(self._ahead)
+
+    @property
+    def has_enough(self) -> bool:
+        """True if enough tests were sent ahead for a while."""
+        return self.num_ahead > MOST_AHEAD // 2
+
+    def begin(self, run: Run, limit_s: float) -> None:
+        """Set the running test."""
+        self.current, self.limit_s = run, limit_s
+
+    def add(self, runs: Sequence[tuple[Run, float]]) -> None:
+        """Append tests, each with the limit of its phases."""
+        for run, limit_s in runs:
+            assert run.after == self.last
+            self._ahead.append((run, limit_s))
+
+    def next(self) -> tuple[Run, float]:
+        """Remove and return the next test with its limit."""
+        return self._ahead.popleft()
+
+    def drop(self) -> None:
+        """Remove all tests."""
+        self.current = None
+        self._ahead.clear()
 
 
 class Lifecycle:
     """One gang, from its first rank to its last.
 
     Attributes:
-        queue: The tests that it has.
-        problems: What went wrong after the last test that ended.
+        queue: Its running test, and those sent ahead.
+        problems: Errors after the last test that ended.
         late: Rank -> report of a teardown that failed after that test was reported.
-        unbegun: Number of the execution that the gang had when one of its ranks was found to be
-            dead since the test before it; it has to run elsewhere. 0 without one.
+        unbegun: Number of an execution that has to run elsewhere, as a rank had already died after
+            the test before it; 0 without one.
     """
 
     def __init__(self, log_dirs: Sequence[str], *, grace_s: float, now: float) -> None:
-        """Begin.
+        """Create the state of a gang that starts.
 
         Args:
-            log_dirs: Of each rank, in order.
-            grace_s: How long others may take after the first sign of trouble.
+            log_dirs: Log directory of each rank, in order.
+            grace_s: Time for the other ranks after the first failure.
             now: Seconds of a monotonic clock.
         """
         self.state = GangState.STARTING
@@ -81,7 +220,7 @@ class Lifecycle:
         self._stop: tuple[Reason, float] | None = None
 
     def assign(self, run: Run, *, limit_s: float, is_isolated: bool, now: float) -> list[Action]:
-        """Take a test; it is sent as soon as every rank is ready.
+        """Assign a test; it is sent as soon as every rank is ready.
 
         Args:
             run: The test.
@@ -102,9 +241,9 @@ class Lifecycle:
         self._stop = None
 
     def send_ahead(self, runs: Sequence[tuple[Run, float]]) -> list[Action]:
-        """Send tests that follow what the gang has; ranks start each if all end well before it.
+        """Send tests ahead; ranks start each if the test before it passes on all of them.
 
-        In any other case it is dropped, here as in the ranks, which know the same.
+        Otherwise it is dropped, here and in the ranks, by the same rule.
 
         Args:
             runs: Each with the limit of its phases in seconds, as in `assign`.
@@ -114,27 +253,27 @@ class Lifecycle:
 
     @property
     def room_ahead(self) -> int:
-        """How many tests may be sent ahead, as the running one may end well."""
+        """Number of tests that may be sent ahead; 0 once the running one has failed."""
         is_well = self.state is GangState.RUNNING and self._timers.first_failure_at is None
         may_go_on = is_well and not self._is_isolated
         return MOST_AHEAD - self.queue.num_ahead if may_go_on else 0
 
     def is_past(self, rank: int) -> bool:
-        """Whether what a rank says now may be of a test that was sent ahead.
+        """Return whether messages of a rank may be about a test that was sent ahead.
 
-        If it is, all ranks have said that they ended the running one.
+        If they are, all ranks have reported the end of the running one.
         """
         return self.queue.num_ahead > 0 and self._ranks[rank].done is not None
 
     def is_awaited(self, rank: int) -> bool:
-        """Whether a rank is the only one that has not ended the running test."""
+        """Return whether only this rank has not ended the running test."""
         busy = [r.rank for r in self._ranks if not r.is_settled]
         return self.state is GangState.RUNNING and busy == [rank]
 
     def lose(self, rank: int) -> None:
-        """Take note that a rank says no more; why it does not is told later.
+        """Record that the connection of a rank ended; the reason is reported later.
 
-        Until then no test ends well: the rank may have died before the others had ended it.
+        Until then no test passes: the rank may have died before the others had ended it.
         """
         self._ranks[rank].is_lost = True
 
@@ -150,7 +289,7 @@ class Lifecycle:
         return [] if self.state is GangState.CLOSING else self.kill()
 
     def kill(self) -> list[Action]:
-        """Kill the gang, whatever it does; a test on it is not reported."""
+        """Kill the gang in any state; its running test is not reported."""
         if self.state in (GangState.KILLING, GangState.GONE):
             return []
         self.state = GangState.KILLING
@@ -159,7 +298,7 @@ class Lifecycle:
 
     @property
     def deadline(self) -> float | None:
-        """When `tick` has something to do at the latest."""
+        """The time at which `tick` has to be called."""
         return self._timers.deadline(self.state, self._limit_s)
 
     @property
@@ -172,7 +311,7 @@ class Lifecycle:
         return run.call_limit_s if "setup" in ended and "" not in ended else self.queue.limit_s
 
     def tick(self, now: float) -> list[Action]:
-        """Look at the clock."""
+        """Return the actions for deadlines that have passed."""
         deadline = self.deadline
         if deadline is None or now < deadline:
             return []
@@ -195,7 +334,7 @@ class Lifecycle:
                 return self._begin_stop(Reason.HUNG, self._limit_s, now)
 
     def handle(self, rank: int, message: Message, now: float) -> list[Action]:
-        """Take in what a rank, or a fork server about a rank, said."""
+        """Handle a message of a rank, or of a fork server about a rank."""
         if self.state is GangState.GONE:
             return []
         match message:
@@ -228,11 +367,9 @@ class Lifecycle:
                 self._note(rank, message.when, message.outcome, now)
             case Done(run=run) if self._is_current(run) and self.state is GangState.RUNNING:
                 rank.done = message
-                if message.stop:  # the others may wait for it as for one that failed
-                    self._record_failure(rank, now)
                 if not rank.outcome:
                     rank.outcome = "passed"
-                if message.stop:
+                if message.stop:  # the others may wait for it, as for a failed rank
                     self._record_failure(rank, now)
                     self._timers.hurry(_EXIT_S)
                 return self._settle(now)
@@ -264,7 +401,7 @@ class Lifecycle:
         return self._send()
 
     def _on_debugger(self, rank: RankState, message: Message, now: float) -> None:
-        """Stop the clocks while a debugger is open; it starts them anew when it is left."""
+        """Stop the timers while a debugger is open, and restart them when it is left."""
         match message:
             case DebuggerWanted() | DebuggerWrote() | DebuggerReads():
                 self._timers.suspend(rank.rank)
@@ -292,7 +429,7 @@ class Lifecycle:
         rank.is_lost = False
         self._timers.forget(rank.rank)
         if self.state is GangState.RUNNING and died.run in self.queue.numbers[1:]:
-            rank.death = died  # it ended the running test, and what the others say of it will come
+            rank.death = died  # it ended the running test, which others still report
             return self._settle(now)
         rank.exit_code, rank.phase = died.exit_code, died.phase
         what = describe_exit(died.exit_code)
@@ -307,12 +444,12 @@ class Lifecycle:
         return self._on_loss(rank, what, now)
 
     def _blame_last(self, rank: RankState, what: str) -> None:
-        """Note a problem of the test that ended last."""
+        """Record a problem of the test that ended last."""
         if not rank.is_closed:
             self.problems.append(f"rank {rank.rank} {what}")
 
     def _on_loss(self, rank: RankState, what: str, now: float) -> list[Action]:
-        """Go on after a rank was lost, be it its process or its connection."""
+        """Handle the loss of a rank's process or connection."""
         if self.state is GangState.IDLE:
             self._blame_last(rank, f"{what} after its test")
         if self.state is GangState.CLOSING:
@@ -345,7 +482,7 @@ class Lifecycle:
         return [SendRuns(runs=(self.queue.current,))]
 
     def _settle(self, now: float) -> list[Action]:
-        """End the test if every rank has."""
+        """End the test if every rank has ended it."""
         if self.state is not GangState.RUNNING:
             return []
         found = settle(self._ranks, is_isolated=self._is_isolated)
@@ -361,7 +498,7 @@ class Lifecycle:
         return self._end(reason, 0.0, now, is_kept=is_kept)
 
     def _go_on(self, now: float) -> list[Action]:
-        """End the test and take up the one that the ranks have started by themselves."""
+        """End the test and switch to the one that the ranks have started in lockstep."""
         actions: list[Action] = [self._finished(Reason.DONE, 0.0, now, is_kept=True)]
         self._begin(*self.queue.next(), now)
         for rank in self._ranks:
@@ -371,7 +508,7 @@ class Lifecycle:
         return actions
 
     def _begin_stop(self, reason: Reason, limit_s: float, now: float) -> list[Action]:
-        """Ask those that are still busy where they are; without any, end at once."""
+        """Request the stacks of busy ranks; without any, end at once."""
         self._stop = (reason, limit_s)
         late = tuple(r.rank for r in self._ranks if not r.is_settled)
         if not late or (reason is Reason.NOT_STARTED and limit_s == 0.0):

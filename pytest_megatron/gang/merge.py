@@ -1,7 +1,7 @@
-"""From what N ranks reported to the one outcome of a test: pure.
+"""Merge the reports of N ranks into the one outcome of a test: pure.
 
 A test passed only if every rank passed it, and was skipped only if every rank skipped it. A rank
-that died, hung or said nothing fails the test. The first failure in time is the headline; ranks
+that died, hung or sent no report fails the test. The first failure in time is the headline; ranks
 that failed or were stopped because of it are named, not reported as failures of their own.
 """
 
@@ -11,36 +11,173 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import Literal, TypeAlias, cast
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import describe_exit, name_ranks
 from pytest_megatron.gang.crash import describe_flights, innermost_frame, shorten_stack
 from pytest_megatron.gang.ipc.messages import Done
-from pytest_megatron.gang.phase_report import (
-    PHASES,
-    JsonObject,
-    Outcome,
-    PhaseReport,
-    is_subtest,
-    phase_of,
-    properties_of,
-    reported,
-    sections_of,
-    skip_reason,
-)
 from pytest_megatron.gang.spec import RankResult, Reason, RunEnd
 
-# What ranks say when another rank died or was stopped under them.
+Outcome: TypeAlias = Literal["passed", "failed", "skipped"]
+JsonObject: TypeAlias = Mapping[str, JsonValue]
+PHASES = ("setup", "call", "teardown")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseReport:
+    """One phase as one rank reported it."""
+
+    rank: int
+    outcome: Outcome
+    start: float
+    stop: float
+    full: JsonObject | None
+
+    @property
+    def is_xfail(self) -> bool:
+        """True if it was expected to fail, regardless of its outcome."""
+        return self.full is not None and "wasxfail" in self.full
+
+    @property
+    def text(self) -> str:
+        """The failure as text, to compare failures and detect consequences."""
+        return "" if self.full is None else longrepr_text(self.full.get("longrepr"))
+
+    @property
+    def place(self) -> tuple[str, str] | None:
+        """The line that raised, `file:line`, and the exception, "" of an assertion, if known."""
+        longrepr = None if self.full is None else self.full.get("longrepr")
+        crash = _mapping(longrepr, "reprcrash")
+        if not crash:
+            return None
+        kind = self.message.partition(":")[0]
+        return f"{crash.get('path')}:{crash.get('lineno')}", "" if " " in kind else kind
+
+    @property
+    def message(self) -> str:
+        """The line with the exception."""
+        return "" if self.full is None else crash_message(self.full.get("longrepr"))
+
+
+def reported(rank: RankResult, when: str) -> PhaseReport | None:
+    """Return a phase of a rank, or None if the rank did not end it.
+
+    A rank that did not end the test has passed the phases before its last.
+    """
+    for report in rank.early if rank.done is None else rank.done.reports:
+        if isinstance(report, list):
+            if report[0] == when:
+                _, start, stop = cast("tuple[str, float, float]", tuple(report))
+                return PhaseReport(
+                    rank=rank.rank, outcome="passed", start=start, stop=stop, full=None
+                )
+        elif isinstance(report, Mapping) and not is_subtest(report) and report["when"] == when:
+            return phase_of(rank.rank, report)
+    if rank.done is None and _last_phase(rank) in PHASES[PHASES.index(when) + 1 :]:
+        return PhaseReport(rank=rank.rank, outcome="passed", start=0.0, stop=0.0, full=None)
+    return None
+
+
+def _last_phase(rank: RankResult) -> str:
+    """Return the first phase that a rank did not pass, or its current one; may be ""."""
+    for report in rank.early:
+        if isinstance(report, Mapping) and not is_subtest(report):
+            return str(report["when"])
+    return rank.phase
+
+
+def phase_of(rank: int, report: JsonObject) -> PhaseReport:
+    """Return a report as pytest serialised it."""
+    return PhaseReport(
+        rank=rank,
+        outcome=cast("Outcome", report["outcome"]),
+        start=cast("float", report.get("start") or 0.0),
+        stop=cast("float", report.get("stop") or 0.0),
+        full=report,
+    )
+
+
+def is_subtest(report: JsonObject) -> bool:
+    """Return whether a report is of a subtest."""
+    return report.get("$report_type", report.get("_report_type")) not in (None, "TestReport")
+
+
+def sections_of(found: Sequence[PhaseReport]) -> tuple[tuple[str, str], ...]:
+    """Return captured output, with the rank in the name where ranks differ."""
+    by_name: dict[str, dict[str, list[int]]] = {}
+    for phase in found:
+        if phase.full is None:
+            continue
+        for pair in cast("list[list[str]]", phase.full.get("sections") or []):
+            by_name.setdefault(pair[0], {}).setdefault(pair[1], []).append(phase.rank)
+    return tuple(
+        (f"{name} of {name_ranks(ranks)}", text)
+        for name, texts in by_name.items()
+        for text, ranks in texts.items()
+    )
+
+
+def properties_of(found: Sequence[PhaseReport]) -> tuple[tuple[str, JsonValue], ...]:
+    """Return the recorded properties, each name and value once, of the lowest rank."""
+    kept: list[tuple[str, JsonValue]] = []
+    for phase in found:
+        if phase.full is None:
+            continue
+        for name, value in cast("list[list[JsonValue]]", phase.full.get("user_properties") or []):
+            if (str(name), value) not in kept:
+                kept.append((str(name), value))
+    return tuple(kept)
+
+
+def skip_reason(phase: PhaseReport) -> str:
+    """Return the reason of a skip."""
+    longrepr = None if phase.full is None else phase.full.get("longrepr")
+    if isinstance(longrepr, list) and longrepr:
+        return str(longrepr[-1]).removeprefix("Skipped: ")
+    return "without a reason"
+
+
+def crash_message(longrepr: JsonValue) -> str:
+    """Return the line with the exception."""
+    if crash := _mapping(longrepr, "reprcrash"):
+        return str(crash.get("message", "")).strip().split("\n")[0]
+    lines = longrepr_text(longrepr).strip().splitlines()
+    return lines[-1].strip() if lines else "failed"
+
+
+def longrepr_text(longrepr: JsonValue) -> str:
+    """Return a serialised traceback as plain text, similar to pytest's output."""
+    if isinstance(longrepr, str):
+        return longrepr
+    if not isinstance(longrepr, Mapping):
+        return "" if longrepr is None else str(longrepr)
+    chain = cast("list[list[JsonValue]]", longrepr.get("chain") or [])
+    trace = chain[-1][0] if chain else longrepr.get("reprtraceback")
+    lines: list[str] = []
+    for entry in _list(trace, "reprentries"):
+        data = _mapping(entry, "data")
+        lines += [str(line) for line in _list(data, "lines")]
+        if place := _mapping(data, "reprfileloc"):
+            lines.append(f"{place.get('path')}:{place.get('lineno')}: {place.get('message')}")
+    return "\n".join(lines) or str(_mapping(longrepr, "reprcrash").get("message", ""))
+
+
+def _mapping(value: object, key: str) -> JsonObject:
+    found = value.get(key) if isinstance(value, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
+
+
+def _list(value: object, key: str) -> list[JsonValue]:
+    found = value.get(key) if isinstance(value, Mapping) else None
+    return found if isinstance(found, list) else []
+
+
+# Errors of ranks whose peer died or was stopped.
 CONSEQUENCE = re.compile(
     r"Connection (?:closed|reset) by peer|Connection refused|Broken pipe|ncclRemoteError"
     r"|NCCL communicator was aborted|Socket closed|Read error|Timed out waiting \d+ms for"
 )
-
-
-def outcomes_of_ranks(end: RunEnd, when: str, failed: Mapping[int, PhaseReport]) -> dict[int, str]:
-    """Return what each rank did, in a few words."""
-    return {rank.rank: _word(end, rank, when, failed.get(rank.rank)) for rank in end.ranks}
 
 
 def _word(end: RunEnd, rank: RankResult, when: str, failure: PhaseReport | None) -> str:
@@ -76,7 +213,7 @@ def _phase_word(phase: PhaseReport) -> str:
 
 
 def _end_word(end: RunEnd, rank: RankResult) -> str:
-    """Return how a rank ended that did not end the test."""
+    """Return the end of a rank that did not end the test."""
     if rank.problem:
         problem = rank.problem.strip().splitlines()[-1]
         return f"did not start: {problem}" if end.reason is Reason.NOT_STARTED else problem
@@ -93,7 +230,7 @@ def _end_word(end: RunEnd, rank: RankResult) -> str:
 
 
 def split_message(end: RunEnd, words: Mapping[int, str]) -> str:
-    """Return the headline of a failure for which no rank is to blame."""
+    """Return the headline of a failure that no single rank caused."""
     match end.reason:
         case Reason.HUNG:
             late = [r.rank for r in end.ranks if r.done is None]
@@ -114,7 +251,7 @@ def split_message(end: RunEnd, words: Mapping[int, str]) -> str:
 
 
 def describe_ranks(words: Mapping[int, str], first: int | None) -> str:
-    """Return a line for each thing that ranks did, the first failure on top."""
+    """Return a line for each outcome with its ranks, the first failure on top."""
     groups: dict[str, list[int]] = {}
     for rank in sorted(words, key=lambda r: (r != first, r)):
         groups.setdefault(words[rank], []).append(rank)
@@ -134,11 +271,11 @@ class Merged:
         base: The report of the rank in the headline, as pytest serialised it; None where no rank
             has one.
         message: One line for a summary, if it failed.
-        blocks: Title and text of what the report shows beside `base`.
+        blocks: Title and text of sections of the report beside `base`.
         sections: Captured output, by name.
         start: Earliest of all ranks, seconds since the epoch.
         stop: Latest of all ranks.
-        ranks: What each rank did, for tools.
+        ranks: Outcome of each rank, for tools.
     """
 
     when: str
@@ -166,9 +303,9 @@ def merge(end: RunEnd, world_size: int) -> tuple[Merged, ...]:
     for when in PHASES:
         if has_ended and when == "call":
             continue
-        is_told = when == "teardown" and any(m.outcome == "failed" for m in merged)
-        if is_told and not any(_has_failed(rank, when) for rank in end.ranks):
-            continue  # who was stopped in teardown was so because of what is reported already
+        is_reported = when == "teardown" and any(m.outcome == "failed" for m in merged)
+        if is_reported and not any(_has_failed(rank, when) for rank in end.ranks):
+            continue  # ranks stopped in teardown are a consequence of a reported failure
         phase = _merge_phase(end, when, world_size, waiting)
         if phase is None:
             continue
@@ -178,7 +315,8 @@ def merge(end: RunEnd, world_size: int) -> tuple[Merged, ...]:
         has_ended = has_ended or (when == "setup" and phase.outcome != "passed")
     if not merged or merged[0].when != "setup":
         merged.insert(0, Merged(when="setup", outcome="passed"))
-    if all(m.outcome == "passed" for m in merged) and _is_trouble(end):
+    must_fail = end.reason is not Reason.DONE or any(r.done is None for r in end.ranks)
+    if must_fail and all(m.outcome == "passed" for m in merged):
         merged = [merged[0], _fail(end, "call", (), world_size)]
     if not any(m.when == "teardown" for m in merged):
         stop = merged[-1].stop
@@ -190,8 +328,8 @@ def merge_late(reports: Mapping[int, JsonValue], log_dirs: Sequence[str]) -> Mer
     """Return the report of a teardown that failed after the test was reported.
 
     Args:
-        reports: Rank -> what it reported.
-        log_dirs: Of each rank of the gang.
+        reports: Rank -> its report.
+        log_dirs: Log directory of each rank of the gang.
     """
     ranks = tuple(
         RankResult(
@@ -207,7 +345,7 @@ def merge_late(reports: Mapping[int, JsonValue], log_dirs: Sequence[str]) -> Mer
 
 
 def _is_plain(end: RunEnd) -> bool:
-    """Whether every rank passed every phase and said nothing: nearly all tests."""
+    """Return whether every rank passed every phase without output, as for nearly all tests."""
     return end.reason is Reason.DONE and all(
         rank.done is not None
         and len(rank.done.reports) == len(PHASES)
@@ -232,13 +370,8 @@ def _merge_plain(end: RunEnd) -> tuple[Merged, ...]:
     return tuple(merged)
 
 
-def _is_trouble(end: RunEnd) -> bool:
-    """Whether it must not pass, whatever ranks reported."""
-    return end.reason is not Reason.DONE or any(r.done is None for r in end.ranks)
-
-
 def _has_failed(rank: RankResult, when: str) -> bool:
-    """Whether a rank failed a phase by itself."""
+    """Return whether a rank failed a phase by itself."""
     phase = reported(rank, when)
     is_failure = phase is not None and phase.outcome == "failed"
     return is_failure and not (phase and CONSEQUENCE.search(phase.text))
@@ -253,7 +386,7 @@ def _merge_phase(end: RunEnd, when: str, world_size: int, waiting: set[int]) -> 
         xfailed = [p for p in found if p.is_xfail and p.outcome == "skipped"]
         late = [r for r in end.ranks if r.done is not None or _is_late(r)]
         if xfailed and _are_expected(found) and len(late) == len(end.ranks):
-            return _merged(when, "skipped", found, xfailed[0].full)  # they waited for it
+            return _merged(when, "skipped", found, xfailed[0].full)  # others waited for it
         return _fail(end, when, found, world_size)
     if not found:
         return None
@@ -266,7 +399,7 @@ def _waiting_in_setup(end: RunEnd) -> set[int]:
     """Return ranks stopped in set-up only because of one that had passed it, and failed later.
 
     The last collective of a set-up may end on one rank before it ends on others; if that one dies,
-    the test failed where it died.
+    the test failed in the phase in which it died.
     """
     late = {r.rank for r in end.ranks if r.done is None and r.phase == "setup" and _is_late(r)}
     guilty = [r for r in end.ranks if _is_dead(r) or any(_has_failed(r, w) for w in PHASES)]
@@ -279,7 +412,7 @@ def _waiting_in_setup(end: RunEnd) -> set[int]:
 def _merge_reported(
     end: RunEnd, when: str, found: Sequence[PhaseReport], world_size: int
 ) -> Merged:
-    """Merge a phase in which no rank was struck; ranks that ended before it have none."""
+    """Merge a phase in which no rank died or was stopped; ranks that ended before it have none."""
     failed = [p for p in found if p.outcome == "failed"]
     skipped = [p for p in found if p.outcome == "skipped"]
     xfailed = [p for p in skipped if p.is_xfail]
@@ -289,7 +422,9 @@ def _merge_reported(
     if failed or not (is_unanimous or when != "call"):
         return _fail(end, when, found, world_size)  # a rank may also have skipped in set-up
     if skipped and not is_unanimous:
-        return _skip_in_part(end, when, found, world_size)
+        if when == "setup":  # a split skip is a failure of the test, not an error of its set-up
+            return _passed(when, [p for p in found if p.outcome == "passed"] or found)
+        return _fail(end, when, found, world_size)
     if skipped:
         return _merged(when, "skipped", found, skipped[0].full)
     xpassed = [p for p in found if p.is_xfail]
@@ -297,28 +432,22 @@ def _merge_reported(
 
 
 def _are_expected(found: Sequence[PhaseReport]) -> bool:
-    """Whether no rank did what a test must not do that is expected to fail on some rank."""
+    """Return whether every rank passed or failed as expected by xfail."""
     return all(p.outcome == "passed" or p.is_xfail or _is_strict_xpass(p) for p in found)
 
 
 def _is_late(rank: RankResult) -> bool:
-    """Whether a rank was stopped while it waited, and did not end by itself."""
+    """Return whether a rank was stopped, and did not end by itself."""
     return rank.exit_code is None and not rank.problem
 
 
 def _is_dead(rank: RankResult) -> bool:
-    """Whether a rank did not end the test, and that by itself."""
+    """Return whether a rank ended by itself before the end of the test."""
     return rank.done is None and not _is_late(rank)
 
 
 def _when_failed(rank: RankResult) -> tuple[float, int]:
     return float("inf") if rank.at is None else rank.at, rank.rank
-
-
-def _skip_in_part(end: RunEnd, when: str, found: Sequence[PhaseReport], world_size: int) -> Merged:
-    if when == "setup":  # a split skip is a failure of the test, not an error of its set-up
-        return _passed(when, [p for p in found if p.outcome == "passed"] or found)
-    return _fail(end, when, found, world_size)
 
 
 def _is_strict_xpass(phase: PhaseReport) -> bool:
@@ -345,16 +474,16 @@ def _merged(
 
 
 def _start(found: Sequence[PhaseReport]) -> float:
-    """Return when the first rank began, as far as any could say."""
+    """Return the earliest known start of a rank, or 0."""
     return min([p.start for p in found if p.start], default=0.0)
 
 
 def _fail(end: RunEnd, when: str, found: Sequence[PhaseReport], world_size: int) -> Merged:
-    """Say who failed first, who with it, who because of it."""
+    """Return a failure: the first rank, independent failures, and consequences."""
     failed = {p.rank: p for p in found if p.outcome == "failed"}
     struck = {r.rank: r for r in end.ranks if r.done is None}
     first = _first(end, failed)
-    words = outcomes_of_ranks(end, when, failed)
+    words = {rank.rank: _word(end, rank, when, failed.get(rank.rank)) for rank in end.ranks}
     blocks: list[tuple[str, str]] = []
     base = None
     if first is None:
@@ -387,7 +516,7 @@ def _fail(end: RunEnd, when: str, found: Sequence[PhaseReport], world_size: int)
 
 
 def _first(end: RunEnd, failed: Mapping[int, PhaseReport]) -> int | None:
-    """Return the rank that everything else follows from; None where no rank is to blame."""
+    """Return the rank that caused the failure; None where no single rank did."""
 
     def order(rank: RankResult) -> tuple[bool, float, int]:
         phase = failed.get(rank.rank)
@@ -401,9 +530,9 @@ def _first(end: RunEnd, failed: Mapping[int, PhaseReport]) -> int | None:
 def _other_failures(
     failed: Mapping[int, PhaseReport], first: int | None, words: Mapping[int, str]
 ) -> list[tuple[str, str]]:
-    """Return tracebacks that differ from the headline's, each once, of one line two at the most.
+    """Return tracebacks that differ from the headline's, each once, at most two for a source line.
 
-    Ranks that fail at the same line with values of their own have them in the lines about ranks.
+    The values of other ranks that fail at the same line are in the block about ranks.
     """
     headline = failed.get(first) if first is not None else None
     seen = set() if headline is None else {_normalise(headline.text)}
@@ -438,7 +567,8 @@ def _stacks(end: RunEnd) -> list[tuple[str, str]]:
     groups: dict[str, list[int]] = {}
     for rank in end.ranks:
         if rank.stack:
-            groups.setdefault(_normalise_stack(rank.stack), []).append(rank.rank)
+            stack = re.sub(r"(?m)^((?:Current t|T)hread) 0x[0-9a-f]+", r"\1", rank.stack)
+            groups.setdefault(shorten_stack(stack), []).append(rank.rank)
     blocks = [(f"stack of {name_ranks(ranks)}", text) for text, ranks in groups.items()]
     flights = {r.rank: r.flight for r in end.ranks if r.flight}
     if flights and (text := describe_flights(flights)):
@@ -446,14 +576,10 @@ def _stacks(end: RunEnd) -> list[tuple[str, str]]:
     return blocks
 
 
-def _normalise_stack(stack: str) -> str:
-    return shorten_stack(re.sub(r"(?m)^((?:Current t|T)hread) 0x[0-9a-f]+", r"\1", stack))
-
-
 def _logs(
     end: RunEnd, first: int | None, struck: Mapping[int, RankResult]
 ) -> list[tuple[str, str]]:
-    """Return what a dead rank said last, and where to read on."""
+    """Return problems of dead ranks, and the paths of logs."""
     blocks = [
         (f"rank {rank.rank}", rank.problem) for rank in struck.values() if "\n" in rank.problem
     ]
@@ -478,7 +604,7 @@ def _merge_subtests(end: RunEnd) -> list[Merged]:
 
 
 def _merge_subtest(end: RunEnd, found: Sequence[PhaseReport]) -> Merged:
-    """Merge one subtest by the rules for tests; a rank that had no such subtest has no say."""
+    """Merge one subtest by the rules for tests; ranks without it are ignored."""
     failed = {p.rank: p for p in found if p.outcome == "failed"}
     skipped = [p for p in found if p.outcome == "skipped"]
     xfailed = [p for p in found if p.is_xfail]

@@ -1,8 +1,8 @@
 """Modules of the standard library as they were before any test could patch them.
 
 A test may replace `time.monotonic`, `os.getpid` or `json.dumps`, with `monkeypatch`, with freezegun
-or for good. What runs in ranks beside tests has to go on meanwhile, so it takes these modules from
-here: copies of their names, made when pytest loads the plugin.
+or permanently. Code that runs in ranks beside tests must keep working, so it imports these modules
+from here: copies of their names, made when pytest loads the plugin.
 """
 
 from __future__ import annotations

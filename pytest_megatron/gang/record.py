@@ -10,12 +10,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import counted
-from pytest_megatron.gang.merge import Merged
-from pytest_megatron.gang.phase_report import longrepr_text
+from pytest_megatron.gang.merge import Merged, longrepr_text
 from pytest_megatron.gang.spec import GangSpec, Reason, RunEnd
 from pytest_megatron.gpu.host import Gpu
+from pytest_megatron.runs.record import RecordedExecution, RecordedTest, RecordedVerdict
 from pytest_megatron.runs.reproduce import headline_fingerprint
 from pytest_megatron.triage.signatures import (
     Signature,
@@ -32,8 +31,8 @@ class Executed:
 
     Attributes:
         gang: Number of the gang it ran on, counted in the session.
-        directory: Of the logs of that gang.
-        signature: The transient cause for which it was run again, or None.
+        directory: Directory of that gang's logs.
+        signature: The transient cause of its rerun, or None.
     """
 
     gang: int
@@ -44,31 +43,31 @@ class Executed:
 
 def test_record(
     merged: Sequence[Merged], spec: GangSpec, executions: Sequence[Executed]
-) -> dict[str, JsonValue]:
-    """Return what `run.json` says of a distributed test.
+) -> RecordedTest:
+    """Return the record of a distributed test.
 
     Args:
         merged: The reports of its last execution.
-        spec: The gang that it asked for.
-        executions: All of them, the last one last.
+        spec: Spec of its gang.
+        executions: All executions, the last one last.
     """
     failed = [m for m in merged if m.outcome == "failed"]
     is_skipped = any(m.outcome == "skipped" for m in merged)
-    outcome = "failed" if failed else "skipped" if is_skipped else "passed"
+    outcome: RecordedVerdict = "failed" if failed else "skipped" if is_skipped else "passed"
     causes = [e.signature for e in executions if e.signature is not None]
     is_flaky = bool(causes) and outcome == "passed"
-    return {
-        "verdict": "flaky" if is_flaky else outcome,
-        "outcome": outcome,
-        "problem": failed[0].message if failed else None,
-        "duration_s": round(sum(max(0.0, m.stop - m.start) for m in merged), 3),
-        "world_size": spec.world_size,
-        "device": spec.device,
-        "is_isolated": spec.is_isolated,
-        "fingerprint": _fingerprint(failed, executions) if failed else None,
-        "ranks": dict(failed[0].ranks) if failed else {},
-        "attempts": [_execution_record(execution) for execution in executions],
-    }
+    return RecordedTest(
+        verdict="flaky" if is_flaky else outcome,
+        outcome=outcome,
+        problem=failed[0].message if failed else None,
+        duration_s=round(sum(max(0.0, m.stop - m.start) for m in merged), 3),
+        world_size=spec.world_size,
+        device=spec.device,
+        is_isolated=spec.is_isolated,
+        fingerprint=_fingerprint(failed, executions) if failed else None,
+        ranks=dict(failed[0].ranks) if failed else {},
+        attempts=tuple(_execution_record(execution) for execution in executions),
+    )
 
 
 def _fingerprint(failed: Sequence[Merged], executions: Sequence[Executed]) -> str:
@@ -76,18 +75,18 @@ def _fingerprint(failed: Sequence[Merged], executions: Sequence[Executed]) -> st
     return headline_fingerprint(failed[0].message, reason)
 
 
-def _execution_record(executed: Executed) -> dict[str, JsonValue]:
+def _execution_record(executed: Executed) -> RecordedExecution:
     signature = executed.signature
-    return {
-        "gang": executed.gang,
-        "run": executed.end.run,
-        "directory": executed.directory,
-        "duration_s": round(executed.end.duration_s, 3),
-        "end": executed.end.reason.name.lower(),
-        "is_gang_kept": executed.end.is_kept,
-        "signature": None if signature is None else signature.id,
-        "is_transient": signature is not None,
-    }
+    return RecordedExecution(
+        gang=executed.gang,
+        run=executed.end.run,
+        directory=executed.directory,
+        duration_s=round(executed.end.duration_s, 3),
+        end=executed.end.reason.name.lower(),
+        is_gang_kept=executed.end.is_kept,
+        signature=None if signature is None else signature.id,
+        is_transient=signature is not None,
+    )
 
 
 _RANK = re.compile(r"^\[rank \d+\] ")
@@ -101,12 +100,12 @@ def transient_cause(
     last_stderr_lines: Iterable[str] = (),
     table: Table | None = None,
 ) -> Signature | None:
-    """Return the signature for which a test is worth running again, or None.
+    """Return the signature of a transient cause, for which a test may run again, or None.
 
     Args:
         merged: The reports of one execution.
-        log_lines: What its ranks wrote to stderr meanwhile. A line there is not why a test failed;
-            of these only a genuine cause counts, which forbids a rerun.
+        log_lines: Lines that its ranks wrote to stderr meanwhile. They do not explain a failure;
+            but a genuine cause among them forbids a rerun.
         last_stderr_lines: The end of stderr of ranks that died. Exceptions count, and messages
             that only a failing machine causes.
         table: The signatures; None takes those of the package.
@@ -116,7 +115,7 @@ def transient_cause(
         return None
     own, others = list(_own_texts(failed)), list(_texts_of_others(failed))
     if is_exception(_RANK.sub("", failed[0].message)) and match_signature(own, table) is None:
-        return None  # what other ranks raised is what came of it
+        return None  # exceptions of other ranks are consequences
     signature = match_signature([*own, *others, *_raised(last_stderr_lines, table)], table)
     if signature is None or not signature.is_transient:
         return None
@@ -129,7 +128,7 @@ def _raised(lines: Iterable[str], table: Table | None) -> list[str]:
 
 
 def _own_texts(failed: Iterable[Merged]) -> Iterable[str]:
-    """Yield what was raised, without the source lines of a traceback, which only quote."""
+    """Yield messages of exceptions, without the source lines of tracebacks."""
     for merged in failed:
         yield from _RANK.sub("", merged.message).splitlines()
         longrepr = None if merged.base is None else merged.base.get("longrepr")
@@ -137,7 +136,7 @@ def _own_texts(failed: Iterable[Merged]) -> Iterable[str]:
 
 
 def _texts_of_others(failed: Iterable[Merged]) -> Iterable[str]:
-    """Yield what the ranks raised that the headline does not name."""
+    """Yield messages of exceptions of ranks that the headline does not name."""
     for merged in failed:
         for _, text in merged.blocks:
             yield from _RAISED.findall(text)
@@ -155,12 +154,12 @@ _REPLACED = {
 
 
 def header_line(spec: GangSpec, gpus: Sequence[Gpu] | None, where: str) -> str:
-    """Return what gangs of tests without a mark are.
+    """Return the header line on gangs of tests without a marker.
 
     Args:
-        spec: Such a gang.
-        gpus: Of this host; None where nobody asked.
-        where: The directory of their logs.
+        spec: Spec of these gangs.
+        gpus: GPUs of this host; None if they are not needed.
+        where: Directory of their logs.
     """
     found = ""
     if gpus is not None and not gpus:
@@ -174,16 +173,16 @@ def header_line(spec: GangSpec, gpus: Sequence[Gpu] | None, where: str) -> str:
 
 
 def no_limit_line(source: str) -> str:
-    """Return that a test which hangs is not ended.
+    """Return the warning that tests have no time limit.
 
     Args:
-        source: What was set so.
+        source: The setting that is 0.
     """
     return f"megatron: tests of gangs have no time limit ({source} is 0): a hang does not end"
 
 
 def unused_nodes_line(num_nodes: int) -> str:
-    """Return how a session is started on all nodes of an allocation of Slurm."""
+    """Return the command that starts a session on all nodes of a Slurm allocation."""
     return (
         f"megatron: this allocation has {num_nodes} nodes, and the session uses this host only; "
         f"for all: srun --ntasks={num_nodes} --ntasks-per-node=1 pytest ..."
@@ -191,10 +190,10 @@ def unused_nodes_line(num_nodes: int) -> str:
 
 
 def plan_lines(specs: Iterable[GangSpec | None]) -> list[str]:
-    """Return which gangs would run how many tests.
+    """Return a line for each kind of gang with its number of tests.
 
     Args:
-        specs: Of each test, None for one of the controller.
+        specs: Spec of each test, None for one of the controller.
     """
     counts = Counter(specs)
     lines = []
@@ -207,36 +206,30 @@ def plan_lines(specs: Iterable[GangSpec | None]) -> list[str]:
     return lines
 
 
-def flaky_lines(records: Mapping[str, Mapping[str, JsonValue]]) -> list[str]:
+def flaky_lines(records: Mapping[str, RecordedTest]) -> list[str]:
     """Return a line for each test that passed after it was run again.
 
     Args:
-        records: Node id -> what `run.json` says of the test.
+        records: Node id -> record of the test.
     """
     lines = []
     for node_id, record in records.items():
-        if record["verdict"] != "flaky":
+        if record.verdict != "flaky":
             continue
-        causes = [str(a["signature"]) for a in _attempts(record) if a["is_transient"]]
+        causes = [str(a.signature) for a in record.attempts if a.is_transient]
         lines.append(f"flaky   {node_id}  passed at rerun {len(causes)}, after {', '.join(causes)}")
     return lines
 
 
-def replaced_line(records: Iterable[Mapping[str, JsonValue]]) -> str | None:
-    """Return how many gangs had to be replaced and why, or None."""
+def replaced_line(records: Iterable[RecordedTest]) -> str | None:
+    """Return the number of replaced gangs with the reasons, or None."""
     ends: Counter[str] = Counter()
     for record in records:
-        if not record["is_isolated"]:
-            ends.update(str(a["end"]) for a in _attempts(record) if not a["is_gang_kept"])
+        if not record.is_isolated:
+            ends.update(a.end for a in record.attempts if not a.is_gang_kept)
     if not ends:
         return None
     words = {reason.name.lower(): text for reason, text in _REPLACED.items()}
     parts = ", ".join(f"{count} after {words[end]}" for end, count in ends.most_common())
     number = ends.total()
     return f"{number} {'gang was' if number == 1 else 'gangs were'} replaced: {parts}"
-
-
-def _attempts(record: Mapping[str, JsonValue]) -> list[dict[str, JsonValue]]:
-    attempts = record["attempts"]
-    assert isinstance(attempts, list)
-    return [attempt for attempt in attempts if isinstance(attempt, dict)]

@@ -1,7 +1,7 @@
-"""Which test runs next, on which gang, and which gangs there should be: pure.
+"""Order of tests on gangs, and the gangs to start: pure.
 
-Wide gangs first: what is left for the end are the small ones, which fill gaps. Tests of one file
-stay on one gang as long as others have work, so that module fixtures are set up once.
+Wide gangs run first, and small ones fill the gaps at the end. Tests of one file stay on one gang as
+long as others have work, so that module fixtures are set up once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pytest_megatron.gang.spec import GangSpec
 
 @dataclass(slots=True)
 class _Chunk:
-    """Tests of one file, one after the other but for those of other gangs between them."""
+    """Consecutive tests of one file and one spec."""
 
     file: str
     indices: deque[int]
@@ -24,14 +24,14 @@ class _Chunk:
 
 
 class Schedule:
-    """The tests that have not run yet; gangs are known by number."""
+    """Tests that have not run yet; gangs are identified by number."""
 
     def __init__(self, tests: Sequence[tuple[int, GangSpec, str]], *, num_slots: int) -> None:
-        """Begin.
+        """Group the tests by spec and file.
 
         Args:
             tests: Index, spec and file of each, in the order of collection.
-            num_slots: Ranks that may run at one time.
+            num_slots: Ranks that may run at the same time.
         """
         self._num_slots = num_slots
         self._tests = {index: (spec, file) for index, spec, file in tests}
@@ -46,33 +46,33 @@ class Schedule:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is left to hand out."""
+        """True if all tests were assigned."""
         return not self._waiting
 
     def is_serial(self) -> bool:
-        """Whether at most one gang can run at any time."""
+        """Return whether at most one gang can run at any time."""
         return all(
             spec.world_size * 2 > self._num_slots for spec, chunks in self._chunks.items() if chunks
         )
 
     def holds(self, index: int) -> bool:
-        """Whether a test was not handed out yet."""
+        """Return whether a test was not assigned yet."""
         return index in self._waiting
 
     def has_more(self, spec: GangSpec) -> bool:
-        """Whether tests of a spec wait that no gang is meant to run next."""
+        """Return whether tests of a spec wait that are planned for no gang."""
         return bool(self._chunks.get(spec))
 
     def planned(self, gang: int, spec: GangSpec) -> int:
-        """Return the test that a gang was told to expect next, `NOTHING` or `UNKNOWN`."""
+        """Return the test that is planned next for a gang, `NOTHING` or `UNKNOWN`."""
         if gang in self._planned:
             return self._planned[gang]
         return UNKNOWN if self._num_waiting(spec) else NOTHING
 
     def take(self, gang: int, spec: GangSpec) -> tuple[int, int] | None:
-        """Return the test that a gang should run now and what comes after it, or None.
+        """Return the test that a gang runs now and the one after it, or None.
 
-        What comes after it is a test, `NOTHING`, or `UNKNOWN` where another gang may be faster.
+        The one after it is a test, `NOTHING`, or `UNKNOWN` if another gang may take it.
         """
         index = self._planned.pop(gang, None)
         if index is None:
@@ -85,11 +85,11 @@ class Schedule:
         return index, self._plan(gang, spec)
 
     def take_planned(self, gang: int, spec: GangSpec) -> tuple[int, int] | None:
-        """Return the test that a gang was told to expect next and what comes after it, or None."""
+        """Return the test that is planned next for a gang and the one after it, or None."""
         return self.take(gang, spec) if gang in self._planned else None
 
     def put_back(self, gang: int, index: int) -> None:
-        """Undo `take_planned`: plan the test again, and what was to come after it behind it."""
+        """Undo `take_planned`: plan the test again, and the one after it behind it."""
         following = self._planned.pop(gang, None)
         if following is not None:
             self.give_back(following)
@@ -98,13 +98,13 @@ class Schedule:
         self._planned[gang] = index
 
     def give_back(self, index: int) -> None:
-        """Put a test that was interrupted back, in front."""
+        """Put an interrupted test back, as the first."""
         spec, file = self._tests[index]
         self._waiting.add(index)
         self._chunks.setdefault(spec, []).insert(0, _Chunk(file, deque([index])))
 
     def forget(self, gang: int) -> None:
-        """Free what was meant for a gang that is gone."""
+        """Release the tests that were planned for a gang that is gone."""
         for chunks in self._chunks.values():
             for chunk in chunks:
                 if chunk.owner == gang:
@@ -114,11 +114,11 @@ class Schedule:
             self.give_back(planned)
 
     def wanted(self, num_free: int, gangs: Mapping[GangSpec, int]) -> GangSpec | None:
-        """Return the spec of a gang that should be started now, or None.
+        """Return the spec of the gang to start now, or None.
 
         Args:
             num_free: Ranks that may be started.
-            gangs: How many gangs of each spec there are.
+            gangs: Number of gangs of each spec.
         """
         waiting = [spec for spec, chunks in self._chunks.items() if chunks]
         for spec in sorted(waiting, key=lambda s: -s.world_size):
@@ -130,11 +130,11 @@ class Schedule:
         return None
 
     def _num_waiting(self, spec: GangSpec) -> int:
-        """Count tests that no gang is meant to run next."""
+        """Count tests that are planned for no gang."""
         return sum(len(chunk.indices) for chunk in self._chunks.get(spec, ()))
 
     def _plan(self, gang: int, spec: GangSpec) -> int:
-        """Decide what a gang runs after the test that it was just given."""
+        """Plan the test after the one that a gang was just assigned."""
         if spec.is_isolated:
             return NOTHING
         num_rivals = max(1, self._num_slots // spec.world_size)
@@ -163,7 +163,7 @@ class Schedule:
         return index
 
     def _steal(self, spec: GangSpec) -> int | None:
-        """Take the test that is meant for another gang, which is busy."""
+        """Take the test that is planned for another gang, which is busy."""
         for gang, index in self._planned.items():
             if self._tests[index][0] == spec:
                 del self._planned[gang]

@@ -1,4 +1,4 @@
-"""What a test asks of its gang, and what became of one execution: plain frozen data."""
+"""Requirements of a test for its gang, and results of one execution: frozen data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pytest_megatron.gang.ipc.messages import Done, Run
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class GangSpec:
-    """Which gang a test needs; tests of equal specs share one.
+    """Gang that a test needs; tests of equal specs share one.
 
     Attributes:
         world_size: Ranks over all nodes.
@@ -26,7 +26,7 @@ class GangSpec:
 
 
 class Reason(Enum):
-    """Why an execution ended."""
+    """Reason why an execution ended."""
 
     DONE = "every rank ended it"
     FAILED = "a rank failed, and others did not end in time"
@@ -39,21 +39,21 @@ class Reason(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankResult:
-    """How one rank ended one execution.
+    """Result of one execution on one rank.
 
     Attributes:
-        done: What it reported, or None if it did not come to that.
-        early: Reports of phases that did not pass, told before the end of the test.
+        done: Its message at the end of the test, or None.
+        early: Reports of phases that did not pass, sent before the end of the test.
         exit_code: Of its process if that died by itself, as `Popen.returncode`.
         at: When it first failed, skipped or died, in seconds of the controller's monotonic clock;
             None if it did neither.
         failed_phase: The phase that it reported as failed or skipped, or "".
-        outcome: `passed`, `failed` or `skipped` as far as it was reported, or "".
-        phase: The phase that it died in or was stopped in, or "".
-        problem: A traceback of pytest itself, or why the rank has no such test, or "".
-        stack: Text of faulthandler where it had to be stopped, or "".
+        outcome: `passed`, `failed` or `skipped` if it was reported, else "".
+        phase: The phase in which it died or was stopped, or "".
+        problem: A traceback of pytest itself, or the reason why the rank lacks the test, or "".
+        stack: Text of faulthandler if it had to be stopped, or "".
         flight: JSON of NCCL's flight recorder, or "".
-        log_dir: Where its logs are.
+        log_dir: Directory of its logs.
     """
 
     rank: int
@@ -72,12 +72,12 @@ class RankResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnd:
-    """How an execution of a test ended on its gang.
+    """Result of an execution of a test on its gang.
 
     Attributes:
-        ranks: By rank.
-        limit_s: The time limit or the grace that passed; 0 where none did.
-        duration_s: From its start on the gang.
+        ranks: Results by rank.
+        limit_s: The time limit or grace period that passed; 0 without one.
+        duration_s: Time since its start on the gang.
         is_kept: Whether the gang may run the next test.
     """
 
@@ -98,12 +98,12 @@ class SendRuns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendClose:
-    """Tell every rank to tear down and end."""
+    """Send `Close` to every rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskForStacks:
-    """Ask these ranks where they are."""
+    """Request the stacks of these ranks."""
 
     ranks: tuple[int, ...]
 
@@ -115,7 +115,7 @@ class KillGang:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
-    """Tell whoever waits how the test ended."""
+    """Hand the result of the test to the controller."""
 
     end: RunEnd
 

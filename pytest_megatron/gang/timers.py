@@ -1,14 +1,14 @@
-"""How long a gang may take for what it does, and the states of its life: pure."""
+"""States of a gang and the time limits of each: pure."""
 
 from __future__ import annotations
 
 from enum import Enum
 
-START_LIMIT_S = 300.0  # to import torch and collect; slow file systems exist
+START_LIMIT_S = 300.0  # to import torch and collect from a slow file system
 
 
 class GangState(Enum):
-    """Where a gang is in its life."""
+    """State of a gang."""
 
     STARTING = "starting"
     IDLE = "idle"
@@ -20,13 +20,13 @@ class GangState(Enum):
 
 
 class Timers:
-    """The times that count for one gang, in seconds of one monotonic clock.
+    """Timers of one gang, in seconds of one monotonic clock.
 
     Attributes:
-        began_at: When the running test began, or the gang.
+        began_at: Start of the running test, or of the gang.
         first_failure_at: When a rank first failed, skipped or died in the running test, or None.
-        after_failure_s: How long others may take from then on.
-        closing_s: How long the last teardown may take.
+        after_failure_s: Time for the other ranks from then on.
+        closing_s: Time limit of the last teardown.
     """
 
     def __init__(self, grace_s: float, now: float) -> None:
@@ -37,43 +37,43 @@ class Timers:
         self.begin(now)
 
     def begin(self, now: float) -> None:
-        """Count for a new test."""
+        """Restart for a new test."""
         self.began_at = self._phase_at = now
         self.first_failure_at: float | None = None
         self.after_failure_s = self._grace_s
 
     def begin_phase(self, now: float) -> None:
-        """Count anew for a phase."""
+        """Restart the limit of a phase."""
         self._phase_at = now
 
     def record_failure(self, now: float) -> None:
-        """Take note of a sign of trouble; the first one counts."""
+        """Record the time of a failure, if it is the first."""
         if self.first_failure_at is None:
             self.first_failure_at = now
 
     def hurry(self, most_s: float) -> None:
-        """Give others less time after the sign."""
+        """Reduce the time for the other ranks after the first failure."""
         self.after_failure_s = min(self._grace_s, most_s)
 
     def begin_closing(self, limit_s: float, now: float) -> None:
-        """Count for the last teardown: it has the time of a phase."""
+        """Start the limit of the last teardown, which is that of a phase."""
         self.closing_s = max(self._grace_s, limit_s)
         self._stop_by = now + self.closing_s
 
     def begin_stopping(self, limit_s: float, now: float) -> None:
-        """Count for answers to a question."""
+        """Start the limit for stacks to arrive."""
         self._stop_by = now + limit_s
 
     def suspend(self, rank: int) -> None:
-        """Stop counting while a rank is in its debugger."""
+        """Stop the timers while a rank is in its debugger."""
         self._debugging.add(rank)
 
     def forget(self, rank: int) -> None:
-        """Take note that a rank is no longer there to be debugged."""
+        """Ignore the debugger of a rank that died."""
         self._debugging.discard(rank)
 
     def resume(self, rank: int, state: GangState, now: float) -> None:
-        """Count anew when a rank has left its debugger."""
+        """Restart the timers when a rank has left its debugger."""
         self._debugging.discard(rank)
         self._phase_at = now
         if self.first_failure_at is not None:
@@ -82,11 +82,11 @@ class Timers:
             self._stop_by = now + self.closing_s
 
     def deadline(self, state: GangState, limit_s: float) -> float | None:
-        """Return when it ends, None if it does not.
+        """Return the deadline of a state, or None.
 
         Args:
-            state: Of the gang.
-            limit_s: Of a phase of the running test; 0 is no limit.
+            state: State of the gang.
+            limit_s: Limit of a phase of the running test; 0 is no limit.
         """
         match state:
             case GangState.CLOSING if self._debugging:

@@ -17,7 +17,7 @@ _RANK_PLUGIN = "megatron-rank"
 
 
 class SetUp(Protocol):
-    """Value of the fixture `model_parallel`."""
+    """Type of the function that `model_parallel` yields."""
 
     def __call__(
         self,
@@ -53,7 +53,7 @@ def world_size() -> int:
 
 @pytest.fixture
 def _megatron_world_size(request: pytest.FixtureRequest) -> int:
-    """Carry the number that `world_size` with several numbers chose."""
+    """Return the parameter of a `world_size` marker with several numbers."""
     return int(request.param)
 
 
@@ -64,7 +64,7 @@ def device(local_rank: int) -> torch.device:
 
     from pytest_megatron.gang.rank.bootstrap import device_of_rank  # noqa: PLC0415 - not for all
 
-    # Not by `request`: pytest makes one for each test, also where the fixture is there already.
+    # Not by `request`, which pytest creates for each test, even if the fixture is cached.
     kind = device_of_rank()
     if kind == "cpu" or (kind is None and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -98,7 +98,7 @@ def process_group(
 
 @pytest.fixture
 def shared_tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """Return a directory that all ranks of this test share; it is empty when the test starts."""
+    """Return a directory that all ranks of this test share, empty at its start."""
     plugin = request.config.pluginmanager.get_plugin(_RANK_PLUGIN)
     if plugin is None:
         return tmp_path
@@ -114,7 +114,7 @@ def model_parallel(process_group: object) -> Generator[SetUp]:
     It takes the sizes `tp`, `pp`, `cp`, `ep`, `etp`, `vpp` (all 1, `vpp` None), and what else
     megatron-core's `initialize_model_parallel` takes. Calling it again replaces the state.
     """
-    del process_group  # it has to be there first
+    del process_group  # only has to exist
     from megatron.core import parallel_state
 
     def set_up(

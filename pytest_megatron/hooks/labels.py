@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 import pytest
 
@@ -12,16 +12,17 @@ from pytest_megatron.ci.table import load_table
 from pytest_megatron.errors import MegatronError
 from pytest_megatron.recipe.load import project_words
 
-if TYPE_CHECKING:
-    from pytest_megatron.hooks.options import Options
 
-
-def decision_of(config: pytest.Config, options: Options) -> Decision:
+def decision_of(
+    config: pytest.Config, event: str, labels: str, selection: Mapping[str, tuple[str, ...]]
+) -> Decision:
     """Return the decision for the labels and the event that are given.
 
     Args:
         config: The session's configuration.
-        options: The session's; a cadence and an environment in them win over labels.
+        event: What CI runs for.
+        labels: Of the pull request.
+        selection: Words that the user selected by; they win over labels.
 
     Raises:
         pytest.UsageError: The event is unknown, or the project's table is wrong.
@@ -29,10 +30,10 @@ def decision_of(config: pytest.Config, options: Options) -> Decision:
     try:
         table = load_table(load_config(config.rootpath), project_words(config.rootpath))
         trigger = Trigger(
-            event=options.ci_event,
-            labels=parse_labels(options.labels),
-            cadence=_only(options.cadence),
-            environment=_only(options.environment),
+            event=event,
+            labels=parse_labels(labels),
+            cadence=_only(selection["cadence"]),
+            environment=_only(selection["environment"]),
             option="--ci-event",
         )
         return decide(trigger, table)

@@ -1,4 +1,4 @@
-"""From marks to the gang that a test needs; errors name the test."""
+"""Markers of tests, and the gang that a test needs."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ _TIMEOUT_LINE = (
 
 
 def declare_marks(config: pytest.Config) -> None:
-    """Declare the marks."""
+    """Register the markers with pytest."""
     for line in _LINES:
         config.addinivalue_line("markers", line)
-    if not _has_timeout_plugin(config):  # which declares it itself
+    if not _has_timeout_plugin(config):  # which declares it
         config.addinivalue_line("markers", _TIMEOUT_LINE)
 
 
 def asks_for_gang(item: pytest.Item) -> bool:
-    """Return true if a test has a mark that asks for a gang, valid or not."""
+    """Return whether a test has a marker that requests a gang, valid or not."""
     return any(item.get_closest_marker(name) is not None for name in ("world_size", "isolated"))
 
 
 def is_quarantined_by_us(item: pytest.Item) -> bool:
-    """Return true if a test has our mark, and not a project's own of the same name."""
+    """Return whether a test has the `quarantine` marker of this plugin, not a project's own."""
     mark = item.get_closest_marker(QUARANTINE)
     return mark is not None and not mark.kwargs.keys().isdisjoint(("reason", "until"))
 
 
 def parametrise_sizes(metafunc: pytest.Metafunc) -> None:
-    """Make a test of each number that `world_size` names, if it names several.
+    """Parametrise a test by the numbers of `world_size`, if there are several.
 
-    A wrong mark is left alone: `spec_of` reports it as a usage error.
+    A wrong marker is ignored here: `spec_of` raises a usage error.
     """
     mark = metafunc.definition.get_closest_marker("world_size")
     sizes = None if mark is None else _numbers(mark)
@@ -69,8 +69,8 @@ def spec_of(
 
     Args:
         item: A collected item.
-        options: What the user asked for.
-        default_size: World size of tests without a mark; 0 if they stay in the controller.
+        options: Options of the session.
+        default_size: World size of tests without a marker; 0 if they run in the controller.
         room: Ranks of one gang that the GPUs of this host can take.
 
     Raises:
@@ -106,7 +106,7 @@ def spec_of(
 
 
 def num_reruns_of(item: pytest.Item, default: int) -> int:
-    """Return how often a test may run again after transient failures: its mark wins.
+    """Return the number of reruns after transient failures: the marker wins.
 
     Raises:
         pytest.UsageError: The mark is wrong.
@@ -185,9 +185,9 @@ def _limit_of(item: pytest.Item, options: Options) -> TimeLimit:
 
 
 def limit_of_session(config: pytest.Config, options: Options) -> TimeLimit:
-    """Return the limit of tests without a mark.
+    """Return the limit of tests without a marker.
 
-    A value that is typed for us wins, then a setting of pytest-timeout, then our default.
+    `--rank-timeout` wins, then settings of pytest-timeout, then the default.
 
     Raises:
         pytest.UsageError: It is no time.
@@ -205,7 +205,7 @@ def limit_of_session(config: pytest.Config, options: Options) -> TimeLimit:
 
 
 def _is_of_call(config: pytest.Config) -> bool:
-    """Whether pytest-timeout is set to limit calls alone."""
+    """Return whether pytest-timeout is set to limit calls alone."""
     return _has_timeout_plugin(config) and foreign_ini(config, "timeout_func_only") is True
 
 
@@ -238,7 +238,7 @@ def _arguments_of(mark: pytest.Mark) -> str:
 
 
 def _numbers(mark: pytest.Mark) -> list[int] | None:
-    """Return the numbers of a `world_size` mark, or None where it is wrong."""
+    """Return the numbers of a `world_size` marker, or None if it is wrong."""
     numbers = [number for a in mark.args for number in (a if isinstance(a, list | tuple) else [a])]
     is_right = numbers and all(type(n) is int and n > 0 for n in numbers) and not mark.kwargs
     return numbers if is_right else None
@@ -248,7 +248,7 @@ def device_of(options: Options, size: int, room: int) -> str:
     """Return `cuda` or `cpu` for a gang.
 
     Args:
-        options: What the user asked for.
+        options: Options of the session.
         size: Its world size.
         room: Ranks of one gang that the GPUs of this host can take.
     """

@@ -35,7 +35,7 @@ from pytest_megatron.hooks.option_values import (
 
 if TYPE_CHECKING:
     from pytest_megatron.ci.decide import Decision
-    from pytest_megatron.gang.slurm_step import SlurmStep
+    from pytest_megatron.gang.topology import SlurmStep
 
 GoldenMode = Literal["check", "record", "refresh", "off"]
 Device = Literal["auto", "cuda", "cpu"]
@@ -391,7 +391,7 @@ def _with_labels(config: pytest.Config, options: Options) -> Options:
     """Return options with the decision for labels and event; what the user typed wins."""
     from pytest_megatron.hooks.labels import decision_of  # noqa: PLC0415 - not for all
 
-    decision = decision_of(config, options)
+    decision = decision_of(config, options.ci_event, options.labels, options.selection)
     return replace(
         options,
         decision=decision,
@@ -458,7 +458,7 @@ def _slurm_step() -> SlurmStep | None:
     """
     if not any(name in os.environ for name in _SLURM_STEP):
         return None
-    from pytest_megatron.gang.slurm_step import find_slurm_step  # noqa: PLC0415 - not for all
+    from pytest_megatron.gang.topology import find_slurm_step  # noqa: PLC0415 - not for all
 
     try:
         return find_slurm_step(os.environ)

@@ -31,6 +31,7 @@ LOSS = 1e-3  # of a mean
 SPREADS = 3.0
 STEP_1 = 1e-3
 FALLS = 3.0  # standard errors of the means of both ends
+_NORMAL_DEVIATIONS = 1.4826  # from a median absolute deviation to a standard one
 MEMORY = 0.01  # of the peak
 TIME = 0.05  # of the median
 # Guessing evenly among the largest vocabularies costs 13; the worst start of Megatron-LM is 43.
@@ -80,14 +81,14 @@ def soft_refusals(candidate: Candidate, old: Golden | None) -> Iterator[Refusal]
 def _oddities(candidate: Candidate, golden: Golden) -> Iterator[tuple[GateRule, str, str]]:
     """Yield values that no sound training measures: rule, metric and description."""
     for name, series in series_in(golden).items():
-        steps = [step for step, value in series.items() if is_finite(value)]
-        values = [v for v in series.values if isinstance(v, float) and math.isfinite(v)]
-        if not values:
+        finite = series.finite()
+        if not finite:
             continue
+        steps, values = list(finite), list(finite.values())
         is_guess = candidate.has_cross_entropy and is_loss(name) and not _IS_AUXILIARY(name)
         if (range_ := _range_of(name, is_guess=is_guess)) is not None:
             least, most = range_
-            odd = [(s, v) for s, v in zip(steps, values, strict=True) if not least <= v <= most]
+            odd = [(s, v) for s, v in finite.items() if not least <= v <= most]
             for step, value in odd[:1]:
                 text = f"is {value:g} at step {step}, expected {least:g} to {most:g}"
                 yield GateRule.IMPLAUSIBLE, name, text
@@ -98,17 +99,21 @@ def _oddities(candidate: Candidate, golden: Golden) -> Iterator[tuple[GateRule, 
             text = f"begins at step {steps[0]}, the training at {begin}"
             yield GateRule.LATE_START, name, text
         if is_guess and len(values) > 1:
-            first, last = _ends_of(values)
-            noise = (statistics.pvariance(first) + statistics.pvariance(last)) / len(first)
-            start, end = statistics.fmean(first), statistics.fmean(last)
-            if start - end <= FALLS * math.sqrt(noise):
+            first, last = values[: tail_length(len(values))], values[-tail_length(len(values)) :]
+            noise = min(statistics.pvariance(first), _noise_of(values)) + statistics.pvariance(last)
+            start = min(statistics.fmean(first), statistics.median(first))
+            end = statistics.fmean(last)
+            if start - end <= FALLS * math.sqrt(noise / len(first)):
                 text = f"does not fall: {start:.6g} in the first quarter, {end:.6g} in the last"
                 yield GateRule.NOT_FALLING, name, text
 
 
-def _ends_of(values: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
-    quarter = tail_length(len(values))
-    return values[:quarter], values[-quarter:]
+def _noise_of(values: Sequence[float]) -> float:
+    """Return the variance of noise between neighbouring values, whatever the curve does."""
+    changes = [after - before for before, after in pairwise(values)]
+    usual = statistics.median(changes)
+    deviation = statistics.median(abs(change - usual) for change in changes)
+    return (_NORMAL_DEVIATIONS * deviation) ** 2 / 2  # a change has the noise of two values
 
 
 def _range_of(name: str, *, is_guess: bool) -> tuple[float, float] | None:
@@ -143,7 +148,7 @@ def _of_metric(name: str, old: Golden, new: Golden) -> Iterator[Refusal]:
     if not isinstance(ComparisonPolicy.STRICT.limits(name), LossLimits | CountLimits):
         return
     points = shared_points(before, after)
-    lost = {s for s, v in before.items() if is_finite(v)} - {point.step for point in points}
+    lost = before.finite().keys() - {point.step for point in points}
     if lost:
         text = f"{name} lacks {len(lost)} steps of the old golden, {min(lost)} to {max(lost)}"
         yield Refusal(GateRule.FEWER_STEPS, text)
@@ -177,7 +182,7 @@ def _of_loss(name: str, points: list[Point], old: Golden) -> Iterator[Refusal]:
 
 
 def _outside(name: str, points: Sequence[Point], old: Golden, new: Golden) -> Iterator[Refusal]:
-    """Compare what both have as a run would be compared, but for single bits of another commit."""
+    """Compare the shared steps like a run, but for single bits of another commit."""
     before, after = old.provenance or Provenance(), new.provenance or Provenance()
     is_same_commit = before.commit is not None and before.commit == after.commit
     is_clean = before.is_dirty is False and after.is_dirty is False
@@ -226,8 +231,7 @@ def _of_costs(old: Golden, new: Golden) -> Iterator[Refusal]:
 
 def _numbers(golden: Golden, name: str) -> list[float]:
     series = golden.metrics.get(name)
-    values = () if series is None else series.values
-    return [value for value in values if isinstance(value, float) and math.isfinite(value)]
+    return [] if series is None else list(series.finite().values())
 
 
 def _steady(times: list[float]) -> list[float]:

@@ -1,1 +1,1 @@
-"""The process that forks ranks, and its stores."""
+"""Process that starts ranks, and its stores."""

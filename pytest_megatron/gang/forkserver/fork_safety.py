@@ -1,8 +1,8 @@
-"""Whether this process may be forked: what a fork would break, found from what the kernel shows.
+"""Detection of state that a fork would break: CUDA contexts and threads.
 
-A context of CUDA is of no use after a fork, and a thread does not come along, but the locks that it
-holds do. NVML does neither harm, nor do pools that know of forks (OpenBLAS) or that wait idly in
-execnet's loop under pytest-xdist.
+A CUDA context is unusable after a fork; threads do not survive a fork, and the locks they hold stay
+locked. NVML is harmless, and so are pools that handle forks (OpenBLAS) and idle threads of execnet
+under pytest-xdist.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _COUNTERS = (
 
 
 def find_obstacle() -> str:
-    """Return why this process must not be forked, or ""."""
+    """Return the reason why this process must not be forked, or ""."""
     if _has_cuda():
         return "CUDA was used while the tests were collected"
     names = _python_threads()
@@ -53,7 +53,7 @@ def _has_cuda() -> bool:
 
 
 def _python_threads() -> list[str]:
-    """Return the names of Python's threads, but for this one, the main one and plugins'."""
+    """Return the names of Python's threads except this one, the main one and those of plugins."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     own = (threading.get_ident(), threading.main_thread().ident)
     frames = sys._current_frames()  # also knows threads that `threading` does not
@@ -65,7 +65,7 @@ def _python_threads() -> list[str]:
 
 
 def _is_of_controller(frame: FrameType | None) -> bool:
-    """Whether a thread is of a plugin that acts for the session, and that no rank needs."""
+    """Return whether a thread belongs to a plugin of the controller, which no rank needs."""
     while frame is not None:
         if any(name in frame.f_code.co_filename for name in _CONTROLLER_THREADS):
             return True
@@ -74,27 +74,27 @@ def _is_of_controller(frame: FrameType | None) -> bool:
 
 
 def _count_tasks() -> int:
-    """Return the threads of this process, but for the one that NVIDIA's driver library starts.
+    """Return the number of threads of this process without that of NVIDIA's driver library.
 
-    torch starts it by being imported; without a context it only waits, and no fork misses it.
+    Importing torch starts it; without a context it only waits, and forks do not need it.
     """
     return sum(not thread_name(task).startswith("cuda") for task in THREADS.iterdir())
 
 
 def thread_name(task: Path) -> str:
-    """Return what a thread is called, or "" if it has ended.
+    """Return the name of a thread, or "" if it has ended.
 
     Args:
         task: One of `THREADS`.
     """
     try:
         return (task / "comm").read_text(errors="replace")
-    except OSError:  # it ended while we looked
+    except OSError:  # it has ended meanwhile
         return ""
 
 
 def _count_openblas() -> int:
-    """Return the size of OpenBLAS's pools, which are shut down and set up again around a fork."""
+    """Return the size of OpenBLAS's pools, which it restarts around a fork."""
     maps = Path("/proc/self/maps").read_text(errors="replace")
     num_threads = 0
     for path in sorted(set(_OPENBLAS.findall(maps))):

@@ -1,9 +1,8 @@
-"""Starts ranks, says when they die, and leaves nothing of them behind.
+"""Fork server: starts ranks, reports their deaths, and kills all their descendants.
 
-A fork server is a process without work of its own, in a session of its own. It forks ranks from
-what it has loaded (or executes fresh interpreters), collects them, and kills all their descendants.
-If the controller goes away, even by SIGKILL, its connection closes, and the fork server kills all
-of it.
+It is a process without work of its own, in a session of its own, which forks ranks (or executes
+fresh interpreters) and waits for them. If the controller exits, even by SIGKILL, its connection
+closes, and the fork server kills all of its ranks.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class _Child:
 
     @property
     def noted(self) -> tuple[int, str]:
-        """The execution that it began last, and the phase that it is in."""
+        """The last execution that it began, and its current phase."""
         return read_note(os.pread(self.notes, NOTE_BYTES, 0))
 
     def close(self, exit_code: int) -> None:
@@ -79,7 +78,7 @@ class _Child:
 
 @dataclass(slots=True)
 class _StackRequest:
-    """Stacks that are being written."""
+    """Request for stacks that ranks are writing."""
 
     gang: int
     files: dict[int, Path]
@@ -118,26 +117,20 @@ class ForkServer:
         self._stack_requests: list[_StackRequest] = []
 
     def serve(self) -> None:
-        """Do what the controller says until it goes away, then kill everything."""
+        """Handle messages of the controller until it disconnects, then kill everything."""
         become_subreaper()
         wakeup, wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._own = [wakeup, wakeup_write] + (
-            [] if self._parent_pipe is None else [self._parent_pipe]
-        )
+        parent = [] if self._parent_pipe is None else [self._parent_pipe]
+        self._own = [wakeup, wakeup_write, *parent]
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
             signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
-        gc.freeze()  # what is here now stays shared with the ranks
+        gc.freeze()  # keep present objects shared with the ranks
         try:
             while not self._channel.is_closed:
                 wait_s = _POLL_S if self._dying or self._stack_requests else None
                 channel = self._channel.fileno()
-                sources = (
-                    [channel, wakeup]
-                    if self._parent_pipe is None
-                    else [channel, wakeup, self._parent_pipe]
-                )
-                readable, _, _ = select.select(sources, [], [], wait_s)
+                readable, _, _ = select.select([channel, wakeup, *parent], [], [], wait_s)
                 if self._parent_pipe in readable:
                     return
                 if wakeup in readable:
@@ -178,7 +171,7 @@ class ForkServer:
             case AskStacks(gang=gang, ranks=ranks):
                 self._ask_stacks(gang, ranks)
             case _:
-                raise AssertionError(f"not for a nursery: {message!r}")
+                raise AssertionError(f"not for a fork server: {message!r}")
 
     def _start_gang(self, configs: Sequence[RankConfig], descriptors: Sequence[int]) -> None:
         is_whole = len(configs) == configs[0].world_size
@@ -206,7 +199,7 @@ class ForkServer:
         self._children[pid] = _Child(config, trigger, notes)
 
     def _adopt(self, adopt: Adopt) -> None:
-        """Make a template that becomes a rank one of a gang's."""
+        """Assign a collector that becomes a rank to its gang."""
         for child in self._children.values():
             if (child.config.gang, child.config.rank) == (adopt.collector, adopt.rank):
                 child.config = replace(
@@ -217,7 +210,7 @@ class ForkServer:
                     self._channel.send(died)
 
     def _collect(self) -> None:
-        """Collect what ended, and tell of ranks."""
+        """Wait for processes that ended, and report ranks among them."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -245,7 +238,7 @@ class ForkServer:
         return [p for p, c in self._children.items() if c.is_alive and c.config.gang == gang]
 
     def _below(self, gang: int, *, is_exact: bool = False) -> list[int]:
-        """Return the processes of a gang: its ranks, and what descends from them or did."""
+        """Return the processes of a gang: its ranks, their descendants, and orphans of these."""
         ranks = {p for p, c in self._children.items() if c.config.gang == gang}
         found: set[int] = set()
         for process in descendants(is_exact=is_exact):
@@ -259,7 +252,7 @@ class ForkServer:
         return list(found)
 
     def _is_stray(self, process: Descendant) -> bool:
-        """Whether it is an orphan that says of no rank that it came from it."""
+        """Return whether it is an orphan that cannot be attributed to a rank."""
         return (
             process.parent == os.getpid()
             and process.pid not in self._children
@@ -292,7 +285,7 @@ class ForkServer:
         flights: dict[int, Path] = {}
         for pid in self._living(gang):
             config = self._children[pid].config
-            if config.device == "cuda":  # also those that wait for nothing: they may have missed it
+            if config.device == "cuda":  # also idle ranks: they may have missed a collective
                 flights[config.rank] = Path(config.log_dir)
                 with contextlib.suppress(OSError):
                     os.write(self._children[pid].trigger, b"d")
@@ -300,7 +293,7 @@ class ForkServer:
                 phases[str(config.rank)] = self._children[pid].noted[1]
                 files[config.rank] = Path(config.log_dir)
                 send_signal([pid], STACK_SIGNAL)
-                send_signal([pid], signal.SIGCONT)  # one that was stopped says nothing
+                send_signal([pid], signal.SIGCONT)  # a stopped process writes nothing
         self._stack_requests.append(
             _StackRequest(gang, files, flights, phases, time.monotonic() + _STACKS_S)
         )

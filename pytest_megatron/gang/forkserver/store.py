@@ -1,6 +1,6 @@
-"""Key-value stores for gangs to meet in, in a process of their own: what torch's agent does.
+"""Key-value stores for the rendezvous of gangs, in a process of their own, like torch's agent.
 
-A store that lives in rank 0 dies with it, and its port has to be guessed before; here the kernel
+A store in rank 0 would die with it, and its port would have to be guessed before; here the kernel
 picks the port, and a gang that replaces another one gets a store without old keys.
 """
 
@@ -24,13 +24,13 @@ LOCAL_HOST = "127.0.0.1"
 LOCAL_HOST_IPV6 = "::1"
 _LOCAL_HOSTS = (LOCAL_HOST, LOCAL_HOST_IPV6)
 _PORT = struct.Struct("!H")
-_REACH_S = 5.0  # more than a busy host needs to connect to itself
-_BACKLOG = 2048  # of ranks that call at once
+_REACH_S = 5.0  # for a busy host to connect to itself
+_BACKLOG = 2048  # ranks that connect at once
 
 
 @functools.cache
 def local_host() -> str:
-    """Return the address by which processes of this host reach one another: the first that works.
+    """Return the first loopback address by which processes of this host reach one another.
 
     Raises:
         LaunchError: There is none.
@@ -57,7 +57,7 @@ def _is_reachable(host: str) -> bool:
 
 @dataclass(slots=True)
 class StoreKeeper:
-    """The fork server's side of the process that holds the stores; forked at the first store.
+    """Client of the process that holds the stores; forks it at the first store.
 
     Attributes:
         pid: Its process, or None before the first store.
@@ -68,13 +68,13 @@ class StoreKeeper:
     _listening: dict[int, socket.socket] = field(default_factory=dict)
 
     def open_store(self, host: str) -> int:
-        """Return the port of a new store; it listens from now on, and answers when it is asked.
+        """Return the port of a new store, which listens from now on.
 
         Args:
-            host: Where its callers look for it; one that is not of this host only is open to all.
+            host: Address that its clients use; unless a loopback one, it listens on all interfaces.
 
         Raises:
-            LaunchError: No port can be had.
+            LaunchError: No port is available.
         """
         try:
             listening = _listen(host)
@@ -84,7 +84,7 @@ class StoreKeeper:
         self._listening[port] = listening
         try:
             self._send(port, [listening.fileno()])
-        except OSError:  # it was killed, and nobody has noticed yet
+        except OSError:  # it was killed, which was not noticed yet
             self._replace()
         return port
 
@@ -95,9 +95,9 @@ class StoreKeeper:
             self._send(port, [])
 
     def replace_if_ended(self, pid: int) -> None:
-        """Replace the process if it is the one that ended; ports stay, what stores held is lost.
+        """Replace the process if it is the one that ended; ports stay, keys of stores are lost.
 
-        What was sent to it just before is lost with it, unseen.
+        Requests that it had not read are sent again.
         """
         if pid == self.pid:
             self._replace()
@@ -115,7 +115,7 @@ class StoreKeeper:
         socket.send_fds(self._connection, [_PORT.pack(port)], descriptors)
 
     def forget(self) -> None:
-        """Close a forked child's copies."""
+        """Close the copies of a forked child."""
         if self._connection is not None:
             self._connection.close()
         for listening in self._listening.values():
@@ -137,22 +137,22 @@ class StoreKeeper:
         return ours
 
 
-def keep_stores(orders: socket.socket) -> None:
-    """Serve a store on every listening socket that comes through `orders`, until that closes.
+def keep_stores(requests: socket.socket) -> None:
+    """Serve a store on every listening socket that arrives through `requests`, until that closes.
 
-    A port without a socket says that its store is needed no longer. A store is made when the first
-    rank calls: tests without torch never load it.
+    A port without a socket closes its store. A store is created when the first rank connects, so
+    that tests without torch never load it.
     """
     waiting: dict[int, int] = {}  # descriptor -> port
     stores: dict[int, object] = {}
     while True:
-        readable, _, _ = select.select([orders.fileno(), *waiting], [], [])
+        readable, _, _ = select.select([requests.fileno(), *waiting], [], [])
         for descriptor in [d for d in waiting if d in readable]:
             port = waiting.pop(descriptor)
             stores[port] = _serve_store(descriptor, port)
-        if orders.fileno() not in readable:
+        if requests.fileno() not in readable:
             continue
-        content, descriptors, _, _ = socket.recv_fds(orders, _PORT.size, 1)
+        content, descriptors, _, _ = socket.recv_fds(requests, _PORT.size, 1)
         if not content:
             return
         (port,) = _PORT.unpack(content)
@@ -184,9 +184,8 @@ def _serve_store(descriptor: int, port: int) -> object:
 def _listen(host: str) -> socket.socket:
     """Return a socket that listens on a free port.
 
-    On one host with IPv4 it is an IPv4 one: torch looks up the name of whoever calls, and an
-    address such as `::ffff:127.0.0.1`, which is in no hosts file, costs seconds where no name
-    server answers.
+    On one host with IPv4 it is an IPv4 one: torch looks up the names of clients, and an address
+    such as `::ffff:127.0.0.1`, which is in no hosts file, costs seconds without a name server.
     """
     if host in _LOCAL_HOSTS:
         listening = socket.socket(socket.AF_INET6 if host == LOCAL_HOST_IPV6 else socket.AF_INET)
@@ -197,6 +196,6 @@ def _listen(host: str) -> socket.socket:
     return listening
 
 
-def with_store(orders: Sequence[RankConfig], port: int) -> tuple[RankConfig, ...]:
-    """Return the orders with the port of the store to meet in."""
-    return tuple(replace(o, env={**o.env, "MASTER_PORT": str(port)}) for o in orders)
+def with_store(configs: Sequence[RankConfig], port: int) -> tuple[RankConfig, ...]:
+    """Return the configurations with the port of the store."""
+    return tuple(replace(c, env={**c.env, "MASTER_PORT": str(port)}) for c in configs)

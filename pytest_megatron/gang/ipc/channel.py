@@ -1,8 +1,8 @@
 """Connections between controller, fork servers and ranks: frames, authentication, addresses.
 
-Each side proves that it knows the key of the session before any message is looked at (HMAC-SHA256
-over both sides' nonces). On one host the socket is a file in a directory of the user alone; over
-TCP frames are not encrypted, as everything else that ranks say to one another.
+Each side proves that it knows the key of the session before any message is decoded (HMAC-SHA256
+over both sides' nonces). On one host the socket is a file in a directory that only the user can
+read; over TCP frames are not encrypted, like all other traffic between ranks.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _PROOF_BYTES = 32
 _MAX_FRAME_BYTES = 1 << 28
 _MAX_FDS = 64
 _BACKLOG = 512
-_IPV4_IN_IPV6 = "::ffff:"  # of a socket that listens for both
+_IPV4_IN_IPV6 = "::ffff:"  # of a socket for both families
 _LOOPBACKS = ("127.0.0.1", "localhost", "::1")
 _CHUNK_BYTES = 1 << 18
 _HANDSHAKE_S = 20.0
-_KEEPALIVE_S = 10  # after which a silent host is asked whether it is there
-_SILENCE_MS = 30_000  # after which it is not
+_KEEPALIVE_S = 10  # interval of TCP keepalive probes
+_SILENCE_MS = 30_000  # without acknowledgement until a connection ends
 _MOST_TEMP_CHARS = 80
 _SHORT_TEMP = "/tmp"  # noqa: S108 - mkdtemp makes a private directory in it
 
@@ -41,14 +41,14 @@ class WrongKeyError(PermissionError):
 
 
 class Channel:
-    """One authenticated connection, of one process: in a child that this one forks it is closed.
+    """One authenticated connection of one process; sending does nothing in a forked child.
 
     The controller reads with `drain`, which never blocks; others read with `receive`.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
-        self._sendall = connection.sendall  # whatever a test makes of the class
+        self._sendall = connection.sendall  # a test may patch the class
         self._buffer = bytearray()
         self._owner = getpid()
         self.is_closed = False
@@ -65,23 +65,23 @@ class Channel:
 
     @property
     def own_host(self) -> str:
-        """The address of this side, by which the other one came; "" of a local socket."""
+        """The address of this side, "" of a local socket."""
         name = self._socket.getsockname()
         return str(name[0]).removeprefix(_IPV4_IN_IPV6) if isinstance(name, tuple) else ""
 
     def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
-        """Send a message; one to a side that is gone is lost, as its death is told elsewhere.
+        """Send a message; it is dropped if the other side is gone, which is detected elsewhere.
 
-        Long texts of one that is too long for a frame are cut, and say so.
+        Texts of a message that is too long for a frame are cut, with a note.
 
         Args:
-            message: What to say.
-            descriptors: Go along where the socket is a local one.
+            message: The message.
+            descriptors: File descriptors to attach, on a local socket.
         """
         self.send_frames([encode_within(message, _MAX_FRAME_BYTES)], descriptors)
 
     def send_frame(self, frame: bytes) -> None:
-        """Send an encoded message: encode once, send to many."""
+        """Send an encoded message, so that it can be encoded once for many channels."""
         self.send_frames([frame])
 
     def send_frames(self, frames: Sequence[bytes], descriptors: Sequence[int] = ()) -> None:
@@ -101,11 +101,11 @@ class Channel:
             self.is_closed = True
 
     def receive(self) -> Message | None:
-        """Wait for a message; None once the other side is gone."""
+        """Wait for a message; return None once the other side is gone."""
         return self.receive_with_descriptors()[0]
 
     def receive_with_descriptors(self) -> tuple[Message | None, list[int]]:
-        """Wait for a message and the descriptors that came with it."""
+        """Wait for a message and its attached descriptors."""
         descriptors: list[int] = []
         while (message := self._next()) is None:
             try:
@@ -124,29 +124,29 @@ class Channel:
 
     @property
     def has_message(self) -> bool:
-        """Whether a whole message was read already."""
+        """True if a complete message is buffered."""
         return self._frame_end() is not None
 
     def drain(self) -> list[Message]:
-        """Return the messages that are there; sets `is_closed` where no more can come.
+        """Return the messages that have arrived; set `is_closed` if no more can follow.
 
-        What is no message (a test may write to any descriptor) ends the connection.
+        Bytes that are no message (a test may write to any descriptor) end the connection.
         """
         messages = []
         try:
             for frame in self.drain_frames():
-                messages.append(decode(frame))  # noqa: PERF401 - those before a bad one count
+                messages.append(decode(frame))  # noqa: PERF401 - keep those before a bad one
         except ValueError:
             self._give_up()
         return messages
 
     def drain_frames(self) -> list[bytes]:
-        """Return the frames that are there, as `drain` does with messages."""
+        """Return the frames that have arrived, like `drain`."""
         try:
             while True:
                 chunk = self._socket.recv(_CHUNK_BYTES, socket.MSG_DONTWAIT)
                 self._buffer += chunk
-                if len(chunk) < _CHUNK_BYTES:  # all there is for now
+                if len(chunk) < _CHUNK_BYTES:  # all that has arrived
                     self.is_closed = not chunk
                     break
         except BlockingIOError:
@@ -171,12 +171,12 @@ class Channel:
         self._socket.close()
 
     def leave(self) -> None:
-        """Let go of it, but have the kernel close it when this process is gone, not before."""
+        """Detach it, so that the kernel closes it when this process exits."""
         self.is_closed = True
         self._socket.detach()
 
     def wait_for_end(self, limit_s: float) -> None:
-        """Wait until the other side is gone, whatever it says before."""
+        """Wait until the other side is gone, and discard its messages."""
         deadline = time.monotonic() + limit_s
         while not self.is_closed and (left_s := deadline - time.monotonic()) > 0:
             if select.select([self._socket], [], [], left_s)[0]:
@@ -206,7 +206,7 @@ class Channel:
 
 @dataclass(slots=True)
 class _PendingCaller:
-    """A connection that has not proved anything yet."""
+    """A connection that is not authenticated yet."""
 
     connection: socket.socket
     nonce: bytes
@@ -215,11 +215,11 @@ class _PendingCaller:
 
 @dataclass(slots=True)
 class Listener:
-    """Where fork servers and ranks call the controller; never blocks on a caller that says nothing.
+    """Listening socket of the controller; never blocks on a silent client.
 
     Attributes:
-        address: What callers have to know: `unix:PATH` or `tcp:HOST:PORT`.
-        key: What callers have to prove.
+        address: Address for clients: `unix:PATH` or `tcp:HOST:PORT`.
+        key: Secret that clients have to prove.
     """
 
     address: str
@@ -233,21 +233,21 @@ class Listener:
         return self._socket.fileno()
 
     def accept(self) -> socket.socket:
-        """Take a caller in; `prove` says when it can be trusted."""
+        """Accept a connection; `prove` authenticates it."""
         connection, _ = self._socket.accept()
         connection.settimeout(0.0)
         nonce = secrets.token_bytes(_NONCE_BYTES)
-        with contextlib.suppress(OSError):  # it hung up at once: `prove` finds that out
+        with contextlib.suppress(OSError):  # it closed at once: `prove` detects that
             connection.send(nonce)
         self._pending[connection.fileno()] = _PendingCaller(connection, nonce)
         return connection
 
     def prove(self, connection: socket.socket) -> Channel | None:
-        """Read on; return the channel once the caller has proved itself.
+        """Continue the handshake; return the channel once the client is authenticated.
 
         Raises:
             WrongKeyError: It does not know the key.
-        PermissionError: It went away.
+            PermissionError: It closed the connection.
         """
         caller = self._pending[connection.fileno()]
         wanted = _NONCE_BYTES + _PROOF_BYTES - len(caller.received)
@@ -284,14 +284,14 @@ class Listener:
         self._socket.close()
 
     def close(self) -> None:
-        """Take no more callers, and leave nothing on disk."""
+        """Stop listening, and remove the socket file."""
         self.forget()
         if self._directory is not None:
             remove_socket(self.address)
 
 
 def listen_locally() -> Listener:
-    """Listen on a socket that only this user can reach."""
+    """Listen on a socket file that only this user can open."""
     directory = Path(tempfile.mkdtemp(prefix="ptm-", dir=_short_temp()))
     listening = socket.socket(socket.AF_UNIX)
     path = directory / "wire"
@@ -301,9 +301,9 @@ def listen_locally() -> Listener:
 
 
 def listen_on(host: str, port: int, key: bytes) -> Listener:
-    """Listen on TCP, for several nodes: on every interface, unless the host is this one only.
+    """Listen on TCP, for several nodes: on every interface, unless the host is a loopback address.
 
-    A host's own name may mean its loopback to itself and not to others.
+    A host may resolve its own name to the loopback interface, other hosts do not.
 
     Raises:
         OSError: The port is taken.
@@ -321,7 +321,7 @@ def listen_on(host: str, port: int, key: bytes) -> Listener:
 
 
 def remove_socket(address: str) -> None:
-    """Remove the socket of a controller that could not do it itself."""
+    """Remove the socket file of a controller that was killed."""
     scheme, _, path = address.partition(":")
     if scheme == "unix":
         with contextlib.suppress(OSError):
@@ -330,13 +330,13 @@ def remove_socket(address: str) -> None:
 
 
 def connect(address: str, key: bytes, registration: Register | None) -> Channel:
-    """Call the controller, and greet it; None is for whoever has greetings of another kind.
+    """Connect to the controller, and register unless `registration` is None.
 
-    On one host a caller waits until it is answered, since the controller may be busy with a test of
-    its own for minutes; if it dies, the kernel hangs up.
+    On one host there is no time limit, as the controller may be busy with a test of its own for
+    minutes; if it dies, the kernel closes the connection.
 
     Raises:
-        WrongKeyError: It does not know the key, or says that we do not.
+        WrongKeyError: The two sides have different keys.
         OSError: It cannot be reached.
     """
     connection = _reach(address)
@@ -365,7 +365,7 @@ def _reach(address: str) -> socket.socket:
     if scheme != "unix":
         host, _, port = rest.rpartition(":")
         return socket.create_connection((host, int(port)), timeout=_HANDSHAKE_S)
-    connection = socket.socket(socket.AF_UNIX)  # waits as long as it takes: see `connect`
+    connection = socket.socket(socket.AF_UNIX)  # no time limit: see `connect`
     try:
         connection.connect(rest)
     except OSError:
@@ -393,6 +393,6 @@ def _prove(key: bytes, role: bytes, theirs: bytes, own: bytes) -> bytes:
 
 
 def _short_temp() -> str | None:
-    """Return a directory whose sockets have short names; the kernel takes 107 bytes."""
+    """Return a directory with a short name: the kernel takes paths of sockets up to 107 bytes."""
     is_short = len(tempfile.gettempdir()) <= _MOST_TEMP_CHARS
     return None if is_short or not os.path.isdir(_SHORT_TEMP) else _SHORT_TEMP

@@ -1,7 +1,7 @@
-"""What goes over the wire between controller, fork servers and ranks, as frozen types.
+"""Messages between controller, fork servers and ranks, as frozen types.
 
-A frame is a JSON array: the name of the type, then its fields by name. Nothing here is executed or
-unpickled: whoever speaks on the wire can at most lie about outcomes.
+A frame is a JSON array: the name of the type, then its fields by name. Nothing is executed or
+unpickled: a peer that knows the key can forge outcomes, and nothing else.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pytest_megatron.gang.originals import json
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome:
-    """What node 0 tells another node that called.
+    """Reply of node 0 to the session of another node.
 
     Attributes:
-        ranks_per_node: Ranks that each node has room for.
+        ranks_per_node: Ranks that fit on each node.
         num_gpus: CUDA devices that the node leases for the session.
         node_ids: Items that node 0 collected, in order.
-        collecting: How ranks that collect for themselves are started, `fork` or `fresh`; "" where
-            ranks are forked from what the node's session collected.
+        collecting: Start of ranks that collect for themselves, `fork` or `fresh`; "" where ranks
+            are forked from the session of their node.
     """
 
     num_nodes: int
@@ -37,10 +37,10 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
-    """What the session of another node answers.
+    """Reply of another node's session to `Welcome`.
 
     Attributes:
-        problem: Why it cannot take part, or "".
+        problem: Reason why it cannot join, or "".
         missing: Node ids that only node 0 collected.
         extra: Node ids that only this node collected.
     """
@@ -52,11 +52,11 @@ class Joined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mirrored:
-    """Something that pytest was told on node 0 and shall be told on every node.
+    """A call of a pytest hook on node 0, to be repeated on every node.
 
     Attributes:
         hook: Name of pytest's hook.
-        data: Its arguments, in the form of `hooks.mirror`.
+        data: Its arguments, in the form of `hooks.gangs.reports`.
     """
 
     hook: str
@@ -69,8 +69,8 @@ class SessionEnded:
 
     Attributes:
         exit_code: Pytest's.
-        kind: How it ended before its last test: `failed`, `interrupted` or `exit`, or "".
-        text: What it said then.
+        kind: `failed`, `interrupted` or `exit` if it ended before its last test, else "".
+        text: The message of that end.
     """
 
     exit_code: int
@@ -78,12 +78,12 @@ class SessionEnded:
     text: str = ""
 
 
-INTERRUPTED_LINE = "\x03"  # what a `DebuggerLine` holds where the user pressed Ctrl-C
+INTERRUPTED_LINE = "\x03"  # the text of a `DebuggerLine` for Ctrl-C
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DebuggerWanted:
-    """A rank would enter the debugger and waits for leave.
+    """A rank asks for permission to enter the debugger, and waits.
 
     Attributes:
         reason: `exception` or `breakpoint`.
@@ -94,14 +94,14 @@ class DebuggerWanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DebuggerWrote:
-    """The debugger of a rank printed something."""
+    """Output of the debugger of a rank."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DebuggerReads:
-    """The debugger of a rank wants a line."""
+    """The debugger of a rank reads a line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,7 @@ class DebuggerLeft:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DebuggerAnswer:
-    """Whether a rank may enter the debugger."""
+    """Permission to enter the debugger, or its refusal."""
 
     may_enter: bool
 
@@ -124,7 +124,7 @@ class DebuggerLine:
 
 
 JsonObject: TypeAlias = dict[str, JsonValue]
-# In the place of the test that comes next: there is none, or it is not known yet.
+# Indices of the next test: there is none, or it is not known yet.
 NOTHING = -1
 UNKNOWN = -2
 
@@ -134,11 +134,11 @@ class Register:
     """First message of every connection, to the controller.
 
     Attributes:
-        role: `rank`, `fork server`, or `node` for the session of another node.
+        role: `rank`, `fork_server`, or `node` for the session of another node.
         gang: The gang of a rank; else 0.
-        rank: The rank; for a fork server the one that it forks, or -1 for all of its node.
+        rank: The rank; of a fork server the one that it forks, or -1 for all of its node.
         node_rank: Index of its host.
-        world_size: Of the gangs that a fork server of one rank forks for; 0 for a node's.
+        world_size: Size of gangs that a fork server of one rank serves; 0 for a node's.
     """
 
     role: str
@@ -151,13 +151,13 @@ class Register:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
-    """The fork server of one rank has collected, and can start it.
+    """The fork server of one rank has collected, and can start that rank.
 
     Attributes:
-        is_same: Whether it found what the controller found.
-        node_ids: What it found, if that is something else.
-        problems: Node id of a collector -> why it could not be collected.
-        obstacle: Why it cannot fork ranks and has to become one itself, or "".
+        is_same: Whether it collected the same tests as the controller.
+        node_ids: Its tests, if they differ.
+        problems: Node id of a collector -> reason why it could not be collected.
+        obstacle: Reason why it cannot fork ranks and becomes one itself, or "".
     """
 
     is_same: bool
@@ -168,10 +168,10 @@ class Collected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """A rank can take tests.
+    """A rank is ready to run tests.
 
     Attributes:
-        missing: Node id -> why this rank has no such test; the controller has it.
+        missing: Node id of a test of the controller -> reason why this rank lacks it.
     """
 
     missing: Mapping[str, str] = field(default_factory=dict)
@@ -179,13 +179,13 @@ class Ready:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseEnded:
-    """A phase of a test ended; sent at once where it did not pass or took long.
+    """A phase of a test ended; sent at once if it did not pass or took long.
 
     Attributes:
-        run: Which execution of which test.
+        run: Number of the execution.
         when: setup, call or teardown.
         outcome: passed, failed or skipped.
-        report: As in `Done`, where it did not pass: the rank may never come to say `Done`.
+        report: As in `Done`, if it did not pass: the rank may never send `Done`.
     """
 
     run: int
@@ -200,17 +200,17 @@ class Done:
 
     Attributes:
         reports: In order, subtests included, as pytest serialises them; `[when, start, stop]` for
-            a phase that passed and says nothing more.
-        warnings: What pytest recorded.
+            a phase that passed without output.
+        warnings: Warnings that pytest recorded.
         num_collectives: Collectives that the default group counted so far; -1 without a group.
         num_rendezvous: Process groups that were set up so far.
         num_unmatched: Sends within the default group so far, less receives.
-        poison: Why this rank cannot run another test (a CUDA error that sticks), or "".
+        poison: Reason why this rank cannot run another test (a sticky CUDA error), or "".
         stop: `[kind, reason, exit code]` if the test asked pytest itself to end, or empty.
-        printed: What pytest wrote to its terminal in this rank (`--setup-show`).
+        printed: Terminal output of pytest in this rank (`--setup-show`).
         printed_late: The same from the teardown on.
-        late: Report of the teardown of what the test before this one left; None if it went well.
-        is_clean: Whether every phase passed, so that ranks may go on by themselves.
+        late: Report of a failed teardown of the fixtures of the test before, or None.
+        is_clean: Whether every phase passed, so that ranks may start the next test in lockstep.
     """
 
     run: int
@@ -229,12 +229,12 @@ class Done:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closed:
-    """A rank tore everything down and ends.
+    """A rank has torn down every fixture, and exits.
 
     Attributes:
         problem: Text of an error in a fixture's teardown, or "".
         late: The same as a report of the last test's teardown; None if there is none.
-        workeroutput: What plugins of a rank that collected left for the controller.
+        workeroutput: `config.workeroutput` of a rank that collected, encoded.
     """
 
     problem: str
@@ -244,7 +244,7 @@ class Closed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Broken:
-    """Pytest itself failed in a rank.
+    """Pytest itself raised an error in a rank.
 
     Attributes:
         problem: The traceback.
@@ -259,12 +259,12 @@ class Run:
 
     Attributes:
         run: Number of this execution, unique in the session.
-        index: Place of the item in the controller's list.
-        next_index: Place of the item that comes next on this gang, `NOTHING` (all is torn down) or
-            `UNKNOWN` (only the test itself is).
+        index: Index of the item in the controller's session.
+        next_index: Index of the next item on this gang, `NOTHING` (tear everything down) or
+            `UNKNOWN` (tear only the test down).
         shared_dir: One directory for all ranks, for this execution.
         is_last_if_failed: Whether a failure ends the session, so that everything is torn down.
-        after: The execution that all ranks have to end well first, else this one is dropped; 0
+        after: The execution that has to pass on all ranks first, else this one is dropped; 0
             for one that starts at once.
         call_limit_s: Of the call, where it is another than that of setup and teardown; each phase
             that ends is then reported. 0 is no limit.
@@ -283,24 +283,24 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Close:
-    """Tear down every fixture and end."""
+    """Tear down every fixture and exit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankConfig:
-    """Everything that a new rank has to know.
+    """Configuration of one rank.
 
     Attributes:
         node_rank: Index of its host.
         device: `cuda` or `cpu`.
-        env: Variables to set; what `torch.distributed.run` would set, and more.
+        env: Variables to set: those of `torch.distributed.run`, and more.
         log_dir: Directory of its stdout.log and stderr.log.
-        base_temp: Where its `tmp_path`s go.
-        is_capturing: Whether what a test prints goes into its report.
+        base_temp: Directory of its `tmp_path`s.
+        is_capturing: Whether the output of a test goes into its report.
         coverage: Settings of a running coverage.py, or empty.
-        coverage_file: Where it puts its data.
-        avoided: Node id of a collector that a rank died in -> what to say of it instead.
-        workerinput: What plugins of the controller have for a rank that collects.
+        coverage_file: Its data file.
+        avoided: Node id of a collector that a rank died in -> message to report instead.
+        workerinput: `config.workerinput` for a rank that collects, encoded.
     """
 
     gang: int
@@ -320,17 +320,17 @@ class RankConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fork:
-    """Start ranks. File descriptors of GPU locks may come along."""
+    """Start ranks. File descriptors of GPU locks may be attached."""
 
     configs: tuple[RankConfig, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adopt:
-    """Take the fork server of one rank, which becomes that rank, for a rank of a gang.
+    """Assign the fork server of one rank, which becomes that rank, to a gang.
 
     Attributes:
-        collector: The number that it was started under in place of a gang's.
+        collector: The number that it was started with in place of a gang's.
         log_dir: Directory of its logs from now on.
     """
 
@@ -343,13 +343,13 @@ class Adopt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Died:
-    """The process of a rank is gone. Written by a fork server, never by a rank.
+    """The process of a rank ended; sent by its fork server.
 
     Attributes:
         exit_code: As `Popen.returncode`: negative means killed by that signal.
         phase: The phase of a test that it was in: setup, call, teardown, or "" between tests; of
-            a rank that collects, the node id that it was at.
-        run: The execution that it began last, 0 before the first.
+            a rank that collects, the node id that it collected.
+        run: The last execution that it began, 0 before the first.
     """
 
     gang: int
@@ -361,10 +361,10 @@ class Died:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenStore:
-    """Open a key-value store for a gang to meet in.
+    """Open a key-value store for the rendezvous of a gang.
 
     Attributes:
-        host: What its ranks call it by.
+        host: Address by which ranks connect to it.
     """
 
     gang: int
@@ -376,7 +376,7 @@ class StoreOpened:
     """A store listens.
 
     Attributes:
-        problem: Why there is none, or "".
+        problem: Reason why it could not be opened, or "".
     """
 
     gang: int
@@ -386,14 +386,14 @@ class StoreOpened:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """Kill the ranks of a gang and whatever descends from them."""
+    """Kill the ranks of a gang and their descendants."""
 
     gang: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Killed:
-    """Nothing of a gang is left here."""
+    """No process of a gang is left on this fork server."""
 
     gang: int
 
@@ -407,7 +407,7 @@ class Interrupt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskStacks:
-    """Ask ranks of a gang for their Python stacks, and NCCL's flight recorder."""
+    """Request the Python stacks of ranks, and NCCL's flight recorder."""
 
     gang: int
     ranks: tuple[int, ...]
@@ -415,12 +415,12 @@ class AskStacks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stacks:
-    """What ranks answered; a rank that said nothing is not in it.
+    """Stacks of the ranks that answered `AskStacks`.
 
     Attributes:
         stacks: Rank -> text of faulthandler.
         flights: Rank -> JSON of NCCL's flight recorder.
-        phases: Rank -> the phase of a test that it is in.
+        phases: Rank -> its phase of a test.
     """
 
     gang: int
@@ -463,7 +463,7 @@ Message: TypeAlias = (
 
 
 class _Make(Protocol):
-    """Makes a message of fields that may be anything."""
+    """Constructor of a message."""
 
     def __call__(self, **fields: object) -> Message: ...
 
@@ -473,12 +473,12 @@ _FIELDS = {kind: tuple(f.name for f in fields(kind)) for kind in _TYPES.values()
 
 
 def encode(message: Message) -> bytes:
-    """Return the message as one frame, without its length."""
+    """Return the message as one frame, without its length prefix."""
     return json.dumps(_plain(message), separators=(",", ":"), default=_plain).encode()
 
 
 def encode_within(message: Message, most_bytes: int) -> bytes:
-    """Return the message as one frame; if it is too long, texts and lists in it are cut."""
+    """Return the message as one frame, with texts and lists cut if it is too long."""
     frame, most = encode(message), most_bytes // 16
     while len(frame) > most_bytes and most:
         frame, most = json.dumps(_cut(json.loads(frame), most)).encode(), most // 4
@@ -497,7 +497,7 @@ def decode(frame: bytes) -> Message:
     """Return the message of a frame.
 
     Raises:
-        ValueError: It is none of ours.
+        ValueError: It is not a known message.
     """
     try:
         name, values = json.loads(frame)

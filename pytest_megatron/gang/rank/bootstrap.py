@@ -1,6 +1,6 @@
-"""Makes a forked or fresh process a rank: environment, random state, threads, stacks, torch.
+"""Set-up of a rank process: environment, random state, threads, stacks, torch.
 
-Runs in ranks only; the one place that touches torch, and only where a test has loaded it.
+Runs in ranks only. It uses torch only if a test has loaded it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from pytest_megatron.gang.rank.lockstep import RankPipes
 from pytest_megatron.gang.rank.logs import FLIGHT_FILE, STACKS_FILE
 from pytest_megatron.gang.topology import RankPlace
 
-# Whether CUDA is there is asked of NVML, which leaves this process fit to be forked; so do pools of
-# one thread.
+# Detect CUDA with NVML and use pools of one thread, so that this process can be forked.
 HARMLESS_ENV = {
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     "OMP_NUM_THREADS": "1",
@@ -34,16 +33,16 @@ HARMLESS_ENV = {
 }
 _RECORDED_COLLECTIVES = "2000"
 RandomState: TypeAlias = tuple[object, ...]
-# torch seeds its generator with 64 random bits; who seeds it himself takes a smaller number.
+# torch seeds its generator with 64 random bits; seeds that users choose are smaller.
 _LEAST_RANDOM_SEED = 1 << 53
-_threads: set[str] = set()  # of this process, as they were looked at last
+_threads: set[str] = set()  # threads of this process at the last check
 _device: str | None = None
 _cuda: _Cuda | None = None
 _open_files: list[object] = []  # as long as this process lives
 
 
 def rank_env(place: RankPlace, world_size: int) -> dict[str, str]:
-    """Return the variables that `torch.distributed.run` sets for a rank, but for the store's.
+    """Return the variables that `torch.distributed.run` sets for a rank, except the store's.
 
     Source: torch/distributed/elastic/agent/server/local_elastic_agent.py, _start_workers(), 2.13.
     """
@@ -66,12 +65,12 @@ def rank_env(place: RankPlace, world_size: int) -> dict[str, str]:
 
 
 def become_rank(config: RankConfig, pipes: RankPipes, *, random_state: RandomState | None) -> None:
-    """Set this process up as the rank of `order`.
+    """Set this process up as a rank.
 
     Args:
-        config: Which rank.
-        pipes: What it shares with its fork server.
-        random_state: Of `random`, if something seeded it: a fork seeds it anew.
+        config: Configuration of the rank.
+        pipes: Descriptors that it shares with its fork server.
+        random_state: State of `random`, if it was seeded: a fork reseeds it.
     """
     global _device  # noqa: PLW0603 - one process, one rank
     _device = config.device
@@ -101,11 +100,15 @@ def device_of_rank() -> str | None:
 
 
 def write_stacks_on_signal(directory: Path) -> None:
-    """Have faulthandler write stacks into the directory of logs, on errors and on STACK_SIGNAL."""
+    """Have faulthandler write stacks to stderr on errors, and to a file on STACK_SIGNAL.
+
+    Args:
+        directory: Directory of the file, with the logs of the rank.
+    """
     faulthandler.enable(file=2)
     try:
         stacks = (directory / STACKS_FILE).open("w")
-    except OSError:  # a full disk: stacks go to the log, if anywhere
+    except OSError:  # such as a full disk: write stacks to the log
         faulthandler.register(STACK_SIGNAL, file=2, all_threads=True)
     else:
         faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
@@ -113,23 +116,23 @@ def write_stacks_on_signal(directory: Path) -> None:
 
 
 def state_if_seeded(before: RandomState) -> RandomState | None:
-    """Return the state of `random`, or None as long as nobody has touched it.
+    """Return the state of `random`, or None if it is unchanged.
 
     Args:
-        before: State before anything of the user's was imported.
+        before: State before any code of the user was imported.
     """
     state = random.getstate()
     return None if state == before else state
 
 
 def reseed() -> None:
-    """Give this process numbers of its own from numpy and torch, as long as nobody seeded them.
+    """Reseed numpy and torch for this process, unless they were seeded.
 
-    Python's `random` does so by itself at a fork.
+    Python reseeds `random` at a fork.
     """
     mtrand = sys.modules.get("numpy.random.mtrand")
     if mtrand is not None:
-        bits = mtrand._rand._bit_generator  # tells whether it was seeded
+        bits = mtrand._rand._bit_generator  # shows whether it was seeded
         if getattr(bits, "_seed_seq", None) is not None:
             mtrand.set_state(mtrand.RandomState().get_state())
     torch = sys.modules.get("torch")
@@ -138,9 +141,9 @@ def reseed() -> None:
 
 
 def seed_torch(seed: int) -> None:
-    """Seed torch where pytest-randomly seeds `random` and numpy; it calls this entry point.
+    """Seed torch when pytest-randomly seeds `random` and numpy; it calls this entry point.
 
-    Only in ranks: there a test that passes with one seed on all of them shall not see another.
+    Only in ranks, so that a test has the same seed on all of them.
     """
     torch = sys.modules.get("torch")
     if _device is not None and torch is not None:
@@ -148,11 +151,11 @@ def seed_torch(seed: int) -> None:
 
 
 def calm_gloo() -> None:
-    """Have threads of gloo that are new wait for a core instead of taking it from one at work.
+    """Run new threads of gloo under SCHED_BATCH, so that they do not preempt others.
 
     A message wakes the receiver's loop while the sender still holds the lock of that connection.
-    Where ranks share cores, the loop pushes the sender aside, cannot have the lock, and asks for it
-    again and again until its time is up: some 3 ms. Under SCHED_BATCH it does not push.
+    Where ranks share cores, the loop preempts the sender, cannot get the lock, and spins until the
+    end of its time slice, some 3 ms. Under SCHED_BATCH it does not preempt.
 
     Source: gloo/transport/tcp, Pair::handleEvents() and Loop::run(); sched(7).
     """
@@ -163,7 +166,7 @@ def calm_gloo() -> None:
     _threads.clear()
     _threads.update(found)
     for thread in new:
-        with contextlib.suppress(OSError):  # it has ended, or this may not be changed here
+        with contextlib.suppress(OSError):  # it has ended, or the policy may not be changed
             if (
                 "gloo" in thread_name(THREADS / thread)
                 and os.sched_getscheduler(int(thread)) == os.SCHED_OTHER
@@ -173,12 +176,12 @@ def calm_gloo() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cuda:
-    """What is needed of torch's CUDA, as it was before a test could patch it.
+    """Functions of torch's CUDA, as they were before a test could patch them.
 
     Attributes:
         variables: Of the module `torch.cuda`.
-        synchronize: Waits for the current device; `torch.cuda.synchronize` would ask functions
-            that tests patch which one that is.
+        synchronize: Waits for the current device; `torch.cuda.synchronize` calls functions that
+            tests patch.
         run_kernel: Runs a kernel and waits for its result.
     """
 
@@ -192,7 +195,7 @@ class _Cuda:
 
 
 def _bind_cuda() -> _Cuda | None:
-    """Return CUDA of the torch that this process has loaded, once it has one with CUDA."""
+    """Return CUDA of the loaded torch, or None if it has none."""
     global _cuda  # noqa: PLW0603 - one process, one torch
     torch, cuda = sys.modules.get("torch"), sys.modules.get("torch.cuda")
     if _cuda is None and isinstance(torch, ModuleType) and isinstance(cuda, ModuleType):
@@ -208,14 +211,14 @@ def _bind_cuda() -> _Cuda | None:
 
 
 def synchronize() -> None:
-    """Wait for the GPU, so that a collective that nobody answers hangs in the test it is of."""
+    """Wait for the GPU, so that an unmatched collective hangs in its own test."""
     cuda = _bind_cuda()
     if cuda is not None and cuda.is_initialized:
         cuda.synchronize()
 
 
 def find_poison() -> str:
-    """Return why this process can use its GPU no longer, or ""."""
+    """Return the error of a GPU that this process can no longer use, or ""."""
     cuda = _bind_cuda()
     if cuda is None or not cuda.is_initialized:
         return ""
@@ -228,14 +231,14 @@ def find_poison() -> str:
 
 
 def _recorder_variable(torch: object) -> str:
-    """Return what turns the flight recorder on; older releases know it by another name."""
+    """Return the variable that enables the flight recorder, which depends on torch's release."""
     words = str(getattr(torch, "__version__", "0.0")).split(".")
     is_new = tuple(int(word) for word in words[:2] if word.isdecimal()) >= (2, 10)
     return "TORCH_FR_BUFFER_SIZE" if is_new else "TORCH_NCCL_TRACE_BUFFER_SIZE"
 
 
 def _serve_flight_recorder(trigger: int, path: Path) -> None:
-    """Write what NCCL recorded whenever it is asked for."""
+    """Write NCCL's flight record for each byte of the pipe."""
     while os.read(trigger, 1):
         text = _flight_record()
         with contextlib.suppress(OSError):

@@ -1,8 +1,8 @@
-"""Counts the collectives that this process took part in; runs in ranks only (effects).
+"""Counter of the collectives of this process; runs in ranks only (effects).
 
-Ranks have to agree about collectives, not about sends and receives: the last stage of a pipeline
-sends less than the first one. gloo has one number for both, so what was sent and received is
-counted here and taken off.
+Ranks have to agree on collectives, not on sends and receives: the last stage of a pipeline sends
+less than the first one. gloo has one sequence number for both, so sends and receives are counted
+here and subtracted.
 
 Methods of groups and backends are wrapped, not functions of `torch.distributed`: all of those end
 in a method, by whatever name a test has imported them. What torch calls from C++ is collective
@@ -36,7 +36,7 @@ _COUNTED = ("send", "recv", "recv_anysource", "monitored_barrier")
 
 
 class _Group(Protocol):
-    """What is used of a process group and of its backend."""
+    """Interface of a process group and of its backend."""
 
     def name(self) -> str: ...
 
@@ -52,7 +52,7 @@ class _Device(Protocol):
 
 
 class _SentTensor(Protocol):
-    """What is used of a tensor."""
+    """Interface of a tensor."""
 
     device: _Device
 
@@ -71,14 +71,14 @@ class DefaultGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """What this rank took part in.
+    """Numbers of collectives and sends of this rank.
 
     Attributes:
-        num_collectives: Of the default group; -1 where there is none of all ranks, and where it
-            does not count so that ranks can be compared.
+        num_collectives: Of the default group; -1 without a default group of all ranks, and for
+            backends without comparable sequence numbers.
         num_rendezvous: Default groups that were set up.
-        num_unmatched: Sends within the default group less receives. Over all ranks they make 0,
-            unless one was never answered.
+        num_unmatched: Sends within the default group less receives. The sum over all ranks is 0,
+            unless a send was never received.
     """
 
     num_collectives: int
@@ -87,10 +87,10 @@ class Counts:
 
 
 class _Counter:
-    """Counts for this process, from when torch.distributed was imported."""
+    """Counter of this process, from the import of torch.distributed on."""
 
     def __init__(self, torch: ModuleType, distributed: ModuleType) -> None:
-        # Not `torch.distributed`: that is set once the import has ended.
+        # Not `torch.distributed`, which is set at the end of its import.
         self._torch = torch
         self._distributed = distributed
         self._c10d = distributed.distributed_c10d
@@ -98,12 +98,12 @@ class _Counter:
         self.num_rendezvous = 0
         self._group: weakref.ref[_Group] | None = None
         self._gloo: _Group | None = None
-        self._num_others = 0  # of the default group's numbers those that are no collectives
+        self._num_others = 0  # sequence numbers of the default group that are no collectives
         self._num_unmatched = 0
         self._library: object = None  # kernels go with it
 
     def install(self) -> None:
-        """Wrap what is to be counted."""
+        """Wrap the methods to count."""
         bindings = sys.modules["torch._C._distributed_c10d"]
         for cls in (bindings.ProcessGroup, bindings.Backend):
             self._wrap_methods(cls)
@@ -117,12 +117,12 @@ class _Counter:
             return
 
         def register(*args: object) -> object:
-            self._c10d._register_process_group = original  # noqa: SLF001 - for the first group
+            self._c10d._register_process_group = original  # for the first group
             with contextlib.suppress(AttributeError, RuntimeError):  # torch has others
                 self._library = self._wrap_operators()
             return original(*args)
 
-        self._c10d._register_process_group = register  # noqa: SLF001 - as above
+        self._c10d._register_process_group = register
 
     def _wrap_operators(self) -> object:
         """Count in kernels for the CPU, which call torch's own; return what keeps them.
@@ -132,11 +132,11 @@ class _Counter:
         torch = self._torch
         operators = getattr(torch.ops, _OPERATORS)
         library = torch.library.Library(_OPERATORS, "IMPL")
-        own = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)  # noqa: SLF001 - no other
+        own = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)
 
         def run(name: str, *args: object) -> object:
             result = getattr(operators, name).default.redispatch(own, *args)
-            if self._gloo_of(self._c10d._resolve_process_group(args[-1])) is not None:  # noqa: SLF001 - no other
+            if self._gloo_of(self._c10d._resolve_process_group(args[-1])) is not None:
                 kinds = cast("Sequence[str]", args[0]) if name == _BATCH else [name]
                 self._add(len(kinds), sum(_SENT[kind] for kind in kinds))
             return result
@@ -147,7 +147,7 @@ class _Counter:
         return library
 
     def _wrap_methods(self, cls: type) -> None:
-        # Each has the name of what it wraps: pybind11 knows by it that an override calls its base.
+        # pybind11 detects by the name of a function that an override calls its base.
         original = SimpleNamespace(**{name: getattr(cls, name) for name in _COUNTED})
 
         def send(self: object, *args: object, **settings: object) -> object:
@@ -182,10 +182,10 @@ class _Counter:
             setattr(cls, method.__name__, method)
 
     def _wrap_rendezvous(self) -> None:
-        """Give each default group that a test sets up keys of its own in the gang's store.
+        """Give each default group that a test sets up its own prefix in the gang's store.
 
-        Without it, a group that follows one that was destroyed may read addresses of the old one
-        and hang: seen with torch 2.13 under plain `torch.distributed.run`.
+        Otherwise a group that follows a destroyed one may read addresses of the old one and hang:
+        seen with torch 2.13 under plain `torch.distributed.run`.
         """
         rendezvous = sys.modules["torch.distributed.rendezvous"]
         original = getattr(rendezvous, "_create_c10d_store", None)
@@ -203,7 +203,7 @@ class _Counter:
     def _take(
         self, group: object, args: Sequence[object], settings: dict[str, object], *, sent: int
     ) -> None:
-        """Count a send or a receive; one of a GPU's memory is none of gloo's."""
+        """Count a send or a receive of gloo, which handles memory of the CPU only."""
         tensors = cast("Sequence[_SentTensor]", args[0] if args else settings["tensors"])
         if tensors[0].device.type == "cpu" and self._gloo_of(group) is not None:
             self._add(1, sent)
@@ -214,12 +214,12 @@ class _Counter:
             self._num_unmatched += num_unmatched
 
     def _gloo_of(self, group: object) -> _Group | None:
-        """Return the backend that counts if this is the default group or its backend."""
+        """Return the gloo backend if this is the default group or its backend."""
         default = self.find_default()
         return self._gloo if group is default or group is self._gloo else None
 
     def describe_default(self) -> DefaultGroup | None:
-        """Return what the default group is, or None."""
+        """Return a description of the default group, or None."""
         default = self.find_default()
         if default is None:
             return None
@@ -227,8 +227,10 @@ class _Counter:
         return DefaultGroup(size=default.size(), backend=str(known[0]) if known else "")
 
     def find_default(self) -> _Group | None:
-        """Return the default group, and begin anew where it is another one."""
-        default = cast("_Group | None", self._c10d._world.default_pg)  # tests patch what is public
+        """Return the default group, and reset the counts if it is a new one."""
+        default = cast(
+            "_Group | None", self._c10d._world.default_pg
+        )  # tests patch public functions
         if default is None:
             self._gloo = None
         elif self._group is None or self._group() is not default:
@@ -258,7 +260,7 @@ class _Counter:
 
 
 class _Finder(MetaPathFinder):
-    """Finds no module: waits for torch.distributed to be imported."""
+    """Import hook that finds no module, and waits for the import of torch.distributed."""
 
     @override
     def find_spec(
@@ -273,13 +275,13 @@ _counter: _Counter | None = None
 
 
 def count_from_import_on() -> None:
-    """Count in this process, from now on or from when torch.distributed is imported."""
+    """Count in this process, from now on or from the import of torch.distributed on."""
     if not _install():
         sys.meta_path.insert(0, _Finder())
 
 
 def count_collectives(world_size: int) -> Counts:
-    """Return what this rank took part in so far.
+    """Return the counts of this rank so far.
 
     Args:
         world_size: Of the gang.
@@ -290,16 +292,16 @@ def count_collectives(world_size: int) -> Counts:
 
 
 def default_group() -> DefaultGroup | None:
-    """Return what the default group is, or None without one."""
+    """Return a description of the default group, or None without one."""
     return None if _counter is None else _counter.describe_default()
 
 
 def _install() -> bool:
-    """Wrap torch, once it is there; return whether it is."""
+    """Wrap torch if it is loaded; return whether it is."""
     global _counter  # noqa: PLW0603 - one process, one torch
     torch = sys.modules.get("torch")
     distributed = sys.modules.get("torch.distributed")
-    # The name is there once all that is wrapped is.
+    # This name is defined last.
     if torch is None or distributed is None or not hasattr(distributed, "init_process_group"):
         return False
     if _counter is None:

@@ -1,7 +1,7 @@
-"""Coverage of ranks: each goes on with what coverage.py measures in the controller (effects).
+"""Coverage of ranks, with the settings of coverage.py in the controller (effects).
 
-A forked process stops what it inherited and measures into a file of its own; at the end the
-controller takes the files into its data, before anybody reports them.
+A forked process stops the inherited measurement and writes to a file of its own; at the end the
+controller merges these files into its data, before reports are made.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _OPTIONS = (
     "source_pkgs",
     "timid",
 )
-_SILENT = [  # of a single rank; of all of them the controller's own warnings tell
+_SILENT = [  # warnings that hold for a single rank; those of the controller hold for all
     "already-imported",
     "include-ignored",
     "module-not-imported",
@@ -47,17 +47,17 @@ _SILENT = [  # of a single rank; of all of them the controller's own warnings te
     "no-data-collected",
     "no-sysmon",
 ]
-_SAVE_EVERY_S = 1.0  # of what a gang that is killed has measured, at most this is lost
+_SAVE_EVERY_S = 1.0  # the most that is lost when a gang is killed
 _CONFIG_FILE = "config_file"
 _BY_TEST = "by_test"
 _EXIT = "_exit"
 
 
 def settings_of_running(*, is_by_test: bool) -> dict[str, JsonValue]:
-    """Return what ranks have to know of the running coverage.py, or nothing if none runs.
+    """Return the settings of the running coverage.py for ranks; empty if none runs.
 
     Args:
-        is_by_test: Whether somebody (pytest-cov) notes which test ran a line.
+        is_by_test: Whether contexts of tests are recorded (pytest-cov).
     """
     current = _running()
     if current is None:
@@ -82,29 +82,29 @@ class Measurement:
     _next_at: float = 0.0
 
     def enter(self, node_id: str, when: str) -> None:
-        """Note the test and its phase, in the words of pytest-cov."""
+        """Set the context of a test and its phase, named as by pytest-cov."""
         if self._is_by_test:
             phase = "run" if when == "call" else when
             self._coverage.switch_context(f"{node_id}|{phase}")
 
     def end_test(self, *, is_last: bool) -> None:
-        """Save now and then, and after the last test: a gang of one test is not asked to close."""
+        """Save from time to time, and after the last test: a gang of one test is not closed."""
         if is_last or time.monotonic() >= self._next_at:
             self._coverage.save()
             self._next_at = time.monotonic() + _SAVE_EVERY_S
 
     def save(self) -> None:
-        """Stop measuring and write what was measured."""
+        """Stop measuring and write the data."""
         self._coverage.stop()
         self._coverage.save()
 
 
 def start(settings: Mapping[str, JsonValue], data_file: str) -> Measurement | None:
-    """Measure this process from here on; None where nobody asked for it.
+    """Measure this process from now on; return None if coverage is off.
 
     Args:
         settings: From `settings_of_running`.
-        data_file: Where the data goes.
+        data_file: File for the data.
     """
     if not settings:
         return None
@@ -124,7 +124,7 @@ def start(settings: Mapping[str, JsonValue], data_file: str) -> Measurement | No
 
 
 def leave_running() -> None:
-    """Stop what a fork inherited, without a word to its data file."""
+    """Stop the measurement that a fork inherited, without writing to its data file."""
     if os._exit is not posix._exit:  # coverage's patch
         os._exit = posix._exit  # would save it
     while (inherited := _running()) is not None:
@@ -132,7 +132,7 @@ def leave_running() -> None:
 
 
 def merge_into_running(directory: Path) -> list[str]:
-    """Take the files of ranks into the running coverage.py and delete them; return what failed."""
+    """Merge the files of ranks into the running coverage.py and delete them; return errors."""
     current = _running()
     if current is None or not directory.is_dir():
         return []

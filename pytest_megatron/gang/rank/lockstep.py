@@ -1,9 +1,9 @@
-"""How the ranks of one gang agree to go on to the next test without asking the controller.
+"""Agreement of the ranks of one gang to start the next test without the controller.
 
-Every rank says in shared memory how it ended a test. If all did so in the same way (each passed,
-all took part in the same collectives, what was sent was received), the test that the controller
-sent ahead may start; in any other case it is dropped, and the controller decides. Only for ranks
-that one fork server forks, as they inherit memory and descriptors.
+Every rank publishes its end of a test in shared memory. If all agree (each passed, all entered the
+same collectives, every send was received), the test that the controller sent ahead may start;
+otherwise it is dropped, and the controller decides. Only for ranks that one fork server forks, as
+they inherit memory and descriptors.
 """
 
 from __future__ import annotations
@@ -12,76 +12,61 @@ import contextlib
 import struct
 from dataclasses import dataclass
 
+from pytest_megatron.gang.ipc.messages import Done
 from pytest_megatron.gang.originals import mmap, os, select, time
 
 _WORD_BYTES = 8
 _RUN_SHIFT = 40
 _COLLECTIVES_SHIFT = 20
-_COLLECTIVES_MASK = (1 << 20) - 1  # of larger numbers the lower bits differ if they do
+_COLLECTIVES_MASK = (1 << 20) - 1  # lower bits of larger numbers
 _UNMATCHED_SHIFT = 9
 _UNMATCHED_MASK = (1 << 11) - 1
 _RENDEZVOUS_MASK = (1 << 8) - 1
-_SHORTEST_MS, _LONGEST_MS = 2, 50  # between looks, should a wake-up be lost
+_SHORTEST_MS, _LONGEST_MS = 2, 50  # between polls, in case a wake-up is lost
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
-    """How a rank ended a test.
+def _word_of(done: Done) -> int:
+    """Return the end of a test in 64 bits, which are written atomically.
 
-    Attributes:
-        run: Number of the execution, in at most 24 bits.
-        is_clean: Whether every phase passed and nothing forbids to go on.
-        num_collectives: As in `Done`.
-        num_rendezvous: As in `Done`.
-        num_unmatched: As in `Done`.
+    Args:
+        done: End of an execution whose number has at most 24 bits.
     """
-
-    run: int
-    is_clean: bool
-    num_collectives: int
-    num_rendezvous: int
-    num_unmatched: int = 0
-
-    @property
-    def word(self) -> int:
-        """All of it in 64 bits, which are written at once."""
-        return (
-            self.run << _RUN_SHIFT
-            | (self.num_collectives & _COLLECTIVES_MASK) << _COLLECTIVES_SHIFT
-            | (self.num_unmatched & _UNMATCHED_MASK) << _UNMATCHED_SHIFT
-            | (self.num_rendezvous & _RENDEZVOUS_MASK) << 1
-            | self.is_clean
-        )
+    return (
+        done.run << _RUN_SHIFT
+        | (done.num_collectives & _COLLECTIVES_MASK) << _COLLECTIVES_SHIFT
+        | (done.num_unmatched & _UNMATCHED_MASK) << _UNMATCHED_SHIFT
+        | (done.num_rendezvous & _RENDEZVOUS_MASK) << 1
+        | done.is_clean
+    )
 
 
 class Lockstep:
-    """What the ranks of a gang share; made before they are forked (effects)."""
+    """Shared memory and event descriptors of a gang; created before its ranks (effects)."""
 
     def __init__(self, world_size: int) -> None:
-        """Get memory and a descriptor for each rank."""
+        """Allocate memory and a descriptor for each rank."""
         self._memory = mmap.mmap(-1, world_size * _WORD_BYTES)
         self._words = memoryview(self._memory).cast("Q")
         self._bells = [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(world_size)]
-        self._last: Ending | None = None
+        self._last = 0  # word of this rank
 
-    def publish(self, rank: int, ending: Ending) -> None:
-        """Say how a rank ended a test, and wake those that wait for it."""
-        self._last = ending
-        self._words[rank] = ending.word
-        has_all = all(word >> _RUN_SHIFT >= ending.run for word in self._words)
-        if has_all or not ending.is_clean:
+    def publish(self, rank: int, done: Done) -> None:
+        """Publish the end of a test on a rank, and wake the ranks that wait for it."""
+        self._words[rank] = self._last = _word_of(done)
+        has_all = all(word >> _RUN_SHIFT >= done.run for word in self._words)
+        if has_all or not done.is_clean:
             for other, bell in enumerate(self._bells):
                 if other != rank:
-                    with contextlib.suppress(OSError):  # a test closed it: others look by the clock
+                    with contextlib.suppress(OSError):  # a test closed it: others poll
                         os.eventfd_write(bell, 1)
 
     def may_start(self, rank: int, run: int, after: int) -> bool:
         """Wait until all ranks ended `after`, and return whether `run` may start.
 
-        A rank that died or hangs is not waited out here: the controller kills the gang.
+        There is no time limit: if a rank died or hangs, the controller kills the gang.
         """
         own = self._last
-        if own is None or own.run != after or not own.is_clean:
+        if own >> _RUN_SHIFT != after or not own & 1:
             return False
         wait_ms = _SHORTEST_MS
         while True:
@@ -92,8 +77,8 @@ class Lockstep:
                 if number < after:
                     are_late = True
                 elif number == run:
-                    has_agreed = True  # else it had not run that
-                elif _without_unmatched(word) != _without_unmatched(own.word):
+                    has_agreed = True  # it started `run` only after agreeing
+                elif _without_unmatched(word) != _without_unmatched(own):
                     return False
                 num_unmatched += word >> _UNMATCHED_SHIFT & _UNMATCHED_MASK
             if not are_late:
@@ -111,7 +96,7 @@ class Lockstep:
             time.sleep(wait_ms / 1000)
 
     def close(self) -> None:
-        """Let go of it in the process that forked the ranks."""
+        """Close it in the process that forked the ranks."""
         self._words.release()
         self._memory.close()
         for bell in self._bells:
@@ -119,7 +104,7 @@ class Lockstep:
 
 
 def _without_unmatched(word: int) -> int:
-    """Return what has to be equal in all ranks."""
+    """Return the part of a word that has to be equal on all ranks."""
     return word & ~(_UNMATCHED_MASK << _UNMATCHED_SHIFT)
 
 
@@ -128,7 +113,7 @@ _RUN = struct.Struct("Q")
 
 
 def read_note(note: bytes) -> tuple[int, str]:
-    """Return the number of the execution and the phase that a rank noted."""
+    """Return the number of the execution and the phase that a rank has written."""
     (run,) = _RUN.unpack_from(note)
     return run, note[_RUN.size :].decode(errors="replace").strip("\0 ")
 
@@ -138,10 +123,10 @@ class RankPipes:
     """Descriptors that a rank shares with its fork server.
 
     Attributes:
-        trigger: Read end of a pipe; a byte in it asks for NCCL's flight recorder.
-        notes: A file in memory in which the rank notes which execution it began last, and the
-            phase that it is in; closed by the first note.
-        lockstep: What all ranks of the gang share, where this fork server forks all of them.
+        trigger: Read end of a pipe; a byte in it requests NCCL's flight record.
+        notes: A file in memory in which the rank writes its last execution and its current
+            phase; closed by the first write.
+        lockstep: Shared by all ranks of the gang, if one fork server forks all of them.
     """
 
     trigger: int
@@ -150,11 +135,11 @@ class RankPipes:
     _page: mmap.mmap | None = None
 
     def begin_run(self, run: int) -> None:
-        """Note that an execution begins here: a rank that dies from now on dies in it."""
+        """Write the number of an execution that begins, in case the rank dies in it."""
         self._open()[: _RUN.size] = _RUN.pack(run)
 
     def note(self, when: str) -> None:
-        """Note the phase; costs less than a microsecond, and survives the rank."""
+        """Write the phase, which survives the rank; takes less than a microsecond."""
         size = NOTE_BYTES - _RUN.size
         self._open()[_RUN.size :] = when.encode()[:size].ljust(size, b"\0")
 

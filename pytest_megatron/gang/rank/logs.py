@@ -1,7 +1,7 @@
-"""Files of ranks, in torch's layout: `attempt_<k>/<rank>/{stdout,stderr}.log`.
+"""Log files of ranks, in torch's layout: `attempt_<k>/<rank>/{stdout,stderr}.log`.
 
-A rank writes to its files alone, whatever the terminal does; what a test printed is a piece of
-them. A full disk loses text, never a test.
+A rank writes only to its files, never to the terminal; the output of a test is a piece of them. On
+a full disk text is lost, but no test fails.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ STACKS_FILE = "stacks.txt"
 FLIGHT_FILE = "nccl_flight_recorder.json"
 _STREAMS = ("stdout", "stderr")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
-_MOST_BYTES = 1 << 18  # of one phase in a report; the whole is in the log
+_MOST_BYTES = 1 << 18  # of one phase in a report; the log has all of it
 _CHUNK_BYTES = 1 << 16
 
 
 class _Lossy(io.FileIO):
-    """A log that drops what the disk has no room for."""
+    """A log file that drops text if the disk is full."""
 
     @override
     def write(self, data: Buffer, /) -> int:
@@ -48,8 +48,8 @@ class RankLogs:
     _ends: list[int] = field(default_factory=lambda: [0, 0])
 
     def redirect(self) -> None:
-        """Send stdout and stderr of this process to the log files, and stdin to nothing."""
-        open_standard_descriptors()  # else what is opened here would get their numbers
+        """Redirect stdout and stderr of this process to the log files, and stdin to /dev/null."""
+        open_standard_descriptors()  # else files opened here would get their numbers
         close_stdin()
         for number, stream in enumerate(_STREAMS, start=1):
             descriptor = self._open(stream)
@@ -60,7 +60,7 @@ class RankLogs:
         sys.stderr = _text_stream(2)
 
     def new_text(self) -> list[tuple[str, str]]:
-        """Return stream and text of what was written since the last call, if anything was."""
+        """Return name and new text of each stream that was written since the last call."""
         flush_streams()
         found = []
         for index, stream in enumerate(_STREAMS):
@@ -91,17 +91,17 @@ def close_stdin() -> None:
 def open_standard_descriptors() -> None:
     """Open `/dev/null` where stdin, stdout or stderr is closed, as by `pytest <&-`.
 
-    Else a socket or a pipe would get that number, and be lost where a stream is put in its place.
+    Otherwise a socket or pipe could get that number, and be lost when a stream replaces it.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free: this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
 
 
 def file_size(path: Path) -> int:
-    """Return the size of a file, 0 if it is not there."""
+    """Return the size of a file, 0 if it is missing."""
     try:
         return path.stat().st_size
     except OSError:
@@ -109,7 +109,7 @@ def file_size(path: Path) -> int:
 
 
 def read_piece(path: Path, start: int, end: int) -> str:
-    """Return a piece of a log; of a long one the end, and where the rest is."""
+    """Return a piece of a log; of a long one its end, with a reference to the rest."""
     left_out = max(0, end - start - _MOST_BYTES)
     try:
         descriptor = os.open(path, os.O_RDONLY)
@@ -125,7 +125,7 @@ def read_piece(path: Path, start: int, end: int) -> str:
 
 
 def flush_streams() -> None:
-    """Write out what Python and C hold back."""
+    """Flush the buffers of Python and C."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -150,8 +150,8 @@ class Tail:
         """Yield lines written since the last call, as `[rank0]: ...`.
 
         Args:
-            is_ended: Take all that is there, also a line that has not ended; else of a long piece
-                the start, so that a rank that floods its log holds nobody up.
+            is_ended: Read everything, including an unfinished line; otherwise only the start of a
+                long piece, so that a rank that floods its log does not block others.
         """
         for stream in _STREAMS:
             try:
@@ -181,13 +181,13 @@ class Tail:
 
 def _text_stream(descriptor: int) -> TextIO:
     raw = cast("BinaryIO", _Lossy(descriptor, "w", closefd=False))
-    return io.TextIOWrapper(  # holds nothing back: what a rank says before it is killed counts
+    return io.TextIOWrapper(  # unbuffered: text before a kill must be kept
         raw, encoding="utf-8", errors="backslashreplace", write_through=True
     )
 
 
 def _end_of(descriptor: int) -> int:
-    """Return the size of a log; 0 where it is none."""
+    """Return the size of a log; 0 if the descriptor is no file."""
     try:
         return os.lseek(descriptor, 0, os.SEEK_END)
     except OSError:

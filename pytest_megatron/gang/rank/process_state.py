@@ -1,8 +1,8 @@
-"""What tests need of their rank and have to leave as it was; runs in ranks only (effects).
+"""State of a rank that tests must restore; runs in ranks only (effects).
 
 A test that leaves another default group, working directory or `open` behind passes, and all later
-ones of its rank fail. So each test is followed by a look: what can be put back is put back, a gang
-with another default group is replaced, and the test is named.
+ones of its rank fail. So the state is checked after each test: it is restored where possible, a
+gang with another default group is replaced, and a warning names the test.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ENVIRON, _DIRECTORY, _OPEN, _GROUP = "os.environ", "directory", "builtins.open"
 _environ = os.environ
 _raw = {name: name.encode() for name in _VARIABLES}
 _environb = os.environb  # half as long to read
-# Name -> value; the variables among them by their names, None where one is not set.
+# Name -> value; variables have their own names, and None if they are not set.
 State: TypeAlias = dict[str, object]
 
 
@@ -50,7 +50,7 @@ def look() -> State:
 
 @dataclass(slots=True)
 class StateKeeper:
-    """Knows what the state has to be after the running test.
+    """Expected state after the running test.
 
     Attributes:
         world_size: Of the gang.
@@ -63,11 +63,11 @@ class StateKeeper:
     _replaced: dict[Hashable, State] = field(default_factory=dict)
 
     def accept(self, fixture: Hashable, before: State) -> None:
-        """Expect from here on what a fixture for several tests has changed.
+        """Expect from now on the changes of a fixture with a wider scope than a test.
 
         Args:
-            fixture: Was just set up.
-            before: The state before that.
+            fixture: The fixture, which was just set up.
+            before: The state before its set-up.
         """
         changed = {name: value for name, value in look().items() if value != before[name]}
         if changed:
@@ -75,16 +75,16 @@ class StateKeeper:
             self._expected.update(changed)
 
     def release(self, fixture: Hashable) -> None:
-        """Expect what was expected before such a fixture, as it is torn down."""
+        """Expect the state before such a fixture again, as it is torn down."""
         self._expected.update(self._replaced.pop(fixture, {}))
 
     def restore(self) -> tuple[list[str], str]:
-        """Put back what the test has changed.
+        """Restore the state that the test has changed.
 
-        Any test may destroy the default group, and set one of all ranks up where there is none.
+        Any test may destroy the default group, and create one of all ranks if there is none.
 
         Returns:
-            What it was, and what is wrong with the default group, or "".
+            The changes, and a problem with the default group, or "".
         """
         state, expected = look(), self._expected
         wrong_group = self._judge_group(state, expected)
@@ -112,7 +112,7 @@ class StateKeeper:
 
 
 def _put_back(name: str, value: object, wanted: object) -> str:
-    """Undo a change, and return what it was."""
+    """Undo a change, and return its description."""
     match name:
         case "os.environ":
             vars(sys.modules["os"])["environ"] = wanted

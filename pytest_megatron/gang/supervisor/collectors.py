@@ -1,6 +1,6 @@
 """Fork servers of single ranks: processes that collect for one rank and then start it.
 
-There are some only where ranks collect for themselves; see `hooks.origins`.
+Used only where ranks collect for themselves; see `hooks.start.start_mode`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pytest_megatron.gang.supervisor.connections import ForkServers
 
 CollectorMessage: TypeAlias = Collected | Died | Stacks | StoreOpened
 OnCollectorMessage: TypeAlias = Callable[[int, CollectorMessage, int], None]
-_OF_ALL = -1  # in the place of a rank
+_OF_ALL = -1  # in place of a rank
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class RankCollector:
     """A fork server of one rank that has collected.
 
     Attributes:
-        number: What it was started under; below 0, where gangs have numbers above.
+        number: Number of its start, below 0; numbers of gangs are above 0.
         is_single: Whether it cannot fork and becomes the rank itself.
     """
 
@@ -46,24 +46,24 @@ class RankCollector:
 
 
 class RankCollectors:
-    """All of one controller; those that were started together have a number below 0."""
+    """All rank collectors of one controller; those started together share a number below 0."""
 
     def __init__(self, fork_servers: ForkServers) -> None:
-        """Have none yet.
+        """Create an empty set.
 
         Args:
-            fork_servers: Those of nodes, which start them.
+            fork_servers: Fork servers of nodes, which start collectors.
         """
         self._fork_servers = fork_servers
         self._collectors: dict[tuple[int, int, int], RankCollector] = {}
         self._configs: dict[int, tuple[tuple[RankConfig, ...], OnCollectorMessage]] = {}
 
     def start(self, configs: tuple[RankConfig, ...], on_message: OnCollectorMessage) -> int:
-        """Have some started; return their number.
+        """Start collectors; return their number.
 
         Args:
-            configs: What they have to know, as for ranks of a gang of number 0.
-            on_message: Told their number, what is new, and of which rank; stacks are of several.
+            configs: Configurations of their ranks, with gang 0.
+            on_message: Called with their number, the message and its rank (-1 for stacks).
 
         Raises:
             LaunchError: The fork server of their first node is gone.
@@ -77,15 +77,15 @@ class RankCollectors:
 
     @property
     def next_number(self) -> int:
-        """What `start` will return, without its sign."""
+        """The next return value of `start`, without its sign."""
         return len(self._configs) + 1
 
     def has(self, number: int) -> bool:
-        """Whether some were started under a number."""
+        """Return whether collectors were started with a number."""
         return number in self._configs
 
     def find(self, config: RankConfig) -> RankCollector | None:
-        """Return the one that can start a rank; it starts no other where `is_single`."""
+        """Return the collector that can start a rank; one with `is_single` is then used up."""
         key = config.node_rank, config.rank, config.world_size
         collector = self._collectors.get(key)
         if collector is not None and collector.is_single:
@@ -93,23 +93,23 @@ class RankCollectors:
         return collector
 
     def can_start(self, node_rank: int, rank: int, world_size: int) -> bool:
-        """Whether one can start a rank."""
+        """Return whether a collector can start a rank."""
         return (node_rank, rank, world_size) in self._collectors
 
     def ask(self, number: int, ranks: tuple[int, ...]) -> None:
-        """Ask what was started under a number for stacks."""
+        """Request stacks of the collectors with a number."""
         for node in self._nodes(number):
             node.send(AskStacks(gang=number, ranks=ranks))
 
     def kill(self, number: int) -> None:
-        """Kill what was started under a number."""
-        for key in [k for k, t in self._collectors.items() if t.number == number]:
+        """Kill the collectors with a number."""
+        for key in [k for k, c in self._collectors.items() if c.number == number]:
             del self._collectors[key]
         for node in self._nodes(number):
             node.send(Kill(gang=number))
 
     def take_collected(self, source: Channel, registration: Register, collected: Collected) -> None:
-        """Take in that one has collected."""
+        """Record that a collector has collected."""
         self._collectors[registration.node_rank, registration.rank, registration.world_size] = (
             RankCollector(
                 number=registration.gang, channel=source, is_single=bool(collected.obstacle)
@@ -118,7 +118,7 @@ class RankCollectors:
         self._configs[registration.gang][1](registration.gang, collected, registration.rank)
 
     def take(self, message: Message) -> bool:
-        """Take in what a node's fork server says of some; return whether that is news."""
+        """Handle a message of a node's fork server about collectors; return whether it is news."""
         match message:
             case StoreOpened(gang=number, port=port, problem=""):
                 self._fork(number, port)
@@ -134,12 +134,12 @@ class RankCollectors:
         return True
 
     def lose(self, channel: Channel) -> None:
-        """Forget the one whose connection ended."""
-        for place in [k for k, t in self._collectors.items() if t.channel is channel]:
+        """Remove the collector of a closed connection."""
+        for place in [k for k, c in self._collectors.items() if c.channel is channel]:
             del self._collectors[place]
 
     def close(self) -> None:
-        """End every connection."""
+        """Close every connection."""
         for collector in self._collectors.values():
             collector.channel.close()
         self._collectors.clear()
@@ -149,7 +149,7 @@ class RankCollectors:
         for node_rank in {config.node_rank for config in configs}:
             node = self._fork_servers.find(node_rank)
             if node is not None:
-                node.send(Fork(configs=tuple(o for o in configs if o.node_rank == node_rank)))
+                node.send(Fork(configs=tuple(c for c in configs if c.node_rank == node_rank)))
 
     def _nodes(self, number: int) -> list[Channel]:
         ranks = {config.node_rank for config in self._configs[number][0]}

@@ -1,6 +1,6 @@
-"""Who calls the controller: connections from the first knock to their end (effects).
+"""Connections to the controller, from the handshake to their end (effects).
 
-Knows nothing of gangs: a caller that has proved itself and greeted is handed on.
+Independent of gangs: a client that has registered is handed on.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ OnRegister: TypeAlias = Callable[[Channel, Register, Sequence[Message]], None]
 
 
 class Calls:
-    """Every connection of one controller; there are no threads.
+    """Every connection of one controller, without threads.
 
     Attributes:
-        late_s: How much longer than it should have the last wait took; a busy host or Ctrl-Z.
+        late_s: Time by which the last wait exceeded its limit: a busy host or Ctrl-Z.
     """
 
     def __init__(self, listener: Listener, on_register: OnRegister) -> None:
-        """Begin to listen.
+        """Start listening.
 
         Args:
-            listener: Where callers call.
+            listener: The first listening socket.
             on_register: Called with each channel that has registered and the messages that
                 followed; has to `read` or `drop` it.
         """
@@ -52,25 +52,25 @@ class Calls:
         self.listen(listener)
 
     def listen(self, listener: Listener, on_wrong_key: Callable[[], None] | None = None) -> None:
-        """Take calls at one more place.
+        """Accept connections at one more socket.
 
         Args:
-            listener: The place.
-            on_wrong_key: Told when a caller does not know the key of the session.
+            listener: The socket.
+            on_wrong_key: Called when a client does not know the key of the session.
         """
         self._listeners.append(listener)
         self._on_wrong_key = on_wrong_key or self._on_wrong_key
         self._selector.register(listener, selectors.EVENT_READ, self._on_call)
 
     def read(self, channel: Channel, handle: Callable[[], None]) -> None:
-        """From now on, have `handle` called whenever there is something to read."""
+        """Call `handle` from now on whenever the channel is readable."""
         self._selector.modify(channel, selectors.EVENT_READ, lambda _: handle())
 
     def take(self, timeout_s: float) -> bool:
-        """Handle what there is to read, waiting for it; return whether there was anything.
+        """Wait for readable connections and handle them; return whether there were any.
 
-        A wait that a signal interrupts (`fg` after Ctrl-Z) ends without a look once its time is
-        over; nobody may look at the clock before what came meanwhile is read.
+        `select` returns nothing if a signal (`fg` after Ctrl-Z) interrupts it past its limit;
+        messages that arrived meanwhile have to be read before deadlines are checked.
         """
         began = time.monotonic()
         ready = self._selector.select(max(0.0, timeout_s))
@@ -82,19 +82,19 @@ class Calls:
         return bool(ready)
 
     def drop(self, channel: Channel) -> None:
-        """End a connection; may be called again."""
+        """Close a connection; may be called again."""
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(channel)
         channel.close()
 
     def stop(self) -> None:
-        """Take no more calls."""
+        """Stop listening."""
         self._selector.close()
         for listener in self._listeners:
             listener.close()
 
     def forget(self) -> None:
-        """Let go of descriptors in a forked child; what they belong to lives on."""
+        """Close the descriptors in a forked child; the parent keeps its own."""
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, Channel | socket.socket):
                 key.fileobj.close()
@@ -130,34 +130,34 @@ class Calls:
             self.drop(source)
 
 
-OF_NODE = -1  # in the place of a rank
+OF_NODE = -1  # in place of a rank
 
 
 class ForkServers:
-    """Connections of fork servers, by node and rank; a node's own has `OF_NODE` for a rank."""
+    """Connections of fork servers, by node and rank; that of a whole node has rank `OF_NODE`."""
 
     def __init__(self) -> None:
         self._channels: dict[tuple[int, int], Channel] = {}
         self._pids: dict[Channel, int] = {}
 
     def add(self, registration: Register, channel: Channel) -> None:
-        """Take note of one that has called."""
+        """Add the connection of a fork server that has registered."""
         if not registration.world_size:
             self._channels[registration.node_rank, registration.rank] = channel
         if registration.node_rank == 0:
             self._pids[channel] = registration.pid
 
     def has(self, node_rank: int, rank: int = OF_NODE) -> bool:
-        """Whether one has called and is there."""
+        """Return whether a fork server is connected."""
         channel = self._channels.get((node_rank, rank))
         return channel is not None and not channel.is_closed
 
     def find(self, node_rank: int) -> Channel | None:
-        """Return the connection of a node's own, None if it is gone."""
+        """Return the connection of a node's fork server, None if it is gone."""
         return self._channels[node_rank, OF_NODE] if self.has(node_rank) else None
 
     def of_node(self, node_rank: int) -> Channel:
-        """Return the connection of a node's own.
+        """Return the connection of a node's fork server.
 
         Raises:
             LaunchError: It is gone.
@@ -170,40 +170,40 @@ class ForkServers:
         return channel
 
     def kill(self, channel: Channel) -> None:
-        """Kill one that does not answer, if it is of this host: what it started dies with it."""
+        """Kill a fork server of this host that does not answer; its ranks die with it."""
         if channel in self._pids:
             send_signal([self._pids[channel]], signal.SIGKILL)
 
     def lose(self, channel: Channel) -> None:
-        """Forget the one whose connection ended."""
+        """Remove the fork server of a closed connection."""
         self._pids.pop(channel, None)
         for place in [k for k, c in self._channels.items() if c is channel]:
             del self._channels[place]
 
     def close(self) -> None:
-        """End every connection."""
+        """Close every connection."""
         for channel in self._channels.values():
             channel.close()
         self._channels.clear()
 
 
-_USAGE_ERROR = 4  # pytest's
+_USAGE_ERROR = 4  # exit code of pytest
 
 
 class Followers:
-    """The connections to sessions of other nodes.
+    """Connections to the sessions of other nodes.
 
     Attributes:
-        joined: What each session that can take part said, by node.
-        refused: Why a session cannot take part, one line for each.
-        num_wrong_keys: Callers that did not know the key.
+        joined: Reply of each session that can join, by node.
+        refused: Reasons why sessions cannot join, a line each.
+        num_wrong_keys: Number of clients that did not know the key.
     """
 
     def __init__(self, welcome: Welcome) -> None:
-        """Begin without any.
+        """Create it without connections.
 
         Args:
-            welcome: What each is told first.
+            welcome: First message to each session.
         """
         self.joined: dict[int, Joined] = {}
         self.refused: list[str] = []
@@ -212,7 +212,7 @@ class Followers:
         self._channels: dict[int, Channel] = {}
 
     def accept(self, node_rank: int, channel: Channel) -> None:
-        """Take a session in that called."""
+        """Accept or refuse a session that has registered."""
         known = self._channels.get(node_rank)
         is_taken = node_rank == 0 or (known is not None and not known.is_closed)
         if is_taken or node_rank >= self._welcome.num_nodes:
@@ -224,7 +224,7 @@ class Followers:
         channel.send(self._welcome)
 
     def read(self, channel: Channel) -> None:
-        """Take in what a session said."""
+        """Read the messages of a session."""
         for node_rank in [n for n, c in self._channels.items() if c is channel]:
             for message in channel.drain():
                 if isinstance(message, Joined) and not message.problem:
@@ -236,13 +236,13 @@ class Followers:
                 self.joined.pop(node_rank, None)
 
     def broadcast(self, message: Message) -> None:
-        """Tell every session; one that is gone hears nothing."""
+        """Send a message to every session; those that are gone are skipped."""
         frame = encode(message)
         for channel in self._channels.values():
             channel.send_frame(frame)
 
     def dismiss(self, ended: SessionEnded) -> None:
-        """Tell every session that it is over; they wait for the end of this process."""
+        """Send the end of the session to all; they wait for the end of this process."""
         self.broadcast(ended)
         for channel in self._channels.values():
             channel.leave()

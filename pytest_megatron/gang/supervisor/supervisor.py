@@ -1,4 +1,4 @@
-"""All gangs of one controller: connections, deadlines, effects (nothing else here decides).
+"""All gangs of one controller: connections, deadlines and the actions of their lifecycles.
 
 Owned by the controller, which calls `pump` whenever it waits; there are no threads.
 """
@@ -53,20 +53,20 @@ from pytest_megatron.gang.timers import GangState
 from pytest_megatron.gang.topology import describe_node
 from pytest_megatron.process.tree import UNKILLABLE_S, lives_on
 
-_LOST_S = 2.0  # between the end of a rank's connection and the news of its death
-FORK_SERVER_LIMIT_S = UNKILLABLE_S + 10.0  # for a fork server to kill a gang, or to tell of a death
+_LOST_S = 2.0  # from the end of a rank's connection to the message of its death
+FORK_SERVER_LIMIT_S = UNKILLABLE_S + 10.0  # for a fork server to kill a gang, or to report a death
 
 
 @dataclass(slots=True)
 class Loss:
-    """A rank whose connection has ended: its death will be told, if that is why.
+    """A rank whose connection has ended; if it died, its fork server will report that.
 
-    With many processes on a GPU the kernel takes seconds to dismantle one that has died.
+    With many processes on a GPU the kernel takes seconds to clean up one that has died.
 
     Attributes:
         pid: Its process, if it is on this host.
         since: When the connection ended, in seconds of the monotonic clock.
-        next_look: When it should have been told, likewise.
+        next_look: When to check again, likewise.
     """
 
     pid: int | None
@@ -77,34 +77,30 @@ class Loss:
         self.next_look = self.since + _LOST_S
 
     def is_final(self, now: float) -> bool:
-        """Whether its death will not be told."""
+        """Return whether its death will not be reported any more."""
         return self.pid is None or lives_on(self.pid) or now >= self.since + FORK_SERVER_LIMIT_S
-
-    def put_off(self, now: float) -> None:
-        """Look again later."""
-        self.next_look = now + _LOST_S
 
 
 @dataclass(slots=True, kw_only=True)
 class Gang:
-    """The ranks that run one test together, seen from the controller.
+    """The ranks that run one test together, in the controller.
 
     Attributes:
         number: Counted from 1 in this session.
-        configs: What its ranks were told, by rank.
+        configs: Configurations of its ranks, by rank.
         descriptors: Of leased devices, for ranks to inherit.
-        ends: How its tests ended, until the controller takes them.
-        inboxes: Rank -> what it said that nobody has looked at.
-        fork_servers: Connections of fork servers that still hold something of it.
-        silent: Connections of fork servers that have not answered the last question for stacks.
+        ends: Results of its tests, until the controller takes them.
+        inboxes: Rank -> its messages that are not handled yet.
+        fork_servers: Connections of fork servers that still have processes of it.
+        silent: Connections of fork servers that have not answered the last request for stacks.
         starters: Rank -> connection of the fork server that starts it.
-        keepers: Rank -> connection of the fork server that has it: another one where the first one
-            becomes the rank; and the one that has the store.
-        pids: Rank -> its process, of ranks of this host.
-        missing: Rank -> node id -> why the rank has no such test.
-        orphans: Orders of ranks that nobody can start, as their node is gone.
-        is_in_lockstep: Whether its ranks agree among themselves that a test went well.
-        killed_at: When fork servers were told to kill it, in seconds of the monotonic clock.
+        keepers: Rank -> connection of the fork server that is its parent: another one where the
+            first one becomes the rank; and the one that has the store.
+        pids: Rank -> its process, for ranks of this host.
+        missing: Rank -> node id -> reason why the rank lacks the test.
+        orphans: Configurations of ranks that cannot be started, as their node is gone.
+        is_in_lockstep: Whether its ranks agree among themselves that a test passed.
+        killed_at: When it was killed, in seconds of the monotonic clock.
     """
 
     number: int
@@ -129,11 +125,11 @@ class Gang:
 
     @property
     def is_gone(self) -> bool:
-        """Whether nothing of it is left."""
+        """True if no process of it is left."""
         return self.lifecycle.state is GangState.GONE
 
     def holders(self) -> list[Channel]:
-        """Return the connections of fork servers that still hold something of it."""
+        """Return the connections of fork servers that still have processes of it."""
         found = {channel.fileno(): channel for channel in self.keepers.values()}
         return [channel for number, channel in found.items() if number in self.fork_servers]
 
@@ -141,7 +137,7 @@ class Gang:
 def choose_fork_server(
     gang: Gang, config: RankConfig, fork_servers: ForkServers, collectors: RankCollectors
 ) -> None:
-    """Choose who starts a rank, and who has it then."""
+    """Choose the fork server that starts a rank, and the one that is its parent."""
     collector = collectors.find(config)
     if collector is None:
         channel = fork_servers.of_node(config.node_rank)
@@ -163,7 +159,7 @@ def choose_fork_server(
 
 
 def fork(gang: Gang) -> None:
-    """Have the ranks of a gang started."""
+    """Send the configurations of a gang's ranks to their fork servers."""
     by_fork_server: dict[int, list[RankConfig]] = {}
     channels = {}
     for config in gang.configs:
@@ -175,7 +171,7 @@ def fork(gang: Gang) -> None:
 
 
 def ask_for_stacks(gang: Gang, ranks: tuple[int, ...]) -> None:
-    """Ask for the stacks of ranks, wherever they are."""
+    """Request the stacks of ranks from all fork servers of a gang."""
     gang.stacks.clear()
     for fork_server in gang.holders():
         gang.silent.add(fork_server.fileno())
@@ -190,9 +186,9 @@ def send_to_ranks(gang: Gang, *messages: Message) -> None:
 
 
 def rest(gangs: Sequence[Gang], limit_s: float) -> None:
-    """Leave the cores to the ranks of gangs for a while, or until one has died.
+    """Sleep for a while, or until a rank has died.
 
-    To wake up for each word of a rank takes a core from it; a death is told by who starts ranks.
+    Waking up for every message would take a core from the ranks; fork servers report deaths.
     """
     poll = select.poll()
     for gang in gangs:
@@ -202,7 +198,7 @@ def rest(gangs: Sequence[Gang], limit_s: float) -> None:
 
 
 def join_stacks(answers: Sequence[Stacks]) -> Stacks:
-    """Return one answer of what several fork servers said."""
+    """Return the stacks of several fork servers as one message."""
     return Stacks(
         gang=answers[0].gang,
         stacks={rank: text for answer in answers for rank, text in answer.stacks.items()},
@@ -212,7 +208,7 @@ def join_stacks(answers: Sequence[Stacks]) -> Stacks:
 
 
 _PAUSE_S = 0.03
-_LATE_S = 1.0  # more than a busy host lets a process wait
+_LATE_S = 1.0  # longer than a busy host delays a process
 _CLOSED = "closed its connection to the controller"
 _ORPHANED = "ended, as the process that starts ranks was killed"
 
@@ -223,16 +219,16 @@ class Supervisor:
     """Starts gangs on fork servers and carries out what their lifecycles decide.
 
     Attributes:
-        fork_servers: Those that have called.
+        fork_servers: Fork servers of nodes.
         collectors: Fork servers of single ranks.
     """
 
     def __init__(self, listener: Listener, *, on_debugger: OnDebugger) -> None:
-        """Begin to listen.
+        """Start listening.
 
         Args:
-            listener: Where fork servers and ranks call.
-            on_debugger: Told of messages of a rank's debugger.
+            listener: Socket to which fork servers and ranks connect.
+            on_debugger: Called with messages of a rank's debugger.
         """
         self._calls = Calls(listener, self._on_register)
         self._followers: Followers | None = None
@@ -244,14 +240,14 @@ class Supervisor:
         self._stopped_s = 0.0
 
     def listen(self, listener: Listener, followers: Followers) -> None:
-        """Take calls of other nodes as well: of their sessions, fork servers and ranks."""
+        """Accept connections of other nodes: of their sessions, fork servers and ranks."""
         self._followers = followers
         self._calls.listen(listener, self._on_wrong_key)
 
     def start(self, gang: Gang) -> None:
-        """Start the ranks of a gang; first its store, then they are forked."""
+        """Open the store of a gang, then start its ranks."""
         self._gangs[gang.number] = gang
-        # Of ranks that call over TCP nobody knows whose words are still underway.
+        # Over TCP messages of other ranks may still be in flight.
         gang.is_in_lockstep = all(config.node_rank == 0 for config in gang.configs)
         for config in gang.configs:
             if self.fork_servers.has(config.node_rank):
@@ -264,7 +260,7 @@ class Supervisor:
             node.send(OpenStore(gang=gang.number, host=gang.configs[0].env["MASTER_ADDR"]))
 
     def assign(self, gang: Gang, run: Run, *, limit_s: float) -> None:
-        """Have a gang run a test, as soon as it can."""
+        """Run a test on a gang, as soon as its ranks are ready."""
         is_isolated, now = gang.spec.is_isolated, self._now()
         self._carry_out(
             gang, gang.lifecycle.assign(run, limit_s=limit_s, is_isolated=is_isolated, now=now)
@@ -272,36 +268,36 @@ class Supervisor:
         self._lose(gang, gang.orphans)
 
     def count_room_ahead(self, gang: Gang) -> int:
-        """Return how many tests a gang should take beside what it has: many or none.
+        """Return the number of tests to send ahead to a gang: many or none.
 
-        Its ranks have to come from one fork server, so that they can agree among themselves.
+        Its ranks need a common fork server, so that they can agree among themselves.
         """
         lifecycle = gang.lifecycle
         is_wanting = gang.is_in_lockstep and not lifecycle.queue.has_enough
         return lifecycle.room_ahead if is_wanting else 0
 
     def send_ahead(self, gang: Gang, runs: Sequence[tuple[Run, float]]) -> None:
-        """Have a gang run tests, with their limits, after what it has, while all ends well."""
+        """Queue tests, with their time limits, which run as long as those before them pass."""
         self._carry_out(gang, gang.lifecycle.send_ahead(runs))
 
     def close(self, gang: Gang) -> None:
-        """End a gang: politely if it is idle, and has processes."""
+        """Close a gang: with teardown if it is idle, else by killing it."""
         if not gang.fork_servers:
             self.kill(gang)
             return
         self._carry_out(gang, gang.lifecycle.close(self._now()))
 
     def kill(self, gang: Gang) -> None:
-        """Kill a gang; what it runs is not reported."""
+        """Kill a gang; its running test is not reported."""
         self._carry_out(gang, gang.lifecycle.kill())
 
     def interrupt(self, gang: Gang) -> None:
-        """Press Ctrl-C in every rank of a gang."""
+        """Send SIGINT to every rank of a gang."""
         for fork_server in gang.holders():
             fork_server.send(Interrupt(gang=gang.number))
 
     def pump(self, timeout_s: float) -> None:
-        """Take in messages until there is news or `timeout_s` has passed."""
+        """Handle messages until there is news or `timeout_s` has passed."""
         self._has_news = False
         if calm := [gang for gang in self._gangs.values() if gang.lifecycle.queue.has_enough]:
             rest(calm, _PAUSE_S)
@@ -317,7 +313,7 @@ class Supervisor:
                     return
 
     def _now(self) -> float:
-        """Return the time that counts: not that in which this process was stopped (Ctrl-Z)."""
+        """Return the monotonic time without that in which this process was stopped (Ctrl-Z)."""
         return time.monotonic() - self._stopped_s
 
     def _deadlines(self) -> Iterator[float]:
@@ -334,14 +330,14 @@ class Supervisor:
         for gang in list(self._gangs.values()):
             self._carry_out(gang, gang.lifecycle.tick(now))
             for rank, loss in [pair for pair in gang.lost.items() if now >= pair[1].next_look]:
-                loss.put_off(now)
+                loss.next_look = now + _LOST_S
                 if loss.is_final(now):
                     self._handle_end(gang, rank, Broken(problem=_CLOSED))
             if gang.killed_at is not None and now >= gang.killed_at + FORK_SERVER_LIMIT_S:
                 self._give_up(gang)
 
     def stop(self) -> None:
-        """Let go of everything; fork servers kill what is left."""
+        """Close all connections; fork servers kill the processes that are left."""
         for gang in list(self._gangs.values()):
             self._forget(gang)
         self.fork_servers.close()
@@ -349,11 +345,11 @@ class Supervisor:
         self._calls.stop()
 
     def forget(self) -> None:
-        """Let go of descriptors in a forked child; what they belong to lives on."""
+        """Close the descriptors in a forked child; the parent keeps its own."""
         self._calls.forget()
 
     def start_without_ranks(self, gang: Gang) -> None:
-        """Have a gang without processes, as some rank of it has none of its tests."""
+        """Add a gang without processes, for tests that some rank of it could not collect."""
         self._gangs[gang.number] = gang
         for config in gang.configs:
             self._handle(gang, config.rank, Ready())
@@ -411,29 +407,29 @@ class Supervisor:
         take(messages)
 
     def _lose_fork_server(self, source: Channel) -> None:
-        """Take note that a fork server is gone, and its ranks with it."""
+        """Record that a fork server is gone, and its ranks with it."""
         descriptor = source.fileno()
         self._calls.drop(source)
         self.fork_servers.lose(source)
         self.collectors.lose(source)
         for gang in [g for g in self._gangs.values() if descriptor in g.fork_servers]:
-            self._lose(gang, [o for o in gang.configs if gang.keepers.get(o.rank) is source])
+            self._lose(gang, [c for c in gang.configs if gang.keepers.get(c.rank) is source])
             self._on_killed(gang, descriptor)
 
     def _give_up(self, gang: Gang) -> None:
-        """Kill fork servers that did not kill a gang when they were asked to."""
+        """Kill fork servers that did not kill a gang in time."""
         gang.killed_at = None
         for fork_server in gang.holders():
             self.fork_servers.kill(fork_server)
             self._lose_fork_server(fork_server)
 
     def _lose(self, gang: Gang, configs: Sequence[RankConfig]) -> None:
-        """Tell of ranks whose fork server is gone, and maybe with all of another node."""
+        """Report ranks whose fork server, or whole node, is gone."""
         for config in configs:
             self._drain_rank(gang, config.rank)
             problem = _ORPHANED
             if config.node_rank > 0 and not self.fork_servers.has(config.node_rank):
-                ranks = [o.rank for o in gang.configs if o.node_rank == config.node_rank]
+                ranks = [c.rank for c in gang.configs if c.node_rank == config.node_rank]
                 problem = f"{describe_node(config.node_rank, ranks)} is gone"
                 if gang.lifecycle.state is not GangState.STARTING:
                     problem = f"is lost: {problem}"
@@ -464,7 +460,7 @@ class Supervisor:
                 assert_never(message)
 
     def _handle_end(self, gang: Gang, rank: int, message: Died | Broken) -> None:
-        """Tell what became of a rank, then what had to wait for that."""
+        """Handle the end of a rank, then the messages that had to wait for it."""
         gang.lost.pop(rank, None)
         self._handle(gang, rank, message)
         self._deliver(gang)
@@ -484,13 +480,13 @@ class Supervisor:
         fork(gang)
 
     def _drain_rank(self, gang: Gang, rank: int) -> None:
-        """Take what a rank said; before its death is told, also its last words."""
+        """Handle the messages of a rank, up to the last before its death."""
         if rank in gang.channels:
             self._read(gang, rank)
             self._deliver(gang)
 
     def _read(self, gang: Gang, rank: int) -> bool:
-        """Read what a rank has said by now; return whether there was anything."""
+        """Read the messages of a rank so far; return whether there were any."""
         channel = gang.channels[rank]
         found = channel.drain()
         gang.inboxes.setdefault(rank, deque()).extend(found)
@@ -502,16 +498,17 @@ class Supervisor:
         return bool(found)
 
     def _read_all(self, gang: Gang) -> bool:
-        """Read what all ranks of a gang have said by now; return whether there was anything."""
+        """Read the messages of all ranks of a gang so far; return whether there were any."""
         has_read = [self._read(gang, rank) for rank in list(gang.channels)]
         return any(has_read)
 
     def _deliver(self, gang: Gang) -> None:
-        """Look at what ranks said, what they said of the running test first.
+        """Handle messages of ranks, those about the running test first.
 
-        A rank that has ended it may have gone on; what it says then comes after the last words of
-        all others on the running test, which are underway at the least. Before the last rank ends
-        it, those that died are seen to be gone; words on later tests wait until that is told.
+        A rank that has ended it may have started the next one; its later messages are handled after
+        the last messages of all other ranks about the running test, which are at least in flight.
+        Before the last rank ends it, ranks that died are detected by their closed connections;
+        messages about later tests wait until those deaths are reported.
         """
         while ranks := [rank for rank, inbox in gang.inboxes.items() if inbox]:
             present = [rank for rank in ranks if not gang.lifecycle.is_past(rank)]
@@ -556,7 +553,7 @@ class Supervisor:
         gang.killed_at = self._now()
         for fork_server in gang.holders():
             fork_server.send(Kill(gang=gang.number))
-        if not gang.fork_servers:  # nobody has anything of it
+        if not gang.fork_servers:  # it has no processes
             self._handle(gang, 0, Killed(gang=gang.number))
 
     def _forget(self, gang: Gang) -> None:

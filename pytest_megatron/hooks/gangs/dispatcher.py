@@ -1,4 +1,4 @@
-"""Which gang runs which item when, and what became of it."""
+"""Assignment of items to gangs, and their results."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import pytest
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.gang.ipc.messages import NOTHING, UNKNOWN, Run
-from pytest_megatron.gang.merge import Merged, merge, merge_late
-from pytest_megatron.gang.phase_report import reported
+from pytest_megatron.gang.merge import Merged, merge, merge_late, reported
 from pytest_megatron.gang.rank.logs import file_size, read_piece
 from pytest_megatron.gang.record import Executed
 from pytest_megatron.gang.schedule import Schedule
@@ -27,18 +26,18 @@ from pytest_megatron.hooks.gangs.reports import merge_problem
 from pytest_megatron.hooks.markers import PhaseLimits, num_reruns_of
 from pytest_megatron.triage.signatures import Signature
 
-_NUM_LAST_LINES = 40  # a traceback of an exception, or the stacks of one that was aborted
+_NUM_LAST_LINES = 40  # room for a traceback, or the stacks of an aborted process
 
 
 @dataclass(slots=True)
 class Execution:
-    """One item while it runs, and when it has run.
+    """One execution of an item, and its result.
 
     Attributes:
-        index: Of the item among the session's.
-        before: What the same gang ran before it, if anything.
-        log_starts: Where stderr of each rank stood, where that may matter.
-        end: How it ended on the gang; None while it runs.
+        index: Index of the item in the session.
+        before: The item that the same gang ran before it, if any.
+        log_starts: Size of stderr.log of each rank at its start, if it may be rerun.
+        end: Its result on the gang; None while it runs.
         merged: One report of all ranks for each phase and subtest.
     """
 
@@ -51,13 +50,13 @@ class Execution:
 
     @property
     def ended(self) -> RunEnd:
-        """How it ended, of one that has."""
+        """Its result, once it has ended."""
         assert self.end is not None
         return self.end
 
     @property
     def may_end_session(self) -> bool:
-        """Whether it has to be reported before anything new starts."""
+        """True if it has to be reported before another test starts."""
         stops = [r.done.stop for r in self.end.ranks if r.done] if self.end else []
         return any(stops) or any(m.outcome == "failed" for m in self.merged)
 
@@ -66,13 +65,13 @@ class Execution:
         return [m for m in self.merged if m.when == when][-1]
 
     def log_lines(self) -> list[str]:
-        """Return what its ranks wrote to stderr meanwhile."""
+        """Return the lines that its ranks wrote to stderr."""
         return [line for lines in self._lines_by_rank().values() for line in lines]
 
     def last_stderr_lines(self) -> list[str]:
-        """Return the end of what its ranks that died by themselves wrote to stderr.
+        """Return the last lines of stderr of ranks that died by themselves.
 
-        Not of those that were killed by SIGKILL: who did it left no text there.
+        Not of those that were killed by SIGKILL, which write nothing about it.
         """
         dead = {r.rank for r in self.ended.ranks if r.exit_code not in (None, -signal.SIGKILL)}
         found = self._lines_by_rank()
@@ -103,22 +102,22 @@ class Execution:
 
 
 ALWAYS_AHEAD = "PYTEST_MEGATRON_AHEAD"  # set: gangs of every device go on by themselves
-# Characters of a node id. What is sent ahead has to fit into the buffers of sockets: a rank reads
-# nothing while it waits in a test for one that was not told of it yet.
+# Characters of a node id. Tests that are sent ahead have to fit into the buffers of sockets: a rank
+# in a test reads nothing while it waits for one that has not received that test yet.
 _LONGEST_AHEAD = 500
-_LEASE_POLL_S = 0.2  # between two looks at whether somebody waits for devices
+_LEASE_POLL_S = 0.2  # between checks for others that wait for devices
 
 
 class Dispatcher:
-    """Hands items to gangs.
+    """Assigns items to gangs.
 
     Attributes:
         ended: Items that have run and are not reported yet.
         history: Every execution of an item.
         is_in_order: Whether items run in the order of collection, so that the controller's own
             tests can run between them.
-        is_stopping: Set where nothing new may start.
-        lock: Gangs are one thread's at a time; see `let_go_for_others`.
+        is_stopping: Set when no further test may start.
+        lock: Held by the thread that uses gangs; see `let_go_for_others`.
     """
 
     def __init__(
@@ -131,16 +130,15 @@ class Dispatcher:
         num_reruns: int,
         is_by_hand: bool,
     ) -> None:
-        """Plan.
+        """Plan the order of tests.
 
         Args:
             session: One that has collected.
             pool: Its gangs.
             specs: Items of gangs.
             limits: Of the phases of each.
-            num_reruns: How often an item without a mark may run again for a transient cause.
-            is_by_hand: Whether somebody else says what runs next, and not the schedule:
-                pytest-xdist, or `--sw`.
+            num_reruns: Reruns of an item without a marker after transient causes.
+            is_by_hand: Whether pytest-xdist or `--sw` chooses the next test, not the schedule.
         """
         self._pool = pool
         self._items = session.items
@@ -160,29 +158,29 @@ class Dispatcher:
         self._last: dict[int, pytest.Item] = {}
         self._late: list[tuple[pytest.Item, Merged]] = []
         self._num_runs = 0
-        self._is_claiming = False  # room is being made for a test that the schedule does not have
+        self._is_claiming = False  # room is being made for a test outside of the schedule
         option = session.config.option
         # Ranks that are copied live are copied under the name of the test that they run.
-        self._may_send_ahead = not pool.is_copying and not any(
+        self._may_send_ahead = not pool.tee.is_on and not any(
             getattr(option, name, None) for name in ("maxfail", "usepdb", "trace")
         )
         self._is_always_ahead = bool(os.environ.get(ALWAYS_AHEAD))
         self._has_closed = threading.Event()
 
-    # What the loop asks
+    # For the run loop
 
     @property
     def is_serial(self) -> bool:
-        """Whether at most one gang can run at any time."""
+        """True if at most one gang can run at any time."""
         return self._schedule.is_serial()
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is left to run or to report."""
+        """True if nothing is left to run or to report."""
         return self._schedule.is_empty and not self._running and not self.ended
 
     def next_to_report(self) -> pytest.Item | None:
-        """Return an item that has run; or the one that runs, where no other can."""
+        """Return an item that has run; or the running one, if no other can run beside it."""
         if self.ended:
             return next(iter(self.ended))
         if self.is_serial and self._running:
@@ -190,20 +188,20 @@ class Dispatcher:
         return None
 
     def index(self, item: pytest.Item) -> int:
-        """Return the place of an item in the session."""
+        """Return the index of an item in the session."""
         return self._index[item]
 
     def take_late(self) -> list[tuple[pytest.Item, Merged]]:
-        """Return teardowns that went wrong after their tests were reported, once."""
+        """Return failed teardowns of tests that were already reported, once."""
         late, self._late = self._late, []
         return late
 
     def wait_for(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
-        """Wait until an item has run; start it if nobody else will.
+        """Wait until an item has run; start it if it is not scheduled.
 
         Args:
-            item: One of a gang.
-            nextitem: What is known to come after it.
+            item: An item of a gang.
+            nextitem: The next item, if it is known.
         """
         while item not in self.ended:
             is_running = any(e.item is item for _, e in self._running.values())
@@ -221,7 +219,7 @@ class Dispatcher:
         self._assign(gang, self._index[item], self._next_by_hand(gang, nextitem))
 
     def dispatch(self) -> None:
-        """Give idle gangs work, end those without, start those that are wanted."""
+        """Assign tests to idle gangs, close those without tests, and start new ones."""
         is_held = any(execution.may_end_session for execution in self.ended.values())
         if self.is_stopping or is_held or self._is_by_hand or self._is_claiming:
             return
@@ -245,7 +243,7 @@ class Dispatcher:
             self._assign(started, *taken)
 
     def pump(self) -> None:
-        """Wait until something happens, and let it have its effects."""
+        """Wait for news, and handle it."""
         self._pool.pump()
         self._sweep()
         self.dispatch()
@@ -253,13 +251,13 @@ class Dispatcher:
     # The end
 
     def interrupt(self) -> None:
-        """Ctrl-C: end what runs, start nothing new."""
+        """Interrupt running tests as Ctrl-C does, and start no others."""
         running = [g for g in self._pool.gangs.values() if g.lifecycle.state is GangState.RUNNING]
         self._pool.interrupt(running)
         self.is_stopping = True
 
     def shut_down(self) -> None:
-        """End every gang, and the process that ranks come from."""
+        """Close every gang, and the process that starts ranks."""
         self._has_closed.set()
         with self.lock:
             if self._pool.is_closed:
@@ -272,18 +270,17 @@ class Dispatcher:
                 self._pool.shut_down()
 
     def let_go_for_others(self) -> None:
-        """From now on, end idle gangs that hold devices for which somebody waits.
+        """From now on, close idle gangs whose leased devices another process waits for.
 
-        A thread of its own looks: the session may be busy with a test of the controller, or, as a
-        worker of pytest-xdist, wait for orders. A workload of this same session may be the one
-        that waits.
+        A thread checks for that: the session may be busy with a test of the controller, or, as a
+        worker of pytest-xdist, wait for its controller. Workloads of this session also wait.
         """
         if any(spec.device == "cuda" for spec in self._specs.values()):
             threading.Thread(target=self._watch_for_others, daemon=True).start()
 
     def _watch_for_others(self) -> None:
         while not self._has_closed.wait(_LEASE_POLL_S):
-            is_held = not self._pool.leases.is_empty
+            is_held = bool(self._pool.leases.of_gangs)
             if is_held and is_awaited() and self.lock.acquire(blocking=False):
                 try:
                     self._let_go()
@@ -297,13 +294,13 @@ class Dispatcher:
         pool.supervisor.pump(0.0)
         self._sweep()
         for gang in list(pool.gangs.values()):
-            if self._is_free(gang) and pool.leases.is_held_by(gang.number):
+            if self._is_free(gang) and gang.number in pool.leases.of_gangs:
                 pool.supervisor.close(gang)
 
-    # Gangs and what they run
+    # Gangs and their executions
 
     def _start_by_hand(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
-        """Start an item that the schedule does not have: a rerun, or one of pytest-xdist's."""
+        """Start an item outside of the schedule: a rerun, or one that pytest-xdist chose."""
         spec = self._specs[item]
         free = [gang for gang in self._pool.gangs.values() if self._is_free(gang)]
         fitting = [gang for gang in free if gang.spec == spec and not spec.is_isolated]
@@ -311,9 +308,9 @@ class Dispatcher:
         self._assign(gang, self._index[item], self._next_by_hand(gang, nextitem))
 
     def _start_alone(self, spec: GangSpec) -> Gang:
-        """Start a gang in the place of those that are idle, as soon as there is room for it."""
+        """Close idle gangs, and start a new one as soon as there is room for it."""
         pool = self._pool
-        self._is_claiming = True  # else what the schedule has next would take the room
+        self._is_claiming = True  # else the next scheduled test would take the room
         try:
             while True:
                 for other in [gang for gang in pool.gangs.values() if self._is_free(gang)]:
@@ -326,7 +323,7 @@ class Dispatcher:
             self._is_claiming = False
 
     def _next_by_hand(self, gang: Gang, nextitem: pytest.Item | None) -> int:
-        """Return what a gang runs after an item that was started by hand."""
+        """Return the next test of a gang after an item outside of the schedule."""
         if gang.spec.is_isolated:
             return NOTHING
         if not self._is_by_hand:
@@ -340,10 +337,9 @@ class Dispatcher:
         return not is_busy and gang.lifecycle.state in (GangState.IDLE, GangState.STARTING)
 
     def _send_ahead(self, gang: Gang) -> None:
-        """Have a gang go on by itself where it is known with what, and nobody may object.
+        """Send tests ahead if their order is fixed and nothing can prevent them.
 
-        Who wants a say in whether there is a next test: a limit of failures, reruns, a debugger,
-        and other gangs that may be idle by then.
+        A limit of failures, reruns, a debugger and other idle gangs can.
         """
         is_tried = gang.spec.device == "cpu" or self._is_always_ahead
         is_alone = self.is_in_order or self.is_serial
@@ -376,13 +372,13 @@ class Dispatcher:
             self._pool.start_ahead(gang.spec)
 
     def _prepare(self, gang: Gang, index: int, next_index: int, after: int = 0) -> Run:
-        """Note that a gang will run a test, and return what its ranks are told."""
+        """Record an execution of a gang, and return the message for its ranks."""
         self._num_runs += 1
         item = self._items[index]
         maxfail = item.config.option.maxfail
         log_starts: list[int] = []
         if num_reruns_of(item, self._num_reruns):
-            log_starts = [file_size(Path(o.log_dir, "stderr.log")) for o in gang.configs]
+            log_starts = [file_size(Path(c.log_dir, "stderr.log")) for c in gang.configs]
         execution = Execution(index, item, self._last.get(gang.number), log_starts)
         self._running[self._num_runs] = gang, execution
         self._last[gang.number] = item
@@ -406,7 +402,7 @@ class Dispatcher:
 
     def _take_ends(self, gang: Gang) -> None:
         if gang.ends:
-            self._pool.catch_up(gang)
+            self._pool.tee.catch_up(gang)
         for end in gang.ends:
             _, execution = self._running.pop(end.run)
             execution.end = end
@@ -423,7 +419,7 @@ class Dispatcher:
         gang.ends.clear()
 
     def _take_back(self, gang: Gang) -> None:
-        """Take back what was sent ahead, where the test before it did not end well."""
+        """Reschedule tests that were sent ahead, if the test before them failed."""
         kept = gang.lifecycle.queue.numbers
         for number, execution in self._executions(gang):
             if number not in kept:
@@ -433,13 +429,13 @@ class Dispatcher:
                 self._schedule.put_back(gang.number, execution.index)
 
     def _executions(self, gang: Gang) -> list[tuple[int, Execution]]:
-        """Return what a gang runs or was sent ahead, the last first, with its number."""
+        """Return the executions of a gang with their numbers, the last first."""
         return [(n, e) for n, (owner, e) in reversed(self._running.items()) if owner is gang]
 
     def _keep_late(
         self, item: pytest.Item | None, late: Mapping[int, JsonValue], gang: Gang
     ) -> None:
-        """Keep what went wrong when ranks tore down what `item` left, after it was reported."""
+        """Keep failed teardowns of fixtures of `item`, which was already reported."""
         if late and item is not None:
             log_dirs = [rank_config.log_dir for rank_config in gang.configs]
             self._late.append((item, merge_late(late, log_dirs)))
@@ -449,7 +445,7 @@ class Dispatcher:
         item = self._last.pop(gang.number, None)
         self._schedule.forget(gang.number)
         for number, execution in self._executions(gang):
-            # Interrupted by what happened to others, or to the test before it: it runs again.
+            # Interrupted by the end of another test: it runs again.
             del self._running[number]
             if not self._is_by_hand:
                 self._schedule.give_back(execution.index)
@@ -461,5 +457,5 @@ class Dispatcher:
 
 
 def _is_one_by_one(specs: set[GangSpec], num_slots: int) -> bool:
-    """Whether all tests run on one gang, in the order of collection."""
+    """Return whether all tests run on one gang, in the order of collection."""
     return len(specs) == 1 and all(s.world_size * 2 > num_slots for s in specs)

@@ -1,6 +1,6 @@
-"""The gangs of one session, from the process that their ranks come from to their devices.
+"""Gangs of one session: starts and closes them, and leases their devices.
 
-Knows which gangs there are and starts and ends them; what they run is `hooks.dispatch`'s.
+`hooks.gangs.dispatcher` assigns their tests.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from pytest_megatron.gang.timers import GangState
 from pytest_megatron.gang.topology import Nodes, count_gpus
 from pytest_megatron.gpu.host import this_host
 from pytest_megatron.gpu.lease import Lease, LeaseWaiter, try_lease, waiting_text
-from pytest_megatron.hooks.gangs.debug_console import Console
+from pytest_megatron.hooks.gangs.console import Console, Tee
 from pytest_megatron.hooks.gangs.rank_config import RankConfigs, refuse_unfit_host
-from pytest_megatron.hooks.gangs.tee import Tee
 from pytest_megatron.hooks.nodes.leader import Leader, nodes_of
 from pytest_megatron.hooks.session import RunSession, write_line
 from pytest_megatron.hooks.start.environment import KEY
@@ -37,102 +36,88 @@ from pytest_megatron.hooks.start.start_mode import PerRank, modules_to_load, why
 
 
 class Leases:
-    """Leases of gangs, and of those whose ranks still collect."""
+    """Leases of devices.
+
+    Attributes:
+        of_gangs: By number of the gang.
+        prepared: Of gangs whose ranks still collect.
+        waiter: Shows others that this session waits for devices that they hold; None while it
+            does not.
+    """
 
     def __init__(self, write_line: Callable[[str], None]) -> None:
-        """Hold nothing yet.
+        """Create it without leases.
 
         Args:
-            write_line: Told once whenever there is something to wait for.
+            write_line: Writes a line to the terminal, when waiting begins.
         """
         self._write_line = write_line
-        self._prepared: dict[GangSpec, Lease] = {}
-        self._of_gangs: dict[int, Lease] = {}
-        self._waiting: LeaseWaiter | None = None
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether devices are wanted that others hold; those others know of it."""
-        return self._waiting is not None
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no gang holds devices."""
-        return not self._of_gangs
+        self.prepared: dict[GangSpec, Lease] = {}
+        self.of_gangs: dict[int, Lease] = {}
+        self.waiter: LeaseWaiter | None = None
 
     def take(self, spec: GangSpec, num_gpus: int) -> Lease | None:
         """Lease devices for a gang, without waiting for them.
 
         Args:
-            spec: What was put aside for such a gang is taken first.
+            spec: Spec of the gang; a lease that was put aside for it is taken first.
             num_gpus: Devices of this host that it needs.
         """
-        lease = self._prepared.pop(spec, None)
+        lease = self.prepared.pop(spec, None)
         if lease is not None:
             return lease
         gpus = this_host().gpus
         lease = try_lease(gpus, num_gpus)
-        if lease is None and self._waiting is None:
+        if lease is None and self.waiter is None:
             self._write_line(waiting_text(gpus, num_gpus))
-            self._waiting = LeaseWaiter()
-        if lease is not None and self._waiting is not None:
-            self._waiting.close()
-            self._waiting = None
+            self.waiter = LeaseWaiter()
+        if lease is not None and self.waiter is not None:
+            self.waiter.close()
+            self.waiter = None
         return lease
 
-    def put_aside(self, spec: GangSpec, lease: Lease) -> None:
-        """Keep a lease for a gang whose ranks still collect."""
-        self._prepared[spec] = lease
-
-    def keep(self, gang: int, lease: Lease) -> None:
-        """Keep a lease as long as a gang lives."""
-        self._of_gangs[gang] = lease
-
-    def is_held_by(self, gang: int) -> bool:
-        """Whether a gang holds devices."""
-        return gang in self._of_gangs
-
     def release(self, gang: int) -> None:
-        """Let go of what a gang held, if anything."""
-        lease = self._of_gangs.pop(gang, None)
+        """Release the lease of a gang, if it has one."""
+        lease = self.of_gangs.pop(gang, None)
         if lease is not None:
             lease.close()
 
     def close(self) -> None:
-        """Let go of everything."""
-        for lease in (*self._of_gangs.values(), *self._prepared.values()):
+        """Release all leases."""
+        for lease in (*self.of_gangs.values(), *self.prepared.values()):
             lease.close()
-        self._of_gangs.clear()
-        self._prepared.clear()
+        self.of_gangs.clear()
+        self.prepared.clear()
 
 
 _CLOSING_S = 5.0  # for ranks to tear down after Ctrl-C
 _PUMP_S = 0.5
-_LEASE_PUMP_S = 0.2  # between two looks at devices that others hold
+_LEASE_PUMP_S = 0.2  # between attempts to lease devices
 
 
 class GangPool:
-    """Starts gangs and ends them.
+    """Starts and closes gangs.
 
     Attributes:
         gangs: By number; those that are being killed are among them.
-        num_slots: Ranks that may run side by side; a wider gang runs by itself.
+        num_slots: Ranks that may run at the same time; a wider gang runs alone.
         leader: Node 0's side of a session over several nodes, or None.
-        per_rank: Where ranks collect for themselves; None where they are forked off the session.
-        rank_configs: Writes what ranks are told.
+        per_rank: Ranks that collect for themselves; None where they are forked from the session.
+        rank_configs: Creates configurations of ranks.
         leases: Devices that gangs hold.
+        tee: Copies output of ranks to the terminal.
     """
 
     def __init__(
         self, config: pytest.Config, run: RunSession, specs: Iterable[GangSpec], default_size: int
     ) -> None:
-        """Listen.
+        """Start listening.
 
         Args:
             config: Of the session.
             run: Its run directory and options.
-            specs: Gangs that its tests need.
-            default_size: World size of tests without a mark; 0 where they need no gang.
+            specs: Specs of its tests.
+            default_size: World size of tests without a marker; 0 if they need no gang.
         """
         open_standard_descriptors()
         self._config = config
@@ -150,7 +135,7 @@ class GangPool:
             is_by_test=getattr(config.option, "cov_context", None) == "test"
         )
         self.rank_configs = RankConfigs(config, run, self._nodes, coverage)
-        self._tee = Tee(config, options, is_worker=run.is_worker)
+        self.tee = Tee(config, options, is_worker=run.is_worker)
         self._console = Console(config, options.pdb_rank, is_refusing=run.is_worker)
         self.leases = Leases(partial(write_line, config))
         self.per_rank: PerRank | None = None
@@ -163,15 +148,15 @@ class GangPool:
         )
 
     def open(self, session: pytest.Session) -> None:
-        """Begin to start the process that ranks come from, and have other nodes come.
+        """Start the process that starts ranks, and listen for other nodes.
 
         Raises:
-            pytest.UsageError: Other nodes cannot come, or ranks of this one cannot meet.
+            pytest.UsageError: Other nodes cannot connect, or ranks of this one cannot.
         """
         refuse_unfit_host(self._options)
         config, sizes = session.config, {spec.world_size for spec in self._specs}
-        # What is loaded by now stays: processes forked from here share it, and neither they nor
-        # pytest at its end look through all of torch for garbage, which took 0.6 s.
+        # Forked processes share present objects, and neither they nor pytest at its end search all
+        # of torch for garbage, which took 0.6 s.
         gc.freeze()
         reason = why_per_rank(config, self._options, sizes, self._default_size)
         if reason:
@@ -180,7 +165,7 @@ class GangPool:
             self.per_rank = PerRank(session, self.supervisor, self._listener, self._options)
         else:
             for item in session.items:
-                _ = item.location  # pytest keeps it: found here, no rank has to
+                _ = item.location  # cached by pytest, so that ranks inherit it
             template = SessionTemplate(
                 session=session,
                 address=self._listener.address,
@@ -217,37 +202,32 @@ class GangPool:
 
     @property
     def supervisor(self) -> Supervisor:
-        """Connections and processes; only before `shut_down`."""
+        """The supervisor of gangs; only before `shut_down`."""
         assert self._supervisor is not None
         return self._supervisor
 
     @property
-    def is_copying(self) -> bool:
-        """Whether ranks are copied to the terminal while they run."""
-        return self._tee.is_on
-
-    @property
     def is_closed(self) -> bool:
-        """Whether it was shut down."""
+        """True if it was shut down."""
         return self._supervisor is None
 
     def start_ahead(self, spec: GangSpec) -> None:
         """Start the gang that `start` will return next, while others run.
 
-        Only where that is one fork and holds nothing that others need: on the CPU of this node.
+        Only on the CPU of this node, where that is a fork and needs no devices.
         """
         is_plain = self.per_rank is None and self.leader is None and spec.device == "cpu"
         if is_plain and spec not in self._spares and self.supervisor.fork_servers.has(0):
             gang = self._spares[spec] = self._make(spec, None)
-            self._tee.follow(gang)
+            self.tee.follow(gang)
             self.supervisor.start(gang)
 
     def is_spare(self, gang: Gang) -> bool:
-        """Whether a gang was started ahead, and nobody has asked for it."""
+        """Return whether a gang was started ahead and is not in use."""
         return self._spares.get(gang.spec) is gang
 
     def start(self, spec: GangSpec) -> Gang | None:
-        """Start a gang; None while its devices are not free, or its ranks still collect."""
+        """Start a gang; return None while its devices are leased, or its ranks still collect."""
         supervisor, per_rank = self.supervisor, self.per_rank
         spare = self._spares.pop(spec, None)
         if spare is not None and spare.lifecycle.state in (GangState.STARTING, GangState.IDLE):
@@ -263,7 +243,7 @@ class GangPool:
         if per_rank is not None and not self._has_collected(per_rank, spec, lease):
             return None
         gang = self._make(spec, lease)
-        self._tee.follow(gang)
+        self.tee.follow(gang)
         if per_rank is None:
             if self.leader is not None:
                 gang.missing = self.leader.missing(gang.configs)
@@ -278,21 +258,21 @@ class GangPool:
         return gang
 
     def _has_collected(self, per_rank: PerRank, spec: GangSpec, lease: Lease | None) -> bool:
-        """Whether the ranks of a gang have collected; what they could not is reported first."""
+        """Report errors of ranks that collect; return whether all have collected without errors."""
         is_ready = per_rank.is_ready(self.rank_configs.write(0, spec, lease))
         failures = per_rank.take_failures(spec.world_size) if is_ready else []
         if lease is not None and (failures or not is_ready):
-            self.leases.put_aside(spec, lease)
+            self.leases.prepared[spec] = lease
         self._report_failures(failures)
         return is_ready and not failures
 
     def _report_failures(self, failures: Sequence[tuple[str, str]]) -> None:
-        """Report what ranks could not collect as pytest reports what it cannot collect.
+        """Report collection errors of ranks as pytest reports its own.
 
-        A worker of pytest-xdist goes on: one that ends early is reported as crashed.
+        A worker of pytest-xdist continues: one that ends early is reported as crashed.
 
         Raises:
-            pytest.Session.Interrupted: There is something, and the user did not ask to go on.
+            pytest.Session.Interrupted: There are errors, without an option to continue.
         """
         for place, reason in failures:
             report = pytest.CollectReport(place, "failed", reason, [])
@@ -319,16 +299,16 @@ class GangPool:
         )
         self.gangs[number] = gang
         if lease is not None:
-            self.leases.keep(number, lease)
+            self.leases.of_gangs[number] = lease
         return gang
 
     def num_free(self) -> int:
-        """Return how many ranks may be started."""
+        """Return the number of ranks that may be started."""
         sizes = [gang.spec.world_size for gang in self._present()]
         return self._nodes.num_free(sizes) if sizes else self.num_slots
 
     def count(self) -> dict[GangSpec, int]:
-        """Return how many gangs of each spec there are."""
+        """Return the number of gangs of each spec."""
         counts: dict[GangSpec, int] = {}
         for gang in self._present():
             counts[gang.spec] = counts.get(gang.spec, 0) + 1
@@ -338,27 +318,23 @@ class GangPool:
         return [g for g in self.gangs.values() if not has_left(g) and not self.is_spare(g)]
 
     def pump(self) -> None:
-        """Take in what ranks say, until there is news; copy what they print."""
-        self.supervisor.pump(self._tee.wait_s(_LEASE_PUMP_S if self.leases.is_waiting else _PUMP_S))
+        """Handle messages of ranks until there is news; copy their output."""
+        self.supervisor.pump(self.tee.wait_s(_LEASE_PUMP_S if self.leases.waiter else _PUMP_S))
         self._console.settle()
-        self._tee.poll()
-
-    def catch_up(self, gang: Gang) -> None:
-        """Copy all that a gang has printed."""
-        self._tee.catch_up(gang)
+        self.tee.poll()
 
     def forget(self, gang: Gang) -> None:
-        """Let go of a gang that is gone."""
+        """Remove a gang that is gone, and release its devices."""
         del self.gangs[gang.number]
         if self.is_spare(gang):
             del self._spares[gang.spec]
-        self._tee.forget(gang)
+        self.tee.forget(gang)
         self.leases.release(gang.number)
         if self.per_rank is not None:
             self.per_rank.take_outputs(gang)
 
     def interrupt(self, busy: list[Gang]) -> None:
-        """Ctrl-C: ranks get it too and tear down; a second one does not wait for them."""
+        """Send Ctrl-C to ranks, which tear down; a second Ctrl-C does not wait for them."""
         supervisor = self.supervisor
         self._console.is_refusing = True
         deadline = time.monotonic() + min(self._options.rank_grace_s, _CLOSING_S)
@@ -371,23 +347,23 @@ class GangPool:
                 supervisor.pump(0.1)
 
     def close_all(self) -> None:
-        """End every gang: politely where it is idle."""
+        """Close every gang, with teardown if it is idle."""
         for gang in self.gangs.values():
             self.supervisor.close(gang)
         while any(not gang.is_gone for gang in self.gangs.values()):
             self.supervisor.pump(_PUMP_S)
 
     def shut_down(self) -> None:
-        """End the process that ranks come from, and what is left of its ranks.
+        """End the process that starts ranks, and its ranks.
 
-        It takes the kernel longer than what the session has left to do: see `wait_for_end`.
+        The kernel takes longer for that than the rest of the session: see `wait_for_end`.
         """
         supervisor, self._supervisor = self.supervisor, None
         self.leases.close()
         self.gangs.clear()
         self._spares.clear()
         supervisor.stop()
-        if self.rank_configs.coverage:  # its processes write what they measured when they end
+        if self.rank_configs.coverage:  # its processes write their data at their end
             self.wait_for_end()
         if self.per_rank is not None:
             self.per_rank.close()
@@ -395,15 +371,15 @@ class GangPool:
             write_line(self._config, f"coverage of a rank cannot be read: {problem}")
 
     def wait_for_end(self) -> None:
-        """Wait until the process that ranks came from has ended; may be called again."""
+        """Wait until the process that starts ranks has ended; may be called again."""
         template, self._template = self._template, None
         if template is not None:
             template.close()
 
 
 def has_left(gang: Gang) -> bool:
-    """Whether the place of a gang may be taken, though its ranks may not all be gone yet.
+    """Return whether a gang may be replaced, though its ranks may not all be gone yet.
 
-    They were killed, and hold nothing that others need; devices are free only when they are gone.
+    They were killed and need no resources of others; GPUs are free only when ranks are gone.
     """
     return gang.lifecycle.state in (GangState.KILLING, GangState.GONE) and gang.spec.device == "cpu"

@@ -1,7 +1,7 @@
-"""Other plugins that keep what tests do in the process that runs them, which for gangs is a rank.
+"""Support of other plugins that keep data of tests in their process, which for gangs is a rank.
 
-Each function is for one plugin by name and does nothing without it. What cannot work on gangs is
-refused or said; docs/reference/other-plugins.md has the table.
+Each function is for one plugin by name and does nothing without it. Features that cannot work on
+gangs are refused or reported; docs/reference/other-plugins.md has the table.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pytest_megatron.gang.ipc.messages import RankConfig
 from pytest_megatron.gang.merge import Merged
 from pytest_megatron.hooks.session import write_line
 
-# Of pytest-benchmark: what would hold fewer numbers than it seems to.
+# Options of pytest-benchmark whose results would lack tests of gangs.
 _BENCHMARK_OPTIONS = (
     *("only", "enable", "json", "save", "autosave", "compare", "compare_fail", "histogram"),
 )
@@ -33,14 +33,14 @@ _RUN_ID = "TORCHELASTIC_RUN_ID"  # the same for all ranks of a run
 
 
 def refuse_what_is_lost(config: pytest.Config, items: Iterable[pytest.Item]) -> list[str]:
-    """Return what to say of plugins that do less for tests on gangs.
+    """Return messages about plugins that do less for tests on gangs.
 
     Args:
         config: Of the controller.
-        items: Those that run on gangs.
+        items: Items that run on gangs.
 
     Raises:
-        pytest.UsageError: The user asked for what would silently hold nothing of them.
+        pytest.UsageError: An option of a plugin would silently ignore them.
     """
     option, items, lines = config.option, list(items), []
     _refuse_forks(config, items)
@@ -80,7 +80,7 @@ def refuse_what_is_lost(config: pytest.Config, items: Iterable[pytest.Item]) -> 
 
 
 def write_once(config: pytest.Config, lines: Iterable[str]) -> None:
-    """Write lines to the terminal that no other worker of pytest-xdist has sent."""
+    """Write lines to the terminal that no other worker of pytest-xdist has sent before."""
     reported = config.stash.setdefault(_WRITTEN, set())
     for line in lines:
         if line not in reported:
@@ -89,17 +89,17 @@ def write_once(config: pytest.Config, lines: Iterable[str]) -> None:
 
 
 def keep_unused_snapshots(config: pytest.Config, items: Iterable[pytest.Item]) -> None:
-    """Have syrupy delete and report nothing as unused: it saw no use of what ranks used."""
+    """Disable syrupy's search for unused snapshots: it does not see their use in ranks."""
     if not any(_uses(item, "snapshot") for item in items) or not hasattr(config, "_syrupy"):
         return
-    option = vars(config.option)  # what its releases look at; writes were queued before
+    option = vars(config.option)  # options of several releases; writes were queued before
     option["update_snapshots"] = False
     option["warn_unused_snapshots"] = True
     option["disable_unused_snapshots"] = True
 
 
 def is_of_phases(plugin: object) -> bool:
-    """Whether a plugin wraps phases, so that it did its part for a report in the ranks."""
+    """Return whether a plugin wraps phases, so that it contributed to reports in the ranks."""
     return any(
         hasattr(plugin, f"pytest_{name}")
         for name in ("runtest_setup", "runtest_call", "runtest_teardown", "fixture_setup")
@@ -119,7 +119,7 @@ def notes_on_hang(item: pytest.Item) -> Iterator[tuple[str, str]]:
 
 
 class Allure:
-    """Has allure's listener write one result for a test, from the merged reports."""
+    """Makes allure's listener write one result for a test, from the merged reports."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._manager = config.pluginmanager
@@ -127,12 +127,12 @@ class Allure:
         self._others = [p for p in self._manager.get_plugins() if p is not self.listener]
 
     def follow(self, name: str, **arguments: object) -> None:
-        """Tell it of a phase, which ranks ran."""
+        """Call its hook of a phase that ran in ranks."""
         if self.listener is not None:
             self._manager.subset_hook_caller(f"pytest_runtest_{name}", self._others)(**arguments)
 
     def set_times(self, item: pytest.Item, merged: Merged) -> None:
-        """Put the times of the call in the place of those of its replay."""
+        """Set the times of the call in place of those of its replay."""
         logger = getattr(self.listener, "allure_logger", None)
         cache = getattr(self.listener, "_cache", None)
         if merged.when != "call" or not merged.start or logger is None or cache is None:
@@ -143,10 +143,10 @@ class Allure:
 
 
 def _refuse_forks(config: pytest.Config, items: Iterable[pytest.Item]) -> None:
-    """Make sure that pytest-forked does not run the controller's part of a test in a fork of it.
+    """Refuse pytest-forked for tests on gangs: it would fork the controller.
 
     Raises:
-        pytest.UsageError: It would.
+        pytest.UsageError: It is requested.
     """
     if not config.pluginmanager.has_plugin("pytest_forked"):
         return
@@ -172,7 +172,7 @@ def _count(node_ids: list[str]) -> str:
 
 
 def leave_to_controller(config: pytest.Config) -> None:
-    """Have plugins do nothing in ranks that the controller does, or that nobody would collect."""
+    """Disable plugins in ranks whose work the controller does, or whose data would be lost."""
     listener = config.pluginmanager.get_plugin(_ALLURE)
     commons = sys.modules.get("allure_commons")
     if listener is not None and commons is not None:
@@ -185,23 +185,23 @@ def leave_to_controller(config: pytest.Config) -> None:
         benchmark.disabled = True
     inline = sys.modules.get("inline_snapshot._global_state")
     if inline is not None:
-        inline.state().active = False  # what a mismatch would change is written by nobody
+        inline.state().active = False  # its changes would not be written
 
 
 def seed_of_examples(run_id: str) -> int:
-    """Return the seed of hypothesis that all ranks of a run take, if the user gave none."""
+    """Return the default seed of hypothesis for all ranks of a run."""
     return zlib.crc32(run_id.encode())
 
 
 def draw_same_examples(rank_config: RankConfig) -> None:
-    """Have hypothesis draw the same examples in all ranks; its database stays out then."""
+    """Make hypothesis draw the same examples in all ranks, without its database."""
     core = sys.modules.get("hypothesis.core")
     if core is not None and core.global_force_seed is None:
         vars(core)["global_force_seed"] = seed_of_examples(rank_config.env[_RUN_ID])
 
 
 def notes_on_failure(item: pytest.Item) -> Iterator[tuple[str, str]]:
-    """Return sections for the report of a failure: how hypothesis draws the same again."""
+    """Return sections for the report of a failure: the seed of hypothesis."""
     core = sys.modules.get("hypothesis.core")
     if core is not None and item.get_closest_marker("hypothesis") is not None:
         text = f"--hypothesis-seed={core.global_force_seed} draws the same examples on all ranks"
@@ -209,7 +209,7 @@ def notes_on_failure(item: pytest.Item) -> Iterator[tuple[str, str]]:
 
 
 def write_snapshots(config: pytest.Config, rank_config: RankConfig) -> None:
-    """Have syrupy write what a test changed, one rank at a time: the process may be killed."""
+    """Write changed snapshots of syrupy, one rank at a time, before the process may be killed."""
     session = getattr(config, "_syrupy", None)
     if session is None or not getattr(session, "_queued_snapshot_writes", None):
         return

@@ -1,14 +1,15 @@
-"""The role that runs python tests on gangs: the controller's run loop.
+"""Plugin that runs python tests on gangs: the controller's run loop.
 
-Lives in the controller, and under pytest-xdist in each of its workers, where xdist has the loop and
-only the phases of an item are replaced. Whoever runs an item, pytest's own protocol is what runs:
-a plugin that reruns or times items sees them as ever.
+Active in the controller, and under pytest-xdist in each worker, where xdist has the loop and only
+the phases of an item are replaced. Items always run through pytest's own protocol, so that plugins
+which rerun or time items work as usual.
 """
 
 from __future__ import annotations
 
 import copy
 import faulthandler
+import functools
 import itertools
 import os
 from collections.abc import Callable, Generator
@@ -38,12 +39,13 @@ from pytest_megatron.hooks.gangs.reports import (
     excinfo_of,
     warn_again,
 )
-from pytest_megatron.hooks.gangs.results import RECORD, add_way_back
+from pytest_megatron.hooks.gangs.results import add_way_back
 from pytest_megatron.hooks.gangs.worker_contract import is_of_controller, module_of
 from pytest_megatron.hooks.markers import PhaseLimits, limits_of, num_reruns_of, spec_of
 from pytest_megatron.hooks.nodes.leader import nodes_of, room_on_gpus
 from pytest_megatron.hooks.option_values import has_workers
 from pytest_megatron.hooks.options import LIMITS_OF_OTHERS, WORKLOADS_PLUGIN, Options
+from pytest_megatron.hooks.run_file import put_record
 from pytest_megatron.hooks.session import RunSession, write_line
 from pytest_megatron.hooks.start.start_mode import make_extra_item
 from pytest_megatron.process.tree import end_if_forked
@@ -51,9 +53,9 @@ from pytest_megatron.triage.signatures import Signature
 
 
 def show_no_stacks() -> None:
-    """Have pytest not show this process's stacks after `faulthandler_timeout`, or end it.
+    """Cancel `faulthandler_timeout` in this process, which only waits for others.
 
-    It only waits for others. Call it in `pytest_runtest_protocol`, once its wrappers have begun.
+    Call it in `pytest_runtest_protocol`, once its wrappers have begun.
     """
     faulthandler.cancel_dump_traceback_later()
 
@@ -92,7 +94,7 @@ class PhaseHooks:
     def pytest_runtest_makereport(
         self, *, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> pytest.TestReport:
-        """Report what ranks say."""
+        """Return the merged report of the ranks."""
         if self._gangs.is_ours(item) and call.excinfo is None:
             return self._gangs.report_phase(item, call)
         found: pytest.TestReport = self._hooks.pytest_runtest_makereport(item=item, call=call)
@@ -117,17 +119,15 @@ class GangPlugin:
         self._current: pytest.Item | None = None
         self._nextitem: pytest.Item | None = None
         self._reruns: dict[pytest.Item, list[Signature]] = {}
-        self._make_report: pluggy.HookCaller | None = None
         self._is_replaying = False
         self._broken: Exception | None = None
-        self._allure: Allure | None = None
         self._limits_of_others: list[str] = []
 
     # Collection
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Find out which items run on which gang; skip those that this host has no GPUs for."""
+        """Determine the gangs of items; skip items that this host has too few GPUs for."""
         room, size = room_on_gpus(self._options), self._default_size()
         for item in items:
             spec = spec_of(item, self._options, default_size=size, room=room)
@@ -143,11 +143,11 @@ class GangPlugin:
         self._refuse_pdb_rank()
         if not self._config.option.collectonly:
             self._limits_of_others = refuse_what_is_lost(self._config, self._specs)
-            if self._limits_of_others and self._run.is_worker:  # whose terminal is nobody's
+            if self._limits_of_others and self._run.is_worker:  # which has no terminal
                 vars(self._config)["workeroutput"][LIMITS_OF_OTHERS] = self._limits_of_others
 
     def _default_size(self) -> int:
-        """Return the world size of a test without a mark; 0 if it stays in the controller."""
+        """Return the world size of a test without a marker; 0 if it runs in the controller."""
         nodes = nodes_of(self._options)
         return nodes.ranks_per_node * nodes.num_nodes
 
@@ -155,7 +155,7 @@ class GangPlugin:
         """Make sure that some gang has the rank to debug.
 
         Raises:
-            pytest.UsageError: None has.
+            pytest.UsageError: No gang has it.
         """
         rank = self._options.pdb_rank
         widest = max((spec.world_size for spec in self._specs.values()), default=0)
@@ -168,19 +168,19 @@ class GangPlugin:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
-        """Run all items, those of gangs on gangs; under pytest-xdist only get ready.
+        """Run all items, those of gangs on gangs; under pytest-xdist only start the gangs.
 
         Raises:
             pytest.UsageError: Ranks cannot be started here.
         """
         end_if_forked(self._pid)  # while tests were collected
-        # Plugins may have reordered and deselected since we looked.
+        # Plugins may have reordered and deselected items meanwhile.
         self._specs = {item: self._specs[item] for item in session.items if self.is_ours(item)}
-        has_work = bool(self._specs) or self._options.num_nodes > 1  # others show what runs here
+        has_work = bool(self._specs) or self._options.num_nodes > 1  # others show its output
         if not has_work or session.config.option.collectonly:
             return None
         if session.testsfailed and not session.config.option.continue_on_collection_errors:
-            return None  # pytest's own loop says so
+            return None  # pytest's own loop reports that
         if has_workers(session.config) and not self._run.is_worker:
             return None
         if self._options.is_plan:
@@ -203,7 +203,7 @@ class GangPlugin:
 
     @pytest.hookimpl(specname="pytest_runtestloop", wrapper=True, trylast=True)
     def pytest_megatron_finish_loop(self) -> Generator[None, object, object]:
-        """End gangs before whoever wraps the loop (pytest-cov) looks at what they measured."""
+        """Close gangs before wrappers of the loop (pytest-cov) read the measured data."""
         try:
             return (yield)
         finally:
@@ -211,18 +211,18 @@ class GangPlugin:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self) -> None:
-        """Leave no process behind, however the session ends."""
+        """End all processes, however the session ends."""
         self._shut_down()
         keep_unused_snapshots(self._config, self._specs)
 
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> None:
-        """Be the last process to end."""
+        """Wait for the end of the process that starts ranks."""
         if self._pool is not None:
             self._pool.wait_for_end()
 
     def _print_plan(self, session: pytest.Session) -> bool | None:
-        """Print which gangs would run how many tests; workloads print theirs."""
+        """Print the planned gangs and their numbers of tests; workloads print theirs."""
         from pytest_megatron.hooks.workloads.item import WorkloadItem  # noqa: PLC0415 - loads all of recipes
 
         items = [item for item in session.items if not isinstance(item, WorkloadItem)]
@@ -231,7 +231,7 @@ class GangPlugin:
         return None if self._config.pluginmanager.has_plugin(WORKLOADS_PLUGIN) else True
 
     def _open(self, session: pytest.Session) -> Dispatcher:
-        """Get gangs ready, and take over the phases of our items."""
+        """Open the pool of gangs, and replace the phases of items of gangs."""
         pool = GangPool(self._config, self._run, self._specs.values(), self._default_size())
         self._pool = pool
         dispatcher = self._dispatcher = Dispatcher(
@@ -253,7 +253,7 @@ class GangPlugin:
         return dispatcher
 
     def _loop(self, session: pytest.Session) -> None:
-        """Run items of gangs, side by side where they are small; the controller's own first."""
+        """Run items of the controller, then items of gangs, at the same time if they are small."""
         dispatcher, items = self._open_dispatcher, session.items
         if self._open_pool.leader is not None:
             self._open_pool.leader.wait()
@@ -309,7 +309,7 @@ class GangPlugin:
     def pytest_runtest_protocol(
         self, item: pytest.Item, nextitem: pytest.Item | None
     ) -> Generator[None, object, object]:
-        """Remember what comes next; rank 0 shows the fixtures of our items, not the controller."""
+        """Record the next item; rank 0 shows fixtures of items of gangs, not the controller."""
         self._current, self._nextitem = item, nextitem
         if not self.is_ours(item):
             return (yield)
@@ -325,7 +325,7 @@ class GangPlugin:
 
     @pytest.hookimpl(specname="pytest_runtest_protocol", tryfirst=True)
     def pytest_megatron_begin_item(self, item: pytest.Item) -> None:
-        """Leave `faulthandler_timeout` to the ranks of our items."""
+        """Leave `faulthandler_timeout` to the ranks for items of gangs."""
         if self.is_ours(item):
             show_no_stacks()
 
@@ -337,20 +337,20 @@ class GangPlugin:
             self._config.hook.pytest_runtest_logreport(report=build_report(owner, merged))
 
     def _shut_down(self) -> None:
-        """End every gang, and report what went wrong in the last teardowns."""
+        """Close every gang, and report errors of the last teardowns."""
         dispatcher = self._dispatcher
         if dispatcher is not None:
             dispatcher.shut_down()
             self._report_late()
 
-    # One item, as its phases are asked for
+    # Phases of one item
 
     def is_ours(self, item: pytest.Item) -> bool:
-        """Whether an item runs on a gang."""
+        """Return whether an item runs on a gang."""
         return item in self._specs
 
     def set_up(self, item: pytest.Item) -> None:
-        """Wait until the item has run on its gang; all of its phases run there at once."""
+        """Wait until the item has run on its gang, with all of its phases."""
         dispatcher = self._open_dispatcher
         _stop_timers(item)
         self._reruns[item] = []
@@ -366,12 +366,12 @@ class GangPlugin:
             dispatcher.interrupt()  # pytest would debug the controller now
             raise pytest.exit.Exception("KeyboardInterrupt") from None
         except Exception as error:
-            self._broken = error  # pytest would report it, and ask for the item again and again
+            self._broken = error  # pytest would report it, and retry the item forever
             raise
         execution = dispatcher.ended[item]
         warn_again(self._config, execution.ended)
         self._print(execution.ended)
-        self._open_allure.follow("setup", item=item)
+        self._allure.follow("setup", item=item)
         execution.stop_like_rank("setup")
 
     def _cause_to_rerun(self, item: pytest.Item) -> Signature | None:
@@ -387,12 +387,12 @@ class GangPlugin:
         return cause
 
     def call(self, item: pytest.Item) -> None:
-        """Report the subtests, which pytest reports before the test."""
+        """Report the subtests, which precede the report of the test."""
         execution = self._open_dispatcher.ended[item]
         execution.stop_like_rank("call")
-        self._open_allure.follow("call", item=item)
+        self._allure.follow("call", item=item)
         *subtests, merged_call = [m for m in execution.merged if m.when == "call"]
-        self._open_allure.set_times(item, merged_call)
+        self._allure.set_times(item, merged_call)
         for merged in subtests:
             report = build_report(item, merged)
             if report.failed:
@@ -400,21 +400,16 @@ class GangPlugin:
             self._config.hook.pytest_runtest_logreport(report=report)
 
     def tear_down(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
-        """Tear down what the controller's own tests left, which this one would have ended."""
+        """Tear down fixtures of the controller's own tests, as this item would have."""
         execution = self._open_dispatcher.ended[item]
         execution.stop_like_rank("teardown")
         self._print(execution.ended, is_late=True)
         item.session._setupstate.teardown_exact(nextitem)
-        self._open_allure.follow("teardown", item=item, nextitem=nextitem)
+        self._allure.follow("teardown", item=item, nextitem=nextitem)
 
     def report_phase(self, item: pytest.Item, call: pytest.CallInfo[None]) -> pytest.TestReport:
-        """Have plugins see the report of a phase that did not see it in the ranks."""
+        """Pass the report of a phase to plugins that did not see it in the ranks."""
         execution = self._open_dispatcher.ended[item]
-        manager = self._config.pluginmanager
-        if self._make_report is None:
-            conftests = manager._conftest_plugins  # not to be told apart otherwise
-            others = [p for p in manager.get_plugins() if p in conftests or self._had_part(p)]
-            self._make_report = manager.subset_hook_caller("pytest_runtest_makereport", others)
         merged, seen = execution.phase(call.when), call
         if merged.outcome == "failed":
             seen = copy.copy(call)
@@ -433,14 +428,14 @@ class GangPlugin:
         add_way_back(report, self._run)
         if call.when == "teardown":
             history = self._open_dispatcher.history[item]
-            report.__dict__[RECORD] = test_record(execution.merged, self._specs[item], history)
+            put_record(report, test_record(execution.merged, self._specs[item], history))
             del self._open_dispatcher.ended[item]  # a rerun of it runs again
         return report
 
     def _had_part(self, plugin: object) -> bool:
-        """Whether a plugin made its part of a report in the ranks, where it saw the phases."""
+        """Return whether a plugin contributed to a report in the ranks, where it saw the phases."""
         is_ours = module_of(plugin).startswith(("_pytest.", "pytest_megatron."))
-        is_here = is_ours or is_of_controller(plugin) or plugin is self._open_allure.listener
+        is_here = is_ours or is_of_controller(plugin) or plugin is self._allure.listener
         return not is_here and is_of_phases(plugin)
 
     @pytest.hookimpl(tryfirst=True)
@@ -454,21 +449,26 @@ class GangPlugin:
 
     @pytest.hookimpl(optionalhook=True, tryfirst=True)
     def pytest_timeout_set_timer(self, item: pytest.Item) -> bool | None:
-        """Keep pytest-timeout from stopping the controller: the gang has the limit."""
+        """Disable pytest-timeout in the controller: the gang has the limit."""
         return True if self.is_ours(item) else None
 
     @pytest.hookimpl(optionalhook=True, tryfirst=True)
     def pytest_timeout_cancel_timer(self, item: pytest.Item) -> bool | None:
-        """There is no timer to cancel."""
+        """Skip the cancellation, as there is no timer."""
         return True if self.is_ours(item) else None
 
-    # Small things
+    # Helpers
 
-    @property
-    def _open_allure(self) -> Allure:
-        if self._allure is None:
-            self._allure = Allure(self._config)
-        return self._allure
+    @functools.cached_property
+    def _allure(self) -> Allure:
+        return Allure(self._config)
+
+    @functools.cached_property
+    def _make_report(self) -> pluggy.HookCaller:
+        manager = self._config.pluginmanager
+        conftests = manager._conftest_plugins  # not distinguishable otherwise
+        others = [p for p in manager.get_plugins() if p in conftests or self._had_part(p)]
+        return manager.subset_hook_caller("pytest_runtest_makereport", others)
 
     @property
     def _open_pool(self) -> GangPool:
@@ -481,7 +481,7 @@ class GangPlugin:
         return self._dispatcher
 
     def _print(self, end: RunEnd, *, is_late: bool = False) -> None:
-        """Write what pytest wrote to the terminal of rank 0, up to the teardown or from it on."""
+        """Write the terminal output of rank 0, up to the teardown or from it on."""
         done = end.ranks[0].done
         printed = "" if done is None else done.printed_late if is_late else done.printed
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")
@@ -490,9 +490,9 @@ class GangPlugin:
 
 
 def _stop_timers(item: pytest.Item) -> None:
-    """Stop what others time the controller with, which waits here: ranks have a limit.
+    """Cancel timers of the controller, which only waits: ranks have a limit.
 
-    That is `faulthandler_timeout`, which would print the stacks of the controller or end it, and
+    These are `faulthandler_timeout`, which would print the stacks of the controller or end it, and
     pytest-timeout before 2.0, which has no hook for it.
     """
     faulthandler.cancel_dump_traceback_later()

@@ -1,4 +1,4 @@
-"""What the ranks of a gang are told: their environment, their directories."""
+"""Configurations of ranks: environment and directories."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from pytest_megatron.process.tree import check_proc
 
 
 class RankConfigs:
-    """Writes orders for the ranks of one session.
+    """Creates configurations for the ranks of one session.
 
     Attributes:
         coverage: Settings of a running coverage.py, or empty.
-        coverage_dir: Where ranks put its data.
+        coverage_dir: Directory of data files of ranks.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class RankConfigs:
         self.coverage_dir = run.run_dir / run.ranks_dir / "coverage"
 
     def write(self, number: int, spec: GangSpec, lease: Lease | None) -> tuple[RankConfig, ...]:
-        """Return the orders of a gang, by rank.
+        """Return the configurations of a gang, by rank.
 
         Args:
-            number: Of the gang; 0 for one that is not there yet.
-            spec: What it is.
-            lease: Its devices on this node, where it has any.
+            number: Number of the gang; 0 for one that is not started yet.
+            spec: Its spec.
+            lease: Its devices on this node, if it has any.
         """
         directory = self._run.open_run_dir() / self._run.ranks_dir / f"attempt_{number}"
         places = self._nodes.place(spec.world_size)
@@ -64,9 +64,9 @@ class RankConfigs:
         else:
             host = local_host()
         common = {"MASTER_ADDR": host, "TORCHELASTIC_RUN_ID": self._run.run_dir.name}
-        if host == LOCAL_HOST_IPV6:  # gloo looks for no other address than 127.0.0.1 by itself
+        if host == LOCAL_HOST_IPV6:  # gloo only detects 127.0.0.1
             common["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-        own = {}  # of this node: others lease by themselves
+        own = {}  # for this node: other nodes lease their own devices
         if lease is not None:
             own[DEVICES] = ",".join(gpu.uuid for gpu in lease.gpus)
         base_temp = self._base_temp() / f"gang{number}"
@@ -94,15 +94,15 @@ class RankConfigs:
         )
 
     def shared_dir(self, rank_configs: tuple[RankConfig, ...]) -> str:
-        """Return where ranks of all nodes of a gang can write."""
-        return self._shared_dir_of_nodes if rank_configs[-1].node_rank > 0 else self._shared_dir
+        """Return a directory that ranks of all nodes of a gang can write to."""
+        return self._dir_of_nodes if rank_configs[-1].node_rank > 0 else self._dir_of_node
 
-    @cached_property
-    def _shared_dir_of_nodes(self) -> str:
+    @cached_property  # read for each test
+    def _dir_of_nodes(self) -> str:
         return str(self._run.run_dir.absolute() / "shared")
 
     @cached_property
-    def _shared_dir(self) -> str:
+    def _dir_of_node(self) -> str:
         return str(self._base_temp() / "shared")
 
     def _base_temp(self) -> Path:
@@ -111,26 +111,26 @@ class RankConfigs:
 
     @cached_property
     def _own_temp(self) -> Path:
-        """A directory for sessions without pytest's own."""
+        """A temporary directory for sessions without pytest's plugin."""
         found = Path(tempfile.mkdtemp(prefix="pytest-megatron-"))
         self._config.add_cleanup(lambda: shutil.rmtree(found, ignore_errors=True))
         return found
 
 
 def refuse_unfit_host(options: Options) -> None:
-    """Make sure that ranks of this host can be found, and reach one another.
+    """Make sure that processes of this host can be listed, and reach one another.
 
     Raises:
         pytest.UsageError: They cannot.
     """
     try:
         check_proc()
-        if options.num_nodes == 1:  # of several, node 0 says where it is
+        if options.num_nodes == 1:  # several nodes use an endpoint
             local_host()
     except LaunchError as error:
         raise pytest.UsageError(str(error)) from None
 
 
 def _as_on_node(node_rank: int, gang_dir: Path) -> dict[str, str]:
-    """Return what NCCL knows a host by, in place of its name: it refuses two ranks on one GPU."""
+    """Return a host id for NCCL, which refuses two ranks of one host on one GPU."""
     return {"NCCL_HOSTID": f"{gang_dir}:{node_rank}"}

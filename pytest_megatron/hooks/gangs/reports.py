@@ -1,4 +1,7 @@
-"""From merged reports to pytest's: built in the controller, for every plugin to see."""
+"""Conversion of merged reports to pytest's, in the controller, for all plugins.
+
+Also calls of pytest's hooks about tests as plain data, which nodes repeat.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import Literal, cast
@@ -25,9 +28,13 @@ from _pytest.reports import BaseReport
 from _pytest.unittest import TestCaseFunction
 
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.text import cut_middle
+from pytest_megatron.gang.ipc.messages import Mirrored
 from pytest_megatron.gang.merge import Merged
 from pytest_megatron.gang.spec import RunEnd
 
+_MOST_CHARS = 1 << 24  # of one text in a report, which repeats the text of a failure
+_LOGS = ("pytest_runtest_logstart", "pytest_runtest_logfinish")
 _KEYWORDS = pytest.StashKey[dict[str, Literal[1]]]()
 
 
@@ -51,7 +58,7 @@ def build_report(item: pytest.Item, merged: Merged) -> pytest.TestReport:
     report.outcome = merged.outcome
     report.duration = max(0.0, merged.stop - merged.start)
     report.start, report.stop = merged.start, merged.stop
-    if not report.start:  # no rank could say when
+    if not report.start:  # no rank reported a time
         report.stop = time.time()
         report.start = report.stop - report.duration
     report.sections = [(name, text) for name, text in merged.sections]
@@ -62,7 +69,7 @@ def build_report(item: pytest.Item, merged: Merged) -> pytest.TestReport:
 
 
 def _keywords(item: pytest.Item) -> dict[str, Literal[1]]:
-    """Return what pytest's own reports say of an item; looked up once for all of its phases."""
+    """Return the keywords of an item for reports; computed once for all of its phases."""
     if _KEYWORDS not in item.stash:
         keywords: dict[str, Literal[1]] = dict.fromkeys(item.keywords, 1)
         item.stash[_KEYWORDS] = keywords
@@ -70,9 +77,9 @@ def _keywords(item: pytest.Item) -> dict[str, Literal[1]]:
 
 
 def excinfo_of(merged: Merged) -> pytest.ExceptionInfo[BaseException]:
-    """Return what a rank raised in a phase that failed, as far as it can be known here.
+    """Return the exception of a rank in a failed phase, rebuilt from its name and text.
 
-    Plugins look at its type's name and its text, to rerun some failures and not others.
+    Plugins read these, to rerun some failures and not others.
     """
     name, text = _raised(merged)
     known = getattr(builtins, name, None)
@@ -80,19 +87,15 @@ def excinfo_of(merged: Merged) -> pytest.ExceptionInfo[BaseException]:
     if isinstance(known, type) and issubclass(known, Exception):
         with contextlib.suppress(TypeError):  # a group takes more than a text
             error = known.__new__(known, text)
-    return pytest.ExceptionInfo.from_exc_info((type(error), error, _no_traceback()))
-
-
-def _no_traceback() -> TracebackType:
-    """Return a traceback for an exception that was raised in another process."""
-    frame = sys._getframe()
-    return TracebackType(None, frame, frame.f_lasti, frame.f_lineno)
+    frame = sys._getframe()  # the exception was raised in another process
+    traceback = TracebackType(None, frame, frame.f_lasti, frame.f_lineno)
+    return pytest.ExceptionInfo.from_exc_info((type(error), error, traceback))
 
 
 def count_failed_subtest(item: pytest.Item) -> None:
-    """Have pytest fail the test that this subtest is of, as its `subtests` fixture would."""
+    """Count a failed subtest, so that pytest fails its test as the `subtests` fixture does."""
     counts = failed_subtests(item.config)
-    if counts is not None and not isinstance(item, TestCaseFunction):  # where pytest does without
+    if counts is not None and not isinstance(item, TestCaseFunction):  # which has no counts
         counts[getattr(item, "id", item.nodeid)] += 1  # a plain node id before pytest 9.1
 
 
@@ -103,7 +106,7 @@ def failed_subtests(config: pytest.Config) -> dict[object, int] | None:
 
 
 def merge_problem(problem: str) -> Merged:
-    """Return an error at the teardown of a test that was reported already."""
+    """Return an error in the teardown of a test that was already reported."""
     message = problem.strip().splitlines()[-1] if "\n" in problem else problem
     merged = Merged(when="teardown", outcome="failed", message=message)
     if message != problem:
@@ -120,10 +123,10 @@ def warn_again(config: pytest.Config, end: RunEnd) -> None:
             key = tuple(str(data[name]) for name in ("text", "category", "filename", "lineno"))
             if key not in seen:
                 seen.add(key)
-                record_warning(config, data)
+                _record_warning(config, data)
 
 
-def record_warning(config: pytest.Config, data: Mapping[str, JsonValue]) -> None:
+def _record_warning(config: pytest.Config, data: Mapping[str, JsonValue]) -> None:
     """Record a warning that a rank described."""
     message = warnings.WarningMessage(
         message=_category(data)(str(data["text"])),
@@ -142,7 +145,7 @@ def record_warning(config: pytest.Config, data: Mapping[str, JsonValue]) -> None
 
 
 def _category(data: Mapping[str, JsonValue]) -> type[Warning]:
-    """Return the class of a warning where the controller has it, else one of the same name."""
+    """Return the class of a warning if the controller has loaded it, else one of the same name."""
     name = str(data["category"])
     found = getattr(sys.modules.get(str(data["module"])), name, None)
     if isinstance(found, type) and issubclass(found, Warning):
@@ -151,13 +154,13 @@ def _category(data: Mapping[str, JsonValue]) -> type[Warning]:
 
 
 def _shorten_paths(merged: Merged, directory: str) -> Merged:
-    """Name files below the directory that the user is in as they would be typed there."""
+    """Return the report with paths relative to the user's directory."""
     blocks = [(title, text.replace(f"{directory}{os.sep}", "")) for title, text in merged.blocks]
     return replace(merged, blocks=tuple(blocks))
 
 
-def restore_report(config: pytest.Config, data: Mapping[str, object]) -> pytest.TestReport:
-    """Return the report that pytest serialised, after a way through JSON."""
+def _restore_report(config: pytest.Config, data: Mapping[str, object]) -> pytest.TestReport:
+    """Return a report from pytest's serialisation, after JSON."""
     found = config.hook.pytest_report_from_serializable(
         config=config, data=_with_tuples(dict(data))
     )
@@ -169,7 +172,7 @@ def restore_report(config: pytest.Config, data: Mapping[str, object]) -> pytest.
 
 def _from_base(item: pytest.Item, merged: Merged) -> pytest.TestReport:
     place = {"nodeid": item.nodeid, "location": item.location}
-    report = restore_report(item.config, {**(merged.base or {}), **place})
+    report = _restore_report(item.config, {**(merged.base or {}), **place})
     if merged.outcome == "failed" and merged.blocks:
         longrepr = report.longrepr
         crash = getattr(longrepr, "reprcrash", None)
@@ -180,12 +183,13 @@ def _from_base(item: pytest.Item, merged: Merged) -> pytest.TestReport:
                 longrepr.addsection(title, text)
         else:
             shown = merged.message if isinstance(longrepr, tuple) else str(longrepr)  # a skip
-            report.longrepr = "\n".join([shown, "", *_block_lines(merged.blocks)])
+            blocks = [f"-- {title} --\n{text}" for title, text in merged.blocks]
+            report.longrepr = "\n".join([shown, "", *blocks])
     return report
 
 
 def _restore_context(report: pytest.TestReport, data: Mapping[str, object]) -> None:
-    """Undo that pytest takes the repr of a subtest's parameters once more when it reads them."""
+    """Restore parameters of a subtest, of which pytest takes the repr again when it reads them."""
     context = data.get("_subtest.context")
     if isinstance(context, Mapping):
         object.__setattr__(report.context, "kwargs", context["kwargs"])  # it is frozen
@@ -206,7 +210,7 @@ def _raised(merged: Merged) -> tuple[str, str]:
 
 
 def _with_tuples(data: dict[str, object]) -> dict[str, object]:
-    """Undo what JSON did to tuples that pytest wants back."""
+    """Restore tuples that JSON turned into lists."""
     for name in ("longrepr", "location"):
         if isinstance(value := data.get(name), list):
             data[name] = tuple(value)
@@ -217,7 +221,7 @@ def _with_tuples(data: dict[str, object]) -> dict[str, object]:
 
 
 def _crash(item: pytest.Item, merged: Merged) -> ExceptionChainRepr:
-    """Return a failure that no rank could report itself, in the shape of a traceback."""
+    """Return a failure that no rank reported itself, in the form of a traceback."""
     path, line, _ = item.location
     place = ReprFileLocation(path=str(path), lineno=(line or 0) + 1, message=merged.message)
     entry = ReprEntryNative([f"{merged.message}\n"])
@@ -228,5 +232,52 @@ def _crash(item: pytest.Item, merged: Merged) -> ExceptionChainRepr:
     return longrepr
 
 
-def _block_lines(blocks: Sequence[tuple[str, str]]) -> list[str]:
-    return [line for title, text in blocks for line in (f"-- {title} --", text)]
+def mirror_log(hook: str, nodeid: str, location: tuple[str, int | None, str]) -> Mirrored:
+    """Return the start or the end of a test, for `replay`."""
+    return Mirrored(hook=hook, data={"nodeid": nodeid, "location": list(location)})
+
+
+def serialise(config: pytest.Config, report: pytest.TestReport) -> dict[str, JsonValue]:
+    """Return a report as data for JSON."""
+    found = config.hook.pytest_report_to_serializable(config=config, report=report)
+    return cast("dict[str, JsonValue]", _plain(found))
+
+
+def replay(config: pytest.Config, mirrored: Mirrored) -> None:
+    """Repeat a call of a hook in this process."""
+    data = dict(mirrored.data)
+    if mirrored.hook in _LOGS:
+        location = tuple(cast("list[JsonValue]", data["location"]))
+        getattr(config.hook, mirrored.hook)(nodeid=data["nodeid"], location=location)
+    elif mirrored.hook == "pytest_runtest_logreport":
+        config.hook.pytest_runtest_logreport(report=_restore_report(config, data))
+    else:
+        _record_warning(config, data)
+
+
+def describe_warning(
+    message: object, when: str, nodeid: str, location: tuple[str, int, str] | None
+) -> dict[str, JsonValue]:
+    """Return a warning as data, for `replay`."""
+    category = getattr(message, "category", Warning)
+    return {
+        "text": str(getattr(message, "message", "")),
+        "module": category.__module__,
+        "category": category.__qualname__,
+        "filename": str(getattr(message, "filename", "")),
+        "lineno": int(getattr(message, "lineno", 0)),
+        "when": when,
+        "nodeid": str(nodeid),
+        "location": list(location) if location else None,
+    }
+
+
+def _plain(value: object) -> object:
+    """Return a value for JSON: other objects as text, and huge texts cut."""
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    return cut_middle(value if isinstance(value, str) else str(value), _MOST_CHARS)

@@ -1,16 +1,16 @@
-"""The role that tells what distributed tests came to: header, `run.json`, summary.
+"""Results of distributed tests: header, `run.json`, summary.
 
-Lives in the controller alone: a worker's records reach it on the reports.
+Active only in the controller: records of workers arrive as attributes of reports.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 
 import pytest
 
-from pytest_megatron.base.files import JsonValue
 from pytest_megatron.gang.record import (
     flaky_lines,
     header_line,
@@ -18,25 +18,24 @@ from pytest_megatron.gang.record import (
     replaced_line,
     unused_nodes_line,
 )
-from pytest_megatron.gang.slurm_step import count_unused_nodes
 from pytest_megatron.gang.spec import GangSpec
-from pytest_megatron.gang.topology import count_gpus
+from pytest_megatron.gang.topology import count_gpus, count_unused_nodes
 from pytest_megatron.gpu.host import Gpu, this_host
 from pytest_megatron.hooks.gangs.rank_config import refuse_unfit_host
 from pytest_megatron.hooks.markers import device_of, limit_of_session
 from pytest_megatron.hooks.nodes.leader import nodes_of, room_on_gpus
 from pytest_megatron.hooks.options import Options
-from pytest_megatron.hooks.run_file import RunFile
+from pytest_megatron.hooks.run_file import RunFile, record_on
 from pytest_megatron.hooks.session import RunSession
+from pytest_megatron.runs.record import RecordedTest
 from pytest_megatron.runs.reproduce import reproduce_line
 
 NAME = "megatron-gangs-results"
-RECORD = "megatron_test"  # attribute of a test's last report
-_WRITE_EVERY_S = 5.0  # after a failure; a run that is killed still says what it did
+_WRITE_EVERY_S = 5.0  # after a failure, so that a run that is killed has results
 
 
 def add_way_back(report: pytest.TestReport, run: RunSession) -> None:
-    """Have the report of a failure end with what to type to have it again."""
+    """Append the command that reproduces a failure to its report."""
     if report.failed:
         report.sections.append(("again", reproduce_line(run.where, report.nodeid)))
 
@@ -47,19 +46,19 @@ class GangResults:
     def __init__(self, run: RunSession, file: RunFile) -> None:
         self._run = run
         self._file = file
-        self._records: dict[str, dict[str, JsonValue]] = {}
+        self._records: dict[str, RecordedTest] = {}
         self._next_at = 0.0
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self, session: pytest.Session) -> None:
-        """Refuse to start without the devices that were asked for, or where ranks cannot meet."""
+        """Refuse to start without the requested devices, or if ranks cannot connect."""
         if not session.config.option.collectonly:
             _refuse_lack(self._run.options)
             if self._run.options.asks_for_gangs:
                 refuse_unfit_host(self._run.options)
 
     def pytest_report_header(self, config: pytest.Config) -> list[str]:
-        """Say what gangs of tests without a mark are."""
+        """Describe the gangs of tests without a marker."""
         options = self._run.options
         if not options.asks_for_gangs:
             return []
@@ -76,19 +75,16 @@ class GangResults:
         return lines
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep the record of a test; errors that come after it make it fail."""
-        record: dict[str, JsonValue] | None = getattr(report, RECORD, None)
-        if record is not None:
-            self._records[report.nodeid] = record
-        elif report.failed and report.when == "teardown" and report.nodeid in self._records:
-            kept = self._records[report.nodeid]
-            problem = kept["problem"] or report.longreprtext.strip().split("\n")[-1]
-            record = {**kept, "verdict": "failed", "outcome": "failed", "problem": problem}
-            self._records[report.nodeid] = record
-        if record is None:
+        """Keep the record of a test; an error that follows makes it a failure."""
+        record, kept = record_on(report), self._records.get(report.nodeid)
+        if record is None and report.failed and report.when == "teardown" and kept is not None:
+            problem = kept.problem or report.longreprtext.strip().split("\n")[-1]
+            record = replace(kept, verdict="failed", outcome="failed", problem=problem)
+        if not isinstance(record, RecordedTest):
             return
+        self._records[report.nodeid] = record
         self._file.keep(report.nodeid, record)
-        if record["outcome"] == "failed" and time.monotonic() >= self._next_at:
+        if record.outcome == "failed" and time.monotonic() >= self._next_at:
             self._file.write()
             self._next_at = time.monotonic() + _WRITE_EVERY_S
 
@@ -99,7 +95,7 @@ class GangResults:
             self._file.write()
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Tell of tests that passed when they were run again, and of gangs that were replaced."""
+        """List tests that passed at a rerun, and gangs that were replaced."""
         lines = flaky_lines(self._records)
         replaced = replaced_line(self._records.values())
         if replaced is not None:
@@ -113,10 +109,10 @@ class GangResults:
 
 
 def _refuse_lack(options: Options) -> None:
-    """Make sure that this host has the GPUs that were asked for.
+    """Make sure that this host has the requested GPUs.
 
     Raises:
-        pytest.UsageError: It has not.
+        pytest.UsageError: It has too few.
     """
     wants_gpus = options.num_gpus is not None
     if not wants_gpus and not (options.device == "cuda" and options.num_ranks):
@@ -131,9 +127,9 @@ def _refuse_lack(options: Options) -> None:
     sharing = f"--ranks-per-gpu {-(-wanted // len(gpus))}" if gpus else ""
     if wants_gpus:
         asked = f"{needed} GPUs" if wanted else "all GPUs"
-        way_out = f"lower it, or say {sharing}" if gpus else "use --ranks for ranks on the CPU"
+        way_out = f"lower it, or use {sharing}" if gpus else "use --ranks for ranks on the CPU"
         raise pytest.UsageError(f"--gpus: asked for {asked}, this host has {found}; {way_out}")
     raise pytest.UsageError(
         f"--device: cuda needs {needed} GPUs for --ranks {wanted}, this host has {found}; "
-        f"{f'lower --ranks, say {sharing}, or ' if gpus else ''}drop --device"
+        f"{f'lower --ranks, use {sharing}, or ' if gpus else ''}drop --device"
     )

@@ -1,8 +1,8 @@
 """The contract of pytest-xdist between a controller and its workers, for ranks that collect.
 
-Plugins know a worker by `config.workerinput`, and then leave to the controller what is done once.
-In return they expect what their `pytest_configure_node` put there, and that the controller's
-`pytest_testnodedown` is given what they left in `config.workeroutput`.
+Plugins detect a worker by `config.workerinput`, and leave work that is done once to the controller.
+They expect the values of their `pytest_configure_node` there, and that the controller's
+`pytest_testnodedown` receives their `config.workeroutput`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pytest_megatron.gang.ipc.messages import RankConfig
 CONFIGURE_NODE = "pytest_configure_node"
 NODE_DOWN = "pytest_testnodedown"
 WORKER_VARIABLE = "PYTEST_XDIST_WORKER"
-# Plugins that act for the whole session; in a rank the controller does what they do.
+# Plugins that act for the whole session, in the controller only.
 _CONTROLLER_PLUGINS = (
     "pytest_timeout",
     "pytest_rerunfailures",
     "pytest_cov.plugin",
-    "__channelexec__",  # the worker of pytest-xdist, which execnet runs under this name
+    "__channelexec__",  # name of the worker of pytest-xdist under execnet
 )
 
 
@@ -35,8 +35,8 @@ class RankNode:
 
     Attributes:
         config: Of the controller.
-        workerinput: What the rank gets as `config.workerinput`.
-        workeroutput: What the rank left in `config.workeroutput`.
+        workerinput: `config.workerinput` of the rank.
+        workeroutput: `config.workeroutput` of the rank.
     """
 
     config: pytest.Config
@@ -45,7 +45,7 @@ class RankNode:
 
     @property
     def gateway(self) -> SimpleNamespace:
-        """A stand-in that knows the worker's id."""
+        """A stand-in with the worker's id."""
         return SimpleNamespace(id=self.workerinput["workerid"])
 
 
@@ -71,12 +71,12 @@ def configure_node(config: pytest.Config, rank_config: RankConfig, argv: list[st
 
 
 def node_down(node: RankNode, workeroutput: str, error: str | None) -> None:
-    """Give plugins what the process of a rank left for them.
+    """Call `pytest_testnodedown` with the output of a rank.
 
     Args:
         node: The rank.
-        workeroutput: As `encode` returned it; "" if the process left nothing.
-        error: Why it left nothing, or None.
+        workeroutput: As `encode` returned it; "" if there is none.
+        error: Reason why there is none, or None.
     """
     node.workeroutput = decode(workeroutput)
     _call_plugins(node, NODE_DOWN, {"node": node, "error": error})
@@ -100,23 +100,23 @@ def encode(values: Mapping[str, object]) -> str:
 
 
 def decode(text: str) -> dict[str, object]:
-    """Return what was encoded."""
+    """Return the values of `encode`."""
     return cast("dict[str, object]", ast.literal_eval(text)) if text else {}
 
 
 def is_of_controller(plugin: object) -> bool:
-    """Whether a plugin acts for the whole session, and in no rank."""
+    """Return whether a plugin acts for the whole session, in the controller only."""
     module = module_of(plugin)
     return module in _CONTROLLER_PLUGINS or module.startswith("xdist")
 
 
 def module_of(plugin: object) -> str:
-    """Return the name of the module that a plugin is, or whose class it is of."""
+    """Return the name of a plugin's module, or of its class's module."""
     return str(getattr(plugin, "__name__", type(plugin).__module__))
 
 
 def _call_plugins(node: RankNode, name: str, arguments: Mapping[str, object]) -> None:
-    """Call a hook of pytest-xdist in plugins that are in ranks as well."""
+    """Call a hook of pytest-xdist in plugins that are active in ranks."""
     manager = node.config.pluginmanager
     if not hasattr(manager.hook, name):  # without pytest-xdist there is no such hook
         return

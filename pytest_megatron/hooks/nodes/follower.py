@@ -1,7 +1,7 @@
 """The session of a node other than 0, which follows node 0's.
 
-It collects as well, gives node 0 a template to fork ranks from, and shows what node 0 shows, so
-that terminal, JUnit XML and exit code agree on every node.
+It collects as well, starts a fork server for node 0, and repeats the reports of node 0, so that
+terminal, JUnit XML and exit code agree on every node.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pytest_megatron.gang.rank.bootstrap import state_if_seeded
 from pytest_megatron.gang.topology import Nodes, find_key
 from pytest_megatron.gpu.host import this_host
 from pytest_megatron.gpu.lease import Lease, lease_gpus
+from pytest_megatron.hooks.gangs.reports import replay
 from pytest_megatron.hooks.nodes.leader import (
     BROKEN,
     DEVICES,
@@ -33,7 +34,6 @@ from pytest_megatron.hooks.nodes.leader import (
     addresses_of,
     nodes_of,
 )
-from pytest_megatron.hooks.nodes.mirror import replay
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.rank.process import temp_factory
 from pytest_megatron.hooks.session import write_line
@@ -46,9 +46,9 @@ from pytest_megatron.hooks.start.start_mode import (
 )
 
 FOLLOWER_NAME = "megatron-follower"
-_HOPELESS_S = 20.0  # to meet, for a node that has nothing to bring but its collection errors
+_HOPELESS_S = 20.0  # to connect, for a node with collection errors
 _END_S = 30.0  # for node 0 to print its summary
-_WRONG_KEY_S = 20.0  # to meet, where another session listens: node 0 may yet come, elsewhere
+_WRONG_KEY_S = 20.0  # to connect, if another session listens: node 0 may start on another port
 
 
 class FollowerPlugin:
@@ -64,7 +64,7 @@ class FollowerPlugin:
         self._xml_before = _stamp_of(config.option.xmlpath)
 
     def pytest_report_header(self) -> str:
-        """Say which node this is."""
+        """Name the node and its endpoint."""
         options = self._options
         return (
             f"megatron: node {options.node_rank} of {options.num_nodes}, "
@@ -73,7 +73,7 @@ class FollowerPlugin:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
-        """Lend node 0 a template, and show what it shows."""
+        """Start a fork server for node 0, and repeat its reports."""
         option = session.config.option
         if option.collectonly:
             return None
@@ -86,7 +86,7 @@ class FollowerPlugin:
         welcome = self._be_welcomed(channel)
         if num_errors:
             channel.send(Joined(problem=f"{num_errors} errors while it collected"))
-            return None  # pytest's own loop says so
+            return None  # pytest's own loop reports that
         self._follow(session, channel, welcome, key)
         return True
 
@@ -96,10 +96,10 @@ class FollowerPlugin:
         if self._exit_code is not None:
             session.exitstatus = self._exit_code
 
-    # Inside of the terminal's, which prints the file's name.
+    # Inside of the terminal plugin's hook, which prints the path.
     @pytest.hookimpl(specname="pytest_sessionfinish", wrapper=True, trylast=True)
     def pytest_megatron_keep_xml(self, session: pytest.Session) -> Generator[None, object, object]:
-        """Leave node 0's JUnit XML as it is, where nodes share the file."""
+        """Do not overwrite node 0's JUnit XML, if nodes share the file."""
         xml = session.config.stash.get(xml_key, None)
         if xml is None or self._xml_before == _stamp_of(xml.logfile):
             return (yield)
@@ -111,7 +111,7 @@ class FollowerPlugin:
 
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> None:
-        """Outlive node 0, as `srun --kill-on-bad-exit` ends all tasks with the first that fails."""
+        """Exit after node 0, as `srun --kill-on-bad-exit` ends all tasks after one that fails."""
         if self._channel is None:
             return
         if self._exit_code is not None:
@@ -119,7 +119,7 @@ class FollowerPlugin:
         self._channel.close()
 
     def _call(self, key: bytes, limit_s: float) -> Channel:
-        """Call node 0 until it answers; it may come up later.
+        """Connect to node 0, which may start later.
 
         Raises:
             pytest.exit.Exception: It does not answer, or has another key.
@@ -129,7 +129,7 @@ class FollowerPlugin:
             role="node", gang=0, rank=-1, node_rank=options.node_rank, pid=os.getpid()
         )
         started = time.monotonic()
-        timers_s = _WRONG_KEY_S if options.rdzv_step else 0.0
+        wrong_key_s = _WRONG_KEY_S if options.rdzv_step else 0.0
         while True:
             waited_s, problem = time.monotonic() - started, ""
             for host, port in addresses_of(options):
@@ -137,8 +137,12 @@ class FollowerPlugin:
                 try:
                     return connect(self._address, key, registration)
                 except WrongKeyError:
-                    if waited_s >= timers_s:
-                        raise self._wrong_key() from None
+                    if waited_s >= wrong_key_s:
+                        raise pytest.exit.Exception(
+                            f"node 0 at {options.rdzv_endpoint} has another key than this node; "
+                            f"{KEY_ADVICE}",
+                            BROKEN,
+                        ) from None
                 except OSError as error:
                     problem = problem or str(error)
             if waited_s > limit_s:
@@ -149,17 +153,11 @@ class FollowerPlugin:
                 )
             time.sleep(RETRY_S)
 
-    def _wrong_key(self) -> BaseException:
-        return pytest.exit.Exception(
-            f"node 0 at {self._options.rdzv_endpoint} has another key than this node; {KEY_ADVICE}",
-            BROKEN,
-        )
-
     def _be_welcomed(self, channel: Channel) -> Welcome:
-        """Return what node 0 expects of this node.
+        """Return the settings of node 0.
 
         Raises:
-            pytest.UsageError: It was started otherwise than this one.
+            pytest.UsageError: They differ from those of this node.
         """
         match channel.receive():
             case Welcome() as welcome:
@@ -201,11 +199,11 @@ class FollowerPlugin:
     def _fork_template(
         self, session: pytest.Session, channel: Channel, welcome: Welcome, key: bytes
     ) -> Callable[[], None]:
-        """Start what ranks are forked from; return what ends it."""
-        parent_pipe, queue = os.pipe()
+        """Start the process that forks ranks; return a function that ends it."""
+        parent_pipe, own_end = os.pipe()
 
         def forget() -> None:
-            os.close(queue)
+            os.close(own_end)
             channel.close()
 
         own = {item.nodeid: item for item in session.items}
@@ -223,11 +221,11 @@ class FollowerPlugin:
             forget=forget,
             loads=modules_to_load(session),
         )
-        pid = template.fork()
+        pid = template.fork_loaded()
         os.close(parent_pipe)
 
         def end() -> None:
-            os.close(queue)
+            os.close(own_end)
             os.waitpid(pid, 0)
 
         return end
@@ -235,7 +233,7 @@ class FollowerPlugin:
     def _start_preloaded(
         self, session: pytest.Session, channel: Channel, welcome: Welcome, key: bytes
     ) -> Callable[[], None]:
-        """Start what ranks come from that collect for themselves; return what ends it."""
+        """Start the process for ranks that collect themselves; return a function that ends it."""
         del session, channel
         info = make_session_info(
             self._config,
@@ -260,7 +258,7 @@ class FollowerPlugin:
         return "" if factory is None else str(factory.getbasetemp())
 
     def _show(self, session: pytest.Session, channel: Channel) -> None:
-        """Show what node 0 shows, until it ends, and end like it."""
+        """Repeat the reports of node 0 until it ends, and end in the same way."""
         while True:
             match channel.receive():
                 case Mirrored() as mirrored:
@@ -272,7 +270,7 @@ class FollowerPlugin:
         self._exit_code = ended.exit_code
         match ended.kind:
             case "failed":
-                session.shouldfail = ended.text  # where pytest's terminal has it from
+                session.shouldfail = ended.text  # shown by pytest's terminal
                 raise session.Failed(ended.text)
             case "interrupted":
                 raise session.Interrupted(ended.text)
@@ -289,7 +287,7 @@ class FollowerPlugin:
 
 
 def _stamp_of(path: str | None) -> tuple[int, int] | None:
-    """Return what changes when somebody writes the file, which nodes may share."""
+    """Return a stamp that changes when a process writes the file, which nodes may share."""
     try:
         found = Path(path or "").stat()
     except OSError:
@@ -298,7 +296,7 @@ def _stamp_of(path: str | None) -> tuple[int, int] | None:
 
 
 def _compare(session: pytest.Session, welcome: Welcome) -> Joined:
-    """Return in what this node's collection differs; ranks that collect do so by themselves."""
+    """Compare this node's tests with node 0's, unless ranks collect for themselves."""
     if welcome.collecting:
         return Joined()
     own = [item.nodeid for item in session.items]

@@ -1,6 +1,6 @@
-"""Sessions that span nodes: the leader on node 0 tells the others what to show.
+"""Sessions that span nodes: the leader on node 0 sends its reports to the others.
 
-Node 0 collects, decides and reports as ever; `follower.py` is the session of any other node.
+Node 0 collects, decides and reports as on one node; `follower.py` is the session of another node.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ import pytest
 
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang.ipc.channel import Listener, listen_on
-from pytest_megatron.gang.ipc.messages import RankConfig, SessionEnded, Welcome
-from pytest_megatron.gang.slurm_step import choose_ports
+from pytest_megatron.gang.ipc.messages import Mirrored, RankConfig, SessionEnded, Welcome
 from pytest_megatron.gang.supervisor.connections import Followers
 from pytest_megatron.gang.supervisor.supervisor import Supervisor
-from pytest_megatron.gang.topology import KEY_VARIABLE, Nodes, find_key
+from pytest_megatron.gang.topology import KEY_VARIABLE, Nodes, choose_ports, find_key
 from pytest_megatron.gpu.host import this_host
-from pytest_megatron.hooks.nodes.mirror import mirror_log, mirror_report, mirror_warning
+from pytest_megatron.hooks.gangs.other_plugins import write_once
+from pytest_megatron.hooks.gangs.reports import describe_warning, mirror_log, serialise
 from pytest_megatron.hooks.options import Options
-from pytest_megatron.hooks.session import write_line
 
-MEETING_S = 300.0  # for every node to come up and collect
+MEETING_S = 300.0  # for every node to start and collect
 RETRY_S = 0.2
 DEVICES = "CUDA_VISIBLE_DEVICES"
 BROKEN = 3  # exit code: not a test's fault
@@ -33,7 +32,7 @@ KEY_ADVICE = f"set {KEY_VARIABLE} to the same text on every node, or share ~/.py
 
 
 def nodes_of(options: Options) -> Nodes:
-    """Return how many ranks this session has room for, and where."""
+    """Return the nodes of this session and their numbers of ranks."""
     room = options.num_ranks or 0
     if options.num_gpus is not None:
         room = options.num_gpus or room_on_gpus(options)
@@ -41,7 +40,7 @@ def nodes_of(options: Options) -> Nodes:
 
 
 def room_on_gpus(options: Options) -> int:
-    """Return how many ranks of one gang the GPUs of this host can take."""
+    """Return the number of ranks of one gang that fit on the GPUs of this host."""
     return len(this_host().gpus) * options.ranks_per_gpu
 
 
@@ -52,19 +51,19 @@ def address_of(endpoint: str) -> tuple[str, int]:
 
 
 def addresses_of(options: Options) -> tuple[tuple[str, int], ...]:
-    """Return hosts and ports where node 0 may listen: one, but for a step of Slurm."""
+    """Return hosts and ports of node 0: several for a Slurm step, else one."""
     host, port = address_of(options.rdzv_endpoint)
     ports = choose_ports(port) if options.rdzv_step else (port,)
     return tuple((host, port) for port in ports)
 
 
 class Leader:
-    """Node 0's side: has the other nodes come, and tells them what happens."""
+    """Node 0's side: accepts the other nodes, and sends them its reports."""
 
     def __init__(
         self, config: pytest.Config, supervisor: Supervisor, *, welcome: Welcome, options: Options
     ) -> None:
-        """Listen.
+        """Start listening.
 
         Raises:
             pytest.UsageError: There is no key, or the port is taken.
@@ -79,18 +78,17 @@ class Leader:
         supervisor.listen(listener, self._followers)
 
     def wait(self) -> None:
-        """Wait until every node is there.
+        """Wait until every node has joined.
 
         Raises:
-            pytest.exit.Exception: One did not come, or cannot take part.
+            pytest.exit.Exception: A node did not connect, or cannot join.
         """
         deadline = time.monotonic() + MEETING_S
-        reported: set[str] = set()
         while missing := [n for n in self._nodes if not self._is_there(n)]:
             names = ", ".join(map(str, missing))
-            self._write_once(f"node 0 waits at {self._endpoint} for node {names}", reported)
+            write_once(self._config, [f"node 0 waits at {self._endpoint} for node {names}"])
             if self._followers.num_wrong_keys:
-                self._write_once(f"somebody called with another key; {KEY_ADVICE}", reported)
+                write_once(self._config, [f"a node with another key was refused; {KEY_ADVICE}"])
             if self._followers.refused:
                 raise pytest.exit.Exception("; ".join(self._followers.refused), BROKEN)
             if time.monotonic() > deadline:
@@ -102,7 +100,7 @@ class Leader:
             self._supervisor.pump(RETRY_S)
 
     def missing(self, rank_configs: Sequence[RankConfig]) -> dict[int, dict[str, str]]:
-        """Return rank -> node id -> why the rank has no such test."""
+        """Return rank -> node id -> reason why the rank lacks the test."""
         joined = self._followers.joined
         return {
             rank_config.rank: dict.fromkeys(
@@ -114,7 +112,7 @@ class Leader:
         }
 
     def extra(self) -> dict[str, str]:
-        """Return node id -> what to say of it, for tests that node 0 did not collect."""
+        """Return node id -> message, for tests that node 0 did not collect."""
         return {
             node_id: f"collected by node {node_rank}, not by node 0"
             for node_rank, joined in self._followers.joined.items()
@@ -127,7 +125,8 @@ class Leader:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Mirror."""
-        self._followers.broadcast(mirror_report(self._config, report))
+        data = serialise(self._config, report)
+        self._followers.broadcast(Mirrored(hook="pytest_runtest_logreport", data=data))
 
     def pytest_runtest_logfinish(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
         """Mirror."""
@@ -140,12 +139,13 @@ class Leader:
         nodeid: str,
         location: tuple[str, int, str] | None,
     ) -> None:
-        """Mirror what tests warn of; each node collects by itself."""
+        """Mirror warnings of tests; each node has its own of the collection."""
         if when == "runtest":
-            self._followers.broadcast(mirror_warning(warning_message, when, nodeid, location))
+            data = describe_warning(warning_message, when, nodeid, location)
+            self._followers.broadcast(Mirrored(hook="pytest_warning_recorded", data=data))
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-        """Note why the session ends."""
+        """Record the reason of the session's end."""
         match excinfo.value:
             case pytest.exit.Exception() as error:
                 self._stop = ("exit", error.msg)
@@ -156,7 +156,7 @@ class Leader:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Let the others go."""
+        """Send the end of the session to the other nodes."""
         kind, text = self._stop or ("", "")
         if not kind and session.shouldfail:
             kind, text = "failed", str(session.shouldfail)
@@ -167,14 +167,9 @@ class Leader:
     def _is_there(self, node_rank: int) -> bool:
         return node_rank in self._followers.joined and self._supervisor.fork_servers.has(node_rank)
 
-    def _write_once(self, line: str, reported: set[str]) -> None:
-        if line not in reported:
-            reported.add(line)
-            write_line(self._config, line)
-
 
 def _listen(options: Options) -> Listener:
-    """Listen where the other nodes call.
+    """Listen for the other nodes.
 
     Raises:
         pytest.UsageError: There is no key, or every port is taken.

@@ -1,8 +1,7 @@
-"""Pytest's debugger in a rank: asks the controller for leave, and talks to the user through it.
+"""Pytest's debugger in a rank, with permission and input from the controller.
 
-Lives in ranks. Whatever opens the debugger (`--pdb`, `--trace`, `breakpoint()`,
-`pytest.set_trace()`) comes by `pytestPDB._init_pdb`, which is replaced here; a rank without leave
-goes on at once.
+Active in ranks. `--pdb`, `--trace`, `breakpoint()` and `pytest.set_trace()` all call
+`pytestPDB._init_pdb`, which is replaced here; a rank without permission continues at once.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Divertible(Protocol):
 
 
 class RankDebugger:
-    """Decides nothing: the controller says which rank may stop.
+    """Debugger of this rank; the controller decides which rank may stop.
 
     Attributes:
         channel: To the controller.
@@ -55,12 +54,12 @@ class RankDebugger:
         self.keyboard = cast("TextIO", _Keyboard(self))
 
     def begin(self, channel: Channel) -> None:
-        """Be the debugger of this process, which is a rank now."""
+        """Set the channel of this process, which is a rank now."""
         self.channel = channel
         self._pid = os.getpid()
 
     def install(self, config: pytest.Config) -> None:
-        """Take the place of pytest's own ways into the debugger."""
+        """Replace pytest's entry points of the debugger."""
         manager = config.pluginmanager
         if manager.has_plugin(_INVOKE):
             self._invoke = cast("PdbInvoke", manager.unregister(name=_INVOKE))
@@ -74,7 +73,7 @@ class RankDebugger:
                 capture.suspend(in_=True)
             self._take_streams()  # pytest prints a headline
             debugger = original(method, *args, **settings)
-            self._take_streams()  # a fixture that captures has put its own back
+            self._take_streams()  # a fixture that captures has restored its own
             debugger.use_rawinput, debugger.nosigint = False, True
             debugger.stdin, debugger.stdout = self.keyboard, self.screen
             return debugger
@@ -83,17 +82,17 @@ class RankDebugger:
 
     @property
     def is_open(self) -> bool:
-        """Whether this rank has leave."""
+        """True if this rank has permission."""
         return self._streams is not None
 
     def is_or_gets_open(self) -> bool:
-        """Have leave, or ask for it: also when a debugger that went on stops by itself again."""
+        """Return whether the debugger is open, after a request for permission if necessary."""
         return self.is_open or self.open("breakpoint")
 
     def open(self, reason: str) -> bool:
-        """Ask for leave; return whether it was given."""
+        """Request permission; return whether it was granted."""
         if os.getpid() != self._pid or threading.current_thread() is not threading.main_thread():
-            return False  # only the main thread may speak with the controller
+            return False  # only the main thread uses the channel
         self.channel.send(DebuggerWanted(reason=reason))
         answer = self.channel.receive()
         if not (isinstance(answer, DebuggerAnswer) and answer.may_enter):
@@ -104,7 +103,7 @@ class RankDebugger:
         return True
 
     def close(self) -> None:
-        """Give the leave back; does nothing without one."""
+        """Return the permission, if there is one."""
         if self._streams is None:
             return
         self.screen.flush()
@@ -128,7 +127,7 @@ class RankDebugger:
             self.close()
 
     def pytest_leave_pdb(self) -> None:
-        """Give the leave back at `continue`; a later breakpoint asks anew."""
+        """Return the permission at `continue`; a later breakpoint requests it again."""
         self.close()
 
     def _take_streams(self) -> None:
@@ -136,15 +135,15 @@ class RankDebugger:
 
 
 class _NoDebugger:
-    """Stands for a debugger in ranks that may not stop."""
+    """Debugger of ranks that may not stop."""
 
     quitting = False
 
     def set_trace(self, frame: object = None) -> None:
-        """Go on."""
+        """Continue."""
 
     def runcall(self, function: Callable[[], object]) -> object:
-        """Run the test as ever."""
+        """Run the test."""
         return function()
 
 

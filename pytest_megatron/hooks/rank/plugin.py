@@ -1,6 +1,6 @@
-"""The pytest side of a rank: runs items when told to, and turns reports into messages.
+"""The plugin of a rank: runs items of the controller, and sends reports as messages.
 
-Never prints to the terminal, writes no report and decides nothing: that is the controller's.
+It never writes to the terminal or to reports, and decides nothing: the controller does.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Generator
 from os import getpid  # a test may put another function in its place
 from pathlib import Path
-from typing import IO, cast
+from typing import IO
 
 import pluggy
 import pytest
@@ -28,7 +28,7 @@ from pytest_megatron.gang.originals import traceback
 from pytest_megatron.gang.rank import bootstrap
 from pytest_megatron.gang.rank import coverage as measure
 from pytest_megatron.gang.rank.collectives import count_collectives
-from pytest_megatron.gang.rank.lockstep import Ending, RankPipes
+from pytest_megatron.gang.rank.lockstep import RankPipes
 from pytest_megatron.gang.rank.logs import RankLogs, flush_streams
 from pytest_megatron.gang.rank.process_state import StateKeeper, look
 from pytest_megatron.hooks.gangs.other_plugins import (
@@ -36,23 +36,22 @@ from pytest_megatron.hooks.gangs.other_plugins import (
     notes_on_failure,
     write_snapshots,
 )
-from pytest_megatron.hooks.gangs.reports import failed_subtests
-from pytest_megatron.hooks.nodes.mirror import describe_warning, plain
+from pytest_megatron.hooks.gangs.reports import describe_warning, failed_subtests, serialise
 from pytest_megatron.hooks.rank.debugger import RankDebugger
 from pytest_megatron.process.tree import end_if_forked
 
-_NOT_KNOWN = SystemExit(70)  # pytest keeps with what a finalizer ended to itself
-_SLOW_S = 0.2  # a phase this long is told of at its end, not with the test
+_NOT_KNOWN = SystemExit(70)  # pytest does not pass on the exception of a finalizer
+_SLOW_S = 0.2  # a phase this long is reported at its end, not with the test
 _OWN_ATTRIBUTES = frozenset(
-    vars(pytest.TestReport("", ("", 0, ""), {}, "passed", None, "call"))  # others are of plugins
+    vars(pytest.TestReport("", ("", 0, ""), {}, "passed", None, "call"))  # others belong to plugins
 )
 
 
 class RankPlugin:
-    """Hooks of one rank; made and registered before ranks are forked, once for all of them.
+    """Hooks of one rank; created and registered before ranks are forked, once for all of them.
 
     Attributes:
-        rank_config: Which rank.
+        rank_config: Configuration of the rank.
         shared_dir: One directory for all ranks of the running test.
     """
 
@@ -86,18 +85,18 @@ class RankPlugin:
         pipes: RankPipes,
         state: StateKeeper,
     ) -> None:
-        """Be the rank of `order`, in its own process."""
+        """Set the rank and its channel, in its own process."""
         self._state = state
         self.rank_config, self._channel, self._logs, self._pipes = rank_config, channel, logs, pipes
         self._pid = getpid()
         self.debugger.begin(channel)
 
     def is_rerun(self, item: pytest.Item) -> bool:
-        """Whether the test that just failed is to run again."""
+        """Return whether the test that just failed is to run again."""
         return item is self._last and self._has_failed
 
     def run_item(self, run: Run, item: pytest.Item, nextitem: pytest.Item | None) -> Done:
-        """Run a test; return what to tell."""
+        """Run a test; return its message."""
         self._run = run
         if self.is_rerun(item):
             _forget_failure(item)
@@ -145,10 +144,10 @@ class RankPlugin:
         )
 
     def _mend(self, item: pytest.Item) -> str:
-        """Put back what the test needlessly changed, with a warning that names it.
+        """Restore the state that the test changed, with a warning that names the test.
 
         Returns:
-            Why this rank can run no other test, or "".
+            Reason why this rank cannot run another test, or "".
         """
         found, wrong_group = self._state.restore()
         if wrong_group:
@@ -169,23 +168,16 @@ class RankPlugin:
         return wrong_group
 
     def may_start(self, run: Run) -> bool:
-        """Wait for the other ranks; return whether all ended the test before this one well."""
+        """Wait for the other ranks; return whether the test before this one passed on all."""
         lockstep = self._pipes.lockstep
         assert lockstep is not None
         return lockstep.may_start(self.rank_config.rank, run=run.run, after=run.after)
 
     def publish_ending(self, done: Done) -> None:
-        """Tell the other ranks how the test ended, once the controller was told."""
+        """Publish the end of the test to other ranks, after it was sent to the controller."""
         lockstep = self._pipes.lockstep
         if lockstep is not None and not self._channel.is_closed:
-            ending = Ending(
-                run=done.run,
-                is_clean=done.is_clean,
-                num_collectives=done.num_collectives,
-                num_rendezvous=done.num_rendezvous,
-                num_unmatched=done.num_unmatched,
-            )
-            lockstep.publish(self.rank_config.rank, ending)
+            lockstep.publish(self.rank_config.rank, done)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
@@ -200,7 +192,7 @@ class RankPlugin:
     def pytest_runtest_setup(
         self, item: pytest.Item
     ) -> Generator[None, pluggy.Result[object], None]:
-        """Keep what setup prints."""
+        """Capture the output of setup."""
         with self._capturing(item, "setup"):
             outcome = yield
             self.end_if_forked(outcome.exception)
@@ -209,7 +201,7 @@ class RankPlugin:
     def pytest_runtest_call(
         self, item: pytest.Item
     ) -> Generator[None, pluggy.Result[object], None]:
-        """Keep what the test prints; wait for its GPU before it may pass."""
+        """Capture the output of the test; wait for its GPU before it passes."""
         with self._capturing(item, "call"):
             outcome = yield
             self.end_if_forked(outcome.exception)
@@ -223,7 +215,7 @@ class RankPlugin:
     def pytest_runtest_teardown(
         self, item: pytest.Item
     ) -> Generator[None, pluggy.Result[object], None]:
-        """Keep what teardown prints."""
+        """Capture the output of teardown."""
         self._shown = self.printed.take()
         with self._capturing(item, "teardown"):
             outcome = yield
@@ -233,7 +225,7 @@ class RankPlugin:
     def pytest_fixture_setup(
         self, fixturedef: pytest.FixtureDef[object]
     ) -> Generator[None, pluggy.Result[object], None]:
-        """Take what a fixture for several tests changes for right until it is torn down.
+        """Expect the changes of a fixture with a wider scope until it is torn down.
 
         A child that a fixture forked sets up no further fixtures.
         """
@@ -245,7 +237,7 @@ class RankPlugin:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[object]) -> None:
-        """Expect what was before that fixture; a forked child tears nothing down."""
+        """Expect the state before that fixture; a forked child tears nothing down."""
         self.end_if_forked(_NOT_KNOWN)
         self._state.release(fixturedef)
 
@@ -253,10 +245,10 @@ class RankPlugin:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Take the report of a phase; trouble is told at once."""
+        """Keep the report of a phase; send it at once if it did not pass."""
         self.end_if_forked(call.excinfo and call.excinfo.value)
         report = yield
-        if self._is_in_phase:  # of a subtest, which is logged as well
+        if self._is_in_phase:  # a subtest, which is logged as well
             return report
         if report.failed:
             report.sections += notes_on_failure(item)
@@ -284,9 +276,9 @@ class RankPlugin:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> Generator[None]:
-        """Take the report of a subtest; pytest itself logs no others here.
+        """Keep the report of a subtest; pytest itself logs no others here.
 
-        The controller logs it again, so that nothing is printed here.
+        Nothing is printed, as the controller logs it again.
         """
         with self.printed.nothing():
             yield
@@ -301,24 +293,24 @@ class RankPlugin:
         nodeid: str,
         location: tuple[str, int, str] | None,
     ) -> None:
-        """Take a warning."""
+        """Keep a warning."""
         self._warnings.append(describe_warning(warning_message, when, nodeid, location))
 
     _config: pytest.Config | None = None
 
     def pytest_configure(self, config: pytest.Config) -> None:
-        """Remember the configuration; called at registration as well."""
+        """Keep the configuration; also called at registration."""
         self._config = config
 
     def end_if_forked(self, error: BaseException | None = None) -> None:
-        """End a process that a test forked off this rank and that came back through pytest."""
+        """Exit if this process was forked by a test and returned to pytest."""
         end_if_forked(self._pid, error)
 
     def tear_down_late(self, session: pytest.Session, item: pytest.Item | None) -> JsonValue:
-        """Tear down what `item` does not need, after the test before it was reported.
+        """Tear down fixtures that `item` does not need, after the test before it was reported.
 
         Returns:
-            A report of that test's teardown, or None if nothing went wrong.
+            A report of that test's teardown, or None if it passed.
         """
         state = session._setupstate
         previous, self._last = self._last, None
@@ -329,9 +321,7 @@ class RankPlugin:
         if call.excinfo is None:
             return None
         report = pytest.TestReport.from_item_and_call(previous, call)
-        config = session.config
-        found = config.hook.pytest_report_to_serializable(config=config, report=report)
-        return cast("JsonValue", plain(found))
+        return serialise(session.config, report)
 
     def _take(self, config: pytest.Config, report: pytest.TestReport) -> None:
         if (
@@ -342,8 +332,7 @@ class RankPlugin:
         ):
             self._reports.append([report.when, report.start, report.stop])
             return
-        found = config.hook.pytest_report_to_serializable(config=config, report=report)
-        self._reports.append(cast("JsonValue", plain(found)))
+        self._reports.append(serialise(config, report))
 
     @contextlib.contextmanager
     def _capturing(self, item: pytest.Item, when: str) -> Generator[None]:
@@ -363,10 +352,10 @@ class RankPlugin:
 
 
 class _Printed:
-    """Takes the place of pytest's terminal in a rank: keeps the text.
+    """Replaces pytest's terminal in a rank, and keeps the text.
 
     Attributes:
-        diverted: Where the text goes instead while a debugger is open.
+        diverted: Stream for the text while a debugger is open.
     """
 
     def __init__(self) -> None:
@@ -402,10 +391,10 @@ class _Printed:
 
 
 def _forget_failure(item: pytest.Item) -> None:
-    """Let a rerun set up again what failed, and not see the old failure.
+    """Clear the failure of a test, so that a rerun sets its fixtures up again.
 
-    Source: pytest-rerunfailures 16, _remove_cached_results_from_failed_fixtures(), which does it
-    where a test is rerun in its own process.
+    Source: pytest-rerunfailures 16, _remove_cached_results_from_failed_fixtures(), which does so
+    if a test is rerun in its own process.
     """
     info = getattr(item, "_fixtureinfo", None)
     for definitions in () if info is None else info.name2fixturedefs.values():

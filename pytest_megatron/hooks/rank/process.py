@@ -1,4 +1,4 @@
-"""The life of one process of a rank, from its first words to its exit; items are `hooks.rank`'s."""
+"""Process of a rank, from its set-up to its exit; `hooks.rank.plugin` runs items."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _SILENT = 1 << 30  # above the level of any record
 
 
 class KeptHandlers:
-    """Does for the phases of tests what pytest's logging plugin does, with the same effect."""
+    """Replaces the handlers of pytest's logging plugin, which are slow to add, with kept ones."""
 
     def __init__(self, plugin: LoggingPlugin) -> None:
         self._handlers: tuple[LogCaptureHandler, LogCaptureHandler] = (
@@ -84,7 +84,7 @@ class KeptHandlers:
                 root.setLevel(level)
 
     def _hold(self) -> None:
-        """Have both handlers last in every logger that pytest would attach them to."""
+        """Keep both handlers last in every logger that pytest would attach them to."""
         wanted = _ends_of_chains()
         if wanted != self._held:
             for logger in set(self._held).difference(wanted):
@@ -103,7 +103,7 @@ class KeptHandlers:
 
 
 def keep_handlers(config: pytest.Config) -> None:
-    """Make catching log records cheap, where pytest's own way is not."""
+    """Speed up the capture of log records, in releases of pytest where it is slow."""
     plugin = config.pluginmanager.get_plugin("logging-plugin")
     if isinstance(plugin, LoggingPlugin) and "attached_loggers" in catching_logs.__slots__:
         vars(plugin)["_runtest_for"] = KeptHandlers(plugin).catch
@@ -143,7 +143,7 @@ class RankContext:
 
 
 def prepare(session: pytest.Session) -> RankPlugin:
-    """Do what is the same for every rank, before they are forked: it costs each 2 ms.
+    """Prepare a session before ranks are forked, which saves each rank 2 ms.
 
     Returns:
         The plugin of all ranks.
@@ -151,12 +151,12 @@ def prepare(session: pytest.Session) -> RankPlugin:
     config, plugin = session.config, RankPlugin()
     session.__dict__.pop("gethookproxy", None)
     capture = config.pluginmanager.get_plugin("capturemanager")
-    if capture is not None:  # a rank's log is its capture
+    if capture is not None:  # the log of a rank replaces capturing
         with contextlib.suppress(OSError, ValueError):
             capture.stop_global_capturing()
         capture._method = "no"
         capture.start_global_capturing()
-    open_standard_descriptors()  # which pytest leaves closed if they were
+    open_standard_descriptors()  # pytest does not open closed ones
     _drop_controller_plugins(config)
     leave_to_controller(config)
     manager = config.pluginmanager
@@ -176,7 +176,7 @@ def run_rank(context: RankContext, rank_config: RankConfig, pipes: RankPipes) ->
     config, plugin = context.session.config, context.plugin
     rank_config = with_own_temp(rank_config, context.base_temp)
     if not context.is_own_session:
-        atexit._clear()  # what the controller wants to do at its end is not ours
+        atexit._clear()  # functions of the controller
     measurement = measure.start(rank_config.coverage, rank_config.coverage_file)
     logs = _take_streams(config, rank_config)
     bootstrap.become_rank(rank_config, pipes, random_state=context.random_state)
@@ -200,11 +200,11 @@ def run_rank(context: RankContext, rank_config: RankConfig, pipes: RankPipes) ->
 
 
 def with_own_temp(rank_config: RankConfig, base_temp: str) -> RankConfig:
-    """Return the order of a rank on another node: node 0 knows no directory there.
+    """Return a configuration with a temporary directory of another node.
 
     Args:
-        rank_config: As node 0 gave it.
-        base_temp: A directory for temporary files of that node's session; "" on node 0.
+        rank_config: As node 0 sent it.
+        base_temp: Temporary directory of that node's session; "" on node 0.
     """
     if not base_temp:
         return rank_config
@@ -219,7 +219,7 @@ def serve(
     *,
     is_own_session: bool,
 ) -> NoReturn:
-    """Run what the controller sends until it says close, or is gone."""
+    """Run tests of the controller until it sends `Close` or disconnects; then exit."""
     find = _finder(session.items, is_own_session=is_own_session)
     channel.send(Ready())
     planned: pytest.Item | None = None
@@ -261,7 +261,7 @@ def serve(
         exit_code = 70
     plugin.end_if_forked()
     with contextlib.suppress(Exception):
-        atexit._run_exitfuncs()  # what tests registered
+        atexit._run_exitfuncs()  # functions of tests
     if plugin.measurement is not None:
         plugin.measurement.save()
     for stream in (sys.stdout, sys.stderr):
@@ -273,7 +273,7 @@ def serve(
 def _finder(
     items: list[pytest.Item], *, is_own_session: bool
 ) -> Callable[[int, str], pytest.Item | None]:
-    """Return what finds an item of the controller: by its place, or where that differs by name."""
+    """Return a function that finds items of the controller by index, or else by node id."""
     if not is_own_session:
         return lambda index, _: items[index] if index >= 0 else None
     by_id = {item.nodeid: item for item in items}
@@ -281,13 +281,13 @@ def _finder(
 
 
 def _finish_session(session: pytest.Session) -> tuple[str, str]:
-    """Run what a worker of pytest-xdist would at its end.
+    """Finish the session as a worker of pytest-xdist does.
 
     Returns:
-        What went wrong, or "", and what plugins left for the controller.
+        Traceback of an error, or "", and the encoded `config.workeroutput`.
     """
     config = session.config
-    # Some plugins know a worker by this alone. Tests do not see it: they compute ports from it.
+    # Some plugins detect a worker by this variable. Tests do not see it: some derive ports from it.
     os.environ.setdefault(WORKER_VARIABLE, str(vars(config)["workerinput"]["workerid"]))
     try:
         config.hook.pytest_sessionfinish(session=session, exitstatus=session.exitstatus)
@@ -299,7 +299,7 @@ def _finish_session(session: pytest.Session) -> tuple[str, str]:
 
 
 def _close(session: pytest.Session) -> str:
-    """Tear down every fixture; return what went wrong, or ""."""
+    """Tear down every fixture; return the traceback of an error, or ""."""
     problem = ""
     try:
         session._setupstate.teardown_exact(None)
@@ -309,7 +309,7 @@ def _close(session: pytest.Session) -> str:
 
 
 def _take_streams(config: pytest.Config, rank_config: RankConfig) -> RankLogs:
-    """Send this process's output to its own files."""
+    """Redirect the output of this process to its log files."""
     logs = RankLogs(Path(rank_config.log_dir))
     logs.redirect()
     stderr = config.stash.get(fault_handler_stderr_fd_key, None)
@@ -319,7 +319,7 @@ def _take_streams(config: pytest.Config, rank_config: RankConfig) -> RankLogs:
 
 
 def _drop_controller_plugins(config: pytest.Config) -> None:
-    """Unregister what acts for the whole session."""
+    """Unregister plugins that act for the whole session."""
     manager = config.pluginmanager
     for name, other in list(manager.list_name_plugin()):
         if name.startswith("megatron-") or is_of_controller(other):
@@ -327,12 +327,12 @@ def _drop_controller_plugins(config: pytest.Config) -> None:
 
 
 def temp_factory(config: pytest.Config) -> pytest.TempPathFactory | None:
-    """Return what makes temporary directories of a session, or None without pytest's plugin."""
+    """Return the factory of temporary directories, or None without pytest's plugin."""
     return getattr(config, "_tmp_path_factory", None)
 
 
 def _temp_of_tests(config: pytest.Config, rank_config: RankConfig) -> Path | None:
-    """Return the directory that the next `tmp_path` will be made in."""
+    """Return the parent directory of the next `tmp_path`."""
     factory = temp_factory(config)
     if factory is None:
         return None
@@ -340,7 +340,7 @@ def _temp_of_tests(config: pytest.Config, rank_config: RankConfig) -> Path | Non
 
 
 def _take_temp(config: pytest.Config, rank_config: RankConfig) -> None:
-    """Have `tmp_path` be in the rank's own directory."""
+    """Set the parent directory of `tmp_path` to the rank's own."""
     factory = temp_factory(config)
     if factory is None:
         return

@@ -1,7 +1,7 @@
-"""A rank that collects for itself, with its own environment, as a process of its own would.
+"""Process that collects for one rank, with the environment of that rank.
 
-Runs in a child of the warm process. Afterwards it is the fork server of that rank, for each new
-gang. Where what it imported cannot be forked (CUDA, threads), it becomes the rank itself.
+A child of the preloaded process. After collecting it is the fork server of that rank, for each new
+gang. If it cannot be forked (CUDA, threads), it becomes the rank itself.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ _WARN_IMPORTED = "_warn_already_imported"  # a method of pytest's import hook
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionInfo:
-    """What ranks that collect for themselves have to know of the session.
+    """Data of the session for ranks that collect for themselves.
 
     Attributes:
         address: Of the controller.
         key: Of the session, in hexadecimal.
-        arguments: What the user typed after `pytest`, and what a rank wants otherwise.
+        arguments: Arguments of pytest as typed, and those that ranks add.
         argv: `sys.argv` of the controller.
-        path: `sys.path` as it was before anything of the user's was imported.
-        env: The environment of then.
-        digest: Of the node ids that the controller has.
-        is_single: Whether a rank must not be forked in any case.
-        has_parent_pipe: Whether all of it ends when the writer of the brief closes its pipe.
-        base_temp: As in `Template`.
+        path: `sys.path` before any import of the user's code.
+        env: The environment at that time.
+        digest: Digest of the controller's node ids.
+        is_single: Whether ranks must never be forked.
+        has_parent_pipe: Whether all processes end when the sender closes its pipe.
+        base_temp: As in `SessionTemplate`.
     """
 
     address: str
@@ -72,7 +72,7 @@ class SessionInfo:
 
 
 def collect_and_serve(info: SessionInfo, rank_config: RankConfig, pipes: RankPipes) -> NoReturn:
-    """Collect as the rank of `order`, and start it when the controller says so."""
+    """Collect as a rank, and serve as its fork server."""
     rank_config = with_own_temp(rank_config, info.base_temp)
     defaults = bootstrap.HARMLESS_ENV
     harmless = {name: value for name, value in defaults.items() if name not in info.env}
@@ -93,7 +93,7 @@ def collect_and_serve(info: SessionInfo, rank_config: RankConfig, pipes: RankPip
     plugin = CollectingPlugin(info, rank_config, pipes, channel, list(harmless))
     try:
         plugin.collect()
-    except BaseException as error:  # noqa: BLE001 - the controller has to know of it, whatever it is
+    except BaseException as error:  # noqa: BLE001 - report every error to the controller
         plugin.end = error
     problem = "pytest ended before it had collected"
     if plugin.end is not None:
@@ -106,15 +106,15 @@ def collect_and_serve(info: SessionInfo, rank_config: RankConfig, pipes: RankPip
 
 
 def _expect_early_imports() -> None:
-    """Have pytest not warn of plugins that are loaded before it starts, as here they are.
+    """Disable pytest's warning about plugins that were imported before it started.
 
-    Where the user turns warnings into errors, no rank would collect.
+    If warnings are errors, no rank could collect.
     """
     setattr(AssertionRewritingHook, _WARN_IMPORTED, lambda *_: None)
 
 
 def _put_away_reruns(config: pytest.Config) -> None:
-    """Leave reruns to the controller: in a worker, pytest-rerunfailures asks for its socket."""
+    """Leave reruns to the controller: in a worker, pytest-rerunfailures needs its socket."""
     manager = config.pluginmanager
     names = ("rerunfailures", "pytest_rerunfailures")  # the second one if `-p` loads it
     plugin = next(filter(None, map(manager.get_plugin, names)), None)
@@ -127,7 +127,7 @@ class CollectingPlugin:
     """Hooks of a rank that collects for itself.
 
     Attributes:
-        end: What ended pytest before it had collected.
+        end: Exception that ended pytest before it had collected.
     """
 
     def __init__(
@@ -176,26 +176,26 @@ class CollectingPlugin:
 
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self, config: pytest.Config) -> None:
-        """Have nobody told what the controller tells."""
+        """Discard terminal output, as the controller reports."""
         reporter = config.pluginmanager.get_plugin("terminalreporter")
         if reporter is not None:
             reporter._tw._file = io.StringIO()
 
     def pytest_internalerror(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-        """Keep what a hook raised: pytest prints it where nobody looks."""
+        """Keep the exception of a hook, as terminal output is discarded."""
         self.end = excinfo.value
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-        """Keep `pytest.exit` and what is like it."""
+        """Keep `pytest.exit` and similar exceptions."""
         self.end = excinfo.value
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self, session: pytest.Session) -> None:
-        """Put away what only the controller does."""
+        """Unregister plugins of the controller."""
         manager = session.config.pluginmanager
         if manager.has_plugin("_cov"):
             manager.unregister(name="_cov")
-        if manager.has_plugin("pdbinvoke"):  # nobody is there to type
+        if manager.has_plugin("pdbinvoke"):  # there is no terminal
             self._debugger = manager.unregister(name="pdbinvoke")
 
     _debugger: object = None
@@ -204,7 +204,7 @@ class CollectingPlugin:
     def pytest_make_collect_report(
         self, collector: pytest.Collector
     ) -> pytest.CollectReport | None:
-        """Note what is collected now, should this process die of it; avoid what one died of."""
+        """Write the current collector, in case the process dies; skip one that ended a process."""
         reason = self._rank_config.avoided.get(collector.nodeid)
         if reason is not None:
             self._problems[collector.nodeid] = reason
@@ -213,7 +213,7 @@ class CollectingPlugin:
         return None
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Keep why something could not be collected."""
+        """Keep errors and skips of collectors."""
         place = report.nodeid or "."
         if report.failed:
             text = str(report.longreprtext).strip()
@@ -224,7 +224,7 @@ class CollectingPlugin:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> NoReturn:
-        """Tell what was collected, and serve: forked ranks run tests from here."""
+        """Send the collected tests, and serve: forked ranks run tests from here."""
         end_if_forked(self._pid)
         manager = session.config.pluginmanager
         if self._debugger is not None:
@@ -271,19 +271,19 @@ class CollectingPlugin:
 
 
 class _Named:
-    """Gives the plugin its name as early as pytest takes plugins."""
+    """Registers the plugin under its name, as early as pytest accepts plugins."""
 
     def __init__(self, plugin: CollectingPlugin) -> None:
         self._plugin = plugin
 
     def pytest_plugin_registered(self, plugin: object, manager: pytest.PytestPluginManager) -> None:
-        """Register the plugin with us."""
+        """Register the plugin with this one."""
         if plugin is self:
             manager.register(self._plugin, COLLECTING_PLUGIN)
 
 
 def _begin_anew(info: SessionInfo) -> None:
-    """Be as a process is when it starts."""
+    """Restore the state of a process that starts."""
     os.chdir(info.directory)
     sys.path[:] = info.path
     sys.argv[:] = info.argv

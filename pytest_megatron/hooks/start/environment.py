@@ -1,6 +1,6 @@
-"""What a session was before anything of the user's was imported; ranks begin from there as well.
+"""State of a session before any import of the user's code, from which ranks start as well.
 
-Also holds the variables that stand while tests are collected. Imports nothing but pytest.
+It also sets variables of ranks while tests are collected. Imports only pytest.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ SIZE_VARIABLES = frozenset(
     )
 )
 _WORDS = re.compile(r"\b(?:[A-Z]+_)*(?:RANK|WORLD_SIZE|PROCID|LOCALID)\b")
-# In a function: a module that loads it at its top has done so by now.
+# In a function: modules that load it at their top have done so.
 _LOADS_TORCH = re.compile(
     r"^[ \t]+(?:import|from)[ \t]+(?:torch|megatron)\b|\bimportorskip\([\"']torch\b", re.MULTILINE
 )
 _PACKAGE = str(Path(__file__).parents[2])
-_READERS = ("<frozen", os.__file__)  # on behalf of others: `getenv`, `get`
+_READERS = ("<frozen", os.__file__)  # `getenv`, `get`
 _LIBRARIES = ("site-packages", "dist-packages")
 
 
 class EnvWatch:
-    """Sets variables, and notes who reads those that tell ranks apart.
+    """Sets variables, and records readers of those that differ between ranks.
 
     Attributes:
         rank_readers: `VARIABLE in file:line`, each place once.
-        size_readers: The same for variables that gangs of one size share.
+        size_readers: The same for variables that are equal in gangs of one size.
     """
 
     def __init__(self, env: Mapping[str, str], on_rank_read: Callable[[], None]) -> None:
-        """Prepare; nothing is set yet.
+        """Create a watch; nothing is set yet.
 
         Args:
-            env: Variables to set; one of the caller's own is overwritten.
+            env: Variables to set, also over existing ones.
             on_rank_read: Called when a variable of RANK_VARIABLES is read for the first time.
         """
         self._env = dict(env)
@@ -71,7 +71,7 @@ class EnvWatch:
         self.size_readers: list[str] = []
 
     def start(self, *, is_noting: bool = True) -> None:
-        """Set the variables; a second call is none."""
+        """Set the variables; a second call does nothing."""
         if self._before is not None:
             return
         self._before = {name: os.environ.get(name) for name in self._env}
@@ -80,7 +80,7 @@ class EnvWatch:
             os.environ.__class__ = _watched(self._note)
 
     def stop(self) -> None:
-        """Put back what was there before, but what somebody else has set meanwhile."""
+        """Restore the variables, except those that other code has set meanwhile."""
         if self._before is None:
             return
         os.environ.__class__ = os._Environ  # its class has no other name
@@ -104,7 +104,7 @@ class EnvWatch:
 
 
 def find_rank_words(modules: Iterable[ModuleType], root: Path) -> str:
-    """Return where the source of a project's modules speaks of ranks, or "".
+    """Return the first name of a rank variable in a project's modules, with its place, or "".
 
     Args:
         modules: Those that are loaded.
@@ -117,7 +117,7 @@ def find_rank_words(modules: Iterable[ModuleType], root: Path) -> str:
 
 
 def will_load_torch(modules: Iterable[ModuleType], root: Path) -> bool:
-    """Whether functions in the source of a project's modules load torch when they are called.
+    """Return whether functions in the source of a project's modules load torch when called.
 
     Args:
         modules: Those that are loaded.
@@ -138,18 +138,18 @@ def _sources(modules: Iterable[ModuleType], root: Path) -> Iterator[tuple[str, s
             continue
         try:
             yield file, path.read_text(encoding="utf-8", errors="replace")
-        except OSError:  # it went away after it was loaded
+        except OSError:  # it was removed after it was loaded
             continue
 
 
 def _watched(note: Callable[[str, str], None]) -> type:
-    """Return a class for `os.environ` that tells of reads by name.
+    """Return a class for `os.environ` that reports reads by name.
 
-    Copies of the whole environment are no reads: those ask for the keys first, then for each.
+    Copies of the whole environment are no reads: those list the keys first, then get each.
     """
     names = RANK_VARIABLES | SIZE_VARIABLES
-    iterated: list[str] = []  # the key that a loop over the items is at
-    copying: Iterator[str] = iter(())  # the keys that a copy still has to ask for
+    iterated: list[str] = []  # the current key of a loop over the items
+    copying: Iterator[str] = iter(())  # the keys that a copy still has to get
 
     class WatchedEnviron(os._Environ[str]):
         @override
@@ -177,7 +177,7 @@ def _watched(note: Callable[[str, str], None]) -> type:
 
 
 def _record_read(note: Callable[[str, str], None], name: str) -> None:
-    """Note a read, unless it is one of this package or of the standard library's own."""
+    """Record a read, unless this package or the standard library made it."""
     frame = sys._getframe(2)  # who reads is the question
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_READERS):
         frame = frame.f_back
@@ -191,7 +191,7 @@ PLUGIN_NAME = "megatron-start-environment"
 
 @dataclass(slots=True)
 class StartEnvironment:
-    """Where a session began.
+    """Process state at the start of a session.
 
     Attributes:
         watch: None in a session without options for gangs.
@@ -206,7 +206,7 @@ class StartEnvironment:
     preloaded: PreloadedProcess | None = None
 
     def stop_preloaded(self) -> None:
-        """End what nobody has taken."""
+        """End the process, unless it was taken."""
         if self.preloaded is not None:
             self.preloaded.stop()
 
@@ -222,27 +222,27 @@ class StartEnvironmentPlugin:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionstart(self, session: pytest.Session) -> None:
-        """Put the variables back before pytest-xdist starts its workers: those collect."""
+        """Restore the variables before pytest-xdist starts its workers, which collect."""
         config = session.config
         if has_workers(config) and not hasattr(config, "workerinput"):
             self._watch.stop()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtestloop(self) -> Generator[None, object, object]:
-        """Put the variables back before any test runs."""
+        """Restore the variables before any test runs."""
         self._watch.stop()
         return (yield)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(self) -> Generator[None, object, object]:
-        """Have them there again for hooks of a project that asks for them."""
+        """Set them again for hooks of a project that reads them."""
         if self._watch.rank_readers:
             self._watch.start(is_noting=False)
         return (yield)
 
 
 def record_start_environment(early_config: pytest.Config) -> None:
-    """Note how a session begins; where it asks for gangs, watch who asks for ranks."""
+    """Record the start environment; with options for gangs, watch reads of rank variables."""
     start_env = StartEnvironment(
         env=dict(os.environ),
         path=list(sys.path),
@@ -276,12 +276,12 @@ def record_start_environment(early_config: pytest.Config) -> None:
 
 
 def refuse_launcher(config: pytest.Config, num_nodes: int) -> None:
-    """Make sure that no launcher started this session several times: each would run everything.
+    """Refuse a session that a launcher started several times, as each would run everything.
 
-    A test may start such a session by itself; what launched that test is none of its business.
+    Sessions that a test starts are accepted, whatever launched that test.
 
     Raises:
-        pytest.UsageError: One did.
+        pytest.UsageError: A launcher started several sessions.
     """
     env = config.stash[KEY].env
     if "PYTEST_CURRENT_TEST" in env:
@@ -296,10 +296,10 @@ def refuse_launcher(config: pytest.Config, num_nodes: int) -> None:
 
 
 def num_started(env: Mapping[str, str]) -> tuple[str, int] | None:
-    """Return what launched a process, and how often; None where nothing is known of a launcher.
+    """Return the launcher of a process and its number of processes; None without a known launcher.
 
-    Slurm's numbers say nothing of it: the shell of `srun --ntasks=8 --pty` is one of 8 tasks, and
-    the only one that goes on. Of a step over several nodes, see `gang.slurm_step`.
+    Slurm's numbers are not used: the shell of `srun --ntasks=8 --pty` is one of 8 tasks, and the
+    only one that runs. For steps over several nodes, see `gang.topology`.
     """
     counts = [("mpirun", env.get("OMPI_COMM_WORLD_SIZE"))]
     if "TORCHELASTIC_RUN_ID" in env:
@@ -309,7 +309,7 @@ def num_started(env: Mapping[str, str]) -> tuple[str, int] | None:
 
 
 def _is_for_others(early_config: pytest.Config) -> bool:
-    """Whether this process only hands tests to workers of pytest-xdist."""
+    """Return whether this process only distributes tests to workers of pytest-xdist."""
     given = early_config.known_args_namespace
     is_xdist = bool(getattr(given, "numprocesses", None) or getattr(given, "tx", None))
     return is_xdist and "PYTEST_XDIST_WORKER" not in os.environ

@@ -1,4 +1,4 @@
-"""The process that ranks are forked from: the session as it was collected, before any test ran."""
+"""The template process: a fork of the collected session, from which ranks are forked."""
 
 from __future__ import annotations
 
@@ -28,28 +28,29 @@ from pytest_megatron.gang.supervisor.supervisor import Supervisor
 from pytest_megatron.hooks.rank.process import RankContext, prepare, run_rank
 from pytest_megatron.process.tree import run_guarded
 
-_FORK_SERVER_S = 120.0  # to load torch and call after it was forked
-_CALL_S = 0.02  # between looks at one that has not called
+_FORK_SERVER_S = 120.0  # to load torch and register
+_CALL_S = 0.02  # between checks whether it has registered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionTemplate:
-    """What the template hands to every rank.
+    """Data of the template process, which ranks inherit.
 
     Attributes:
         address: Of the controller.
         key: Of the session.
-        random_state: Of `random`, if collecting seeded it: a fork seeds it anew.
+        random_state: Of `random`, if collecting seeded it: a fork reseeds it.
         coverage: As in `RankConfig`, for the template itself.
-        coverage_file: Where it puts its data.
+        coverage_file: Its data file.
         forget: Closes descriptors of the session.
         node_rank: Index of this host.
         items: On other nodes than 0, the items that node 0 collected, by index; None where this
             node has no such item.
-        base_temp: On other nodes than 0, where temporary files of ranks go.
+        base_temp: On other nodes than 0, the directory for temporary files of ranks.
         parent_pipe: Read end of a pipe that closes when the session of this node ends; on node 0
-            the connection to the controller is that.
-        loads: Modules that it loads before it calls; if one cannot be loaded, it ends.
+            the connection to the controller closes instead.
+        loads: Modules that it loads first; if one cannot be loaded, it exits.
+        loaded: Write end of a pipe, which gets a byte when they are loaded.
     """
 
     session: pytest.Session
@@ -64,9 +65,10 @@ class SessionTemplate:
     base_temp: str = ""
     parent_pipe: int | None = None
     loads: tuple[str, ...] = ()
+    loaded: int | None = None
 
     def fork(self) -> int:
-        """Fork the template off the controller; return the process that ends after all of it."""
+        """Fork the template; return the process that ends after all of its descendants."""
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         with warnings.catch_warnings():
@@ -83,14 +85,36 @@ class SessionTemplate:
         finally:
             os._exit(0)
 
+    def fork_loaded(self) -> int:
+        """Fork the template and wait for its modules; without them if it ends meanwhile."""
+        if not self.loads:
+            return self.fork()
+        read_end, write_end = os.pipe()
+
+        def forget() -> None:
+            os.close(read_end)
+            self.forget()
+
+        pid = replace(self, forget=forget, loaded=write_end).fork()
+        os.close(write_end)
+        has_loaded = bool(os.read(read_end, 1))
+        os.close(read_end)
+        if has_loaded:
+            return pid
+        os.waitpid(pid, 0)
+        return replace(self, loads=()).fork()
+
     def _serve(self) -> None:
         measurement = measure.start(self.coverage, self.coverage_file)
         if self.items is not None:
             self.session.items = cast("list[pytest.Item]", list(self.items))
         try:
             self._load()
-        except Exception:  # noqa: BLE001 - ranks that load it by themselves say why
+        except Exception:  # noqa: BLE001 - ranks that load it report the error
             return
+        if self.loaded is not None:
+            os.write(self.loaded, b"1")
+            os.close(self.loaded)
         plugin = prepare(self.session)
         registration = Register(
             role="fork_server", gang=0, rank=-1, node_rank=self.node_rank, pid=os.getpid()
@@ -123,8 +147,39 @@ class SessionTemplate:
                     importlib.import_module(name)
 
 
+def wait_for_fork_server(
+    supervisor: Supervisor,
+    limit_s: float,
+    problem: Callable[[], str],
+    restart: Callable[[], None],
+) -> None:
+    """Wait until the fork server of this node has registered; restart it once if it ended.
+
+    Args:
+        supervisor: Its connections.
+        limit_s: Time limit.
+        problem: Returns the reason of its end, or "" while it runs.
+        restart: Starts another one.
+
+    Raises:
+        LaunchError: It ended twice, or did not register in time.
+    """
+    deadline = time.monotonic() + limit_s
+    is_restarted = False
+    while not supervisor.fork_servers.has(0):
+        if reason := problem():
+            if is_restarted:
+                raise LaunchError("gang", f"the process that starts ranks ended: {reason}")
+            is_restarted = True
+            restart()
+        supervisor.pump(_CALL_S)
+        if time.monotonic() > deadline:
+            what = f"the process that starts ranks did not connect in {limit_s:g} s"
+            raise LaunchError("gang", what)
+
+
 class TemplateProcess:
-    """The template of this node, and its successor if it is killed before it has called."""
+    """The template process of this node, restarted once if it dies before it registers."""
 
     def __init__(self, template: SessionTemplate, supervisor: Supervisor) -> None:
         """Fork it."""
@@ -133,22 +188,21 @@ class TemplateProcess:
         self._pid: int | None = template.fork()
 
     def wait(self) -> None:
-        """Wait until it has called; one that was killed gets a successor, once.
+        """Wait until it has registered; one that was killed is restarted once.
 
-        The successor loads nothing: that may be what the first one died of.
+        The second one preloads nothing, as that may have killed the first.
 
         Raises:
-            LaunchError: Neither calls.
+            LaunchError: Neither registers.
         """
-        deadline = time.monotonic() + _FORK_SERVER_S
-        num_left = 1
-        while not self._supervisor.fork_servers.has(0):
-            if self._has_ended() and num_left:
-                num_left -= 1
-                self._pid = replace(self._make, loads=()).fork()
-            self._supervisor.pump(_CALL_S)
-            if time.monotonic() > deadline:
-                raise LaunchError("gang", "the process that starts ranks did not call")
+
+        def restart() -> None:
+            self._pid = replace(self._make, loads=()).fork()
+
+        def problem() -> str:
+            return "it was killed" if self._has_ended() else ""
+
+        wait_for_fork_server(self._supervisor, _FORK_SERVER_S, problem, restart)
 
     def close(self) -> None:
         """Wait until it has ended, once the supervisor was stopped."""
@@ -161,7 +215,7 @@ class TemplateProcess:
             return True
         try:
             pid, _ = os.waitpid(self._pid, os.WNOHANG)
-        except ChildProcessError:  # somebody else collected it
+        except ChildProcessError:  # other code has waited for it
             pid = self._pid
         if pid:
             self._pid = None

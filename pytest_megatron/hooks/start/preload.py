@@ -1,7 +1,7 @@
-"""The process that ranks come from which collect for themselves: it has imported torch and pytest.
+"""The preloaded process: has imported torch and pytest, for ranks that collect for themselves.
 
 It is a fork server whose children are fork servers, one for each rank of each size of gang; see
-`hooks.rank_template`. Nothing of the user's is imported here.
+`hooks.start.collector`. It imports no code of the user.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from pytest_megatron.hooks.start.preload import {name}
 
 @dataclass(slots=True)
 class PreloadedProcess:
-    """The controller's side of it.
+    """The preloaded process, seen from the controller.
 
     Attributes:
-        log: What it writes; it has no name.
+        log: Descriptor of its output, a file in memory.
     """
 
     mode: PreloadMode
@@ -50,16 +50,16 @@ class PreloadedProcess:
     log: int
 
     def send(self, info: SessionInfo) -> None:
-        """Tell it what ranks have to know; it calls the controller then."""
+        """Send the data of the session; the process then connects to the controller."""
         assert self.process.stdin is not None
-        with contextlib.suppress(OSError):  # it is gone, which the controller finds out
+        with contextlib.suppress(OSError):  # it is gone, which `problem` reports
             self.process.stdin.write(json.dumps(asdict(info)).encode() + b"\n")
             self.process.stdin.flush()
             if not info.has_parent_pipe:
                 self.process.stdin.close()
 
     def stop(self) -> None:
-        """Wait for its end, which comes once the controller's end of the connection is closed."""
+        """Wait for its end, which follows the end of its connection to the controller."""
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):
             self.process.stdin.close()
@@ -67,7 +67,7 @@ class PreloadedProcess:
         os.close(self.log)
 
     def problem(self) -> str:
-        """Return why it is gone, or "" while it is not."""
+        """Return the reason of its end, or "" while it runs."""
         if self.process.poll() is None:
             return ""
         text = os.pread(self.log, 1 << 16, 0).decode(errors="replace").strip()
@@ -77,14 +77,14 @@ class PreloadedProcess:
 def start_preloaded(
     mode: PreloadMode, env: Mapping[str, str], path: Sequence[str]
 ) -> PreloadedProcess:
-    """Start it; it loads what it can until it is told more.
+    """Start the process, which preloads modules until it receives the session's data.
 
     Args:
         mode: Whether ranks are forked, or fresh interpreters.
-        env: Of the session when it began.
-        path: `sys.path` of then.
+        env: Start environment of the session.
+        path: Its `sys.path`.
     """
-    log = os.memfd_create("warm")
+    log = os.memfd_create("preload")
     process = subprocess.Popen(
         _command(path, "main", mode),
         env=dict(env),
@@ -97,7 +97,7 @@ def start_preloaded(
 
 
 def main(mode: PreloadMode) -> None:
-    """Load torch and pytest, wait to be told more, and serve."""
+    """Load torch and pytest, wait for the session's data, and serve."""
     run_guarded(lambda: _serve(mode))
 
 
@@ -116,7 +116,6 @@ def _serve(mode: PreloadMode) -> None:
         role="fork_server", gang=0, rank=-1, node_rank=info.node_rank, pid=os.getpid()
     )
     channel = connect(info.address, bytes.fromhex(info.key), registration)
-
     keeper = StoreKeeper()
     start_rank: StartRank = partial(_execute_rank, info)
     if mode == "fork":
@@ -154,7 +153,7 @@ def _execute_rank(
 
 
 def fresh_main(fork_server: int) -> None:
-    """Be a rank that was executed; what it has to know is in its stdin."""
+    """Run a rank that was executed, with the data of its stdin."""
     die_with(fork_server)
     content = json.loads(sys.stdin.buffer.read())
     close_stdin()

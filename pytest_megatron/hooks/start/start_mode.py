@@ -1,8 +1,8 @@
-"""Where ranks come from: forked off the controller, or from processes that collect for themselves.
+"""Start mode of ranks: forked from the session, or from processes that collect for themselves.
 
-Forking off the controller costs least, and is right while collecting left nothing behind that tells
-ranks apart or that a fork breaks. Otherwise each rank collects by itself, in a process that comes
-from the warm one.
+Forking the session is fastest, and correct if collecting did not depend on the rank and left no
+state that a fork breaks. Otherwise each rank collects for itself, in a child of the preloaded
+process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import pytest
 from typing_extensions import override
 
 from pytest_megatron.base.text import describe_exit, name_ranks
-from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang.collection import CollectionDifference, compare, digest_of, last_line
 from pytest_megatron.gang.crash import shorten_stack
 from pytest_megatron.gang.forkserver.fork_safety import find_obstacle
@@ -37,18 +36,18 @@ from pytest_megatron.hooks.start.environment import (
     find_rank_words,
     will_load_torch,
 )
+from pytest_megatron.hooks.start.forkserver import wait_for_fork_server
 from pytest_megatron.hooks.start.preload import PreloadedProcess, PreloadMode, start_preloaded
 
 _TORCH = "torch"
-_TORCH_FIXTURES = frozenset(("device", "process_group", "model_parallel"))  # they load it
-_CALL_S = 0.1
-_PRELOAD_S = 120.0  # to load torch and call; file systems of clusters are slow
-_OTHERS_S = 2.0  # for other ranks to fail as well, where one could collect nothing
+_TORCH_FIXTURES = frozenset(("device", "process_group", "model_parallel"))
+_PRELOAD_S = 120.0  # to load torch from a slow file system and register
+_OTHERS_S = 2.0  # for other ranks to fail as well, if one could collect nothing
 _STACKS_S = 5.0  # for stacks of ranks that are late
 
 
 def why_per_rank(config: pytest.Config, options: Options, sizes: set[int], default: int) -> str:
-    """Return why ranks have to collect for themselves, or "" if they can be forked.
+    """Return the reason why ranks have to collect for themselves, or "" if they can be forked.
 
     Args:
         config: Of a session that has collected.
@@ -69,9 +68,9 @@ def why_per_rank(config: pytest.Config, options: Options, sizes: set[int], defau
 
 
 def modules_to_load(session: pytest.Session) -> tuple[str, ...]:
-    """Return what the process that ranks are forked from loads first, so that no rank has to.
+    """Return modules that the template process loads first, so that no rank has to.
 
-    That is torch, where collecting has not loaded it but tests will.
+    That is torch, if collecting has not loaded it but tests will.
     """
     if _TORCH in sys.modules:
         return ()
@@ -82,18 +81,13 @@ def modules_to_load(session: pytest.Session) -> tuple[str, ...]:
     return (_TORCH,) if is_asked_for or will_load_torch(loaded, root) else ()
 
 
-def ids_of_tests(session: pytest.Session) -> list[str]:
-    """Return the node ids of what ranks collect as well."""
-    return [item.nodeid for item in session.items if not _is_workload(item)]
-
-
 def make_session_info(
     config: pytest.Config, *, address: str, key: bytes, node_ids: Sequence[str], is_single: bool
 ) -> SessionInfo:
-    """Return what ranks have to know of a session on this node."""
+    """Return the data of a session on this node for ranks."""
     start_env = config.stash[KEY]
     arguments = [str(argument) for argument in config.invocation_params.args]
-    if config.pluginmanager.has_plugin("capture"):  # the logs of a rank are that
+    if config.pluginmanager.has_plugin("capture"):  # ranks have logs instead
         arguments.append("--capture=no")
     if config.pluginmanager.has_plugin("_cov"):  # it would erase the data of the controller
         arguments.append("--no-cov")
@@ -112,7 +106,7 @@ def make_session_info(
 
 
 def serve_preloaded(start_env: StartEnvironment, info: SessionInfo) -> PreloadedProcess:
-    """Have the warm process serve; one that is not there, or of another kind, is started."""
+    """Send the session's data to the preloaded process; start one if none of this mode runs."""
     mode: PreloadMode = "fresh" if info.is_single else "fork"
     preloaded, start_env.preloaded = start_env.preloaded, None
     if preloaded is None or preloaded.mode != mode:
@@ -123,7 +117,7 @@ def serve_preloaded(start_env: StartEnvironment, info: SessionInfo) -> Preloaded
 
 @dataclass(slots=True)
 class _CollectorStart:
-    """What is known of the process that collects for one rank of gangs of one size."""
+    """State of the process that collects for one rank of gangs of one size."""
 
     number: int
     until: float
@@ -142,11 +136,11 @@ class _World:
     """All ranks of gangs of one size.
 
     Attributes:
-        lost: Rank -> why it has none of its tests.
-        avoided: Rank -> node id of a collector that it must not collect again -> why.
-        nodes: Rank -> what plugins of the controller know it as.
-        lost_at: When the first of them was missed.
-        reported: Collectors that failed, with the reason, and the rank, which were told of.
+        lost: Rank -> reason why it has none of its tests.
+        avoided: Rank -> node id of a collector that it must not collect again -> reason.
+        nodes: Rank -> its node for plugins of the controller.
+        lost_at: When the first rank was lost.
+        reported: Collectors that failed, with the reason, and the rank, which were reported.
     """
 
     collectors: dict[int, _CollectorStart] = field(default_factory=dict)
@@ -159,7 +153,7 @@ class _World:
 
 
 class PerRank:
-    """The ranks of a session that collect for themselves."""
+    """Ranks of a session that collect for themselves."""
 
     def __init__(
         self,
@@ -168,13 +162,16 @@ class PerRank:
         listener: Listener,
         options: Options,
     ) -> None:
-        """Tell the warm process of the session; ranks are started when a gang is asked for."""
+        """Send the session to the preloaded process; ranks are started with their first gang."""
         config = self._config = session.config
         self._supervisor = supervisor
         self._start_env: StartEnvironment = config.stash[KEY]
         self._worlds: dict[int, _World] = {}
         self._limit_s = options.rank_timeout_s or START_LIMIT_S
-        self._node_ids = ids_of_tests(session)
+        # Ranks collect tests only, no workloads.
+        own = __package__.partition(".")[0]
+        tests = [i for i in session.items if type(i).__module__.partition(".")[0] != own]
+        self._node_ids = [item.nodeid for item in tests]
         self._has_nodes = any("::" in argument for argument in config.args)
         self._info = make_session_info(
             config,
@@ -186,7 +183,7 @@ class PerRank:
         self._preloaded = self._begin()
 
     def is_ready(self, rank_configs: Sequence[RankConfig]) -> bool:
-        """Whether a gang of these orders can be started now; sees to it that it will be."""
+        """Return whether a gang can be started now; starts missing collectors of its ranks."""
         self._wait_for_preloaded()
         size = rank_configs[0].world_size
         world = self._worlds.setdefault(size, _World())
@@ -196,7 +193,7 @@ class PerRank:
         )
         if world.lost and are_all_there:
             world.lost_at = world.lost_at or time.monotonic()
-            are_all_in = all(t.is_ready for t in world.collectors.values())
+            are_all_in = all(c.is_ready for c in world.collectors.values())
             return are_all_in or time.monotonic() > world.lost_at + _OTHERS_S
         if not are_all_there:
             return True
@@ -212,10 +209,10 @@ class PerRank:
         ]
         if wanted:
             self._start_collectors(world, wanted)
-        return not wanted and all(t.is_ready for t in world.collectors.values())
+        return not wanted and all(c.is_ready for c in world.collectors.values())
 
     def missing(self, size: int) -> dict[int, dict[str, str]]:
-        """Return rank -> node id -> why the rank has no such test."""
+        """Return rank -> node id -> reason why the rank lacks the test."""
         world = self._worlds[size]
         missing = {rank: dict(d.missing) for rank, d in world.differences.items()}
         for rank, reason in world.lost.items():
@@ -223,9 +220,9 @@ class PerRank:
         return missing
 
     def take_failures(self, size: int) -> list[tuple[str, str]]:
-        """Return what ranks could not collect, with the reason, and which ranks; each once.
+        """Return collectors that failed on ranks, with reason and ranks, each once.
 
-        The place is a node id, or names ranks that could collect nothing.
+        Instead of a node id, ranks are named that could collect nothing.
         """
         world = self._worlds[size]
         found = [((c, t), r) for r, d in world.differences.items() for c, t in d.failures.items()]
@@ -243,20 +240,20 @@ class PerRank:
         return failures
 
     def is_lost(self, size: int) -> bool:
-        """Whether gangs of a size cannot be: some rank has none of their tests."""
+        """Return whether gangs of a size cannot be started, as a rank has none of their tests."""
         return bool(self._worlds[size].lost)
 
     def take(self, size: int) -> None:
-        """Take note that a gang was started: what became its ranks is used up."""
+        """Record that a gang was started: collectors that became its ranks are used up."""
         collectors = self._worlds[size].collectors
-        for rank in [rank for rank, t in collectors.items() if t.is_single]:
+        for rank in [rank for rank, c in collectors.items() if c.is_single]:
             del collectors[rank]
 
     def extra(self) -> dict[str, str]:
-        """Return node id -> what to say of it, for tests that only ranks have.
+        """Return node id -> message, for tests that only ranks have.
 
-        Where the user named single tests, ranks collected whole files, and nothing can be said.
-        Gangs of other sizes than the widest may have other parameters by right.
+        Empty if the user named single tests, as ranks collect whole files. Only gangs of the widest
+        size are compared, as others may have other parameters.
         """
         if self._has_nodes or not self._worlds:
             return {}
@@ -271,41 +268,39 @@ class PerRank:
         }
 
     def take_outputs(self, gang: Gang) -> None:
-        """Give plugins what the ranks of a gang that is gone left for them."""
-        world = self._worlds.get(gang.spec.world_size, _World())  # none since a warm one was killed
+        """Pass the output of a gang's ranks to plugins, once the gang is gone."""
+        world = self._worlds.get(
+            gang.spec.world_size, _World()
+        )  # none after a restart of the preloaded process
         for rank, node in world.nodes.items():
             output = gang.lifecycle.outputs.get(rank)
             node_down(node, output or "", None if output else "the rank was ended")
 
     def close(self) -> None:
-        """Wait until nothing is left, once the supervisor was stopped."""
+        """Wait for the end of all processes, once the supervisor was stopped."""
         self._preloaded.stop()
 
     def _begin(self) -> PreloadedProcess:
         return serve_preloaded(self._start_env, self._info)
 
     def _wait_for_preloaded(self) -> None:
-        """Wait until the warm process has called; one that was killed gets a successor, once."""
-        deadline = time.monotonic() + _PRELOAD_S
-        num_left = 1
-        while not self._supervisor.fork_servers.has(0):
-            problem = self._preloaded.problem()
-            if problem and not num_left:
-                raise LaunchError("gang", f"the process that starts ranks ended: {problem}")
-            if problem:
-                num_left -= 1
-                self._worlds.clear()
-                self._preloaded.stop()
-                self._preloaded = self._begin()
-            self._supervisor.pump(_CALL_S)
-            if time.monotonic() > deadline:
-                raise LaunchError("gang", "the process that starts ranks did not call")
+        """Wait until the preloaded process has registered; restart it once if it was killed."""
+
+        def restart() -> None:
+            self._worlds.clear()
+            self._preloaded.stop()
+            self._preloaded = self._begin()
+
+        def problem() -> str:
+            return self._preloaded.problem()
+
+        wait_for_fork_server(self._supervisor, _PRELOAD_S, problem, restart)
 
     def _start_collectors(self, world: _World, rank_configs: Sequence[RankConfig]) -> None:
-        """Have ranks collect."""
+        """Start the collectors of ranks."""
         until = time.monotonic() + self._limit_s
         argv = self._start_env.argv
-        world.nodes |= {o.rank: configure_node(self._config, o, argv) for o in rank_configs}
+        world.nodes |= {c.rank: configure_node(self._config, c, argv) for c in rank_configs}
         rank_configs = tuple(
             replace(
                 _for_collecting(rank_config, self._supervisor.collectors.next_number),
@@ -321,7 +316,7 @@ class PerRank:
             world.collectors[rank_config.rank] = _CollectorStart(number, until, rank_config)
 
     def _on_message(self, world: _World, number: int, word: CollectorMessage, rank: int) -> None:
-        """Take in that a rank has collected, or died, or where those are that are late."""
+        """Handle the message of a collector: tests, its death, or stacks of late ones."""
         collector = world.collectors.get(rank)
         match word:
             case Stacks():
@@ -329,7 +324,7 @@ class PerRank:
             case StoreOpened(problem=problem):
                 world.lost[rank] = problem
             case _ if collector is None or collector.number != number:
-                pass  # of one that has a successor
+                pass  # of a collector that was replaced
             case Collected():
                 collector.is_ready, collector.is_single = True, bool(word.obstacle)
                 difference = CollectionDifference()
@@ -348,9 +343,9 @@ class PerRank:
                 assert_never(word)
 
     def _drop_late(self, world: _World) -> None:
-        """Ask ranks that do not end collecting where they are; give up on those that are mute."""
+        """Request stacks of ranks that collect for too long; give up those that do not answer."""
         now = time.monotonic()
-        late = {r: t for r, t in world.collectors.items() if not t.is_ready and now > t.until}
+        late = {r: c for r, c in world.collectors.items() if not c.is_ready and now > c.until}
         for number in {collector.number for collector in late.values()}:
             ranks = tuple(rank for rank, collector in late.items() if collector.number == number)
             if all(late[rank].is_asked for rank in ranks):
@@ -361,8 +356,8 @@ class PerRank:
                 late[rank].is_asked, late[rank].until = True, now + _STACKS_S
 
     def _give_up(self, world: _World, number: int, stacks: Stacks) -> None:
-        """Blame those that are late for what they are at, and kill them."""
-        collectors = {r: t for r, t in world.collectors.items() if t.number == number}
+        """Record the current collector of late ranks as failed, and kill them."""
+        collectors = {r: c for r, c in world.collectors.items() if c.number == number}
         for rank, collector in collectors.items():
             if collector.is_asked and not collector.is_ready:
                 node_id = stacks.phases.get(str(rank), "")
@@ -374,7 +369,7 @@ class PerRank:
 
 
 def _blame(world: _World, rank: int, node_id: str, reason: str) -> None:
-    """Have a rank collect without what it died of; where that is not known, it is lost."""
+    """Skip a collector on a rank that died in it; if it is not known, the rank is lost."""
     avoided = world.avoided.setdefault(rank, {})
     if not node_id or node_id in avoided:
         world.lost[rank] = reason
@@ -382,7 +377,7 @@ def _blame(world: _World, rank: int, node_id: str, reason: str) -> None:
 
 
 class ExtraItem(pytest.Item):
-    """A test that the controller does not have, but ranks do: it fails."""
+    """A test that only ranks collected: it fails."""
 
     reason = ""
 
@@ -393,7 +388,7 @@ class ExtraItem(pytest.Item):
 
     @override
     def reportinfo(self) -> tuple[Path, None, str]:
-        """Say where it is."""
+        """Return file and name of the test."""
         file, _, name = self.nodeid.partition("::")
         return self.config.rootpath / file, None, name.replace("::", ".")
 
@@ -407,7 +402,7 @@ def make_extra_item(session: pytest.Session, node_id: str, reason: str) -> Extra
 
 
 def _for_collecting(rank_config: RankConfig, number: int) -> RankConfig:
-    """Return an order with directories of its own: no gang is there yet."""
+    """Return a configuration with directories for collecting, before there is a gang."""
     logs = Path(rank_config.log_dir).parents[1] / f"collect_{number}"
     temp = Path(rank_config.base_temp).parents[1] / f"collect{number}"
     return replace(
@@ -415,7 +410,3 @@ def _for_collecting(rank_config: RankConfig, number: int) -> RankConfig:
         log_dir=str(logs / str(rank_config.rank)),
         base_temp=str(temp / f"rank{rank_config.rank}"),
     )
-
-
-def _is_workload(item: pytest.Item) -> bool:
-    return type(item).__module__.partition(".")[0] == __package__.partition(".")[0]

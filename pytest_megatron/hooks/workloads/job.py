@@ -17,10 +17,9 @@ from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.recipe.case import Evaluation
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.refresh.read import digest_of
-from pytest_megatron.verdict.attempt import Attempt
+from pytest_megatron.verdict.attempt import Attempt, Verdict
 from pytest_megatron.verdict.compare import check_golden_kind
 from pytest_megatron.verdict.job import CheckedJob, JobOptions, Training, WorkloadJob, make_job
-from pytest_megatron.verdict.verdict import Verdict
 from pytest_megatron.workload.plan.plan import Replay
 from pytest_megatron.workload.run.runner import AttemptListener
 
@@ -146,7 +145,7 @@ def show_findings(
     """Show the warnings about a job that this session has not shown yet; return the job.
 
     A job with an error is returned as it is, to be refused. In a run that is taken over it is in
-    the queue already: its errors are only shown.
+    the queue already: errors that the engine found are only shown.
     """
     is_attached = session.options.is_attached
     if any(finding.is_error for finding in checked.findings) and not is_attached:
@@ -156,7 +155,7 @@ def show_findings(
     session.warned.update(new)
     if new:
         listener.on_lines(new)
-    return replace(checked, findings=()) if is_attached else checked
+    return checked.without_engine_findings() if is_attached else checked
 
 
 class ItemRetries:

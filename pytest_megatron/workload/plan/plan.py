@@ -57,7 +57,7 @@ class Connections(Enum):
 
     With one connection kernels start in the order in which they were launched, so that a
     collective of tensor or context parallelism starts before the kernel that it overlaps with.
-    Blackwell keeps this order by itself; FSDP and the overlap of expert parallelism need several
+    Blackwell keeps this order anyway; FSDP and the overlap of expert parallelism need several
     streams side by side instead.
     """
 
@@ -110,7 +110,7 @@ _MODULES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """What is started.
+    """Command that starts ranks.
 
     Attributes:
         starter: What starts the ranks of a node.
@@ -139,7 +139,7 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """A program and its ranks, for whoever starts them in another way than `start_words`.
+    """A program and its ranks, for engines that start them in another way than `start_words`.
 
     Attributes:
         python: Interpreter of launcher and program.
@@ -152,14 +152,14 @@ class Started:
 
     @property
     def rank_words(self) -> tuple[str, ...]:
-        """What one rank runs, as torch.distributed.run would have it."""
+        """Command of one rank, as torch.distributed.run would start it."""
         if self.program[0] == _NO_PYTHON:
             return self.program[1:]
         return (self.python, "-u", *self.program)
 
     @property
     def launcher_words(self) -> tuple[str, ...]:
-        """What starts the ranks of a node; of several, `node_agents.node_command` fills in."""
+        """Command that starts the ranks of a node; `node_agents.node_command` completes it."""
         ranks = self.ranks
         own = (
             *("--max-restarts", "0", "--nproc-per-node", str(ranks.per_node)),
@@ -175,7 +175,7 @@ def starter_of(case: WorkloadCase, asked: str | None, *, has_ft_launcher: bool) 
     """Return what starts the ranks of a case.
 
     Args:
-        case: Its LAUNCHER says what.
+        case: Its LAUNCHER decides.
         asked: The value of `PYTEST_MEGATRON_LAUNCHER`, which wins; None without it.
         has_ft_launcher: Whether nvidia-resiliency-ext is installed.
 
@@ -255,7 +255,6 @@ _FLIGHT_DEFAULTS: Mapping[str, str] = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
 }
-_DEVICES = "CUDA_VISIBLE_DEVICES"
 # What a launcher around the controller may have left, and would lead the ranks astray.
 _FOREIGN_PREFIXES = ("PYTEST_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 _FOREIGN_NAMES = frozenset(
@@ -269,13 +268,13 @@ class PhasePlan:
 
     Attributes:
         number: Counted from 1.
-        name: As people are told it: `phase 2`, `window 3`, `MODEL_ARGS_4`.
+        name: As messages show it: `phase 2`, `window 3`, `MODEL_ARGS_4`.
         argv: Program and arguments; no shell comes between.
         env: The whole environment.
         own_env: The part of it that comes from us or from the case, for people to read.
         dirs: Where it writes.
         origin: What to lay out before the start for it to resume from, or None.
-        last_iteration: Where the training stops by itself; None where we do not know.
+        last_iteration: The one after which it exits; None where that is unknown.
         world_size: Ranks over all nodes.
         num_nodes: Of them; each has as many ranks.
         saves: Directory in which it must leave a checkpoint of its last iteration, or None.
@@ -333,25 +332,17 @@ class AttemptPlan:
     script_files: ScriptFiles | None = None
     start_from: Path | None = None
 
-    def on_devices(self, uuids: Sequence[str]) -> AttemptPlan:
-        """Return the plan for these GPUs, which are leased when it starts."""
-        own = {_DEVICES: ",".join(uuids)}
-        phases = tuple(
-            replace(phase, env={**phase.env, **own}, own_env={**phase.own_env, **own})
-            for phase in self.phases
-        )
-        return replace(self, phases=phases)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What the user and the machine decide about every plan of a run.
+    """Settings of the user and the machine for all plans of a run.
 
     Attributes:
         root: The project: cases, programs and goldens are found from here.
         env: The controller's environment.
         tee_ranks: Ranks whose output is copied live; None is all of them.
         is_lightweight: Only `LIGHTWEIGHT_ITERS` iterations and no comparison.
+        devices: UUIDs of the leased GPUs; None leaves those that the controller sees.
         has_ft_launcher: Whether nvidia-resiliency-ext is installed.
         machine: What a recipe's script finds.
         secret_names: Patterns of names that hold secrets, beside the usual ones.
@@ -362,6 +353,7 @@ class Setting:
     env: Mapping[str, str]
     tee_ranks: tuple[int, ...] | None
     is_lightweight: bool
+    devices: tuple[str, ...] | None = None
     python: str = sys.executable
     has_ft_launcher: bool = False
     machine: ScriptMachine = field(default_factory=ScriptMachine)
@@ -410,7 +402,7 @@ def require_inputs(plan: AttemptPlan) -> None:
     """Check that the program and every frozen checkpoint of a plan are there, before anything runs.
 
     Raises:
-        LaunchError: One is not, or would not be loaded; the text says what to do.
+        LaunchError: One is missing, or would not be loaded.
     """
     for phase in plan.phases:
         if phase.start is not None and phase.before_script is None:
@@ -456,7 +448,7 @@ def _plan_phase(
         **start.variant.env,
         **_variables(workload, dirs, phase, setting, start, repeat),
     }
-    own |= _devices(workload)
+    own |= _devices(workload, setting)
     env = {**inherited(setting.env), **own}
     asked = setting.env.get(LAUNCHER_VARIABLE)
     ranks = Ranks(
@@ -488,7 +480,7 @@ def _plan_phase(
 
 
 def _num_ranks(workload: Workload, case: WorkloadCase, start: PhaseStart) -> int:
-    """Return the ranks on a node: the row's, or what the case says of this start.
+    """Return the ranks on a node: the row's, or those of the case for this start.
 
     Raises:
         RecipeError: There would be none.
@@ -560,15 +552,16 @@ def _flight_recorder(workload: Workload, phase: PhaseDirs, setting: Setting) -> 
     return {k: v for k, v in wanted.items() if k not in setting.env}
 
 
-def _devices(workload: Workload) -> dict[str, str]:
-    """Return the variable that hides all GPUs from a training on the CPU."""
-    return {_DEVICES: ""} if workload.platform == CPU_PLATFORM else {}
+def _devices(workload: Workload, setting: Setting) -> dict[str, str]:
+    """Return the variable that limits the GPUs which a training sees; none of them on the CPU."""
+    devices = () if workload.platform == CPU_PLATFORM else setting.devices
+    return {} if devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
 
 
 def _plan_script(workload: Workload, dirs: AttemptDirs, setting: Setting) -> AttemptPlan:
     """Plan a row that brings its own shell script."""
     phase = dirs.phase(1)
-    own = {**script_env(setting.env, dirs, workload.gpus), **_devices(workload)}
+    own = {**script_env(setting.env, dirs, workload.gpus), **_devices(workload, setting)}
     if setting.is_lightweight:
         own["ENABLE_LIGHTWEIGHT_MODE"] = "true"
     assert workload.script is not None
@@ -613,7 +606,7 @@ CHECKPOINTS = "PYTEST_MEGATRON_CHECKPOINTS"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """What of a workload is done again.
+    """Part of a workload that is run again.
 
     Attributes:
         repeat: The first repeat to run, counted from 1; the case may use it as a seed.

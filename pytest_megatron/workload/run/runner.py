@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
@@ -16,7 +16,6 @@ from pytest_megatron.base.files import JsonValue, write_json_atomically, write_t
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.process.guarded import CommandEnd, GuardedProcess, RunningCommand
 from pytest_megatron.runs.layout import PhaseDirs
-from pytest_megatron.workload.plan.case_script import ScriptEnd, run_script
 from pytest_megatron.workload.plan.phases import (
     Target,
     find_no_checkpoint,
@@ -40,6 +39,12 @@ _WATCHDOG_LINE = re.compile(r"Watchdog caught collective operation timeout: Work
 _SAYS_RANK = re.compile(r"\bRank (\d+)\]")
 _LONGEST_LINE = 1 << 16  # of what has no end yet; the rest of a longer one is dropped
 _LOOK_EVERY_S = 0.5  # for new files
+_SCRIPT_GRACE_S = 5.0
+# Megatron-LM evaluates the text in a shell with these settings.
+_SCRIPT_HEAD = "set -euo pipefail\n"
+_ENV_FILE = "PYTEST_MEGATRON_ENV_FILE"
+_SCRIPT_TAIL = f'\nenv -0 > "${_ENV_FILE}"\n'
+_NOT_PASSED_ON = frozenset((_ENV_FILE, "BASHOPTS", "SHELLOPTS", "SHLVL", "_"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +53,7 @@ class Progress:
 
     Attributes:
         iteration: The one that just ended, counted from 1.
-        last: The one that the training was told to reach.
+        last: The one that the training is to reach.
         loss: As printed, or None where the line has none.
         iteration_ms: Time of this iteration, or None.
     """
@@ -94,7 +99,7 @@ class FollowedFile:
 
     @property
     def num_bytes_read(self) -> int:
-        """How much of the file was seen."""
+        """Number of bytes that were read."""
         return self._position
 
     def new_lines(self) -> Iterator[str]:
@@ -209,7 +214,7 @@ StartPhase: TypeAlias = Callable[[PhasePlan, Path], RunningCommand]
 
 
 class AttemptListener(Protocol):
-    """Who wants to see an attempt while it runs."""
+    """Observer of an attempt while it runs."""
 
     def on_lines(self, lines: list[str]) -> None:
         """Take lines of tee'd ranks."""
@@ -218,8 +223,20 @@ class AttemptListener(Protocol):
         """Take how far the training of a phase is."""
 
 
+def _ignore(*_: object) -> None:
+    """Do nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardingListener:
+    """Listener made of functions."""
+
+    on_lines: Callable[[list[str]], None] = _ignore
+    on_progress: Callable[[int, Progress], None] = _ignore
+
+
 class End(Enum):
-    """Why a phase ended."""
+    """Reason for the end of a phase."""
 
     EXITED = "exited"  # by itself, well or not
     TIME_LIMIT = "time limit"  # stopped by us
@@ -230,20 +247,41 @@ class End(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PhaseEnd:
-    """How one phase went.
+class ScriptEnd:
+    """Result of a script.
+
+    Attributes:
+        key: `BEFORE_SCRIPT` or `AFTER_SCRIPT`.
+        returncode: None where the time limit ended it.
+        log: What it printed.
+        env: The environment that it leaves to the training.
+    """
+
+    key: str
+    returncode: int | None
+    log: Path
+    env: Mapping[str, str]
+
+    @property
+    def is_clean(self) -> bool:
+        """True if it ended with exit code 0."""
+        return self.returncode == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseResult:
+    """Result of a phase.
 
     Attributes:
         returncode: The launcher's, negative for a signal.
         num_left: Processes that outlived the launcher and were killed.
         hung_rank: The rank whose watchdog reported, where `end` is HUNG_COLLECTIVE.
         progress: The last iteration that was printed, or None.
-        problem: What is missing, where `end` is NO_CHECKPOINT or NOT_DONE.
+        problem: The missing checkpoint, where `end` is NO_CHECKPOINT or NOT_DONE.
         script: The script that failed, where `end` is SCRIPT.
         saved: The iteration that can be resumed from afterwards, where that was looked at.
     """
 
-    plan: PhasePlan
     end: End
     returncode: int
     num_left: int
@@ -254,9 +292,16 @@ class PhaseEnd:
     script: ScriptEnd | None = None
     saved: int | None = None
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseEnd(PhaseResult):
+    """The end of a phase."""
+
+    plan: PhasePlan
+
     @property
     def is_clean(self) -> bool:
-        """Whether it ran to its end and said so."""
+        """True if it exited with 0 and nothing was wrong."""
         return self.end is End.EXITED and self.returncode == 0
 
 
@@ -391,7 +436,7 @@ def _run_phase(
     env, before = phase.env, None
     if phase.before_script is not None:
         path = phase.dirs.script("before")
-        before = run_script(
+        before = _run_script(
             "BEFORE_SCRIPT", phase.before_script, path, env, plan.cwd, deadline=deadline
         )
         env = before.env
@@ -411,7 +456,7 @@ def _run_phase(
         return end
     path = phase.dirs.script("after")
     env = {**env, "EXIT_CODE": str(end.returncode)}
-    after = run_script("AFTER_SCRIPT", phase.after_script, path, env, plan.cwd, deadline=deadline)
+    after = _run_script("AFTER_SCRIPT", phase.after_script, path, env, plan.cwd, deadline=deadline)
     is_cause = end.is_clean and not after.is_clean  # a failed training is the cause of what follows
     return replace(end, end=End.SCRIPT, script=after) if is_cause else end
 
@@ -424,8 +469,7 @@ def _train(
     start: StartPhase,
 ) -> PhaseEnd:
     """Start the program of a phase and watch it to its end."""
-    scripts = plan.dirs.assets if phase.is_script else None
-    watch = LogWatch(phase.dirs, phase.world_size // phase.num_nodes, scripts=scripts)
+    watch = _watch_of(plan, phase)
     end = End.EXITED
     hung_at = 0.0
     with start(phase, plan.cwd) as process:
@@ -450,6 +494,38 @@ def _train(
     )
 
 
+def _watch_of(plan: AttemptPlan, phase: PhasePlan) -> LogWatch:
+    scripts = plan.dirs.assets if phase.is_script else None
+    return LogWatch(phase.dirs, phase.world_size // phase.num_nodes, scripts=scripts)
+
+
+class LiveLog:
+    """Follows the logs of an attempt that runs elsewhere, phase by phase.
+
+    Attributes:
+        plan: Of the attempt.
+    """
+
+    def __init__(self, plan: AttemptPlan, listener: AttemptListener) -> None:
+        self.plan = plan
+        self._listener = listener
+        self._left = list(plan.phases)
+        self._phase = self._left.pop(0)
+        self._watch = _watch_of(plan, self._phase)
+
+    def poll(self, *, is_ended: bool = False) -> None:
+        """Pass new lines and progress on to the listener.
+
+        Args:
+            is_ended: Whether nothing more is going to be written.
+        """
+        while self._left and self._left[0].dirs.root.is_dir():
+            _tell(self._listener, self._phase, self._watch, is_ended=True)
+            self._phase = self._left.pop(0)
+            self._watch = _watch_of(self.plan, self._phase)
+        _tell(self._listener, self._phase, self._watch, is_ended=is_ended)
+
+
 def _tell(
     listener: AttemptListener, phase: PhasePlan, watch: LogWatch, *, is_ended: bool = False
 ) -> None:
@@ -461,7 +537,7 @@ def _tell(
 
 
 def _has_said_all(phase: PhasePlan, world_size: int, waited_s: float) -> bool:
-    """Whether the ranks had their time to say where they are, once a watchdog spoke."""
+    """Return if the ranks had their time to report stacks, once a watchdog reported."""
     if not phase.dirs.flight.is_dir():
         return waited_s >= _WATCHDOG_GRACE_S
     changed = [path.stat().st_mtime for path in phase.dirs.flight_dumps()]
@@ -497,3 +573,48 @@ def _cannot_write(error: OSError, directory: Path) -> LaunchError:
     return LaunchError(
         where, f"{error.strerror}; give another --run-dir, or make room; nothing was run"
     )
+
+
+def _run_script(
+    key: str, text: str, path: Path, env: Mapping[str, str], cwd: Path, *, deadline: float
+) -> ScriptEnd:
+    """Run a case's BEFORE_SCRIPT or AFTER_SCRIPT under bash, in processes of its own.
+
+    No value that a script assigns reaches the verdict; the exports of BEFORE_SCRIPT reach the
+    training.
+
+    Args:
+        key: As `ScriptEnd.key`.
+        text: What the case holds.
+        path: The file to put it in; its output and its environment go beside it.
+        env: All of its environment.
+        cwd: The project's root.
+        deadline: On the monotonic clock.
+
+    Raises:
+        OSError: The file cannot be written.
+        LaunchError: bash cannot be started.
+    """
+    log, left = path.with_suffix(".log"), path.with_suffix(".env")
+    write_text_atomically(path, _SCRIPT_HEAD + text + _SCRIPT_TAIL)
+    returncode = None
+    with GuardedProcess(
+        ["bash", str(path)],
+        env={**env, _ENV_FILE: str(left)},
+        cwd=cwd,
+        output=log,
+        grace_s=_SCRIPT_GRACE_S,
+    ) as process:
+        ended = process.poll(max(0.0, deadline - time.monotonic()))
+        if ended is not None:
+            returncode = ended.returncode
+    return ScriptEnd(key=key, returncode=returncode, log=log, env=_left_env(left, env))
+
+
+def _left_env(file: Path, env: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the environment that a script left; remove the file, since it may hold secrets."""
+    if not file.exists():  # it called `exit 0` itself, or failed
+        return env
+    pairs = [line.partition("=") for line in file.read_text().split("\0") if line]
+    file.unlink()
+    return {name: value for name, _, value in pairs if name not in _NOT_PASSED_ON}

@@ -7,16 +7,18 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from pytest_megatron.gang.rank.lockstep import Ending, Lockstep
+from pytest_megatron.gang.ipc.messages import Done
+from pytest_megatron.gang.rank.lockstep import Lockstep
 
 SIZE = 3
 
 
 def ending(
     run: int = 1, *, is_clean: bool = True, collectives: int = 5, unmatched: int = 0
-) -> Ending:
-    return Ending(
+) -> Done:
+    return Done(
         run=run,
+        reports=(),
         is_clean=is_clean,
         num_collectives=collectives,
         num_rendezvous=1,
@@ -47,7 +49,7 @@ def answers(*pids: int) -> list[int]:
     return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
 
 
-def others_end(lockstep: Lockstep, their: Ending) -> None:
+def others_end(lockstep: Lockstep, their: Done) -> None:
     def work(rank: int) -> bool:
         lockstep.publish(rank, their)
         return True
@@ -55,14 +57,14 @@ def others_end(lockstep: Lockstep, their: Ending) -> None:
     assert answers(fork(lambda: work(1)), fork(lambda: work(2))) == [0, 0]
 
 
-def ranks_that_end(lockstep: Lockstep, *endings: Ending) -> list[int]:
+def ranks_that_end(lockstep: Lockstep, *endings: Done) -> list[int]:
     """Return what ranks that end test 1 in these ways answer; two wait before the last one ends."""
 
-    def work(rank: int, mine: Ending) -> bool:
+    def work(rank: int, mine: Done) -> bool:
         lockstep.publish(rank, mine)
         return lockstep.may_start(rank, run=2, after=1)
 
-    def start(rank: int, mine: Ending) -> int:
+    def start(rank: int, mine: Done) -> int:
         return fork(lambda: work(rank, mine))
 
     return answers(*(start(rank, mine) for rank, mine in enumerate(endings)))
@@ -77,7 +79,7 @@ def test_ranks_go_on_if_all_ended_well_and_in_step(lockstep: Lockstep) -> None:
     [ending(is_clean=False), ending(collectives=6)],
     ids=["one failed", "one took part in another collective"],
 )
-def test_no_rank_goes_on_if_one_ended_otherwise(lockstep: Lockstep, other: Ending) -> None:
+def test_no_rank_goes_on_if_one_ended_otherwise(lockstep: Lockstep, other: Done) -> None:
     assert ranks_that_end(lockstep, ending(), ending(), other) == [1] * SIZE
 
 

@@ -80,9 +80,9 @@ def test_who_asks_for_more_gpus_than_there_are_learns_how_to_share_them(
         suite.run(*arguments, env=env).stderr.strip()
         for arguments in (["--gpus", "5"], ["--ranks", "3", "--device", "cuda"])
     ] == [
-        "ERROR: --gpus: asked for 5 GPUs, this host has 2; lower it, or say --ranks-per-gpu 3",
+        "ERROR: --gpus: asked for 5 GPUs, this host has 2; lower it, or use --ranks-per-gpu 3",
         (
-            "ERROR: --device: cuda needs 3 GPUs for --ranks 3, this host has 2; lower --ranks, say "
+            "ERROR: --device: cuda needs 3 GPUs for --ranks 3, this host has 2; lower --ranks, use "
             "--ranks-per-gpu 2, or drop --device"
         ),
     ]

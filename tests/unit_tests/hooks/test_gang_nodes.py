@@ -114,6 +114,14 @@ def test_every_rank_meets_all_others(rank, process_group):
     assert total.item() == 1111
 """
 
+LOADING = """
+def test_needs_torch(rank):
+    import torch
+
+def test_needs_no_torch(rank):
+    pass
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
@@ -237,6 +245,19 @@ def test_nodes_meet_where_each_loads_torch_beforehand_and_node_0_calls_last(tmp_
     }
 
 
+def test_a_node_that_cannot_load_torch_runs_the_tests_without_it(tmp_path: Path) -> None:
+    cluster = cluster_of(tmp_path, LOADING)
+    broken = tmp_path / "broken" / "torch" / "__init__.py"
+    broken.parent.mkdir(parents=True)
+    broken.write_text("raise ImportError('no libcudart')")
+    cluster.start(0)
+    cluster.start(1, PYTHONPATH=str(broken.parents[1]))
+    assert cluster.wait() == [1, 1], cluster.output(0)
+    results = cluster.results(0)
+    assert results["test_needs_torch"][1].endswith("ImportError: no libcudart")
+    assert results["test_needs_no_torch"] == ("passed", "")
+
+
 def test_a_session_that_ends_early_ends_on_every_node(tmp_path: Path) -> None:
     cluster = cluster_of(tmp_path, SUITE)
     cluster.start(0, "-x", "--deselect=test_suite.py::test_every_rank_meets_all_others")
@@ -280,7 +301,7 @@ def test_nodes_with_different_keys_do_not_meet(tmp_path: Path) -> None:
     cluster = cluster_of(tmp_path, HANGING)
     controller = cluster.start(0)
     cluster.start(1, PYTEST_MEGATRON_KEY="another")
-    wait_until(lambda: "called with another key" in cluster.output(0), "node 0 says so")
+    wait_until(lambda: "a node with another key was refused" in cluster.output(0), "node 0 says so")
     assert cluster.sessions[1].wait(DEADLINE_S) == 3
     advice = "set PYTEST_MEGATRON_KEY to the same text on every node"
     assert f"has another key than this node; {advice}" in cluster.output(1)

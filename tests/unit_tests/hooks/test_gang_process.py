@@ -54,8 +54,8 @@ PROCESS = f"""
             kinds["memfd"] += "memfd:" in target
             if "/ranks/" in target:
                 assert f"/{{rank}}/" in target
-        # The connection to the controller; what a rank shares with its nursery, and that, where it
-        # is of one rank, with another one.
+        # The connection to the controller, the pipes shared with its fork server, and those of a
+        # fork server of one rank with another one.
         assert kinds["socket"] == 1
         assert (kinds["memfd"], kinds["pipe"]) in ((1, 1), (2, 2)), kinds
 

@@ -1,0 +1,94 @@
+"""`pytest-megatron expand` and `lint`: the rows of recipes, and their errors."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.project import load_config
+from pytest_megatron.cli.formats import (
+    EXIT_UNUSABLE,
+    PATH,
+    echo_error,
+    findings_option,
+    findings_text,
+    format_option,
+    root_option,
+)
+from pytest_megatron.recipe.expand import Profile
+from pytest_megatron.recipe.lint import lint_recipes
+from pytest_megatron.recipe.load import Loaded, find_recipes, project_words, read_recipe
+
+
+@click.command(name="expand")
+@click.argument("recipes", nargs=-1, required=True, type=PATH)
+@click.option(
+    "--profile",
+    type=click.Choice([profile.value for profile in Profile]),
+    default=Profile.STRICT.value,
+    show_default=True,
+    help="strict reports what Megatron-LM's parser drops or mangles; compat does as it does.",
+)
+@format_option("text", "json", about="json holds every key of a row.")
+def expand(recipes: tuple[Path, ...], profile: str, form: str) -> None:
+    """Print the workloads of recipe files, and of the recipes in directories.
+
+    Exits with 2, one line for each problem and no rows if any recipe has an error.
+    """
+    words = project_words(Path.cwd())
+    files = [file for path in recipes for file in find_recipes([path])]
+    loaded = [read_recipe(file, Profile(profile), words) for file in files]
+    errors = [error for one in loaded for error in one.errors]
+    for error in errors:
+        echo_error(error)
+    if errors:
+        sys.exit(EXIT_UNUSABLE)
+    click.echo(_as_json(loaded) if form == "json" else _as_text(loaded), nl=False)
+
+
+def _as_json(loaded: list[Loaded]) -> str:
+    rows: list[JsonValue] = [
+        {"file": str(workload.file), "spec": dict(workload.spec)}
+        for one in loaded
+        for workload in one.workloads
+    ]
+    return json.dumps(rows, indent=1) + "\n"
+
+
+def _as_text(loaded: list[Loaded]) -> str:
+    lines = [
+        f"{workload.file}::{workload.item_name}  "
+        f"{workload.model} {workload.scope} {','.join(workload.cadence)} "
+        f"{workload.nodes}x{workload.gpus} ranks"
+        for one in loaded
+        for workload in one.workloads
+    ]
+    total = f"{len(lines)} workload{'' if len(lines) == 1 else 's'}\n"
+    return "".join(f"{line}\n" for line in lines) + total
+
+
+@click.command(name="lint")
+@click.argument("paths", metavar="[PATH]...", nargs=-1, type=PATH)
+@root_option
+@findings_option
+def lint(paths: tuple[Path, ...], root: Path, form: str) -> None:
+    """Report errors in recipes, their test cases and goldens.
+
+    PATH is a recipe or a directory of recipes; by default recipes/. Exits with 1 if a finding is
+    an error, with 0 if there are none or only warnings, with 2 if a path does not exist.
+    """
+    from pytest_megatron.workload.checks.check import lint_checks  # noqa: PLC0415 - slow to import
+
+    findings = lint_recipes(
+        paths or (Path("recipes"),),
+        root=root,
+        vocabulary=project_words(root),
+        other_names=load_config(root).golden_platforms,
+        row_checks=[lint_checks],
+    )
+    click.echo(findings_text(findings, form), nl=False)
+    sys.exit(any(finding.is_error for finding in findings))

@@ -389,7 +389,7 @@ def read_options(config: pytest.Config) -> Options:
 
 def _with_labels(config: pytest.Config, options: Options) -> Options:
     """Return options with the decision for labels and event; what the user typed wins."""
-    from pytest_megatron.hooks.labels import decision_of  # noqa: PLC0415 - not for all
+    from pytest_megatron.hooks.labels import decision_of
 
     decision = decision_of(config, options.ci_event, options.labels, options.selection)
     return replace(
@@ -458,7 +458,7 @@ def _slurm_step() -> SlurmStep | None:
     """
     if not any(name in os.environ for name in _SLURM_STEP):
         return None
-    from pytest_megatron.gang.slurm_step import find_slurm_step  # noqa: PLC0415 - not for all
+    from pytest_megatron.gang.slurm_step import find_slurm_step
 
     try:
         return find_slurm_step(os.environ)
@@ -493,7 +493,7 @@ def early_size(early_config: pytest.Config) -> tuple[int, int] | None:
             step = _slurm_step()
             texts["nnodes"] = step.num_nodes if step else None
     if num_ranks == "all":
-        from pytest_megatron.gpu.host import this_host  # noqa: PLC0415 - not for all
+        from pytest_megatron.gpu.host import this_host
 
         per_gpu = str(texts["ranks-per-gpu"] or 1)
         num_ranks = len(this_host().gpus) * (int(per_gpu) if per_gpu.isdecimal() else 1)

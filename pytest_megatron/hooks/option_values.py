@@ -9,11 +9,12 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, TypeVar, overload
+from typing import Generic, TypeVar
 
 import pytest
 
 T = TypeVar("T")
+D = TypeVar("D")
 ChoiceT = TypeVar("ChoiceT", bound=str)
 
 
@@ -31,24 +32,12 @@ class ValueKind(Generic[T]):
     metavar: str = ""
     is_repeatable: bool = False
 
-    @overload
-    def __call__(self, name: str, text: str, *, shown: str = "", metavar: str = "") -> T | None: ...
-    @overload
     def __call__(
-        self, name: str, text: str, *, default: T, shown: str = "", metavar: str = ""
-    ) -> T: ...
-    def __call__(
-        self,
-        name: str,
-        text: str,
-        *,
-        default: T | None = None,
-        shown: str = "",
-        metavar: str = "",
-    ) -> T | None:
+        self, name: str, text: str, default: D, shown: str = "", metavar: str = ""
+    ) -> T | D:
         """Return the field; for the arguments see `OptionRow`."""
         row = OptionRow(name, text, self, default, shown, metavar or self.metavar)
-        declared: T | None = field(metadata={"row": row})
+        declared: D = field(metadata={"row": row})
         return declared
 
 
@@ -58,10 +47,10 @@ class OptionRow(Generic[T]):
 
     Attributes:
         name: Without the dashes in front.
-        text: Its meaning, in Markdown; `--help` ends at the first semicolon.
+        text: Its meaning, with which its text in the reference begins.
         kind: How its value is parsed.
         default: Its value where none is given.
-        shown: The default in the reference, where the value itself does not explain it.
+        shown: The default in texts, where the value itself does not explain it.
         metavar: Placeholder of the value.
     """
 
@@ -75,34 +64,35 @@ class OptionRow(Generic[T]):
     @property
     def help(self) -> str:
         """The text for `--help`."""
-        text, default = self.text.partition(";")[0], self.shown_default
-        if default not in ("`false`", "no filter", "none"):
-            text += f" (default: {default})"
-        while "](" in text:  # a link; compiling a pattern would cost every start of pytest
-            head, _, tail = text.partition("](")
-            text = "".join(head.rpartition("[")[::2]) + tail.partition(")")[2]
-        return text.replace("`", "")
+        has_default = self.shown_default not in ("false", "no filter", "none")
+        return f"{self.text} (default: {self.shown_default})" if has_default else self.text
 
     @property
     def shown_default(self) -> str:
-        """The default as the reference shows it."""
-        value = f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
-        return self.shown or (f"`{value.lower()}`" if self.default not in (None, "") else "none")
-
-    def typed(self, config: pytest.Config) -> object:
-        """Return the value on the command line, else None."""
-        value: object = config.getoption(dest(self.name))
-        return None if value is False else value
-
-    def given(self, config: pytest.Config) -> object:
-        """Return the value on the command line, else the one in the ini file, else None."""
-        value = self.typed(config)
-        return config.getini(dest(self.name)) if value is None else value
+        """The default as text."""
+        if self.shown or self.default in (None, ""):
+            return self.shown or "none"
+        if isinstance(self.default, tuple):
+            return ",".join(map(str, self.default)) or "no filter"
+        is_float = isinstance(self.default, float)
+        return f"{self.default:g}" if is_float else str(self.default).lower()
 
     def read(self, config: pytest.Config) -> T | None:
         """Return the parsed value."""
-        value = self.given(config)
+        value = given(config, self.name)
         return self.default if value is None else self.kind.parse(self.name, value)
+
+
+def typed(config: pytest.Config, name: str) -> object:
+    """Return the value of an option on the command line, else None."""
+    value: object = config.getoption(dest(name))
+    return None if value is False else value
+
+
+def given(config: pytest.Config, name: str) -> object:
+    """Return the value on the command line, else the one in the ini file, else None."""
+    value = typed(config, name)
+    return config.getini(dest(name)) if value is None else value
 
 
 def dest(name: str) -> str:

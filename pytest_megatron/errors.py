@@ -23,6 +23,7 @@ __all__ = [
     "RecipeError",
     "ReportError",
     "ReproError",
+    "RunError",
     "SelectionError",
     "TriageError",
 ]
@@ -52,6 +53,10 @@ class RecipeError(MegatronError):
 
 class ReproError(MegatronError):
     """A run or an artifact cannot be read, or holds nothing that can be done again here."""
+
+
+class RunError(MegatronError):
+    """A run directory or an artifact of one cannot be found or read."""
 
 
 class SelectionError(MegatronError):

@@ -26,14 +26,13 @@ from pytest_megatron.recipe.model import Workload
 from pytest_megatron.recipe.paths import case_path
 from pytest_megatron.runs.environment import SessionFacts, gather_facts
 from pytest_megatron.runs.layout import AttemptDirs, item_dirs
-from pytest_megatron.verdict.attempt import Attempt
+from pytest_megatron.verdict.attempt import Attempt, Verdict
 from pytest_megatron.verdict.compare import judge
 from pytest_megatron.verdict.driver import Repeat, begin, conclude
 from pytest_megatron.verdict.job import WorkloadJob, check_job
 from pytest_megatron.verdict.retry import RetryPolicy
 from pytest_megatron.verdict.retry_budget import RunLedger
 from pytest_megatron.verdict.scheduler import QueuedWorkload, WorkEnd, WorkloadScheduler
-from pytest_megatron.verdict.verdict import Verdict
 from pytest_megatron.workload.plan.plan import Setting
 from pytest_megatron.workload.run.runner import Progress
 from simulated.cluster import Cluster, Fate, SimulatedJob, State

@@ -92,7 +92,7 @@ def parse_json(text: str | bytes, *, is_lenient: bool = False) -> JsonValue:
         raise ValueError(f"a number has more than {_MOST_DIGITS} digits")
     try:
         value = cast("JsonValue", _LENIENT.decode(text) if is_lenient else json.loads(text))
-        return value if _SURROGATE.search(text) is None else _encodable(value)
+        return value if _SURROGATE.search(text) is None else encodable(value)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -113,15 +113,17 @@ def _no_number(_: str) -> None:
 _LENIENT = json.JSONDecoder(parse_int=_integer, parse_float=_number, parse_constant=_no_number)
 
 
-def _encodable(value: JsonValue) -> JsonValue:
-    """Return the value with texts that can be written as UTF-8."""
+def encodable(value: JsonValue) -> JsonValue:
+    """Return the value with texts that can be written as UTF-8: U+FFFD for a lone surrogate."""
     match value:
         case str():
+            if value.isascii():
+                return value
             return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         case list():
-            return [_encodable(element) for element in value]
+            return [encodable(element) for element in value]
         case dict():
-            return {str(_encodable(key)): _encodable(item) for key, item in value.items()}
+            return {str(encodable(key)): encodable(item) for key, item in value.items()}
         case _:
             return value
 

@@ -9,12 +9,16 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from pytest_megatron.base.files import JsonValue, write_json_atomically
+from pydantic import Field, Strict
+
+from pytest_megatron.base.files import write_json_atomically
 from pytest_megatron.errors import CiError
 from pytest_megatron.runs.layout import make_results_dir
+from pytest_megatron.runs.record import RecordedFile, to_json
 
 FILE_NAME = "job.json"
 LOG_NAME = "pytest.log"
@@ -23,8 +27,8 @@ _COMMIT = ("GITHUB_SHA", "CI_COMMIT_SHA")
 _RUN_ID = ("GITHUB_RUN_ID", "CI_PIPELINE_ID")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CiJobRecord:
+@dataclass(frozen=True, kw_only=True)
+class CiJobRecord(RecordedFile):
     """One try of one job.
 
     Attributes:
@@ -35,21 +39,17 @@ class CiJobRecord:
         unique: Different for each try of each job.
     """
 
-    job: str
-    test_case: str
-    run_id: str
-    run_attempt: int
-    commit: str | None
-    unique: str
+    job: Annotated[str, Strict(), Field(min_length=1)]
+    test_case: Annotated[str, Strict()] = ""
+    run_id: Annotated[str, Strict()] = ""
+    run_attempt: Annotated[int, Strict(), Field(ge=1)]
+    commit: Annotated[str, Strict()] | None = None
+    unique: Annotated[str, Strict()] = ""
 
     @property
     def artifact(self) -> str:
         """Name of the artifact: `logs-<test case>-<run id>-<unique>`."""
         return f"logs-{slug(self.test_case)}-{self.run_id}-{self.unique}"
-
-    def as_json(self) -> dict[str, JsonValue]:
-        """Return what `job.json` holds."""
-        return {"schema": 1, **asdict(self), "artifact": self.artifact}
 
 
 def slug(name: str) -> str:
@@ -93,27 +93,7 @@ def write_job(record: CiJobRecord, directory: Path) -> None:
         if directory.is_dir() and any(directory.iterdir()):
             raise CiError(str(directory), "is not empty; give a directory for this job alone")
         make_results_dir(directory)
-        write_json_atomically(directory / FILE_NAME, record.as_json())
+        content = {**to_json(record), "artifact": record.artifact}
+        write_json_atomically(directory / FILE_NAME, content)
     except OSError as error:
         raise CiError(str(directory), f"cannot be written: {error.strerror}") from error
-
-
-def read_job(content: Mapping[str, JsonValue], where: str) -> CiJobRecord:
-    """Return the record that `job.json` holds.
-
-    Raises:
-        CiError: It has no job, or a value of another kind than we write.
-    """
-    job, attempt, commit = content.get("job"), content.get("run_attempt"), content.get("commit")
-    if not isinstance(job, str) or not job:
-        raise CiError(where, f"found job {job!r}, expected the id of a job")
-    if not isinstance(attempt, int) or isinstance(attempt, bool) or attempt < 1:
-        raise CiError(where, f"found run_attempt {attempt!r}, expected a number from 1")
-    return CiJobRecord(
-        job=job,
-        test_case=str(content.get("test_case")),
-        run_id=str(content.get("run_id")),
-        run_attempt=attempt,
-        commit=commit if isinstance(commit, str) else None,
-        unique=str(content.get("unique")),
-    )

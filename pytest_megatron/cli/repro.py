@@ -10,7 +10,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
+from pathlib import Path, PurePath
 
 import click
 
@@ -19,14 +20,23 @@ from pytest_megatron.base.text import printable
 from pytest_megatron.cli.formats import PATH
 from pytest_megatron.errors import MegatronError, ReproError
 from pytest_megatron.repro.bisect_order import smallest_cause
-from pytest_megatron.repro.choose import Chosen, choose
+from pytest_megatron.repro.choose import Chosen, choose, find_plan, read_own_run
 from pytest_megatron.repro.command import Again, Wishes, container_lines
 from pytest_megatron.repro.compare import differences, say_fewer_ranks, sizes_of
 from pytest_megatron.repro.run import ReproExit, ReproOutcome, Stage
+from pytest_megatron.runs.environment import NAME as PATCH_NAME
 from pytest_megatron.runs.environment import gather_facts
 from pytest_megatron.runs.find import find_runs
-from pytest_megatron.runs.layout import OWN_DIR, RUN_FILE, RUNS_DIR, item_dirs, make_own_dir
-from pytest_megatron.runs.record import RecordedPlan, find_plan, read_run
+from pytest_megatron.runs.layout import OWN_DIR, RUNS_DIR, item_dirs, make_own_dir
+from pytest_megatron.runs.record import (
+    RecordedAttempt,
+    RecordedItem,
+    RecordedPlan,
+    RecordedTest,
+    RecordedWorkload,
+)
+
+_WANTED = ("plan.json", "triage.json", "comparison.json", PATCH_NAME)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +124,9 @@ def _prepare(
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     stage = Stage(root=root, scratch=root / OWN_DIR / "repro" / name)
     make_own_dir(root)
-    runs = find_runs(path, stage.scratch, with_checkpoints=(wishes.phase or 1) > 1)
-    records = {run: read_run(run / RUN_FILE) for run in runs}
+    is_wanted = partial(_is_wanted, with_checkpoints=(wishes.phase or 1) > 1)
+    runs = find_runs([path], stage.scratch, is_wanted, looks_up=True)
+    records = {run.directory: read_own_run(run.directory) for run in runs}
     chosen = choose(records, item, where=str(path), attempt=attempt, repeat=repeat)
     is_own = chosen.run_dir.resolve().is_relative_to((root / RUNS_DIR).resolve())
     wishes = replace(wishes, is_trusted=wishes.is_trusted or is_own)
@@ -125,7 +136,7 @@ def _prepare(
             str(file), "is not here; run this in the project's checkout, or give --project"
         )
     plan = _plan_of(chosen)
-    there = chosen.item.world_size or (plan.world_size if plan is not None else 1)
+    there = _num_ranks(chosen.item, plan)
     notes = []
     if wishes.num_ranks is not None:
         words = [word for phase in plan.phases for word in phase.argv] if plan else []
@@ -139,11 +150,24 @@ def _prepare(
     )
 
 
+def _is_wanted(name: PurePath, *, with_checkpoints: bool) -> bool:
+    """Return whether a member of an artifact is needed to do an item again."""
+    is_saved = with_checkpoints and "checkpoints" in name.parts
+    return is_saved or (name.name in _WANTED and "project" not in name.parts)
+
+
 def _plan_of(chosen: Chosen) -> RecordedPlan | None:
     found = chosen.attempt
-    if not chosen.item.is_workload or found is None or not (found.repeat and found.attempt):
+    if not isinstance(found, RecordedAttempt) or not (found.repeat and found.attempt):
         return None
     return find_plan(chosen.run_dir, chosen.node_id, found.repeat, found.attempt)[1]
+
+
+def _num_ranks(item: RecordedItem, plan: RecordedPlan | None) -> int:
+    """Return the number of ranks that an item ran on."""
+    if isinstance(item, RecordedTest):
+        return item.world_size
+    return 1 if plan is None else plan.world_size or 1
 
 
 def _with_checkpoints(chosen: Chosen, plan: RecordedPlan | None, wishes: Wishes) -> Wishes:
@@ -154,7 +178,7 @@ def _with_checkpoints(chosen: Chosen, plan: RecordedPlan | None, wishes: Wishes)
     """
     if wishes.phase is None:
         return wishes
-    if not chosen.item.is_workload:
+    if isinstance(chosen.item, RecordedTest):
         raise ReproError("--phase", f"{chosen.node_id} is a test, which has no phases; drop it")
     numbers = [phase.number for phase in plan.phases] if plan is not None else []
     if wishes.phase not in numbers:
@@ -165,7 +189,7 @@ def _with_checkpoints(chosen: Chosen, plan: RecordedPlan | None, wishes: Wishes)
     if wishes.phase == 1:
         return wishes
     found = chosen.attempt
-    assert found is not None
+    assert isinstance(found, RecordedAttempt)
     dirs = item_dirs(chosen.run_dir, chosen.node_id)
     saved = dirs.attempt(repeat=found.repeat or 1, attempt=found.attempt or 1).checkpoints
     if not saved.is_dir():
@@ -198,9 +222,8 @@ def _lines(prepared: _Prepared, again: Again) -> list[str]:
     lines = [f"cd {shlex.quote(str(root))}", again.line]
     if image is not None:
         item, wishes = prepared.chosen.item, prepared.wishes
-        is_on_gpus = item.device == "cuda" or item.platform not in (None, "cpu")
-        there = item.world_size or (prepared.plan.world_size if prepared.plan else 1)
-        num_gpus = (wishes.num_ranks or there) if is_on_gpus else 0
+        there = _num_ranks(item, prepared.plan)
+        num_gpus = (wishes.num_ranks or there) if item.is_on_gpus else 0
         lines.append("# in the container of the run, with docker or under Slurm:")
         lines += [f"# {line}" for line in container_lines(image, again, num_gpus=num_gpus)]
     return lines
@@ -246,7 +269,7 @@ def _open_shell(prepared: _Prepared) -> ReproOutcome:
 def _bisect(prepared: _Prepared) -> ReproOutcome:
     """Find the tests before the item without which it passes."""
     chosen = prepared.chosen
-    if chosen.item.is_workload:
+    if isinstance(chosen.item, RecordedWorkload):
         raise ReproError(
             "--bisect-order", f"{chosen.node_id} is a workload, which nothing precedes"
         )

@@ -25,7 +25,6 @@ from pytest_megatron.engines.multitask.step import MODE, PORTS, REPEATABLE
 from pytest_megatron.engines.records import JobSpec, write_spec
 from pytest_megatron.engines.slurm.checks import SlurmChecks, ask_slurm, look_around
 from pytest_megatron.engines.slurm.interactive import wrapped
-from pytest_megatron.engines.slurm.open import NemoScripts
 from pytest_megatron.engines.slurm.script import ScriptWriter
 from pytest_megatron.engines.slurm.shape import ShapePaths
 from pytest_megatron.errors import LaunchError, SelectionError
@@ -193,7 +192,7 @@ def prepare(item: str, given: SlurmOptions) -> SlurmItem:
         project=load_config(root),
         is_lightweight=given["lightweight"],
     )
-    checked = make_job(options, NemoScripts(writer), workload, node_id)
+    checked = make_job(options, writer, workload, node_id)
     checked.require_runnable()
     _show(checked.findings)
     _look_at_cluster(context, config, checked)

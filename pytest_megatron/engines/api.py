@@ -1,4 +1,4 @@
-"""What an engine is. The protocol is public: other packages may bring engines of their own.
+"""Protocol of engines. It is public: other packages may bring engines of their own.
 
 An engine runs *orders*; an order is one attempt of a workload. Engines are entry points of the
 group `pytest_megatron.engines`, each a callable from an `EngineContext` to an `Engine`. Pure.
@@ -21,17 +21,19 @@ from pytest_megatron.workload.checks.rules import CheckFinding
 from pytest_megatron.workload.plan.plan import AttemptPlan, Setting
 from pytest_megatron.workload.run.runner import AttemptListener, PhaseEnd
 
+GROUP = "pytest_megatron.engines"  # of entry points
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """What an order needs.
+    """Resources of an order.
 
     Attributes:
         platform: The recipe's; `cpu` needs no GPU.
         gpus_per_node: 0 on the platform `cpu`.
         ranks_per_node: As many as GPUs where there are any.
         time_limit_s: Of all phases together; an engine adds what starting and ending takes it.
-        segment: How many nodes must be near one another, as the recipe says; None if it does not.
+        segment: How many nodes must be near one another, from the recipe; None if it has none.
     """
 
     platform: str
@@ -49,11 +51,11 @@ class Resources:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """What exactly an order starts.
+    """Plan of an order.
 
     Attributes:
         plan: Data, the same however often it is asked for.
-        description: What `plan.json` says of it, without secrets.
+        description: Content of `plan.json`, without secrets.
     """
 
     plan: AttemptPlan
@@ -88,7 +90,7 @@ class Submission:
 
 
 class TroubleKind(Enum):
-    """What kept an attempt from ending by itself; never the code's own failure."""
+    """Reason why an attempt did not run to its end; never the code's own failure."""
 
     TIMEOUT = "timeout"  # a limit of the engine, not the workload's own
     NODE_FAIL = "node_fail"
@@ -102,19 +104,19 @@ class TroubleKind(Enum):
 
     @property
     def is_of_host(self) -> bool:
-        """Whether the machine is to be avoided from now on."""
+        """True if the machine is to be avoided from now on."""
         return self in (TroubleKind.NODE_FAIL, TroubleKind.BOOT_FAIL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineError:
-    """What an engine knows of an attempt that did not end by itself.
+    """Error of an engine that ended an attempt.
 
     Attributes:
-        text: One line for a person: what happened, who says so, job and host.
+        text: One line for a person: what happened, its source, job and host.
         evidence: Lines of a log that belong to it.
         hosts: Those that it is about, where it is not about all that the attempt ran on.
-        is_transient: Whether another attempt may pass; None is as the table of signatures says.
+        is_transient: Whether another attempt may pass; None leaves it to the table of signatures.
     """
 
     kind: TroubleKind
@@ -126,14 +128,14 @@ class EngineError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubmissionOutcome:
-    """How an order ended.
+    """End of an order.
 
     Attributes:
         ends: Of its phases, up to the first that is not clean; may be empty where there is trouble.
-        health: What the GPUs said before and after; None without GPUs.
+        health: Of the GPUs before and after; None without GPUs.
         facts: Where and with what it ran; None where that is this process's machine.
         hosts: Names of the machines, as `avoid_hosts` takes them.
-        trouble: None where it ended by itself, well or not.
+        trouble: None where it ran to its end, well or not.
     """
 
     ends: tuple[PhaseEnd, ...] = ()
@@ -154,7 +156,7 @@ class SubmissionOutcome:
 
 
 class SubmissionPhase(Enum):
-    """How far an order is."""
+    """Progress of an order."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -163,7 +165,7 @@ class SubmissionPhase(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """What is new of an order.
+    """News of an order.
 
     Attributes:
         key: The order's.
@@ -178,7 +180,7 @@ class Update:
 
 
 class Engine(Protocol):
-    """Where attempts run. All of it is called in the controller, by one thread.
+    """Place where attempts run. All of it is called in the controller, by one thread.
 
     Attributes:
         name: As `--executor` has it.
@@ -220,7 +222,7 @@ class Engine(Protocol):
 
 @runtime_checkable
 class Checking(Protocol):
-    """What an engine may have beside: it knows what of a workload cannot work where it runs it."""
+    """Optional part of an engine: it knows what cannot work where it runs a workload."""
 
     def findings(
         self, workload: Workload, setting: Setting, needed: Resources
@@ -234,7 +236,7 @@ class Checking(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineContext:
-    """What an engine is made from.
+    """Arguments that an engine is made from.
 
     Attributes:
         root: The project.
@@ -254,5 +256,5 @@ class EngineContext:
 
     @property
     def engine_dir(self) -> Path:
-        """Where an engine keeps its own files; may not be there yet."""
+        """Directory of an engine's own files; may not exist yet."""
         return self.run_dir / "engine"

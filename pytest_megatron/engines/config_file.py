@@ -10,8 +10,8 @@ from pytest_megatron.base import schema
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import one_of
 from pytest_megatron.base.yaml import YamlDocument, YamlPath, read_yaml
+from pytest_megatron.engines.api import GROUP
 from pytest_megatron.engines.config import DockerConfig, ExecutorConfig, SlurmConfig
-from pytest_megatron.engines.local import GROUP
 from pytest_megatron.errors import ConfigError
 
 # Values that are a text however they look in YAML: `mem: 0`, `time: 1:00:00`, `env: {X: 0x10}`.

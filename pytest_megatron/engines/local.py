@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from pytest_megatron.engines.api import (
+    GROUP,
     Engine,
     EngineContext,
     Planned,
@@ -70,7 +71,7 @@ class LeasingEngine:
         self._waiting = [order for order in self._waiting if order.key not in keys]
 
     def _run(self, order: Submission) -> SubmissionOutcome:
-        """Run an order on GPUs that nobody else has."""
+        """Run an order on leased GPUs."""
         needed = order.resources
         fitting = _trusted_first(self._host.fitting(needed.platform), order.avoid_gpus)
         leased = lease_gpus(fitting, needed.num_gpus, lambda text: order.listener.on_lines([text]))
@@ -108,7 +109,6 @@ def _carry_out(order: Submission, planned: Planned, lease: Lease) -> SubmissionO
     )
 
 
-GROUP = "pytest_megatron.engines"
 LOCAL = LocalEngine.name
 
 

@@ -1,4 +1,4 @@
-"""What a job is told and what it answers, as files: `SPEC.json` and an outcome.
+"""Files that a job reads and writes: `SPEC.json` and an outcome.
 
 A spec holds the plan without the environment that the controller has: a job has its own. It can
 hold what a case sets, and so is readable by its owner only.
@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Self
 
 from pydantic import TypeAdapter
 
@@ -21,14 +21,13 @@ from pytest_megatron.engines.api import EngineError, Planned, SubmissionOutcome
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gpu.health import Health
 from pytest_megatron.runs.environment import SessionFacts
-from pytest_megatron.workload.plan.case_script import ScriptEnd
-from pytest_megatron.workload.plan.plan import AttemptPlan, PhasePlan
-from pytest_megatron.workload.run.runner import End, PhaseEnd, Progress
+from pytest_megatron.workload.plan.plan import AttemptPlan
+from pytest_megatron.workload.run.runner import PhaseEnd, PhaseResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
-    """What one job carries out.
+    """Specification of a job.
 
     Attributes:
         key: The order's.
@@ -52,34 +51,26 @@ class JobSpec:
     options: dict[str, str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScriptRecord:
-    """A `ScriptEnd` without its environment."""
-
-    key: str
-    returncode: int | None
-    log: Path
+_RESULT = tuple(field.name for field in fields(PhaseResult))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EndRecord:
-    """A `PhaseEnd` without its plan, which the controller has."""
+class EndRecord(PhaseResult):
+    """End of a phase without its plan, which the controller has."""
 
     number: int
-    end: End
-    returncode: int
-    num_left: int
-    duration_s: float
-    hung_rank: int | None
-    progress: Progress | None
-    problem: str | None
-    script: ScriptRecord | None
-    saved: int | None
+
+    @classmethod
+    def of(cls, end: PhaseEnd) -> Self:
+        """Return the record of an end, without the environment that a script left."""
+        script = None if end.script is None else replace(end.script, env={})
+        result = {name: getattr(end, name) for name in _RESULT}
+        return cls(number=end.plan.number, **{**result, "script": script})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRecord:
-    """What a job says of itself when it ends.
+    """Outcome that a job writes when it ends.
 
     Attributes:
         job_id: The scheduler's, or "".
@@ -156,27 +147,8 @@ def of_start(spec: JobSpec, number: int) -> JobSpec:
     return replace(_SPEC.validate_json(text), outcome=outcome, key=key)
 
 
-def end_record(end: PhaseEnd) -> EndRecord:
-    """Return what is kept of how a phase ended."""
-    script = end.script
-    return EndRecord(
-        number=end.plan.number,
-        end=end.end,
-        returncode=end.returncode,
-        num_left=end.num_left,
-        duration_s=end.duration_s,
-        hung_rank=end.hung_rank,
-        progress=end.progress,
-        problem=end.problem,
-        script=None
-        if script is None
-        else ScriptRecord(key=script.key, returncode=script.returncode, log=script.log),
-        saved=end.saved,
-    )
-
-
 def write_record(path: Path, record: JobRecord) -> None:
-    """Write what a job says, whole or not at all.
+    """Write the record of a job atomically.
 
     Raises:
         OSError: It cannot be written.
@@ -186,7 +158,7 @@ def write_record(path: Path, record: JobRecord) -> None:
 
 
 def read_record(path: Path) -> JobRecord | None:
-    """Read what a job said; None where there is no such file yet.
+    """Read the record of a job; None where there is no such file yet.
 
     Raises:
         LaunchError: The file is no record.
@@ -210,34 +182,12 @@ def outcome_of(record: JobRecord, planned: Planned, controller: SessionFacts) ->
     phases = {phase.number: phase for phase in planned.plan.phases}
     facts = replace(record.facts, commit=controller.commit, is_dirty=controller.is_dirty)
     return SubmissionOutcome(
-        ends=_ends(record.ends, phases),
+        ends=tuple(
+            PhaseEnd(plan=phases[end.number], **{name: getattr(end, name) for name in _RESULT})
+            for end in record.ends
+        ),
         health=record.health,
         facts=facts,
         hosts=record.hosts,
         trouble=record.trouble,
     )
-
-
-def _ends(records: Sequence[EndRecord], phases: Mapping[int, PhasePlan]) -> tuple[PhaseEnd, ...]:
-    """Return how phases ended, with their plans."""
-    return tuple(
-        PhaseEnd(
-            plan=phases[found.number],
-            end=found.end,
-            returncode=found.returncode,
-            num_left=found.num_left,
-            duration_s=found.duration_s,
-            hung_rank=found.hung_rank,
-            progress=found.progress,
-            problem=found.problem,
-            script=_script(found.script),
-            saved=found.saved,
-        )
-        for found in records
-    )
-
-
-def _script(record: ScriptRecord | None) -> ScriptEnd | None:
-    if record is None:
-        return None
-    return ScriptEnd(key=record.key, returncode=record.returncode, log=record.log, env={})

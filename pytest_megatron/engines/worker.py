@@ -30,7 +30,6 @@ from pytest_megatron.engines.records import (
     EndRecord,
     JobRecord,
     JobSpec,
-    end_record,
     of_start,
     read_spec,
     write_record,
@@ -40,13 +39,13 @@ from pytest_megatron.gpu.health import Health, merge_health
 from pytest_megatron.gpu.monitor import HealthWatch
 from pytest_megatron.runs.environment import gather_facts
 from pytest_megatron.workload.plan.plan import AttemptPlan, inherited
-from pytest_megatron.workload.run.runner import Progress, StartPhase, run_attempt
+from pytest_megatron.workload.run.runner import ForwardingListener, StartPhase, run_attempt
 
 _ARRAY_INDEX = "SLURM_ARRAY_TASK_ID"
 
 
 class ToldToEndError(BaseException):
-    """The job was told to end; everything that runs in it is ended on the way out."""
+    """The job is to end; everything that runs in it is ended on the way out."""
 
 
 class SecondStartError(Exception):
@@ -54,7 +53,7 @@ class SecondStartError(Exception):
 
 
 def main(arguments: list[str]) -> int:
-    """Run what the spec says."""
+    """Run a spec."""
     try:
         spec = read_spec(spec_path(Path(arguments[0]), os.environ))
         step = Step.of(spec, os.environ)
@@ -181,8 +180,13 @@ def _carry_out(
         _need_one_node(spec.plan)
     gpus = gather_facts(spec.root).host.gpus if spec.watches_gpus else ()
     with HealthWatch(gpus) as watch:
-        ends = run_attempt(plan, json.loads(spec.description), _Printer(), start=start)
-        return tuple(end_record(end) for end in ends), watch.finish()
+        ends = run_attempt(
+            plan,
+            json.loads(spec.description),
+            ForwardingListener(on_lines=_print_lines),
+            start=start,
+        )
+        return tuple(map(EndRecord.of, ends)), watch.finish()
 
 
 def _need_one_node(plan: AttemptPlan) -> None:
@@ -207,15 +211,8 @@ def in_this_environment(spec: JobSpec, env: Mapping[str, str]) -> AttemptPlan:
     return replace(spec.plan, phases=phases)
 
 
-class _Printer:
-    """Copies lines of ranks to the job's log."""
-
-    def on_lines(self, lines: list[str]) -> None:
-        """Print lines of tee'd ranks."""
-        print(*lines, sep="\n", flush=True)  # noqa: T201 - the job's log
-
-    def on_progress(self, phase: int, progress: Progress) -> None:
-        """Take no notice: the line stands in the log."""
+def _print_lines(lines: list[str]) -> None:
+    print(*lines, sep="\n", flush=True)  # noqa: T201 - the job's log
 
 
 def _say(text: str) -> None:

@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import counted
 from pytest_megatron.gang.merge import Merged
 from pytest_megatron.gang.phase_report import longrepr_text
 from pytest_megatron.gang.spec import GangSpec, Reason, RunEnd
 from pytest_megatron.gpu.host import Gpu
+from pytest_megatron.runs.record import RecordedExecution, RecordedTest, RecordedVerdict
 from pytest_megatron.runs.reproduce import headline_fingerprint
 from pytest_megatron.triage.signatures import (
     Signature,
@@ -44,8 +44,8 @@ class Executed:
 
 def test_record(
     merged: Sequence[Merged], spec: GangSpec, executions: Sequence[Executed]
-) -> dict[str, JsonValue]:
-    """Return the record of a distributed test for `run.json`.
+) -> RecordedTest:
+    """Return the record of a distributed test.
 
     Args:
         merged: The reports of its last execution.
@@ -54,21 +54,21 @@ def test_record(
     """
     failed = [m for m in merged if m.outcome == "failed"]
     is_skipped = any(m.outcome == "skipped" for m in merged)
-    outcome = "failed" if failed else "skipped" if is_skipped else "passed"
+    outcome: RecordedVerdict = "failed" if failed else "skipped" if is_skipped else "passed"
     causes = [e.signature for e in executions if e.signature is not None]
     is_flaky = bool(causes) and outcome == "passed"
-    return {
-        "verdict": "flaky" if is_flaky else outcome,
-        "outcome": outcome,
-        "problem": failed[0].message if failed else None,
-        "duration_s": round(sum(max(0.0, m.stop - m.start) for m in merged), 3),
-        "world_size": spec.world_size,
-        "device": spec.device,
-        "is_isolated": spec.is_isolated,
-        "fingerprint": _fingerprint(failed, executions) if failed else None,
-        "ranks": dict(failed[0].ranks) if failed else {},
-        "attempts": [_execution_record(execution) for execution in executions],
-    }
+    return RecordedTest(
+        verdict="flaky" if is_flaky else outcome,
+        outcome=outcome,
+        problem=failed[0].message if failed else None,
+        duration_s=round(sum(max(0.0, m.stop - m.start) for m in merged), 3),
+        world_size=spec.world_size,
+        device=spec.device,
+        is_isolated=spec.is_isolated,
+        fingerprint=_fingerprint(failed, executions) if failed else None,
+        ranks=dict(failed[0].ranks) if failed else {},
+        attempts=tuple(_execution_record(execution) for execution in executions),
+    )
 
 
 def _fingerprint(failed: Sequence[Merged], executions: Sequence[Executed]) -> str:
@@ -76,18 +76,18 @@ def _fingerprint(failed: Sequence[Merged], executions: Sequence[Executed]) -> st
     return headline_fingerprint(failed[0].message, reason)
 
 
-def _execution_record(executed: Executed) -> dict[str, JsonValue]:
+def _execution_record(executed: Executed) -> RecordedExecution:
     signature = executed.signature
-    return {
-        "gang": executed.gang,
-        "run": executed.end.run,
-        "directory": executed.directory,
-        "duration_s": round(executed.end.duration_s, 3),
-        "end": executed.end.reason.name.lower(),
-        "is_gang_kept": executed.end.is_kept,
-        "signature": None if signature is None else signature.id,
-        "is_transient": signature is not None,
-    }
+    return RecordedExecution(
+        gang=executed.gang,
+        run=executed.end.run,
+        directory=executed.directory,
+        duration_s=round(executed.end.duration_s, 3),
+        end=executed.end.reason.name.lower(),
+        is_gang_kept=executed.end.is_kept,
+        signature=None if signature is None else signature.id,
+        is_transient=signature is not None,
+    )
 
 
 _RANK = re.compile(r"^\[rank \d+\] ")
@@ -207,36 +207,30 @@ def plan_lines(specs: Iterable[GangSpec | None]) -> list[str]:
     return lines
 
 
-def flaky_lines(records: Mapping[str, Mapping[str, JsonValue]]) -> list[str]:
-    """Return a line for each test that passed at a rerun.
+def flaky_lines(records: Mapping[str, RecordedTest]) -> list[str]:
+    """Return a line for each test that passed after it was run again.
 
     Args:
-        records: Node id -> record of the test in `run.json`.
+        records: Node id -> record of the test.
     """
     lines = []
     for node_id, record in records.items():
-        if record["verdict"] != "flaky":
+        if record.verdict != "flaky":
             continue
-        causes = [str(a["signature"]) for a in _attempts(record) if a["is_transient"]]
+        causes = [str(a.signature) for a in record.attempts if a.is_transient]
         lines.append(f"flaky   {node_id}  passed at rerun {len(causes)}, after {', '.join(causes)}")
     return lines
 
 
-def replaced_line(records: Iterable[Mapping[str, JsonValue]]) -> str | None:
+def replaced_line(records: Iterable[RecordedTest]) -> str | None:
     """Return the number of replaced gangs with the reasons, or None."""
     ends: Counter[str] = Counter()
     for record in records:
-        if not record["is_isolated"]:
-            ends.update(str(a["end"]) for a in _attempts(record) if not a["is_gang_kept"])
+        if not record.is_isolated:
+            ends.update(a.end for a in record.attempts if not a.is_gang_kept)
     if not ends:
         return None
     words = {reason.name.lower(): text for reason, text in _REPLACED.items()}
     parts = ", ".join(f"{count} after {words[end]}" for end, count in ends.most_common())
     number = ends.total()
     return f"{number} {'gang was' if number == 1 else 'gangs were'} replaced: {parts}"
-
-
-def _attempts(record: Mapping[str, JsonValue]) -> list[dict[str, JsonValue]]:
-    attempts = record["attempts"]
-    assert isinstance(attempts, list)
-    return [attempt for attempt in attempts if isinstance(attempt, dict)]

@@ -159,7 +159,6 @@ class Health:
     def as_json(self) -> dict[str, JsonValue]:
         """Return the content of `health.json`."""
         return {
-            "schema": 1,
             "faults": [
                 {"gpu": f.uuid, "signature": f.signature, "text": f.text} for f in self.faults
             ],

@@ -7,19 +7,18 @@ knows comes on the reports.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from pytest_megatron.base.files import JsonValue
+from pytest_megatron.hooks.run_file import record_on
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.runs.environment import utc_now
 from pytest_megatron.runs.history import FILE_NAME, HistoryEntry, append, known_items, read
 from pytest_megatron.runs.layout import OWN_DIR, make_own_dir
+from pytest_megatron.runs.record import RecordedItem, RecordedTest, RecordedWorkload
 
 NAME = "megatron-history"
-RECORDS = {"megatron_workload": "workload", "megatron_test": "test"}
 
 
 class HistoryPlugin:
@@ -43,12 +42,11 @@ class HistoryPlugin:
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Take note of an item; write what cost a training at once."""
-        for attribute, kind in RECORDS.items():
-            record: dict[str, JsonValue] | None = getattr(report, attribute, None)
-            if record is not None and self._is_worth_a_line(report.nodeid, record, kind):
-                self._kept[report.nodeid] = self._entry(report.nodeid, record, kind)
-                if kind == "workload":
-                    self._write()
+        record = record_on(report)
+        if record is not None and self._is_worth_a_line(report.nodeid, record):
+            self._kept[report.nodeid] = self._entry(report.nodeid, record)
+            if isinstance(record, RecordedWorkload):
+                self._write()
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -68,14 +66,14 @@ class HistoryPlugin:
         if self._problem is not None:
             terminalreporter.write_line(f"megatron: {self._problem}", yellow=True)
 
-    def _is_worth_a_line(self, node_id: str, record: Mapping[str, JsonValue], kind: str) -> bool:
+    def _is_worth_a_line(self, node_id: str, record: RecordedItem) -> bool:
         """Whether to write of an item: every workload, and tests that were odd, once or now."""
-        verdict = record["verdict"]
-        if verdict == "flaky" and not _is_quarantined(record):
+        if record.verdict == "flaky" and not record.is_held:
             self._num_flaky += 1
         if self._path is None or node_id in self._earlier:
             return False
-        return kind == "workload" or verdict in ("flaky", "failed") or self._knows(node_id)
+        is_workload = isinstance(record, RecordedWorkload)
+        return is_workload or record.verdict in ("flaky", "failed") or self._knows(node_id)
 
     def _of_this_run(self) -> frozenset[str]:
         """Return the items of which the controller that is gone wrote already."""
@@ -97,26 +95,25 @@ class HistoryPlugin:
                 self._problem = f"{self._session.shorten(str(self._path))}: {error.strerror}"
         return node_id in self._known
 
-    def _entry(self, node_id: str, record: Mapping[str, JsonValue], kind: str) -> HistoryEntry:
+    def _entry(self, node_id: str, record: RecordedItem) -> HistoryEntry:
         facts = self._session.facts
-        attempts = record["attempts"]
-        assert isinstance(attempts, list)
-        failed = [a for a in attempts if isinstance(a, dict) and _is_failed(a)]
-        duration_s = record.get("duration_s", 0.0)
-        assert isinstance(duration_s, int | float)
+        if isinstance(record, RecordedTest):
+            kind, platform = "test", f"{record.device} x{record.world_size}"
+        else:
+            kind, platform = "workload", str(record.platform)
         return HistoryEntry(
             time=utc_now(),
             run=self._session.run_dir.name,
             node_id=self._session.redactor.text(node_id),
             kind=kind,
-            verdict=str(record["verdict"]),
-            num_attempts=len(attempts),
-            causes=tuple(str(a.get("signature") or "unknown") for a in failed),
-            duration_s=duration_s,
+            verdict=record.verdict,
+            num_attempts=len(record.attempts),
+            causes=record.causes,
+            duration_s=round(record.duration_s or 0.0, 3),
             commit=facts.commit,
             is_dirty=facts.is_dirty,
-            platform=str(record.get("platform") or _platform_of_test(record)),
-            is_quarantined=_is_quarantined(record),
+            platform=platform,
+            is_quarantined=record.is_held,
         )
 
     def _write(self) -> None:
@@ -137,17 +134,3 @@ def register_history(config: pytest.Config, session: RunSession) -> None:
     """Register the role, once for a session."""
     if not session.is_worker and not config.pluginmanager.has_plugin(NAME):
         config.pluginmanager.register(HistoryPlugin(session), NAME)
-
-
-def _is_failed(attempt: Mapping[str, JsonValue]) -> bool:
-    """Whether an attempt of a workload or an execution of a test was no good."""
-    return bool(attempt.get("cause") or attempt.get("is_transient"))
-
-
-def _is_quarantined(record: Mapping[str, JsonValue]) -> bool:
-    quarantine = record.get("quarantine")
-    return isinstance(quarantine, dict) and bool(quarantine["holds"])
-
-
-def _platform_of_test(record: Mapping[str, JsonValue]) -> str:
-    return f"{record.get('device')} x{record.get('world_size')}"

@@ -7,9 +7,10 @@ from collections.abc import Generator
 import pytest
 
 from pytest_megatron.errors import MegatronError
-from pytest_megatron.hooks.gangs.results import RECORD
+from pytest_megatron.hooks.run_file import record_on
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.runs.layout import RUN_FILE
+from pytest_megatron.runs.record import RecordedWorkload
 
 _NAME = "megatron-pages"
 _GOOD = ("passed", "skipped")
@@ -26,10 +27,9 @@ class PagesPlugin:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note whether there is anything to show."""
-        workload = getattr(report, "megatron_workload", None)
-        record = workload or getattr(report, RECORD, None)
-        self._has_workloads |= workload is not None
-        self._has_failures |= record is not None and record["verdict"] not in _GOOD
+        record = record_on(report)
+        self._has_workloads |= isinstance(record, RecordedWorkload)
+        self._has_failures |= record is not None and record.verdict not in _GOOD
 
     @pytest.hookimpl(wrapper=True, trylast=True)  # `run.json` is whole, the summary comes later
     def pytest_sessionfinish(self) -> Generator[None]:

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import asdict, replace
 
 import pytest
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.project import load_config
 from pytest_megatron.errors import ConfigError, MegatronError
-from pytest_megatron.hooks.history import RECORDS
 from pytest_megatron.hooks.markers import QUARANTINE, is_quarantined_by_us
+from pytest_megatron.hooks.run_file import put_record, record_on
 from pytest_megatron.recipe.quarantine import (
     Quarantine,
     QuarantineError,
@@ -26,6 +27,7 @@ from pytest_megatron.recipe.quarantine import (
     parse_quarantine,
     today,
 )
+from pytest_megatron.runs.record import RecordedQuarantine
 
 NAME = "megatron-quarantine"
 _STATE = "megatron_quarantine"  # attribute of a report, which crosses from a worker
@@ -80,16 +82,16 @@ class QuarantinePlugin:
         is_suspended = report.nodeid in self.suspended
         holds = quarantine.holds_on(self._day) and not is_suspended
         failure = _headline(report) if report.failed else ""
-        state: dict[str, JsonValue] = {
-            **quarantine.as_json(self._day),
-            "holds": holds,
-            "failure": failure,
-        }
-        report.__dict__[_STATE] = state
-        for attribute in RECORDS:
-            record: dict[str, JsonValue] | None = getattr(report, attribute, None)
-            if record is not None:
-                record["quarantine"] = {k: v for k, v in state.items() if k != "failure"}
+        state = RecordedQuarantine(
+            reason=quarantine.reason,
+            until=quarantine.until.isoformat(),
+            is_expired=not quarantine.holds_on(self._day),
+            holds=holds,
+        )
+        report.__dict__[_STATE] = {**asdict(state), "failure": failure}
+        record = record_on(report)
+        if record is not None:
+            put_record(report, replace(record, quarantine=state))
         text = f"until {quarantine.until}: {quarantine.reason}"
         if holds:
             report.user_properties.append(("megatron.quarantine", text))

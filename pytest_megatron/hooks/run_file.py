@@ -6,7 +6,6 @@ written.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Generator
@@ -14,12 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.base.files import (
-    JsonValue,
-    read_json,
-    write_json_atomically,
-    write_text_atomically,
-)
+from pytest_megatron.base.files import write_json_atomically, write_text_atomically
 from pytest_megatron.hooks.gangs.other_plugins import seed_of_examples
 from pytest_megatron.hooks.markers import limit_of_session
 from pytest_megatron.hooks.options import Options
@@ -28,31 +22,47 @@ from pytest_megatron.runs import environment as patch
 from pytest_megatron.runs.environment import kept_variables, utc_now
 from pytest_megatron.runs.find import remove_old_runs
 from pytest_megatron.runs.layout import RUN_FILE
+from pytest_megatron.runs.record import (
+    RecordedItem,
+    RecordedOptions,
+    RecordedPatch,
+    RecordedRun,
+    RecordedTest,
+    RecordedWorkload,
+    is_variable,
+    item_from_json,
+    item_to_json,
+    read_if_whole,
+    to_json,
+)
+
+_ATTRIBUTES = {RecordedWorkload: "megatron_workload", RecordedTest: "megatron_test"}
 
 
-def surroundings(config: pytest.Config, session: RunSession) -> dict[str, JsonValue]:
-    """Return what `run.json` keeps of a session beside its items."""
-    redactor = session.redactor
+def put_record(report: pytest.TestReport, record: RecordedItem) -> None:
+    """Put the record of an item on its last report, with which it crosses from a worker."""
+    report.__dict__[_ATTRIBUTES[type(record)]] = item_to_json(record)
+
+
+def record_on(report: pytest.TestReport) -> RecordedItem | None:
+    """Return the record that a report carries, or None."""
+    found = next((v for n in _ATTRIBUTES.values() if (v := report.__dict__.get(n))), None)
+    return None if found is None else item_from_json(found)
+
+
+def _session_env(session: RunSession) -> dict[str, str]:
+    """Return the variables to keep, redacted; only names that a shell can set."""
     decision = session.options.decision
     own = {} if decision is None else decision.env
     kept = kept_variables({**os.environ, **own}, own, names=session.project.kept_variables)
-    return {
-        "directory": _below(config, session),
-        "positional": list[JsonValue](redactor.words(_positional(config))),
-        "env": dict[str, JsonValue](redactor.env(kept)),
-        "seeds": _seeds(config, session.run_dir.name),
-        "options": _options(config, session.options),
-    }
+    return {k: v for k, v in session.redactor.env(kept).items() if is_variable(k)}
 
 
-def keep_patch(session: RunSession) -> JsonValue:
-    """Write what the working tree has beside its commit into the run directory.
-
-    Returns:
-        `file` and `problem`, each null where there is none; None for a tree that is its commit.
+def keep_patch(session: RunSession) -> RecordedPatch | None:
+    """Write the changes of the working tree into the run directory; None for a clean tree.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: They cannot be written.
     """
     if not session.facts.is_dirty:
         return None
@@ -60,12 +70,7 @@ def keep_patch(session: RunSession) -> JsonValue:
     if made.text:
         path = session.run_dir / patch.NAME
         write_text_atomically(path, session.redactor.text(made.text))
-    return {"file": patch.NAME if made.text else None, "problem": made.problem}
-
-
-def _below(config: pytest.Config, session: RunSession) -> str:
-    """Return the directory that the user was in, from the project's root."""
-    return os.path.relpath(config.invocation_params.dir, session.root)
+    return RecordedPatch(file="dirty.patch" if made.text else None, problem=made.problem)
 
 
 def _positional(config: pytest.Config) -> list[str]:
@@ -73,9 +78,9 @@ def _positional(config: pytest.Config) -> list[str]:
     return [str(word) for word in found or ()]
 
 
-def _seeds(config: pytest.Config, run_id: str) -> dict[str, JsonValue]:
+def _seeds(config: pytest.Config, run_id: str) -> dict[str, str | None]:
     """Return the seeds that pytest's plugins and Python have, each null if it has none."""
-    seeds: dict[str, JsonValue] = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED")}
+    seeds: dict[str, str | None] = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED")}
     for name in ("randomly_seed", "random_order_seed"):
         value = getattr(config.option, name, None)
         if value is not None and not str(value).startswith("default"):  # one that is not in use
@@ -85,18 +90,17 @@ def _seeds(config: pytest.Config, run_id: str) -> dict[str, JsonValue]:
     return seeds
 
 
-def _options(config: pytest.Config, options: Options) -> dict[str, JsonValue]:
-    """Return those of our options that change how an item runs or is judged."""
-    return {
-        "golden": options.golden,
-        "golden_policy": options.golden_policy,
-        "lightweight": options.is_lightweight,
-        "rank_timeout": _rank_timeout_s(config, options),
-        "rank_grace": options.rank_grace_s,
-        "gang_start": options.gang_start,
-        "ranks_per_gpu": options.ranks_per_gpu,
-        "signatures": [str(path) for path in options.signatures],
-    }
+def _options(config: pytest.Config, options: Options) -> RecordedOptions:
+    return RecordedOptions(
+        golden=options.golden,
+        golden_policy=options.golden_policy,
+        lightweight=options.is_lightweight,
+        rank_timeout=_rank_timeout_s(config, options),
+        rank_grace=options.rank_grace_s,
+        gang_start=options.gang_start,
+        ranks_per_gpu=options.ranks_per_gpu,
+        signatures=tuple(str(path) for path in options.signatures),
+    )
 
 
 def _rank_timeout_s(config: pytest.Config, options: Options) -> float:
@@ -123,14 +127,16 @@ class RunFile:
     def __init__(self, config: pytest.Config, session: RunSession) -> None:
         self._config = config
         self._session = session
-        self._records: dict[str, JsonValue] = {}
+        self._records: dict[str, RecordedItem] = {}
         self._started = _started(session)
-        self._patch: tuple[JsonValue] | None = None
+        self._patch: RecordedPatch | None = None
+        self._has_patch = False
         self._is_redacted = False
         self._is_there = False
         self._next_at = 0.0
         self._unclean: tuple[str, ...] = ()
-        self._end: dict[str, JsonValue] = {"ended": None, "exit_code": None}
+        self._ended: str | None = None
+        self._exit_code: int | None = None
         self._removed = 0
         self._unremoved = ""
         self.problem: str | None = None
@@ -139,25 +145,26 @@ class RunFile:
     def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None]:
         """Say how the run ended, after all others had a say in it."""
         yield
-        self._end = {"ended": utc_now(), "exit_code": int(session.exitstatus)}
+        self._ended, self._exit_code = utc_now(), int(session.exitstatus)
         if self._records or self._is_there or self._is_asked_for():
             self.write()
 
     def _is_asked_for(self) -> bool:
         """Whether a run without items of ours is to be told of; never over an earlier run."""
-        if self._end["exit_code"] == pytest.ExitCode.USAGE_ERROR:  # corrected and typed again
+        if self._exit_code == pytest.ExitCode.USAGE_ERROR:  # corrected and typed again
             return False
         options = self._session.options
         if options.run_dir is None or options.is_plan or self._config.option.collectonly:
             return False
         return not (self._session.run_dir / RUN_FILE).exists()
 
-    def keep(self, node_id: str, record: JsonValue) -> None:
+    def keep(self, node_id: str, record: RecordedItem) -> None:
         """Take the record of an item; the next `write` has it."""
         redactor = self._session.redactor
-        has_passed = isinstance(record, dict) and record.get("outcome") == "passed"
         # Of a test that passed there is no text that it wrote; there may be many thousands.
-        self._records[redactor.text(node_id)] = record if has_passed else redactor.json(record)
+        if not (isinstance(record, RecordedTest) and record.outcome == "passed"):
+            record = item_from_json(redactor.json(item_to_json(record)))
+        self._records[redactor.text(node_id)] = record
 
     def update(self) -> None:
         """Write what is known, unless that was done a moment ago and takes its time."""
@@ -225,21 +232,26 @@ class RunFile:
             if self._records or not self._is_asked_for():
                 return  # nothing could be started
             run_dir.mkdir(parents=True, exist_ok=True)
-        if self._patch is None:
-            self._patch = (keep_patch(self._session),)
-        run: dict[str, JsonValue] = {
-            "schema": 1,
-            "started": self._started,
-            "updated": utc_now(),
-            "is_redacted": self._is_redacted,
-            **self._end,
-            "arguments": list[JsonValue](self._session.arguments),
-            **surroundings(self._config, self._session),
-            **self._session.facts.as_json(),
-            "patch": self._patch[0],
-            "items": self._records,
-        }
-        write_json_atomically(run_dir / RUN_FILE, run)
+        if not self._has_patch:
+            self._patch, self._has_patch = keep_patch(self._session), True
+        config, session = self._config, self._session
+        run = RecordedRun(
+            started=self._started,
+            updated=utc_now(),
+            is_redacted=self._is_redacted,
+            ended=self._ended,
+            exit_code=self._exit_code,
+            arguments=tuple(session.arguments),
+            directory=os.path.relpath(config.invocation_params.dir, session.root),
+            positional=tuple(session.redactor.words(_positional(config))),
+            env=_session_env(session),
+            seeds=_seeds(config, session.run_dir.name),
+            options=_options(config, session.options),
+            **session.facts.as_keys(),
+            patch=self._patch,
+            items=self._records,
+        )
+        write_json_atomically(run_dir / RUN_FILE, to_json(run))
         if self._session.options.run_dir is None:
             link_latest(run_dir)
 
@@ -255,11 +267,10 @@ def run_file_of(config: pytest.Config, session: RunSession) -> RunFile:
     return config.stash[_OWN]
 
 
-def _started(session: RunSession) -> JsonValue:
-    """Return when the run began: for one that is taken over, what it said itself."""
+def _started(session: RunSession) -> str:
+    """Return when the run began; one that is taken over began earlier."""
     if session.options.is_attached:
-        with contextlib.suppress(OSError, ValueError):
-            found = read_json(session.run_dir / RUN_FILE)
-            if isinstance(found, dict) and "started" in found:
-                return found["started"]
+        earlier = read_if_whole(session.run_dir / RUN_FILE, RecordedRun)
+        if earlier is not None and earlier.started is not None:
+            return earlier.started
     return utc_now()

@@ -14,7 +14,7 @@ from itertools import groupby
 from pytest_megatron.base.templates import render
 from pytest_megatron.golden.model import Series
 from pytest_megatron.pages.model import Chart, Curve, CurveRole
-from pytest_megatron.runs.fields import Fields
+from pytest_megatron.runs.record import RecordedBand, finite
 
 _ROUND = (1, 2, 5, 10)
 _LARGE, _SMALL = 1e6, 1e-4
@@ -370,19 +370,18 @@ def _path(points: Sequence[tuple[float, float]]) -> str:
     return "".join(parts)
 
 
-def allowed_around(golden: Series, allowed: Fields) -> tuple[float, ...] | None:
+def allowed_around(golden: Series, allowed: RecordedBand) -> tuple[float, ...] | None:
     """Return how far from each value of a golden a run may be; None where no step has a limit.
 
     Args:
         golden: Whatever of it is no number has no limit (nan).
         allowed: The key of that name of a comparison in `comparison.json`.
     """
-    shares = allowed.inner("relative")
-    steps = sorted(int(step) for step in shares.values if step.isdecimal() and step.isascii())
-    parts = [shares.number(str(step)) or 0.0 for step in steps]
-    if not steps:
+    shares = sorted((int(step), finite(share) or 0.0) for step, share in allowed.relative.items())
+    if not shares:
         return None
-    absolute = allowed.number("absolute") or 0.0
+    steps, parts = zip(*shares, strict=True)
+    absolute = finite(allowed.absolute) or 0.0
     return tuple(
         parts[max(0, bisect_right(steps, step) - 1)] * abs(value) + absolute
         if isinstance(value, float)

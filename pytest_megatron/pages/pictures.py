@@ -16,8 +16,9 @@ from pytest_megatron.base.files import write_text_atomically
 from pytest_megatron.errors import ReportError
 from pytest_megatron.pages.chart import chart_svg
 from pytest_megatron.pages.model import Chart, PageItem
-from pytest_megatron.pages.read import find_runs
+from pytest_megatron.pages.read import RunReader, is_worth_showing
 from pytest_megatron.pages.write import cannot_write
+from pytest_megatron.runs.find import find_runs
 
 _UNSAFE = re.compile(r"[^\w.+=-]+", re.ASCII)
 _ZOOM = 2  # of a PNG, for screens with small pixels
@@ -49,15 +50,16 @@ def write_pictures(
         is_failed_only: Only metrics of which a comparison failed.
 
     Raises:
-        ReportError: There is no run, nothing can be written, or the library for PNG is missing.
+        ReportError: Nothing can be written, or the library for PNG is missing.
+        RunError: There is no run, or it cannot be read.
     """
     to_png = _load_png() if is_png else None
     written: list[Path] = []
     with tempfile.TemporaryDirectory(prefix="pytest-megatron-report-") as workspace:
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            for source in find_runs(paths, Path(workspace)):
-                for item in source.reader.items():
+            for run in find_runs(paths, Path(workspace), is_worth_showing):
+                for item in RunReader(run.directory, run.name).items():
                     for chart in _chosen(item, metrics, is_failed_only=is_failed_only):
                         name = f"{item.directory}-{_UNSAFE.sub('-', chart.metric).strip('-')}"
                         written += _write(directory / name, chart, item.node_id, to_png)

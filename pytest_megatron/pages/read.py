@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePath
+from typing import TypeVar
 
-from pytest_megatron.errors import GoldenError, MetricsError, ReportError
+from pytest_megatron.errors import GoldenError, MetricsError, RunError
 from pytest_megatron.golden.compare.result import RELATIVE, ComparisonRule, Layer
 from pytest_megatron.golden.model import MetricMap
 from pytest_megatron.golden.provenance import Golden
@@ -29,16 +29,26 @@ from pytest_megatron.pages.model import (
     RunFacts,
     TestRow,
 )
-from pytest_megatron.runs.archives import is_archive, unpack
-from pytest_megatron.runs.fields import Fields, read_fields, read_if_there
-from pytest_megatron.runs.find import runs_below
-from pytest_megatron.runs.layout import RUN_FILE, AttemptDirs, ItemDirs, PhaseDirs, item_dirs
+from pytest_megatron.runs.layout import AttemptDirs, ItemDirs, PhaseDirs, item_dirs
+from pytest_megatron.runs.record import (
+    RecordedAttempt,
+    RecordedBand,
+    RecordedComparison,
+    RecordedLayer,
+    RecordedTest,
+    RecordedTriage,
+    RecordedWorkload,
+    finite,
+    read_record,
+    read_run,
+)
 
 _MOST_PHASES = 100
 _LOSS = "lm loss"
 _GANG_DIRECTORY = re.compile(r"(ranks(?:-[\w.-]+)?/attempt_\d+)/?$")
 _SEE = re.compile(r"; see \S+$")
-_FACTS = ("commit", "image", "python", "driver", "cpu")
+_GOOD = ("passed", "skipped")
+_File = TypeVar("_File")
 
 
 class RunReader:
@@ -52,74 +62,56 @@ class RunReader:
         """Read its `run.json`.
 
         Raises:
-            ReportError: There is none, or it is damaged.
+            RunError: There is none, or it is damaged.
         """
         self.directory = directory
-        if not (directory / RUN_FILE).is_file():
-            raise ReportError(
-                str(directory), f"holds no {RUN_FILE}; expected a run directory or an artifact"
-            )
-        self._run = read_fields(directory / RUN_FILE)
-        self._items = self._run.inner("items")
+        self._run = read_run(directory)
         self._name = name or directory.resolve().name
 
     @property
     def facts(self) -> RunFacts:
         """What ran, where, with what."""
         run = self._run
-        facts = [(key, run.text(key)) for key in _FACTS if run.text(key)]
-        if facts and facts[0][0] == "commit" and run.flag("is_dirty"):
-            facts[0] = ("commit", f"{facts[0][1]}, with changes")
-        names = [gpu.text("name") for gpu in run.rows("gpus")]
-        facts += [("GPUs", f"{len(names)} x {names[0]}")] if names else []
-        versions = run.inner("versions").values
-        shown = ", ".join(f"{name} {version}" for name, version in versions.items())
-        facts += [("versions", shown)] if shown else []
+        facts = {
+            "commit": f"{run.commit}, with changes" if run.commit and run.is_dirty else run.commit,
+            "image": run.image,
+            "python": run.python,
+            "driver": run.driver,
+            "cpu": run.cpu,
+            "GPUs": f"{len(run.gpus)} x {run.gpus[0]}" if run.gpus else None,
+            "versions": ", ".join(f"{name} {one}" for name, one in run.versions.items()),
+        }
         return RunFacts(
             name=self._name,
-            started=run.text("started"),
-            arguments=run.texts("arguments"),
-            facts=tuple(facts),
+            started=run.started or "",
+            arguments=run.arguments or (),
+            facts=tuple((key, text) for key, text in facts.items() if text),
         )
 
     def items(self) -> Iterator[PageItem]:
         """Yield the workloads, one after the other: their curves are large."""
-        for node_id, record in self._records():
-            if record.whole("world_size") is None:
+        for node_id, record in self._run.items.items():
+            if isinstance(record, RecordedWorkload):
                 yield self._item(node_id, record)
 
     def tests(self) -> tuple[dict[str, int], tuple[TestRow, ...]]:
         """Return how many distributed tests have which verdict, and those that did not pass."""
-        counts: dict[str, int] = {}
-        rows: list[TestRow] = []
-        for node_id, record in self._records():
-            size = record.whole("world_size")
-            if size is None:
-                continue
-            verdict = record.text("verdict", "unknown")
-            counts[verdict] = counts.get(verdict, 0) + 1
-            if verdict not in ("passed", "skipped"):
-                rows.append(self._test(node_id, record, size))
-        return counts, tuple(rows)
+        tests = {n: r for n, r in self._run.items.items() if isinstance(r, RecordedTest)}
+        counts = Counter[str](record.verdict for record in tests.values())
+        rows = [self._test(n, r) for n, r in tests.items() if r.verdict not in _GOOD]
+        return dict(counts), tuple(rows)
 
-    def _records(self) -> Iterator[tuple[str, Fields]]:
-        for node_id, record in self._items.values.items():
-            if isinstance(record, dict):
-                yield node_id, Fields(record)
-
-    def _test(self, node_id: str, record: Fields, size: int) -> TestRow:
-        attempts = record.rows("attempts")
-        found = [_GANG_DIRECTORY.search(attempt.text("directory")) for attempt in attempts]
+    def _test(self, node_id: str, record: RecordedTest) -> TestRow:
+        found = [_GANG_DIRECTORY.search(attempt.directory) for attempt in record.attempts]
         logs = dict.fromkeys(match[1] for match in found if match is not None)
-        ranks = record.inner("ranks")
         return TestRow(
             node_id=node_id,
-            verdict=record.text("verdict", "unknown"),
-            problem=record.text("problem") or _reruns(attempts),
-            world_size=size,
-            duration_s=record.number("duration_s") or 0.0,
-            num_attempts=len(attempts),
-            ranks=tuple((rank, ranks.text(rank)) for rank in ranks.values),
+            verdict=record.verdict,
+            problem=record.problem or _reruns(record.causes),
+            world_size=record.world_size,
+            duration_s=record.duration_s or 0.0,
+            num_attempts=len(record.attempts),
+            ranks=tuple(record.ranks.items()),
             links=tuple(
                 FileLink(text=path, path=f"{path}/")
                 for path in logs
@@ -127,33 +119,45 @@ class RunReader:
             ),
         )
 
-    def _item(self, node_id: str, record: Fields) -> PageItem:
+    def _item(self, node_id: str, record: RecordedWorkload) -> PageItem:
         dirs = item_dirs(self.directory, node_id)
-        comparison = read_if_there(dirs.comparison)
-        findings = tuple(_findings(comparison))
         notes: list[str] = []
+        comparison = _record(dirs.comparison, RecordedComparison, notes) or RecordedComparison()
+        triage = _record(dirs.triage, RecordedTriage, notes) or RecordedTriage()
+        findings = tuple(_findings(comparison))
         golden = _golden(dirs, notes)
-        attempts = tuple(_attempt(dirs, row) for row in record.rows("attempts"))
-        curves = _curves(dirs, record.rows("attempts"), notes)
+        attempts = tuple(_attempt(dirs, row) for row in record.attempts)
+        curves = _curves(dirs, record.attempts, notes)
         charts = tuple(_charts(golden, curves, findings, _allowed(comparison)))
         shown = {chart.metric for chart in charts}
-        held = record.inner("quarantine")
+        held = record.quarantine
         return PageItem(
             node_id=node_id,
             directory=dirs.root.name,
-            verdict=record.text("verdict", "unknown"),
-            platform=record.text("platform"),
-            problem=record.text("problem") or None,
-            summary=record.text("summary"),
-            duration_s=record.number("duration_s"),
+            verdict=record.verdict,
+            platform=record.platform or "",
+            problem=record.problem,
+            summary=record.summary,
+            duration_s=record.duration_s,
             attempts=attempts,
             charts=charts,
             others=tuple(f for f in findings if f.metric not in shown),
-            triage=_triage(dirs),
+            triage=tuple(_triage(triage)),
             links=_links(dirs.root, ("comparison.json", "triage.json", "golden.json")),
             notes=tuple(notes),
-            quarantine=held.text("reason", "no reason given") if held.flag("holds") else "",
+            quarantine=held.reason if held is not None and held.holds else "",
         )
+
+
+def _record(path: Path, model: type[_File], notes: list[str]) -> _File | None:
+    """Return a file beside `run.json`; None where it is not there, or damaged."""
+    if not path.is_file():
+        return None
+    try:
+        return read_record(path, model)
+    except RunError as error:
+        notes.append(f"{path.name} is not shown: {error.problem}")
+        return None
 
 
 def _golden(dirs: ItemDirs, notes: list[str]) -> Golden | None:
@@ -166,64 +170,66 @@ def _golden(dirs: ItemDirs, notes: list[str]) -> Golden | None:
         return None
 
 
-def _findings(comparison: Fields) -> Iterator[MetricFinding]:
-    for repeat in comparison.rows("repeats"):
-        for row in repeat.rows("comparisons"):
+def _findings(comparison: RecordedComparison) -> Iterator[MetricFinding]:
+    for repeat in comparison.repeats:
+        for row in repeat.comparisons:
             yield MetricFinding(
-                metric=row.text("metric"),
-                repeat=repeat.whole("repeat") or 1,
-                against=repeat.text("against", "golden"),
-                passed=row.flag("passed"),
-                rule=row.text("rule"),
-                first_step=None if row.flag("passed") else row.whole("first_step"),
-                text=row.text("text"),
-                golden_path=row.text("golden_path"),
-                largest=row.number("largest_relative"),
-                layers=tuple(_layers(row)),
+                metric=row.metric,
+                repeat=repeat.repeat,
+                against=repeat.against,
+                passed=row.passed,
+                rule=row.rule,
+                first_step=None if row.passed else row.first_step,
+                text=row.text,
+                golden_path=row.golden_path,
+                largest=finite(row.largest_relative),
+                layers=tuple(_layers(row.layers)),
             )
 
 
-def _layers(comparison: Fields) -> Iterator[tuple[bool, str]]:
-    """Yield what the layers of a comparison say, those that this version knows."""
+def _layers(rows: Sequence[RecordedLayer]) -> Iterator[tuple[bool, str]]:
+    """Yield result and text of each layer of a comparison that this version knows."""
     rules = {rule.value: rule for rule in ComparisonRule}
-    for row in comparison.rows("layers"):
-        rule = rules.get(row.text("layer"))
+    for row in rows:
+        rule = rules.get(row.layer)
         if rule is not None:
             layer = Layer(
                 rule=rule,
-                passed=row.flag("passed"),
-                measured=row.number("measured"),
-                limit=row.number("limit"),
-                unit=row.text("unit", RELATIVE),
-                place=row.text("place") or None,
+                passed=row.passed,
+                measured=finite(row.measured),
+                limit=finite(row.limit),
+                unit=row.unit or RELATIVE,
+                place=row.place,
             )
             yield layer.passed, layer.text
 
 
-def _allowed(comparison: Fields) -> dict[str, Fields]:
-    """Return what each metric was allowed around its golden, the same for every repeat."""
+def _allowed(comparison: RecordedComparison) -> dict[str, RecordedBand]:
+    """Return the band of each metric around its golden, the same for every repeat."""
     return {
-        row.text("metric"): row.inner("allowed")
-        for repeat in comparison.rows("repeats")
-        if repeat.text("against", "golden") == "golden"
-        for row in repeat.rows("comparisons")
-        if row.inner("allowed").values
+        row.metric: row.allowed
+        for repeat in comparison.repeats
+        if repeat.against == "golden"
+        for row in repeat.comparisons
+        if row.allowed is not None
     }
 
 
-def _curves(dirs: ItemDirs, attempts: list[Fields], notes: list[str]) -> list[tuple[str, Curve]]:
+def _curves(
+    dirs: ItemDirs, attempts: Sequence[RecordedAttempt], notes: list[str]
+) -> list[tuple[str, Curve]]:
     """Return (metric, curve) of every attempt, also of those that failed."""
-    has_repeats = any(row.whole("repeat") != 1 for row in attempts)
-    tried = Counter(row.whole("repeat") for row in attempts)
+    has_repeats = any(row.repeat != 1 for row in attempts)
+    tried = Counter(row.repeat for row in attempts)
     found: list[tuple[str, Curve]] = []
     for row in attempts:
-        repeat, number = row.whole("repeat"), row.whole("attempt")
+        repeat, number = row.repeat, row.attempt
         if not repeat or not number:
             continue
         parts = [f"repeat {repeat}"] if has_repeats else []
         parts += [f"attempt {number}"] if tried[repeat] > 1 else []
         name = ", ".join(parts) or "this run"
-        role = CurveRole.FAILED if row.text("cause") else CurveRole.RUN
+        role = CurveRole.FAILED if row.cause else CurveRole.RUN
         measured = list(_measured(dirs.attempt(repeat=repeat, attempt=number), notes))
         for phase, metrics in measured:
             label = name if phase is None else f"{name}, phase {phase}"
@@ -271,7 +277,7 @@ def _charts(
     golden: Golden | None,
     curves: list[tuple[str, Curve]],
     findings: tuple[MetricFinding, ...],
-    allowed: Mapping[str, Fields],
+    allowed: Mapping[str, RecordedBand],
 ) -> Iterator[Chart]:
     """Yield a chart for each metric that a run measured or a comparison was about."""
     expected = {} if golden is None else golden.metrics
@@ -283,24 +289,23 @@ def _charts(
         band = None
         if golden is not None and metric in expected:
             shown.insert(0, Curve(name="golden", role=CurveRole.GOLDEN, series=expected[metric]))
-            band = allowed_around(expected[metric], allowed.get(metric, Fields({})))
+            band = allowed_around(expected[metric], allowed.get(metric, RecordedBand()))
         charts.append(Chart(metric=metric, curves=tuple(shown), allowed=band, findings=mine))
     order = {False: 0, True: 1, None: 2}
     yield from sorted(charts, key=lambda c: (order[c.passed], c.metric != _LOSS, c.metric))
 
 
-def _attempt(dirs: ItemDirs, row: Fields) -> AttemptRow:
-    repeat, number = row.whole("repeat") or 1, row.whole("attempt") or 1
+def _attempt(dirs: ItemDirs, row: RecordedAttempt) -> AttemptRow:
+    repeat, number = row.repeat or 1, row.attempt or 1
     root = dirs.attempt(repeat=repeat, attempt=number).root
-    rank = row.whole("root_rank")
     return AttemptRow(
         name=f"repeat {repeat}, attempt {number}",
-        cause=_SEE.sub("", row.text("cause")) or None,
-        signature=row.text("signature") or None,
-        is_transient=row.flag("is_transient"),
-        root_rank=rank,
-        duration_s=row.number("duration_s") or 0.0,
-        links=tuple(_logs(dirs.root, root, rank or 0)),
+        cause=_SEE.sub("", row.cause or "") or None,
+        signature=row.signature,
+        is_transient=row.is_transient,
+        root_rank=row.root_rank,
+        duration_s=row.duration_s,
+        links=tuple(_logs(dirs.root, root, row.root_rank or 0)),
     )
 
 
@@ -328,87 +333,23 @@ def _links(directory: Path, names: tuple[str, ...]) -> tuple[FileLink, ...]:
     return tuple(FileLink(text=n, path=n) for n in names if (directory / n).is_file())
 
 
-def _triage(dirs: ItemDirs) -> tuple[str, ...]:
-    found = []
-    for row in read_if_there(dirs.triage).rows("attempts"):
-        said = [row.text(key) for key in ("text", "reason", "advice") if row.text(key)]
-        said += [f"next: {row.text('next')}"] if row.text("next") else []
-        if said:
-            found.append(f"{row.text('attempt')}: " + "\n  ".join(said))
-    return tuple(found)
+def _triage(triage: RecordedTriage) -> Iterator[str]:
+    for row in triage.attempts:
+        lines = [text for text in (row.text, row.reason, row.advice) if text]
+        lines += [f"next: {row.next}"] if row.next else []
+        if lines:
+            yield f"{row.attempt}: " + "\n  ".join(lines)
 
 
-def _reruns(attempts: list[Fields]) -> str:
-    causes = [a.text("signature") for a in attempts if a.flag("is_transient")]
+def _reruns(causes: Sequence[str]) -> str:
     return f"passed at rerun {len(causes)}, after {', '.join(causes)}" if causes else ""
 
 
 _NAMES = frozenset(
-    (RUN_FILE, "comparison.json", "triage.json", "golden.json", "metrics.json", "metrics.jsonl")
+    ("comparison.json", "triage.json", "golden.json", "metrics.json", "metrics.jsonl")
 )
-_MOST_DEPTH = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """A run to show.
-
-    Attributes:
-        is_unpacked: Whether it lies in a directory of ours that goes away.
-    """
-
-    reader: RunReader
-    is_unpacked: bool
-
-
-def find_runs(paths: Sequence[Path], workspace: Path) -> list[Source]:
-    """Return the runs in what was named, in that order.
-
-    Args:
-        paths: Run directories, artifacts (zip, tar), folders of either.
-        workspace: An empty directory of our own, for what has to be unpacked.
-
-    Raises:
-        ReportError: One of them is not there, or holds no run.
-        TriageError: An archive cannot be unpacked, or holds what no run leaves.
-    """
-    found: list[Source] = []
-    for number, path in enumerate(paths):
-        if not path.exists():
-            raise ReportError(str(path), "no such file or directory, expected a run or an artifact")
-        mine = list(_in(path, workspace / str(number)))
-        if not mine:
-            raise ReportError(
-                str(path), f"holds no {RUN_FILE}; expected a run directory or an artifact"
-            )
-        found += mine
-    return found
-
-
-def _in(path: Path, workspace: Path) -> Iterator[Source]:
-    if path.is_file():
-        if not is_archive(path):
-            raise ReportError(str(path), "is no run; expected a run directory, a zip or a tar")
-        yield from _unpacked(path, workspace)
-        return
-    for directory in runs_below(path, depth=_MOST_DEPTH):
-        yield Source(reader=RunReader(directory), is_unpacked=False)
-    if (path / RUN_FILE).is_file():
-        return
-    for number, inner in enumerate(sorted(p for p in path.iterdir() if p.is_file())):
-        if is_archive(inner):
-            yield from _unpacked(inner, workspace / str(number))
-
-
-def _unpacked(path: Path, workspace: Path) -> Iterator[Source]:
-    workspace.mkdir(parents=True)
-    unpack(path, workspace, is_wanted=_is_wanted)
-    name = path.name.split(".")[0]
-    for directory in runs_below(workspace, depth=_MOST_DEPTH):
-        below = directory.relative_to(workspace).as_posix()
-        shown = name if below == "." else f"{name}/{below}"
-        yield Source(reader=RunReader(directory, shown), is_unpacked=True)
-
-
-def _is_wanted(path: PurePath) -> bool:
+def is_worth_showing(path: PurePath) -> bool:
+    """Return whether a member of an artifact is needed for pages."""
     return path.name in _NAMES or "tfevents" in path.name

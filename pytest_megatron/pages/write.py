@@ -12,7 +12,8 @@ from pytest_megatron.base.files import write_text_atomically
 from pytest_megatron.errors import ReportError
 from pytest_megatron.pages.index_page import IndexRow, IndexRun, index_page, index_row
 from pytest_megatron.pages.item_page import item_page
-from pytest_megatron.pages.read import RunReader, find_runs
+from pytest_megatron.pages.read import RunReader, is_worth_showing
+from pytest_megatron.runs.find import find_runs
 
 INDEX, CURVES = "index.html", "curves.html"
 _UNSAFE = re.compile(r"[^\w.+=-]+", re.ASCII)
@@ -43,29 +44,29 @@ def write_report(paths: Sequence[Path], output: Path | None = None) -> Path:
             else into `report`.
 
     Raises:
-        ReportError: There is no run, or nothing can be written.
-        TriageError: An artifact cannot be unpacked.
+        ReportError: Nothing can be written.
+        RunError: There is no run, or it cannot be read.
     """
     with tempfile.TemporaryDirectory(prefix="pytest-megatron-report-") as workspace:
-        sources = find_runs(paths, Path(workspace))
-        if output is None and len(sources) == 1 and not sources[0].is_unpacked:
-            return write_in_place(sources[0].reader)
+        found = find_runs(paths, Path(workspace), is_worth_showing)
+        readers = [(run, RunReader(run.directory, run.name)) for run in found]
+        if output is None and len(found) == 1 and not found[0].is_unpacked:
+            return write_in_place(readers[0][1])
         output = output or Path("report")
         is_file = output.suffix in (".html", ".htm")
         index, pages = (output, output.with_suffix("")) if is_file else (output / INDEX, output)
         runs: list[IndexRun] = []
         used: set[str] = set()
         try:
-            for source in sources:
-                name = _new_name(source.reader.facts.name, used)
-                target = pages / name
-                where = None if source.is_unpacked else source.reader.directory
+            for run, reader in readers:
+                target = pages / _new_name(run.name, used)
+                where = None if run.is_unpacked else run.directory
                 from_page = None if where is None else _relative(where, target / "item")
                 from_index = None if where is None else _relative(where, index.parent)
                 back = _relative(index.parent, target / "item") + index.name
                 page = _relative(target, index.parent)
-                rows = _write_items(source.reader, target, files=from_page, page=page, index=back)
-                runs.append(_index_run(source.reader, rows, files=from_index))
+                rows = _write_items(reader, target, files=from_page, page=page, index=back)
+                runs.append(_index_run(reader, rows, files=from_index))
             index.parent.mkdir(parents=True, exist_ok=True)
             _write_index(runs, index)
         except OSError as error:

@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pytest_megatron.base.files import JsonValue
-
 _KEYS = ("reason", "until")
 _MOST_DAYS = 366
 _LEAST_LETTERS = 3  # of a pattern, beside * and signs
@@ -38,14 +36,6 @@ class Quarantine:
     def holds_on(self, day: dt.date) -> bool:
         """Whether a failure on that day does not count."""
         return day <= self.until
-
-    def as_json(self, day: dt.date) -> dict[str, JsonValue]:
-        """Return the entry of `run.json` on that day."""
-        return {
-            "reason": self.reason,
-            "until": self.until.isoformat(),
-            "is_expired": not self.holds_on(day),
-        }
 
 
 def parse_quarantine(given: object) -> Quarantine:

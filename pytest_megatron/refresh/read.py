@@ -7,13 +7,12 @@ their last parts count. Nothing in them is trusted to lead out of the project or
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-from pytest_megatron.base.files import JsonValue, read_json
+from pytest_megatron.base.files import parse_json
 from pytest_megatron.errors import GoldenError, MegatronError
 from pytest_megatron.golden.build import combine, series_in, series_of_generation
 from pytest_megatron.golden.compare.environment import NOWHERE
@@ -26,7 +25,16 @@ from pytest_megatron.golden.store import read_golden, read_metrics
 from pytest_megatron.recipe.case import CaseMode, TestType, WorkloadCase, read_case
 from pytest_megatron.recipe.paths import CASES, GOLDENS
 from pytest_megatron.refresh.candidate import Candidate, Ran
-from pytest_megatron.runs.layout import RUN_FILE, ItemDirs
+from pytest_megatron.runs.layout import COMPARISON_FILE, PLAN_FILE, ItemDirs
+from pytest_megatron.runs.record import (
+    RecordedAttempt,
+    RecordedComparison,
+    RecordedGolden,
+    RecordedPlan,
+    RecordedWorkload,
+    read_record,
+)
+from pytest_megatron.runs.record import read_run as read_run_file
 from pytest_megatron.verdict.compare import compare_in_mode
 from pytest_megatron.verdict.job import metric_names_of
 
@@ -47,17 +55,14 @@ def read_run(run_dir: Path, root: Path, policy: ComparisonPolicy) -> tuple[Candi
         policy: Under which repeats must agree.
 
     Raises:
-        GoldenError: It is no run directory.
+        RunError: It is no run directory.
+        GoldenError: It names a golden that is none of a project.
     """
-    run = read_object(run_dir / RUN_FILE)
-    items = run.get("items")
-    if not isinstance(items, dict):
-        raise GoldenError(str(run_dir / RUN_FILE), "has no 'items', so it is not of a run")
     found = []
-    for node_id, record in items.items():
-        if not isinstance(record, dict) or "golden" not in record:
+    for node_id, record in read_run_file(run_dir).items.items():
+        if not isinstance(record, RecordedWorkload) or record.golden is None:
             continue
-        directory = run_dir / _name_of(record.get("directory"))
+        directory = run_dir / _name_of(record.directory)
         if not (directory / REJECTED).is_file():
             found.append(read_candidate(node_id, record, directory, root, policy))
     return tuple(found)
@@ -65,7 +70,7 @@ def read_run(run_dir: Path, root: Path, policy: ComparisonPolicy) -> tuple[Candi
 
 def read_candidate(
     node_id: str,
-    record: Mapping[str, JsonValue],
+    record: RecordedWorkload,
     directory: Path,
     root: Path,
     policy: ComparisonPolicy,
@@ -74,7 +79,7 @@ def read_candidate(
 
     Args:
         node_id: Of the workload.
-        record: What `run.json` says of it.
+        record: From `run.json`.
         directory: Of the workload.
         root: The project.
         policy: Under which repeats must agree.
@@ -82,21 +87,21 @@ def read_candidate(
     Raises:
         GoldenError: The record names a golden that is none of a project.
     """
-    target = _target_of(record.get("golden"), node_id)
-    attempts = tuple(_ran(attempt, directory) for attempt in _objects(record.get("attempts")))
+    golden = record.golden or RecordedGolden()
+    target = _target_of(golden, node_id)
     found = Candidate(
         node_id=node_id,
         target=target,
         directory=directory,
-        verdict=str(record.get("verdict")),
-        problem=_text(record.get("problem")),
-        attempts=attempts,
-        platform=_text(record.get("platform")),
-        is_expected_to_fail=bool(record.get("is_expected")),
-        is_quarantined=_is_held(record),
+        verdict=record.verdict,
+        problem=record.problem,
+        attempts=tuple(_ran(attempt, directory) for attempt in record.attempts),
+        platform=record.platform,
+        is_expected_to_fail=record.is_expected,
+        is_quarantined=record.is_held and record.verdict != "passed",
     )
     try:
-        return _with_values(found, root, policy, _digests_of(record))
+        return _with_values(found, root, policy, golden.digests or {})
     except (MegatronError, OSError) as error:
         text = (
             str(error)
@@ -115,16 +120,7 @@ def digest_of(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _digests_of(record: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
-    """Return file to SHA-256; empty in a run of a version that noted none."""
-    golden = record.get("golden")
-    digests = golden.get("digests") if isinstance(golden, dict) else None
-    return digests if isinstance(digests, dict) else {}
-
-
-def _edited(
-    directory: Path, files: Sequence[Path], digests: Mapping[str, JsonValue]
-) -> Iterator[str]:
+def _edited(directory: Path, files: Sequence[Path], digests: Mapping[str, str]) -> Iterator[str]:
     """Yield the files that are not as the run left them."""
     for file in files if digests else ():
         if digests.get(file.relative_to(directory).as_posix()) != digest_of(file):
@@ -132,7 +128,7 @@ def _edited(
 
 
 def _with_values(
-    found: Candidate, root: Path, policy: ComparisonPolicy, digests: Mapping[str, JsonValue]
+    found: Candidate, root: Path, policy: ComparisonPolicy, digests: Mapping[str, str]
 ) -> Candidate:
     """Add what was measured."""
     clean = [attempt for attempt in found.attempts if attempt.cause is None]
@@ -148,7 +144,7 @@ def _with_values(
     repeats: list[MetricMap] = [
         m.metrics if m.generation is None else series_of_generation(m.generation) for m in measured
     ]
-    plan = read_object(_attempt_dir(found.directory, clean[0]) / "plan.json")
+    plan = read_record(_attempt_dir(found.directory, clean[0]) / PLAN_FILE, RecordedPlan)
     case = read_case(root / CASES / Path(*found.target.parts[-3:-1]) / "model_config.yaml")
     found = replace(
         found,
@@ -157,8 +153,8 @@ def _with_values(
         first_step=_first_step(plan, case),
         last_step=_last_step(plan),
         has_cross_entropy=case.mode is CaseMode.PRETRAINING,
-        num_ranks=_number(plan.get("world_size")),
-        is_lightweight=bool(plan.get("is_lightweight")),
+        num_ranks=plan.world_size,
+        is_lightweight=plan.is_lightweight,
         disagreements=tuple(_disagreements(found.directory)),
         damage=(
             *_falsified(found, golden, repeats, plan),
@@ -196,12 +192,12 @@ def _falsified(
     found: Candidate,
     golden: Golden,
     repeats: Sequence[MetricMap],
-    plan: Mapping[str, JsonValue],
+    plan: RecordedPlan,
 ) -> Iterator[str]:
     """Look for a candidate that is not what the run measured."""
     path = found.directory / CANDIDATE
-    if plan.get("node_id") != found.node_id:
-        yield f"{found.directory}: plan.json is of {plan.get('node_id')!r}"
+    if plan.node_id != found.node_id:
+        yield f"{found.directory}: plan.json is of {plan.node_id!r}"
     if golden.generation is not None:
         expected: MetricMap = repeats[0]
     else:
@@ -243,28 +239,22 @@ def _wrong_attempts(found: Candidate) -> str | None:
 
 def _disagreements(directory: Path) -> Iterator[str]:
     """Yield what disagrees in `comparison.json` that is not the golden."""
-    comparison = read_object(directory / "comparison.json")
-    for repeat in _objects(comparison.get("repeats")):
-        if repeat.get("against") == "golden":
-            continue
-        for one in _objects(repeat.get("comparisons")):
-            if not one.get("passed"):
-                yield f"repeat {repeat.get('repeat')} against the {repeat.get('against')}: " + str(
-                    one.get("text", one.get("metric"))
-                )
+    comparison = read_record(directory / COMPARISON_FILE, RecordedComparison)
+    for repeat in comparison.repeats:
+        for one in repeat.comparisons if repeat.against != "golden" else ():
+            if not one.passed:
+                where = f"repeat {repeat.repeat} against the {repeat.against}"
+                yield f"{where}: {one.text or one.metric}"
 
 
-def _ran(attempt: Mapping[str, JsonValue], directory: Path) -> Ran:
-    codes = attempt.get("exit_codes")
-    health = attempt.get("health")
-    faults = health.get("faults") if isinstance(health, dict) else None
+def _ran(attempt: RecordedAttempt, directory: Path) -> Ran:
     ran = Ran(
-        repeat=_number(attempt.get("repeat")) or 0,
-        number=_number(attempt.get("attempt")) or 0,
-        exit_codes=tuple(c for c in codes if isinstance(c, int)) if isinstance(codes, list) else (),
-        cause=_text(attempt.get("cause")),
-        signature=_text(attempt.get("signature")),
-        faults=tuple(map(str, faults)) if isinstance(faults, list) else (),
+        repeat=attempt.repeat or 0,
+        number=attempt.attempt or 0,
+        exit_codes=attempt.exit_codes,
+        cause=attempt.cause,
+        signature=attempt.signature,
+        faults=() if attempt.health is None else attempt.health.faults,
     )
     if ran.cause is not None:
         return ran
@@ -290,11 +280,10 @@ def _repeated_lines(path: Path) -> Iterator[str]:
     seen: set[tuple[str, int]] = set()
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            value = json.loads(line)
+            value = parse_json(line)
         except ValueError:
             continue  # the reader of metrics has its own word on it
-        step = value.get("step") if isinstance(value, dict) else None
-        if not isinstance(step, int):
+        if not isinstance(value, dict) or not isinstance(step := value.get("step"), int):
             continue
         for name in value.keys() - {"step"}:
             if (name, step) in seen:
@@ -313,80 +302,39 @@ def _measured(attempt: Path) -> Path:
     return next((p for p in places if p.is_file()), attempt / "phase_1" / "metrics.json")
 
 
-def _last_step(plan: Mapping[str, JsonValue]) -> int | None:
-    until = _number(plan.get("until_iteration"))
-    phases = _objects(plan.get("phases"))
-    return until if until is not None or not phases else _number(phases[0].get("last_iteration"))
+def _last_step(plan: RecordedPlan) -> int | None:
+    is_until = plan.until_iteration is not None or not plan.phases
+    return plan.until_iteration if is_until else plan.phases[0].last_iteration
 
 
-def _first_step(plan: Mapping[str, JsonValue], case: WorkloadCase) -> int | None:
-    """Return where the training begins; nobody knows of a checkpoint of long ago."""
-    phases = _objects(plan.get("phases"))
-    back_to = _number(phases[0].get("rewind_to")) if phases else None
+def _first_step(plan: RecordedPlan, case: WorkloadCase) -> int | None:
+    """Return where the training begins; None for a checkpoint from outside of the run."""
+    back_to = plan.phases[0].rewind_to if plan.phases else None
     if back_to is None:
         return None if case.test_type is TestType.FROZEN_START else 1
     return back_to + 1
 
 
-def _target_of(golden: JsonValue, node_id: str) -> PurePosixPath:
+def _target_of(golden: RecordedGolden, node_id: str) -> PurePosixPath:
     """Return where a golden belongs.
 
     Raises:
         GoldenError: It is none of the places that goldens of a project have.
     """
-    text = golden.get("target") if isinstance(golden, dict) else None
+    text = golden.target or ""
     for place in (GOLDENS, CASES):
         prefix = f"{place.as_posix()}/"
-        is_below = isinstance(text, str) and text.startswith(prefix) and ".." not in text
-        if is_below and _TARGET(str(text).removeprefix(prefix)):
-            return PurePosixPath(str(text))
+        is_below = text.startswith(prefix) and ".." not in text
+        if is_below and _TARGET(text.removeprefix(prefix)):
+            return PurePosixPath(text)
     raise GoldenError(
         node_id,
-        f"its golden is {text!r}, expected {GOLDENS}/MODEL/CASE/golden_values_ENVIRONMENT_PLATFORM"
-        ".json; nothing was written",
+        f"its golden is {golden.target!r}, expected {GOLDENS}/MODEL/CASE/"
+        "golden_values_ENVIRONMENT_PLATFORM.json; nothing was written",
     )
 
 
-def read_object(path: Path) -> dict[str, JsonValue]:
-    """Return the JSON object in a file of a run.
-
-    Raises:
-        GoldenError: It is not there, or holds something else.
-    """
-    try:
-        value = read_json(path)
-    except FileNotFoundError:
-        raise GoldenError(
-            str(path), "is not there, expected it in the directory of a run"
-        ) from None
-    except OSError as error:
-        raise GoldenError(str(path), f"cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise GoldenError(str(path), f"is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise GoldenError(str(path), f"holds a {type(value).__name__}, expected an object")
-    return value
-
-
-def _name_of(directory: JsonValue) -> str:
+def _name_of(directory: str | None) -> str:
     """Return the name of a workload's directory, which lies in the run's."""
-    name = PurePosixPath(directory).name if isinstance(directory, str) else ""
+    name = PurePosixPath(directory or "").name
     return "none" if name in ("", "..") else name
-
-
-def _is_held(record: Mapping[str, JsonValue]) -> bool:
-    quarantine = record.get("quarantine")
-    is_held = isinstance(quarantine, dict) and bool(quarantine.get("holds"))
-    return is_held and record.get("verdict") != "passed"
-
-
-def _objects(value: JsonValue) -> list[dict[str, JsonValue]]:
-    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
-
-
-def _text(value: JsonValue) -> str | None:
-    return value if isinstance(value, str) else None
-
-
-def _number(value: JsonValue) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None

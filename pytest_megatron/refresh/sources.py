@@ -15,11 +15,11 @@ from pytest_megatron.errors import GoldenError
 from pytest_megatron.golden.policy import ComparisonPolicy
 from pytest_megatron.refresh.candidate import Candidate
 from pytest_megatron.refresh.read import CANDIDATE, read_run
-from pytest_megatron.runs.archives import is_archive, unpack
-from pytest_megatron.runs.layout import RUN_FILE
+from pytest_megatron.runs.find import find_runs
+from pytest_megatron.runs.layout import COMPARISON_FILE, PLAN_FILE
 
 _WANTED = (
-    *(CANDIDATE, RUN_FILE, "plan.json", "comparison.json", "metrics.json", "metrics.jsonl"),
+    *(CANDIDATE, PLAN_FILE, COMPARISON_FILE, "metrics.json", "metrics.jsonl"),
     "generated.json",
 )
 _SKIPPED = ("checkpoints", "data_cache", "frozen_checkpoint", "project")
@@ -30,18 +30,11 @@ def open_runs(paths: Sequence[Path]) -> Iterator[tuple[Path, ...]]:
     """Yield the run directories in `paths`; what was unpacked is gone afterwards.
 
     Raises:
-        GoldenError: There is no run in one of them.
-        TriageError: An archive cannot be unpacked, or holds what no run leaves.
+        RunError: There is no run in one of them, or an archive is refused.
     """
-    with contextlib.ExitStack() as stack:
-        found: list[Path] = []
-        for path in paths:
-            place = path
-            if path.is_file() and is_archive(path):
-                place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-                unpack(path, place, _is_wanted)
-            found += _runs_in(path, place)
-        yield tuple(found)
+    with tempfile.TemporaryDirectory() as scratch:
+        found = find_runs(paths, Path(scratch), _is_wanted)
+        yield tuple(run.directory for run in found)
 
 
 def read_candidates(
@@ -50,7 +43,7 @@ def read_candidates(
     """Return the workloads of several runs.
 
     Raises:
-        GoldenError: As from `read_run`.
+        GoldenError, RunError: As from `read_run`.
     """
     return tuple(candidate for run in runs for candidate in read_run(run, root, policy))
 
@@ -72,21 +65,6 @@ def select(candidates: Sequence[Candidate], only: Sequence[str]) -> tuple[Candid
 
 def _is_named(candidate: Candidate, word: str) -> bool:
     return word in candidate.node_id or fnmatchcase(candidate.node_id, word)
-
-
-def _runs_in(path: Path, place: Path) -> list[Path]:
-    if not place.exists():
-        raise GoldenError(str(path), "is not there, expected a run directory or an artifact of one")
-    if (place / RUN_FILE).is_file():
-        return [place]
-    found = sorted(file.parent for file in place.rglob(RUN_FILE)) if place.is_dir() else []
-    if not found:
-        what = "holds no run.json" if place.is_dir() else "is no directory and no archive"
-        raise GoldenError(
-            str(path),
-            f"{what}, expected a run directory, or a zip or tar of one; give --run-dir's",
-        )
-    return found
 
 
 def _is_wanted(path: PurePath) -> bool:

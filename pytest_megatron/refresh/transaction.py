@@ -17,7 +17,6 @@ hosts may see under different paths.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -26,9 +25,10 @@ from pathlib import Path, PurePosixPath
 
 import filelock
 
-from pytest_megatron.base.files import JsonValue, write_json_atomically
-from pytest_megatron.errors import GoldenError
+from pytest_megatron.base.files import write_json_atomically
+from pytest_megatron.errors import GoldenError, RunError
 from pytest_megatron.runs.layout import OWN_DIR, make_own_dir
+from pytest_megatron.runs.record import RecordedFile, read_record, to_json
 
 LOCK = OWN_DIR / "goldens.lock"
 _PREPARING, _REPLACING, _UNDOING = (
@@ -60,8 +60,8 @@ class _TransactionEntry:
         return self.target.with_name(f".{self.target.name}.old")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TransactionJournal:
+@dataclass(frozen=True, kw_only=True)
+class _TransactionJournal(RecordedFile):
     """The journal of one set of files.
 
     Attributes:
@@ -70,14 +70,6 @@ class _TransactionJournal:
 
     entries: tuple[_TransactionEntry, ...]
     made: tuple[PurePosixPath, ...]
-
-    def as_json(self) -> dict[str, JsonValue]:
-        """Return the content of the file."""
-        return {
-            "schema": 1,
-            "entries": [{"target": str(e.target), "has_old": e.has_old} for e in self.entries],
-            "made": [str(directory) for directory in self.made],
-        }
 
 
 @contextlib.contextmanager
@@ -152,7 +144,7 @@ def replace_together(root: Path, texts: Mapping[PurePosixPath, str]) -> None:
         ),
         made=tuple(sorted({d for target in texts for d in _missing_above(root, target)})),
     )
-    write_json_atomically(root / _PREPARING, journal.as_json())
+    write_json_atomically(root / _PREPARING, to_json(journal))
     _sync(root / OWN_DIR)
     try:
         _stage(root, journal, texts)
@@ -239,17 +231,11 @@ def _recover(root: Path) -> None:
 
 def _read(path: Path) -> _TransactionJournal:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-        journal = _TransactionJournal(
-            entries=tuple(
-                _TransactionEntry(target=PurePosixPath(e["target"]), has_old=bool(e["has_old"]))
-                for e in value["entries"]
-            ),
-            made=tuple(PurePosixPath(directory) for directory in value["made"]),
-        )
-    except (ValueError, TypeError, KeyError) as error:
+        journal = read_record(path, _TransactionJournal)
+    except RunError as error:
         raise GoldenError(
-            str(path), f"is no journal of a refresh ({error}); look at the goldens, then delete it"
+            str(path),
+            f"is no journal of a refresh ({error.problem}); look at the goldens, then delete it",
         ) from error
     for name in (*(entry.target for entry in journal.entries), *journal.made):
         if name.is_absolute() or ".." in name.parts:

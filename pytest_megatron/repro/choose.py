@@ -1,16 +1,28 @@
-"""Which item of a run is meant, which execution of it, and what ran before it. Pure."""
+"""Reads a run and chooses the item, and the execution of it, to be done again (effects: reads)."""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from pytest_megatron.errors import ReproError
-from pytest_megatron.runs.record import RecordedAttempt, RecordedItem, RecordedRun
+from pytest_megatron.runs.layout import RUN_FILE, item_dirs
+from pytest_megatron.runs.record import (
+    RecordedAttempt,
+    RecordedExecution,
+    RecordedItem,
+    RecordedPlan,
+    RecordedRun,
+    RecordedTest,
+    read_record,
+    read_run,
+)
 
 _MOST_LISTED = 20
+_IMAGE = re.compile(r"[A-Za-z0-9/][\w./:@+#-]{0,499}").fullmatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +39,7 @@ class Chosen:
     run: RecordedRun
     node_id: str
     item: RecordedItem
-    attempt: RecordedAttempt | None
+    attempt: RecordedAttempt | RecordedExecution | None
     before: tuple[str, ...]
 
     @property
@@ -46,14 +58,57 @@ class Chosen:
     @property
     def problem(self) -> str:
         """The first line of why it failed."""
-        told = self.attempt.cause if self.attempt is not None else None
-        return headline(self.node_id, self.item.problem or told)
+        cause = self.attempt.cause if isinstance(self.attempt, RecordedAttempt) else None
+        return headline(self.node_id, self.item.problem or cause)
 
 
 def headline(node_id: str, problem: str | None) -> str:
     """Return the first line of a failure, without what its reader knows: item and log file."""
     first = (problem or "").partition("\n")[0].removeprefix(f"{node_id}: ")
     return first.partition("; see ")[0]
+
+
+def read_own_run(run_dir: Path) -> RecordedRun:
+    """Return the record of a run from which something is to be done again.
+
+    Raises:
+        ReproError: A name in it is none that an item or an image has.
+        RunError: It cannot be read.
+    """
+    run, path = read_run(run_dir), run_dir / RUN_FILE
+    for node_id in run.items:
+        check_node_id(node_id, str(path))
+    if run.image is not None and not _IMAGE(run.image):
+        raise ReproError(f"{path}: 'image'", f"{run.image!r} is no name of an image; refused")
+    return run
+
+
+def check_node_id(node_id: str, where: str) -> None:
+    """Make sure that a node id names a test below the project, and is no option of pytest's.
+
+    Raises:
+        ReproError: It does not.
+    """
+    file, colons, _ = node_id.partition("::")
+    path = PurePosixPath(file)
+    is_inside = not path.is_absolute() and ".." not in path.parts
+    is_plain = node_id.isprintable() and not node_id.startswith(("-", "@")) and "\\" not in file
+    if not (colons and is_inside and is_plain):
+        raise ReproError(where, f"{node_id!r} is no node id of a test in the project; refused")
+
+
+def find_plan(run_dir: Path, node_id: str, repeat: int, attempt: int) -> tuple[Path, RecordedPlan]:
+    """Return the plan of an attempt and where it is; its place follows from the node id alone.
+
+    Raises:
+        ReproError: It is of another item.
+        RunError: It cannot be read.
+    """
+    path = item_dirs(run_dir, node_id).attempt(repeat=repeat, attempt=attempt).plan
+    plan = read_record(path, RecordedPlan)
+    if plan.node_id != node_id:
+        raise ReproError(str(path), f"is of {plan.node_id!r}, expected {node_id!r}")
+    return path, plan
 
 
 def choose(
@@ -90,7 +145,7 @@ def choose(
         node_id=node_id,
         item=item,
         attempt=found,
-        before=() if item.is_workload or found is None else _before(run, found),
+        before=_before(run, found) if isinstance(found, RecordedExecution) else (),
     )
 
 
@@ -132,35 +187,34 @@ def _named(items: Sequence[tuple[Path, str]], wanted: str) -> tuple[Path, str]:
 
 def _execution(
     item: RecordedItem, node_id: str, attempt: int | None, repeat: int | None
-) -> RecordedAttempt | None:
-    if not item.is_workload:
+) -> RecordedAttempt | RecordedExecution | None:
+    found: Sequence[RecordedAttempt | RecordedExecution]
+    if isinstance(item, RecordedTest):
         if repeat is not None:
             raise ReproError("--repeat", f"{node_id} is a test, which has no repeats; drop it")
-        found = list(item.attempts)
-        if attempt is not None:
-            found = found[attempt - 1 : attempt]
+        names = [f"attempt {number}" for number in range(1, len(item.attempts) + 1)]
+        found = item.attempts if attempt is None else item.attempts[attempt - 1 : attempt]
     else:
+        names = [f"repeat {a.repeat} attempt {a.attempt}" for a in item.attempts]
         found = [
             a
             for a in item.attempts
             if (repeat is None or a.repeat == repeat) and (attempt is None or a.attempt == attempt)
         ]
     if not found and (attempt is not None or repeat is not None):
-        there = ", ".join(
-            f"repeat {a.repeat} attempt {a.attempt}" if a.repeat else f"attempt {number}"
-            for number, a in enumerate(item.attempts, start=1)
-        )
+        there = ", ".join(names)
         raise ReproError("--attempt", f"{node_id} has no such attempt, expected {there or 'none'}")
     return found[-1] if found else None
 
 
-def _before(run: RecordedRun, found: RecordedAttempt) -> tuple[str, ...]:
+def _before(run: RecordedRun, found: RecordedExecution) -> tuple[str, ...]:
     """Return what the same gang ran earlier, by the places in which executions began."""
     if found.run is None:
         return ()
     earlier = {
         execution.run: node_id
         for node_id, item in run.items.items()
+        if isinstance(item, RecordedTest)
         for execution in item.attempts
         if execution.directory == found.directory
         and execution.run is not None

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from pytest_megatron.repro.choose import Chosen
+from pytest_megatron.runs.record import RecordedAttempt, RecordedTest, RecordedWorkload
 from pytest_megatron.runs.redact import REDACTED
 from pytest_megatron.workload.plan.plan import CHECKPOINTS, PHASE, RANKS, REPEAT
 
@@ -59,7 +60,6 @@ _HARMLESS = frozenset(_HARMLESS_NAMES.split())
 _DEFAULT_POLICY = "strict"
 _IMAGE_TAG = re.compile(r"\d\d\.\d\d").fullmatch
 SEEDED = ("pytest_randomly", "hypothesis")
-_DEFAULTS = {"rank_timeout": 300.0, "rank_grace": 10.0, "ranks_per_gpu": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,11 +123,11 @@ def command_for(
     """
     env, left_out = _environment(chosen, wishes)
     words = ["--rootdir", ".", "--run-dir", run_dir, "--history", "off", "--maxfail", "0"]
-    if chosen.item.is_workload:
-        words += _workload_words(chosen, wishes)
-        env |= _replay_env(chosen, wishes)
+    if isinstance(chosen.item, RecordedTest):
+        words += _test_words(chosen, chosen.item, wishes)
     else:
-        words += _test_words(chosen, wishes)
+        words += _workload_words(chosen, chosen.item, wishes)
+        env |= _replay_env(chosen, wishes)
     words += _seed_words(chosen.run.seeds, seeded)
     words += [*wishes.words, *before, chosen.node_id]
     return Again(
@@ -135,20 +135,19 @@ def command_for(
     )
 
 
-def _workload_words(chosen: Chosen, wishes: Wishes) -> list[str]:
+def _workload_words(chosen: Chosen, item: RecordedWorkload, wishes: Wishes) -> list[str]:
     options = chosen.run.options
-    words = ["--n-repeat", "1", "--max-attempts", "1", "--platform", chosen.item.platform or ""]
-    words = words if chosen.item.platform else words[:4]
-    if options.get("golden") == "off" or wishes.phase is not None:
+    words = ["--n-repeat", "1", "--max-attempts", "1"]
+    words += ["--platform", item.platform] if item.platform else []
+    if options.golden == "off" or wishes.phase is not None:
         words += ["--golden", "off"]
-    policy = options.get("golden_policy")
-    if isinstance(policy, str) and policy != _DEFAULT_POLICY and _may_name(policy, wishes):
+    policy = options.golden_policy or _DEFAULT_POLICY
+    if policy != _DEFAULT_POLICY and _may_name(policy, wishes):
         words.append(f"--golden-policy={policy}")
-    if options.get("lightweight") is True:
-        words.append("--lightweight")
-    signatures = options.get("signatures")
-    paths = signatures if isinstance(signatures, list) else []
-    return words + [f"--signatures={path}" for path in paths if _may_name(path, wishes)]
+    words += ["--lightweight"] if options.lightweight else []
+    return words + [
+        f"--signatures={path}" for path in options.signatures if _may_name(path, wishes)
+    ]
 
 
 def _may_name(text: str, wishes: Wishes) -> bool:
@@ -159,7 +158,7 @@ def _may_name(text: str, wishes: Wishes) -> bool:
 
 def _replay_env(chosen: Chosen, wishes: Wishes) -> dict[str, str]:
     env = {}
-    if chosen.attempt is not None and (chosen.attempt.repeat or 1) > 1:
+    if isinstance(chosen.attempt, RecordedAttempt) and (chosen.attempt.repeat or 1) > 1:
         env[REPEAT] = str(chosen.attempt.repeat)
     if wishes.phase is not None:
         env[PHASE] = str(wishes.phase)
@@ -170,15 +169,18 @@ def _replay_env(chosen: Chosen, wishes: Wishes) -> dict[str, str]:
     return env
 
 
-def _test_words(chosen: Chosen, wishes: Wishes) -> list[str]:
-    item, options = chosen.item, chosen.run.options
+def _test_words(chosen: Chosen, item: RecordedTest, wishes: Wishes) -> list[str]:
+    options = chosen.run.options
     words = ["--ranks", str(wishes.num_ranks or item.world_size)]
     words += ["--device", item.device] if item.device else []
-    for name, default in _DEFAULTS.items():
-        value = options.get(name)
-        if isinstance(value, int | float) and not isinstance(value, bool) and value != default:
-            words += [f"--{name.replace('_', '-')}", f"{value:g}"]
-    if options.get("gang_start") == "fresh":
+    for name, value, default in (
+        ("--rank-timeout", options.rank_timeout, 300.0),
+        ("--rank-grace", options.rank_grace, 10.0),
+        ("--ranks-per-gpu", options.ranks_per_gpu, 1),
+    ):
+        if value is not None and value != default:
+            words += [name, f"{value:g}"]
+    if options.gang_start == "fresh":
         words += ["--gang-start", "fresh"]
     if chosen.attempt is not None and "ranks-" in chosen.attempt.directory:
         words.append("-n0")  # it ran in a worker of pytest-xdist, which `addopts` may ask for

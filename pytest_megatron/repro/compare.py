@@ -12,7 +12,7 @@ from pytest_megatron.base.git import ask_git
 from pytest_megatron.errors import ReproError
 from pytest_megatron.repro.choose import Chosen
 from pytest_megatron.runs.environment import NAME, SessionFacts, make_patch
-from pytest_megatron.runs.record import RecordedPlan
+from pytest_megatron.runs.record import RecordedPlan, RecordedTest
 
 _SHORT = 12
 
@@ -87,10 +87,9 @@ def _of_gpus(chosen: Chosen, here: SessionFacts, num_ranks: int) -> Iterator[str
     there, own = list(chosen.run.gpus), [gpu.name for gpu in here.host.gpus]
     if there != own:
         yield f"GPUs: {_count(there)} there, {_count(own)} here"
-    is_on_gpus = chosen.item.device == "cuda" or chosen.item.platform not in (None, "cpu")
-    if is_on_gpus and len(own) < num_ranks:
+    if chosen.item.is_on_gpus and len(own) < num_ranks:
         way = "give --ranks"
-        if chosen.item.device == "cuda":
+        if isinstance(chosen.item, RecordedTest):
             way += ", or run it on the CPU: --pytest-args '--device cpu'"
         yield f"GPUs: {num_ranks} are needed, {len(own)} are here; {way}"
 
@@ -124,7 +123,7 @@ def missing_paths(plan: RecordedPlan, root: Path) -> list[str]:
     return [path for path in found if not _is_here(path, plan, root, (*own, *attempts))]
 
 
-def _after_program(argv: list[str]) -> list[str]:
+def _after_program(argv: Sequence[str]) -> Sequence[str]:
     start = next((i for i, word in enumerate(argv) if word.endswith(".py")), 0)
     return argv[start + 1 :]
 

@@ -12,10 +12,10 @@ from enum import IntEnum
 from pathlib import Path
 
 from pytest_megatron.errors import ReproError
-from pytest_megatron.repro.choose import Chosen, headline
+from pytest_megatron.repro.choose import Chosen, headline, read_own_run
 from pytest_megatron.repro.command import SEEDED, Again, Wishes, command_for
 from pytest_megatron.runs.layout import RUN_FILE
-from pytest_megatron.runs.record import RecordedItem, read_run
+from pytest_megatron.runs.record import RecordedAttempt, RecordedItem
 
 
 class ReproExit(IntEnum):
@@ -53,7 +53,7 @@ def judge_again(chosen: Chosen, again: RecordedItem | None, returncode: int) -> 
 
     Args:
         chosen: What it was.
-        again: What `run.json` says of it now; None where it did not run.
+        again: The record of it now; None where it did not run.
         returncode: Of pytest.
     """
     if again is None or again.verdict == "skipped":
@@ -85,8 +85,10 @@ def is_same_failure(chosen: Chosen, again: RecordedItem) -> bool:
     there, here = chosen.attempt, again.attempts[-1] if again.attempts else None
     if there is None or here is None:
         return chosen.problem == headline(chosen.node_id, again.problem)
-    if there.fingerprint is not None and here.fingerprint is not None:
-        return there.fingerprint == here.fingerprint
+    if isinstance(there, RecordedAttempt) and isinstance(here, RecordedAttempt):
+        known = there.fingerprint, here.fingerprint
+        if None not in known:
+            return known[0] == known[1]
     return there.signature == here.signature
 
 
@@ -161,5 +163,5 @@ class Stage:
         return {**own, **again.env}
 
     def _item(self, node_id: str, name: str) -> RecordedItem | None:
-        path = self.scratch / name / RUN_FILE
-        return read_run(path).items.get(node_id) if path.is_file() else None
+        run_dir = self.scratch / name
+        return read_own_run(run_dir).items.get(node_id) if (run_dir / RUN_FILE).is_file() else None

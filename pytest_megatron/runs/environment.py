@@ -15,8 +15,8 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict
 
-from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.git import ask_git, read_git
 from pytest_megatron.gpu.host import CPU_PLATFORM, Host, this_host
 
@@ -32,6 +32,20 @@ _PACKAGES = (
     "triton",
 )
 _IMAGE_VARIABLES = ("PYTEST_MEGATRON_IMAGE", "NVIDIA_PYTORCH_VERSION", "SLURM_CONTAINER_IMAGE")
+
+
+class FactKeys(TypedDict):
+    """Facts as the files of a run have them."""
+
+    commit: str | None
+    is_dirty: bool
+    image: str | None
+    python: str
+    versions: dict[str, str]
+    driver: str | None
+    gpus: tuple[str, ...]
+    cpu: str
+    num_cpus: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +72,8 @@ class SessionFacts:
             return dict(self.versions)
         return self.versions | {"cpu": self.host.instructions}
 
-    def as_json(self) -> dict[str, JsonValue]:
-        """Return the facts for a file."""
+    def as_keys(self) -> FactKeys:
+        """Return the keys of `run.json` and `plan.json` for the facts."""
         return {
             "commit": self.commit,
             "is_dirty": self.is_dirty,
@@ -67,7 +81,7 @@ class SessionFacts:
             "python": self.python,
             "versions": dict(self.versions),
             "driver": self.host.driver,
-            "gpus": [f"{gpu.name}" for gpu in self.host.gpus],
+            "gpus": tuple(gpu.name for gpu in self.host.gpus),
             "cpu": self.host.cpu,
             "num_cpus": os.cpu_count(),
         }

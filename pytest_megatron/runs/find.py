@@ -1,4 +1,4 @@
-"""Finds run directories below a directory, and removes old ones (effects: files)."""
+"""Finds run directories below paths and in artifacts, and removes old ones (effects: files)."""
 
 from __future__ import annotations
 
@@ -6,19 +6,23 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
+from typing import Annotated
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Strict, TypeAdapter
 
-from pytest_megatron.base.files import read_bytes, read_json
-from pytest_megatron.errors import ReproError, TriageError
+from pytest_megatron.base.files import read_json
+from pytest_megatron.errors import RunError, TriageError
 from pytest_megatron.runs.archives import is_archive, unpack
-from pytest_megatron.runs.environment import NAME as PATCH_NAME
 from pytest_megatron.runs.layout import RUN_FILE, RUNS_DIR
+from pytest_megatron.runs.record import RecordedRun, read_if_whole
 
 _NAME = re.compile(r"\d{8}-\d{6}-[0-9a-f]+").fullmatch  # in the order in which runs began
+SUMMARY_FILE = "summary.json"
+_SKIPPED = frozenset(("checkpoints", "data_cache"))
+_DEEPEST = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +38,9 @@ class KeptRun:
     num_items: int
 
 
-def runs_below(root: Path, *, depth: int, skipped: Collection[str] = ()) -> Iterator[Path]:
+def runs_below(
+    root: Path, *, depth: int = _DEEPEST, skipped: Collection[str] = _SKIPPED
+) -> Iterator[Path]:
     """Yield the run directories at or below `root`, in order of their paths.
 
     Follows no link, looks for no run within a run, and passes over what it may not read.
@@ -58,7 +64,7 @@ def kept_runs(root: Path) -> tuple[KeptRun, ...]:
     """Return the runs that a project keeps in our own directory, the latest first."""
     found = sorted((root / RUNS_DIR).glob("*/" + RUN_FILE), reverse=True)
     places = [file.parent for file in found]
-    return tuple(_read(path) for path in places if _NAME(path.name) and not path.is_symlink())
+    return tuple(_kept(path) for path in places if _NAME(path.name) and not path.is_symlink())
 
 
 def remove_old_runs(root: Path, keep: int, *, spared: Path | None = None) -> tuple[Path, ...]:
@@ -88,105 +94,145 @@ def remove_old_runs(root: Path, keep: int, *, spared: Path | None = None) -> tup
     return tuple(removed)
 
 
-def _read(directory: Path) -> KeptRun:
-    try:
-        run = read_json(directory / RUN_FILE)
-    except (OSError, ValueError):
-        run = None
-    said = run if isinstance(run, dict) else {}
-    code, items = said.get("exit_code"), said.get("items")
-    return KeptRun(
-        directory=directory,
-        exit_code=code if isinstance(code, int) else None,
-        num_items=len(items) if isinstance(items, dict) else 0,
-    )
+def _kept(directory: Path) -> KeptRun:
+    run = read_if_whole(directory / RUN_FILE, RecordedRun) or RecordedRun(items={})
+    return KeptRun(directory=directory, exit_code=run.exit_code, num_items=len(run.items))
 
 
-SUMMARY_FILE = "summary.json"
-_WANTED = (RUN_FILE, "plan.json", "triage.json", "comparison.json", PATCH_NAME)
-_SKIPPED = frozenset(("checkpoints", "data_cache", "home", "project", "tensorboard"))
-_DEEPEST = 8
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundRun:
+    """A run directory in something that was named.
+
+    Attributes:
+        name: For a person; of an artifact its own, and the place in it.
+        is_unpacked: Whether it lies in the scratch directory.
+    """
+
+    directory: Path
+    name: str
+    is_unpacked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _RunFinder:
+    """Finds runs at a path.
+
+    Attributes:
+        is_wanted: Which members of an artifact are unpacked beside `run.json`.
+        looks_up: Whether a path may lie in a run.
+    """
+
+    is_wanted: Callable[[PurePath], bool]
+    looks_up: bool
+
+    def find(self, path: Path, scratch: Path) -> Iterator[FoundRun]:
+        if path.is_file() and is_archive(path):
+            yield from self._unpacked(path, scratch)
+        elif self.looks_up and (above := _above(path)) is not None:
+            yield _here(above)
+        elif (summary := _summary_at(path)) is not None:
+            for number, artifact in enumerate(_named_by(summary)):
+                yield from self.find(artifact, scratch / str(number))
+        elif path.is_dir():
+            runs = [_here(directory) for directory in runs_below(path)]
+            yield from runs
+            archives = () if runs else sorted(filter(is_archive, path.rglob("*")))
+            for number, archive in enumerate(archives):
+                yield from self._unpacked(archive, scratch / str(number))
+
+    def _unpacked(self, archive: Path, scratch: Path) -> Iterator[FoundRun]:
+        target = scratch / "artifact"
+        target.mkdir(parents=True)
+        try:
+            unpack(archive, target, lambda name: name.name == RUN_FILE or self.is_wanted(name))
+        except TriageError as error:
+            raise RunError(error.where, error.problem) from None
+        name = archive.name.split(".")[0]
+        for directory in runs_below(target):
+            below = directory.relative_to(target).as_posix()
+            shown = name if below == "." else f"{name}/{below}"
+            yield FoundRun(directory=directory, name=shown, is_unpacked=True)
+
+
+def find_runs(
+    paths: Sequence[Path],
+    scratch: Path,
+    is_wanted: Callable[[PurePath], bool],
+    *,
+    looks_up: bool = False,
+) -> list[FoundRun]:
+    """Return the runs in what was named, in that order.
+
+    Args:
+        paths: Each a run directory; an artifact; a directory with several of either; what
+            `pytest-megatron ci summary` wrote.
+        scratch: A directory for what artifacts hold; made where one has to be unpacked.
+        is_wanted: Which members of an artifact are unpacked beside `run.json`.
+        looks_up: Whether a path may also be of anything in a run.
+
+    Raises:
+        RunError: A path is not there or holds no run, or an artifact is refused.
+    """
+    finder = _RunFinder(is_wanted, looks_up)
+    found: list[FoundRun] = []
+    for number, path in enumerate(paths):
+        if not path.exists():
+            raise RunError(
+                str(path), "is not there, expected a run directory or an artifact of one"
+            )
+        mine = list(finder.find(path, scratch / str(number)))
+        if not mine:
+            is_read = path.is_dir() or is_archive(path)
+            what = f"holds no {RUN_FILE}" if is_read else "is no directory and no archive"
+            raise RunError(str(path), f"{what}, expected a run directory, or a zip or tar of one")
+        found += mine
+    return found
+
+
+def _here(directory: Path) -> FoundRun:
+    return FoundRun(directory=directory, name=directory.resolve().name)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _SummaryJob:
     """A job in a summary."""
 
-    artifact: str | None = None
+    artifact: Annotated[str, Strict()] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class _SummaryFile:
-    """What of a summary tells where runs are."""
+    """The keys of a summary that name places of runs."""
 
     jobs: list[_SummaryJob]
 
 
-_SUMMARY = TypeAdapter(_SummaryFile)
-
-
-def find_runs(path: Path, scratch: Path, *, with_checkpoints: bool = False) -> list[Path]:
-    """Return the run directories at a path.
-
-    Args:
-        path: A run directory or anything in it; an artifact; a directory with several of either;
-            what `pytest-megatron ci summary` wrote.
-        scratch: A directory for what artifacts hold; made where one has to be unpacked.
-        with_checkpoints: Whether checkpoints are unpacked as well.
-
-    Raises:
-        ReproError: There is none, or an artifact is refused.
-    """
-    if not path.exists():
-        raise ReproError(str(path), "is not there; give a run directory or an artifact of one")
-    if path.is_file() and is_archive(path):
-        return _required(_unpacked(path, scratch, with_checkpoints=with_checkpoints), path)
-    above = _above(path)
-    if above is not None:
-        return [above]
-    summary = path / SUMMARY_FILE if path.is_dir() else path
-    if summary.name == SUMMARY_FILE and summary.is_file():
-        named = _named_by(summary)
-        found = [
-            find_runs(artifact, scratch / str(number), with_checkpoints=with_checkpoints)
-            for number, artifact in enumerate(named)
-        ]
-        return [run for runs in found for run in runs]
-    runs = list(runs_below(path, depth=_DEEPEST, skipped=_SKIPPED)) if path.is_dir() else []
-    if not runs and path.is_dir():
-        for number, archive in enumerate(sorted(filter(is_archive, path.rglob("*")))):
-            runs += _unpacked(archive, scratch / str(number), with_checkpoints=with_checkpoints)
-    return _required(runs, path)
+def _summary_at(path: Path) -> Path | None:
+    """Return the summary that a path is, or is the directory of."""
+    file = path / SUMMARY_FILE if path.is_dir() else path
+    return file if file.name == SUMMARY_FILE and file.is_file() else None
 
 
 def _named_by(summary: Path) -> list[Path]:
     """Return the artifacts of what `pytest-megatron ci summary` wrote.
 
     Raises:
-        ReproError: It is none, or none of its artifacts is here.
+        RunError: It is none, or none of its artifacts is here.
     """
     try:
-        jobs = _SUMMARY.validate_json(read_bytes(summary)).jobs
-    except (OSError, ValidationError) as error:
-        raise ReproError(str(summary), f"is no summary of jobs: {error}") from None
+        jobs = TypeAdapter(_SummaryFile).validate_python(read_json(summary)).jobs
+    except (OSError, ValueError) as error:  # pydantic's is a ValueError
+        raise RunError(str(summary), f"is no summary of jobs: {error}") from None
     names = [job.artifact.partition("!")[0] for job in jobs if job.artifact]
     bases = (Path(), summary.parent, summary.parent.parent)
     found = [next((b / name for b in bases if (b / name).exists()), None) for name in names]
     artifacts = list(dict.fromkeys(path for path in found if path is not None))
     if not artifacts:
-        said = ", ".join(names[:5]) or "none"
-        raise ReproError(
-            str(summary), f"names artifacts that are not here: {said}; give the path of one"
+        listed = ", ".join(names[:5]) or "none"
+        raise RunError(
+            str(summary), f"names artifacts that are not here: {listed}; give the path of one"
         )
     return artifacts
-
-
-def _required(runs: list[Path], path: Path) -> list[Path]:
-    if not runs:
-        raise ReproError(
-            str(path), f"holds no {RUN_FILE}, expected a run directory or an artifact of one"
-        )
-    return runs
 
 
 def _above(path: Path) -> Path | None:
@@ -195,17 +241,3 @@ def _above(path: Path) -> Path | None:
         if (directory / RUN_FILE).is_file():
             return directory
     return None
-
-
-def _unpacked(archive: Path, scratch: Path, *, with_checkpoints: bool) -> list[Path]:
-    def is_wanted(name: PurePath) -> bool:
-        is_saved = with_checkpoints and "checkpoints" in name.parts
-        return is_saved or (name.name in _WANTED and "project" not in name.parts)
-
-    target = scratch / "artifact"
-    target.mkdir(parents=True)
-    try:
-        unpack(archive, target, is_wanted)
-    except TriageError as error:
-        raise ReproError(error.where, error.problem) from None
-    return list(runs_below(target, depth=_DEEPEST, skipped=_SKIPPED))

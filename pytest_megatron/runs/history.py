@@ -9,21 +9,19 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import json
-import math
 import os
 import re
 import statistics
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from pytest_megatron.base.files import (
-    JsonValue,
-    parse_json,
-    read_bytes,
-    write_text_atomically,
-)
+from pydantic import Strict
+
+from pytest_megatron.base.files import parse_json, read_bytes, write_text_atomically
+from pytest_megatron.runs.record import Flag, Real, RecordedFile, Text, from_json, to_json
 
 FILE_NAME = "history.jsonl"
 MAX_BYTES = 16 << 20  # some 50,000 lines; half of it is kept when it is full
@@ -32,8 +30,8 @@ _GOOD = frozenset(("passed", "flaky"))
 _NUM_RECENT = 5  # executions that say how long the next one takes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HistoryEntry:
+@dataclass(frozen=True, kw_only=True)
+class HistoryEntry(RecordedFile):
     """One item in one run.
 
     Attributes:
@@ -47,37 +45,22 @@ class HistoryEntry:
         is_quarantined: Whether its failure did not count.
     """
 
-    time: str
-    run: str
-    node_id: str
-    kind: str
-    verdict: str
-    num_attempts: int
-    causes: tuple[str, ...]
-    duration_s: float
-    commit: str | None
-    is_dirty: bool
-    platform: str
-    is_quarantined: bool = False
+    time: Text
+    run: Text
+    node_id: Text
+    kind: Text
+    verdict: Text
+    num_attempts: Annotated[int, Strict()]
+    causes: tuple[Text, ...]
+    duration_s: Real
+    commit: Text | None
+    is_dirty: Flag
+    platform: Text
+    is_quarantined: Flag = False
 
     def as_line(self) -> str:
         """Return it as a line of the file."""
-        found: dict[str, JsonValue] = {
-            "schema": 1,
-            "time": self.time,
-            "run": self.run,
-            "node_id": self.node_id,
-            "kind": self.kind,
-            "verdict": self.verdict,
-            "num_attempts": self.num_attempts,
-            "causes": list(self.causes),
-            "duration_s": round(self.duration_s, 3),
-            "commit": self.commit,
-            "is_dirty": self.is_dirty,
-            "platform": self.platform,
-            "is_quarantined": self.is_quarantined,
-        }
-        return json.dumps(found) + "\n"
+        return json.dumps(to_json(self)) + "\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,10 +143,8 @@ def read(path: Path) -> History:
         return History()
     for number, line in enumerate(text.splitlines(), 1):
         try:
-            found = parse_json(line)
-            assert isinstance(found, dict)
-            entries.append(_parse(found))
-        except (KeyError, TypeError, ValueError, AssertionError):
+            entries.append(from_json(parse_json(line), HistoryEntry))
+        except ValueError:  # of JSON, and pydantic's
             problems.append(f"{path}:{number}: is no entry of a history, skipped")
     return History(entries=tuple(entries), problems=tuple(problems))
 
@@ -242,27 +223,6 @@ def days_ago(days: float) -> str:
     """Return that time in the form of `Entry.time`."""
     then = dt.datetime.now(dt.UTC) - dt.timedelta(days=days)
     return then.strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def _parse(found: Mapping[str, JsonValue]) -> HistoryEntry:
-    texts = {key: found[key] for key in ("time", "run", "node_id", "kind", "verdict", "platform")}
-    causes, commit = found["causes"], found["commit"]
-    num_attempts, duration_s = found["num_attempts"], found["duration_s"]
-    assert all(isinstance(text, str) for text in texts.values())
-    assert isinstance(causes, list)
-    assert isinstance(commit, str | None)
-    assert isinstance(num_attempts, int)
-    assert isinstance(duration_s, int | float)
-    assert math.isfinite(duration_s)
-    return HistoryEntry(
-        **{key: str(text) for key, text in texts.items()},
-        num_attempts=num_attempts,
-        causes=tuple(str(cause) for cause in causes),
-        duration_s=float(duration_s),
-        commit=commit,
-        is_dirty=bool(found["is_dirty"]),
-        is_quarantined=bool(found.get("is_quarantined")),
-    )
 
 
 @contextlib.contextmanager

@@ -20,6 +20,10 @@ from pathlib import Path
 from pytest_megatron.base.files import write_text_atomically
 
 RUN_FILE = "run.json"
+PLAN_FILE = "plan.json"
+HEALTH_FILE = "health.json"
+COMPARISON_FILE = "comparison.json"
+TRIAGE_FILE = "triage.json"
 FLIGHT_PREFIX = "nccl_trace_rank_"  # torch's; the rank follows
 _NODE = re.compile(r"node(\d+)").fullmatch
 _NAME_LENGTH = 150  # of a directory; file systems take 255 bytes
@@ -93,12 +97,12 @@ class AttemptDirs:
     @property
     def plan(self) -> Path:
         """What was started, word for word."""
-        return self.root / "plan.json"
+        return self.root / PLAN_FILE
 
     @property
     def health(self) -> Path:
         """What the GPUs said before and after."""
-        return self.root / "health.json"
+        return self.root / HEALTH_FILE
 
     @property
     def checkpoints(self) -> Path:
@@ -169,7 +173,7 @@ class ItemDirs:
     @property
     def comparison(self) -> Path:
         """The comparison of every repeat with the golden."""
-        return self.root / "comparison.json"
+        return self.root / COMPARISON_FILE
 
     @property
     def golden(self) -> Path:
@@ -179,7 +183,7 @@ class ItemDirs:
     @property
     def triage(self) -> Path:
         """Why attempts failed; not there if none did."""
-        return self.root / "triage.json"
+        return self.root / TRIAGE_FILE
 
     @property
     def curves(self) -> Path:

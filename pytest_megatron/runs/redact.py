@@ -21,7 +21,12 @@ from xml.sax.saxutils import escape
 
 import ahocorasick_rs
 
-from pytest_megatron.base.files import JsonValue, rewrite_lines_atomically, write_text_atomically
+from pytest_megatron.base.files import (
+    JsonValue,
+    parse_json,
+    rewrite_lines_atomically,
+    write_text_atomically,
+)
 from pytest_megatron.golden.formats.tensorboard import masked_crc32c
 
 REDACTED = "***"
@@ -257,7 +262,7 @@ def _is_binary(path: Path) -> bool:
 def _redact_json(text: str, redactor: Redactor) -> str:
     """Return JSON with its texts redacted and its numbers as they are; other text redacted."""
     try:
-        found = json.loads(text)
+        found = parse_json(text)
         changed = redactor.json(found)
     except (ValueError, RecursionError):
         return redactor.text(text)

@@ -10,22 +10,36 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from pytest_megatron.base.files import JsonValue, parse_json, read_bytes
-from pytest_megatron.errors import TriageError
+from pytest_megatron.runs.layout import (
+    COMPARISON_FILE,
+    HEALTH_FILE,
+    PLAN_FILE,
+    RUN_FILE,
+    TRIAGE_FILE,
+)
+from pytest_megatron.runs.record import (
+    RecordedComparison,
+    RecordedDiagnosis,
+    RecordedHealthFile,
+    RecordedMetric,
+    RecordedPlan,
+    RecordedRun,
+    RecordedTriage,
+    RecordedWorkload,
+    read_if_whole,
+)
 from pytest_megatron.triage.launch import Known, LaunchEnd, LogFile, Stream, Unit
 from pytest_megatron.triage.rank_log import LogLine, Root
 from pytest_megatron.triage.signatures import Table
 
-COMPARISON_FILE = "comparison.json"
-HEALTH_FILE = "health.json"
-_MOST_BYTES = 64 << 20
+_MOST_UP = 6
 
 
 def with_records(unit: Unit, root: Root | None, table: Table) -> Root | None:
     """Return the root cause as the records see it, which know more than logs.
 
-    What NVML and the kernel saw on the attempt's own GPUs is why it failed, if it failed. A golden
-    that disagrees is a failure of its own, of a training that ended well.
+    A failure that NVML or the kernel reported on the attempt's own GPUs is why it failed, if it
+    failed. A golden that disagrees is a failure of its own, of a training that ended well.
     """
     record = unit.known.record
     if record is None:
@@ -37,11 +51,15 @@ def with_records(unit: Unit, root: Root | None, table: Table) -> Root | None:
 
 def is_mismatch(path: Path) -> bool:
     """Return true if a file is a comparison with a golden that failed."""
-    return path.name == COMPARISON_FILE and read_record(path).get("passed") is False
+    if path.name != COMPARISON_FILE:
+        return False
+    found = read_if_whole(path, RecordedComparison)
+    return found is not None and found.passed is False
 
 
 def _mismatch(record: LogFile, table: Table) -> Root | None:
-    failed = [_say(found) for found in _failed(read_record(record.path))]
+    found = read_if_whole(record.path, RecordedComparison) or RecordedComparison()
+    failed = [_text(metric) for metric in _failed(found)]
     if not failed:
         return None
     return Root(
@@ -52,33 +70,27 @@ def _mismatch(record: LogFile, table: Table) -> Root | None:
     )
 
 
-def _failed(content: dict[str, JsonValue]) -> Iterator[dict[str, JsonValue]]:
-    """Yield the comparisons of one metric each that failed."""
-    repeats = content.get("repeats")
-    for repeat in repeats if isinstance(repeats, list) else []:
-        rows = repeat.get("comparisons") if isinstance(repeat, dict) else None
-        for row in rows if isinstance(rows, list) else []:
-            if isinstance(row, dict) and row.get("passed") is False:
-                yield row
+def _failed(comparison: RecordedComparison) -> Iterator[RecordedMetric]:
+    for repeat in comparison.repeats:
+        yield from (metric for metric in repeat.comparisons if not metric.passed)
 
 
-def _say(row: dict[str, JsonValue]) -> str:
-    step = row.get("first_step")
-    return f"{row.get('metric')}" + ("" if step is None else f" from step {step} on")
+def _text(found: RecordedMetric) -> str:
+    step = "" if found.first_step is None else f" from step {found.first_step} on"
+    return f"{found.metric}{step}"
 
 
 def _with_fault(record: LogFile, root: Root, table: Table) -> Root:
     """Return a root cause with the first failure of the hardware in its place."""
-    faults = read_record(record.path).get("faults")
-    first = faults[0] if isinstance(faults, list) and faults else None
-    if not isinstance(first, dict):
+    found = read_if_whole(record.path, RecordedHealthFile)
+    if found is None or not found.faults:
         return root
-    row = next((row for row in table.signatures if row.id == first.get("signature")), None)
+    first = found.faults[0]
+    row = next((row for row in table.signatures if row.id == first.signature), None)
     if row is None:
         return root
-    text = str(first.get("text"))
-    place = _place(record, b'"faults"', text)
-    return replace(root, signature=row, places=(place, *root.places), also=(text, *root.also))
+    place = _place(record, b'"faults"', first.text)
+    return replace(root, signature=row, places=(place, *root.places), also=(first.text, *root.also))
 
 
 def _place(record: LogFile, mark: bytes, text: str) -> LogLine:
@@ -89,59 +101,31 @@ def _place(record: LogFile, mark: bytes, text: str) -> LogLine:
     return LogLine(log=record, offset=max(0, offset), text=text)
 
 
-def read_record(path: Path) -> dict[str, JsonValue]:
-    """Return a JSON object, empty where the file is missing, torn or something else."""
-    try:
-        content = read_json(path, _MOST_BYTES)
-    except (OSError, TriageError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def read_json(path: Path, most_bytes: int) -> JsonValue:
-    """Return the content of a JSON file of anybody's; a number that is none is None.
-
-    Raises:
-        OSError: The file cannot be read, is no regular one, or is longer than expected.
-        TriageError: It is no JSON of a sensible depth.
-    """
-    text = read_bytes(path, most_bytes).decode("utf-8", errors="replace")
-    try:
-        return parse_json(text, is_lenient=True)
-    except ValueError as error:
-        raise TriageError(str(path), f"is no JSON that can be read: {error}") from None
-
-
 def record_of(path: Path, shown: str) -> LogFile:
     """Return a record as something that evidence can point to."""
     return LogFile(path=path, shown=shown, stream=Stream.LAUNCHER)
 
 
-TRIAGE_FILE = "triage.json"
-_MOST_UP = 6
-
-
 def known_of(unit: Unit) -> Known:
     """Return what `plan.json`, `triage.json` and `run.json` at or above a launch say of it."""
-    plan_file = _above(unit.root, "plan.json")
+    plan_file = _above(unit.root, PLAN_FILE)
     if plan_file is None:
         return unit.known
     attempt = plan_file.parent
-    plan = read_record(plan_file)
-    node_id, size = plan.get("node_id"), plan.get("world_size")
-    known = replace(
-        unit.known,
-        world_size=size if isinstance(size, int) else None,
-        command=f"pytest -p megatron {shlex.quote(node_id)}" if isinstance(node_id, str) else None,
-    )
+    known = unit.known
+    plan = read_if_whole(plan_file, RecordedPlan)
+    if plan is not None:
+        command = f"pytest -p megatron {shlex.quote(plan.node_id)}"
+        known = replace(known, world_size=plan.world_size, command=command)
     health = attempt / HEALTH_FILE
     if health.is_file():
         known = replace(known, record=record_of(health, str(health)))
     number = _phase_number(unit.root, attempt)
-    told = _told(read_record(attempt.parent.parent / TRIAGE_FILE), attempt, number)
-    if told is not None:
-        return replace(known, returncode=told.returncode, ended=told.ended)
-    run = _above(attempt, "run.json")
+    diagnosed = _diagnosed(attempt, number)
+    if diagnosed is not None:
+        ended = next((end for end in LaunchEnd if end.value == diagnosed.ended), None)
+        return replace(known, returncode=diagnosed.returncode, ended=ended)
+    run = _above(attempt, RUN_FILE)
     return known if run is None else replace(known, returncode=_exit_code(run, attempt, number))
 
 
@@ -152,36 +136,22 @@ def _phase_number(directory: Path, attempt: Path) -> int:
     return int(number) if number.isdigit() else 1
 
 
-def _told(record: dict[str, JsonValue], attempt: Path, number: int) -> Known | None:
-    """Return what the item's `triage.json` says of one phase of an attempt."""
+def _diagnosed(attempt: Path, number: int) -> RecordedDiagnosis | None:
+    """Return the entry of the item's `triage.json` for one phase of an attempt."""
     where = f"{attempt.parent.name}/{attempt.name}"
-    attempts = record.get("attempts")
-    for row in attempts if isinstance(attempts, list) else []:
-        if not isinstance(row, dict) or row.get("attempt") != where:
-            continue
-        if row.get("phase_number") != number:
-            continue
-        code, ended = row.get("returncode"), row.get("ended")
-        kinds = {end.value: end for end in LaunchEnd}
-        return Known(
-            returncode=code if isinstance(code, int) else None, ended=kinds.get(str(ended))
-        )
-    return None
+    found = read_if_whole(attempt.parent.parent / TRIAGE_FILE, RecordedTriage)
+    rows = () if found is None else found.attempts
+    return next((r for r in rows if (r.attempt, r.phase_number) == (where, number)), None)
 
 
-def _exit_code(run: Path, attempt: Path, number: int) -> int | None:
+def _exit_code(run_file: Path, attempt: Path, number: int) -> int | None:
     """Return the exit code that `run.json` has of a phase; the run may have moved since."""
-    tail = attempt.parts[-3:]
-    items = read_record(run).get("items")
-    for item in items.values() if isinstance(items, dict) else []:
-        rows = item.get("attempts") if isinstance(item, dict) else None
-        for row in rows if isinstance(rows, list) else []:
-            if not isinstance(row, dict) or Path(str(row.get("directory"))).parts[-3:] != tail:
-                continue
-            codes = row.get("exit_codes")
-            if isinstance(codes, list) and len(codes) >= number:
-                code = codes[number - 1]
-                return code if isinstance(code, int) else None
+    run = read_if_whole(run_file, RecordedRun)
+    items = () if run is None else run.items.values()
+    for item in items:
+        for row in item.attempts if isinstance(item, RecordedWorkload) else ():
+            if Path(row.directory).parts[-3:] == attempt.parts[-3:]:
+                return row.exit_codes[number - 1] if len(row.exit_codes) >= number else None
     return None
 
 

@@ -1,15 +1,18 @@
-"""Whether one attempt trained as it should, and if not, why: from its own files alone."""
+"""Attempts of a training, judged by their own files alone, and the verdict over all of them."""
 
 from __future__ import annotations
 
+import contextlib
+import re
 import shutil
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
 from typing import assert_never
 
-from pytest_megatron.base.files import JsonValue, write_json_atomically
+from pytest_megatron.base.files import JsonValue, read_json, write_json_atomically
 from pytest_megatron.base.text import describe_exit
 from pytest_megatron.errors import GoldenError, MetricsError, TriageError
 from pytest_megatron.golden.build import series_of_generation
@@ -26,13 +29,14 @@ from pytest_megatron.golden.model import (
 )
 from pytest_megatron.golden.store import read_metrics
 from pytest_megatron.gpu.health import Health
+from pytest_megatron.recipe.case import Evaluation, WorkloadCase
 from pytest_megatron.runs.environment import SessionFacts
 from pytest_megatron.runs.layout import AttemptDirs, ItemDirs, PhaseDirs
+from pytest_megatron.runs.record import RecordedVerdict, headed
 from pytest_megatron.triage.api import triage_unit
 from pytest_megatron.triage.diagnosis import Diagnosis
 from pytest_megatron.triage.find import find_units
 from pytest_megatron.triage.launch import Known, LaunchEnd, Unit
-from pytest_megatron.triage.records import read_record
 from pytest_megatron.triage.signatures import LineRole, Signature, Table, is_named, match_signature
 from pytest_megatron.workload.plan.phases import Target
 from pytest_megatron.workload.run.rank_failures import (
@@ -51,7 +55,7 @@ _ENDED = {
 
 
 def diagnose_phase(end: PhaseEnd, table: Table | None = None) -> Diagnosis | None:
-    """Return what the files of a phase say of its failure; None if they say nothing.
+    """Return the failure of a phase from its files; None if they show none.
 
     Reads nothing outside of the phase's own directory.
     """
@@ -84,7 +88,7 @@ def note_triage(
         dirs: Of the item.
         attempt: Directory of the attempt.
         end: Its last phase.
-        found: What triage says of it, or None.
+        found: By triage, or None.
         problem: The cause as it is printed.
     """
     row: dict[str, JsonValue] = {
@@ -97,21 +101,23 @@ def note_triage(
     }
     try:
         rows = [*_rows(dirs.triage), row]
-        content: dict[str, JsonValue] = {"schema": 1, **_last(row), "attempts": rows}
-        write_json_atomically(dirs.triage, content)
+        write_json_atomically(dirs.triage, headed({**_last(row), "attempts": rows}))
     except OSError:
         return
 
 
 def _last(row: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """Return the fields that everybody asks for, of the latest attempt that failed."""
+    """Return the common fields of the latest attempt that failed."""
     keys = ("family", "transient", "root_rank", "signature", "evidence", "text")
     return {key: row[key] for key in keys if key in row}
 
 
 def _rows(path: Path) -> list[JsonValue]:
-    rows = read_record(path).get("attempts")
-    return rows if isinstance(rows, list) else []
+    with contextlib.suppress(OSError, ValueError):  # missing, or damaged: a full disk
+        found = read_json(path)
+        rows = found.get("attempts") if isinstance(found, dict) else None
+        return rows if isinstance(rows, list) else []
+    return []
 
 
 # Without a METRICS key these are compared, and so must be there.
@@ -122,7 +128,7 @@ _LEAST_FREE_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureCause:
-    """Why an attempt is no good.
+    """Cause of an attempt's failure.
 
     Attributes:
         text: One line for a person: who, what, when, which file to read.
@@ -130,7 +136,7 @@ class FailureCause:
         rank: The rank that failed first, where one did.
         signature: The row of the table that it is known as, or None.
         diagnosis: All that triage found in the files of the phase that failed, or None.
-        is_of_engine: Whether an engine kept the attempt from ending by itself, so that nothing is
+        is_of_engine: Whether an engine ended the attempt, so that nothing is
             known about the code.
     """
 
@@ -143,7 +149,7 @@ class FailureCause:
 
     @property
     def is_transient(self) -> bool:
-        """Whether an unchanged run is expected to pass."""
+        """True if an unchanged run is expected to pass."""
         return self.signature is not None and self.signature.is_transient
 
 
@@ -155,7 +161,7 @@ class Attempt:
         repeat: Counted from 1, as `number` is.
         metrics: What each phase measured; fewer than phases where one failed.
         cause: None if it trained as it should.
-        health: What its GPUs said before and after; None without GPUs.
+        health: Of its GPUs before and after; None without GPUs.
         is_in_windows: Whether the phases are the windows of one training, a release's.
         generation: What an inference program generated, which measures no series.
         gradients: For each phase but the first of a checkpoint-consistency, its name and how its
@@ -184,7 +190,7 @@ class Attempt:
 
     @property
     def whole(self) -> MetricMap:
-        """What is compared with a golden: the first phase, or all windows in one."""
+        """Metrics that are compared with a golden: of the first phase, or all windows in one."""
         return join_windows(self.metrics) if self.is_in_windows else self.metrics[0]
 
     @property
@@ -339,7 +345,7 @@ def why_it_failed(end: PhaseEnd, time_limit_s: float, table: Table | None = None
 
 
 def _why_it_hung(end: PhaseEnd, where: str, when: str, found: Diagnosis | None) -> FailureCause:
-    """Explain a collective that did not finish, by the rank that did not come if one can tell."""
+    """Explain a collective that did not finish, by the rank that is missing if it is known."""
     logs = end.plan.dirs.logs
     rank = end.hung_rank
     guilty = ""
@@ -356,7 +362,7 @@ def _why_it_hung(end: PhaseEnd, where: str, when: str, found: Diagnosis | None) 
 
 
 def _signature(found: Diagnosis | None) -> Signature | None:
-    """Return the row that a failure is known as, None where that says nothing."""
+    """Return the row that a failure is known as, None where that has no meaning."""
     return found.signature if found is not None and is_named(found.signature) else None
 
 
@@ -422,7 +428,7 @@ def _full_disk(directory: Path) -> str:
 
 
 def _readable(failure: RankFailure, logs: Path) -> Path:
-    """Return the log that says most: stderr.log, or stdout.log where that is empty."""
+    """Return the log to read: stderr.log, or stdout.log where that is empty."""
     stdout = logs / str(failure.rank) / "stdout.log"
     return failure.log if failure.tail or not tail(stdout) else stdout
 
@@ -493,3 +499,63 @@ def missing_metric(generation: Generation, name: str, path: str) -> str:
     keys = {key for request in generation.requests.values() for key in request.content}
     found = ", ".join(sorted({*keys, *generation.content} - {"input_prompt"}))
     return f"the program wrote no {name!r} for every request, only {found}; see {path}"
+
+
+class Verdict(Enum):
+    """The decision over all attempts and repeats of a workload."""
+
+    _value_: RecordedVerdict
+
+    PASSED = "passed"
+    FAILED = "failed"  # the training failed, or a metric disagrees
+    FLAKY = "flaky"  # passed after a transient failure
+    BROKEN = "broken"  # the infrastructure failed to the end: nothing is known about the code
+
+
+def decide_training(attempts: Sequence[Attempt]) -> Verdict:
+    """Decide what the attempts say before any golden is looked at.
+
+    Every repeat's last attempt counts; the earlier ones of it failed for a transient cause.
+    """
+    final = {attempt.repeat: attempt for attempt in attempts}
+    causes = [attempt.cause for attempt in final.values() if attempt.cause is not None]
+    if any(not (cause.is_transient or cause.is_of_engine) for cause in causes):
+        return Verdict.FAILED
+    if causes:
+        return Verdict.BROKEN
+    return Verdict.FLAKY if len(attempts) > len(final) else Verdict.PASSED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """What is left of a problem once it is known what was expected.
+
+    Attributes:
+        problem: Why the workload does not pass, or None.
+        is_expected: Whether it failed as it was expected to.
+    """
+
+    problem: str | None
+    is_expected: bool = False
+
+
+def evaluate(case: WorkloadCase | None, node_id: str, problem: str | None) -> Evaluated:
+    """Return what a judged workload comes to; a broken one must not be brought here.
+
+    Args:
+        case: None for a row with a script.
+        node_id: Begins the text of a new problem.
+        problem: Why it failed, evidence included; None if it passed.
+    """
+    if case is None or case.evaluation is Evaluation.PASS:
+        return Evaluated(problem=problem)
+    if problem is None:
+        text = (
+            f"{node_id}: passed, but TEST_EVALUATION is xpass, so it was expected to fail; "
+            f"if that is mended, remove TEST_EVALUATION from {case.path}"
+        )
+        return Evaluated(problem=text)
+    pattern = case.expected_failure
+    if pattern is None or re.search(pattern, problem):
+        return Evaluated(problem=problem, is_expected=True)
+    return Evaluated(problem=f"{problem}\nnot the failure that was expected: {pattern!r}")

@@ -19,6 +19,7 @@ from pytest_megatron.golden.policy import ComparedWorkload, ComparisonPolicy
 from pytest_megatron.golden.provenance import Golden
 from pytest_megatron.recipe.case import CaseMode, TestType, WorkloadCase
 from pytest_megatron.runs.environment import SessionFacts
+from pytest_megatron.runs.record import headed
 from pytest_megatron.verdict.attempt import Attempt
 from pytest_megatron.verdict.job import Training
 
@@ -87,7 +88,7 @@ def norms_judged(
 ) -> tuple[str, ...]:
     """Return the norms of a golden that are judged although `metrics` does not name them.
 
-    They are where the case has no METRICS, or a policy file says `judged: true` of them.
+    They are where the case has no METRICS, or a policy file has `judged: true` for them.
     """
     return tuple(
         norm
@@ -112,7 +113,7 @@ def _compare_training(
     policy: ComparisonPolicy,
     surroundings: RunEnvironment,
 ) -> tuple[Comparison, ...]:
-    """Compare metrics, and say of a norm that METRICS leaves out where it would have failed."""
+    """Compare metrics, and note where a norm that METRICS leaves out would have failed."""
     asked = (*metrics, *norms_judged(case, golden.metrics, metrics, policy))
     unasked = [n for n in _norms_beside(golden.metrics, asked, policy) if n in observed]
     compared = compare(
@@ -159,7 +160,7 @@ class RepeatComparison:
 
     @property
     def is_of_gradients(self) -> bool:
-        """Whether tensors were compared instead of metrics."""
+        """True if tensors were compared instead of metrics."""
         return self.against.startswith("gradients")
 
     @property
@@ -181,7 +182,7 @@ class Judgement:
 
     @property
     def has_golden(self) -> bool:
-        """Whether every repeat was compared with a golden, in at least one metric."""
+        """True if every repeat was compared with a golden, in at least one metric."""
         compared = [r for r in self.repeats if r.against == GOLDEN]
         return bool(compared) and all(r.comparisons for r in compared)
 
@@ -200,7 +201,7 @@ class Judgement:
             }
             for repeat in self.repeats
         ]
-        return {"schema": 1, "passed": not self.failed, "repeats": repeats}
+        return headed({"passed": not self.failed, "repeats": repeats})
 
 
 def judge(

@@ -1,7 +1,7 @@
 """Training of a job: repeats, attempts where one failed for another cause than the code, judgement.
 
-A repeat is a generator that yields orders and is sent what came of them, so that whoever drives it
-may drive one workload on this machine or thousands on a cluster.
+A repeat is a generator that yields orders and is sent their outcomes: the same for one workload on
+this machine and for thousands on a cluster.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from pytest_megatron.golden.store import write_metrics
 from pytest_megatron.gpu.health import Health
 from pytest_megatron.recipe.case import CaseMode, WorkloadCase
 from pytest_megatron.runs.environment import SessionFacts
+from pytest_megatron.runs.record import headed
 from pytest_megatron.runs.redact import Redactor, redact_tree
 from pytest_megatron.triage.signatures import SIGNATURES, Signature, Table
 from pytest_megatron.verdict.attempt import (
     Attempt,
     FailureCause,
+    decide_training,
     judge_attempt,
     judge_generation,
     note_triage,
@@ -36,30 +38,13 @@ from pytest_megatron.verdict.gradients import compare_gradients, measure_gradien
 from pytest_megatron.verdict.job import CheckedJob, Training, WorkloadJob
 from pytest_megatron.verdict.retry import StopRetrying, next_step, with_policy
 from pytest_megatron.verdict.script import judge_script
-from pytest_megatron.verdict.verdict import decide_training
 from pytest_megatron.workload.plan.phases import iteration_name
 from pytest_megatron.workload.plan.plan import AttemptPlan
-from pytest_megatron.workload.run.runner import AttemptListener, Progress
-
-
-class _Redacting:
-    """Shows a listener the lines of ranks without secrets."""
-
-    def __init__(self, listener: AttemptListener, redactor: Redactor) -> None:
-        self._redactor = redactor
-        self._listener = listener
-
-    def on_lines(self, lines: list[str]) -> None:
-        """Take lines of tee'd ranks."""
-        self._listener.on_lines([self._redactor.text(line) for line in lines])
-
-    def on_progress(self, phase: int, progress: Progress) -> None:
-        """Take how far the training of a phase is."""
-        self._listener.on_progress(phase, progress)
+from pytest_megatron.workload.run.runner import AttemptListener, ForwardingListener
 
 
 class Retries(Protocol):
-    """Who has a say in further attempts, and wants to know of them."""
+    """Budget of further attempts, and their observer."""
 
     def claim(self, attempt: Attempt) -> str | None:
         """Take a further attempt from what the run may have; return why there is none, or None."""
@@ -70,7 +55,7 @@ class Retries(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatEnd:
-    """How a repeat ended.
+    """End of a repeat.
 
     Attributes:
         attempts: At least one; the last is clean, or not worth another one.
@@ -91,7 +76,7 @@ def train(
     retries: Retries,
     engine: Engine,
 ) -> Training:
-    """Run a job by itself, its repeats one after the other up to the first that is not clean.
+    """Run one job, its repeats one after the other up to the first that is not clean.
 
     Args:
         checked: What to run.
@@ -129,7 +114,7 @@ def begin(
 
 
 def conclude(job: WorkloadJob, ends: Sequence[RepeatEnd]) -> Training:
-    """Return what came of a job, of its repeats in order; those that never ran are missing."""
+    """Return the training of a job from its repeats in order; those that never ran are missing."""
     attempts = tuple(attempt for end in ends for attempt in end.attempts)
     stopped = next((end.stopped for end in ends if end.stopped is not None), None)
     verdict = decide_training(attempts)
@@ -171,7 +156,7 @@ def _repeat(
     *,
     repeat: int,
 ) -> Repeat:
-    """Run one repeat until it is clean or not worth another attempt; say why it is not."""
+    """Run one repeat until it is clean or not worth another attempt; return the reason as well."""
     job = checked.job
     attempts: list[Attempt] = []
     outcomes: list[SubmissionOutcome] = []
@@ -205,6 +190,7 @@ def _order(
 ) -> Submission:
     """Return the order for the next attempt of a repeat."""
     job, number = checked.job, len(earlier) + 1
+    redactor = job.redactor(plan)
 
     def planned(devices: tuple[str, ...] | None) -> Planned:
         chosen = plan if devices is None else plan.on_devices(devices)
@@ -221,7 +207,10 @@ def _order(
         avoid_gpus=frozenset(
             f.uuid for health in healths for f in health.faults if f.uuid is not None
         ),
-        listener=_Redacting(listener, job.redactor(plan)),
+        listener=ForwardingListener(
+            on_lines=lambda lines: listener.on_lines([redactor.text(line) for line in lines]),
+            on_progress=listener.on_progress,
+        ),
     )
 
 
@@ -231,7 +220,7 @@ def _judged(
     """Clean up, read and judge what an attempt left."""
     health = outcome.health
     if health is not None:
-        write_json_atomically(plan.dirs.health, health.as_json())
+        write_json_atomically(plan.dirs.health, headed(health.as_json()))
     attempt = Attempt(
         repeat=repeat,
         number=number,
@@ -255,7 +244,7 @@ def _judged(
 
 
 def _redact(job: WorkloadJob, plan: AttemptPlan, outcome: SubmissionOutcome) -> list[str]:
-    """Take secrets out of an attempt's files; return what to tell where that failed."""
+    """Take secrets out of an attempt's files; return warnings about those where that failed."""
     redactor = job.redactor(plan)
     for end in outcome.ends:  # a script before the training may have exported some
         redactor = redactor.knowing(Redactor.of(end.plan.env, (), redactor.names).values)
@@ -264,7 +253,7 @@ def _redact(job: WorkloadJob, plan: AttemptPlan, outcome: SubmissionOutcome) -> 
 
 
 def judge_files(job: WorkloadJob, plan: AttemptPlan, attempt: Attempt) -> Attempt:
-    """Read what an attempt left, and say what is wrong with it."""
+    """Read the files of an attempt, and judge them."""
     if plan.script is not None and job.case is not None:
         return _judged_script(job, job.case, plan, attempt)
     mode = CaseMode.PRETRAINING if job.case is None else job.case.mode
@@ -347,7 +336,7 @@ _OOM = "cuda_oom"
 def with_health(cause: FailureCause | None, health: Health | None) -> FailureCause | None:
     """Return a cause with what NVML and the kernel saw on the attempt's own GPUs.
 
-    A failure of the hardware during the attempt is its cause, whatever the program says of it. An
+    A failure of the hardware during the attempt is its cause, whatever the program printed. An
     OOM on a GPU that another program held memory of is that program's, once.
 
     Args:

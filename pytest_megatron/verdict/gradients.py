@@ -1,7 +1,7 @@
 """Compares the gradients that the layouts of a checkpoint-consistency left in their checkpoints.
 
 Two layouts compute the same gradients but for the order of sums. How far that may lead follows
-from the precision and the depth, or is said by the case. Measuring happens in a process of its
+from the precision and the depth, or is in the case. Measuring happens in a process of its
 own, since only torch reads such checkpoints; judging is pure.
 
 Source: Megatron-LM tests/functional_tests/python_test_utils/test_optimizer_grads_match.py,
@@ -47,10 +47,10 @@ def tolerance_of(case: WorkloadCase) -> float:
 def measure_gradients(
     python: str, reference: Path, others: Sequence[Path], env: Mapping[str, str]
 ) -> list[dict[str, JsonValue]]:
-    """Return what `verdict/tensors.py` says of the checkpoints, one object for each other one.
+    """Return the answer of `verdict/tensors.py`, one object for each other checkpoint.
 
     Raises:
-        MetricsError: A checkpoint cannot be read; the text is the last line of what was said.
+        MetricsError: A checkpoint cannot be read; the text is the last line of its output.
     """
     command = [python, "-m", _PROGRAM, str(reference), *map(str, others)]
     try:
@@ -80,7 +80,7 @@ def compare_gradients(
         measured: One object of `measure_gradients`.
         tolerance: As `tolerance_of`.
         name: What the reference is called, for the messages.
-        where: Its directory, said once.
+        where: Its directory, named once.
 
     Returns:
         `all gradients`, which fails where there is none or all are zero, then each of them, the

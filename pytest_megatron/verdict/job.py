@@ -28,16 +28,16 @@ from pytest_megatron.recipe.model import Workload
 from pytest_megatron.recipe.paths import case_path
 from pytest_megatron.runs.environment import SessionFacts, kept_variables, utc_now
 from pytest_megatron.runs.layout import ItemDirs, item_dirs
+from pytest_megatron.runs.record import RecordedPhase, RecordedPlan, to_json
 from pytest_megatron.runs.redact import Redactor
 from pytest_megatron.triage.signatures import Table, builtin_table
-from pytest_megatron.verdict.attempt import DEFAULT_METRICS, Attempt
+from pytest_megatron.verdict.attempt import DEFAULT_METRICS, Attempt, Verdict
 from pytest_megatron.verdict.gradients import tolerance_of
 from pytest_megatron.verdict.retry import (
     RetryPolicy,
     policy_of,
 )
 from pytest_megatron.verdict.script import is_judged_by_us
-from pytest_megatron.verdict.verdict import Verdict
 from pytest_megatron.workload.checks.check import findings_of, hits_of, problem_of
 from pytest_megatron.workload.checks.rules import CheckFinding
 from pytest_megatron.workload.plan.plan import (
@@ -76,7 +76,7 @@ class WorkloadJob:
 
     @property
     def metric_names(self) -> tuple[str, ...] | None:
-        """What is compared; None for a script that judges itself."""
+        """Metrics that are compared; None for a script that judges itself."""
         if self.case is None:
             return None
         if self._is_consistency and self.case.metrics is None:
@@ -94,12 +94,12 @@ class WorkloadJob:
 
     @property
     def is_compared(self) -> bool:
-        """Whether the case is compared with a golden: not in lightweight mode, for one."""
+        """True if the case is compared with a golden: not in lightweight mode, for one."""
         return self._is_judged and not self._is_consistency
 
     @property
     def gradient_tolerance(self) -> float | None:
-        """How far gradients of two layouts may be apart; None where none are compared."""
+        """Tolerance between gradients of two layouts; None where none are compared."""
         if self.case is None or not (self._is_judged and self._is_consistency):
             return None
         return tolerance_of(self.case)
@@ -119,7 +119,7 @@ class WorkloadJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What came of a job, before any golden is looked at.
+    """Result of a job, before it is compared with a golden.
 
     Attributes:
         attempts: In the order they ran.
@@ -133,7 +133,7 @@ class Training:
     stopped: str | None = None
 
     def facts(self, here: SessionFacts) -> SessionFacts:
-        """Return where and with what it ran: `here`, unless an engine's job said otherwise."""
+        """Return where and with what it ran: `here`, unless an engine's job recorded its own."""
         return next((a.facts for a in reversed(self.attempts) if a.facts is not None), here)
 
     @property
@@ -186,8 +186,8 @@ class CheckedJob:
         self, plan: AttemptPlan, facts: SessionFacts, *, repeat: int, number: int
     ) -> Planned:
         """Return the plan of an attempt with its description for `plan.json`."""
-        description = _description(self.job, plan, facts)
-        return Planned(plan=plan, description={**description, "repeat": repeat, "attempt": number})
+        description = describe_plan(self.job, plan, facts, repeat=repeat, number=number)
+        return Planned(plan=plan, description=description)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,46 +306,48 @@ def _needs(workload: Workload, plan: AttemptPlan) -> Resources:
     )
 
 
-def _description(job: WorkloadJob, plan: AttemptPlan, facts: SessionFacts) -> dict[str, JsonValue]:
+def describe_plan(
+    job: WorkloadJob, plan: AttemptPlan, facts: SessionFacts, *, repeat: int, number: int
+) -> dict[str, JsonValue]:
     """Return the content of `plan.json`: all that a repetition needs, without secrets."""
     redactor, kept = job.redactor(plan), job.setting.kept_variables
-    phases: list[JsonValue] = [
-        {
-            "number": phase.number,
-            "argv": list[JsonValue](redactor.words(phase.argv)),
-            "env": dict[str, JsonValue](
-                redactor.env(kept_variables(phase.env, phase.own_env, kept))
-            ),
-            "name": phase.name,
-            "world_size": phase.world_size,
-            "last_iteration": phase.last_iteration,
-            "rewind_to": phase.resumes_after,
-            "before_script": _redacted(redactor, phase.before_script),
-            "after_script": _redacted(redactor, phase.after_script),
-        }
+    phases = [
+        RecordedPhase(
+            number=phase.number,
+            argv=tuple(redactor.words(phase.argv)),
+            env=redactor.env(kept_variables(phase.env, phase.own_env, kept)),
+            name=phase.name,
+            world_size=phase.world_size,
+            last_iteration=phase.last_iteration,
+            rewind_to=phase.resumes_after,
+            before_script=_redacted(redactor, phase.before_script),
+            after_script=_redacted(redactor, phase.after_script),
+        )
         for phase in plan.phases
     ]
     case = job.case
-    return {
-        "schema": 1,
-        "node_id": job.node_id,
-        "recipe": job.workload.where,
-        "case": None if case is None else str(case.path),
-        "cwd": str(plan.cwd),
-        "phases": phases,
-        "script": _redacted(redactor, plan.script),
-        "world_size": plan.world_size,
-        "nodes": job.workload.nodes,
-        "platform": job.workload.platform,
-        "time_limit_s": plan.time_limit_s,
-        "until_iteration": None if plan.target is None else plan.target.iteration,
-        "gradient_tolerance": job.gradient_tolerance,
-        "seed": None if case is None else case.argument("--seed"),
-        "is_lightweight": job.setting.is_lightweight,
-        "python_hash_seed": job.setting.env.get("PYTHONHASHSEED"),
-        "planned": utc_now(),
-        **facts.as_json(),
-    }
+    record = RecordedPlan(
+        node_id=job.node_id,
+        repeat=repeat,
+        attempt=number,
+        recipe=job.workload.where,
+        case=None if case is None else str(case.path),
+        cwd=str(plan.cwd),
+        phases=tuple(phases),
+        script=_redacted(redactor, plan.script),
+        world_size=plan.world_size,
+        nodes=job.workload.nodes,
+        platform=job.workload.platform,
+        time_limit_s=plan.time_limit_s,
+        until_iteration=None if plan.target is None else plan.target.iteration,
+        gradient_tolerance=job.gradient_tolerance,
+        seed=None if case is None else case.argument("--seed"),
+        is_lightweight=job.setting.is_lightweight,
+        python_hash_seed=job.setting.env.get("PYTHONHASHSEED"),
+        planned=utc_now(),
+        **facts.as_keys(),
+    )
+    return to_json(record)
 
 
 def _redacted(redactor: Redactor, text: str | None) -> str | None:

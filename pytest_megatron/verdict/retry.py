@@ -1,4 +1,4 @@
-"""Whether an attempt that failed is worth another one, and after which pause. Pure.
+"""Decision about another attempt after one that failed, and its pause. Pure.
 
 The default is no: another attempt needs a transient root cause, which `FailureCause` has from that
 attempt's files alone. What disagrees with a golden never comes here: it is no cause of an attempt.
@@ -41,7 +41,7 @@ _FINGERPRINT_LENGTH = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """How one workload is run again.
+    """Rules for further attempts of a workload.
 
     Attributes:
         max_attempts: How often at most a repeat is started.

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.files import JsonValue, parse_json
 
 DEFAULT_MAX_RETRIES = 10
 _FILE = "retries.jsonl"
@@ -25,7 +25,7 @@ _LEAST_ENDED = 3  # before that, "more than half" says nothing about the machine
 
 
 class RunLedger:
-    """What a run has spent on further attempts."""
+    """Further attempts that a run has used."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class RunLedger:
         return None
 
     def note_end(self, node_id: str, broken_by: str | None) -> str | None:
-        """Take note of an item that ended; return what to say of the whole run, once, or None.
+        """Count an item that ended; return a text about the whole run, once, or None.
 
         Args:
             node_id: The item.
@@ -89,7 +89,7 @@ class RunLedger:
         return None
 
     def infrastructure(self) -> str | None:
-        """Return what is to be said of the run, if that was said already, else None."""
+        """Return the text about the run, if it was printed already, else None."""
         if not self._path.exists():
             return None
         with contextlib.suppress(OSError), self._open() as counts:
@@ -122,7 +122,7 @@ class RunLedger:
 
 
 class _RetryCounts:
-    """What the rows of the file come to.
+    """Sums of the rows of the file.
 
     Attributes:
         num_bytes: That were counted.
@@ -149,12 +149,12 @@ class _RetryCounts:
 
     @property
     def is_infrastructure(self) -> bool:
-        """Whether the machine or the network is the matter of the run."""
+        """True if the machine or the network is the matter of the run."""
         return self.num_ended >= _LEAST_ENDED and 2 * self._broken.total() > self.num_ended
 
     @property
     def text(self) -> str:
-        """What to say then."""
+        """Text for the user in that case."""
         known = ", ".join(sorted(self._broken))
         return (
             f"infrastructure: {self._broken.total()} of {self.num_ended} workloads failed for "
@@ -172,7 +172,7 @@ class _RetryCounts:
         self.num_bytes += len(lines)
         for line in lines.splitlines():
             try:
-                row: JsonValue = json.loads(line)
+                row = parse_json(line)
             except ValueError:
                 continue
             if isinstance(row, dict):

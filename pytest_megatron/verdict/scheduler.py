@@ -1,8 +1,8 @@
 """Drives the repeats of many workloads over one engine at the same time.
 
-As much as the engine has room for is ordered at once, the longest first; one `poll` tells of all of
-it. What came of an order goes to the generator that wanted it, and the next order from there to the
-engine. A workload that ended is handed out and forgotten. Reads no clock but the one given.
+As much as the engine has room for is ordered at once, the longest first; one `poll` is for all of
+them. The outcome of an order goes to the generator that yielded it, and the next order from there
+to the engine. A workload that ended is handed out and forgotten. Reads no clock but the one given.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class QueuedWorkload:
     Attributes:
         name: Its node id.
         begin: Plans it and returns its repeats; called once, shortly before it is submitted.
-        expected_s: How long one attempt of it takes, as far as the past tells; None if unknown.
+        expected_s: Duration of one attempt by its history; None if unknown.
         num_gpus: Over all nodes.
         rank: The longest first, so that no long one begins when the others end; among those of a
             length the biggest, which need the most room at once. Set by the scheduler.
@@ -54,7 +54,7 @@ class QueuedWorkload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkEnd:
-    """What came of a workload.
+    """End of a workload.
 
     Attributes:
         ends: Of its repeats, in their order; where one was no good, others may be missing.
@@ -68,14 +68,14 @@ class WorkEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueProgress:
-    """How far a scheduler is, in numbers of orders.
+    """Progress of a scheduler, in numbers of orders.
 
     Attributes:
         num_works: Workloads in all.
         num_ended: Workloads that were handed out.
         num_waiting: Orders that the engine has and does not run yet.
         num_held: What was not submitted yet: it has enough, or a further attempt pauses first.
-        detail: What the engine says of the first order that waits, else of the first that runs.
+        detail: From the engine, for the first order that waits, else the first that runs.
         share_done: Of the GPU time that is expected, from 0 to 1; None where nothing is known.
     """
 
@@ -163,12 +163,12 @@ class WorkloadScheduler:
 
     @property
     def is_done(self) -> bool:
-        """Whether every workload has been handed out."""
+        """True if every workload has been handed out."""
         return self._num_ended == self._num_works
 
     @property
     def standing(self) -> QueueProgress:
-        """How far it is."""
+        """Its progress."""
         phases = Counter(phase for phase, _ in self._phases.values())
         details = {phase: text for phase, text in reversed(self._phases.values()) if text}
         return QueueProgress(
@@ -280,7 +280,7 @@ class WorkloadScheduler:
         return [end for update in found for end in self._take(update)]
 
     def _take(self, update: Update) -> list[WorkEnd]:
-        """Take note of what the engine says of an order."""
+        """Handle an update of the engine."""
         found = self._open.get(update.key)
         if found is None:  # of a workload that ended meanwhile
             return []

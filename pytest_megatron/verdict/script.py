@@ -1,4 +1,4 @@
-"""Whether a recipe's own script did what its case says: judged by what it wrote."""
+"""Judgement of a recipe's own script by the files that it wrote and its case."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _JUDGED = (TestType.REGULAR, TestType.FROZEN_START, *_RESUMES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptResult:
-    """What a script came to.
+    """Result of a script.
 
     Attributes:
         metrics: Of each training that it ran: one, or two of a resume.
         generation: Of an inference case.
-        cause: None if it did what the case says.
+        cause: None if it did what the case expects.
     """
 
     metrics: tuple[MetricMap, ...] = ()
@@ -46,7 +46,7 @@ class ScriptResult:
 
 
 def is_judged_by_us(case: WorkloadCase) -> bool:
-    """Whether what a script wrote can be judged; of other cases its exit code is the answer."""
+    """Return if the files of a script can be judged; for other cases its exit code counts."""
     return case.test_type in _JUDGED and case.evaluation is Evaluation.PASS
 
 
@@ -66,7 +66,7 @@ def judge_script(
         case: Says what must have been measured.
         dirs: Of the attempt; the script wrote below its `assets` and `artifacts`.
         metric_names: As `metric_names_of` returns them.
-        is_lightweight: Whether it was told to train only a few iterations.
+        is_lightweight: Whether it was to train only a few iterations.
         time_limit_s: For the text.
     """
     if not end.is_clean:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
-from pytest_megatron.base.files import JsonValue
 from pytest_megatron.ci.summary.junit import JUnitCase
-from pytest_megatron.ci.summary.model import ItemCause, number_of, rows_of, text_of
-from pytest_megatron.triage.records import TRIAGE_FILE, read_record
+from pytest_megatron.ci.summary.model import ItemCause
+from pytest_megatron.runs.layout import TRIAGE_FILE
+from pytest_megatron.runs.record import (
+    RecordedAttempt,
+    RecordedEvidence,
+    RecordedExecution,
+    RecordedTest,
+    RecordedTriage,
+    RecordedWorkload,
+    read_if_whole,
+)
 
 _RANK = re.compile(r"^(?:\[rank (\d+)\]|rank (\d+) of )")
 _TELLING = re.compile(r"^Fatal Python error|^(?:\w+\.)*\w*(?:Error|Exception|Exit)\b|Traceback \(")
@@ -17,9 +24,7 @@ _TAIL_BYTES = 1 << 16
 _MOST_LINES = 2  # of a headline
 
 
-def cause_of_workload(
-    record: Mapping[str, JsonValue], run_dir: Path, shown: str
-) -> ItemCause | None:
+def cause_of_workload(record: RecordedWorkload, run_dir: Path, shown: str) -> ItemCause | None:
     """Return why a workload did not pass; None if it did.
 
     Args:
@@ -27,46 +32,40 @@ def cause_of_workload(
         run_dir: The run directory here.
         shown: How a user would name that directory.
     """
-    problem = text_of(record, "problem")
-    attempts = rows_of(record, "attempts")
-    bad = [row for row in attempts if text_of(row, "cause") is not None]
+    problem = record.problem
+    bad = [attempt for attempt in record.attempts if attempt.cause]
     if problem is None and not bad:
         return None
-    last = bad[-1] if bad else {}
+    last = bad[-1] if bad else RecordedAttempt()
     lines = (problem or "").partition("]: ")[2] or problem or ""  # without the item's own name
-    text = text_of(last, "cause") or "\n".join(lines.splitlines()[:_MOST_LINES])
-    told = _triage(record, run_dir)
-    evidence = next(iter(rows_of(told, "evidence")), {})
-    place, line = _place(evidence, record, run_dir, shown), text_of(evidence, "text")
-    rank = number_of(last, "root_rank")
+    triage = _triage(record, run_dir)
+    evidence = triage.evidence[0] if triage.evidence else RecordedEvidence()
     return ItemCause(
-        text=text,
-        rank=None if rank is None else int(rank),
-        place=place,
-        line=line,
-        signature=text_of(last, "signature") or text_of(told, "signature"),
-        advice=text_of(told, "advice"),
-        is_transient=last.get("is_transient") is True,
-        fingerprint=text_of(last, "fingerprint") or "",
+        text=last.cause or "\n".join(lines.splitlines()[:_MOST_LINES]),
+        rank=last.root_rank,
+        place=_place(evidence, record, run_dir, shown),
+        line=evidence.text,
+        signature=last.signature or triage.signature,
+        advice=next((d.advice for d in (*triage.attempts[-1:], triage) if d.advice), None),
+        is_transient=last.is_transient,
+        fingerprint=last.fingerprint or "",
     )
 
 
 def cause_of_test(
-    record: Mapping[str, JsonValue], case: JUnitCase | None, run_dir: Path, shown: str
+    record: RecordedTest, case: JUnitCase | None, run_dir: Path, shown: str
 ) -> ItemCause | None:
     """Return why a distributed test did not pass; None if it did."""
-    problem = text_of(record, "problem")
+    problem = record.problem
     if problem is None:
         return None
     found = _RANK.match(problem)
     rank = None if found is None else int(found[1] or found[2])
     place, line = (None if case is None else case.location), None
-    attempts = rows_of(record, "attempts")
-    last = attempts[-1] if attempts else {}
-    directory = text_of(last, "directory")
-    has_log = text_of(last, "end") != "done"  # else the rank's log is of its other tests
-    if place is None and rank is not None and directory is not None and has_log:
-        log = Path(*Path(directory).parts[-2:], str(rank), "stderr.log")
+    last = record.attempts[-1] if record.attempts else RecordedExecution()
+    has_log = last.end != "done"  # else the rank's log is of its other tests
+    if place is None and rank is not None and last.directory and has_log:
+        log = Path(*Path(last.directory).parts[-2:], str(rank), "stderr.log")
         if is_within(run_dir / log, run_dir):
             number, line = telling_line(run_dir / log)
             place = f"{shown}/{log}" + (f":{number}" if number else "")
@@ -80,10 +79,10 @@ def cause_of_case(case: JUnitCase) -> ItemCause | None:
     return ItemCause(text=case.message or case.text or case.outcome, place=case.location)
 
 
-def _triage(record: Mapping[str, JsonValue], run_dir: Path) -> dict[str, JsonValue]:
-    directory = text_of(record, "directory")
-    file = run_dir / Path(directory or "").name / TRIAGE_FILE
-    return read_record(file) if directory and is_within(file, run_dir) else {}
+def _triage(record: RecordedWorkload, run_dir: Path) -> RecordedTriage:
+    file = run_dir / Path(record.directory or "").name / TRIAGE_FILE
+    found = read_if_whole(file, RecordedTriage) if is_within(file, run_dir) else None
+    return found or RecordedTriage()
 
 
 def is_within(path: Path, directory: Path) -> bool:
@@ -92,22 +91,18 @@ def is_within(path: Path, directory: Path) -> bool:
 
 
 def _place(
-    evidence: Mapping[str, JsonValue],
-    record: Mapping[str, JsonValue],
-    run_dir: Path,
-    shown: str,
+    evidence: RecordedEvidence, record: RecordedWorkload, run_dir: Path, shown: str
 ) -> str | None:
     """Name the line as it can be found in the artifact: the run was somewhere else."""
-    directory, file = text_of(record, "directory"), text_of(evidence, "file")
-    if directory is None:
+    if not record.directory:
         return None
-    item = Path(directory).name
+    item, file = Path(record.directory).name, evidence.file
     if file is None:
         is_compared = (run_dir / item / "comparison.json").is_file()
         return f"{shown}/{item}/comparison.json" if is_compared else None
     _, found, rest = file.partition(f"{item}/")
-    number = number_of(evidence, "line")
-    return (f"{shown}/{item}/{rest}" if found else file) + (f":{number:.0f}" if number else "")
+    number = f":{evidence.line}" if evidence.line else ""
+    return (f"{shown}/{item}/{rest}" if found else file) + number
 
 
 def telling_line(log: Path) -> tuple[int | None, str | None]:

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 
-from pytest_megatron.base.files import JsonValue
-from pytest_megatron.ci.job_file import FILE_NAME, LOG_NAME, CiJobRecord, read_job
+from pytest_megatron.ci.job_file import FILE_NAME, LOG_NAME, CiJobRecord
 from pytest_megatron.ci.summary.causes import (
     cause_of_case,
     cause_of_test,
@@ -21,13 +20,23 @@ from pytest_megatron.ci.summary.causes import (
     telling_line,
 )
 from pytest_megatron.ci.summary.junit import Junit, JUnitCase, address, read_junit
-from pytest_megatron.ci.summary.model import JobItem, JobRun, number_of, rows_of, text_of
-from pytest_megatron.errors import CiError, TriageError
+from pytest_megatron.ci.summary.model import JobItem, JobRun
+from pytest_megatron.errors import CiError, RunError, TriageError
 from pytest_megatron.runs.archives import is_archive, unpack
 from pytest_megatron.runs.layout import RUN_FILE
+from pytest_megatron.runs.record import (
+    RecordedItem,
+    RecordedOptions,
+    RecordedPlan,
+    RecordedRun,
+    RecordedTest,
+    RecordedWorkload,
+    read_if_whole,
+    read_record,
+)
+from pytest_megatron.runs.record import read_run as read_run_file
 from pytest_megatron.triage.api import triage
 from pytest_megatron.triage.names import SKIPPED_DIRECTORIES, is_worth_reading
-from pytest_megatron.triage.records import read_record
 
 _NO_ITEMS = "ran no workload and nothing on a gang, and left no JUnit XML of other tests"
 _DEPTH = 3  # directories from a job's to its run directories
@@ -37,7 +46,6 @@ _EXITS = {
     4: "refused its arguments",
     5: "found no test to run",
 }
-_VERDICTS = frozenset(("passed", "failed", "flaky", "broken", "skipped"))
 
 
 @dataclass(slots=True)
@@ -100,9 +108,9 @@ def _job_record(book: _JobCollector) -> CiJobRecord | None:
     if not is_within(file, book.root):
         return None
     try:
-        record = read_job(read_record(file), FILE_NAME)
-    except CiError as error:
-        book.problems.append(str(error))
+        record = read_record(file, CiJobRecord)
+    except RunError as error:
+        book.problems.append(f"{FILE_NAME}: {error.problem}")
         return None
     if record.commit is not None:
         book.commits.add(record.commit)
@@ -147,76 +155,59 @@ def _read_run_dir(
 ) -> None:
     """Take the items of one `run.json`, and what is wrong with the run as a whole."""
     shown = _show(book, run_dir)
-    run = read_record(run_dir / RUN_FILE)
-    records = run.get("items")
-    if not isinstance(records, dict):
-        book.problems.append(f"{shown}/{RUN_FILE}: is not whole, or is no record of a run")
+    try:
+        run = read_run_file(run_dir)
+    except RunError as error:
+        what = "is not whole, or is no record of a run"
+        book.problems.append(f"{shown}/{RUN_FILE}: {what}: {error.problem}")
         return
-    if (commit := text_of(run, "commit")) is not None:
-        book.commits.add(commit)
-    for node_id, record in records.items():
-        if not isinstance(record, dict):
-            book.problems.append(f"{shown}/{RUN_FILE}: says nothing of {node_id!r}")
-            continue
+    if run.commit is not None:
+        book.commits.add(run.commit)
+    for node_id, record in run.items.items():
         case = cases.get(address(node_id))
         item = _item(node_id, record, case, (run_dir, shown), job)
-        book.items[node_id] = _as_judged(item, record, run)
+        if isinstance(record, RecordedWorkload):
+            item = _as_judged(item, record, run.options)
+        book.items[node_id] = item
     if (problem := _unfinished(run, run_dir, book)) is not None:
         book.problems.append(problem)
 
 
 def _item(
     node_id: str,
-    record: Mapping[str, JsonValue],
+    record: RecordedItem,
     case: JUnitCase | None,
     place: tuple[Path, str],
     job: str,
 ) -> JobItem:
-    attempts = rows_of(record, "attempts")
-    is_test = "world_size" in record
-    quarantine = record.get("quarantine")
-    is_held = isinstance(quarantine, dict) and quarantine.get("holds") is True
-    verdict = text_of(record, "verdict")
-    cause = cause_of_test(record, case, *place) if is_test else cause_of_workload(record, *place)
+    if isinstance(record, RecordedTest):
+        cause = cause_of_test(record, case, *place)
+    else:
+        cause = cause_of_workload(record, *place)
     return JobItem(
         node_id=node_id,
         job=job,
-        verdict=verdict if verdict in _VERDICTS else "broken",
-        duration_s=number_of(record, "duration_s") or 0.0,
-        num_attempts=len(attempts),
-        is_held=is_held,
-        causes=tuple(
-            text_of(row, "signature") or "unknown"
-            for row in attempts
-            if row.get("cause") is not None or row.get("is_transient") is True
-        ),
+        verdict=record.verdict,
+        duration_s=record.duration_s or 0.0,
+        num_attempts=len(record.attempts),
+        is_held=record.is_held,
+        causes=record.causes,
         cause=cause,
         reproduce=_reproduce(place[1], node_id),
     )
 
 
-def _as_judged(
-    item: JobItem, record: Mapping[str, JsonValue], run: Mapping[str, JsonValue]
-) -> JobItem:
+def _as_judged(item: JobItem, record: RecordedWorkload, options: RecordedOptions) -> JobItem:
     """Return a workload's item with how often and how strictly it ran."""
-    if "world_size" in record:
-        return item
-    given = run.get("options")
-    options = given if isinstance(given, dict) else {}
-    attempts = rows_of(record, "attempts")
-    done = [row for row in attempts if row.get("cause") is None]
-    compared = record.get("compared")  # records of 0.1 do not have it
-    is_off = options.get("golden") == "off"
-    is_compared = False if is_off else compared if isinstance(compared, bool) else None
-    policy = record.get("policy")
-    if not isinstance(policy, dict):  # nor do these have it
-        name = text_of(options, "golden_policy")
-        policy = None if name is None else {"name": name}
+    is_compared = False if options.golden == "off" else record.compared
+    policy = record.policy
+    if policy is None and options.golden_policy is not None:  # a record of before this key
+        policy = {"name": options.golden_policy}
     return replace(
         item,
-        num_repeats=len({row.get("repeat") for row in done}),
+        num_repeats=len({row.repeat for row in record.attempts if row.cause is None}),
         is_compared=is_compared,
-        is_lightweight=options.get("lightweight") is True,
+        is_lightweight=options.lightweight,
         policy=policy if is_compared else None,
     )
 
@@ -227,31 +218,30 @@ def _reproduce(shown: str, node_id: str) -> str:
     return shlex.join(["pytest-megatron", "repro", artifact, node_id])
 
 
-def _unfinished(run: Mapping[str, JsonValue], run_dir: Path, book: _JobCollector) -> str | None:
+def _unfinished(run: RecordedRun, run_dir: Path, book: _JobCollector) -> str | None:
     """Return what is wrong with how a run ended; None if it ended as its items say."""
-    code = number_of(run, "exit_code")
-    if text_of(run, "ended") is None or code is None:
+    code = run.exit_code
+    if run.ended is None or code is None:
         running = _running(run, run_dir)
         during = f" during {running}" if running else ""
-        last = text_of(run, "updated")
+        last = run.updated
         return f"never finished: it was killed{during}; the last thing that it wrote is of {last}"
-    if int(code) in _EXITS:
-        return f"pytest {_EXITS[int(code)]} (exit code {code:.0f})"
+    if code in _EXITS:
+        return f"pytest {_EXITS[code]} (exit code {code})"
     has_bad = any(item.is_bad for item in book.items.values())
     has_bad = has_bad or any(
         c.outcome in ("failed", "broken") for j in book.junits for c in j.cases
     )
     if code and not has_bad:
-        return f"pytest ended with exit code {code:.0f}, and no item says why; read the job's log"
+        return f"pytest ended with exit code {code}, and no item says why; read the job's log"
     return None
 
 
-def _running(run: Mapping[str, JsonValue], run_dir: Path) -> str | None:
+def _running(run: RecordedRun, run_dir: Path) -> str | None:
     """Return the workload that has a plan and no record: it was running when the run was killed."""
-    known = run.get("items")
-    plans = (read_record(p) for p in sorted(run_dir.glob("*/repeat_*/attempt_*/plan.json")))
-    names = (text_of(plan, "node_id") for plan in plans)
-    return next((n for n in names if n and isinstance(known, dict) and n not in known), None)
+    files = sorted(run_dir.glob("*/repeat_*/attempt_*/plan.json"))
+    plans = (read_if_whole(file, RecordedPlan) for file in files)
+    return next((p.node_id for p in plans if p is not None and p.node_id not in run.items), None)
 
 
 def _add_cases(book: _JobCollector, job: str) -> None:

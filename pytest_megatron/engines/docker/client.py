@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pytest_megatron.engines.docker.messages import (
+    ANSWER,
+    REQUEST,
     Answer,
     DriverReady,
     Request,
     StartRefused,
-    decode_answer,
-    encode_request,
 )
 from pytest_megatron.errors import LaunchError
 
@@ -38,7 +38,7 @@ class DriverLink:
     reason.
 
     Attributes:
-        ready: What it said when it had reached the daemon.
+        ready: Its first answer, once it had reached the daemon.
     """
 
     ready: DriverReady
@@ -48,7 +48,7 @@ class DriverLink:
 
         Args:
             directory: For its log, and for what nemo-run keeps.
-            env: The controller's; says where the daemon is.
+            env: The controller's; may name the daemon.
 
         Raises:
             LaunchError: nemo-run is not installed, or the daemon cannot be reached.
@@ -94,7 +94,7 @@ class DriverLink:
             DriverGoneError: The child process ended.
         """
         try:
-            socket.send_fds(self._socket, [encode_request(request)], list(descriptors))
+            socket.send_fds(self._socket, [REQUEST.dump_json(request)], list(descriptors))
         except OSError as error:
             raise self._gone() from error
 
@@ -112,7 +112,7 @@ class DriverLink:
             packet = b""
         if not packet:
             raise self._gone()
-        return decode_answer(packet)
+        return ANSWER.validate_json(packet)
 
     def close(self) -> None:
         """End the child process, and with it the container that it has."""

@@ -30,7 +30,7 @@ from pytest_megatron.engines.docker.messages import JOB_DIR, Gone, RunContainer
 
 
 class ImageRefusedError(Exception):
-    """There is no such image to be had; the text says why."""
+    """The image cannot be found or fetched, for the reason in the text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +125,7 @@ def owner() -> str:
 
 
 def is_dead(label: str) -> bool:
-    """Whether the process of a label has ended; False where this process cannot know.
+    """Return if the process of a label has ended; False where this process cannot know.
 
     Args:
         label: As `owner` returned it, maybe on another machine or in another container.
@@ -165,7 +165,7 @@ _MEANINGS: Mapping[str, str] = {
 
 
 class StartRefusedError(Exception):
-    """Docker did not start the container, and would not the next time; the text says why."""
+    """Docker refuses to start the container, now and later, for the reason in the text."""
 
 
 class Container:
@@ -192,7 +192,7 @@ class Container:
         self.let_go()
 
     def let_go(self) -> None:
-        """Let the container end by itself: what runs in it waits for this lock."""
+        """Have the container end: the process in it waits for this lock."""
         self.was_let_go = True
         if self._lifeline is not None:
             os.close(self._lifeline)
@@ -221,7 +221,7 @@ class _OwningClient(docker.DockerClient):  # type: ignore[misc]  # as above
     """Docker client for one container of ours.
 
     Attributes:
-        labels: That say whose container it is.
+        labels: For the owner of the container.
         network: That it is connected to.
     """
 
@@ -377,7 +377,7 @@ class Events:
         return None
 
     def _take(self, action: str, attributes: dict[str, str], container: WatchedContainer) -> bool:
-        """Remember what an event says; return whether it was the last."""
+        """Keep an event; return if it was the last."""
         match action:
             case "oom":
                 self._was_oom = True

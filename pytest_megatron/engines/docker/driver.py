@@ -2,9 +2,9 @@
 
 Started by `client.py` with the descriptor of a socket. nemo-run's DockerExecutor makes the
 container; what it has no field for is added on the way to Docker (`container.py`). There is one
-container at a time. It is ended when the controller says so, by SIGTERM or SIGINT, or when the
+container at a time. It is ended by an order of the controller, by SIGTERM or SIGINT, or when the
 socket closes because the controller is gone. Should this process be killed, the container sees a
-lock go (`inside.py`) and ends by itself; what is left even so, the next driver removes.
+lock go (`inside.py`) and ends; what is left even so, the next driver removes.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ from pytest_megatron.engines.docker.container import (
     start,
 )
 from pytest_megatron.engines.docker.messages import (
+    ANSWER,
+    REQUEST,
     Answer,
     ContainerStarted,
     ContainerWaiting,
@@ -45,8 +47,6 @@ from pytest_megatron.engines.docker.messages import (
     RunContainer,
     StartRefused,
     StopContainer,
-    decode_request,
-    encode_answer,
 )
 
 _POLL_S = 0.1
@@ -59,7 +59,7 @@ _DEFAULT_HOST = "unix:///var/run/docker.sock"
 
 
 class EndError(Exception):
-    """This process is to end: it was told to, or the controller is gone."""
+    """This process is to end: by an order, or since the controller is gone."""
 
 
 class StoppedError(Exception):
@@ -83,7 +83,7 @@ def main(arguments: list[str]) -> int:
     try:
         client = connect(_host())
     except DaemonError as error:
-        link.send(encode_answer(error.refused))
+        link.send(ANSWER.dump_json(error.refused))
         return 1
     with contextlib.suppress(EndError, BrokenPipeError):
         Driver(link, client).serve()
@@ -150,13 +150,13 @@ class Driver:
             packet, descriptors, _, _ = socket.recv_fds(self._link, _PACKET_BYTES, _MAX_FDS)
             if not packet:
                 raise EndError
-            request = decode_request(packet)
+            request = REQUEST.validate_json(packet)
             if isinstance(request, RunContainer):
                 with _closing(descriptors):
                     self._run(request)
 
     def _run(self, request: RunContainer) -> None:
-        """Run a container to its end; say how it went."""
+        """Run a container to its end; send the result."""
         try:
             with Events() as events:
                 gone = self._contain(request, events)
@@ -181,7 +181,7 @@ class Driver:
                 raise
 
     def _follow(self, container: Container, events: Events) -> Gone:
-        """Wait for the end of a container, and end it when told to."""
+        """Wait for the end of a container, and end it when the controller orders it."""
         force_at = float("inf")
         while True:
             if (gone := events.end_of(container)) is not None:
@@ -240,7 +240,7 @@ class Driver:
                         say_at = time.monotonic() + _SAY_EVERY_S
 
     def _receive(self) -> StopContainer:
-        """Return what the controller says while there is a container.
+        """Return a message of the controller while there is a container.
 
         Raises:
             EndError: It is gone.
@@ -251,12 +251,12 @@ class Driver:
             packet = b""
         if not packet:
             raise EndError
-        request = decode_request(packet)
+        request = REQUEST.validate_json(packet)
         assert isinstance(request, StopContainer), "one container at a time"
         return request
 
     def _tell(self, answer: Answer) -> None:
-        self._link.send(encode_answer(answer))
+        self._link.send(ANSWER.dump_json(answer))
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from typing_extensions import override
 
+from pytest_megatron.base.files import read_json
 from pytest_megatron.engines.api import (
     EngineContext,
     EngineError,
@@ -48,63 +49,8 @@ from pytest_megatron.engines.records import JobSpec, outcome_of, read_record, wr
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gpu.lease import Lease
 from pytest_megatron.recipe.model import Workload
-from pytest_megatron.workload.plan.plan import AttemptPlan, PhasePlan, Setting
-from pytest_megatron.workload.run.runner import AttemptListener, LogWatch, Progress
-
-
-class LiveLog:
-    """Follows the logs of an attempt phase by phase.
-
-    Attributes:
-        plan: Of the attempt.
-    """
-
-    def __init__(self, plan: AttemptPlan, listener: AttemptListener) -> None:
-        self.plan = plan
-        self._listener = listener
-        self._left = list(plan.phases)
-        self._told: Progress | None = None
-        self._phase = self._left.pop(0)
-        self._watch = self._follow(self._phase)
-
-    def poll(self, *, is_ended: bool = False) -> None:
-        """Tell the listener what is new.
-
-        Args:
-            is_ended: Whether nothing more is going to be written.
-        """
-        while self._left and self._left[0].dirs.root.is_dir():
-            self._tell(self._watch.drain())
-            self._phase = self._left.pop(0)
-            self._watch = self._follow(self._phase)
-        self._tell(self._watch.drain() if is_ended else self._watch.poll())
-
-    def _tell(self, lines: list[str]) -> None:
-        if lines:
-            self._listener.on_lines(lines)
-        if self._watch.progress is not None and self._watch.progress != self._told:
-            self._told = self._watch.progress
-            self._listener.on_progress(self._phase.number, self._told)
-
-    def _follow(self, phase: PhasePlan) -> LogWatch:
-        self._told = None
-        scripts = self.plan.dirs.assets if phase.is_script else None
-        return LogWatch(phase.dirs, phase.world_size // phase.num_nodes, scripts=scripts)
-
-
-class OnlyProgress:
-    """Passes on how far a training is, and no line of it."""
-
-    def __init__(self, listener: AttemptListener) -> None:
-        self._listener = listener
-
-    def on_lines(self, lines: list[str]) -> None:
-        """Drop the lines."""
-
-    def on_progress(self, phase: int, progress: Progress) -> None:
-        """Pass it on."""
-        self._listener.on_progress(phase, progress)
-
+from pytest_megatron.workload.plan.plan import AttemptPlan, Setting
+from pytest_megatron.workload.run.runner import LiveLog
 
 _POLL_S = 0.1
 _SLACK_S = 600.0  # for the container to start and end, beside what the training may take
@@ -180,7 +126,7 @@ class DockerEngine(LeasingEngine):
             shutil.rmtree(job_dir, ignore_errors=True)
 
     def _write_job(self, job_dir: Path, order: Submission, planned: Planned) -> None:
-        """Lay out what the container is told; no word of it goes through a shell unquoted."""
+        """Write the files for the container; no word of them goes through a shell unquoted."""
         spec = JobSpec(
             key=order.key,
             plan=planned.plan,
@@ -316,7 +262,7 @@ class DockerEngine(LeasingEngine):
         return EngineError(kind=TroubleKind.LOST, text=text)
 
     def _outcome(self, gone: Gone, job_dir: Path, planned: Planned) -> SubmissionOutcome:
-        """Return what came of a container.
+        """Return the outcome of a container.
 
         Raises:
             LaunchError: The image is no good, so that nothing was run.
@@ -352,15 +298,20 @@ class DockerEngine(LeasingEngine):
 
     def _other_version(self, began: Path) -> EngineError:
         """Return why a container that began left no record and was not killed."""
-        there, here = json.loads(began.read_text())["version"], self._context.facts.versions
+        try:
+            found = read_json(began)
+        except (OSError, ValueError):
+            found = None
+        there = found.get("version") if isinstance(found, dict) else None
+        ours = self._context.facts.versions.get("pytest-megatron")
         text = "the container ended and left no record"
-        if there != (ours := here.get("pytest-megatron")):
+        if there not in (None, ours):
             text += f"; it has pytest-megatron {there}, this is {ours}"
         return EngineError(kind=TroubleKind.LOST, text=text)
 
 
 def _shows(mount: Mount, path: Path) -> bool:
-    """Whether a mount has what a path names here: a link in it may lead out of it."""
+    """Return if a mount shows a path: a link in it may lead out of it."""
     is_inside = path.is_relative_to(mount.target)
     if not is_inside or mount.source != mount.target:  # the user's own view of what is where
         return is_inside

@@ -1,9 +1,9 @@
-"""What runs in a container: the worker, and a watch over who asked for it.
+"""Process in a container: the worker, and a watch over the container's owner.
 
 Started as `python -m pytest_megatron.engines.docker.inside JOB_DIR`, below nemo-run's bash. JOB_DIR
 holds `spec.json` and `lifeline`, a file that the Docker engine's child process on the host keeps
-locked. The kernel lets go of the lock when that process ends, however it ends; then nobody would
-remove this container, and it ends by itself.
+locked. The kernel releases the lock when that process ends, however it ends; then nothing would
+remove this container, and it exits.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _need_home() -> None:
 
 
 def _hand_over(job_dir: Path) -> None:
-    """Where the container runs as root for somebody else, give what it wrote to them."""
+    """Give the files to the user for whom the container ran as root."""
     owner = (job_dir / "lifeline").stat()
     if os.getuid() != 0 or owner.st_uid == 0:
         return

@@ -1,4 +1,4 @@
-"""What the Docker engine and its child process say to each other: one packet, one message. Pure."""
+"""Messages between the Docker engine and its child process, one in a packet. Pure."""
 
 from __future__ import annotations
 
@@ -114,9 +114,9 @@ class Gone:
     """The container was removed.
 
     Attributes:
-        exit_code: None where the daemon did not say.
+        exit_code: None where the daemon did not report it.
         was_oom: Whether the kernel killed a process in it for want of memory.
-        signal: That somebody else sent it (`docker stop`, `docker kill`), or None.
+        signal: Sent to it by others (`docker stop`, `docker kill`), or None.
         entrypoint: Of the image.
     """
 
@@ -130,25 +130,5 @@ class Gone:
 Request: TypeAlias = RunContainer | StopContainer
 Answer: TypeAlias = DriverReady | StartRefused | ContainerWaiting | ContainerStarted | Gone
 
-_REQUEST: TypeAdapter[Request] = TypeAdapter(Annotated[Request, Field(discriminator="type")])
-_ANSWER: TypeAdapter[Answer] = TypeAdapter(Annotated[Answer, Field(discriminator="type")])
-
-
-def encode_request(request: Request) -> bytes:
-    """Return a request as a packet."""
-    return _REQUEST.dump_json(request)
-
-
-def decode_request(packet: bytes) -> Request:
-    """Return the request of a packet."""
-    return _REQUEST.validate_json(packet)
-
-
-def encode_answer(answer: Answer) -> bytes:
-    """Return an answer as a packet."""
-    return _ANSWER.dump_json(answer)
-
-
-def decode_answer(packet: bytes) -> Answer:
-    """Return the answer of a packet."""
-    return _ANSWER.validate_json(packet)
+REQUEST: TypeAdapter[Request] = TypeAdapter(Annotated[Request, Field(discriminator="type")])
+ANSWER: TypeAdapter[Answer] = TypeAdapter(Annotated[Answer, Field(discriminator="type")])

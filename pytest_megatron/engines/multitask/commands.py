@@ -1,4 +1,4 @@
-"""What each task of a job runs for one phase: a launcher a node, or a rank. Pure."""
+"""Commands of the tasks of a job for one phase: a launcher for each node, or a rank. Pure."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def _check_ranks(chosen: Sequence[Join], ranks: Sequence[str]) -> None:
     """Refuse ranks that are not 0, 1, 2 and so on, each once.
 
     Raises:
-        LaunchError: Somebody has set RANK for all tasks alike, say.
+        LaunchError: RANK is set for all tasks alike, for example.
     """
     if sorted(ranks) == sorted(map(str, range(len(chosen)))):
         return

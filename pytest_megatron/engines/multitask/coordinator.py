@@ -51,7 +51,7 @@ class Peers:
     Attributes:
         members: By task, task 0 among them.
         lost: Task to what is known of its end, in the order in which that was noticed.
-        healths: What nodes said of their GPUs when the attempt was over.
+        healths: Of the nodes' GPUs when the attempt was over.
     """
 
     def __init__(self, place: TaskPlace, own: Join) -> None:
@@ -64,12 +64,12 @@ class Peers:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is no other task."""
+        """True if there is no other task."""
         return self.place.num_tasks == 1
 
     @property
     def address(self) -> str:
-        """Where the others reach node 0: as most of them did, and not by loopback if one did not.
+        """Address of node 0 for the others: as most reached it, and not loopback if one did not.
 
         What a host calls itself may be its loopback; what others reached it by is not.
         """
@@ -99,7 +99,7 @@ class Peers:
             channel.send_frame(encode(message))
 
     def receive(self, timeout_s: float) -> list[tuple[int, Message]]:
-        """Return what other tasks said, waiting for a first one; notes who is lost."""
+        """Return messages of other tasks, waiting for a first one; note tasks that are lost."""
         if not self._channels:
             time.sleep(timeout_s)
             return []
@@ -145,7 +145,7 @@ class Peers:
         return found
 
     def say_goodbye(self) -> None:
-        """Let every other task end well, and take what their GPUs say."""
+        """Have every other task end, and collect the health of their GPUs."""
         for task in self._channels:
             self.send(task, Goodbye())
         give_up_at = time.monotonic() + _FAREWELL_S
@@ -155,7 +155,7 @@ class Peers:
                     self.healths += [] if message.health is None else [message.health]
 
     def close(self) -> None:
-        """Hang up: whoever was not told goodbye ends what it runs."""
+        """Close all connections: a task that got no goodbye ends its command."""
         for channel in self._channels.values():
             channel.close()
         self._channels.clear()
@@ -167,7 +167,7 @@ _WIDTH = 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankExit:
-    """How one rank ended that did not end well.
+    """End of one rank that failed.
 
     Attributes:
         returncode: As `Popen.returncode`.
@@ -183,7 +183,7 @@ class RankExit:
 
 
 def first_line(first: RankExit) -> str:
-    """Return what is said of the first rank that failed, at once."""
+    """Return the message about the first rank that failed."""
     return (
         f"failed (exitcode: {first.returncode}) local_rank: {first.rank} (pid: {first.pid}) "
         f"of {first.host}"
@@ -345,7 +345,7 @@ class TeamProcess(RunningCommand):
         return [task for task in self._begins if task not in self._finished and task not in lost]
 
     def _take_in(self, timeout_s: float) -> None:
-        """Take in what tasks say, this one included."""
+        """Handle messages of tasks, this one included."""
         for task, message in self._team.receive(timeout_s):
             self._hear(task, message)
         for message in [] if self._work is None else self._work.poll():

@@ -1,4 +1,4 @@
-"""What task 0 of a job and its other tasks say to one another. Pure."""
+"""Messages between task 0 of a job and its other tasks. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OrderWord: TypeAlias = Literal["stop", "kill", "stacks"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Join:
-    """A task says who it is, once.
+    """A task introduces itself, once.
 
     Attributes:
         host: Slurm's name of its node.
@@ -40,10 +40,10 @@ class Join:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begin:
-    """Run a command, and say what it prints and how it ends.
+    """Run a command, and report its output and its end.
 
     Attributes:
-        number: Of the phase: what is said of another one is old.
+        number: Of the phase: messages about another one are old.
         env: Variables over those of the task's own job; `unset` are not passed on.
         defaults: Variables for where its job has none of that name.
         output: File of its stdout; of stderr as well where there are no `errors`.
@@ -74,7 +74,7 @@ class Tell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lines:
-    """What a command printed."""
+    """Output of a command."""
 
     kind: Literal["lines"] = "lines"
     number: int
@@ -89,7 +89,7 @@ class Finished:
         returncode: As `Popen.returncode`; None where it could not be started, or its guard died.
         pid: The command's.
         problem: Why, in that case.
-        told: The signal that told the task to end, or "".
+        told: The signal by which the task was to end, or "".
     """
 
     kind: Literal["finished"] = "finished"

@@ -1,4 +1,4 @@
-"""The life of a task of a job step that is not the first: it does what task 0 says."""
+"""Tasks of a job step beside the first: they carry out the orders of task 0."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class TaskCommand:
 
 
 def task_env(begin: Begin, env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a command: that of the task's own job, with what task 0 says."""
+    """Return the environment of a command: the task's own, with the variables of task 0."""
     kept = {name: value for name, value in inherited(env).items() if name not in begin.unset}
     return {**begin.defaults, **kept, **begin.env}
 
@@ -143,7 +143,7 @@ class Participant:
         self._told = ""
 
     def run(self) -> int:
-        """Serve until task 0 says goodbye or is gone; return the exit code."""
+        """Serve until task 0 sends goodbye or is gone; return the exit code."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._note_signal)
         try:
@@ -188,7 +188,7 @@ class Participant:
                 self._work = None
 
     def _end_alone(self) -> None:
-        """End the command although nobody wants to know how it ends."""
+        """End the command without reporting its end."""
         if self._work is None:
             return
         self._work.tell("stop")
@@ -208,7 +208,7 @@ class Participant:
 
 
 def describe_task(place: TaskPlace, env: Mapping[str, str]) -> Join:
-    """Return what a task says of itself."""
+    """Return the introduction of a task."""
     return Join(
         task=place.task,
         node=place.node,

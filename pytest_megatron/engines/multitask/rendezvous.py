@@ -1,7 +1,7 @@
-"""How the tasks of a job step find one another: task 0 listens, the others call it.
+"""Rendezvous of the tasks of a job step: task 0 listens, the others connect.
 
 A caller tries every address and every port that may be meant; who has the key of the job is right.
-So a host that calls itself 127.0.1.1, a port that another job has and a name that nobody knows do
+So a host that calls itself 127.0.1.1, a port that another job has and an unknown name do
 no harm.
 """
 
@@ -37,7 +37,7 @@ class MissingTasksError(Exception):
 
 @dataclass(slots=True)
 class Door:
-    """Where task 0 takes the others in.
+    """Listener of task 0 for the others.
 
     Attributes:
         num_strangers: Callers that had another key.
@@ -60,7 +60,7 @@ class Door:
         self.listener.close()
 
     def take_in(self, timeout_s: float) -> list[tuple[Channel, Join]]:
-        """Return who came, and proved and said who it is."""
+        """Return the tasks that connected, proved their key and introduced themselves."""
         found = []
         for ready, _ in self._selector.select(timeout_s):
             number = ready.fd
@@ -87,7 +87,7 @@ class Door:
             self._unnamed[number] = channel
 
     def _hear(self, number: int) -> tuple[Channel, Join] | None:
-        """Return a caller that said who it is."""
+        """Return a caller that introduced itself."""
         channel = self._unnamed[number]
         frames = channel.drain_frames()
         if not frames and not channel.is_closed:
@@ -137,7 +137,7 @@ def call(
 
     Args:
         host: Slurm's name of its node.
-        env: Of this task; srun says in it where it was started itself, mostly on node 0.
+        env: Of this task; srun sets in it its own host, mostly node 0.
         key: Of the job.
         ports: Where task 0 may listen.
         limit_s: How long to try.
@@ -185,7 +185,7 @@ def find_addresses(host: str) -> Iterator[str]:
 
 
 def free_port(ports: Sequence[int]) -> int:
-    """Return a port that nobody listens on.
+    """Return a free port.
 
     Raises:
         LaunchError: There is none.

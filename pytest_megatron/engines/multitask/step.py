@@ -1,4 +1,4 @@
-"""What a job step of several tasks does with a spec: task 0 carries it out, the others serve it."""
+"""Step of a job with several tasks: task 0 carries out the spec, the others serve it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _DEFAULT_GATHER_S = "300"  # containers are fetched at different speeds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """The tasks of this step, and what the spec says of them.
+    """The tasks of this step, with the settings of the spec.
 
     Attributes:
         place: Of this task.
@@ -57,7 +57,7 @@ class Step:
         """Return the step that this process is in; None where it is all that there is.
 
         Raises:
-            LaunchError: What Slurm says contradicts itself, or the spec has no key.
+            LaunchError: Slurm's variables contradict one another, or the spec has no key.
         """
         place = find_place(env)
         if place is None:
@@ -77,7 +77,7 @@ class Step:
         )
 
     def serve(self, env: Mapping[str, str], gpus: tuple[Gpu, ...]) -> int:
-        """Do what task 0 says until it is over; return the exit code.
+        """Carry out the orders of task 0 until its end; return the exit code.
 
         Args:
             env: Of this task.

@@ -1,4 +1,4 @@
-"""Where a task of a Slurm step stands among the others, as its variables say. Pure.
+"""Place of a task in a Slurm step, from its variables. Pure.
 
 Source: srun(1), output environment variables.
 """
@@ -105,7 +105,7 @@ _ADDRESS = slice(20, 24)  # of the answer
 
 
 def gloo_network(address: str, env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable that names gloo's network; nothing where gloo finds it by itself.
+    """Return the variable that names gloo's network; nothing where gloo finds it.
 
     Args:
         address: By which this host and the others reach one another.

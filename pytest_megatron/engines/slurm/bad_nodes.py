@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from pytest_megatron.base.files import parse_json
 from pytest_megatron.runs.layout import OWN_DIR, make_own_dir
 
 FILE = OWN_DIR / "bad_nodes.jsonl"
@@ -37,7 +38,7 @@ class BadNodes:
         return frozenset(self._entries)
 
     def text(self) -> str | None:
-        """Return what to say of them, or None if there are none."""
+        """Return a text about them, or None if there are none."""
         found = [
             f"{host} ({why}, {(self._now() - at) / _HOUR_S:.1f} h ago)"
             for host, (at, why) in sorted(self._entries.items())
@@ -47,7 +48,7 @@ class BadNodes:
         return f"keeps away from nodes that failed: {', '.join(found)}; to forget them: rm {FILE}"
 
     def add(self, hosts: Iterable[str], why: str) -> None:
-        """Remember nodes for later runs; this one knows by itself what is to be avoided."""
+        """Remember nodes for later runs; this one knows already what is to be avoided."""
         rows = [{"host": host, "at": int(self._now()), "why": why} for host in sorted({*hosts})]
         if not rows or not self._lasts_s:
             return
@@ -78,11 +79,11 @@ class BadNodes:
 
 
 def _newest(text: str) -> Iterable[tuple[str, tuple[float, str]]]:
-    """Yield what rows say, the newest of a host last; what is no row is passed over."""
+    """Yield the rows, the newest of a host last; invalid rows are skipped."""
     for line in text.splitlines():
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
+            row = parse_json(line)
+        except ValueError:
             continue
         if isinstance(row, dict):
             host, at, why = row.get("host"), row.get("at"), row.get("why")

@@ -1,7 +1,7 @@
-"""What would go wrong with a workload on a cluster, before anything of it is submitted (effects).
+"""Checks of a workload on a cluster, before anything of it is submitted (effects).
 
 Looks at this machine's mounts and asks Slurm twice in a run; where Slurm does not answer, what it
-would say is left to the submission.
+would refuse is left to the submission.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from pytest_megatron.engines.slurm.shape import gpu_flags, minutes_of_job
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.workload.checks.check import findings_of
 from pytest_megatron.workload.checks.cluster import (
+    MOUNTS,
+    MountEntry,
     NamedPath,
     check_ports,
     check_shared,
     in_container,
+    parse_mounts,
 )
-from pytest_megatron.workload.checks.mounts import MOUNTS, MountEntry, parse_mounts
 from pytest_megatron.workload.checks.partitions import (
     SINFO_FORMAT,
     Cluster,
@@ -47,7 +49,7 @@ Ask = Callable[[], Cluster]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Around:
-    """What is known of this machine.
+    """Facts about this machine.
 
     Attributes:
         hosts: Its names.
@@ -173,7 +175,7 @@ def look_around(root: Path = Path("/")) -> Around:
 
 
 def ask_slurm(env: Mapping[str, str]) -> Cluster:
-    """Return what Slurm's client says of the cluster; nothing where it does not answer."""
+    """Return the cluster as Slurm's client shows it; nothing where it does not answer."""
     kept = {k: v for k, v in env.items() if not k.startswith(_MISLEADING)}
     partitions = _said(["scontrol", "show", "partition", "--oneliner"], kept)
     nodes = _said(["sinfo", "--noheader", "--format", SINFO_FORMAT], kept)

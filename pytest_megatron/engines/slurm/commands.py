@@ -1,4 +1,4 @@
-"""Asks Slurm by its commands, and tells apart what it refuses from its not being there (effects).
+"""Client of Slurm's commands, which separates refusals from a cluster that is away (effects).
 
 The engine needs no more of a cluster than `SlurmCommands`: a simulated one is as good.
 """
@@ -61,7 +61,7 @@ class SlurmRefusedError(Exception):
 
 
 class SlurmCommands(Protocol):
-    """What the engine asks of a cluster.
+    """Queries and orders of the engine to a cluster.
 
     All methods may raise `SlurmAwayError`, and `LaunchError` where there is no cluster at all.
     """
@@ -112,7 +112,7 @@ class RealSlurm:
         """Run sbatch.
 
         Raises:
-            SlurmRefusedError: It says no.
+            SlurmRefusedError: It refuses.
             SlurmAwayError: The controller is away; the job may be there all the same.
         """
         done = self._run(["sbatch", "--parsable", *words], self._submit_env)
@@ -174,7 +174,7 @@ class RealSlurm:
         """Run a command of Slurm's.
 
         Raises:
-            SlurmAwayError: It says that the controller is away, or did not end.
+            SlurmAwayError: Slurm's controller is away, or the command did not end.
             LaunchError: There is no such command.
         """
         try:
@@ -207,7 +207,7 @@ class RealSlurm:
 def who_cancelled(
     commands: SlurmCommands, seen: Mapping[Place, SlurmJob], ids: Iterable[int]
 ) -> dict[Place, SlurmJob]:
-    """Return jobs of these that were cancelled by somebody, as far as the accounting knows."""
+    """Return jobs of these that were cancelled by a user, as far as the accounting knows."""
     return {
         known.place: replace(seen[known.place], by_uid=known.by_uid)
         for known in commands.accounted(sorted(ids))
@@ -216,7 +216,7 @@ def who_cancelled(
 
 
 def _said(done: subprocess.CompletedProcess[str]) -> str:
-    """Return what a command said went wrong, in one line."""
+    """Return the error of a command in one line."""
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     text = "; ".join(lines) or f"exit code {done.returncode} without a word"
     return text[:_MOST_TEXT]

@@ -1,6 +1,6 @@
 """The engine that hands attempts to Slurm as jobs, and watches all of them with one query.
 
-Retries are the harness's: no job may be put into the queue again. What a job recorded itself says
+Retries are the harness's: no job may be put into the queue again. The record of a job has
 how its training ended; Slurm's state explains what is missing. A controller of Slurm that does not
 answer is waited for.
 """
@@ -26,7 +26,6 @@ from pytest_megatron.engines.api import (
     TroubleKind,
     Update,
 )
-from pytest_megatron.engines.docker.engine import LiveLog, OnlyProgress
 from pytest_megatron.engines.slurm.bad_nodes import BadNodes
 from pytest_megatron.engines.slurm.commands import (
     SlurmAwayError,
@@ -59,6 +58,7 @@ from pytest_megatron.errors import LaunchError
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.workload.checks.rules import CheckFinding
 from pytest_megatron.workload.plan.plan import Setting
+from pytest_megatron.workload.run.runner import AttemptListener, ForwardingListener, LiveLog
 
 _CANCEL_S = 60.0  # for jobs to end; Slurm waits 30 s by itself between TERM and KILL
 _CANCEL_POLL_S = 0.5
@@ -78,9 +78,9 @@ class _Tracked:
     Attributes:
         batch: That it was submitted with; None while it waits to be.
         index: In that batch.
-        told: What was last said of it.
+        told: The last update about it.
         absent_since: Since when it is known to have ended, or to be unknown, without a record.
-        note: What to say of it beside Slurm's own words.
+        note: To be shown beside Slurm's own words.
         is_cancelled: By us.
         live: Its logs, while it runs and is one of those that are followed.
     """
@@ -140,7 +140,7 @@ class SlurmEngine:
         return self._scripts.settle(setting, workload)
 
     def lacks(self, _needed: Resources) -> str | None:
-        """Return nothing: what Slurm refuses, it says itself."""
+        """Return nothing: Slurm itself refuses what it cannot run."""
         return None
 
     def findings(
@@ -207,7 +207,7 @@ class SlurmEngine:
         """End jobs of ours, and wait until they are gone, or a minute.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C while it waits; jobs may be left then, which is said.
+            KeyboardInterrupt: Ctrl-C while it waits; jobs may be left then, with a warning.
         """
         wanted = [self._tracked[key] for key in keys if key in self._tracked]
         for tracked in wanted:
@@ -327,7 +327,7 @@ class SlurmEngine:
         return seen if not foreign else seen | who_cancelled(self._commands, seen, foreign)
 
     def _look(self, tracked: _Tracked, job: SlurmJob) -> None:
-        """Learn what became of an order from what Slurm says of its job."""
+        """Update an order from the state of its job in Slurm."""
         never = why_never(job)
         if phase_of(job) is SubmissionPhase.ENDED:
             self._look_at_end(tracked, job)
@@ -350,7 +350,8 @@ class SlurmEngine:
                 return
             order = tracked.order
             copies = self._context.copies_lines
-            listener = order.listener if copies else OnlyProgress(order.listener)
+            only = ForwardingListener(on_progress=order.listener.on_progress)
+            listener: AttemptListener = order.listener if copies else only
             tracked.live = LiveLog(order.planned(None).plan, listener)
         tracked.live.poll()
 
@@ -381,7 +382,7 @@ class SlurmEngine:
             self._end(tracked, job)
 
     def _may_come(self, tracked: _Tracked, haste: float) -> bool:
-        """Whether a record that is not there yet may still come."""
+        """Return if a record that is missing may still be written."""
         if tracked.absent_since is None:
             tracked.absent_since = self._now()
         return self._now() - tracked.absent_since < self._settings.timers_s / haste
@@ -425,13 +426,13 @@ class SlurmEngine:
         return None
 
     def _is_meant(self, trouble: EngineError, job: SlurmJob) -> bool:
-        """Whether a job's own user has cancelled it, as far as anybody can know."""
+        """Return if a job's own user has cancelled it, as far as Slurm knows."""
         is_cancelled = trouble.kind is TroubleKind.CANCELLED and job.state == "CANCELLED"
         is_own = job.by_uid in (None, os.getuid())
         return is_cancelled and is_own and not self._settings.retries_cancelled
 
     def _refuse(self, tracked: _Tracked, text: str) -> None:
-        """End an order that nobody will run."""
+        """End an order that cannot run."""
         trouble = EngineError(kind=TroubleKind.NOT_STARTED, text=text)
         self._finish(tracked, SubmissionOutcome(trouble=trouble))
 
@@ -475,7 +476,7 @@ def _cancelled(text: str) -> EngineError:
 
 
 def _for_good(trouble: EngineError, job: SlurmJob) -> EngineError:
-    """Return trouble that nobody wants another attempt after."""
+    """Return an error after which no other attempt is wanted."""
     who = "its own user did" if job.by_uid is not None else "no accounting says by whom"
     text = f"{trouble.text}; {who}, so it is not submitted again (`retry_cancelled` is not set)"
     return replace(trouble, text=text, is_transient=False)

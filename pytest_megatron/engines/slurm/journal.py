@@ -1,6 +1,6 @@
-"""What was submitted under which number, written before and after it happens (effects).
+"""Write-ahead log of submissions (effects).
 
-A controller that is killed loses nothing: whoever opens the journal again knows every job, and
+A controller that is killed loses nothing: the next to open the journal knows every job, and
 which submission may or may not have arrived. Lines of JSON, appended; one that was not finished was
 not written. Who has it open holds a lock on it, and so does each sbatch that runs for it.
 """
@@ -59,7 +59,7 @@ class _Dropped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEnd:
-    """How an order ended, beside what its job recorded.
+    """End of an order, beside the record of its job.
 
     Attributes:
         key: The order's.
@@ -193,7 +193,7 @@ class Journal:
         self._note(end)
 
     def _note(self, line: _Line) -> None:
-        """Take note of what has happened, also where that cannot be written."""
+        """Keep what has happened, also where that cannot be written."""
         self._take(line)
         self._write(line)
 

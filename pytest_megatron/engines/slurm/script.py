@@ -26,8 +26,11 @@ from pytest_megatron.engines.config import SlurmConfig, UvSyncConfig
 from pytest_megatron.engines.slurm import nemo as nemo_driver
 from pytest_megatron.engines.slurm.nemo import MISSING, NEMO, TEMPLATE
 from pytest_megatron.engines.slurm.shape import STEP_FLAGS, Shape, ShapePaths, shape_of
+from pytest_megatron.engines.slurm.submit import JobScript
 from pytest_megatron.errors import LaunchError
+from pytest_megatron.recipe.model import Workload
 from pytest_megatron.runs.layout import OWN_DIR, make_own_dir
+from pytest_megatron.workload.plan.plan import Setting
 
 _DRIVER = "pytest_megatron.engines.slurm.nemo"
 _INSTALL = "pip install 'pytest-megatron[cluster]'"
@@ -75,15 +78,22 @@ class ScriptWriter:
         """
         return place_of(self._config, platform, self._paths.root)
 
-    def write(self, wanted: Collection[Resources]) -> dict[Resources, Path]:
+    def settle(self, setting: Setting, workload: Workload) -> Setting:
+        """Return the setting with the jobs' interpreter, and their variables over ours."""
+        place = self.place(workload.platform)
+        assert place.python is not None
+        has_ft = setting.has_ft_launcher or place.python != setting.python  # unknown there
+        env = {**setting.env, **place.env}
+        return replace(setting, python=place.python, env=env, has_ft_launcher=has_ft)
+
+    def write(self, wanted: Collection[Resources]) -> dict[Resources, JobScript]:
         """Return a script for each; its only argument is a spec, or a directory of an array's.
 
         Raises:
             LaunchError: nemo-run is missing or cannot write one, or there is no room.
         """
-        shapes = {
-            needed: shape_of(needed, self.place(needed.platform), self._paths) for needed in wanted
-        }
+        places = {needed: self.place(needed.platform) for needed in wanted}
+        shapes = {needed: shape_of(needed, place, self._paths) for needed, place in places.items()}
         found = {needed: self._dir / "scripts" / _name(shape) for needed, shape in shapes.items()}
         missing = {path: shapes[needed] for needed, path in found.items() if not path.is_file()}
         if missing:
@@ -98,14 +108,22 @@ class ScriptWriter:
                 raise LaunchError(
                     where, f"{error.strerror}; give another --run-dir, or make room"
                 ) from error
-        return found
+        return {
+            needed: JobScript(
+                path=found[needed],
+                exclude=place.exclude,
+                env=place.env,
+                options={"mode": place.mode.value, "ports": place.ports},
+            )
+            for needed, place in places.items()
+        }
 
 
 def kept_scripts(shapes: Sequence[Shape], paths: ShapePaths) -> list[str]:
     """Return the text of a script for each shape; what an earlier run made is not made again.
 
     nemo-run takes from seconds to a minute to import. What differs from run to run is the run
-    directory alone, which stands for itself in a script if nobody has to quote it.
+    directory alone, which is replaced in a script if it needs no quotes.
 
     Raises:
         LaunchError: As from `make_scripts`.
@@ -162,7 +180,7 @@ def make_scripts(shapes: Sequence[Shape]) -> list[str]:
 
 
 def _run_driver(request: Path, answer: Path) -> str:
-    """Run the child; return the last lines of what it said."""
+    """Run the child; return the last lines of its output."""
     env = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
     try:
         done = subprocess.run(

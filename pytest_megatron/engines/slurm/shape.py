@@ -36,7 +36,7 @@ STEP_FLAGS = ("--wait=0", "--kill-on-bad-exit=0")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapePaths:
-    """What scripts of one run have in common.
+    """Paths that are common to the scripts of one run.
 
     Attributes:
         root: The project.
@@ -130,7 +130,7 @@ def gpu_flags(needed: Resources, place: SlurmConfig) -> dict[str, str]:
 
 
 def place_flags(needed: Resources, place: SlurmConfig) -> dict[str, str]:
-    """Return the flags that say where in the cluster a job goes and what it gets."""
+    """Return the flags for a job's place in the cluster and its resources."""
     hours, minutes = divmod(minutes_of_job(needed, place), 60)
     found = {
         "account": place.account,

@@ -1,6 +1,6 @@
-"""What Slurm's commands print of jobs, and what the states in it mean. Pure.
+"""States of jobs as Slurm's commands print them, and their meanings. Pure.
 
-A raw state only explains what a job's own record does not say: a job that failed and left a record
+A raw state only explains what is not in the job's own record: a job that failed and left a record
 is judged by that.
 
 Sources: squeue(1), sacct(1), https://slurm.schedmd.com/job_state_codes.html and
@@ -95,18 +95,18 @@ _RANGES = re.compile(r"\[([^\]]*)\]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmJob:
-    """What Slurm says of one job, or of one element of an array.
+    """State of one job in Slurm, or of one element of an array.
 
     Attributes:
         job_id: As sbatch printed it; of the whole array.
         element: The array's index, None for a job that is none.
         state: Slurm's word, in capitals.
-        reason: Why it waits, or why it failed; "" where Slurm says none.
+        reason: Why it waits, or why it failed; "" where Slurm has none.
         num_restarts: How often it was put into the queue again after it had started.
         exit_status: As `waitpid` has it.
-        start: When it started, or is expected to; None where Slurm does not say.
+        start: When it started, or is expected to; None where that is unknown.
         nodes: As Slurm writes lists of hosts: `node[1-2]`; "" where it never had any.
-        by_uid: Who cancelled it, where Slurm says.
+        by_uid: The user who cancelled it, where Slurm knows.
     """
 
     job_id: int
@@ -122,12 +122,12 @@ class SlurmJob:
 
     @property
     def place(self) -> Place:
-        """Which job it is, and which element of it."""
+        """Number of the job, and of its element."""
         return self.job_id, self.element
 
     @property
     def label(self) -> str:
-        """How a person finds it, and scancel takes it."""
+        """Label of it for a person, and for scancel."""
         return label_of(self.job_id, self.element)
 
     @property
@@ -233,11 +233,11 @@ def trouble_of(job: SlurmJob, *, had_record: bool) -> EngineError | None:
     """Return what went wrong with a job that ended, or was started again.
 
     Args:
-        job: What Slurm says of it.
+        job: Its state in Slurm.
         had_record: Whether it left a record of how its training ended.
 
     Returns:
-        None where the record says all that is to be said.
+        None where the record is enough.
     """
     if job.num_restarts:
         return EngineError(kind=TroubleKind.REQUEUED, text=_requeued(job))
@@ -359,12 +359,12 @@ def outcome_with(
     facts: SessionFacts,
     log: Path,
 ) -> SubmissionOutcome:
-    """Return what came of an order whose job has ended.
+    """Return the outcome of an order whose job has ended.
 
     Args:
         order: The order.
         found: As from `find_record`.
-        job: What Slurm says; None where it has forgotten the job, or never knew it.
+        job: In Slurm; None where it has forgotten the job, or never knew it.
         facts: Of the controller.
         log: The job's output.
     """
@@ -413,13 +413,13 @@ def taken_up(
 
 
 def remove_spec(files: JobFiles) -> None:
-    """Remove what a job was told; a job that is started again does not find it."""
+    """Remove the spec of a job; a job that is started again does not find it."""
     with contextlib.suppress(OSError):
         files.spec.unlink()
 
 
 def narrowed(outcome: SubmissionOutcome, bad: Iterable[str]) -> SubmissionOutcome:
-    """Return an outcome whose trouble names the bad ones of its hosts, if anybody knows them.
+    """Return an outcome whose error names the bad ones of its hosts, if they are known.
 
     Args:
         outcome: With trouble of a node.

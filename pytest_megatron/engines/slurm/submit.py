@@ -45,7 +45,7 @@ _NAME = re.compile(r"\.([0-9a-f]{8})-(\d+)$")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobScript:
-    """What sbatch is given for one shape of job, and what the specs of such jobs say.
+    """Script of one shape of job, and settings for the specs of such jobs.
 
     Attributes:
         path: The script; its only argument is a spec, or the directory of an array's specs.
@@ -61,7 +61,7 @@ class JobScript:
 
 
 class Scripts(Protocol):
-    """Who writes the scripts of jobs."""
+    """Writer of the scripts of jobs."""
 
     def settle(self, setting: Setting, workload: Workload) -> Setting:
         """Return the setting of plans for jobs of a workload."""
@@ -90,7 +90,7 @@ def cut(orders: Iterable[Submission], most: int) -> list[tuple[Submission, ...]]
 
 
 def job_name(orders: Sequence[Submission], run_id: str, number: int) -> str:
-    """Return a name that a person reads, and that says which batch of which run a job is."""
+    """Return a name for people that also has the run and the batch of a job."""
     items = {order.key.split("/")[0] for order in orders}
     title = items.pop() if len(items) == 1 else f"{len(items)}_workloads"
     plain = _NOT_PLAIN.sub("_", title)[:_MOST_TITLE]
@@ -154,17 +154,17 @@ SETTLE_S = 15.0  # for a submission that was not answered to show in the queue
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmSettings:
-    """How the engine goes about it.
+    """Settings of the engine.
 
     Attributes:
         max_jobs: Of this run in the queue at a time; None is all.
         max_array: Elements of an array; None is what the cluster allows.
-        patience_s: How long a record may come after Slurm said that the job ended well: shared
+        timers_s: How long a record may come after the job ended well in Slurm: shared
             file systems are late.
         remembers_s: How long later runs keep away from a node that failed; 0 is none.
         retries_cancelled: Whether a job that its own user cancelled is worth another attempt.
         retries_timeout: Whether a job that Slurm ended for its time limit is worth another attempt.
-        checks: Know what would go wrong with a workload; None where nobody looks.
+        checks: Of a workload before it is submitted, or None.
     """
 
     interval_s: float = 10.0
@@ -184,7 +184,7 @@ class Submitted:
     Attributes:
         batch: Number of it in the journal.
         label: Of its job, or "" where that is not known yet.
-        note: What is to be said of it, or "".
+        note: To be shown about it, or "".
     """
 
     order: Submission
@@ -196,7 +196,7 @@ class Submitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefusedSubmission:
-    """An order that nobody will run."""
+    """An order that is refused."""
 
     order: Submission
     text: str
@@ -347,7 +347,7 @@ class Submitter:
         return found
 
     def _makes_room(self, num_orders: int, num_live: int) -> bool:
-        """Take note that the queue is full; return whether waiting, or fewer at a time, helps."""
+        """Keep that the queue is full; return if waiting, or fewer at a time, helps."""
         if num_orders == 1 and num_live == 0:
             return False
         self._most = max(1, num_orders // 2)
@@ -355,7 +355,7 @@ class Submitter:
         return True
 
     def _sbatch(self, batch: Batch, orders: Sequence[Submission], spec: Path) -> str:
-        """Submit a batch; return what is to be said of it.
+        """Submit a batch; return a note about it.
 
         Raises:
             SlurmRefusedError: It is not there.
@@ -433,7 +433,7 @@ class Submitter:
             self._journal.submitted(number, job_id)
 
     def _write_specs(self, batch: Batch, planned: Sequence[tuple[Submission, Planned]]) -> Path:
-        """Write what the jobs of a batch are told; return what the script is given.
+        """Write the specs of the jobs of a batch; return the argument of their script.
 
         Raises:
             OSError: They cannot be written.

@@ -39,12 +39,13 @@ from pytest_megatron.hooks.gangs.reports import (
     excinfo_of,
     warn_again,
 )
-from pytest_megatron.hooks.gangs.results import RECORD, add_way_back
+from pytest_megatron.hooks.gangs.results import add_way_back
 from pytest_megatron.hooks.gangs.worker_contract import is_of_controller, module_of
 from pytest_megatron.hooks.markers import PhaseLimits, limits_of, num_reruns_of, spec_of
 from pytest_megatron.hooks.nodes.leader import nodes_of, room_on_gpus
 from pytest_megatron.hooks.option_values import has_workers
 from pytest_megatron.hooks.options import LIMITS_OF_OTHERS, WORKLOADS_PLUGIN, Options
+from pytest_megatron.hooks.run_file import put_record
 from pytest_megatron.hooks.session import RunSession, write_line
 from pytest_megatron.hooks.start.start_mode import make_extra_item
 from pytest_megatron.process.tree import end_if_forked
@@ -427,7 +428,7 @@ class GangPlugin:
         add_way_back(report, self._run)
         if call.when == "teardown":
             history = self._open_dispatcher.history[item]
-            report.__dict__[RECORD] = test_record(execution.merged, self._specs[item], history)
+            put_record(report, test_record(execution.merged, self._specs[item], history))
             del self._open_dispatcher.ended[item]  # a rerun of it runs again
         return report
 

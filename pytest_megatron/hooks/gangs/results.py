@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 
 import pytest
 
-from pytest_megatron.base.files import JsonValue
 from pytest_megatron.gang.record import (
     flaky_lines,
     header_line,
@@ -26,12 +26,12 @@ from pytest_megatron.hooks.gangs.rank_config import refuse_unfit_host
 from pytest_megatron.hooks.markers import device_of, limit_of_session
 from pytest_megatron.hooks.nodes.leader import nodes_of, room_on_gpus
 from pytest_megatron.hooks.options import Options
-from pytest_megatron.hooks.run_file import RunFile
+from pytest_megatron.hooks.run_file import RunFile, record_on
 from pytest_megatron.hooks.session import RunSession
+from pytest_megatron.runs.record import RecordedTest
 from pytest_megatron.runs.reproduce import reproduce_line
 
 NAME = "megatron-gangs-results"
-RECORD = "megatron_test"  # attribute of a test's last report
 _WRITE_EVERY_S = 5.0  # after a failure, so that a run that is killed has results
 
 
@@ -47,7 +47,7 @@ class GangResults:
     def __init__(self, run: RunSession, file: RunFile) -> None:
         self._run = run
         self._file = file
-        self._records: dict[str, dict[str, JsonValue]] = {}
+        self._records: dict[str, RecordedTest] = {}
         self._next_at = 0.0
 
     @pytest.hookimpl(tryfirst=True)
@@ -76,19 +76,16 @@ class GangResults:
         return lines
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep the record of a test; later errors of its teardown make it fail."""
-        record: dict[str, JsonValue] | None = getattr(report, RECORD, None)
-        if record is not None:
-            self._records[report.nodeid] = record
-        elif report.failed and report.when == "teardown" and report.nodeid in self._records:
-            kept = self._records[report.nodeid]
-            problem = kept["problem"] or report.longreprtext.strip().split("\n")[-1]
-            record = {**kept, "verdict": "failed", "outcome": "failed", "problem": problem}
-            self._records[report.nodeid] = record
-        if record is None:
+        """Keep the record of a test; an error that follows makes it a failure."""
+        record, kept = record_on(report), self._records.get(report.nodeid)
+        if record is None and report.failed and report.when == "teardown" and kept is not None:
+            problem = kept.problem or report.longreprtext.strip().split("\n")[-1]
+            record = replace(kept, verdict="failed", outcome="failed", problem=problem)
+        if not isinstance(record, RecordedTest):
             return
+        self._records[report.nodeid] = record
         self._file.keep(report.nodeid, record)
-        if record["outcome"] == "failed" and time.monotonic() >= self._next_at:
+        if record.outcome == "failed" and time.monotonic() >= self._next_at:
             self._file.write()
             self._next_at = time.monotonic() + _WRITE_EVERY_S
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.base.files import JsonValue, read_json
+from pytest_megatron.errors import RunError
 from pytest_megatron.hooks.session import RECORDED
 from pytest_megatron.runs.layout import RUN_FILE
+from pytest_megatron.runs.record import RecordedRun, read_run
 from pytest_megatron.runs.redact import REDACTED
 
 # Arguments that pytest reads before it loads plugins.
@@ -32,10 +33,8 @@ def add_recorded(early_config: pytest.Config, arguments: list[str], run: str) ->
     """
     directory = early_config.invocation_params.dir
     recorded = _recorded(Path(directory, run), run)
-    _refuse_other_directory(early_config, recorded, run)
-    words = recorded["arguments"]
-    assert isinstance(words, list)
-    told = [str(word) for word in words]
+    _refuse_other_directory(early_config, recorded.directory, run)
+    told = list(recorded.arguments or ())
     typed = [str(word) for word in early_config.invocation_params.args]
     for word in told:
         if REDACTED in word:
@@ -52,47 +51,44 @@ def add_recorded(early_config: pytest.Config, arguments: list[str], run: str) ->
     early_config.pluginmanager.consider_preparse(told, exclude_only=False)  # -p NAME
     place = len(arguments) - len(typed)
     arguments[place:place] = told
-    positional = recorded.get("positional")
-    if isinstance(positional, list):  # whose conftest files are loaded first
+    if recorded.positional is not None:  # whose conftest files are loaded first
         namespace = early_config.known_args_namespace
-        namespace.file_or_dir = [*map(str, positional), *(namespace.file_or_dir or ())]
+        namespace.file_or_dir = [*recorded.positional, *(namespace.file_or_dir or ())]
     early_config.stash[RECORDED] = told
 
 
-def _recorded(directory: Path, run: str) -> dict[str, JsonValue]:
-    """Return what a run left of itself.
+def _recorded(directory: Path, run: str) -> RecordedRun:
+    """Return the record of a run that has not ended.
 
     Raises:
         pytest.UsageError: It is no run, or it has ended.
     """
-    path = directory / RUN_FILE
     try:
-        found = read_json(path)
-    except (OSError, ValueError) as error:
+        found = read_run(directory)
+    except RunError as error:
         raise pytest.UsageError(
             f"--attach: {run} holds no {RUN_FILE} that can be read ({error}); expected the run "
             f"directory of a pytest that had submitted its workloads"
         ) from None
-    if not isinstance(found, dict) or not isinstance(found.get("arguments"), list):
-        raise pytest.UsageError(f"--attach: {path} is not of a run; give a run directory")
-    if found.get("ended") is not None:
+    if found.arguments is None:
         raise pytest.UsageError(
-            f"--attach: {run} ended at {found['ended']} with exit code {found.get('exit_code')}; "
+            f"--attach: {directory / RUN_FILE} is not of a run; give a run directory"
+        )
+    if found.ended is not None:
+        raise pytest.UsageError(
+            f"--attach: {run} ended at {found.ended} with exit code {found.exit_code}; "
             f"there is nothing to take over; start a new run"
         )
     return found
 
 
-def _refuse_other_directory(
-    early_config: pytest.Config, recorded: dict[str, JsonValue], run: str
-) -> None:
+def _refuse_other_directory(early_config: pytest.Config, started: str, run: str) -> None:
     """Make sure that relative paths mean what they meant.
 
     Raises:
         pytest.UsageError: The user is elsewhere.
     """
     here, root = early_config.invocation_params.dir, early_config.rootpath
-    started = str(recorded.get("directory", "."))
     then = Path(os.path.normpath(root / started))
     if then == here:
         return

@@ -8,11 +8,11 @@ disagrees with its golden leaves one too, for `pytest-megatron golden review` an
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 import pytest
 
-from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.git import ask_git_for_owner
 from pytest_megatron.errors import GoldenError, MegatronError
 from pytest_megatron.golden.policy import ComparisonPolicy
@@ -30,6 +30,7 @@ from pytest_megatron.refresh.candidate import Candidate, hard
 from pytest_megatron.refresh.pull_request import commit_message, counted, markdown
 from pytest_megatron.refresh.read import digest_of, read_candidate
 from pytest_megatron.runs.environment import SessionFacts
+from pytest_megatron.runs.record import RecordedGolden, RecordedWorkload
 from pytest_megatron.verdict.job import CheckedJob, Training
 
 _MOST_LINES = 60  # of the page in the terminal
@@ -100,29 +101,29 @@ class GoldenWriter:
             f"can name; commit first, or give --allow-dirty, which the golden then says",
         )
 
-    def keep(self, training: Training, target: Path, facts: SessionFacts) -> dict[str, JsonValue]:
+    def keep(self, training: Training, target: Path, facts: SessionFacts) -> RecordedGolden:
         """Leave a candidate in the run directory; return its part of the record."""
-        shown: dict[str, JsonValue] = {"target": str(target.relative_to(self._root))}
+        record = RecordedGolden(target=str(target.relative_to(self._root)))
         if not training.clean:
-            return shown
+            return record
         try:
             policy = self._options.golden_policy
             path = make_candidate(training, facts, arguments=self._arguments, policy=policy)
         except GoldenError as error:
-            return {**shown, "problem": error.problem}
+            return replace(record, problem=error.problem)
         directory = training.job.dirs.root
         files = [path, *(attempt.whole_path for attempt in training.clean)]
-        digests: dict[str, JsonValue] = {
+        digests = {
             file.relative_to(directory).as_posix(): digest_of(file)
             for file in files
             if file.is_file()
         }
-        return {**shown, "candidate": str(path), "digests": digests}
+        return replace(record, candidate=str(path), digests=digests)
 
     def refusal(
         self,
         node_id: str,
-        record: Mapping[str, JsonValue],
+        record: RecordedWorkload,
         directory: Path,
         policy: ComparisonPolicy,
     ) -> str | None:
@@ -141,11 +142,11 @@ class GoldenWriter:
         return "\n".join(lines)
 
     def finish(
-        self, records: Mapping[str, JsonValue], policy: ComparisonPolicy, exit_status: int
+        self, records: Mapping[str, RecordedWorkload], policy: ComparisonPolicy, exit_status: int
     ) -> bool:
         """Write every candidate, if the session was clean; return False if that went wrong."""
-        offered = {n: r for n, r in records.items() if isinstance(r, dict) and _is_offered(r)}
-        num_left = sum(isinstance(r, dict) and _has_candidate(r) for r in records.values())
+        offered = {n: r for n, r in records.items() if r.golden and r.golden.is_offered}
+        num_left = sum(bool(r.golden and r.golden.candidate) for r in records.values())
         if num_left and (exit_status != pytest.ExitCode.OK or not offered):
             self.lines.append(
                 f"goldens: {counted(num_left, 'candidate')} in the run directory; to look at what "
@@ -165,10 +166,8 @@ class GoldenWriter:
                 return False
         return True
 
-    def _read(
-        self, node_id: str, record: Mapping[str, JsonValue], policy: ComparisonPolicy
-    ) -> Candidate:
-        return read_candidate(node_id, record, Path(str(record["directory"])), self._root, policy)
+    def _read(self, node_id: str, record: RecordedWorkload, policy: ComparisonPolicy) -> Candidate:
+        return read_candidate(node_id, record, Path(str(record.directory)), self._root, policy)
 
     def _write(self, candidates: Sequence[Candidate]) -> bool:
         outcome = accept(candidates, self._root, self._terms)
@@ -197,13 +196,3 @@ class GoldenWriter:
         if len(shown) > _MOST_LINES:
             lines.append(f"... {len(shown) - _MOST_LINES} more lines in the page")
         return [*lines, "", *commit_message(outcome.differences, reason=reason).splitlines()]
-
-
-def _is_offered(record: Mapping[str, JsonValue]) -> bool:
-    golden = record.get("golden")
-    return isinstance(golden, dict) and golden.get("is_offered") is True
-
-
-def _has_candidate(record: Mapping[str, JsonValue]) -> bool:
-    golden = record.get("golden")
-    return isinstance(golden, dict) and "candidate" in golden

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Protocol
 import pytest
 from typing_extensions import override
 
-from pytest_megatron.base.files import JsonValue
 from pytest_megatron.errors import MegatronError
 from pytest_megatron.hooks.options import WORKLOADS_PLUGIN
 from pytest_megatron.recipe.load import load_recipe
 from pytest_megatron.recipe.model import Workload
+from pytest_megatron.runs.record import RecordedWorkload
+from pytest_megatron.verdict.attempt import Verdict
 from pytest_megatron.verdict.retry import policy_of
-from pytest_megatron.verdict.verdict import Verdict
 
 if TYPE_CHECKING:
     from pytest_megatron.recipe.vocabulary import Vocabulary
@@ -67,18 +67,18 @@ class WorkloadItem(pytest.Item):
 
     Attributes:
         workload: The row.
-        record: The one for `run.json`; empty until it ran.
+        record: The one for `run.json`; None until it ran.
         finish: Returns what came of its training, or raises why there is none, where that ran
             before pytest's protocol reaches the item; None where the item trains by itself.
     """
 
-    record: dict[str, JsonValue]
+    record: RecordedWorkload | None
     finish: Callable[[], Training] | None
 
     def __init__(self, *, workload: Workload, **kwargs: object) -> None:
         super().__init__(**kwargs)  # type: ignore[arg-type]  # pytest's own keywords
         self.workload = workload
-        self.record = {}
+        self.record = None
         self.finish = None
         self._training: Training | None = None
 
@@ -118,12 +118,13 @@ class WorkloadItem(pytest.Item):
                 plugin.judge(self, self._training)
             except (MegatronError, OSError) as error:
                 plugin.record_broken(self, error, Verdict.FAILED)
-        problem = self.record["problem"]
+        assert self.record is not None
+        problem = self.record.problem
         if problem is None:
             return
-        if self.record.get("is_expected"):
-            pytest.xfail(str(problem).partition("\n")[0])
-        text = plugin.with_way_back(str(problem), self.nodeid)
+        if self.record.is_expected:
+            pytest.xfail(problem.partition("\n")[0])
+        text = plugin.with_way_back(problem, self.nodeid)
         pytest.fail(text, pytrace=False)  # with --runxfail, the expected one too
 
     @override

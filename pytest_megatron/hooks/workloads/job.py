@@ -17,10 +17,9 @@ from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.recipe.case import Evaluation
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.refresh.read import digest_of
-from pytest_megatron.verdict.attempt import Attempt
+from pytest_megatron.verdict.attempt import Attempt, Verdict
 from pytest_megatron.verdict.compare import check_golden_kind
 from pytest_megatron.verdict.job import CheckedJob, JobOptions, Training, WorkloadJob, make_job
-from pytest_megatron.verdict.verdict import Verdict
 from pytest_megatron.workload.plan.plan import Replay
 from pytest_megatron.workload.run.runner import AttemptListener
 

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator
+from dataclasses import replace
 
 import pytest
 
-from pytest_megatron.base.files import JsonValue, write_json_atomically
+from pytest_megatron.base.files import write_json_atomically
 from pytest_megatron.errors import LaunchError, MegatronError
 from pytest_megatron.golden.policy import ComparisonPolicy, policy_named
 from pytest_megatron.hooks.gangs.plugin import show_no_stacks
 from pytest_megatron.hooks.history import register_history
 from pytest_megatron.hooks.options import LOCAL, WORKLOADS_PLUGIN, Options
 from pytest_megatron.hooks.pages import register_pages
-from pytest_megatron.hooks.run_file import RunFile, run_file_of
+from pytest_megatron.hooks.run_file import RunFile, put_record, record_on, run_file_of
 from pytest_megatron.hooks.session import RunSession, session_of
 from pytest_megatron.hooks.workloads.goldens import GoldenWriter
 from pytest_megatron.hooks.workloads.item import WorkloadItem
@@ -38,14 +39,14 @@ from pytest_megatron.recipe.load import project_words
 from pytest_megatron.recipe.vocabulary import Vocabulary
 from pytest_megatron.refresh.transaction import recover
 from pytest_megatron.runs.layout import make_own_dir
+from pytest_megatron.runs.record import RecordedGolden, RecordedWorkload
 from pytest_megatron.runs.reproduce import reproduce_line
 from pytest_megatron.triage.signatures import Table
+from pytest_megatron.verdict.attempt import Verdict, evaluate
 from pytest_megatron.verdict.compare import Judgement, judge
 from pytest_megatron.verdict.driver import train
 from pytest_megatron.verdict.job import CheckedJob, Training, WorkloadJob
-from pytest_megatron.verdict.record import item_record
-from pytest_megatron.verdict.text import mismatch, training_failure
-from pytest_megatron.verdict.verdict import Verdict, evaluate
+from pytest_megatron.verdict.text import item_record, mismatch, training_failure
 from pytest_megatron.workload.plan.plan import require_inputs
 
 
@@ -59,7 +60,7 @@ class ResultsPlugin:
         self._goldens = goldens
         self._policy = policy
         self._file = file
-        self._records: dict[str, JsonValue] = {}
+        self._records: dict[str, RecordedWorkload] = {}
 
     def pytest_report_header(self) -> str:
         """Print the GPUs or engine of the workloads, and the path of their results."""
@@ -72,8 +73,8 @@ class ResultsPlugin:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep `run.json` up to date."""
-        record: JsonValue = getattr(report, "megatron_workload", None)
-        if record is None:
+        record = record_on(report)
+        if not isinstance(record, RecordedWorkload):
             return
         self._records[report.nodeid] = record
         self._file.keep(report.nodeid, record)
@@ -231,29 +232,28 @@ class WorkloadPlugin:
         problem = self._session.shorten(mismatch(training, judgement)) if judgement.failed else None
         record = self._evaluated(training, judgement, problem)
         is_wanted = problem is None and self._goldens.wants(has_golden=kept is not None)
-        agrees = record["is_expected"] or (problem is None and not is_wanted)
-        if agrees or not job.is_compared:
-            self._record(item, record)
-            return
-        golden_record = self._goldens.keep(training, new_golden_path_of(job), facts)
-        record = {**record, "golden": golden_record}
-        if is_wanted:
-            record = self._offered(training, judgement, record)
+        agrees = record.is_expected or (problem is None and not is_wanted)
+        if not agrees and job.is_compared:
+            golden_record = self._goldens.keep(training, new_golden_path_of(job), facts)
+            record = replace(record, golden=golden_record)
+            if is_wanted:
+                record = self._offered(training, judgement, record, golden_record)
         self._record(item, record)
 
     def _offered(
-        self, training: Training, judgement: Judgement, record: dict[str, JsonValue]
-    ) -> dict[str, JsonValue]:
+        self,
+        training: Training,
+        judgement: Judgement,
+        record: RecordedWorkload,
+        golden: RecordedGolden,
+    ) -> RecordedWorkload:
         """Return the record of a workload whose candidate is to become a golden, if it may."""
         job = training.job
-        typed = {**record, "platform": job.workload.platform}
-        problem = self._goldens.refusal(job.node_id, typed, job.dirs.root, self._policy)
-        golden = record["golden"]
-        assert isinstance(golden, dict)
+        problem = self._goldens.refusal(job.node_id, record, job.dirs.root, self._policy)
         if problem is None:
-            return {**record, "golden": {**golden, "is_offered": True}}
+            return replace(record, golden=replace(golden, is_offered=True))
         refused = self._evaluated(training, judgement, self._session.shorten(problem))
-        return {**refused, "golden": golden, "summary": f"{record['summary']}, no golden"}
+        return replace(refused, golden=golden, summary=f"{record.summary}, no golden")
 
     def record_training(self, item: WorkloadItem, training: Training) -> str:
         """Record a training that failed or broke; return why."""
@@ -262,9 +262,10 @@ class WorkloadPlugin:
             record = item_record(training, None, problem=problem)
         else:
             record = self._evaluated(training, None, problem)
-        if training.job.is_compared and not record["is_expected"]:
+        if training.job.is_compared and not record.is_expected:
             target = new_golden_path_of(training.job)
-            record["golden"] = {"target": str(target.relative_to(training.job.setting.root))}
+            golden = RecordedGolden(target=str(target.relative_to(training.job.setting.root)))
+            record = replace(record, golden=golden)
         self._record(item, record)
         return problem
 
@@ -285,20 +286,19 @@ class WorkloadPlugin:
         """Record a workload that could not be run or judged at all; return why."""
         text = str(error) if isinstance(error, MegatronError) else self._session.cannot_write(error)
         problem = self._session.shorten(text)
-        self._record(
-            item,
-            {
-                "verdict": verdict.value,
-                "problem": problem,
-                "summary": "not trained" if verdict is Verdict.BROKEN else "not judged",
-                "attempts": [],
-            },
+        summary = "not trained" if verdict is Verdict.BROKEN else "not judged"
+        record = RecordedWorkload(
+            verdict=verdict.value,
+            problem=problem,
+            summary=summary,
+            platform=item.workload.platform,
         )
+        self._record(item, record)
         return problem
 
     def _evaluated(
         self, training: Training, judgement: Judgement | None, problem: str | None
-    ) -> dict[str, JsonValue]:
+    ) -> RecordedWorkload:
         """Return the record of a judged workload, after what its case expects."""
         job = training.job
         found = evaluate(job.case, job.node_id, problem)
@@ -330,7 +330,7 @@ class WorkloadPlugin:
         if isinstance(item, WorkloadItem) and crash is not None:
             crash.message = crash.message.removeprefix("Failed: ")
         if isinstance(item, WorkloadItem) and report.when == "teardown" and item.record:
-            report.__dict__["megatron_workload"] = item.record  # pytest carries it along
+            put_record(report, item.record)
         return report
 
     def _make_run_dir(self, job: WorkloadJob) -> None:
@@ -379,19 +379,11 @@ class WorkloadPlugin:
             return Quiet()
         return LiveTerminal(self._config, reporter, item.nodeid)
 
-    def _record(self, item: WorkloadItem, record: dict[str, JsonValue]) -> None:
-        item.record = {**record, "platform": item.workload.platform}
-        item.user_properties.append(("megatron.verdict", record["verdict"]))
-        attempts = record["attempts"]
-        assert isinstance(attempts, list)
-        item.user_properties.append(("megatron.attempts", len(attempts)))
-        failed = [str(a["signature"] or "unknown") for a in map(_mapping, attempts) if a["cause"]]
-        if failed:
-            item.user_properties.append(("megatron.causes", ", ".join(failed)))
-        if "directory" in record:
-            item.user_properties.append(("megatron.directory", record["directory"]))
-
-
-def _mapping(value: JsonValue) -> dict[str, JsonValue]:
-    assert isinstance(value, dict)
-    return value
+    def _record(self, item: WorkloadItem, record: RecordedWorkload) -> None:
+        item.record = record
+        item.user_properties.append(("megatron.verdict", record.verdict))
+        item.user_properties.append(("megatron.attempts", len(record.attempts)))
+        if record.causes:
+            item.user_properties.append(("megatron.causes", ", ".join(record.causes)))
+        if record.directory is not None:
+            item.user_properties.append(("megatron.directory", record.directory))

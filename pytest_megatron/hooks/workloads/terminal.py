@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.base.files import JsonValue
+from pytest_megatron.runs.record import RecordedWorkload
 from pytest_megatron.verdict.job import WorkloadJob
 from pytest_megatron.verdict.text import plan_text
 from pytest_megatron.workload.plan.plan import AttemptPlan
@@ -107,7 +107,7 @@ def print_plan(
 
 def print_summary(
     reporter: pytest.TerminalReporter,
-    records: Mapping[str, JsonValue],
+    records: Mapping[str, RecordedWorkload],
     goldens: Sequence[str],
     shorten: Callable[[str], str],
 ) -> None:
@@ -115,13 +115,10 @@ def print_summary(
     if records:
         reporter.section("workloads", sep="-")
     for node_id, record in records.items():
-        assert isinstance(record, dict)
-        verdict = str(record["verdict"])
-        quarantine = record.get("quarantine")
-        is_held = isinstance(quarantine, dict) and bool(quarantine["holds"])
-        colour = {"passed": "green", "flaky": "yellow"}.get(verdict, "yellow" if is_held else "red")
-        reporter.write(f"{verdict:<7}", **{colour: True})
-        reporter.write(shorten(f" {node_id}  {record.get('summary', '')}\n"))
+        other = "yellow" if record.is_held else "red"
+        colour = {"passed": "green", "flaky": "yellow"}.get(record.verdict, other)
+        reporter.write(f"{record.verdict:<7}", **{colour: True})
+        reporter.write(shorten(f" {node_id}  {record.summary}\n"))
     for line in goldens:
         reporter.write_line(shorten(line))
 

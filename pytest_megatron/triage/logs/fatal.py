@@ -12,7 +12,8 @@ import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.files import JsonValue, parse_json, read_bytes
+from pytest_megatron.errors import TriageError
 from pytest_megatron.triage.launch import LogFile, Stream
 from pytest_megatron.triage.logs.exits import ProcessExit
 from pytest_megatron.triage.logs.lines import Line, parse_line
@@ -30,7 +31,6 @@ from pytest_megatron.triage.logs.traceback import (
     read_chain,
 )
 from pytest_megatron.triage.rank_log import Fatal, LogLine
-from pytest_megatron.triage.records import read_json
 from pytest_megatron.triage.signatures import (
     LineRole,
     Signature,
@@ -345,7 +345,11 @@ def read_error_file(path: Path | None, table: Table) -> Fatal | None:
     """
     if path is None:
         return None
-    content = read_json(path, _MOST_BYTES)
+    text = read_bytes(path, _MOST_BYTES).decode("utf-8", errors="replace")
+    try:
+        content = parse_json(text, is_lenient=True)
+    except ValueError as error:
+        raise TriageError(str(path), f"is no JSON that can be read: {error}") from None
     found = content.get("message") if isinstance(content, dict) else None
     if isinstance(found, str):
         return Fatal(signature=classify_message(table, found), message=found)

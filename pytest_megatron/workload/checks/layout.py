@@ -46,7 +46,7 @@ class CheckedStart:
         file: The case.
         ranks_per_node: `nodes` times that many train together.
         env: What the case sets for this start.
-        env_lines: Where the case says so.
+        env_lines: Lines of the case that set them.
         scripts: Shell text that runs before the training, and can change its environment.
     """
 
@@ -67,7 +67,7 @@ class CheckedStart:
 
     @property
     def has_own_shape(self) -> bool:
-        """Whether the arguments say what the model is like, and no checkpoint or other file."""
+        """True if the arguments describe the model, and no checkpoint or other file does."""
         return not self.arguments.has_any(*_FROM_ELSEWHERE)
 
     def at(self, *names: str) -> str:
@@ -106,7 +106,7 @@ def starts_of(workload: Workload, case: WorkloadCase) -> Iterator[CheckedStart]:
 
 
 def check_connections(start: CheckedStart, env: Mapping[str, str]) -> Iterator[RuleMatch]:
-    """Yield a value that the training cannot have; one that nobody set is set by the plan.
+    """Yield a value that the training cannot have; the plan sets one that is unset.
 
     Args:
         start: What is started.
@@ -190,7 +190,7 @@ _OTHER_LAYOUTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
-    """How layers fall on stages.
+    """Distribution of layers over stages.
 
     Attributes:
         layers: All, with embedding and loss where they count as one.
@@ -231,7 +231,7 @@ def stages_of(arguments: ModelArgs, sizes: ParallelSizes) -> Stages | None:
 
 
 def check_stages(start: CheckedStart, sizes: ParallelSizes) -> Iterator[RuleMatch]:
-    """Yield layers that do not fall on stages as the arguments say."""
+    """Yield layers that cannot be split into stages as the arguments demand."""
     given = start.arguments
     found = stages_of(given, sizes)
     if found is None:
@@ -292,7 +292,7 @@ _OTHER_BATCHES = (
 
 
 def check_layout(start: CheckedStart) -> Iterator[RuleMatch]:
-    """Yield what cannot be divided as the arguments say."""
+    """Yield sizes that cannot be divided as the arguments demand."""
     sizes = sizes_of(start.arguments)
     if sizes is None or not start.ranks:
         return

@@ -1,4 +1,4 @@
-"""What a training needs of a GPU's memory, by arithmetic from its arguments. Pure.
+"""Estimate of the GPU memory of a training from its arguments. Pure.
 
 Weights, gradients and optimizer states are counted exactly but for biases; activations are rough:
 they leave out what attention without flash keeps, buffers of NCCL and of the allocator.

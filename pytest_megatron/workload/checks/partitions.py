@@ -1,4 +1,4 @@
-"""What the partitions of a cluster allow, from the words of Slurm's client. Pure.
+"""Limits of a cluster's partitions, parsed from the output of Slurm's client. Pure.
 
 Source: scontrol(1), show partition --oneliner; sinfo(1).
 """
@@ -64,13 +64,13 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What a job asks for.
+    """Request of a job.
 
     Attributes:
         partitions: By name, any of them; none takes the default.
         minutes: Its time limit.
         gpus: On each node.
-        where: The settings that say so.
+        where: The settings that request it.
     """
 
     partitions: tuple[str, ...]

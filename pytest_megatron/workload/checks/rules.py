@@ -35,14 +35,14 @@ class CheckRule:
 
     @property
     def names(self) -> frozenset[str]:
-        """What a check has to fill in."""
+        """Names that a check has to fill in."""
         texts = (self.found, self.wrong, self.mend, self.source)
         fields = (field for text in texts for _, field, _, _ in string.Formatter().parse(text))
         return frozenset(field for field in fields if field is not None)
 
 
 class RuleMatch:
-    """What a check says: the id of a rule, where, and what its templates are filled in with."""
+    """Match of a rule: its id, the place, and the values for its templates."""
 
     __slots__ = ("rule", "values", "where")
 
@@ -78,12 +78,12 @@ class CheckFinding:
 
     @property
     def is_error(self) -> bool:
-        """Whether a training would fail or be wrong."""
+        """True if a training would fail or be wrong."""
         return self.severity is Severity.ERROR
 
     @property
     def text(self) -> str:
-        """All of it as one error says it, without the place."""
+        """All of it as the text of one error, without the place."""
         return f"{self.found}: {self.wrong}; {self.mend} [{self.rule.id}]"
 
     @property
@@ -110,7 +110,7 @@ def check_rules() -> Mapping[str, CheckRule]:
 
 
 def finding_of(hit: RuleMatch, table: Mapping[str, CheckRule]) -> CheckFinding:
-    """Return what a check says in the words of its rule."""
+    """Return a match in the words of its rule."""
     rule = table[hit.rule]
     assert rule.names <= hit.values.keys(), f"{rule.id} lacks {rule.names - hit.values.keys()}"
     return CheckFinding(

@@ -24,7 +24,7 @@ _NOT_PASSED_ON = frozenset((_ENV_FILE, "BASHOPTS", "SHELLOPTS", "SHLVL", "_"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptEnd:
-    """How a script went.
+    """Result of a script.
 
     Attributes:
         key: `BEFORE_SCRIPT` or `AFTER_SCRIPT`.
@@ -40,7 +40,7 @@ class ScriptEnd:
 
     @property
     def is_clean(self) -> bool:
-        """Whether it ended with exit code 0."""
+        """True if it ended with exit code 0."""
         return self.returncode == 0
 
 

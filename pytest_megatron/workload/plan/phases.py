@@ -60,7 +60,7 @@ class Frozen:
         checkpoints: The directory that the recipe names.
         back_to: The iteration that must be in it.
         view: A directory of the attempt that shows nothing of `checkpoints` but that iteration;
-            the phase loads from it, whatever the frozen directory's own tracker says.
+            the phase loads from it, and not from the frozen directory with its tracker.
     """
 
     checkpoints: Path
@@ -70,7 +70,7 @@ class Frozen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """When a training that takes several windows is done.
+    """Iteration at which a training of several windows is done.
 
     Attributes:
         checkpoints: Where every window saves and the next one loads.
@@ -87,13 +87,13 @@ class PhaseStart:
 
     Attributes:
         number: Counted from 1.
-        name: As people are told it: `phase 2`, `window 3`, `MODEL_ARGS_4`.
+        name: As messages show it: `phase 2`, `window 3`, `MODEL_ARGS_4`.
         variant: Whose environment it has.
         arguments: As they are passed, before variables are filled in.
         load: What `${CHECKPOINT_LOAD_PATH}` stands for.
         save: What `${CHECKPOINT_SAVE_PATH}` stands for.
         origin: What to lay out for it to start from, or None.
-        last_iteration: Where it stops by itself; None where we do not know.
+        last_iteration: The one after which it exits; None where that is unknown.
         saves: A directory in which it must leave a checkpoint of its last iteration, or None.
     """
 
@@ -155,7 +155,7 @@ def target_of(
 
 
 def exit_minutes(window_s: float) -> int:
-    """Return after how many minutes a program must end by itself to stay within its window.
+    """Return after how many minutes a program must exit to stay within its window.
 
     Source: Megatron-LM tests/functional_tests/shell_test_utils/_run_training.sh, d98e8a64dd.
     """
@@ -301,7 +301,7 @@ class _Maker:
         """Return the arguments with the iteration to stop at, and that iteration.
 
         Megatron-LM's driver writes both changes into the file; here the file stays as it is. A
-        program that takes `key=value` only is told of no iteration unless it shall run a short
+        program that takes `key=value` only gets no iteration unless it shall run a short
         time.
         """
         arguments = variant.arguments
@@ -321,12 +321,12 @@ class _Maker:
 
 
 def _takes_key_values(arguments: Sequence[Argument]) -> bool:
-    """Whether the program takes `key=value`, maybe beside flags of its launcher (`--recipe`)."""
+    """Return if the program takes `key=value`, maybe beside flags of its launcher (`--recipe`)."""
     return any(not a.name.startswith("-") for a in arguments)
 
 
 def _takes_flags(arguments: Sequence[Argument]) -> bool:
-    """Whether the program takes `--flag value`; else it takes `key=value` alone."""
+    """Return if the program takes `--flag value`; else it takes `key=value` alone."""
     return not arguments or any(a.name.startswith("-") for a in arguments)
 
 
@@ -416,7 +416,7 @@ def require_path(path: Path, *, is_only_one: bool) -> None:
 
     A directory without a tracker may hold anything (a tokenizer, weights of another format); only
     where nothing else is read it must be a checkpoint, since a program that finds none there
-    starts from scratch and says so in a warning.
+    starts from scratch with no more than a warning.
     """
     what = None
     if not path.exists():

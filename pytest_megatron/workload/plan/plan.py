@@ -57,7 +57,7 @@ class Connections(Enum):
 
     With one connection kernels start in the order in which they were launched, so that a
     collective of tensor or context parallelism starts before the kernel that it overlaps with.
-    Blackwell keeps this order by itself; FSDP and the overlap of expert parallelism need several
+    Blackwell keeps this order anyway; FSDP and the overlap of expert parallelism need several
     streams side by side instead.
     """
 
@@ -110,7 +110,7 @@ _MODULES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """What is started.
+    """Command that starts ranks.
 
     Attributes:
         starter: What starts the ranks of a node.
@@ -139,7 +139,7 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """A program and its ranks, for whoever starts them in another way than `start_words`.
+    """A program and its ranks, for engines that start them in another way than `start_words`.
 
     Attributes:
         python: Interpreter of launcher and program.
@@ -152,14 +152,14 @@ class Started:
 
     @property
     def rank_words(self) -> tuple[str, ...]:
-        """What one rank runs, as torch.distributed.run would have it."""
+        """Command of one rank, as torch.distributed.run would start it."""
         if self.program[0] == _NO_PYTHON:
             return self.program[1:]
         return (self.python, "-u", *self.program)
 
     @property
     def launcher_words(self) -> tuple[str, ...]:
-        """What starts the ranks of a node; of several, `node_agents.node_command` fills in."""
+        """Command that starts the ranks of a node; `node_agents.node_command` completes it."""
         ranks = self.ranks
         own = (
             *("--max-restarts", "0", "--nproc-per-node", str(ranks.per_node)),
@@ -175,7 +175,7 @@ def starter_of(case: WorkloadCase, asked: str | None, *, has_ft_launcher: bool) 
     """Return what starts the ranks of a case.
 
     Args:
-        case: Its LAUNCHER says what.
+        case: Its LAUNCHER decides.
         asked: The value of `PYTEST_MEGATRON_LAUNCHER`, which wins; None without it.
         has_ft_launcher: Whether nvidia-resiliency-ext is installed.
 
@@ -269,13 +269,13 @@ class PhasePlan:
 
     Attributes:
         number: Counted from 1.
-        name: As people are told it: `phase 2`, `window 3`, `MODEL_ARGS_4`.
+        name: As messages show it: `phase 2`, `window 3`, `MODEL_ARGS_4`.
         argv: Program and arguments; no shell comes between.
         env: The whole environment.
         own_env: The part of it that comes from us or from the case, for people to read.
         dirs: Where it writes.
         origin: What to lay out before the start for it to resume from, or None.
-        last_iteration: Where the training stops by itself; None where we do not know.
+        last_iteration: The one after which it exits; None where that is unknown.
         world_size: Ranks over all nodes.
         num_nodes: Of them; each has as many ranks.
         saves: Directory in which it must leave a checkpoint of its last iteration, or None.
@@ -345,7 +345,7 @@ class AttemptPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What the user and the machine decide about every plan of a run.
+    """Settings of the user and the machine for all plans of a run.
 
     Attributes:
         root: The project: cases, programs and goldens are found from here.
@@ -410,7 +410,7 @@ def require_inputs(plan: AttemptPlan) -> None:
     """Check that the program and every frozen checkpoint of a plan are there, before anything runs.
 
     Raises:
-        LaunchError: One is not, or would not be loaded; the text says what to do.
+        LaunchError: One is missing, or would not be loaded.
     """
     for phase in plan.phases:
         if phase.start is not None and phase.before_script is None:
@@ -488,7 +488,7 @@ def _plan_phase(
 
 
 def _num_ranks(workload: Workload, case: WorkloadCase, start: PhaseStart) -> int:
-    """Return the ranks on a node: the row's, or what the case says of this start.
+    """Return the ranks on a node: the row's, or those of the case for this start.
 
     Raises:
         RecipeError: There would be none.
@@ -613,7 +613,7 @@ CHECKPOINTS = "PYTEST_MEGATRON_CHECKPOINTS"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """What of a workload is done again.
+    """Part of a workload that is run again.
 
     Attributes:
         repeat: The first repeat to run, counted from 1; the case may use it as a seed.

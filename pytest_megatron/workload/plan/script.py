@@ -30,7 +30,7 @@ _CHECKPOINTS = "/tmp/checkpoints"  # noqa: S108 - what a script calls it; it is 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptMachine:
-    """What of a script's expectations this machine meets.
+    """Tools and paths that a recipe's script expects and this machine has.
 
     Attributes:
         missing: Tools out of `yq`, `uv` and `envsubst` that have to be stood in for.
@@ -171,7 +171,7 @@ _YQ = "/usr/local/bin/yq"
 def look_at_machine(env: Mapping[str, str]) -> ScriptMachine:
     """Return which of the expectations of Megatron-LM's scripts this machine meets.
 
-    A `uv` counts only with an environment that it is told to use, as in the container: it would
+    A `uv` counts only with an environment that is named for it, as in the container: it would
     make one in the copy of the project otherwise.
     """
     path = env.get("PATH")
@@ -194,7 +194,7 @@ def look_at_machine(env: Mapping[str, str]) -> ScriptMachine:
 
 @functools.cache
 def _is_yq(program: str | None) -> bool:
-    """Whether a program is the yq that drivers mean: another one of that name takes other flags."""
+    """Return if a program is the yq of the drivers; another one of that name has other flags."""
     if program is None:
         return False
     try:
@@ -241,7 +241,7 @@ def lay_out_script(files: ScriptFiles) -> None:
 
 
 def _is_left_out(files: ScriptFiles, path: Path) -> bool:
-    """Whether a file of the project is none of the script's: git's, a cache, a result of ours."""
+    """Return if a script does not need a file of the project: git's, a cache, a result of ours."""
     is_result = path == files.results or files.results in path.parents
     return is_result or bool(_NEVER.intersection(path.relative_to(files.project).parts))
 

@@ -85,7 +85,7 @@ def devices_of(node: int, num_nodes: int, per_node: int) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
+    """Return a free port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]

@@ -1,4 +1,4 @@
-"""What the ranks of a failed phase left behind, and which of them failed first.
+"""Failures of the ranks of a phase, and the first of them.
 
 Reads torch's `error.json`, the agent's own table of failures and the ends of the ranks' logs.
 """
@@ -35,10 +35,10 @@ _LIBRARIES = ("/site-packages/", "/lib/python3")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFailure:
-    """What one rank left behind.
+    """Failure of one rank.
 
     Attributes:
-        exit_code: As the agent saw it, negative for a signal; None where it did not say.
+        exit_code: As the agent saw it, negative for a signal; None where it is unknown.
         message: `RuntimeError: ...`, or None where the rank raised nothing.
         timestamp: Seconds since the epoch as `error.json` has it, or None.
         frame: `file:line in name` of the innermost frame outside of libraries, or None.
@@ -56,7 +56,7 @@ class RankFailure:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether it only follows from another rank's end."""
+        """True if it only follows from another rank's end."""
         if self.message is not None:
             return _CONSEQUENCE.search(self.message) is not None
         return self.exit_code in (None, 0, _SIGTERM)
@@ -70,7 +70,7 @@ def read_failures(dirs: PhaseDirs) -> tuple[RankFailure, ...]:
 
 
 def first_failure(failures: Sequence[RankFailure]) -> RankFailure | None:
-    """Return the failure that the others follow from, as far as files can tell; None without one.
+    """Return the failure that the others follow from, as far as files show; None without one.
 
     A signal comes before an exception, an exception before a consequence; then the clock decides,
     then the rank.
@@ -86,13 +86,13 @@ def first_failure(failures: Sequence[RankFailure]) -> RankFailure | None:
 
 
 def tail(path: Path, is_noise: Callable[[str], bool] | None = None) -> tuple[str, ...]:
-    """Return the last lines of a log that say something; none where it cannot be read.
+    """Return the last meaningful lines of a log; none where it cannot be read.
 
     Of a log that ends in a traceback, only that, without torch's `[rank0]:` in front.
 
     Args:
         path: The log.
-        is_noise: Which lines say nothing, beside empty ones.
+        is_noise: Returns if a line is meaningless; empty ones always are.
     """
     try:
         with path.open("rb") as file:

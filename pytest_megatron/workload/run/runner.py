@@ -48,7 +48,7 @@ class Progress:
 
     Attributes:
         iteration: The one that just ended, counted from 1.
-        last: The one that the training was told to reach.
+        last: The one that the training is to reach.
         loss: As printed, or None where the line has none.
         iteration_ms: Time of this iteration, or None.
     """
@@ -94,7 +94,7 @@ class FollowedFile:
 
     @property
     def num_bytes_read(self) -> int:
-        """How much of the file was seen."""
+        """Number of bytes that were read."""
         return self._position
 
     def new_lines(self) -> Iterator[str]:
@@ -209,7 +209,7 @@ StartPhase: TypeAlias = Callable[[PhasePlan, Path], RunningCommand]
 
 
 class AttemptListener(Protocol):
-    """Who wants to see an attempt while it runs."""
+    """Observer of an attempt while it runs."""
 
     def on_lines(self, lines: list[str]) -> None:
         """Take lines of tee'd ranks."""
@@ -218,8 +218,20 @@ class AttemptListener(Protocol):
         """Take how far the training of a phase is."""
 
 
+def _ignore(*_: object) -> None:
+    """Do nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardingListener:
+    """Listener made of functions."""
+
+    on_lines: Callable[[list[str]], None] = _ignore
+    on_progress: Callable[[int, Progress], None] = _ignore
+
+
 class End(Enum):
-    """Why a phase ended."""
+    """Reason for the end of a phase."""
 
     EXITED = "exited"  # by itself, well or not
     TIME_LIMIT = "time limit"  # stopped by us
@@ -230,20 +242,19 @@ class End(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PhaseEnd:
-    """How one phase went.
+class PhaseResult:
+    """Result of a phase.
 
     Attributes:
         returncode: The launcher's, negative for a signal.
         num_left: Processes that outlived the launcher and were killed.
         hung_rank: The rank whose watchdog reported, where `end` is HUNG_COLLECTIVE.
         progress: The last iteration that was printed, or None.
-        problem: What is missing, where `end` is NO_CHECKPOINT or NOT_DONE.
+        problem: The missing checkpoint, where `end` is NO_CHECKPOINT or NOT_DONE.
         script: The script that failed, where `end` is SCRIPT.
         saved: The iteration that can be resumed from afterwards, where that was looked at.
     """
 
-    plan: PhasePlan
     end: End
     returncode: int
     num_left: int
@@ -254,9 +265,16 @@ class PhaseEnd:
     script: ScriptEnd | None = None
     saved: int | None = None
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseEnd(PhaseResult):
+    """The end of a phase."""
+
+    plan: PhasePlan
+
     @property
     def is_clean(self) -> bool:
-        """Whether it ran to its end and said so."""
+        """True if it exited with 0 and nothing was wrong."""
         return self.end is End.EXITED and self.returncode == 0
 
 
@@ -424,8 +442,7 @@ def _train(
     start: StartPhase,
 ) -> PhaseEnd:
     """Start the program of a phase and watch it to its end."""
-    scripts = plan.dirs.assets if phase.is_script else None
-    watch = LogWatch(phase.dirs, phase.world_size // phase.num_nodes, scripts=scripts)
+    watch = _watch_of(plan, phase)
     end = End.EXITED
     hung_at = 0.0
     with start(phase, plan.cwd) as process:
@@ -450,6 +467,38 @@ def _train(
     )
 
 
+def _watch_of(plan: AttemptPlan, phase: PhasePlan) -> LogWatch:
+    scripts = plan.dirs.assets if phase.is_script else None
+    return LogWatch(phase.dirs, phase.world_size // phase.num_nodes, scripts=scripts)
+
+
+class LiveLog:
+    """Follows the logs of an attempt that runs elsewhere, phase by phase.
+
+    Attributes:
+        plan: Of the attempt.
+    """
+
+    def __init__(self, plan: AttemptPlan, listener: AttemptListener) -> None:
+        self.plan = plan
+        self._listener = listener
+        self._left = list(plan.phases)
+        self._phase = self._left.pop(0)
+        self._watch = _watch_of(plan, self._phase)
+
+    def poll(self, *, is_ended: bool = False) -> None:
+        """Pass new lines and progress on to the listener.
+
+        Args:
+            is_ended: Whether nothing more is going to be written.
+        """
+        while self._left and self._left[0].dirs.root.is_dir():
+            _tell(self._listener, self._phase, self._watch, is_ended=True)
+            self._phase = self._left.pop(0)
+            self._watch = _watch_of(self.plan, self._phase)
+        _tell(self._listener, self._phase, self._watch, is_ended=is_ended)
+
+
 def _tell(
     listener: AttemptListener, phase: PhasePlan, watch: LogWatch, *, is_ended: bool = False
 ) -> None:
@@ -461,7 +510,7 @@ def _tell(
 
 
 def _has_said_all(phase: PhasePlan, world_size: int, waited_s: float) -> bool:
-    """Whether the ranks had their time to say where they are, once a watchdog spoke."""
+    """Return if the ranks had their time to report stacks, once a watchdog reported."""
     if not phase.dirs.flight.is_dir():
         return waited_s >= _WATCHDOG_GRACE_S
     changed = [path.stat().st_mtime for path in phase.dirs.flight_dumps()]

@@ -71,7 +71,7 @@ def compile_expression(text: str) -> Expression:
 
 
 def truth(value: Yaml) -> bool:
-    """Whether a value counts as true: neither null nor false."""
+    """Return if a value counts as true: neither null nor false."""
     return value is not None and value is not False
 
 

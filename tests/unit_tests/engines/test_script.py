@@ -92,7 +92,7 @@ def test_a_shape_that_has_a_script_needs_no_nemo_run(
     path.parent.mkdir()
     path.write_text("of an earlier controller")
     _break_nemo(monkeypatch, tmp_path, "raise ImportError('gone')")
-    assert writer.write([ON_CPU]) == {ON_CPU: path}
+    assert writer.write([ON_CPU])[ON_CPU].path == path
     with pytest.raises(LaunchError, match="ImportError: gone"):
         writer.write([ON_CPU, ON_GPUS])
 

@@ -20,11 +20,11 @@ from pytest_megatron.recipe.load import load_recipe
 from pytest_megatron.recipe.paths import case_path
 from pytest_megatron.runs.environment import gather_facts
 from pytest_megatron.runs.layout import item_dirs
+from pytest_megatron.verdict.attempt import Verdict
 from pytest_megatron.verdict.compare import judge
 from pytest_megatron.verdict.driver import train
 from pytest_megatron.verdict.job import WorkloadJob, check_job
 from pytest_megatron.verdict.retry import RetryPolicy
-from pytest_megatron.verdict.verdict import Verdict
 from pytest_megatron.workload.plan.plan import Setting
 
 ROOT = Path(__file__).parents[3]

@@ -19,9 +19,9 @@ from pytest_megatron.engines.api import EngineError, Submission, SubmissionOutco
 from pytest_megatron.engines.local import LocalEngine, open_engine
 from pytest_megatron.engines.records import of_start, read_record, read_spec
 from pytest_megatron.errors import LaunchError
+from pytest_megatron.verdict.attempt import Verdict
 from pytest_megatron.verdict.driver import begin, train
 from pytest_megatron.verdict.job import check_job
-from pytest_megatron.verdict.verdict import Verdict
 
 
 @pytest.fixture

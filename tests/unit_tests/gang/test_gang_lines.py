@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pytest_megatron.base.files import JsonValue
 from pytest_megatron.gang.record import flaky_lines, header_line, plan_lines, replaced_line
 from pytest_megatron.gang.spec import GangSpec
 from pytest_megatron.gpu.host import Gpu
+from pytest_megatron.runs.record import RecordedExecution, RecordedTest, RecordedVerdict
 
 GPUS = [Gpu(index=0, name="NVIDIA H200", uuid="GPU-0", memory_bytes=1)] * 8
 
@@ -15,18 +15,15 @@ def spec(size: int, device: str = "cuda", *, is_isolated: bool = False) -> GangS
 
 
 def record(
-    verdict: str, *attempts: dict[str, JsonValue], alone: bool = False
-) -> dict[str, JsonValue]:
-    return {"verdict": verdict, "is_isolated": alone, "attempts": list(attempts)}
+    verdict: RecordedVerdict, *attempts: RecordedExecution, alone: bool = False
+) -> RecordedTest:
+    return RecordedTest(verdict=verdict, world_size=2, is_isolated=alone, attempts=attempts)
 
 
-def attempt(end: str, *, kept: bool = False, signature: str | None = None) -> dict[str, JsonValue]:
-    return {
-        "end": end,
-        "is_gang_kept": kept,
-        "signature": signature,
-        "is_transient": signature is not None,
-    }
+def attempt(end: str, *, kept: bool = False, signature: str | None = None) -> RecordedExecution:
+    return RecordedExecution(
+        end=end, is_gang_kept=kept, signature=signature, is_transient=signature is not None
+    )
 
 
 def test_the_header_says_what_was_found() -> None:

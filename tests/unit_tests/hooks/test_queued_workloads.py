@@ -229,8 +229,8 @@ for recorded, arguments in json.loads(sys.argv[1]):
     pathlib.Path("old/run.json").write_text(recorded)
     print("exit code", int(pytest.main(["-p", "megatron", *arguments])))
 """
-REFUSED: list[tuple[object, list[str], str]] = [
-    ("", ["--attach", "old"], "--attach: old holds no run.json that can be read"),
+REFUSED: list[tuple[dict[str, object], list[str], str]] = [
+    ({}, ["--attach", "old"], "--attach: old holds no run.json that can be read"),
     ({"items": {}}, ["--attach", "old"], "run.json is not of a run; give a run directory"),
     (
         {"arguments": [], "ended": "then", "exit_code": 0},
@@ -266,7 +266,7 @@ REFUSED: list[tuple[object, list[str], str]] = [
 def test_what_makes_no_sense_is_a_usage_error(project: QueueProject) -> None:
     (project.root / "old").mkdir()
     sessions = [
-        [recorded if isinstance(recorded, str) else json.dumps(recorded), arguments]
+        [json.dumps({"items": {}, **recorded}) if recorded else "", arguments]
         for recorded, arguments, _ in REFUSED
     ]
     text = project.run_program(SESSIONS, json.dumps(sessions))

@@ -6,23 +6,29 @@ import math
 
 import pytest
 from made_run import curve
+from pydantic import ValidationError
 
 from pytest_megatron.golden.compare.api import compare
 from pytest_megatron.golden.compare.band import band_around, knowledge_of
 from pytest_megatron.golden.compare.limits import LossLimits
-from pytest_megatron.golden.compare.result import comparison_to_json
+from pytest_megatron.golden.compare.result import Comparison, comparison_to_json
 from pytest_megatron.golden.model import series_of
 from pytest_megatron.golden.policy import ComparisonPolicy
 from pytest_megatron.golden.provenance import Golden, Provenance
 from pytest_megatron.pages.chart import allowed_around
-from pytest_megatron.runs.fields import Fields
+from pytest_megatron.runs.record import RecordedBand, RecordedMetric, from_json
+
+
+def band_of(comparison: Comparison) -> RecordedBand:
+    """The band as a page reads it from `comparison.json`."""
+    return from_json(comparison_to_json(comparison), RecordedMetric).allowed or RecordedBand()
 
 
 def shown(
     golden: Golden, policy: ComparisonPolicy = ComparisonPolicy.STRICT
 ) -> tuple[float, ...] | None:
     (found,) = compare(golden, golden.metrics, policy=policy)
-    allowed = Fields(comparison_to_json(found)).inner("allowed")
+    allowed = band_of(found)
     return allowed_around(golden.metrics[found.metric], allowed)
 
 
@@ -44,7 +50,7 @@ def test_five_per_cent_of_megatron_are_five_per_cent() -> None:
     (found,) = compare(
         golden, golden.metrics, metrics=["mem-allocated-bytes"], policy=ComparisonPolicy.MEGATRON
     )
-    allowed = Fields(comparison_to_json(found)).inner("allowed")
+    allowed = band_of(found)
     assert allowed_around(golden.metrics["mem-allocated-bytes"], allowed) == (0.5, 1.0)
 
 
@@ -54,9 +60,12 @@ def test_what_is_judged_as_a_whole_has_no_band() -> None:
 
 def test_a_band_of_another_version_or_a_strange_one_is_none() -> None:
     golden = series_of({1: 1.0, 2: "nan"})
-    assert allowed_around(golden, Fields({})) is None
-    assert allowed_around(golden, Fields({"relative": {"x": 1, "-1": 2}})) is None
-    band = allowed_around(golden, Fields({"relative": {"5": 0.5}, "absolute": "inf"}))
+    assert allowed_around(golden, RecordedBand()) is None
+    for step in ("x", "-1"):
+        with pytest.raises(ValidationError):
+            from_json({"relative": {step: 1}}, RecordedBand)
+    kept = from_json({"relative": {"5": 0.5}, "absolute": "inf"}, RecordedBand)
+    band = allowed_around(golden, kept)
     assert band is not None
     assert band[0] == 0.5
     assert math.isnan(band[1])

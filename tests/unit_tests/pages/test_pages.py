@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 from made_run import METRICS, MadeRun, changed, curve
 
+from pytest_megatron.base.files import JsonValue
 from pytest_megatron.cli.main import group
 from pytest_megatron.errors import MegatronError
 from pytest_megatron.golden.model import MetricMap
@@ -110,7 +111,7 @@ def test_nothing_that_a_run_says_becomes_part_of_a_page(run: MadeRun) -> None:
     run.test(f"tests/{EVIL}", "failed", {"0": EVIL})
     run.write()
     kept = json.loads((run.root / "run.json").read_text())
-    kept |= {"commit": EVIL, "started": EVIL, "arguments": [EVIL, "\ud800"]}
+    kept |= {"image": EVIL, "started": EVIL, "arguments": [EVIL, "\ud800"]}
     (run.root / "run.json").write_text(json.dumps(kept))
     assert report(run.root).exit_code == 0
     for path in (page, run.root / "index.html"):
@@ -127,13 +128,31 @@ def test_paths_in_a_run_lead_nowhere(run: MadeRun, tmp_path: Path) -> None:
     run.items["../../x::y[z]"] = {
         "verdict": "failed",
         "directory": str(tmp_path),
-        "attempts": [{"repeat": "../..", "attempt": 1}, {"repeat": 1, "attempt": 10**400}],
+        "attempts": [{"repeat": 1, "attempt": 1, "directory": str(tmp_path)}],
     }
     run.items["javascript:alert(1)"] = {"verdict": "passed"}
     assert report(run.write()).exit_code == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run", "secret.json"]
     index = (run.root / "index.html").read_text()
     assert not re.search(r'href="(/|\.\./|\w+:)', index)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"repeat": "../..", "attempt": 1}, "repeat': Input should be a valid integer"),
+        ({"repeat": 1, "attempt": 10**9}, "attempt': Input should be less than or equal to"),
+        ({"repeat": 1, "attempt": 10**400}, "a number has more than 300 digits"),
+    ],
+)
+def test_an_attempt_that_no_run_has_is_one_error(
+    run: MadeRun, keys: dict[str, JsonValue], expected: str
+) -> None:
+    run.items["a.yaml::y[z]"] = {"verdict": "failed", "attempts": [keys]}
+    error = report(run.write()).exception
+    assert isinstance(error, MegatronError)
+    assert expected in str(error)
+    assert not (run.root / "index.html").exists()
 
 
 def test_several_runs_and_an_artifact_make_one_index(run: MadeRun, tmp_path: Path) -> None:

@@ -153,9 +153,9 @@ def test_an_artifact_that_leads_out_of_itself_is_refused(staged: Staged) -> None
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", "run.json: is not JSON"),
+        ("", "run.json: is no JSON"),
         ("[]", "run.json: holds a list, expected an object"),
-        ("{}", "run.json: has no 'items', so it is not of a run"),
+        ("{}", "run.json: 'items': Field required; is it of a run?"),
     ],
 )
 def test_a_run_file_that_is_none_is_one_clear_error(
@@ -177,9 +177,15 @@ def test_words_of_an_artifact_do_not_steer_the_terminal(
     assert "recipes/r.yaml::evil[dev-cpu]: [damaged-run]" in outputs[0].stderr
 
 
-@pytest.mark.parametrize("directory", ["..", "/", "", None, 3, "/x/.."])
+def test_a_directory_that_is_no_text_is_one_clear_error(staged: Staged) -> None:
+    staged.items["recipes/r.yaml::new[dev-cpu]"] |= {"directory": 3}  # type: ignore[operator]
+    staged.write()
+    assert "directory': Input should be a valid string" in fails("accept", "run")
+
+
+@pytest.mark.parametrize("directory", ["..", "/", "", None, "/x/.."])
 def test_an_artifact_cannot_name_a_directory_outside_of_the_run(
-    staged: Staged, directory: str | int | None
+    staged: Staged, directory: str | None
 ) -> None:
     (staged.root / "golden_candidate.json").write_text("{}")
     staged.items["recipes/r.yaml::new[dev-cpu]"] |= {"directory": directory}  # type: ignore[operator]

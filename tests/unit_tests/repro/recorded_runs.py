@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.repro.choose import Chosen, choose
+from pytest_megatron.repro.choose import Chosen, choose, read_own_run
 from pytest_megatron.runs.layout import item_dirs
-from pytest_megatron.runs.record import read_run
 
 TEST = "test_a.py::test_x"
 ROW = "recipes/a.yaml::line[dev-cpu]"
@@ -67,4 +66,4 @@ def write_plan(run_dir: Path, node_id: str, **more: JsonValue) -> None:
 def chosen_of(directory: Path, item: dict[str, JsonValue], **more: JsonValue) -> Chosen:
     node_id = TEST if "world_size" in item else ROW
     run_dir = write_run(directory, {node_id: item}, **more)
-    return choose({run_dir: read_run(run_dir / "run.json")}, None)
+    return choose({run_dir: read_own_run(run_dir)}, None)

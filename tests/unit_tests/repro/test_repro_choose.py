@@ -20,7 +20,7 @@ def test_the_only_failure_is_taken_with_what_its_gang_ran_before(tmp_path: Path)
         "test_a.py::elsewhere": a_test("passed", attempts=[execution(2, gang=2)]),
         "test_a.py::second": a_test("skipped", attempts=[execution(2)]),
     }
-    run = read_run(write_run(tmp_path, items) / "run.json")
+    run = read_run(write_run(tmp_path, items))
     chosen = choose({tmp_path: run}, None)
     assert (chosen.node_id, chosen.before) == (TEST, ("test_a.py::first", "test_a.py::second"))
 
@@ -31,7 +31,7 @@ def test_a_rerun_has_the_order_of_its_own_gang(tmp_path: Path) -> None:
         TEST: a_test("flaky", attempts=list(executions)),
         "test_a.py::first": a_test("passed", attempts=[execution(1)]),
     }
-    runs = {tmp_path: read_run(write_run(tmp_path, items) / "run.json")}
+    runs = {tmp_path: read_run(write_run(tmp_path, items))}
     assert choose(runs, None).before == ()
     first = choose(runs, TEST, attempt=1)
     assert (first.before, first.has_failed) == (("test_a.py::first",), True)
@@ -51,18 +51,18 @@ def test_a_rerun_has_the_order_of_its_own_gang(tmp_path: Path) -> None:
 def test_what_is_not_one_item_is_told_with_the_choices(
     tmp_path: Path, wanted: str | None, message: str
 ) -> None:
-    run = read_run(write_run(tmp_path, {TEST: a_test(), ROW: a_row()}) / "run.json")
+    run = read_run(write_run(tmp_path, {TEST: a_test(), ROW: a_row()}))
     with pytest.raises(ReproError, match=message):
         choose({tmp_path: run}, wanted)
 
 
 def test_a_run_without_a_failure_lists_what_it_has(tmp_path: Path) -> None:
-    run = read_run(write_run(tmp_path, {TEST: a_test("passed")}) / "run.json")
+    run = read_run(write_run(tmp_path, {TEST: a_test("passed")}))
     with pytest.raises(ReproError, match="nothing failed in it; name what is to run again:"):
         choose({tmp_path: run}, None)
 
 
 def test_an_attempt_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> None:
-    run = read_run(write_run(tmp_path, {ROW: a_row()}) / "run.json")
+    run = read_run(write_run(tmp_path, {ROW: a_row()}))
     with pytest.raises(ReproError, match="no such attempt, expected repeat 1 attempt 1"):
         choose({tmp_path: run}, None, attempt=2)

@@ -11,6 +11,7 @@ import pytest
 from recorded_runs import ROW, TEST, a_row, a_test, chosen_of, execution
 
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.errors import RunError
 from pytest_megatron.repro.choose import Chosen
 from pytest_megatron.repro.command import Again, Wishes, command_for, container_lines
 
@@ -146,14 +147,14 @@ def test_options_of_an_artifact_are_chosen_from_what_we_know(tmp_path: Path) -> 
     options: JsonValue = {
         "golden_policy": "/opt/evil.py",
         "gang_start": "fresh; evil",
-        "rank_timeout": "1",
         "signatures": ["/opt/evil.toml"],
         "basetemp": "/home",
     }
     for record in (a_test(), a_row()):
         words = made(chosen_of(tmp_path, record, options=options)).argv
         assert not any("evil" in word or "home" in word for word in words)
-        assert "--rank-timeout" not in words
+    with pytest.raises(RunError, match=r"'options\.rank_timeout'"):
+        chosen_of(tmp_path, a_test(), options={"rank_timeout": "1"})
 
 
 def test_a_policy_and_signatures_of_the_project_are_those_of_the_checkout(tmp_path: Path) -> None:

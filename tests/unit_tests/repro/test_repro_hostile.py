@@ -14,9 +14,9 @@ import pytest
 from recorded_runs import TEST, a_test, write_run
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.errors import ReproError
+from pytest_megatron.errors import ReproError, RunError
+from pytest_megatron.repro.choose import read_own_run
 from pytest_megatron.runs.find import find_runs
-from pytest_megatron.runs.record import read_run
 
 RUN = json.dumps({"schema": 1, "items": {TEST: a_test()}})
 
@@ -81,8 +81,8 @@ def test_a_zip_that_means_harm_is_refused(
     tmp_path: Path, make: Callable[[Path], Path], message: str
 ) -> None:
     artifact = make(tmp_path / "artifact.zip")
-    with pytest.raises(ReproError, match=message) as raised:
-        find_runs(artifact, tmp_path / "scratch")
+    with pytest.raises(RunError, match=message) as raised:
+        find_runs([artifact], tmp_path / "scratch", lambda _: True)
     assert "\x1b" not in str(raised.value)
     assert [p for p in (tmp_path / "scratch").rglob("*") if p.is_file()] == []
 
@@ -98,8 +98,8 @@ def test_a_zip_that_means_harm_is_refused(
 )
 def test_a_tar_with_anything_but_files_is_refused(tmp_path: Path, kind: bytes, target: str) -> None:
     artifact = tarred(tmp_path / "artifact.tar.gz", ("plan.json", kind, target))
-    with pytest.raises(ReproError, match="is a link or a device"):
-        find_runs(artifact, tmp_path / "scratch")
+    with pytest.raises(RunError, match="is a link or a device"):
+        find_runs([artifact], tmp_path / "scratch", lambda _: True)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_a_tar_with_anything_but_files_is_refused(tmp_path: Path, kind: bytes, t
 def test_a_name_that_is_no_test_of_the_project_is_refused(tmp_path: Path, node_id: str) -> None:
     run_dir = write_run(tmp_path, {node_id: a_test()})
     with pytest.raises(ReproError, match="is no node id of a test in the project; refused"):
-        read_run(run_dir / "run.json")
+        read_own_run(run_dir)
 
 
 @pytest.mark.parametrize(
@@ -137,8 +137,8 @@ def test_a_record_with_a_value_that_none_has_is_refused(
     tmp_path: Path, more: dict[str, JsonValue], place: str
 ) -> None:
     run_dir = write_run(tmp_path, {TEST: a_test()}, **more)
-    with pytest.raises(ReproError) as raised:
-        read_run(run_dir / "run.json")
+    with pytest.raises((ReproError, RunError)) as raised:
+        read_own_run(run_dir)
     assert f"run.json: '{place}" in str(raised.value)
 
 
@@ -147,12 +147,12 @@ def test_a_record_with_a_value_that_none_has_is_refused(
 )
 def test_a_record_that_is_no_record_is_one_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(ReproError, match=r"run\.json"):
-        read_run(tmp_path / "run.json")
+    with pytest.raises(RunError, match=r"run\.json"):
+        read_own_run(tmp_path)
 
 
 def test_a_record_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "elsewhere.json").write_text(RUN)
     (tmp_path / "run.json").symlink_to(tmp_path / "elsewhere.json")
-    with pytest.raises(ReproError, match="no plain file"):
-        read_run(tmp_path / "run.json")
+    with pytest.raises(RunError, match="no plain file"):
+        read_own_run(tmp_path)

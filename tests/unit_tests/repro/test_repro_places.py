@@ -9,17 +9,24 @@ from pathlib import Path
 import pytest
 from recorded_runs import ROW, TEST, a_row, a_test, write_run
 
-from pytest_megatron.errors import ReproError
+from pytest_megatron.errors import ReproError, RunError
+from pytest_megatron.repro.choose import find_plan
 from pytest_megatron.runs.find import find_runs
 from pytest_megatron.runs.layout import item_dirs
-from pytest_megatron.runs.record import find_plan, read_run
+from pytest_megatron.runs.record import read_run
+
+
+def found(path: Path, scratch: Path) -> list[Path]:
+    """The run directories at a path, as `repro` looks for them."""
+    runs = find_runs([path], scratch, lambda name: name.name == "plan.json", looks_up=True)
+    return [run.directory for run in runs]
 
 
 def test_a_path_in_a_run_leads_to_it(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", {ROW: a_row()})
     attempt = item_dirs(run, ROW).attempt(repeat=1, attempt=1)
     for path in (run, run / "run.json", attempt.root, attempt.plan):
-        assert find_runs(path, tmp_path / "scratch") == [run]
+        assert found(path, tmp_path / "scratch") == [run]
     assert not (tmp_path / "scratch").exists()
 
 
@@ -28,18 +35,18 @@ def test_an_artifact_is_unpacked_beside_the_project(tmp_path: Path, kind: str) -
     run = write_run(tmp_path / "jobs/unit/run", {ROW: a_row()})
     (run / "big.bin").write_bytes(b"\0" * 1000)
     artifact = Path(shutil.make_archive(str(tmp_path / "artifact"), kind, tmp_path / "jobs"))
-    (found,) = find_runs(artifact, tmp_path / "scratch")
-    assert found == tmp_path / "scratch/artifact/unit/run"
-    assert not (found / "big.bin").exists()
-    assert find_plan(found, ROW, 1, 1)[1].node_id == ROW
+    (unpacked,) = found(artifact, tmp_path / "scratch")
+    assert unpacked == tmp_path / "scratch/0/artifact/unit/run"
+    assert not (unpacked / "big.bin").exists()
+    assert find_plan(unpacked, ROW, 1, 1)[1].node_id == ROW
 
 
 def test_a_folder_of_artifacts_holds_the_runs_of_all(tmp_path: Path) -> None:
     for name in ("a", "b"):
         run = write_run(tmp_path / name, {TEST: a_test()})
         shutil.make_archive(str(tmp_path / "downloads" / name), "zip", run)
-    runs = find_runs(tmp_path / "downloads", tmp_path / "scratch")
-    assert [list(read_run(run / "run.json").items) for run in runs] == [[TEST], [TEST]]
+    runs = found(tmp_path / "downloads", tmp_path / "scratch")
+    assert [list(read_run(run).items) for run in runs] == [[TEST], [TEST]]
 
 
 def test_a_summary_of_jobs_leads_to_their_artifacts(tmp_path: Path) -> None:
@@ -48,20 +55,20 @@ def test_a_summary_of_jobs_leads_to_their_artifacts(tmp_path: Path) -> None:
     (tmp_path / "summary").mkdir()
     (tmp_path / "summary/summary.json").write_text(json.dumps({"jobs": jobs}))
     for path in (tmp_path / "summary", tmp_path / "summary/summary.json"):
-        assert find_runs(path, tmp_path / "scratch") == [run]
+        assert found(path, tmp_path / "scratch") == [run]
     shutil.rmtree(run)
-    with pytest.raises(ReproError, match="not here: artifacts/unit; give the path of one"):
-        find_runs(tmp_path / "summary", tmp_path / "scratch")
+    with pytest.raises(RunError, match="not here: artifacts/unit; give the path of one"):
+        found(tmp_path / "summary", tmp_path / "scratch")
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("nothing", "is not there; give a run"), ("empty", r"holds no run\.json, expected a run")],
+    [("nothing", "is not there, expected a run"), ("empty", r"holds no run\.json, expected a run")],
 )
 def test_a_path_without_a_run_is_one_error(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ReproError, match=message):
-        find_runs(tmp_path / name, tmp_path / "scratch")
+    with pytest.raises(RunError, match=message):
+        found(tmp_path / name, tmp_path / "scratch")
 
 
 def test_a_plan_of_another_item_is_refused(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.runs.environment import gather_facts, utc_now
+from pytest_megatron.runs.record import RecordedRun, to_json
 
 
 def git(root: Path, *arguments: str) -> str:
@@ -50,11 +51,11 @@ def test_a_folder_without_git_has_no_commit(
     assert gather_facts(tmp_path).commit is None
 
 
-def test_facts_are_json_with_versions_and_image(
+def test_facts_are_keys_of_a_run_with_versions_and_image(
     checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTEST_MEGATRON_IMAGE", "nvcr.io/x@sha256:1")
-    found = gather_facts(checkout).as_json()
+    found = to_json(RecordedRun(items={}, **gather_facts(checkout).as_keys()))
     assert json.loads(json.dumps(found)) == found
     assert found["image"] == "nvcr.io/x@sha256:1"
     versions = found["versions"]

@@ -47,7 +47,9 @@ def ended_runs(root: Path) -> None:
     """Four runs, of which the second was killed, and what is no run of ours."""
     for name in (OLD, MIDDLE, NEW, "mine"):
         make_runs(root / RUNS, name)
-        (root / RUNS / name / "run.json").write_text('{"exit_code": 1, "items": {"a": {}}}')
+        (root / RUNS / name / "run.json").write_text(
+            '{"exit_code": 1, "items": {"a": {"verdict": "passed"}}}'
+        )
     make_runs(root / RUNS, DEAD)
     (root / RUNS / DEAD / "run.json").write_text('{"exit_code": null, "items": {}}')
     (root / RUNS / "20261121-040000-beef").mkdir()

@@ -6,8 +6,7 @@ import pytest
 
 from pytest_megatron.runs.layout import AttemptDirs
 from pytest_megatron.triage.signatures import match_signature
-from pytest_megatron.verdict.attempt import Attempt, FailureCause
-from pytest_megatron.verdict.verdict import Verdict, decide_training
+from pytest_megatron.verdict.attempt import Attempt, FailureCause, Verdict, decide_training
 
 GENUINE = FailureCause(text="it crashed")
 TRANSIENT = FailureCause(text="no port", signature=match_signature(["EADDRINUSE"]))

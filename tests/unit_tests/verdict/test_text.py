@@ -6,13 +6,12 @@ from pathlib import Path
 from pytest_megatron.golden.model import MetricMap, series_of
 from pytest_megatron.recipe.model import Row, parse_row
 from pytest_megatron.runs.layout import ItemDirs
+from pytest_megatron.runs.record import RecordedAttempt
 from pytest_megatron.triage.signatures import match_signature
-from pytest_megatron.verdict.attempt import Attempt, FailureCause
+from pytest_megatron.verdict.attempt import Attempt, FailureCause, decide_training
 from pytest_megatron.verdict.job import Training, WorkloadJob
-from pytest_megatron.verdict.record import item_record
 from pytest_megatron.verdict.retry import RetryPolicy, fingerprint
-from pytest_megatron.verdict.text import summary_line, training_failure
-from pytest_megatron.verdict.verdict import decide_training
+from pytest_megatron.verdict.text import item_record, summary_line, training_failure
 from pytest_megatron.workload.plan.plan import Setting
 
 SETTING = Setting(root=Path("/p"), env={}, tee_ranks=(), is_lightweight=False)
@@ -101,25 +100,14 @@ def test_a_summary_of_a_failure_is_short() -> None:
 
 def test_a_record_has_every_attempt_with_its_cause() -> None:
     record = item_record(training(NO_PORT, None), None)
-    kept = ("verdict", "problem", "directory")
-    assert {key: record[key] for key in kept} == {
-        "verdict": "flaky",
-        "problem": None,
-        "directory": "/run/item",
-    }
-    attempts = record["attempts"]
-    assert isinstance(attempts, list)
-    assert attempts[0] == {
-        "repeat": 1,
-        "attempt": 1,
-        "directory": "/run/item/repeat_1/attempt_1",
-        "duration_s": 0,
-        "exit_codes": [],
-        "num_left": 0,
-        "cause": "rank 0 of 2 raised E; see x",
-        "root_rank": None,
-        "signature": "port_in_use",
-        "is_transient": True,
-        "fingerprint": fingerprint(NO_PORT),
-        "health": None,
-    }
+    found = (record.verdict, record.problem, record.directory, record.causes)
+    assert found == ("flaky", None, "/run/item", ("port_in_use",))
+    assert record.attempts[0] == RecordedAttempt(
+        repeat=1,
+        attempt=1,
+        directory="/run/item/repeat_1/attempt_1",
+        cause="rank 0 of 2 raised E; see x",
+        signature="port_in_use",
+        is_transient=True,
+        fingerprint=fingerprint(NO_PORT),
+    )

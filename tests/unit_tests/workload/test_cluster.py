@@ -11,8 +11,8 @@ from pytest_megatron.workload.checks.cluster import (
     check_ports,
     check_shared,
     in_container,
+    parse_mounts,
 )
-from pytest_megatron.workload.checks.mounts import parse_mounts
 from pytest_megatron.workload.checks.partitions import Wanted, check_partition, parse_cluster
 from pytest_megatron.workload.checks.rules import check_rules
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.workload.checks.mounts import MountEntry, Reach, mount_of, parse_mounts
+from pytest_megatron.workload.checks.cluster import MountEntry, Reach, mount_of, parse_mounts
 
 TABLE = r"""
 22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw

@@ -105,7 +105,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: WorkerController) -> None:
-    """Tell a worker of pytest-xdist where the run's directory is and what the user typed."""
+    """Send a worker of pytest-xdist the run directory and the command line."""
     from pytest_megatron.hooks.quarantine import register_quarantine
     from pytest_megatron.hooks.session import session_of
 
@@ -139,7 +139,7 @@ def pytest_collection_modifyitems(
 def pytest_testnodedown(node: WorkerController) -> None:
     """End the session as a worker of pytest-xdist would have, if it found a mark that is wrong.
 
-    What else it has to say is written here, as its terminal is nobody's.
+    Its other messages are written here, as it has no terminal.
 
     Raises:
         pytest.UsageError: It did.
@@ -155,12 +155,12 @@ def pytest_testnodedown(node: WorkerController) -> None:
 
 
 def _is_rank(config: pytest.Config) -> bool:
-    """Whether this process is a rank of ours, which collects for itself."""
+    """Return true if this process is a rank of ours, which collects for itself."""
     return config.pluginmanager.has_plugin(options.COLLECTING_PLUGIN)
 
 
 def _quarantine(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Find what is in quarantine, where a mark or a role of ours is in the session."""
+    """Find the items in quarantine, where a mark or a role of ours is in the session."""
     has_workloads = config.pluginmanager.has_plugin(options.WORKLOADS_PLUGIN)
     has_roles = has_workloads or config.stash.get(_HAS_GANGS, False)
     if has_roles or any(map(is_quarantined_by_us, items)):
@@ -197,7 +197,7 @@ def _register_cancelled(config: pytest.Config, *, is_follower: bool) -> None:
 
 
 def _register_gang_results(config: pytest.Config, session: RunSession) -> None:
-    """Have what distributed tests come to kept and shown, once for a session."""
+    """Have the results of distributed tests kept and shown, once for a session."""
     from pytest_megatron.hooks.gangs.results import NAME, GangResults
     from pytest_megatron.hooks.pages import register_pages
     from pytest_megatron.hooks.run_file import run_file_of

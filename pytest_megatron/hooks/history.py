@@ -1,7 +1,7 @@
 """The role that remembers: the history of past outcomes, and `--fail-flaky`.
 
-Lives in the controller alone, beside the roles for workloads and for distributed tests; what it
-knows comes on the reports.
+Lives in the controller alone, beside the roles for workloads and for distributed tests; the
+reports carry its data.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class HistoryPlugin:
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Take note of an item; write what cost a training at once."""
+        """Keep the record of an item; write that of a training at once."""
         record = record_on(report)
         if record is not None and self._is_worth_a_line(report.nodeid, record):
             self._kept[report.nodeid] = self._entry(report.nodeid, record)
@@ -57,7 +57,7 @@ class HistoryPlugin:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Say that flaky items fail the session, and that the history lacks something."""
+        """Report that flaky items fail the session, and that the history lacks something."""
         if self._num_flaky and self._session.options.is_flaky_failure:
             items = "1 item was" if self._num_flaky == 1 else f"{self._num_flaky} items were"
             terminalreporter.write_line(
@@ -67,7 +67,7 @@ class HistoryPlugin:
             terminalreporter.write_line(f"megatron: {self._problem}", yellow=True)
 
     def _is_worth_a_line(self, node_id: str, record: RecordedItem) -> bool:
-        """Whether to write of an item: every workload, and tests that were odd, once or now."""
+        """Return true for every workload, and for tests that are or were flaky or failed."""
         if record.verdict == "flaky" and not record.is_held:
             self._num_flaky += 1
         if self._path is None or node_id in self._earlier:
@@ -85,7 +85,7 @@ class HistoryPlugin:
         return frozenset()
 
     def _knows(self, node_id: str) -> bool:
-        """Whether the history has an item already: then its passes count as well."""
+        """Return true if the history has an item: then its passes count as well."""
         if self._known is None:
             assert self._path is not None
             try:
@@ -117,7 +117,7 @@ class HistoryPlugin:
         )
 
     def _write(self) -> None:
-        """Append what is not written yet; a history that cannot be written is only said."""
+        """Append new entries; a history that cannot be written is reported and fails nothing."""
         entries, self._kept = self._kept, {}
         if self._path is None or not entries:
             return

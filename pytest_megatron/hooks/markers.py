@@ -131,7 +131,7 @@ class TimeLimit:
 
     Attributes:
         seconds: 0 is no limit.
-        source: What the user would change.
+        source: The setting that the user would change.
         is_of_call: Whether it limits the call alone.
     """
 
@@ -207,7 +207,7 @@ def limit_of_session(config: pytest.Config, options: Options) -> TimeLimit:
 
 
 def _is_of_call(config: pytest.Config) -> bool:
-    """Whether pytest-timeout is set to limit calls alone."""
+    """Return true if pytest-timeout is set to limit calls alone."""
     return _has_timeout_plugin(config) and foreign_ini(config, "timeout_func_only") is True
 
 

@@ -1,40 +1,43 @@
 """Kinds of options and of their values; a wrong value is a usage error.
 
-Runs at every pytest start, so it imports nothing but pytest.
+Runs at every pytest start, so it imports nothing heavy.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import pytest
 
-T = TypeVar("T")
+from pytest_megatron.errors import MegatronError
+
+T_co = TypeVar("T_co", covariant=True)
 D = TypeVar("D")
 ChoiceT = TypeVar("ChoiceT", bound=str)
 
 
 @dataclass(frozen=True, slots=True)
-class ValueKind(Generic[T]):
+class ValueKind(Generic[T_co]):
     """A kind of value; called, it declares a field that is an option of this kind.
 
     Attributes:
-        parse: Return the value for an option's name and what the user gave.
+        parse: Return the value for an option's name and the user's input.
         metavar: Its placeholder in the help; "" for a flag, which takes no value.
         is_repeatable: Whether the command line may hold the option several times.
     """
 
-    parse: Callable[[str, object], T]
+    parse: Callable[[str, object], T_co]
     metavar: str = ""
     is_repeatable: bool = False
 
     def __call__(
         self, name: str, text: str, default: D, shown: str = "", metavar: str = ""
-    ) -> T | D:
+    ) -> T_co | D:
         """Return the field; for the arguments see `OptionRow`."""
         row = OptionRow(name, text, self, default, shown, metavar or self.metavar)
         declared: D = field(metadata={"row": row})
@@ -42,7 +45,7 @@ class ValueKind(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class OptionRow(Generic[T]):
+class OptionRow:
     """One option.
 
     Attributes:
@@ -56,8 +59,8 @@ class OptionRow(Generic[T]):
 
     name: str
     text: str
-    kind: ValueKind[T]
-    default: T | None
+    kind: ValueKind[object]
+    default: object
     shown: str
     metavar: str
 
@@ -77,7 +80,7 @@ class OptionRow(Generic[T]):
         is_float = isinstance(self.default, float)
         return f"{self.default:g}" if is_float else str(self.default).lower()
 
-    def read(self, config: pytest.Config) -> T | None:
+    def read(self, config: pytest.Config) -> object:
         """Return the parsed value."""
         value = given(config, self.name)
         return self.default if value is None else self.kind.parse(self.name, value)
@@ -114,6 +117,15 @@ def foreign_ini(config: pytest.Config, name: str) -> object:
     typed_lines = getattr(config.known_args_namespace, "override_ini", None) or ()
     is_typed = any(line.partition("=")[0].strip() == name for line in typed_lines)
     return value if in_file or is_typed else None
+
+
+@contextlib.contextmanager
+def usage_errors() -> Generator[None]:
+    """Make usage errors of pytest of the plugin's own errors."""
+    try:
+        yield
+    except MegatronError as error:
+        raise pytest.UsageError(str(error)) from None
 
 
 def has_workers(config: pytest.Config) -> bool:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Literal
 
 import pytest
 
-from pytest_megatron.errors import LaunchError
 from pytest_megatron.hooks.option_values import (
     COUNT,
     FILES,
@@ -33,6 +32,7 @@ from pytest_megatron.hooks.option_values import (
     given,
     one_of,
     typed,
+    usage_errors,
 )
 
 if TYPE_CHECKING:
@@ -304,7 +304,7 @@ class Options:
 
 
 # By field, in the order of `--help` and of the reference.
-OPTION_ROWS: dict[str, OptionRow[object]] = {
+OPTION_ROWS: dict[str, OptionRow] = {
     f.name: f.metadata["row"] for f in fields(Options) if f.metadata
 }
 
@@ -328,7 +328,7 @@ def read_options(config: pytest.Config) -> Options:
     """
     names = [row.name for row in OPTION_ROWS.values()]
     options = Options(
-        **{name: row.read(config) for name, row in OPTION_ROWS.items()},  # type: ignore[arg-type]
+        **{f.name: f.metadata["row"].read(config) for f in fields(Options) if f.metadata},
         typed=frozenset(name for name in names if typed(config, name) is not None),
         given=frozenset(name for name in names if given(config, name) is not None),
     )
@@ -344,10 +344,29 @@ def read_options(config: pytest.Config) -> Options:
 
 
 def _with_labels(config: pytest.Config, options: Options) -> Options:
-    """Return options with the decision for labels and event; what the user typed wins."""
-    from pytest_megatron.hooks.labels import decision_of
+    """Return options with the decision for labels and event; what the user typed wins.
 
-    decision = decision_of(config, options.ci_event, options.labels, options.selection)
+    Raises:
+        pytest.UsageError: The event is unknown, or the project's table is wrong.
+    """
+    from pytest_megatron.base.project import load_config
+    from pytest_megatron.ci.decide import Trigger, decide, parse_labels
+    from pytest_megatron.ci.table import load_table
+    from pytest_megatron.recipe.load import project_words
+
+    cadence, environment = (
+        x[0] if len(x) == 1 else None for x in (options.cadence, options.environment)
+    )
+    with usage_errors():
+        trigger = Trigger(
+            event=options.ci_event,
+            labels=parse_labels(options.labels),
+            cadence=cadence,
+            environment=environment,
+            option="--ci-event",
+        )
+        root = config.rootpath
+        decision = decide(trigger, load_table(load_config(root), project_words(root)))
     return replace(
         options,
         decision=decision,
@@ -415,10 +434,8 @@ def _slurm_step() -> SlurmStep | None:
         return None
     from pytest_megatron.gang.slurm_step import find_slurm_step
 
-    try:
+    with usage_errors():
         return find_slurm_step(os.environ)
-    except LaunchError as error:
-        raise pytest.UsageError(str(error)) from None
 
 
 def early_words(early_config: pytest.Config, name: str) -> tuple[str, ...]:

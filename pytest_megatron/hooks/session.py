@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_megatron.base.project import ProjectConfig, load_config
-from pytest_megatron.errors import ConfigError, MegatronError, TriageError
+from pytest_megatron.errors import MegatronError
+from pytest_megatron.hooks.option_values import usage_errors
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.runs.environment import SessionFacts, gather_facts
 from pytest_megatron.runs.layout import RUN_FILE, RUNS_DIR, make_own_dir, make_results_dir
@@ -37,14 +38,14 @@ class RunSession:
 
     Attributes:
         root: The project: recipes, cases and goldens are found from here.
-        options: What the user asked for.
+        options: Values of the options.
         run_dir: Made when the first workload starts; a worker has the controller's.
         is_worker: Whether this is a worker of pytest-xdist.
-        warned: What was shown about workloads, and is not shown again.
+        warned: Warnings about workloads that were shown, and are not shown again.
     """
 
     def __init__(self, config: pytest.Config, options: Options) -> None:
-        """Read what the session is; starts and writes nothing."""
+        """Read the configuration; starts and writes nothing."""
         self._directory = config.invocation_params.dir
         self.root = config.rootpath
         self.options = options
@@ -105,10 +106,8 @@ class RunSession:
         Raises:
             pytest.UsageError: They are wrong.
         """
-        try:
+        with usage_errors():
             return load_config(self.root)
-        except ConfigError as error:
-            raise pytest.UsageError(str(error)) from None
 
     @functools.cached_property
     def redactor(self) -> Redactor:
@@ -131,11 +130,9 @@ class RunSession:
         Raises:
             pytest.UsageError: A file of theirs cannot be read.
         """
-        try:
-            typed = (Path(self._directory, path) for path in self.options.signatures)
+        typed = (Path(self._directory, path) for path in self.options.signatures)
+        with usage_errors():
             return load_table((*self.project.signature_files, *typed))
-        except TriageError as error:
-            raise pytest.UsageError(str(error)) from None
 
     @functools.cached_property
     def retry_budget(self) -> RunLedger:

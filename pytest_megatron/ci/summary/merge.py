@@ -80,10 +80,10 @@ class CiSummary:
 
     Attributes:
         jobs: The last try of each, those that the plan has and that left nothing as well.
-        problems: What is wrong with the whole, such as runs of two commits.
-        notes: What is worth knowing and fails nothing.
-        headline: What was planned, in a line.
-        fetch: What to type to have the artifacts at home under the same names, None if they are.
+        problems: Of the whole, such as runs of two commits.
+        notes: Lines that fail nothing.
+        headline: The plan, in a line.
+        fetch: Command that downloads the artifacts under the same names; None if they are here.
     """
 
     jobs: tuple[JobRun, ...]
@@ -182,10 +182,10 @@ def merge(
     """Make one verdict.
 
     Args:
-        runs: What jobs left, in any order.
+        runs: Results of jobs, in any order.
         expected: The plan; None takes the jobs that are there for all.
         results: Job of the workflow -> `success`, `failure`, `cancelled` or `skipped`, as the CI
-            system says; None where it does not.
+            system reports; None where it does not.
     """
     by_name: dict[str, list[JobRun]] = {}
     for run in runs:
@@ -236,7 +236,7 @@ def _last(tries: Sequence[JobRun]) -> tuple[JobRun, list[str]]:
 
 
 def _checked(job: JobRun, planned: ExpectedJob | None, run_id: str | None) -> JobRun:
-    """Return a job with every difference between what was planned and what ran."""
+    """Return a job with every difference between the plan and the run."""
     if planned is None:
         return replace(job, problems=(*job.problems, "is not in the plan"))
     problems = list(job.problems)
@@ -292,7 +292,7 @@ def _difference(ran: _Policy | None, planned: _Policy | None) -> str | None:
 
 
 def _policy_name(policy: _Policy) -> str:
-    """Return the name of a policy, with what identifies the content of its file."""
+    """Return the name of a policy, with the digest of its file."""
     digest = text_of(policy, "sha256")
     name = text_of(policy, "name") or "unknown"
     return name if digest is None else f"{name} (SHA-256 {digest[:12]})"

@@ -95,7 +95,7 @@ def as_markdown(summary: CiSummary, most_bytes: int = STEP_SUMMARY_BYTES) -> str
 
     Args:
         summary: The summary.
-        most_bytes: Of UTF-8. What does not fit is counted, the least interesting first.
+        most_bytes: Of UTF-8. Blocks that do not fit are counted, the least interesting first.
     """
     budget = most_bytes - 200  # for the lines that count what was left out
     found: list[str] = []
@@ -106,7 +106,7 @@ def as_markdown(summary: CiSummary, most_bytes: int = STEP_SUMMARY_BYTES) -> str
 
 
 def _fit(title: str, blocks: Sequence[str], budget: int) -> tuple[int, list[str]]:
-    """Return what is left of a budget, and as many blocks as it has room for."""
+    """Return the rest of a budget, and as many blocks as it has room for."""
     shown = [title] if title and blocks else []
     size = sum(_bytes(text) for text in shown)
     for number, block in enumerate(blocks):

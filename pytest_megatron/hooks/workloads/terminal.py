@@ -97,7 +97,7 @@ def print_plan(
     golden: Path | None,
     found: Sequence[str],
 ) -> None:
-    """Print what would run, and what the checks found about it."""
+    """Print the plan of a workload, and the findings of the checks about it."""
     writer = config.get_terminal_writer()
     writer.line(plan_text(job, plan, golden))
     for line in found:
@@ -111,7 +111,7 @@ def print_summary(
     goldens: Sequence[str],
     shorten: Callable[[str], str],
 ) -> None:
-    """Print a line for each workload that ran, then what became of goldens."""
+    """Print a line for each workload that ran, then the lines about goldens."""
     if records:
         reporter.section("workloads", sep="-")
     for node_id, record in records.items():

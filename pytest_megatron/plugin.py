@@ -86,7 +86,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if chosen.asks_for_workloads or recipes.are_recipes_asked_for(config):
         from pytest_megatron.hooks.workloads.plugin import register_roles
 
-        register_roles(config, chosen)
+        register_roles(config)
         _register_cancelled(config, is_follower=False)
     declare_marks(config)
     if chosen.num_nodes > 1 and has_workers(config):
@@ -109,7 +109,7 @@ def pytest_configure_node(node: WorkerController) -> None:
     from pytest_megatron.hooks.quarantine import register_quarantine
     from pytest_megatron.hooks.session import session_of
 
-    session = session_of(node.config, options.read_options(node.config))
+    session = session_of(node.config)
     register_quarantine(node.config)  # which the workers' reports tell of
     _register_gang_results(node.config, session)  # only workers know whether tests have our marks
     node.workerinput.update(session.worker_input())
@@ -175,7 +175,7 @@ def _register_gangs(config: pytest.Config) -> GangPlugin:
     from pytest_megatron.hooks.history import register_history
     from pytest_megatron.hooks.session import session_of
 
-    session = session_of(config, options.read_options(config))
+    session = session_of(config)
     plugin = GangPlugin(config, session)
     config.pluginmanager.register(plugin, PLUGIN_NAME)
     _register_cancelled(config, is_follower=False)
@@ -213,7 +213,7 @@ def _register_run_file(config: pytest.Config, chosen: options.Options) -> None:
     from pytest_megatron.hooks.run_file import run_file_of
     from pytest_megatron.hooks.session import session_of
 
-    session = session_of(config, chosen)
+    session = session_of(config)
     if session.is_worker:
         return
     run_file_of(config, session)

@@ -17,7 +17,7 @@ import pytest
 from pytest_megatron.base.project import ProjectConfig, load_config
 from pytest_megatron.errors import MegatronError
 from pytest_megatron.hooks.option_values import usage_errors
-from pytest_megatron.hooks.options import Options
+from pytest_megatron.hooks.options import Options, read_options
 from pytest_megatron.runs.environment import SessionFacts, gather_facts
 from pytest_megatron.runs.layout import RUN_FILE, RUNS_DIR, make_own_dir, make_results_dir
 from pytest_megatron.runs.redact import Redactor
@@ -254,10 +254,10 @@ class RunSession:
 _SESSION = pytest.StashKey[RunSession]()
 
 
-def session_of(config: pytest.Config, options: Options) -> RunSession:
+def session_of(config: pytest.Config) -> RunSession:
     """Return the one session of a configuration: all roles share its run directory."""
     if _SESSION not in config.stash:
-        config.stash[_SESSION] = RunSession(config, options)
+        config.stash[_SESSION] = RunSession(config, read_options(config))
         config.add_cleanup(config.stash[_SESSION].release_run_dir)
     return config.stash[_SESSION]
 

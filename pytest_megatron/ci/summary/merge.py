@@ -63,18 +63,6 @@ class Expected:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CauseGroup:
-    """Failures of one cause; the first of them stands for all."""
-
-    items: tuple[JobItem, ...]
-
-    @property
-    def first(self) -> JobItem:
-        """The one that stands for all."""
-        return self.items[0]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CiSummary:
     """Results of all jobs.
 
@@ -127,16 +115,14 @@ class CiSummary:
         return found
 
     @property
-    def groups(self) -> tuple[CauseGroup, ...]:
-        """Failures by cause: those of the code first, then what most items share."""
+    def groups(self) -> list[list[JobItem]]:
+        """Failures by cause: those of the code first, then those that most items share."""
         found: dict[str, list[JobItem]] = {}
         for item in self.items:
             if item.is_bad:
                 key = item.node_id if item.cause is None else item.cause.key_of(item.node_id)
                 found.setdefault(key, []).append(item)
-        return tuple(
-            sorted((CauseGroup(items=tuple(items)) for items in found.values()), key=_interest)
-        )
+        return sorted(found.values(), key=_interest)
 
     @property
     def flaky(self) -> tuple[JobItem, ...]:
@@ -166,8 +152,11 @@ class CiSummary:
             "notes": list(self.notes),
             "jobs": [job.as_json() for job in self.jobs],
             "failures": [
-                {**group.first.as_json(), "also": [_at(item) for item in group.items[1:]]}
-                for group in self.groups
+                {
+                    **first.as_json(),
+                    "also": [{"node_id": item.node_id, "job": item.job} for item in others],
+                }
+                for first, *others in self.groups
             ],
             "flaky": [item.as_json() for item in self.flaky],
             "slowest": [item.as_json() for item in self.slowest(10)],
@@ -352,11 +341,7 @@ def _results(
     return problems
 
 
-def _interest(group: CauseGroup) -> tuple[bool, bool, int, str]:
-    first = group.first
+def _interest(group: Sequence[JobItem]) -> tuple[bool, bool, int, str]:
+    first = group[0]
     is_transient = first.cause is not None and first.cause.is_transient
-    return first.verdict == "broken", is_transient, -len(group.items), first.node_id
-
-
-def _at(item: JobItem) -> dict[str, JsonValue]:
-    return {"node_id": item.node_id, "job": item.job}
+    return first.verdict == "broken", is_transient, -len(group), first.node_id

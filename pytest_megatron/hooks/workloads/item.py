@@ -1,7 +1,7 @@
 """A workload as a pytest item: setup trains, call judges.
 
-What is the infrastructure's fault ends the setup, and so is an error to pytest; what is the code's
-fault fails the call.
+A failure of the infrastructure ends the setup, and so is an error to pytest; a failure of the code
+fails the call.
 """
 
 from __future__ import annotations

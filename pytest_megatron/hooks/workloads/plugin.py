@@ -19,7 +19,7 @@ from pytest_megatron.golden.store import golden_path
 from pytest_megatron.hooks.gangs.plugin import show_no_stacks
 from pytest_megatron.hooks.history import register_history
 from pytest_megatron.hooks.option_values import usage_errors
-from pytest_megatron.hooks.options import LOCAL, WORKLOADS_PLUGIN, Options
+from pytest_megatron.hooks.options import LOCAL, WORKLOADS_PLUGIN
 from pytest_megatron.hooks.pages import register_pages
 from pytest_megatron.hooks.run_file import RunFile, put_record, record_on, run_file_of
 from pytest_megatron.hooks.session import RunSession, session_of
@@ -28,7 +28,7 @@ from pytest_megatron.hooks.workloads.item import WorkloadItem
 from pytest_megatron.hooks.workloads.job import ItemRetries, make_item_job, show_findings
 from pytest_megatron.hooks.workloads.queue import register_queue
 from pytest_megatron.hooks.workloads.selection import SelectionPlugin
-from pytest_megatron.hooks.workloads.terminal import LiveTerminal, Quiet, print_plan, print_summary
+from pytest_megatron.hooks.workloads.terminal import LiveTerminal, print_plan, print_summary
 from pytest_megatron.recipe.load import load_recipe, project_words
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.recipe.vocabulary import Vocabulary
@@ -89,13 +89,14 @@ class ResultsPlugin:
         print_summary(terminalreporter, self._records, lines, self._session.shorten)
 
 
-def register_roles(config: pytest.Config, options: Options) -> None:
+def register_roles(config: pytest.Config) -> None:
     """Register the roles of a session with workloads.
 
     Raises:
         pytest.UsageError: The project's settings or the policy are wrong.
     """
-    session = session_of(config, options)
+    session = session_of(config)
+    options = session.options
     _ = session.table  # a file of the user's that cannot be read is refused before anything runs
     with usage_errors():
         vocabulary = project_words(session.root)
@@ -235,7 +236,8 @@ class WorkloadPlugin:
             MegatronError: It cannot be planned or started, or one of its requirements is missing.
         """
         checked = self.prepare(item)
-        live = self._listener(item)
+        has_terminal = not self._session.is_worker
+        live = LiveTerminal(self._config, item.nodeid, has_terminal=has_terminal)
         with contextlib.closing(live):
             checked = show_findings(self._session, checked, live)
             retries = ItemRetries(self._session, item.nodeid, live)
@@ -396,12 +398,6 @@ class WorkloadPlugin:
             print_plan(self._config, job, checked.plan, golden, lines)
             require_inputs(checked.plan)
         return not any(finding.is_error for finding in checked.findings)
-
-    def _listener(self, item: WorkloadItem) -> LiveTerminal | Quiet:
-        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
-        if self._session.is_worker or reporter is None:
-            return Quiet()
-        return LiveTerminal(self._config, reporter, item.nodeid)
 
     def _record(self, item: WorkloadItem, record: RecordedWorkload) -> None:
         item.record = record

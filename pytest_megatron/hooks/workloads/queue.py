@@ -6,7 +6,6 @@ pytest's own protocol, in the order in which they end.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
 from collections import deque
@@ -23,7 +22,7 @@ from pytest_megatron.hooks.run_file import run_file_of
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.hooks.workloads.item import WorkloadItem, runner_of
 from pytest_megatron.hooks.workloads.job import ItemRetries, show_findings
-from pytest_megatron.hooks.workloads.terminal import progress_text
+from pytest_megatron.hooks.workloads.terminal import progress_text, uncaptured
 from pytest_megatron.runs.history import FILE_NAME, typical_durations
 from pytest_megatron.runs.layout import OWN_DIR
 from pytest_megatron.verdict.driver import Repeat, begin, conclude
@@ -104,7 +103,7 @@ class QueueTerminal:
             return
         self.close()
         writer = reporter._tw  # pytest's own plugins reach it this way
-        with self._uncaptured():
+        with uncaptured(self._config):
             reporter.ensure_newline()
             if writer.width_of_current_line:
                 writer.line()
@@ -127,17 +126,10 @@ class QueueTerminal:
 
     def _print(self, reporter: pytest.TerminalReporter, text: str) -> None:
         """Print past pytest's writer, which counts the columns of its own line."""
-        with self._uncaptured():
+        with uncaptured(self._config):
             file = reporter._tw._file
             file.write(text)
             file.flush()
-
-    def _uncaptured(self) -> contextlib.AbstractContextManager[None]:
-        capture = self._config.pluginmanager.get_plugin("capturemanager")
-        if capture is None:
-            return contextlib.nullcontext()
-        found: contextlib.AbstractContextManager[None] = capture.global_and_fixture_disabled()
-        return found
 
 
 class QueueListener:

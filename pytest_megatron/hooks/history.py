@@ -7,15 +7,14 @@ reports carry its data.
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 
 import pytest
 
 from pytest_megatron.hooks.run_file import record_on
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.runs.environment import utc_now
-from pytest_megatron.runs.history import FILE_NAME, HistoryEntry, append, known_items, read
-from pytest_megatron.runs.layout import OWN_DIR, make_own_dir
+from pytest_megatron.runs.history import HistoryEntry, append, known_items, read
+from pytest_megatron.runs.layout import make_own_dir
 from pytest_megatron.runs.record import RecordedItem, RecordedTest, RecordedWorkload
 
 NAME = "megatron-history"
@@ -26,13 +25,7 @@ class HistoryPlugin:
 
     def __init__(self, session: RunSession) -> None:
         self._session = session
-        chosen = session.options.history
-        if chosen == "off":
-            self._path: Path | None = None
-        elif chosen:
-            self._path = session.root / chosen
-        else:
-            self._path = session.root / OWN_DIR / FILE_NAME
+        self._path = None if session.options.history == "off" else session.history_file
         self._kept: dict[str, HistoryEntry] = {}
         self._earlier = self._of_this_run() if session.options.is_attached else frozenset()
         self._known: frozenset[str] | None = None

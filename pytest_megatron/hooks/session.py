@@ -19,7 +19,8 @@ from pytest_megatron.errors import MegatronError
 from pytest_megatron.hooks.option_values import usage_errors
 from pytest_megatron.hooks.options import Options, read_options
 from pytest_megatron.runs.environment import SessionFacts, gather_facts
-from pytest_megatron.runs.layout import RUN_FILE, RUNS_DIR, make_own_dir, make_results_dir
+from pytest_megatron.runs.history import FILE_NAME as HISTORY_FILE
+from pytest_megatron.runs.layout import OWN_DIR, RUN_FILE, RUNS_DIR, make_own_dir, make_results_dir
 from pytest_megatron.runs.redact import Redactor
 from pytest_megatron.triage.signatures import Table, load_table
 from pytest_megatron.verdict.retry_budget import RunLedger
@@ -147,6 +148,12 @@ class RunSession:
     def ranks_dir(self) -> str:
         """Name of the directory in the run directory that holds logs of gangs."""
         return "ranks" if self._worker_id is None else f"ranks-{self._worker_id}"
+
+    @property
+    def history_file(self) -> Path:
+        """The file of past outcomes; the project's own where `--history` names none."""
+        chosen = self.options.history
+        return self.root / (f"{OWN_DIR}/{HISTORY_FILE}" if chosen in ("", "off") else chosen)
 
     def open_run_dir(self) -> Path:
         """Make the run directory if it is not there yet, and return it.

@@ -10,7 +10,6 @@ import functools
 import time
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
-from pathlib import Path
 
 import pytest
 from _pytest.skipping import evaluate_skip_marks
@@ -23,8 +22,7 @@ from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.hooks.workloads.item import WorkloadItem, runner_of
 from pytest_megatron.hooks.workloads.job import ItemRetries, show_findings
 from pytest_megatron.hooks.workloads.terminal import progress_text, uncaptured
-from pytest_megatron.runs.history import FILE_NAME, typical_durations
-from pytest_megatron.runs.layout import OWN_DIR
+from pytest_megatron.runs.history import typical_durations
 from pytest_megatron.verdict.driver import Repeat, begin, conclude
 from pytest_megatron.verdict.job import Training, WorkloadJob
 from pytest_megatron.verdict.scheduler import (
@@ -285,7 +283,7 @@ class QueuePlugin:
 
     def _works(self, items: Sequence[WorkloadItem]) -> Iterable[QueuedWorkload]:
         """Yield the workloads to submit, with their earlier durations."""
-        took = typical_durations(self._history())
+        took = typical_durations(self._session.history_file)
         for item in items:
             workload = item.workload
             yield QueuedWorkload(
@@ -303,11 +301,6 @@ class QueuePlugin:
         retries = ItemRetries(self._session, item.nodeid, live)
         self._begun[item.nodeid] = (checked.job, retries)
         return begin(checked, self._session.facts, live, retries)
-
-    def _history(self) -> Path:
-        chosen = self._session.options.history
-        named = chosen if chosen and chosen != "off" else f"{OWN_DIR}/{FILE_NAME}"
-        return self._session.root / named
 
 
 def register_queue(config: pytest.Config, session: RunSession) -> None:

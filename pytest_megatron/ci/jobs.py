@@ -29,14 +29,14 @@ class CiJob:
         id: Good for the name of a job and of an artifact; unique in the plan. Of a workload, the
             name of its directory in a run.
         kind: `workload` or `unit`.
-        name: What a person reads: a node id, a bucket, a shard.
+        name: For people: a node id, a bucket, a shard.
         test_case: Of a workload, or the bucket's pattern.
         build: The row's container build, "" where it has none.
         gpus: On each node; 0 on the platform cpu.
         ranks: On each node.
         time_limit_s: For one training, or for all tests of a bucket.
         timeout_minutes: For the whole job: every repeat at its limit, and a margin.
-        argv: What runs it, from the project's root.
+        argv: Its command, from the project's root.
         env: Variables that go with it.
         files: The test files of a unit job.
         is_compared: Whether a workload is compared with a golden; None where that is not known.
@@ -182,9 +182,9 @@ def unit_job(
     """Return the job of a bucket or a shard.
 
     Args:
-        name: What a person reads.
-        bucket: What it runs.
-        row: What its command takes besides.
+        name: For people.
+        bucket: Its test files.
+        row: Further settings of its command.
         table: For the time limit.
         experimental: `exclude`, or `only`, of tests with the mark `experimental`.
     """

@@ -9,12 +9,12 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from pytest_megatron.base.files import JsonValue
-from pytest_megatron.gpu.health import GpuState, Health, Xid, state_from_json
+from pytest_megatron.base.schema import trusted
+from pytest_megatron.gpu.health import GpuState, Health, Xid
 from pytest_megatron.gpu.host import Gpu
 
 _LIMIT_S = 20.0  # a GPU that is lost can keep NVML from answering for ever
@@ -24,7 +24,7 @@ _LIMIT_S = 20.0  # a GPU that is lost can keep NVML from answering for ever
 class _MonitorAnswer:
     """One line of the watching process."""
 
-    states: tuple[GpuState, ...] = ()
+    gpus: tuple[GpuState, ...] = ()
     xids: tuple[Xid, ...] = ()
     problem: str | None = None
 
@@ -56,7 +56,7 @@ class HealthWatch:
             self.health = Health(problem=f"{command[0]}: {error.strerror}")
             return
         answer = self._answer("before")
-        self.health = Health(before=answer.states, problem=answer.problem)
+        self.health = Health(before=answer.gpus, problem=answer.problem)
 
     def __enter__(self) -> Self:
         return self
@@ -73,17 +73,17 @@ class HealthWatch:
             self._process.stdin.close()
         answer = self._answer("after")
         problem = self.health.problem or answer.problem
-        self.health = replace(self.health, after=answer.states, xids=answer.xids, problem=problem)
+        self.health = replace(self.health, after=answer.gpus, xids=answer.xids, problem=problem)
         self._end()
         return self.health
 
     def _answer(self, when: str) -> _MonitorAnswer:
-        """Return what the next line says."""
+        """Return the content of the next line."""
         line = self._read_line()
         if line is None:
             return _MonitorAnswer(problem=f"no answer {when} the attempt within {_LIMIT_S:g} s")
         try:
-            return _parse(json.loads(line))
+            return trusted(_MonitorAnswer, json.loads(line))
         except (KeyError, TypeError, ValueError, AssertionError):
             return _MonitorAnswer(problem=f"no answer {when} the attempt, NVML may have crashed")
 
@@ -118,14 +118,3 @@ class HealthWatch:
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 pipe.close()
-
-
-def _parse(found: Mapping[str, JsonValue]) -> _MonitorAnswer:
-    gpus, xids, problem = found["gpus"], found.get("xids", []), found.get("problem")
-    assert isinstance(gpus, list)
-    assert isinstance(xids, list)
-    return _MonitorAnswer(
-        states=tuple(state_from_json(gpu) for gpu in gpus if isinstance(gpu, dict)),
-        xids=tuple(Xid(**row) for row in xids if isinstance(row, dict)),  # type: ignore[arg-type] # our own process wrote it
-        problem=None if problem is None else str(problem),
-    )

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import TypeVar
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.gpu.health import THROTTLES, GpuState, Xid
+from pytest_megatron.gpu.health import THROTTLES, GpuProcess, GpuState, Xid
 
 _Value = TypeVar("_Value")
 _POLL_MS = 200
@@ -44,15 +44,15 @@ def main() -> None:
     with _kernel_log() as kernel:
         events = _register(pynvml, uuids)
         states = _states(pynvml, uuids)
-        _say({"gpus": [state.as_json() for state in states]})
+        _say({"gpus": [asdict(state) for state in states]})
         xids = list(_wait_for_end(pynvml, events))
         xids += _kernel_xids(kernel, {s.bus_id: s.uuid for s in states if s.bus_id is not None})
-        after = [state.as_json() for state in _states(pynvml, uuids)]
+        after = [asdict(state) for state in _states(pynvml, uuids)]
         _say({"gpus": list[JsonValue](after), "xids": [asdict(xid) for xid in xids]})
 
 
 def read_state(nvml: ModuleType, uuid: str) -> GpuState | None:
-    """Return what a GPU says of itself; None where it does not answer at all."""
+    """Return the state of a GPU; None where it does not answer at all."""
     try:
         handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
     except nvml.NVMLError:
@@ -102,10 +102,11 @@ def _states(nvml: ModuleType, uuids: Sequence[str]) -> list[GpuState]:
     return [state for uuid in uuids if (state := read_state(nvml, uuid)) is not None]
 
 
-def _processes(nvml: ModuleType, handle: object) -> tuple[tuple[int, int | None], ...]:
-    found = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+def _processes(nvml: ModuleType, handle: object) -> tuple[GpuProcess, ...]:
+    found = ((p.pid, p.usedGpuMemory) for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle))
     return tuple(
-        (int(p.pid), None if p.usedGpuMemory is None else int(p.usedGpuMemory)) for p in found
+        GpuProcess(pid=int(pid), memory_bytes=None if memory is None else int(memory))
+        for pid, memory in found
     )
 
 

@@ -37,7 +37,7 @@ from pytest_megatron.hooks.option_values import (
 
 if TYPE_CHECKING:
     from pytest_megatron.ci.decide import Decision
-    from pytest_megatron.gang.slurm_step import SlurmStep
+    from pytest_megatron.gang.topology import SlurmStep
 
 GoldenMode = Literal["check", "record", "refresh", "off"]
 Device = Literal["auto", "cuda", "cpu"]
@@ -432,7 +432,7 @@ def _slurm_step() -> SlurmStep | None:
     """
     if not any(name in os.environ for name in _SLURM_STEP):
         return None
-    from pytest_megatron.gang.slurm_step import find_slurm_step
+    from pytest_megatron.gang.topology import find_slurm_step
 
     with usage_errors():
         return find_slurm_step(os.environ)

@@ -14,16 +14,15 @@ import pytest
 
 from pytest_megatron.base.project import load_config
 from pytest_megatron.base.text import one_of
-from pytest_megatron.ci.changes import matches_any
-from pytest_megatron.ci.decide import Decision
-from pytest_megatron.ci.marks import (
+from pytest_megatron.ci.decide import Decision, matches_any
+from pytest_megatron.ci.table import CiTable, load_table
+from pytest_megatron.ci.test_files import (
     MarkChoice,
+    base_of,
     known_marks,
     reason_to_leave_out,
     wanted_launch_marks,
 )
-from pytest_megatron.ci.table import CiTable, load_table
-from pytest_megatron.ci.test_files import base_of
 from pytest_megatron.hooks.option_values import usage_errors
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.recipe.load import project_words

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 
 from pytest_megatron.ci.jobs import num_repeats_of
 from pytest_megatron.hooks.options import MIN_REFRESH_REPEATS, Options
@@ -54,7 +53,7 @@ def show_findings(
     """Show the warnings about a job that this session has not shown yet; return the job.
 
     A job with an error is returned as it is, to be refused. In a run that is taken over it is in
-    the queue already: its errors are only shown.
+    the queue already: errors that the engine found are only shown.
     """
     is_attached = session.options.is_attached
     if any(finding.is_error for finding in checked.findings) and not is_attached:
@@ -64,7 +63,7 @@ def show_findings(
     session.warned.update(new)
     if new:
         listener.on_lines(new)
-    return replace(checked, findings=()) if is_attached else checked
+    return checked.without_engine_findings() if is_attached else checked
 
 
 class ItemRetries:

@@ -2,8 +2,8 @@
 
     python docs/reference/option_tables.py
 
-Markup, and details after the first semicolon of a cell, are written in the page. A test compares the
-page with the options.
+Markup, and details after the first semicolon of a cell, are written in the page. A test compares
+it with the options.
 """
 
 # ruff: noqa: INP001 - a script, no package

@@ -78,7 +78,7 @@ def read_json(path: Path, *, is_lenient: bool = False) -> JsonValue:
 
 
 def parse_json(text: str | bytes, *, is_lenient: bool = False) -> JsonValue:
-    """Return a JSON value of anybody's; a surrogate without its pair becomes U+FFFD.
+    """Return a JSON value from outside; a surrogate without its pair becomes U+FFFD.
 
     Args:
         text: UTF-8.

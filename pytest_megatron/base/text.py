@@ -37,7 +37,7 @@ def name_ranks(ranks: Iterable[int], what: str = "rank") -> str:
 
 
 def printable(text: str) -> str:
-    r"""Return text of anybody's as a terminal may show it: control characters as `\x1b`."""
+    r"""Return text from outside as a terminal may show it: control characters as `\x1b`."""
     return "".join(
         char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text
     )
@@ -48,9 +48,9 @@ def visible(text: str) -> str:
     return re.sub(_HIDDEN, "\ufffd", _ESCAPES.sub("", text))
 
 
-def counted(number: int, what: str) -> str:
-    """Return `1 error`, or `3 errors`."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def counted(number: int, one: str, many: str | None = None) -> str:
+    """Return `1 error`, or `3 errors`; `many` is a plural of another form."""
+    return f"1 {one}" if number == 1 else f"{number} {many or f'{one}s'}"
 
 
 def listed(texts: Sequence[str], most: int) -> str:

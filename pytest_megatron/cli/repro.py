@@ -19,8 +19,13 @@ from pytest_megatron.base.git import ask_git
 from pytest_megatron.base.text import printable
 from pytest_megatron.cli.formats import PATH, echo_error
 from pytest_megatron.errors import MegatronError, ReproError
-from pytest_megatron.repro.bisect_order import smallest_cause
-from pytest_megatron.repro.choose import Chosen, choose, find_plan, read_own_run
+from pytest_megatron.repro.choose import (
+    Chosen,
+    choose,
+    find_plan,
+    read_own_run,
+    smallest_cause,
+)
 from pytest_megatron.repro.command import Again, Wishes, container_lines
 from pytest_megatron.repro.compare import differences, say_fewer_ranks, sizes_of
 from pytest_megatron.repro.run import ReproExit, ReproOutcome, Stage

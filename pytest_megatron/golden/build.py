@@ -97,11 +97,7 @@ def _is_whole(series: Series | None) -> bool:
 
 
 def _median(series: Sequence[Series]) -> Series:
-    maps = [dict(one.items()) for one in series]
-    steps = sorted(set(maps[0]).intersection(*maps[1:]))
-    values: dict[int, Value] = {}
-    for step in steps:
-        numbers = [v for one in maps if isinstance(v := one[step], float) and is_finite(v)]
-        if len(numbers) == len(maps):
-            values[step] = statistics.median(numbers)
-    return series_of(values, is_full_precision=True)
+    maps = [one.finite() for one in series]
+    steps = set(maps[0]).intersection(*maps[1:])
+    medians: dict[int, Value] = {s: statistics.median(one[s] for one in maps) for s in steps}
+    return series_of(medians, is_full_precision=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias, TypeVar
 
@@ -41,7 +41,7 @@ Routing: TypeAlias = Mapping[int, tuple[tuple[int, ...], ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptAnswer:
-    """The answer to one prompt; None for what the program did not write.
+    """The answer to one prompt; None for a field that the program did not write.
 
     Attributes:
         tokens: (num_generated,) token ids.
@@ -88,13 +88,8 @@ class Generation:
 
 def has_metric(request: PromptAnswer, metric: str) -> bool:
     """Return True if a request has a value of `metric`, one of `REQUEST_METRICS`."""
-    if metric == TOKENS:
-        return request.tokens is not None
-    if metric == TEXT:
-        return request.text is not None
-    if metric == ROUTING:
-        return request.routing is not None
-    return metric in request.logprobs
+    others = {TOKENS: request.tokens, TEXT: request.text, ROUTING: request.routing}
+    return others.get(metric, request.logprobs.get(metric)) is not None
 
 
 def is_generation(value: Mapping[str, JsonValue]) -> bool:
@@ -137,7 +132,7 @@ def parse_generation(value: Mapping[str, JsonValue], where: str) -> Generation:
 
 
 def generation_to_json(generation: Generation) -> dict[str, JsonValue]:
-    """Return the JSON form: requests in order of their ids, then what stands beside them."""
+    """Return the JSON form: requests in order of their ids, then the other keys."""
     names = sorted(generation.requests, key=lambda name: (len(name), name))
     requests: dict[str, JsonValue] = {n: dict(generation.requests[n].content) for n in names}
     return requests | dict(sorted(generation.content.items()))
@@ -255,7 +250,7 @@ class Series:
 
     Attributes:
         steps: (num_values,) training iterations, strictly ascending, counted from 1.
-        values: (num_values,) what was measured at each of them.
+        values: (num_values,) the value at each of them.
         is_full_precision: True if the values have all their digits. Megatron-LM's extraction
             rounds to five decimals, and its goldens hold such values.
     """
@@ -278,13 +273,21 @@ class Series:
         """Yield (step, value) in ascending order of step."""
         return zip(self.steps, self.values, strict=True)
 
+    def finite(self) -> dict[int, float]:
+        """Return step to value where the value is a finite number."""
+        return {s: v for s, v in self.items() if isinstance(v, float) and math.isfinite(v)}
+
     def at(self, step: int) -> Value | None:
         """Return the value at `step`, or None where the run has none."""
         return dict(self.items()).get(step)
 
     def after(self, step: int) -> Series:
         """Return the part with steps greater than `step`."""
-        kept = [(s, v) for s, v in self.items() if s > step]
+        return self.where(lambda s, _: s > step)
+
+    def where(self, is_kept: Callable[[int, Value], bool]) -> Series:
+        """Return the part for which `is_kept` holds, of step and value."""
+        kept = [(s, v) for s, v in self.items() if is_kept(s, v)]
         return replace(self, steps=tuple(s for s, _ in kept), values=tuple(v for _, v in kept))
 
 

@@ -93,7 +93,7 @@ _Metrics: TypeAlias = Annotated[
 
 
 class Base(Enum):
-    """The policies of the package; the value is what `--golden-policy` takes."""
+    """The policies of the package; the value is its name in `--golden-policy`."""
 
     STRICT = "strict"
     MEGATRON = "megatron"
@@ -113,7 +113,7 @@ class ComparedWorkload:
 
     @staticmethod
     def of(workload: Workload) -> ComparedWorkload:
-        """Return what a policy may distinguish a workload by."""
+        """Return the properties by which a policy may select a workload."""
         return ComparedWorkload(
             case=f"{workload.model}/{workload.test_case}",
             platform=workload.platform,
@@ -188,7 +188,6 @@ class ComparisonPolicy:
 
         `metrics` is a list of changes, of which a later one wins.
         """
-        everywhere = [o.metrics for o in self.overrides if o.is_at(None)]
         return {
             "name": self.name,
             "inherit": self.base.value,
@@ -201,16 +200,20 @@ class ComparisonPolicy:
                     }
                     for pattern, settings in metrics.items()
                 }
-                for metrics in (self.metrics, *cast("list[Mapping[str, Settings]]", everywhere))
+                for metrics in self._changes()
                 if metrics
             ],
         }
 
+    def _changes(self) -> list[Mapping[str, Settings]]:
+        """Return the changes for any workload; a later one wins."""
+        everywhere = [o.metrics for o in self.overrides if o.is_at(None)]
+        return [self.metrics, *cast("list[Mapping[str, Settings]]", everywhere)]
+
     def settings(self, metric: str) -> Settings:
         """Return the changes for a metric; use `at` first for those of a workload."""
         found: dict[str, Setting] = {}
-        everywhere = [o.metrics for o in self.overrides if o.is_at(None)]
-        for metrics in (self.metrics, *cast("list[Mapping[str, Settings]]", everywhere)):
+        for metrics in self._changes():
             for pattern, settings in metrics.items():
                 if fnmatch.fnmatchcase(metric, pattern):
                     found |= settings

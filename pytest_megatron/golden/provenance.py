@@ -140,7 +140,7 @@ def parse_provenance(value: JsonValue, where: str) -> Provenance:
 
 
 def provenance_to_json(provenance: Provenance) -> dict[str, JsonValue]:
-    """Return the JSON form, keys sorted; what is not known is left out."""
+    """Return the JSON form, keys sorted; unknown fields are left out."""
     values: dict[str, JsonValue] = dict(provenance.extra)
     for name in (*_TEXTS, *_FLAGS, *_COUNTS):
         value = getattr(provenance, name)

@@ -1,6 +1,6 @@
 """Golden files and the metrics files of runs: where they lie, reading, writing (effects: files).
 
-The formats are `document.py`'s; nothing is compared here.
+The formats are in `formats/`; nothing is compared here.
 """
 
 from __future__ import annotations
@@ -145,12 +145,12 @@ def write_golden(
 
 
 def write_metrics(path: Path, metrics: MetricMap) -> None:
-    """Write what a run measured (`metrics.json`); nan, inf, text and missing stay apart."""
+    """Write the metrics of a run (`metrics.json`); nan, inf, text and missing stay apart."""
     write_json_atomically(path, metrics_to_json(metrics))
 
 
 def read_metrics(path: Path) -> Observed:
-    """Read what a run measured: TensorBoard files, a `.jsonl` file or a metric map.
+    """Read the metrics of a run: TensorBoard files, a `.jsonl` file or a metric map.
 
     A directory is read as TensorBoard's; it must belong to one attempt.
 
@@ -165,10 +165,9 @@ def read_metrics(path: Path) -> Observed:
         document = parse_document(read_text(path), str(path))
     except GoldenError as error:
         raise MetricsError(error.where, error.problem) from error
-    file = MetricsFile(path=str(path), num_records=len(document.metrics))
     return Observed(
         metrics=document.metrics,
-        files=(file,),
+        files=(MetricsFile(path=str(path), num_records=len(document.metrics)),),
         notes=document.notes,
         generation=document.generation,
     )
@@ -196,14 +195,14 @@ _TREES = (GOLDENS, CASES)
 _DEPTH = 3  # model, test case, file
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class GoldenOwner:
     """The workload of a golden file, by its place and name.
 
     Attributes:
         tree: `golden_values`, or the directory of the test cases.
         platform: As the file calls it; empty in a file that names none.
-        is_second_run: Whether the name ends in `_2nd`.
+        is_second_run: True if the name ends in `_2nd`.
     """
 
     tree: Path
@@ -211,7 +210,7 @@ class GoldenOwner:
     test_case: str
     environment: str
     platform: str
-    is_second_run: bool = False
+    is_second_run: bool
 
     def moved(self, tree: Path, other_names: Mapping[str, str]) -> Path:
         """Return the path, below the project, in another tree and with the platform's own name."""
@@ -240,16 +239,7 @@ def place_of(path: Path, root: Path, environments: Collection[str]) -> GoldenOwn
     found = parse_name(path.name, environments)
     if owner is None or found is None:
         return None
-    tree, model, test_case = owner
-    environment, platform, is_second_run = found
-    return GoldenOwner(
-        tree=tree,
-        model=model,
-        test_case=test_case,
-        environment=environment,
-        platform=platform,
-        is_second_run=is_second_run,
-    )
+    return GoldenOwner(*owner, *found)
 
 
 def owner_of(path: Path, root: Path) -> tuple[Path, str, str] | None:

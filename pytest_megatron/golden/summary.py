@@ -52,7 +52,7 @@ class MetricSummary:
 
 def summarise(name: str, series: Series, *, width: int) -> MetricSummary:
     """Return the summary of one metric; its curve has at most `width` characters."""
-    finite = [v for v in series.values if isinstance(v, float) and math.isfinite(v)]
+    finite = series.finite().values()
     return MetricSummary(
         name=name,
         num_values=len(series),

@@ -37,12 +37,12 @@ _SIZES = {
 def make_candidate(
     training: Training, facts: SessionFacts, *, arguments: Sequence[str], policy: str
 ) -> Path:
-    """Write what a training measured, as a golden, into its run directory; return the file.
+    """Write the values of a training, as a golden, into its run directory; return the file.
 
     Args:
         training: At least one repeat of it is clean.
         facts: Where it ran.
-        arguments: What was typed after `pytest`.
+        arguments: The arguments typed after `pytest`.
         policy: The policy of the run.
 
     Raises:

@@ -37,21 +37,21 @@ class Candidate:
 
     Attributes:
         target: Where the golden belongs, relative to the project.
-        directory: Of the workload, in the run or in what was unpacked of it.
+        directory: Of the workload, in the run or in an unpacked artifact of it.
         verdict: The run's word: `passed`, `failed`, `flaky` or `broken`.
         problem: Why it did not pass, as the run printed it.
         golden: Values and provenance, None where the run left none.
-        repeats: What each clean repeat measured.
+        repeats: The values of each clean repeat.
         first_step: The iteration that the training begins with; None where that is not known.
         last_step: The iteration that the plan trains to; None where it names none.
         has_cross_entropy: Whether a loss of it is one: not negative, and falling with training.
         num_ranks: Of the plan.
         platform: Of the row.
-        spread: In what the repeats differ more than the policy allows, a line each.
-        disagreements: What disagrees that is not the golden: a resumed training, gradients.
+        spread: Differences between repeats that the policy does not allow, a line each.
+        disagreements: Comparisons that failed, but for the golden's: a resumed training, gradients.
         is_expected_to_fail: `TEST_EVALUATION: xpass`, and it did.
         is_quarantined: Its failure did not count.
-        damage: What is missing or wrong in the run's files.
+        damage: Missing or wrong parts of the run's files.
     """
 
     node_id: str
@@ -133,7 +133,7 @@ class Refusal:
     """The reason to refuse one golden, or a set of them.
 
     Attributes:
-        text: What was found, what was expected, what to do.
+        text: The value found, the expected one and the remedy.
     """
 
     rule: GateRule

@@ -133,7 +133,7 @@ class FileDifference:
         path: As the project names it.
         metrics: Those that differ; all of a file that is new.
         num_metrics: Of the new file, or of the old one where that is gone.
-        causes: What of the provenance changed, as in `image a -> b`.
+        causes: Changes of the provenance, as in `image a -> b`.
         old: The golden before, None where there was none; likewise `new`.
     """
 
@@ -235,7 +235,7 @@ def _is_same(a: Value | None, b: Value | None) -> bool:
 
 
 def _num_not_finite(name: str, values: Mapping[int, Value]) -> int:
-    """Count what is no finite number, but for what a program generated as text."""
+    """Count values that are no finite number, but for generated text."""
     is_text = name.partition(" of ")[0] in (TEXT, ROUTING)
     return sum(not is_finite(v) and not (is_text and isinstance(v, str)) for v in values.values())
 

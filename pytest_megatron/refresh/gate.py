@@ -81,14 +81,14 @@ def soft_refusals(candidate: Candidate, old: Golden | None) -> Iterator[Refusal]
 def _oddities(candidate: Candidate, golden: Golden) -> Iterator[tuple[GateRule, str, str]]:
     """Yield values that no sound training measures: rule, metric and description."""
     for name, series in series_in(golden).items():
-        steps = [step for step, value in series.items() if is_finite(value)]
-        values = [v for v in series.values if isinstance(v, float) and math.isfinite(v)]
-        if not values:
+        finite = series.finite()
+        if not finite:
             continue
+        steps, values = list(finite), list(finite.values())
         is_guess = candidate.has_cross_entropy and is_loss(name) and not _IS_AUXILIARY(name)
         if (range_ := _range_of(name, is_guess=is_guess)) is not None:
             least, most = range_
-            odd = [(s, v) for s, v in zip(steps, values, strict=True) if not least <= v <= most]
+            odd = [(s, v) for s, v in finite.items() if not least <= v <= most]
             for step, value in odd[:1]:
                 text = f"is {value:g} at step {step}, expected {least:g} to {most:g}"
                 yield GateRule.IMPLAUSIBLE, name, text
@@ -148,7 +148,7 @@ def _of_metric(name: str, old: Golden, new: Golden) -> Iterator[Refusal]:
     if not isinstance(ComparisonPolicy.STRICT.limits(name), LossLimits | CountLimits):
         return
     points = shared_points(before, after)
-    lost = {s for s, v in before.items() if is_finite(v)} - {point.step for point in points}
+    lost = before.finite().keys() - {point.step for point in points}
     if lost:
         text = f"{name} lacks {len(lost)} steps of the old golden, {min(lost)} to {max(lost)}"
         yield Refusal(GateRule.FEWER_STEPS, text)
@@ -182,7 +182,7 @@ def _of_loss(name: str, points: list[Point], old: Golden) -> Iterator[Refusal]:
 
 
 def _outside(name: str, points: Sequence[Point], old: Golden, new: Golden) -> Iterator[Refusal]:
-    """Compare what both have as a run would be compared, but for single bits of another commit."""
+    """Compare the shared steps like a run, but for single bits of another commit."""
     before, after = old.provenance or Provenance(), new.provenance or Provenance()
     is_same_commit = before.commit is not None and before.commit == after.commit
     is_clean = before.is_dirty is False and after.is_dirty is False
@@ -231,8 +231,7 @@ def _of_costs(old: Golden, new: Golden) -> Iterator[Refusal]:
 
 def _numbers(golden: Golden, name: str) -> list[float]:
     series = golden.metrics.get(name)
-    values = () if series is None else series.values
-    return [value for value in values if isinstance(value, float) and math.isfinite(value)]
+    return [] if series is None else list(series.finite().values())
 
 
 def _steady(times: list[float]) -> list[float]:

@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from pytest_megatron.base.templates import render
-from pytest_megatron.base.text import plain
+from pytest_megatron.base.text import counted, plain
 from pytest_megatron.golden.compare.result import relative
-from pytest_megatron.golden.model import Series, is_finite, is_loss
+from pytest_megatron.golden.model import Series, is_loss
 from pytest_megatron.refresh.candidate import Refusal
 from pytest_megatron.refresh.difference import (
     BUCKETS,
@@ -152,7 +152,7 @@ def commit_message(differences: Sequence[FileDifference], *, reason: str | None 
 
 
 def refusals_text(refusals: Sequence[tuple[str, Refusal]]) -> list[str]:
-    """Return a line for each golden that is not written: which, the rule, what to do."""
+    """Return a line for each golden that is not written: its name, the rule, the remedy."""
     return [plain(f"{name}: {refusal.line}") for name, refusal in refusals]
 
 
@@ -223,11 +223,6 @@ def _files(differences: Sequence[FileDifference]) -> list[tuple[str, list[str]]]
     return [(state.value.capitalize(), paths) for state, paths in found if paths]
 
 
-def counted(count: int, one: str, many: str | None = None) -> str:
-    """Return `1 golden` or `2 goldens`."""
-    return f"1 {one}" if count == 1 else f"{count} {many or f'{one}s'}"
-
-
 OLD, NEW, BOTH = "\N{MIDDLE DOT}", "+", "\N{BULLET}"
 _BARS = (
     " \N{LOWER ONE EIGHTH BLOCK}\N{LOWER ONE QUARTER BLOCK}\N{LOWER THREE EIGHTHS BLOCK}"
@@ -246,8 +241,8 @@ def plot(old: Series | None, new: Series | None, *, width: int = 60, height: int
         width: Of the whole plot, in characters.
         height: Of the curves, in lines; two more show the deviation.
     """
-    sides = (_finite(old), _finite(new))
-    everything = {step: value for side in sides for step, value in side.items()}
+    sides = tuple({} if side is None else side.finite() for side in (old, new))
+    everything = sides[0] | sides[1]
     if not everything:
         return "(no finite value)"
     num_columns = max(10, width - _LABEL)
@@ -267,14 +262,8 @@ def plot(old: Series | None, new: Series | None, *, width: int = 60, height: int
     return "\n".join([*lines, _labelled("step", axis)])
 
 
-def _finite(series: Series | None) -> Mapping[int, float]:
-    if series is None:
-        return {}
-    return {s: v for s, v in series.items() if isinstance(v, float) and is_finite(v)}
-
-
 def _deviation_lines(
-    sides: tuple[Mapping[int, float], Mapping[int, float]], first: int, last: int, num_columns: int
+    sides: Sequence[Mapping[int, float]], first: int, last: int, num_columns: int
 ) -> Sequence[str]:
     """Return a line of bars for steps where the new value is larger, and one where it is not."""
     old, new = sides

@@ -47,10 +47,10 @@ _ROUNDING = 1e-6  # of a median of values that were written with their fewest di
 def read_run(run_dir: Path, root: Path, policy: ComparisonPolicy) -> tuple[Candidate, ...]:
     """Return the workloads of a run that disagree with their goldens, in the order of the run.
 
-    Those that agree offer nothing, and what a review rejected is not offered again.
+    Those that agree offer nothing, and candidates that a review rejected are not offered again.
 
     Args:
-        run_dir: A run directory, or what was unpacked of one.
+        run_dir: A run directory, or an unpacked artifact of one.
         root: The project, which has the cases.
         policy: Under which repeats must agree.
 
@@ -75,7 +75,7 @@ def read_candidate(
     root: Path,
     policy: ComparisonPolicy,
 ) -> Candidate:
-    """Return one workload of a run; what is wrong with its files goes into `damage`.
+    """Return one workload of a run; faults of its files go into `damage`.
 
     Args:
         node_id: Of the workload.
@@ -112,7 +112,7 @@ def read_candidate(
 
 
 def digest_of(path: Path) -> str:
-    """Return the SHA-256 of a file, as `run.json` keeps it of what a candidate was made from.
+    """Return the SHA-256 of a file, as `run.json` keeps it of the sources of a candidate.
 
     Raises:
         OSError: It cannot be read.
@@ -130,7 +130,7 @@ def _edited(directory: Path, files: Sequence[Path], digests: Mapping[str, str]) 
 def _with_values(
     found: Candidate, root: Path, policy: ComparisonPolicy, digests: Mapping[str, str]
 ) -> Candidate:
-    """Add what was measured."""
+    """Add the measured values."""
     clean = [attempt for attempt in found.attempts if attempt.cause is None]
     path = found.directory / CANDIDATE
     if not clean or not path.is_file():
@@ -194,7 +194,7 @@ def _falsified(
     repeats: Sequence[MetricMap],
     plan: RecordedPlan,
 ) -> Iterator[str]:
-    """Look for a candidate that is not what the run measured."""
+    """Look for a candidate whose values the run did not measure."""
     path = found.directory / CANDIDATE
     if plan.node_id != found.node_id:
         yield f"{found.directory}: plan.json is of {plan.node_id!r}"
@@ -226,7 +226,7 @@ def _is_near(a: float | str, b: float | str) -> bool:
 
 
 def _wrong_attempts(found: Candidate) -> str | None:
-    """Return why the record is not of what lies in the directory."""
+    """Return why the record does not fit the files of the directory."""
     listed = {_attempt_dir(found.directory, attempt) for attempt in found.attempts}
     there = {path for path in found.directory.glob("repeat_*/attempt_*") if path.is_dir()}
     if listed != there:
@@ -238,7 +238,7 @@ def _wrong_attempts(found: Candidate) -> str | None:
 
 
 def _disagreements(directory: Path) -> Iterator[str]:
-    """Yield what disagrees in `comparison.json` that is not the golden."""
+    """Yield the failed comparisons of `comparison.json`, but for those with the golden."""
     comparison = read_record(directory / COMPARISON_FILE, RecordedComparison)
     for repeat in comparison.repeats:
         for one in repeat.comparisons if repeat.against != "golden" else ():
@@ -297,7 +297,7 @@ def _attempt_dir(directory: Path, attempt: Ran) -> Path:
 
 
 def _measured(attempt: Path) -> Path:
-    """Return the file with what an attempt measured: windows in one, requests, or phase 1."""
+    """Return the file with the values of an attempt: windows in one, requests, or phase 1."""
     places = (attempt / "metrics.json", attempt / "phase_1" / "generated.json")
     return next((p for p in places if p.is_file()), attempt / "phase_1" / "metrics.json")
 

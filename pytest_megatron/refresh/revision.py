@@ -22,7 +22,7 @@ class Text:
     """One file of a side.
 
     Attributes:
-        where: What messages call it.
+        where: Its name in messages.
         content: Its bytes.
     """
 
@@ -87,7 +87,7 @@ DEFAULT_PATHS = (GOLDENS.as_posix(), CASES.as_posix())
 def compare_sides(
     old: Mapping[str, Text], new: Mapping[str, Text]
 ) -> tuple[tuple[FileDifference, ...], tuple[str, ...]]:
-    """Return how goldens differ, file by file, and what of them cannot be read.
+    """Return how goldens differ, file by file, and the problems of those that cannot be read.
 
     Files whose bytes are the same are not parsed; they count as unchanged.
     """

@@ -27,7 +27,7 @@ _SKIPPED = ("checkpoints", "data_cache", "frozen_checkpoint", "project")
 
 @contextlib.contextmanager
 def open_runs(paths: Sequence[Path]) -> Iterator[tuple[Path, ...]]:
-    """Yield the run directories in `paths`; what was unpacked is gone afterwards.
+    """Yield the run directories in `paths`; unpacked files are gone afterwards.
 
     Raises:
         RunError: There is no run in one of them, or an archive is refused.

@@ -7,10 +7,10 @@ import math
 from collections.abc import Sequence
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.base.text import plain
+from pytest_megatron.base.text import counted, plain
 from pytest_megatron.refresh.accept import AcceptOutcome
 from pytest_megatron.refresh.difference import BUCKETS, FileChange, FileDifference, MetricDifference
-from pytest_megatron.refresh.pull_request import counted, interpret, markdown
+from pytest_megatron.refresh.pull_request import interpret, markdown
 
 FORMS = ("text", "json", "markdown")
 

@@ -1,7 +1,7 @@
 """Transaction that replaces several files of a project, or none (effects: files, a lock).
 
 A rename is atomic for one file only. So the set is written beside its targets first, under names
-that a journal lists; the journal's own name says how far it got, and a rename of the journal is the
+that a journal lists; the journal's own name is its state, and a rename of the journal is the
 instant at which the new set counts:
 
     goldens.preparing.json   new files are being written: recovery deletes them
@@ -132,7 +132,7 @@ def replace_together(root: Path, texts: Mapping[PurePosixPath, str]) -> None:
 
     Args:
         root: The project.
-        texts: What the files shall hold, by their path relative to `root`.
+        texts: The new content of the files, by their path relative to `root`.
 
     Raises:
         OSError: The disk is full, a directory is read only, a target is no file; every file is as

@@ -136,7 +136,7 @@ class _RecordedItem:
 
     @property
     def is_held(self) -> bool:
-        """Whether quarantine keeps its failure from counting."""
+        """True if quarantine keeps its failure from counting."""
         return self.quarantine is not None and self.quarantine.holds
 
 
@@ -161,7 +161,7 @@ class RecordedWorkload(_RecordedItem):
 
     @property
     def is_on_gpus(self) -> bool:
-        """Whether it needs GPUs."""
+        """True if it needs GPUs."""
         return self.platform not in (None, CPU_PLATFORM)
 
     @property
@@ -184,7 +184,7 @@ class RecordedTest(_RecordedItem):
 
     @property
     def is_on_gpus(self) -> bool:
-        """Whether it needs GPUs."""
+        """True if it needs GPUs."""
         return self.device == "cuda"
 
     @property
@@ -231,7 +231,7 @@ class RecordedOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class _RecordedFacts(RecordedFile):
-    """Where and with what something ran."""
+    """The environment that something ran in."""
 
     commit: Annotated[str, Field(pattern=r"^[0-9a-f]{7,64}$")] | None = None
     is_dirty: Flag = False
@@ -416,7 +416,7 @@ def finite(value: float | str | None) -> float | None:
 
 
 def read_run(run_dir: Path) -> RecordedRun:
-    """Return what `run.json` of a run directory holds.
+    """Return the content of `run.json` in a run directory.
 
     Raises:
         RunError: It cannot be read.
@@ -500,7 +500,7 @@ def item_from_json(value: JsonValue) -> RecordedWorkload | RecordedTest:
 
 
 def _present(item: JsonValue) -> JsonValue:
-    """Return an item without the keys that say nothing."""
+    """Return an item without the keys that carry no information."""
     assert isinstance(item, dict)
     kept = {key: v for key, v in item.items() if v is not None or key not in _ABSENT}
     golden = kept.get("golden")
@@ -515,7 +515,7 @@ def _dumped(record: object) -> dict[str, JsonValue]:
 
 
 def _adapter(model: type[_Record]) -> TypeAdapter[_Record]:
-    """Return what reads and dumps a class; made at its first use, which takes milliseconds."""
+    """Return the adapter of a class; made at its first use, which takes milliseconds."""
     if model not in _ADAPTERS:
         _ADAPTERS[model] = TypeAdapter(model)
     return cast("TypeAdapter[_Record]", _ADAPTERS[model])

@@ -1,7 +1,7 @@
-"""Keeps secrets out of what we write: by a name, by a value anywhere, by their shape. Pure.
+"""Keeps secrets out of written files: by a name, by a value anywhere, by their shape. Pure.
 
 A secret is known by the name of the variable or the option that holds it, as the password in a URL,
-or by the form that its issuer gives it. What is encoded (base64) or cut in two is not recognised.
+or by the form that its issuer gives it. A secret that is encoded (base64) or cut in two is missed.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Redactor:
         """Take the secrets from variables and from the words of a command line.
 
         Args:
-            env: Variables; those whose names say so hold secrets, and any may hold a URL.
+            env: Variables; those with such names hold secrets, and any may hold a URL.
             words: `--wandb-key VALUE` and `--wandb-key=VALUE` hold one.
             names: As in `Redactor`.
         """
@@ -140,7 +140,7 @@ class Redactor:
 
 
 def is_secret_name(name: str, own: Sequence[str] = ()) -> bool:
-    """Whether a name says that its value is a secret (`HF_TOKEN`, `--wandb-api-key`).
+    """Return True if a name marks its value as a secret (`HF_TOKEN`, `--wandb-api-key`).
 
     Args:
         name: Of a variable or an option.
@@ -152,7 +152,7 @@ def is_secret_name(name: str, own: Sequence[str] = ()) -> bool:
 
 
 def _options(words: Sequence[str], own: Sequence[str]) -> Iterator[tuple[int, str]]:
-    """Yield index and value of words that hold what an option with a secret name takes."""
+    """Yield index and value of words that are the value of an option with a secret name."""
     for index, word in enumerate(words):
         name, equals, value = word.partition("=")
         if re.fullmatch(r"[\w.-]+", name) is None or not is_secret_name(name, own):
@@ -182,7 +182,7 @@ def redact_tree(root: Path, redactor: Redactor) -> tuple[str, ...]:
     Follows no link, and leaves checkpoints and data caches alone.
 
     Returns:
-        What could not be cleaned, and why.
+        Files that could not be cleaned, and why.
     """
     problems: list[str] = []
     search = _Search(redactor)
@@ -229,7 +229,7 @@ def _redact(path: Path, redactor: Redactor) -> None:
 
 
 class _Search:
-    """Says whether bytes hold a secret, or what one is known by: a gigabyte in a second or two."""
+    """Search of bytes for a secret, or for its mark: a gigabyte in a second or two."""
 
     def __init__(self, redactor: Redactor) -> None:
         words = [word.encode() for word in (*redactor.values, *MARKS) if word != "://"]
@@ -237,7 +237,7 @@ class _Search:
         self._words = ahocorasick_rs.BytesAhoCorasick(words)
 
     def finds(self, path: Path) -> bool:
-        """Whether a file has any of it."""
+        """Return True if a file has any of it."""
         before = b""
         with path.open("rb") as file:
             while piece := file.read(_PIECE_BYTES):
@@ -249,7 +249,7 @@ class _Search:
 
 
 def _changes(path: Path, redactor: Redactor) -> bool:
-    """Whether any line holds a secret: what a secret may look like is in many files."""
+    """Return True if any line holds a secret; text of a secret's form is in many files."""
     with path.open(encoding="utf-8", errors="surrogateescape", newline="") as file:
         return any(redactor.text(line) != line for line in file)
 

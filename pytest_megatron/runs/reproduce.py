@@ -1,4 +1,4 @@
-"""How a failure is done again, and by what two failures are told to be the same one. Pure."""
+"""Reproduction of a failure, and the fingerprint that equal failures share. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST = 160
 
 
 def reproduce_line(where: str, node_id: str) -> str:
-    """Return the last line of a failure's report: what to type to have it again.
+    """Return the last line of a failure's report: the command that reproduces it.
 
     Args:
         where: The run directory, as the user would type it.
@@ -26,10 +26,10 @@ def reproduce_line(where: str, node_id: str) -> str:
 
 
 def headline_fingerprint(headline: str, end: str = "") -> str:
-    """Return what two failures of a test have in common that failed in the same way.
+    """Return the fingerprint of a failure, the same for failures of one test with one cause.
 
     Args:
-        headline: What the failure is, as it was printed; its first line counts.
+        headline: The failure as it was printed; its first line counts.
         end: How the execution ended: `died`, `hung`, ...
     """
     first = _RANK.sub("", headline.strip().partition("\n")[0])

@@ -30,7 +30,7 @@ def compare(
     Args:
         golden: The committed values.
         observed: The values of this attempt.
-        metrics: The case's METRICS. None takes what the policy has as default: every metric of
+        metrics: The case's METRICS. None takes the default of the policy: every metric of
             the golden (strict), or `lm loss` and `num-zeros` where the golden has them (megatron).
         policy: The policy for this workload (`ComparisonPolicy.at`).
         nondeterministic: The case's NON_DETERMINSTIC_RESULTS.
@@ -74,8 +74,8 @@ def compare_resume(  # noqa: PLR0913 - two runs, and the case's settings by name
     and memory are not judged by the strict policy, for the steps after a restart warm up again.
 
     Args:
-        first: What the uninterrupted run measured.
-        second: What the resumed run measured.
+        first: The values of the uninterrupted run.
+        second: The values of the resumed run.
         train_iters: How many iterations the whole training has.
         metrics: As for `compare`.
         policy: As for `compare`.

@@ -73,7 +73,7 @@ class Knowledge:
         is_deterministic: Repeats agreed bit for bit, on a platform like the run's.
         is_learned: There were repeats enough to learn it from.
         is_elsewhere: The run is on another platform, where fewer digits are the same.
-        is_at_home: It is on the same one, and enough is known to say so.
+        is_at_home: It is on the same one, for certain.
     """
 
     is_deterministic: bool

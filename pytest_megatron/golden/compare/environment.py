@@ -44,8 +44,8 @@ class Drift:
     """The difference between the platforms of a run and of its golden.
 
     Attributes:
-        changes: What is known to be another, as in `torch 2.12.0 -> 2.13.0`.
-        is_same_platform: Nothing is another, and enough is known to say so.
+        changes: Known differences, as in `torch 2.12.0 -> 2.13.0`.
+        is_same_platform: Nothing differs, and all that matters is known.
     """
 
     changes: tuple[str, ...]

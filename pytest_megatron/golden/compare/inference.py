@@ -3,7 +3,7 @@
 One answer a metric. Under `strict` a request that either side lacks is a difference, a listed
 metric that either side lacks is a failure, and text is compared whole. Under `megatron` the verdict
 is that of Megatron-LM's own comparison; where that ends with a Python error, the answer is a
-failure that says why.
+failure with the reason.
 
 Source: Megatron-LM tests/functional_tests/python_test_utils/test_inference_regular_pipeline.py,
 d98e8a64dd.
@@ -69,7 +69,7 @@ def compare_generation(pair: Pair, metrics: Sequence[str]) -> tuple[Comparison, 
     """Compare `metrics`, in this order; an answer on the requests themselves comes first.
 
     Args:
-        pair: What to compare.
+        pair: The golden and the run.
         metrics: The case's METRICS, out of `GENERATION_METRICS`; at least one.
     """
     assert metrics
@@ -99,23 +99,16 @@ def _compare_requests(pair: Pair, metrics: Sequence[str]) -> Comparison | None:
 def _compare(pair: Pair, metric: str) -> Comparison | None:
     if metric in REQUEST_METRICS:
         return _compare_of_requests(pair, metric)
+    answer = _answer(pair, metric)
     if not pair.golden.has(metric):
-        return (
-            replace(_answer(pair, metric), rule=ComparisonRule.NO_GOLDEN)
-            if pair.policy.is_strict
-            else None
-        )
+        return answer if pair.policy.is_strict else None
     if not pair.observed.has(metric):
-        return replace(_answer(pair, metric), rule=ComparisonRule.NO_METRIC)
+        return replace(answer, rule=ComparisonRule.NO_METRIC)
     if metric in COUNTS:
         return _compare_count(pair, metric)
     if pair.not_timed is not None:
-        return replace(
-            _answer(pair, metric),
-            passed=True,
-            rule=ComparisonRule.NOT_JUDGED,
-            notes=(pair.not_timed,),
-        )
+        notes = (pair.not_timed,)
+        return replace(answer, passed=True, rule=ComparisonRule.NOT_JUDGED, notes=notes)
     return _compare_throughput(pair) if metric == THROUGHPUT else _compare_memory(pair)
 
 
@@ -179,15 +172,16 @@ def _first_difference(
             return StepDifference(step=position, place=place, observed=g, golden=e)
     if len(got) == len(expected):
         return None
-    length = float(len(got)), float(len(expected))
-    place = f"number of {what}s"
     return StepDifference(
-        step=min(map(int, length)), place=place, observed=length[0], golden=length[1]
+        step=min(len(got), len(expected)),
+        place=f"number of {what}s",
+        observed=float(len(got)),
+        golden=float(len(expected)),
     )
 
 
 def _first_in_text(golden: str, observed: str, *, is_strict: bool) -> StepDifference | None:
-    """Compare text whole; the other policy compares what both have, and refuses empty text."""
+    """Compare text whole; the other policy compares the shared length, and refuses empty text."""
     length = min(len(golden), len(observed))
     position = next((i for i in range(length) if golden[i] != observed[i]), length)
     is_longer = len(golden) != len(observed) if is_strict else length == 0
@@ -222,14 +216,8 @@ def _compare_count(pair: Pair, metric: str) -> Comparison:
     first = None
     if golden != observed:
         first = StepDifference(step=0, place="count", observed=observed, golden=golden)
-    counted = Deviation(num_compared=1)
-    return replace(
-        _answer(pair, metric),
-        passed=first is None,
-        rule=ComparisonRule.EXACT,
-        first=first,
-        deviation=counted,
-    )
+    answer = replace(_answer(pair, metric), rule=ComparisonRule.EXACT, first=first)
+    return replace(answer, passed=first is None, deviation=Deviation(num_compared=1))
 
 
 def _compare_throughput(pair: Pair) -> Comparison:

@@ -157,7 +157,7 @@ def count_layers(points: list[Point], limits: CountLimits) -> Iterable[LayerFind
     """
     tail = _tail(points)
     middle, tail_middle = _trimmed(points), _trimmed(tail)
-    factor = UNTRIMMED_FACTOR
+    untrimmed = UNTRIMMED_FACTOR * limits.mean
     medians = (
         statistics.median(p.observed for p in points),
         statistics.median(p.golden for p in points),
@@ -166,7 +166,7 @@ def count_layers(points: list[Point], limits: CountLimits) -> Iterable[LayerFind
         (ComparisonRule.BIAS, named("trimmed mean", points), _means(middle), limits.mean),
         (ComparisonRule.TAIL, named("trimmed mean", tail), _means(tail_middle), limits.tail_mean),
         (ComparisonRule.MEDIAN, named("median", points), medians, limits.median),
-        (ComparisonRule.OUTLIER, named("mean", points), _means(points), factor * limits.mean),
+        (ComparisonRule.OUTLIER, named("mean", points), _means(points), untrimmed),
     ):
         allowed = max(tolerance * abs(golden), limits.absolute)
         yield of_summary(
@@ -212,13 +212,10 @@ def named(what: str, points: Sequence[Point]) -> str:
 def _step_1(first: Point, allowed: float, limits: LossLimits) -> LayerFinding:
     """The first step has seen no update yet: a difference there is no drift of numerics."""
     allowed = min(limits.step_1 * abs(first.golden) + limits.absolute + ROUNDING, allowed)
-    return LayerFinding(
-        layer=_deviation_layer(
-            ComparisonRule.STEP_1, first, allowed, passed=abs(first.signed) <= allowed, place=None
-        ),
-        first=_outside(first, allowed),
-        notes=("data, initialisation or forward pass differ",),
-    )
+    passed = abs(first.signed) <= allowed
+    layer = _deviation_layer(ComparisonRule.STEP_1, first, allowed, passed=passed, place=None)
+    notes = ("data, initialisation or forward pass differ",)
+    return LayerFinding(layer=layer, first=_outside(first, allowed), notes=notes)
 
 
 def _shape(golden: Series, observed: Series, limits: LossLimits) -> LayerFinding:
@@ -362,7 +359,7 @@ def cost_layers(
 
     Args:
         points: Of the run and the golden.
-        limits: What each may be off.
+        limits: The limit of each.
         spread: Of the golden's repeats; a limit that is narrower than `TIME_SPREADS` of it in the
             median is widened to that, since so far apart are runs of the same training there.
     """
@@ -372,9 +369,14 @@ def cost_layers(
     yield statistic_layer(
         ComparisonRule.MEDIAN, "median", steady, statistics.median, (median, limits.worse)
     )
-    quarter = _lower_quartile if limits.worse is Worse.LOWER else _upper_quartile
-    name = "lower quartile" if limits.worse is Worse.LOWER else "upper quartile"
-    yield statistic_layer(ComparisonRule.QUARTILE, name, steady, quarter, (quartile, limits.worse))
+    name, index = ("lower", 0) if limits.worse is Worse.LOWER else ("upper", 2)
+    yield statistic_layer(
+        ComparisonRule.QUARTILE,
+        f"{name} quartile",
+        steady,
+        lambda values: statistics.quantiles(values, n=4)[index] if len(values) > 1 else values[0],
+        (quartile, limits.worse),
+    )
 
 
 def memory_layers(points: list[Point], limits: MemoryLimits) -> Iterable[LayerFinding]:
@@ -408,11 +410,3 @@ def _median_of(spread: Spread | None, steps: AbstractSet[int]) -> float:
         return spread or 0.0
     known = [v for step, v in spread.items() if step in steps and isinstance(v, float)]
     return statistics.median(known) if known else 0.0
-
-
-def _upper_quartile(values: Sequence[float]) -> float:
-    return statistics.quantiles(values, n=4)[2] if len(values) > 1 else values[0]
-
-
-def _lower_quartile(values: Sequence[float]) -> float:
-    return statistics.quantiles(values, n=4)[0] if len(values) > 1 else values[0]

@@ -246,7 +246,7 @@ class Learning:
         look_back_steps: The estimate of a step is the largest of so many values up to there ...
         look_ahead_steps: ... and of those up to so many steps later: where noise grows, that of
             another platform, which begins a little larger, is a few steps ahead.
-        mean_fraction: The part of what single steps may be off by that their mean may be.
+        mean_fraction: The limit of the mean, as a part of the limit of single steps.
         tail_fraction: The same of the mean of the last quarter.
         least_steps_for_means: Fewer steps have no mean worth judging.
     """

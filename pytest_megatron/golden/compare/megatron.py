@@ -22,7 +22,7 @@ from pytest_megatron.golden.compare.result import (
     StepDifference,
 )
 from pytest_megatron.golden.compare.series import align, first_difference, measure, shared_points
-from pytest_megatron.golden.model import MetricMap, Series, Value, is_finite
+from pytest_megatron.golden.model import MetricMap, Series, Value
 from pytest_megatron.golden.policy import ComparisonPolicy
 from pytest_megatron.golden.provenance import Golden
 
@@ -168,7 +168,7 @@ def _failing(golden: Series, observed: Series, rtol: float) -> list[StepDifferen
 
 
 def _judge_time(answer: Comparison, golden: Series, observed: Series, rtol: float) -> Comparison:
-    finite = [step for step, value in golden.items() if is_finite(value)]
+    finite = list(golden.finite())
     if not finite:
         notes = ("it has no finite value",)
         return replace(answer, rule=ComparisonRule.GOLDEN_UNUSABLE, notes=notes)

@@ -60,8 +60,8 @@ class StepDifference:
 
     Attributes:
         observed: None if the run has no value there.
-        tolerance: What the rule allows there, relative to the golden; None if it names no amount.
-        place: What to call it where it is no step of a training, as in `request '0', token 7`.
+        tolerance: The allowed deviation there, relative to the golden; None if it names no amount.
+        place: Its name where it is no step of a training, as in `request '0', token 7`.
     """
 
     step: int
@@ -82,7 +82,7 @@ class SeriesSummary:
 
     Attributes:
         name: Which, as in `median of steps 11 to 100`.
-        tolerance: What the rule allows, relative to the golden.
+        tolerance: The allowed deviation, relative to the golden.
     """
 
     name: str
@@ -116,9 +116,9 @@ class Layer:
 
     Attributes:
         rule: Which.
-        measured: What was found; None where there was nothing to measure.
+        measured: The value found; None where there was nothing to measure.
         limit: How much may be; more of it, in the layer's direction, fails.
-        unit: What both count: `relative`, a deviation as a part of the golden, or things.
+        unit: Of both: `relative`, a deviation as a part of the golden, or things.
         place: Where it was found, as in `step 19`; None for all steps.
     """
 
@@ -185,12 +185,12 @@ class Comparison:
     """The answer for one metric.
 
     Attributes:
-        rule: What decided it.
+        rule: The rule that decided it.
         golden_path: The golden's file, for the message.
         first: The first step outside the tolerance; if there is none, the first that differs.
         summary: The number that decided, where it was no single step.
-        notes: What else to know, each a clause without a final period.
-        unit: What `deviation` counts.
+        notes: Further facts, each a clause without a final period.
+        unit: Of the count in `deviation`.
         allowed: Around each value of the golden; None where no step has a limit of its own.
         layers: Every test that was applied, in order; after one that failed the others are
             measured too, as far as there is something to measure.

@@ -1,7 +1,7 @@
 """Comparison of a reinforcement-learning run with its golden, under either policy. Pure.
 
-The loss of such a run lies around zero, so that a relative band says little: each step may be off
-by a part of the golden or by a small amount. Under `strict` the loss is always compared, under
+The loss of such a run lies around zero, where a relative band is of little use: each step may be
+off by a part of the golden or by a small amount. Under `strict` the loss is always compared, under
 whichever of its two names the run and the golden have it, memory is judged both ways, and what is
 missing is a failure. Under `megatron` the verdict is that of Megatron-LM's own comparison, which
 looks the loss up under a name that its extraction does not write, and so never judges it.
@@ -62,7 +62,7 @@ class RlRules:
 
 
 def rl_metrics(metrics: Sequence[str] | None) -> tuple[str, ...]:
-    """Return what a case compares: the loss, then its METRICS."""
+    """Return the metrics that a case compares: the loss, then its METRICS."""
     names = (LOSS, *(LOSS if m == _LOSS_SPELT_OTHERWISE else m for m in metrics or ()))
     return tuple(dict.fromkeys(names))
 
@@ -80,8 +80,8 @@ def compare_rl(
     """Compare `metrics` of a run with a golden, one answer each.
 
     Args:
-        golden: What was committed.
-        observed: What the run measured.
+        golden: The committed values.
+        observed: The values of the run.
         metrics: As `rl_metrics` returns them.
         rules: How.
     """

@@ -140,12 +140,12 @@ def without_unmeasured_end(series: Series) -> Series:
 
 
 def describe_uncovered(golden: Series, observed: Series) -> str | None:
-    """Return a note on a golden that holds too little of what a run measured, or None.
+    """Return a note on a golden that holds too few of the steps of a run, or None.
 
     Steps are counted at the golden's distance. Single ones at an end are no matter, since goldens
     are cut at half-open ranges.
     """
-    steps = [step for step, value in observed.items() if is_finite(value)]
+    steps = list(observed.finite())
     if not len(golden) or not steps:
         return None
     first, last, interval = golden.steps[0], golden.steps[-1], step_interval(golden.steps)

@@ -68,7 +68,7 @@ _ZEROS = "num-zeros"
 _WITH_PLACEHOLDERS = (_TIME, _ZEROS, "grad-norm")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _StrictCase:
     """The arguments of `compare_strictly` that all metrics share."""
 
@@ -94,7 +94,7 @@ def compare_strictly(
         golden: The committed values.
         observed: The values of the run.
         metrics: The metrics to compare; None means every metric of the golden, where one without
-            any number (Megatron-LM writes "nan" for what it did not measure) is not judged.
+            any number (Megatron-LM writes "nan" for steps that it did not measure) is not judged.
         policy: Its limits; `strict` itself, or a file that inherits from it.
         nondeterministic: True if the results of the case vary from run to run.
         surroundings: Of the run; time and memory are judged only against a golden of the same
@@ -104,13 +104,7 @@ def compare_strictly(
     Raises:
         GoldenError: The policy leaves out every one of `metrics`.
     """
-    case = _StrictCase(
-        golden=golden,
-        policy=policy,
-        nondeterministic=nondeterministic,
-        surroundings=surroundings,
-        is_metric_asked_for=metrics is not None,
-    )
+    case = _StrictCase(golden, policy, nondeterministic, surroundings, metrics is not None)
     wanted = tuple(golden.metrics) if metrics is None else tuple(metrics)
     policy.require_judged(wanted)
     return tuple(_compare(case, metric, observed.get(metric)) for metric in wanted)
@@ -179,28 +173,28 @@ def _judge(
 ) -> Comparison:
     """Compare two whole series by the kind of the metric."""
     metric = answer.metric
-    limits = _limits(case, metric, golden)
+    known = _knowledge(case, metric)
+    limits = _limits(case, metric, golden, known)
     match limits:
         case CostLimits() | MemoryLimits():
             return _judge_cost(case, answer, limits, points)
         case CountLimits():
-            findings = [*_exact(case, metric, limits.exact, points), *count_layers(points, limits)]
+            findings = [*_exact(known, limits.exact, points), *count_layers(points, limits)]
             return decide(findings, replace(answer, rule=ComparisonRule.BIAS))
         case LossLimits():
-            band = band_around(case.golden, metric, golden, _knowledge(case, metric), limits)
+            band = band_around(case.golden, metric, golden, known, limits)
             largest = measure(points).largest_relative
             notes = (f"within the band (largest {largest:.1e})", band.note)
             layers = loss_layers(golden, observed, points, band, limits)
-            findings = [*_exact(case, metric, limits.exact, points), *layers]
-            allowed = band.as_allowed
-            answer = replace(answer, rule=ComparisonRule.BAND, notes=notes, allowed=allowed)
+            findings = [*_exact(known, limits.exact, points), *layers]
+            answer = replace(answer, rule=ComparisonRule.BAND, notes=notes, allowed=band.as_allowed)
             return decide(findings, answer)
     assert_never(limits)
 
 
-def _limits(case: _StrictCase, metric: str, golden: Series) -> Limits:
+def _limits(case: _StrictCase, metric: str, golden: Series, known: Knowledge) -> Limits:
     """Return the limits of a metric, which are others for a long golden of unknown noise."""
-    is_long = len(golden) > LONG_STEPS and not _knowledge(case, metric).is_narrow
+    is_long = len(golden) > LONG_STEPS and not known.is_narrow
     return case.policy.limits(metric, is_long=is_long)
 
 
@@ -214,12 +208,12 @@ def _knowledge(case: _StrictCase, metric: str) -> Knowledge:
 
 
 def _allowed(case: _StrictCase, metric: str, golden: Series) -> Allowed | None:
-    """Return what a run with a hole would have been allowed, where the golden is whole."""
-    limits = _limits(case, metric, golden)
+    """Return the deviation allowed to a run with a hole, where the golden is whole."""
+    known = _knowledge(case, metric)
+    limits = _limits(case, metric, golden, known)
     is_whole = len(golden) and find_unusable(golden) is None
     if not isinstance(limits, LossLimits) or not is_whole:
         return None
-    known = _knowledge(case, metric)
     return band_around(case.golden, metric, golden, known, limits).as_allowed
 
 
@@ -247,9 +241,8 @@ def _judge_cost(
     return decide(findings, replace(answer, rule=decisive.layer.rule, notes=(note,)))
 
 
-def _exact(case: _StrictCase, metric: str, when: Exact, points: list[Point]) -> list[LayerFinding]:
+def _exact(known: Knowledge, when: Exact, points: list[Point]) -> list[LayerFinding]:
     """Compare every bit where each is expected to equal the golden's."""
-    known = _knowledge(case, metric)
     is_expected = known.is_deterministic and known.is_at_home
     is_demanded = when is Exact.ALWAYS or (when is Exact.AUTO and is_expected)
     return [exact_layer(points)] if is_demanded else []
@@ -284,8 +277,7 @@ def _without_placeholders(golden: Series) -> Series:
     """
     if all(isinstance(value, str) for value in golden.values):
         return golden
-    kept = [(step, value) for step, value in golden.items() if not isinstance(value, str)]
-    return replace(golden, steps=tuple(s for s, _ in kept), values=tuple(v for _, v in kept))
+    return golden.where(lambda _, value: not isinstance(value, str))
 
 
 def _without_untimed_start(golden: Series, observed: Series) -> Series:

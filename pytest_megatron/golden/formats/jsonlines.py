@@ -68,7 +68,7 @@ def read_json_lines(path: Path) -> Observed:
 
 
 def _add(metrics: dict[str, dict[int, Value]], record: JsonValue, where: str) -> int:
-    """Add what a line holds; return how many of its values were there before."""
+    """Add the values of a line; return how many of its values were there before."""
     if not isinstance(record, dict):
         raise MetricsError(where, f"a {type(record).__name__}, expected an object of metrics")
     step = record.get(_STEP)

@@ -4,11 +4,10 @@ The format is Megatron-LM's metric map, one block a metric:
 
     {"lm loss": {"start_step": 1, "end_step": 2, "step_interval": 1, "values": {"1": 10.9, ...}}}
 
-The output of inference programs is `generation.py`'s. What else lies about under the name of a
-golden is recognised and named. A block of ours has two
-more keys: `value_precision: full` (newer Megatron-LM writes it too) and, in the metrics of a run
-only, `non_finite`, which keeps nan and inf apart from missing and from text; readers that do not
-know it see those steps as missing.
+The output of inference programs is `model.py`'s. Other files under the name of a golden are
+recognised and named. A block of ours has two more keys: `value_precision: full` (newer Megatron-LM
+writes it too) and, in the metrics of a run only, `non_finite`, which keeps nan and inf apart from
+missing and from text; readers that do not know it see those steps as missing.
 
 Source: FORMATS of Megatron-LM tests/functional_tests/python_test_utils/common.py, d98e8a64dd.
 """
@@ -32,13 +31,14 @@ from pytest_megatron.golden.model import (
     Series,
     Value,
     is_generation,
+    kind_of,
     parse_generation,
     series_of,
 )
 
 
 def load_object(text: str, where: str) -> tuple[dict[str, JsonValue], list[str]]:
-    """Return the JSON object in a text, and what was unusual about it.
+    """Return the JSON object in a text, and notes on unusual forms.
 
     The object may stand in a JSON string, as some of Megatron-LM's tools write it.
 
@@ -53,17 +53,12 @@ def load_object(text: str, where: str) -> tuple[dict[str, JsonValue], list[str]]
         notes.append("JSON inside a JSON string, decoded twice")
         value = _load(value, where, notes)
     if not isinstance(value, dict):
-        raise GoldenError(where, f"holds a JSON {kind_of(value)}, expected an object of metrics")
+        raise GoldenError(where, f"holds a JSON {_shown(value)}, expected an object of metrics")
     return value, notes
 
 
-def kind_of(value: JsonValue) -> str:
-    """Return a JSON value for a message: its type and how it begins."""
-    if value is None:
-        return "null"
-    if isinstance(value, list):
-        return f"list of {len(value)}"
-    return f"{type(value).__name__} {str(value)[:40]!r}"
+def _shown(value: JsonValue) -> str:
+    return f"list of {len(value)}" if isinstance(value, list) else kind_of(value)
 
 
 def _load(text: str, where: str, notes: list[str]) -> JsonValue:
@@ -263,28 +258,24 @@ def _parse_block(block: Mapping[str, JsonValue], name: str, where: str, notes: l
     for key in ("start_step", "end_step", "step_interval"):
         if key in block and (isinstance(block[key], bool) or not isinstance(block[key], int)):
             raise GoldenError(
-                where, f"{name}: {key!r} is {kind_of(block[key])}, expected a whole number"
+                where, f"{name}: {key!r} is {_shown(block[key])}, expected a whole number"
             )
     if isinstance(raw, dict):
         values = _parse_map(raw, name, where)
     elif isinstance(raw, list):
-        start, interval = (
-            _number(block, "start_step", name, where),
-            _number(block, "step_interval", name, where),
-        )
+        start = _number(block, "start_step", name, where)
+        interval = _number(block, "step_interval", name, where)
         notes.append(f"{name}: a list of values, read as steps {start}, {start + interval}, ...")
         values = {
             start + i * interval: _value(v, name, str(start + i * interval), where)
             for i, v in enumerate(raw)
         }
     else:
-        raise GoldenError(where, f"{name}: 'values' is {kind_of(raw)}, expected step to number")
+        raise GoldenError(where, f"{name}: 'values' is {_shown(raw)}, expected step to number")
     values |= _parse_non_finite(block.get("non_finite", {}), name, where)
     precision = block.get("value_precision")
     if not isinstance(precision, str | None):
-        raise GoldenError(
-            where, f"{name}: 'value_precision' is {kind_of(precision)}, expected text"
-        )
+        raise GoldenError(where, f"{name}: 'value_precision' is {_shown(precision)}, expected text")
     if precision not in {None, "full"}:
         notes.append(f"{name}: unknown value_precision {precision!r}, read as five decimals")
     return series_of(values, is_full_precision=precision == "full")
@@ -306,7 +297,7 @@ def _parse_map(raw: Mapping[str, JsonValue], name: str, where: str) -> dict[int,
 
 def _parse_non_finite(raw: JsonValue, name: str, where: str) -> dict[int, Value]:
     if not isinstance(raw, dict):
-        raise GoldenError(where, f"{name}: 'non_finite' is {kind_of(raw)}, expected an object")
+        raise GoldenError(where, f"{name}: 'non_finite' is {_shown(raw)}, expected an object")
     values: dict[int, Value] = {}
     for key, text in raw.items():
         if not isinstance(text, str) or text not in _NON_FINITE:
@@ -337,7 +328,7 @@ def _value(value: JsonValue, name: str, step: str, where: str) -> Value:
     if isinstance(value, str):
         return value
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise GoldenError(where, f"{name}, step {step}: {kind_of(value)}, expected a number")
+        raise GoldenError(where, f"{name}, step {step}: {_shown(value)}, expected a number")
     try:
         return float(value)
     except OverflowError as error:

@@ -3,7 +3,7 @@
 An event file is a row of TFRecords (length, masked crc32c of the length, payload, masked crc32c
 of the payload), each payload one serialised `Event`. A training writes the same tag again and
 again, so the bytes of its event before the four of the value repeat; the first event of a kind is
-decoded field by field (`wire.py`), the next ones are looked up by those bytes. That makes the
+decoded field by field, the next ones are looked up by those bytes. That makes the
 reader several times as fast as TensorBoard's own (`benchmarks/read_tensorboard.py`).
 
 The crc of every length is verified, because a wrong length loses the place in the file. The crc
@@ -242,7 +242,7 @@ def read_tensorboard(path: Path) -> Observed:
     """Read every scalar of the event files at `path`, a file or a directory.
 
     The files of one directory belong to one attempt: give the directory of that attempt. Where two
-    files have the same step of the same metric, the later file wins, and a note says so; within
+    files have the same step of the same metric, the later file wins, with a note; within
     one file the later event wins. A last record that was not written to its end is dropped with a
     note. Values are float32 widened to float, not rounded.
 
@@ -343,7 +343,7 @@ def _scan(data: bytes, scalars: _SCALARS, where: str) -> tuple[int, int | None]:
 def _rest_of_varint(data: bytes, value: int, at: int) -> tuple[int, int]:
     """Return an int64 whose first byte is `value`, and the place after it.
 
-    Bytes that are no varint give some number here; decoding the event then says what is wrong.
+    Bytes that are no varint give some number here; decoding the event then raises the error.
     """
     value &= 0x7F
     shift = 7
@@ -369,7 +369,7 @@ def _checked_length(header: bytes, where: str) -> int:
 def _decode_slowly(
     payload: bytes, scalars: _SCALARS, kinds: dict[bytes, dict[int, float]], where: str
 ) -> None:
-    """Decode one event field by field and, if the next of its kind can be looked up, say how."""
+    """Decode one event field by field; store its key if the next of its kind can be looked up."""
     try:
         event = decode_event(payload)
     except WireError as error:

@@ -1,6 +1,6 @@
-"""Reports what is wrong with the goldens of a project: with each, and with them as a set.
+"""Reports faults of the goldens of a project: of each, and of them as a set.
 
-Reads files and asks git; changes nothing. What is wrong inside one file is `checks.py`'s.
+Reads files and asks git; changes nothing. The content of one file is `checks.py`'s.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class _Linter:
     """Check of one file after the other, with the state for comparing them.
 
     Attributes:
-        findings: What was found so far.
+        findings: Those so far.
         num_bytes: How much was read so far.
         readers: The rows that read a golden, by its absolute path.
     """
@@ -168,7 +168,7 @@ class _Linter:
             self.findings += check_against_case(sheet, case)
 
     def look_at_rows(self) -> None:
-        """Check the recipes: what they read and is not there."""
+        """Check the recipes for goldens that are missing."""
         self.findings += self._recipe_findings
         root, other_names = self._project.root, self._project.other_names
         for workload in self._workloads:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
@@ -16,7 +16,6 @@ from pytest_megatron.base.files import JsonValue, write_json_atomically, write_t
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.process.guarded import CommandEnd, GuardedProcess, RunningCommand
 from pytest_megatron.runs.layout import PhaseDirs
-from pytest_megatron.workload.plan.case_script import ScriptEnd, run_script
 from pytest_megatron.workload.plan.phases import (
     Target,
     find_no_checkpoint,
@@ -40,6 +39,12 @@ _WATCHDOG_LINE = re.compile(r"Watchdog caught collective operation timeout: Work
 _SAYS_RANK = re.compile(r"\bRank (\d+)\]")
 _LONGEST_LINE = 1 << 16  # of what has no end yet; the rest of a longer one is dropped
 _LOOK_EVERY_S = 0.5  # for new files
+_SCRIPT_GRACE_S = 5.0
+# Megatron-LM evaluates the text in a shell with these settings.
+_SCRIPT_HEAD = "set -euo pipefail\n"
+_ENV_FILE = "PYTEST_MEGATRON_ENV_FILE"
+_SCRIPT_TAIL = f'\nenv -0 > "${_ENV_FILE}"\n'
+_NOT_PASSED_ON = frozenset((_ENV_FILE, "BASHOPTS", "SHELLOPTS", "SHLVL", "_"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,6 +247,28 @@ class End(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptEnd:
+    """Result of a script.
+
+    Attributes:
+        key: `BEFORE_SCRIPT` or `AFTER_SCRIPT`.
+        returncode: None where the time limit ended it.
+        log: What it printed.
+        env: The environment that it leaves to the training.
+    """
+
+    key: str
+    returncode: int | None
+    log: Path
+    env: Mapping[str, str]
+
+    @property
+    def is_clean(self) -> bool:
+        """True if it ended with exit code 0."""
+        return self.returncode == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseResult:
     """Result of a phase.
 
@@ -409,7 +436,7 @@ def _run_phase(
     env, before = phase.env, None
     if phase.before_script is not None:
         path = phase.dirs.script("before")
-        before = run_script(
+        before = _run_script(
             "BEFORE_SCRIPT", phase.before_script, path, env, plan.cwd, deadline=deadline
         )
         env = before.env
@@ -429,7 +456,7 @@ def _run_phase(
         return end
     path = phase.dirs.script("after")
     env = {**env, "EXIT_CODE": str(end.returncode)}
-    after = run_script("AFTER_SCRIPT", phase.after_script, path, env, plan.cwd, deadline=deadline)
+    after = _run_script("AFTER_SCRIPT", phase.after_script, path, env, plan.cwd, deadline=deadline)
     is_cause = end.is_clean and not after.is_clean  # a failed training is the cause of what follows
     return replace(end, end=End.SCRIPT, script=after) if is_cause else end
 
@@ -546,3 +573,48 @@ def _cannot_write(error: OSError, directory: Path) -> LaunchError:
     return LaunchError(
         where, f"{error.strerror}; give another --run-dir, or make room; nothing was run"
     )
+
+
+def _run_script(
+    key: str, text: str, path: Path, env: Mapping[str, str], cwd: Path, *, deadline: float
+) -> ScriptEnd:
+    """Run a case's BEFORE_SCRIPT or AFTER_SCRIPT under bash, in processes of its own.
+
+    No value that a script assigns reaches the verdict; the exports of BEFORE_SCRIPT reach the
+    training.
+
+    Args:
+        key: As `ScriptEnd.key`.
+        text: What the case holds.
+        path: The file to put it in; its output and its environment go beside it.
+        env: All of its environment.
+        cwd: The project's root.
+        deadline: On the monotonic clock.
+
+    Raises:
+        OSError: The file cannot be written.
+        LaunchError: bash cannot be started.
+    """
+    log, left = path.with_suffix(".log"), path.with_suffix(".env")
+    write_text_atomically(path, _SCRIPT_HEAD + text + _SCRIPT_TAIL)
+    returncode = None
+    with GuardedProcess(
+        ["bash", str(path)],
+        env={**env, _ENV_FILE: str(left)},
+        cwd=cwd,
+        output=log,
+        grace_s=_SCRIPT_GRACE_S,
+    ) as process:
+        ended = process.poll(max(0.0, deadline - time.monotonic()))
+        if ended is not None:
+            returncode = ended.returncode
+    return ScriptEnd(key=key, returncode=returncode, log=log, env=_left_env(left, env))
+
+
+def _left_env(file: Path, env: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the environment that a script left; remove the file, since it may hold secrets."""
+    if not file.exists():  # it called `exit 0` itself, or failed
+        return env
+    pairs = [line.partition("=") for line in file.read_text().split("\0") if line]
+    file.unlink()
+    return {name: value for name, _, value in pairs if name not in _NOT_PASSED_ON}
